@@ -1,0 +1,150 @@
+"""Actions: what a rank does, with one strict text form for reading and printing.
+
+    2F5          stage 2 runs the forward of micro-batch 5
+    2B5 2I5 2W5  full backward; input-gradient part; weight-gradient part (papers often write "B" for I)
+    2SEND_F5>3   stage 2 sends its outputs of micro-batch 5 to stage 3
+    3RECV_F5<2   stage 3 waits for them
+    3SEND_B5>2   stage 3 sends gradients back to stage 2;  2RECV_B5<3 waits for them
+    2REDUCE      stage 2 sums the gradients of parameters that it shares with other stages
+    2STEP        stage 2 applies the optimizer
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import NewType, TypeAlias
+
+from .errors import ScheduleError
+
+Kind = NewType("Kind", str)
+
+F = Kind("F")
+B = Kind("B")
+I = Kind("I")  # noqa: E741  the field's letter for the input gradient
+W = Kind("W")
+SEND_F = Kind("SEND_F")
+RECV_F = Kind("RECV_F")
+SEND_B = Kind("SEND_B")
+RECV_B = Kind("RECV_B")
+OFFLOAD = Kind("OFFLOAD")
+RELOAD = Kind("RELOAD")
+RECOMPUTE = Kind("RECOMPUTE")
+REDUCE = Kind("REDUCE")
+STEP = Kind("STEP")
+
+COMPUTE: dict[Kind, str] = {F: "forward", B: "backward", I: "input gradient", W: "weight gradient"}
+"""Kinds that may stand in a schedule, with their names; `register_kind` adds to it."""
+
+TRANSFERS = (SEND_F, RECV_F, SEND_B, RECV_B)
+STAGE_WIDE = (REDUCE, STEP)
+
+_COMPUTE = re.compile(r"(\d+)([A-Z][A-Z_]*)(\d+)")
+_TRANSFER = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B)(\d+)([<>])(\d+)")
+_STAGE_WIDE = re.compile(r"(\d+)(REDUCE|STEP)")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Action:
+    """A stage's work on one micro-batch."""
+
+    stage: int
+    kind: Kind
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Transfer:
+    """A stage's end of one message: outputs forward (`_F`) or gradients backward (`_B`)."""
+
+    stage: int
+    kind: Kind
+    microbatch: int
+    peer: int
+    """The stage at the other end."""
+
+    def __str__(self) -> str:
+        arrow = ">" if self.sends else "<"
+        return f"{self.stage}{self.kind}{self.microbatch}{arrow}{self.peer}"
+
+    @property
+    def sends(self) -> bool:
+        return self.kind in (SEND_F, SEND_B)
+
+    @property
+    def other_end(self) -> Transfer:
+        """The matching action on the peer's side.
+
+        >>> print(Transfer(2, SEND_F, 5, 3).other_end)
+        3RECV_F5<2
+        """
+        flip = {SEND_F: RECV_F, RECV_F: SEND_F, SEND_B: RECV_B, RECV_B: SEND_B}
+        return Transfer(self.peer, flip[self.kind], self.microbatch, self.stage)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class StageAction:
+    """Work of a stage once per step: REDUCE or STEP."""
+
+    stage: int
+    kind: Kind
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}"
+
+
+Instruction: TypeAlias = Action | Transfer | StageAction
+
+
+def register_kind(letters: str, meaning: str) -> Kind:
+    """Add a kind of compute action, so that schedules may contain it.
+
+    Raises: ScheduleError if the letters are not capitals or are taken.
+    """
+    kind = Kind(letters)
+    if not re.fullmatch(r"[A-Z][A-Z_]*", letters):
+        raise ScheduleError(f"kind {letters!r} is not written in capitals", hint="use letters A-Z and _")
+    if kind in {*COMPUTE, *TRANSFERS, *STAGE_WIDE, OFFLOAD, RELOAD, RECOMPUTE}:
+        raise ScheduleError(f"kind {letters} is already taken", hint="choose other letters")
+    COMPUTE[kind] = meaning
+    return kind
+
+
+def parse_action(text: str) -> Action:
+    """Read a compute action such as `2F5`.
+
+    >>> parse_action("2F5")
+    Action(stage=2, kind='F', microbatch=5)
+
+    Raises: ScheduleError unless the whole text is one action of a known kind.
+    """
+    match = _COMPUTE.fullmatch(text)
+    if match is None or Kind(match[2]) not in {*COMPUTE, OFFLOAD, RELOAD, RECOMPUTE}:
+        kinds = ", ".join(COMPUTE)
+        raise ScheduleError(
+            f"cannot read action {text!r}",
+            hint=f"write stage, kind, micro-batch, as in 2F5; the kinds are {kinds}",
+        )
+    return Action(int(match[1]), Kind(match[2]), int(match[3]))
+
+
+def parse_instruction(text: str) -> Instruction:
+    """Read anything that may stand in a program: `2F5`, `2SEND_F5>3`, `3RECV_F5<2`, `2STEP`.
+
+    Raises: ScheduleError unless the whole text is one instruction.
+    """
+    if match := _TRANSFER.fullmatch(text):
+        transfer = Transfer(int(match[1]), Kind(match[2]), int(match[3]), int(match[5]))
+        if transfer.sends == (match[4] == ">"):
+            return transfer
+    elif match := _STAGE_WIDE.fullmatch(text):
+        return StageAction(int(match[1]), Kind(match[2]))
+    elif _COMPUTE.fullmatch(text):
+        return parse_action(text)
+    raise ScheduleError(
+        f"cannot read instruction {text!r}",
+        hint="write 2F5, 2SEND_F5>3, 3RECV_F5<2, 2REDUCE or 2STEP",
+    )

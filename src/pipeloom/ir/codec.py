@@ -1,0 +1,62 @@
+"""JSON for the frozen dataclasses of this package, checked while reading (msgspec)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from .errors import ConfigError
+
+T = TypeVar("T")
+
+
+def to_json(noun: object, *, indent: int = 1) -> str:
+    """One noun as JSON text; `indent=0` gives a single line.
+
+    >>> from pipeloom.ir.cluster import Link
+    >>> to_json(Link(bandwidth_bytes_per_s=1e9, latency_s=1e-4), indent=0)
+    '{"bandwidth_bytes_per_s":1000000000.0,"latency_s":0.0001}'
+    """
+    text = msgspec.json.encode(noun)
+    return (msgspec.json.format(text, indent=indent) if indent else text).decode()
+
+
+def from_json(text: str | bytes, kind: type[T], *, what: str) -> T:
+    """Read a noun back.
+
+    `what` names the text in the error, for instance the file's path.
+    Raises: ConfigError if the text is not JSON or does not match the noun's fields.
+    """
+    try:
+        return msgspec.json.decode(text, type=kind)
+    except msgspec.DecodeError as error:
+        raise ConfigError(
+            f"{what} is not a valid {kind.__name__}: {error}",
+            hint="write it again with this version of pipeloom",
+        ) from None
+
+
+def save(noun: object, path: Path) -> None:
+    """Write a noun to a file, whole or not at all."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(to_json(noun) + "\n")
+    partial.replace(path)
+
+
+def load(path: Path, kind: type[T]) -> T:
+    """Read a noun from a file. Raises: ConfigError if it is missing, unreadable or invalid."""
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read {kind.__name__} from {path}: {error.strerror}",
+            hint="check the path",
+        ) from None
+    return from_json(text, kind, what=str(path))
+
+
+def as_plain(noun: object) -> Any:
+    """The noun as dicts, lists, strings and numbers."""
+    return msgspec.to_builtins(noun)

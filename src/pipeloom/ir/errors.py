@@ -1,0 +1,97 @@
+"""Everything pipeloom raises on purpose, as one tree.
+
+    PipeloomError
+    ├── ConfigError          a file, flag or key is missing, misspelt or of the wrong type
+    ├── CaptureError         the model cannot be turned into an OpGraph
+    ├── CutError             an assignment of ops to stages is not a valid cut
+    ├── PlanError            no plan, or a plan that does not belong here
+    │   └── InfeasibleError  nothing fits under the memory cap
+    ├── ScheduleError        a schedule breaks a rule
+    │   └── DeadlockError    no rank can move
+    ├── MemoryCapError       a run passed its device's cap
+    ├── BatchError           a batch does not have the shape the pipeline was built for
+    ├── CommunicationError   a transfer failed or waited too long
+    ├── PeerError            another rank failed; carries that rank's traceback
+    ├── CheckpointError      a checkpoint is missing, incomplete or does not match
+    └── VerifyError          the pipeline's numbers differ from one process's
+
+Each message names who, what and how much; `hint` says what to do next.
+"""
+
+from __future__ import annotations
+
+
+class PipeloomError(Exception):
+    """Base of all errors meant for the user.
+
+    >>> print(PlanError("3 stages for 2 ops", hint="use at most 2 stages"))
+    3 stages for 2 ops
+    hint: use at most 2 stages
+    """
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return self.message if self.hint is None else f"{self.message}\nhint: {self.hint}"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild, (type(self), self.message, self.hint))
+
+
+def _rebuild(kind: type[PipeloomError], message: str, hint: str | None) -> PipeloomError:
+    return kind(message, hint=hint)
+
+
+class ConfigError(PipeloomError):
+    """A file, flag or key is missing, misspelt or of the wrong type."""
+
+
+class CaptureError(PipeloomError):
+    """The model cannot be turned into an OpGraph."""
+
+
+class CutError(PipeloomError):
+    """An assignment of ops to stages is not a valid cut."""
+
+
+class PlanError(PipeloomError):
+    """No plan, or a plan that does not belong to this model or cluster."""
+
+
+class InfeasibleError(PlanError):
+    """Nothing fits under the memory cap."""
+
+
+class ScheduleError(PipeloomError):
+    """A schedule breaks a rule."""
+
+
+class DeadlockError(ScheduleError):
+    """No rank can move."""
+
+
+class MemoryCapError(PipeloomError):
+    """A run passed its device's memory cap."""
+
+
+class BatchError(PipeloomError):
+    """A batch does not have the shape the pipeline was built for."""
+
+
+class CommunicationError(PipeloomError):
+    """A transfer failed or waited too long."""
+
+
+class PeerError(PipeloomError):
+    """Another rank failed; the message carries that rank's traceback."""
+
+
+class CheckpointError(PipeloomError):
+    """A checkpoint is missing, incomplete or does not match."""
+
+
+class VerifyError(PipeloomError):
+    """The pipeline's numbers differ from those of one process."""

@@ -1,0 +1,171 @@
+"""OpGraph: the captured forward pass, from batch to loss, as data.
+
+An `Op` is one functional ATen call of the forward graph (with the `getitem`s that unpack it). It reads
+values, parameters and buffers by name, and makes values. Ops are listed in a topological order.
+Parameters and buffers keep the fully qualified names (FQNs) of the user's module; a tied parameter
+appears once, with its other names as aliases.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+
+DTYPE_BYTES: Mapping[str, int] = {
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
+    "float8_e4m3fn": 1, "float8_e5m2": 1,
+    "complex64": 8, "complex128": 16,
+    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
+    "uint16": 2, "uint32": 4, "uint64": 8,
+}  # fmt: skip
+
+
+def tensor_bytes(shape: tuple[int, ...], dtype: str) -> int:
+    """Bytes of a dense tensor.
+
+    >>> tensor_bytes((4, 128), "bfloat16")
+    1024
+    """
+    return prod(shape) * DTYPE_BYTES[dtype]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Value:
+    """A tensor made by an op, or an input of the batch.
+
+    `needs_grad`: a gradient of the loss with respect to this value flows in the backward pass.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    needs_grad: bool = False
+
+    @property
+    def bytes(self) -> int:
+        return tensor_bytes(self.shape, self.dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parameter:
+    """A parameter under its first FQN; `aliases` are the other names of a tied one."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    trainable: bool = True
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def bytes(self) -> int:
+        return tensor_bytes(self.shape, self.dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Buffer:
+    """A buffer by FQN. One that is not persistent is rebuilt, never checkpointed."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    persistent: bool = True
+
+    @property
+    def bytes(self) -> int:
+        return tensor_bytes(self.shape, self.dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Op:
+    """One call of the forward graph.
+
+    inputs: names of the values it reads, each once, in order of first use.
+    params, buffers: FQNs it reads.  updates: FQNs of buffers whose next state it makes.
+    attributes: the call's other arguments as text; with `target` and the shapes of what it reads this
+        makes the signature by which equal ops are measured once.
+    module: FQN of the innermost user module that it comes from, "" at the top.
+    random: draws random numbers.  view: its output shares its input's storage.
+    cheap: deterministic, reads no parameter, needs no gradient and costs little: it may be cloned into
+        each stage that uses it, so that its output is never sent.
+    """
+
+    name: str
+    target: str
+    inputs: tuple[str, ...]
+    outputs: tuple[Value, ...]
+    params: tuple[str, ...] = ()
+    buffers: tuple[str, ...] = ()
+    updates: tuple[str, ...] = ()
+    attributes: str = ""
+    module: str = ""
+    random: bool = False
+    view: bool = False
+    cheap: bool = False
+
+    @property
+    def output_bytes(self) -> int:
+        return sum(v.bytes for v in self.outputs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpGraph:
+    """A whole forward pass: batch inputs -> ops -> loss. Immutable; `codec.to_json` serialises it."""
+
+    name: str
+    inputs: tuple[Value, ...]
+    ops: tuple[Op, ...]
+    parameters: tuple[Parameter, ...]
+    buffers: tuple[Buffer, ...]
+    loss: str
+    fallback: str = field(default="")
+    """Why export failed, when the ops are whole modules instead of ATen calls; else empty."""
+
+    @cached_property
+    def op(self) -> Mapping[str, Op]:
+        """Op by name."""
+        return {op.name: op for op in self.ops}
+
+    @cached_property
+    def value(self) -> Mapping[str, Value]:
+        """Value by name, batch inputs included."""
+        made = {v.name: v for op in self.ops for v in op.outputs}
+        return {v.name: v for v in self.inputs} | made
+
+    @cached_property
+    def producer(self) -> Mapping[str, str]:
+        """Value name -> name of the op that makes it. Batch inputs have none."""
+        return {v.name: op.name for op in self.ops for v in op.outputs}
+
+    @cached_property
+    def consumers(self) -> Mapping[str, tuple[str, ...]]:
+        """Value name -> names of the ops that read it."""
+        found: dict[str, list[str]] = {name: [] for name in self.value}
+        for op in self.ops:
+            for name in op.inputs:
+                found[name].append(op.name)
+        return {name: tuple(ops) for name, ops in found.items()}
+
+    @cached_property
+    def parameter(self) -> Mapping[str, Parameter]:
+        return {p.name: p for p in self.parameters}
+
+    @cached_property
+    def buffer(self) -> Mapping[str, Buffer]:
+        return {b.name: b for b in self.buffers}
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hash of the structure (ops, wiring, parameters), independent of the batch's size.
+
+        A plan carries it, so that a plan made for another model is refused.
+        """
+        h = hashlib.sha256()
+        for op in self.ops:
+            outputs = tuple(v.name for v in op.outputs)
+            h.update(repr((op.name, op.target, op.inputs, outputs, op.params, op.buffers)).encode())
+        for p in self.parameters:
+            h.update(repr((p.name, p.shape, p.trainable)).encode())
+        return h.hexdigest()[:16]

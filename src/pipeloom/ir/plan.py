@@ -1,0 +1,109 @@
+"""Plan: everything the runtime needs to know, in one JSON file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+from . import codec
+from .errors import PlanError
+from .graph import OpGraph
+from .memory import MemoryPolicy, WeightPolicy
+from .schedule import Schedule, parse_rows
+from .stages import StageGraph, cut
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageMemory:
+    """Predicted bytes of one stage on its device, by kind.
+
+    residuals: for all micro-batches in flight at the peak.  boundary: send, receive and gradient
+    buffers of values that cross.  transient: scratch of the heaviest action.
+    """
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    buffers: int = 0
+    residuals: int = 0
+    boundary: int = 0
+    transient: int = 0
+
+    @property
+    def total(self) -> int:
+        return (
+            self.parameters + self.gradients + self.optimizer + self.buffers
+            + self.residuals + self.boundary + self.transient
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagePlan:
+    """One stage: its ops, and what it is predicted to take for one micro-batch (seconds)."""
+
+    ops: tuple[str, ...]
+    forward_s: float = 0.0
+    input_grad_s: float = 0.0
+    weight_grad_s: float = 0.0
+    memory: StageMemory = field(default_factory=StageMemory)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How one model trains on one cluster.
+
+    graph: fingerprint of the OpGraph.  schedule_rows: one line of actions per rank.
+    planner: name of the strategy that made it.  batch: shapes it was made for (see Profile.batch).
+    caps: bytes each rank may hold, empty for no cap.
+    """
+
+    schema: int = SCHEMA
+    graph: str
+    planner: str
+    stages: tuple[StagePlan, ...]
+    placement: tuple[int, ...]
+    schedule: str
+    schedule_rows: tuple[str, ...]
+    microbatches: int
+    batch: tuple[str, ...] = ()
+    caps: tuple[int, ...] = ()
+    memory: MemoryPolicy = field(default_factory=MemoryPolicy)
+    weights: WeightPolicy = "flush"
+    width: int = 1
+    predicted_step_s: float = 0.0
+    notes: Mapping[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def as_schedule(self) -> Schedule:
+        return Schedule(
+            name=self.schedule, microbatches=self.microbatches,
+            placement=self.placement, rows=parse_rows(self.schedule_rows),
+        )  # fmt: skip
+
+    def stage_graph(self, graph: OpGraph) -> StageGraph:
+        """Cut `graph` as planned. Raises: PlanError if the plan was made for another model."""
+        if graph.fingerprint != self.graph:
+            raise PlanError(
+                f"this plan was made for model {self.graph}, not for {graph.name} ({graph.fingerprint})",
+                hint="plan again for this model, or pass the model the plan was made for",
+            )
+        stage_of = {op: index for index, stage in enumerate(self.stages) for op in stage.ops}
+        return cut(graph, stage_of)
+
+    def save(self, path: Path) -> None:
+        codec.save(self, path)
+
+
+def load_plan(path: Path) -> Plan:
+    """Read a plan. Raises: ConfigError if unreadable, PlanError if of another schema version."""
+    plan = codec.load(path, Plan)
+    if plan.schema != SCHEMA:
+        raise PlanError(
+            f"{path} has plan schema {plan.schema}, this pipeloom reads {SCHEMA}",
+            hint="plan again with this version",
+        )
+    return plan

@@ -1,0 +1,44 @@
+"""Profile: what each op costs on one kind of device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpCost:
+    """Costs of one op for one micro-batch. Times in seconds, sizes in bytes.
+
+    input_grad_s, weight_grad_s: the two parts of the backward pass (zero where no gradient flows).
+    saves: names of the values (its inputs or outputs) that autograd keeps for its backward, views
+        named by the value whose storage they share; a value kept by several ops is stored once.
+    extra_saved_bytes: kept for backward and neither an input nor an output (softmax statistics, masks).
+    transient_bytes: most bytes of scratch memory alive at once while it runs, outputs not counted.
+    """
+
+    forward_s: float
+    input_grad_s: float = 0.0
+    weight_grad_s: float = 0.0
+    saves: tuple[str, ...] = ()
+    extra_saved_bytes: int = 0
+    transient_bytes: int = 0
+
+    @property
+    def backward_s(self) -> float:
+        return self.input_grad_s + self.weight_grad_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """Costs of every op of one graph on one device.
+
+    source: "measured" or "roofline".  graph: fingerprint of the OpGraph that was profiled.
+    batch: shapes of the batch inputs, "name[shape]dtype" each, for which the costs hold.
+    """
+
+    device: str
+    source: str
+    graph: str
+    batch: tuple[str, ...]
+    costs: Mapping[str, OpCost]

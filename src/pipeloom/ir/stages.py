@@ -1,0 +1,205 @@
+"""Stage and StageGraph: ops grouped into stages, and the values that cross between them.
+
+Stages form a DAG; a chain is the special case. A value goes from its producer straight to each stage
+that reads it, whatever the distance. Cheap gradient-free ops are cloned into the stages that need
+them, so their values never cross.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from .errors import CutError
+from .graph import Op, OpGraph, Value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """A set of ops that run together, in the graph's order, clones included."""
+
+    index: int
+    ops: tuple[str, ...]
+    clones: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.ops:
+            raise CutError(f"stage {self.index} is empty", hint="use fewer stages")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Crossing:
+    """A value sent from the stage that makes it to one stage that reads it.
+
+    If `value.needs_grad`, a gradient of the same shape and dtype comes back.
+    """
+
+    value: Value
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageGraph:
+    """Stages and the values that cross between them.
+
+    params: for each stage the FQNs it reads; a name listed by two stages is tied across them.
+    """
+
+    stages: tuple[Stage, ...]
+    crossings: tuple[Crossing, ...]
+    params: tuple[tuple[str, ...], ...]
+    buffers: tuple[tuple[str, ...], ...]
+    inputs: tuple[tuple[str, ...], ...]
+    """For each stage the batch inputs it reads."""
+    loss_stage: int
+
+    @cached_property
+    def predecessors(self) -> Mapping[int, tuple[int, ...]]:
+        """Stage -> the stages whose values it reads, ascending."""
+        return {
+            s.index: tuple(sorted({c.source for c in self.crossings if c.target == s.index}))
+            for s in self.stages
+        }
+
+    @cached_property
+    def successors(self) -> Mapping[int, tuple[int, ...]]:
+        """Stage -> the stages that read its values, ascending."""
+        return {
+            s.index: tuple(sorted({c.target for c in self.crossings if c.source == s.index}))
+            for s in self.stages
+        }
+
+    @cached_property
+    def between(self) -> Mapping[tuple[int, int], tuple[Value, ...]]:
+        """(source, target) -> the values sent along that edge, by name."""
+        found: dict[tuple[int, int], list[Value]] = {}
+        for c in self.crossings:
+            found.setdefault((c.source, c.target), []).append(c.value)
+        return {edge: tuple(sorted(vs, key=lambda v: v.name)) for edge, vs in found.items()}
+
+    def gradients(self, source: int, target: int) -> tuple[Value, ...]:
+        """The values of an edge whose gradients come back from `target` to `source`."""
+        return tuple(v for v in self.between.get((source, target), ()) if v.needs_grad)
+
+    @cached_property
+    def tied(self) -> Mapping[str, tuple[int, ...]]:
+        """Parameter read by several stages -> those stages."""
+        readers: dict[str, list[int]] = {}
+        for index, names in enumerate(self.params):
+            for name in names:
+                readers.setdefault(name, []).append(index)
+        return {name: tuple(stages) for name, stages in readers.items() if len(stages) > 1}
+
+
+def chain(stages: int) -> StageGraph:
+    """A chain of stages with one value between neighbours and nothing else: enough to schedule.
+
+    >>> chain(3).successors
+    {0: (1,), 1: (2,), 2: ()}
+    """
+    values = [Value(name=f"v{s}", shape=(1,), dtype="float32", needs_grad=True) for s in range(stages)]
+    none: tuple[tuple[str, ...], ...] = ((),) * stages
+    return StageGraph(
+        stages=tuple(Stage(index=s, ops=(f"op{s}",)) for s in range(stages)),
+        crossings=tuple(Crossing(value=values[s], source=s, target=s + 1) for s in range(stages - 1)),
+        params=none, buffers=none, inputs=none, loss_stage=stages - 1,
+    )  # fmt: skip
+
+
+def cut(graph: OpGraph, stage_of: Mapping[str, int]) -> StageGraph:
+    """Group ops into stages.
+
+    stage_of: op name -> stage index, 0-based without gaps. Cheap ops may be left out: they go only
+        where they are used.
+    Raises: CutError if an op has no stage, a stage is empty, the quotient has a cycle, or a gradient
+        would have to flow through a cheap op.
+    """
+    missing = [op.name for op in graph.ops if op.name not in stage_of and not op.cheap]
+    if missing:
+        raise CutError(f"op {missing[0]} has no stage ({len(missing)} in all)", hint="assign every op")
+    count = max(stage_of.values()) + 1
+    own: list[list[str]] = [[] for _ in range(count)]
+    for op in graph.ops:
+        if op.name in stage_of:
+            own[stage_of[op.name]].append(op.name)
+    stages = tuple(
+        Stage(index=s, ops=tuple(own[s]), clones=_clones(graph, stage_of, s)) for s in range(count)
+    )
+    loss_stage = stage_of[graph.producer[graph.loss]]
+    result = StageGraph(
+        stages=stages,
+        crossings=_crossings(graph, stage_of, stages),
+        params=tuple(_reads(graph, s, "params") for s in stages),
+        buffers=tuple(_reads(graph, s, "buffers") for s in stages),
+        inputs=tuple(_batch_inputs(graph, s) for s in stages),
+        loss_stage=loss_stage,
+    )
+    _refuse_cycles(result)
+    return result
+
+
+def _members(graph: OpGraph, stage: Stage) -> list[Op]:
+    inside = {*stage.ops, *stage.clones}
+    return [op for op in graph.ops if op.name in inside]
+
+
+def _clones(graph: OpGraph, stage_of: Mapping[str, int], stage: int) -> tuple[str, ...]:
+    """Cheap ops that `stage` needs and does not own, with the cheap ops those need."""
+    wanted: set[str] = set()
+    pending = [op for op in graph.ops if stage_of.get(op.name) == stage]
+    while pending:
+        for value in pending.pop().inputs:
+            maker = graph.producer.get(value)
+            if maker is None or maker in wanted or stage_of.get(maker) == stage:
+                continue
+            if graph.op[maker].cheap:
+                wanted.add(maker)
+                pending.append(graph.op[maker])
+    return tuple(op.name for op in graph.ops if op.name in wanted)
+
+
+def _crossings(
+    graph: OpGraph, stage_of: Mapping[str, int], stages: tuple[Stage, ...]
+) -> tuple[Crossing, ...]:
+    found: dict[tuple[str, int], Crossing] = {}
+    for stage in stages:
+        inside = {*stage.ops, *stage.clones}
+        for op in _members(graph, stage):
+            for name in op.inputs:
+                maker = graph.producer.get(name)
+                if maker is None or maker in inside:
+                    continue
+                found.setdefault(
+                    (name, stage.index),
+                    Crossing(value=graph.value[name], source=stage_of[maker], target=stage.index),
+                )
+    return tuple(found.values())
+
+
+def _reads(graph: OpGraph, stage: Stage, kind: str) -> tuple[str, ...]:
+    names: dict[str, None] = {}
+    for op in _members(graph, stage):
+        names.update(dict.fromkeys(getattr(op, kind)))
+    return tuple(names)
+
+
+def _batch_inputs(graph: OpGraph, stage: Stage) -> tuple[str, ...]:
+    names = {v.name for v in graph.inputs}
+    read = {name for op in _members(graph, stage) for name in op.inputs}
+    return tuple(v.name for v in graph.inputs if v.name in names & read)
+
+
+def _refuse_cycles(stages: StageGraph) -> None:
+    waiting = {s: set(before) for s, before in stages.predecessors.items()}
+    while ready := [s for s, before in waiting.items() if not before]:
+        for s in ready:
+            del waiting[s]
+        for before in waiting.values():
+            before.difference_update(ready)
+    if waiting:
+        raise CutError(
+            f"stages {sorted(waiting)} need each other's values: the cut has a cycle",
+            hint="keep every op in the same stage as, or a later stage than, the ops it reads from",
+        )

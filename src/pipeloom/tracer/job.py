@@ -1,0 +1,38 @@
+"""Job: everything pipeloom needs to know about what the user trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """An unmodified model, batches for it, and how it is trained.
+
+    model: makes the `nn.Module`. Called under a fake-tensor mode when it is captured, and again on each
+        rank, so it must not depend on global state and must give the same structure each time.
+    batch: (seed, micro-batch size) -> keyword arguments of the model's forward, tensors with the
+        micro-batch as their first dimension.
+    loss: (outputs, batch) -> scalar tensor. By default the model's own output `.loss` (or `["loss"]`).
+    weight: batch -> the number of tokens that the loss averages over. With it, the loss of a step is the
+        average over all tokens of all micro-batches; without it each micro-batch's loss counts by its
+        number of rows.
+    optimizer: parameters -> torch optimizer. By default AdamW(lr=1e-3).
+
+    Example:
+        def my_job() -> Job:
+            return Job(model=lambda: MyModel(width=256), batch=make_batch)
+    """
+
+    model: Callable[[], nn.Module]
+    batch: Callable[[int, int], dict[str, Tensor]]
+    loss: Callable[[Any, Mapping[str, Tensor]], Tensor] | None = None
+    weight: Callable[[Mapping[str, Tensor]], float | Tensor] | None = None
+    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] | None = None
+    name: str = "model"
