@@ -1,0 +1,50 @@
+# Every target does the set-up it needs: a virtual environment in .venv, filled once from constraints.txt.
+
+PYTHON ?= python3
+GPU_PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+export OMP_NUM_THREADS := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help train test test-all lint fmt gpu-check bench clean
+
+help:  ## show this list
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
+
+$(READY): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -q -c constraints.txt setuptools
+	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[test,lint,hf]'
+	touch $@
+
+train: $(READY)  ## the main job: train a byte-level GPT in two processes, write a report
+	$(BIN)/pipeloom train $(ARGS)
+
+test: $(READY)  ## the quick tests, on two cores
+	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu" $(ARGS)
+
+test-all: $(READY)  ## all tests, the slow ones too
+	$(BIN)/python -m pytest -n 2 -m "not gpu" $(ARGS)
+
+lint: $(READY)  ## ruff, and mypy in strict mode on src
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+fmt: $(READY)  ## put imports in order and format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# The environment above has torch's CPU build, so this target takes the machine's own Python with its CUDA build.
+gpu-check:  ## the tests that need a CUDA device, with the python named by GPU_PYTHON
+	@$(GPU_PYTHON) -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' 2>/dev/null || { \
+	  echo "gpu-check: $(GPU_PYTHON) has no torch that sees a CUDA device, so nothing was checked."; \
+	  echo "Name a python that has one: make gpu-check GPU_PYTHON=/path/to/python"; exit 1; }
+	PYTHONPATH=src $(GPU_PYTHON) -m pytest -m gpu -rs tests/gpu $(ARGS)
+
+bench: $(READY)  ## throughput against one process and against torch.distributed.pipelining
+	$(BIN)/python bench/throughput.py $(ARGS)
+
+clean:  ## remove the virtual environment, caches and build outputs; runs/ is kept
+	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
+	find src tests bench examples -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
