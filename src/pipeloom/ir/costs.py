@@ -1,0 +1,94 @@
+"""StageCost: what one stage takes on the device it is placed on. Made by a planner, read by the simulator."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from .action import B, F, I, Kind, W
+from .errors import ConfigError
+
+STATIC_KINDS = ("parameters", "gradients", "optimizer", "buffers")
+"""Kinds of memory that a stage holds from the first action of a step to the last."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageCost:
+    """Costs of one stage for one micro-batch, on the device of its rank. Times in seconds, sizes in bytes.
+
+    forward_s, backward_s, input_grad_s, weight_grad_s: the actions F, B, I, W.  step_s: the optimizer,
+        once a step.  other_s: kind -> time of actions of kinds that a user registered.
+    residual_bytes: kept from F until B, or until I.  carried_bytes: kept from I until W.
+    static_bytes: by kind, see `STATIC_KINDS`; all copies and versions counted.
+    transient_bytes: action kind (F, B, I, W, STEP, REDUCE) -> most scratch that lives only during the
+        action, on top of all that is held before it and of the residuals and messages that it makes.
+    tied_bytes: gradient bytes of each parameter that the stage shares with others, by name (REDUCE).
+    """
+
+    forward_s: float
+    backward_s: float
+    input_grad_s: float
+    weight_grad_s: float
+    step_s: float = 0.0
+    other_s: Mapping[str, float] = field(default_factory=dict)
+    residual_bytes: int = 0
+    carried_bytes: int = 0
+    static_bytes: Mapping[str, int] = field(default_factory=dict)
+    transient_bytes: Mapping[str, int] = field(default_factory=dict)
+    tied_bytes: Mapping[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if unknown := sorted(self.static_bytes.keys() - set(STATIC_KINDS)):
+            raise ConfigError(
+                f"stage cost has static bytes of kind {unknown[0]!r}",
+                hint=f"the kinds are {', '.join(STATIC_KINDS)}",
+            )
+        for name, amount in self._amounts():
+            if not 0 <= amount < float("inf"):
+                raise ConfigError(
+                    f"stage cost has {name} = {amount}", hint="times and sizes are finite and at least 0"
+                )
+
+    def _amounts(self) -> list[tuple[str, float]]:
+        names = ("forward_s", "backward_s", "input_grad_s", "weight_grad_s", "step_s")
+        plain = [(name, float(getattr(self, name))) for name in (*names, "residual_bytes", "carried_bytes")]
+        tables = ("other_s", "static_bytes", "transient_bytes", "tied_bytes")
+        return plain + [(f"{t}[{k}]", float(v)) for t in tables for k, v in getattr(self, t).items()]
+
+    def seconds(self, kind: Kind) -> float:
+        """How long a compute action takes; 0 for a registered kind that `other_s` does not name.
+
+        >>> StageCost(forward_s=1.0, backward_s=2.0, input_grad_s=1.0, weight_grad_s=1.0).seconds(B)
+        2.0
+        """
+        built_in = {F: self.forward_s, B: self.backward_s, I: self.input_grad_s, W: self.weight_grad_s}
+        return built_in[kind] if kind in built_in else self.other_s.get(kind, 0.0)
+
+    def slowed(self, factor: float) -> StageCost:
+        """The same stage on a device that takes `factor` times as long for everything (2.0: half as fast).
+
+        >>> StageCost(forward_s=1.0, backward_s=2.0, input_grad_s=1.0, weight_grad_s=1.0).slowed(1.5).forward_s
+        1.5
+        """
+        return replace(
+            self,
+            forward_s=self.forward_s * factor, backward_s=self.backward_s * factor,
+            input_grad_s=self.input_grad_s * factor, weight_grad_s=self.weight_grad_s * factor,
+            step_s=self.step_s * factor, other_s={k: v * factor for k, v in self.other_s.items()},
+        )  # fmt: skip
+
+
+def equal_costs(
+    stages: int, *, forward_s: float = 1.0, input_grad_s: float = 1.0, weight_grad_s: float = 1.0,
+    residual_bytes: int = 0,
+) -> tuple[StageCost, ...]:  # fmt: skip
+    """The same costs for every stage, with B as long as I and W together: enough to compare schedules.
+
+    >>> [cost.backward_s for cost in equal_costs(2)]
+    [2.0, 2.0]
+    """
+    cost = StageCost(
+        forward_s=forward_s, backward_s=input_grad_s + weight_grad_s, input_grad_s=input_grad_s,
+        weight_grad_s=weight_grad_s, residual_bytes=residual_bytes,
+    )  # fmt: skip
+    return (cost,) * stages
