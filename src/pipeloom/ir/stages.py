@@ -44,7 +44,8 @@ class Crossing:
 class StageGraph:
     """Stages and the values that cross between them.
 
-    params: for each stage the FQNs it reads; a name listed by two stages is tied across them.
+    params, buffers: for each stage the FQNs it reads; a name listed by two stages is tied across them.
+        What no op reads belongs to stage 0, so that nothing is missing from a checkpoint.
     """
 
     stages: tuple[Stage, ...]
@@ -131,8 +132,8 @@ def cut(graph: OpGraph, stage_of: Mapping[str, int]) -> StageGraph:
     result = StageGraph(
         stages=stages,
         crossings=_crossings(graph, stage_of, stages),
-        params=tuple(_reads(graph, s, "params") for s in stages),
-        buffers=tuple(_reads(graph, s, "buffers") for s in stages),
+        params=_owned(graph, stages, "params", [p.name for p in graph.parameters]),
+        buffers=_owned(graph, stages, "buffers", [b.name for b in graph.buffers]),
         inputs=tuple(_batch_inputs(graph, s) for s in stages),
         loss_stage=loss_stage,
     )
@@ -178,11 +179,17 @@ def _crossings(
     return tuple(found.values())
 
 
-def _reads(graph: OpGraph, stage: Stage, kind: str) -> tuple[str, ...]:
-    names: dict[str, None] = {}
-    for op in _members(graph, stage):
-        names.update(dict.fromkeys(getattr(op, kind)))
-    return tuple(names)
+def _owned(
+    graph: OpGraph, stages: tuple[Stage, ...], kind: str, everything: list[str]
+) -> tuple[tuple[str, ...], ...]:
+    """Per stage the parameters (or buffers) it reads; the first stage also holds what no op reads."""
+    read = [
+        dict.fromkeys(name for op in _members(graph, stage) for name in getattr(op, kind))
+        for stage in stages
+    ]
+    used = {name for names in read for name in names}
+    read[0].update(dict.fromkeys(name for name in everything if name not in used))
+    return tuple(tuple(names) for names in read)
 
 
 def _batch_inputs(graph: OpGraph, stage: Stage) -> tuple[str, ...]:

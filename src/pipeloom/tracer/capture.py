@@ -1,0 +1,211 @@
+"""nn.Module with a loss -> OpGraph, by torch.export.
+
+The exported forward graph is made functional (no in-place calls; buffer updates are outputs) while
+composite operations such as `linear` and `scaled_dot_product_attention` stay whole, so that each device
+picks its own kernel. The model runs on fake tensors: its size does not matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind
+
+from ..ir.errors import CaptureError
+from ..ir.graph import OpGraph
+from .describe import describe
+from .initialise import Blueprint, blueprint
+from .job import Job
+from .meta import propagate
+
+_NO_GRAD_REGION = torch.ops.higher_order.wrap_with_set_grad_enabled
+_ASSERTIONS = {
+    torch.ops.aten._assert_tensor_metadata.default,
+    torch.ops.aten._assert_async.msg,
+    torch.ops.aten._assert_scalar.default,
+}
+
+
+@dataclass(eq=False)
+class Captured:
+    """A captured model: the description (`graph`) and what can be run (`module`).
+
+    module: functional ATen graph; an Op's name is the name of its node, and `getitem` nodes belong to
+        the op that they unpack. One placeholder per parameter, buffer, constant and batch input.
+    targets: placeholder name -> FQN of its parameter or buffer (constants are buffers that are not
+        persistent), or name of its batch input.
+    updates: node name -> FQN of the buffer whose next state it is.
+    constants: FQN -> tensor, for constants that the model's forward makes.
+    """
+
+    graph: OpGraph
+    module: fx.GraphModule
+    targets: Mapping[str, str]
+    updates: Mapping[str, str]
+    blueprint: Blueprint
+    constants: Mapping[str, Tensor] = field(default_factory=dict)
+    autocast: torch.dtype | None = None
+
+
+def capture(
+    job: Job, microbatch_size: int, *, batch: Mapping[str, Tensor] | None = None,
+    autocast: torch.dtype | None = None, plan: Blueprint | None = None,
+) -> Captured:  # fmt: skip
+    """Capture a job's model and loss for one micro-batch.
+
+    batch: a micro-batch to take the shapes from; by default `job.batch(0, microbatch_size)`.
+    autocast: dtype of mixed precision, or None.
+    plan: an earlier capture's blueprint, to skip building the model again.
+    Raises: CaptureError if the model cannot be exported, with the reason.
+    """
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    made = plan or blueprint(job.model, fake)
+    example = dict(batch) if batch is not None else job.batch(0, microbatch_size)
+    _check_batch(example)
+    example = {key: tensor.clone() for key, tensor in example.items()}  # export merges equal tensors
+    program = _export(_WithLoss(made.model, job), example, job.name)
+    return _from_program(program, job, made, list(example), autocast)
+
+
+class _WithLoss(nn.Module):
+    """Model and loss as one module, so that both are in the graph."""
+
+    def __init__(self, model: nn.Module, job: Job) -> None:
+        super().__init__()
+        self.model = model
+        self.job = job
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        return scalar_loss(self.job, self.model(**batch), batch)
+
+
+def scalar_loss(job: Job, outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
+    """The loss of a model's outputs: by the job's `loss`, or the outputs' own.
+
+    Raises: CaptureError if there is none, or it is not a scalar.
+    """
+    if job.loss is not None:
+        loss = job.loss(outputs, batch)
+    else:
+        loss = outputs.get("loss") if isinstance(outputs, dict) else getattr(outputs, "loss", None)
+        if loss is None and isinstance(outputs, Tensor) and outputs.ndim == 0:
+            loss = outputs
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise CaptureError(
+            f"the loss of {job.name} must be a scalar tensor, got {got}",
+            hint="return outputs with a `.loss`, or give Job(loss=...) a function that returns a scalar",
+        )
+    return loss.reshape(())
+
+
+def _check_batch(batch: Mapping[str, Tensor]) -> None:
+    for key, value in batch.items():
+        if not isinstance(value, Tensor):
+            raise CaptureError(
+                f"batch entry {key!r} is a {type(value).__name__}, not a tensor",
+                hint="let Job.batch return tensors only; bind other arguments in Job.model",
+            )
+
+
+def _export(module: nn.Module, batch: dict[str, Tensor], name: str) -> ExportedProgram:
+    try:
+        program = torch.export.export(module, (batch,), strict=False)
+        _detach_no_grad_regions(program.graph_module)
+        return program.run_decompositions({})
+    except CaptureError:
+        raise
+    except Exception as error:  # torch.export raises every kind of exception; the reason is passed on
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else "no message"
+        raise CaptureError(
+            f"torch.export cannot capture {name}: {type(error).__name__}: {reason}",
+            hint="cut by module names instead: give lists of FQNs, one list per stage",
+        ) from error
+
+
+def _detach_no_grad_regions(module: fx.GraphModule) -> None:
+    """Detach the results of `torch.no_grad` regions, because decomposing inlines the regions."""
+    for node in module.graph.nodes:
+        if node.target is not _NO_GRAD_REGION or node.args[0] is not False:
+            continue
+        body = getattr(module, node.args[1].target)
+        output = body.graph.output_node()
+        with body.graph.inserting_before(output):
+            output.args = (fx.map_arg(output.args[0], lambda n: _detached(body.graph, n)),)
+        body.recompile()
+
+
+def _detached(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    made = graph.call_function(torch.ops.aten.detach.default, (node,))
+    made.meta = dict(node.meta)
+    return made
+
+
+def _from_program(
+    program: ExportedProgram, job: Job, made: Blueprint, keys: list[str], autocast: torch.dtype | None
+) -> Captured:
+    graph = program.graph
+    canonical = _canonical_names(made.model)
+    targets: dict[str, str] = {}
+    constants: dict[str, Tensor] = {}
+    batch_keys = iter(keys)
+    first: dict[str, fx.Node] = {}
+    for spec, node in zip(program.graph_signature.input_specs, graph.find_nodes(op="placeholder"), strict=True):
+        if spec.kind is InputKind.USER_INPUT:
+            targets[node.name] = next(batch_keys)
+            continue
+        assert spec.target is not None
+        target = spec.target.removeprefix("model.")
+        target = canonical.get(target, target)
+        if spec.kind is InputKind.CONSTANT_TENSOR:
+            constants[target] = program.constants[spec.target]
+        if target in first:
+            node.replace_all_uses_with(first[target])
+        else:
+            first[target] = node
+            targets[node.name] = target
+    updates = {
+        spec.arg.name: canonical.get(name := (spec.target or "").removeprefix("model."), name)
+        for spec in program.graph_signature.output_specs
+        if spec.kind is OutputKind.BUFFER_MUTATION
+    }
+    _tidy(graph, set(targets), program.graph_signature.user_outputs[0], list(updates))
+    module = fx.GraphModule(program.graph_module, graph)
+    propagate(module, targets, made.model, autocast)
+    op_graph = describe(module, targets, updates, made.model, constants, job.name)
+    return Captured(
+        graph=op_graph, module=module, targets=targets, updates=updates,
+        blueprint=made, constants=constants, autocast=autocast,
+    )  # fmt: skip
+
+
+def _canonical_names(model: nn.Module) -> dict[str, str]:
+    """Every FQN of a parameter or buffer -> the first FQN of the same tensor."""
+    first: dict[int, str] = {}
+    names: dict[str, str] = {}
+    for named in (model.named_parameters, model.named_buffers):
+        for name, tensor in named(remove_duplicate=False):
+            names[name] = first.setdefault(id(tensor), name)
+    return names
+
+
+def _tidy(graph: fx.Graph, keep: set[str], loss: Any, updates: list[str]) -> None:
+    """Drop assertions and dead code; make `view` valid whatever strides its input arrives with."""
+    by_name = {node.name: node for node in graph.nodes}
+    output = graph.output_node()
+    output.args = ((*(by_name[name] for name in updates), by_name[str(loss)]),)
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.target in _ASSERTIONS:
+            graph.erase_node(node)
+        elif node.target is torch.ops.aten.view.default:
+            node.target = torch.ops.aten.reshape.default
+    graph.eliminate_dead_code()
+    for node in graph.find_nodes(op="placeholder"):
+        if node.name not in keep or not node.users:
+            graph.erase_node(node)

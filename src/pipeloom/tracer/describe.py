@@ -1,0 +1,177 @@
+"""A captured fx graph -> OpGraph: names, shapes, wiring and flags, and nothing that runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from ..ir.errors import CaptureError
+from ..ir.graph import Buffer, Op, OpGraph, Parameter, Value
+
+_HEAVY = {"mm", "bmm", "addmm", "baddbmm", "matmul", "linear", "convolution", "conv2d", "einsum",
+          "scaled_dot_product_attention"}  # fmt: skip
+
+
+def describe(
+    module: fx.GraphModule, targets: Mapping[str, str], updates: Mapping[str, str],
+    model: nn.Module, constants: Mapping[str, Tensor], name: str,
+) -> OpGraph:  # fmt: skip
+    """Turn nodes with `meta` filled by `propagate` into an OpGraph."""
+    kinds = _kinds(module, targets, model, constants)
+    loss = module.graph.output_node().args[0][-1].name  # type: ignore[index,union-attr]
+    _refuse_other_nodes(module, name)
+    ops = tuple(
+        _op(node, kinds, updates)
+        for node in module.graph.nodes
+        if node.op == "call_function" and node.target is not getitem
+    )
+    inputs = [n for n in module.graph.find_nodes(op="placeholder") if kinds[n.name][0] == "input"]
+    return OpGraph(
+        name=name,
+        inputs=tuple(_value(n, targets[n.name]) for n in inputs),
+        ops=_mark_cheap(ops),
+        parameters=_parameters(model),
+        buffers=_buffers(model, constants),
+        loss=loss,
+    )
+
+
+def _refuse_other_nodes(module: fx.GraphModule, name: str) -> None:
+    for node in module.graph.nodes:
+        if node.op not in ("call_function", "placeholder", "output"):
+            raise CaptureError(
+                f"{name} contains a {node.op} node ({node.target}), which pipeloom cannot cut",
+                hint="cut by module names instead: give lists of FQNs, one list per stage",
+            )
+
+
+def _kinds(
+    module: fx.GraphModule, targets: Mapping[str, str], model: nn.Module, constants: Mapping[str, Tensor]
+) -> dict[str, tuple[str, str]]:
+    """Placeholder name -> ("param" | "buffer" | "input", its target)."""
+    params = {n for n, _ in model.named_parameters(remove_duplicate=False)}
+    buffers = {n for n, _ in model.named_buffers(remove_duplicate=False)} | set(constants)
+    found = {}
+    for node in module.graph.find_nodes(op="placeholder"):
+        target = targets[node.name]
+        kind = "param" if target in params else "buffer" if target in buffers else "input"
+        found[node.name] = (kind, target)
+    return found
+
+
+def _value(node: fx.Node, name: str | None = None) -> Value:
+    val = node.meta["val"]
+    if not isinstance(val, Tensor) or any(not isinstance(size, int) for size in val.shape):
+        raise CaptureError(
+            f"value {node.name} is a {type(val).__name__} whose size depends on data",
+            hint="cut by module names instead: give lists of FQNs, one list per stage",
+        )
+    return Value(
+        name=name or node.name, shape=tuple(val.shape), dtype=str(val.dtype).removeprefix("torch."),
+        needs_grad=bool(node.meta["needs_grad"]),
+    )  # fmt: skip
+
+
+def _op(node: fx.Node, kinds: Mapping[str, tuple[str, str]], updates: Mapping[str, str]) -> Op:
+    results = [u for u in node.users if u.target is getitem] or [node]
+    reads: dict[str, dict[str, None]] = {"param": {}, "buffer": {}, "input": {}, "value": {}}
+    for source in node.all_input_nodes:
+        kind, target = kinds.get(source.name, ("value", source.name))
+        reads[kind][target] = None
+    target = node.target
+    is_op = isinstance(target, torch._ops.OpOverload)
+    tags = target.tags if isinstance(target, torch._ops.OpOverload) else ()
+    return Op(
+        name=node.name,
+        target=str(target) if is_op else getattr(target, "__name__", str(target)),
+        inputs=(*reads["input"], *reads["value"]),
+        outputs=tuple(_value(r) for r in results),
+        params=tuple(reads["param"]),
+        buffers=tuple(reads["buffer"]),
+        updates=tuple(updates[r.name] for r in results if r.name in updates),
+        attributes=_attributes(node),
+        module=_module_path(node),
+        random=torch.Tag.nondeterministic_seeded in tags and _draws(node),
+        view=isinstance(target, torch._ops.OpOverload) and (target.is_view or "reshape" in str(target)),
+    )
+
+
+def _draws(node: fx.Node) -> bool:
+    """Whether a call that may draw random numbers does so with these arguments."""
+    if node.target is torch.ops.aten.scaled_dot_product_attention.default:
+        dropout = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
+        return dropout != 0.0
+    if node.target is torch.ops.aten.native_dropout.default:
+        return node.args[1] != 0.0 and node.args[2] is not False
+    return True
+
+
+def _attributes(node: fx.Node) -> str:
+    """The call's arguments with every tensor written as `%`: equal text means an equal call."""
+    args = fx.map_arg((node.args, dict(node.kwargs)), lambda _: _HOLE)
+    return repr(args)
+
+
+class _Hole:
+    def __repr__(self) -> str:
+        return "%"
+
+
+_HOLE: Any = _Hole()
+
+
+def _module_path(node: fx.Node) -> str:
+    stack = node.meta.get("nn_module_stack") or {}
+    path = list(stack.values())[-1][0] if stack else ""
+    return str(path).removeprefix("model").removeprefix(".")
+
+
+def _mark_cheap(ops: tuple[Op, ...]) -> tuple[Op, ...]:
+    """Mark ops whose whole history is gradient-free, deterministic and light (see `Op.cheap`)."""
+    updated = {name for op in ops for name in op.updates}
+    cheap: set[str] = set()
+    made_by = {v.name: op.name for op in ops for v in op.outputs}
+    result = []
+    for op in ops:
+        ok = (
+            not op.params and not op.random and not op.updates and not updated & set(op.buffers)
+            and not any(v.needs_grad for v in op.outputs)
+            and op.target.split(".")[1] not in _HEAVY
+            and all(made_by[v] in cheap for v in op.inputs if v in made_by)
+        )  # fmt: skip
+        if ok:
+            cheap.add(op.name)
+        result.append(replace(op, cheap=ok))
+    return tuple(result)
+
+
+def _parameters(model: nn.Module) -> tuple[Parameter, ...]:
+    names: dict[int, list[str]] = {}
+    tensors: dict[int, nn.Parameter] = {}
+    for name, tensor in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(tensor), []).append(name)
+        tensors[id(tensor)] = tensor
+    return tuple(
+        Parameter(
+            name=found[0], shape=tuple(tensors[key].shape), trainable=tensors[key].requires_grad,
+            dtype=str(tensors[key].dtype).removeprefix("torch."), aliases=tuple(found[1:]),
+        )
+        for key, found in names.items()
+    )  # fmt: skip
+
+
+def _buffers(model: nn.Module, constants: Mapping[str, Tensor]) -> tuple[Buffer, ...]:
+    kept = set(model.state_dict(keep_vars=True))
+    named = dict(model.named_buffers())
+    return tuple(
+        Buffer(
+            name=name, shape=tuple(t.shape), dtype=str(t.dtype).removeprefix("torch."),
+            persistent=name in kept and name in named,
+        )
+        for name, t in {**named, **constants}.items()
+    )  # fmt: skip

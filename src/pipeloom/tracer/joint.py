@@ -1,0 +1,219 @@
+"""One stage's ops -> one joint forward/backward graph. The only file that calls AOTAutograd.
+
+`aot_export_joint_with_descriptors` is a private PyTorch API (seen in 2.9 to 2.13): everything it needs
+and returns is translated here, so that a change in PyTorch is a change in this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._functorch._aot_autograd.descriptors import (
+    GradAOTOutput,
+    ParamAOTInput,
+    PlainAOTInput,
+    PlainAOTOutput,
+    TangentAOTInput,
+)
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import traceback
+
+from ..ir.graph import Value
+from ..ir.stages import StageGraph
+from .capture import Captured
+from .meta import autocast_region
+
+
+@dataclass(eq=False)
+class StageModule:
+    """A stage's part of the captured graph.
+
+    module: one placeholder per entry of `names`, then per output in `outputs`, in order.
+    names: FQN of a parameter or buffer, batch input or crossing value, in placeholder order.
+    outputs: crossing values that this stage makes, the loss, or `buffer:<FQN>` for a buffer's next state.
+    """
+
+    module: fx.GraphModule
+    names: tuple[str, ...]
+    kinds: tuple[str, ...]
+    """For each name: "param", "buffer", "batch" or "value"."""
+    outputs: tuple[str, ...]
+
+
+def extract(captured: Captured, stages: StageGraph, index: int) -> StageModule:
+    """Copy a stage's nodes, clones included, into a graph of their own."""
+    stage = stages.stages[index]
+    inside = {*stage.ops, *stage.clones}
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    names: list[str] = []
+    kinds: list[str] = []
+    batch = {v.name for v in captured.graph.inputs}
+
+    def enter(node: fx.Node) -> fx.Node:
+        if node not in copies:
+            target = captured.targets.get(node.name, node.name)
+            placeholder = graph.placeholder(node.name)
+            placeholder.meta = {"val": node.meta["val"], "needs_grad": node.meta["needs_grad"]}
+            kinds.append(
+                "value" if node.op != "placeholder" else "batch" if target in batch
+                else "param" if target in captured.graph.parameter else "buffer"
+            )  # fmt: skip
+            names.append(target)
+            copies[node] = placeholder
+        return copies[node]
+
+    members = [n for n in captured.module.graph.nodes if _owner(n) in inside]
+    for node in members:  # placeholders come first
+        for source in node.all_input_nodes:
+            if _owner(source) not in inside:
+                enter(source)
+    for node in members:
+        copies[node] = graph.node_copy(node, lambda n: copies[n])
+        copies[node].meta = dict(node.meta) | {"custom": {"op": _owner(node), "node": node.name}}
+    outputs = _outputs(captured, stages, index)
+    by_name = {n.name: n for n in captured.module.graph.nodes}
+    buffer_of = {fqn: name for name, fqn in captured.updates.items()}
+    graph.output(tuple(copies[by_name[buffer_of.get(o.removeprefix("buffer:"), o)]] for o in outputs))
+    return StageModule(fx.GraphModule(captured.module, graph), tuple(names), tuple(kinds), outputs)
+
+
+def _owner(node: fx.Node) -> str:
+    """Name of the op that a node belongs to."""
+    return node.args[0].name if node.target is getitem else node.name  # type: ignore[union-attr]
+
+
+def _outputs(captured: Captured, stages: StageGraph, index: int) -> tuple[str, ...]:
+    sent = {c.value.name for c in stages.crossings if c.source == index}
+    loss = [captured.graph.loss] if index == stages.loss_stage else []
+    owned = set(stages.stages[index].ops)
+    updated = [f"buffer:{fqn}" for op in captured.graph.ops if op.name in owned for fqn in op.updates]
+    return (*sorted(sent), *loss, *updated)
+
+
+@dataclass(eq=False)
+class Joint:
+    """A joint graph with each placeholder and output identified.
+
+    inputs: placeholder -> name (as in StageModule.names).  tangents: placeholder -> name of the output
+    whose gradient it is.  outputs: name -> node.  grads: name -> gradient node, None if there is none.
+    """
+
+    graph: fx.Graph
+    inputs: Mapping[fx.Node, str]
+    tangents: Mapping[fx.Node, str]
+    outputs: Mapping[str, fx.Node]
+    grads: Mapping[str, fx.Node | None]
+
+
+class _Callable(nn.Module):
+    """The stage as a module that AOTAutograd can trace: parameters registered, the rest arguments."""
+
+    def __init__(self, stage: StageModule, params: dict[int, nn.Parameter], autocast: torch.dtype | None,
+                 device: str, detached: frozenset[str]) -> None:  # fmt: skip
+        super().__init__()
+        self.held = nn.ParameterList(params.values())
+        self.where = dict(zip(params, range(len(params)), strict=True))
+        self.stage = [stage]  # in a list, so that its tensors are not registered a second time
+        self.autocast = autocast
+        self.device = device
+        self.detached = detached
+
+    def forward(self, *args: Tensor) -> tuple[Tensor, ...]:
+        stage = self.stage[0]
+        rest = iter(args)
+        inputs = [
+            self.held[self.where[i]] if i in self.where else next(rest) for i in range(len(stage.names))
+        ]
+        with traceback.preserve_node_meta(), autocast_region(self.device, self.autocast):
+            made = fx.Interpreter(stage.module).run(*inputs)
+        seen = {t.untyped_storage()._cdata for t in inputs}
+        return tuple(
+            _own_storage(t.detach() if name in self.detached else t, seen)
+            for name, t in zip(stage.outputs, made, strict=True)
+        )
+
+
+def _own_storage(tensor: Tensor, seen: set[int]) -> Tensor:
+    """A dense tensor that shares its storage with no input and no other output."""
+    storage = tensor.untyped_storage()
+    if storage._cdata in seen or storage.nbytes() != tensor.numel() * tensor.element_size():
+        tensor = tensor.clone(memory_format=torch.contiguous_format)
+    elif not tensor.is_contiguous():
+        tensor = tensor.contiguous()
+    seen.add(tensor.untyped_storage()._cdata)
+    return tensor
+
+
+def trace_joint(
+    stage: StageModule, captured: Captured, device: str, received: Mapping[str, Value]
+) -> Joint:
+    """Trace forward and backward of a stage together, on fake tensors of `device`.
+
+    received: the crossing values that this stage reads.
+    """
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    params: dict[int, nn.Parameter] = {}
+    args: list[Tensor] = []
+    arg_names: list[str] = []
+    with fake:
+        for i, (node, name) in enumerate(
+            zip(stage.module.graph.find_nodes(op="placeholder"), stage.names, strict=True)
+        ):
+            val = node.meta["val"]
+            tensor = torch.empty(val.shape, dtype=val.dtype, device=device)
+            if stage.kinds[i] == "param":
+                trainable = captured.graph.parameter[name].trainable
+                params[i] = nn.Parameter(tensor, requires_grad=trainable)
+            else:
+                if stage.kinds[i] == "value":
+                    tensor.requires_grad_(received[name].needs_grad)
+                args.append(tensor)
+                arg_names.append(name)
+    detached = frozenset(o for o in stage.outputs if not _needs_grad(o, captured))
+    module = _Callable(stage, params, captured.autocast, device, detached)
+    param_names = [stage.names[i] for i in params]
+    with ExitStack() as stack:
+        stack.enter_context(fake)
+        exported = aot_export_joint_with_descriptors(stack, module, tuple(args))
+        graph = exported.graph_module.graph
+    return _identify(graph, stage, param_names, arg_names)
+
+
+def _needs_grad(output: str, captured: Captured) -> bool:
+    return not output.startswith("buffer:") and captured.graph.value[output].needs_grad
+
+
+def _identify(graph: fx.Graph, stage: StageModule, params: list[str], args: list[str]) -> Joint:
+    def input_name(described: Any) -> str:
+        if isinstance(described, ParamAOTInput):
+            return params[int(described.target.rsplit(".", 1)[1])]
+        assert isinstance(described, PlainAOTInput), described
+        return args[described.idx]
+
+    inputs: dict[fx.Node, str] = {}
+    tangents: dict[fx.Node, str] = {}
+    for node in graph.find_nodes(op="placeholder"):
+        described = node.meta["desc"]
+        if isinstance(described, TangentAOTInput):
+            assert isinstance(described.output, PlainAOTOutput), described
+            tangents[node] = stage.outputs[described.output.idx]
+        else:
+            inputs[node] = input_name(described)
+    outputs: dict[str, fx.Node] = {}
+    grads: dict[str, fx.Node | None] = {}
+    output = graph.output_node()
+    for node, described in zip(output.args[0], output.meta["desc"], strict=True):  # type: ignore[arg-type]
+        if isinstance(described, PlainAOTOutput):
+            outputs[stage.outputs[described.idx]] = node  # type: ignore[assignment]
+        else:
+            assert isinstance(described, GradAOTOutput), described
+            grads[input_name(described.grad_of)] = node  # type: ignore[assignment]
+    return Joint(graph, inputs, tangents, outputs, grads)
