@@ -67,7 +67,8 @@ class StageCost:
     def slowed(self, factor: float) -> StageCost:
         """The same stage on a device that takes `factor` times as long for everything (2.0: half as fast).
 
-        >>> StageCost(forward_s=1.0, backward_s=2.0, input_grad_s=1.0, weight_grad_s=1.0).slowed(1.5).forward_s
+        >>> cost = StageCost(forward_s=1.0, backward_s=2.0, input_grad_s=1.0, weight_grad_s=1.0)
+        >>> cost.slowed(1.5).forward_s
         1.5
         """
         return replace(

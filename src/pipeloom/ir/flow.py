@@ -1,0 +1,119 @@
+"""Flow: which stage waits for which, in both directions, derived once from a StageGraph.
+
+A forward needs the outputs of every stage it reads from. A backward needs gradients from only those
+readers whose edge has a value with a gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
+
+from .errors import ScheduleError
+from .graph import Value
+from .stages import Crossing, Stage, StageGraph
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flow:
+    """Neighbours of each stage; every tuple is indexed by stage and sorted in topological order.
+
+    reads_from, read_by: along all edges, for F.
+    gradients_from, gradients_to: along the edges whose gradients come back, for B and I.
+    order: all stages, each after the stages it reads from.
+    """
+
+    order: tuple[int, ...]
+    reads_from: tuple[tuple[int, ...], ...]
+    read_by: tuple[tuple[int, ...], ...]
+    gradients_from: tuple[tuple[int, ...], ...]
+    gradients_to: tuple[tuple[int, ...], ...]
+
+
+def flow_of(stages: StageGraph) -> Flow:
+    """Derive the neighbours.
+
+    Raises: ScheduleError if the stages need each other's values in a circle.
+
+    >>> flow = flow_of(dag(3, [(0, 1), (0, 2), (1, 2)], no_gradient=[(0, 2)]))
+    >>> flow.read_by[0], flow.gradients_from[0]
+    ((1, 2), (1,))
+    """
+    edges = sorted(stages.between)
+    count = len(stages.stages)
+    order = _topological(count, edges)
+    place = {stage: position for position, stage in enumerate(order)}
+    reads_from: list[list[int]] = [[] for _ in range(count)]
+    read_by: list[list[int]] = [[] for _ in range(count)]
+    gradients_from: list[list[int]] = [[] for _ in range(count)]
+    gradients_to: list[list[int]] = [[] for _ in range(count)]
+    for source, target in edges:
+        reads_from[target].append(source)
+        read_by[source].append(target)
+        if stages.gradients(source, target):
+            gradients_from[source].append(target)
+            gradients_to[target].append(source)
+
+    def in_order(neighbours: list[list[int]]) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(sorted(found, key=place.__getitem__)) for found in neighbours)
+
+    return Flow(
+        order=order, reads_from=in_order(reads_from), read_by=in_order(read_by),
+        gradients_from=in_order(gradients_from), gradients_to=in_order(gradients_to),
+    )  # fmt: skip
+
+
+def _topological(count: int, edges: Iterable[tuple[int, int]]) -> tuple[int, ...]:
+    before: dict[int, list[int]] = {stage: [] for stage in range(count)}
+    for source, target in edges:
+        before[target].append(source)
+    sorter = TopologicalSorter(before)
+    try:
+        sorter.prepare()
+    except CycleError as error:
+        circle = " -> ".join(map(str, error.args[1]))
+        raise ScheduleError(
+            f"stages need each other's values in a circle: {circle}",
+            hint="cut the model so that values flow one way",
+        ) from None
+    order: list[int] = []
+    while sorter:
+        ready = sorted(sorter.get_ready())
+        order += ready
+        sorter.done(*ready)
+    return tuple(order)
+
+
+def dag(
+    stages: int, edges: Iterable[tuple[int, int]], *, loss_stage: int | None = None,
+    no_gradient: Iterable[tuple[int, int]] = (), value_bytes: int = 4,
+    params: Mapping[int, tuple[str, ...]] | None = None,
+) -> StageGraph:  # fmt: skip
+    """A graph of stages with one value per edge and nothing else: enough to schedule.
+
+    edges: (source, target) pairs.  loss_stage: the last stage unless given.
+    no_gradient: edges whose value needs no gradient.  value_bytes: a multiple of 4.
+    params: stage -> names it reads; a name given to two stages is tied.
+
+    >>> dag(4, [(0, 1), (0, 2), (1, 3), (2, 3)]).predecessors[3]
+    (1, 2)
+    """
+    frozen = set(no_gradient)
+    crossings = tuple(
+        Crossing(
+            value=Value(
+                name=f"v{source}_{target}", shape=(value_bytes // 4,), dtype="float32",
+                needs_grad=(source, target) not in frozen,
+            ),
+            source=source, target=target,
+        )
+        for source, target in edges
+    )  # fmt: skip
+    names = params or {}
+    none: tuple[tuple[str, ...], ...] = ((),) * stages
+    return StageGraph(
+        stages=tuple(Stage(index=s, ops=(f"op{s}",)) for s in range(stages)),
+        crossings=crossings, params=tuple(names.get(s, ()) for s in range(stages)),
+        buffers=none, inputs=none, loss_stage=stages - 1 if loss_stage is None else loss_stage,
+    )  # fmt: skip

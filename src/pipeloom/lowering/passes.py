@@ -1,0 +1,40 @@
+"""The list of passes, and `lower`, which runs them between two checks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+from ..ir.check import check, check_program
+from ..ir.schedule import Program, Schedule
+from ..ir.stages import StageGraph
+from .optimizer import add_optimizer
+from .transfers import add_transfers
+
+Pass: TypeAlias = Callable[[Program, StageGraph], Program]
+
+PASSES: tuple[Pass, ...] = (add_transfers, add_optimizer)
+
+
+def lower(schedule: Schedule, stages: StageGraph) -> Program:
+    """Make everything besides computing explicit, and prove that no rank can block.
+
+    Takes time linear in the number of actions.
+    Raises: ScheduleError if the schedule breaks a rule; DeadlockError if its order blocks.
+
+    >>> from pipeloom.ir.schedule import parse_rows
+    >>> from pipeloom.ir.stages import chain
+    >>> rows = parse_rows(("0F0 0B0", "1F0 1B0"))
+    >>> schedule = Schedule(name="by hand", microbatches=1, placement=(0, 1), rows=rows)
+    >>> print(lower(schedule, chain(2)))
+    0F0 0SEND_F0>1 0RECV_B0<1 0B0 0STEP
+    1RECV_F0<0 1F0 1B0 1SEND_B0>0 1STEP
+    """
+    check(schedule, stages)
+    program = Program(
+        microbatches=schedule.microbatches, placement=schedule.placement, rows=schedule.rows
+    )
+    for make in PASSES:
+        program = make(program, stages)
+    check_program(program, stages)
+    return program

@@ -1,0 +1,48 @@
+"""1F1B: after a warm-up of forwards, one backward after each forward. Few micro-batches in flight.
+
+    0F0 0F1 0F2             0B0 0F3     0B1     0B2     0B3
+        1F0 1F1         1B0 1F2     1B1 1F3 1B2     1B3
+            2F0     2B0 2F1     2B1 2F2 2B2 2F3 2B3          (drawn with backwards as long as forwards)
+
+A stage d steps away from the loss runs d forwards ahead, so d + 1 micro-batches are in flight there. In a
+DAG d is the longest path, so that both sides of a skip connection have what they need.
+
+Source: PipeDream-Flush in arXiv 2006.09503; for a DAG: GraphPipe, arXiv 2406.17145.
+Idle share with p equal stages and m micro-batches: (p-1)/(m+p-1).
+"""
+
+from __future__ import annotations
+
+from ..ir.action import Action, F
+from ..ir.errors import ScheduleError
+from ..ir.flow import Flow, flow_of
+from ..ir.stages import StageGraph
+from .clock import Rows, distance_to_end, rows_by_clock
+
+
+def rows(stages: StageGraph, placement: tuple[int, ...], microbatches: int) -> Rows:
+    """The forward of micro-batch i at clock 2i - d - 1, the backward at 2i + d: they alternate.
+
+    A rank with several stages runs them by the same clock. Neighbours on one rank act as one stage.
+    Raises: ScheduleError if a stage's values never reach the loss, so that d is not defined.
+    """
+    flow = flow_of(stages)
+    _refuse_dead_ends(flow, stages.loss_stage)
+    ahead = distance_to_end(flow, placement)
+
+    def clock(action: Action) -> int:
+        d = ahead[action.stage]
+        return 2 * action.microbatch + (-d - 1 if action.kind == F else d)
+
+    return rows_by_clock(flow, placement, microbatches, clock)
+
+
+def _refuse_dead_ends(flow: Flow, loss_stage: int) -> None:
+    """Only the loss stage may have no reader; then every path ends there, since stages form a DAG."""
+    for stage, readers in enumerate(flow.read_by):
+        if (stage == loss_stage) == bool(readers):
+            first = readers[0] if stage == loss_stage else stage
+            raise ScheduleError(
+                f"stage {first} has no path to the loss, which stage {loss_stage} makes",
+                hint="join it with a stage that the loss depends on, or use gpipe",
+            )
