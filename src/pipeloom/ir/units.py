@@ -1,0 +1,55 @@
+"""Sizes as text: "300MiB" to bytes and back."""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal
+
+from .errors import ConfigError
+
+UNITS = {
+    "": 1, "B": 1,
+    "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+    "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40,
+}  # fmt: skip
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
+_HINT = "write a number and a unit, as in 300MiB, 1.5GiB or 2GB"
+
+
+def parse_bytes(size: str | int) -> int:
+    """A size in bytes; a number without a unit is in bytes.
+
+    >>> parse_bytes("300MiB"), parse_bytes("1.5 GiB"), parse_bytes("2GB"), parse_bytes(4096)
+    (314572800, 1610612736, 2000000000, 4096)
+
+    Raises: ConfigError unless the whole text is a positive number with a known unit, and a whole
+        number of bytes.
+    """
+    if isinstance(size, bool) or not isinstance(size, (str, int)):
+        raise ConfigError(f"cannot read {size!r} as a size", hint=_HINT)
+    match = _SIZE.fullmatch(str(size).strip())
+    if match is None:
+        raise ConfigError(f"cannot read {size!r} as a size", hint=_HINT)
+    number, unit = match.groups()
+    if unit not in UNITS:
+        raise ConfigError(
+            f"{size!r} has the unknown unit {unit!r}", hint=f"use one of {', '.join(u for u in UNITS if u)}"
+        )
+    exact = Decimal(number) * UNITS[unit]
+    if exact <= 0:
+        raise ConfigError(f"{size!r} is no size above 0", hint=_HINT)
+    if exact != int(exact):
+        raise ConfigError(f"{size!r} is not a whole number of bytes", hint=_HINT)
+    return int(exact)
+
+
+def format_bytes(size: float) -> str:
+    """A size for people, in the largest binary unit that leaves at least 1.
+
+    >>> format_bytes(314572800), format_bytes(999), format_bytes(43 * 2**30)
+    ('300.0 MiB', '999 B', '43.0 GiB')
+    """
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        if abs(size) >= UNITS[unit]:
+            return f"{size / UNITS[unit]:.1f} {unit}"
+    return f"{size:.0f} B"

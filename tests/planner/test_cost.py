@@ -1,0 +1,95 @@
+"""The two ways to the same numbers: any stage, and rows of intervals."""
+
+from dataclasses import astuple
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeloom.ir.graph import Op, OpGraph, Parameter, Value
+from pipeloom.ir.profile import OpCost, Profile
+from pipeloom.ir.stages import cut
+from pipeloom.planner.cost import CostModel, CostOptions
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_rows_of_intervals_agree_with_stages(data, draw_graph, draw_profile, make_cluster):
+    ops = data.draw(st.integers(1, 9))
+    graph = draw_graph(data.draw, ops)
+    profiles = [draw_profile(data.draw, graph) for _ in range(2)]
+    stages = data.draw(st.integers(1, ops))
+    inner = sorted(data.draw(st.permutations(range(1, ops)))[: stages - 1])
+    cuts = [0, *inner, ops]
+    options = CostOptions(overlap=data.draw(st.booleans()))
+    kinds = [profiles[s % 2] for s in range(stages)]
+    model = CostModel(graph, kinds, make_cluster([1] * stages, bandwidth=20.0, latency_s=1.0, nodes=2), options)
+    assigned = [op.name for op in graph.ops if not op.cheap]
+    stage_of = {name: sum(c <= p for c in inner) for p, name in enumerate(assigned)}
+    stage_graph = cut(graph, stage_of)
+    for s in range(stages):
+        footprint, seconds = model.row(cuts[s], np.arange(cuts[s] + 1, ops + 1))
+        here = cuts[s + 1] - cuts[s] - 1
+        assert tuple(column[here] for column in astuple(footprint)) == astuple(model.footprint(stage_graph, s))
+        assert model.turns(footprint, seconds, np.array([s]))[0, here] == pytest.approx(model.turn_s(stage_graph, s))
+        in_flight = s + 1
+        plan = model.stage(stage_graph, s, in_flight)
+        assert model.memory(footprint, np.array([in_flight]))[0, here] == plan.memory.total
+
+
+def linear(name: str, source: str, size: int, weight: str) -> Op:
+    out = Value(name=name, shape=(size,), dtype="float32", needs_grad=True)
+    return Op(name=name, target="aten.linear.default", inputs=(source,), outputs=(out,), params=(weight,))
+
+
+def two_linears() -> tuple[OpGraph, Profile]:
+    """x -> a = linear(x, w) -> v = view(a) -> b = linear(v, w) -> loss; the weight is tied."""
+    view = Op(
+        name="v", target="aten.reshape.default", inputs=("a",), view=True,
+        outputs=(Value(name="v", shape=(5, 2), dtype="float32", needs_grad=True),),
+    )  # fmt: skip
+    graph = OpGraph(
+        name="two", inputs=(Value(name="x", shape=(10,), dtype="float32"),),
+        ops=(linear("a", "x", 10, "w"), view, linear("b", "v", 20, "w")),
+        parameters=(Parameter(name="w", shape=(100,), dtype="float32"),), buffers=(), loss="b",
+    )  # fmt: skip
+    costs = {
+        "a": OpCost(forward_s=1, input_grad_s=0, weight_grad_s=2, saves=("x",)),
+        "v": OpCost(forward_s=0),
+        "b": OpCost(forward_s=3, input_grad_s=3, weight_grad_s=3, saves=("a",), extra_saved_bytes=8),
+    }
+    return graph, Profile(device="cpu", source="hand", graph=graph.fingerprint, batch=(), costs=costs)
+
+
+def test_memory_by_kind_of_a_hand_made_cut(make_cluster):
+    graph, profile = two_linears()
+    model = CostModel(graph, [profile] * 2, make_cluster([1, 1]), CostOptions(optimizer_bytes=1.0))
+    stages = cut(graph, {"a": 0, "v": 0, "b": 1})
+    first, second = model.stage(stages, 0, 2), model.stage(stages, 1, 1)
+    assert (first.memory.parameters, first.memory.gradients, first.memory.optimizer) == (400, 400, 400)
+    assert second.memory.parameters == 400  # a tied parameter has a replica in each stage that reads it
+    assert first.memory.residuals == 2 * 40  # x, two micro-batches in flight
+    assert second.memory.residuals == 40 + 8  # the received v: it is what b saves here, though named a
+    assert first.memory.boundary == 2 * 40 + 40  # buffers for two gradients, one v on its way
+    assert second.memory.boundary == 2 * 40 + 40
+    # Around b the gradients of a (whose storage v shares) and of b are alive, and the new gradient of w.
+    assert second.memory.transient == (40 + 80) + 400
+    assert (first.forward_s, first.input_grad_s, first.weight_grad_s) == (1, 0, 2)
+
+
+def test_a_value_saved_by_two_ops_and_a_tied_parameter_count_once(make_cluster):
+    graph, profile = two_linears()
+    model = CostModel(graph, [profile], make_cluster([1]), CostOptions())
+    whole = model.footprint(cut(graph, {"a": 0, "v": 0, "b": 0}), 0)
+    assert (whole.parameters, whole.residuals, whole.received, whole.sent) == (400, 40 + 40 + 8, 0, 0)
+
+
+def test_transfers_are_hidden_behind_compute_or_added_to_it(make_cluster):
+    graph, profile = two_linears()
+    stages = cut(graph, {"a": 0, "v": 0, "b": 1})
+    cluster = make_cluster([1, 1], bandwidth=1.0)  # 40 bytes take 40 s
+    hidden = CostModel(graph, [profile] * 2, cluster, CostOptions(overlap=True))
+    added = CostModel(graph, [profile] * 2, cluster, CostOptions(overlap=False))
+    assert [hidden.turn_s(stages, s) for s in (0, 1)] == [3, 40]
+    assert [added.turn_s(stages, s) for s in (0, 1)] == [3 + 80, 9 + 80]
