@@ -25,7 +25,6 @@ from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import traceback
 
-from ..ir.graph import Value
 from ..ir.stages import StageGraph
 from .capture import Captured
 from .meta import autocast_region
@@ -47,8 +46,8 @@ class StageModule:
     outputs: tuple[str, ...]
 
 
-def extract(captured: Captured, stages: StageGraph, index: int) -> StageModule:
-    """Copy a stage's nodes, clones included, into a graph of their own."""
+def extract(captured: Captured, stages: StageGraph, index: int, device: str) -> StageModule:
+    """Copy a stage's nodes, clones included, into a graph of their own that runs on `device`."""
     stage = stages.stages[index]
     inside = {*stage.ops, *stage.clones}
     graph = fx.Graph()
@@ -78,6 +77,8 @@ def extract(captured: Captured, stages: StageGraph, index: int) -> StageModule:
     for node in members:
         copies[node] = graph.node_copy(node, lambda n: copies[n])
         copies[node].meta = dict(node.meta) | {"custom": {"op": _owner(node), "node": node.name}}
+        if "device" in node.kwargs:
+            copies[node].update_kwarg("device", torch.device(device))
     outputs = _outputs(captured, stages, index)
     by_name = {n.name: n for n in captured.module.graph.nodes}
     buffer_of = {fqn: name for name, fqn in captured.updates.items()}
@@ -102,15 +103,17 @@ def _outputs(captured: Captured, stages: StageGraph, index: int) -> tuple[str, .
 class Joint:
     """A joint graph with each placeholder and output identified.
 
+    attributes: the module that holds what `get_attr` nodes name.
     inputs: placeholder -> name (as in StageModule.names).  tangents: placeholder -> name of the output
-    whose gradient it is.  outputs: name -> node.  grads: name -> gradient node, None if there is none.
+    whose gradient it is.  outputs: name -> node.  grads: name -> gradient node, for the inputs that have one.
     """
 
     graph: fx.Graph
+    attributes: object
     inputs: Mapping[fx.Node, str]
     tangents: Mapping[fx.Node, str]
     outputs: Mapping[str, fx.Node]
-    grads: Mapping[str, fx.Node | None]
+    grads: Mapping[str, fx.Node]
 
 
 class _Callable(nn.Module):
@@ -152,13 +155,8 @@ def _own_storage(tensor: Tensor, seen: set[int]) -> Tensor:
     return tensor
 
 
-def trace_joint(
-    stage: StageModule, captured: Captured, device: str, received: Mapping[str, Value]
-) -> Joint:
-    """Trace forward and backward of a stage together, on fake tensors of `device`.
-
-    received: the crossing values that this stage reads.
-    """
+def trace_joint(stage: StageModule, captured: Captured, device: str) -> Joint:
+    """Trace forward and backward of a stage together, on fake tensors of `device`."""
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     params: dict[int, nn.Parameter] = {}
     args: list[Tensor] = []
@@ -174,7 +172,7 @@ def trace_joint(
                 params[i] = nn.Parameter(tensor, requires_grad=trainable)
             else:
                 if stage.kinds[i] == "value":
-                    tensor.requires_grad_(received[name].needs_grad)
+                    tensor.requires_grad_(captured.graph.value[name].needs_grad)
                 args.append(tensor)
                 arg_names.append(name)
     detached = frozenset(o for o in stage.outputs if not _needs_grad(o, captured))
@@ -183,21 +181,22 @@ def trace_joint(
     with ExitStack() as stack:
         stack.enter_context(fake)
         exported = aot_export_joint_with_descriptors(stack, module, tuple(args))
-        graph = exported.graph_module.graph
-    return _identify(graph, stage, param_names, arg_names)
+        traced = exported.graph_module
+    return _identify(traced, stage, param_names, arg_names)
 
 
 def _needs_grad(output: str, captured: Captured) -> bool:
     return not output.startswith("buffer:") and captured.graph.value[output].needs_grad
 
 
-def _identify(graph: fx.Graph, stage: StageModule, params: list[str], args: list[str]) -> Joint:
+def _identify(traced: fx.GraphModule, stage: StageModule, params: list[str], args: list[str]) -> Joint:
     def input_name(described: Any) -> str:
         if isinstance(described, ParamAOTInput):
             return params[int(described.target.rsplit(".", 1)[1])]
         assert isinstance(described, PlainAOTInput), described
         return args[described.idx]
 
+    graph = traced.graph
     inputs: dict[fx.Node, str] = {}
     tangents: dict[fx.Node, str] = {}
     for node in graph.find_nodes(op="placeholder"):
@@ -208,12 +207,12 @@ def _identify(graph: fx.Graph, stage: StageModule, params: list[str], args: list
         else:
             inputs[node] = input_name(described)
     outputs: dict[str, fx.Node] = {}
-    grads: dict[str, fx.Node | None] = {}
+    grads: dict[str, fx.Node] = {}
     output = graph.output_node()
     for node, described in zip(output.args[0], output.meta["desc"], strict=True):  # type: ignore[arg-type]
         if isinstance(described, PlainAOTOutput):
             outputs[stage.outputs[described.idx]] = node  # type: ignore[assignment]
-        else:
+        elif node is not None:
             assert isinstance(described, GradAOTOutput), described
             grads[input_name(described.grad_of)] = node  # type: ignore[assignment]
-    return Joint(graph, inputs, tangents, outputs, grads)
+    return Joint(graph, traced, inputs, tangents, outputs, grads)

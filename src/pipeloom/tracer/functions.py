@@ -1,0 +1,221 @@
+"""The pure functions of one stage: what a rank runs.
+
+    forward(state, inputs, seed)         -> outputs, residuals
+    backward(state, residuals, grads)    -> input grads, weight grads
+    backward_input(state, residuals, grads) -> input grads, carried
+    backward_weight(state, carried)      -> weight grads
+    evaluate(state, inputs)              -> outputs
+
+`state` maps FQNs to parameters and buffers; a weight version is only which mapping is passed. No autograd
+graph is alive between calls. Results never share storage with inputs, residuals or parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ..ir.stages import StageGraph
+from .capture import Captured
+from .evaluation import Evaluation, compile_evaluation
+from .joint import StageModule, extract, trace_joint
+from .meta import tensors_of
+from .split import Part, Slot, is_random, split
+from .tape import Boxed, Footprint, compile_graph, measure, predict
+
+Tensors = dict[Slot, Any]
+
+
+@dataclass(eq=False)
+class Function:
+    """One compiled part. `footprint` is predicted until the first run has measured it."""
+
+    part: Part
+    attributes: object
+    footprint: Footprint
+    run: Boxed
+    measured: bool = False
+    _owned: dict[str, bool] = field(default_factory=dict)
+
+    def __call__(self, box: list[Any]) -> tuple[Any, ...]:
+        if self.measured:
+            return self.run(box)
+        results, self.footprint = measure(self.part.graph, self.attributes, box, self._owned)
+        self.measured = True
+        return results
+
+
+@dataclass(eq=False)
+class StageFunctions:
+    """The functions of stage `index`; see the module's docstring.
+
+    params, buffers: FQNs it reads.  batch: batch inputs it reads.  received, sent: crossing values.
+    residual_bytes: name -> bytes of the tensors that its forward leaves for its backward.
+    kept_inputs: received values and batch inputs that the backward reads again.
+    kept_buffers: updated buffers whose previous state the backward reads.
+    """
+
+    index: int
+    params: tuple[str, ...]
+    buffers: tuple[str, ...]
+    batch: tuple[str, ...]
+    received: tuple[str, ...]
+    sent: tuple[str, ...]
+    loss: str | None
+    residual_bytes: Mapping[str, int]
+    kept_inputs: frozenset[str]
+    kept_buffers: frozenset[str]
+    functions: Mapping[str, Function]
+    evaluation: Evaluation
+
+    @property
+    def differentiable(self) -> bool:
+        """Whether any gradient flows through this stage."""
+        return "backward" in self.functions
+
+    def forward(
+        self, state: Mapping[str, Tensor], inputs: Mapping[str, Tensor], seed: int
+    ) -> tuple[dict[str, Tensor], Tensors]:
+        """Run one micro-batch forward.
+
+        Returns: outputs by name (crossing values, the loss, `buffer:FQN` for next buffer states), and
+            the residuals, which belong to the backward.
+        """
+        function = self.functions["forward"]
+        box = [
+            seed if kind == "random" else state[name] if kind == "state" else inputs[name]
+            for kind, name in function.part.inputs
+        ]
+        results = dict(zip(function.part.outputs, function(box), strict=True))
+        outputs = {slot.name: t for slot, t in results.items() if slot.kind == "out"}
+        residuals: Tensors = {slot: t for slot, t in results.items() if slot.kind == "made"}
+        residuals |= {Slot("input", name): inputs[name] for name in self.kept_inputs}
+        residuals |= {Slot("old", name): state[name] for name in self.kept_buffers}
+        return outputs, residuals
+
+    def backward(
+        self, state: Mapping[str, Tensor], residuals: Tensors, grads: Mapping[str, Tensor]
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Both gradients at once. Empties `residuals`, so that each is freed at its last use.
+
+        grads: gradient of each crossing value that needs one, and of the loss.
+        Returns: gradients of the received values, gradients of the parameters.
+        """
+        results = self._run("backward", state, residuals, grads)
+        return _of_kind(results, "input_grad"), _of_kind(results, "weight_grad")
+
+    def backward_input(
+        self, state: Mapping[str, Tensor], residuals: Tensors, grads: Mapping[str, Tensor]
+    ) -> tuple[dict[str, Tensor], Tensors]:
+        """Gradients of the received values only; empties `residuals`.
+
+        Returns: gradients of the received values, and what `backward_weight` needs.
+        """
+        needed = self.functions["weight_grad"].part.inputs
+        carried: Tensors = {s: residuals[s] for s in needed if s.kind in ("made", "input", "old")}
+        carried |= {s: grads[s.name] for s in needed if s.kind == "grad"}
+        results = self._run("input_grad", state, residuals, grads)
+        carried |= {slot: t for slot, t in results.items() if slot.kind == "carried"}
+        return _of_kind(results, "input_grad"), carried
+
+    def backward_weight(self, state: Mapping[str, Tensor], carried: Tensors) -> dict[str, Tensor]:
+        """Gradients of the parameters; empties `carried`."""
+        return _of_kind(self._run("weight_grad", state, carried, {}), "weight_grad")
+
+    def evaluate(self, state: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Forward in evaluation mode (no dropout, running statistics), nothing kept."""
+        return self.evaluation(state, inputs)
+
+    def _run(
+        self, name: str, state: Mapping[str, Tensor], held: Tensors, grads: Mapping[str, Tensor]
+    ) -> Tensors:
+        function = self.functions[name]
+        box = [
+            state[slot.name] if slot.kind == "state"
+            else held[slot] if slot in held
+            else grads[slot.name]
+            for slot in function.part.inputs
+        ]  # fmt: skip
+        held.clear()
+        return dict(zip(function.part.outputs, function(box), strict=True))
+
+
+def _of_kind(results: Tensors, kind: str) -> dict[str, Tensor]:
+    return {slot.name: t for slot, t in results.items() if slot.kind == kind}
+
+
+def stage_functions(
+    captured: Captured, stages: StageGraph, index: int, *, device: str = "cpu", compiled: bool = False
+) -> StageFunctions:
+    """Build the functions of one stage.
+
+    device: where it will run ("cpu", "cuda").  compiled: pass the functions through torch.compile
+        (Inductor); parts that draw random numbers stay eager, so that they draw the same ones.
+    """
+    module = extract(captured, stages, index, device)
+    values = captured.graph.value
+    sent = tuple(o for o in module.outputs if not o.startswith("buffer:") and o != captured.graph.loss)
+    of_kind = lambda kind: tuple(n for n, k in zip(module.names, module.kinds, strict=True) if k == kind)  # noqa: E731
+    trained = any(values[o].needs_grad for o in module.outputs if not o.startswith("buffer:"))
+    parts, attributes = (
+        _parts(module, captured, device) if trained else ({"forward": _forward_only(module)}, module.module)
+    )
+    functions = {name: _function(part, attributes, compiled) for name, part in parts.items()}
+    needed = parts["backward"].inputs if trained else ()
+    return StageFunctions(
+        index=index, params=stages.params[index], buffers=stages.buffers[index],
+        batch=of_kind("batch"), received=of_kind("value"), sent=sent,
+        loss=captured.graph.loss if captured.graph.loss in module.outputs else None,
+        residual_bytes=_residual_bytes(parts["forward"]),
+        kept_inputs=frozenset(s.name for s in needed if s.kind == "input"),
+        kept_buffers=frozenset(s.name for s in needed if s.kind == "old"),
+        functions=functions,
+        evaluation=compile_evaluation(module, device, captured.autocast),
+    )  # fmt: skip
+
+
+def _parts(module: StageModule, captured: Captured, device: str) -> tuple[dict[str, Part], object]:
+    joint = trace_joint(module, captured, device)
+    state = frozenset(n for n, k in zip(module.names, module.kinds, strict=True) if k in ("param", "buffer"))
+    updated = frozenset(o.removeprefix("buffer:") for o in module.outputs if o.startswith("buffer:"))
+    parts = split(joint, state, updated)
+    named = {
+        "forward": parts.forward, "backward": parts.backward,
+        "input_grad": parts.input_grad, "weight_grad": parts.weight_grad,
+    }  # fmt: skip
+    return named, joint.attributes
+
+
+def _forward_only(module: StageModule) -> Part:
+    """The forward of a stage through which no gradient flows: its graph as it is."""
+    inputs = tuple(
+        Slot("state" if kind in ("param", "buffer") else "input", name)
+        for name, kind in zip(module.names, module.kinds, strict=True)
+    )
+    return Part(module.module.graph, inputs, tuple(Slot("out", o) for o in module.outputs))
+
+
+def _function(part: Part, attributes: object, compiled: bool) -> Function:
+    gives_up = ("made", "carried")
+    owned = {
+        node.name: slot.kind in gives_up
+        for node, slot in zip(part.graph.find_nodes(op="placeholder"), part.inputs, strict=True)
+    }
+    footprint = predict(part.graph, owned)
+    if compiled and not any(is_random(n) for n in part.graph.nodes):
+        fast = torch.compile(fx.GraphModule(attributes, part.graph), dynamic=False)  # type: ignore[arg-type]
+        return Function(part, attributes, footprint, lambda box: tuple(fast(*box)), measured=True)
+    return Function(part, attributes, footprint, compile_graph(part.graph, attributes), _owned=owned)
+
+
+def _residual_bytes(forward: Part) -> dict[str, int]:
+    results = forward.graph.output_node().args[0]
+    return {
+        slot.name: sum(t.untyped_storage().nbytes() for t in tensors_of(node.meta["val"]))  # type: ignore[union-attr]
+        for slot, node in zip(forward.outputs, results, strict=True)  # type: ignore[arg-type]
+        if slot.kind == "made"
+    }

@@ -1,0 +1,244 @@
+"""A joint graph -> forward, backward, input-gradient and weight-gradient graphs.
+
+What the backward needs from the forward becomes a residual: always the tensor that owns the storage, never
+a view of it, so that no storage is counted or kept twice; views are made again where they are used.
+Parameters and buffers are not residuals: they are passed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from operator import getitem
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, fx
+from torch.fx.node import Argument
+
+from .joint import Joint
+from .random import seed_random
+
+_VIEWS_BY_CONVENTION = {torch.ops.aten._unsafe_view.default, torch.ops.aten._reshape_alias.default}
+
+
+class Slot(NamedTuple):
+    """What a graph's placeholder or output stands for.
+
+    kind: "state" (parameter or buffer by FQN), "input" (batch input or received value), "grad" (gradient
+    of a value that this stage sends, or of the loss), "made" (a residual, by its name in the plan),
+    "old" (an updated buffer as it was), "carried" (handed from I to W), "random" (the seed), "out" (value, loss or `buffer:FQN`),
+    "input_grad" (value name) or "weight_grad" (FQN).
+    """
+
+    kind: str
+    name: str
+
+
+@dataclass(eq=False)
+class Part:
+    """One runnable graph of a stage, its placeholders and outputs named by slots."""
+
+    graph: fx.Graph
+    inputs: tuple[Slot, ...]
+    outputs: tuple[Slot, ...]
+
+
+@dataclass(eq=False)
+class Parts:
+    forward: Part
+    backward: Part
+    input_grad: Part
+    weight_grad: Part
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether a node's result shares the storage of its first argument."""
+    if node.op != "call_function":
+        return False
+    if node.target is getitem:
+        source = node.args[0]
+        return isinstance(source, fx.Node) and is_view(source)
+    if node.target in _VIEWS_BY_CONVENTION:
+        return True
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
+
+
+def is_random(node: fx.Node) -> bool:
+    tags = node.target.tags if isinstance(node.target, torch._ops.OpOverload) else ()
+    return torch.Tag.nondeterministic_seeded in tags
+
+
+def root(node: fx.Node) -> fx.Node:
+    """The node that owns the storage of `node`'s result."""
+    while is_view(node):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def _ancestors(outputs: Iterable[fx.Node], stop: Callable[[fx.Node], bool]) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    pending = list(outputs)
+    while pending:
+        node = pending.pop()
+        if node not in found and not stop(node):
+            found.add(node)
+            pending.extend(node.all_input_nodes)
+    return found
+
+
+def split(joint: Joint, state: frozenset[str], updated: frozenset[str]) -> Parts:
+    """Split a joint graph.
+
+    state: FQNs of parameters and buffers.  updated: those of buffers that the forward replaces: the
+    backward gets them as they were, as a residual.
+    """
+    return _Splitter(joint, state, updated).parts()
+
+
+class _Splitter:
+    def __init__(self, joint: Joint, state: frozenset[str], updated: frozenset[str]) -> None:
+        self.joint = joint
+        self.nodes = list(joint.graph.nodes)
+        self.state = state
+        self.updated = updated
+        self.weight_grads = {n: g for n, g in joint.grads.items() if n in state}
+        self.input_grads = {n: g for n, g in joint.grads.items() if n not in state}
+        self.forward_nodes = self._forward_nodes()
+        self.names = self._residual_names()
+
+    def _forward_nodes(self) -> set[fx.Node]:
+        """What the outputs need, and what only the backward needs but must run now: random calls and
+        the other results of a forward call."""
+        needed = _ancestors(self.joint.outputs.values(), lambda n: n.op == "placeholder")
+        after_tangent = set(self.joint.tangents)
+        for node in self.nodes:
+            if after_tangent.intersection(node.all_input_nodes):
+                after_tangent.add(node)
+            elif is_random(node) or (node.target is getitem and node.args[0] in needed):
+                needed |= _ancestors([node], lambda n: n.op == "placeholder")
+        assert not needed & after_tangent
+        return needed
+
+    def _residual_names(self) -> dict[fx.Node, str]:
+        """Names by the op of the plan's graph that made the tensor: `relu_1`, or `sdpa.2` for its third."""
+        taken: dict[str, int] = {}
+        names = {}
+        for node in self.nodes:
+            if node in self.forward_nodes and node.op == "call_function":
+                op = (node.meta.get("custom") or {}).get("op", node.name)
+                count = taken.get(op, 0)
+                taken[op] = count + 1
+                names[node] = f"{op}.{count}" if count else op
+        return names
+
+    def parts(self) -> Parts:
+        grads = [*self.input_grads.values(), *self.weight_grads.values()]
+        backward = self._ran_in_backward(grads)
+        ingoing = self._ran_in_backward(self.input_grads.values())
+        ingoing |= {n for n in backward if n.target is getitem and n.args[0] in ingoing}
+        rest = self._ran_in_backward(self.weight_grads.values()) - ingoing
+        whole = self._part(backward, self._grad_slots())
+        weight = self._part(rest, self._grad_slots("weight_grad"))
+        outputs = [(Slot("out", name), node) for name, node in self.joint.outputs.items()]
+        by_name = {name: node for node, name in self.names.items()}
+        outputs += [(s, by_name[s.name]) for s in whole.inputs if s.kind == "made"]
+        carried = {s.name for s in weight.inputs if s.kind == "carried"}
+        handed = [(Slot("carried", n.name), n) for n in self.nodes if n.name in carried and n in ingoing]
+        return Parts(
+            forward=self._part(self.forward_nodes, outputs),
+            backward=whole,
+            input_grad=self._part(ingoing, self._grad_slots("input_grad") + handed),
+            weight_grad=weight,
+        )
+
+    def _ran_in_backward(self, grads: Iterable[fx.Node]) -> set[fx.Node]:
+        stop = self.forward_nodes.__contains__
+        return _ancestors(grads, lambda n: n.op == "placeholder" or stop(n))
+
+    def _grad_slots(self, *kinds: str) -> list[tuple[Slot, fx.Node]]:
+        slots = [(Slot("input_grad", name), node) for name, node in self.input_grads.items()]
+        slots += [(Slot("weight_grad", name), node) for name, node in self.weight_grads.items()]
+        return [(slot, node) for slot, node in slots if not kinds or slot.kind in kinds]
+
+    def _slot(self, node: fx.Node, in_backward: bool) -> Slot:
+        """What a node stands for where another graph reads it."""
+        if node in self.joint.tangents:
+            return Slot("grad", self.joint.tangents[node])
+        if node in self.joint.inputs:
+            name = self.joint.inputs[node]
+            if name not in self.state:
+                return Slot("input", name)
+            return Slot("old" if in_backward and name in self.updated else "state", name)
+        if node in self.forward_nodes:
+            return Slot("made", self.names[node])
+        return Slot("carried", node.name)
+
+    def _part(self, members: set[fx.Node], outputs: list[tuple[Slot, fx.Node]]) -> Part:
+        graph = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
+        slots: list[Slot] = []
+        placeholders = [n for n in self._read(members, outputs) if n.op == "placeholder" or n not in members]
+        for node in placeholders:
+            copies[node] = graph.placeholder(f"in_{len(slots)}")
+            copies[node].meta = {"val": node.meta.get("val")}
+            slots.append(self._slot(node, members is not self.forward_nodes))
+        if any(is_random(n) for n in members):
+            slots.append(Slot("random", "seed"))
+            seed = graph.placeholder("seed")
+
+        def copy(node: fx.Node) -> fx.Node:
+            """A node's copy; a view from outside is made again from the tensor it views."""
+            if node not in copies:
+                for source in node.all_input_nodes:
+                    copy(source)
+                if is_random(node):
+                    key = (node.meta.get("custom") or {}).get("node", node.name)
+                    graph.call_function(seed_random, (seed, key))
+                copies[node] = graph.node_copy(node, lambda n: copies[n])
+            return copies[node]
+
+        for node in self.nodes:
+            if node in members:
+                copy(node)
+        graph.output(tuple(self._results(graph, [(slot, copy(node)) for slot, node in outputs])))
+        return Part(graph, tuple(slots), tuple(slot for slot, _ in outputs))
+
+    def _read(self, members: set[fx.Node], outputs: list[tuple[Slot, fx.Node]]) -> list[fx.Node]:
+        """What a graph of these members takes in, in the joint graph's order."""
+        found: set[fx.Node] = set()
+        wanted = [s for n in members for s in n.all_input_nodes] + [node for _, node in outputs]
+        pending = [n for n in wanted if n not in members]
+        while pending:
+            node = pending.pop()
+            if is_view(node) and node not in members:
+                pending.extend(s for s in node.all_input_nodes if s not in members)
+            else:
+                found.add(node)
+        return [n for n in self.nodes if n in found]
+
+    def _results(self, graph: fx.Graph, outputs: list[tuple[Slot, fx.Node]]) -> list[Argument]:
+        """Give each output but residuals and carried tensors a storage of its own, and the gradients
+        that are sent the contiguous layout that the next stage was traced with."""
+        seen: set[fx.Node] = set()
+        results: list[Argument] = []
+        for slot, node in outputs:
+            base = root(node)
+            shared = base.op == "placeholder" or base in seen
+            strided = slot.kind == "input_grad" and not node.meta["val"].is_contiguous()
+            expanded = slot.kind.endswith("_grad") and not _dense(node.meta["val"])
+            if slot.kind not in ("made", "carried") and (shared or strided or expanded):
+                clone = graph.call_function(
+                    torch.ops.aten.clone.default, (node,), {"memory_format": torch.contiguous_format}
+                )
+                val = node.meta["val"]
+                with val.fake_mode:
+                    clone.meta = {"val": torch.empty(val.shape, dtype=val.dtype, device=val.device)}
+                node = clone
+            seen.add(root(node))
+            results.append(node)
+        return results
+
+
+def _dense(val: object) -> bool:
+    return isinstance(val, Tensor) and val.untyped_storage().nbytes() == val.numel() * val.element_size()
