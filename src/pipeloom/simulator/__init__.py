@@ -1,0 +1,6 @@
+"""Simulator: Program x costs x Cluster -> the Timeline that the runtime should measure."""
+
+from .engine import simulate
+from .summary import RankSummary, Summary, describe, summarise
+
+__all__ = ["RankSummary", "Summary", "describe", "simulate", "summarise"]

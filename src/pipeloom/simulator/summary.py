@@ -1,0 +1,80 @@
+"""What a timeline, predicted or measured, amounts to: step time, idle share, waiting, peaks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..ir.cluster import MiB
+from ..ir.timeline import Timeline
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankSummary:
+    """One rank. Times in seconds; peak_bytes on the device, peaks by kind at that moment."""
+
+    rank: int
+    busy_s: float
+    wait_s: float
+    peak_bytes: int
+    peaks: Mapping[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """One step. bubble: share of rank-time without computing, until the last rank ends."""
+
+    step_s: float
+    bubble: float
+    ranks: tuple[RankSummary, ...]
+
+
+def summarise(timeline: Timeline) -> Summary:
+    """Add up a timeline in one pass over its events.
+
+    >>> from pipeloom.ir.timeline import Event
+    >>> one = Event(rank=0, stream="compute", action="0F0", start_s=0.0, end_s=1.0)
+    >>> two = Event(rank=1, stream="compute", action="1F0", start_s=1.0, end_s=2.0)
+    >>> summarise(Timeline(source="predicted", ranks=2, events=(one, two))).bubble
+    0.5
+    """
+    busy = [0.0] * timeline.ranks
+    wait = [0.0] * timeline.ranks
+    for event in timeline.events:
+        if event.stream == "compute":
+            busy[event.rank] += event.duration_s
+        elif event.stream == "recv":
+            wait[event.rank] += event.duration_s
+    step_s = timeline.step_s
+    whole = timeline.ranks * step_s
+    peak = [0] * timeline.ranks
+    for curve in timeline.memory:
+        if curve.tier == "device":
+            peak[curve.rank] = max(peak[curve.rank], curve.peak_bytes)
+    return Summary(
+        step_s=step_s,
+        bubble=(whole - sum(busy)) / whole if whole else 0.0,
+        ranks=tuple(
+            RankSummary(
+                rank=rank, busy_s=busy[rank], wait_s=wait[rank], peak_bytes=peak[rank],
+                peaks=timeline.peaks[rank] if timeline.peaks else {},
+            )
+            for rank in range(timeline.ranks)
+        ),
+    )  # fmt: skip
+
+
+def describe(summary: Summary) -> str:
+    """A few lines of text.
+
+    >>> ranks = (RankSummary(rank=0, busy_s=1.5, wait_s=0.5, peak_bytes=3 * MiB, peaks={}),)
+    >>> print(describe(Summary(step_s=2.0, bubble=0.25, ranks=ranks)))
+    step 2.0000 s, bubble 25.0 %
+    rank 0: busy 1.5000 s, waits 0.5000 s, peak 3.0 MiB
+    """
+    lines = [f"step {summary.step_s:.4f} s, bubble {100 * summary.bubble:.1f} %"]
+    for r in summary.ranks:
+        lines.append(
+            f"rank {r.rank}: busy {r.busy_s:.4f} s, waits {r.wait_s:.4f} s, peak {r.peak_bytes / MiB:.1f} MiB"
+        )
+    return "\n".join(lines)
