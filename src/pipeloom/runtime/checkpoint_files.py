@@ -1,0 +1,238 @@
+"""Checkpoint directories on disk: whole or absent, whatever happens while one is written.
+
+    checkpoint/
+      latest                     the name of the newest complete one, replaced atomically
+      step-00000100/             complete: index.json was written last, and only then the folder renamed
+        .metadata  __0_0.distcp  written by torch.distributed.checkpoint
+        index.json               what is in here, and size and CRC-32 of every other file
+      step-00000200.partial/     being written, or left by a crash: never read, removed by the next save
+      step-00000100.old/         the same step saved again: read only if the new one did not come to stand
+      step-00000050.doomed/      being removed
+
+Nothing here knows about tensors.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ..ir.errors import CheckpointError
+
+SCHEMA = 1
+INDEX = "index.json"
+LATEST = "latest"
+_NAME = re.compile(r"step-(\d{8,})(\.old)?")
+_CHUNK_BYTES = 1 << 22
+_ELSEWHERE = "give another checkpoint directory, or remove this one and save again"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Index:
+    """What a checkpoint holds besides its tensors.
+
+    model: FQN -> (shape, dtype) of each parameter and buffer.  aliases: other name of a tied
+    parameter -> the name it is stored under.  optimizers: FQN -> class of its optimizer.
+    groups: FQN -> its hyper-parameters.  values: FQN -> optimizer state that is not a tensor.
+    extra: what the caller added.  files: name -> (bytes, CRC-32).
+    """
+
+    schema: int
+    step: int
+    model: Mapping[str, tuple[tuple[int, ...], str]]
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    optimizers: Mapping[str, str] = field(default_factory=dict)
+    groups: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    values: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    files: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+
+
+def name_of(step: int) -> str:
+    """
+    >>> name_of(100)
+    'step-00000100'
+    """
+    return f"step-{step:08d}"
+
+
+def complete(directory: Path) -> list[Path]:
+    """The complete checkpoints of a directory, oldest step first."""
+    if not directory.is_dir():
+        return []
+    found = [(int(m[1]), p) for p in directory.iterdir() if (m := _NAME.fullmatch(p.name))]
+    return [path for _, path in sorted(found) if (path / INDEX).is_file() and not _replaced(path)]
+
+
+def newest(directory: Path) -> Path:
+    """The checkpoint to read: `directory` itself if it is one, else the one that `latest` names.
+
+    A crash between the renaming and the writing of `latest` leaves the one before named, which is
+    complete too. Without a usable `latest`, the highest step counts.
+
+    Raises: CheckpointError if there is none.
+    """
+    if (directory / INDEX).is_file():
+        return directory
+    latest = directory / LATEST
+    if latest.is_file():
+        name = latest.read_text().strip()
+        for named in (directory / name, directory / (name + ".old")):
+            if _NAME.fullmatch(named.name) and (named / INDEX).is_file():
+                return named
+    if found := complete(directory):
+        return found[-1]
+    what = "holds no complete checkpoint" if directory.is_dir() else "does not exist"
+    raise CheckpointError(f"checkpoint directory {directory} {what}", hint="check the path, or train first")
+
+
+def prepare(directory: Path, step: int) -> Path:
+    """An empty folder to write into, after clearing what crashes have left.
+
+    Raises: CheckpointError if the directory cannot be written.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for left in directory.glob("step-*.old"):
+            if not _replaced(left):
+                left.replace(left.with_suffix(""))
+        _sweep(directory, ".partial", ".old", ".doomed")
+        partial = directory / (name_of(step) + ".partial")
+        partial.mkdir()
+    except OSError as error:
+        raise _cannot_write(directory, error) from None
+    return partial
+
+
+def publish(partial: Path, index: Index, *, keep: int) -> Path:
+    """Make a written folder the newest checkpoint, then drop old ones so that `keep` remain.
+
+    Raises: CheckpointError if the disk refuses.
+    """
+    directory, final = partial.parent, partial.with_suffix("")
+    try:
+        _write(partial / INDEX, json.dumps(asdict(index)))
+        _sync_folder(partial)
+        if final.exists():  # saved again at the same step: the old one steps aside until the new one stands
+            final.replace(final.with_name(final.name + ".old"))
+        partial.replace(final)
+        _sync_folder(directory)
+        new_latest = directory / (LATEST + ".partial")
+        _write(new_latest, final.name + "\n")
+        new_latest.replace(directory / LATEST)
+        _sync_folder(directory)
+        _prune(directory, index.step, keep)
+    except OSError as error:
+        raise _cannot_write(directory, error) from None
+    return final
+
+
+def read_index(path: Path) -> Index:
+    """Raises: CheckpointError if it is missing, not readable, or of another schema."""
+    try:
+        plain = json.loads((path / INDEX).read_bytes())
+        schema = plain["schema"]
+        if schema != SCHEMA:
+            raise CheckpointError(
+                f"checkpoint {path} has schema {schema}, this pipeloom reads {SCHEMA}",
+                hint="load it with the version that wrote it",
+            )
+        return msgspec.convert(plain, Index)
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot read checkpoint {path}: {error.strerror}", hint="check the path"
+        ) from None
+    except (ValueError, KeyError, TypeError) as error:  # msgspec's and json's errors are ValueErrors
+        raise CheckpointError(f"checkpoint {path} is corrupt: {INDEX}: {error}", hint=_ELSEWHERE) from None
+
+
+def checksums(folder: Path, names: Iterable[str]) -> dict[str, tuple[int, int]]:
+    """Name -> (bytes, CRC-32) of the files."""
+    found = {}
+    for name in names:
+        size = crc = 0
+        with (folder / name).open("rb") as file:
+            while chunk := file.read(_CHUNK_BYTES):
+                size, crc = size + len(chunk), zlib.crc32(chunk, crc)
+        found[name] = (size, crc)
+    return found
+
+
+def verify(path: Path, index: Index, *, share: int, shares: int) -> None:
+    """Check that every file is there in full size, and the bytes of this rank's share of them.
+
+    torch does not notice a changed byte inside a tensor, hence the checksums.
+    Raises: CheckpointError naming the first bad file.
+    """
+    for position, (name, (size, crc)) in enumerate(sorted(index.files.items())):
+        try:
+            found = (path / name).stat().st_size
+            if found != size:
+                raise CheckpointError(
+                    f"checkpoint {path} is corrupt: {name} has {found} bytes instead of {size}",
+                    hint=_ELSEWHERE,
+                )
+            if position % shares == share and checksums(path, [name])[name] != (size, crc):
+                raise CheckpointError(
+                    f"checkpoint {path} is corrupt: the bytes of {name} have changed since it was saved",
+                    hint=_ELSEWHERE,
+                )
+        except OSError as error:
+            raise CheckpointError(
+                f"checkpoint {path} is incomplete: {name}: {error.strerror}", hint=_ELSEWHERE
+            ) from None
+
+
+def discard(partial: Path) -> None:
+    """Remove a folder that could not be finished, so that it does not keep a full disk full."""
+    shutil.rmtree(partial, ignore_errors=True)
+
+
+def _prune(directory: Path, step: int, keep: int) -> None:
+    """Later steps than the one just saved are another run's future: they stay."""
+    old = [path for path in complete(directory) if int(path.name.removeprefix("step-")) < step]
+    for path in old[: max(len(old) - (keep - 1), 0)]:
+        doomed = path.with_name(path.name + ".doomed")
+        path.replace(doomed)  # never half deleted under its own name
+    _sweep(directory, ".old", ".doomed")
+
+
+def _replaced(path: Path) -> bool:
+    return path.suffix == ".old" and path.with_suffix("").exists()
+
+
+def _sweep(directory: Path, *suffixes: str) -> None:
+    for suffix in suffixes:
+        for path in directory.glob(f"step-*{suffix}"):
+            shutil.rmtree(path)
+
+
+def _write(path: Path, text: str) -> None:
+    with path.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _cannot_write(directory: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"cannot write a checkpoint in {directory}: {error.strerror}",
+        hint="free some space or choose another directory; earlier checkpoints are untouched",
+    )

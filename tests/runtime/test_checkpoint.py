@@ -1,0 +1,344 @@
+"""Checkpoints of one process: round trips, crashes at every moment, damage, mismatches, export."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_model
+from torch import nn
+
+from pipeloom.ir.errors import CheckpointError
+from pipeloom.runtime import checkpoint
+from pipeloom.runtime.checkpoint import TrainState
+from pipeloom.runtime.checkpoint_files import complete, newest
+
+
+def make_model(seed: int = 0, width: int = 8) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, width), nn.BatchNorm1d(width), nn.Linear(width, 1))
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01, betas=(0.8, 0.9))
+
+
+def momentum(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+
+def state_of(model: nn.Module, *optimizers: torch.optim.Optimizer) -> TrainState:
+    return TrainState(
+        parameters=dict(model.named_parameters()), buffers=dict(model.named_buffers()), optimizers=optimizers
+    )
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        x = torch.randn(16, 4, generator=torch.Generator().manual_seed(step))
+        loss = model(x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def save(directory: Path, state: TrainState, step: int = 1, **extra: object) -> Path:
+    return checkpoint.save(directory, state, step=step, extra=extra, group=None)
+
+
+@pytest.mark.parametrize("make_optimizer", [adamw, momentum, lambda m: torch.optim.Adagrad(m.parameters())])
+def test_training_goes_on_as_if_it_had_not_stopped(tmp_path: Path, make_optimizer) -> None:
+    model = make_model()
+    optimizer = make_optimizer(model)
+    train(model, optimizer, range(3))
+    extra = {"data": {"position": 3}, "rates": [0.1, float("inf")], "none": None}
+    save(tmp_path, state_of(model, optimizer), step=3, **extra)
+    expected = train(model, optimizer, range(3, 6))
+
+    other = make_model(seed=1)
+    fresh = make_optimizer(other)
+    step, found = checkpoint.load(tmp_path, state_of(other, fresh), group=None)
+    assert (step, found) == (3, extra)
+    assert train(other, fresh, range(3, 6)) == expected
+    for mine, theirs in zip(other.state_dict().values(), model.state_dict().values(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_hyper_parameters_come_back_per_parameter(tmp_path: Path) -> None:
+    def grouped(model: nn.Module, decay: float) -> torch.optim.Optimizer:
+        decayed = [p for p in model.parameters() if p.ndim > 1]
+        plain = [p for p in model.parameters() if p.ndim <= 1]
+        return torch.optim.AdamW([{"params": decayed, "weight_decay": decay}, {"params": plain}], lr=1.0)
+
+    model = make_model()
+    optimizer = grouped(model, 0.3)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 0.5)
+    save(tmp_path, state_of(model, optimizer))
+    fresh = grouped(model, 0.0)
+    checkpoint.load(tmp_path, state_of(model, fresh), group=None)
+    assert [(g["weight_decay"], g["lr"], g["initial_lr"]) for g in fresh.param_groups] == [
+        (0.3, 0.5, 1.0), (0.01, 0.5, 1.0),
+    ]  # fmt: skip
+    assert fresh.param_groups[0]["betas"] == (0.9, 0.999)
+
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.load(tmp_path, state_of(model, adamw(model)), group=None)
+    assert caught.value.message == (
+        "0.weight and 0.bias are in one optimizer group, but were saved with weight_decay 0.3 and 0.01"
+    )
+
+
+def test_a_learning_rate_that_is_a_tensor_stays_one(tmp_path: Path) -> None:
+    model = make_model()
+    rate = torch.tensor(0.25)
+    save(tmp_path, state_of(model, torch.optim.AdamW(model.parameters(), lr=rate)))
+    fresh = torch.optim.AdamW(model.parameters(), lr=torch.tensor(9.0))
+    checkpoint.load(tmp_path, state_of(model, fresh), group=None)
+    assert torch.equal(fresh.param_groups[0]["lr"], rate)
+
+
+def test_parameters_alone_can_be_loaded(tmp_path: Path) -> None:
+    model, other = make_model(), make_model(seed=1)
+    optimizer = adamw(model)
+    train(model, optimizer, range(1))
+    save(tmp_path, state_of(model, optimizer))
+    checkpoint.load(tmp_path, state_of(other), group=None)
+    assert torch.equal(other[0].weight, model[0].weight)
+
+
+def test_the_newest_is_loaded_and_old_ones_go(tmp_path: Path) -> None:
+    model = make_model()
+    for step in (1, 2, 10, 3):
+        save(tmp_path, state_of(model), step=step)
+    # Step 10 belongs to a run that somebody went back from: it is not touched, and no longer the newest.
+    assert [p.name for p in complete(tmp_path)] == ["step-00000002", "step-00000003", "step-00000010"]
+    assert checkpoint.load(tmp_path, state_of(model), group=None)[0] == 3
+    assert checkpoint.load(tmp_path / "step-00000010", state_of(model), group=None)[0] == 10
+    (tmp_path / "latest").unlink()
+    assert newest(tmp_path).name == "step-00000010"
+
+
+CRASH = """
+import os, signal, sys, pathlib, torch
+from torch import nn
+from pipeloom.runtime import checkpoint
+
+folder, first, second = pathlib.Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+def save(step):
+    parameters = {"w": nn.Parameter(torch.full((1000,), float(step)))}
+    optimizer = torch.optim.SGD(parameters.values())
+    state = checkpoint.TrainState(parameters=parameters, optimizers=(optimizer,))
+    checkpoint.save(folder, state, step=min(step, second), extra={"value": step}, group=None, keep=1)
+
+def deadly(calls, function):
+    "SIGKILL instead of the n-th system call that changes the disk."
+    def call(*args, **kwargs):
+        calls[0] -= 1
+        if calls[0] < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(*args, **kwargs)
+    return call
+
+def changes():
+    import shutil
+    return [(os, "fsync"), (pathlib.Path, "replace"), (pathlib.Path, "mkdir"), (shutil, "rmtree")]
+
+save(first)
+originals = [(owner, name, getattr(owner, name)) for owner, name in changes()]
+for moment in range(100):
+    child = os.fork()
+    if child == 0:
+        left = [moment]
+        for owner, name, function in originals:
+            setattr(owner, name, deadly(left, function))
+        save(second if second > first else second + 1)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    code = os.waitstatus_to_exitcode(status)
+    assert code in (0, -signal.SIGKILL), code
+    found = {"w": nn.Parameter(torch.zeros(1000))}
+    step, extra = checkpoint.load(folder, checkpoint.TrainState(parameters=found), group=None)
+    assert bool((found["w"] == extra["value"]).all()), (moment, step, extra)
+    print(moment, extra["value"], code, flush=True)
+    if status == 0:
+        break
+"""
+
+
+@pytest.mark.parametrize(("first", "second"), [(1, 2), (1, 1)], ids=["next-step", "same-step-again"])
+def test_a_crash_at_any_moment_loses_nothing(tmp_path: Path, first: int, second: int) -> None:
+    """kill -9 at each place in turn where a save touches the disk; what is there always loads."""
+    done = subprocess.run(
+        [sys.executable, "-c", CRASH, str(tmp_path), str(first), str(second)],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    moments = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
+    assert len(moments) > 8, "the save was never killed"
+    assert {code for _, _, code in moments[:-1]} == {-signal.SIGKILL}
+    assert moments[0][1] == first and moments[-1][1:] == (2, 0)
+    assert not list(tmp_path.glob("*.partial")) and not list(tmp_path.glob("*.old"))
+
+
+def test_a_full_disk_is_one_sentence_and_keeps_the_previous(tmp_path: Path) -> None:
+    code = """
+import resource, sys, pathlib, torch
+from torch import nn
+from pipeloom.ir.errors import CheckpointError
+from pipeloom.runtime import checkpoint
+folder = pathlib.Path(sys.argv[1])
+state = checkpoint.TrainState(parameters={"w": nn.Parameter(torch.ones(100_000))})
+checkpoint.save(folder, state, step=1, extra={}, group=None)
+resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
+try:
+    checkpoint.save(folder, state, step=2, extra={}, group=None)
+except CheckpointError as error:
+    print(error)
+print(checkpoint.load(folder, state, group=None)[0], sorted(p.name for p in folder.iterdir()))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    message, hint, then = done.stdout.splitlines()
+    assert message.startswith(f"cannot write checkpoint {tmp_path}/step-00000002: ")
+    assert hint == "hint: is the disk full? checkpoints that were complete before are untouched"
+    assert then == "1 ['latest', 'step-00000001']"
+
+
+def damaged(tmp_path: Path, harm: str) -> tuple[Path, TrainState]:
+    state = state_of(make_model())
+    path = save(tmp_path, state)
+    data = path / "__0_0.distcp"
+    if harm == "truncated":
+        os.truncate(data, data.stat().st_size // 2)
+    elif harm == "flipped":
+        content = bytearray(data.read_bytes())
+        content[len(content) // 2] ^= 1
+        data.write_bytes(content)
+    elif harm == "gone":
+        data.unlink()
+    elif harm == "metadata":
+        (path / ".metadata").write_bytes(b"x" * (path / ".metadata").stat().st_size)
+    elif harm == "index":
+        os.truncate(path / "index.json", 20)
+    elif harm == "schema":
+        index = json.loads((path / "index.json").read_text())
+        (path / "index.json").write_text(json.dumps(index | {"schema": 99}))
+    return path, state
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        ("truncated", "is corrupt: __0_0.distcp has"),
+        ("flipped", "is corrupt: the bytes of __0_0.distcp have changed since it was saved"),
+        ("gone", "is incomplete: __0_0.distcp: No such file or directory"),
+        ("metadata", "is corrupt: the bytes of .metadata have changed since it was saved"),
+        ("index", "is corrupt: index.json: Expecting ':' delimiter"),
+        ("schema", "has schema 99, this pipeloom reads 1"),
+    ],
+)
+def test_damage_is_named_and_nothing_is_overwritten(tmp_path: Path, harm: str, message: str) -> None:
+    path, state = damaged(tmp_path, harm)
+    before = {name: tensor.clone() for name, tensor in state.model.items()}
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.load(tmp_path, state, group=None)
+    assert caught.value.message.startswith(f"checkpoint {path} {message}")
+    assert "\n" not in caught.value.message and caught.value.hint
+    assert all(torch.equal(tensor, before[name]) for name, tensor in state.model.items())
+
+
+def test_no_checkpoint(tmp_path: Path) -> None:
+    state = state_of(make_model())
+    with pytest.raises(CheckpointError, match="checkpoint directory .*/nowhere does not exist"):
+        checkpoint.load(tmp_path / "nowhere", state, group=None)
+    with pytest.raises(CheckpointError, match="holds no complete checkpoint"):
+        checkpoint.load(tmp_path, state, group=None)
+
+
+def test_another_model_is_refused(tmp_path: Path) -> None:
+    save(tmp_path, state_of(make_model()))
+    bigger = nn.Sequential(*make_model(), nn.Linear(1, 1))
+    with pytest.raises(CheckpointError, match=r"^the checkpoint has no tensor 3.weight\n"):
+        checkpoint.load(tmp_path, state_of(bigger), group=None)
+    with pytest.raises(CheckpointError, match=r"holds 1.bias and 6 more, which the model does not have"):
+        checkpoint.load(tmp_path, state_of(make_model()[:1]), group=None)
+    with pytest.raises(CheckpointError, match=r"\[9, 4\] float32, the checkpoint has \[8, 4\] float32"):
+        checkpoint.load(tmp_path, state_of(make_model(width=9)), group=None)
+    with pytest.raises(CheckpointError, match=r"\[8, 4\] float64, the checkpoint has \[8, 4\] float32"):
+        checkpoint.load(tmp_path, state_of(make_model().double()), group=None)
+
+
+def test_another_optimizer_is_refused(tmp_path: Path) -> None:
+    model = make_model()
+    save(tmp_path / "sgd", state_of(model, momentum(model)))
+    with pytest.raises(CheckpointError, match="0.weight is trained with AdamW, the checkpoint was saved w"):
+        checkpoint.load(tmp_path / "sgd", state_of(model, adamw(model)), group=None)
+    save(tmp_path / "none", state_of(model))
+    with pytest.raises(CheckpointError, match="the checkpoint was saved with no optimizer"):
+        checkpoint.load(tmp_path / "none", state_of(model, adamw(model)), group=None)
+
+
+def test_what_cannot_be_saved_is_said(tmp_path: Path) -> None:
+    model = make_model()
+    with pytest.raises(CheckpointError, match="extra cannot be written as JSON: Object of type Tensor"):
+        save(tmp_path, state_of(model), seed=torch.zeros(1))
+    optimizer = adamw(model)
+    optimizer.state[model[0].weight]["history"] = [torch.zeros(1)]
+    with pytest.raises(CheckpointError, match="optimizer state 'history' of 0.weight is a list"):
+        save(tmp_path, state_of(model, optimizer))
+    stranger = torch.optim.SGD([nn.Parameter(torch.zeros(2, 3))])
+    with pytest.raises(CheckpointError, match=r"the optimizer holds a \[2, 3\] tensor that is not"):
+        save(tmp_path, state_of(model, stranger))
+    with pytest.raises(CheckpointError, match="cannot write a checkpoint in .*: Not a directory"):
+        (tmp_path / "file").write_text("")
+        save(tmp_path / "file" / "inside", state_of(model))
+
+
+def test_plain_optimizer_state_comes_back(tmp_path: Path) -> None:
+    model = make_model()
+    optimizer = momentum(model)
+    optimizer.state[model[0].weight]["count"] = 7
+    save(tmp_path, state_of(model, optimizer))
+    fresh = momentum(model)
+    checkpoint.load(tmp_path, state_of(model, fresh), group=None)
+    assert fresh.state[model[0].weight]["count"] == 7
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 3)
+        self.head = nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def test_export_is_one_file_that_safetensors_loads(tmp_path: Path) -> None:
+    model = Tied()
+    optimizer = adamw(model)
+    model.head(model.embed(torch.arange(5))).sum().backward()
+    optimizer.step()
+    state = TrainState(
+        parameters=dict(model.named_parameters()), optimizers=(optimizer,),
+        aliases={"head.weight": "embed.weight"},
+    )  # fmt: skip
+    save(tmp_path / "run", state)
+    file = tmp_path / "model.safetensors"
+    checkpoint.export_safetensors(tmp_path / "run", file)
+    with safe_open(file, "pt") as opened:
+        assert list(opened.keys()) == ["embed.weight"]
+        assert opened.metadata() == {"format": "pt", "head.weight": "embed.weight"}
+    other = Tied()
+    load_model(other, str(file))
+    assert torch.equal(other.head.weight, model.embed.weight)
+    with pytest.raises(CheckpointError, match="cannot write .*/nowhere/model.safetensors"):
+        checkpoint.export_safetensors(tmp_path / "run", tmp_path / "nowhere" / "model.safetensors")
