@@ -17,9 +17,7 @@ INDEX = re.compile(r"--(?:extra-)?index-url|--find-links|--trusted-host")
 
 
 def tracked_files() -> list[Path]:
-    listed = subprocess.run(
-        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False)
     if listed.returncode:
         pytest.skip("not a git checkout, so there is no list of the repository's files")
     files = [ROOT / name for name in listed.stdout.split("\0") if name]

@@ -1,0 +1,22 @@
+"""Timeline -> terminal tables and Gantt chart, Chrome/Perfetto trace, and one self-contained HTML page.
+
+It reads timelines only, whoever made them: it knows neither the simulator nor the runtime, and imports no
+torch.
+"""
+
+from .chrome import chrome_trace, write_trace
+from .facts import StageRow
+from .html import write_report
+from .terminal import gantt, memory_table, print_report, stage_table, summary_table
+
+__all__ = [
+    "StageRow",
+    "chrome_trace",
+    "gantt",
+    "memory_table",
+    "print_report",
+    "stage_table",
+    "summary_table",
+    "write_report",
+    "write_trace",
+]

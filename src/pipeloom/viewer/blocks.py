@@ -1,0 +1,139 @@
+"""Timelines as a plot: one panel each, one row per rank, one block per action."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..ir.timeline import Event, Timeline
+from .axes import Figure, dress, time_axis
+from .labels import colour, group_name, label
+from .units import show_share, show_time, time_unit
+
+LANES = {"compute": (-0.42, 0.24), "recv": (-0.13, -0.05), "send": (0.29, 0.38), "host": (0.40, 0.47)}
+"""Stream -> its strip within a rank's row, which is 1 high. Waits lie in the gaps between computing."""
+
+SHORTEST = 2e-4
+"""Waits and transfers shorter than this share of the step are not drawn: they could not be seen."""
+
+ROW_PX, NARROW_ROW_PX, GAP_PX, TOP_PX = 54, 30, 44, 26
+
+
+def timelines_figure(timelines: Sequence[Timeline]) -> Figure:
+    """One panel per timeline above each other, with the same time axis."""
+    from plotly.subplots import make_subplots
+
+    span_s = max(t.step_s for t in timelines)
+    rows = sum(t.ranks for t in timelines)
+    height = rows * (ROW_PX if rows <= 16 else NARROW_ROW_PX) + GAP_PX * (len(timelines) - 1)
+    figure = make_subplots(
+        rows=len(timelines),
+        cols=1,
+        shared_xaxes=True,
+        vertical_spacing=GAP_PX / height if len(timelines) > 1 else 0,
+        row_heights=[t.ranks for t in timelines],
+        subplot_titles=[_title(t) for t in timelines],
+    )
+    for panel, timeline in enumerate(timelines, start=1):
+        for bars in _bars(timeline, span_s):
+            figure.add_bar(**bars, row=panel, col=1)
+        figure.update_yaxes(**_rank_axis(timeline.ranks), row=panel, col=1)
+    figure.update_annotations(x=0, xanchor="left", yshift=2, font={"size": 13})
+    dress(figure, height=height, top=TOP_PX)
+    time_axis(figure, span_s, panels=len(timelines))
+    figure.update_layout(barmode="overlay", uniformtext={"minsize": 9, "mode": "hide"}, hovermode="closest")
+    return figure
+
+
+def legend(timelines: Sequence[Timeline]) -> list[tuple[str, str]]:
+    """Name and colour of each group of actions, computing first. The page draws it: it can wrap."""
+    found: dict[str, int] = {}
+    for timeline in timelines:
+        for event in timeline.events:
+            found.setdefault(label(event.action).group, list(LANES).index(_lane(event)))
+    return [(group_name(g), colour(g)) for g in sorted(found, key=lambda g: found[g])]
+
+
+def _lane(event: Event) -> str:
+    return event.stream if event.stream in LANES else "compute"
+
+
+def _title(timeline: Timeline) -> str:
+    return f"<b>{timeline.source}</b>  {show_time(timeline.step_s)}, bubble {show_share(timeline.bubble)}"
+
+
+def _rank_axis(ranks: int) -> dict[str, Any]:
+    ticks = range(0, ranks, 1 if ranks <= 32 else 4)
+    middle = sum(LANES["compute"]) / 2
+    return {
+        "range": [ranks - 0.5, -0.5],
+        "tickvals": [rank + middle for rank in ticks],
+        "ticktext": [f"rank {rank}" for rank in ticks],
+        "ticklabelstandoff": 6,
+        "fixedrange": True,
+        "zeroline": False,
+        "showgrid": False,
+    }
+
+
+def _bars(timeline: Timeline, span_s: float) -> list[dict[str, Any]]:
+    """One bar trace per group of actions and lane, computing first; else in the order of first use."""
+    groups: dict[tuple[str, str], list[Event]] = {}
+    for event in sorted(timeline.events, key=lambda e: e.start_s):
+        lane = _lane(event)
+        if lane == "compute" or event.duration_s >= SHORTEST * span_s:
+            groups.setdefault((lane, label(event.action).group), []).append(event)
+    shades, scale = _shades(timeline), time_unit(span_s)[1]
+    edge = 0.8 if len(timeline.events) <= 1500 else 0.2
+    lanes = list(LANES)
+    return [
+        _bar(events, lane, group, scale) | {"marker": _marker(events, group, shades, edge)}
+        for (lane, group), events in sorted(groups.items(), key=lambda item: lanes.index(item[0][0]))
+    ]
+
+
+def _bar(events: Sequence[Event], lane: str, group: str, scale: float) -> dict[str, Any]:
+    low, high = LANES[lane]
+    labels = [label(e.action) for e in events]
+    return {
+        "orientation": "h",
+        "name": group_name(group),
+        "showlegend": False,
+        "y": [e.rank for e in events],
+        "base": [round(e.start_s * scale, 4) for e in events],
+        "x": [round(e.duration_s * scale, 4) for e in events],
+        "offset": low,
+        "width": high - low,
+        "text": [what.short for what in labels] if lane == "compute" else None,
+        "textposition": "inside" if lane == "compute" else "none",
+        "insidetextanchor": "middle",
+        "textangle": 0,
+        "insidetextfont": {"color": "#10192b", "size": 11},
+        "customdata": [
+            (e.action, what.meaning, show_time(e.start_s), show_time(e.duration_s))
+            for e, what in zip(events, labels, strict=True)
+        ],
+        "hovertemplate": (
+            "<b>%{customdata[0]}</b>  %{customdata[1]}<br>"
+            "rank %{y}, starts at %{customdata[2]}, takes %{customdata[3]}<extra></extra>"
+        ),
+    }
+
+
+def _marker(events: Sequence[Event], group: str, shades: dict[int, int], edge: float) -> dict[str, Any]:
+    used = [shades.get(label(e.action).stage or 0, 0) for e in events]
+    one = used.count(0) == len(used)
+    return {
+        "color": colour(group) if one else [colour(group, shade) for shade in used],
+        "line": {"width": edge, "color": "rgba(255,255,255,0.75)"},
+    }
+
+
+def _shades(timeline: Timeline) -> dict[int, int]:
+    """Stage -> which of its rank's stages it is: the further ones are drawn lighter."""
+    found: dict[int, set[int]] = {}
+    for event in timeline.events:
+        stage = label(event.action).stage
+        if stage is not None and event.stream == "compute":
+            found.setdefault(event.rank, set()).add(stage)
+    return {stage: i for stages in found.values() for i, stage in enumerate(sorted(stages))}

@@ -1,0 +1,201 @@
+"""Timelines -> report.html: one page that holds everything, plotly.js too, and opens without a network."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..ir.errors import ConfigError
+from ..ir.timeline import Timeline
+from .axes import Figure
+from .blocks import legend, timelines_figure
+from .curves import loss_figure, memory_figure
+from .facts import Comparison, StageRow, facts, memory_kinds, stage_comparisons, stages_by_rank
+from .units import show_bytes, show_count, show_error, show_share, show_time
+
+TEMPLATES = Path(__file__).parent / "templates"
+DASH = "–"
+STEP_BAR, MEMORY_BAR = 0.05, 0.03
+"""Errors of the prediction up to which a figure is marked as good: step time and peak memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Card:
+    """One figure at the top: the main number, what it is compared with, and a mark for the error."""
+
+    name: str
+    value: str
+    detail: str = ""
+    error: str = ""
+    good: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class HtmlTable:
+    """Rows of text; the first `left` columns are aligned left, all others right.
+
+    A row whose first cell is empty belongs to the row above.
+    """
+
+    heads: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    left: int = 1
+
+
+def write_report(
+    path: Path,
+    *,
+    title: str,
+    predicted: Timeline | None = None,
+    measured: Timeline | None = None,
+    stages: Sequence[StageRow] = (),
+    losses: Mapping[str, Sequence[tuple[int, float]]] | None = None,
+    config: Mapping[str, object] | None = None,
+    caps: Sequence[int] = (),
+) -> None:
+    """Write the page, whole or not at all.
+
+    losses: name ("train", "validation") -> (step, loss) in order.  config: settings, nested or flat.
+    caps: bytes each rank may hold.  What is not given is left out of the page.
+    Raises: ConfigError if the file cannot be written.
+    """
+    import jinja2
+    from plotly.offline import get_plotlyjs
+
+    timelines = [t for t in (predicted, measured) if t is not None]
+    drawn = [t for t in timelines if t.events]
+    losses = {name: points for name, points in (losses or {}).items() if points}
+    figures = {
+        "timelines": timelines_figure(drawn) if drawn else None,
+        "memory": memory_figure(timelines, caps),
+        "loss": loss_figure(losses) if losses else None,
+    }
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    page = environment.get_template("report.html").render(
+        title=title,
+        cards=_cards(predicted, measured, losses),
+        legend=legend(drawn),
+        figures={name: _embedded(figure) if figure else "" for name, figure in figures.items()},
+        stages=_stage_table(stages, predicted, measured) if stages else None,
+        memory=_memory_table(predicted, measured, stages, caps),
+        config=_flat(config or {}),
+        plotly=get_plotlyjs(),
+    )
+    _write(path, page)
+
+
+def _write(path: Path, page: str) -> None:
+    partial = path.with_name(path.name + ".partial")
+    try:
+        partial.write_text(page, encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write the report {path}: {error.strerror}", hint="check the folder"
+        ) from None
+
+
+def _embedded(figure: Figure) -> str:
+    """JSON that may stand in a script element: no `<` can end it early."""
+    return str(figure.to_json()).replace("<", "\\u003c")
+
+
+def _cards(
+    predicted: Timeline | None,
+    measured: Timeline | None,
+    losses: Mapping[str, Sequence[tuple[int, float]]],
+) -> list[Card]:
+    known = facts(predicted, measured)
+    cards = []
+    if known.step.predicted or known.step.measured:
+        cards.append(_card("step time", known.step, show_time, STEP_BAR))
+        cards.append(_card("bubble", known.bubble, show_share, None))
+    if (peak := known.worst_peak) is not None:
+        cards.append(_card(f"peak memory, {peak.name}", peak, show_bytes, MEMORY_BAR))
+    for name, points in losses.items():
+        detail = f"from {points[0][1]:.3f} at step {points[0][0]}" if len(points) > 1 else ""
+        cards.append(Card(name=f"{name} loss", value=f"{points[-1][1]:.3f}", detail=detail))
+    return cards
+
+
+def _card(name: str, both: Comparison, show: Callable[[float], str], bar: float | None) -> Card:
+    if both.measured is None:
+        assert both.predicted is not None
+        return Card(name=name, value=show(both.predicted), detail="predicted")
+    detail = "measured" if both.predicted is None else f"predicted {show(both.predicted)}"
+    if bar is None or both.error is None:
+        return Card(name=name, value=show(both.measured), detail=detail)
+    good = abs(both.error) <= bar
+    return Card(name=name, value=show(both.measured), detail=detail, error=show_error(both.error), good=good)
+
+
+def _text(value: float | None, show: Callable[[float], str]) -> str:
+    return DASH if value is None else show(value)
+
+
+def _triple(both: Comparison, show: Callable[[float], str]) -> tuple[str, str, str]:
+    return _text(both.predicted, show), _text(both.measured, show), _text(both.error, show_error)
+
+
+def _stage_table(
+    stages: Sequence[StageRow], predicted: Timeline | None, measured: Timeline | None
+) -> HtmlTable:
+    heads = ("stage", "contents", "rank", "ops", "parameters")
+    parts = [
+        f"{part}\n{what}" for part in ("forward", "backward") for what in ("predicted", "measured", "error")
+    ]
+    rows = []
+    for row in stages:
+        forward, backward = stage_comparisons(row, predicted, measured)
+        first = (str(row.stage), row.contents, str(row.rank), str(row.ops), show_count(row.parameters))
+        rows.append((*first, *_triple(forward, show_time), *_triple(backward, show_time)))
+    return HtmlTable(heads=(*heads, *parts), rows=tuple(rows), left=2)
+
+
+def _memory_table(
+    predicted: Timeline | None,
+    measured: Timeline | None,
+    stages: Sequence[StageRow],
+    caps: Sequence[int],
+) -> HtmlTable | None:
+    timelines = [t for t in (predicted, measured) if t is not None]
+    known, homes = facts(predicted, measured), stages_by_rank(stages)
+    if not known.peaks:
+        return None
+    kinds = memory_kinds(timelines)
+    rows = []
+    for peak in known.peaks:
+        rank = int(peak.name.removeprefix("rank "))
+        for timeline in timelines:
+            first = timeline is timelines[0]
+            sizes = timeline.peaks[rank] if rank < len(timeline.peaks) else {}
+            total = peak.predicted if timeline is predicted else peak.measured
+            cells = [_text(size, show_bytes) for size in (*map(sizes.get, kinds), total)]
+            error = _text(peak.error, show_error) if timeline is timelines[-1] else ""
+            cap = show_bytes(caps[rank]) if rank < len(caps) and first else ""
+            where = (str(rank), homes.get(rank, DASH)) if first else ("", "")
+            rows.append((*where, timeline.source, *cells, error, *([cap] if caps else [])))
+    heads = ("rank", "stages", "", *kinds, "peak", "error", *(["cap"] if caps else []))
+    return HtmlTable(heads=heads, rows=tuple(rows), left=3)
+
+
+def _flat(config: Mapping[str, object], prefix: str = "") -> list[tuple[str, str]]:
+    """Nested settings as dotted names.
+
+    >>> _flat({"model": {"width": 256}, "steps": 10})
+    [('model.width', '256'), ('steps', '10')]
+    """
+    found: list[tuple[str, str]] = []
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            found += _flat(value, f"{prefix}{key}.")
+        else:
+            found.append((f"{prefix}{key}", str(value)))
+    return found

@@ -1,0 +1,96 @@
+"""What an event's action says in words, and the colour of its kind."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from ..ir.action import COMPUTE, Action, Kind, StageAction, Transfer, parse_instruction
+from ..ir.errors import ScheduleError
+
+COLOURS: dict[str, str] = {
+    "F": "#4f83e0", "B": "#f0a23a", "I": "#e8734a", "W": "#3fa66b", "RECOMPUTE": "#8fb1ee",
+    "SEND": "#8794a8", "wait": "#a9b4c4", "OFFLOAD": "#a1887f", "RELOAD": "#c5a48c",
+    "REDUCE": "#8a6fd1", "STEP": "#c05fa5",
+}  # fmt: skip
+OTHER = "#2fa7b5"
+
+NAMES: dict[str, str] = {
+    "SEND": "send", "wait": "wait for a message", "OFFLOAD": "offload", "RELOAD": "reload",
+    "RECOMPUTE": "recompute", "REDUCE": "sum tied gradients", "STEP": "optimizer step",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Label:
+    """An action taken apart for showing.
+
+    group: what shares a colour and a legend entry: the kind, or "SEND" and "wait" for the transfers.
+    short: what fits into a block: the micro-batch's number, or nothing.
+    """
+
+    action: str
+    group: str
+    stage: int | None
+    microbatch: int | None
+    meaning: str
+
+    @property
+    def short(self) -> str:
+        return "" if self.microbatch is None else str(self.microbatch)
+
+
+@lru_cache(maxsize=65536)
+def label(action: str) -> Label:
+    """Take an action's text apart. Text that is no instruction is its own group, shown as it is.
+
+    >>> label("0F3").meaning
+    'stage 0: forward of micro-batch 3'
+    >>> label("1RECV_F2<0").meaning
+    'stage 1 waits for the outputs of micro-batch 2 from stage 0'
+    """
+    try:
+        step = parse_instruction(action)
+    except ScheduleError:
+        return Label(action=action, group=action, stage=None, microbatch=None, meaning=action)
+    match step:
+        case Action(stage=stage, kind=kind, microbatch=microbatch):
+            group, meaning = str(kind), f"stage {stage}: {group_name(kind)} of micro-batch {microbatch}"
+            return Label(action=action, group=group, stage=stage, microbatch=microbatch, meaning=meaning)
+        case Transfer():
+            return _transfer_label(action, step)
+        case StageAction(stage=stage, kind=kind):
+            meaning = f"stage {stage}: {group_name(kind)}"
+            return Label(action=action, group=str(kind), stage=stage, microbatch=None, meaning=meaning)
+
+
+def _transfer_label(action: str, step: Transfer) -> Label:
+    values = "outputs" if step.kind.endswith("_F") else "gradients"
+    if step.sends:
+        group, verb, peer = "SEND", "sends", f"to stage {step.peer}"
+    else:
+        group, verb, peer = "wait", "waits for", f"from stage {step.peer}"
+    return Label(
+        action=action, group=group, stage=step.stage, microbatch=step.microbatch,
+        meaning=f"stage {step.stage} {verb} the {values} of micro-batch {step.microbatch} {peer}",
+    )  # fmt: skip
+
+
+def group_name(group: str) -> str:
+    """
+    >>> group_name("I"), group_name("STEP"), group_name("clip")
+    ('input gradient', 'optimizer step', 'clip')
+    """
+    return COMPUTE.get(Kind(group)) or NAMES.get(group, group)
+
+
+def colour(group: str, shade: int = 0) -> str:
+    """Hex colour of a group; each `shade` is a step lighter, for the further stages of a rank.
+
+    >>> colour("F"), colour("F", 1)
+    ('#4f83e0', '#7fa4e8')
+    """
+    base = COLOURS.get(group, OTHER)
+    mix = 1 - 0.73 ** min(shade, 3)
+    channels = (int(base[i : i + 2], 16) for i in (1, 3, 5))
+    return "#" + "".join(f"{round(c + (255 - c) * mix):02x}" for c in channels)

@@ -1,0 +1,189 @@
+"""Timeline -> tables and a text Gantt chart with rich. All of it can be read without colour."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import groupby
+
+from rich import box
+from rich.console import Console, Group, JustifyMethod
+from rich.table import Table
+from rich.text import Text
+
+from ..ir.timeline import Event, Timeline
+from .facts import Comparison, StageRow, facts, memory_kinds, stage_seconds, stages_by_rank
+from .labels import Label, colour, group_name, label
+from .units import show_bytes, show_count, show_error, show_share, show_time, time_unit
+
+IDLE = "·"
+FILL = "─"
+DASH = "–"
+SHORT = {
+    "parameters": "params", "gradients": "grads", "optimizer": "optim",
+    "residuals": "resid", "transient": "trans",
+}  # fmt: skip
+
+
+def gantt(timeline: Timeline, *, width: int = 100, span_s: float | None = None) -> Group:
+    """One line per rank of `width` columns for the step: `F3──` is the forward of micro-batch 3.
+
+    A rank with several stages writes them in front (`2F3`) where there is room. `·` is idle time. What is
+    shorter than half a column may not show. Charts with the same `span_s` (seconds) have the same scale.
+    """
+    span_s = span_s or timeline.step_s
+    ranks = range(timeline.ranks)
+    names = [f"rank {r}" for r in ranks]
+    margin = max(map(len, names), default=0)
+    lines = [
+        Text.assemble((f"{names[r]:>{margin}} ", "dim"), _row(timeline, r, width, span_s)) for r in ranks
+    ]
+    end = show_time(span_s)
+    scale = Text(f"{'':{margin}} 0{end:>{width - 1}}", style="dim")
+    return Group(*lines, scale, _legend(timeline))
+
+
+def _row(timeline: Timeline, rank: int, width: int, span_s: float) -> Text:
+    events = [e for e in timeline.events if e.rank == rank and e.stream == "compute"]
+    many = len({label(e.action).stage for e in events} - {None}) > 1
+    row = Text()
+    for event, columns in groupby(_columns(events, span_s, width)):
+        size = len(list(columns))
+        if event is None:
+            row.append(IDLE * size, style="dim")
+        else:
+            what = label(event.action)
+            row.append(_block(what, size, many), style=f"black on {colour(what.group)}")
+    return row
+
+
+def _columns(events: Sequence[Event], span_s: float, width: int) -> list[Event | None]:
+    """For each column the event that fills most of it, or None where idle time does."""
+    filled: list[Event | None] = [None] * width
+    if span_s <= 0:
+        return filled
+    best = [0.5] * width
+    for event in events:
+        start, end = event.start_s / span_s * width, event.end_s / span_s * width
+        for column in range(int(start), min(width, int(end) + 1)):
+            overlap = min(end, column + 1) - max(start, column)
+            if overlap >= best[column]:
+                best[column], filled[column] = overlap, event
+    return filled
+
+
+def _block(what: Label, size: int, many: bool) -> str:
+    texts = [f"{what.group}{what.short}", what.group]
+    if many:
+        texts.insert(0, what.action)
+    text = next((t for t in texts if len(t) <= size), what.group[:size])
+    return text + FILL * (size - len(text))
+
+
+def _legend(timeline: Timeline) -> Text:
+    groups = dict.fromkeys(label(e.action).group for e in timeline.events if e.stream == "compute")
+    legend = Text()
+    for group in groups:
+        legend.append(f" {group} ", style=f"black on {colour(group)}")
+        legend.append(f" {group_name(group)}   ")
+    return legend + Text(f"{IDLE} idle", style="dim")
+
+
+def summary_table(predicted: Timeline | None, measured: Timeline | None) -> Table:
+    """Step time, bubble and peak memory of each rank, with the error of the prediction."""
+    known = facts(predicted, measured)
+    table = _table("step", ("", "predicted", "measured", "error"), left=("",))
+    table.add_row("step time", *_cells(known.step, show_time), _cell(known.step.error, show_error))
+    table.add_row("bubble", *_cells(known.bubble, show_share), "")
+    for peak in known.peaks:
+        table.add_row(f"peak memory, {peak.name}", *_cells(peak, show_bytes), _cell(peak.error, show_error))
+    return table
+
+
+def stage_table(
+    stages: Sequence[StageRow], predicted: Timeline | None = None, measured: Timeline | None = None
+) -> Table:
+    """Ops, parameters, and time of one micro-batch per stage."""
+    shown = [t for t in (predicted, measured) if t is not None]
+    times = [[stage_seconds(t, row.stage) for t in shown] for row in stages]
+    longest_s = max((s or 0.0 for row in times for pair in row for s in pair), default=0.0)
+    unit, scale = time_unit(longest_s)
+    heads = [f"{part}\n{t.source}" for part in ("forward", "backward") for t in shown]
+    table = _table(
+        f"stages, {unit} per micro-batch",
+        ("stage", "rank", "ops", "parameters", *heads, "contents"),
+        left=("contents",),
+    )
+    for row, pairs in zip(stages, times, strict=True):
+        seconds = [pair[part] for part in (0, 1) for pair in pairs]
+        cells = [_cell(s, lambda value: f"{value * scale:.2f}") for s in seconds]
+        first = (str(row.stage), str(row.rank), str(row.ops), show_count(row.parameters))
+        table.add_row(*first, *cells, row.contents)
+    return table
+
+
+def memory_table(
+    predicted: Timeline | None, measured: Timeline | None, stages: Sequence[StageRow] = ()
+) -> Table:
+    """Bytes by kind at each rank's peak."""
+    timelines = [t for t in (predicted, measured) if t is not None]
+    kinds = memory_kinds(timelines)
+    peaks = facts(predicted, measured).peaks
+    largest = max((p.predicted or 0.0 for p in peaks), default=0.0)
+    unit, scale = ("GiB", 1024**3) if largest >= 10 * 1024**3 else ("MiB", 1024**2)
+    homes = stages_by_rank(stages)
+    heads = ("rank", *(["stages"] if homes else []), "", *(SHORT.get(k, k) for k in kinds), "peak")
+    table = _table(f"memory at each rank's peak, {unit}", heads, left=("",))
+    for peak in peaks:
+        rank = int(peak.name.removeprefix("rank "))
+        for timeline in timelines:
+            sizes = timeline.peaks[rank] if rank < len(timeline.peaks) else {}
+            total = peak.predicted if timeline is predicted else peak.measured
+            cells = [_cell(size, lambda v: f"{v / scale:.1f}") for size in (*map(sizes.get, kinds), total)]
+            where = [str(rank), *([homes.get(rank, "")] if homes else [])]
+            table.add_row(*where, timeline.source, *cells)
+    return table
+
+
+def print_report(
+    console: Console,
+    *,
+    predicted: Timeline | None = None,
+    measured: Timeline | None = None,
+    stages: Sequence[StageRow] = (),
+) -> None:
+    """Everything above, for whichever of the two timelines is given."""
+    timelines = [t for t in (predicted, measured) if t is not None]
+    span_s = max((t.step_s for t in timelines), default=0.0)
+    for timeline in timelines:
+        share = show_share(timeline.bubble)
+        console.print(f"{timeline.source}: {show_time(timeline.step_s)}, bubble {share}", style="bold")
+        console.print(gantt(timeline, width=max(20, min(console.width, 160) - 12), span_s=span_s))
+    tables = [summary_table(predicted, measured)]
+    if stages:
+        tables.append(stage_table(stages, predicted, measured))
+    if memory_kinds(timelines):
+        tables.append(memory_table(predicted, measured, stages))
+    for table in tables:
+        console.print()
+        console.print(table)
+
+
+def _table(title: str, heads: Sequence[str], *, left: Sequence[str]) -> Table:
+    table = Table(
+        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD,
+        show_edge=False, pad_edge=False, collapse_padding=True,
+    )  # fmt: skip
+    for head in heads:
+        # A narrow terminal takes its room from the text columns, never from the figures.
+        width = None if head in left else max(map(len, head.split("\n")))
+        justify: JustifyMethod = "left" if head in left else "right"
+        table.add_column(head, justify=justify, no_wrap=True, min_width=width)
+    return table
+
+
+def _cell(value: float | None, show: Callable[[float], str]) -> str:
+    return DASH if value is None else show(value)
+
+
+def _cells(both: Comparison, show: Callable[[float], str]) -> tuple[str, str]:
+    return _cell(both.predicted, show), _cell(both.measured, show)

@@ -1,0 +1,69 @@
+"""Numbers as people read them. Everywhere else in the package: seconds and bytes."""
+
+from __future__ import annotations
+
+
+def time_unit(longest_s: float) -> tuple[str, float]:
+    """The unit for an axis that ends at `longest_s`, and how many of it make a second.
+
+    >>> time_unit(0.25)
+    ('ms', 1000.0)
+    """
+    if longest_s >= 10:
+        return "s", 1.0
+    if longest_s >= 0.002:
+        return "ms", 1e3
+    return "µs", 1e6
+
+
+def show_time(seconds: float) -> str:
+    """
+    >>> show_time(12.5), show_time(0.0123456), show_time(4.2e-5), show_time(0)
+    ('12.50 s', '12.35 ms', '42.00 µs', '0 s')
+    """
+    if seconds == 0:
+        return "0 s"
+    if abs(seconds) >= 1:
+        return f"{seconds:.2f} s"
+    return f"{seconds * 1e3:.2f} ms" if abs(seconds) >= 1e-3 else f"{seconds * 1e6:.2f} µs"
+
+
+def show_bytes(size: float) -> str:
+    """
+    >>> show_bytes(3 * 1024**3), show_bytes(1536 * 1024), show_bytes(2048), show_bytes(12)
+    ('3.00 GiB', '1.50 MiB', '2.0 KiB', '12 B')
+    """
+    if abs(size) >= 1024**3:
+        return f"{size / 1024**3:.2f} GiB"
+    if abs(size) >= 1024**2:
+        return f"{size / 1024**2:.2f} MiB"
+    return f"{size / 1024:.1f} KiB" if abs(size) >= 1024 else f"{size:.0f} B"
+
+
+def show_count(count: float) -> str:
+    """
+    >>> show_count(70_553_706_496), show_count(1_250_000), show_count(12_345), show_count(12)
+    ('70.6 B', '1.25 M', '12.3 k', '12')
+    """
+    for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if count >= size:
+            return f"{count / size:.3g} {letter}"
+    return f"{count:.0f}"
+
+
+def show_share(share: float) -> str:
+    """
+    >>> show_share(0.1234)
+    '12.3 %'
+    """
+    return f"{share * 100:.1f} %"
+
+
+def show_error(error: float) -> str:
+    """A signed relative difference.
+
+    >>> show_error(-0.012), show_error(0.2), show_error(-0.0001)
+    ('-1.2 %', '+20.0 %', '0.0 %')
+    """
+    text = f"{error * 100:+.1f} %"
+    return "0.0 %" if text in ("+0.0 %", "-0.0 %") else text

@@ -1,0 +1,125 @@
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pipeloom.ir.errors import ConfigError
+from pipeloom.ir.timeline import Event, Timeline
+from pipeloom.viewer import StageRow, write_report
+from pipeloom.viewer.blocks import legend, timelines_figure
+from pipeloom.viewer.curves import memory_figure
+
+MiB = 1024**2
+
+
+def page_of(path: Path) -> str:
+    """The page without plotly's own code."""
+    text = path.read_text()
+    return re.sub(r"<script>/\*\*.*?</script>", "", text, count=1, flags=re.DOTALL)
+
+
+def figure_in(page: str, name: str) -> dict[str, object]:
+    found = re.search(rf'<script type="application/json" id="{name}-data">(.*?)</script>', page, re.DOTALL)
+    assert found is not None
+    return json.loads(found[1])  # type: ignore[no-any-return]
+
+
+def cells(page: str) -> list[str]:
+    return re.findall(r"<td[^>]*>([^<]*)</td>", page)
+
+
+def test_the_page_tells_prediction_and_measurement(two_ranks: Timeline, tmp_path: Path) -> None:
+    measured = replace(
+        two_ranks,
+        source="measured",
+        events=tuple(replace(e, start_s=e.start_s * 1.25, end_s=e.end_s * 1.25) for e in two_ranks.events),
+    )
+    path = tmp_path / "report.html"
+    write_report(
+        path,
+        title="tiny",
+        predicted=two_ranks,
+        measured=measured,
+        stages=[StageRow(stage=0, rank=0, ops=12, parameters=1_250_000, contents="blocks.0")],
+        losses={"train": [(0, 5.5), (10, 2.25)], "validation": []},
+        config={"model": {"width": 256}, "steps": 10},
+        caps=[40 * MiB, 40 * MiB],
+    )
+    page = page_of(path)
+    assert "11.88 s" in page and "predicted 9.50 s" in page and "-20.0 %" in page
+    assert ["0", "blocks.0", "0", "12", "1.25 M", "1.00 s", "1.25 s", "-20.0 %"] == cells(page)[-11:-3]
+    assert ["0", "0", "predicted", "10.00 MiB", "20.00 MiB", "30.00 MiB", "", "40.00 MiB"] == cells(page)[:8]
+    assert "<dt>model.width</dt><dd>256</dd>" in page
+    assert "from 5.500 at step 0" in page and "validation" not in page
+    names = [c[0] for trace in figure_in(page, "timelines")["data"] for c in trace["customdata"]]  # type: ignore[attr-defined]
+    assert sorted(names) == sorted(e.action for t in (two_ranks, measured) for e in t.events)
+
+
+def test_what_is_not_given_is_left_out(two_ranks: Timeline, tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    write_report(path, title="only predicted", predicted=replace(two_ranks, memory=(), peaks=()))
+    page = page_of(path)
+    assert page.count("<h2>") == 1 and "One step, rank by rank" in page
+    write_report(path, title="nothing at all")
+    assert "<h2>" not in page_of(path)
+
+
+def test_text_cannot_break_out_of_the_page(tmp_path: Path) -> None:
+    evil = "</script><script>alert(1)</script>"
+    event = Event(rank=0, stream="compute", action=evil, start_s=0.0, end_s=1.0)
+    timeline = Timeline(source="predicted", ranks=1, events=(event,))
+    path = tmp_path / "report.html"
+    write_report(path, title=evil, predicted=timeline, config={"text": evil})
+    page = page_of(path)
+    assert evil not in page
+    assert figure_in(page, "timelines")["data"][0]["customdata"][0][0] == evil  # type: ignore[index]
+
+
+def test_the_page_asks_for_nothing_from_outside(two_ranks: Timeline, tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    write_report(path, title="offline", predicted=two_ranks)
+    page = page_of(path)
+    assert not re.findall(r"""(?:src|href)\s*=\s*["'](?!data:)""", page)
+    assert "default-src 'none'" in page
+
+
+def test_a_folder_that_is_not_there_is_said(two_ranks: Timeline, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot write the report .*No such file or directory"):
+        write_report(tmp_path / "no" / "report.html", title="x", predicted=two_ranks)
+
+
+def test_a_failed_write_leaves_the_old_page(two_ranks: Timeline, tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    path.write_text("old")
+    (tmp_path / "report.html.partial").mkdir()
+    with pytest.raises(ConfigError):
+        write_report(path, title="x", predicted=two_ranks)
+    assert path.read_text() == "old"
+
+
+def test_waits_too_short_to_see_are_not_drawn(two_ranks: Timeline) -> None:
+    blink = Event(rank=1, stream="recv", action="1RECV_F0<0", start_s=1.0, end_s=1.000001)
+    figure = timelines_figure([replace(two_ranks, events=(*two_ranks.events, blink))])
+    drawn = [c[0] for trace in figure.data for c in trace.customdata]
+    assert "0RECV_B0<1" in drawn and "1RECV_F0<0" not in drawn
+
+
+def test_legend_names_each_kind_once_computing_first(two_ranks: Timeline) -> None:
+    names = [name for name, _ in legend([two_ranks, two_ranks])]
+    assert names == ["forward", "backward", "optimizer step", "wait for a message"]
+
+
+def test_a_cap_is_drawn_only_where_it_would_be_seen(two_ranks: Timeline) -> None:
+    near = memory_figure([two_ranks], caps=[31 * MiB])
+    far = memory_figure([two_ranks], caps=[3000 * MiB])
+    assert (len(near.layout.shapes), len(far.layout.shapes)) == (1, 0)
+    assert memory_figure([replace(two_ranks, memory=())]) is None
+
+
+def test_memory_holds_its_last_value_to_the_steps_end(two_ranks: Timeline) -> None:
+    (curve,) = memory_figure([two_ranks]).data
+    assert list(curve.x) == [0.0, 1000.0, 9000.0, 9500.0]
+    assert list(curve.y) == [10.0, 30.0, 10.0, 10.0]
+    assert curve.line.shape == "hv"
