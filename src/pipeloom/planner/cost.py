@@ -4,15 +4,17 @@ Time of a stage for one micro-batch: forward plus backward of its ops. Transfers
 stage's turn lasts as long as the longest of compute, receiving its inputs, and returning their gradients
 (links carry both directions at once); without overlap, the sum of all, on the left and on the right edge.
 
-Memory of a stage (papers' notation: static + q * A + live):
+Memory of a stage (in papers: static + q * A + live):
 
     parameters, gradients, optimizer   each parameter once per stage, tied ones in each stage that reads them
-    buffers                            likewise
-    residuals     (values that its ops save, each once, received ones included) x micro-batches in flight
-    boundary      receive buffers posted ahead, and messages on their way out, of values and of gradients
-    transient     the largest, over its ops, of scratch plus activations (forward) or gradients (backward)
-                  that are alive around the op and are no residuals, and the gradients of the parameters
-                  that a micro-batch makes before they are added up
+    buffers      likewise
+    residuals    what its ops save, each value once, x micro-batches in flight; of received values the
+                 receive buffer is kept instead
+    boundary     receive buffers of the micro-batches in flight and of those posted ahead, and messages on
+                 their way out, of values and of gradients
+    transient    what the newest micro-batch needs at some moment beyond its residuals: around an op the
+                 activations (forward) or gradients (backward) that are alive and the op's scratch, less the
+                 residuals not yet made or already freed, plus parameter gradients not yet added up
 
 A value that several later stages read is counted once among the messages of the stage that makes it; the
 simulator counts each message. The same numbers come out for any stage (`stage`) and, fast, for all
@@ -24,6 +26,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -44,14 +47,15 @@ class CostOptions:
 
     optimizer_bytes: bytes of optimizer state per byte of trainable parameter: SGD 0, with momentum 1,
         Adam 2 (all in the parameter's precision).
-    fresh_gradients: 1 if a micro-batch's parameter gradients are all made before they are added to those
-        of earlier micro-batches, 0 if each is added at once.
+    fresh_gradients: a micro-batch's parameter gradients are all made before they are added to those of
+        earlier ones (which a single micro-batch does not have).
     receive_ahead: receives posted ahead, each with a buffer.  sends_in_flight: messages not yet taken.
     overlap: transfers run while the stage computes.
     """
 
+    microbatches: int
     optimizer_bytes: float = 2.0
-    fresh_gradients: float = 1.0
+    fresh_gradients: bool = True
     receive_ahead: int = 2
     sends_in_flight: int = 1
     overlap: bool = True
@@ -63,6 +67,7 @@ class Footprint:
 
     received, received_grads: values that cross in, and their gradients, which go back.
     sent, sent_grads: values that cross out, and their gradients, which come back.
+    transient: see the module's docstring.
     """
 
     parameters: Any
@@ -77,6 +82,8 @@ class Footprint:
 
 
 COLUMN = {f.name: index for index, f in enumerate(fields(Footprint)) if f.name != "transient"}
+SINGLE = COLUMN["single"] = len(COLUMN)
+"""Trainable parameters that one op reads: their gradients are surely not made before that op's backward."""
 
 
 def memory_parts(footprint: Footprint, in_flight: Any, options: CostOptions) -> dict[str, Any]:
@@ -88,9 +95,10 @@ def memory_parts(footprint: Footprint, in_flight: Any, options: CostOptions) -> 
         "optimizer": f.trainable * options.optimizer_bytes,
         "buffers": f.buffers,
         "residuals": f.residuals * in_flight,
-        "boundary": options.receive_ahead * (f.received + f.sent_grads)
+        "boundary": np.minimum(in_flight + options.receive_ahead, options.microbatches) * f.received
+        + min(1 + options.receive_ahead, options.microbatches) * f.sent_grads
         + options.sends_in_flight * (f.sent + f.received_grads),
-        "transient": f.transient + f.trainable * options.fresh_gradients,
+        "transient": f.transient,
     }
 
 
@@ -138,34 +146,45 @@ class CostModel:
         graph = self.graph
         stage = stages.stages[index]
         inside = {*stage.ops, *stage.clones}
-        own = [name for name in stage.ops if name in self.wiring.position]
         parameters = [graph.parameter[name] for name in stages.params[index]]
         read = {name for member in inside for name in graph.op[member].params}
         received = {c.value.name: c.value for c in stages.crossings if c.target == index}
         sent = {c.value.name: c.value for c in stages.crossings if c.source == index}
-        extra = sum(self.profile.costs[name].extra_saved_bytes for name in own)
+        residuals, transient = self._newest(stage.ops, inside)
         return Footprint(
             parameters=sum(p.bytes for p in parameters),
             trainable=sum(p.bytes for p in parameters if p.trainable and p.name in read),
             buffers=sum(graph.buffer[name].bytes for name in stages.buffers[index]),
-            residuals=extra + sum(graph.value[name].bytes for name in self.residuals(inside)),
+            residuals=residuals,
             received=sum(v.bytes for v in received.values()),
             received_grads=sum(v.bytes for v in received.values() if v.needs_grad),
             sent=sum(v.bytes for v in sent.values()),
             sent_grads=sum(v.bytes for v in sent.values() if v.needs_grad),
-            transient=max((self.live[self.wiring.position[name]] for name in own), default=0.0),
+            transient=transient,
         )
 
-    def residuals(self, inside: set[str]) -> set[str]:
-        """Values that a stage with these ops keeps for its backward; of views the storage that it has."""
-        found: set[str] = set()
-        for name in inside & self.saves.keys():
-            op = self.graph.op[name]
-            for saved in self.saves[name]:
-                for chain in self.wiring.chains(op, saved):
-                    available = [v for v in chain[:-1] if self.graph.producer[v] not in inside]
-                    found.add(available[0] if available else chain[-1])
-        return found
+    def _newest(self, ops: Sequence[str], inside: set[str]) -> tuple[int, float]:
+        """Residuals of one micro-batch, and what it needs beyond them at its worst moment."""
+        graph = self.graph
+        kept: set[str] = set()
+        trained: set[str] = set()
+        held = single = 0
+        forward, backward = [-inf], [-inf]
+        for name in ops:
+            if name not in self.wiring.position:
+                continue
+            position = self.wiring.position[name]
+            saved = set(self.saves[name]) - kept
+            new = {v for v in saved if self.wiring.made_at(v) < 0 or graph.producer[v] in inside}
+            kept |= new
+            held += self.profile.costs[name].extra_saved_bytes + sum(graph.value[v].bytes for v in new)
+            forward.append(held + self.live[0, position])
+            backward.append(held + self.live[1, position] - self._fresh * single)
+            own = {p for p in graph.op[name].params if graph.parameter[p].trainable}
+            trained |= own
+            single += sum(graph.parameter[p].bytes for p in own if len(self.wiring.users[p]) == 1)
+        fresh = self._fresh * sum(graph.parameter[p].bytes for p in trained)
+        return held, max(*forward, max(backward) + fresh, held) - held
 
     def turn_s(self, stages: StageGraph, index: int) -> float:
         """Seconds that one micro-batch occupies a stage of any cut."""
@@ -181,12 +200,17 @@ class CostModel:
         Returns the footprint with arrays over intervals, and seconds as (distinct profiles, intervals).
         """
         here = ends - start - 1
-        sums = self._sums.row(start, int(ends[-1]))[:, here]
-        columns = {name: sums[index] for name, index in COLUMN.items()}
-        columns["residuals"] = columns["residuals"] + (self._extra[ends] - self._extra[start])
+        stop = int(ends[-1])
+        sums = self._sums.row(start, stop)
+        held, fresh = sums[COLUMN["residuals"]], self._fresh * sums[COLUMN["trainable"]]
+        held += self._extra[start + 1 : stop + 1] - self._extra[start]
+        forward = np.maximum.accumulate(held + self.live[0, start:stop])
+        not_yet = self._fresh * np.append(0.0, sums[SINGLE, :-1])
+        backward = np.maximum.accumulate(held + self.live[1, start:stop] - not_yet)
+        transient = np.maximum(forward, backward + fresh) - held
+        columns = {name: sums[index, here] for name, index in COLUMN.items() if index != SINGLE}
         seconds = self.prefix_s[:, ends] - self.prefix_s[:, start : start + 1]
-        transient = np.maximum.accumulate(self.live[start : ends[-1]])[here]
-        return Footprint(**columns, transient=transient), seconds + sums[len(COLUMN) :]
+        return Footprint(**columns, transient=transient[here]), seconds + sums[len(COLUMN) :, here]
 
     def turns(self, footprint: Footprint, seconds: Array, ranks: Indices) -> Array:
         """Seconds that one micro-batch occupies each interval on each rank: (ranks, intervals)."""
@@ -240,31 +264,33 @@ class CostModel:
         extra = [self.profile.costs[op.name].extra_saved_bytes for op in self.wiring.ops]
         return np.concatenate([[0.0], np.cumsum(extra, dtype=np.float64)])
 
+    @property
+    def _fresh(self) -> int:
+        return int(self.options.fresh_gradients and self.options.microbatches > 1)
+
     @cached_property
     def live(self) -> Array:
-        """Per op: its scratch, plus what is alive around it in the forward (no residuals) or the backward."""
+        """Bytes around each op, its scratch included: (forward, backward) x ops.
+
+        Forward: values that some op has yet to read and no op saves. Backward: gradients of values; one is
+        there from the value's last reader back to its maker.
+        """
         wiring = self.wiring
-        forward = np.zeros(len(self) + 1)
-        backward = np.zeros(len(self) + 1)
-        saved = {name for names in self.saves.values() for name in names}
+        change = np.zeros((2, len(self) + 1))
+        saved = {v.name for v in self.graph.inputs}.union(*self.saves.values())
         ends: dict[str, tuple[int, int]] = {}
         for name, base in wiring.base.items():
             positions = [p for p in (wiring.made_at(name), *wiring.readers(name)) if p >= 0]
-            if positions:
-                first, last = ends.get(base, (len(self), -1))
-                ends[base] = min(first, *positions), max(last, *positions)
-        batch = {v.name for v in self.graph.inputs}
+            first, last = ends.get(base, (len(self), -1))
+            ends[base] = min([first, *positions]), max([last, *positions])
         for base, (first, last) in ends.items():
             value = self.graph.value[base]
-            if base not in batch and base not in saved:
-                forward[first] += value.bytes
-                forward[last + 1] -= value.bytes
-            if value.needs_grad:
-                backward[first] += value.bytes
-                backward[last + 1] -= value.bytes
+            for row, counts in enumerate((base not in saved, value.needs_grad)):
+                if counts and last >= 0:
+                    change[row, first] += value.bytes
+                    change[row, last + 1] -= value.bytes
         scratch = [self.profile.costs[op.name].transient_bytes for op in wiring.ops]
-        alive = np.maximum(np.cumsum(forward), np.cumsum(backward))[:-1]
-        return np.asarray(alive + np.array(scratch, dtype=np.float64))
+        return np.asarray(np.cumsum(change, axis=1)[:, :-1] + np.array(scratch, dtype=np.float64))
 
     @cached_property
     def _sums(self) -> IntervalSums:

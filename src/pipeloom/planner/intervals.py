@@ -60,4 +60,4 @@ class IntervalSums:
         width = stop - start
         cell = self.column[window][valid] * width + self.at[window][valid] - start
         sums = np.bincount(cell, self.weight[window][valid], minlength=self.columns * width)
-        return np.cumsum(sums.reshape(self.columns, width), axis=1)
+        return np.cumsum(sums.reshape(self.columns, width), axis=1, dtype=np.float64)

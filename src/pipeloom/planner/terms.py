@@ -30,21 +30,15 @@ def interval_terms(
 
 def _state(wiring: Wiring, columns: Columns) -> Iterable[Term]:
     """Parameters and buffers; what no op reads is held by the stage that starts at 0, without gradient."""
-    graph = wiring.graph
-    readers: dict[tuple[str, str], set[int]] = {
-        **{("parameters", p.name): set() for p in graph.parameters},
-        **{("buffers", b.name): set() for b in graph.buffers},
-    }
-    for op in graph.ops:
-        where = wiring.cheap_users[op.name] if op.cheap else (wiring.position[op.name],)
-        for kind, names in (("parameters", op.params), ("buffers", op.buffers)):
-            for name in names:
-                readers[kind, name].update(where)
-    for (kind, name), positions in readers.items():
-        noun = graph.parameter[name] if kind == "parameters" else graph.buffer[name]
-        yield from first_use_terms(sorted(positions) or [0], columns[kind], noun.bytes)
-        if kind == "parameters" and graph.parameter[name].trainable:
-            yield from first_use_terms(sorted(positions), columns["trainable"], noun.bytes)
+    for parameter in wiring.graph.parameters:
+        users = wiring.users[parameter.name]
+        yield from first_use_terms(users or [0], columns["parameters"], parameter.bytes)
+        if parameter.trainable:
+            yield from first_use_terms(users, columns["trainable"], parameter.bytes)
+        if parameter.trainable and len(users) == 1:
+            yield from first_use_terms(users, columns["single"], parameter.bytes)
+    for buffer in wiring.graph.buffers:
+        yield from first_use_terms(wiring.users[buffer.name] or [0], columns["buffers"], buffer.bytes)
 
 
 def _crossings(wiring: Wiring, columns: Columns) -> Iterable[Term]:
@@ -60,37 +54,14 @@ def _crossings(wiring: Wiring, columns: Columns) -> Iterable[Term]:
 
 
 def _residuals(wiring: Wiring, saves: Mapping[str, Sequence[str]], column: int) -> Iterable[Term]:
-    """Saved values: whole where their maker is inside, else as the view that crosses in.
-
-    On its way to the op that saves it, a view is read at some position by the next view; the interval
-    holds it as a tensor of its own if it was made before the start and that reader is inside.
-    """
-    held: dict[str, dict[int, int]] = {}  # value -> position of the next reader -> first saver beyond it
-    whole: dict[str, int] = {}
-    for name, saved in saves.items():
-        saver = wiring.position[name]
-        for value in saved:
-            for chain in wiring.chains(wiring.graph.op[name], value):
-                reader = made = saver
-                for view in chain:
-                    beyond = held.setdefault(view, {})
-                    beyond[reader] = min(saver, beyond.get(reader, saver))
-                    made = wiring.made_at(view)
-                    reader = made if made >= 0 else reader
-                if made >= 0:
-                    whole[chain[-1]] = min(saver, whole.get(chain[-1], saver))
-    value_of = wiring.graph.value
-    for name, saver in whole.items():
-        yield -1, wiring.made_at(name), saver, column, value_of[name].bytes
-    for name, beyond in held.items():
-        if wiring.made_at(name) >= 0 or wiring.parent(name) is None:  # a cheap view never crosses
-            yield from _held(wiring.made_at(name), beyond, column, value_of[name].bytes)
-
-
-def _held(after: int, beyond: Mapping[int, int], column: int, size: int) -> Iterable[Term]:
-    """Terms of one value made at `after`: from each reader on, the first saver behind it counts."""
-    saver = max(beyond.values())
-    readers = sorted(n for n in beyond if n > after)
-    for previous, reader in reversed(list(zip([after, *readers], readers, strict=False))):
-        saver = min(saver, beyond[reader])
-        yield previous, reader, saver, column, size
+    """Saved values that are made inside, or that every stage has: the batch, and what cheap ops make."""
+    savers: dict[str, list[int]] = {}
+    for name, values in saves.items():
+        for value in values:
+            savers.setdefault(value, []).append(wiring.position[name])
+    for value, positions in savers.items():
+        made, size = wiring.made_at(value), wiring.graph.value[value].bytes
+        if made < 0:
+            yield from first_use_terms(sorted(positions), column, size)
+        else:
+            yield -1, made, min(positions), column, size

@@ -42,6 +42,16 @@ class Wiring:
                 users[op.name] = found
         return {name: tuple(sorted(found)) for name, found in users.items()}
 
+    @cached_property
+    def users(self) -> dict[str, tuple[int, ...]]:
+        """Parameter or buffer -> positions of the ops that read it, cheap ones as above, ascending."""
+        found: dict[str, set[int]] = {name: set() for name in (*self.graph.parameter, *self.graph.buffer)}
+        for op in self.graph.ops:
+            where = self.cheap_users[op.name] if op.cheap else (self.position[op.name],)
+            for name in (*op.params, *op.buffers):
+                found[name].update(where)
+        return {name: tuple(sorted(positions)) for name, positions in found.items()}
+
     def readers(self, value: str) -> tuple[int, ...]:
         """Positions that need a value, directly or through cheap ops, ascending."""
         found: set[int] = set()
@@ -68,22 +78,8 @@ class Wiring:
             found[name] = name if parent is None else found[parent]
         return found
 
-    def chains(self, op: Op, saved: str) -> list[list[str]]:
-        """How `op` holds the storage it saves: per input or output in it, the views down to the base.
-
-        The first stage to the left that a chain leaves receives the view there as a tensor of its own.
-        """
-        found = []
-        for name in (*op.inputs, *(v.name for v in op.outputs)):
-            if self.base[name] == self.base[saved]:
-                chain = [name]
-                while (parent := self.parent(chain[-1])) is not None:
-                    chain.append(parent)
-                found.append(chain)
-        return found
-
-    def reads_views_of_parameters(self, value: str) -> bool:
-        """Whether a value's storage is a parameter's: made by a view that reads no value."""
+    def is_state(self, value: str) -> bool:
+        """Whether a value's storage is a parameter's or buffer's: made by a view that reads no value."""
         op = self.graph.op.get(self.graph.producer.get(self.base[value], ""))
         return op is not None and op.view and not op.inputs
 
@@ -93,5 +89,5 @@ def saved_by(wiring: Wiring, profile: Profile) -> dict[str, tuple[str, ...]]:
     found: dict[str, tuple[str, ...]] = {}
     for op in wiring.ops:
         names = {wiring.base[s]: None for s in profile.costs[op.name].saves}
-        found[op.name] = tuple(n for n in names if not wiring.reads_views_of_parameters(n))
+        found[op.name] = tuple(n for n in names if not wiring.is_state(n))
     return found
