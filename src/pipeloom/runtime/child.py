@@ -1,0 +1,124 @@
+"""One rank's process as `launch` starts it: `python -m pipeloom.runtime.child`. Imports no torch by itself.
+
+The work comes pickled through standard input, the outcome goes back through a pipe. When the launching
+process ends, this one does: Linux sends SIGKILL, and everywhere a thread sees the end of a pipe that only
+the launcher holds and takes along whatever this rank has started.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pickle
+import runpy
+import signal
+import sys
+import threading
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from ..ir.errors import PeerError
+
+LISTENING_SOCKET = "PIPELOOM_LISTENING_SOCKET"
+"""Environment of each rank: for rank 0 the file descriptor of a socket that already listens on MASTER_PORT,
+empty for the others."""
+
+PEER_FAILED = 76
+"""Exit status of a rank that ends because another one failed."""
+
+MAIN_OF_CHILD = "__mp_main__"
+"""Name under which the launching script runs here, so that its `__main__` guard does not start it again; the
+same as in multiprocessing."""
+
+PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a rank ended.
+
+    status: exit status.  peer: it ended because another rank failed.  text: what to tell the user.
+    """
+
+    status: int
+    peer: bool = False
+    text: str = ""
+
+
+def run(target: Any, args: tuple[object, ...]) -> Outcome:
+    """Call the target and put the way it ended into words."""
+    try:
+        target(*args)
+    except PeerError as error:
+        return Outcome(status=PEER_FAILED, peer=True, text=str(error))
+    except SystemExit as error:
+        if error.code is None or isinstance(error.code, int):
+            return Outcome(status=error.code or 0)
+        return Outcome(status=1, text=str(error.code))
+    except KeyboardInterrupt:
+        return Outcome(status=128 + signal.SIGINT, text="interrupted")
+    except BaseException as error:  # whatever it is, the launcher must hear of it
+        return Outcome(status=1, text=_traceback(error))
+    return Outcome(status=0)
+
+
+def main(life: int, report: int, parent: int) -> int:
+    """Run what standard input says.
+
+    life: pipe that ends with the launcher.  report: pipe for the outcome.  parent: the launcher's process id.
+    """
+    socket = os.environ.get(LISTENING_SOCKET)
+    for descriptor in (life, report, *([int(socket)] if socket else [])):
+        os.set_inheritable(descriptor, False)
+    _end_with_parent(life, parent)
+    try:
+        target, args = _read_work()
+    except Exception as error:  # noqa: B902  importing the user's code can fail in any way
+        outcome = Outcome(status=1, text=_traceback(error))
+    else:
+        outcome = run(target, args)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with os.fdopen(os.dup(report), "wb") as pipe:
+        pipe.write(msgspec.json.encode(outcome) + b"\n")
+    return outcome.status
+
+
+def _read_work() -> tuple[Any, tuple[object, ...]]:
+    with sys.stdin.buffer as pipe:
+        main_file, work = pickle.load(pipe)
+    if main_file is not None:
+        names = runpy.run_path(main_file, run_name=MAIN_OF_CHILD)
+        main_module = type(sys)(MAIN_OF_CHILD)
+        main_module.__dict__.update(names)
+        sys.modules["__main__"] = sys.modules[MAIN_OF_CHILD] = main_module
+    target, args = pickle.loads(work)
+    return target, args
+
+
+def _traceback(error: BaseException) -> str:
+    """As Python prints it, without this file's frames."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(type(error), error, trace))
+
+
+def _end_with_parent(life: int, parent: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before that took effect
+        os._exit(1)
+
+    def watch() -> None:
+        os.read(life, 1)
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=watch, name="pipeloom-parent", daemon=True).start()
+
+
+if __name__ == "__main__":
+    sys.exit(main(*map(int, sys.argv[1:])))

@@ -1,0 +1,105 @@
+"""Joining the ranks: by torchrun's or our launcher's environment, or in a group that the caller made."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # a documented name
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..ir.errors import ConfigError
+from .child import LISTENING_SOCKET
+from .failure import Watch
+from .noticeboard import StoreBoard
+
+EXIT_AFTER_S = 5.0
+"""A rank that has not noticed a failure so long after it became known ends hard."""
+
+
+def connect(
+    device: torch.device,
+    *,
+    group: dist.ProcessGroup | DeviceMesh | None = None,
+    timeout_s: float = 300.0,
+) -> dist.ProcessGroup:
+    """The process group of a pipeline; starts torch.distributed if it is not running.
+
+    group: the ranks to use: a process group, or a device mesh with a dimension "pp". None: all ranks.
+    timeout_s: limit for all ranks to appear, and of collective operations.
+    Raises: ConfigError if no launcher's environment is found, the port is taken, or the mesh has no "pp".
+    """
+    if isinstance(group, DeviceMesh):
+        names = group.mesh_dim_names or ()
+        if "pp" not in names:
+            raise ConfigError(
+                f"the device mesh has dimensions {names or '(unnamed)'}, and none is called 'pp'",
+                hint='name it: init_device_mesh(device, shape, mesh_dim_names=("dp", "pp"))',
+            )
+        return group.get_group("pp")
+    if group is not None:
+        return group
+    if not dist.is_initialized():
+        _initialise(device, timedelta(seconds=timeout_s))
+    world = dist.group.WORLD
+    assert world is not None, "torch.distributed was just initialised"
+    return world
+
+
+def watch_ranks(
+    group: dist.ProcessGroup, *, exit_after_s: float = EXIT_AFTER_S, lost_s: float = 60.0
+) -> Watch:
+    """A watch over the ranks of a group; all of them make it, each the same number of times.
+
+    exit_after_s: see `Watch`.  lost_s: see `StoreBoard`.
+    """
+    store = group.get_group_store()
+    rank = group.rank()
+    number = store.add(f"pipeloom/watches/{rank}", 1)
+    name = f"pipeloom/{group.group_name}/{number}"
+    return Watch(StoreBoard(store, rank, group.size(), name=name, lost_s=lost_s), exit_after_s=exit_after_s)
+
+
+def _initialise(device: torch.device, timeout: timedelta) -> None:
+    missing = [
+        name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ
+    ]
+    if missing:
+        raise ConfigError(
+            f"{', '.join(missing)} not set: this process was not started as one of several ranks",
+            hint="start it with torchrun --nproc-per-node N",
+        )
+    if device.type == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    backend = "gloo" if device.type == "cpu" else "nccl"
+    try:
+        store = _launcher_store(timeout)
+        if store is None:
+            dist.init_process_group(backend, timeout=timeout)
+        else:
+            rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+            dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise ConfigError(
+            f"port {os.environ['MASTER_PORT']} is in use", hint="choose another MASTER_PORT"
+        ) from None
+
+
+def _launcher_store(timeout: timedelta) -> TCPStore | None:
+    """The store of our launcher: rank 0 serves it on the socket it inherited, so the port cannot be lost."""
+    socket = os.environ.pop(LISTENING_SOCKET, None)
+    if socket is None:
+        return None
+    return TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        is_master=bool(socket),
+        master_listen_fd=int(socket) if socket else None,
+        wait_for_workers=False,
+        timeout=timeout,
+    )

@@ -1,0 +1,231 @@
+"""One rank's failure ends all ranks, and a wait that lasts too long says who waits for whom.
+
+Each rank keeps a `Watch`. It posts what the rank does, so that any rank can print the table below; it
+learns of the first failure anywhere and makes the waits of this rank end with a `PeerError` that carries
+the failing rank's traceback.
+
+    rank 0 waited 2 s for 1SEND_B0>0 from rank 1
+    rank  does  waits for
+    0     0B0   1SEND_B0>0 from rank 1, for 2.0 s
+    1     1F1   0SEND_F1>1 from rank 0, for 2.0 s
+    rank 0 -> rank 1 -> rank 0: they wait for each other
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import NoReturn
+
+from ..ir.errors import CommunicationError, PeerError
+from .child import PEER_FAILED
+from .noticeboard import FINISHED, Failure, Noticeboard, State
+from .waits import named, who_waits
+
+NOTICE_S = 3.0
+"""Time that a broken connection leaves for the cause to be posted."""
+
+LINGER_S = 1.5
+"""Time that rank 0 stays after a failure, as the store that tells the others often lives in its process."""
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A wait in progress: for what, on which ranks, since when (time.monotonic)."""
+
+    what: str
+    ranks: tuple[int, ...]
+    since_s: float
+
+
+class Watch:
+    """Follows this rank and its peers; use it as a context manager around all work of a rank.
+
+    status: what the rank does now, such as "2F5"; set it as often as you like, it is posted by a side thread.
+    exit_after_s: if the main thread has not noticed a failure so long after it became known, the process
+        ends hard: it is stuck where no exception can reach it. None: the ranks are threads of one process.
+    """
+
+    def __init__(self, board: Noticeboard, *, exit_after_s: float | None = None) -> None:
+        self.status = ""
+        self._board = board
+        self._exit_after_s = exit_after_s
+        self._waiting: Waiting | None = None
+        self._noticed = threading.Event()
+        self._on_failure: list[Callable[[], None]] = []
+        self._on_exit: list[Callable[[], None]] = []
+
+    @property
+    def rank(self) -> int:
+        return self._board.rank
+
+    @property
+    def ranks(self) -> int:
+        return self._board.ranks
+
+    def __enter__(self) -> Watch:
+        self._board.start(self._state, self._failed)
+        if self._exit_after_s is not None:
+            shorten_peer_errors()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                self._leave()
+            elif not _is_clean(error):
+                self.fail(error)
+        finally:
+            self._noticed.set()
+            if self._board.failure is not None:
+                self._interrupt()
+            for leave in reversed(self._on_exit):
+                leave()
+            if self._board.failure is not None and self.rank == 0 and self._exit_after_s is not None:
+                time.sleep(LINGER_S)
+            self._board.stop()
+
+    def check(self) -> None:
+        """Raises: PeerError if another rank failed. Cheap."""
+        failure = self._board.failure
+        if failure is not None:
+            self._noticed.set()
+            raise peer_error(failure)
+
+    def fail(self, error: BaseException, *, noticed: bool = True) -> Failure:
+        """Tell all ranks that this one failed; returns the first failure, which may be another rank's.
+
+        noticed: whether the main thread knows, as it does when it calls this itself.
+        """
+        if noticed:
+            self._noticed.set()
+        if isinstance(error, PeerError) and self._board.failure is not None:
+            return self._board.failure
+        summary = f"{type(error).__name__}: {error}".splitlines()[0]
+        text = "".join(traceback.format_exception(error))
+        return self._board.announce(Failure(rank=self.rank, summary=summary, traceback=text))
+
+    def on_failure(self, interrupt: Callable[[], None]) -> None:
+        """Call `interrupt` from another thread when a failure becomes known: it must end blocked waits."""
+        self._on_failure.append(interrupt)
+
+    def on_exit(self, leave: Callable[[], None]) -> None:
+        """Call `leave` when the watch ends, last one first."""
+        self._on_exit.append(leave)
+
+    def wait(self, what: str, ranks: tuple[int, ...], block: Callable[[], None]) -> None:
+        """Run `block`, which waits for `what`, such as "0SEND_F2>1 from rank 0"; `ranks` must bring it about.
+
+        block: raises TimeoutError when its time limit passes, ConnectionError when it cannot succeed.
+        Raises: PeerError if another rank failed; CommunicationError with the table of who waits for whom
+            if the time passed, or if a connection ended and no rank says why.
+        """
+        self.check()
+        self._waiting = Waiting(what, ranks, time.monotonic())
+        trouble: OSError | None = None
+        try:
+            block()
+        except (TimeoutError, ConnectionError) as error:
+            trouble = error
+        if isinstance(trouble, TimeoutError):
+            self._raise_first(self.overdue(what, time.monotonic() - self._waiting.since_s))
+        if trouble is not None:
+            self._cut_off(self._waiting, str(trouble))
+        self._waiting = None
+
+    def overdue(self, what: str, waited_s: float) -> CommunicationError:
+        """The error of a wait that lasted too long, with the table over all ranks."""
+        return CommunicationError(
+            f"rank {self.rank} waited {waited_s:.3g} s for {what}\n{who_waits(self._board.states())}",
+            hint="look at the rank that does not wait; raise the time limit if it only is slow",
+        )
+
+    def _cut_off(self, waiting: Waiting, reason: str) -> NoReturn:
+        # A rank that fails posts the cause before its connections end, so it is there or will soon be.
+        failure = self._board.await_failure(NOTICE_S)
+        if failure is not None and failure.rank != self.rank:
+            self._noticed.set()
+            raise peer_error(failure)
+        self._raise_first(
+            CommunicationError(
+                f"rank {self.rank} lost its connection while it waited for {waiting.what}, "
+                f"and no rank said why: {reason}",
+                hint=f"see whether {named(waiting.ranks)} was killed, for instance for want of memory",
+            )
+        )
+
+    def _raise_first(self, error: CommunicationError) -> NoReturn:
+        """Several ranks often notice the same trouble: the first one's words count."""
+        failure = self.fail(error)
+        if failure.rank != self.rank:
+            raise peer_error(failure)
+        raise error
+
+    def _leave(self) -> None:
+        """End together: the store often lives in rank 0's process, so that one goes last."""
+        self.status = FINISHED
+        if self.rank == 0 and self._exit_after_s is not None:
+            others = tuple(range(1, self.ranks))
+            self.wait("the end of its work", others, lambda: self._await_finished(others))
+
+    def _await_finished(self, others: tuple[int, ...]) -> None:
+        while not all(s is not None and s.doing == FINISHED for s in self._board.states()[1:]):
+            if self._board.await_failure(0.1) is not None:
+                raise ConnectionError("a rank failed")
+
+    def _state(self) -> State:
+        waiting = self._waiting
+        if waiting is None:
+            return State(doing=self.status)
+        seconds = time.monotonic() - waiting.since_s
+        return State(doing=self.status, waits_for=waiting.what, waits_on=waiting.ranks, waiting_s=seconds)
+
+    def _failed(self, failure: Failure) -> None:
+        """Runs in a side thread, or in the failing rank's thread if all ranks are threads of one process."""
+        self._interrupt()
+        if self._exit_after_s is not None and not self._noticed.wait(self._exit_after_s):
+            print(
+                f"pipeloom: rank {self.rank} ends hard, as it did not notice for {self._exit_after_s:g} s "
+                f"that {failure.who} failed: {failure.summary}",
+                file=sys.stderr, flush=True,
+            )  # fmt: skip
+            os._exit(PEER_FAILED)
+
+    def _interrupt(self) -> None:
+        for interrupt in self._on_failure:
+            interrupt()
+
+
+def peer_error(failure: Failure) -> PeerError:
+    """The error for the ranks that did not fail, with the failing rank's traceback."""
+    text = f"{failure.who} failed: {failure.summary}"
+    return PeerError(f"{text}\n{failure.traceback}".rstrip())
+
+
+def _is_clean(error: BaseException) -> bool:
+    """`sys.exit()` without a code, or with 0, is no failure; a PeerError is somebody else's."""
+    return isinstance(error, PeerError) or (isinstance(error, SystemExit) and not error.code)
+
+
+def shorten_peer_errors() -> None:
+    """Let an uncaught PeerError print one line: the failing rank prints its traceback itself, once."""
+    previous = sys.excepthook
+    if getattr(previous, "shortens_peer_errors", False):
+        return
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if issubclass(kind, PeerError):
+            print(f"pipeloom: this rank ends because {str(error).splitlines()[0]}", file=sys.stderr)
+        else:
+            previous(kind, error, trace)
+
+    hook.shortens_peer_errors = True  # type: ignore[attr-defined]
+    sys.excepthook = hook

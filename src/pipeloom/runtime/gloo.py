@@ -1,0 +1,181 @@
+"""Moving bytes with gloo: between CPUs, and control data everywhere.
+
+What gloo does, and what follows from it (seen with torch 2.11 and 2.13):
+
+- A send is through only when its receive is posted, and `is_completed()` of a point-to-point operation
+  stays False until someone waits. So that buffers are freed early, one thread per target waits for the
+  sends to it.
+- A wait whose time limit passes closes all connections of the group. A wait can therefore not be made in
+  slices; but a short wait for a message that nobody sends ends all other waits of this process, and gloo's
+  `abort()` does not.
+"""
+
+from __future__ import annotations
+
+import pickle
+import queue
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .posting import Broken, Handle
+
+MESSAGE_TAGS = 1 << 20
+FIRST_TAG = 1 << 30
+"""Tags from here on are ours, so a user's own messages on the same group do not mix with the pipeline's."""
+APART_TAG = FIRST_TAG + MESSAGE_TAGS
+INTERRUPT_TAG = APART_TAG + 1
+
+LONG = timedelta(days=30)
+"""For waits that another wait's time limit covers."""
+
+
+class GlooTransport:
+    """Point-to-point by tag on the given group: no further group is made."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.rank = group.rank()
+        self.ranks = group.size()
+        self._group = group
+        self._lines: dict[int, _SendLine] = {}
+
+    def send(self, buffer: Tensor, target: int, index: int | None) -> Handle:
+        line = self._lines.get(target)
+        if line is None:
+            line = self._lines[target] = _SendLine(f"pipeloom-send-{self.rank}-{target}")
+        try:
+            work = dist.isend(buffer, group=self._group, group_dst=target, tag=_tag(index))
+        except RuntimeError as error:
+            return Broken(_first_line(error))
+        assert work is not None, "this rank is a member of the group"
+        return line.put(work)
+
+    def receive(self, buffer: Tensor, source: int, index: int | None) -> Handle:
+        try:
+            work = dist.irecv(buffer, group=self._group, group_src=source, tag=_tag(index))
+        except RuntimeError as error:
+            return Broken(_first_line(error))
+        assert work is not None, "this rank is a member of the group"
+        return WorkHandle(work)
+
+    def all_reduce(self, tensor: Tensor) -> Handle:
+        work = dist.all_reduce(tensor, group=self._group, async_op=True)
+        assert work is not None, "this rank is a member of the group"
+        return WorkHandle(work)
+
+    def all_gather_object(self, value: Any, timeout_s: float) -> list[Any]:
+        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sizes = self._all_gather(torch.tensor([mine.numel()]), timeout_s)
+        longest = max(int(size) for size in sizes)
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: mine.numel()] = mine
+        texts = self._all_gather(padded, timeout_s)
+        return [
+            pickle.loads(text[: int(size)].numpy().tobytes()) for text, size in zip(texts, sizes, strict=True)
+        ]
+
+    def interrupt(self) -> None:
+        for peer in range(self.ranks):
+            if peer == self.rank:
+                continue
+            try:
+                nobody_sends_this = torch.empty(1, dtype=torch.uint8)
+                work = dist.irecv(nobody_sends_this, group=self._group, group_src=peer, tag=INTERRUPT_TAG)
+                if work is not None:
+                    work.wait(timedelta(milliseconds=1))
+            except RuntimeError:
+                pass  # that is the purpose; or the connection to this peer has ended already
+
+    def close(self) -> None:
+        for line in self._lines.values():
+            line.close()
+
+    def _all_gather(self, tensor: Tensor, timeout_s: float) -> list[Tensor]:
+        found = [torch.empty_like(tensor) for _ in range(self.ranks)]
+        work = dist.all_gather(found, tensor, group=self._group, async_op=True)
+        assert work is not None, "this rank is a member of the group"
+        WorkHandle(work).wait(timeout_s)
+        return found
+
+
+class WorkHandle:
+    """Waits for an operation in the calling thread."""
+
+    def __init__(self, work: dist.Work) -> None:
+        self._work = work
+
+    def done(self) -> bool:
+        return self._work.is_completed()
+
+    def wait(self, timeout_s: float) -> None:
+        start = time.monotonic()
+        try:
+            self._work.wait(timedelta(seconds=timeout_s))
+        except RuntimeError as error:
+            if time.monotonic() - start >= 0.99 * timeout_s:
+                raise TimeoutError from None
+            raise ConnectionError(_first_line(error)) from None
+
+
+class _SendLine:
+    """The sends to one rank, and the thread that waits for them one after the other."""
+
+    def __init__(self, name: str) -> None:
+        self.through = 0
+        self.broken = ""
+        self.changed = threading.Condition()
+        self._posted = 0
+        self._works: queue.SimpleQueue[dist.Work | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def put(self, work: dist.Work) -> Handle:
+        self._works.put(work)
+        self._posted += 1
+        return _Send(self, self._posted)
+
+    def close(self) -> None:
+        self._works.put(None)
+        self._thread.join(timeout=2.0)
+
+    def _run(self) -> None:
+        while (work := self._works.get()) is not None:
+            try:
+                work.wait(LONG)
+            except RuntimeError as error:
+                self.broken = _first_line(error)
+            with self.changed:
+                self.through += not self.broken
+                self.changed.notify_all()
+
+
+class _Send:
+    """The `number`-th send of a line, counted from 1."""
+
+    def __init__(self, line: _SendLine, number: int) -> None:
+        self._line = line
+        self._number = number
+
+    def done(self) -> bool:
+        return self._line.through >= self._number
+
+    def wait(self, timeout_s: float) -> None:
+        line = self._line
+        with line.changed:
+            if not line.changed.wait_for(lambda: self.done() or line.broken, timeout_s):
+                raise TimeoutError
+        if not self.done():
+            raise ConnectionError(line.broken)
+
+
+def _tag(index: int | None) -> int:
+    return APART_TAG if index is None else FIRST_TAG + index % MESSAGE_TAGS
+
+
+def _first_line(error: RuntimeError) -> str:
+    return str(error).splitlines()[0]

@@ -1,0 +1,111 @@
+"""Starting the ranks of one machine, and ending them together.
+
+However it ends, no process stays: a failing rank, Ctrl-C and SIGTERM end all ranks from here
+(`processes.py`), and if this process itself is killed, each rank ends itself (`child.py`). Nothing here
+imports torch, so the ranks start at once.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import pickle
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+
+from ..ir.errors import ConfigError
+from .child import LISTENING_SOCKET
+from .processes import Processes, terminate_as_exit
+
+HOST = "127.0.0.1"
+
+
+def launch(
+    target: Callable[..., object],
+    ranks: int,
+    *,
+    args: Sequence[object] = (),
+    port: int | None = None,
+    env: Mapping[str, str] | None = None,
+) -> int:
+    """Run `target(*args)` in `ranks` new processes on this machine and wait until all have ended.
+
+    target, args: must be picklable; a script that gives its own function needs the usual `__name__` guard.
+    port: where the ranks find each other; None takes a free one.
+    env: further environment variables for all ranks.
+    Returns: 0, or the exit status of the rank that failed first (128 + signal if it was killed). What that
+        rank failed with has then been printed to standard error, once. Rank 0 writes to our own output; what
+        the other ranks write is printed with the rank before each line.
+    Raises: ConfigError if the port is taken or `ranks` is not positive; KeyboardInterrupt on Ctrl-C and
+        SystemExit on SIGTERM, after all ranks have ended.
+    """
+    if ranks < 1:
+        raise ConfigError(f"{ranks} processes", hint="use at least 1")
+    with ExitStack() as stack:
+        # Bound here and inherited by rank 0, so nobody can take the port in between.
+        listener = stack.enter_context(_listen(port))
+        stack.enter_context(terminate_as_exit())
+        processes = Processes(pickle.dumps((target, tuple(args))), _main_file(target))
+        stack.callback(processes.stop)
+        for rank in range(ranks):
+            inherited = [listener.fileno()] if rank == 0 else []
+            variables = _environment(rank, ranks, listener) | dict(env or {})
+            processes.start(rank, variables, inherited)
+        listener.close()
+        return processes.wait()
+
+
+def _listen(port: int | None) -> socket.socket:
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((HOST, port or 0))
+        listener.listen(1024)
+    except OSError as error:
+        listener.close()
+        reason = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be used: {error.strerror}"
+        raise ConfigError(
+            f"port {port} {reason}", hint="choose another one, or leave it out to take a free one"
+        ) from None
+    return listener
+
+
+def _environment(rank: int, ranks: int, listener: socket.socket) -> dict[str, str]:
+    """What torchrun sets, and defaults that the caller's own environment overrides."""
+    loopback = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
+    defaults = {
+        # One thread per rank: the ranks of one machine share its cores.
+        "OMP_NUM_THREADS": "1",
+        # Errors come with our own words; torch's warnings about connections that end say the same at length.
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        # All ranks are on this machine, so nothing needs to be reachable from outside.
+        **({"GLOO_SOCKET_IFNAME": loopback[0]} if loopback else {}),
+    }
+    return {
+        **defaults,
+        **os.environ,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": HOST,
+        "MASTER_PORT": str(listener.getsockname()[1]),
+        LISTENING_SOCKET: str(listener.fileno()) if rank == 0 else "",
+        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def _main_file(target: Callable[..., object]) -> str | None:
+    """The running script, if the target is defined in it."""
+    if getattr(target, "__module__", None) != "__main__":
+        return None
+    file: str | None = getattr(sys.modules["__main__"], "__file__", None)
+    if file is None:
+        raise ConfigError(
+            f"{target!r} is defined in an interactive session, which new processes cannot load",
+            hint="put it into a file",
+        )
+    return os.path.abspath(file)

@@ -1,0 +1,204 @@
+"""The ranks of a pipeline as threads of one process: whole-pipeline tests without a network.
+
+Sends and receives meet as on a network: a transfer happens once both ends are posted, and it copies.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from .failure import Watch
+from .noticeboard import LocalBoard, local_boards
+from .posting import Handle, PostedChannel
+
+
+class LocalChannel(PostedChannel):
+    """One thread's channel. watch: that thread's watch, to be entered by it."""
+
+    def __init__(
+        self,
+        transport: LocalTransport,
+        *,
+        ahead: int = 2,
+        timeout_s: float = 300.0,
+        on_change: Callable[[int], None] | None = None,
+    ) -> None:
+        self.watch = Watch(transport.board)
+        super().__init__(
+            transport, self.watch, device=torch.device("cpu"),
+            ahead=ahead, timeout_s=timeout_s, on_change=on_change,
+        )  # fmt: skip
+
+
+def local_channels(
+    ranks: int,
+    *,
+    ahead: int = 2,
+    timeout_s: float = 300.0,
+    on_change: Callable[[int, int], None] | None = None,
+) -> list[LocalChannel]:
+    """Channels of ranks 0 to `ranks` - 1, for one thread each.
+
+    on_change: called with the rank and its `held_bytes` whenever they change.
+    """
+    meeting = _Meeting()
+
+    def listener(rank: int) -> Callable[[int], None] | None:
+        return None if on_change is None else lambda held: on_change(rank, held)
+
+    return [
+        LocalChannel(
+            LocalTransport(board, meeting), ahead=ahead, timeout_s=timeout_s, on_change=listener(board.rank)
+        )
+        for board in local_boards(ranks)
+    ]
+
+
+_Place: TypeAlias = tuple[int, int, str, int]
+"""Source, target, kind of order, and number within it."""
+
+
+@dataclass
+class _Meeting:
+    """Where the two ends of a transfer, and the contributions to a sum, find each other."""
+
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    broken: bool = False
+    transfers: dict[_Place, _Transfer] = field(default_factory=dict)
+    rounds: dict[int, _Round] = field(default_factory=dict)
+
+    def wait_for(self, ready: Callable[[], bool], timeout_s: float) -> None:
+        with self.changed:
+            self.changed.wait_for(lambda: self.broken or ready(), timeout_s)
+            if ready():
+                return
+            raise ConnectionError("a rank failed") if self.broken else TimeoutError
+
+
+class _Transfer:
+    """Both ends' handle."""
+
+    def __init__(self, meeting: _Meeting) -> None:
+        self._meeting = meeting
+        self._through = False
+        self.source: Tensor | None = None
+        self.target: Tensor | None = None
+
+    def meet(self) -> bool:
+        """Copy if both ends are there."""
+        if self.source is None or self.target is None:
+            return False
+        self.target.copy_(self.source)
+        self._through = True
+        self.source = self.target = None
+        return True
+
+    def done(self) -> bool:
+        return self._through
+
+    def wait(self, timeout_s: float) -> None:
+        self._meeting.wait_for(self.done, timeout_s)
+
+
+@dataclass
+class _Round:
+    """One collective: what each rank brings, and how many have taken the result."""
+
+    brought: dict[int, Any] = field(default_factory=dict)
+    taken: int = 0
+
+
+class _Sum:
+    """The handle of a sum over all ranks, made in rank order, so that all get the same bits."""
+
+    def __init__(self, transport: LocalTransport, tensor: Tensor, number: int) -> None:
+        self._transport = transport
+        self._tensor = tensor
+        self._number = number
+
+    def done(self) -> bool:
+        return False
+
+    def wait(self, timeout_s: float) -> None:
+        first, *rest = self._transport.take(self._number, timeout_s)
+        total = first.clone()
+        for other in rest:
+            total += other
+        self._tensor.detach().copy_(total)
+
+
+class LocalTransport:
+    """Moves bytes between threads."""
+
+    def __init__(self, board: LocalBoard, meeting: _Meeting) -> None:
+        self.board = board
+        self.rank = board.rank
+        self.ranks = board.ranks
+        self._meeting = meeting
+        self._apart: dict[tuple[int, int], int] = {}
+        self._round = 0
+
+    def send(self, buffer: Tensor, target: int, index: int | None) -> Handle:
+        return self._post(self.rank, target, index, source=buffer)
+
+    def receive(self, buffer: Tensor, source: int, index: int | None) -> Handle:
+        return self._post(source, self.rank, index, target=buffer)
+
+    def all_reduce(self, tensor: Tensor) -> Handle:
+        return _Sum(self, tensor, self._bring(tensor.detach().clone()))
+
+    def all_gather_object(self, value: Any, timeout_s: float) -> list[Any]:
+        return self.take(self._bring(value), timeout_s)
+
+    def take(self, number: int, timeout_s: float) -> list[Any]:
+        """What all ranks brought to a collective, in rank order. Raises: as `Handle.wait`."""
+        this = self._meeting.rounds[number]
+        self._meeting.wait_for(lambda: len(this.brought) == self.ranks, timeout_s)
+        with self._meeting.changed:
+            this.taken += 1
+            if this.taken == self.ranks:
+                del self._meeting.rounds[number]
+        return [this.brought[rank] for rank in range(self.ranks)]
+
+    def interrupt(self) -> None:
+        with self._meeting.changed:
+            self._meeting.broken = True
+            self._meeting.changed.notify_all()
+
+    def close(self) -> None:
+        """Nothing to do."""
+
+    def _bring(self, value: Any) -> int:
+        number = self._round
+        self._round += 1
+        with self._meeting.changed:
+            self._meeting.rounds.setdefault(number, _Round()).brought[self.rank] = value
+            self._meeting.changed.notify_all()
+        return number
+
+    def _post(
+        self, sender: int, receiver: int, index: int | None, *,
+        source: Tensor | None = None, target: Tensor | None = None,
+    ) -> Handle:  # fmt: skip
+        place = self._place(sender, receiver, index)
+        with self._meeting.changed:
+            transfer = self._meeting.transfers.setdefault(place, _Transfer(self._meeting))
+            transfer.source = transfer.source if source is None else source
+            transfer.target = transfer.target if target is None else target
+            if transfer.meet():
+                del self._meeting.transfers[place]
+                self._meeting.changed.notify_all()
+        return transfer
+
+    def _place(self, sender: int, receiver: int, index: int | None) -> _Place:
+        if index is not None:
+            return (sender, receiver, "message", index)
+        number = self._apart.get((sender, receiver), 0)
+        self._apart[sender, receiver] = number + 1
+        return (sender, receiver, "apart", number)

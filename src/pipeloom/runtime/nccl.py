@@ -1,0 +1,188 @@
+"""Moving bytes with NCCL: between GPUs.
+
+Operations of one communicator run one after the other on its stream, so a receive posted ahead would hold
+up a later send to the same rank while the peer does the same: neither transfer could start. Therefore there
+are two groups: one for transfers to higher ranks and one for transfers to lower ranks. In each of them a
+pair of ranks has its own communicator, in which one rank only sends and the other only receives, both in
+the sender's order.
+
+A wait makes the GPU's stream wait and returns at once; a thread looks after the transfers that do not end.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import permutations
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..ir.errors import ConfigError
+from .failure import Watch
+from .gloo import GlooTransport
+from .posting import Broken, Handle
+
+
+@dataclass
+class _Awaited:
+    """A transfer that the device's stream waits for."""
+
+    work: dist.Work
+    what: str
+    since_s: float
+
+
+class NcclTransport:
+    """Point-to-point on two groups, sums on the given group, control data on a gloo group.
+
+    backend: of the two groups; another one than NCCL serves tests.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        watch: Watch,
+        *,
+        device: torch.device,
+        timeout_s: float,
+        pairs: Iterable[tuple[int, int]] | None = None,
+        backend: str = "nccl",
+    ) -> None:
+        self.rank = group.rank()
+        self.ranks = group.size()
+        if group.bound_device_id is not None and self.ranks > 2:
+            # Such a group makes one communicator for all ranks at once and puts every transfer on its one
+            # stream, where a receive from one rank blocks a send to another.
+            raise ConfigError(
+                "the process group was made with device_id, which serialises all its transfers",
+                hint="call init_process_group without device_id",
+            )
+        self._group = group
+        self._watch = watch
+        self._timeout_s = timeout_s
+        self._to_higher = _same_ranks(group, backend, timeout_s)
+        self._to_lower = _same_ranks(group, backend, timeout_s)
+        self._control = GlooTransport(_same_ranks(group, "gloo", timeout_s))
+        self._awaited: deque[_Awaited] = deque()
+        self._closed = threading.Event()
+        self._connect(
+            sorted(pairs) if pairs is not None else list(permutations(range(self.ranks), 2)), device
+        )
+        self._thread = threading.Thread(target=self._look_after, name="pipeloom-nccl", daemon=True)
+        self._thread.start()
+
+    def send(self, buffer: Tensor, target: int, index: int | None) -> Handle:
+        group = self._lane(self.rank, target, index)
+        try:
+            work = dist.isend(buffer, group=group, group_dst=target)
+        except RuntimeError as error:
+            return Broken(str(error).splitlines()[0])
+        assert work is not None, "this rank is a member of the group"
+        return _Enqueued(self, work, f"rank {target} to receive message {index}")
+
+    def receive(self, buffer: Tensor, source: int, index: int | None) -> Handle:
+        group = self._lane(source, self.rank, index)
+        try:
+            work = dist.irecv(buffer, group=group, group_src=source)
+        except RuntimeError as error:
+            return Broken(str(error).splitlines()[0])
+        assert work is not None, "this rank is a member of the group"
+        return _Enqueued(self, work, f"message {index} from rank {source}")
+
+    def all_reduce(self, tensor: Tensor) -> Handle:
+        work = dist.all_reduce(tensor, group=self._group, async_op=True)
+        assert work is not None, "this rank is a member of the group"
+        return _Enqueued(self, work, "a sum over all ranks")
+
+    def all_gather_object(self, value: Any, timeout_s: float) -> list[Any]:
+        return self._control.all_gather_object(value, timeout_s)
+
+    def interrupt(self) -> None:
+        self._control.interrupt()
+        for group in (self._to_higher, self._to_lower, self._group):
+            try:
+                group.abort()
+            except RuntimeError:
+                pass  # it has ended already
+
+    def close(self) -> None:
+        self._closed.set()
+        self._thread.join(timeout=2.0)
+        self._control.close()
+
+    def await_on_stream(self, awaited: _Awaited) -> None:
+        """Let the current stream wait, and notice if that lasts longer than the limit."""
+        awaited.work.wait()
+        self._awaited.append(awaited)
+
+    def _lane(self, source: int, target: int, index: int | None) -> dist.ProcessGroup:
+        if index is None:  # both ends wait for each of these before the next one, so one group does
+            return self._group
+        return self._to_higher if target > source else self._to_lower
+
+    def _connect(self, pairs: list[tuple[int, int]], device: torch.device) -> None:
+        """Make all communicators now, in one order on all ranks.
+
+        A communicator is made by the first transfer of its pair and blocks both ends until then; made on
+        demand, two ranks could each block for another one.
+        """
+        token = torch.zeros(1, dtype=torch.uint8, device=device)
+        for source, target in pairs:
+            group = self._lane(source, target, 0)
+            if self.rank == source:
+                dist.send(token, group=group, group_dst=target)
+            elif self.rank == target:
+                dist.recv(token, group=group, group_src=source)
+
+    def _look_after(self) -> None:
+        while not self._closed.wait(0.2):
+            while self._awaited and self._awaited[0].work.is_completed():
+                self._awaited.popleft()
+            if not self._awaited:
+                continue
+            oldest = self._awaited[0]
+            waited_s = time.monotonic() - oldest.since_s
+            if waited_s > self._timeout_s:
+                error = self._watch.overdue(oldest.what, waited_s)
+                if self._watch.fail(error, noticed=False).rank == self.rank:
+                    print(error, file=sys.stderr, flush=True)
+                return
+
+
+class _Enqueued:
+    """A transfer on a communicator's stream."""
+
+    def __init__(self, transport: NcclTransport, work: dist.Work, what: str) -> None:
+        self._transport = transport
+        self._work = work
+        self._what = what
+
+    def done(self) -> bool:
+        return self._work.is_completed()
+
+    def wait(self, timeout_s: float) -> None:
+        """Returns once the wait is enqueued; the transport looks after its end."""
+        self._transport.await_on_stream(_Awaited(self._work, self._what, time.monotonic()))
+
+
+def _same_ranks(group: dist.ProcessGroup, backend: str, timeout_s: float) -> dist.ProcessGroup:
+    """Another group of the same ranks."""
+    ranks = dist.get_process_group_ranks(group)
+    made = dist.new_group(
+        ranks,
+        timeout=timedelta(seconds=timeout_s),
+        backend=backend,
+        # Ranks outside this pipeline do not take part. Groups are then told apart by how many groups each
+        # rank has made, so the ranks of one pipeline must have made the same groups before.
+        use_local_synchronization=len(ranks) < dist.get_world_size(),
+    )
+    assert isinstance(made, dist.ProcessGroup), "this rank is a member of the group"
+    return made

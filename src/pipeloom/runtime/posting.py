@@ -1,0 +1,319 @@
+"""The channel proper: what to post, keep, wait for and free; the moving of bytes is a `Transport`'s.
+
+Receives are posted ahead of need, since a transfer starts only once both ends are posted: with `ahead`
+receives open per source, the next messages arrive while this rank computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..ir.errors import CommunicationError
+from .channel import BufferPool, Message, as_bytes, check_tensors, pack, unpack
+from .failure import Watch
+
+
+class Handle(Protocol):
+    """A transfer under way."""
+
+    def done(self) -> bool:
+        """Whether the buffer is free again; never blocks, and may say False too long."""
+
+    def wait(self, timeout_s: float) -> None:
+        """Raises: TimeoutError when the time passes, ConnectionError if the transfer cannot succeed."""
+
+
+class Transport(Protocol):
+    """Moves flat byte buffers between ranks.
+
+    index: counts the messages from one rank to another since the start; a receive gets the message of its
+        index. None: outside that order; the k-th such receive gets the k-th such send.
+    """
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def ranks(self) -> int: ...
+
+    def send(self, buffer: Tensor, target: int, index: int | None) -> Handle: ...
+
+    def receive(self, buffer: Tensor, source: int, index: int | None) -> Handle: ...
+
+    def all_reduce(self, tensor: Tensor) -> Handle:
+        """Sum in place over all ranks."""
+
+    def all_gather_object(self, value: Any, timeout_s: float) -> list[Any]:
+        """Raises: as `Handle.wait`."""
+
+    def interrupt(self) -> None:
+        """Called from another thread: end all waits of this rank with ConnectionError, for good."""
+
+    def close(self) -> None:
+        """Called once, when the last wait is over."""
+
+
+class Nothing:
+    """The handle of a transfer of no bytes, or of one that is already through."""
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self, timeout_s: float) -> None:
+        """Returns at once."""
+
+
+class Broken:
+    """The handle of a transfer that could not even be posted."""
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    def done(self) -> bool:
+        return False
+
+    def wait(self, timeout_s: float) -> None:
+        raise ConnectionError(self._reason)
+
+
+@dataclass
+class _Incoming:
+    """The messages of one source: `posted` of them have a receive open or behind them.
+
+    before: messages of earlier steps.
+    """
+
+    before: int = 0
+    messages: tuple[Message, ...] = ()
+    posted: int = 0
+    received: int = 0
+    place: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass
+class _Sent:
+    """A message under way. packed: its buffer is the pool's, not the caller's tensor."""
+
+    message: Message
+    handle: Handle
+    buffer: Tensor
+    packed: bool
+
+
+class PostedChannel:
+    """A `Channel` over any transport.
+
+    device: where receive buffers live.  ahead: receives kept open per source.
+    timeout_s: limit of each single wait.  on_change: called with `held_bytes` whenever it changes.
+    sending_bytes: bytes of the caller's tensors that unfinished sends keep alive. A finished send is noticed
+        at the next call of `begin`, `send`, `receive` or `end`.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        watch: Watch,
+        *,
+        device: torch.device,
+        ahead: int = 2,
+        timeout_s: float = 300.0,
+        on_change: Callable[[int], None] | None = None,
+    ) -> None:
+        self.rank = transport.rank
+        self.ranks = transport.ranks
+        self.sending_bytes = 0
+        self._transport = transport
+        self._watch = watch
+        self._ahead = ahead
+        self._timeout_s = timeout_s
+        self._pool = BufferPool(device, on_change)
+        self._incoming: dict[int, _Incoming] = {}
+        self._open: dict[str, tuple[Tensor, Handle]] = {}
+        self._in_use: dict[str, Tensor] = {}
+        self._sent: list[_Sent] = []
+        self._sent_to: dict[int, int] = {}
+        watch.on_failure(transport.interrupt)
+        watch.on_exit(transport.close)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of receive buffers (open, or received and not released) and of packed send buffers.
+
+        A message of one contiguous value is sent from the caller's own tensor: see `sending_bytes`.
+        """
+        return self._pool.held_bytes
+
+    @property
+    def idle_bytes(self) -> int:
+        """Bytes of buffers kept for reuse."""
+        return self._pool.idle_bytes
+
+    def begin(self, incoming: Sequence[Message]) -> None:
+        """Start a step: all messages this rank will get, per source in the order it sends them.
+
+        Opens the first `ahead` receives of each source.
+        """
+        self._watch.check()
+        self._sweep()
+        self._pool.drop_unused()
+        by_source: dict[int, list[Message]] = {}
+        for message in incoming:
+            by_source.setdefault(message.source, []).append(message)
+        for source, messages in by_source.items():
+            line = self._incoming.setdefault(source, _Incoming())
+            line.messages = tuple(messages)
+            line.place = {message.key: place for place, message in enumerate(messages)}
+            self._post(line, self._ahead)
+
+    def send(self, message: Message, tensors: Sequence[Tensor]) -> None:
+        """Send without waiting. The tensors must not be written to afterwards.
+
+        Raises: CommunicationError if they are not what the message announces; nothing is sent then.
+        """
+        check_tensors(message, tensors)
+        self._watch.check()
+        self._sweep()
+        index = self._sent_to.get(message.target, 0)
+        self._sent_to[message.target] = index + 1
+        if not message.bytes:
+            return  # the receiver knows the shapes: nothing needs to travel
+        packed = len(tensors) > 1 or not tensors[0].is_contiguous()
+        if packed:
+            buffer = self._pool.take(message.bytes)
+            pack(message, tensors, buffer)
+        else:
+            buffer = as_bytes(tensors[0])
+            self.sending_bytes += message.bytes
+        handle = self._transport.send(buffer, message.target, index)
+        self._sent.append(_Sent(message, handle, buffer, packed))
+
+    def receive(self, message: Message) -> list[Tensor]:
+        """Wait for a message and return its values, which are valid until `release`.
+
+        Raises: CommunicationError if it was not announced to `begin`, was received before, or does not
+            come in time; PeerError if another rank failed.
+        """
+        line = self._incoming.get(message.source)
+        place = None if line is None else line.place.pop(message.key, None)
+        if line is None or place is None:
+            raise CommunicationError(
+                f"rank {self.rank} wants {message.key} from rank {message.source}, "
+                "which was not announced for this step or was received before",
+                hint="name every message of the step in begin(), and receive it once",
+            )
+        self._sweep()
+        self._post(line, place + 1)
+        buffer, handle = self._open[message.key]
+        self._wait(f"{message.key} from rank {message.source}", message.source, handle)
+        del self._open[message.key]
+        self._in_use[message.key] = buffer
+        line.received += 1
+        self._post(line, line.received + self._ahead)
+        return unpack(message, buffer)
+
+    def release(self, message: Message) -> None:
+        """The values of a received message are no longer used: its buffer may be reused."""
+        self._pool.give(self._in_use.pop(message.key))
+
+    def end(self) -> None:
+        """End a step: wait until all own sends are through.
+
+        Raises: CommunicationError if an announced message was never received or a send does not end in
+            time; PeerError if another rank failed.
+        """
+        forgotten = [key for line in self._incoming.values() for key in line.place]
+        if forgotten:
+            raise CommunicationError(
+                f"rank {self.rank} ends its step without having received {', '.join(forgotten)}",
+                hint="receive every message that begin() names",
+            )
+        for sent in self._sent:
+            target = sent.message.target
+            self._wait(f"rank {target} to receive {sent.message.key}", target, sent.handle)
+        self._sweep()
+        for line in self._incoming.values():
+            line.before += len(line.messages)
+            line.messages = ()
+            line.posted = line.received = 0
+
+    def all_reduce(self, tensor: Tensor, ranks: Sequence[int] | None = None) -> None:
+        """Sum in place over `ranks` (all of them if None); each calls it, in the same order.
+
+        A sum over some of the ranks is made by the lowest of them in rank order, so every rank gets the
+        same bits, and no process group per set of ranks is needed.
+        """
+        members = tuple(sorted(ranks)) if ranks is not None else tuple(range(self.ranks))
+        if len(members) == 1:
+            return
+        if len(members) == self.ranks:
+            handle = self._transport.all_reduce(tensor)
+            others = tuple(r for r in members if r != self.rank)
+            self._watch.wait("a sum over all ranks", others, lambda: handle.wait(self._timeout_s))
+            return
+        root, *rest = members
+        mine = tensor.detach().contiguous()
+        if self.rank == root:
+            other = torch.empty_like(mine)
+            for source in rest:
+                self._receive_now(other, source)
+                mine += other
+            for target in rest:
+                self._send_now(mine, target)
+        else:
+            self._send_now(mine, root)
+            self._receive_now(mine, root)
+        if mine.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(mine)
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """One small picklable object from every rank, in rank order."""
+        found: list[Any] = []
+        others = tuple(r for r in range(self.ranks) if r != self.rank)
+        gather = self._transport.all_gather_object
+        self._watch.wait(
+            "control data from all ranks", others, lambda: found.extend(gather(value, self._timeout_s))
+        )
+        return found
+
+    def broadcast_object(self, value: Any, source: int = 0) -> Any:
+        """The small picklable object that rank `source` has."""
+        return self.all_gather_object(value if self.rank == source else None)[source]
+
+    def _post(self, line: _Incoming, count: int) -> None:
+        """Open receives until `count` of the line's messages have one."""
+        while line.posted < min(count, len(line.messages)):
+            message = line.messages[line.posted]
+            buffer = self._pool.take(message.bytes)
+            handle: Handle = Nothing()
+            if message.bytes:
+                handle = self._transport.receive(buffer, message.source, line.before + line.posted)
+            self._open[message.key] = (buffer, handle)
+            line.posted += 1
+
+    def _wait(self, what: str, rank: int, handle: Handle) -> None:
+        self._watch.wait(what, (rank,), lambda: handle.wait(self._timeout_s))
+
+    def _send_now(self, tensor: Tensor, target: int) -> None:
+        handle = self._transport.send(as_bytes(tensor), target, None)
+        self._wait(f"rank {target} to receive its part of a sum", target, handle)
+
+    def _receive_now(self, tensor: Tensor, source: int) -> None:
+        handle = self._transport.receive(as_bytes(tensor), source, None)
+        self._wait(f"a part of a sum from rank {source}", source, handle)
+
+    def _sweep(self) -> None:
+        """Free what finished sends held."""
+        pending = []
+        for sent in self._sent:
+            if not sent.handle.done():
+                pending.append(sent)
+            elif sent.packed:
+                self._pool.give(sent.buffer)
+            else:
+                self.sending_bytes -= sent.message.bytes
+        self._sent = pending

@@ -1,0 +1,217 @@
+"""The processes of all ranks on this machine: started, listened to and ended together."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import selectors
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import IO, TextIO, TypeAlias
+
+import msgspec
+
+from .child import PEER_FAILED, Outcome
+
+GRACE_S = 5.0
+"""After a rank failed, the others get so long to end by themselves."""
+
+TERM_S = 2.0
+"""Then they get SIGTERM, and so long to end, and then SIGKILL."""
+
+
+Handler: TypeAlias = Callable[[int, FrameType | None], None] | signal.Handlers
+
+
+@dataclass
+class _Rank:
+    """One process. report: pipe on which it says how it ends; closed when the process ends."""
+
+    rank: int
+    process: subprocess.Popen[bytes]
+    report: int
+    said: bytes = b""
+    ended: bool = False
+
+    @property
+    def outcome(self) -> Outcome | None:
+        """What it said, once it has said all."""
+        return msgspec.json.decode(self.said, type=Outcome) if self.said.endswith(b"\n") else None
+
+    @property
+    def status(self) -> int | None:
+        """Exit status: the one that it announced, or the one that it ended with."""
+        if self.outcome is not None:
+            return self.outcome.status
+        code = self.process.returncode
+        return code if code is None or code >= 0 else 128 - code
+
+    def words(self) -> str:
+        """How it failed, for the user."""
+        if self.outcome is not None and self.outcome.text:
+            return f"rank {self.rank} failed:\n{self.outcome.text.rstrip()}"
+        code = self.process.returncode
+        if code is not None and code < 0:
+            name = signal.Signals(-code).name
+            memory = " (perhaps the machine ran out of memory)" if name == "SIGKILL" else ""
+            return f"rank {self.rank} was killed by {name}{memory}"
+        return f"rank {self.rank} ended with exit status {self.status}"
+
+
+class Processes:
+    """All ranks of this machine.
+
+    work: the pickled target and arguments.  main_file: the script to load first, if it defines the target.
+    """
+
+    def __init__(self, work: bytes, main_file: str | None) -> None:
+        self._input = pickle.dumps((main_file, work))
+        self._ranks: list[_Rank] = []
+        self._printers: list[threading.Thread] = []
+        self._selector = selectors.DefaultSelector()
+        # Nobody ever writes here: the pipe ends when this process ends, however that happens.
+        self._life_read, self._life_write = os.pipe()
+        self._cause: _Rank | None = None
+        self._stopped = False
+
+    def start(self, rank: int, env: dict[str, str], pass_fds: Sequence[int]) -> None:
+        """Start one rank. Only rank 0 writes to our own output, so that its progress bar works."""
+        report, report_write = os.pipe()
+        output = None if rank == 0 else subprocess.PIPE
+        command = [sys.executable, "-P", "-m", "pipeloom.runtime.child"]
+        process = subprocess.Popen(
+            [*command, str(self._life_read), str(report_write), str(os.getpid())],
+            stdin=subprocess.PIPE, stdout=output, stderr=output, env=env,
+            pass_fds=(self._life_read, report_write, *pass_fds),
+            start_new_session=True,  # so Ctrl-C reaches only us, and signals reach all that the rank started
+        )  # fmt: skip
+        os.close(report_write)
+        started = _Rank(rank, process, report)
+        self._ranks.append(started)
+        self._selector.register(report, selectors.EVENT_READ, started)
+        self._print(process.stdout, sys.stdout, rank)
+        self._print(process.stderr, sys.stderr, rank)
+        assert process.stdin is not None
+        try:
+            with process.stdin as pipe:
+                pipe.write(self._input)
+        except BrokenPipeError:
+            pass  # it ended before it read, and its exit status will say so
+
+    def wait(self) -> int:
+        """Wait until all ranks have ended; tell what failed first.
+
+        Returns: 0, or the exit status of the rank that failed first.
+        """
+        limit: float | None = None
+        while not all(rank.ended for rank in self._ranks):
+            for key, _ in self._selector.select(
+                None if limit is None else max(0.0, limit - time.monotonic())
+            ):
+                self._listen(key.data)
+            if limit is None and any(rank.status for rank in self._ranks):
+                limit = time.monotonic() + GRACE_S
+            if limit is not None and time.monotonic() >= limit:
+                break
+        self.stop()
+        failed = [rank for rank in self._ranks if rank.status]
+        if self._cause is None and failed:
+            self._blame(failed[0])
+        return 0 if self._cause is None else self._cause.status or 1
+
+    def stop(self) -> None:
+        """End all ranks that still run."""
+        if self._stopped:
+            return
+        self._stopped = True
+        with undisturbed():
+            running = [rank for rank in self._ranks if rank.process.poll() is None]
+            self._signal(running, signal.SIGTERM)
+            end = time.monotonic() + TERM_S
+            while time.monotonic() < end and any(rank.process.poll() is None for rank in running):
+                time.sleep(0.02)
+            self._signal(self._ranks, signal.SIGKILL)  # also what an ended rank started and left behind
+            for rank in self._ranks:
+                rank.process.wait()
+                os.close(rank.report)
+            for printer in self._printers:
+                printer.join(timeout=1.0)
+        self._selector.close()
+        os.close(self._life_read)
+        os.close(self._life_write)
+
+    def _listen(self, rank: _Rank) -> None:
+        """Take what a rank says, or notice that it ended."""
+        text = os.read(rank.report, 1 << 16)
+        rank.said += text
+        if not text:
+            self._selector.unregister(rank.report)
+            rank.process.wait()
+            rank.ended = True
+        peer = rank.outcome is not None and rank.outcome.peer
+        if self._cause is None and rank.status and rank.status != PEER_FAILED and not peer:
+            self._blame(rank)
+
+    def _blame(self, rank: _Rank) -> None:
+        self._cause = rank
+        print(rank.words(), file=sys.stderr, flush=True)
+
+    def _print(self, stream: IO[bytes] | None, out: TextIO, rank: int) -> None:
+        """Print a rank's output as it comes, each line with the rank before it."""
+        if stream is None:
+            return
+
+        def forward() -> None:
+            for line in stream:
+                out.write(f"[rank {rank}] {line.decode(errors='replace')}")
+                out.flush()
+
+        printer = threading.Thread(target=forward, name=f"pipeloom-print-{rank}", daemon=True)
+        printer.start()
+        self._printers.append(printer)
+
+    def _signal(self, ranks: Sequence[_Rank], number: signal.Signals) -> None:
+        for rank in ranks:
+            try:
+                os.killpg(rank.process.pid, number)
+            except ProcessLookupError:
+                pass
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """No second Ctrl-C or SIGTERM interrupts the clean-up."""
+    with _handlers(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM):
+        yield
+
+
+@contextmanager
+def terminate_as_exit() -> Iterator[None]:
+    """SIGTERM raises SystemExit, so that clean-up runs."""
+
+    def leave(number: int, _: FrameType | None) -> None:
+        sys.exit(128 + number)
+
+    with _handlers(leave, signal.SIGTERM):
+        yield
+
+
+@contextmanager
+def _handlers(handler: Handler, *numbers: signal.Signals) -> Iterator[None]:
+    """Set signal handlers for a while. Only the main thread can; elsewhere nothing changes."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = [(number, signal.signal(number, handler)) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, previous in before:
+            signal.signal(number, previous)
