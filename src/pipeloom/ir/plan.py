@@ -69,6 +69,7 @@ class Plan:
     schedule: str
     schedule_rows: tuple[str, ...]
     microbatches: int
+    microbatch_size: int = 1
     batch: tuple[str, ...] = ()
     caps: tuple[int, ...] = ()
     memory: MemoryPolicy = field(default_factory=MemoryPolicy)

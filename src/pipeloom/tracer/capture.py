@@ -23,6 +23,7 @@ from .describe import describe
 from .initialise import Blueprint, blueprint
 from .job import Job
 from .meta import propagate
+from .once import one_thread
 
 _NO_GRAD_REGION = torch.ops.higher_order.wrap_with_set_grad_enabled
 _ASSERTIONS = {
@@ -53,19 +54,20 @@ class Captured:
     autocast: torch.dtype | None = None
 
 
+@one_thread
 def capture(
     job: Job, microbatch_size: int, *, batch: Mapping[str, Tensor] | None = None,
-    autocast: torch.dtype | None = None, plan: Blueprint | None = None,
+    autocast: torch.dtype | None = None, made: Blueprint | None = None,
 ) -> Captured:  # fmt: skip
     """Capture a job's model and loss for one micro-batch.
 
     batch: a micro-batch to take the shapes from; by default `job.batch(0, microbatch_size)`.
     autocast: dtype of mixed precision, or None.
-    plan: an earlier capture's blueprint, to skip building the model again.
+    made: an earlier capture's blueprint, to skip building the model again.
     Raises: CaptureError if the model cannot be exported, with the reason.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    made = plan or blueprint(job.model, fake)
+    made = made or blueprint(job.model, fake)
     example = dict(batch) if batch is not None else job.batch(0, microbatch_size)
     _check_batch(example)
     example = {key: tensor.clone() for key, tensor in example.items()}  # export merges equal tensors

@@ -1,9 +1,9 @@
 """The pure functions of one stage: what a rank runs.
 
     forward(state, inputs, seed)         -> outputs, residuals
-    backward(state, residuals, grads)    -> input grads, weight grads
-    backward_input(state, residuals, grads) -> input grads, carried
-    backward_weight(state, carried)      -> weight grads
+    backward(state, residuals, grads, sink)  -> input grads; weight grads are added to the sink
+    backward_input(state, residuals, grads)  -> input grads, carried
+    backward_weight(state, carried, sink)    -> nothing; weight grads are added to the sink
     evaluate(state, inputs)              -> outputs
 
 `state` maps FQNs to parameters and buffers; a weight version is only which mapping is passed. No autograd
@@ -24,6 +24,8 @@ from .capture import Captured
 from .evaluation import Evaluation, compile_evaluation
 from .joint import StageModule, extract, trace_joint
 from .meta import tensors_of
+from .once import one_thread
+from .sink import Sink
 from .split import Part, Slot, is_random, split
 from .tape import Boxed, Footprint, compile_graph, measure, predict
 
@@ -98,15 +100,15 @@ class StageFunctions:
         return outputs, residuals
 
     def backward(
-        self, state: Mapping[str, Tensor], residuals: Tensors, grads: Mapping[str, Tensor]
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        self, state: Mapping[str, Tensor], residuals: Tensors, grads: Mapping[str, Tensor], sink: Sink
+    ) -> dict[str, Tensor]:
         """Both gradients at once. Empties `residuals`, so that each is freed at its last use.
 
         grads: gradient of each crossing value that needs one, and of the loss.
-        Returns: gradients of the received values, gradients of the parameters.
+        sink: gets the gradients of the parameters.
+        Returns: gradients of the received values.
         """
-        results = self._run("backward", state, residuals, grads)
-        return _of_kind(results, "input_grad"), _of_kind(results, "weight_grad")
+        return _of_kind(self._run("backward", state, residuals, grads, sink), "input_grad")
 
     def backward_input(
         self, state: Mapping[str, Tensor], residuals: Tensors, grads: Mapping[str, Tensor]
@@ -118,36 +120,53 @@ class StageFunctions:
         needed = self.functions["weight_grad"].part.inputs
         carried: Tensors = {s: residuals[s] for s in needed if s.kind in ("made", "input", "old")}
         carried |= {s: grads[s.name] for s in needed if s.kind == "grad"}
-        results = self._run("input_grad", state, residuals, grads)
+        results = self._run("input_grad", state, residuals, grads, None)
         carried |= {slot: t for slot, t in results.items() if slot.kind == "carried"}
         return _of_kind(results, "input_grad"), carried
 
-    def backward_weight(self, state: Mapping[str, Tensor], carried: Tensors) -> dict[str, Tensor]:
-        """Gradients of the parameters; empties `carried`."""
-        return _of_kind(self._run("weight_grad", state, carried, {}), "weight_grad")
+    def backward_weight(self, state: Mapping[str, Tensor], carried: Tensors, sink: Sink) -> None:
+        """Gradients of the parameters, into `sink`; empties `carried`."""
+        self._run("weight_grad", state, carried, {}, sink)
 
     def evaluate(self, state: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Forward in evaluation mode (no dropout, running statistics), nothing kept."""
         return self.evaluation(state, inputs)
 
     def _run(
-        self, name: str, state: Mapping[str, Tensor], held: Tensors, grads: Mapping[str, Tensor]
-    ) -> Tensors:
+        self, name: str, state: Mapping[str, Tensor], held: Tensors, grads: Mapping[str, Tensor],
+        sink: Sink | None,
+    ) -> Tensors:  # fmt: skip
         function = self.functions[name]
         box = [
             state[slot.name] if slot.kind == "state"
+            else sink if slot.kind == "sink"
             else held[slot] if slot in held
             else grads[slot.name]
             for slot in function.part.inputs
         ]  # fmt: skip
         held.clear()
-        return dict(zip(function.part.outputs, function(box), strict=True))
+        results = dict(zip(function.part.outputs, function(box), strict=True))
+        if sink is not None:  # compiled parts return what eager ones add on the way
+            for weight, grad in _of_kind(results, "weight_grad").items():
+                sink.add(weight, grad)
+        return results
+
+
+def made_bytes(tensors: Tensors) -> int:
+    """Bytes of the residuals or carried tensors that a stage made itself, each storage once."""
+    storages = {
+        t.untyped_storage()._cdata: t.untyped_storage().nbytes()
+        for slot, t in tensors.items()
+        if slot.kind in ("made", "carried")
+    }
+    return sum(storages.values())
 
 
 def _of_kind(results: Tensors, kind: str) -> dict[str, Tensor]:
     return {slot.name: t for slot, t in results.items() if slot.kind == kind}
 
 
+@one_thread
 def stage_functions(
     captured: Captured, stages: StageGraph, index: int, *, device: str = "cpu", compiled: bool = False
 ) -> StageFunctions:
@@ -162,7 +181,7 @@ def stage_functions(
     of_kind = lambda kind: tuple(n for n, k in zip(module.names, module.kinds, strict=True) if k == kind)  # noqa: E731
     trained = any(values[o].needs_grad for o in module.outputs if not o.startswith("buffer:"))
     parts, attributes = (
-        _parts(module, captured, device) if trained else ({"forward": _forward_only(module)}, module.module)
+        _parts(module, captured, device, compiled) if trained else ({"forward": _forward_only(module)}, module.module)
     )
     functions = {name: _function(part, attributes, compiled) for name, part in parts.items()}
     needed = parts["backward"].inputs if trained else ()
@@ -178,11 +197,13 @@ def stage_functions(
     )  # fmt: skip
 
 
-def _parts(module: StageModule, captured: Captured, device: str) -> tuple[dict[str, Part], object]:
+def _parts(
+    module: StageModule, captured: Captured, device: str, compiled: bool
+) -> tuple[dict[str, Part], object]:
     joint = trace_joint(module, captured, device)
     state = frozenset(n for n, k in zip(module.names, module.kinds, strict=True) if k in ("param", "buffer"))
     updated = frozenset(o.removeprefix("buffer:") for o in module.outputs if o.startswith("buffer:"))
-    parts = split(joint, state, updated)
+    parts = split(joint, state, updated, accumulate=not compiled)
     named = {
         "forward": parts.forward, "backward": parts.backward,
         "input_grad": parts.input_grad, "weight_grad": parts.weight_grad,

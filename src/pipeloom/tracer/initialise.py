@@ -19,6 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
 
+from .once import one_thread
+
 Call = tuple[torch._ops.OpOverload, tuple[Any, ...], dict[str, Any], Any]
 
 
@@ -57,6 +59,7 @@ class Blueprint:
     calls: list[Call] = field(default_factory=list)
     why_whole: str = ""
 
+    @one_thread
     def materialise(self, seed: int, wanted: Iterable[str]) -> dict[str, Tensor]:
         """The named parameters and buffers as `torch.manual_seed(seed); build()` makes them.
 

@@ -6,6 +6,7 @@ graph. Whatever stage, rank or order it runs in, it draws the same numbers; so d
 
 from __future__ import annotations
 
+import threading
 import zlib
 
 import torch
@@ -20,6 +21,16 @@ def microbatch_seed(seed: int, step: int, microbatch: int) -> int:
     return zlib.crc32(f"{seed}/{step}/{microbatch}".encode())
 
 
+_one_at_a_time = threading.Lock()
+"""Ranks that are threads of one process share the default generators."""
+
+
 def seed_random(seed: int, call: str) -> None:
-    """Seed the default generators for one random call."""
+    """Seed the default generators for one random call, and keep them until `end_random`."""
+    _one_at_a_time.acquire()
     torch.manual_seed(zlib.crc32(call.encode(), seed))
+
+
+def end_random() -> None:
+    """The random call is done."""
+    _one_at_a_time.release()

@@ -17,7 +17,8 @@ from torch import Tensor, fx
 from torch.fx.node import Argument
 
 from .joint import Joint
-from .random import seed_random
+from .random import end_random, seed_random
+from .sink import add_gradient
 
 _VIEWS_BY_CONVENTION = {torch.ops.aten._unsafe_view.default, torch.ops.aten._reshape_alias.default}
 
@@ -26,7 +27,7 @@ class Slot(NamedTuple):
     """What a graph's placeholder or output stands for.
 
     kind: "state" (parameter or buffer by FQN), "input" (batch input or received value), "grad" (gradient
-    of a value that this stage sends, or of the loss), "made" (a residual, by its name in the plan),
+    of a value that this stage sends, or of the loss), "sink" (where gradients of parameters are added), "made" (a residual, by its name in the plan),
     "old" (an updated buffer as it was), "carried" (handed from I to W), "random" (the seed), "out" (value, loss or `buffer:FQN`),
     "input_grad" (value name) or "weight_grad" (FQN).
     """
@@ -87,21 +88,26 @@ def _ancestors(outputs: Iterable[fx.Node], stop: Callable[[fx.Node], bool]) -> s
     return found
 
 
-def split(joint: Joint, state: frozenset[str], updated: frozenset[str]) -> Parts:
+def split(joint: Joint, state: frozenset[str], updated: frozenset[str], *, accumulate: bool) -> Parts:
     """Split a joint graph.
 
     state: FQNs of parameters and buffers.  updated: those of buffers that the forward replaces: the
     backward gets them as they were, as a residual.
+    accumulate: add weight gradients to a sink as soon as they are made, so that no two stay alive;
+    otherwise they are outputs.
     """
-    return _Splitter(joint, state, updated).parts()
+    return _Splitter(joint, state, updated, accumulate).parts()
 
 
 class _Splitter:
-    def __init__(self, joint: Joint, state: frozenset[str], updated: frozenset[str]) -> None:
+    def __init__(
+        self, joint: Joint, state: frozenset[str], updated: frozenset[str], accumulate: bool
+    ) -> None:
         self.joint = joint
         self.nodes = list(joint.graph.nodes)
         self.state = state
         self.updated = updated
+        self.accumulate = accumulate
         self.weight_grads = {n: g for n, g in joint.grads.items() if n in state}
         self.input_grads = {n: g for n, g in joint.grads.items() if n not in state}
         self.forward_nodes = self._forward_nodes()
@@ -186,6 +192,14 @@ class _Splitter:
         if any(is_random(n) for n in members):
             slots.append(Slot("random", "seed"))
             seed = graph.placeholder("seed")
+        added: dict[fx.Node, list[str]] = {}
+        if self.accumulate and any(slot.kind == "weight_grad" for slot, _ in outputs):
+            slots.append(Slot("sink", "gradients"))
+            sink = graph.placeholder("sink")
+            for slot, node in outputs:
+                if slot.kind == "weight_grad":
+                    added.setdefault(node, []).append(slot.name)
+            outputs = [(slot, node) for slot, node in outputs if slot.kind != "weight_grad"]
 
         def copy(node: fx.Node) -> fx.Node:
             """A node's copy; a view from outside is made again from the tensor it views."""
@@ -196,11 +210,15 @@ class _Splitter:
                     key = (node.meta.get("custom") or {}).get("node", node.name)
                     graph.call_function(seed_random, (seed, key))
                 copies[node] = graph.node_copy(node, lambda n: copies[n])
+                if is_random(node):
+                    graph.call_function(end_random)
             return copies[node]
 
         for node in self.nodes:
             if node in members:
                 copy(node)
+            for name in added.get(node, ()):
+                graph.call_function(add_gradient, (sink, name, copy(node)))
         graph.output(tuple(self._results(graph, [(slot, copy(node)) for slot, node in outputs])))
         return Part(graph, tuple(slots), tuple(slot for slot, _ in outputs))
 

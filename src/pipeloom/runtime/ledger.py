@@ -1,0 +1,77 @@
+"""Ledger: what a rank holds in its device's memory, by kind, now and at the peak.
+
+Counted: parameters, gradients, optimizer state, buffers, the batch, residuals, boundary messages, and the
+scratch of the action that runs (transient). Not counted: the interpreter, libraries, and the workspace
+that a single kernel allocates and frees inside itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..ir.errors import MemoryCapError
+from ..ir.units import format_bytes
+
+KINDS = (
+    "parameters", "gradients", "optimizer", "buffers", "batch", "residuals", "boundary", "transient",
+)  # fmt: skip
+
+
+class Ledger:
+    """Bytes alive on one rank.
+
+    cap_bytes: a limit that ends the run when it is passed; None for no limit.
+    """
+
+    def __init__(self, rank: int, cap_bytes: int | None = None) -> None:
+        self.rank = rank
+        self.cap_bytes = cap_bytes
+        self.levels: dict[str, int] = dict.fromkeys(KINDS, 0)
+        self.total = 0
+        self.peak = 0
+        self.at_peak: dict[str, int] = dict(self.levels)
+
+    def set(self, kind: str, size: int, doing: str = "") -> None:
+        """This kind now takes `size` bytes.
+
+        Raises: MemoryCapError if that passes the cap.
+        """
+        self.total += size - self.levels[kind]
+        self.levels[kind] = size
+        if self.total > self.peak:
+            self._new_peak(doing)
+
+    def add(self, kind: str, change: int, doing: str = "") -> None:
+        """This kind grows or shrinks by `change` bytes. Raises as `set`."""
+        self.set(kind, self.levels[kind] + change, doing)
+
+    def during(self, doing: str, size: int) -> None:
+        """While `doing` ran, `size` bytes of scratch were alive on top of the rest. Raises as `set`."""
+        self.set("transient", size, doing)
+        self.set("transient", 0)
+
+    def restart_peak(self) -> None:
+        """Forget the peak so far, as after start-up."""
+        self.peak = self.total
+        self.at_peak = dict(self.levels)
+
+    def _new_peak(self, doing: str) -> None:
+        self.peak = self.total
+        self.at_peak = dict(self.levels)
+        if self.cap_bytes is not None and self.total > self.cap_bytes:
+            raise MemoryCapError(
+                f"rank {self.rank} holds {format_bytes(self.total)} at {doing or 'start-up'}, "
+                f"its cap is {format_bytes(self.cap_bytes)}\n{table(self.levels)}",
+                hint="use smaller micro-batches, more stages or a higher cap",
+            )
+
+
+def table(levels: Mapping[str, int]) -> str:
+    """Kinds and sizes, largest first, one per line.
+
+    >>> print(table({"residuals": 3 * 1024**2, "parameters": 1024**2, "batch": 0}))
+      residuals   3.0 MiB
+      parameters  1.0 MiB
+    """
+    rows = sorted(((size, kind) for kind, size in levels.items() if size), reverse=True)
+    return "\n".join(f"  {kind:<11} {format_bytes(size)}" for size, kind in rows)

@@ -1,0 +1,94 @@
+"""Recorder: when each action of a step started and ended, on the device's own clock."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+
+from ..ir.timeline import Event, MemoryCurve
+
+
+class Clock(Protocol):
+    """Marks moments; `seconds` tells when they were, once the device has reached them."""
+
+    def mark(self) -> object: ...
+
+    def seconds(self, mark: object) -> float: ...
+
+
+class HostClock:
+    """For devices that compute in the calling thread."""
+
+    def mark(self) -> object:
+        return time.perf_counter()
+
+    def seconds(self, mark: object) -> float:
+        assert isinstance(mark, float)
+        return mark
+
+
+class CudaClock:
+    """Events on the current stream, in seconds since the clock was made."""
+
+    def __init__(self) -> None:
+        self.zero = torch.cuda.Event(enable_timing=True)
+        self.zero.record()
+
+    def mark(self) -> object:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, mark: object) -> float:
+        assert isinstance(mark, torch.cuda.Event)
+        mark.synchronize()
+        return float(self.zero.elapsed_time(mark)) / 1000.0
+
+
+class Recorder:
+    """Events and memory levels of one step of one rank."""
+
+    def __init__(self, rank: int, clock: Clock) -> None:
+        self.rank = rank
+        self.clock = clock
+        self.begin()
+
+    def begin(self) -> None:
+        """Start a new step; times count from here."""
+        self.zero = self.clock.mark()
+        self.marks: list[tuple[str, str, object, object]] = []
+        self.levels: list[tuple[object, int]] = []
+
+    @contextmanager
+    def record(self, stream: str, action: str) -> Iterator[None]:
+        start = self.clock.mark()
+        yield
+        self.marks.append((stream, action, start, self.clock.mark()))
+
+    def burst(self, size: int) -> None:
+        """During the action recorded last, up to `size` bytes were held."""
+        self.levels.append((self.marks[-1][2], size))
+
+    def level(self, size: int) -> None:
+        """The rank holds `size` bytes from now on."""
+        self.levels.append((self.clock.mark(), size))
+
+    def events(self) -> tuple[Event, ...]:
+        zero = self.clock.seconds(self.zero)
+        at = self.clock.seconds
+        return tuple(
+            Event(rank=self.rank, stream=stream, action=action, start_s=at(a) - zero, end_s=at(b) - zero)
+            for stream, action, a, b in self.marks
+        )
+
+    def curve(self) -> MemoryCurve:
+        zero = self.clock.seconds(self.zero)
+        return MemoryCurve(
+            rank=self.rank,
+            times_s=tuple(max(0.0, self.clock.seconds(mark) - zero) for mark, _ in self.levels),
+            sizes=tuple(size for _, size in self.levels),
+        )

@@ -1,0 +1,358 @@
+"""Worker: walks one rank's row of a Program. A dispatch table and one loop.
+
+It knows actions, stage functions and a channel; not how a schedule was made, nor what a planner is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..ir.action import (
+    RECV_B, RECV_F, REDUCE, SEND_B, SEND_F, STEP, Action, B, F, I, Instruction, Kind, StageAction, Transfer, W,
+)  # fmt: skip
+from ..ir.graph import Value
+from ..ir.schedule import Program
+from ..ir.stages import StageGraph
+from ..ir.ties import reductions
+from ..tracer.functions import StageFunctions, Tensors, made_bytes
+from .failure import Watch
+from .posting import PostedChannel
+from .channel import Message
+from .ledger import Ledger
+from .recorder import Recorder
+from .weights import Weights, clip_factor
+
+Key = tuple[int, int]
+"""(stage, micro-batch)."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Variant:
+    """The stages for one size of micro-batch: same cut, other shapes."""
+
+    stages: StageGraph
+    functions: Mapping[int, StageFunctions]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Microbatch:
+    """One micro-batch of a step.
+
+    weight: its share of the step's loss; the shares of a step add up to 1.
+    """
+
+    variant: Variant
+    inputs: Mapping[str, Tensor]
+    weight: float
+    seed: int
+
+
+@dataclass(eq=False)
+class _InFlight:
+    """What a stage keeps of one micro-batch between its actions."""
+
+    inputs: dict[str, Tensor] = field(default_factory=dict)
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+    sends_left: int = 0
+    local_bytes: int = 0
+    residuals: Tensors = field(default_factory=dict)
+    residual_bytes: int = 0
+    grads: dict[str, Tensor] = field(default_factory=dict)
+    input_grads: dict[str, Tensor] = field(default_factory=dict)
+    carried: Tensors = field(default_factory=dict)
+    received: list[Message] = field(default_factory=list)
+
+
+class Worker:
+    """Runs the steps of one rank."""
+
+    def __init__(
+        self, *, rank: int, program: Program, weights: Weights, channel: PostedChannel, ledger: Ledger,
+        recorder: Recorder, watch: Watch, clip_norm: float | None = None,
+    ) -> None:  # fmt: skip
+        self.rank = rank
+        self.program = program
+        self.weights = weights
+        self.channel = channel
+        self.ledger = ledger
+        self.recorder = recorder
+        self.watch = watch
+        self.clip_norm = clip_norm
+        self.grad_norm: float | None = None
+        self.training = True
+        self.update = True
+        self.losses: dict[int, Tensor] = {}
+        self.microbatches: Sequence[Microbatch] = ()
+        self.flights: dict[Key, _InFlight] = {}
+        self.local_bytes = 0
+        self.handlers = {
+            F: self.forward, B: self.backward, I: self.backward_input, W: self.backward_weight,
+            SEND_F: self.send, SEND_B: self.send, RECV_F: self.receive, RECV_B: self.receive,
+            REDUCE: self.reduce, STEP: self.step,
+        }  # fmt: skip
+
+    def run(
+        self, microbatches: Sequence[Microbatch], *, program: Program | None = None,
+        training: bool = True, update: bool = True,
+    ) -> dict[int, Tensor]:  # fmt: skip
+        """Run one step.
+
+        program: another program than the training one, such as the forward-only one.
+        update: whether the step ends with the optimizer; if not, gradients stay for the next one.
+        Returns: micro-batch -> loss, on the rank of the loss stage; elsewhere nothing.
+        """
+        current = program or self.program
+        self.microbatches, self.training, self.update = microbatches, training, update
+        self.placement = current.placement
+        self.losses = {}
+        self.flights = {}
+        row = current.rows[self.rank]
+        with torch.no_grad():
+            self.channel.begin(self._incoming(current))
+            for instruction in row:
+                self.watch.status = str(instruction)
+                self.handlers[instruction.kind](instruction)
+                self._note_boundary(instruction)
+            self.channel.end()
+        self._note_boundary(None)
+        assert not any(f.residuals or f.carried for f in self.flights.values()) or not training
+        self.flights = {}
+        return self.losses
+
+    def _incoming(self, program: Program) -> list[Message]:
+        return [
+            self._message(send)
+            for (_, target), sends in program.messages.items()
+            if target == self.rank
+            for send in sends
+            if isinstance(send, Transfer)
+        ]
+
+    def _message(self, send: Transfer) -> Message:
+        return Message(
+            key=str(send), source=self.placement[send.stage], target=self.placement[send.peer],
+            values=self._values(send),
+        )  # fmt: skip
+
+    def _values(self, send: Transfer) -> tuple[Value, ...]:
+        stages = self.microbatches[send.microbatch].variant.stages
+        if send.kind == SEND_F:
+            return stages.between[send.stage, send.peer]
+        return stages.gradients(send.peer, send.stage)
+
+    def _flight(self, action: Action | Transfer) -> _InFlight:
+        return self.flights.setdefault((action.stage, action.microbatch), _InFlight())
+
+    def _functions(self, action: Action) -> StageFunctions:
+        return self.microbatches[action.microbatch].variant.functions[action.stage]
+
+    def forward(self, action: Action) -> None:
+        microbatch, flight, functions = (
+            self.microbatches[action.microbatch], self._flight(action), self._functions(action),
+        )  # fmt: skip
+        state = self.weights.state(action.microbatch)
+        inputs = flight.inputs | {name: microbatch.inputs[name] for name in functions.batch}
+        with self.recorder.record("compute", str(action)):
+            if not self.training:
+                outputs = functions.evaluate(state, inputs)
+            else:
+                outputs, flight.residuals = functions.forward(state, inputs, microbatch.seed)
+        if self.training:
+            self._note_scratch(action, "forward")
+            flight.residual_bytes = made_bytes(flight.residuals)
+            self.ledger.add("residuals", flight.residual_bytes, str(action))
+        for name in [n for n in outputs if n.startswith("buffer:")]:
+            self.weights.replace_buffer(name.removeprefix("buffer:"), outputs.pop(name))
+        if functions.loss is not None:
+            self.losses[action.microbatch] = outputs.pop(functions.loss)
+            flight.grads[functions.loss] = torch.tensor(
+                microbatch.weight, dtype=self.losses[action.microbatch].dtype,
+                device=self.losses[action.microbatch].device,
+            )  # fmt: skip
+        self._hand_over(action, outputs)
+        kept = self.training and not functions.kept_inputs.isdisjoint(flight.inputs)
+        flight.inputs = {}
+        if not kept:
+            self._release(flight)
+
+    def _hand_over(self, action: Action, outputs: dict[str, Tensor]) -> None:
+        """Give outputs to stages on this rank; keep for SEND what others need."""
+        stages = self.microbatches[action.microbatch].variant.stages
+        flight = self._flight(action)
+        for target in stages.successors[action.stage]:
+            values = stages.between[action.stage, target]
+            if self.placement[target] == self.rank:
+                neighbour = self.flights.setdefault((target, action.microbatch), _InFlight())
+                neighbour.inputs.update((v.name, outputs[v.name]) for v in values)
+                neighbour.local_bytes += sum(v.bytes for v in values)
+                self.local_bytes += sum(v.bytes for v in values)
+            else:
+                flight.sends_left += 1
+                flight.outputs.update((v.name, outputs[v.name]) for v in values)
+
+    def backward(self, action: Action) -> None:
+        flight, functions = self._flight(action), self._functions(action)
+        if not functions.differentiable:
+            return self._skip_backward(flight)
+        grads = self._output_grads(action, functions)
+        state = self.weights.state(action.microbatch)
+        with self.recorder.record("compute", str(action)):
+            made = functions.backward(state, flight.residuals, grads, self.weights.grads)
+        self._note_scratch(action, "backward")
+        self._free_residuals(flight)
+        flight.grads = {}
+        self._release(flight)
+        self._give_back(action, made)
+
+    def backward_input(self, action: Action) -> None:
+        flight, functions = self._flight(action), self._functions(action)
+        if not functions.differentiable:
+            return self._skip_backward(flight)
+        grads = self._output_grads(action, functions)
+        state = self.weights.state(action.microbatch)
+        with self.recorder.record("compute", str(action)):
+            made, flight.carried = functions.backward_input(state, flight.residuals, grads)
+        self._note_scratch(action, "input_grad")
+        self._free_residuals(flight)
+        flight.residual_bytes = made_bytes(flight.carried)
+        self.ledger.add("residuals", flight.residual_bytes, str(action))
+        flight.grads = {}
+        self._give_back(action, made)
+
+    def backward_weight(self, action: Action) -> None:
+        flight, functions = self._flight(action), self._functions(action)
+        if not functions.differentiable:
+            return
+        state = self.weights.state(action.microbatch)
+        with self.recorder.record("compute", str(action)):
+            functions.backward_weight(state, flight.carried, self.weights.grads)
+        self._note_scratch(action, "weight_grad")
+        self._free_residuals(flight)
+        self._release(flight)
+
+    def _skip_backward(self, flight: _InFlight) -> None:
+        flight.residuals = {}
+        self._free_residuals(flight)
+        self._release(flight)
+
+    def _free_residuals(self, flight: _InFlight) -> None:
+        self.ledger.add("residuals", -flight.residual_bytes)
+        flight.residual_bytes = 0
+
+    def _release(self, flight: _InFlight) -> None:
+        for message in flight.received:
+            self.channel.release(message)
+        flight.received = []
+        self.local_bytes -= flight.local_bytes
+        flight.local_bytes = 0
+
+    def _output_grads(self, action: Action, functions: StageFunctions) -> dict[str, Tensor]:
+        """Gradients of all outputs; zero for one whose readers gave none."""
+        values = {v.name: v for v in self._crossing(action) if v.needs_grad}
+        grads = self._flight(action).grads
+        state = next(iter(self.weights.state(action.microbatch).values()), torch.empty(0))
+        for name in functions.sent:
+            if name in values and name not in grads:
+                dtype = getattr(torch, values[name].dtype)
+                grads[name] = torch.zeros(values[name].shape, dtype=dtype, device=state.device)
+        return grads
+
+    def _crossing(self, action: Action) -> list[Value]:
+        stages = self.microbatches[action.microbatch].variant.stages
+        return [v for target in stages.successors[action.stage] for v in stages.between[action.stage, target]]
+
+    def _give_back(self, action: Action, made: dict[str, Tensor]) -> None:
+        """Give input gradients to stages on this rank; keep for SEND what others need."""
+        stages = self.microbatches[action.microbatch].variant.stages
+        flight = self._flight(action)
+        for source in stages.predecessors[action.stage]:
+            for value in stages.gradients(source, action.stage):
+                grad = made.get(value.name)
+                if grad is None:
+                    device = next(iter(made.values())).device if made else "cpu"
+                    grad = torch.zeros(value.shape, dtype=getattr(torch, value.dtype), device=device)
+                if self.placement[source] == self.rank:
+                    _add(self.flights[source, action.microbatch].grads, value.name, grad)
+                else:
+                    flight.input_grads[value.name] = grad
+            if self.placement[source] != self.rank and stages.gradients(source, action.stage):
+                flight.sends_left += 1
+
+    def send(self, transfer: Transfer) -> None:
+        flight = self._flight(transfer)
+        held = flight.outputs if transfer.kind == SEND_F else flight.input_grads
+        message = self._message(transfer)
+        self.channel.send(message, [held[v.name] for v in message.values])
+        flight.sends_left -= 1
+        if not flight.sends_left:
+            held.clear()
+
+    def receive(self, transfer: Transfer) -> None:
+        flight = self._flight(transfer)
+        message = self._message(transfer.other_end)
+        with self.recorder.record("recv", str(transfer)):
+            tensors = self.channel.receive(message)
+        flight.received.append(message)
+        for value, tensor in zip(message.values, tensors, strict=True):
+            if transfer.kind == RECV_F:
+                flight.inputs[value.name] = tensor
+            else:
+                _add(flight.grads, value.name, tensor)
+
+    def reduce(self, action: StageAction) -> None:
+        if not self.update:
+            return
+        stages = self.microbatches[0].variant.stages
+        with self.recorder.record("recv", str(action)):
+            for tie in reductions(stages, self.placement)[self.rank]:
+                if tie.name in self.weights.grads.sums:
+                    self.channel.all_reduce(self.weights.grads.total(tie.name), tie.ranks)
+
+    def step(self, action: StageAction) -> None:
+        """The optimizer holds all stages of the rank: it runs at the last STEP of the row."""
+        last = max(s for s, rank in enumerate(self.placement) if rank == self.rank)
+        if not self.update or action.stage != last:
+            return
+        if self.clip_norm is not None:
+            self._clip(self.clip_norm)
+        with self.recorder.record("compute", str(action)):
+            self.weights.step()
+        self.ledger.set("optimizer", self.weights.sizes["optimizer"], str(action))
+
+    def _clip(self, limit: float) -> None:
+        """Scale gradients by the norm over all ranks; a tied parameter counts once."""
+        stages = self.microbatches[0].variant.stages
+        mine = [
+            name for name in self.weights.grads.sums
+            if self.rank == min(self.placement[s] for s in stages.tied.get(name, (self._any_stage,)))
+        ]  # fmt: skip
+        squares = self.weights.norm_squares(mine).reshape(1)
+        with self.recorder.record("recv", "CLIP"):
+            self.channel.all_reduce(squares)
+        self.grad_norm = float(squares.sqrt())
+        factor = clip_factor(self.grad_norm, limit)
+        if factor < 1.0:
+            self.weights.scale_gradients(factor)
+
+    @property
+    def _any_stage(self) -> int:
+        return self.placement.index(self.rank)
+
+    def _note_scratch(self, action: Action, function: str) -> None:
+        footprint = self._functions(action).functions[function].footprint
+        self.recorder.burst(self.ledger.total + footprint.peak_bytes)
+        self.ledger.during(str(action), footprint.peak_bytes)
+
+    def _note_boundary(self, instruction: Instruction | None) -> None:
+        held = self.channel.held_bytes + self.channel.sending_bytes + self.local_bytes
+        self.ledger.set("boundary", held, str(instruction or ""))
+        self.recorder.level(self.ledger.total)
+
+
+def _add(grads: dict[str, Tensor], name: str, grad: Tensor) -> None:
+    """Add to what is there without writing to it: a received buffer or another stage may own it."""
+    grads[name] = grads[name] + grad if name in grads else grad
