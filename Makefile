@@ -40,7 +40,7 @@ gpu-check:  ## the tests that need a CUDA device, with the python named by GPU_P
 	@$(GPU_PYTHON) -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' 2>/dev/null || { \
 	  echo "gpu-check: $(GPU_PYTHON) has no torch that sees a CUDA device, so nothing was checked."; \
 	  echo "Name a python that has one: make gpu-check GPU_PYTHON=/path/to/python"; exit 1; }
-	PYTHONPATH=src $(GPU_PYTHON) -m pytest -m gpu -rs tests/gpu $(ARGS)
+	PYTHONPATH="src:$$PYTHONPATH" $(GPU_PYTHON) -m pytest -m gpu -rs tests/gpu $(ARGS)
 
 bench: $(READY)  ## throughput against one process and against torch.distributed.pipelining
 	$(BIN)/python bench/throughput.py $(ARGS)

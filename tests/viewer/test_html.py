@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from pipeloom.ir.errors import ConfigError
-from pipeloom.ir.timeline import Event, Timeline
+from pipeloom.ir.timeline import Event, MemoryCurve, Timeline
 from pipeloom.viewer import StageRow, write_report
 from pipeloom.viewer.blocks import legend, timelines_figure
 from pipeloom.viewer.curves import memory_figure
@@ -50,7 +50,7 @@ def test_the_page_tells_prediction_and_measurement(two_ranks: Timeline, tmp_path
     page = page_of(path)
     assert "11.88 s" in page and "predicted 9.50 s" in page and "-20.0 %" in page
     assert ["0", "blocks.0", "0", "12", "1.25 M", "1.00 s", "1.25 s", "-20.0 %"] == cells(page)[-11:-3]
-    assert ["0", "0", "predicted", "10.00 MiB", "20.00 MiB", "30.00 MiB", "", "40.00 MiB"] == cells(page)[:8]
+    assert ["0", "0", "predicted", "10.0 MiB", "20.0 MiB", "30.0 MiB", "", "40.0 MiB"] == cells(page)[:8]
     assert "<dt>model.width</dt><dd>256</dd>" in page
     assert "from 5.500 at step 0" in page and "validation" not in page
     names = [c[0] for trace in figure_in(page, "timelines")["data"] for c in trace["customdata"]]  # type: ignore[attr-defined]
@@ -123,3 +123,11 @@ def test_memory_holds_its_last_value_to_the_steps_end(two_ranks: Timeline) -> No
     assert list(curve.x) == [0.0, 1000.0, 9000.0, 9500.0]
     assert list(curve.y) == [10.0, 30.0, 10.0, 10.0]
     assert curve.line.shape == "hv"
+
+
+def test_memory_noted_late_is_drawn_in_order(two_ranks: Timeline) -> None:
+    curve = MemoryCurve(rank=0, times_s=(0.0, 2.0, 1.0), sizes=(MiB, 2 * MiB, 5 * MiB))
+    empty = MemoryCurve(rank=1, times_s=(), sizes=())
+    (drawn,) = memory_figure([replace(two_ranks, memory=(curve, empty))]).data
+    assert list(drawn.x) == [0.0, 1000.0, 2000.0, 9500.0]
+    assert list(drawn.y) == [1.0, 5.0, 2.0, 2.0]

@@ -61,12 +61,12 @@ def test_summary_compares(two_ranks: Timeline) -> None:
         text(summary_table(two_ranks, measured))
         == """\
 step
-                     predicted   measured  error
-────────────────────────────────────────────────
-step time               9.50 s     9.50 s  0.0 %
-bubble                  34.2 %     34.2 %
-peak memory, rank 0  30.00 MiB  30.00 MiB  0.0 %
-peak memory, rank 1  10.00 MiB  10.00 MiB  0.0 %"""
+                     predicted  measured  error
+───────────────────────────────────────────────
+step time               9.50 s    9.50 s  0.0 %
+bubble                  34.2 %    34.2 %
+peak memory, rank 0   30.0 MiB  30.0 MiB  0.0 %
+peak memory, rank 1   10.0 MiB  10.0 MiB  0.0 %"""
     )
 
 

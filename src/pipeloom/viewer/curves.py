@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..ir.timeline import MemoryCurve, Timeline
+from ..ir.units import format_bytes
 from .axes import Figure, dress, time_axis
-from .units import show_bytes, time_unit
+from .units import time_unit
 
 COLOURS = {"predicted": "#9a6be0", "measured": "#12a594"}
 LOSS_COLOURS = ("#7d8fa9", "#e0592a", "#12a594", "#9a6be0")
@@ -23,7 +24,7 @@ def memory_figure(timelines: Sequence[Timeline], caps: Sequence[int] = ()) -> Fi
     """
     from plotly.subplots import make_subplots
 
-    curves = [(t, c) for t in timelines for c in t.memory]
+    curves = [(t, c) for t in timelines for c in t.memory if c.sizes]
     if not curves:
         return None
     ranks = sorted({c.rank for _, c in curves})
@@ -45,7 +46,7 @@ def memory_figure(timelines: Sequence[Timeline], caps: Sequence[int] = ()) -> Fi
         if rank < len(caps) and caps[rank] / scale <= top:
             figure.add_hline(
                 y=caps[rank] / scale, row=panel, col=1, line={"dash": "dot", "width": 1.2, "color": CAP},
-                annotation={"text": f"cap {show_bytes(caps[rank])}", "font": {"size": 10, "color": CAP}},
+                annotation={"text": f"cap {format_bytes(caps[rank])}", "font": {"size": 10, "color": CAP}},
             )  # fmt: skip
     dress(figure, height=height)
     time_axis(figure, span_s, panels=len(ranks))
@@ -55,8 +56,10 @@ def memory_figure(timelines: Sequence[Timeline], caps: Sequence[int] = ()) -> Fi
 
 def _curve(timeline: Timeline, curve: MemoryCurve, *, scale: int, span_s: float) -> dict[str, Any]:
     """Steps: each size holds until the next time, the last one until the step's end."""
-    times = (*curve.times_s, max(timeline.step_s, *curve.times_s))
-    sizes = (*curve.sizes, curve.sizes[-1])
+    # A run notes an action's peak after the action, at the time it started.
+    steps = sorted(zip(curve.times_s, curve.sizes, strict=True), key=lambda step: step[0])
+    times = [*(t for t, _ in steps), max(timeline.step_s, steps[-1][0])]
+    sizes = [*(s for _, s in steps), steps[-1][1]]
     name = timeline.source if curve.tier == "device" else f"{timeline.source}, {curve.tier}"
     ink = COLOURS.get(timeline.source, LOSS_COLOURS[0])
     dash = {("predicted", "device"): "dash", ("predicted", "host"): "dot"}.get((timeline.source, curve.tier))
@@ -70,7 +73,7 @@ def _curve(timeline: Timeline, curve: MemoryCurve, *, scale: int, span_s: float)
         "line": {"shape": "hv", "color": ink, "width": 1.6, "dash": dash or "solid"},
         "fill": "tozeroy" if filled else "none",
         "fillcolor": "rgba(18,165,148,0.13)" if filled else None,
-        "customdata": [show_bytes(s) for s in sizes],
+        "customdata": [format_bytes(s) for s in sizes],
         "hovertemplate": "%{customdata}",
     }
 

@@ -8,11 +8,12 @@ from pathlib import Path
 
 from ..ir.errors import ConfigError
 from ..ir.timeline import Timeline
+from ..ir.units import format_bytes
 from .axes import Figure
 from .blocks import legend, timelines_figure
 from .curves import loss_figure, memory_figure
 from .facts import Comparison, StageRow, facts, memory_kinds, stage_comparisons, stages_by_rank
-from .units import show_bytes, show_count, show_error, show_share, show_time
+from .units import show_count, show_error, show_share, show_time
 
 TEMPLATES = Path(__file__).parent / "templates"
 DASH = "–"
@@ -118,7 +119,7 @@ def _cards(
         cards.append(_card("step time", known.step, show_time, STEP_BAR))
         cards.append(_card("bubble", known.bubble, show_share, None))
     if (peak := known.worst_peak) is not None:
-        cards.append(_card(f"peak memory, {peak.name}", peak, show_bytes, MEMORY_BAR))
+        cards.append(_card(f"peak memory, {peak.name}", peak, format_bytes, MEMORY_BAR))
     for name, points in losses.items():
         detail = f"from {points[0][1]:.3f} at step {points[0][0]}" if len(points) > 1 else ""
         cards.append(Card(name=f"{name} loss", value=f"{points[-1][1]:.3f}", detail=detail))
@@ -177,9 +178,9 @@ def _memory_table(
             first = timeline is timelines[0]
             sizes = timeline.peaks[rank] if rank < len(timeline.peaks) else {}
             total = peak.predicted if timeline is predicted else peak.measured
-            cells = [_text(size, show_bytes) for size in (*map(sizes.get, kinds), total)]
+            cells = [_text(size, format_bytes) for size in (*map(sizes.get, kinds), total)]
             error = _text(peak.error, show_error) if timeline is timelines[-1] else ""
-            cap = show_bytes(caps[rank]) if rank < len(caps) and first else ""
+            cap = format_bytes(caps[rank]) if rank < len(caps) and first else ""
             where = (str(rank), homes.get(rank, DASH)) if first else ("", "")
             rows.append((*where, timeline.source, *cells, error, *([cap] if caps else [])))
     heads = ("rank", "stages", "", *kinds, "peak", "error", *(["cap"] if caps else []))

@@ -11,9 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from ..ir.timeline import Event, Timeline
+from ..ir.units import format_bytes
 from .facts import Comparison, StageRow, facts, memory_kinds, stage_seconds, stages_by_rank
 from .labels import Label, colour, group_name, label
-from .units import show_bytes, show_count, show_error, show_share, show_time, time_unit
+from .units import show_count, show_error, show_share, show_time, time_unit
 
 IDLE = "·"
 FILL = "─"
@@ -95,7 +96,7 @@ def summary_table(predicted: Timeline | None, measured: Timeline | None) -> Tabl
     table.add_row("step time", *_cells(known.step, show_time), _cell(known.step.error, show_error))
     table.add_row("bubble", *_cells(known.bubble, show_share), "")
     for peak in known.peaks:
-        table.add_row(f"peak memory, {peak.name}", *_cells(peak, show_bytes), _cell(peak.error, show_error))
+        table.add_row(f"peak memory, {peak.name}", *_cells(peak, format_bytes), _cell(peak.error, show_error))
     return table
 
 

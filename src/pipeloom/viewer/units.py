@@ -1,4 +1,4 @@
-"""Numbers as people read them. Everywhere else in the package: seconds and bytes."""
+"""Numbers as people read them; sizes are `format_bytes` of ir/units. Elsewhere: plain seconds and shares."""
 
 from __future__ import annotations
 
@@ -26,18 +26,6 @@ def show_time(seconds: float) -> str:
     if abs(seconds) >= 1:
         return f"{seconds:.2f} s"
     return f"{seconds * 1e3:.2f} ms" if abs(seconds) >= 1e-3 else f"{seconds * 1e6:.2f} µs"
-
-
-def show_bytes(size: float) -> str:
-    """
-    >>> show_bytes(3 * 1024**3), show_bytes(1536 * 1024), show_bytes(2048), show_bytes(12)
-    ('3.00 GiB', '1.50 MiB', '2.0 KiB', '12 B')
-    """
-    if abs(size) >= 1024**3:
-        return f"{size / 1024**3:.2f} GiB"
-    if abs(size) >= 1024**2:
-        return f"{size / 1024**2:.2f} MiB"
-    return f"{size / 1024:.1f} KiB" if abs(size) >= 1024 else f"{size:.0f} B"
 
 
 def show_count(count: float) -> str:
