@@ -281,7 +281,9 @@ class Pipeline:
         if total.tolist() != [self.ranks * own, self.ranks * own * own]:
             seen = self.channel.all_gather_object(signature)
             table = "; ".join(f"rank {r}: {', '.join(s)}" for r, s in enumerate(seen))
-            raise BatchError(f"the ranks have different batches: {table}", hint="give all ranks the same batch")
+            raise BatchError(
+                f"the ranks have different batches: {table}", hint="give all ranks the same batch"
+            )
 
     def _share(self, loss: float, step_s: float) -> StepReport:
         """Make one rank's figures known to all."""
@@ -395,5 +397,5 @@ def _split(batch: Mapping[str, Tensor], parts: int) -> list[dict[str, Tensor]]:
             hint=f"give at least {parts} rows, or plan with fewer micro-batches",
         )
     sizes = microbatch_rows(count, parts)
-    split = {name: t.split(list(sizes)) for name, t in batch.items()}
+    split = {name: torch.split(t, list(sizes)) for name, t in batch.items()}
     return [{name: pieces[i] for name, pieces in split.items()} for i in range(parts)]

@@ -35,11 +35,11 @@ class CudaClock:
     """Events on the current stream, in seconds since the clock was made."""
 
     def __init__(self) -> None:
-        self.zero = torch.cuda.Event(enable_timing=True)
+        self.zero = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         self.zero.record()
 
     def mark(self) -> object:
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 

@@ -5,24 +5,39 @@ It knows actions, stage functions and a channel; not how a schedule was made, no
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..ir.action import (
-    RECV_B, RECV_F, REDUCE, SEND_B, SEND_F, STEP, Action, B, F, I, Instruction, Kind, StageAction, Transfer, W,
+    RECV_B,
+    RECV_F,
+    REDUCE,
+    SEND_B,
+    SEND_F,
+    STEP,
+    Action,
+    B,
+    F,
+    I,
+    Instruction,
+    Kind,
+    StageAction,
+    Transfer,
+    W,
 )  # fmt: skip
 from ..ir.graph import Value
 from ..ir.schedule import Program
 from ..ir.stages import StageGraph
 from ..ir.ties import reductions
 from ..tracer.functions import StageFunctions, Tensors, made_bytes
-from .failure import Watch
-from .posting import PostedChannel
 from .channel import Message
+from .failure import Watch
 from .ledger import Ledger
+from .posting import PostedChannel
 from .recorder import Recorder
 from .weights import Weights, clip_factor
 
@@ -89,7 +104,7 @@ class Worker:
         self.microbatches: Sequence[Microbatch] = ()
         self.flights: dict[Key, _InFlight] = {}
         self.local_bytes = 0
-        self.handlers = {
+        self.handlers: dict[Kind, Callable[[Any], None]] = {
             F: self.forward, B: self.backward, I: self.backward_input, W: self.backward_weight,
             SEND_F: self.send, SEND_B: self.send, RECV_F: self.receive, RECV_B: self.receive,
             REDUCE: self.reduce, STEP: self.step,

@@ -93,7 +93,7 @@ def scalar_loss(job: Job, outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
     Raises: CaptureError if there is none, or it is not a scalar.
     """
     if job.loss is not None:
-        loss = job.loss(outputs, batch)
+        loss: Any = job.loss(outputs, batch)
     else:
         loss = outputs.get("loss") if isinstance(outputs, dict) else getattr(outputs, "loss", None)
         if loss is None and isinstance(outputs, Tensor) and outputs.ndim == 0:
@@ -120,7 +120,8 @@ def _export(module: nn.Module, batch: dict[str, Tensor], name: str) -> ExportedP
     try:
         program = torch.export.export(module, (batch,), strict=False)
         _detach_no_grad_regions(program.graph_module)
-        return program.run_decompositions({})
+        functional: ExportedProgram = program.run_decompositions({})
+        return functional
     except CaptureError:
         raise
     except Exception as error:  # torch.export raises every kind of exception; the reason is passed on
@@ -139,12 +140,12 @@ def _detach_no_grad_regions(module: fx.GraphModule) -> None:
         body = getattr(module, node.args[1].target)
         output = body.graph.output_node()
         with body.graph.inserting_before(output):
-            output.args = (fx.map_arg(output.args[0], lambda n: _detached(body.graph, n)),)
+            output.args = (fx.map_arg(output.args[0], _detached),)
         body.recompile()
 
 
-def _detached(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    made = graph.call_function(torch.ops.aten.detach.default, (node,))
+def _detached(node: fx.Node) -> fx.Node:
+    made = node.graph.call_function(torch.ops.aten.detach.default, (node,))
     made.meta = dict(node.meta)
     return made
 
@@ -158,7 +159,8 @@ def _from_program(
     constants: dict[str, Tensor] = {}
     batch_keys = iter(keys)
     first: dict[str, fx.Node] = {}
-    for spec, node in zip(program.graph_signature.input_specs, graph.find_nodes(op="placeholder"), strict=True):
+    placeholders = graph.find_nodes(op="placeholder")
+    for spec, node in zip(program.graph_signature.input_specs, placeholders, strict=True):
         if spec.kind is InputKind.USER_INPUT:
             targets[node.name] = next(batch_keys)
             continue
@@ -166,7 +168,7 @@ def _from_program(
         target = spec.target.removeprefix("model.")
         target = canonical.get(target, target)
         if spec.kind is InputKind.CONSTANT_TENSOR:
-            constants[target] = program.constants[spec.target]
+            constants[target] = _constant(program, spec.target)
         if target in first:
             node.replace_all_uses_with(first[target])
         else:
@@ -185,6 +187,16 @@ def _from_program(
         graph=op_graph, module=module, targets=targets, updates=updates,
         blueprint=made, constants=constants, autocast=autocast,
     )  # fmt: skip
+
+
+def _constant(program: ExportedProgram, name: str) -> Tensor:
+    constant = program.constants[name]
+    if not isinstance(constant, Tensor):
+        raise CaptureError(
+            f"the model's forward uses a constant {name} of type {type(constant).__name__}",
+            hint="cut by module names instead: give lists of FQNs, one list per stage",
+        )
+    return constant
 
 
 def _canonical_names(model: nn.Module) -> dict[str, str]:

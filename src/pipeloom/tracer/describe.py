@@ -23,7 +23,7 @@ def describe(
 ) -> OpGraph:  # fmt: skip
     """Turn nodes with `meta` filled by `propagate` into an OpGraph."""
     kinds = _kinds(module, targets, model, constants)
-    loss = module.graph.output_node().args[0][-1].name  # type: ignore[index,union-attr]
+    loss = loss_node(module.graph).name
     _refuse_other_nodes(module, name)
     ops = tuple(
         _op(node, kinds, updates)
@@ -39,6 +39,13 @@ def describe(
         buffers=_buffers(model, constants),
         loss=loss,
     )
+
+
+def loss_node(graph: fx.Graph) -> fx.Node:
+    """The last output of a captured graph."""
+    outputs = graph.output_node().args[0]
+    assert isinstance(outputs, tuple) and isinstance(outputs[-1], fx.Node)
+    return outputs[-1]
 
 
 def _refuse_other_nodes(module: fx.GraphModule, name: str) -> None:
@@ -81,14 +88,13 @@ def _op(node: fx.Node, kinds: Mapping[str, tuple[str, str]], updates: Mapping[st
     results = [u for u in node.users if u.target is getitem] or [node]
     reads: dict[str, dict[str, None]] = {"param": {}, "buffer": {}, "input": {}, "value": {}}
     for source in node.all_input_nodes:
-        kind, target = kinds.get(source.name, ("value", source.name))
-        reads[kind][target] = None
-    target = node.target
-    is_op = isinstance(target, torch._ops.OpOverload)
-    tags = target.tags if isinstance(target, torch._ops.OpOverload) else ()
+        kind, name = kinds.get(source.name, ("value", source.name))
+        reads[kind][name] = None
+    call = node.target if isinstance(node.target, torch._ops.OpOverload) else None
+    tags = call.tags if call is not None else ()
     return Op(
         name=node.name,
-        target=str(target) if is_op else getattr(target, "__name__", str(target)),
+        target=str(call) if call is not None else getattr(node.target, "__name__", str(node.target)),
         inputs=(*reads["input"], *reads["value"]),
         outputs=tuple(_value(r) for r in results),
         params=tuple(reads["param"]),
@@ -97,7 +103,7 @@ def _op(node: fx.Node, kinds: Mapping[str, tuple[str, str]], updates: Mapping[st
         attributes=_attributes(node),
         module=_module_path(node),
         random=torch.Tag.nondeterministic_seeded in tags and _draws(node),
-        view=isinstance(target, torch._ops.OpOverload) and (target.is_view or "reshape" in str(target)),
+        view=call is not None and (call.is_view or call is torch.ops.aten.reshape.default),
     )
 
 
@@ -105,9 +111,9 @@ def _draws(node: fx.Node) -> bool:
     """Whether a call that may draw random numbers does so with these arguments."""
     if node.target is torch.ops.aten.scaled_dot_product_attention.default:
         dropout = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
-        return dropout != 0.0
+        return bool(dropout)
     if node.target is torch.ops.aten.native_dropout.default:
-        return node.args[1] != 0.0 and node.args[2] is not False
+        return bool(node.args[1]) and node.args[2] is not False
     return True
 
 

@@ -29,15 +29,15 @@ Evaluation = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], dict[str, Te
 def evaluation_graph(stage: StageModule) -> fx.Graph:
     """A copy of the stage's graph with every training flag off and without buffer updates."""
     graph = fx.Graph()
-    graph.output(graph.graph_copy(stage.module.graph, {}))  # type: ignore[arg-type]
+    graph.output(graph.graph_copy(stage.module.graph, {}))
     for node in graph.nodes:
         if node.target in _TRAINING_FLAG:
             position, value = _TRAINING_FLAG[node.target]
             if len(node.args) > position:
                 node.update_arg(position, value)
     output = graph.output_node()
-    kept = [n for name, n in zip(stage.outputs, output.args[0], strict=True) if not name.startswith("buffer:")]  # type: ignore[arg-type]
-    output.args = (tuple(kept),)
+    made = zip(stage.outputs, output.args[0], strict=True)  # type: ignore[arg-type]
+    output.args = (tuple(node for name, node in made if not name.startswith("buffer:")),)
     placeholders = graph.find_nodes(op="placeholder")
     graph.eliminate_dead_code()
     assert graph.find_nodes(op="placeholder") == placeholders

@@ -178,16 +178,19 @@ def stage_functions(
     module = extract(captured, stages, index, device)
     values = captured.graph.value
     sent = tuple(o for o in module.outputs if not o.startswith("buffer:") and o != captured.graph.loss)
-    of_kind = lambda kind: tuple(n for n, k in zip(module.names, module.kinds, strict=True) if k == kind)  # noqa: E731
+    by_kind: dict[str, list[str]] = {"batch": [], "value": [], "param": [], "buffer": []}
+    for name, kind in zip(module.names, module.kinds, strict=True):
+        by_kind[kind].append(name)
     trained = any(values[o].needs_grad for o in module.outputs if not o.startswith("buffer:"))
-    parts, attributes = (
-        _parts(module, captured, device, compiled) if trained else ({"forward": _forward_only(module)}, module.module)
-    )
+    parts: dict[str, Part] = {"forward": _forward_only(module)}
+    attributes: object = module.module
+    if trained:
+        parts, attributes = _parts(module, captured, device, compiled)
     functions = {name: _function(part, attributes, compiled) for name, part in parts.items()}
     needed = parts["backward"].inputs if trained else ()
     return StageFunctions(
         index=index, params=stages.params[index], buffers=stages.buffers[index],
-        batch=of_kind("batch"), received=of_kind("value"), sent=sent,
+        batch=tuple(by_kind["batch"]), received=tuple(by_kind["value"]), sent=sent,
         loss=captured.graph.loss if captured.graph.loss in module.outputs else None,
         residual_bytes=_residual_bytes(parts["forward"]),
         kept_inputs=frozenset(s.name for s in needed if s.kind == "input"),
@@ -236,7 +239,7 @@ def _function(part: Part, attributes: object, compiled: bool) -> Function:
 def _residual_bytes(forward: Part) -> dict[str, int]:
     results = forward.graph.output_node().args[0]
     return {
-        slot.name: sum(t.untyped_storage().nbytes() for t in tensors_of(node.meta["val"]))  # type: ignore[union-attr]
+        slot.name: sum(t.untyped_storage().nbytes() for t in tensors_of(node.meta["val"]))
         for slot, node in zip(forward.outputs, results, strict=True)  # type: ignore[arg-type]
         if slot.kind == "made"
     }

@@ -32,11 +32,11 @@ def _fakes(tree: object) -> Iterator[FakeTensor]:
     return (leaf for leaf in tree_iter(tree) if isinstance(leaf, FakeTensor))
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Keeps every ATen call made under it, with its fake arguments and results."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[Call] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -65,18 +65,22 @@ class Blueprint:
 
         wanted: FQNs. Tied names give the same tensor. The generator's state is left as it was.
         """
-        named = dict(self.model.named_parameters(remove_duplicate=False))
-        named |= dict(self.model.named_buffers(remove_duplicate=False))
+        named = _named_tensors(self.model)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             if self.why_whole:
                 whole = self.build()
-                real = dict(whole.named_parameters(remove_duplicate=False))
-                real |= dict(whole.named_buffers(remove_duplicate=False))
+                real = _named_tensors(whole)
                 return {name: real[name].detach() for name in wanted}
             replay = _Replay(self.calls, {_storage(named[name]) for name in wanted})
             replay.run()
             return {name: replay.real(named[name]).detach() for name in wanted}
+
+
+def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers under all their names."""
+    params: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    return params | dict(model.named_buffers(remove_duplicate=False))
 
 
 def blueprint(build: Callable[[], nn.Module], fake: FakeTensorMode) -> Blueprint:

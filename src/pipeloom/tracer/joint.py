@@ -88,7 +88,9 @@ def extract(captured: Captured, stages: StageGraph, index: int, device: str) -> 
 
 def _owner(node: fx.Node) -> str:
     """Name of the op that a node belongs to."""
-    return node.args[0].name if node.target is getitem else node.name  # type: ignore[union-attr]
+    source = node.args[0] if node.target is getitem else node
+    assert isinstance(source, fx.Node)
+    return source.name
 
 
 def _outputs(captured: Captured, stages: StageGraph, index: int) -> tuple[str, ...]:
@@ -211,8 +213,8 @@ def _identify(traced: fx.GraphModule, stage: StageModule, params: list[str], arg
     output = graph.output_node()
     for node, described in zip(output.args[0], output.meta["desc"], strict=True):  # type: ignore[arg-type]
         if isinstance(described, PlainAOTOutput):
-            outputs[stage.outputs[described.idx]] = node  # type: ignore[assignment]
+            outputs[stage.outputs[described.idx]] = node
         elif node is not None:
             assert isinstance(described, GradAOTOutput), described
-            grads[input_name(described.grad_of)] = node  # type: ignore[assignment]
+            grads[input_name(described.grad_of)] = node
     return Joint(graph, traced, inputs, tangents, outputs, grads)

@@ -52,8 +52,7 @@ class _Propagator(fx.Interpreter):
 
 def _mark_needed(graph: fx.Graph) -> None:
     """Walk back from the loss along values that require gradients."""
-    loss = graph.output_node().args[0][-1]  # type: ignore[index]
-    pending = [loss]
+    pending = [graph.output_node().args[0][-1]]  # type: ignore[index]  # the loss comes last
     needed: set[fx.Node] = set()
     while pending:
         node = pending.pop()

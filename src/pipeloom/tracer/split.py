@@ -27,9 +27,10 @@ class Slot(NamedTuple):
     """What a graph's placeholder or output stands for.
 
     kind: "state" (parameter or buffer by FQN), "input" (batch input or received value), "grad" (gradient
-    of a value that this stage sends, or of the loss), "sink" (where gradients of parameters are added), "made" (a residual, by its name in the plan),
-    "old" (an updated buffer as it was), "carried" (handed from I to W), "random" (the seed), "out" (value, loss or `buffer:FQN`),
-    "input_grad" (value name) or "weight_grad" (FQN).
+        of a value that this stage sends, or of the loss), "sink" (where gradients of parameters are
+        added), "made" (a residual, by its name in the plan), "old" (an updated buffer as it was),
+        "carried" (handed from I to W), "random" (the seed), "out" (value, loss or `buffer:FQN`),
+        "input_grad" (value name) or "weight_grad" (FQN).
     """
 
     kind: str

@@ -63,7 +63,7 @@ def compile_graph(graph: fx.Graph, attributes: object) -> Boxed:
         elif node.op == "get_attr":
             lines.append(f"    {names[node]} = {constant(_attribute(attributes, node.target))}")
         elif node.op == "output":
-            lines.append(f"    return {text(tuple(node.args[0]))}")  # type: ignore[arg-type]
+            lines.append(f"    return {text(tuple(node.args[0]))}")
         if node.op != "output" and (gone := [names[n] for n in dead.get(node, [])]):
             lines.append(f"    del {', '.join(gone)}")
     exec(compile("\n".join(lines), "<pipeloom stage>", "exec"), scope)
