@@ -18,14 +18,14 @@ def time_unit(longest_s: float) -> tuple[str, float]:
 
 def show_time(seconds: float) -> str:
     """
-    >>> show_time(12.5), show_time(0.0123456), show_time(4.2e-5), show_time(0)
-    ('12.50 s', '12.35 ms', '42.00 µs', '0 s')
+    >>> show_time(12.5), show_time(0.4298), show_time(0.0123456), show_time(4.2e-5), show_time(0)
+    ('12.50 s', '429.8 ms', '12.35 ms', '42.00 µs', '0 s')
     """
     if seconds == 0:
         return "0 s"
-    if abs(seconds) >= 1:
-        return f"{seconds:.2f} s"
-    return f"{seconds * 1e3:.2f} ms" if abs(seconds) >= 1e-3 else f"{seconds * 1e6:.2f} µs"
+    unit, scale = ("s", 1.0) if abs(seconds) >= 1 else ("ms", 1e3) if abs(seconds) >= 1e-3 else ("µs", 1e6)
+    value = seconds * scale
+    return f"{value:.{1 if abs(value) >= 100 else 2}f} {unit}"
 
 
 def show_count(count: float) -> str:
