@@ -31,9 +31,7 @@ def lower(schedule: Schedule, stages: StageGraph) -> Program:
     1RECV_F0<0 1F0 1B0 1SEND_B0>0 1STEP
     """
     check(schedule, stages)
-    program = Program(
-        microbatches=schedule.microbatches, placement=schedule.placement, rows=schedule.rows
-    )
+    program = Program(microbatches=schedule.microbatches, placement=schedule.placement, rows=schedule.rows)
     for make in PASSES:
         program = make(program, stages)
     check_program(program, stages)
