@@ -27,8 +27,8 @@ def op_graph(draw: Draw, ops: int) -> OpGraph:
         index = len(made)
         kind = draw(st.sampled_from(["plain", "plain", "plain", "view", "view", "cheap", "cheap view"]))
         cheap, view = "cheap" in kind, "view" in kind
-        reads = draw(st.lists(st.sampled_from(sorted(values)), min_size=0, max_size=1 if view else 3, unique=True))
-        params = [] if cheap else draw(st.lists(st.sampled_from(["p0", "p1", "p2"]), max_size=1 if view else 2))
+        reads = draw(st.lists(st.sampled_from(sorted(values)), max_size=1 if view else 3, unique=True))
+        params = [] if cheap else draw(st.lists(st.sampled_from(["p0", "p1", "p2"]), max_size=2 - view))
         if view and reads:
             params = []
         grad = not cheap and (draw(st.booleans()) if not view or not reads else values[reads[0]].needs_grad)

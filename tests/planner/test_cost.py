@@ -24,15 +24,18 @@ def test_rows_of_intervals_agree_with_stages(data, draw_graph, draw_profile, mak
     cuts = [0, *inner, ops]
     options = CostOptions(microbatches=4, overlap=data.draw(st.booleans()))
     kinds = [profiles[s % 2] for s in range(stages)]
-    model = CostModel(graph, kinds, make_cluster([1] * stages, bandwidth=20.0, latency_s=1.0, nodes=2), options)
+    cluster = make_cluster([1] * stages, bandwidth=20.0, latency_s=1.0, nodes=2)
+    model = CostModel(graph, kinds, cluster, options)
     assigned = [op.name for op in graph.ops if not op.cheap]
     stage_of = {name: sum(c <= p for c in inner) for p, name in enumerate(assigned)}
     stage_graph = cut(graph, stage_of)
     for s in range(stages):
         footprint, seconds = model.row(cuts[s], np.arange(cuts[s] + 1, ops + 1))
         here = cuts[s + 1] - cuts[s] - 1
-        assert tuple(column[here] for column in astuple(footprint)) == astuple(model.footprint(stage_graph, s))
-        assert model.turns(footprint, seconds, np.array([s]))[0, here] == pytest.approx(model.turn_s(stage_graph, s))
+        expected = model.footprint(stage_graph, s)
+        assert tuple(column[here] for column in astuple(footprint)) == astuple(expected)
+        turns = model.turns(footprint, seconds, np.array([s]))
+        assert turns[0, here] == pytest.approx(model.turn_s(stage_graph, s))
         in_flight = s + 1
         plan = model.stage(stage_graph, s, in_flight)
         assert model.memory(footprint, np.array([in_flight]))[0, here] == plan.memory.total
@@ -64,7 +67,8 @@ def two_linears() -> tuple[OpGraph, Profile]:
 
 def test_memory_by_kind_of_a_hand_made_cut(make_cluster):
     graph, profile = two_linears()
-    model = CostModel(graph, [profile] * 2, make_cluster([1, 1]), CostOptions(microbatches=4, optimizer_bytes=1.0))
+    options = CostOptions(microbatches=4, optimizer_bytes=1.0)
+    model = CostModel(graph, [profile] * 2, make_cluster([1, 1]), options)
     stages = cut(graph, {"a": 0, "v": 0, "b": 1})
     first, second = model.stage(stages, 0, 2), model.stage(stages, 1, 1)
     assert (first.memory.parameters, first.memory.gradients, first.memory.optimizer) == (400, 400, 400)

@@ -10,6 +10,9 @@ from .errors import ConfigError
 GiB = 1024**3
 MiB = 1024**2
 
+OP_CLASSES = ("matmul", "attention", "convolution", "normalisation", "elementwise", "default")
+"""Classes of ops that differ in the share of the peak rate or bandwidth that they achieve."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
@@ -40,8 +43,9 @@ class Device:
 
     memory_bytes: the cap that plans keep to.
     flops_per_s: peak rate per dtype name.  memory_bytes_per_s: bandwidth of its memory.
-    efficiency: op class ("matmul", "attention", "convolution", "elementwise", ...) -> share of the
-        peak that is achieved; classes not named use "default".
+    efficiency: op class (see `OP_CLASSES`) -> share of the peak that is achieved; classes not named use
+        "default", and that is 1 if not named.
+    launch_s: time that starting one kernel takes on top.
     node: index of the machine it sits in.
     host_link: link to the host's memory, if there is one to offload to.
     """
@@ -51,6 +55,7 @@ class Device:
     flops_per_s: Mapping[str, float] = field(default_factory=dict)
     memory_bytes_per_s: float = 0.0
     efficiency: Mapping[str, float] = field(default_factory=dict)
+    launch_s: float = 0.0
     node: int = 0
     host_link: Link | None = None
     host_memory_bytes: int = 0

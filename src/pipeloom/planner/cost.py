@@ -190,7 +190,8 @@ class CostModel:
         """Seconds that one micro-batch occupies a stage of any cut."""
         plan = self.stage(stages, index, 1)
         compute = plan.forward_s + plan.input_grad_s + plan.weight_grad_s
-        return float(self._turn_s(self.footprint(stages, index), compute, index))
+        rank = np.array([index])
+        return float(self._turn_s(self.footprint(stages, index), np.array([compute]), rank)[0, 0])
 
     # --- intervals of ops -------------------------------------------------------------------------
 
@@ -214,7 +215,7 @@ class CostModel:
 
     def turns(self, footprint: Footprint, seconds: Array, ranks: Indices) -> Array:
         """Seconds that one micro-batch occupies each interval on each rank: (ranks, intervals)."""
-        return np.stack([self._turn_s(footprint, seconds[self.kind[r]], int(r)) for r in ranks])
+        return self._turn_s(footprint, seconds[np.array(self.kind)[ranks]], ranks)
 
     def memory(self, footprint: Footprint, in_flight: Indices) -> Array:
         """Bytes of each interval with each count of micro-batches in flight: (counts, intervals)."""
@@ -223,7 +224,8 @@ class CostModel:
 
     def edges(self, footprint: Footprint, ranks: Indices) -> Array:
         """Seconds in transfers over the left edge of each interval on each rank: (ranks, intervals)."""
-        return np.stack([sum(self._left_s(footprint, int(r))) for r in ranks])
+        f = footprint
+        return self._edge_s(f.received, ranks, -1, 0) + self._edge_s(f.received_grads, ranks, 0, -1)
 
     @cached_property
     def crossing_bytes(self) -> Array:
@@ -236,21 +238,30 @@ class CostModel:
                 change[readers[-1] + 1] -= value.bytes
         return np.cumsum(change)
 
-    def _left_s(self, f: Footprint, rank: int) -> tuple[Any, Any]:
-        return self._edge_s(rank - 1, rank, f.received), self._edge_s(rank, rank - 1, f.received_grads)
-
-    def _turn_s(self, f: Footprint, compute: Any, rank: int) -> Any:
-        forward, backward = self._left_s(f, rank)
+    def _turn_s(self, f: Footprint, compute: Array, ranks: Indices) -> Array:
+        forward = self._edge_s(f.received, ranks, -1, 0)
+        backward = self._edge_s(f.received_grads, ranks, 0, -1)
         if self.options.overlap:
             return np.maximum(compute, np.maximum(forward, backward))
-        right = self._edge_s(rank, rank + 1, f.sent) + self._edge_s(rank + 1, rank, f.sent_grads)
+        right = self._edge_s(f.sent, ranks, 0, 1) + self._edge_s(f.sent_grads, ranks, 1, 0)
         return compute + forward + backward + right
 
-    def _edge_s(self, source: int, target: int, size: Any) -> Any:
-        if min(source, target) < 0 or max(source, target) >= len(self.cluster.devices):
-            return 0.0 * size
-        link = self.cluster.link(source, target)
-        return np.where(size > 0, link.latency_s + size / link.bandwidth_bytes_per_s, 0.0)
+    def _edge_s(self, size: Any, ranks: Indices, source: int, target: int) -> Array:
+        """Seconds to move `size` between neighbours, given as offsets to the rank: (ranks, intervals)."""
+        latency, per_byte = self._links[source, target][:, ranks, None]
+        return np.where(np.asarray(size) > 0, latency + size * per_byte, 0.0)
+
+    @cached_property
+    def _links(self) -> dict[tuple[int, int], Array]:
+        """(source, target) offset -> latency and seconds per byte of each rank; 0 at the ends."""
+        count = len(self.cluster.devices)
+        found = {offsets: np.zeros((2, count)) for offsets in ((-1, 0), (0, -1), (0, 1), (1, 0))}
+        for (source, target), costs in found.items():
+            for rank in range(count):
+                if 0 <= min(rank + source, rank + target) and max(rank + source, rank + target) < count:
+                    link = self.cluster.link(rank + source, rank + target)
+                    costs[:, rank] = link.latency_s, 1 / link.bandwidth_bytes_per_s
+        return found
 
     @cached_property
     def prefix_s(self) -> Array:

@@ -1,0 +1,41 @@
+"""Sizes as text."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeloom.ir.errors import ConfigError
+from pipeloom.ir.units import UNITS, format_bytes, parse_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("1", 1), ("1B", 1), (" 2 KiB ", 2048), ("1.5MiB", 1572864), ("2kB", 2000),
+     ("0.5GB", 500_000_000), (7, 7)],
+)  # fmt: skip
+def test_what_is_read(text, size):
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "cannot read '' as a size"), ("GiB", "cannot read"), ("-1GiB", "cannot read"),
+        ("1e9", "cannot read"), ("1GiB2", "cannot read"), ("1,5GiB", "cannot read"), ("inf", "cannot read"),
+        ("1Gib", "unknown unit 'Gib'"), ("3 parsecs", "unknown unit 'parsecs'"), ("0MiB", "no size above 0"),
+        ("0.3B", "not a whole number of bytes"), (-5, "cannot read"), (0, "no size above 0"),
+        (True, "cannot read True"), (None, "cannot read None"), (1.5, "cannot read 1.5"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(text, words):
+    with pytest.raises(ConfigError, match=words):
+        parse_bytes(text)
+
+
+@given(number=st.integers(1, 10**6), unit=st.sampled_from(sorted(UNITS)))
+def test_numbers_and_units(number, unit):
+    assert parse_bytes(f"{number}{unit}") == number * UNITS[unit]
+
+
+def test_for_people():
+    assert [format_bytes(n) for n in (0, 1023, 1024, 10**9)] == ["0 B", "1023 B", "1.0 KiB", "953.7 MiB"]

@@ -1,0 +1,90 @@
+"""Cluster files: what is read, and what is refused with which words."""
+
+import pytest
+
+from pipeloom.ir.cluster import GiB, Link
+from pipeloom.ir.errors import ConfigError
+from pipeloom.planner import cpu_cluster, load_cluster
+
+GOOD = """
+[[device]]
+name = "card"
+count = 2
+memory = "24GiB"
+flops_per_s = { float32 = 35e12, bfloat16 = 71e12 }
+memory_bytes_per_s = 936e9
+efficiency = { matmul = 0.7 }
+launch_s = 5e-6
+host_link = { bandwidth = "12GB", latency_s = 1e-5 }
+host_memory = "64GiB"
+[[device]]
+name = "small"
+memory = "11GiB"
+node = 1
+[within_node]
+bandwidth = "12GB"
+latency_s = 1e-5
+[between_nodes]
+bandwidth = 3e9
+"""
+
+
+def test_a_whole_file(tmp_path):
+    path = tmp_path / "cluster.toml"
+    path.write_text(GOOD)
+    cluster = load_cluster(path)
+    assert [d.name for d in cluster.devices] == ["card", "card", "small"]
+    card, small = cluster.devices[0], cluster.devices[2]
+    assert (card.memory_bytes, small.memory_bytes) == (24 * GiB, 11 * GiB)
+    assert card.host_link == Link(bandwidth_bytes_per_s=12e9, latency_s=1e-5)
+    assert (card.host_memory_bytes, card.launch_s, card.flops_per_s["bfloat16"]) == (64 * GiB, 5e-6, 71e12)
+    assert cluster.link(0, 1) == Link(bandwidth_bytes_per_s=12e9, latency_s=1e-5)
+    assert cluster.link(1, 2) == Link(bandwidth_bytes_per_s=3e9)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (("memory = \"24GiB\"", "memroy = \"24GiB\""), "unknown key 'memroy'\nhint: did you mean memory?"),
+        (("[within_node]", "[within_nodes]"), "unknown key 'within_nodes'\nhint: did you mean within_node?"),
+        (("bandwidth = 3e9", "bandwith = 3e9"), "between_nodes has the unknown key 'bandwith'"),
+        (("matmul = 0.7", "matmull = 0.7"), "efficiency of device 1 has the unknown key 'matmull'"),
+        (("bfloat16 = 71e12", "bf16 = 71e12"), "flops_per_s of device 1 has the unknown key 'bf16'"),
+        (("24GiB", "24 GIB"), "device 1: '24 GIB' has the unknown unit 'GIB'"),
+        (("24GiB", "0GiB"), "device 1: '0GiB' is no size above 0"),
+        (("count = 2", "count = 0"), "device 1 has count 0"),
+        (("count = 2", "count = 1.5"), "device 1: count is 1.5"),
+        (("launch_s = 5e-6", "launch_s = -1"), "device 1: launch_s is -1"),
+        (("name = \"small\"", "node = 2"), "is not valid TOML"),
+        (("[[device]]", "[device]"), "is not valid TOML"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(tmp_path, wrong, words):
+    path = tmp_path / "cluster.toml"
+    path.write_text(GOOD.replace(*wrong))
+    with pytest.raises(ConfigError) as caught:
+        load_cluster(path)
+    assert words in str(caught.value) and str(path) in str(caught.value)
+
+
+def test_missing_parts(tmp_path):
+    path = tmp_path / "cluster.toml"
+    with pytest.raises(ConfigError, match="cannot read cluster"):
+        load_cluster(path)
+    path.write_text('[within_node]\nbandwidth = "1GB"\n')
+    with pytest.raises(ConfigError, match="no \\[\\[device\\]\\] table"):
+        load_cluster(path)
+    path.write_text('[[device]]\nname = "a"\nmemory = "1GB"\n')
+    with pytest.raises(ConfigError, match="no \\[within_node\\] table"):
+        load_cluster(path)
+    path.write_text('[[device]]\nmemory = "1GB"\n[within_node]\nbandwidth = "1GB"\n')
+    with pytest.raises(ConfigError, match="device 1 has no name"):
+        load_cluster(path)
+
+
+def test_processes_on_this_machine():
+    cluster = cpu_cluster(3, memory="300MiB")
+    assert [d.memory_bytes for d in cluster.devices] == [300 * 2**20] * 3
+    assert cpu_cluster(2).devices[0].memory_bytes > 2**20
+    with pytest.raises(ConfigError, match="a cluster of 0 devices"):
+        cpu_cluster(0)
