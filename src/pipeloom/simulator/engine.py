@@ -32,8 +32,8 @@ def simulate(
 
     A send takes no time of its rank. The message moves when it is sent, its receive is posted and the link
     of that pair of ranks is free, and takes `Link.transfer_s`. Events: compute actions and STEP on stream
-    "compute"; each message on "send" of its sender; REDUCE on "send" of each of its ranks; time that a rank
-    waits for either on "recv", where there is any.
+    "compute"; each message on "send" of its sender; time that a rank waits for one, where there is any, and
+    REDUCE with its waits on "recv".
 
     Raises: PlanError if an argument does not fit the program; DeadlockError if the program blocks.
 
@@ -94,12 +94,15 @@ class _Run:
                 clock = self.compute(rank, clock, step)
             elif isinstance(step, StageAction):
                 if step.kind == REDUCE:
+                    begin = clock
                     for reduction in self.sums[rank]:
                         self.at_sum[reduction.name, rank] = clock
                         self.board.post((reduction.name, rank))
                         for other in reduction.ranks:
                             yield from self.board.wait((reduction.name, other))
-                        clock = self.reduce(rank, clock, step, reduction)
+                        clock = self.sum_up(reduction)
+                    self.record(rank, "recv", step, begin, clock)
+                    self.memory.scratch(begin, clock, step)
                 else:
                     clock = self.optimize(rank, clock, step)
             elif step.sends:
@@ -156,16 +159,12 @@ class _Run:
         self.post(source, rank, pipe.received + self.ahead, end)
         return end
 
-    def reduce(self, rank: int, clock: float, step: StageAction, reduction: Reduction) -> float:
-        start = max(self.at_sum[reduction.name, other] for other in reduction.ranks)
-        if start > clock:
-            self.record(rank, "recv", step, clock, start)
+    def sum_up(self, reduction: Reduction) -> float:
+        """When a sum is done that all its ranks have reached."""
+        start = max(self.at_sum[reduction.name, rank] for rank in reduction.ranks)
         size = max(self.costs[stage].tied_bytes.get(reduction.name, 0) for stage in reduction.stages)
         every = len(self.program.rows)
-        end = start + all_reduce_s(size, reduction.ranks, self.cluster, all_ranks=every)
-        self.record(rank, "send", step, start, end)
-        self.memory.scratch(clock, end, step)
-        return end
+        return start + all_reduce_s(size, reduction.ranks, self.cluster, all_ranks=every)
 
     def record(self, rank: int, stream: str, step: Instruction, start: float, end: float) -> None:
         self.events.append(Event(rank=rank, stream=stream, action=str(step), start_s=start, end_s=end))
