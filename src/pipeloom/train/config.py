@@ -1,0 +1,155 @@
+"""The settings of `pipeloom train`: frozen dataclasses with defaults, read from TOML, printed as TOML.
+
+    name = "gpt"
+    [model]
+    width = 256
+    [pipeline]
+    stages = 4
+
+Every key may also be given as `--set model.width=256`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..ir.errors import ConfigError
+from ..ir.units import parse_bytes
+
+
+def _require(holds: bool, message: str, hint: str) -> None:
+    if not holds:
+        raise ConfigError(message, hint=hint)
+
+
+def _require_positive(section: str, **numbers: float) -> None:
+    for key, number in numbers.items():
+        _require(number > 0, f"{section}{key} is {number}", "use a value above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The byte-level GPT. context: bytes it sees at once.  tied: one matrix embeds and predicts."""
+
+    layers: int = 4
+    width: int = 192
+    heads: int = 6
+    context: int = 128
+    dropout: float = 0.0
+    tied: bool = True
+
+    def __post_init__(self) -> None:
+        _require_positive(
+            "model.", layers=self.layers, width=self.width, heads=self.heads, context=self.context
+        )
+        _require(
+            self.width % self.heads == 0,
+            f"model.width {self.width} is not a multiple of model.heads {self.heads}",
+            "all heads have the same width",
+        )
+        _require(0 <= self.dropout < 1, f"model.dropout is {self.dropout}", "use at least 0 and below 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Text to train on.
+
+    paths: files, or folders whose files are all taken; empty for the .py files of Python's standard library.
+    validation_share: share of the files (of each file, if there are too few) kept for validation.
+    """
+
+    paths: tuple[str, ...] = ()
+    validation_share: float = 0.05
+
+    def __post_init__(self) -> None:
+        share = self.validation_share
+        _require(0 < share < 1, f"data.validation_share is {share}", "use a share between 0 and 1, as 0.05")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW with a linear warm-up and a cosine decay.
+
+    final_rate_share: learning rate at the last step, as a share of `learning_rate`.
+    clip_norm: largest global norm of the gradients; 0 does not clip.
+    A job that brings its own optimizer uses only the schedule of these.
+    """
+
+    learning_rate: float = 2e-3
+    weight_decay: float = 0.05
+    warmup_steps: int = 20
+    final_rate_share: float = 0.05
+    clip_norm: float = 1.0
+
+    def __post_init__(self) -> None:
+        _require_positive("optimizer.", learning_rate=self.learning_rate)
+        for key in ("weight_decay", "warmup_steps", "final_rate_share", "clip_norm"):
+            value = getattr(self, key)
+            _require(value >= 0, f"optimizer.{key} is {value}", "use 0 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineConfig:
+    """How the model is spread.
+
+    microbatches, microbatch_size: one step trains on microbatches x microbatch_size sequences.
+    device_memory: cap per rank, as "300MiB"; unset for no cap.
+    plan: a plan file to follow instead of planning.
+    """
+
+    stages: int = 2
+    schedule: str = "1f1b"
+    microbatches: int = 8
+    microbatch_size: int = 4
+    split_backward: bool = False
+    compile: bool = False
+    device_memory: str | None = None
+    plan: str | None = None
+
+    def __post_init__(self) -> None:
+        _require_positive(
+            "pipeline.", stages=self.stages, microbatches=self.microbatches,
+            microbatch_size=self.microbatch_size,
+        )  # fmt: skip
+        if self.device_memory is not None:
+            parse_bytes(self.device_memory)
+
+    @property
+    def rows(self) -> int:
+        """Sequences per step."""
+        return self.microbatches * self.microbatch_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Everything about one run.
+
+    name: of the run directory, runs/<name>-<n>.  job: "file.py:function" or "package.module:function"
+    returning a `pipeloom.Job`; unset for the built-in GPT (then `model` and `data` are not used).
+    checkpoint_every: steps between checkpoints; one is always written at the end.
+    """
+
+    name: str = "gpt"
+    job: str | None = None
+    seed: int = 0
+    steps: int = 300
+    validate_every: int = 50
+    validation_batches: int = 4
+    checkpoint_every: int = 100
+    keep_checkpoints: int = 2
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+
+    def __post_init__(self) -> None:
+        _require_positive(
+            "", steps=self.steps, validate_every=self.validate_every,
+            validation_batches=self.validation_batches, checkpoint_every=self.checkpoint_every,
+            keep_checkpoints=self.keep_checkpoints,
+        )  # fmt: skip
+        _require(
+            bool(self.name) and Path(self.name).name == self.name,
+            f"name is {self.name!r}", "use a plain word: it names the run directory",
+        )  # fmt: skip

@@ -1,0 +1,194 @@
+"""Config as TOML text: reading with exact complaints, `--set key=value`, writing."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+import tomllib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import msgspec
+
+from ..ir.errors import ConfigError
+from .config import Config
+
+_TABLE = re.compile(r"\s*\[([A-Za-z0-9_.\- ]+)\]")
+_KEY = re.compile(r"\s*([A-Za-z0-9_\-]+)\s*(?:\.|=)")
+_AT = re.compile(r" - at `\$\.(.+)`$")
+
+
+def read_config(file: Path | None, overrides: Sequence[str] = ()) -> Config:
+    """The defaults, changed by a TOML file, changed by `key=value` overrides.
+
+    Raises: ConfigError naming the file and line, or the override, if something is missing, misspelt, of
+        the wrong type or out of range.
+    """
+    text = "" if file is None else _read(file)
+    plain = _parse(text, file)
+    for key in _keys(plain):
+        _refuse_unknown(key, _where(file, text, key))
+    origin = {key: _where(file, text, key) for key in _keys(plain)}
+    for override in overrides:
+        key, value = _parse_override(override)
+        _put(plain, key, value)
+        origin[key] = f"--set {override}"
+    try:
+        return msgspec.convert(plain, Config)
+    except msgspec.ValidationError as error:
+        at = _AT.search(str(error))
+        key = at[1].partition("[")[0] if at else ""
+        what = _AT.sub("", str(error)).replace("`", "").lower()
+        place = origin.get(key, str(file or "--set"))
+        raise ConfigError(
+            f"{place}: {key}: {what}", hint=f"{key} is {_kind_of(key)}, by default {_default_of(key)!r}"
+        ) from None
+
+
+def write_config(config: Config) -> str:
+    """The whole config as TOML, defaults included; `read_config` gives it back.
+
+    >>> print(write_config(Config()).partition("[")[0].rstrip())
+    name = "gpt"
+    seed = 0
+    steps = 300
+    validate_every = 50
+    validation_batches = 4
+    checkpoint_every = 100
+    keep_checkpoints = 2
+    """
+    import tomli_w  # here, since only `pipeloom train` writes a config
+
+    return tomli_w.dumps(_without_none(msgspec.to_builtins(config)))
+
+
+def known_keys(kind: Any = Config, prefix: str = "") -> list[str]:
+    """Every dotted key, in the order of the dataclasses.
+
+    >>> known_keys()[7:10]
+    ['keep_checkpoints', 'model.layers', 'model.width']
+    """
+    found = []
+    for name, inner in get_type_hints(kind).items():
+        found += known_keys(inner, f"{prefix}{name}.") if dataclasses.is_dataclass(inner) else [prefix + name]
+    return found
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text()
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read config file {file}: {error.strerror}",
+            hint="check the path; without a file, the defaults are used",
+        ) from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"config file {file} is not text", hint="write TOML in UTF-8") from None
+
+
+def _parse(text: str, file: Path | None) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{file} is not TOML: {error}", hint="see https://toml.io for the format") from None
+
+
+def _parse_override(override: str) -> tuple[str, Any]:
+    """`key=value` with the value in TOML; a text may stand without quotes.
+
+    >>> _parse_override("model.width=64"), _parse_override("name=tiny"), _parse_override("data.paths=a.txt")
+    (('model.width', 64), ('name', 'tiny'), ('data.paths', ['a.txt']))
+    """
+    key, equals, raw = override.partition("=")
+    key, raw = key.strip(), raw.strip()
+    if not equals:
+        raise ConfigError(f"--set {override!r} has no value", hint="write --set key=value")
+    _refuse_unknown(key, f"--set {override}")
+    kind = _type_of(key)
+    if kind in (str, str | None) and not raw.startswith(('"', "'")):
+        return key, raw
+    try:
+        value = tomllib.loads(f"value = {raw}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = raw
+    if kind == tuple[str, ...] and not isinstance(value, list):
+        value = [raw if not isinstance(value, str) else value]
+    return key, value
+
+
+def _keys(plain: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    """Dotted keys of what a file sets; a table where no table belongs counts as a key."""
+    for name, value in plain.items():
+        if isinstance(value, dict) and value:
+            yield from _keys(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name
+
+
+def _refuse_unknown(key: str, place: str) -> None:
+    known = known_keys()
+    sections = {k.rpartition(".")[0] for k in known} - {""}
+    if key in known or key in sections:
+        return
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    if not near:  # the right word in the wrong section
+        last = {k.rpartition(".")[2]: k for k in known}
+        near = [last[word] for word in difflib.get_close_matches(key.rpartition(".")[2], last, n=1)]
+    hint = f"did you mean {near[0]}?" if near else f"the keys are {', '.join(known)}"
+    raise ConfigError(f"{place}: there is no setting {key}", hint=hint)
+
+
+def _where(file: Path | None, text: str, dotted: str) -> str:
+    """`config.toml line 3`, for people; only the file where the line cannot be told."""
+    table = ""
+    for number, line in enumerate(text.splitlines(), 1):
+        if match := _TABLE.match(line):
+            table = match[1].strip() + "."
+            if dotted == match[1].strip():
+                return f"{file} line {number}"
+        elif (match := _KEY.match(line)) and (dotted + ".").startswith(f"{table}{match[1]}."):
+            return f"{file} line {number}"
+    return str(file)
+
+
+def _put(plain: dict[str, Any], dotted: str, value: Any) -> None:
+    *sections, last = dotted.split(".")
+    for section in sections:
+        plain = plain.setdefault(section, {})
+        if not isinstance(plain, dict):
+            raise ConfigError(f"{section} is set to {plain!r}", hint=f"{section} is a table of settings")
+    plain[last] = value
+
+
+def _type_of(dotted: str) -> Any:
+    kind: Any = Config
+    for name in dotted.split("."):
+        kind = get_type_hints(kind)[name]
+    return kind
+
+
+def _kind_of(dotted: str) -> str:
+    kind = _type_of(dotted)
+    words = {
+        int: "a whole number",
+        float: "a number",
+        bool: "true or false",
+        tuple[str, ...]: "a list of texts",
+    }
+    return words.get(kind, "a table" if dataclasses.is_dataclass(kind) else "a text")
+
+
+def _default_of(dotted: str) -> Any:
+    value: Any = Config()
+    for name in dotted.split("."):
+        value = getattr(value, name)
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _without_none(plain: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: _without_none(value) if isinstance(value, dict) else value
+        for key, value in plain.items() if value is not None
+    }  # fmt: skip

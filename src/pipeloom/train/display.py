@@ -1,0 +1,107 @@
+"""Progress of training for people: a live bar on a terminal, plain lines everywhere else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from ..ir.units import format_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shown:
+    """One step's figures. peak_bytes: per rank. validation_loss: the latest, None before the first."""
+
+    step: int
+    loss: float
+    tokens_per_s: float
+    bubble: float
+    peak_bytes: tuple[int, ...]
+    validation_loss: float | None = None
+
+    def __str__(self) -> str:
+        """
+        >>> print(Shown(step=7, loss=2.5, tokens_per_s=13e3, bubble=0.111, peak_bytes=(3 << 20, 2 << 20)))
+        loss 2.500  13,000 tokens/s  bubble 11.1 %  memory 3.0 MiB | 2.0 MiB
+        """
+        validation = "" if self.validation_loss is None else f"  validation {self.validation_loss:.3f}"
+        memory = " | ".join(format_bytes(size) for size in self.peak_bytes)
+        return (
+            f"loss {self.loss:.3f}{validation}  {self.tokens_per_s:,.0f} tokens/s  "
+            f"bubble {self.bubble:.1%}  memory {memory}".replace("%", " %")
+        )
+
+
+class Display(Protocol):
+    """Shows steps as they end; a context manager around the training loop."""
+
+    def show(self, shown: Shown) -> None: ...
+
+    def __enter__(self) -> Display: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+class Silent:
+    """For ranks other than 0, and for `--json`."""
+
+    def show(self, shown: Shown) -> None:
+        pass
+
+    def __enter__(self) -> Silent:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+
+class Lines(Silent):
+    """A line every few steps, without control characters: for log files."""
+
+    def __init__(self, console: Console, *, steps: int, every: int = 10) -> None:
+        self.console, self.steps, self.every = console, steps, every
+
+    def show(self, shown: Shown) -> None:
+        if shown.step % self.every == 0 or shown.step in (1, self.steps):
+            line = f"step {shown.step}/{self.steps}  {shown}"
+            self.console.print(line, highlight=False, soft_wrap=True)
+
+
+class Bar(Silent):
+    """One live line."""
+
+    def __init__(self, console: Console, *, steps: int, done: int) -> None:
+        self.progress = Progress(
+            TextColumn("training"), BarColumn(bar_width=20), MofNCompleteColumn(), TimeRemainingColumn(),
+            TextColumn("{task.fields[figures]}"), console=console,
+        )  # fmt: skip
+        self.task = self.progress.add_task("training", total=steps, completed=done, figures="")
+
+    def show(self, shown: Shown) -> None:
+        self.progress.update(self.task, completed=shown.step, figures=str(shown))
+
+    def __enter__(self) -> Bar:
+        self.progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.progress.stop()
+
+
+def display_for(console: Console, *, rank: int, steps: int, done: int) -> Display:
+    """What suits this rank and this output."""
+    if rank != 0 or console.quiet:
+        return Silent()
+    if console.is_terminal:
+        return Bar(console, steps=steps, done=done)
+    return Lines(console, steps=steps)

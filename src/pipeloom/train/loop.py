@@ -1,0 +1,165 @@
+"""The training loop of one rank. Every rank runs it with the same batches; rank 0 also writes and shows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from rich.console import Console
+
+from ..ir.errors import CheckpointError, PipeloomError
+from ..ir.timeline import Timeline
+from .config import Config
+from .display import Display, Shown, display_for
+from .metrics import Metrics
+from .rates import rate_share
+from .workload import Batch, Workload
+
+TIMED_STEPS = 9
+"""Steps at the end of which the one with the middle step time is reported: a single one may be disturbed."""
+
+
+class Report(Protocol):
+    """Figures of the last step; see `pipeloom.pipeline.StepReport`."""
+
+    @property
+    def step_s(self) -> float: ...
+    @property
+    def bubble(self) -> float: ...
+    @property
+    def peak_bytes(self) -> tuple[int, ...]: ...
+    @property
+    def grad_norm(self) -> float | None: ...
+
+
+class Trainable(Protocol):
+    """What the loop needs of `pipeloom.Pipeline`."""
+
+    rank: int
+    steps: int
+
+    @property
+    def report(self) -> Report | None: ...
+    def step(self, batch: Batch, /) -> float: ...
+    def evaluate(self, batch: Batch, /) -> float: ...
+    def measured(self) -> Timeline: ...
+    def save(self, directory: Path, /, *, extra: Mapping[str, Any], keep: int) -> Path: ...
+    def load(self, directory: Path, /) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a run ended.
+
+    first_step: steps done when it began.  losses: step -> loss, of the run's whole life (rank 0).
+    timeline: the measured step of middle duration among the last ones; None if no step was made.
+    """
+
+    first_step: int
+    steps: int
+    losses: Mapping[str, list[tuple[int, float]]]
+    timeline: Timeline | None
+
+
+def train(
+    pipeline: Trainable, config: Config, workload: Workload, out: Path, *,
+    resume: bool, console: Console | None = None,
+) -> Outcome:  # fmt: skip
+    """Train until `config.steps`, from the newest checkpoint in `out` if `resume`.
+
+    Raises: CheckpointError on all ranks if there is nothing to resume from, or it was made with other
+        data; PipeloomError on all ranks if the loss is no longer a number.
+    """
+    if resume:
+        extra = pipeline.load(out / "checkpoint")
+        if extra.get("data") != workload.data:
+            raise CheckpointError(
+                f"the checkpoint in {out} is of other data: {extra.get('data')}, not {workload.data}",
+                hint="restore the files, or start a new run",
+            )
+    first = pipeline.steps
+    with ExitStack() as stack:
+        writes = pipeline.rank == 0
+        metrics = stack.enter_context(Metrics(out / "metrics.jsonl", after_step=first)) if writes else None
+        display = stack.enter_context(
+            display_for(console or Console(), rank=pipeline.rank, steps=config.steps, done=first)
+        )
+        timelines = _steps(pipeline, config, workload, out, metrics, display)
+        losses = {} if metrics is None else _losses(metrics)
+    return Outcome(first_step=first, steps=pipeline.steps, losses=losses, timeline=_middle(timelines))
+
+
+def _steps(
+    pipeline: Trainable, config: Config, workload: Workload, out: Path,
+    metrics: Metrics | None, display: Display,
+) -> list[Timeline]:  # fmt: skip
+    timelines = []
+    validation = None
+    for step in range(pipeline.steps, config.steps):
+        batch = workload.train(step)
+        loss = pipeline.step(batch)
+        if not math.isfinite(loss):
+            raise PipeloomError(
+                f"the loss of step {step + 1} is {loss}",
+                hint="lower optimizer.learning_rate; `--resume` goes back to the newest checkpoint",
+            )
+        done, last = step + 1, step + 1 == config.steps
+        if config.steps - done < TIMED_STEPS:
+            timelines.append(pipeline.measured())
+        validates = last or done % config.validate_every == 0
+        if validates:
+            validation = validate(pipeline, config, workload)
+        if metrics is not None:
+            figures = _figures(pipeline, config, workload, batch, loss)
+            metrics.write({**figures, "validation_loss": validation if validates else None})
+            display.show(_shown(figures, validation))
+        if last or done % config.checkpoint_every == 0:
+            extra = {"data": workload.data, "step": done}
+            pipeline.save(out / "checkpoint", extra=extra, keep=config.keep_checkpoints)
+    return timelines
+
+
+def validate(pipeline: Trainable, config: Config, workload: Workload) -> float:
+    """Mean loss over the validation batches, which are the same every time."""
+    count = config.validation_batches
+    return sum(pipeline.evaluate(workload.validation(index)) for index in range(count)) / count
+
+
+def _figures(
+    pipeline: Trainable, config: Config, workload: Workload, batch: Batch, loss: float
+) -> dict[str, Any]:
+    report, rate = pipeline.report, workload.rate
+    assert report is not None, "a step was just made"
+    return {
+        "step": pipeline.steps,
+        "loss": loss,
+        "learning_rate": None if rate is None else rate * rate_share(config, pipeline.steps - 1),
+        "step_s": report.step_s,
+        "tokens_per_s": workload.tokens(batch) / report.step_s,
+        "bubble": report.bubble,
+        "peak_bytes": list(report.peak_bytes),
+        "grad_norm": report.grad_norm,
+    }
+
+
+def _shown(figures: Mapping[str, Any], validation: float | None) -> Shown:
+    return Shown(
+        step=figures["step"], loss=figures["loss"], tokens_per_s=figures["tokens_per_s"],
+        bubble=figures["bubble"], peak_bytes=tuple(figures["peak_bytes"]), validation_loss=validation,
+    )  # fmt: skip
+
+
+def _losses(metrics: Metrics) -> dict[str, list[tuple[int, float]]]:
+    lines = metrics.read()
+    names = {"train": "loss", "validation": "validation_loss"}
+    return {name: [(line["step"], line[key]) for line in lines if key in line] for name, key in names.items()}
+
+
+def _middle(timelines: list[Timeline]) -> Timeline | None:
+    """The one of median step time."""
+    by_time = sorted(timelines, key=lambda timeline: timeline.step_s)
+    return by_time[len(by_time) // 2] if by_time else None

@@ -1,0 +1,50 @@
+"""metrics.jsonl: one JSON object per step, on disk as soon as the step is over.
+
+    {"step": 12, "loss": 2.9, "learning_rate": 0.0012, "step_s": 0.31, "tokens_per_s": 13213.0,
+     "bubble": 0.11, "peak_bytes": [41943040, 40265318], "grad_norm": 1.7, "validation_loss": 2.8}
+
+`validation_loss` stands only on steps after which validation ran; `learning_rate` and `grad_norm` only
+where they are known.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+
+class Metrics:
+    """Appends to the file; made anew for a resumed run, it first drops the steps that will be run again."""
+
+    def __init__(self, path: Path, *, after_step: int) -> None:
+        self.path = path
+        kept = [line for line in self._lines() if json.loads(line)["step"] <= after_step]
+        partial = path.with_name(path.name + ".partial")
+        partial.write_text("".join(line + "\n" for line in kept))
+        partial.replace(path)
+        self._file = path.open("a")
+
+    def write(self, values: Mapping[str, Any]) -> None:
+        """One step's figures; those that are None are left out."""
+        self._file.write(json.dumps({k: v for k, v in values.items() if v is not None}) + "\n")
+        self._file.flush()
+
+    def read(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self._lines()]
+
+    def _lines(self) -> list[str]:
+        """Whole lines only: a crash may have cut the last one."""
+        if not self.path.exists():
+            return []
+        return self.path.read_text().rpartition("\n")[0].splitlines()
+
+    def __enter__(self) -> Metrics:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()

@@ -1,0 +1,109 @@
+"""What a config trains: the model's job, its batches by step, and a name for the data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+
+from ..ir.errors import ConfigError
+from ..tracer.job import Job
+from .config import Config
+from .model import GPT
+from .seeds import derive
+from .text import Text, files_of, split, standard_library
+
+Batch = dict[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """A job and where its batches come from.
+
+    train, validation: number of the step, or of the validation batch -> a whole batch, the same on every
+        rank.  data: fingerprint; a run that is resumed over other data is refused.
+    rate: highest learning rate, None if the job brings its own optimizer.
+    """
+
+    job: Job
+    train: Callable[[int], Batch]
+    validation: Callable[[int], Batch]
+    data: str
+    rate: float | None
+
+    def tokens(self, batch: Batch) -> float:
+        """What a step's throughput counts: the job's weight, or the rows where it has none."""
+        if self.job.weight is not None:
+            return float(self.job.weight(batch))
+        return float(next(iter(batch.values())).shape[0])
+
+
+def gpt_workload(config: Config) -> Workload:
+    """The built-in GPT on text.
+
+    Raises: ConfigError if the text is missing or too short.
+    """
+    spans = files_of(config.data.paths) if config.data.paths else standard_library()
+    train, validation = split(spans, config.data.validation_share)
+    window = config.model.context + 1
+    for purpose, text in (("training", train), ("validation", validation)):
+        if len(text) < window:
+            raise ConfigError(
+                f"the {purpose} text has {len(text)} bytes, one sequence needs {window}",
+                hint="give more text, or lower model.context",
+            )
+
+    def batch(text: Text, seed: int, rows: int) -> Batch:
+        bytes_BT = torch.from_numpy(text.windows(seed, rows, window)).long()
+        return {"input_ids": bytes_BT[:, :-1].contiguous(), "labels": bytes_BT[:, 1:].contiguous()}
+
+    rows, seed = config.pipeline.rows, config.seed
+    return Workload(
+        job=Job(
+            name=config.name,
+            model=lambda: build_model(config),
+            batch=lambda seed, size: batch(train, seed, size),
+            weight=lambda batch: batch["labels"].numel(),
+            optimizer=lambda parameters: make_optimizer(config, parameters),
+        ),
+        train=lambda step: batch(train, derive(seed, "train", step), rows),
+        validation=lambda index: batch(validation, derive(0, "validation", index), rows),
+        data=train.fingerprint,
+        rate=config.optimizer.learning_rate,
+    )
+
+
+def job_workload(config: Config, job: Job) -> Workload:
+    """The user's own job. Validation uses seeds of its own, so a generator gives data not trained on."""
+    rows, seed = config.pipeline.rows, config.seed
+    rate = config.optimizer.learning_rate if job.optimizer is None else None
+    if job.optimizer is None:
+        job = replace(job, optimizer=lambda parameters: make_optimizer(config, parameters))
+    return Workload(
+        job=job,
+        train=lambda step: job.batch(derive(seed, "train", step), rows),
+        validation=lambda index: job.batch(derive(0, "validation", index), rows),
+        data=config.job or job.name,
+        rate=rate,
+    )
+
+
+def default_job(config: Config) -> Job:
+    """The job of `pipeloom train` without a model of one's own."""
+    return gpt_workload(config).job
+
+
+def build_model(config: Config) -> GPT:
+    sizes = config.model
+    return GPT(
+        layers=sizes.layers, width=sizes.width, heads=sizes.heads, context=sizes.context,
+        dropout=sizes.dropout, tied=sizes.tied,
+    )  # fmt: skip
+
+
+def make_optimizer(config: Config, parameters: Iterable[nn.Parameter]) -> Optimizer:
+    settings = config.optimizer
+    return AdamW(parameters, lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=settings.weight_decay)

@@ -1,0 +1,89 @@
+"""A pipeline of one process in plain PyTorch, with the interface that the training loop uses."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from pipeloom.ir.timeline import Event, Timeline
+from pipeloom.runtime import checkpoint
+from pipeloom.runtime.checkpoint import TrainState
+from pipeloom.train.config import Config, DataConfig, ModelConfig, OptimizerConfig, PipelineConfig
+from pipeloom.train.rates import scheduler_of
+from pipeloom.train.workload import Workload, gpt_workload
+
+
+class PlainPipeline:
+    """Forward, backward, clip, update; the n-th step "takes" n seconds."""
+
+    rank = 0
+
+    def __init__(self, config: Config, workload: Workload) -> None:
+        torch.manual_seed(config.seed)
+        self.model = workload.job.model()
+        self.optimizer = workload.job.optimizer(self.model.parameters())
+        self.scheduler = scheduler_of(config)(self.optimizer)
+        self.clip_norm = config.optimizer.clip_norm
+        self.steps = 0
+        self.report: SimpleNamespace | None = None
+
+    def step(self, batch: Mapping[str, torch.Tensor]) -> float:
+        loss = self.model(**batch).loss
+        self.optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm)
+        self.optimizer.step()
+        self.scheduler.step()
+        self.steps += 1
+        self.report = SimpleNamespace(
+            step_s=float(self.steps), bubble=0.25, peak_bytes=(1 << 20, 2 << 20), grad_norm=float(norm)
+        )
+        return loss.item()
+
+    def evaluate(self, batch: Mapping[str, torch.Tensor]) -> float:
+        with torch.no_grad():
+            return self.model(**batch).loss.item()
+
+    def measured(self) -> Timeline:
+        event = Event(rank=0, stream="compute", action="0F0", start_s=0.0, end_s=float(self.steps))
+        return Timeline(source="measured", ranks=1, events=(event,))
+
+    def state(self) -> TrainState:
+        return TrainState(parameters=dict(self.model.named_parameters()), optimizers=(self.optimizer,))
+
+    def save(self, directory: Path, *, extra: Mapping[str, Any], keep: int) -> Path:
+        both = {"user": dict(extra), "scheduler": self.scheduler.state_dict()}
+        return checkpoint.save(directory, self.state(), step=self.steps, extra=both, group=None, keep=keep)
+
+    def load(self, directory: Path) -> dict[str, Any]:
+        self.steps, both = checkpoint.load(directory, self.state(), group=None)
+        self.scheduler.load_state_dict(both["scheduler"])
+        return both["user"]
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Config:
+    """A config that trains in milliseconds, on a text of its own."""
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for number in range(40):
+        (folder / f"{number}.txt").write_text(f"file {number}: " + "abcdefgh " * 20)
+    return Config(
+        steps=12, validate_every=5, validation_batches=2, checkpoint_every=4,
+        model=ModelConfig(layers=1, width=16, heads=2, context=16),
+        data=DataConfig(paths=(str(folder),), validation_share=0.2),
+        optimizer=OptimizerConfig(warmup_steps=3, learning_rate=1e-2),
+        pipeline=PipelineConfig(microbatches=2, microbatch_size=2),
+    )  # fmt: skip
+
+
+@pytest.fixture
+def plain() -> Callable[[Config], tuple[PlainPipeline, Workload]]:
+    def make(config: Config) -> tuple[PlainPipeline, Workload]:
+        workload = gpt_workload(config)
+        return PlainPipeline(config, workload), workload
+
+    return make

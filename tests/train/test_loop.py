@@ -1,0 +1,137 @@
+"""The training loop: what it writes, shows and stops at; a resumed run equals an uninterrupted one."""
+
+import dataclasses
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from pipeloom.ir.errors import CheckpointError, PipeloomError
+from pipeloom.train.config import Config
+from pipeloom.train.loop import Outcome, train
+from pipeloom.train.metrics import Metrics
+
+
+def console(terminal: bool = False) -> Console:
+    return Console(file=io.StringIO(), width=200, force_terminal=terminal, color_system=None)
+
+
+def lines(out: Path) -> list[dict]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture
+def run(plain: Callable, tmp_path: Path) -> Callable[..., Outcome]:
+    def run(config: Config, name: str, resume: bool = False, **others: object) -> Outcome:
+        out = tmp_path / name
+        out.mkdir(exist_ok=True)
+        pipeline, workload = plain(config)
+        return train(pipeline, config, workload, out, resume=resume, **{"console": console(), **others})
+
+    return run
+
+
+def test_each_step_is_one_line(tiny: Config, run: Callable, tmp_path: Path) -> None:
+    outcome = run(tiny, "a")
+    written = lines(tmp_path / "a")
+    assert [line["step"] for line in written] == list(range(1, 13))
+    assert set(written[0]) == {
+        "step", "loss", "learning_rate", "step_s", "tokens_per_s", "bubble", "peak_bytes", "grad_norm",
+    }  # fmt: skip
+    assert written[3]["tokens_per_s"] == 4 * 16 / 4.0
+    assert [line["step"] for line in written if "validation_loss" in line] == [5, 10, 12]
+    assert written[0]["learning_rate"] == pytest.approx(1e-2 / 3)
+    assert max(line["learning_rate"] for line in written) == 1e-2
+    assert written[-1]["loss"] < written[0]["loss"]
+    assert outcome.losses["train"] == [(line["step"], line["loss"]) for line in written]
+    assert [step for step, _ in outcome.losses["validation"]] == [5, 10, 12]
+    # Steps 4 to 12 were timed, and step n took n seconds.
+    assert outcome.timeline is not None and outcome.timeline.step_s == 8.0
+    assert (tmp_path / "a" / "checkpoint" / "latest").read_text() == "step-00000012\n"
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one(tiny: Config, run: Callable, tmp_path: Path) -> None:
+    run(tiny, "whole")
+
+    class Stop(Exception):
+        pass
+
+    class Stopping(io.StringIO):
+        def write(self, text: str) -> int:
+            if text.startswith("step 10/12"):
+                raise Stop
+            return super().write(text)
+
+    with pytest.raises(Stop):
+        run(tiny, "parts", console=Console(file=Stopping(), width=200))
+    assert len(lines(tmp_path / "parts")) == 10
+    with (tmp_path / "parts" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 11, "lo')  # as a crash while writing leaves it
+    outcome = run(tiny, "parts", resume=True)
+    assert (outcome.first_step, outcome.steps) == (8, 12)
+    assert lines(tmp_path / "parts") == lines(tmp_path / "whole")
+
+
+def test_a_finished_run_makes_no_step(tiny: Config, run: Callable, tmp_path: Path) -> None:
+    run(tiny, "a")
+    before = lines(tmp_path / "a")
+    outcome = run(tiny, "a", resume=True)
+    assert (outcome.first_step, outcome.steps, outcome.timeline) == (12, 12, None)
+    assert lines(tmp_path / "a") == before
+    longer = dataclasses.replace(tiny, steps=14)
+    assert run(longer, "a", resume=True).steps == 14
+    assert [line["step"] for line in lines(tmp_path / "a")] == list(range(1, 15))
+
+
+def test_nothing_to_resume_and_other_data(tiny: Config, run: Callable, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="checkpoint directory .* does not exist"):
+        run(tiny, "a", resume=True)
+    run(tiny, "a")
+    (tmp_path / "text" / "0.txt").write_text("longer than it was, " * 30)
+    with pytest.raises(CheckpointError, match="is of other data"):
+        run(tiny, "a", resume=True)
+
+
+def test_a_loss_that_is_no_number_stops(tiny: Config, plain: Callable, tmp_path: Path) -> None:
+    pipeline, workload = plain(tiny)
+    pipeline.step = lambda batch: float("nan")
+    with pytest.raises(PipeloomError, match="the loss of step 1 is nan"):
+        train(pipeline, tiny, workload, tmp_path, resume=False, console=console())
+    assert lines(tmp_path) == []
+
+
+def test_plain_lines_when_there_is_no_terminal(tiny: Config, run: Callable) -> None:
+    out = console()
+    run(tiny, "a", console=out)
+    printed = out.file.getvalue()
+    first, tenth, last = printed.splitlines()
+    assert first.startswith("step 1/12  loss 5.")
+    assert first.endswith("64 tokens/s  bubble 25.0 %  memory 1.0 MiB | 2.0 MiB")
+    assert tenth.startswith("step 10/12  loss ") and "validation" in tenth
+    assert last.startswith("step 12/12")
+    assert "\x1b" not in printed and "\r" not in printed
+
+
+def test_a_bar_on_a_terminal(tiny: Config, run: Callable) -> None:
+    out = console(terminal=True)
+    run(tiny, "a", console=out)
+    printed = out.file.getvalue()
+    assert "12/12" in printed and "bubble 25.0 %" in printed and "memory 1.0 MiB | 2.0 MiB" in printed
+
+
+def test_only_rank_0_writes(tiny: Config, plain: Callable, tmp_path: Path) -> None:
+    pipeline, workload = plain(tiny)
+    pipeline.rank = 1
+    out = console()
+    outcome = train(pipeline, tiny, workload, tmp_path, resume=False, console=out)
+    assert outcome.losses == {} and out.file.getvalue() == ""
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_metrics_are_on_disk_at_once(tmp_path: Path) -> None:
+    with Metrics(tmp_path / "m.jsonl", after_step=0) as metrics:
+        metrics.write({"step": 1, "loss": 0.5, "grad_norm": None})
+        assert (tmp_path / "m.jsonl").read_text() == '{"step": 1, "loss": 0.5}\n'

@@ -1,0 +1,118 @@
+"""The GPT, its batches, and jobs of one's own."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from pipeloom.ir.errors import ConfigError
+from pipeloom.tracer.job import Job
+from pipeloom.train.config import Config, DataConfig, ModelConfig
+from pipeloom.train.model import GPT
+from pipeloom.train.seeds import derive
+from pipeloom.train.workload import default_job, gpt_workload, job_workload
+
+SMALL = {"layers": 2, "width": 16, "heads": 2, "context": 8}
+
+
+def batch(rows: int = 3) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    bytes_BT = torch.randint(256, (rows, 9), generator=generator)
+    return {"input_ids": bytes_BT[:, :-1].contiguous(), "labels": bytes_BT[:, 1:].contiguous()}
+
+
+def test_the_untrained_loss_is_that_of_a_guess() -> None:
+    torch.manual_seed(0)
+    assert float(GPT(**SMALL)(**batch()).loss) == pytest.approx(math.log(256), abs=0.1)
+
+
+def test_no_byte_sees_the_ones_after_it() -> None:
+    torch.manual_seed(0)
+    model, inputs = GPT(**SMALL).eval(), batch()
+    before = model(**inputs).logits
+    inputs["input_ids"][:, 5:] = 0
+    after = model(**inputs).logits
+    assert torch.equal(before[:, :5], after[:, :5]) and not torch.equal(before[:, 5:], after[:, 5:])
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_tied_or_not(tied: bool) -> None:
+    model = GPT(**SMALL, tied=tied)
+    assert (model.head.weight is model.embed.weight) == tied
+    assert len([n for n, _ in model.named_parameters() if n in ("embed.weight", "head.weight")]) == 2 - tied
+
+
+def test_it_exports() -> None:
+    model = GPT(**SMALL)
+    program = torch.export.export(model, (), batch())
+    assert torch.equal(program.module()(**batch()).loss, model(**batch()).loss)
+
+
+def test_dropout_only_while_training() -> None:
+    model = GPT(**SMALL, dropout=0.5)
+    assert not torch.equal(model(**batch()).loss, model(**batch()).loss)
+    model.eval()
+    assert torch.equal(model(**batch()).loss, model(**batch()).loss)
+
+
+def test_batches_follow_from_seed_and_step(tiny: Config) -> None:
+    one, two = gpt_workload(tiny), gpt_workload(tiny)
+    for name in ("input_ids", "labels"):
+        assert torch.equal(one.train(5)[name], two.train(5)[name])
+        assert not torch.equal(one.train(5)[name], one.train(6)[name])
+    other = gpt_workload(dataclasses.replace(tiny, seed=1))
+    assert not torch.equal(one.train(5)["labels"], other.train(5)["labels"])
+    assert torch.equal(one.validation(0)["labels"], other.validation(0)["labels"])
+    found = one.train(5)
+    assert found["input_ids"].shape == (4, 16) and found["input_ids"].dtype == torch.int64
+    assert torch.equal(found["input_ids"][:, 1:], found["labels"][:, :-1])
+    assert one.tokens(found) == 64
+
+
+def test_the_job_gives_batches_of_any_size(tiny: Config) -> None:
+    job = default_job(tiny)
+    assert job.batch(0, 3)["labels"].shape == (3, 16)
+    assert job.weight is not None and job.weight(job.batch(0, 3)) == 48
+    assert isinstance(job.model(), GPT)
+
+
+def test_too_little_text_is_said(tiny: Config, tmp_path) -> None:
+    long = dataclasses.replace(tiny, model=ModelConfig(layers=1, width=16, heads=2, context=10**6))
+    with pytest.raises(ConfigError, match="the training text has [0-9]+ bytes, one sequence needs 1000001"):
+        gpt_workload(long)
+    (tmp_path / "one.txt").write_text("x" * 100)
+    short = dataclasses.replace(tiny, data=DataConfig(paths=(str(tmp_path / "one.txt"),)))
+    with pytest.raises(ConfigError, match="the validation text has 5 bytes, one sequence needs 17"):
+        gpt_workload(short)
+
+
+def a_job(**others: object) -> Job:
+    return Job(
+        name="mine", model=lambda: nn.Linear(2, 1),
+        batch=lambda seed, size: {"input": torch.full((size, 2), seed)}, **others,
+    )  # fmt: skip
+
+
+def test_a_job_of_ones_own(tiny: Config) -> None:
+    workload = job_workload(dataclasses.replace(tiny, job="file.py:mine"), a_job())
+    assert workload.train(3)["input"].tolist() == [[derive(0, "train", 3)] * 2] * 4
+    assert workload.tokens(workload.train(3)) == 4
+    assert workload.data == "file.py:mine" and workload.rate == tiny.optimizer.learning_rate
+    made = workload.job.optimizer(nn.Linear(2, 1).parameters())
+    assert isinstance(made, torch.optim.AdamW)
+
+
+def test_a_jobs_own_optimizer_stays(tiny: Config) -> None:
+    def sgd(parameters: object) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters)
+
+    workload = job_workload(tiny, a_job(optimizer=sgd))
+    assert workload.job.optimizer is sgd and workload.rate is None
+
+
+def test_plain_fixture_is_the_same_model(tiny: Config, plain: Callable) -> None:
+    pipeline, workload = plain(tiny)
+    assert pipeline.step(workload.train(0)) == pytest.approx(5.545, abs=0.1)
