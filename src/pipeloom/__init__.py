@@ -10,7 +10,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .api import Pipeline, capture, plan, profile, simulate, verify
+    from .api.compare import verify
+    from .api.options import Options
+    from .api.passes import capture, plan, profile, simulate
+    from .api.pipeline import Pipeline
     from .ir.cluster import Cluster, Device, Link
     from .ir.errors import PipeloomError
     from .ir.plan import Plan, load_plan
@@ -23,6 +26,7 @@ __all__ = [
     "Device",
     "Job",
     "Link",
+    "Options",
     "Pipeline",
     "PipeloomError",
     "Plan",
@@ -40,15 +44,16 @@ _HOME = {
     "Device": "ir.cluster",
     "Job": "tracer.job",
     "Link": "ir.cluster",
-    "Pipeline": "api",
+    "Options": "api.options",
+    "Pipeline": "api.pipeline",
     "PipeloomError": "ir.errors",
     "Plan": "ir.plan",
-    "capture": "api",
+    "capture": "api.passes",
     "load_plan": "ir.plan",
-    "plan": "api",
-    "profile": "api",
-    "simulate": "api",
-    "verify": "api",
+    "plan": "api.passes",
+    "profile": "api.passes",
+    "simulate": "api.passes",
+    "verify": "api.compare",
 }
 """Public name -> the module that defines it."""
 

@@ -12,7 +12,7 @@ import pipeloom
 ROOT = Path(__file__).parents[2]
 
 PUBLIC = [
-    "Cluster", "Device", "Job", "Link", "Pipeline", "PipeloomError", "Plan", "__version__",
+    "Cluster", "Device", "Job", "Link", "Options", "Pipeline", "PipeloomError", "Plan", "__version__",
     "capture", "load_plan", "plan", "profile", "simulate", "verify",
 ]  # fmt: skip
 

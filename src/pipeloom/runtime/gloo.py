@@ -3,8 +3,10 @@
 What gloo does, and what follows from it (seen with torch 2.11 and 2.13):
 
 - A send is through only when its receive is posted, and `is_completed()` of a point-to-point operation
-  stays False until someone waits. So that buffers are freed early, one thread per target waits for the
-  sends to it.
+  stays False until someone waits. So that large buffers are freed early, one thread per target waits for
+  the sends to it. Small ones are waited for at the end of the step: a thread's wake-up takes longer than
+  they do.
+- An operation can be waited for once only; a second wait would not return.
 - A wait whose time limit passes closes all connections of the group. A wait can therefore not be made in
   slices; but a short wait for a message that nobody sends ends all other waits of this process, and gloo's
   `abort()` does not.
@@ -31,6 +33,8 @@ FIRST_TAG = 1 << 30
 APART_TAG = FIRST_TAG + MESSAGE_TAGS
 INTERRUPT_TAG = APART_TAG + 1
 
+SMALL_BYTES = 1 << 16
+
 LONG = timedelta(days=30)
 """For waits that another wait's time limit covers."""
 
@@ -45,14 +49,16 @@ class GlooTransport:
         self._lines: dict[int, _SendLine] = {}
 
     def send(self, buffer: Tensor, target: int, index: int | None) -> Handle:
-        line = self._lines.get(target)
-        if line is None:
-            line = self._lines[target] = _SendLine(f"pipeloom-send-{self.rank}-{target}")
         try:
             work = dist.isend(buffer, group=self._group, group_dst=target, tag=_tag(index))
         except RuntimeError as error:
             return Broken(_first_line(error))
         assert work is not None, "this rank is a member of the group"
+        if buffer.numel() <= SMALL_BYTES or index is None:
+            return WorkHandle(work)
+        line = self._lines.get(target)
+        if line is None:
+            line = self._lines[target] = _SendLine(f"pipeloom-send-{self.rank}-{target}")
         return line.put(work)
 
     def receive(self, buffer: Tensor, source: int, index: int | None) -> Handle:
@@ -108,9 +114,10 @@ class WorkHandle:
 
     def __init__(self, work: dist.Work) -> None:
         self._work = work
+        self._through = False
 
     def done(self) -> bool:
-        return self._work.is_completed()
+        return self._through
 
     def wait(self, timeout_s: float) -> None:
         start = time.monotonic()
@@ -120,41 +127,48 @@ class WorkHandle:
             if time.monotonic() - start >= 0.99 * timeout_s:
                 raise TimeoutError from None
             raise ConnectionError(_first_line(error)) from None
+        self._through = True
 
 
 class _SendLine:
-    """The sends to one rank, and the thread that waits for them one after the other."""
+    """The large sends to one rank, and the thread that waits for them one after the other."""
 
     def __init__(self, name: str) -> None:
         self.through = 0
         self.broken = ""
-        self.changed = threading.Condition()
         self._posted = 0
-        self._works: queue.SimpleQueue[dist.Work | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[dist.Work | threading.Event | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def put(self, work: dist.Work) -> Handle:
-        self._works.put(work)
+        self._queue.put(work)
         self._posted += 1
-        return _Send(self, self._posted)
+        return _LargeSend(self, self._posted)
+
+    def reached(self, timeout_s: float) -> bool:
+        """Wait until all sends so far are through or broken; False if the time passes first."""
+        event = threading.Event()
+        self._queue.put(event)
+        return event.wait(timeout_s)
 
     def close(self) -> None:
-        self._works.put(None)
+        self._queue.put(None)
         self._thread.join(timeout=2.0)
 
     def _run(self) -> None:
-        while (work := self._works.get()) is not None:
+        while (item := self._queue.get()) is not None:
+            if isinstance(item, threading.Event):
+                item.set()
+                continue
             try:
-                work.wait(LONG)
+                item.wait(LONG)
+                self.through += 1
             except RuntimeError as error:
                 self.broken = _first_line(error)
-            with self.changed:
-                self.through += not self.broken
-                self.changed.notify_all()
 
 
-class _Send:
+class _LargeSend:
     """The `number`-th send of a line, counted from 1."""
 
     def __init__(self, line: _SendLine, number: int) -> None:
@@ -165,12 +179,12 @@ class _Send:
         return self._line.through >= self._number
 
     def wait(self, timeout_s: float) -> None:
-        line = self._line
-        with line.changed:
-            if not line.changed.wait_for(lambda: self.done() or line.broken, timeout_s):
-                raise TimeoutError
+        if self.done():
+            return
+        if not self._line.reached(timeout_s):
+            raise TimeoutError
         if not self.done():
-            raise ConnectionError(line.broken)
+            raise ConnectionError(self._line.broken)
 
 
 def _tag(index: int | None) -> int:

@@ -6,7 +6,7 @@ no second copy of a stage's gradients ever exists.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -135,12 +135,3 @@ def clip_factor(norm: float, limit: float) -> float:
     1.0
     """
     return min(1.0, limit / (norm + 1e-6))
-
-
-def microbatch_rows(rows: int, parts: int) -> Sequence[int]:
-    """Rows of each micro-batch: as even as possible, the larger ones first.
-
-    >>> microbatch_rows(10, 4)
-    [3, 3, 2, 2]
-    """
-    return [rows // parts + (i < rows % parts) for i in range(parts)]

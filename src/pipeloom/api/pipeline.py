@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -14,72 +13,32 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
-from . import schedules
-from .ir.errors import BatchError, CaptureError, PlanError
-from .ir.plan import Plan, load_plan
-from .ir.schedule import Program
-from .ir.timeline import Timeline
-from .lowering import lower
-from .runtime import checkpoint
-from .runtime.checkpoint_state import TrainState
-from .runtime.connect import connect, watch_ranks
-from .runtime.dist_channel import DistChannel
-from .runtime.failure import Watch
-from .runtime.ledger import Ledger
-from .runtime.local_channel import LocalChannel, local_channels
-from .runtime.posting import PostedChannel
-from .runtime.recorder import CudaClock, HostClock, Recorder
-from .runtime.weights import Weights, microbatch_rows
-from .runtime.worker import Microbatch, Variant, Worker
-from .tracer.capture import Captured, capture
-from .tracer.functions import stage_functions
-from .tracer.job import Job
-from .tracer.random import microbatch_seed
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """How a pipeline runs.
-
-    device: "cpu", or "cuda" for this rank's GPU.  seed: of the initial weights and of random ops.
-    clip_norm: limit of the gradients' global norm.  scheduler: optimizer -> LR scheduler, stepped once a
-    step.  autocast: dtype of mixed precision.  compiled: run stages through torch.compile.
-    accumulate: rounds of the schedule per optimizer step; a batch is spread over all of them.
-    timeout_s: limit of each wait.  keep_gradients: keep a copy of each step's gradients for inspection.
-    """
-
-    device: str = "cpu"
-    seed: int = 0
-    clip_norm: float | None = None
-    scheduler: Callable[[Optimizer], LRScheduler] | None = None
-    autocast: torch.dtype | None = None
-    compiled: bool = False
-    accumulate: int = 1
-    timeout_s: float = 300.0
-    keep_gradients: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepReport:
-    """What the last step was like, the same on every rank.
-
-    step_s: seconds of the slowest rank.  busy_s, peak_bytes: per rank.  grad_norm: before clipping, None
-    without clipping.
-    """
-
-    loss: float
-    step_s: float
-    busy_s: tuple[float, ...]
-    peak_bytes: tuple[int, ...]
-    grad_norm: float | None = None
-
-    @property
-    def bubble(self) -> float:
-        """Share of rank-time in which nothing was computed."""
-        return 1.0 - sum(self.busy_s) / (len(self.busy_s) * self.step_s)
+from .. import schedules
+from ..ir.cluster import Cluster
+from ..ir.errors import BatchError, CaptureError, PlanError
+from ..ir.plan import Plan, load_plan
+from ..ir.schedule import Program
+from ..ir.timeline import Timeline
+from ..lowering import lower
+from ..runtime import checkpoint
+from ..runtime.batches import agree_on_shapes, rows_of, signature_of, split_batch
+from ..runtime.checkpoint_state import TrainState
+from ..runtime.connect import connect, watch_ranks
+from ..runtime.dist_channel import DistChannel
+from ..runtime.failure import Watch
+from ..runtime.ledger import Ledger
+from ..runtime.local_channel import LocalChannel, local_channels
+from ..runtime.posting import PostedChannel
+from ..runtime.recorder import CudaClock, HostClock, Recorder
+from ..runtime.weights import Weights
+from ..runtime.worker import Microbatch, Variant, Worker
+from ..tracer.capture import Captured, capture
+from ..tracer.functions import stage_functions
+from ..tracer.job import Job
+from ..tracer.random import microbatch_seed
+from .forecast import Forecast
+from .options import Options, StepReport
 
 
 @dataclass(eq=False)
@@ -138,7 +97,7 @@ class Pipeline:
         )  # fmt: skip
         self.own_stages = tuple(s for s, rank in enumerate(plan.placement) if rank == self.rank)
         self.stages = stages
-        self._variant(captured, _signature(job.batch(0, plan.microbatch_size)))
+        self._variant(captured, signature_of(job.batch(0, plan.microbatch_size)))
         cap = plan.caps[self.rank] if plan.caps else None
         self.ledger = Ledger(self.rank, cap)
         self.weights = self._own_weights(captured)
@@ -150,6 +109,7 @@ class Pipeline:
             rank=self.rank, program=self.parts.train, weights=self.weights, channel=self.channel,
             ledger=self.ledger, recorder=self.recorder, watch=self.watch, clip_norm=options.clip_norm,
         )  # fmt: skip
+        self.expected = self._forecast().untimed()
         optimizer = self.weights.optimizer
         self.scheduler = options.scheduler(optimizer) if options.scheduler and optimizer else None
         self.steps = 0
@@ -189,9 +149,7 @@ class Pipeline:
     def _variant(self, captured: Captured, signature: tuple[str, ...]) -> Variant:
         stages = self.parts.plan.stage_graph(captured.graph)
         functions = {
-            s: stage_functions(
-                captured, stages, s, device=self.device.type, compiled=self.options.compiled
-            )
+            s: stage_functions(captured, stages, s, device=self.device.type, compiled=self.options.compiled)
             for s in self.own_stages
         }
         self.parts.variants[signature] = Variant(stages=stages, functions=functions)
@@ -237,9 +195,9 @@ class Pipeline:
         """Rounds of micro-batches, each with its share of the loss."""
         plan, job = self.parts.plan, self.parts.job
         rounds = self.options.accumulate if training else 1
-        self._agree_on(_signature(batch))
-        parts = _split(batch, plan.microbatches * rounds)
-        weights = [float(job.weight(p)) if job.weight else float(_rows(p)) for p in parts]
+        agree_on_shapes(self.channel, signature_of(batch), self.device)
+        parts = split_batch(batch, plan.microbatches * rounds)
+        weights = [float(job.weight(p)) if job.weight else float(rows_of(p)) for p in parts]
         total = sum(weights)
         if total <= 0:
             raise BatchError("no token of this batch counts for the loss", hint="check Job.weight")
@@ -256,12 +214,12 @@ class Pipeline:
         return [made[i : i + plan.microbatches] for i in range(0, len(made), plan.microbatches)]
 
     def _variant_for(self, part: Mapping[str, Tensor]) -> Variant:
-        signature = _signature(part)
+        signature = signature_of(part)
         if signature not in self.parts.variants:
             known, parts = next(iter(self.parts.variants)), self.parts
             try:
                 captured = capture(
-                    parts.job, _rows(part), batch=part, autocast=self.options.autocast,
+                    parts.job, rows_of(part), batch=part, autocast=self.options.autocast,
                     made=parts.captured.blueprint,
                 )  # fmt: skip
                 return self._variant(captured, signature)
@@ -272,18 +230,6 @@ class Pipeline:
                     hint="pad or cut the batch to the planned size, or plan for this one",
                 ) from None
         return self.parts.variants[signature]
-
-    def _agree_on(self, signature: tuple[str, ...]) -> None:
-        """All ranks must have a batch of the same shapes, or transfers would not match."""
-        own = float(zlib.crc32(repr(signature).encode()))
-        total = torch.tensor([own, own * own], dtype=torch.float64, device=self.device)
-        self.channel.all_reduce(total)
-        if total.tolist() != [self.ranks * own, self.ranks * own * own]:
-            seen = self.channel.all_gather_object(signature)
-            table = "; ".join(f"rank {r}: {', '.join(s)}" for r, s in enumerate(seen))
-            raise BatchError(
-                f"the ranks have different batches: {table}", hint="give all ranks the same batch"
-            )
 
     def _share(self, loss: float, step_s: float) -> StepReport:
         """Make one rank's figures known to all."""
@@ -296,6 +242,23 @@ class Pipeline:
         return StepReport(
             loss=float(both[-1]), step_s=float(table[:, 0].max()), busy_s=tuple(table[:, 1].tolist()),
             peak_bytes=tuple(int(p) for p in table[:, 2].tolist()), grad_norm=self.worker.grad_norm,
+        )  # fmt: skip
+
+    def predict(self, cluster: Cluster | None = None) -> Timeline:
+        """Simulate a step with the times that the ranks take alone. Every rank calls it, before training.
+
+        cluster: its links are used; by default the link between ranks 0 and 1 is measured.
+        """
+        with self._telling_others():
+            return self._forecast().timed(cluster)
+
+    def _forecast(self) -> Forecast:
+        parts, plan = self.parts, self.parts.plan
+        sample = {n: t.to(self.device) for n, t in parts.job.batch(0, plan.microbatch_size).items()}
+        return Forecast(
+            plan=plan, program=parts.train, variant=next(iter(parts.variants.values())), sample=sample,
+            weights=self.weights, optimizer=parts.job.optimizer, rounds=self.options.accumulate,
+            channel=self.channel, clock=self.recorder.clock, device=self.device,
         )  # fmt: skip
 
     def measured(self) -> Timeline:
@@ -371,31 +334,3 @@ class _Telling:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, Exception):
             self.watch.fail(error)
-
-
-def _rows(batch: Mapping[str, Tensor]) -> int:
-    return len(next(iter(batch.values())))
-
-
-def _signature(batch: Mapping[str, Tensor]) -> tuple[str, ...]:
-    return tuple(f"{n}{list(t.shape)}{str(t.dtype).removeprefix('torch.')}" for n, t in batch.items())
-
-
-def _split(batch: Mapping[str, Tensor], parts: int) -> list[dict[str, Tensor]]:
-    """Micro-batches of nearly equal size. Raises: BatchError if there are fewer rows than parts."""
-    rows = {name: len(t) if t.ndim else 0 for name, t in batch.items()}
-    if len(set(rows.values())) != 1:
-        found = ", ".join(f"{n} {c}" for n, c in rows.items())
-        raise BatchError(
-            f"the batch's tensors have different numbers of rows: {found}",
-            hint="the first dimension of every tensor is the batch",
-        )
-    count = next(iter(rows.values()))
-    if count < parts:
-        raise BatchError(
-            f"a batch of {count} rows cannot be split into {parts} micro-batches",
-            hint=f"give at least {parts} rows, or plan with fewer micro-batches",
-        )
-    sizes = microbatch_rows(count, parts)
-    split = {name: torch.split(t, list(sizes)) for name, t in batch.items()}
-    return [{name: pieces[i] for name, pieces in split.items()} for i in range(parts)]

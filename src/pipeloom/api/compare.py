@@ -1,0 +1,166 @@
+"""verify: the same micro-batches in one process and in the pipeline."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from ..ir.errors import PeerError, VerifyError
+from ..ir.plan import Plan, StagePlan
+from ..runtime.batches import rows_of, split_batch
+from ..runtime.local_channel import LocalChannel, local_channels
+from ..runtime.weights import Gradients
+from ..tracer.capture import scalar_loss
+from ..tracer.job import Job
+from .options import Options
+from .pipeline import Pipeline
+
+NOISE = 1e-3
+"""Differences are relative to the largest entry of a tensor, or to this share of the largest entry of any,
+whichever is more: a gradient that is zero but for rounding has no digits to compare."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Largest relative differences between the pipeline and one process.
+
+    gradients, parameters: by FQN.  reference: what the one process ran.
+    """
+
+    loss: float
+    gradients: Mapping[str, float]
+    parameters: Mapping[str, float]
+    tolerance: float
+    reference: str
+
+    @property
+    def worst(self) -> float:
+        return max(self.loss, *self.gradients.values(), *self.parameters.values())
+
+    @property
+    def passed(self) -> bool:
+        return self.worst <= self.tolerance
+
+    def require(self) -> None:
+        """Raises: VerifyError if a difference is above the tolerance."""
+        if not self.passed:
+            where = {"loss": self.loss} | {f"gradient of {n}": d for n, d in self.gradients.items()}
+            where |= {f"updated {n}": d for n, d in self.parameters.items()}
+            name = max(where, key=where.__getitem__)
+            raise VerifyError(
+                f"{name} differs by {where[name]:.3g} relative, the tolerance is {self.tolerance:.3g}",
+                hint="report it with the model and the plan: equal numbers are a promise",
+            )
+
+
+def verify(
+    job: Job, plan: Plan, *, options: Options | None = None, tolerance: float = 1e-5, seed: int = 1
+) -> Comparison:  # fmt: skip
+    """Run one step of a plan, with ranks as threads of this process, and of a single process; compare.
+
+    The optimizer is plain SGD where the job names none: Adam would turn the rounding of a zero gradient
+    into a full-sized update. A model with random ops is compared with its captured graph uncut in one
+    process, whose random numbers are the same; any other with the user's own module.
+    """
+    options = replace(options or Options(), keep_gradients=True)
+    job = replace(job, optimizer=job.optimizer or (lambda params: torch.optim.SGD(params, lr=0.1)))
+    batch = job.batch(seed, plan.microbatches * plan.microbatch_size)
+    found = _run_threads(job, plan, options, batch)
+    if found.random or options.autocast:
+        expected, what = _run_threads(job, _uncut(plan), options, batch), "captured graph, uncut"
+    else:
+        expected, what = _run_eager(job, plan, options, batch), "the module itself, eager"
+    return Comparison(
+        loss=abs(found.loss - expected.loss) / max(abs(expected.loss), 1e-12),
+        gradients=_differences(found.gradients, expected.gradients),
+        parameters=_differences(found.parameters, expected.parameters),
+        tolerance=tolerance, reference=what,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Numbers:
+    loss: float
+    gradients: Mapping[str, Tensor]
+    parameters: Mapping[str, Tensor]
+    random: bool = False
+
+
+def _differences(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
+    largest = max((float(t.abs().max()) for t in expected.values() if t.numel()), default=0.0)
+    missing = {name: float("inf") for name in expected.keys() ^ found.keys()}
+    return missing | {
+        name: float((found[name].double() - t.double()).abs().max())
+        / max(float(t.abs().max()), NOISE * largest, 1e-30)
+        for name, t in expected.items()
+        if name in found and t.numel()
+    }
+
+
+def _uncut(plan: Plan) -> Plan:
+    """The same micro-batches with all ops in one stage."""
+    ops = tuple(op for stage in plan.stages for op in stage.ops)
+    row = " ".join(f"0F{m} 0B{m}" for m in range(plan.microbatches))
+    return replace(
+        plan, stages=(StagePlan(ops=ops),), placement=(0,), schedule="1f1b", schedule_rows=(row,), caps=()
+    )
+
+
+def _run_threads(job: Job, plan: Plan, options: Options, batch: Mapping[str, Tensor]) -> _Numbers:
+    ranks = len(set(plan.placement))
+    results: dict[int, _Numbers] = {}
+    errors: dict[int, BaseException] = {}
+
+    def run(rank: int, channel: LocalChannel) -> None:
+        try:
+            with Pipeline(job, plan, options=options, channel=channel) as pipeline:
+                loss = pipeline.step(batch)
+                results[rank] = _Numbers(
+                    loss=loss, gradients=pipeline.weights.last_gradients,
+                    parameters={n: p.detach().clone() for n, p in pipeline.weights.params.items()},
+                    random=any(op.random for op in pipeline.parts.captured.graph.ops),
+                )  # fmt: skip
+        except BaseException as error:  # handed to the caller's thread below
+            errors[rank] = error
+
+    channels = local_channels(ranks, timeout_s=options.timeout_s)
+    threads = [threading.Thread(target=run, args=item) for item in enumerate(channels)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        own = [e for e in errors.values() if not isinstance(e, PeerError)]
+        raise (own or list(errors.values()))[0]
+    return _Numbers(
+        loss=results[0].loss, random=results[0].random,
+        gradients={n: t for r in results.values() for n, t in r.gradients.items()},
+        parameters={n: t for r in results.values() for n, t in r.parameters.items()},
+    )  # fmt: skip
+
+
+def _run_eager(job: Job, plan: Plan, options: Options, batch: Mapping[str, Tensor]) -> _Numbers:
+    """Plain PyTorch: one process, one module, gradients summed over the micro-batches."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(options.seed)
+        model = job.model()
+    named: dict[str, nn.Parameter] = dict(model.named_parameters())
+    sums = Gradients(named)
+    parts = split_batch(batch, plan.microbatches)
+    weights = [float(job.weight(p)) if job.weight else float(rows_of(p)) for p in parts]
+    total = 0.0
+    for part, weight in zip(parts, weights, strict=True):
+        loss = scalar_loss(job, model(**part), part) * (weight / sum(weights))
+        total += float(loss.detach())
+        loss.backward()
+    for name, param in named.items():
+        if param.grad is not None:
+            sums.add(name, param.grad)
+    gradients = {name: sums.sums[name].clone() for name in sums.touched}
+    assert job.optimizer is not None
+    job.optimizer([p for p in named.values() if p.requires_grad]).step()
+    return _Numbers(loss=total, gradients=gradients, parameters={n: p.detach() for n, p in named.items()})

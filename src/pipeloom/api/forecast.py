@@ -1,0 +1,99 @@
+"""Forecast: what a step will take, from the stages as they will run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ..ir.cluster import Cluster, Device, Link
+from ..ir.costs import StageCost
+from ..ir.errors import InfeasibleError
+from ..ir.plan import Plan
+from ..ir.schedule import Program
+from ..ir.timeline import Timeline
+from ..ir.units import format_bytes
+from ..runtime.calibrate import measure_link, optimizer_ratio, stage_memory, time_optimizer, time_stage
+from ..runtime.ledger import table
+from ..runtime.posting import PostedChannel
+from ..runtime.recorder import Clock
+from ..runtime.weights import MakeOptimizer, Weights
+from ..runtime.worker import Variant
+from ..simulator import simulate
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Forecast:
+    """One rank's part in predicting a step; all ranks call the same method.
+
+    sample: one micro-batch.  rounds: of the schedule per step.
+    """
+
+    plan: Plan
+    program: Program
+    variant: Variant
+    sample: Mapping[str, Tensor]
+    weights: Weights
+    optimizer: MakeOptimizer | None
+    rounds: int
+    channel: PostedChannel
+    clock: Clock
+    device: torch.device
+
+    def untimed(self) -> Timeline:
+        """A step with exact memory and times in units of a forward.
+
+        Raises: InfeasibleError if a rank needs more than its cap.
+        """
+        timeline = self._simulate(self._gather(self._memory()), Link(bandwidth_bytes_per_s=1e15))
+        for rank, (cap, peak) in enumerate(zip(self.plan.caps, timeline.peaks, strict=False)):
+            if (need := sum(peak.values())) > cap:
+                raise InfeasibleError(
+                    f"rank {rank} needs {format_bytes(need)}, its cap is {format_bytes(cap)}\n{table(peak)}",
+                    hint="plan again with smaller micro-batches, more stages or a higher cap",
+                )
+        return timeline
+
+    def timed(self, cluster: Cluster | None) -> Timeline:
+        """A step with measured times. cluster: None to measure the link between ranks 0 and 1."""
+        split = any(action.kind == "I" for row in self.plan.as_schedule.rows for action in row)
+        step_s = time_optimizer(self.weights, self.clock) / len(self.variant.functions)
+        mine = self._memory()
+        self.channel.all_reduce(torch.zeros(1, device=self.device))  # all start together
+        with torch.no_grad():
+            for index, functions in self.variant.functions.items():
+                cost = time_stage(
+                    mine[index], functions, self.weights, self.sample, self.variant.stages, self.clock,
+                    split_backward=split,
+                )  # fmt: skip
+                mine[index] = replace(cost, step_s=step_s)
+        everyone = self._gather(mine)
+        if cluster is not None:
+            return simulate(self.program, self.variant.stages, everyone, cluster)
+        sizes = [v.bytes for values in self.variant.stages.between.values() for v in values]
+        return self._simulate(
+            everyone, measure_link(self.channel, max(sizes, default=0), self.clock, self.device)
+        )
+
+    def _memory(self) -> dict[int, StageCost]:
+        ratio = optimizer_ratio(self.optimizer)
+        batch_bytes = self.plan.microbatches * self.rounds * sum(t.nbytes for t in self.sample.values())
+        return {
+            index: stage_memory(
+                functions, self.variant.stages, self.weights, ratio,
+                batch_bytes // len(self.variant.functions),
+            )
+            for index, functions in self.variant.functions.items()
+        }  # fmt: skip
+
+    def _gather(self, mine: dict[int, StageCost]) -> tuple[StageCost, ...]:
+        """Costs of all stages, each from its own rank."""
+        everyone = [item for costs in self.channel.all_gather_object(mine) for item in costs.items()]
+        return tuple(cost for _, cost in sorted(everyone, key=lambda item: item[0]))
+
+    def _simulate(self, costs: tuple[StageCost, ...], link: Link) -> Timeline:
+        caps = self.plan.caps or (2**63,) * self.channel.ranks
+        devices = tuple(Device(name=self.device.type, memory_bytes=cap) for cap in caps)
+        return simulate(self.program, self.variant.stages, costs, Cluster(devices=devices, within_node=link))

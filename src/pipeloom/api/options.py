@@ -1,0 +1,52 @@
+"""How a pipeline runs, and what it says of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How a pipeline runs.
+
+    device: "cpu", or "cuda" for this rank's GPU.  seed: of the initial weights and of random ops.
+    clip_norm: limit of the gradients' global norm.  scheduler: optimizer -> LR scheduler, stepped once a
+    step.  autocast: dtype of mixed precision.  compiled: run stages through torch.compile.
+    accumulate: rounds of the schedule per optimizer step; a batch is spread over all of them.
+    timeout_s: limit of each wait.  keep_gradients: keep a copy of each step's gradients for inspection.
+    """
+
+    device: str = "cpu"
+    seed: int = 0
+    clip_norm: float | None = None
+    scheduler: Callable[[Optimizer], LRScheduler] | None = None
+    autocast: torch.dtype | None = None
+    compiled: bool = False
+    accumulate: int = 1
+    timeout_s: float = 300.0
+    keep_gradients: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReport:
+    """What the last step was like, the same on every rank.
+
+    step_s: seconds of the slowest rank.  busy_s, peak_bytes: per rank.  grad_norm: before clipping, None
+    without clipping.
+    """
+
+    loss: float
+    step_s: float
+    busy_s: tuple[float, ...]
+    peak_bytes: tuple[int, ...]
+    grad_norm: float | None = None
+
+    @property
+    def bubble(self) -> float:
+        """Share of rank-time in which nothing was computed."""
+        return 1.0 - sum(self.busy_s) / (len(self.busy_s) * self.step_s)

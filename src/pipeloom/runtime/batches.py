@@ -1,0 +1,65 @@
+"""Batches: their shapes as text, and how they are spread over micro-batches."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from ..ir.errors import BatchError
+from .posting import PostedChannel
+
+
+def rows_of(batch: Mapping[str, Tensor]) -> int:
+    return len(next(iter(batch.values())))
+
+
+def signature_of(batch: Mapping[str, Tensor]) -> tuple[str, ...]:
+    return tuple(f"{n}{list(t.shape)}{str(t.dtype).removeprefix('torch.')}" for n, t in batch.items())
+
+
+def split_batch(batch: Mapping[str, Tensor], parts: int) -> list[dict[str, Tensor]]:
+    """Micro-batches of nearly equal size. Raises: BatchError if there are fewer rows than parts."""
+    rows = {name: len(t) if t.ndim else 0 for name, t in batch.items()}
+    if len(set(rows.values())) != 1:
+        found = ", ".join(f"{n} {c}" for n, c in rows.items())
+        raise BatchError(
+            f"the batch's tensors have different numbers of rows: {found}",
+            hint="the first dimension of every tensor is the batch",
+        )
+    count = next(iter(rows.values()))
+    if count < parts:
+        raise BatchError(
+            f"a batch of {count} rows cannot be split into {parts} micro-batches",
+            hint=f"give at least {parts} rows, or plan with fewer micro-batches",
+        )
+    sizes = microbatch_rows(count, parts)
+    split = {name: torch.split(t, list(sizes)) for name, t in batch.items()}
+    return [{name: pieces[i] for name, pieces in split.items()} for i in range(parts)]
+
+
+def microbatch_rows(rows: int, parts: int) -> Sequence[int]:
+    """Rows of each micro-batch: as even as possible, the larger ones first.
+
+    >>> microbatch_rows(10, 4)
+    [3, 3, 2, 2]
+    """
+    return [rows // parts + (i < rows % parts) for i in range(parts)]
+
+
+def agree_on_shapes(channel: PostedChannel, shapes: tuple[str, ...], device: torch.device) -> None:
+    """All ranks must have a batch of the same shapes, or transfers would not match.
+
+    Raises: BatchError on a rank that sees the difference, with everybody's shapes.
+    """
+    own = float(zlib.crc32(repr(shapes).encode()))
+    total = torch.tensor([own, own * own], dtype=torch.float64, device=device)
+    channel.all_reduce(total)
+    if total.tolist() == [channel.ranks * own, channel.ranks * own * own]:
+        return
+    raise BatchError(
+        f"rank {channel.rank} has a batch of {', '.join(shapes)}, and other ranks have other shapes",
+        hint="give all ranks the same batch",
+    )
