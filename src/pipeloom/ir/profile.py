@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+
+from .graph import Value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +37,7 @@ class Profile:
 
     source: "measured" or "roofline".  graph: fingerprint of the OpGraph that was profiled.
     batch: shapes of the batch inputs, "name[shape]dtype" each, for which the costs hold.
+    notes: what a reader of the costs should know, such as ops that were only guessed.
     """
 
     device: str
@@ -42,3 +45,13 @@ class Profile:
     graph: str
     batch: tuple[str, ...]
     costs: Mapping[str, OpCost]
+    notes: tuple[str, ...] = ()
+
+
+def batch_text(inputs: Iterable[Value]) -> tuple[str, ...]:
+    """The shapes of a batch's inputs as `Profile.batch` has them.
+
+    >>> batch_text([Value(name="ids", shape=(4, 128), dtype="int64")])
+    ('ids[4,128]int64',)
+    """
+    return tuple(f"{v.name}[{','.join(map(str, v.shape))}]{v.dtype}" for v in inputs)

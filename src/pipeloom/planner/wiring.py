@@ -11,6 +11,7 @@ from functools import cached_property
 
 from ..ir.graph import Op, OpGraph
 from ..ir.profile import Profile
+from ..ir.storage import storages, views_of_state
 
 
 @dataclass(frozen=True)
@@ -63,31 +64,17 @@ class Wiring:
         """Position of a value's maker; -1 for what every stage has or makes itself (batch, cheap ops)."""
         return self.position.get(self.graph.producer.get(value, ""), -1)
 
-    def parent(self, value: str) -> str | None:
-        """The value whose storage `value` shares as the direct output of a view, if any."""
-        maker = self.graph.producer.get(value)
-        op = self.graph.op[maker] if maker is not None else None
-        return op.inputs[0] if op is not None and op.view and op.inputs else None
-
     @cached_property
     def base(self) -> dict[str, str]:
-        """Value -> the value whose storage it shares in the end: itself, unless made by a view."""
-        found: dict[str, str] = {}
-        for name in self.graph.value:  # batch inputs, then ops in order: a parent comes first
-            parent = self.parent(name)
-            found[name] = name if parent is None else found[parent]
-        return found
-
-    def is_state(self, value: str) -> bool:
-        """Whether a value's storage is a parameter's or buffer's: made by a view that reads no value."""
-        op = self.graph.op.get(self.graph.producer.get(self.base[value], ""))
-        return op is not None and op.view and not op.inputs
+        """Value -> the value whose storage it shares in the end."""
+        return storages(self.graph)
 
 
 def saved_by(wiring: Wiring, profile: Profile) -> dict[str, tuple[str, ...]]:
-    """Op -> bases of the values that it saves; the storage of parameters is never saved."""
+    """Op -> storages of the values that it saves; those of parameters and buffers are there anyway."""
+    state = views_of_state(wiring.graph)
     found: dict[str, tuple[str, ...]] = {}
     for op in wiring.ops:
-        names = {wiring.base[s]: None for s in profile.costs[op.name].saves}
-        found[op.name] = tuple(n for n in names if not wiring.is_state(n))
+        names = {wiring.base[s]: None for s in profile.costs[op.name].saves if s not in state}
+        found[op.name] = tuple(names)
     return found

@@ -1,0 +1,189 @@
+"""One op, run again and again: times, what autograd saves, and scratch memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from .arguments import call
+
+_weak: Any = StorageWeakRef  # carries no types
+LEAST_REPEATS, MOST_REPEATS = 3, 50
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """What one op took. Times in seconds, sizes in bytes.
+
+    saved_args, saved_outputs: positions, among the distinct argument nodes and the results, of what
+        autograd keeps.  extra: position-less rest, in bytes.
+    """
+
+    forward_s: float
+    input_grad_s: float
+    weight_grad_s: float
+    saved_args: tuple[int, ...]
+    saved_outputs: tuple[tuple[int, int], ...]
+    """(position, bytes)"""
+    extra_saved_bytes: int
+    transient_bytes: int
+
+
+class Timer:
+    """Median time of a function on one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def __call__(self, run: Callable[[], Any], budget_s: float) -> float:
+        """Run once to warm up, then until the budget is spent, at least LEAST_REPEATS times."""
+        run()
+        times: list[float] = []
+        until = perf_counter() + budget_s
+        while len(times) < LEAST_REPEATS or (len(times) < MOST_REPEATS and perf_counter() < until):
+            times.append(self.once(run))
+        return median(times)
+
+    def once(self, run: Callable[[], Any]) -> float:
+        if self.device.type != "cuda":
+            start = perf_counter()
+            run()
+            return perf_counter() - start
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1000
+
+
+def engine_s(timer: Timer) -> float:
+    """What a call of autograd costs besides the kernels; the stage functions do not pay it."""
+    x = torch.ones(1, device=timer.device, requires_grad=True)
+    y = x.view(1)
+    g = torch.ones_like(y)
+    return timer(lambda: torch.autograd.grad(y, x, g, retain_graph=True), 0.01)
+
+
+def measure_kernel(
+    node: fx.Node, arguments: Mapping[fx.Node, Tensor], roles: Sequence[str],
+    *, timer: Timer, engine: float, budget_s: float,
+) -> Kernel:  # fmt: skip
+    """Measure one op.
+
+    roles: for each argument "value", "weight" or "none" (see Arguments.role).  engine: see `engine_s`.
+
+    The input gradient is timed alone. The weight gradient is what both together take beyond that: a
+    backward that makes both in one kernel (layer_norm, convolution) is so counted once.
+    """
+    tensors = list(arguments.values())
+    with torch.no_grad():
+        forward = timer(lambda: call(node, arguments), budget_s / 3)
+        results, scratch = _scratch(timer.device, lambda: call(node, arguments))
+    if _shares_storage(results, tensors):
+        forward = 0.0  # a view: nothing is computed
+    del results
+    saved: list[Tensor] = []
+    with torch.enable_grad(), saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):  # type: ignore[func-returns-value]
+        results = call(node, arguments)
+    outputs = _tensors(results)
+    saved_args, saved_outputs, extra = _identify(saved, tensors, outputs)
+    values = [t for t, role in zip(tensors, roles, strict=True) if role == "value"]
+    weights = [t for t, role in zip(tensors, roles, strict=True) if role == "weight"]
+    ends = [t for t in outputs if t.requires_grad]
+    if not ends or not (values or weights):
+        return Kernel(
+            forward_s=forward, input_grad_s=0.0, weight_grad_s=0.0, saved_args=(), saved_outputs=(),
+            extra_saved_bytes=0, transient_bytes=scratch,
+        )  # fmt: skip
+    grads = [torch.ones_like(t, memory_format=torch.contiguous_format) for t in ends]
+
+    def backward(targets: list[Tensor]) -> Callable[[], Any]:
+        return lambda: torch.autograd.grad(ends, targets, grads, retain_graph=True, allow_unused=True)
+
+    def seconds(targets: list[Tensor]) -> float:
+        return max(0.0, timer(backward(targets), budget_s / 3) - engine) if targets else 0.0
+
+    found, backward_scratch = _scratch(timer.device, backward([*values, *weights]))
+    moved = [t for t in _tensors(found) if not _shares_storage([t], grads)]
+    of_values = seconds(values) if moved else 0.0
+    of_all = max(of_values, seconds([*values, *weights])) if weights and moved else of_values
+    return Kernel(
+        forward_s=forward, input_grad_s=of_values, weight_grad_s=of_all - of_values,
+        saved_args=saved_args, saved_outputs=saved_outputs, extra_saved_bytes=extra,
+        transient_bytes=max(scratch, backward_scratch),
+    )  # fmt: skip
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _shares_storage(results: Any, others: Iterable[Tensor]) -> bool:
+    held = {_storage(t) for t in others}
+    return any(_storage(t) in held for t in _tensors(results))
+
+
+def _identify(
+    saved: list[Tensor], arguments: list[Tensor], outputs: list[Tensor]
+) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...], int]:
+    """Which arguments and results the saved tensors are, and the bytes of the rest, by storage."""
+    held = {_storage(t): t.untyped_storage().nbytes() for t in saved}
+    of_args = tuple(i for i, t in enumerate(arguments) if _storage(t) in held)
+    for i in of_args:
+        held.pop(_storage(arguments[i]), None)
+    of_outputs = tuple((i, held[_storage(t)]) for i, t in enumerate(outputs) if _storage(t) in held)
+    for i, _ in of_outputs:
+        held.pop(_storage(outputs[i]), None)
+    return of_args, of_outputs, sum(held.values())
+
+
+class _Alive(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Most bytes alive, after any call inside, of the tensors that calls inside made."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.made: dict[int, tuple[Any, int]] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        known = {_storage(t) for t in _tensors((args, kwargs))}
+        results = func(*args, **(kwargs or {}))
+        self.made = {key: entry for key, entry in self.made.items() if not entry[0].expired()}
+        for tensor in _tensors(results):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in known and storage._cdata not in self.made:
+                self.made[storage._cdata] = (_weak(storage), storage.nbytes())
+        self.peak = max(self.peak, sum(size for _, size in self.made.values()))
+        return results
+
+
+def _scratch(device: torch.device, run: Callable[[], Any]) -> tuple[Any, int]:
+    """The results of a function, and the most bytes alive on the way beyond those of its results."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        results = run()
+        torch.cuda.synchronize(device)
+        peak, after = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
+        return results, max(0, peak - max(before, after))
+    with _Alive() as alive:
+        results = run()
+    kept = {_storage(t) for t in _tensors(results)}
+    end = sum(size for key, (_, size) in alive.made.items() if key in kept)
+    return results, max(0, alive.peak - end)

@@ -1,0 +1,255 @@
+"""A profile for a device that is not there: the roofline model.
+
+Each kernel takes the longer of computing and moving its data, and a launch:
+
+    time = max(flops / (peak * efficiency), bytes / (bandwidth * efficiency)) + launch
+
+Source: Williams, Waterman, Patterson, "Roofline", CACM 52(4), 2009. Peaks and efficiencies come from the
+cluster file, FLOPs from flops.py, what the backward keeps from rules.py. The backward's input part makes the
+gradients of values, its weight part those of parameters (and of views of parameters): a product has one
+product of the same size per gradient; attention 2.5 times the forward's (five products for two:
+FlashAttention, 2205.14135, appendix B); the rest moves what it keeps, the gradient that comes and the one
+that it makes. Views cost nothing, but the gradient of a slice or an expanded tensor is written whole.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+from ..ir.cluster import Device
+from ..ir.errors import ConfigError
+from ..ir.graph import DTYPE_BYTES, Op, OpGraph, Value, tensor_bytes
+from ..ir.profile import OpCost, Profile, batch_text
+from ..ir.storage import storages, views_of_state
+from .flops import attention_flops, convolution_flops, matmul_flops
+from .rules import RULES, UNKNOWN, VIEW, Rule, base_name
+
+
+def roofline(graph: OpGraph, device: Device) -> Profile:
+    """Estimate the costs of every op of a graph on a device.
+
+    Ops that the tables do not know count as elementwise; a warning names them, and so do the profile's notes.
+    Raises: ConfigError if the device has no rates.
+    """
+    if device.memory_bytes_per_s <= 0 or not device.flops_per_s:
+        raise ConfigError(
+            f"device {device.name} has no flops_per_s or no memory_bytes_per_s, so times cannot be estimated",
+            hint="add both to its table in the cluster file, or measure on the device",
+        )
+    estimate = _Estimate(graph, device)
+    unknown = sorted({op.target for op in graph.ops if not op.view and base_name(op.target) not in RULES})
+    notes: tuple[str, ...] = ()
+    if unknown:
+        notes = (f"estimated as elementwise: {', '.join(unknown)}",)
+        warnings.warn(f"roofline profile of {graph.name}: {notes[0]}", stacklevel=2)
+    return Profile(
+        device=device.name, source="roofline", graph=graph.fingerprint, batch=batch_text(graph.inputs),
+        costs={op.name: estimate.op(op) for op in graph.ops}, notes=notes,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What one kernel does: floating-point operations and bytes moved."""
+
+    flops: float = 0.0
+    bytes: float = 0.0
+
+    def __add__(self, other: _Work) -> _Work:
+        return _Work(self.flops + other.flops, self.bytes + other.bytes)
+
+
+_NONE = _Work()
+
+
+@dataclass(frozen=True)
+class _Estimate:
+    graph: OpGraph
+    device: Device
+
+    def op(self, op: Op) -> OpCost:
+        rule = VIEW if op.view else RULES.get(base_name(op.target), UNKNOWN)
+        grads = any(v.needs_grad for v in op.outputs)
+        operands = _Operands(self, op, rule)
+        saves, extra = operands.kept() if grads else ((), 0)
+        input_grad, weight_grad = operands.backward() if grads else (_NONE, _NONE)
+        dtype = op.outputs[0].dtype
+        return OpCost(
+            forward_s=0.0 if rule.kind == "free" else self.seconds(operands.forward(), rule.kind, dtype),
+            input_grad_s=self.seconds(input_grad, rule.kind, dtype) if input_grad != _NONE else 0.0,
+            weight_grad_s=self.seconds(weight_grad, rule.kind, dtype) if weight_grad != _NONE else 0.0,
+            saves=saves, extra_saved_bytes=extra, transient_bytes=operands.scratch() if grads else 0,
+        )  # fmt: skip
+
+    def seconds(self, work: _Work, kind: str, dtype: str) -> float:
+        """The roofline itself."""
+        share = self.device.efficiency.get(kind, self.device.efficiency.get("default", 1.0))
+        rates = self.device.flops_per_s
+        peak = rates.get(dtype) or rates.get("float32") or max(rates.values())
+        compute_s = work.flops / (peak * share)
+        return max(compute_s, work.bytes / (self.device.memory_bytes_per_s * share)) + self.device.launch_s
+
+    @cached_property
+    def base(self) -> dict[str, str]:
+        return storages(self.graph)
+
+    @cached_property
+    def state(self) -> frozenset[str]:
+        return views_of_state(self.graph)
+
+
+@dataclass(frozen=True)
+class _Operands:
+    """One op's reads and writes."""
+
+    of: _Estimate
+    op: Op
+    rule: Rule
+
+    @cached_property
+    def values(self) -> list[Value]:
+        return [self.of.graph.value[name] for name in self.op.inputs]
+
+    @cached_property
+    def params(self) -> list[tuple[tuple[int, ...], int, bool]]:
+        """(shape, bytes, trainable) of the parameters."""
+        found = [self.of.graph.parameter[name] for name in self.op.params]
+        return [(p.shape, p.bytes, p.trainable) for p in found]
+
+    @cached_property
+    def flops(self) -> int:
+        shapes = [v.shape for v in self.values] + [shape for shape, _, _ in self.params]
+        out = self.op.outputs[0].shape
+        name = base_name(self.op.target)
+        if not shapes:
+            return 0
+        if self.rule.kind == "matmul":
+            return matmul_flops(name, shapes, out)
+        if self.rule.kind == "convolution":
+            return convolution_flops(name, shapes, out)
+        if self.rule.kind == "attention":
+            return attention_flops(shapes, out, self.op.attributes)
+        return prod(out)
+
+    @property
+    def written(self) -> int:
+        return self.op.output_bytes
+
+    def forward(self) -> _Work:
+        """A table that is looked up is not read whole: its rows are as long as the result."""
+        looked_up = base_name(self.op.target) in ("embedding", "index", "index_select", "gather")
+        tables = 0 if looked_up else sum(size for _, size, _ in self.params)
+        read = self.written if looked_up else sum(v.bytes for v in self.values)
+        return _Work(self.flops, read + tables + self.written)
+
+    def backward(self) -> tuple[_Work, _Work]:
+        """(gradients of values, gradients of parameters)."""
+        arriving = sum(v.bytes for v in self.op.outputs if v.needs_grad)
+        into_values, into_params = _NONE, _NONE
+        for value in self.values:
+            if value.needs_grad:
+                work = self._gradient(value.shape, value.bytes, arriving)
+                if value.name in self.of.state:
+                    into_params += work
+                else:
+                    into_values += work
+        for shape, size, trainable in self.params:
+            if trainable:
+                into_params += self._gradient(shape, size, arriving)
+        if self.rule.kind == "attention" and into_values != _NONE:  # one kernel makes all gradients
+            into_values = _Work(2.5 * self.flops, 2 * self.forward().bytes)
+        return into_values, into_params
+
+    def _gradient(self, shape: tuple[int, ...], size: int, arriving: int) -> _Work:
+        """The gradient of one operand."""
+        out = self.op.outputs[0].shape
+        if self.rule.kind == "free":
+            same = prod(shape) == sum(prod(v.shape) for v in self.op.outputs)
+            return _NONE if same else _Work(0, size + arriving)
+        if self.rule.passes and shape == out:
+            return _NONE
+        product = self.rule.kind in ("matmul", "convolution") and len(shape) > 1
+        kept = sum(v.bytes for v in self.values) if self.rule.keeps != "nothing" else 0
+        return _Work(self.flops if product else 0, arriving + kept + size)
+
+    def kept(self) -> tuple[tuple[str, ...], int]:
+        """(values that the backward needs, by the storage they live in; bytes of what else it keeps)."""
+        names = dict.fromkeys(self.of.base[name] for name in self._kept_names() if name not in self.of.state)
+        return tuple(names), self._extra_bytes()
+
+    def _kept_names(self) -> list[str]:
+        op, keeps = self.op, self.rule.keeps
+        if keeps == "input":
+            return list(op.inputs[:1])
+        if keeps == "inputs":
+            return list(op.inputs)
+        if keeps == "output":
+            return [op.outputs[0].name]
+        if keeps == "divisor":
+            return [*op.inputs[-1:], *(op.inputs if self._learns(op.inputs[-1:]) else ())]
+        if keeps == "indices":
+            integers = [v.name for v in self.values if v.dtype == "bool" or "int" in v.dtype]
+            return integers + [v.name for v in op.outputs if "int" in v.dtype]
+        if keeps == "queries":
+            return [] if self.unfused else [*(v.name for v in self.values[:3]), op.outputs[0].name]
+        if keeps == "factors":
+            return [name for name in op.inputs if self._another_learns(name)]
+        return []
+
+    def _learns(self, names: tuple[str, ...]) -> bool:
+        return any(self.of.graph.value[name].needs_grad for name in names)
+
+    def _another_learns(self, name: str) -> bool:
+        """Whether a gradient flows to a factor besides `name`, or to its second copy; biases do not count."""
+        weights = any(trainable and len(shape) > 1 for shape, _, trainable in self.params)
+        scales = self.rule.kind == "elementwise" and any(trainable for _, _, trainable in self.params)
+        others = tuple(other for other in self.op.inputs if other != name)
+        twice = self.op.attributes.split("{")[0].count("%") > len(self.op.inputs) + len(self.op.params)
+        return weights or scales or self._learns(others) or (twice and self._learns((name,)))
+
+    def _extra_bytes(self) -> int:
+        out = self.op.outputs[0]
+        first = self.values[0] if self.values else out
+        rows = prod(first.shape[:-1])
+        channels = first.shape[1] if len(first.shape) > 1 else 1
+        return {
+            "nothing": 0,
+            "mask": prod(out.shape),
+            "noise": out.bytes,
+            "statistics": 2 * rows * DTYPE_BYTES["float32"],
+            "channel statistics": 2 * channels * DTYPE_BYTES["float32"],
+            "positions": tensor_bytes(out.shape, "int64"),
+            "probabilities": first.bytes + DTYPE_BYTES["float32"],
+            "attention": self._attention_bytes() if self.rule.kind == "attention" else 0,
+        }[self.rule.extra]
+
+    @property
+    def unfused(self) -> bool:
+        """Whether attention runs as separate products: on the CPU with dropout or a mask that learns."""
+        masks = self.values[3:]
+        learns = any(v.needs_grad for v in masks)
+        return self.of.device.name.startswith("cpu") and (self.op.random or learns)
+
+    def _attention_bytes(self) -> int:
+        """Fused: a float32 per row, and a boolean mask as numbers. Else copies of Q, K and V and what
+        softmax and dropout make of the scores."""
+        query, key = self.values[0], self.values[min(1, len(self.values) - 1)]
+        if self.unfused:
+            scores = tensor_bytes((*query.shape[:-1], key.shape[-2]), query.dtype)
+            copies = sum(v.bytes for v in self.values[:3])
+            return copies + (3 if self.op.random else 1) * scores
+        masks = sum(tensor_bytes(v.shape, query.dtype) for v in self.values[3:] if v.dtype == "bool")
+        return tensor_bytes(query.shape[:-1], "float32") + masks
+
+    def scratch(self) -> int:
+        """Scratch of the backward: by rule, and where a gradient is summed over broadcast dimensions."""
+        out = self.op.outputs[0]
+        by_rule = int(self.rule.scratch * self.values[0].bytes) if self.values else 0
+        summed = self.rule.kind == "elementwise" and self.rule.keeps in ("factors", "divisor") and any(
+            v.needs_grad and v.shape != out.shape for v in self.values
+        )
+        scores = self._attention_bytes() * 2 // 3 if self.rule.kind == "attention" and self.unfused else 0
+        return max(by_rule, out.bytes if summed else 0, scores)

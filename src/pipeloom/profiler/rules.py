@@ -1,0 +1,108 @@
+"""What each kind of op costs and what autograd keeps for its backward, as one table.
+
+Kept tensors follow PyTorch's `tools/autograd/derivatives.yaml` (2.13): `mul` keeps each factor that another
+factor's gradient needs, `relu` and `softmax` their result, `gelu` its input, and so on. Where one op stands
+for a fused kernel (attention, layer_norm, cross_entropy) the statistics that the kernel keeps are added.
+The measured profile is the truth; a test holds this table to it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Class = Literal["matmul", "attention", "convolution", "normalisation", "elementwise", "free"]
+Keeps = Literal["nothing", "input", "inputs", "output", "factors", "divisor", "indices", "queries"]
+Extra = Literal[
+    "nothing", "mask", "noise", "statistics", "channel statistics", "positions", "probabilities", "attention"
+]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One kind of op.
+
+    kind: op class; "free" ops run no kernel.
+    keeps: "input" the first input; "output" the first output; "inputs" all inputs; "factors" each operand
+        that the gradient of another one needs; "divisor" the last input; "indices" the inputs that are no
+        floating-point numbers; "queries" attention: see roofline.
+    extra: kept besides: "mask" a byte per number; "noise" a number per number; "statistics" two float32 per
+        row of the last dimension; "channel statistics" two float32 per channel; "positions" an int64 per
+        output number; "probabilities" as much as the first input, and one number; "attention" see roofline.
+    passes: the gradient of an input of the output's shape is the output's own gradient.
+    scratch: scratch of the backward as a multiple of the first input.
+    """
+
+    kind: Class = "elementwise"
+    keeps: Keeps = "nothing"
+    extra: Extra = "nothing"
+    passes: bool = False
+    scratch: float = 0.0
+
+
+_TABLE: dict[Rule, str] = {
+    Rule("matmul", "factors"): """
+        linear matmul mm bmm addmm baddbmm addbmm dot mv addmv einsum _grouped_mm _scaled_mm
+        grouped_mm_fallback""",
+    Rule("convolution", "factors"): """
+        convolution conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d""",
+    Rule("attention", "queries", "attention"): """
+        scaled_dot_product_attention _scaled_dot_product_flash_attention
+        _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_efficient_attention""",
+    Rule("normalisation", "input", "statistics"): "layer_norm native_layer_norm rms_norm _fused_rms_norm",
+    Rule("normalisation", "input", "channel statistics"): """
+        batch_norm native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional
+        _native_batch_norm_legit_no_training cudnn_batch_norm group_norm native_group_norm instance_norm""",
+    Rule("normalisation", "output"): "softmax _softmax log_softmax _log_softmax _safe_softmax",
+    Rule("normalisation", "indices", "probabilities", scratch=1.0): "cross_entropy_loss",
+    Rule("elementwise", "indices"): """
+        embedding index index_select gather scatter scatter_add scatter_reduce index_add index_put
+        index_copy where masked_fill masked_scatter masked_select take take_along_dim topk sort nll_loss
+        nll_loss_forward nll_loss2d nll_loss2d_forward nll_loss_nd""",
+    Rule("elementwise", "nothing", "mask"): "native_dropout bernoulli",
+    Rule("elementwise", "nothing", "noise"): "dropout feature_dropout alpha_dropout",
+    Rule("elementwise", "input", "positions", scratch=1.0): """
+        max_pool1d max_pool2d max_pool3d max_pool2d_with_indices""",
+    Rule("elementwise", "input"): """
+        avg_pool1d avg_pool2d avg_pool3d gelu silu mish softplus log log2 log10 log1p sin cos tan asin acos
+        atan sinh cosh abs leaky_relu elu celu selu hardtanh hardswish hardsigmoid relu6 clamp clamp_min
+        clamp_max erf erfc logit log_sigmoid log_sigmoid_forward glu var var_mean std_mean cumprod
+        softshrink hardshrink digamma lgamma _adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_avg_pool1d
+        adaptive_avg_pool2d adaptive_avg_pool3d im2col""",
+    Rule("elementwise", "input", scratch=2.0): "pow square",
+    Rule("elementwise", "output"): "relu sigmoid tanh exp exp2 expm1 sqrt reciprocal",
+    Rule("elementwise", "output", scratch=2.0): "rsqrt",
+    Rule("elementwise", "inputs"): """
+        maximum minimum fmax fmin max min amax amin prod norm linalg_vector_norm logsumexp std atan2 hypot
+        smooth_l1_loss l1_loss mse_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits
+        kl_div prelu _prelu_kernel lerp addcdiv fmod remainder cdist cosine_similarity""",
+    Rule("elementwise", "factors"): "mul addcmul outer cross",
+    Rule("elementwise", "divisor"): "div true_divide",
+    Rule("elementwise", passes=True): "add sub clone contiguous _to_copy to lift_fresh_copy detach_copy",
+    Rule("elementwise"): """
+        neg sum mean nansum cat stack hstack vstack cumsum flip roll repeat repeat_interleave
+        constant_pad_nd pad tril triu sign floor ceil round trunc argsort argmax argmin eq ne lt le gt ge any
+        all isnan isinf logical_and logical_or logical_not bitwise_and bitwise_or bitwise_not bitwise_xor
+        __and__ __or__ __xor__ __invert__ floor_divide diff fill copy select_scatter slice_scatter arange
+        zeros ones full rand randn zeros_like ones_like full_like rand_like randn_like new_zeros new_ones
+        new_full scalar_tensor one_hot histc bincount rsub nonzero unique upsample_nearest2d
+        upsample_bilinear2d _upsample_nearest_exact2d pixel_shuffle reflection_pad2d replication_pad2d""",
+    Rule("free"): """
+        alias detach lift_fresh empty empty_like empty_strided new_empty _unsafe_view sym_size item""",
+}  # fmt: skip
+
+RULES: dict[str, Rule] = {name: rule for rule, names in _TABLE.items() for name in names.split()}
+
+VIEW = Rule("free")
+UNKNOWN = Rule("elementwise", "input")
+"""For ops that are not in the table: elementwise, and keeping the first input."""
+
+
+def base_name(target: str) -> str:
+    """The operation's name without namespace and overload.
+
+    >>> base_name("aten.add.Tensor"), base_name("aten._native_batch_norm_legit_functional.default")
+    ('add', '_native_batch_norm_legit_functional')
+    """
+    parts = target.split(".")
+    return parts[1] if len(parts) > 1 else target
