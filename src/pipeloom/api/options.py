@@ -34,15 +34,18 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """What the last step was like, the same on every rank.
+    """What a step was like, the same on every rank.
 
-    step_s: seconds of the slowest rank.  busy_s, peak_bytes: per rank.  grad_norm: before clipping, None
-    without clipping.
+    step_s: seconds from its first action to the end of its last, on the slowest rank.
+    wall_s: per rank, seconds of the whole call but its last exchange.  busy_s: of computing.  waited_s: for
+    messages and other ranks.  peak_bytes: largest memory so far.  grad_norm: before clipping, None without.
     """
 
     loss: float
     step_s: float
+    wall_s: tuple[float, ...]
     busy_s: tuple[float, ...]
+    waited_s: tuple[float, ...]
     peak_bytes: tuple[int, ...]
     grad_norm: float | None = None
 
@@ -50,3 +53,9 @@ class StepReport:
     def bubble(self) -> float:
         """Share of rank-time in which nothing was computed."""
         return 1.0 - sum(self.busy_s) / (len(self.busy_s) * self.step_s)
+
+    @property
+    def overhead(self) -> float:
+        """Largest share of a rank's time that is neither computing nor waiting: pipeloom's own work."""
+        parts = zip(self.wall_s, self.busy_s, self.waited_s, strict=True)
+        return max((wall - busy - waited) / wall for wall, busy, waited in parts)

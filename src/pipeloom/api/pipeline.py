@@ -174,7 +174,7 @@ class Pipeline:
             if self.scheduler is not None:
                 self.scheduler.step()
             self.steps += 1
-            self.report = self._share(sum(losses), time.perf_counter() - start)
+            self.report = self._share(sum(losses), start)
         return self.report.loss
 
     def _round(self, microbatches: list[Microbatch], *, last: bool) -> float:
@@ -195,7 +195,9 @@ class Pipeline:
         """Rounds of micro-batches, each with its share of the loss."""
         plan, job = self.parts.plan, self.parts.job
         rounds = self.options.accumulate if training else 1
+        start = time.perf_counter()
         agree_on_shapes(self.channel, signature_of(batch), self.device)
+        self.agreeing_s = time.perf_counter() - start
         parts = split_batch(batch, plan.microbatches * rounds)
         weights = [float(job.weight(p)) if job.weight else float(rows_of(p)) for p in parts]
         total = sum(weights)
@@ -231,17 +233,20 @@ class Pipeline:
                 ) from None
         return self.parts.variants[signature]
 
-    def _share(self, loss: float, step_s: float) -> StepReport:
-        """Make one rank's figures known to all."""
-        table = torch.zeros(self.ranks, 3, dtype=torch.float64)
-        busy = sum(e.duration_s for e in self.recorder.events() if e.stream == "compute")
-        table[self.rank] = torch.tensor([step_s, busy, self.ledger.peak])
+    def _share(self, loss: float, start: float) -> StepReport:
+        """Make one rank's figures known to all. start: of the step, in seconds of `time.perf_counter`."""
+        events = self.recorder.events()
+        busy = sum(e.duration_s for e in events if e.stream == "compute")
+        waited = sum(e.duration_s for e in events if e.stream == "recv") + self.agreeing_s
+        mine = [max(e.end_s for e in events), time.perf_counter() - start, busy, waited, self.ledger.peak]
+        table = torch.zeros(self.ranks, len(mine), dtype=torch.float64)
+        table[self.rank] = torch.tensor(mine)
         both = torch.cat([table.flatten(), torch.tensor([loss], dtype=torch.float64)]).to(self.device)
         self.channel.all_reduce(both)
-        table = both[:-1].reshape(self.ranks, 3).cpu()
+        ends, walls, busy_s, waited_s, peaks = both[:-1].reshape(self.ranks, -1).T.tolist()
         return StepReport(
-            loss=float(both[-1]), step_s=float(table[:, 0].max()), busy_s=tuple(table[:, 1].tolist()),
-            peak_bytes=tuple(int(p) for p in table[:, 2].tolist()), grad_norm=self.worker.grad_norm,
+            loss=float(both[-1]), step_s=max(ends), wall_s=tuple(walls), busy_s=tuple(busy_s),
+            waited_s=tuple(waited_s), peak_bytes=tuple(map(int, peaks)), grad_norm=self.worker.grad_norm,
         )  # fmt: skip
 
     def predict(self, cluster: Cluster | None = None) -> Timeline:

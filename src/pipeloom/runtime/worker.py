@@ -104,6 +104,7 @@ class Worker:
         self.microbatches: Sequence[Microbatch] = ()
         self.flights: dict[Key, _InFlight] = {}
         self.local_bytes = 0
+        self.messages: dict[tuple[int, Transfer], Message] = {}
         self.handlers: dict[Kind, Callable[[Any], None]] = {
             F: self.forward, B: self.backward, I: self.backward_input, W: self.backward_weight,
             SEND_F: self.send, SEND_B: self.send, RECV_F: self.receive, RECV_B: self.receive,
@@ -132,7 +133,8 @@ class Worker:
                 self.watch.status = str(instruction)
                 self.handlers[instruction.kind](instruction)
                 self._note_boundary(instruction)
-            self.channel.end()
+            with self.recorder.record("recv", "END"):
+                self.channel.end()
         self._note_boundary(None)
         assert not any(f.residuals or f.carried for f in self.flights.values()) or not training
         self.flights = {}
@@ -148,10 +150,14 @@ class Worker:
         ]
 
     def _message(self, send: Transfer) -> Message:
-        return Message(
-            key=str(send), source=self.placement[send.stage], target=self.placement[send.peer],
-            values=self._values(send),
-        )  # fmt: skip
+        """The message of a SEND; the same object every step."""
+        key = (id(self.microbatches[send.microbatch].variant), send)
+        if key not in self.messages:
+            self.messages[key] = Message(
+                key=str(send), source=self.placement[send.stage], target=self.placement[send.peer],
+                values=self._values(send),
+            )  # fmt: skip
+        return self.messages[key]
 
     def _values(self, send: Transfer) -> tuple[Value, ...]:
         stages = self.microbatches[send.microbatch].variant.stages

@@ -7,6 +7,7 @@ picks its own kernel. The model runs on fake tensors: its size does not matter.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -118,9 +119,12 @@ def _check_batch(batch: Mapping[str, Tensor]) -> None:
 
 def _export(module: nn.Module, batch: dict[str, Tensor], name: str) -> ExportedProgram:
     try:
-        program = torch.export.export(module, (batch,), strict=False)
-        _detach_no_grad_regions(program.graph_module)
-        functional: ExportedProgram = program.run_decompositions({})
+        with warnings.catch_warnings():
+            # PyTorch 2.13 warns about its own use of LeafSpec, in every copy that export makes
+            warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
+            program = torch.export.export(module, (batch,), strict=False)
+            _detach_no_grad_regions(program.graph_module)
+            functional: ExportedProgram = program.run_decompositions({})
         return functional
     except CaptureError:
         raise

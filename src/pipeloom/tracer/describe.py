@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 
 from ..ir.errors import CaptureError
 from ..ir.graph import Buffer, Op, OpGraph, Parameter, Value
+from .random import draws
 
 _HEAVY = {"mm", "bmm", "addmm", "baddbmm", "matmul", "linear", "convolution", "conv2d", "einsum",
           "scaled_dot_product_attention"}  # fmt: skip
@@ -91,7 +92,6 @@ def _op(node: fx.Node, kinds: Mapping[str, tuple[str, str]], updates: Mapping[st
         kind, name = kinds.get(source.name, ("value", source.name))
         reads[kind][name] = None
     call = node.target if isinstance(node.target, torch._ops.OpOverload) else None
-    tags = call.tags if call is not None else ()
     return Op(
         name=node.name,
         target=str(call) if call is not None else getattr(node.target, "__name__", str(node.target)),
@@ -102,19 +102,9 @@ def _op(node: fx.Node, kinds: Mapping[str, tuple[str, str]], updates: Mapping[st
         updates=tuple(updates[r.name] for r in results if r.name in updates),
         attributes=_attributes(node),
         module=_module_path(node),
-        random=torch.Tag.nondeterministic_seeded in tags and _draws(node),
+        random=draws(node),
         view=call is not None and (call.is_view or call is torch.ops.aten.reshape.default),
     )
-
-
-def _draws(node: fx.Node) -> bool:
-    """Whether a call that may draw random numbers does so with these arguments."""
-    if node.target is torch.ops.aten.scaled_dot_product_attention.default:
-        dropout = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
-        return bool(dropout)
-    if node.target is torch.ops.aten.native_dropout.default:
-        return bool(node.args[1]) and node.args[2] is not False
-    return True
 
 
 def _attributes(node: fx.Node) -> str:

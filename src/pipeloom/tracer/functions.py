@@ -25,8 +25,9 @@ from .evaluation import Evaluation, compile_evaluation
 from .joint import StageModule, extract, trace_joint
 from .meta import tensors_of
 from .once import one_thread
+from .random import draws
 from .sink import Sink
-from .split import Part, Slot, is_random, split
+from .split import Part, Slot, split
 from .tape import Boxed, Footprint, compile_graph, measure, predict
 
 Tensors = dict[Slot, Any]
@@ -230,7 +231,7 @@ def _function(part: Part, attributes: object, compiled: bool) -> Function:
         for node, slot in zip(part.graph.find_nodes(op="placeholder"), part.inputs, strict=True)
     }
     footprint = predict(part.graph, owned)
-    if compiled and not any(is_random(n) for n in part.graph.nodes):
+    if compiled and not any(draws(n) for n in part.graph.nodes):
         fast = torch.compile(fx.GraphModule(attributes, part.graph), dynamic=False)  # type: ignore[arg-type]
         return Function(part, attributes, footprint, lambda box: tuple(fast(*box)), measured=True)
     return Function(part, attributes, footprint, compile_graph(part.graph, attributes), _owned=owned)

@@ -135,9 +135,7 @@ class _Replay:
         return needed
 
     def run(self) -> None:
-        last = {
-            _storage(t): index for index, call in enumerate(self.calls) for t in _fakes(call[1:])
-        }
+        last = {_storage(t): index for index, call in enumerate(self.calls) for t in _fakes(call[1:])}
         with torch.no_grad():
             for index, (func, args, kwargs, result) in enumerate(self.calls):
                 touched = {_storage(t) for t in _fakes((args, kwargs, result))}

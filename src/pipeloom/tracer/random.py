@@ -10,6 +10,10 @@ import threading
 import zlib
 
 import torch
+from torch import fx
+
+_PROBABILITIES = ("dropout_p", "p")
+"""Names of arguments that, being zero, keep a call from drawing random numbers."""
 
 
 def microbatch_seed(seed: int, step: int, microbatch: int) -> int:
@@ -28,9 +32,29 @@ _one_at_a_time = threading.Lock()
 def seed_random(seed: int, call: str) -> None:
     """Seed the default generators for one random call, and keep them until `end_random`."""
     _one_at_a_time.acquire()
-    torch.manual_seed(zlib.crc32(call.encode(), seed))
+    value = zlib.crc32(call.encode(), seed)
+    torch.default_generator.manual_seed(value)
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.manual_seed(value)
 
 
 def end_random() -> None:
     """The random call is done."""
     _one_at_a_time.release()
+
+
+def draws(node: fx.Node) -> bool:
+    """Whether a node draws random numbers.
+
+    Attention is tagged as random though it only is with dropout.
+    """
+    call = node.target
+    if not isinstance(call, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in call.tags:
+        return False
+    for position, argument in enumerate(call._schema.arguments):
+        if argument.name in _PROBABILITIES:
+            given = node.kwargs.get(argument.name, argument.default_value)
+            if position < len(node.args):
+                given = node.args[position]
+            return bool(given != 0.0)
+    return True

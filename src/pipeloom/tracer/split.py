@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from torch.fx.node import Argument
 
 from .joint import Joint
-from .random import end_random, seed_random
+from .random import draws, end_random, seed_random
 from .sink import add_gradient
 
 _VIEWS_BY_CONVENTION = {torch.ops.aten._unsafe_view.default, torch.ops.aten._reshape_alias.default}
@@ -64,11 +64,6 @@ def is_view(node: fx.Node) -> bool:
     if node.target in _VIEWS_BY_CONVENTION:
         return True
     return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
-
-
-def is_random(node: fx.Node) -> bool:
-    tags = node.target.tags if isinstance(node.target, torch._ops.OpOverload) else ()
-    return torch.Tag.nondeterministic_seeded in tags
 
 
 def root(node: fx.Node) -> fx.Node:
@@ -122,7 +117,7 @@ class _Splitter:
         for node in self.nodes:
             if after_tangent.intersection(node.all_input_nodes):
                 after_tangent.add(node)
-            elif is_random(node) or (node.target is getitem and node.args[0] in needed):
+            elif draws(node) or (node.target is getitem and node.args[0] in needed):
                 needed |= _ancestors([node], lambda n: n.op == "placeholder")
         assert not needed & after_tangent
         return needed
@@ -190,7 +185,7 @@ class _Splitter:
             copies[node] = graph.placeholder(f"in_{len(slots)}")
             copies[node].meta = {"val": node.meta.get("val")}
             slots.append(self._slot(node, members is not self.forward_nodes))
-        if any(is_random(n) for n in members):
+        if any(draws(n) for n in members):
             slots.append(Slot("random", "seed"))
             seed = graph.placeholder("seed")
         added: dict[fx.Node, list[str]] = {}
@@ -207,11 +202,11 @@ class _Splitter:
             if node not in copies:
                 for source in node.all_input_nodes:
                     copy(source)
-                if is_random(node):
+                if draws(node):
                     key = (node.meta.get("custom") or {}).get("node", node.name)
                     graph.call_function(seed_random, (seed, key))
                 copies[node] = graph.node_copy(node, lambda n: copies[n])
-                if is_random(node):
+                if draws(node):
                     graph.call_function(end_random)
             return copies[node]
 
