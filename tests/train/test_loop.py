@@ -36,7 +36,8 @@ def run(plain: Callable, tmp_path: Path) -> Callable[..., Outcome]:
 
 def test_each_step_is_one_line(tiny: Config, run: Callable, tmp_path: Path) -> None:
     outcome = run(tiny, "a")
-    written = lines(tmp_path / "a")
+    untrained, *written = lines(tmp_path / "a")
+    assert untrained == {"step": 0, "validation_loss": pytest.approx(5.55, abs=0.1)}
     assert [line["step"] for line in written] == list(range(1, 13))
     assert set(written[0]) == {
         "step", "loss", "learning_rate", "step_s", "tokens_per_s", "bubble", "peak_bytes", "grad_norm",
@@ -47,7 +48,7 @@ def test_each_step_is_one_line(tiny: Config, run: Callable, tmp_path: Path) -> N
     assert max(line["learning_rate"] for line in written) == 1e-2
     assert written[-1]["loss"] < written[0]["loss"]
     assert outcome.losses["train"] == [(line["step"], line["loss"]) for line in written]
-    assert [step for step, _ in outcome.losses["validation"]] == [5, 10, 12]
+    assert [step for step, _ in outcome.losses["validation"]] == [0, 5, 10, 12]
     # Steps 4 to 12 were timed, and step n took n seconds.
     assert outcome.timeline is not None and outcome.timeline.step_s == 8.0
     assert (tmp_path / "a" / "checkpoint" / "latest").read_text() == "step-00000012\n"
@@ -67,7 +68,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tiny: Config, run: Callable, 
 
     with pytest.raises(Stop):
         run(tiny, "parts", console=Console(file=Stopping(), width=200))
-    assert len(lines(tmp_path / "parts")) == 10
+    assert len(lines(tmp_path / "parts")) == 11
     with (tmp_path / "parts" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 11, "lo')  # as a crash while writing leaves it
     outcome = run(tiny, "parts", resume=True)
@@ -83,7 +84,7 @@ def test_a_finished_run_makes_no_step(tiny: Config, run: Callable, tmp_path: Pat
     assert lines(tmp_path / "a") == before
     longer = dataclasses.replace(tiny, steps=14)
     assert run(longer, "a", resume=True).steps == 14
-    assert [line["step"] for line in lines(tmp_path / "a")] == list(range(1, 15))
+    assert [line["step"] for line in lines(tmp_path / "a")] == list(range(15))
 
 
 def test_nothing_to_resume_and_other_data(tiny: Config, run: Callable, tmp_path: Path) -> None:
@@ -100,7 +101,7 @@ def test_a_loss_that_is_no_number_stops(tiny: Config, plain: Callable, tmp_path:
     pipeline.step = lambda batch: float("nan")
     with pytest.raises(PipeloomError, match="the loss of step 1 is nan"):
         train(pipeline, tiny, workload, tmp_path, resume=False, console=console())
-    assert lines(tmp_path) == []
+    assert [line["step"] for line in lines(tmp_path)] == [0]
 
 
 def test_plain_lines_when_there_is_no_terminal(tiny: Config, run: Callable) -> None:

@@ -93,7 +93,8 @@ class OptimizerConfig:
 class PipelineConfig:
     """How the model is spread.
 
-    microbatches, microbatch_size: one step trains on microbatches x microbatch_size sequences.
+    microbatches, microbatch_size: the schedule runs so many sequences.  accumulate: times per step.
+    device: "cpu" or "cuda".  autocast: "bfloat16" or "float16" for mixed precision; unset for none.
     device_memory: cap per rank, as "300MiB"; unset for no cap.
     plan: a plan file to follow instead of planning.
     """
@@ -102,22 +103,30 @@ class PipelineConfig:
     schedule: str = "1f1b"
     microbatches: int = 8
     microbatch_size: int = 4
+    accumulate: int = 1
     split_backward: bool = False
     compile: bool = False
+    device: str = "cpu"
+    autocast: str | None = None
     device_memory: str | None = None
     plan: str | None = None
 
     def __post_init__(self) -> None:
         _require_positive(
             "pipeline.", stages=self.stages, microbatches=self.microbatches,
-            microbatch_size=self.microbatch_size,
+            microbatch_size=self.microbatch_size, accumulate=self.accumulate,
+        )  # fmt: skip
+        _require(self.device in ("cpu", "cuda"), f"pipeline.device is {self.device!r}", 'use "cpu" or "cuda"')
+        _require(
+            self.autocast in (None, "bfloat16", "float16"),
+            f"pipeline.autocast is {self.autocast!r}", 'use "bfloat16" or "float16"',
         )  # fmt: skip
         if self.device_memory is not None:
             parse_bytes(self.device_memory)
 
     @property
     def rows(self) -> int:
-        """Sequences per step."""
+        """Sequences that the schedule runs once; a step trains on `accumulate` times as many."""
         return self.microbatches * self.microbatch_size
 
 

@@ -99,6 +99,10 @@ def _steps(
 ) -> list[Timeline]:  # fmt: skip
     timelines = []
     validation = None
+    if pipeline.steps == 0:
+        validation = validate(pipeline, config, workload)
+        if metrics is not None:
+            metrics.write({"step": 0, "validation_loss": validation})
     for step in range(pipeline.steps, config.steps):
         batch = workload.train(step)
         loss = pipeline.step(batch)

@@ -60,7 +60,7 @@ def gpt_workload(config: Config) -> Workload:
         bytes_BT = torch.from_numpy(text.windows(seed, rows, window)).long()
         return {"input_ids": bytes_BT[:, :-1].contiguous(), "labels": bytes_BT[:, 1:].contiguous()}
 
-    rows, seed = config.pipeline.rows, config.seed
+    rows, seed, rounds = config.pipeline.rows, config.seed, config.pipeline.accumulate
     return Workload(
         job=Job(
             name=config.name,
@@ -69,7 +69,7 @@ def gpt_workload(config: Config) -> Workload:
             weight=lambda batch: batch["labels"].numel(),
             optimizer=lambda parameters: make_optimizer(config, parameters),
         ),
-        train=lambda step: batch(train, derive(seed, "train", step), rows),
+        train=lambda step: batch(train, derive(seed, "train", step), rows * rounds),
         validation=lambda index: batch(validation, derive(0, "validation", index), rows),
         data=train.fingerprint,
         rate=config.optimizer.learning_rate,
@@ -78,13 +78,13 @@ def gpt_workload(config: Config) -> Workload:
 
 def job_workload(config: Config, job: Job) -> Workload:
     """The user's own job. Validation uses seeds of its own, so a generator gives data not trained on."""
-    rows, seed = config.pipeline.rows, config.seed
+    rows, seed, rounds = config.pipeline.rows, config.seed, config.pipeline.accumulate
     rate = config.optimizer.learning_rate if job.optimizer is None else None
     if job.optimizer is None:
         job = replace(job, optimizer=lambda parameters: make_optimizer(config, parameters))
     return Workload(
         job=job,
-        train=lambda step: job.batch(derive(seed, "train", step), rows),
+        train=lambda step: job.batch(derive(seed, "train", step), rows * rounds),
         validation=lambda index: job.batch(derive(0, "validation", index), rows),
         data=config.job or job.name,
         rate=rate,

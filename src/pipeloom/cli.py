@@ -1,0 +1,24 @@
+"""The command line: registers the commands. Imports no torch: `pipeloom --help` answers at once."""
+
+from __future__ import annotations
+
+import click
+
+from . import __version__
+from .commands.bench import bench
+from .commands.common import Commands
+from .commands.plan import plan
+from .commands.profile import profile
+from .commands.simulate import simulate
+from .commands.train import train
+from .commands.verify import verify
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(__version__, prog_name="pipeloom")
+def main() -> None:
+    """Train an unmodified PyTorch model across devices that are each too small for it."""
+
+
+for command in (train, profile, plan, simulate, verify, bench):
+    main.add_command(command)

@@ -1,0 +1,34 @@
+"""pipeloom bench: steps per second of a plan on this machine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from .common import MODEL_HELP, Size, json_option, model_argument, plan_options
+
+
+@click.command(epilog=MODEL_HELP)
+@model_argument
+@plan_options
+@click.option("--device-memory", type=Size(), help="Cap per rank, as 300MiB.")
+@click.option("--steps", type=click.IntRange(1), default=10, show_default=True, help="Steps to time.")
+@click.option("--warmup", type=click.IntRange(0), default=2, show_default=True, help="Steps before them.")
+@json_option
+@click.pass_context
+def bench(
+    ctx: click.Context, /, *, model: str | None, device_memory: str | None, steps: int, warmup: int,
+    as_json: bool, **wanted: Any,
+) -> None:  # fmt: skip
+    """Plan MODEL, run some steps in as many processes as stages, and print the speed.
+
+    With --json: step_s (median), tokens_per_s, bubble, predicted_step_s, peak_bytes (per rank), stages,
+    schedule, microbatches, microbatch_size, steps.
+    """
+    from ..train.benchmark import Bench, run_bench
+
+    settings = Bench(
+        model=model, device_memory=device_memory, steps=steps, warmup=warmup, as_json=as_json, **wanted
+    )
+    ctx.exit(run_bench(settings))

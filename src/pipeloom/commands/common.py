@@ -1,0 +1,120 @@
+"""What commands share: errors as one sentence, the MODEL argument, options that several have, JSON output."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from ..ir.errors import ConfigError, PipeloomError
+from ..ir.units import parse_bytes
+
+if TYPE_CHECKING:
+    from ..ir.cluster import Cluster
+    from ..tracer.job import Job
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+FILE = click.Path(path_type=Path, dir_okay=False)
+MODEL_HELP = (
+    "MODEL is file.py:function or package.module:function returning a pipeloom.Job; "
+    "without it, the built-in GPT."
+)
+
+
+class Commands(click.Group):
+    """Prints what pipeloom raises on purpose as a sentence and a hint; anything else keeps its traceback.
+
+    Exit status: 2 for a wrong flag, file or key, as click does; 1 for everything else that went wrong.
+    """
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except PipeloomError as error:
+            click.echo(f"error: {error.message}", err=True)
+            if error.hint:
+                click.echo(f"hint: {error.hint}", err=True)
+            ctx.exit(2 if isinstance(error, ConfigError) else 1)
+
+
+class Size(click.ParamType[str]):
+    """A size with a unit, kept as text."""
+
+    name = "size"
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        try:
+            parse_bytes(value)
+        except ConfigError as error:
+            self.fail(f"{error.message}; {error.hint}", param, ctx)
+        return value
+
+
+def model_argument(command: Command) -> Command:
+    return click.argument("model", required=False)(command)
+
+
+PLAN_OPTIONS = (
+    click.option(
+        "--stages", "-p", type=click.IntRange(1), default=2, show_default=True,
+        help="Stages to cut the model into, one per rank.",
+    ),
+    click.option("--schedule", "-s", default="1f1b", show_default=True, help="Schedule, by name."),
+    click.option(
+        "--microbatches", "-m", type=click.IntRange(1), default=8, show_default=True,
+        help="Micro-batches per step.",
+    ),
+    click.option(
+        "--microbatch-size", type=click.IntRange(1), default=4, show_default=True,
+        help="Rows per micro-batch.",
+    ),
+    click.option(
+        "--split-backward", is_flag=True, help="Split each backward into input and weight gradients."
+    ),
+)  # fmt: skip
+
+
+def plan_options(command: Command) -> Command:
+    """What `api.plan` needs, under its argument names."""
+    for option in reversed(PLAN_OPTIONS):
+        command = option(command)
+    return command
+
+
+def json_option(command: Command) -> Command:
+    help = "Print one JSON object instead of tables."
+    return click.option("--json", "as_json", is_flag=True, help=help)(command)
+
+
+def job_of(model: str | None) -> Job:
+    """The job that MODEL names."""
+    from ..tracer.job_loader import load_job
+    from ..train.config import Config
+    from ..train.workload import default_job
+
+    return default_job(Config()) if model is None else load_job(model)
+
+
+def cluster_of(file: Path | None) -> Cluster | None:
+    from ..planner import load_cluster
+
+    return None if file is None else load_cluster(file)
+
+
+def print_json(values: object) -> None:
+    """One object, indented; infinities and NaN as text, since JSON has neither."""
+    click.echo(json.dumps(_finite(values), indent=1))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    if isinstance(value, float) and (value != value or abs(value) == float("inf")):
+        return str(value)
+    return value

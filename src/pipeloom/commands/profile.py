@@ -1,0 +1,126 @@
+"""pipeloom profile: what each op of a model costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from .common import FILE, MODEL_HELP, cluster_of, job_of, json_option, model_argument, print_json
+
+if TYPE_CHECKING:
+    from ..ir.graph import OpGraph
+    from ..ir.profile import Profile
+
+
+@click.command(epilog=MODEL_HELP)
+@model_argument
+@click.option(
+    "--microbatch-size", type=click.IntRange(1), default=4, show_default=True, help="Rows per micro-batch."
+)
+@click.option(
+    "--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Where to measure."
+)
+@click.option(
+    "--cluster", type=FILE, help="Estimate by roofline for the devices of this cluster file instead."
+)
+@click.option("--save", type=FILE, help="Write the profile to this JSON file.")
+@click.option("--save-graph", type=FILE, help="Write the captured graph to this JSON file.")
+@click.option("--top", type=click.IntRange(1), default=15, show_default=True, help="Rows of the table.")
+@json_option
+def profile(
+    *, model: str | None, microbatch_size: int, device: str, cluster: Path | None,
+    save: Path | None, save_graph: Path | None, top: int, as_json: bool,
+) -> None:  # fmt: skip
+    """Measure, or estimate, the cost of every op of MODEL.
+
+    With --json: model, device, source ("measured" or "roofline"), batch, ops, parameters, forward_s,
+    input_grad_s, weight_grad_s (of one micro-batch, summed over ops), and kinds: a list of target, calls,
+    forward_s, backward_s, the slowest first. With several kinds of device in the cluster, the first counts.
+    """
+    from ..api import passes
+    from ..ir import codec
+
+    captured = passes.capture(job_of(model), microbatch_size)
+    described = cluster_of(cluster)
+    if described is None:
+        costs = passes.profile(captured, device=device)
+    else:
+        costs = passes.estimate(captured.graph, described)[described.devices[0].name]
+    for noun, path in ((costs, save), (captured.graph, save_graph)):
+        if path is not None:
+            codec.save(noun, path)
+    figures = summary(captured.graph, costs)
+    if as_json:
+        print_json(figures)
+    else:
+        _print(figures, top)
+
+
+@dataclass
+class _Kind:
+    target: str
+    calls: int = 0
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+
+
+def summary(graph: OpGraph, costs: Profile) -> dict[str, Any]:
+    """The documented keys of `--json`."""
+    kinds: dict[str, _Kind] = {}
+    for op in graph.ops:
+        kind, cost = kinds.setdefault(op.target, _Kind(op.target)), costs.costs[op.name]
+        kind.calls += 1
+        kind.forward_s += cost.forward_s
+        kind.backward_s += cost.backward_s
+    by_time = sorted(kinds.values(), key=lambda k: -(k.forward_s + k.backward_s))
+    return {
+        "model": graph.name, "device": costs.device, "source": costs.source, "batch": list(costs.batch),
+        "ops": len(graph.ops), "parameters": sum(_count(p.shape) for p in graph.parameters),
+        "forward_s": _sum(c.forward_s for c in costs.costs.values()),
+        "input_grad_s": _sum(c.input_grad_s for c in costs.costs.values()),
+        "weight_grad_s": _sum(c.weight_grad_s for c in costs.costs.values()),
+        "kinds": [vars(kind) for kind in by_time],
+    }  # fmt: skip
+
+
+def _print(figures: dict[str, Any], top: int) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    console.print(
+        f"{figures['model']}: {figures['ops']} ops, {figures['parameters']:,} parameters, "
+        f"{figures['source']} on {figures['device']} with {', '.join(figures['batch'])}",
+        highlight=False, markup=False, soft_wrap=True,
+    )  # fmt: skip
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for head in ("op", "calls", "forward ms", "backward ms", "share"):
+        table.add_column(head, justify="left" if head == "op" else "right")
+    total = _sum(k["forward_s"] + k["backward_s"] for k in figures["kinds"])
+    for kind in figures["kinds"][:top]:
+        both = kind["forward_s"] + kind["backward_s"]
+        table.add_row(
+            kind["target"], str(kind["calls"]), f"{kind['forward_s'] * 1e3:.3f}",
+            f"{kind['backward_s'] * 1e3:.3f}", f"{both / total:.1%}" if total else "",
+        )  # fmt: skip
+    backward_s = figures["input_grad_s"] + figures["weight_grad_s"]
+    table.add_row(
+        "all", str(figures["ops"]), f"{figures['forward_s'] * 1e3:.3f}", f"{backward_s * 1e3:.3f}", ""
+    )
+    console.print(table)
+
+
+def _sum(values: Iterable[float]) -> float:
+    return float(sum(values))
+
+
+def _count(shape: Iterable[int]) -> int:
+    total = 1
+    for size in shape:
+        total *= size
+    return total

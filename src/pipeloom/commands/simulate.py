@@ -1,0 +1,102 @@
+"""pipeloom simulate: what a step of a plan will look like."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from ..ir.errors import ConfigError
+from .common import FILE, MODEL_HELP, cluster_of, job_of, json_option, print_json
+
+if TYPE_CHECKING:
+    from ..ir.graph import OpGraph
+    from ..ir.plan import Plan
+    from ..ir.profile import Profile
+    from ..ir.timeline import Timeline
+
+
+@click.command(epilog=MODEL_HELP)
+@click.argument("plan_file", metavar="PLAN", type=FILE)
+@click.argument("model", required=False)
+@click.option("--graph", "graph_file", type=FILE, help="Saved graph of the model, instead of MODEL.")
+@click.option("--profile", "profile_file", type=FILE, help="Saved profile, instead of measuring MODEL.")
+@click.option(
+    "--cluster", "cluster_file", type=FILE, help="Devices and links; by default processes of this machine."
+)
+@click.option("--html", type=FILE, help="Write a report page.")
+@click.option("--trace", type=FILE, help="Write a trace for Perfetto.")
+@json_option
+def simulate(
+    *, plan_file: Path, model: str | None, graph_file: Path | None, profile_file: Path | None,
+    cluster_file: Path | None, html: Path | None, trace: Path | None, as_json: bool,
+) -> None:  # fmt: skip
+    """Simulate one step of PLAN, made for MODEL, and draw it.
+
+    With --graph and --profile (or --cluster, then by roofline), neither torch nor the model is needed.
+
+    With --json: step_s, bubble, and ranks: a list of rank, busy_s, peak_bytes, and peak (bytes by kind).
+    """
+    from .. import viewer
+    from ..api import passes
+    from ..ir.plan import load_plan
+    from ..planner import cpu_cluster
+
+    plan = load_plan(plan_file)
+    graph, costs = _costs(plan, model, graph_file, profile_file, cluster_file)
+    cluster = cluster_of(cluster_file) or cpu_cluster(len(set(plan.placement)))
+    timeline = passes.simulate(plan, graph, costs, cluster)
+    if html is not None:
+        viewer.write_report(html, title=f"{graph.name}: {plan.schedule}, simulated", predicted=timeline)
+    if trace is not None:
+        viewer.write_trace(trace, [timeline])
+    if as_json:
+        print_json(summary(timeline))
+    else:
+        from rich.console import Console
+
+        viewer.print_report(Console(), predicted=timeline)
+
+
+def summary(timeline: Timeline) -> dict[str, object]:
+    """The documented keys of `--json`."""
+    return {
+        "step_s": timeline.step_s,
+        "bubble": timeline.bubble,
+        "ranks": [
+            {
+                "rank": rank, "busy_s": timeline.busy_s(rank), "peak_bytes": timeline.peak_bytes(rank),
+                "peak": dict(timeline.peaks[rank]) if rank < len(timeline.peaks) else {},
+            }
+            for rank in range(timeline.ranks)
+        ],
+    }  # fmt: skip
+
+
+def _costs(
+    plan: Plan,
+    model: str | None,
+    graph_file: Path | None,
+    profile_file: Path | None,
+    cluster_file: Path | None,
+) -> tuple[OpGraph, Profile | dict[str, Profile]]:
+    from ..api import passes
+    from ..ir import codec
+    from ..ir.graph import OpGraph
+    from ..ir.profile import Profile
+
+    if graph_file is not None and model is not None:
+        raise ConfigError("--graph and MODEL were both given", hint="give one of them")
+    cluster = cluster_of(cluster_file)
+    captured = None if graph_file is not None else passes.capture(job_of(model), plan.microbatch_size)
+    graph = codec.load(graph_file, OpGraph) if captured is None else captured.graph  # type: ignore[arg-type]
+    if profile_file is not None:
+        return graph, codec.load(profile_file, Profile)
+    if cluster is not None:
+        return graph, passes.estimate(graph, cluster)
+    if captured is None:
+        raise ConfigError(
+            "--graph alone does not say what ops cost", hint="add --profile or --cluster, or name the MODEL"
+        )
+    return graph, passes.profile(captured)

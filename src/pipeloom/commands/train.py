@@ -1,0 +1,87 @@
+"""pipeloom train: the main job."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from .common import FILE, Size, json_option
+
+
+@click.command()
+@click.argument("config", type=FILE, required=False)
+@click.option(
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Change one setting, as in --set model.width=256. May be repeated.",
+)
+@click.option(
+    "--data",
+    "data",
+    multiple=True,
+    metavar="PATH",
+    help="Train on this text file, or on all files of this folder. May be repeated.",
+)
+@click.option(
+    "--job",
+    metavar="MODEL",
+    help="Train your own model: file.py:function or package.module:function returning a pipeloom.Job.",
+)
+@click.option(
+    "--stages", "-p", type=click.IntRange(1), help="Stages to cut the model into, one process each."
+)
+@click.option("--schedule", "-s", help="Schedule, by name.")
+@click.option("--steps", type=click.IntRange(1), help="Train until this step.")
+@click.option("--device-memory", type=Size(), help="Cap per rank, as 300MiB: what does not fit is refused.")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Run directory, instead of runs/<name>-<n>.",
+)
+@click.option(
+    "--resume", is_flag=True, help="Go on with the newest run of this name, or with the one in --out."
+)
+@json_option
+@click.pass_context
+def train(
+    ctx: click.Context, /, *, config: Path | None, overrides: tuple[str, ...], out: Path | None,
+    resume: bool, as_json: bool, **settings: object,
+) -> None:  # fmt: skip
+    """Train a model in several processes, and report.
+
+    CONFIG is a TOML file; without one, a byte-level GPT trains on the Python standard library in two
+    processes. The run directory gets config.toml, plan.json, metrics.jsonl, checkpoint/, trace.json,
+    report.html and summary.json. Under torchrun each process is one rank.
+    """
+    from ..train.run import Request, run
+
+    request = Request(
+        file=config, overrides=(*_as_overrides(settings), *overrides), out=out, resume=resume, as_json=as_json
+    )
+    ctx.exit(run(request))
+
+
+KEYS = {
+    "data": "data.paths", "job": "job", "stages": "pipeline.stages", "schedule": "pipeline.schedule",
+    "steps": "steps", "device_memory": "pipeline.device_memory",
+}  # fmt: skip
+"""Options that are short forms of a setting."""
+
+
+def _as_overrides(settings: dict[str, object]) -> list[str]:
+    """
+    >>> _as_overrides({"stages": 3, "data": ("a b", "c"), "job": None})
+    ['pipeline.stages=3', 'data.paths=["a b", "c"]']
+    """
+    import json
+
+    found = []
+    for option, value in settings.items():
+        if isinstance(value, tuple):
+            found += [f"{KEYS[option]}={json.dumps(value)}"] if value else []
+        elif value is not None:
+            found.append(f"{KEYS[option]}={value}")
+    return found

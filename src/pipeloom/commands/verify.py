@@ -1,0 +1,73 @@
+"""pipeloom verify: does the pipeline give the numbers of one process?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from .common import FILE, MODEL_HELP, job_of, json_option, model_argument, plan_options, print_json
+
+if TYPE_CHECKING:
+    from ..api.compare import Comparison
+
+
+@click.command(epilog=MODEL_HELP)
+@model_argument
+@plan_options
+@click.option("--plan", "plan_file", type=FILE, help="Verify this plan, instead of making one.")
+@click.option("--tolerance", type=float, default=1e-5, show_default=True, help="Largest relative difference.")
+@click.option("--seed", type=int, default=1, show_default=True, help="Of the batch.")
+@json_option
+@click.pass_context
+def verify(
+    ctx: click.Context, /, *, model: str | None, plan_file: Path | None, tolerance: float, seed: int,
+    as_json: bool, **wanted: Any,
+) -> None:  # fmt: skip
+    """Train MODEL one step in one process and in the pipeline, and compare.
+
+    Prints the largest relative difference of the loss, of the gradients and of the updated parameters;
+    exits with 1 if one is above the tolerance.
+
+    With --json: passed, tolerance, reference, loss, gradients and parameters (by name, relative).
+    """
+    from ..api import passes
+    from ..api.compare import verify as compare
+    from ..ir.plan import load_plan
+    from ..planner import cpu_cluster
+
+    job = job_of(model)
+    if plan_file is not None:
+        plan = load_plan(plan_file)
+    else:  # times do not matter here, so none are measured
+        plan = passes.plan(job, cluster=cpu_cluster(wanted["stages"]), **wanted)
+    found = compare(job, plan, tolerance=tolerance, seed=seed)
+    if as_json:
+        print_json(summary(found))
+    else:
+        for line in report(found):
+            click.echo(line)
+    ctx.exit(0 if found.passed else 1)
+
+
+def summary(found: Comparison) -> dict[str, Any]:
+    """The documented keys of `--json`."""
+    return {
+        "passed": found.passed, "tolerance": found.tolerance, "reference": found.reference,
+        "loss": found.loss, "gradients": dict(found.gradients), "parameters": dict(found.parameters),
+    }  # fmt: skip
+
+
+def report(found: Comparison) -> list[str]:
+    """What is printed."""
+    lines = [
+        f"compared with {found.reference}; largest relative differences:",
+        f"  loss        {found.loss:.2e}",
+    ]
+    for what, differences in (("gradients", found.gradients), ("parameters", found.parameters)):
+        if differences:
+            worst = max(differences, key=differences.__getitem__)
+            lines.append(f"  {what:<11} {differences[worst]:.2e}  ({worst}, of {len(differences)})")
+    verdict = "equal within" if found.passed else "NOT equal within"
+    return [*lines, f"{verdict} the tolerance {found.tolerance:.0e}"]

@@ -1,0 +1,118 @@
+"""What a run leaves for people and programs when it ends: tables, trace.json, report.html, summary.json."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+
+from .. import viewer
+from ..ir.graph import OpGraph
+from ..ir.plan import Plan
+from ..ir.timeline import Timeline
+from .config import Config
+from .loop import Outcome
+
+_BLOCK = re.compile(r"(.*?\.)?\d+(?=\.|$)")
+
+
+def stage_rows(graph: OpGraph, plan: Plan) -> list[viewer.StageRow]:
+    """What stands in each stage, for the tables."""
+    stages = plan.stage_graph(graph)
+    rows = []
+    for stage in stages.stages:
+        sizes = (graph.parameter[name].shape for name in stages.params[stage.index])
+        modules = [graph.op[name].module for name in stage.ops]
+        rows.append(
+            viewer.StageRow(
+                stage=stage.index, rank=plan.placement[stage.index], ops=len(stage.ops),
+                parameters=sum(_count(shape) for shape in sizes), contents=contents(modules),
+            )
+        )  # fmt: skip
+    return rows
+
+
+def contents(modules: Sequence[str]) -> str:
+    """The modules that ops come from, repeated blocks as one: first and last where there are many.
+
+    >>> contents(["embed", "blocks.0.norm", "blocks.0.mlp.2", "blocks.1.norm", ""])
+    'embed, blocks.0, blocks.1'
+    >>> contents([f"model.layers.{n}.mlp" for n in range(9)])
+    'model.layers.0 … model.layers.8'
+    """
+    blocks = dict.fromkeys((m[0] if (m := _BLOCK.match(name)) else name) for name in modules if name)
+    names = list(blocks)
+    return ", ".join(names) if len(names) <= 4 else f"{names[0]} … {names[-1]}"
+
+
+def summary(
+    config: Config, out: Path, outcome: Outcome, predicted: Timeline | None, plan: Plan
+) -> dict[str, Any]:
+    """The figures of a run as one JSON object.
+
+    run: its directory.  steps, first_step: steps done, and done before this start.  stages, schedule,
+    microbatches: as planned.  train_loss, validation_loss: [first, last] in nats per token, null before
+    there is one.  predicted, measured: step_s, bubble and peak_bytes (per rank) of one step, null if there
+    is none.  step_error: predicted less measured step time, as a share of measured.
+    """
+    measured = outcome.timeline
+    return {
+        "run": str(out), "name": config.name, "steps": outcome.steps, "first_step": outcome.first_step,
+        "stages": len(plan.stages), "schedule": plan.schedule, "microbatches": plan.microbatches,
+        "train_loss": _ends(outcome.losses["train"]), "validation_loss": _ends(outcome.losses["validation"]),
+        "predicted": _step(predicted), "measured": _step(measured),
+        "step_error": predicted.step_s / measured.step_s - 1 if predicted and measured else None,
+    }  # fmt: skip
+
+
+def write_files(
+    config: Config, out: Path, outcome: Outcome, *, predicted: Timeline | None,
+    rows: Sequence[viewer.StageRow], figures: Mapping[str, Any], caps: Sequence[int],
+) -> None:  # fmt: skip
+    """trace.json, report.html and summary.json."""
+    timelines = [t for t in (predicted, outcome.timeline) if t is not None]
+    viewer.write_trace(out / "trace.json", timelines)
+    viewer.write_report(
+        out / "report.html", title=f"{config.name}: {outcome.steps} steps", predicted=predicted,
+        measured=outcome.timeline, stages=rows, losses=outcome.losses,
+        config=msgspec.to_builtins(config), caps=caps,
+    )  # fmt: skip
+    (out / "summary.json").write_text(json.dumps(figures, indent=1) + "\n")
+
+
+def print_end(
+    console: Console, out: Path, outcome: Outcome, predicted: Timeline | None, rows: Sequence[viewer.StageRow]
+) -> None:
+    """Predicted against measured, the losses, and where everything is."""
+    viewer.print_report(console, predicted=predicted, measured=outcome.timeline, stages=rows)
+    console.print()
+    for name, points in outcome.losses.items():
+        if points:
+            (first, before), (last, after) = points[0], points[-1]
+            console.print(
+                f"{name} loss: {before:.3f} at step {first}, {after:.3f} at step {last}", highlight=False
+            )
+    console.print(f"report: {out / 'report.html'}", highlight=False, soft_wrap=True)
+
+
+def _count(shape: Sequence[int]) -> int:
+    total = 1
+    for size in shape:
+        total *= size
+    return total
+
+
+def _ends(points: Sequence[tuple[int, float]]) -> list[float] | None:
+    return [points[0][1], points[-1][1]] if points else None
+
+
+def _step(timeline: Timeline | None) -> dict[str, Any] | None:
+    if timeline is None:
+        return None
+    peaks = [timeline.peak_bytes(rank) for rank in range(timeline.ranks)]
+    return {"step_s": timeline.step_s, "bubble": timeline.bubble, "peak_bytes": peaks}

@@ -1,0 +1,194 @@
+"""A whole run: settle the directory and the plan, start the ranks, train, report.
+
+On one machine this process plans and starts a process per rank. Under torchrun every process is a rank
+already: rank 0 plans, and what it found, or why it failed, goes to the others.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+from ..api.options import Options
+from ..api.passes import capture, plan, profile
+from ..api.pipeline import Pipeline
+from ..ir.errors import ConfigError, PeerError, PipeloomError, PlanError
+from ..ir.plan import Plan, load_plan
+from ..runtime.connect import connect
+from ..runtime.launch import launch
+from ..tracer.job_loader import load_job
+from .config import Config
+from .config_text import read_config, write_config
+from .loop import train
+from .rates import scheduler_of
+from .report import print_end, stage_rows, summary, write_files
+from .rundir import find_run, new_run
+from .workload import Workload, gpt_workload, job_workload
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What the user asked for. file, out: None for the defaults. as_json: print the summary as JSON."""
+
+    file: Path | None = None
+    overrides: tuple[str, ...] = ()
+    out: Path | None = None
+    resume: bool = False
+    as_json: bool = False
+
+    @property
+    def console(self) -> Console:
+        """Standard output belongs to the JSON object, if one is wanted."""
+        return Console(stderr=self.as_json)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settled:
+    """A request with everything decided; the same on every rank."""
+
+    request: Request
+    config: Config
+    out: Path
+
+
+def run(request: Request) -> int:
+    """Train; returns the exit status.
+
+    Raises: PipeloomError for what is wrong before the ranks start.
+    """
+    if "RANK" in os.environ:
+        device = torch.device(read_config(request.file, request.overrides).pipeline.device)
+        run_rank(_shared(connect(device), lambda: settle(request)))
+        return 0
+    settled = settle(request)
+    ranks = len(set(load_plan(settled.out / "plan.json").placement))
+    return launch(run_rank, ranks, args=(settled,))
+
+
+def settle(request: Request) -> Settled:
+    """Decide config, directory and plan, and write the first and the last into the second."""
+    config = read_config(request.file, request.overrides)
+    if not request.resume:
+        out, replan = None, True
+    else:
+        out = find_run(config.name, request.out)
+        before = read_config(out / "config.toml")
+        if request.file is None:
+            config = read_config(out / "config.toml", request.overrides)
+        parts = ("pipeline", "model", "job")
+        replan = any(getattr(config, part) != getattr(before, part) for part in parts)
+    workload = make_workload(config)
+    found = make_plan(config, workload, request.console) if replan or out is None else None
+    # Only now: a request that cannot be planned leaves no directory behind.
+    out = out or new_run(config.name, request.out)
+    try:
+        if found is not None:
+            found.save(out / "plan.json")
+        (out / "config.toml").write_text(write_config(config))
+    except OSError as error:
+        raise ConfigError(f"cannot write into {out}: {error.strerror}", hint="choose another --out") from None
+    return Settled(request=request, config=config, out=out)
+
+
+def make_workload(config: Config) -> Workload:
+    """Raises: ConfigError if the job or the data are not there."""
+    return gpt_workload(config) if config.job is None else job_workload(config, load_job(config.job))
+
+
+def make_plan(config: Config, workload: Workload, console: Console) -> Plan:
+    """Read the plan that the config names, or capture, profile and plan."""
+    settings = config.pipeline
+    if settings.plan is not None:
+        given = load_plan(Path(settings.plan))
+        asked = (settings.microbatches, settings.microbatch_size)
+        if (given.microbatches, given.microbatch_size) != asked:
+            raise PlanError(
+                f"{settings.plan} is for {given.microbatches} micro-batches of {given.microbatch_size}, "
+                f"the config has {asked[0]} of {asked[1]}",
+                hint="set pipeline.microbatches and pipeline.microbatch_size to the plan's",
+            )
+        return given
+    with console.status("capturing, profiling and planning"):
+        captured = capture(workload.job, settings.microbatch_size, autocast=_autocast(config))
+        return plan(
+            workload.job, stages=settings.stages, microbatches=settings.microbatches,
+            microbatch_size=settings.microbatch_size, schedule=settings.schedule,
+            split_backward=settings.split_backward, memory=settings.device_memory, captured=captured,
+            profiled=profile(captured, device=settings.device),
+        )  # fmt: skip
+
+
+def run_rank(settled: Settled) -> None:
+    """Everything that one rank does. What is wrong is one sentence, never our traceback."""
+    try:
+        _train_rank(settled)
+    except PeerError:
+        raise  # the launcher knows that the cause is elsewhere
+    except PipeloomError as error:
+        leave(error)
+
+
+def _train_rank(settled: Settled) -> None:
+    config, out, console = settled.config, settled.out, settled.request.console
+    workload, planned = make_workload(config), load_plan(out / "plan.json")
+    options = Options(
+        device=config.pipeline.device, seed=config.seed, clip_norm=config.optimizer.clip_norm or None,
+        scheduler=scheduler_of(config), autocast=_autocast(config), compiled=config.pipeline.compile,
+        accumulate=config.pipeline.accumulate,
+    )  # fmt: skip
+    with Pipeline(workload.job, planned, options=options) as pipeline:
+        predicted = pipeline.predict()
+        outcome = train(pipeline, config, workload, out, resume=settled.request.resume, console=console)
+        if pipeline.rank != 0:
+            return
+        rows = stage_rows(pipeline.parts.captured.graph, planned)
+        figures = summary(config, out, outcome, predicted, planned)
+        if outcome.timeline is not None:
+            write_files(
+                config, out, outcome, predicted=predicted, rows=rows, figures=figures, caps=planned.caps
+            )
+            print_end(console, out, outcome, predicted, rows)
+        else:
+            console.print(
+                f"{out} is finished: {outcome.steps} of {config.steps} steps are done. To train on: "
+                f"--resume --set steps={2 * outcome.steps}", highlight=False, soft_wrap=True,
+            )  # fmt: skip
+    if settled.request.as_json:
+        print(json.dumps(figures))
+
+
+def _shared(group: dist.ProcessGroup, make: Callable[[], T]) -> T:
+    """Rank 0's result on every rank; its error too, since the others must not wait for a result."""
+    said: list[Any] = [None, None]
+    if dist.get_rank(group) == 0:
+        try:
+            said[0] = make()
+        except PipeloomError as error:
+            said[1] = error
+    dist.broadcast_object_list(said, src=0, group=group)
+    value, problem = said
+    if problem is not None:
+        raise problem
+    result: T = value
+    return result
+
+
+def _autocast(config: Config) -> torch.dtype | None:
+    name = config.pipeline.autocast
+    return None if name is None else getattr(torch, name)
+
+
+def leave(error: PipeloomError) -> NoReturn:
+    """End a rank with a sentence and a hint; the launcher prints them once."""
+    sys.exit(str(error))
