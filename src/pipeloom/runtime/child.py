@@ -1,19 +1,17 @@
 """One rank's process as `launch` starts it: `python -m pipeloom.runtime.child`. Imports no torch by itself.
 
 The work comes pickled through standard input, the outcome goes back through a pipe. When the launching
-process ends, this one does: Linux sends SIGKILL, and everywhere a thread sees the end of a pipe that only
-the launcher holds and takes along whatever this rank has started.
+process ends, however that happens, a guard process ends this rank and all that it has started.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import pickle
 import runpy
+import select
 import signal
 import sys
-import threading
 import traceback
 from dataclasses import dataclass
 from typing import Any
@@ -32,8 +30,6 @@ PEER_FAILED = 76
 MAIN_OF_CHILD = "__mp_main__"
 """Name under which the launching script runs here, so that its `__main__` guard does not start it again; the
 same as in multiprocessing."""
-
-PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,15 +61,16 @@ def run(target: Any, args: tuple[object, ...]) -> Outcome:
     return Outcome(status=0)
 
 
-def main(life: int, report: int, parent: int) -> int:
+def main(life: int, report: int) -> int:
     """Run what standard input says.
 
-    life: pipe that ends with the launcher.  report: pipe for the outcome.  parent: the launcher's process id.
+    life: pipe that ends with the launcher.  report: pipe for the outcome.
     """
     socket = os.environ.get(LISTENING_SOCKET)
-    for descriptor in (life, report, *([int(socket)] if socket else [])):
+    inherited = [life, report, *([int(socket)] if socket else [])]
+    for descriptor in inherited:
         os.set_inheritable(descriptor, False)
-    _end_with_parent(life, parent)
+    _end_with(life, inherited[1:])
     try:
         target, args = _read_work()
     except Exception as error:  # noqa: B902  importing the user's code can fail in any way
@@ -107,17 +104,25 @@ def _traceback(error: BaseException) -> str:
     return "".join(traceback.format_exception(type(error), error, trace))
 
 
-def _end_with_parent(life: int, parent: int) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before that took effect
-        os._exit(1)
+def _end_with(life: int, others: list[int]) -> None:
+    """Start the guard: when `life` ends, it kills this rank's session; when this rank ends, it ends.
 
-    def watch() -> None:
-        os.read(life, 1)
+    A process and not a thread, since code that holds the interpreter's lock would hold up a thread; and not
+    Linux's PR_SET_PDEATHSIG, which would leave behind what this rank has started.
+    others: descriptors that the guard must not keep open.
+    """
+    alive, held = os.pipe()
+    if os.fork():
+        os.close(alive)  # `held` stays open until this rank ends
+        return
+    for number in (signal.SIGINT, signal.SIGTERM):  # those are for the rank, which may take its time
+        signal.signal(number, signal.SIG_IGN)
+    for descriptor in (held, *others, 0, 1, 2):
+        os.close(descriptor)
+    ended, _, _ = select.select([life, alive], [], [])
+    if life in ended:
         os.killpg(0, signal.SIGKILL)
-
-    threading.Thread(target=watch, name="pipeloom-parent", daemon=True).start()
+    os._exit(0)
 
 
 if __name__ == "__main__":

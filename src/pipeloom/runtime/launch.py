@@ -17,7 +17,7 @@ from contextlib import ExitStack
 
 from ..ir.errors import ConfigError
 from .child import LISTENING_SOCKET
-from .processes import Processes, terminate_as_exit
+from .processes import GRACE_S, Processes, terminate_as_exit
 
 HOST = "127.0.0.1"
 
@@ -29,12 +29,14 @@ def launch(
     args: Sequence[object] = (),
     port: int | None = None,
     env: Mapping[str, str] | None = None,
+    grace_s: float = GRACE_S,
 ) -> int:
     """Run `target(*args)` in `ranks` new processes on this machine and wait until all have ended.
 
     target, args: must be picklable; a script that gives its own function needs the usual `__name__` guard.
     port: where the ranks find each other; None takes a free one.
     env: further environment variables for all ranks.
+    grace_s: after a rank failed, the others get so long to end by themselves, then SIGTERM and SIGKILL.
     Returns: 0, or the exit status of the rank that failed first (128 + signal if it was killed). What that
         rank failed with has then been printed to standard error, once. Rank 0 writes to our own output; what
         the other ranks write is printed with the rank before each line.
@@ -54,7 +56,7 @@ def launch(
             variables = _environment(rank, ranks, listener) | dict(env or {})
             processes.start(rank, variables, inherited)
         listener.close()
-        return processes.wait()
+        return processes.wait(grace_s)
 
 
 def _listen(port: int | None) -> socket.socket:
@@ -94,7 +96,8 @@ def _environment(rank: int, ranks: int, listener: socket.socket) -> dict[str, st
         "MASTER_PORT": str(listener.getsockname()[1]),
         LISTENING_SOCKET: str(listener.fileno()) if rank == 0 else "",
         "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
-        "PYTHONUNBUFFERED": "1",
+        # The lines of the other ranks pass through this process, which prints them as they come.
+        **({"PYTHONUNBUFFERED": "1"} if rank else {}),
     }
 
 

@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import permutations
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -31,13 +31,54 @@ from .gloo import GlooTransport
 from .posting import Broken, Handle
 
 
+class Work(Protocol):
+    """What is used of a torch.distributed operation."""
+
+    def is_completed(self) -> bool: ...
+
+
 @dataclass
 class _Awaited:
-    """A transfer that the device's stream waits for."""
-
-    work: dist.Work
+    work: Work
     what: str
     since_s: float
+
+
+class Lookout:
+    """Notices transfers that a device's stream waits for longer than the limit; fails this rank then.
+
+    The main thread may be anywhere at that time, so the error is printed here.
+    """
+
+    def __init__(self, watch: Watch, timeout_s: float) -> None:
+        self._watch = watch
+        self._timeout_s = timeout_s
+        self._awaited: deque[_Awaited] = deque()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="pipeloom-lookout", daemon=True)
+        self._thread.start()
+
+    def add(self, work: Work, what: str) -> None:
+        """Look after a transfer from now on."""
+        self._awaited.append(_Awaited(work, what, time.monotonic()))
+
+    def close(self) -> None:
+        self._closed.set()
+        self._thread.join(timeout=2.0)
+
+    def _run(self) -> None:
+        while not self._closed.wait(0.2):
+            while self._awaited and self._awaited[0].work.is_completed():
+                self._awaited.popleft()
+            if not self._awaited:
+                continue
+            oldest = self._awaited[0]
+            waited_s = time.monotonic() - oldest.since_s
+            if waited_s > self._timeout_s:
+                error = self._watch.overdue(oldest.what, waited_s)
+                if self._watch.fail(error, noticed=False).rank == self._watch.rank:
+                    print(error, file=sys.stderr, flush=True)
+                return
 
 
 class NcclTransport:
@@ -66,18 +107,13 @@ class NcclTransport:
                 hint="call init_process_group without device_id",
             )
         self._group = group
-        self._watch = watch
-        self._timeout_s = timeout_s
         self._to_higher = _same_ranks(group, backend, timeout_s)
         self._to_lower = _same_ranks(group, backend, timeout_s)
         self._control = GlooTransport(_same_ranks(group, "gloo", timeout_s))
-        self._awaited: deque[_Awaited] = deque()
-        self._closed = threading.Event()
         self._connect(
             sorted(pairs) if pairs is not None else list(permutations(range(self.ranks), 2)), device
         )
-        self._thread = threading.Thread(target=self._look_after, name="pipeloom-nccl", daemon=True)
-        self._thread.start()
+        self._lookout = Lookout(watch, timeout_s)
 
     def send(self, buffer: Tensor, target: int, index: int | None) -> Handle:
         group = self._lane(self.rank, target, index)
@@ -86,7 +122,7 @@ class NcclTransport:
         except RuntimeError as error:
             return Broken(str(error).splitlines()[0])
         assert work is not None, "this rank is a member of the group"
-        return _Enqueued(self, work, f"rank {target} to receive message {index}")
+        return _Enqueued(self._lookout, work, f"rank {target} to receive message {index}")
 
     def receive(self, buffer: Tensor, source: int, index: int | None) -> Handle:
         group = self._lane(source, self.rank, index)
@@ -95,12 +131,12 @@ class NcclTransport:
         except RuntimeError as error:
             return Broken(str(error).splitlines()[0])
         assert work is not None, "this rank is a member of the group"
-        return _Enqueued(self, work, f"message {index} from rank {source}")
+        return _Enqueued(self._lookout, work, f"message {index} from rank {source}")
 
     def all_reduce(self, tensor: Tensor) -> Handle:
         work = dist.all_reduce(tensor, group=self._group, async_op=True)
         assert work is not None, "this rank is a member of the group"
-        return _Enqueued(self, work, "a sum over all ranks")
+        return _Enqueued(self._lookout, work, "a sum over all ranks")
 
     def all_gather_object(self, value: Any, timeout_s: float) -> list[Any]:
         return self._control.all_gather_object(value, timeout_s)
@@ -114,14 +150,8 @@ class NcclTransport:
                 pass  # it has ended already
 
     def close(self) -> None:
-        self._closed.set()
-        self._thread.join(timeout=2.0)
+        self._lookout.close()
         self._control.close()
-
-    def await_on_stream(self, awaited: _Awaited) -> None:
-        """Let the current stream wait, and notice if that lasts longer than the limit."""
-        awaited.work.wait()
-        self._awaited.append(awaited)
 
     def _lane(self, source: int, target: int, index: int | None) -> dist.ProcessGroup:
         if index is None:  # both ends wait for each of these before the next one, so one group does
@@ -142,26 +172,12 @@ class NcclTransport:
             elif self.rank == target:
                 dist.recv(token, group=group, group_src=source)
 
-    def _look_after(self) -> None:
-        while not self._closed.wait(0.2):
-            while self._awaited and self._awaited[0].work.is_completed():
-                self._awaited.popleft()
-            if not self._awaited:
-                continue
-            oldest = self._awaited[0]
-            waited_s = time.monotonic() - oldest.since_s
-            if waited_s > self._timeout_s:
-                error = self._watch.overdue(oldest.what, waited_s)
-                if self._watch.fail(error, noticed=False).rank == self.rank:
-                    print(error, file=sys.stderr, flush=True)
-                return
-
 
 class _Enqueued:
     """A transfer on a communicator's stream."""
 
-    def __init__(self, transport: NcclTransport, work: dist.Work, what: str) -> None:
-        self._transport = transport
+    def __init__(self, lookout: Lookout, work: dist.Work, what: str) -> None:
+        self._lookout = lookout
         self._work = work
         self._what = what
 
@@ -169,8 +185,9 @@ class _Enqueued:
         return self._work.is_completed()
 
     def wait(self, timeout_s: float) -> None:
-        """Returns once the wait is enqueued; the transport looks after its end."""
-        self._transport.await_on_stream(_Awaited(self._work, self._what, time.monotonic()))
+        """Let the current stream wait; returns at once, and the lookout has an eye on the time."""
+        self._work.wait()
+        self._lookout.add(self._work, self._what)
 
 
 def _same_ranks(group: dist.ProcessGroup, backend: str, timeout_s: float) -> dist.ProcessGroup:

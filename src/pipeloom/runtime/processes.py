@@ -21,7 +21,10 @@ import msgspec
 from .child import PEER_FAILED, Outcome
 
 GRACE_S = 5.0
-"""After a rank failed, the others get so long to end by themselves."""
+"""After a rank failed, the others get so long to end by themselves; with `TERM_S` it stays below 10 s."""
+
+POLL_S = 0.05
+"""How often ended processes are looked for; what they say before is heard at once."""
 
 TERM_S = 2.0
 """Then they get SIGTERM, and so long to end, and then SIGKILL."""
@@ -32,7 +35,7 @@ Handler: TypeAlias = Callable[[int, FrameType | None], None] | signal.Handlers
 
 @dataclass
 class _Rank:
-    """One process. report: pipe on which it says how it ends; closed when the process ends."""
+    """One process. report: pipe on which it says how it ends."""
 
     rank: int
     process: subprocess.Popen[bytes]
@@ -87,12 +90,13 @@ class Processes:
         output = None if rank == 0 else subprocess.PIPE
         command = [sys.executable, "-P", "-m", "pipeloom.runtime.child"]
         process = subprocess.Popen(
-            [*command, str(self._life_read), str(report_write), str(os.getpid())],
+            [*command, str(self._life_read), str(report_write)],
             stdin=subprocess.PIPE, stdout=output, stderr=output, env=env,
             pass_fds=(self._life_read, report_write, *pass_fds),
             start_new_session=True,  # so Ctrl-C reaches only us, and signals reach all that the rank started
         )  # fmt: skip
         os.close(report_write)
+        os.set_blocking(report, False)
         started = _Rank(rank, process, report)
         self._ranks.append(started)
         self._selector.register(report, selectors.EVENT_READ, started)
@@ -105,19 +109,18 @@ class Processes:
         except BrokenPipeError:
             pass  # it ended before it read, and its exit status will say so
 
-    def wait(self) -> int:
+    def wait(self, grace_s: float) -> int:
         """Wait until all ranks have ended; tell what failed first.
 
         Returns: 0, or the exit status of the rank that failed first.
         """
         limit: float | None = None
         while not all(rank.ended for rank in self._ranks):
-            for key, _ in self._selector.select(
-                None if limit is None else max(0.0, limit - time.monotonic())
-            ):
-                self._listen(key.data)
+            self._selector.select(POLL_S)
+            for rank in self._ranks:
+                self._listen(rank)
             if limit is None and any(rank.status for rank in self._ranks):
-                limit = time.monotonic() + GRACE_S
+                limit = time.monotonic() + grace_s
             if limit is not None and time.monotonic() >= limit:
                 break
         self.stop()
@@ -148,16 +151,29 @@ class Processes:
         os.close(self._life_write)
 
     def _listen(self, rank: _Rank) -> None:
-        """Take what a rank says, or notice that it ended."""
-        text = os.read(rank.report, 1 << 16)
-        rank.said += text
-        if not text:
-            self._selector.unregister(rank.report)
-            rank.process.wait()
-            rank.ended = True
+        """Take what a rank says, and notice whether it has ended.
+
+        The end of the pipe would not tell: what a rank has started may hold it open.
+        """
+        if rank.ended:
+            return
+        ended = rank.process.poll() is not None
+        try:
+            while text := os.read(rank.report, 1 << 16):
+                rank.said += text
+        except BlockingIOError:
+            pass
+        if ended or rank.outcome is not None:
+            # It is readable from now on in any case, so it would no longer wait for news.
+            self._unregister(rank)
+        rank.ended = ended
         peer = rank.outcome is not None and rank.outcome.peer
         if self._cause is None and rank.status and rank.status != PEER_FAILED and not peer:
             self._blame(rank)
+
+    def _unregister(self, rank: _Rank) -> None:
+        if rank.report in self._selector.get_map():
+            self._selector.unregister(rank.report)
 
     def _blame(self, rank: _Rank) -> None:
         self._cause = rank

@@ -1,0 +1,222 @@
+"""What the processes of test_dist_channel.py run. As a script under torchrun: `dist_targets.py NAME`."""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from pipeloom.ir.errors import CommunicationError, ConfigError, PeerError
+from pipeloom.ir.graph import Value
+from pipeloom.runtime.channel import Message
+from pipeloom.runtime.connect import connect, watch_ranks
+from pipeloom.runtime.dist_channel import DistChannel
+from pipeloom.runtime.nccl import NcclTransport
+from pipeloom.runtime.posting import PostedChannel
+
+CPU = torch.device("cpu")
+DTYPES = ("float32", "bfloat16", "bool", "int64", "float64")
+
+
+def message(key: str, source: int, target: int, *values: Value) -> Message:
+    return Message(key=key, source=source, target=target, values=values)
+
+
+def number(source: int, target: int) -> Message:
+    value = Value(name="x", shape=(3,), dtype="float32")
+    return message(f"{source}SEND_F0>{target}", source, target, value)
+
+
+@contextmanager
+def channel_on(group: dist.ProcessGroup, timeout_s: float = 60.0) -> Iterator[DistChannel]:
+    with watch_ranks(group) as watch:
+        yield DistChannel(group, watch, device=CPU, timeout_s=timeout_s)
+
+
+def exchange() -> None:
+    """Several things that need real processes, one after the other, as each start takes seconds."""
+    world = connect(CPU)
+    rank = world.rank()
+    with channel_on(world) as channel:
+        assert (channel.rank, channel.ranks) == (rank, 3)
+        _all_to_all(channel)
+        _large_messages(channel)
+        _sums_and_objects(channel)
+        _refusals(channel)
+    _sub_group(rank)
+    _meshes(world)
+    _directed_groups(world)
+    print("all well")
+
+
+def _all_to_all(channel: PostedChannel) -> None:
+    """Every rank to every other: all dtypes and shapes, packed and not, waited for in reverse."""
+    shapes = ((), (3,), (2, 0), (4, 5))
+    messages = []
+    for source in range(3):
+        for target in range(3):
+            for k in range(5 if source != target else 0):
+                values = tuple(
+                    Value(name=f"v{i}", shape=shapes[(i + k) % 4], dtype=DTYPES[(i + k) % 5])
+                    for i in range(k)
+                )
+                messages.append(message(f"{source}SEND_F{k}>{target}", source, target, *values))
+    incoming = [m for m in messages if m.target == channel.rank]
+
+    def filled(m: Message, step: int) -> list[torch.Tensor]:
+        return [torch.full(v.shape, (m.source + 2 * step) % 5).to(getattr(torch, v.dtype)) for v in m.values]
+
+    for step in range(3):
+        channel.begin(incoming)
+        for m in messages:
+            if m.source == channel.rank:
+                channel.send(m, filled(m, step))
+        for m in reversed(incoming):
+            for a, b in zip(channel.receive(m), filled(m, step), strict=True):
+                assert a.dtype == b.dtype and torch.equal(a, b)
+        for m in incoming:
+            channel.release(m)
+        channel.end()
+        assert channel.held_bytes == channel.sending_bytes == 0
+
+
+def _large_messages(channel: PostedChannel) -> None:
+    """Rank 0 to rank 1; the sender's memory is free once it is received, before the step ends."""
+    value = Value(name="x", shape=(1 << 18,), dtype="float32")
+    messages = [message(f"0SEND_F{k}>1", 0, 1, value) for k in range(4)]
+    channel.begin(messages if channel.rank == 1 else [])
+    if channel.rank == 0:
+        for k, m in enumerate(messages):
+            channel.send(m, [torch.full((1 << 18,), float(k))])
+    if channel.rank == 1:
+        for k, m in enumerate(messages):
+            assert (channel.receive(m)[0] == k).all()
+            channel.release(m)
+        assert channel.idle_bytes <= 3 * value.bytes + 4096, "three buffers served four messages"
+    channel.all_gather_object(None)
+    if channel.rank == 0:
+        _until_freed(channel)
+    channel.end()
+    assert channel.sending_bytes == 0
+
+
+def _until_freed(channel: PostedChannel) -> None:
+    end = time.monotonic() + 20
+    while channel.sending_bytes:
+        assert time.monotonic() < end, "the sent tensors were not freed before the end of the step"
+        channel.begin([])  # every call looks for finished sends
+
+
+def _sums_and_objects(channel: PostedChannel) -> None:
+    whole = torch.full((5,), float(channel.rank))
+    channel.all_reduce(whole)
+    assert (whole == 3).all()
+    if channel.rank != 1:
+        part = torch.full((2, 3), 1.5 + channel.rank, dtype=torch.float64).T
+        channel.all_reduce(part, [2, 0])
+        assert (part == 5).all()
+    assert channel.all_gather_object("x" * channel.rank) == ["", "x", "xx"]
+    assert channel.broadcast_object({"from": channel.rank}, source=2) == {"from": 2}
+
+
+def _refusals(channel: PostedChannel) -> None:
+    other = (channel.rank + 1) % 3
+    channel.begin([])
+    for wrong in (torch.zeros(4), torch.zeros(3, dtype=torch.float64)):
+        try:
+            channel.send(number(channel.rank, other), [wrong])
+        except CommunicationError as error:
+            assert "but the plan says float32[3]" in str(error)
+        else:
+            raise AssertionError("a tensor that differs from the plan was sent")
+    channel.end()
+
+
+def _sub_group(rank: int) -> None:
+    """Ranks 2 and 0 of the world are 1 and 0 of the pipeline; the world's own messages do not disturb."""
+    group = dist.new_group([0, 2])
+    if rank == 1:
+        return
+    with channel_on(group) as channel:
+        assert channel.rank == rank // 2
+        here, there = channel.rank, 1 - channel.rank
+        theirs = torch.zeros(7)
+        plain = [
+            dist.irecv(theirs, group=group, group_src=there),
+            dist.isend(torch.ones(7), group=group, group_dst=there),
+        ]
+        channel.begin([number(there, here)])
+        channel.send(number(here, there), [torch.full((3,), float(here))])
+        assert channel.receive(number(there, here))[0].tolist() == [float(there)] * 3
+        channel.release(number(there, here))
+        channel.end()
+        for work in plain:
+            work.wait()
+        assert theirs.sum() == 7
+
+
+def _meshes(world: dist.ProcessGroup) -> None:
+    mesh = init_device_mesh("cpu", (1, 3), mesh_dim_names=("dp", "pp"))
+    assert connect(CPU, group=mesh).size() == 3
+    assert connect(CPU, group=world) is world
+    try:
+        connect(CPU, group=init_device_mesh("cpu", (3,), mesh_dim_names=("dp",)))
+    except ConfigError as error:
+        assert "none is called 'pp'" in str(error)
+    else:
+        raise AssertionError("a mesh without pp was accepted")
+
+
+def _directed_groups(world: dist.ProcessGroup) -> None:
+    """What is done for NCCL, done with gloo: one group per direction, sums beside them."""
+    with watch_ranks(world) as watch:
+        transport = NcclTransport(world, watch, device=CPU, timeout_s=60.0, backend="gloo")
+        channel = PostedChannel(transport, watch, device=CPU)
+        _all_to_all(channel)
+        _sums_and_objects(channel)
+
+
+def fail_while_others_wait() -> None:
+    """Rank 1 fails; rank 0 waits for a sum, and rank 2 is where no exception reaches it."""
+    with channel_on(connect(CPU)) as channel:
+        channel.all_gather_object(None)
+        print("begun", flush=True)
+        if channel.rank == 1:
+            raise ValueError("boom")
+        if channel.rank == 2:
+            time.sleep(600)
+        try:
+            channel.all_reduce(torch.ones(3))
+        except PeerError as error:
+            assert 'raise ValueError("boom")' in str(error)
+            print("rank 0 knows why")
+            raise
+
+
+def killed() -> None:
+    with channel_on(connect(CPU)) as channel:
+        channel.begin([number(1, 0)] if channel.rank == 0 else [])
+        channel.all_gather_object(None)
+        if channel.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        channel.receive(number(1, 0))
+
+
+def deadlock() -> None:
+    """Ranks 0 and 1 wait for each other, rank 2 for rank 0."""
+    with watch_ranks(connect(CPU)) as watch:
+        channel = DistChannel(connect(CPU), watch, device=CPU, timeout_s=2.0 if watch.rank == 0 else 60.0)
+        wanted = number([1, 0, 0][channel.rank], channel.rank)
+        channel.begin([wanted])
+        watch.status = f"{channel.rank}F0"
+        channel.all_gather_object(None)
+        channel.receive(wanted)
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]]()

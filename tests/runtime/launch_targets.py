@@ -1,0 +1,66 @@
+"""What the launched processes of test_launch.py run. Imports no torch, so they start fast."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+FOREVER_S = 600
+
+
+def say(folder: str) -> None:
+    """Note this process, and prove what environment it sees."""
+    Path(folder, os.environ["RANK"]).write_text(str(os.getpid()))
+
+
+def environment() -> None:
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS", "EXTRA")
+    print(" ".join(os.environ.get(name, "-") for name in names), "torch" in sys.modules)
+    print("to stderr", file=sys.stderr)
+
+
+def sleep(folder: str) -> None:
+    """Sleep, and have a child that sleeps too."""
+    helper = subprocess.Popen([sys.executable, "-c", f"import time; time.sleep({FOREVER_S})"])
+    Path(folder, f"helper{os.environ['RANK']}").write_text(str(helper.pid))
+    say(folder)
+    time.sleep(FOREVER_S)
+
+
+def stubborn(folder: str) -> None:
+    """Ignore SIGTERM."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sleep(folder)
+
+
+def fail_on_1(folder: str) -> None:
+    """Rank 1 fails; the others would run forever and ignore SIGTERM."""
+    if os.environ["RANK"] != "1":
+        stubborn(folder)
+    raise_it()
+
+
+def raise_it() -> None:
+    raise ValueError("boom")
+
+
+def exit_with(code: object) -> None:
+    if os.environ["RANK"] == "1":
+        sys.exit(code)  # type: ignore[arg-type]
+
+
+def kill_itself() -> None:
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class _Unloadable:
+    """A target whose unpickling fails."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return exec, ("raise RuntimeError('cannot be loaded')",)
+
+
+UNLOADABLE = _Unloadable()

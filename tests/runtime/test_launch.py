@@ -1,0 +1,193 @@
+"""Processes start together and end together, and none stays, whatever happens."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from pipeloom.ir.errors import ConfigError
+from pipeloom.runtime.launch import launch
+from pipeloom.runtime.processes import GRACE_S, POLL_S, TERM_S
+
+HERE = Path(__file__).parent
+
+LAUNCHER = """
+import json, sys
+from pipeloom.runtime.launch import launch
+import launch_targets
+sys.exit(launch(getattr(launch_targets, sys.argv[1]), **json.loads(sys.argv[2])))
+"""
+
+Start = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Start the launcher in a process of its own, in a session of its own."""
+    started: list[subprocess.Popen[str]] = []
+
+    def run(target: str, *args: object, ranks: int = 2, **options: object) -> subprocess.Popen[str]:
+        path = os.pathsep.join([str(HERE), *sys.path])
+        call = json.dumps({"ranks": ranks, "args": args, **options})
+        process = subprocess.Popen(
+            [sys.executable, "-c", LAUNCHER, target, call],
+            env={**os.environ, "PYTHONPATH": path}, text=True, start_new_session=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+        started.append(process)
+        return process
+
+    yield run
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def until(true: Callable[[], object], limit_s: float = 30.0) -> None:
+    end = time.monotonic() + limit_s
+    while not true():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.02)
+
+
+def pids(folder: Path, count: int) -> list[int]:
+    """Process ids that the ranks and their helpers wrote down."""
+
+    def written() -> list[str]:
+        return [text for file in sorted(folder.iterdir()) if (text := file.read_text())]
+
+    until(lambda: len(written()) == count)
+    return [int(text) for text in written()]
+
+
+def alive(pid: int) -> bool:
+    """Whether the process runs; one that ended and was not yet collected by its parent does not."""
+    try:
+        status = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True).stdout
+    except FileNotFoundError:
+        pytest.skip("needs the ps command")
+    return status.strip() != "" and not status.startswith("Z")
+
+
+def test_ranks_see_what_torchrun_sets_and_output_names_the_rank(start: Start) -> None:
+    process = start("environment")
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert sorted(out.splitlines()) == [
+        "0 0 2 127.0.0.1 1 - False",
+        "[rank 1] 1 1 2 127.0.0.1 1 - False",
+    ]
+    assert sorted(err.splitlines()) == ["[rank 1] to stderr", "to stderr"]
+
+
+def test_further_variables_and_the_callers_own_are_kept(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    out, _ = start("environment", ranks=1, env={"EXTRA": "more"}).communicate(timeout=60)
+    assert out == "0 0 1 127.0.0.1 3 more False\n"
+
+
+def test_a_script_may_launch_its_own_function(tmp_path: Path) -> None:
+    script = tmp_path / "mine.py"
+    script.write_text(
+        "import sys\n"
+        "from pipeloom.runtime.launch import launch\n"
+        "class Mine: pass\n"
+        "def work(mine): print(type(mine) is Mine, __name__)\n"
+        "if __name__ == '__main__': sys.exit(launch(work, 2, args=(Mine(),)))\n"
+    )
+    path = os.pathsep.join(sys.path)
+    run = subprocess.run(
+        [sys.executable, script], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
+    )
+    assert (run.returncode, run.stderr) == (0, "")
+    assert sorted(run.stdout.splitlines()) == ["True __mp_main__", "[rank 1] True __mp_main__"]
+
+
+def test_a_failing_rank_ends_all_ranks(start: Start, tmp_path: Path) -> None:
+    """Also ranks that do not listen, and what they started."""
+    process = start("fail_on_1", str(tmp_path), grace_s=0.5)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert err.startswith("rank 1 failed:\nTraceback (most recent call last):\n")
+    assert err.endswith('raise ValueError("boom")\nValueError: boom\n')
+    assert err.count("ValueError: boom") == 1
+    assert "child.py" not in err, "only the user's own frames are shown"
+    assert not any(alive(pid) for pid in pids(tmp_path, 2))
+
+
+def test_a_failure_ends_all_ranks_within_ten_seconds() -> None:
+    assert GRACE_S + TERM_S + POLL_S < 9
+
+
+def test_a_killed_rank_is_named(start: Start) -> None:
+    process = start("kill_itself")
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGKILL
+    assert err == "rank 1 was killed by SIGKILL (perhaps the machine ran out of memory)\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "words"),
+    [(3, 3, "rank 1 ended with exit status 3\n"), ("bad news", 1, "rank 1 failed:\nbad news\n"), (0, 0, "")],
+)
+def test_exit_statuses_are_passed_on(start: Start, code: object, status: int, words: str) -> None:
+    process = start("exit_with", code)
+    assert process.communicate(timeout=60)[1] == words
+    assert process.returncode == status
+
+
+def test_a_target_that_cannot_be_loaded_is_reported_once(start: Start) -> None:
+    process = start("UNLOADABLE")
+    assert process.communicate(timeout=60)[1].count("RuntimeError: cannot be loaded") == 1
+    assert process.returncode == 1
+
+
+@pytest.mark.parametrize("target", ["sleep", "stubborn"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_no_process_stays_after_a_signal(
+    start: Start, tmp_path: Path, target: str, number: signal.Signals
+) -> None:
+    process = start(target, str(tmp_path))
+    started = pids(tmp_path, 4)
+    begun = time.monotonic()
+    os.killpg(process.pid, number)  # as a terminal does for Ctrl-C: to the launcher's whole group
+    process.communicate(timeout=30)
+    assert time.monotonic() - begun < 10
+    assert process.returncode in (-number, 128 + number)
+    assert not any(alive(pid) for pid in started)
+
+
+def test_no_process_stays_when_the_launcher_is_killed(start: Start, tmp_path: Path) -> None:
+    process = start("stubborn", str(tmp_path))
+    started = pids(tmp_path, 4)
+    process.kill()
+    until(lambda: not any(alive(pid) for pid in started), limit_s=10)
+
+
+def test_a_port_in_use_is_one_clear_sentence() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError) as found:
+            launch(print, 2, port=port)
+    assert found.value.message == f"port {port} is in use"
+
+
+def test_no_ranks_are_refused() -> None:
+    with pytest.raises(ConfigError, match="0 processes"):
+        launch(print, 0)
+
+
+def test_launching_imports_no_torch() -> None:
+    code = "import sys, pipeloom.runtime.launch; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -1,0 +1,249 @@
+"""The channel's behaviour, with the ranks as threads."""
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeloom.ir.errors import CommunicationError, PeerError
+from pipeloom.ir.graph import Value
+from pipeloom.runtime.channel import Message
+from pipeloom.runtime.local_channel import LocalChannel, local_channels
+
+Body = Callable[[LocalChannel], object]
+
+
+def in_threads(channels: list[LocalChannel], body: Body) -> list[object]:
+    """Run the body on every rank; what it returned, or the exception that ended it, per rank."""
+    ended: list[object] = [None] * len(channels)
+
+    def run(channel: LocalChannel) -> None:
+        try:
+            with channel.watch:
+                ended[channel.rank] = body(channel)
+        except Exception as error:  # noqa: BLE001  the test looks at it
+            ended[channel.rank] = error
+
+    threads = [threading.Thread(target=run, args=(channel,)) for channel in channels]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    return ended
+
+
+def all_well(channels: list[LocalChannel], body: Body) -> list[object]:
+    ended = in_threads(channels, body)
+    for result in ended:
+        if isinstance(result, Exception):
+            raise result
+    return ended
+
+
+def floats(key: str, source: int, target: int, *shapes: tuple[int, ...]) -> Message:
+    parts = tuple(Value(name=f"v{k}", shape=shape, dtype="float32") for k, shape in enumerate(shapes))
+    return Message(key=key, source=source, target=target, values=parts)
+
+
+@settings(deadline=None, max_examples=30)
+@given(data=st.data(), ahead=st.integers(1, 4))
+def test_messages_arrive_whole_whatever_the_order_of_waiting(data: st.DataObject, ahead: int) -> None:
+    sizes = st.lists(st.tuples(st.integers(0, 4)), min_size=1, max_size=3)
+    shapes = data.draw(st.lists(st.tuples(st.sampled_from([0, 1]), sizes), min_size=1, max_size=8))
+    messages = [floats(f"m{k}", source, 2, *parts) for k, (source, parts) in enumerate(shapes)]
+    waits = data.draw(st.permutations(messages))
+    released_late = data.draw(st.booleans())
+
+    def body(channel: LocalChannel) -> None:
+        for step in range(2):
+            channel.begin([m for m in messages if m.target == channel.rank])
+            for k, message in enumerate(messages):
+                if message.source == channel.rank:
+                    channel.send(message, [torch.full(v.shape, 10.0 * step + k) for v in message.values])
+            got = {}
+            for message in waits if channel.rank == 2 else []:
+                got[message.key] = channel.receive(message)
+                if not released_late:
+                    assert all((t == 10.0 * step + messages.index(message)).all() for t in got[message.key])
+                    channel.release(message)
+            for k, message in enumerate(messages if channel.rank == 2 and released_late else []):
+                assert all((t == 10.0 * step + k).all() for t in got[message.key])
+                channel.release(message)
+            channel.end()
+        assert channel.held_bytes == 0
+
+    all_well(local_channels(3, ahead=ahead), body)
+
+
+def test_receives_are_posted_ahead_and_their_buffers_reused() -> None:
+    messages = [floats(f"m{k}", 0, 1, (4,)) for k in range(6)]
+    seen: list[int] = []
+    channels = local_channels(2, on_change=lambda rank, held: seen.append(held) if rank == 1 else None)
+
+    def body(channel: LocalChannel) -> None:
+        if channel.rank == 0:
+            channel.begin([])
+            for message in messages:
+                channel.send(message, [torch.zeros(4)])
+        else:
+            channel.begin(messages)
+            assert channel.held_bytes == 2 * 16, "two receives are posted ahead"
+            for message in messages:
+                channel.receive(message)
+                channel.release(message)
+            assert channel.idle_bytes == 3 * 16, "two posted and one in use were enough"
+        channel.end()
+
+    all_well(channels, body)
+    assert max(seen) == 3 * 16
+    assert seen[-1] == 0
+
+
+def test_one_contiguous_value_is_sent_from_where_it_is() -> None:
+    """No packed copy; a value that is not contiguous, or one of several, is packed."""
+    plain, strided, two = (
+        floats("a", 0, 1, (2, 3)), floats("b", 0, 1, (2, 3)), floats("c", 0, 1, (2,), (3,))
+    )  # fmt: skip
+
+    def body(channel: LocalChannel) -> None:
+        channel.begin([plain, strided, two] if channel.rank == 1 else [])
+        channel.all_gather_object(None)  # both receives of `ahead` are open now, the third is not
+        if channel.rank == 0:
+            channel.send(plain, [torch.ones(2, 3)])
+            channel.send(strided, [torch.arange(6.0).view(3, 2).T])
+            channel.send(two, [torch.ones(2), torch.ones(3)])
+            assert channel.held_bytes == two.bytes
+            assert channel.sending_bytes == 0
+        channel.all_gather_object(None)
+        if channel.rank == 1:
+            for message in (plain, strided, two):
+                found = channel.receive(message)[0].clone()
+                if message is strided:
+                    assert torch.equal(found, torch.arange(6.0).view(3, 2).T)
+                channel.release(message)
+        channel.end()
+        assert channel.held_bytes == channel.sending_bytes == 0
+
+    all_well(local_channels(2), body)
+
+
+def test_a_sent_tensor_is_counted_until_it_is_received() -> None:
+    message = floats("a", 0, 1, (8,))
+
+    def body(channel: LocalChannel) -> None:
+        if channel.rank == 0:
+            channel.begin([])
+            channel.send(message, [torch.ones(8)])
+            assert channel.sending_bytes == 32
+        channel.all_gather_object(None)
+        if channel.rank == 1:
+            channel.begin([message])
+            channel.receive(message)
+            channel.release(message)
+        channel.end()
+        assert channel.sending_bytes == 0
+
+    all_well(local_channels(2), body)
+
+
+def test_a_message_that_was_not_announced_is_refused() -> None:
+    def body(channel: LocalChannel) -> None:
+        channel.begin([])
+        channel.receive(floats("1SEND_B0>0", 1, 0, (1,)))
+
+    error = in_threads(local_channels(2)[:1], body)[0]
+    assert isinstance(error, CommunicationError)
+    assert "wants 1SEND_B0>0 from rank 1, which was not announced" in str(error)
+
+
+def test_a_message_that_nobody_received_is_an_error_at_the_end() -> None:
+    def body(channel: LocalChannel) -> None:
+        channel.begin([floats("1SEND_B0>0", 1, 0, (1,))])
+        channel.end()
+
+    error = in_threads(local_channels(2)[:1], body)[0]
+    assert isinstance(error, CommunicationError)
+    assert "ends its step without having received 1SEND_B0>0" in str(error)
+
+
+def test_sums_over_all_and_over_some_ranks() -> None:
+    """Every rank gets the same bits, also where the order of the terms matters."""
+    terms = torch.tensor([1e8, 1.0, -1e8, 0.1])
+
+    def body(channel: LocalChannel) -> tuple[torch.Tensor, torch.Tensor]:
+        whole = terms[channel.rank].repeat(3)
+        channel.all_reduce(whole)
+        part = terms[channel.rank].repeat(2, 3).T  # not contiguous
+        if channel.rank != 1:
+            channel.all_reduce(part, [3, 0, 2])
+        channel.all_reduce(part, [channel.rank])
+        return whole, part
+
+    results = all_well(local_channels(4), body)
+    wholes = [whole for whole, _ in results]  # type: ignore[misc]
+    assert all(torch.equal(whole, wholes[0]) for whole in wholes)
+    expected = (terms[0] + terms[2] + terms[3]).repeat(3, 2)
+    assert all(torch.equal(part, expected) for rank, (_, part) in enumerate(results) if rank != 1)  # type: ignore[misc]
+    assert torch.equal(results[1][1], torch.ones(3, 2))  # type: ignore[index]
+
+
+def test_objects_go_round() -> None:
+    def body(channel: LocalChannel) -> tuple[object, object]:
+        return channel.all_gather_object({"rank": channel.rank}), channel.broadcast_object(channel.rank, 1)
+
+    assert all_well(local_channels(3), body) == [([{"rank": 0}, {"rank": 1}, {"rank": 2}], 1)] * 3
+
+
+def test_ranks_that_wait_for_each_other_are_told_so() -> None:
+    def body(channel: LocalChannel) -> None:
+        other = 1 - channel.rank
+        wanted = floats(f"{other}SEND_F0>{channel.rank}", other, channel.rank, (1,))
+        channel.begin([wanted])
+        channel.watch.status = f"{channel.rank}F0"
+        channel.all_gather_object(None)
+        channel.receive(wanted)
+
+    errors = in_threads(local_channels(2, timeout_s=0.5), body)
+    first = next(error for error in errors if type(error) is CommunicationError)
+    me = errors.index(first)
+    other = 1 - me
+    assert f"rank {me} waited 0.5" in str(first)
+    assert f"s for {other}SEND_F0>{me} from rank {other}" in str(first)
+    assert f"{other}     {other}F0   {me}SEND_F0>{other} from rank {me}, for" in str(first)
+    assert "they wait for each other" in str(first)
+    assert isinstance(errors[other], CommunicationError | PeerError)
+
+
+def test_one_threads_exception_ends_the_others_waits() -> None:
+    def body(channel: LocalChannel) -> None:
+        if channel.rank == 1:
+            raise ValueError("boom")
+        wanted = floats("1SEND_B0>0", 1, channel.rank, (1,))
+        channel.begin([wanted])
+        channel.receive(wanted)
+
+    errors = in_threads(local_channels(3), body)
+    for error in (errors[0], errors[2]):
+        assert isinstance(error, PeerError)
+        assert str(error).startswith("rank 1 failed: ValueError: boom\nTraceback (most recent call last)")
+        assert 'raise ValueError("boom")' in str(error)
+
+
+def test_a_rank_that_does_not_wait_learns_of_a_failure_when_it_asks() -> None:
+    first, second = local_channels(2)
+    with pytest.raises(ValueError, match="boom"), second.watch:
+        raise ValueError("boom")
+    with pytest.raises(PeerError, match="rank 1 failed: ValueError: boom"), first.watch:
+        first.watch.check()
+    with pytest.raises(PeerError, match="rank 1 failed"):
+        first.send(floats("a", 0, 1, (1,)), [torch.ones(1)])
+
+
+def test_the_first_failure_is_the_one_that_all_name() -> None:
+    first, second = local_channels(2)
+    assert first.watch.fail(ValueError("cause")).summary == "ValueError: cause"
+    assert second.watch.fail(KeyError("effect")).rank == 0

@@ -1,0 +1,132 @@
+"""Boards on a store: what ranks post, the first failure, and ranks that fall silent."""
+
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from pipeloom.ir.errors import CommunicationError, PeerError
+from pipeloom.runtime.failure import Watch
+from pipeloom.runtime.noticeboard import FINISHED, Failure, State, StoreBoard
+
+BOOM = Failure(rank=1, summary="ValueError: boom", traceback="Traceback ...")
+
+
+@pytest.fixture
+def store() -> dist.TCPStore:
+    limit = timedelta(seconds=10)
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=limit, wait_for_workers=False)
+
+
+@pytest.fixture
+def boards(store: dist.TCPStore) -> Iterator[list[StoreBoard]]:
+    """Three boards with connections of their own."""
+    made = [StoreBoard(dist.PrefixStore("x", store), r, 3, interval_s=0.05, lost_s=0.5) for r in range(3)]
+    yield made
+    for board in made:
+        board.stop()
+
+
+def test_all_ranks_see_what_each_posted(boards: list[StoreBoard]) -> None:
+    boards[0].start(lambda: State(doing="0F1"), print)
+    boards[2].start(lambda: State(waits_for="1SEND_B0>0 from rank 1", waits_on=(1,), waiting_s=1.5), print)
+    first, second, third = boards[1].states()
+    assert first is not None and (first.doing, first.waits_for) == ("0F1", "")
+    assert second is None or second.doing == "", "rank 1 posts only itself, by asking"
+    assert third is not None and (third.waits_on, third.waiting_s) == ((1,), 1.5)
+
+
+def test_a_failure_reaches_all_ranks_and_the_first_one_wins(boards: list[StoreBoard]) -> None:
+    heard: list[Failure] = []
+    told = threading.Event()
+
+    def failed(failure: Failure) -> None:
+        heard.append(failure)
+        told.set()
+
+    boards[0].start(State, failed)
+    assert boards[1].announce(BOOM) == BOOM
+    assert boards[2].announce(Failure(rank=2, summary="later")) == BOOM
+    assert told.wait(10)
+    assert heard == [BOOM]
+    assert boards[0].failure == BOOM
+
+
+def test_waiting_for_a_failure_asks_the_store_itself(boards: list[StoreBoard]) -> None:
+    assert boards[0].await_failure(0.01) is None
+    boards[1].announce(BOOM)
+    assert boards[0].await_failure(10) == BOOM
+
+
+def test_a_rank_that_falls_silent_has_failed(boards: list[StoreBoard]) -> None:
+    boards[1].start(State, print)
+    boards[1].stop()  # it no longer posts, and has not said that it finished
+    boards[0].start(State, print)
+    failure = boards[2].await_failure(20)
+    assert failure is not None and failure.rank == 1
+    assert failure.summary.startswith("no sign of life for 0.5 s")
+
+
+def test_a_rank_that_finished_may_fall_silent(boards: list[StoreBoard]) -> None:
+    boards[1].start(lambda: State(doing=FINISHED), print)
+    boards[1].stop()
+    boards[0].start(State, print)
+    assert boards[0].await_failure(1.5) is None
+
+
+def test_a_store_that_goes_away_is_a_failure() -> None:
+    limit = timedelta(seconds=10)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=limit, wait_for_workers=False)
+    board = StoreBoard(store, 0, 2, interval_s=0.05)
+    del store
+    failure = board.await_failure(10)
+    assert failure is not None and failure.rank is None
+    assert failure.summary.startswith("the store that joins the ranks cannot be reached: ")
+    assert board.states() == [None, None]
+    assert board.announce(BOOM) == failure, "what was known first counts"
+
+
+def test_a_broken_wait_names_the_rank_that_failed(boards: list[StoreBoard]) -> None:
+    watch = Watch(boards[0])
+    boards[1].announce(BOOM)
+
+    def block() -> None:
+        raise ConnectionError("closed")
+
+    with pytest.raises(PeerError) as found:
+        watch.wait("1SEND_B0>0 from rank 1", (1,), block)
+    assert str(found.value) == "rank 1 failed: ValueError: boom\nTraceback ..."
+
+
+def test_a_broken_wait_that_nobody_explains_says_so(
+    boards: list[StoreBoard], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeloom.runtime.failure.NOTICE_S", 0.1)
+
+    def block() -> None:
+        raise ConnectionError("closed by peer")
+
+    with pytest.raises(CommunicationError) as found:
+        Watch(boards[0]).wait("1SEND_B0>0 from rank 1", (1,), block)
+    assert found.value.message == (
+        "rank 0 lost its connection while it waited for 1SEND_B0>0 from rank 1, "
+        "and no rank said why: closed by peer"
+    )
+    assert boards[2].await_failure(10) is not None, "the others are told"
+
+
+def test_a_broken_wait_leaves_the_interrupt_to_the_side_thread(boards: list[StoreBoard]) -> None:
+    """A rank that is blocked learns of a failure elsewhere, as the watch calls its interrupt."""
+    watch = Watch(boards[0])
+    released = threading.Event()
+    watch.on_failure(released.set)
+
+    def block() -> None:
+        assert released.wait(20)
+        raise ConnectionError("interrupted")
+
+    with pytest.raises(PeerError, match="rank 1 failed: ValueError: boom"), watch:
+        boards[1].announce(BOOM)
+        watch.wait("1SEND_B0>0 from rank 1", (1,), block)
