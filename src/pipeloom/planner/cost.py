@@ -7,14 +7,14 @@ stage's turn lasts as long as the longest of compute, receiving its inputs, and 
 Memory of a stage (in papers: static + q * A + live):
 
     parameters, gradients, optimizer   each parameter once per stage, tied ones in each stage that reads them
-    buffers      likewise
+    buffers      likewise; and the whole batch, which every rank holds
     residuals    what its ops save, each value once, x micro-batches in flight; of received values the
-                 receive buffer is kept instead
+                 receive buffer is kept instead, and the batch is there anyway
     boundary     receive buffers of the micro-batches in flight and of those posted ahead, and messages on
                  their way out, of values and of gradients
     transient    what the newest micro-batch needs at some moment beyond its residuals: around an op the
-                 activations (forward) or gradients (backward) that are alive and the op's scratch, less the
-                 residuals not yet made or already freed, plus parameter gradients not yet added up
+                 activations (forward) or gradients (backward) that are alive, the op's scratch and the new
+                 gradients of its parameters, less the residuals not yet made or already freed
 
 A value that several later stages read is counted once among the messages of the stage that makes it; the
 simulator counts each message. The same numbers come out for any stage (`stage`) and, fast, for all
@@ -26,7 +26,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from math import inf
 from typing import Any
 
 import numpy as np
@@ -47,15 +46,12 @@ class CostOptions:
 
     optimizer_bytes: bytes of optimizer state per byte of trainable parameter: SGD 0, with momentum 1,
         Adam 2 (all in the parameter's precision).
-    fresh_gradients: a micro-batch's parameter gradients are all made before they are added to those of
-        earlier ones (which a single micro-batch does not have).
     receive_ahead: receives posted ahead, each with a buffer.  sends_in_flight: messages not yet taken.
     overlap: transfers run while the stage computes.
     """
 
     microbatches: int
     optimizer_bytes: float = 2.0
-    fresh_gradients: bool = True
     receive_ahead: int = 2
     sends_in_flight: int = 1
     overlap: bool = True
@@ -65,6 +61,7 @@ class CostOptions:
 class Footprint:
     """Bytes of a stage for one micro-batch; every field a number, or an array with one entry per stage.
 
+    kept: how many received storages an op saves; with none, receive buffers are free after the forward.
     received, received_grads: values that cross in, and their gradients, which go back.
     sent, sent_grads: values that cross out, and their gradients, which come back.
     transient: see the module's docstring.
@@ -74,6 +71,7 @@ class Footprint:
     trainable: Any
     buffers: Any
     residuals: Any
+    kept: Any
     received: Any
     received_grads: Any
     sent: Any
@@ -82,24 +80,6 @@ class Footprint:
 
 
 COLUMN = {f.name: index for index, f in enumerate(fields(Footprint)) if f.name != "transient"}
-SINGLE = COLUMN["single"] = len(COLUMN)
-"""Trainable parameters that one op reads: their gradients are surely not made before that op's backward."""
-
-
-def memory_parts(footprint: Footprint, in_flight: Any, options: CostOptions) -> dict[str, Any]:
-    """Bytes by the kinds of `StageMemory`, elementwise."""
-    f = footprint
-    return {
-        "parameters": f.parameters,
-        "gradients": f.trainable,
-        "optimizer": f.trainable * options.optimizer_bytes,
-        "buffers": f.buffers,
-        "residuals": f.residuals * in_flight,
-        "boundary": np.minimum(in_flight + options.receive_ahead, options.microbatches) * f.received
-        + min(1 + options.receive_ahead, options.microbatches) * f.sent_grads
-        + options.sends_in_flight * (f.sent + f.received_grads),
-        "transient": f.transient,
-    }
 
 
 class CostModel:
@@ -132,7 +112,7 @@ class CostModel:
         costs = self.distinct[self.kind[index]].costs
         own = [costs[name] for name in stage.ops if name in self.wiring.position]
         cheap = [name for name in (*stage.ops, *stage.clones) if self.graph.op[name].cheap]
-        parts = memory_parts(self.footprint(stages, index), in_flight, self.options)
+        parts = self._memory_parts(self.footprint(stages, index), in_flight)
         return StagePlan(
             ops=stage.ops,
             forward_s=sum(c.forward_s for c in own) + sum(costs[name].forward_s for name in cheap),
@@ -147,15 +127,16 @@ class CostModel:
         stage = stages.stages[index]
         inside = {*stage.ops, *stage.clones}
         parameters = [graph.parameter[name] for name in stages.params[index]]
-        read = {name for member in inside for name in graph.op[member].params}
         received = {c.value.name: c.value for c in stages.crossings if c.target == index}
         sent = {c.value.name: c.value for c in stages.crossings if c.source == index}
         residuals, transient = self._newest(stage.ops, inside)
+        saved = {v for name in stage.ops for v in self.saves.get(name, ())}
         return Footprint(
             parameters=sum(p.bytes for p in parameters),
-            trainable=sum(p.bytes for p in parameters if p.trainable and p.name in read),
+            trainable=sum(p.bytes for p in parameters if p.trainable),
             buffers=sum(graph.buffer[name].bytes for name in stages.buffers[index]),
             residuals=residuals,
+            kept=sum(self.wiring.made_at(v) >= 0 and graph.producer[v] not in inside for v in saved),
             received=sum(v.bytes for v in received.values()),
             received_grads=sum(v.bytes for v in received.values() if v.needs_grad),
             sent=sum(v.bytes for v in sent.values()),
@@ -167,24 +148,36 @@ class CostModel:
         """Residuals of one micro-batch, and what it needs beyond them at its worst moment."""
         graph = self.graph
         kept: set[str] = set()
-        trained: set[str] = set()
-        held = single = 0
-        forward, backward = [-inf], [-inf]
+        held, most = 0, 0.0
         for name in ops:
-            if name not in self.wiring.position:
-                continue
-            position = self.wiring.position[name]
-            saved = set(self.saves[name]) - kept
-            new = {v for v in saved if self.wiring.made_at(v) < 0 or graph.producer[v] in inside}
-            kept |= new
-            held += self.profile.costs[name].extra_saved_bytes + sum(graph.value[v].bytes for v in new)
-            forward.append(held + self.live[0, position])
-            backward.append(held + self.live[1, position] - self._fresh * single)
-            own = {p for p in graph.op[name].params if graph.parameter[p].trainable}
-            trained |= own
-            single += sum(graph.parameter[p].bytes for p in own if len(self.wiring.users[p]) == 1)
-        fresh = self._fresh * sum(graph.parameter[p].bytes for p in trained)
-        return held, max(*forward, max(backward) + fresh, held) - held
+            if name in self.wiring.position:
+                made = {v for v in self.saves[name] if self._makes(v, inside)} - kept
+                kept |= made
+                held += self.profile.costs[name].extra_saved_bytes + sum(graph.value[v].bytes for v in made)
+                most = max(most, held + self.live[self.wiring.position[name]])
+        return held, most - held
+
+    def _makes(self, value: str, inside: set[str]) -> bool:
+        """Whether a stage makes a value itself; what comes from cheap ops every stage makes."""
+        maker = self.graph.producer.get(value)
+        return maker is not None and (self.graph.op[maker].cheap or maker in inside)
+
+    def _memory_parts(self, f: Footprint, in_flight: Any) -> dict[str, Any]:
+        """Bytes by the kinds of `StageMemory`, elementwise."""
+        options = self.options
+        batch = sum(value.bytes for value in self.graph.inputs) * options.microbatches
+        held = np.where(f.kept > 0, in_flight, np.minimum(in_flight, 1)) + options.receive_ahead
+        return {
+            "parameters": f.parameters,
+            "gradients": f.trainable,
+            "optimizer": f.trainable * options.optimizer_bytes,
+            "buffers": f.buffers + batch,
+            "residuals": f.residuals * in_flight,
+            "boundary": np.minimum(held, options.microbatches) * f.received
+            + min(1 + options.receive_ahead, options.microbatches) * f.sent_grads
+            + options.sends_in_flight * (f.sent + f.received_grads),
+            "transient": f.transient,
+        }
 
     def turn_s(self, stages: StageGraph, index: int) -> float:
         """Seconds that one micro-batch occupies a stage of any cut."""
@@ -203,13 +196,10 @@ class CostModel:
         here = ends - start - 1
         stop = int(ends[-1])
         sums = self._sums.row(start, stop)
-        held, fresh = sums[COLUMN["residuals"]], self._fresh * sums[COLUMN["trainable"]]
+        held = sums[COLUMN["residuals"]]
         held += self._extra[start + 1 : stop + 1] - self._extra[start]
-        forward = np.maximum.accumulate(held + self.live[0, start:stop])
-        not_yet = self._fresh * np.append(0.0, sums[SINGLE, :-1])
-        backward = np.maximum.accumulate(held + self.live[1, start:stop] - not_yet)
-        transient = np.maximum(forward, backward + fresh) - held
-        columns = {name: sums[index, here] for name, index in COLUMN.items() if index != SINGLE}
+        transient = np.maximum.accumulate(held + self.live[start:stop]) - held
+        columns = {name: sums[index, here] for name, index in COLUMN.items()}
         seconds = self.prefix_s[:, ends] - self.prefix_s[:, start : start + 1]
         return Footprint(**columns, transient=transient[here]), seconds + sums[len(COLUMN) :, here]
 
@@ -219,7 +209,7 @@ class CostModel:
 
     def memory(self, footprint: Footprint, in_flight: Indices) -> Array:
         """Bytes of each interval with each count of micro-batches in flight: (counts, intervals)."""
-        parts = memory_parts(footprint, in_flight[:, None], self.options)
+        parts = self._memory_parts(footprint, in_flight[:, None])
         return np.asarray(sum(parts.values()), dtype=np.float64)
 
     def edges(self, footprint: Footprint, ranks: Indices) -> Array:
@@ -275,13 +265,9 @@ class CostModel:
         extra = [self.profile.costs[op.name].extra_saved_bytes for op in self.wiring.ops]
         return np.concatenate([[0.0], np.cumsum(extra, dtype=np.float64)])
 
-    @property
-    def _fresh(self) -> int:
-        return int(self.options.fresh_gradients and self.options.microbatches > 1)
-
     @cached_property
     def live(self) -> Array:
-        """Bytes around each op, its scratch included: (forward, backward) x ops.
+        """Bytes around each op, scratch and the new gradients of its parameters included.
 
         Forward: values that some op has yet to read and no op saves. Backward: gradients of values; one is
         there from the value's last reader back to its maker.
@@ -300,8 +286,12 @@ class CostModel:
                 if counts and last >= 0:
                     change[row, first] += value.bytes
                     change[row, last + 1] -= value.bytes
+        forward, backward = np.cumsum(change, axis=1)[:, :-1]
+        trained = {p.name: p.bytes for p in self.graph.parameters if p.trainable}
+        fresh = [sum(trained.get(name, 0) for name in op.params) for op in wiring.ops]
         scratch = [self.profile.costs[op.name].transient_bytes for op in wiring.ops]
-        return np.asarray(np.cumsum(change, axis=1)[:, :-1] + np.array(scratch, dtype=np.float64))
+        alive = np.maximum(forward, backward + np.array(fresh, dtype=np.float64))
+        return np.asarray(alive + np.array(scratch))
 
     @cached_property
     def _sums(self) -> IntervalSums:

@@ -22,23 +22,21 @@ def interval_terms(
     """
     yield from _state(wiring, columns)
     yield from _crossings(wiring, columns)
-    yield from _residuals(wiring, saves, columns["residuals"])
+    yield from _residuals(wiring, saves, columns)
     for name, users in wiring.cheap_users.items():
         for kind, seconds in enumerate(clones):
             yield from first_use_terms(users, len(columns) + kind, seconds[name])
 
 
 def _state(wiring: Wiring, columns: Columns) -> Iterable[Term]:
-    """Parameters and buffers; what no op reads is held by the stage that starts at 0, without gradient."""
+    """Parameters and buffers; what no op reads is held by the stage that starts at 0."""
     for parameter in wiring.graph.parameters:
-        users = wiring.users[parameter.name]
-        yield from first_use_terms(users or [0], columns["parameters"], parameter.bytes)
+        users = wiring.users[parameter.name] or (0,)
+        yield from first_use_terms(users, columns["parameters"], parameter.bytes)
         if parameter.trainable:
             yield from first_use_terms(users, columns["trainable"], parameter.bytes)
-        if parameter.trainable and len(users) == 1:
-            yield from first_use_terms(users, columns["single"], parameter.bytes)
     for buffer in wiring.graph.buffers:
-        yield from first_use_terms(wiring.users[buffer.name] or [0], columns["buffers"], buffer.bytes)
+        yield from first_use_terms(wiring.users[buffer.name] or (0,), columns["buffers"], buffer.bytes)
 
 
 def _crossings(wiring: Wiring, columns: Columns) -> Iterable[Term]:
@@ -53,15 +51,21 @@ def _crossings(wiring: Wiring, columns: Columns) -> Iterable[Term]:
             yield -1, made, readers[-1], columns[out], -value.bytes
 
 
-def _residuals(wiring: Wiring, saves: Mapping[str, Sequence[str]], column: int) -> Iterable[Term]:
-    """Saved values that are made inside, or that every stage has: the batch, and what cheap ops make."""
+def _residuals(wiring: Wiring, saves: Mapping[str, Sequence[str]], columns: Columns) -> Iterable[Term]:
+    """Saved values that are made inside; and how many are not, but received.
+
+    What cheap ops make is made in every stage, and the batch is held anyway.
+    """
     savers: dict[str, list[int]] = {}
     for name, values in saves.items():
         for value in values:
             savers.setdefault(value, []).append(wiring.position[name])
     for value, positions in savers.items():
+        if value not in wiring.graph.producer:
+            continue
         made, size = wiring.made_at(value), wiring.graph.value[value].bytes
         if made < 0:
-            yield from first_use_terms(sorted(positions), column, size)
+            yield from first_use_terms(sorted(positions), columns["residuals"], size)
         else:
-            yield -1, made, min(positions), column, size
+            yield -1, made, min(positions), columns["residuals"], size
+            yield from first_use_terms(sorted(positions), columns["kept"], 1, after=made)
