@@ -1,0 +1,111 @@
+"""verify: passes for what is right, and fails for what is not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipeloom import Job, Options, Plan, schedules, verify
+from pipeloom.api.passes import capture
+from pipeloom.ir.errors import PlanError, VerifyError
+from pipeloom.ir.plan import StagePlan
+from pipeloom.ir.stages import cut
+from pipeloom.runtime.weights import Gradients
+
+
+class Net(nn.Module):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        h = torch.tanh(self.first(x))
+        h = h + self.drop(torch.tanh(self.second(h)))
+        return {"loss": nn.functional.cross_entropy(self.last(h), y)}
+
+
+def batch(seed: int, rows: int) -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    return {"x": torch.randn(rows, 6, generator=g), "y": torch.randint(3, (rows,), generator=g)}
+
+
+def plan_for(job: Job, stages: int, *, schedule: str = "1f1b", split: bool = False) -> Plan:
+    graph = capture(job, 2).graph
+    own = [op.name for op in graph.ops if not op.cheap]
+    cuts = cut(graph, {name: i * stages // len(own) for i, name in enumerate(own)})
+    placement = tuple(range(stages))
+    built = schedules.build(schedule, cuts, placement, 3, split_backward=split)
+    return Plan(
+        graph=graph.fingerprint, planner="by hand", stages=tuple(StagePlan(ops=s.ops) for s in cuts.stages),
+        placement=placement, schedule=schedule, schedule_rows=tuple(str(built).splitlines()),
+        microbatches=3, microbatch_size=2,
+    )  # fmt: skip
+
+
+JOB = Job(model=Net, batch=batch, name="net")
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_a_right_pipeline_passes(schedule: str, split: bool) -> None:
+    result = verify(JOB, plan_for(JOB, 2, schedule=schedule, split=split))
+    result.require()
+    assert result.passed and result.reference == "the module itself, eager"
+    assert set(result.gradients) == set(result.parameters) == set(dict(Net().named_parameters()))
+
+
+def test_a_wrong_gradient_fails_and_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Gradients.add
+
+    def wrong(self: Gradients, name: str, grad: Tensor) -> None:
+        right(self, name, grad * 1.001 if name == "last.weight" else grad)
+
+    plan = plan_for(JOB, 2)
+    pipelined = verify(JOB, plan)
+    monkeypatch.setattr(Gradients, "add", wrong)
+    with pytest.raises(VerifyError, match=r"gradient of last.weight differs by 0.001"):
+        # the reference adds its gradients with the same class, so keep it right
+        monkeypatch.setattr("pipeloom.api.compare._run_eager", lambda *_: _numbers(plan))
+        verify(JOB, plan).require()
+    assert pipelined.passed
+
+
+def _numbers(plan: Plan) -> object:
+    """What the eager reference gives, by plain autograd."""
+    from pipeloom.api.compare import _Numbers
+
+    torch.manual_seed(0)
+    model = Net()
+    data = batch(1, 6)
+    loss = model(**data)["loss"]
+    loss.backward()
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    return _Numbers(
+        loss=float(loss.detach()), gradients=gradients,
+        parameters={n: p.detach() for n, p in model.named_parameters()},
+    )  # fmt: skip
+
+
+def test_a_model_with_dropout_is_compared_with_its_uncut_graph() -> None:
+    job = replace(JOB, model=lambda: Net(dropout=0.5))
+    result = verify(job, plan_for(job, 3))
+    result.require()
+    assert result.reference == "captured graph, uncut"
+
+
+def test_dropout_really_drops() -> None:
+    job = replace(JOB, model=lambda: Net(dropout=0.5))
+    assert verify(job, plan_for(job, 2), options=Options(seed=3)).loss < 1e-6
+    with_dropout = verify(job, plan_for(job, 2)).gradients
+    assert with_dropout, "gradients were compared"
+
+
+def test_a_plan_for_another_model_is_refused() -> None:
+    plan = replace(plan_for(JOB, 2), graph="0123456789abcdef")
+    with pytest.raises(PlanError, match="made for model 0123456789abcdef, not for net"):
+        verify(JOB, plan)
