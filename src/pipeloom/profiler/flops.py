@@ -49,9 +49,9 @@ def attention_flops(operands: Sequence[Shape], out: Shape, attributes: str) -> i
     """Q K^T and the weighted sum of V; half of it under a causal mask (FlashAttention-2, 2307.08691, 4.1).
 
     >>> attention_flops([(2, 4, 32, 16)] * 3, (2, 4, 32, 16), "((%, %, %), {})")
-    262144
+    524288
     >>> attention_flops([(2, 4, 32, 16)] * 3, (2, 4, 32, 16), "((%, %, %), {'is_causal': True})")
-    131072
+    262144
     """
     query, key = operands[0], operands[min(1, len(operands) - 1)]
     whole = 2 * key[-2] * (prod(query) + prod(out))

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -95,7 +96,9 @@ def measure_kernel(
     del results
     saved: list[Tensor] = []
     with torch.enable_grad(), saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):  # type: ignore[func-returns-value]
-        results = call(node, arguments)
+        # As when a stage is traced: dropout keeps a mask of bytes, not of numbers.
+        with enable_python_dispatcher():
+            results = call(node, arguments)
     outputs = _tensors(results)
     saved_args, saved_outputs, extra = _identify(saved, tensors, outputs)
     values = [t for t, role in zip(tensors, roles, strict=True) if role == "value"]

@@ -9,7 +9,8 @@ cluster file, FLOPs from flops.py, what the backward keeps from rules.py. The ba
 gradients of values, its weight part those of parameters (and of views of parameters): a product has one
 product of the same size per gradient; attention 2.5 times the forward's (five products for two:
 FlashAttention, 2205.14135, appendix B); the rest moves what it keeps, the gradient that comes and the one
-that it makes. Views cost nothing, but the gradient of a slice or an expanded tensor is written whole.
+that it makes. Views cost nothing, but the gradient of a slice, of parts or of an expanded tensor is
+written whole.
 """
 
 from __future__ import annotations
@@ -167,7 +168,7 @@ class _Operands:
         """The gradient of one operand."""
         out = self.op.outputs[0].shape
         if self.rule.kind == "free":
-            same = prod(shape) == sum(prod(v.shape) for v in self.op.outputs)
+            same = len(self.op.outputs) == 1 and prod(shape) == prod(out)
             return _NONE if same else _Work(0, size + arriving)
         if self.rule.passes and shape == out:
             return _NONE
@@ -191,13 +192,16 @@ class _Operands:
         if keeps == "divisor":
             return [*op.inputs[-1:], *(op.inputs if self._learns(op.inputs[-1:]) else ())]
         if keeps == "indices":
-            integers = [v.name for v in self.values if v.dtype == "bool" or "int" in v.dtype]
-            return integers + [v.name for v in op.outputs if "int" in v.dtype]
+            return self._names(floating=False) + [v.name for v in op.outputs if not _is_floating(v)]
         if keeps == "queries":
-            return [] if self.unfused else [*(v.name for v in self.values[:3]), op.outputs[0].name]
+            return [] if self.unfused else [*self._names(floating=True), op.outputs[0].name]
         if keeps == "factors":
-            return [name for name in op.inputs if self._another_learns(name)]
+            factors = op.inputs if self.rule.kind == "elementwise" else self._names(floating=True)
+            return [name for name in factors if self._another_learns(name)]
         return []
+
+    def _names(self, *, floating: bool) -> list[str]:
+        return [v.name for v in self.values if _is_floating(v) == floating]
 
     def _learns(self, names: tuple[str, ...]) -> bool:
         return any(self.of.graph.value[name].needs_grad for name in names)
@@ -207,12 +211,18 @@ class _Operands:
         weights = any(trainable and len(shape) > 1 for shape, _, trainable in self.params)
         scales = self.rule.kind == "elementwise" and any(trainable for _, _, trainable in self.params)
         others = tuple(other for other in self.op.inputs if other != name)
-        twice = self.op.attributes.split("{")[0].count("%") > len(self.op.inputs) + len(self.op.params)
+        distinct = len(self.op.inputs) + len(self.op.params) + len(self.op.buffers)
+        twice = self.op.attributes.split("{")[0].count("%") > distinct
         return weights or scales or self._learns(others) or (twice and self._learns((name,)))
+
+    @property
+    def _first(self) -> Value:
+        """The first input that has numbers to differentiate; the output if there is none."""
+        return next((v for v in self.values if _is_floating(v)), self.op.outputs[0])
 
     def _extra_bytes(self) -> int:
         out = self.op.outputs[0]
-        first = self.values[0] if self.values else out
+        first = self._first
         rows = prod(first.shape[:-1])
         channels = first.shape[1] if len(first.shape) > 1 else 1
         return {
@@ -229,8 +239,7 @@ class _Operands:
     @property
     def unfused(self) -> bool:
         """Whether attention runs as separate products: on the CPU with dropout or a mask that learns."""
-        masks = self.values[3:]
-        learns = any(v.needs_grad for v in masks)
+        learns = any(v.needs_grad for v in self.values[3:])
         return self.of.device.name.startswith("cpu") and (self.op.random or learns)
 
     def _attention_bytes(self) -> int:
@@ -238,18 +247,23 @@ class _Operands:
         softmax and dropout make of the scores."""
         query, key = self.values[0], self.values[min(1, len(self.values) - 1)]
         if self.unfused:
-            scores = tensor_bytes((*query.shape[:-1], key.shape[-2]), query.dtype)
+            shape = (*query.shape[:-1], key.shape[-2])
+            scores = tensor_bytes(shape, query.dtype)
             copies = sum(v.bytes for v in self.values[:3])
-            return copies + (3 if self.op.random else 1) * scores
+            return copies + (2 * scores + prod(shape) if self.op.random else scores)
         masks = sum(tensor_bytes(v.shape, query.dtype) for v in self.values[3:] if v.dtype == "bool")
         return tensor_bytes(query.shape[:-1], "float32") + masks
 
     def scratch(self) -> int:
         """Scratch of the backward: by rule, and where a gradient is summed over broadcast dimensions."""
         out = self.op.outputs[0]
-        by_rule = int(self.rule.scratch * self.values[0].bytes) if self.values else 0
+        by_rule = int(self.rule.scratch * self._first.bytes)
         summed = self.rule.kind == "elementwise" and self.rule.keeps in ("factors", "divisor") and any(
             v.needs_grad and v.shape != out.shape for v in self.values
         )
         scores = self._attention_bytes() * 2 // 3 if self.rule.kind == "attention" and self.unfused else 0
         return max(by_rule, out.bytes if summed else 0, scores)
+
+
+def _is_floating(value: Value) -> bool:
+    return "float" in value.dtype or "complex" in value.dtype

@@ -42,7 +42,7 @@ class Rule:
 
 _TABLE: dict[Rule, str] = {
     Rule("matmul", "factors"): """
-        linear matmul mm bmm addmm baddbmm addbmm dot mv addmv einsum _grouped_mm _scaled_mm
+        linear matmul mm bmm addmm baddbmm addbmm dot mv addmv einsum bilinear _grouped_mm _scaled_mm
         grouped_mm_fallback""",
     Rule("convolution", "factors"): """
         convolution conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d""",
@@ -88,7 +88,8 @@ _TABLE: dict[Rule, str] = {
         new_full scalar_tensor one_hot histc bincount rsub nonzero unique upsample_nearest2d
         upsample_bilinear2d _upsample_nearest_exact2d pixel_shuffle reflection_pad2d replication_pad2d""",
     Rule("free"): """
-        alias detach lift_fresh empty empty_like empty_strided new_empty _unsafe_view sym_size item""",
+        alias detach broadcast_tensors lift_fresh empty empty_like empty_strided new_empty _unsafe_view
+        sym_size item""",
 }  # fmt: skip
 
 RULES: dict[str, Rule] = {name: rule for rule, names in _TABLE.items() for name in names.split()}

@@ -1,0 +1,54 @@
+"""On whole models: the table of what autograd keeps against measurement, and both against real stages."""
+
+import pytest
+import zoo
+
+from pipeloom.ir.stages import cut
+from pipeloom.planner import cpu_cluster
+from pipeloom.planner.cost import CostModel, CostOptions
+from pipeloom.profiler.measure import measure
+from pipeloom.profiler.roofline import roofline
+from pipeloom.tracer.capture import capture
+from pipeloom.tracer.functions import stage_functions
+
+DROPOUT = ("gpt2", "t5")
+JOBS = {name: zoo.job(name) for name in (*zoo.FAMILIES, "gpt", "two_encoders")} | {
+    f"{name} with dropout": zoo.with_dropout(name) for name in DROPOUT
+}
+_MADE: dict[str, tuple] = {}
+
+
+@pytest.fixture(params=JOBS)
+def family(request):
+    """(captured, measured, estimated), once per model."""
+    if request.param not in _MADE:
+        job = JOBS[request.param]
+        captured = capture(job, 2)
+        measured = measure(captured, batch=job.batch(0, 2), budget_s=0.01)
+        _MADE[request.param] = captured, measured, roofline(captured.graph, cpu_cluster(1).devices[0])
+    return _MADE[request.param]
+
+
+def test_the_table_keeps_what_autograd_keeps(family):
+    captured, measured, estimated = family
+    assert estimated.notes == ()
+    for op in captured.graph.ops:
+        real, table = measured.costs[op.name], estimated.costs[op.name]
+        assert set(table.saves) == set(real.saves), f"{op.name} ({op.target})"
+        assert table.extra_saved_bytes == real.extra_saved_bytes, f"{op.name} ({op.target})"
+        if real.weight_grad_s > 0 and not op.view:
+            assert table.weight_grad_s > 0, f"{op.name} ({op.target})"
+
+
+def test_residuals_are_those_of_the_stage_functions(family):
+    """The profile's saved values, summed by the planner, against the tensors that real stages keep."""
+    captured, measured, _ = family
+    names = [op.name for op in captured.graph.ops if not op.cheap]
+    graph = cut(captured.graph, {name: i * 2 // len(names) for i, name in enumerate(names)})
+    options = CostOptions(microbatches=2)
+    model = CostModel(captured.graph, [measured] * 2, cpu_cluster(2), options)
+    for stage in range(2):
+        functions = stage_functions(captured, graph, stage)
+        footprint = model.footprint(graph, stage)
+        assert footprint.residuals == pytest.approx(sum(functions.residual_bytes.values()), rel=1e-3)
+        assert (footprint.kept > 0) == bool(functions.kept_inputs & set(functions.received))

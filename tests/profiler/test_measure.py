@@ -1,0 +1,139 @@
+"""Measuring op by op: what is run, how often, on which values, and what is found to be kept."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as fn
+
+from pipeloom import Job
+from pipeloom.profiler import measure as module
+from pipeloom.profiler.arguments import Arguments
+from pipeloom.profiler.measure import measure
+from pipeloom.tracer.capture import capture
+
+
+class Mixed(nn.Module):
+    """Two equal layers, a product of a value with itself, an attention with dropout, an embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, 8)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, ids: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        h = self.table(ids)
+        for layer in self.layers:
+            h = layer(h).relu()
+        h = self.norm(self.frozen(h * h))
+        q = h.view(len(ids), -1, 2, 4).transpose(1, 2)
+        mask = torch.arange(ids.shape[1]) < 3
+        h = fn.scaled_dot_product_attention(q, q, q, attn_mask=mask, dropout_p=0.5).sum((1, 2))
+        return fn.cross_entropy(h, target)
+
+
+def batch(seed: int, size: int) -> dict[str, torch.Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    return {
+        "ids": torch.randint(0, 7, (size, 5), generator=g),
+        "target": torch.randint(0, 4, (size,), generator=g),
+    }
+
+
+@pytest.fixture(scope="module")
+def captured():
+    return capture(Job(model=Mixed, batch=batch, name="mixed"), 3)
+
+
+@pytest.fixture(scope="module")
+def profile(captured):
+    return measure(captured, batch=batch(0, 3), budget_s=0.01)
+
+
+def by_target(captured, profile, name: str):
+    return [(op, profile.costs[op.name]) for op in captured.graph.ops if f".{name}." in op.target]
+
+
+def test_every_op_has_a_cost(captured, profile):
+    assert profile.costs.keys() == {op.name for op in captured.graph.ops}
+    assert (profile.source, profile.device, profile.graph) == ("measured", "cpu", captured.graph.fingerprint)
+    assert profile.batch == ("ids[3,5]int64", "target[3]int64")
+
+
+def test_linear_layers(captured, profile):
+    (first, cost), (second, same), (frozen, fixed) = by_target(captured, profile, "linear")
+    assert (cost.forward_s, cost.input_grad_s, cost.weight_grad_s) == (
+        same.forward_s, same.input_grad_s, same.weight_grad_s
+    )  # fmt: skip
+    assert cost.saves == first.inputs and same.saves == second.inputs
+    assert fixed.saves == () and fixed.weight_grad_s == 0.0 and fixed.input_grad_s > 0
+
+
+def test_a_product_with_itself_keeps_its_factor_once(captured, profile):
+    ((op, cost),) = by_target(captured, profile, "mul")
+    assert cost.saves == op.inputs and cost.extra_saved_bytes == 0
+
+
+def test_relu_keeps_its_result_and_layer_norm_two_numbers_per_row(captured, profile):
+    relu, cost = by_target(captured, profile, "relu")[0]
+    assert cost.saves == (relu.outputs[0].name,)
+    _, norm = by_target(captured, profile, "layer_norm")[0]
+    assert norm.extra_saved_bytes == 2 * 3 * 5 * 4
+
+
+def test_views_cost_nothing(captured, profile):
+    for op, cost in by_target(captured, profile, "transpose"):
+        assert op.view and (cost.forward_s, cost.input_grad_s, cost.saves) == (0.0, 0.0, ())
+
+
+def test_scratch_is_what_is_gone_afterwards(captured, profile):
+    """cross_entropy makes log-probabilities, which it keeps, and gradients of them, which it does not."""
+    ((_, cost),) = by_target(captured, profile, "cross_entropy_loss")
+    logits = 3 * 4 * 4
+    assert (cost.extra_saved_bytes, cost.transient_bytes) == (logits + 4, logits + 4)
+    assert cost.saves == ("target",)
+
+
+def test_equal_ops_are_measured_once(captured, monkeypatch):
+    seen = []
+    run = module.measure_kernel
+
+    def spy(node, *args, **options):
+        seen.append(node.name)
+        return run(node, *args, **options)
+
+    monkeypatch.setattr(module, "measure_kernel", spy)
+    profile = measure(captured, budget_s=0.01)
+    linears = [op.name for op, _ in by_target(captured, profile, "linear")]
+    assert [name for name in seen if name in linears] == [linears[0], linears[2]]
+
+
+def test_threads_are_put_back(captured):
+    before = torch.get_num_threads()
+    measure(captured, budget_s=0.01, threads=1)
+    assert torch.get_num_threads() == before
+
+
+def test_integers_are_real_or_valid(captured):
+    nodes = {n.name: n for n in captured.module.graph.nodes}
+    given = batch(5, 3)
+    arguments = Arguments(captured, torch.device("cpu"), given)
+    (embedding,) = [op for op in captured.graph.ops if op.target.startswith("aten.embedding")]
+    made = arguments.of(nodes[embedding.name])
+    assert any(torch.equal(t, given["ids"]) for t in made.values() if t.dtype == torch.int64)
+    (attention,) = [op for op in captured.graph.ops if "attention" in op.target]
+    masks = [t for t in arguments.of(nodes[attention.name]).values() if t.dtype == torch.bool]
+    assert [m.flatten()[:5].tolist() for m in masks] == [[True, True, True, False, False]]
+    blind = Arguments(captured, torch.device("cpu"), {}).of(nodes[embedding.name])
+    assert all(int(t.max()) == 0 for t in blind.values() if t.dtype == torch.int64)
+
+
+def test_a_failing_op_is_named(captured, monkeypatch):
+    def fail(*_, **__):
+        raise RuntimeError("no kernel")
+
+    monkeypatch.setattr(module, "measure_kernel", fail)
+    with pytest.raises(RuntimeError, match="no kernel") as caught:
+        measure(captured)
+    assert "of mixed" in caught.value.__notes__[0]

@@ -1,0 +1,145 @@
+"""Estimated costs against arithmetic by hand. What autograd keeps is tested in test_families."""
+
+import warnings
+
+import pytest
+
+from pipeloom.ir import codec
+from pipeloom.ir.cluster import Device
+from pipeloom.ir.errors import ConfigError
+from pipeloom.ir.graph import Op, OpGraph, Parameter, Value
+from pipeloom.ir.profile import OpCost, Profile
+from pipeloom.profiler.roofline import roofline
+from pipeloom.profiler.rules import RULES
+
+DEVICE = Device(
+    name="gpu", memory_bytes=1, flops_per_s={"float32": 1e9, "bfloat16": 4e9}, memory_bytes_per_s=1e9,
+    efficiency={"matmul": 0.5, "default": 0.25}, launch_s=1e-3,
+)  # fmt: skip
+
+
+def value(name: str, *shape: int, dtype: str = "float32", grad: bool = True) -> Value:
+    return Value(name=name, shape=shape, dtype=dtype, needs_grad=grad)
+
+
+def cost(target: str, inputs: list[Value], out: Value, *, params: dict[str, tuple[int, ...]] | None = None,
+         device: Device = DEVICE, **how: object) -> OpCost:  # fmt: skip
+    """The cost of one op that reads these values (made by a first op) and parameters."""
+    floats = [v for v in inputs if "float" in v.dtype] or [value("unused", 1)]
+    source = Op(name="source", target="aten.alias.default", inputs=("x",), outputs=tuple(floats))
+    others = tuple(v for v in inputs if v not in floats)
+    names = tuple(v.name for v in inputs)
+    op = Op(name="op", target=target, inputs=names, outputs=(out,), params=tuple(params or ()), **how)
+    graph = OpGraph(
+        name="one", inputs=(value("x", 1, grad=False), *others), ops=(source, op), buffers=(), loss=out.name,
+        parameters=tuple(
+            Parameter(name=n, shape=s, dtype="float32") for n, s in (params or {}).items()
+        ),
+    )  # fmt: skip
+    return roofline(graph, device).costs["op"]
+
+
+def test_a_product_bound_by_arithmetic():
+    """y[64, 32] = x[64, 128] @ w: 2 * 64 * 32 * 128 FLOPs at half of 1e9 per second."""
+    made = cost("aten.linear.default", [value("x0", 64, 128)], value("y", 64, 32), params={"w": (32, 128)})
+    product_s = 2 * 64 * 32 * 128 / 0.5e9
+    assert made.forward_s == pytest.approx(product_s + 1e-3)
+    assert made.input_grad_s == made.weight_grad_s == pytest.approx(product_s + 1e-3)
+    assert made.saves == ("x0",)
+
+
+def test_a_product_bound_by_memory():
+    slow = Device(name="d", memory_bytes=1, flops_per_s={"float32": 1e12}, memory_bytes_per_s=1e3)
+    made = cost("aten.mm.default", [value("a", 4, 8), value("b", 8, 2)], value("y", 4, 2), device=slow)
+    assert made.forward_s == pytest.approx(4 * (32 + 16 + 8) / 1e3)
+    assert made.saves == ("a", "b") and made.weight_grad_s == 0.0
+
+
+def test_the_dtype_chooses_the_peak():
+    inputs = [value("x0", 64, 128, dtype="bfloat16")]
+    made = cost("aten.linear.default", inputs, value("y", 64, 32, dtype="bfloat16"), params={"w": (32, 128)})
+    assert made.forward_s == pytest.approx(2 * 64 * 32 * 128 / (4e9 * 0.5) + 1e-3)
+
+
+def test_elementwise_moves_bytes():
+    made = cost("aten.gelu.default", [value("x0", 1000)], value("y", 1000))
+    assert made.forward_s == pytest.approx(8000 / (0.25 * 1e9) + 1e-3)
+    assert made.input_grad_s == pytest.approx(12000 / (0.25 * 1e9) + 1e-3)  # saved, arriving, made
+    assert made.saves == ("x0",)
+
+
+def test_an_addition_passes_its_gradient_on():
+    made = cost("aten.add.Tensor", [value("a", 1000), value("b", 10)], value("y", 1000))
+    assert made.input_grad_s == pytest.approx(4040 / (0.25 * 1e9) + 1e-3)  # only b's is summed
+    assert made.saves == ()
+
+
+def test_views_cost_nothing_but_the_gradient_of_a_slice():
+    whole = cost("aten.reshape.default", [value("x0", 10, 10)], value("y", 100), view=True)
+    assert whole == OpCost(forward_s=0.0)
+    part = cost("aten.slice.Tensor", [value("x0", 1000)], value("y", 500), view=True)
+    assert (part.forward_s, part.saves) == (0.0, ())
+    assert part.input_grad_s == pytest.approx(6000 / (0.25 * 1e9) + 1e-3)
+
+
+def test_without_a_gradient_nothing_is_kept():
+    made = cost("aten.gelu.default", [value("x0", 10, grad=False)], value("y", 10, grad=False))
+    assert (made.saves, made.input_grad_s, made.weight_grad_s) == ((), 0.0, 0.0)
+
+
+def test_a_looked_up_table_is_not_read_whole():
+    ids = value("ids", 4, dtype="int64", grad=False)
+    made = cost("aten.embedding.default", [ids], value("y", 4, 100), params={"table": (10**6, 100)})
+    assert made.forward_s == pytest.approx(2 * 1600 / (0.25 * 1e9) + 1e-3)
+    assert made.weight_grad_s > 4e8 / (0.25 * 1e9)  # but its gradient is written whole
+    assert made.saves == ("ids",)
+
+
+def test_grouped_convolution():
+    image, out = value("x0", 1, 8, 10, 10), value("y", 1, 16, 8, 8)
+    made = cost("aten.conv2d.default", [image], out, params={"w": (16, 2, 3, 3)})
+    assert made.forward_s == pytest.approx(2 * 16 * 64 * 18 / (0.25 * 1e9) + 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("attributes", "share"), [("((%, %, %), {})", 1), ("((%, %, %, None, 0.0, True), {})", 2)]
+)
+def test_attention(attributes, share):
+    inputs = [value(n, 2, 4, 32, 16) for n in "qkv"]
+    out = value("y", 2, 4, 32, 16)
+    made = cost("aten.scaled_dot_product_attention.default", inputs, out, attributes=attributes)
+    flops = 4 * 2 * 4 * 32 * 32 * 16 / share
+    assert made.forward_s == pytest.approx(flops / (0.25 * 1e9) + 1e-3)
+    assert made.input_grad_s == pytest.approx(2.5 * flops / (0.25 * 1e9) + 1e-3)
+    assert made.saves == ("q", "k", "v", "y") and made.extra_saved_bytes == 2 * 4 * 32 * 4
+
+
+def test_unknown_ops_are_named():
+    with pytest.warns(UserWarning, match="estimated as elementwise: mine.special.default"):
+        made = cost("mine.special.default", [value("x0", 1000)], value("y", 1000))
+    assert made.forward_s == pytest.approx(8000 / (0.25 * 1e9) + 1e-3) and made.saves == ("x0",)
+
+
+def test_a_device_without_rates_is_refused():
+    with pytest.raises(ConfigError, match="device bare has no flops_per_s"):
+        cost("aten.gelu.default", [value("a", 1)], value("y", 1), device=Device(name="bare", memory_bytes=1))
+
+
+def test_every_rule_is_named_once():
+    from pipeloom.profiler import rules
+
+    names = [name for names in rules._TABLE.values() for name in names.split()]
+    assert len(names) == len(set(names)) == len(RULES)
+
+
+def test_a_profile_is_read_back_as_it_was(tmp_path):
+    graph = OpGraph(
+        name="g", inputs=(value("x", 2, 3, grad=False),), buffers=(), parameters=(), loss="y",
+        ops=(Op(name="op", target="aten.gelu.default", inputs=("x",), outputs=(value("y", 2, 3),)),),
+    )  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        made = roofline(graph, DEVICE)
+    assert (made.source, made.batch, made.graph) == ("roofline", ("x[2,3]float32",), graph.fingerprint)
+    codec.save(made, tmp_path / "profile.json")
+    assert codec.load(tmp_path / "profile.json", Profile) == made
