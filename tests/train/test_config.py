@@ -43,6 +43,7 @@ def test_overrides_beat_the_file_and_the_file_beats_the_defaults(tmp_path: Path)
         ("name=300", "name", "300"),
         ('name="quoted"', "name", "quoted"),
         ("job=a.py:make", "job", "a.py:make"),
+        ("job=", "job", None),
         ("pipeline.split_backward=true", "pipeline.split_backward", True),
         ("data.paths=one.txt", "data.paths", ("one.txt",)),
         ('data.paths=["one.txt", "two"]', "data.paths", ("one.txt", "two")),

@@ -13,6 +13,8 @@ from ..ir.errors import ConfigError, PipeloomError
 from ..ir.units import parse_bytes
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from ..ir.cluster import Cluster
     from ..tracer.job import Job
 
@@ -103,6 +105,14 @@ def cluster_of(file: Path | None) -> Cluster | None:
     from ..planner import load_cluster
 
     return None if file is None else load_cluster(file)
+
+
+def console() -> Console:
+    """Standard output; in a file or a pipe tables need no folding."""
+    from rich.console import Console
+
+    found = Console()
+    return found if found.is_terminal else Console(width=120)
 
 
 def print_json(values: object) -> None:

@@ -13,6 +13,7 @@ from .common import (
     MODEL_HELP,
     Size,
     cluster_of,
+    console,
     job_of,
     json_option,
     model_argument,
@@ -65,7 +66,6 @@ def plan(
 
 def _print(rows: list[dict[str, Any]], step_s: float) -> None:
     from rich import box
-    from rich.console import Console
     from rich.table import Table
 
     from ..ir.units import format_bytes
@@ -83,6 +83,6 @@ def _print(rows: list[dict[str, Any]], step_s: float) -> None:
             format_bytes(row["residuals_bytes"]), format_bytes(row["peak_bytes"]),
             "–" if cap is None else format_bytes(cap),
         )  # fmt: skip
-    console = Console()
-    console.print(table)
-    console.print(f"predicted step: {step_s * 1e3:.1f} ms", highlight=False)
+    out = console()
+    out.print(table)
+    out.print(f"predicted step: {step_s * 1e3:.1f} ms", highlight=False)

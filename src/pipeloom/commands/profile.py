@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .common import FILE, MODEL_HELP, cluster_of, job_of, json_option, model_argument, print_json
+from .common import FILE, MODEL_HELP, cluster_of, console, job_of, json_option, model_argument, print_json
 
 if TYPE_CHECKING:
     from ..ir.graph import OpGraph
@@ -89,11 +89,10 @@ def summary(graph: OpGraph, costs: Profile) -> dict[str, Any]:
 
 def _print(figures: dict[str, Any], top: int) -> None:
     from rich import box
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console()
-    console.print(
+    out = console()
+    out.print(
         f"{figures['model']}: {figures['ops']} ops, {figures['parameters']:,} parameters, "
         f"{figures['source']} on {figures['device']} with {', '.join(figures['batch'])}",
         highlight=False, markup=False, soft_wrap=True,
@@ -112,7 +111,7 @@ def _print(figures: dict[str, Any], top: int) -> None:
     table.add_row(
         "all", str(figures["ops"]), f"{figures['forward_s'] * 1e3:.3f}", f"{backward_s * 1e3:.3f}", ""
     )
-    console.print(table)
+    out.print(table)
 
 
 def _sum(values: Iterable[float]) -> float:

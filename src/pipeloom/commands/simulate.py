@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ..ir.errors import ConfigError
-from .common import FILE, MODEL_HELP, cluster_of, job_of, json_option, print_json
+from .common import FILE, MODEL_HELP, cluster_of, console, job_of, json_option, print_json
 
 if TYPE_CHECKING:
     from ..ir.graph import OpGraph
@@ -54,9 +54,7 @@ def simulate(
     if as_json:
         print_json(summary(timeline))
     else:
-        from rich.console import Console
-
-        viewer.print_report(Console(), predicted=timeline)
+        viewer.print_report(console(), predicted=timeline)
 
 
 def summary(timeline: Timeline) -> dict[str, object]:

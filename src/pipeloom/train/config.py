@@ -96,7 +96,7 @@ class PipelineConfig:
     microbatches, microbatch_size: the schedule runs so many sequences.  accumulate: times per step.
     device: "cpu" or "cuda".  autocast: "bfloat16" or "float16" for mixed precision; unset for none.
     device_memory: cap per rank, as "300MiB"; unset for no cap.
-    plan: a plan file to follow instead of planning.
+    plan: a plan file to follow instead of planning; it decides stages, schedule and micro-batches.
     """
 
     stages: int = 2

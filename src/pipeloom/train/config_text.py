@@ -96,7 +96,7 @@ def _parse(text: str, file: Path | None) -> dict[str, Any]:
 
 
 def _parse_override(override: str) -> tuple[str, Any]:
-    """`key=value` with the value in TOML; a text may stand without quotes.
+    """`key=value` with the value in TOML; a text may stand without quotes, and nothing unsets.
 
     >>> _parse_override("model.width=64"), _parse_override("name=tiny"), _parse_override("data.paths=a.txt")
     (('model.width', 64), ('name', 'tiny'), ('data.paths', ['a.txt']))
@@ -107,6 +107,8 @@ def _parse_override(override: str) -> tuple[str, Any]:
         raise ConfigError(f"--set {override!r} has no value", hint="write --set key=value")
     _refuse_unknown(key, f"--set {override}")
     kind = _type_of(key)
+    if kind == str | None and not raw:
+        return key, None
     if kind in (str, str | None) and not raw.startswith(('"', "'")):
         return key, raw
     try:

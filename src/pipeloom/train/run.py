@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -21,8 +21,9 @@ from rich.console import Console
 from ..api.options import Options
 from ..api.passes import capture, plan, profile
 from ..api.pipeline import Pipeline
-from ..ir.errors import ConfigError, PeerError, PipeloomError, PlanError
+from ..ir.errors import ConfigError, PeerError, PipeloomError
 from ..ir.plan import Plan, load_plan
+from ..runtime.checkpoint_files import newest, read_index, verify_sizes
 from ..runtime.connect import connect
 from ..runtime.launch import launch
 from ..tracer.job_loader import load_job
@@ -50,7 +51,9 @@ class Request:
     @property
     def console(self) -> Console:
         """Standard output belongs to the JSON object, if one is wanted."""
-        return Console(stderr=self.as_json)
+        console = Console(stderr=self.as_json)
+        # In a log file the tables need no folding.
+        return console if console.is_terminal else Console(stderr=self.as_json, width=120)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,9 +72,14 @@ def run(request: Request) -> int:
     """
     if "RANK" in os.environ:
         device = torch.device(read_config(request.file, request.overrides).pipeline.device)
-        run_rank(_shared(connect(device), lambda: settle(request)))
+        group = connect(device)
+        settled = _shared(group, lambda: settle(request))
+        if not _shared(group, lambda: request.resume and _is_finished(settled)):
+            run_rank(settled)
         return 0
     settled = settle(request)
+    if request.resume and _is_finished(settled):
+        return 0
     ranks = len(set(load_plan(settled.out / "plan.json").placement))
     return launch(run_rank, ranks, args=(settled,))
 
@@ -88,8 +96,10 @@ def settle(request: Request) -> Settled:
             config = read_config(out / "config.toml", request.overrides)
         parts = ("pipeline", "model", "job")
         replan = any(getattr(config, part) != getattr(before, part) for part in parts)
+    if replan and config.pipeline.plan is not None:
+        config = follow_plan(config, load_plan(Path(config.pipeline.plan)), request.overrides)
     workload = make_workload(config)
-    found = make_plan(config, workload, request.console) if replan or out is None else None
+    found = make_plan(config, workload, request.console) if replan else None
     # Only now: a request that cannot be planned leaves no directory behind.
     out = out or new_run(config.name, request.out)
     try:
@@ -101,24 +111,54 @@ def settle(request: Request) -> Settled:
     return Settled(request=request, config=config, out=out)
 
 
+def _is_finished(settled: Settled) -> bool:
+    """Whether nothing is left to do; says so. Raises: CheckpointError if there is nothing to resume from."""
+    config, out, request = settled.config, settled.out, settled.request
+    path = newest(out / "checkpoint")
+    index = read_index(path)
+    verify_sizes(path, index)  # before the ranks start: what is wrong is said at once
+    steps = index.step
+    if steps < config.steps:
+        return False
+    request.console.print(
+        f"{out} is finished: {steps} of {config.steps} steps are done. "
+        f"To train on: --resume --steps {2 * steps}", highlight=False, soft_wrap=True,
+    )  # fmt: skip
+    if request.as_json and (out / "summary.json").is_file():
+        print((out / "summary.json").read_text(), end="")
+    return True
+
+
 def make_workload(config: Config) -> Workload:
     """Raises: ConfigError if the job or the data are not there."""
     return gpt_workload(config) if config.job is None else job_workload(config, load_job(config.job))
+
+
+def follow_plan(config: Config, given: Plan, overrides: Sequence[str]) -> Config:
+    """A plan file decides the stages, the schedule and the micro-batches.
+
+    Raises: ConfigError if one of these is also given on the command line, and differently.
+    """
+    decided: dict[str, Any] = {
+        "stages": len(given.stages), "schedule": given.schedule, "microbatches": given.microbatches,
+        "microbatch_size": given.microbatch_size,
+    }  # fmt: skip
+    said = {override.partition("=")[0].strip() for override in overrides}
+    for key, value in decided.items():
+        asked = getattr(config.pipeline, key)
+        if f"pipeline.{key}" in said and asked != value:
+            raise ConfigError(
+                f"pipeline.{key} is to be {asked}, but the plan {config.pipeline.plan} has {value}",
+                hint="leave one of them out; --set pipeline.plan= does without the plan file",
+            )
+    return replace(config, pipeline=replace(config.pipeline, **decided))
 
 
 def make_plan(config: Config, workload: Workload, console: Console) -> Plan:
     """Read the plan that the config names, or capture, profile and plan."""
     settings = config.pipeline
     if settings.plan is not None:
-        given = load_plan(Path(settings.plan))
-        asked = (settings.microbatches, settings.microbatch_size)
-        if (given.microbatches, given.microbatch_size) != asked:
-            raise PlanError(
-                f"{settings.plan} is for {given.microbatches} micro-batches of {given.microbatch_size}, "
-                f"the config has {asked[0]} of {asked[1]}",
-                hint="set pipeline.microbatches and pipeline.microbatch_size to the plan's",
-            )
-        return given
+        return load_plan(Path(settings.plan))
     with console.status("capturing, profiling and planning"):
         captured = capture(workload.job, settings.microbatch_size, autocast=_autocast(config))
         return plan(
@@ -154,18 +194,10 @@ def _train_rank(settled: Settled) -> None:
             return
         rows = stage_rows(pipeline.parts.captured.graph, planned)
         figures = summary(config, out, outcome, predicted, planned)
-        if outcome.timeline is not None:
-            write_files(
-                config, out, outcome, predicted=predicted, rows=rows, figures=figures, caps=planned.caps
-            )
-            print_end(console, out, outcome, predicted, rows)
-        else:
-            console.print(
-                f"{out} is finished: {outcome.steps} of {config.steps} steps are done. To train on: "
-                f"--resume --set steps={2 * outcome.steps}", highlight=False, soft_wrap=True,
-            )  # fmt: skip
+        write_files(config, out, outcome, predicted=predicted, rows=rows, figures=figures, caps=planned.caps)
+        print_end(console, out, outcome, predicted, rows)
     if settled.request.as_json:
-        print(json.dumps(figures))
+        print(json.dumps(figures, indent=1))
 
 
 def _shared(group: dist.ProcessGroup, make: Callable[[], T]) -> T:

@@ -1,0 +1,208 @@
+"""The command line: output, `--json` keys, exit statuses, and one sentence for each mistake."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from pipeloom.cli import main
+
+JOB = """
+import torch
+from torch import nn
+from pipeloom import Job
+
+class Net(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+def batch(seed, size):
+    return {"x": torch.randn(size, 8, generator=torch.Generator().manual_seed(seed))}
+
+def loss(outputs, batch):
+    return outputs
+
+def job(width=8):
+    return Job(name="tiny", model=lambda: Net(width), batch=batch, loss=loss)
+
+class Deeper(Net):
+    def forward(self, x):
+        return super().forward(self.layers[0](x))
+
+def other():
+    return Job(name="other", model=lambda: Deeper(8), batch=batch, loss=loss)
+"""
+
+CLUSTER = """
+[[device]]
+name = "slow"
+count = 2
+memory = "1GiB"
+flops_per_s = { float32 = 1e9 }
+memory_bytes_per_s = 1e9
+[within_node]
+bandwidth = "1GB"
+"""
+
+PLAN = ["plan", "tiny_job.py:job", "--cluster", "cluster.toml", "--microbatches", "2"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "tiny_job.py").write_text(JOB)
+    (tmp_path / "cluster.toml").write_text(CLUSTER)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "tiny_job", raising=False)
+    return tmp_path
+
+
+def run(*words: str) -> Result:
+    result = CliRunner().invoke(main, words)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def good(*words: str) -> str:
+    result = run(*words)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def bad(status: int, *words: str) -> str:
+    result = run(*words)
+    assert result.exit_code == status, result.output
+    assert result.stdout == "" and "Traceback" not in result.stderr
+    return result.stderr
+
+
+@pytest.mark.parametrize("command", sorted(main.commands))
+def test_help_describes_every_option(command: str) -> None:
+    text = good(command, "--help")
+    for option in main.commands[command].params:
+        if option.param_type_name == "option":
+            assert option.help, f"{command} {option.name} has no help"
+            assert option.opts[0] in text
+
+
+def test_help_imports_no_torch() -> None:
+    code = "import sys; from pipeloom.cli import main; main(['train', '--help'], standalone_mode=False)"
+    subprocess.run([sys.executable, "-c", code + "; assert 'torch' not in sys.modules"], check=True)
+
+
+def test_profile_prints_figures_and_saves(folder: Path) -> None:
+    words = ["profile", "tiny_job.py:job", "--cluster", "cluster.toml"]
+    figures = json.loads(good(*words, "--save", "p.json", "--save-graph", "g.json", "--json"))
+    assert set(figures) == {
+        "model", "device", "source", "batch", "ops", "parameters", "forward_s", "input_grad_s",
+        "weight_grad_s", "kinds",
+    }  # fmt: skip
+    assert (figures["model"], figures["device"], figures["source"]) == ("tiny", "slow", "roofline")
+    assert figures["parameters"] == 4 * (8 * 8 + 8) and figures["batch"] == ["x[4,8]float32"]
+    assert set(figures["kinds"][0]) == {"target", "calls", "forward_s", "backward_s"}
+    linear = next(kind for kind in figures["kinds"] if "linear" in kind["target"])
+    assert linear["calls"] == 4
+    assert sum(k["forward_s"] for k in figures["kinds"]) == pytest.approx(figures["forward_s"])
+    table = good(*words)
+    assert "tiny: 11 ops, 288 parameters, roofline on slow" in table and "aten.linear.default" in table
+
+
+def test_plan_prints_figures_and_saves(folder: Path) -> None:
+    figures = json.loads(good(*PLAN, "-o", "plan.json", "--json"))
+    assert set(figures) == {
+        "predicted_step_s", "planner", "schedule", "microbatches", "microbatch_size", "graph", "stages",
+    }  # fmt: skip
+    assert (figures["planner"], figures["schedule"], figures["microbatches"]) == ("exact", "1f1b", 2)
+    first, second = figures["stages"]
+    assert first["ops"] + second["ops"] == 11 and first["peak_bytes"] > 0
+    assert "predicted step" in good(*PLAN)
+
+
+def test_simulate_needs_neither_torch_nor_the_model(folder: Path) -> None:
+    good("profile", "tiny_job.py:job", "--cluster", "cluster.toml", "--save-graph", "g.json")
+    good(*PLAN, "-o", "plan.json")
+    words = ["simulate", "plan.json", "--graph", "g.json", "--cluster", "cluster.toml"]
+    words += ["--trace", "t.json", "--html", "r.html", "--json"]
+    code = (
+        f"import sys; from pipeloom.cli import main; main({words}, standalone_mode=False)\n"
+        "assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    figures = json.loads(done.stdout)
+    assert set(figures) == {"step_s", "bubble", "ranks"} and len(figures["ranks"]) == 2
+    assert set(figures["ranks"][0]) == {"rank", "busy_s", "peak_bytes", "peak"}
+    assert 0 < figures["bubble"] < 1 and figures["ranks"][0]["peak_bytes"] > 0
+    assert "PP:0F0" in (folder / "t.json").read_text() and "<html" in (folder / "r.html").read_text()
+
+
+def test_simulate_with_the_model(folder: Path) -> None:
+    good(*PLAN, "-o", "plan.json")
+    assert "predicted:" in good("simulate", "plan.json", "tiny_job.py:job", "--cluster", "cluster.toml")
+
+
+def test_verify_passes_and_fails(folder: Path) -> None:
+    words = ["verify", "tiny_job.py:job", "--stages", "3", "--microbatches", "2"]
+    figures = json.loads(good(*words, "--split-backward", "--json"))
+    assert set(figures) == {"passed", "tolerance", "reference", "loss", "gradients", "parameters"}
+    assert figures["passed"] and len(figures["gradients"]) == len(figures["parameters"]) == 8
+    assert "equal within the tolerance 1e-05" in good(*words)
+    failed = run(*words, "--tolerance", "-1")
+    assert failed.exit_code == 1 and "NOT equal" in failed.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "message"),
+    [
+        (["train", "none.toml"], 2, "error: cannot read config file none.toml: No such file or directory\n"),
+        (["train", "--set", "modle.width=3"], 2, "no setting modle.width\nhint: did you mean model.width?\n"),
+        (["train", "--device-memory", "300apples"], 2, "has the unknown unit 'apples'"),
+        (["train", "--data", "nowhere"], 2, "error: cannot read data file nowhere: No such file"),
+        (["train", "--job", "tiny_job.py:jbo"], 2, "no function jbo\nhint: did you mean job?\n"),
+        (["train", "--resume"], 2, "error: there is no run runs/gpt-<n> to resume\n"),
+        (["train", "--resume", "--out", "."], 2, "error: . holds no run\n"),
+        (["train", "--set", "pipeline.plan=none.json"], 2, "error: cannot read Plan from none.json"),
+        (["plan", "tiny_job.py:job", "--cluster", "cluster.toml", "--stages", "99"], 1, "error: 99 stages"),
+        ([*PLAN, "--device-memory", "1GiB"], 2, "error: --device-memory and --cluster were both given\n"),
+        ([*PLAN, "--schedule", "1f1"], 1, "error: no schedule is named '1f1'\nhint: did you mean 1f1b?"),
+        (["verify", "none.py:job"], 2, "error: there is no file none.py\n"),
+        (["verify", "tiny_job.py:job", "--plan", "none.json"], 2, "error: cannot read Plan from none.json"),
+        (["simulate", "none.json"], 2, "error: cannot read Plan from none.json"),
+        (["simulate", "cluster.toml"], 2, "error: cluster.toml is not a valid Plan"),
+        (["profil"], 2, "No such command 'profil'"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_sentence(folder: Path, words: list[str], status: int, message: str) -> None:
+    assert message in bad(status, *words)
+
+
+def test_a_plan_of_another_model_is_refused(folder: Path) -> None:
+    good(*PLAN, "-o", "plan.json")
+    for words in (
+        ["verify", "tiny_job.py:other", "--plan", "plan.json"],
+        ["simulate", "plan.json", "tiny_job.py:other", "--cluster", "cluster.toml"],
+    ):
+        assert "error: this plan was made for model" in bad(1, *words)
+
+
+def test_a_graph_alone_has_no_costs(folder: Path) -> None:
+    good(*PLAN, "-o", "plan.json")
+    good("profile", "tiny_job.py:job", "--cluster", "cluster.toml", "--save-graph", "g.json")
+    assert "--graph alone does not say" in bad(2, "simulate", "plan.json", "--graph", "g.json")
+    both = ["simulate", "plan.json", "tiny_job.py:job", "--graph", "g.json"]
+    assert "--graph and MODEL were both given" in bad(2, *both)
+
+
+def test_errors_of_the_users_code_keep_their_traceback(folder: Path) -> None:
+    (folder / "broken.py").write_text("def job():\n    raise RuntimeError('mine')\n")
+    with pytest.raises(RuntimeError, match="mine"):
+        run("verify", "broken.py:job")

@@ -1,0 +1,48 @@
+"""The examples run as their first lines say."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from pipeloom.cli import main
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def test_the_hugging_face_example_is_short() -> None:
+    assert len((EXAMPLES / "hf_gpt2.py").read_text().splitlines()) < 40
+
+
+@pytest.mark.slow
+def test_the_hugging_face_example_learns_under_torchrun() -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*torchrun, str(EXAMPLES / "hf_gpt2.py")], capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    losses = [float(line.rpartition(" ")[2]) for line in done.stdout.splitlines()]
+    assert len(losses) == 6 and losses[-1] < losses[0] - 1.5
+
+
+def test_the_own_model_is_verified() -> None:
+    words = ["verify", f"{EXAMPLES / 'own_model.py'}:job", "--stages", "3", "--microbatch-size", "16"]
+    result = CliRunner().invoke(main, words)
+    assert result.exit_code == 0, result.output
+    assert "equal within" in result.stdout
+
+
+@pytest.mark.slow
+def test_the_own_model_learns(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pipeloom", "train", "--job", f"{EXAMPLES / 'own_model.py'}:job"]
+    settings = ["steps=300", "pipeline.microbatch_size=16", "optimizer.clip_norm=0"]
+    done = subprocess.run(
+        [*command, "--stages", "3", "--out", "run", *(w for s in settings for w in ("--set", s))],
+        cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    line = next(line for line in done.stdout.splitlines() if line.startswith("validation loss"))
+    first, last = float(line.split()[2]), float(line.split()[6])
+    assert first > 0.6 and last < 0.3, line

@@ -1,0 +1,161 @@
+"""`pipeloom train` as a user runs it: processes, files, resuming after a kill, torchrun."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pipeloom.api.passes import plan
+from pipeloom.planner import cpu_cluster
+from pipeloom.train.config_text import read_config
+from pipeloom.train.workload import gpt_workload
+
+COMMAND = [sys.executable, "-m", "pipeloom", "train"]
+TINY = """
+name = "tiny"
+steps = 6
+validate_every = 3
+validation_batches = 1
+checkpoint_every = 2
+[model]
+layers = 2
+width = 32
+heads = 2
+context = 32
+dropout = 0.1
+[pipeline]
+plan = "plan.json"
+"""
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a config and a plan from estimates, so that nothing has to be measured."""
+    folder = tmp_path_factory.mktemp("prepared")
+    (folder / "config.toml").write_text(TINY)
+    config = read_config(folder / "config.toml")
+    made = plan(gpt_workload(config).job, stages=2, microbatches=2, microbatch_size=2, cluster=cpu_cluster(2))
+    made.save(folder / "plan.json")
+    return folder
+
+
+@pytest.fixture
+def folder(prepared: Path, tmp_path: Path) -> Iterator[Path]:
+    for name in ("config.toml", "plan.json"):
+        (tmp_path / name).write_bytes((prepared / name).read_bytes())
+    yield tmp_path
+
+
+def run(folder: Path, *words: str, command: list[str] = COMMAND) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*command, *words], cwd=folder, capture_output=True, text=True, check=False, timeout=300
+    )
+
+
+def losses(run: Path) -> dict[int, float]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+
+def test_a_run_leaves_everything_behind(folder: Path) -> None:
+    done = run(folder, "config.toml", "--json")
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout)
+    assert set(figures) == {
+        "run", "name", "steps", "first_step", "stages", "schedule", "microbatches", "train_loss",
+        "validation_loss", "predicted", "measured", "step_error",
+    }  # fmt: skip
+    assert (figures["run"], figures["steps"], figures["stages"]) == ("runs/tiny-1", 6, 2)
+    assert figures["validation_loss"][1] < figures["validation_loss"][0]
+    assert set(figures["measured"]) == {"step_s", "bubble", "peak_bytes"}
+    assert len(figures["predicted"]["peak_bytes"]) == len(figures["measured"]["peak_bytes"]) == 2
+    out = folder / "runs" / "tiny-1"
+    assert json.loads((out / "summary.json").read_text()) == figures
+    assert {p.name for p in out.iterdir()} == {
+        "config.toml", "plan.json", "metrics.jsonl", "checkpoint", "trace.json", "report.html",
+        "summary.json",
+    }  # fmt: skip
+    assert tomllib.loads((out / "config.toml").read_text())["data"]["validation_share"] == 0.05
+    assert list(losses(out)) == [1, 2, 3, 4, 5, 6]
+    assert '"PP:1B1"' in (out / "trace.json").read_text()
+    # Progress goes to standard error here, in plain lines.
+    assert "step 6/6  loss" in done.stderr and "\x1b" not in done.stderr and "\r" not in done.stderr
+    assert "predicted:" in done.stderr and "report: runs/tiny-1/report.html" in done.stderr
+
+    again = run(folder, "--set", "name=tiny", "--resume")
+    assert again.returncode == 0, again.stderr
+    assert "runs/tiny-1 is finished: 6 of 6 steps are done" in again.stdout
+    os.truncate(out / "checkpoint" / "step-00000006" / "__0_0.distcp", 100)
+    broken = run(folder, "--resume", "--out", "runs/tiny-1", "--steps", "9")
+    assert broken.returncode == 1 and broken.stdout == ""
+    assert "step-00000006 is corrupt: __0_0.distcp has 100 bytes instead of" in broken.stderr
+    assert len(broken.stderr.splitlines()) == 2
+
+
+@pytest.mark.slow
+def test_killed_and_resumed_gives_the_same_losses(folder: Path) -> None:
+    """kill -9 of all processes in the middle; the resumed run is bit for bit the uninterrupted one."""
+    words = ["config.toml", "--set", "steps=30", "--set", "checkpoint_every=10"]
+    whole = run(folder, *words, "--out", "whole")
+    assert whole.returncode == 0, whole.stderr
+    process = subprocess.Popen(
+        [*COMMAND, *words, "--out", "parts"], cwd=folder, start_new_session=True,
+        stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step 20/"):
+            break
+    process.kill()
+    process.wait()
+    assert process.returncode == -signal.SIGKILL
+    process.stdout.close()
+    resumed = run(folder, "--resume", "--out", "parts")
+    assert resumed.returncode == 0, resumed.stderr
+    assert losses(folder / "parts") == losses(folder / "whole")
+
+
+@pytest.mark.slow
+def test_other_stages_go_on_from_the_same_checkpoint(folder: Path) -> None:
+    assert run(folder, "config.toml", "--out", "a").returncode == 0
+    more = ["--resume", "--out", "a", "--steps", "8", "--stages", "3", "--schedule", "gpipe"]
+    done = run(folder, *more, "--set", "pipeline.plan=")
+    assert done.returncode == 0, done.stderr
+    assert list(losses(folder / "a")) == list(range(1, 9))
+    assert json.loads((folder / "a" / "plan.json").read_text())["schedule"] == "gpipe"
+
+
+def test_a_plan_file_and_other_flags_do_not_mix(folder: Path) -> None:
+    done = run(folder, "config.toml", "--stages", "3")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: pipeline.stages is to be 3, but the plan plan.json has 2\n")
+    assert not (folder / "runs").exists()
+
+
+@pytest.mark.slow
+def test_under_torchrun_each_process_is_a_rank(folder: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "pipeloom"]
+    done = run(folder, "train", "config.toml", "--out", "a", command=torchrun)
+    assert done.returncode == 0, done.stderr
+    assert list(losses(folder / "a")) == list(range(1, 7))
+    refused = run(folder, "train", "config.toml", "--out", "a", command=torchrun)
+    assert refused.returncode != 0 and "error: a holds a run already" in refused.stderr
+
+
+@pytest.mark.slow
+def test_bench(folder: Path) -> None:
+    command = [sys.executable, "-m", "pipeloom", "bench", "--steps", "2", "--warmup", "1", "--json"]
+    done = run(folder, "--microbatches", "2", "--microbatch-size", "1", command=command)
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout)
+    assert set(figures) == {
+        "step_s", "tokens_per_s", "bubble", "predicted_step_s", "peak_bytes", "stages", "schedule",
+        "microbatches", "microbatch_size", "steps",
+    }  # fmt: skip
+    assert figures["tokens_per_s"] == pytest.approx(2 * 128 / figures["step_s"])
