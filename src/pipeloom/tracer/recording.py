@@ -1,0 +1,257 @@
+"""What a constructor did to tensors: recorded on fake ones, replayed on real ones as far as needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_iter, tree_map
+
+
+class View(NamedTuple):
+    """How a tensor looks at its storage, at the time of a call: `.data = ...` changes it later."""
+
+    storage: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+
+class Draw(NamedTuple):
+    """A generator in the arguments of a call, by its number; 0 is the default one."""
+
+    generator: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Call:
+    """One ATen call, or one call of an initialiser that looks at what it draws. Tensors are Views,
+    generators Draws.
+
+    writes: storages that it makes or changes.  reads: all others that it is given.
+    random: it draws numbers.  blind: how many does not depend on values that it is given.
+    seeds: generators that were seeded since the call before, with their states.
+    """
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    result: Any
+    writes: frozenset[int]
+    reads: frozenset[int]
+    random: bool = False
+    blind: bool = True
+    seeds: tuple[tuple[int, Tensor], ...] = ()
+
+
+@dataclass(eq=False)
+class Record:
+    """All calls in order, and what keeps the numbers of storages unique."""
+
+    calls: list[Call] = field(default_factory=list)
+    alive: dict[int, object] = field(default_factory=dict)
+
+
+def view_of(tensor: Tensor) -> View:
+    return View(
+        int(tensor.untyped_storage()._cdata), tuple(tensor.shape), tensor.stride(),
+        int(tensor.storage_offset()), tensor.dtype,
+    )  # fmt: skip
+
+
+def _is_leaf(value: object) -> bool:
+    return isinstance(value, (View, Draw))
+
+
+def _leaves(tree: object) -> Iterable[Any]:
+    return tree_iter(tree, is_leaf=_is_leaf)
+
+
+def _storages(tree: object) -> frozenset[int]:
+    return frozenset(leaf.storage for leaf in _leaves(tree) if isinstance(leaf, View))
+
+
+def _written(function: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> set[int]:
+    """Storages of arguments that the call changes."""
+    found: set[int] = set()
+    for position, argument in enumerate(function._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[position] if position < len(args) else kwargs.get(argument.name)
+            found |= _storages(given)
+    return found
+
+
+def _blind(function: torch._ops.OpOverload, given: Any) -> bool:
+    """Whether how much a call draws is known without the values of the tensors it is given."""
+    name = str(function.overloadpacket).split(".")[-1]
+    tensors = sum(isinstance(leaf, View) for leaf in _leaves(given))
+    return not tensors or (tensors == 1 and name.endswith(("_", "_like")))
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records every ATen call made under it.
+
+    Fake calls draw nothing, so each one that should is followed by a real draw of one number: a generator
+    whose state is not what that left has been seeded by the constructor.
+    """
+
+    def __init__(self, fake: FakeTensorMode) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.fake = fake
+        self.record = Record()
+        self.generators: list[torch.Generator] = [torch.default_generator]
+        self.states: dict[int, Tensor] = {0: torch.default_generator.get_state()}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = tree_map(self._describe, (args, kwargs))
+        made = func(*args, **kwargs)
+        result = tree_map(self._describe, made)
+        reads, writes = _storages(given), _written(func, *given)
+        writes |= _storages(result) - reads
+        random = torch.Tag.nondeterministic_seeded in func.tags
+        self.record.calls.append(
+            Call(
+                function=func, args=given[0], kwargs=given[1], result=result,
+                writes=frozenset(writes), reads=reads - writes, random=random, blind=_blind(func, given),
+                seeds=tuple(self._seeded(given)) if random else (),
+            )
+        )  # fmt: skip
+        # `module.to(dtype)` swaps fake parameters, and refuses while the mode's memo has weak references
+        self.fake.fake_tensor_converter.tensor_memo.clear()
+        return made
+
+    @contextmanager
+    def whole_initialisers(self) -> Iterator[None]:
+        """Record `trunc_normal_` as one call: it draws again until all values are within its bounds."""
+        original = nn.init._no_grad_trunc_normal_
+
+        def recorded(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            if not isinstance(tensor, FakeTensor):
+                return original(tensor, *args, **kwargs)
+            given = tree_map(self._describe, ((tensor, *args), kwargs))
+            self.record.calls.append(
+                Call(
+                    function=original, args=given[0], kwargs=given[1], result=given[0][0],
+                    writes=_storages(given), reads=frozenset(), random=True,
+                    seeds=tuple(self._seeded(given)),
+                )
+            )  # fmt: skip
+            return tensor
+
+        nn.init._no_grad_trunc_normal_ = recorded
+        try:
+            yield
+        finally:
+            nn.init._no_grad_trunc_normal_ = original
+
+    def _describe(self, leaf: Any) -> Any:
+        if isinstance(leaf, FakeTensor):
+            view = view_of(leaf)
+            self.record.alive.setdefault(view.storage, leaf.untyped_storage())
+            return view
+        if isinstance(leaf, torch.Generator):
+            if not any(leaf is known for known in self.generators):
+                self.generators.append(leaf)
+            return Draw(next(i for i, known in enumerate(self.generators) if leaf is known))
+        if isinstance(leaf, Tensor):
+            with _disable_current_modes():
+                return leaf.clone()
+        return leaf
+
+    def _seeded(self, given: Any) -> Iterator[tuple[int, Tensor]]:
+        used = {leaf.generator for leaf in _leaves(given) if isinstance(leaf, Draw)} or {0}
+        with _disable_current_modes():  # states are real tensors
+            for number in used:
+                generator = self.generators[number]
+                state = generator.get_state()
+                if number not in self.states or not torch.equal(state, self.states[number]):
+                    yield number, state
+                torch.rand(1, generator=generator)
+                self.states[number] = generator.get_state()
+
+
+class Replay:
+    """Runs recorded calls on real tensors, as far as some tensors need them."""
+
+    def __init__(self, record: Record, wanted: Mapping[str, Tensor]) -> None:
+        self.calls = record.calls
+        self.wanted = {name: view_of(tensor) for name, tensor in wanted.items()}
+        self.storages: dict[int, torch.UntypedStorage] = {}
+        self.generators: dict[int, torch.Generator] = {0: torch.default_generator}
+        self.real: dict[View, Tensor] = {}
+
+    def run(self) -> dict[str, Tensor]:
+        """The wanted tensors by name; names of one tensor get the same object."""
+        kept = {view.storage for view in self.wanted.values()}
+        chosen = self._chosen(kept)
+        last = {storage: index for index in sorted(chosen) for storage in self._touched(index)}
+        with torch.no_grad():
+            for index, call in enumerate(self.calls):
+                for number, state in call.seeds:
+                    self._generator(number).set_state(state)
+                if index in chosen:
+                    self._remember(call.result, self._run(call, self._make))
+                    self._forget(s for s in self._touched(index) - kept if last[s] == index)
+                elif call.random:
+                    self._run(call, self._scratch)
+        return {name: self._make(view) for name, view in self.wanted.items()}
+
+    def _chosen(self, kept: set[int]) -> set[int]:
+        """Indices of the calls whose effect can be seen in the wanted tensors or in the generators."""
+        needed = set(kept)
+        chosen = set()
+        for index in reversed(range(len(self.calls))):
+            call = self.calls[index]
+            if call.writes & needed or (call.random and not call.blind):
+                chosen.add(index)
+                needed |= call.writes | call.reads
+        return chosen
+
+    def _touched(self, index: int) -> frozenset[int]:
+        return self.calls[index].writes | self.calls[index].reads
+
+    def _run(self, call: Call, stand_in: Callable[[Any], Any]) -> Any:
+        args, kwargs = tree_map(stand_in, (call.args, dict(call.kwargs)), is_leaf=_is_leaf)
+        return call.function(*args, **kwargs)
+
+    def _make(self, leaf: Any) -> Any:
+        """The real tensor that a View stands for; anything else as it is."""
+        if isinstance(leaf, View):
+            if leaf not in self.real:
+                look = torch.empty(0, dtype=leaf.dtype)
+                self.real[leaf] = look.set_(
+                    self.storages[leaf.storage], leaf.offset, leaf.shape, leaf.stride
+                )
+            return self.real[leaf]
+        if isinstance(leaf, Draw):
+            return self._generator(leaf.generator)
+        return leaf.clone() if isinstance(leaf, Tensor) else leaf
+
+    def _scratch(self, leaf: Any) -> Any:
+        if isinstance(leaf, View):
+            return torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype)
+        return self._make(leaf)
+
+    def _generator(self, number: int) -> torch.Generator:
+        return self.generators.setdefault(number, torch.Generator())
+
+    def _remember(self, views: Any, made: Any) -> None:
+        pairs = zip(_leaves(views), tree_iter(made), strict=True)
+        for view, tensor in pairs:
+            if isinstance(view, View):
+                self.storages.setdefault(view.storage, tensor.untyped_storage())
+
+    def _forget(self, storages: Iterable[int]) -> None:
+        gone = set(storages)
+        for storage in gone:
+            self.storages.pop(storage, None)
+        for view in [v for v in self.real if v.storage in gone]:
+            del self.real[view]

@@ -1,0 +1,219 @@
+"""Pipelines on threads, plain PyTorch beside them, and how far apart their numbers are."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeloom import Job, Options, Pipeline, schedules
+from pipeloom.ir.errors import PeerError
+from pipeloom.ir.graph import OpGraph
+from pipeloom.ir.plan import Plan, StagePlan
+from pipeloom.ir.stages import cut
+from pipeloom.runtime.batches import rows_of, split_batch
+from pipeloom.runtime.local_channel import LocalChannel, local_channels
+from pipeloom.tracer.capture import Captured, capture, scalar_loss
+
+NOISE = 1e-3
+"""Differences are relative to the largest entry of a tensor, or to this share of the largest of all."""
+
+Batch = Mapping[str, Tensor]
+
+
+def even(graph: OpGraph, stages: int) -> dict[str, int]:
+    """Ops to stages in order, the same number in each."""
+    names = [op.name for op in graph.ops if not op.cheap]
+    return {name: index * stages // len(names) for index, name in enumerate(names)}
+
+
+def plan_for(
+    captured: Captured, stage_of: Mapping[str, int], *, microbatches: int, microbatch_size: int = 2,
+    schedule: str = "1f1b", split: bool = False, placement: Sequence[int] | None = None,
+) -> Plan:  # fmt: skip
+    graph = captured.graph
+    stages = cut(graph, stage_of)
+    where = tuple(placement or range(len(stages.stages)))
+    made = schedules.build(schedule, stages, where, microbatches, split_backward=split)
+    return Plan(
+        graph=graph.fingerprint, planner="test", placement=where, schedule=schedule,
+        stages=tuple(StagePlan(ops=stage.ops) for stage in stages.stages),
+        schedule_rows=tuple(str(made).splitlines()),
+        microbatches=microbatches, microbatch_size=microbatch_size,
+    )  # fmt: skip
+
+
+def even_plan(job: Job, stages: int, **how: Any) -> Plan:
+    captured = capture(job, how.get("microbatch_size", 2))
+    return plan_for(captured, even(captured.graph, stages), **how)
+
+
+@dataclass
+class Numbers:
+    """What a few training steps gave. gradients: of the last step, before clipping or update."""
+
+    losses: list[float]
+    gradients: dict[str, Tensor]
+    parameters: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    evaluated: list[float] = field(default_factory=list)
+    norms: list[float | None] = field(default_factory=list)
+
+
+def threads(count: int, work: Callable[[int, LocalChannel], Any], *, timeout_s: float = 60.0) -> list[Any]:
+    """Run `work(rank, channel)` in one thread per rank; the first rank's own error is raised here."""
+    results: dict[int, Any] = {}
+    errors: dict[int, BaseException] = {}
+
+    def run(rank: int, channel: LocalChannel) -> None:
+        try:
+            results[rank] = work(rank, channel)
+        except BaseException as error:
+            errors[rank] = error
+
+    ranks = [
+        threading.Thread(target=run, args=pair)
+        for pair in enumerate(local_channels(count, timeout_s=timeout_s))
+    ]
+    for thread in ranks:
+        thread.start()
+    for thread in ranks:
+        thread.join()
+    if errors:
+        own = [e for e in errors.values() if not isinstance(e, PeerError)]
+        raise (own or list(errors.values()))[0]
+    return [results[rank] for rank in range(count)]
+
+
+def pipelined(
+    job: Job, plan: Plan, batches: Sequence[Batch], *, evaluate: Sequence[Batch] = (), **options: Any
+) -> Numbers:
+    """Train on the batches, then evaluate; one thread per rank."""
+
+    def work(rank: int, channel: LocalChannel) -> Numbers:
+        made = Options(keep_gradients=True, **options)
+        with Pipeline(job, plan, options=made, channel=channel) as pipeline:
+            losses, norms = [], []
+            for batch in batches:
+                losses.append(pipeline.step(batch))
+                norms.append(pipeline.report.grad_norm)
+            weights = pipeline.weights
+            return Numbers(
+                losses=losses, norms=norms, gradients=dict(weights.last_gradients),
+                parameters={n: p.detach().clone() for n, p in weights.params.items()},
+                buffers={n: b.clone() for n, b in weights.buffers.items()},
+                evaluated=[pipeline.evaluate(batch) for batch in evaluate],
+            )  # fmt: skip
+
+    found = threads(len(set(plan.placement)), work)
+    for rank in found[1:]:
+        assert rank.losses == found[0].losses and rank.evaluated == found[0].evaluated
+        assert rank.norms == found[0].norms
+    return Numbers(
+        losses=found[0].losses, evaluated=found[0].evaluated, norms=found[0].norms,
+        gradients=_merged(rank.gradients for rank in found),
+        parameters=_merged(rank.parameters for rank in found),
+        buffers=_merged(rank.buffers for rank in found),
+    )  # fmt: skip
+
+
+def _merged(parts: Any) -> dict[str, Tensor]:
+    """All ranks' tensors by name; replicas must be equal to the last bit."""
+    whole: dict[str, Tensor] = {}
+    for part in parts:
+        for name, tensor in part.items():
+            assert torch.equal(whole.setdefault(name, tensor), tensor), f"replicas of {name} differ"
+    return whole
+
+
+def plain(
+    job: Job, batches: Sequence[Batch], microbatches: int, *, evaluate: Sequence[Batch] = (),
+    clip_norm: float | None = None, scheduler: Any = None, autocast: torch.dtype | None = None, seed: int = 0,
+) -> Numbers:  # fmt: skip
+    """The same in plain PyTorch: one process, the user's own module, gradients summed over micro-batches."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = job.model()
+    optimizer = job.optimizer([p for p in model.parameters() if p.requires_grad])
+    plan = scheduler(optimizer) if scheduler else None
+    losses, norms, gradients = [], [], {}
+    for batch in batches:
+        losses.append(_accumulate(job, model, batch, microbatches, autocast))
+        gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        norms.append(
+            None if clip_norm is None
+            else float(torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm))
+        )  # fmt: skip
+        if clip_norm is not None:
+            gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        optimizer.step()
+        optimizer.zero_grad()
+        if plan is not None:
+            plan.step()
+    parameters = {n: p.detach().clone() for n, p in model.named_parameters()}
+    buffers = {n: b.clone() for n, b in model.named_buffers()}
+    model.eval()
+    with torch.no_grad():
+        evaluated = [_weighted_loss(job, model, batch, microbatches) for batch in evaluate]
+    return Numbers(losses, gradients, parameters, buffers, evaluated, norms)
+
+
+def _shares(job: Job, batch: Batch, microbatches: int) -> list[tuple[Batch, float]]:
+    parts = split_batch(batch, microbatches)
+    weights = [float(job.weight(p)) if job.weight else float(rows_of(p)) for p in parts]
+    return [(part, weight / sum(weights)) for part, weight in zip(parts, weights, strict=True)]
+
+
+def _accumulate(
+    job: Job, model: Any, batch: Batch, microbatches: int, autocast: torch.dtype | None
+) -> float:
+    total = 0.0
+    for part, share in _shares(job, batch, microbatches):
+        with torch.autocast("cpu", dtype=autocast or torch.bfloat16, enabled=autocast is not None):
+            loss = scalar_loss(job, model(**part), part)
+        (loss * share).backward()
+        total += float(loss.detach()) * share
+    return total
+
+
+def _weighted_loss(job: Job, model: Any, batch: Batch, microbatches: int) -> float:
+    return sum(
+        float(scalar_loss(job, model(**part), part)) * share
+        for part, share in _shares(job, batch, microbatches)
+    )
+
+
+def difference(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> tuple[float, str]:
+    """The largest relative difference and whose it is; infinite if names differ."""
+    odd = expected.keys() ^ found.keys()
+    if odd:
+        return float("inf"), f"only on one side: {sorted(odd)}"
+    largest = max((_largest(t) for t in expected.values()), default=0.0)
+    return max(
+        (
+            (_largest(found[n].double() - t.double()) / max(_largest(t), NOISE * largest, 1e-30), n)
+            for n, t in expected.items()
+        ),
+        default=(0.0, "nothing"),
+    )
+
+
+def _largest(tensor: Tensor) -> float:
+    return float(tensor.detach().double().abs().max()) if tensor.numel() else 0.0
+
+
+def assert_same(found: Numbers, expected: Numbers, *, tolerance: float) -> None:
+    """Losses, gradients, parameters, buffers and evaluation losses agree."""
+    for name in ("losses", "evaluated"):
+        for a, b in zip(getattr(found, name), getattr(expected, name), strict=True):
+            assert abs(a - b) <= tolerance * max(1.0, abs(b)), f"{name}: {a} != {b}"
+    for name in ("gradients", "parameters", "buffers"):
+        ours, theirs = getattr(found, name), getattr(expected, name)
+        if name == "buffers":  # constants of the forward are buffers to us
+            ours = {n: t for n, t in ours.items() if n in theirs}
+        worst, where = difference(ours, theirs)
+        assert worst <= tolerance, f"{name}: {where} differs by {worst:.3g}"
