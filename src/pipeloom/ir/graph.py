@@ -51,7 +51,10 @@ class Value:
 
 @dataclass(frozen=True, kw_only=True)
 class Parameter:
-    """A parameter under its first FQN; `aliases` are the other names of a tied one."""
+    """A parameter under its first FQN; `aliases` are the other names of a tied one.
+
+    trainable: it requires a gradient, and one of the loss reaches it.
+    """
 
     name: str
     shape: tuple[int, ...]

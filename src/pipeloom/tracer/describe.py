@@ -36,7 +36,7 @@ def describe(
         name=name,
         inputs=tuple(_value(n, targets[n.name]) for n in inputs),
         ops=_mark_cheap(ops),
-        parameters=_parameters(model),
+        parameters=_parameters(model, _reached(module, targets)),
         buffers=_buffers(model, constants),
         loss=loss,
     )
@@ -146,7 +146,12 @@ def _mark_cheap(ops: tuple[Op, ...]) -> tuple[Op, ...]:
     return tuple(result)
 
 
-def _parameters(model: nn.Module) -> tuple[Parameter, ...]:
+def _reached(module: fx.GraphModule, targets: Mapping[str, str]) -> set[str]:
+    """Names of parameters that get a gradient of the loss."""
+    return {targets[n.name] for n in module.graph.find_nodes(op="placeholder") if n.meta["needs_grad"]}
+
+
+def _parameters(model: nn.Module, reached: set[str]) -> tuple[Parameter, ...]:
     names: dict[int, list[str]] = {}
     tensors: dict[int, nn.Parameter] = {}
     for name, tensor in model.named_parameters(remove_duplicate=False):
@@ -154,7 +159,7 @@ def _parameters(model: nn.Module) -> tuple[Parameter, ...]:
         tensors[id(tensor)] = tensor
     return tuple(
         Parameter(
-            name=found[0], shape=tuple(tensors[key].shape), trainable=tensors[key].requires_grad,
+            name=found[0], shape=tuple(tensors[key].shape), trainable=found[0] in reached,
             dtype=str(tensors[key].dtype).removeprefix("torch."), aliases=tuple(found[1:]),
         )
         for key, found in names.items()
