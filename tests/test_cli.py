@@ -6,9 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner, Result
+from safetensors.torch import load_file
 
 from pipeloom.cli import main
+from pipeloom.runtime import checkpoint
+from pipeloom.runtime.checkpoint import TrainState
 
 JOB = """
 import torch
@@ -200,6 +204,18 @@ def test_a_graph_alone_has_no_costs(folder: Path) -> None:
     assert "--graph alone does not say" in bad(2, "simulate", "plan.json", "--graph", "g.json")
     both = ["simulate", "plan.json", "tiny_job.py:job", "--graph", "g.json"]
     assert "--graph and MODEL were both given" in bad(2, *both)
+
+
+def test_export_takes_a_run_or_a_checkpoint(folder: Path) -> None:
+    state = TrainState(parameters={"w": torch.nn.Parameter(torch.ones(2))})
+    checkpoint.save(folder / "run" / "checkpoint", state, step=3, extra={}, group=None)
+    for source in ("run", "run/checkpoint", "run/checkpoint/step-00000003"):
+        printed = good("export", source, "model.safetensors")
+        assert printed == "run/checkpoint/step-00000003 -> model.safetensors\n"
+        assert load_file("model.safetensors")["w"].tolist() == [1.0, 1.0]
+    assert "error: checkpoint directory nowhere does not exist" in bad(
+        1, "export", "nowhere", "m.safetensors"
+    )
 
 
 def test_errors_of_the_users_code_keep_their_traceback(folder: Path) -> None:

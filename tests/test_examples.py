@@ -39,10 +39,11 @@ def test_the_own_model_learns(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pipeloom", "train", "--job", f"{EXAMPLES / 'own_model.py'}:job"]
     settings = ["steps=300", "pipeline.microbatch_size=16", "optimizer.clip_norm=0"]
     done = subprocess.run(
-        [*command, "--stages", "3", "--out", "run", *(w for s in settings for w in ("--set", s))],
+        [*command, "--stages", "3", *(w for s in settings for w in ("--set", s))],
         cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+    assert (tmp_path / "runs" / "spiral-1" / "report.html").is_file()
     line = next(line for line in done.stdout.splitlines() if line.startswith("validation loss"))
     first, last = float(line.split()[2]), float(line.split()[6])
     assert first > 0.6 and last < 0.3, line

@@ -7,6 +7,7 @@ import click
 from . import __version__
 from .commands.bench import bench
 from .commands.common import Commands
+from .commands.export import export
 from .commands.plan import plan
 from .commands.profile import profile
 from .commands.simulate import simulate
@@ -20,5 +21,5 @@ def main() -> None:
     """Train an unmodified PyTorch model across devices that are each too small for it."""
 
 
-for command in (train, profile, plan, simulate, verify, bench):
+for command in (train, profile, plan, simulate, verify, bench, export):
     main.add_command(command)

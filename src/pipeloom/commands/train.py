@@ -55,6 +55,10 @@ def train(
     CONFIG is a TOML file; without one, a byte-level GPT trains on the Python standard library in two
     processes. The run directory gets config.toml, plan.json, metrics.jsonl, checkpoint/, trace.json,
     report.html and summary.json. Under torchrun each process is one rank.
+
+    With --json, what summary.json holds: run, name, steps, first_step (steps done before this start),
+    stages, schedule, microbatches, train_loss and validation_loss (first and last), predicted and measured
+    (step_s, bubble, peak_bytes per rank), step_error (predicted less measured, as a share of measured).
     """
     from ..train.run import Request, run
 

@@ -118,12 +118,13 @@ def load(directory: Path, state: TrainState, *, group: Group) -> tuple[int, dict
     return index.step, dict(index.extra)
 
 
-def export_safetensors(directory: Path, path: Path) -> None:
+def export_safetensors(directory: Path, path: Path) -> Path:
     """Write the model of a checkpoint (newest, or that one) as a single safetensors file.
 
     Needs no process group and no model. A tied parameter is stored once; its other names stand in the
     file's metadata, alias -> stored name, as `safetensors.torch.save_model` writes them.
 
+    Returns: the checkpoint that was read.
     Raises: CheckpointError if the checkpoint is missing or damaged, or the file cannot be written.
     """
     source = files.newest(directory)
@@ -141,6 +142,7 @@ def export_safetensors(directory: Path, path: Path) -> None:
         save_file(named, path, metadata={"format": "pt", **index.aliases})
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot write {path}: {error}", hint="choose another file") from None
+    return source
 
 
 def _saved_tensors(path: Path) -> dict[str, Tensor]:

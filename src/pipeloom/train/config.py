@@ -134,8 +134,9 @@ class PipelineConfig:
 class Config:
     """Everything about one run.
 
-    name: of the run directory, runs/<name>-<n>.  job: "file.py:function" or "package.module:function"
-    returning a `pipeloom.Job`; unset for the built-in GPT (then `model` and `data` are not used).
+    name: of the run directory, runs/<name>-<n>; by default the job's name.
+    job: "file.py:function" or "package.module:function" returning a `pipeloom.Job`; unset for the built-in
+    GPT (then `model` and `data` are used).
     checkpoint_every: steps between checkpoints; one is always written at the end.
     """
 

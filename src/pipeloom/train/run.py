@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -86,14 +87,14 @@ def run(request: Request) -> int:
 
 def settle(request: Request) -> Settled:
     """Decide config, directory and plan, and write the first and the last into the second."""
-    config = read_config(request.file, request.overrides)
+    config = _named(read_config(request.file, request.overrides))
     if not request.resume:
         out, replan = None, True
     else:
         out = find_run(config.name, request.out)
         before = read_config(out / "config.toml")
         if request.file is None:
-            config = read_config(out / "config.toml", request.overrides)
+            config = _named(read_config(out / "config.toml", request.overrides))
         parts = ("pipeline", "model", "job")
         replan = any(getattr(config, part) != getattr(before, part) for part in parts)
     if replan and config.pipeline.plan is not None:
@@ -109,6 +110,13 @@ def settle(request: Request) -> Settled:
     except OSError as error:
         raise ConfigError(f"cannot write into {out}: {error.strerror}", hint="choose another --out") from None
     return Settled(request=request, config=config, out=out)
+
+
+def _named(config: Config) -> Config:
+    """A job of one's own names the run, unless the config does."""
+    if config.job is None or config.name != Config().name:
+        return config
+    return replace(config, name=re.sub(r"[^\w.-]+", "-", load_job(config.job).name))
 
 
 def _is_finished(settled: Settled) -> bool:

@@ -1,0 +1,50 @@
+"""Which directory a run gets, and which one is resumed."""
+
+from pathlib import Path
+
+import pytest
+
+from pipeloom.ir.errors import ConfigError
+from pipeloom.train.rundir import find_run, new_run
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def started(run: Path) -> Path:
+    (run / "config.toml").write_text("")
+    return run
+
+
+def test_runs_are_numbered_and_the_newest_is_found() -> None:
+    assert new_run("gpt", None) == Path("runs/gpt-1")
+    started(Path("runs/gpt-1"))
+    started(new_run("gpt-2", None))  # another name, which looks like a number of the first
+    for _ in range(9):
+        started(new_run("gpt", None))
+    assert Path("runs/gpt-10").is_dir() and Path("runs/gpt-2-1").is_dir()
+    new_run("gpt", None)  # died before it wrote anything
+    assert find_run("gpt", None) == Path("runs/gpt-10")
+    assert find_run("gpt-2", None) == Path("runs/gpt-2-1")
+    assert find_run("gpt", Path("runs/gpt-3")) == Path("runs/gpt-3")
+
+
+def test_a_given_directory_is_not_overwritten() -> None:
+    out = new_run("gpt", Path("deep/inside"))
+    assert out == Path("deep/inside") and out.is_dir()
+    started(out)
+    with pytest.raises(ConfigError, match="deep/inside holds a run already\nhint: add --resume"):
+        new_run("gpt", out)
+
+
+def test_what_is_wrong_is_said(here: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no run runs/gpt-<n> to resume"):
+        find_run("gpt", None)
+    with pytest.raises(ConfigError, match="nowhere holds no run"):
+        find_run("gpt", Path("nowhere"))
+    (here / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot make a run directory: file/out: Not a directory"):
+        new_run("gpt", Path("file/out"))
