@@ -207,6 +207,16 @@ def killed() -> None:
         channel.receive(number(1, 0))
 
 
+def wait() -> None:
+    with channel_on(connect(CPU)) as channel:
+        wanted = number(1 - channel.rank, channel.rank)
+        channel.begin([wanted])
+        channel.all_gather_object(None)
+        if channel.rank == 0:
+            print("begun", flush=True)
+        channel.receive(wanted)
+
+
 def deadlock() -> None:
     """Ranks 0 and 1 wait for each other, rank 2 for rank 0."""
     with watch_ranks(connect(CPU)) as watch:

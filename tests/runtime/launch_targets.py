@@ -1,5 +1,6 @@
 """What the launched processes of test_launch.py run. Imports no torch, so they start fast."""
 
+import atexit
 import os
 import signal
 import subprocess
@@ -49,6 +50,12 @@ def raise_it() -> None:
 def exit_with(code: object) -> None:
     if os.environ["RANK"] == "1":
         sys.exit(code)  # type: ignore[arg-type]
+
+
+def fail_late() -> None:
+    """All is well until the interpreter shuts down."""
+    if os.environ["RANK"] == "1":
+        atexit.register(os._exit, 5)
 
 
 def kill_itself() -> None:

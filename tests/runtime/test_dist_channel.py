@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -95,3 +96,23 @@ def test_under_torchrun_a_wait_over_the_limit_says_who_waits_for_whom() -> None:
     status, _, err, _ = under_torchrun("deadlock", 3)
     assert status != 0
     assert err.count("they wait for each other") == 1
+
+
+@pytest.mark.slow
+def test_under_torchrun_ctrl_c_ends_ranks_that_wait() -> None:
+    """torchrun passes the signal on and would kill them only after 30 s."""
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path]), "OMP_NUM_THREADS": "1"}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        [*run, str(TARGETS), "wait"], env=env, stdout=pipe, stderr=pipe, text=True
+    ) as process:
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline() == "begun\n"
+            process.send_signal(signal.SIGINT)
+            begun = time.monotonic()
+            process.communicate(timeout=60)  # ends when the last process that writes here has ended
+        finally:
+            process.kill()
+    assert time.monotonic() - begun < 20

@@ -145,6 +145,12 @@ def test_exit_statuses_are_passed_on(start: Start, code: object, status: int, wo
     assert process.returncode == status
 
 
+def test_a_failure_while_the_interpreter_shuts_down_counts(start: Start) -> None:
+    process = start("fail_late")
+    assert process.communicate(timeout=60)[1] == "rank 1 ended with exit status 5\n"
+    assert process.returncode == 5
+
+
 def test_a_target_that_cannot_be_loaded_is_reported_once(start: Start) -> None:
     process = start("UNLOADABLE")
     assert process.communicate(timeout=60)[1].count("RuntimeError: cannot be loaded") == 1

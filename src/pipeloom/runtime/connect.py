@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 from datetime import timedelta
 
@@ -43,6 +44,7 @@ def connect(
         return group
     if not dist.is_initialized():
         _initialise(device, timedelta(seconds=timeout_s))
+        atexit.register(_disconnect)
     world = dist.group.WORLD
     assert world is not None, "torch.distributed was just initialised"
     return world
@@ -59,7 +61,10 @@ def watch_ranks(
     rank = group.rank()
     number = store.add(f"pipeloom/watches/{rank}", 1)
     name = f"pipeloom/{group.group_name}/{number}"
-    return Watch(StoreBoard(store, rank, group.size(), name=name, lost_s=lost_s), exit_after_s=exit_after_s)
+    # Under torchrun its agent serves the store, otherwise the first rank of all does.
+    hosts_store = dist.get_rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    board = StoreBoard(store, rank, group.size(), name=name, lost_s=lost_s)
+    return Watch(board, exit_after_s=exit_after_s, hosts_store=hosts_store)
 
 
 def _initialise(device: torch.device, timeout: timedelta) -> None:
@@ -87,6 +92,12 @@ def _initialise(device: torch.device, timeout: timedelta) -> None:
         raise ConfigError(
             f"port {os.environ['MASTER_PORT']} is in use", hint="choose another MASTER_PORT"
         ) from None
+
+
+def _disconnect() -> None:
+    """End gloo's threads while the interpreter still runs: they may hold Python objects."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _launcher_store(timeout: timedelta) -> TCPStore | None:

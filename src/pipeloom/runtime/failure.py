@@ -25,6 +25,7 @@ from typing import NoReturn
 
 from ..ir.errors import CommunicationError, PeerError
 from .child import PEER_FAILED
+from .ctrl_c import CtrlC
 from .noticeboard import FINISHED, Failure, Noticeboard, State
 from .waits import named, who_waits
 
@@ -32,7 +33,11 @@ NOTICE_S = 3.0
 """Time that a broken connection leaves for the cause to be posted."""
 
 LINGER_S = 1.5
-"""Time that rank 0 stays after a failure, as the store that tells the others often lives in its process."""
+"""Time that the process of the store stays after a failure, so that all others can learn of it."""
+
+YIELD_S = 1.0
+"""Time that a rank stays after another one's failure: torchrun ends all ranks once one has ended, and the
+one that failed has yet to print its traceback."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,16 +55,21 @@ class Watch:
     status: what the rank does now, such as "2F5"; set it as often as you like, it is posted by a side thread.
     exit_after_s: if the main thread has not noticed a failure so long after it became known, the process
         ends hard: it is stuck where no exception can reach it. None: the ranks are threads of one process.
+    hosts_store: whether the board's store ends with this process, which then leaves last.
     """
 
-    def __init__(self, board: Noticeboard, *, exit_after_s: float | None = None) -> None:
+    def __init__(
+        self, board: Noticeboard, *, exit_after_s: float | None = None, hosts_store: bool = False
+    ) -> None:
         self.status = ""
         self._board = board
         self._exit_after_s = exit_after_s
+        self._hosts_store = hosts_store
         self._waiting: Waiting | None = None
         self._noticed = threading.Event()
         self._on_failure: list[Callable[[], None]] = []
         self._on_exit: list[Callable[[], None]] = []
+        self._ctrl_c = CtrlC(lambda: self._waiting is not None, self._interrupt)
 
     @property
     def rank(self) -> int:
@@ -73,6 +83,7 @@ class Watch:
         self._board.start(self._state, self._failed)
         if self._exit_after_s is not None:
             shorten_peer_errors()
+            self._ctrl_c.start()
         return self
 
     def __exit__(
@@ -89,9 +100,9 @@ class Watch:
                 self._interrupt()
             for leave in reversed(self._on_exit):
                 leave()
-            if self._board.failure is not None and self.rank == 0 and self._exit_after_s is not None:
-                time.sleep(LINGER_S)
+            self._linger()
             self._board.stop()
+            self._ctrl_c.stop()
 
     def check(self) -> None:
         """Raises: PeerError if another rank failed. Cheap."""
@@ -170,16 +181,29 @@ class Watch:
         raise error
 
     def _leave(self) -> None:
-        """End together: the store often lives in rank 0's process, so that one goes last."""
+        """The store must not go before its last user."""
         self.status = FINISHED
-        if self.rank == 0 and self._exit_after_s is not None:
-            others = tuple(range(1, self.ranks))
+        if self._hosts_store:
+            others = tuple(rank for rank in range(self.ranks) if rank != self.rank)
             self.wait("the end of its work", others, lambda: self._await_finished(others))
 
     def _await_finished(self, others: tuple[int, ...]) -> None:
-        while not all(s is not None and s.doing == FINISHED for s in self._board.states()[1:]):
+        def finished() -> bool:
+            states = self._board.states()
+            return all((state := states[r]) is not None and state.doing == FINISHED for r in others)
+
+        while not finished():
             if self._board.await_failure(0.1) is not None:
                 raise ConnectionError("a rank failed")
+
+    def _linger(self) -> None:
+        failure = self._board.failure
+        if failure is None or self._exit_after_s is None:
+            return
+        if self._hosts_store:
+            time.sleep(LINGER_S)
+        elif failure.rank != self.rank:
+            time.sleep(YIELD_S)
 
     def _state(self) -> State:
         waiting = self._waiting

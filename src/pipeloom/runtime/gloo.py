@@ -47,6 +47,9 @@ class GlooTransport:
         self.ranks = group.size()
         self._group = group
         self._lines: dict[int, _SendLine] = {}
+        # gloo's own thread lets go of a collective a moment after the wait for it ends. Were it the last one
+        # to do so, it would free Python objects, and that crashes while the interpreter shuts down.
+        self._last_collective: dist.Work | None = None
 
     def send(self, buffer: Tensor, target: int, index: int | None) -> Handle:
         try:
@@ -72,6 +75,7 @@ class GlooTransport:
     def all_reduce(self, tensor: Tensor) -> Handle:
         work = dist.all_reduce(tensor, group=self._group, async_op=True)
         assert work is not None, "this rank is a member of the group"
+        self._last_collective = work
         return WorkHandle(work)
 
     def all_gather_object(self, value: Any, timeout_s: float) -> list[Any]:
@@ -105,6 +109,7 @@ class GlooTransport:
         found = [torch.empty_like(tensor) for _ in range(self.ranks)]
         work = dist.all_gather(found, tensor, group=self._group, async_op=True)
         assert work is not None, "this rank is a member of the group"
+        self._last_collective = work
         WorkHandle(work).wait(timeout_s)
         return found
 

@@ -38,8 +38,8 @@ def launch(
     env: further environment variables for all ranks.
     grace_s: after a rank failed, the others get so long to end by themselves, then SIGTERM and SIGKILL.
     Returns: 0, or the exit status of the rank that failed first (128 + signal if it was killed). What that
-        rank failed with has then been printed to standard error, once. Rank 0 writes to our own output; what
-        the other ranks write is printed with the rank before each line.
+        rank failed with has then been printed to standard error, once. What ranks other than 0 write is
+        printed with the rank before each line.
     Raises: ConfigError if the port is taken or `ranks` is not positive; KeyboardInterrupt on Ctrl-C and
         SystemExit on SIGTERM, after all ranks have ended.
     """
@@ -96,8 +96,8 @@ def _environment(rank: int, ranks: int, listener: socket.socket) -> dict[str, st
         "MASTER_PORT": str(listener.getsockname()[1]),
         LISTENING_SOCKET: str(listener.fileno()) if rank == 0 else "",
         "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
-        # The lines of the other ranks pass through this process, which prints them as they come.
-        **({"PYTHONUNBUFFERED": "1"} if rank else {}),
+        # Lines pass through this process, which prints them as they come.
+        "PYTHONUNBUFFERED": "1",
     }
 
 

@@ -50,8 +50,8 @@ class _Rank:
 
     @property
     def status(self) -> int | None:
-        """Exit status: the one that it announced, or the one that it ended with."""
-        if self.outcome is not None:
+        """Exit status: a failure as soon as it is announced, success only once the process has ended."""
+        if self.outcome is not None and self.outcome.status:
             return self.outcome.status
         code = self.process.returncode
         return code if code is None or code >= 0 else 128 - code
@@ -78,6 +78,7 @@ class Processes:
         self._input = pickle.dumps((main_file, work))
         self._ranks: list[_Rank] = []
         self._printers: list[threading.Thread] = []
+        self._printing = threading.Lock()
         self._selector = selectors.DefaultSelector()
         # Nobody ever writes here: the pipe ends when this process ends, however that happens.
         self._life_read, self._life_write = os.pipe()
@@ -85,13 +86,15 @@ class Processes:
         self._stopped = False
 
     def start(self, rank: int, env: dict[str, str], pass_fds: Sequence[int]) -> None:
-        """Start one rank. Only rank 0 writes to our own output, so that its progress bar works."""
+        """Start one rank. On a terminal, rank 0 writes to it directly, so that its progress bar works."""
         report, report_write = os.pipe()
-        output = None if rank == 0 else subprocess.PIPE
+        out, err = (
+            None if rank == 0 and stream.isatty() else subprocess.PIPE for stream in (sys.stdout, sys.stderr)
+        )
         command = [sys.executable, "-P", "-m", "pipeloom.runtime.child"]
         process = subprocess.Popen(
             [*command, str(self._life_read), str(report_write)],
-            stdin=subprocess.PIPE, stdout=output, stderr=output, env=env,
+            stdin=subprocess.PIPE, stdout=out, stderr=err, env=env,
             pass_fds=(self._life_read, report_write, *pass_fds),
             start_new_session=True,  # so Ctrl-C reaches only us, and signals reach all that the rank started
         )  # fmt: skip
@@ -145,7 +148,7 @@ class Processes:
                 rank.process.wait()
                 os.close(rank.report)
             for printer in self._printers:
-                printer.join(timeout=1.0)
+                printer.join(timeout=5.0)
         self._selector.close()
         os.close(self._life_read)
         os.close(self._life_write)
@@ -177,17 +180,20 @@ class Processes:
 
     def _blame(self, rank: _Rank) -> None:
         self._cause = rank
-        print(rank.words(), file=sys.stderr, flush=True)
+        with self._printing:
+            print(rank.words(), file=sys.stderr, flush=True)
 
     def _print(self, stream: IO[bytes] | None, out: TextIO, rank: int) -> None:
-        """Print a rank's output as it comes, each line with the rank before it."""
+        """Print a rank's output as it comes, whole lines, those of ranks other than 0 with the rank."""
         if stream is None:
             return
+        prefix = f"[rank {rank}] " if rank else ""
 
         def forward() -> None:
             for line in stream:
-                out.write(f"[rank {rank}] {line.decode(errors='replace')}")
-                out.flush()
+                with self._printing:
+                    out.write(f"{prefix}{line.decode(errors='replace')}")
+                    out.flush()
 
         printer = threading.Thread(target=forward, name=f"pipeloom-print-{rank}", daemon=True)
         printer.start()
