@@ -4,7 +4,9 @@ from dataclasses import replace
 
 import torch
 import zoo
-from runs import assert_same, even_plan, pipelined, plain
+from runs import assert_same, even, even_plan, pipelined, plain, plan_for
+
+from pipeloom.tracer.capture import capture
 
 
 def test_a_tied_parameter_without_gradient_is_left_alone() -> None:
@@ -15,3 +17,13 @@ def test_a_tied_parameter_without_gradient_is_left_alone() -> None:
     batches = [job.batch(seed, 4) for seed in range(2)]
     found = pipelined(job, even_plan(job, 3, microbatches=2), batches)
     assert_same(found, plain(job, batches, 2), tolerance=1e-5)
+
+
+def test_a_stage_that_only_detaches_what_it_reads() -> None:
+    """It has no backward, so the gradient that its source waited for never came."""
+    job = zoo.job("no_grad_branch")
+    captured = capture(job, 2)
+    batches = [job.batch(1, 4)]
+    for stages in (6, 12):
+        plan = plan_for(captured, even(captured.graph, stages), microbatches=2, schedule="gpipe")
+        assert_same(pipelined(job, plan, batches), plain(job, batches, 2), tolerance=1e-5)

@@ -152,6 +152,19 @@ class OpGraph:
         return {name: tuple(ops) for name, ops in found.items()}
 
     @cached_property
+    def together(self) -> Mapping[str, tuple[str, ...]]:
+        """Buffer that the forward updates -> the ops that read or update it, which no cut may separate.
+
+        The next micro-batch must see the update, and could not if another stage had made it.
+        """
+        users: dict[str, list[str]] = {}
+        for op in self.ops:
+            for name in dict.fromkeys((*op.buffers, *op.updates)):
+                users.setdefault(name, []).append(op.name)
+        updated = {name for op in self.ops for name in op.updates}
+        return {name: tuple(ops) for name, ops in users.items() if name in updated}
+
+    @cached_property
     def parameter(self) -> Mapping[str, Parameter]:
         return {p.name: p for p in self.parameters}
 

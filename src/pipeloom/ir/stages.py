@@ -8,7 +8,7 @@ them, so their values never cross.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from .errors import CutError
@@ -32,7 +32,8 @@ class Stage:
 class Crossing:
     """A value sent from the stage that makes it to one stage that reads it.
 
-    If `value.needs_grad`, a gradient of the same shape and dtype comes back.
+    If `value.needs_grad`, a gradient of the same shape and dtype comes back. It is false, whatever the graph
+    says of the value, where this reader makes nothing of it that the loss depends on differentiably.
     """
 
     value: Value
@@ -44,7 +45,7 @@ class Crossing:
 class StageGraph:
     """Stages and the values that cross between them.
 
-    params, buffers: for each stage the FQNs it reads; a name listed by two stages is tied across them.
+    params, buffers: for each stage the FQNs it reads or updates; a name listed by two stages is tied across them.
         What no op reads belongs to stage 0, so that nothing is missing from a checkpoint.
     """
 
@@ -114,12 +115,13 @@ def cut(graph: OpGraph, stage_of: Mapping[str, int]) -> StageGraph:
 
     stage_of: op name -> stage index, 0-based without gaps. Cheap ops may be left out: they go only
         where they are used.
-    Raises: CutError if an op has no stage, a stage is empty, the quotient has a cycle, or a gradient
-        would have to flow through a cheap op.
+    Raises: CutError if an op has no stage, a stage is empty, the quotient has a cycle, or a buffer would
+        be updated in one stage and read in another.
     """
     missing = [op.name for op in graph.ops if op.name not in stage_of and not op.cheap]
     if missing:
         raise CutError(f"op {missing[0]} has no stage ({len(missing)} in all)", hint="assign every op")
+    _refuse_torn_buffers(graph, stage_of)
     count = max(stage_of.values()) + 1
     own: list[list[str]] = [[] for _ in range(count)]
     for op in graph.ops:
@@ -168,14 +170,17 @@ def _crossings(
     for stage in stages:
         inside = {*stage.ops, *stage.clones}
         for op in _members(graph, stage):
+            back = any(v.needs_grad for v in op.outputs)
             for name in op.inputs:
                 maker = graph.producer.get(name)
                 if maker is None or maker in inside:
                     continue
-                found.setdefault(
-                    (name, stage.index),
-                    Crossing(value=graph.value[name], source=stage_of[maker], target=stage.index),
-                )
+                value, key = graph.value[name], (name, stage.index)
+                if key not in found:
+                    value = replace(value, needs_grad=value.needs_grad and back)
+                elif not (back and value.needs_grad):
+                    continue
+                found[key] = Crossing(value=value, source=stage_of[maker], target=stage.index)
     return tuple(found.values())
 
 
@@ -184,9 +189,12 @@ def _owned(
 ) -> tuple[tuple[str, ...], ...]:
     """Per stage the parameters (or buffers) it reads; the first stage also holds what no op reads."""
     read = [
-        dict.fromkeys(name for op in _members(graph, stage) for name in getattr(op, kind))
+        dict.fromkeys(
+            name for op in _members(graph, stage)
+            for name in (*getattr(op, kind), *(op.updates if kind == "buffers" else ()))
+        )
         for stage in stages
-    ]
+    ]  # fmt: skip
     used = {name for names in read for name in names}
     read[0].update(dict.fromkeys(name for name in everything if name not in used))
     return tuple(tuple(names) for names in read)
@@ -196,6 +204,18 @@ def _batch_inputs(graph: OpGraph, stage: Stage) -> tuple[str, ...]:
     names = {v.name for v in graph.inputs}
     read = {name for op in _members(graph, stage) for name in op.inputs}
     return tuple(v.name for v in graph.inputs if v.name in names & read)
+
+
+def _refuse_torn_buffers(graph: OpGraph, stage_of: Mapping[str, int]) -> None:
+    for buffer, ops in graph.together.items():
+        first, *others = ops
+        for other in others:
+            if stage_of[other] != stage_of[first]:
+                raise CutError(
+                    f"buffer {buffer} is updated in every step, but its ops {first} and {other} are in stages "
+                    f"{stage_of[first]} and {stage_of[other]}",
+                    hint=f"put {', '.join(ops)} into one stage",
+                )
 
 
 def _refuse_cycles(stages: StageGraph) -> None:

@@ -178,11 +178,11 @@ def _from_program(
         else:
             first[target] = node
             targets[node.name] = target
-    updates = {
-        spec.arg.name: canonical.get(name := (spec.target or "").removeprefix("model."), name)
-        for spec in program.graph_signature.output_specs
-        if spec.kind is OutputKind.BUFFER_MUTATION
-    }
+    updates: dict[str, str] = {}
+    for spec in program.graph_signature.output_specs:
+        if spec.kind is OutputKind.BUFFER_MUTATION:
+            name = (spec.target or "").removeprefix("model.")
+            updates[_made_for(spec.arg.name, graph, updates)] = canonical.get(name, name)
     _tidy(graph, set(targets), program.graph_signature.user_outputs[0], list(updates))
     module = fx.GraphModule(program.graph_module, graph)
     propagate(module, targets, made.model, autocast)
@@ -191,6 +191,17 @@ def _from_program(
         graph=op_graph, module=module, targets=targets, updates=updates,
         blueprint=made, constants=constants, autocast=autocast,
     )  # fmt: skip
+
+
+def _made_for(name: str, graph: fx.Graph, taken: Mapping[str, str]) -> str:
+    """The name of a node that makes the next state of one buffer only: a copy if another has taken it."""
+    if name not in taken:
+        return name
+    node = next(n for n in graph.nodes if n.name == name)
+    with graph.inserting_after(node):
+        copy = graph.call_function(torch.ops.aten.clone.default, (node,))
+    copy.meta = dict(node.meta)
+    return copy.name
 
 
 def _constant(program: ExportedProgram, name: str) -> Tensor:

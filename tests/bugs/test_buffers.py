@@ -1,0 +1,79 @@
+"""Buffers that the forward changes."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import zoo
+from runs import assert_same, even, even_plan, pipelined, plain, plan_for
+from torch import Tensor, nn
+
+from pipeloom import Job
+from pipeloom.ir.errors import CutError
+from pipeloom.ir.stages import cut
+from pipeloom.tracer.capture import capture
+
+
+class Twice(nn.Module):
+    """One BatchNorm used before and after a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+        self.first = nn.Linear(8, 8)
+        self.second = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (self.second(self.norm(self.first(self.norm(x)))) - y).square().mean()
+
+
+class Copies(nn.Module):
+    """Buffers that both take over one value, and are read by nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.second = nn.Linear(8, 8)
+        for name in "ab":
+            self.register_buffer(name, torch.zeros(2, 8))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.first(x).tanh()
+        self.a.copy_(h.detach())
+        self.b.copy_(h.detach())
+        return (self.second(h) - y).square().mean()
+
+
+def job_of(model: Callable[[], nn.Module]) -> Job:
+    return Job(model=model, batch=zoo.vector_batch, optimizer=zoo.sgd)
+
+
+def compare(job: Job, stages: int) -> None:
+    batches = [job.batch(seed, 4) for seed in range(2)]
+    found = pipelined(job, even_plan(job, stages, microbatches=2), batches, evaluate=batches[:1])
+    assert_same(found, plain(job, batches, 2, evaluate=batches[:1]), tolerance=1e-5)
+
+
+def test_a_norm_used_twice_cannot_be_torn_apart() -> None:
+    """The first stage would never have seen the running statistics that the second one made."""
+    job = job_of(Twice)
+    graph = capture(job, 2).graph
+    with pytest.raises(CutError, match="buffer norm.running_mean is updated in every step"):
+        cut(graph, even(graph, 3))
+
+
+def test_a_norm_used_twice_in_one_stage() -> None:
+    job = job_of(Twice)
+    captured = capture(job, 2)
+    last = next(op.name for op in captured.graph.ops if "second.weight" in op.params)
+    names = [op.name for op in captured.graph.ops if not op.cheap]
+    stage_of = {name: int(index >= names.index(last)) for index, name in enumerate(names)}
+    batches = [job.batch(seed, 4) for seed in range(2)]
+    found = pipelined(job, plan_for(captured, stage_of, microbatches=2), batches, evaluate=batches[:1])
+    assert_same(found, plain(job, batches, 2, evaluate=batches[:1]), tolerance=1e-5)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_buffers_that_are_only_written(stages: int) -> None:
+    """Of two buffers set from one value one was not updated, and stage 0 owned a stale copy of each."""
+    compare(job_of(Copies), stages)
