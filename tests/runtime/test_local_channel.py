@@ -105,17 +105,18 @@ def test_receives_are_posted_ahead_and_their_buffers_reused() -> None:
 
 def test_one_contiguous_value_is_sent_from_where_it_is() -> None:
     """No packed copy; a value that is not contiguous, or one of several, is packed."""
-    plain, strided, two = (
-        floats("a", 0, 1, (2, 3)), floats("b", 0, 1, (2, 3)), floats("c", 0, 1, (2,), (3,))
-    )  # fmt: skip
+    rows, columns = 200, 300  # large enough to be looked after during the step
+    plain, strided = floats("a", 0, 1, (rows, columns)), floats("b", 0, 1, (rows, columns))
+    two = floats("c", 0, 1, (rows, columns), (columns,))
+    turned = torch.arange(float(rows * columns)).view(columns, rows).T
 
     def body(channel: LocalChannel) -> None:
         channel.begin([plain, strided, two] if channel.rank == 1 else [])
         channel.all_gather_object(None)  # both receives of `ahead` are open now, the third is not
         if channel.rank == 0:
-            channel.send(plain, [torch.ones(2, 3)])
-            channel.send(strided, [torch.arange(6.0).view(3, 2).T])
-            channel.send(two, [torch.ones(2), torch.ones(3)])
+            channel.send(plain, [torch.ones(rows, columns)])
+            channel.send(strided, [turned])
+            channel.send(two, [torch.ones(rows, columns), torch.ones(columns)])
             assert channel.held_bytes == two.bytes
             assert channel.sending_bytes == 0
         channel.all_gather_object(None)
@@ -123,7 +124,7 @@ def test_one_contiguous_value_is_sent_from_where_it_is() -> None:
             for message in (plain, strided, two):
                 found = channel.receive(message)[0].clone()
                 if message is strided:
-                    assert torch.equal(found, torch.arange(6.0).view(3, 2).T)
+                    assert torch.equal(found, turned)
                 channel.release(message)
         channel.end()
         assert channel.held_bytes == channel.sending_bytes == 0

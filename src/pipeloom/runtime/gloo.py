@@ -25,15 +25,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .posting import Broken, Handle
+from .posting import SMALL_BYTES, Broken, Handle
 
 MESSAGE_TAGS = 1 << 20
 FIRST_TAG = 1 << 30
 """Tags from here on are ours, so a user's own messages on the same group do not mix with the pipeline's."""
 APART_TAG = FIRST_TAG + MESSAGE_TAGS
 INTERRUPT_TAG = APART_TAG + 1
-
-SMALL_BYTES = 1 << 16
 
 LONG = timedelta(days=30)
 """For waits that another wait's time limit covers."""

@@ -17,6 +17,10 @@ from ..ir.errors import CommunicationError
 from .channel import BufferPool, Message, as_bytes, check_tensors, pack, unpack
 from .failure import Watch
 
+SMALL_BYTES = 1 << 16
+"""Sends up to this size are looked at only at the end of the step: to see whether one is through takes longer
+than it does."""
+
 
 class Handle(Protocol):
     """A transfer under way."""
@@ -111,7 +115,7 @@ class PostedChannel:
     device: where receive buffers live.  ahead: receives kept open per source.
     timeout_s: limit of each single wait.  on_change: called with `held_bytes` whenever it changes.
     sending_bytes: bytes of the caller's tensors that unfinished sends keep alive. A finished send is noticed
-        at the next call of `begin`, `send`, `receive` or `end`.
+        at the next call of `begin`, `send`, `receive` or `end`; a small one at `end`.
     """
 
     def __init__(
@@ -136,6 +140,7 @@ class PostedChannel:
         self._open: dict[str, tuple[Tensor, Handle]] = {}
         self._in_use: dict[str, Tensor] = {}
         self._sent: list[_Sent] = []
+        self._small_sent: list[_Sent] = []
         self._sent_to: dict[int, int] = {}
         watch.on_failure(transport.interrupt)
         watch.on_exit(transport.close)
@@ -190,7 +195,8 @@ class PostedChannel:
             buffer = as_bytes(tensors[0])
             self.sending_bytes += message.bytes
         handle = self._transport.send(buffer, message.target, index)
-        self._sent.append(_Sent(message, handle, buffer, packed))
+        sent = self._small_sent if message.bytes <= SMALL_BYTES else self._sent
+        sent.append(_Sent(message, handle, buffer, packed))
 
     def receive(self, message: Message) -> list[Tensor]:
         """Wait for a message and return its values, which are valid until `release`.
@@ -232,10 +238,11 @@ class PostedChannel:
                 f"rank {self.rank} ends its step without having received {', '.join(forgotten)}",
                 hint="receive every message that begin() names",
             )
-        for sent in self._sent:
+        for sent in [*self._sent, *self._small_sent]:
             target = sent.message.target
             self._wait(f"rank {target} to receive {sent.message.key}", target, sent.handle)
         self._sweep()
+        self._small_sent = self._still_going(self._small_sent)
         for line in self._incoming.values():
             line.before += len(line.messages)
             line.messages = ()
@@ -308,12 +315,17 @@ class PostedChannel:
 
     def _sweep(self) -> None:
         """Free what finished sends held."""
-        pending = []
-        for sent in self._sent:
+        if self._sent:
+            self._sent = self._still_going(self._sent)
+
+    def _still_going(self, sends: list[_Sent]) -> list[_Sent]:
+        """The sends that are not through; what the others held is freed."""
+        going = []
+        for sent in sends:
             if not sent.handle.done():
-                pending.append(sent)
+                going.append(sent)
             elif sent.packed:
                 self._pool.give(sent.buffer)
             else:
                 self.sending_bytes -= sent.message.bytes
-        self._sent = pending
+        return going
