@@ -25,9 +25,9 @@ from .evaluation import Evaluation, compile_evaluation
 from .joint import StageModule, extract, trace_joint
 from .meta import tensors_of
 from .once import one_thread
-from .random import draws
+from .random import seed_draws
 from .sink import Sink
-from .split import Part, Slot, split
+from .split import Part, Slot, draw_keys, split
 from .tape import Boxed, Footprint, compile_graph, measure, predict
 
 Tensors = dict[Slot, Any]
@@ -217,11 +217,15 @@ def _parts(
 
 def _forward_only(module: StageModule) -> Part:
     """The forward of a stage through which no gradient flows: its graph as it is."""
-    inputs = tuple(
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.module.graph, {}))
+    inputs = [
         Slot("state" if kind in ("param", "buffer") else "input", name)
         for name, kind in zip(module.names, module.kinds, strict=True)
-    )
-    return Part(module.module.graph, inputs, tuple(Slot("out", o) for o in module.outputs))
+    ]
+    if seed_draws(graph, draw_keys(graph.nodes)):
+        inputs.append(Slot("random", "seed"))
+    return Part(graph, tuple(inputs), tuple(Slot("out", o) for o in module.outputs))
 
 
 def _function(part: Part, attributes: object, compiled: bool) -> Function:
@@ -231,7 +235,7 @@ def _function(part: Part, attributes: object, compiled: bool) -> Function:
         for node, slot in zip(part.graph.find_nodes(op="placeholder"), part.inputs, strict=True)
     }
     footprint = predict(part.graph, owned)
-    if compiled and not any(draws(n) for n in part.graph.nodes):
+    if compiled and not any(slot.kind == "random" for slot in part.inputs):
         fast = torch.compile(fx.GraphModule(attributes, part.graph), dynamic=False)  # type: ignore[arg-type]
         return Function(part, attributes, footprint, lambda box: tuple(fast(*box)), measured=True)
     return Function(part, attributes, footprint, compile_graph(part.graph, attributes), _owned=owned)

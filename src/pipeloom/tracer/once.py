@@ -10,7 +10,7 @@ from typing import ParamSpec, TypeVar
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_TURN = threading.RLock()
+TURN = threading.RLock()
 
 
 def one_thread(function: Callable[P, R]) -> Callable[P, R]:
@@ -18,7 +18,7 @@ def one_thread(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def alone(*args: P.args, **kwargs: P.kwargs) -> R:
-        with _TURN:
+        with TURN:
             return function(*args, **kwargs)
 
     return alone

@@ -2,15 +2,20 @@
 
 Each random call is preceded by a seed made from the micro-batch's seed and the call's name in the captured
 graph. Whatever stage, rank or order it runs in, it draws the same numbers; so does a run in one process.
+The generators then go back to where they were: what a rank computes must not change what the user draws on
+it, or ranks that draw their batches alike would end up with different ones.
 """
 
 from __future__ import annotations
 
-import threading
 import zlib
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
+
+from .once import TURN
 
 _PROBABILITIES = ("dropout_p", "p")
 """Names of arguments that, being zero, keep a call from drawing random numbers."""
@@ -25,22 +30,54 @@ def microbatch_seed(seed: int, step: int, microbatch: int) -> int:
     return zlib.crc32(f"{seed}/{step}/{microbatch}".encode())
 
 
-_one_at_a_time = threading.Lock()
-"""Ranks that are threads of one process share the default generators."""
+_before: list[list[tuple[torch.Generator, Tensor]]] = []
+"""States of the default generators, one entry per `seed_random` that has not ended."""
 
 
 def seed_random(seed: int, call: str) -> None:
-    """Seed the default generators for one random call, and keep them until `end_random`."""
-    _one_at_a_time.acquire()
-    value = zlib.crc32(call.encode(), seed)
-    torch.default_generator.manual_seed(value)
+    """Seed the default generators for one random call, and keep them until `end_random`.
+
+    Ranks that are threads of one process share the generators: they take turns.
+    """
+    TURN.acquire()
+    generators = [torch.default_generator]
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.manual_seed(value)
+        generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
+    _before.append([(generator, generator.get_state()) for generator in generators])
+    for generator in generators:
+        generator.manual_seed(zlib.crc32(call.encode(), seed))
 
 
 def end_random() -> None:
     """The random call is done."""
-    _one_at_a_time.release()
+    for generator, state in _before.pop():
+        generator.set_state(state)
+    TURN.release()
+
+
+def drawn(seed: int, call: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run one random call. See `seed_draws`."""
+    seed_random(seed, call)
+    try:
+        return function(*args, **kwargs)
+    finally:
+        end_random()
+
+
+def seed_draws(graph: fx.Graph, keys: Mapping[fx.Node, str]) -> bool:
+    """Make the random calls of a graph go through `drawn`, with a new last placeholder for the seed.
+
+    keys: for each random node a name that does not depend on the cut.
+    Returns: whether there were any; without, the graph is left as it was.
+    """
+    random = [node for node in graph.nodes if draws(node)]
+    if random:
+        with graph.inserting_before(next(n for n in graph.nodes if n.op != "placeholder")):
+            seed = graph.placeholder("seed")
+        for node in random:
+            node.args = (seed, keys[node], node.target, *node.args)
+            node.target = drawn
+    return bool(random)
 
 
 def draws(node: fx.Node) -> bool:
@@ -48,13 +85,17 @@ def draws(node: fx.Node) -> bool:
 
     Attention is tagged as random though it only is with dropout.
     """
-    call = node.target
+    return call_draws(node.target, node.args, node.kwargs)
+
+
+def call_draws(call: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call with these arguments draws random numbers."""
     if not isinstance(call, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in call.tags:
         return False
     for position, argument in enumerate(call._schema.arguments):
         if argument.name in _PROBABILITIES:
-            given = node.kwargs.get(argument.name, argument.default_value)
-            if position < len(node.args):
-                given = node.args[position]
+            given = kwargs.get(argument.name, argument.default_value)
+            if position < len(args):
+                given = args[position]
             return bool(given != 0.0)
     return True

@@ -7,6 +7,7 @@ Parameters and buffers are not residuals: they are passed again.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from operator import getitem
@@ -17,7 +18,7 @@ from torch import Tensor, fx
 from torch.fx.node import Argument
 
 from .joint import Joint
-from .random import draws, end_random, seed_random
+from .random import draws, seed_draws
 from .sink import add_gradient
 
 _VIEWS_BY_CONVENTION = {torch.ops.aten._unsafe_view.default, torch.ops.aten._reshape_alias.default}
@@ -84,6 +85,18 @@ def _ancestors(outputs: Iterable[fx.Node], stop: Callable[[fx.Node], bool]) -> s
     return found
 
 
+def draw_keys(nodes: Iterable[fx.Node]) -> dict[fx.Node, str]:
+    """Random nodes by the node of the captured graph that they come from, numbered if it became several."""
+    keys: dict[fx.Node, str] = {}
+    taken: Counter[str] = Counter()
+    for node in nodes:
+        if draws(node):
+            source = (node.meta.get("custom") or {}).get("node", node.name)
+            keys[node] = f"{source}#{taken[source]}" if taken[source] else source
+            taken[source] += 1
+    return keys
+
+
 def split(joint: Joint, state: frozenset[str], updated: frozenset[str], *, accumulate: bool) -> Parts:
     """Split a joint graph.
 
@@ -108,6 +121,7 @@ class _Splitter:
         self.input_grads = {n: g for n, g in joint.grads.items() if n not in state}
         self.forward_nodes = self._forward_nodes()
         self.names = self._residual_names()
+        self.keys = draw_keys(self.nodes)
 
     def _forward_nodes(self) -> set[fx.Node]:
         """What the outputs need, and what only the backward needs but must run now: random calls and
@@ -185,9 +199,6 @@ class _Splitter:
             copies[node] = graph.placeholder(f"in_{len(slots)}")
             copies[node].meta = {"val": node.meta.get("val")}
             slots.append(self._slot(node, members is not self.forward_nodes))
-        if any(draws(n) for n in members):
-            slots.append(Slot("random", "seed"))
-            seed = graph.placeholder("seed")
         added: dict[fx.Node, list[str]] = {}
         if self.accumulate and any(slot.kind == "weight_grad" for slot, _ in outputs):
             slots.append(Slot("sink", "gradients"))
@@ -202,12 +213,7 @@ class _Splitter:
             if node not in copies:
                 for source in node.all_input_nodes:
                     copy(source)
-                if draws(node):
-                    key = (node.meta.get("custom") or {}).get("node", node.name)
-                    graph.call_function(seed_random, (seed, key))
                 copies[node] = graph.node_copy(node, lambda n: copies[n])
-                if draws(node):
-                    graph.call_function(end_random)
             return copies[node]
 
         for node in self.nodes:
@@ -216,6 +222,8 @@ class _Splitter:
             for name in added.get(node, ()):
                 graph.call_function(add_gradient, (sink, name, copy(node)))
         graph.output(tuple(self._results(graph, [(slot, copy(node)) for slot, node in outputs])))
+        if seed_draws(graph, {copies[n]: key for n, key in self.keys.items() if n in copies}):
+            slots.append(Slot("random", "seed"))
         return Part(graph, tuple(slots), tuple(slot for slot, _ in outputs))
 
     def _read(self, members: set[fx.Node], outputs: list[tuple[Slot, fx.Node]]) -> list[fx.Node]:
