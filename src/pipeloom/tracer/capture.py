@@ -7,26 +7,25 @@ picks its own kernel. The model runs on fake tensors: its size does not matter.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
 from ..ir.errors import CaptureError
 from ..ir.graph import OpGraph
 from .describe import describe
+from .exporting import export
 from .initialise import Blueprint, blueprint
 from .job import Job
 from .meta import propagate
 from .once import one_thread
 
-_NO_GRAD_REGION = torch.ops.higher_order.wrap_with_set_grad_enabled
 _ASSERTIONS = {
     torch.ops.aten._assert_tensor_metadata.default,
     torch.ops.aten._assert_async.msg,
@@ -72,7 +71,7 @@ def capture(
     example = dict(batch) if batch is not None else job.batch(0, microbatch_size)
     _check_batch(example)
     example = {key: tensor.clone() for key, tensor in example.items()}  # export merges equal tensors
-    program = _export(_WithLoss(made.model, job), example, job.name)
+    program = export(_WithLoss(made.model, job), example, job.name)
     return _from_program(program, job, made, list(example), autocast)
 
 
@@ -117,43 +116,6 @@ def _check_batch(batch: Mapping[str, Tensor]) -> None:
             )
 
 
-def _export(module: nn.Module, batch: dict[str, Tensor], name: str) -> ExportedProgram:
-    try:
-        with warnings.catch_warnings():
-            # PyTorch 2.13 warns about its own use of LeafSpec, in every copy that export makes
-            warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
-            program = torch.export.export(module, (batch,), strict=False)
-            _detach_no_grad_regions(program.graph_module)
-            functional: ExportedProgram = program.run_decompositions({})
-        return functional
-    except CaptureError:
-        raise
-    except Exception as error:  # torch.export raises every kind of exception; the reason is passed on
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else "no message"
-        raise CaptureError(
-            f"torch.export cannot capture {name}: {type(error).__name__}: {reason}",
-            hint="cut by module names instead: give lists of FQNs, one list per stage",
-        ) from error
-
-
-def _detach_no_grad_regions(module: fx.GraphModule) -> None:
-    """Detach the results of `torch.no_grad` regions, because decomposing inlines the regions."""
-    for node in module.graph.nodes:
-        if node.target is not _NO_GRAD_REGION or node.args[0] is not False:
-            continue
-        body = getattr(module, node.args[1].target)
-        output = body.graph.output_node()
-        with body.graph.inserting_before(output):
-            output.args = (fx.map_arg(output.args[0], _detached),)
-        body.recompile()
-
-
-def _detached(node: fx.Node) -> fx.Node:
-    made = node.graph.call_function(torch.ops.aten.detach.default, (node,))
-    made.meta = dict(node.meta)
-    return made
-
-
 def _from_program(
     program: ExportedProgram, job: Job, made: Blueprint, keys: list[str], autocast: torch.dtype | None
 ) -> Captured:
@@ -173,6 +135,8 @@ def _from_program(
         target = canonical.get(target, target)
         if spec.kind is InputKind.CONSTANT_TENSOR:
             constants[target] = _constant(program, spec.target)
+            if isinstance(constants[target], FakeTensor):  # the constructor made it
+                made.others[target] = constants[target]
         if target in first:
             node.replace_all_uses_with(first[target])
         else:
@@ -189,7 +153,8 @@ def _from_program(
     op_graph = describe(module, targets, updates, made.model, constants, job.name)
     return Captured(
         graph=op_graph, module=module, targets=targets, updates=updates,
-        blueprint=made, constants=constants, autocast=autocast,
+        blueprint=made, autocast=autocast,
+        constants={n: t for n, t in constants.items() if n not in made.others},
     )  # fmt: skip
 
 
