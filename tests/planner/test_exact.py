@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeloom.ir.graph import Op, OpGraph, Parameter, Value
+from pipeloom.ir.graph import Buffer, Op, OpGraph, Parameter, Value
 from pipeloom.ir.profile import OpCost, Profile
 from pipeloom.ir.stages import cut
 from pipeloom.planner.cost import CostModel, CostOptions
+from pipeloom.planner.equal import equal
 from pipeloom.planner.infeasible import needs
 from pipeloom.planner.search import Search, sweep
 
@@ -19,6 +20,22 @@ from pipeloom.planner.search import Search, sweep
 def every_cut(ops: int, stages: int):
     for inner in combinations(range(1, ops), stages - 1):
         yield (0, *inner, ops)
+
+
+def test_ops_that_share_an_updated_buffer_stay_together(make_cluster):
+    graph, profile = chain_of([1] * 6, sizes=[10] * 6)
+    share = {"op1": ((), ("seen",)), "op4": (("seen",), ())}
+    ops = tuple(
+        replace(op, buffers=share.get(op.name, ((), ()))[0], updates=share.get(op.name, ((), ()))[1])
+        for op in graph.ops
+    )
+    buffers = (Buffer(name="seen", shape=(1,), dtype="float32"),)
+    graph = replace(graph, ops=ops, buffers=buffers)
+    search = search_for(graph, profile, make_cluster([10**9] * 3))
+    assert search.model.cut_points.tolist() == [0, 1, 5, 6]
+    assert search.fastest() == (4.0, (0, 1, 5, 6))
+    assert equal(search) == (0, 1, 5, 6)
+    assert as_stages(graph, search.smallest()[1])
 
 
 def as_stages(graph: OpGraph, cuts):
@@ -122,7 +139,7 @@ def test_unequal_devices(make_cluster):
 def test_sweep_of_sums():
     """Minimising a sum instead: lengths squared make equal parts best."""
     value, cuts = sweep(
-        6, 3, lambda start, ends, ranks: np.tile((ends - start) ** 2.0, (len(ranks), 1)), np.add
+        np.arange(7), 3, lambda start, ends, ranks: np.tile((ends - start) ** 2.0, (len(ranks), 1)), np.add
     )
     assert (value, cuts) == (12.0, (0, 2, 4, 6))
 

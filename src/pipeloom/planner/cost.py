@@ -12,9 +12,8 @@ Memory of a stage (in papers: static + q * A + live):
                  receive buffer is kept instead, and the batch is there anyway
     boundary     receive buffers of the micro-batches in flight and of those posted ahead, and messages on
                  their way out, of values and of gradients
-    transient    what the newest micro-batch needs at some moment beyond its residuals: around an op the
-                 activations (forward) or gradients (backward) that are alive, the op's scratch and the new
-                 gradients of its parameters, less the residuals not yet made or already freed
+    transient    what the newest micro-batch needs at some moment beyond its residuals: what is alive around
+                 an op (liveness.py), less the residuals not yet made or already freed
 
 A value that several later stages read is counted once among the messages of the stage that makes it; the
 simulator counts each message. The same numbers come out for any stage (`stage`) and, fast, for all
@@ -36,6 +35,7 @@ from ..ir.plan import StageMemory, StagePlan
 from ..ir.profile import Profile
 from ..ir.stages import StageGraph
 from .intervals import Array, Indices, IntervalSums
+from .liveness import Liveness
 from .terms import interval_terms
 from .wiring import Wiring, saved_by
 
@@ -127,8 +127,12 @@ class CostModel:
         stage = stages.stages[index]
         inside = {*stage.ops, *stage.clones}
         parameters = [graph.parameter[name] for name in stages.params[index]]
-        received = {c.value.name: c.value for c in stages.crossings if c.target == index}
-        sent = {c.value.name: c.value for c in stages.crossings if c.source == index}
+        received = {c.value.name: c.value.needs_grad for c in stages.crossings if c.target == index}
+        sent: dict[str, bool] = {}
+        for c in stages.crossings:
+            if c.source == index:
+                sent[c.value.name] = c.value.needs_grad or sent.get(c.value.name, False)
+        size = {name: graph.value[name].bytes for name in (*received, *sent)}
         residuals, transient = self._newest(stage.ops, inside)
         saved = {v for name in stage.ops for v in self.saves.get(name, ())}
         return Footprint(
@@ -137,24 +141,25 @@ class CostModel:
             buffers=sum(graph.buffer[name].bytes for name in stages.buffers[index]),
             residuals=residuals,
             kept=sum(self.wiring.made_at(v) >= 0 and graph.producer[v] not in inside for v in saved),
-            received=sum(v.bytes for v in received.values()),
-            received_grads=sum(v.bytes for v in received.values() if v.needs_grad),
-            sent=sum(v.bytes for v in sent.values()),
-            sent_grads=sum(v.bytes for v in sent.values() if v.needs_grad),
+            received=sum(size[v] for v in received),
+            received_grads=sum(size[v] for v, back in received.items() if back),
+            sent=sum(size[v] for v in sent),
+            sent_grads=sum(size[v] for v, back in sent.items() if back),
             transient=transient,
         )
 
     def _newest(self, ops: Sequence[str], inside: set[str]) -> tuple[int, float]:
         """Residuals of one micro-batch, and what it needs beyond them at its worst moment."""
         graph = self.graph
+        own = [name for name in ops if name in self.wiring.position]
+        alive = self.liveness.of_stage([self.wiring.position[name] for name in own])
         kept: set[str] = set()
         held, most = 0, 0.0
-        for name in ops:
-            if name in self.wiring.position:
-                made = {v for v in self.saves[name] if self._makes(v, inside)} - kept
-                kept |= made
-                held += self.profile.costs[name].extra_saved_bytes + sum(graph.value[v].bytes for v in made)
-                most = max(most, held + self.live[self.wiring.position[name]])
+        for name, around in zip(own, alive, strict=True):
+            made = {v for v in self.saves[name] if self._makes(v, inside)} - kept
+            kept |= made
+            held += self.profile.costs[name].extra_saved_bytes + sum(graph.value[v].bytes for v in made)
+            most = max(most, held + float(around))
         return held, most - held
 
     def _makes(self, value: str, inside: set[str]) -> bool:
@@ -188,9 +193,10 @@ class CostModel:
 
     # --- intervals of ops -------------------------------------------------------------------------
 
-    def row(self, start: int, ends: Indices) -> tuple[Footprint, Array]:
+    def row(self, start: int, ends: Indices, *, exact: bool = True) -> tuple[Footprint, Array]:
         """Footprints and compute times of the intervals [start, end), for ascending ends.
 
+        exact: if not, `transient` is only an upper bound, which is faster.
         Returns the footprint with arrays over intervals, and seconds as (distinct profiles, intervals).
         """
         here = ends - start - 1
@@ -198,10 +204,14 @@ class CostModel:
         sums = self._sums.row(start, stop)
         held = sums[COLUMN["residuals"]]
         held += self._extra[start + 1 : stop + 1] - self._extra[start]
-        transient = np.maximum.accumulate(held + self.live[start:stop]) - held
+        if exact:
+            alive = self.liveness.of_intervals(start, ends)
+            transient = np.max(alive + held[:, None], axis=0) - held[here]
+        else:
+            transient = (np.maximum.accumulate(held + self.liveness.bound[start:stop]) - held)[here]
         columns = {name: sums[index, here] for name, index in COLUMN.items()}
         seconds = self.prefix_s[:, ends] - self.prefix_s[:, start : start + 1]
-        return Footprint(**columns, transient=transient[here]), seconds + sums[len(COLUMN) :, here]
+        return Footprint(**columns, transient=transient), seconds + sums[len(COLUMN) :, here]
 
     def turns(self, footprint: Footprint, seconds: Array, ranks: Indices) -> Array:
         """Seconds that one micro-batch occupies each interval on each rank: (ranks, intervals)."""
@@ -216,6 +226,16 @@ class CostModel:
         """Seconds in transfers over the left edge of each interval on each rank: (ranks, intervals)."""
         f = footprint
         return self._edge_s(f.received, ranks, -1, 0) + self._edge_s(f.received_grads, ranks, 0, -1)
+
+    @cached_property
+    def cut_points(self) -> Indices:
+        """Positions in front of which a cut may be, both ends included: none between ops that share an
+        updated buffer."""
+        torn = np.zeros(len(self) + 1, dtype=np.bool_)
+        for names in self.graph.together.values():
+            positions = [self.wiring.position[name] for name in names]
+            torn[min(positions) + 1 : max(positions) + 1] = True
+        return np.nonzero(~torn)[0]
 
     @cached_property
     def crossing_bytes(self) -> Array:
@@ -266,32 +286,8 @@ class CostModel:
         return np.concatenate([[0.0], np.cumsum(extra, dtype=np.float64)])
 
     @cached_property
-    def live(self) -> Array:
-        """Bytes around each op, scratch and the new gradients of its parameters included.
-
-        Forward: values that some op has yet to read and no op saves. Backward: gradients of values; one is
-        there from the value's last reader back to its maker.
-        """
-        wiring = self.wiring
-        change = np.zeros((2, len(self) + 1))
-        saved = {v.name for v in self.graph.inputs}.union(*self.saves.values())
-        ends: dict[str, tuple[int, int]] = {}
-        for name, base in wiring.base.items():
-            positions = [p for p in (wiring.made_at(name), *wiring.readers(name)) if p >= 0]
-            first, last = ends.get(base, (len(self), -1))
-            ends[base] = min([first, *positions]), max([last, *positions])
-        for base, (first, last) in ends.items():
-            value = self.graph.value[base]
-            for row, counts in enumerate((base not in saved, value.needs_grad)):
-                if counts and last >= 0:
-                    change[row, first] += value.bytes
-                    change[row, last + 1] -= value.bytes
-        forward, backward = np.cumsum(change, axis=1)[:, :-1]
-        trained = {p.name: p.bytes for p in self.graph.parameters if p.trainable}
-        fresh = [sum(trained.get(name, 0) for name in op.params) for op in wiring.ops]
-        scratch = [self.profile.costs[op.name].transient_bytes for op in wiring.ops]
-        alive = np.maximum(forward, backward + np.array(fresh, dtype=np.float64))
-        return np.asarray(alive + np.array(scratch))
+    def liveness(self) -> Liveness:
+        return Liveness(self.wiring, self.saves, self.profile)
 
     @cached_property
     def _sums(self) -> IntervalSums:

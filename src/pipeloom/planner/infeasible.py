@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from math import ceil
 
 import numpy as np
@@ -64,11 +63,17 @@ def binding_stage(search: Search, cuts: tuple[int, ...]) -> tuple[int, int]:
 
 
 def fewest_stages(search: Search, more: Callable[[int], Search | None]) -> int | None:
-    """The smallest number of stages, above the search's, with which something fits; None if none does."""
-    for stages in range(len(search.caps) + 1, min(MORE_STAGES * len(search.caps), len(search.model)) + 1):
-        wider = more(stages)
-        if wider is None:
-            return None
-        if replace(wider, coarse=min(wider.coarse, 200)).smallest()[0] <= 1:
-            return stages
-    return None
+    """The smallest number of stages, above the search's, with which something fits; None if none does.
+
+    By bisection: more stages on more devices like these need less each.
+    """
+    low, high = len(search.caps), min(MORE_STAGES * len(search.caps), len(search.model.cut_points) - 1)
+    widest = more(high) if high > low else None
+    if widest is None or widest.smallest()[0] > 1:
+        return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        wider = more(middle)
+        assert wider is not None  # the devices are alike, as the widest search showed
+        low, high = (low, middle) if wider.smallest()[0] <= 1 else (middle, high)
+    return high

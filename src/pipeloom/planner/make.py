@@ -96,6 +96,11 @@ def make_plan(
     request = _Request(graph, profile, cluster, schedule, microbatches, options)
     find = planner(strategy)
     search = request.search(stages)
+    if stages > (places := len(search.model.cut_points) - 1):
+        raise PlanError(
+            f"{stages} stages, but ops that share an updated buffer stay together, which leaves {places}",
+            hint=f"use at most {places} stages",
+        )
     for _ in range(ROUNDS):
         cuts = find(search)
         if not cuts:

@@ -9,10 +9,11 @@ comes, best[s][i] is final for every s, so each row of values is made once and u
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .cost import CostModel, Footprint
 from .intervals import Array, Indices
@@ -24,25 +25,29 @@ NOTHING: tuple[float, tuple[int, ...]] = (float("inf"), ())
 
 
 def sweep(
-    ops: int, stages: int, row: Row, combine: Callable[[Any, Any], Any] = np.maximum, *,
-    points: Indices | None = None, stop: Callable[[int], int] | None = None, below: float = np.inf,
+    points: Indices, stages: int, row: Row, combine: Callable[[Any, Any], Any] = np.maximum, *,
+    stop: Callable[[int], int] | None = None, below: float = np.inf,
 ) -> tuple[float, tuple[int, ...]]:  # fmt: skip
-    """The best cut of ops 0..ops-1 into non-empty intervals.
+    """The best cut of ops 0..n-1 into non-empty intervals.
 
-    points: where cuts may be, ascending, 0 and `ops` included (default: everywhere).
+    points: where cuts may be, ascending, from 0 to n.
     stop: start -> end of the longest interval worth a look.  below: results above this are dropped.
     Returns (value, cuts) with stages + 1 cut positions; (inf, ()) if nothing is allowed.
     """
+    ops = int(points[-1])
     best = np.full((stages + 1, ops + 1), np.inf)
     best[0, 0] = -np.inf if combine is np.maximum else 0.0
     origin = np.zeros((stages + 1, ops + 1), dtype=np.int64)
-    allowed = np.arange(ops + 1) if points is None else points
-    for index, start in enumerate(allowed[:-1]):
+    for index, start in enumerate(points[:-1]):
         ranks = np.nonzero((best[:-1, start] < np.inf) & (best[:-1, start] <= below))[0]
         if not len(ranks):
             continue
-        last = len(allowed) if stop is None else np.searchsorted(allowed, stop(start), side="right")
-        ends = allowed[index + 1 : max(last, index + 2)]
+        last = len(points) if stop is None else np.searchsorted(points, stop(start), side="right")
+        ends = points[index + 1 : max(last, index + 2)]
+        if ranks[0] == stages - 1:  # the last stage takes the rest
+            if ends[-1] < ops:
+                continue
+            ends = ends[-1:]
         values = combine(best[ranks, start][:, None], row(int(start), ends, ranks))
         cells = np.ix_(ranks + 1, ends)
         better = values < best[cells]
@@ -61,7 +66,7 @@ class Search:
     """Contiguous cuts of one graph into stages 0..len(caps)-1, stage s on rank s.
 
     caps: bytes per rank.  in_flight: micro-batches whose residuals each stage holds at its peak.
-    coarse: with more ops than this, a first search over about so many cut positions bounds the full one.
+    coarse: with more ops than this, searches over fewer cut positions bound the full one.
     """
 
     model: CostModel
@@ -74,14 +79,12 @@ class Search:
 
         Of equally fast ones it is one with the least time in transfers. (inf, ()) if none fits.
         """
-        bound, cuts = self._fastest(np.inf, self.points()) if self.large else NOTHING
-        value, found = self._fastest(bound, None)
-        value, cuts = (value, found) if found else (bound, cuts)
+        value, cuts = self._refine(self._levels(), self._fastest)
         if not cuts:
             return NOTHING
         limit = value * (1 + 1e-9)
         _, calm = sweep(
-            len(self.model), len(self.caps), lambda *at: self._traffic(limit, *at), np.add,
+            self.model.cut_points, len(self.caps), lambda *at: self._traffic(limit, *at), np.add,
             stop=lambda start: self._reach(start, limit),
         )  # fmt: skip
         return value, calm or cuts
@@ -89,26 +92,48 @@ class Search:
     def smallest(self) -> tuple[float, tuple[int, ...]]:
         """The cut that fills the fullest rank least, and the share of its cap that it fills.
 
-        For a large graph, cuts at `points` only: then a little less may do.
+        For a large graph, cuts at a quarter of `coarse` positions only: then a little less may do.
         """
-        points = self.points() if self.large else None
-        return sweep(len(self.model), len(self.caps), self._shares, points=points)
+        few = [self._points(self.coarse // 16), self._points(self.coarse // 4)]
+        return self._refine(few if self.large else [few[1], self.model.cut_points], self._smallest)
 
     @property
     def large(self) -> bool:
         return len(self.model) > self.coarse
 
-    def points(self) -> Indices:
-        """In each of `coarse` stretches of the op order the cut that least bytes cross; and both ends."""
-        ops = len(self.model)
-        crossing = self.model.crossing_bytes
-        edges = np.linspace(1, ops, min(self.coarse, ops), dtype=np.int64)
-        inner = [a + int(np.argmin(crossing[a:b])) for a, b in zip(edges[:-1], edges[1:], strict=True)]
-        return np.unique(np.array([0, ops, *inner], dtype=np.int64))
+    def _levels(self) -> list[Indices]:
+        """Cut positions of one search after another, each within the bound of the one before."""
+        everywhere = self.model.cut_points
+        few = [self._points(self.coarse // 8), self._points(self.coarse)] if self.large else []
+        return [*few, everywhere]
 
-    def _fastest(self, bound: float, points: Indices | None) -> tuple[float, tuple[int, ...]]:
+    def _refine(
+        self, levels: list[Indices], search: Callable[[float, Indices], tuple[float, tuple[int, ...]]]
+    ) -> tuple[float, tuple[int, ...]]:
+        value, cuts = NOTHING
+        for points in levels:
+            better, found = search(value, points)
+            value, cuts = (better, found) if found else (value, cuts)
+        return value, cuts
+
+    def _points(self, count: int) -> Indices:
+        """In each of `count` stretches of the op order the cut that least bytes cross; both ends; and
+        enough cuts for the stages there are."""
+        ops = len(self.model)
+        everywhere = self.model.cut_points
+        crossing = np.full(ops + 1, np.inf)
+        crossing[everywhere] = self.model.crossing_bytes[everywhere]
+        edges = np.linspace(1, ops, min(max(count, 4 * len(self.caps)), ops), dtype=np.int64)
+        stretches = zip(edges[:-1], edges[1:], strict=True)
+        inner = [a + int(np.argmin(crossing[a:b])) for a, b in stretches if a < b]
+        return np.intersect1d(everywhere, np.array([0, ops, *inner], dtype=np.int64))
+
+    def _fastest(self, bound: float, points: Indices) -> tuple[float, tuple[int, ...]]:
         stop = None if bound == np.inf else (lambda start: self._reach(start, bound))
-        return sweep(len(self.model), len(self.caps), self._turns, points=points, stop=stop, below=bound)
+        return sweep(points, len(self.caps), self._turns, stop=stop, below=bound)
+
+    def _smallest(self, bound: float, points: Indices) -> tuple[float, tuple[int, ...]]:
+        return sweep(points, len(self.caps), lambda *at: self._shares(bound, *at), below=bound)
 
     def _reach(self, start: int, bound: float) -> int:
         """The end of the longest interval from `start` that some rank computes within `bound` seconds."""
@@ -121,16 +146,32 @@ class Search:
         in_flight, caps = np.array(self.in_flight)[ranks], np.array(self.caps, dtype=np.float64)[ranks]
         return np.asarray(self.model.memory(footprint, in_flight) / caps[:, None])
 
-    def _shares(self, start: int, ends: Indices, ranks: Indices) -> Array:
-        return self._filled(self.model.row(start, ends)[0], ranks)
+    def _fits(self, start: int, ends: Indices, ranks: Indices, bound: Footprint) -> NDArray[np.bool_]:
+        """Which intervals fit; the exact transient memory is worked out only where it decides."""
+        fits = self._filled(bound, ranks) <= 1
+        least = self._filled(replace(bound, transient=0.0), ranks) <= 1
+        open_ends = np.nonzero((least & ~fits).any(axis=0))[0]
+        if len(open_ends):
+            exact, _ = self.model.row(start, ends[open_ends])
+            fits[:, open_ends] = self._filled(exact, ranks) <= 1
+        return np.asarray(fits)
+
+    def _shares(self, bound: float, start: int, ends: Indices, ranks: Indices) -> Array:
+        rough, _ = self.model.row(start, ends, exact=False)
+        least = self._filled(replace(rough, transient=0.0), ranks)
+        shares = np.full(least.shape, np.inf)
+        open_ends = np.nonzero((least <= bound).any(axis=0))[0]
+        if len(open_ends):
+            shares[:, open_ends] = self._filled(self.model.row(start, ends[open_ends])[0], ranks)
+        return shares
 
     def _turns(self, start: int, ends: Indices, ranks: Indices) -> Array:
-        footprint, seconds = self.model.row(start, ends)
-        times = self.model.turns(footprint, seconds, ranks)
-        return np.where(self._filled(footprint, ranks) <= 1, times, np.inf)
+        footprint, seconds = self.model.row(start, ends, exact=False)
+        fits = self._fits(start, ends, ranks, footprint)
+        return np.where(fits, self.model.turns(footprint, seconds, ranks), np.inf)
 
     def _traffic(self, limit: float, start: int, ends: Indices, ranks: Indices) -> Array:
-        footprint, seconds = self.model.row(start, ends)
+        footprint, seconds = self.model.row(start, ends, exact=False)
         allowed = self.model.turns(footprint, seconds, ranks) <= limit
-        allowed &= self._filled(footprint, ranks) <= 1
+        allowed &= self._fits(start, ends, ranks, footprint)
         return np.where(allowed, self.model.edges(footprint, ranks), np.inf)

@@ -45,10 +45,12 @@ def _crossings(wiring: Wiring, columns: Columns) -> Iterable[Term]:
         made, readers = wiring.made_at(name), wiring.readers(name)
         if made < 0 or not readers:
             continue
-        for into, out in [("received", "sent")] + [("received_grads", "sent_grads")] * value.needs_grad:
-            yield from first_use_terms(readers, columns[into], value.bytes, after=made)
-            yield -1, made, made, columns[out], value.bytes
-            yield -1, made, readers[-1], columns[out], -value.bytes
+        back = wiring.grad_readers(name)
+        for into, out, where in (("received", "sent", readers), ("received_grads", "sent_grads", back)):
+            if where:
+                yield from first_use_terms(where, columns[into], value.bytes, after=made)
+                yield -1, made, made, columns[out], value.bytes
+                yield -1, made, where[-1], columns[out], -value.bytes
 
 
 def _residuals(wiring: Wiring, saves: Mapping[str, Sequence[str]], columns: Columns) -> Iterable[Term]:

@@ -49,7 +49,7 @@ class Wiring:
         found: dict[str, set[int]] = {name: set() for name in (*self.graph.parameter, *self.graph.buffer)}
         for op in self.graph.ops:
             where = self.cheap_users[op.name] if op.cheap else (self.position[op.name],)
-            for name in (*op.params, *op.buffers):
+            for name in (*op.params, *op.buffers, *op.updates):
                 found[name].update(where)
         return {name: tuple(sorted(positions)) for name, positions in found.items()}
 
@@ -59,6 +59,14 @@ class Wiring:
         for reader in self.graph.consumers[value]:
             found.update(self.cheap_users.get(reader) or (self.position.get(reader, -1),))
         return tuple(sorted(found - {-1}))
+
+    def grad_readers(self, value: str) -> tuple[int, ...]:
+        """Positions of the ops through which a gradient flows back to a value, ascending."""
+        if not self.graph.value[value].needs_grad:
+            return ()
+        ops = [self.graph.op[name] for name in self.graph.consumers[value]]
+        through = [op.name for op in ops if not op.cheap and any(v.needs_grad for v in op.outputs)]
+        return tuple(sorted(self.position[name] for name in through))
 
     def made_at(self, value: str) -> int:
         """Position of a value's maker; -1 for what every stage has or makes itself (batch, cheap ops)."""

@@ -90,16 +90,14 @@ def measure_kernel(
     tensors = list(arguments.values())
     with torch.no_grad():
         forward = timer(lambda: call(node, arguments), budget_s / 3)
-        results, scratch = _scratch(timer.device, lambda: call(node, arguments))
-    if _shares_storage(results, tensors):
-        forward = 0.0  # a view: nothing is computed
-    del results
     saved: list[Tensor] = []
     with torch.enable_grad(), saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):  # type: ignore[func-returns-value]
         # As when a stage is traced: dropout keeps a mask of bytes, not of numbers.
         with enable_python_dispatcher():
-            results = call(node, arguments)
+            results, scratch = _scratch(timer.device, lambda: call(node, arguments))
     outputs = _tensors(results)
+    if _shares_storage(outputs, tensors):
+        forward = 0.0  # a view: nothing is computed
     saved_args, saved_outputs, extra = _identify(saved, tensors, outputs)
     values = [t for t, role in zip(tensors, roles, strict=True) if role == "value"]
     weights = [t for t, role in zip(tensors, roles, strict=True) if role == "weight"]
@@ -166,17 +164,21 @@ class _Alive(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         known = {_storage(t) for t in _tensors((args, kwargs))}
         results = func(*args, **(kwargs or {}))
-        self.made = {key: entry for key, entry in self.made.items() if not entry[0].expired()}
         for tensor in _tensors(results):
             storage = tensor.untyped_storage()
             if storage._cdata not in known and storage._cdata not in self.made:
                 self.made[storage._cdata] = (_weak(storage), storage.nbytes())
-        self.peak = max(self.peak, sum(size for _, size in self.made.values()))
+        self.peak = max(self.peak, self.level())
         return results
+
+    def level(self) -> int:
+        """Bytes alive now."""
+        self.made = {key: entry for key, entry in self.made.items() if not entry[0].expired()}
+        return sum(size for _, size in self.made.values())
 
 
 def _scratch(device: torch.device, run: Callable[[], Any]) -> tuple[Any, int]:
-    """The results of a function, and the most bytes alive on the way beyond those of its results."""
+    """The results of a function, and the most bytes alive on the way beyond those that it leaves."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -187,6 +189,4 @@ def _scratch(device: torch.device, run: Callable[[], Any]) -> tuple[Any, int]:
         return results, max(0, peak - max(before, after))
     with _Alive() as alive:
         results = run()
-    kept = {_storage(t) for t in _tensors(results)}
-    end = sum(size for key, (_, size) in alive.made.items() if key in kept)
-    return results, max(0, alive.peak - end)
+    return results, alive.peak - alive.level()

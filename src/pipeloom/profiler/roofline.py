@@ -242,15 +242,20 @@ class _Operands:
         learns = any(v.needs_grad for v in self.values[3:])
         return self.of.device.name.startswith("cpu") and (self.op.random or learns)
 
+    @property
+    def _scores(self) -> Value:
+        """What softmax is applied to: a number per query and key."""
+        query, key = self.values[0], self.values[min(1, len(self.values) - 1)]
+        return Value(name="scores", shape=(*query.shape[:-1], key.shape[-2]), dtype=query.dtype)
+
     def _attention_bytes(self) -> int:
         """Fused: a float32 per row, and a boolean mask as numbers. Else copies of Q, K and V and what
         softmax and dropout make of the scores."""
-        query, key = self.values[0], self.values[min(1, len(self.values) - 1)]
+        query = self.values[0]
         if self.unfused:
-            shape = (*query.shape[:-1], key.shape[-2])
-            scores = tensor_bytes(shape, query.dtype)
             copies = sum(v.bytes for v in self.values[:3])
-            return copies + (2 * scores + prod(shape) if self.op.random else scores)
+            dropped = self._scores.bytes + prod(self._scores.shape) if self.op.random else 0
+            return copies + self._scores.bytes + dropped
         masks = sum(tensor_bytes(v.shape, query.dtype) for v in self.values[3:] if v.dtype == "bool")
         return tensor_bytes(query.shape[:-1], "float32") + masks
 
@@ -261,7 +266,7 @@ class _Operands:
         summed = self.rule.kind == "elementwise" and self.rule.keeps in ("factors", "divisor") and any(
             v.needs_grad and v.shape != out.shape for v in self.values
         )
-        scores = self._attention_bytes() * 2 // 3 if self.rule.kind == "attention" and self.unfused else 0
+        scores = self._scores.bytes if self.rule.kind == "attention" and self.unfused else 0
         return max(by_rule, out.bytes if summed else 0, scores)
 
 

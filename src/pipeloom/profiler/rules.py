@@ -61,7 +61,7 @@ _TABLE: dict[Rule, str] = {
         nll_loss_forward nll_loss2d nll_loss2d_forward nll_loss_nd""",
     Rule("elementwise", "nothing", "mask"): "native_dropout bernoulli",
     Rule("elementwise", "nothing", "noise"): "dropout feature_dropout alpha_dropout",
-    Rule("elementwise", "input", "positions", scratch=1.0): """
+    Rule("elementwise", "input", "positions"): """
         max_pool1d max_pool2d max_pool3d max_pool2d_with_indices""",
     Rule("elementwise", "input"): """
         avg_pool1d avg_pool2d avg_pool3d gelu silu mish softplus log log2 log10 log1p sin cos tan asin acos
