@@ -21,7 +21,10 @@ def signature_of(batch: Mapping[str, Tensor]) -> tuple[str, ...]:
 
 
 def split_batch(batch: Mapping[str, Tensor], parts: int) -> list[dict[str, Tensor]]:
-    """Micro-batches of nearly equal size. Raises: BatchError if there are fewer rows than parts."""
+    """Micro-batches of nearly equal size, contiguous as the stages were traced.
+
+    Raises: BatchError if there are fewer rows than parts.
+    """
     rows = {name: len(t) if t.ndim else 0 for name, t in batch.items()}
     if len(set(rows.values())) != 1:
         found = ", ".join(f"{n} {c}" for n, c in rows.items())
@@ -37,7 +40,7 @@ def split_batch(batch: Mapping[str, Tensor], parts: int) -> list[dict[str, Tenso
         )
     sizes = microbatch_rows(count, parts)
     split = {name: torch.split(t, list(sizes)) for name, t in batch.items()}
-    return [{name: pieces[i] for name, pieces in split.items()} for i in range(parts)]
+    return [{name: pieces[i].contiguous() for name, pieces in split.items()} for i in range(parts)]
 
 
 def microbatch_rows(rows: int, parts: int) -> Sequence[int]:
