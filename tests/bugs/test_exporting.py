@@ -112,3 +112,8 @@ def test_gradients_of_the_users_own_are_not_lost(between: Callable[..., Tensor],
     with pytest.raises(CaptureError, match=reason):
         export(Wrapped(), zoo.vector_batch(0, 2), "mine")
     assert torch.autograd.grad is not None and Doubled.apply(torch.ones(1)).item() == 2.0
+
+
+def test_an_operator_with_a_registered_gradient_is_captured() -> None:
+    """Mixtral's experts use one; it is no autograd function of the user's."""
+    assert not capture(zoo.job("mixtral"), 2).graph.fallback

@@ -64,9 +64,15 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
 
 @contextmanager
 def _own_gradients_refused(name: str) -> Iterator[None]:
+    apply = vars(torch.autograd.Function)["apply"].__func__
+
     def refused(what: str) -> Callable[..., Any]:
         def refuse(*args: Any, **kwargs: Any) -> Any:
-            whose = f" {args[0].__name__}" if isinstance(args[0], type) else ""
+            whose = ""
+            if isinstance(args[0], type):
+                if args[0].__module__.startswith("torch._library."):
+                    return apply(*args, **kwargs)  # an operator with a registered gradient stays whole
+                whose = f" {args[0].__name__}"
             raise CaptureError(
                 f"the forward of {name} uses {what}{whose}, whose gradient torch.export would lose",
                 hint=_HINT,
