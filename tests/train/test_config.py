@@ -91,7 +91,7 @@ def test_what_is_written_reads_back(tmp_path_factory: pytest.TempPathFactory, co
         (
             '\n[model]\nwidth = "big"\n',
             "config.toml line 3: model.width: expected int, got str\n"
-            "hint: model.width is a whole number, by default 192",
+            "hint: model.width is a whole number, by default 128",
         ),
         (
             "[data]\npaths = [1]\n",
@@ -103,7 +103,7 @@ def test_what_is_written_reads_back(tmp_path_factory: pytest.TempPathFactory, co
         ("steps = 0\n", "steps is 0\nhint: use a value above 0"),
         (
             "[model]\nheads = 5\n",
-            "model.width 192 is not a multiple of model.heads 5\nhint: all heads have the same width",
+            "model.width 128 is not a multiple of model.heads 5\nhint: all heads have the same width",
         ),
         ("[model]\ndropout = 1.0\n", "model.dropout is 1.0\nhint: use at least 0 and below 1"),
         ('[pipeline]\ndevice_memory = "300 apples"\n', "'300 apples' has the unknown unit 'apples'\nhint: "),

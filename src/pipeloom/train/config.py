@@ -33,8 +33,8 @@ class ModelConfig:
     """The byte-level GPT. context: bytes it sees at once.  tied: one matrix embeds and predicts."""
 
     layers: int = 4
-    width: int = 192
-    heads: int = 6
+    width: int = 128
+    heads: int = 4
     context: int = 128
     dropout: float = 0.0
     tied: bool = True
@@ -76,9 +76,9 @@ class OptimizerConfig:
     A job that brings its own optimizer uses only the schedule of these.
     """
 
-    learning_rate: float = 2e-3
+    learning_rate: float = 4e-3
     weight_decay: float = 0.05
-    warmup_steps: int = 20
+    warmup_steps: int = 60
     final_rate_share: float = 0.05
     clip_norm: float = 1.0
 
@@ -143,8 +143,8 @@ class Config:
     name: str = "gpt"
     job: str | None = None
     seed: int = 0
-    steps: int = 300
-    validate_every: int = 50
+    steps: int = 400
+    validate_every: int = 100
     validation_batches: int = 4
     checkpoint_every: int = 100
     keep_checkpoints: int = 2

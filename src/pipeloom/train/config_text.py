@@ -53,8 +53,8 @@ def write_config(config: Config) -> str:
     >>> print(write_config(Config()).partition("[")[0].rstrip())
     name = "gpt"
     seed = 0
-    steps = 300
-    validate_every = 50
+    steps = 400
+    validate_every = 100
     validation_batches = 4
     checkpoint_every = 100
     keep_checkpoints = 2
