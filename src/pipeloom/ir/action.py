@@ -36,6 +36,9 @@ STEP = Kind("STEP")
 COMPUTE: dict[Kind, str] = {F: "forward", B: "backward", I: "input gradient", W: "weight gradient"}
 """Kinds that may stand in a schedule, with their names; `register_kind` adds to it."""
 
+AFTER: dict[Kind, Kind] = {}
+"""Registered kind -> the kind of the same stage and micro-batch that it runs after."""
+
 TRANSFERS = (SEND_F, RECV_F, SEND_B, RECV_B)
 STAGE_WIDE = (REDUCE, STEP)
 
@@ -99,17 +102,22 @@ class StageAction:
 Instruction: TypeAlias = Action | Transfer | StageAction
 
 
-def register_kind(letters: str, meaning: str) -> Kind:
+def register_kind(letters: str, meaning: str, *, after: Kind | None = None) -> Kind:
     """Add a kind of compute action, so that schedules may contain it.
 
-    Raises: ScheduleError if the letters are not capitals or are taken.
+    after: the kind of the same stage and micro-batch that must have run (I stands for B and I).
+    Raises: ScheduleError if the letters are not capitals or are taken, or `after` is no such kind.
     """
     kind = Kind(letters)
     if not re.fullmatch(r"[A-Z][A-Z_]*", letters):
         raise ScheduleError(f"kind {letters!r} is not written in capitals", hint="use letters A-Z and _")
     if kind in {*COMPUTE, *TRANSFERS, *STAGE_WIDE, OFFLOAD, RELOAD, RECOMPUTE}:
         raise ScheduleError(f"kind {letters} is already taken", hint="choose other letters")
+    if after is not None and after not in (F, B, I):
+        raise ScheduleError(f"kind {letters} runs after {after!r}", hint="it may run after F, B or I")
     COMPUTE[kind] = meaning
+    if after is not None:
+        AFTER[kind] = after
     return kind
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
 from . import program_rules
-from .action import COMPUTE, Action, B, F, I, W
+from .action import AFTER, COMPUTE, Action, B, F, I, W
 from .board import Board, Process, Stuck, deadlock
 from .errors import ScheduleError
 from .flow import Flow, flow_of
@@ -138,6 +138,25 @@ def order_on_rank(schedule: Schedule, flow: Flow) -> None:
             done.update(gives(action))
 
 
+def slice_order(schedule: Schedule, flow: Flow) -> None:
+    """Slices of one micro-batch: a forward reads what earlier slices left, a backward what later ones did."""
+    k = schedule.slices
+    if k == 1:
+        return
+    for rank, row in enumerate(schedule.rows):
+        done: set[Action] = set()
+        for action in row:
+            at = action.microbatch % k
+            step = -1 if action.kind == F else 1
+            other = Action(action.stage, action.kind, action.microbatch + step)
+            if action.kind in (F, B, I) and 0 <= at + step < k and other not in done:
+                raise ScheduleError(
+                    f"rank {rank} runs {action} before {other}, another slice of the same micro-batch",
+                    hint="run forwards of slices in order and their backwards in the opposite order",
+                )
+            done.add(action)
+
+
 def progress(schedule: Schedule, flow: Flow) -> None:
     """Run all ranks: no rank waits for an action that can never happen."""
     board = Board()
@@ -161,11 +180,12 @@ def progress(schedule: Schedule, flow: Flow) -> None:
         raise deadlock(stuck)
 
 
-RULES: tuple[Rule, ...] = (placement, kinds, completeness, order_on_rank, progress)
+RULES: tuple[Rule, ...] = (placement, kinds, completeness, order_on_rank, slice_order, progress)
 
 
 def needs(action: Action, flow: Flow) -> Iterator[Milestone]:
-    """What must be done, on whatever rank, before an action can start. Registered kinds need nothing.
+    """What must be done, on whatever rank, before an action can start. Registered kinds need what
+    they were registered to run after.
 
     >>> from pipeloom.ir.stages import chain
     >>> list(needs(Action(1, B, 5), flow_of(chain(3))))
@@ -181,6 +201,8 @@ def needs(action: Action, flow: Flow) -> Iterator[Milestone]:
             yield target, microbatch, 1
     elif action.kind == W:
         yield stage, microbatch, 1
+    elif action.kind in AFTER:
+        yield stage, microbatch, int(AFTER[action.kind] != F)
 
 
 def gives(action: Action) -> tuple[Milestone, ...]:

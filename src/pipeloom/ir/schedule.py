@@ -14,6 +14,8 @@ class Schedule:
     """For each rank the ordered compute actions, and the rank of each stage.
 
     Transfers are not written here: they follow from the stage graph.
+    slices: sequence slices of a micro-batch, where each is an action of its own: micro-batch b // slices,
+        slice b % slices.
     """
 
     name: str
@@ -21,10 +23,16 @@ class Schedule:
     placement: tuple[int, ...]
     """placement[stage] is the rank that runs it."""
     rows: tuple[tuple[Action, ...], ...]
+    slices: int = 1
 
     def __post_init__(self) -> None:
         if self.microbatches < 1:
             raise ScheduleError(f"{self.microbatches} micro-batches", hint="use at least 1")
+        if self.slices < 1 or self.microbatches % self.slices:
+            raise ScheduleError(
+                f"{self.microbatches} actions per stage for {self.slices} slices a micro-batch",
+                hint="let the slices divide them",
+            )
         if not self.rows:
             raise ScheduleError("a schedule without ranks", hint="give one row of actions per rank")
 

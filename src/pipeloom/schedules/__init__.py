@@ -1,5 +1,30 @@
 """Schedules: (stage graph, placement, micro-batches) -> the order in which each rank computes."""
 
-from .registry import build, in_flight, names, register
+from .language import Operation, Recipe, best, make, path_clock, phases, turns
+from .placements import both_ways, loop, replicate, wave
+from .registry import Entry, Times, build, entry, in_flight, names, register, shape_of, usual
+from .shape import Shape
 
-__all__ = ["build", "in_flight", "names", "register"]
+__all__ = [
+    "Entry",
+    "Operation",
+    "Recipe",
+    "Shape",
+    "Times",
+    "best",
+    "both_ways",
+    "build",
+    "entry",
+    "in_flight",
+    "loop",
+    "make",
+    "names",
+    "path_clock",
+    "phases",
+    "register",
+    "replicate",
+    "shape_of",
+    "turns",
+    "usual",
+    "wave",
+]

@@ -1,8 +1,8 @@
 """Forwards without backwards, for evaluation.
 
-    0F0 0F1 0F2
-        1F0 1F1 1F2
-            2F0 2F1 2F2
+0F0 0F1 0F2
+    1F0 1F1 1F2
+        2F0 2F1 2F2
 """
 
 from __future__ import annotations

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Protocol
 
 from ..ir.action import Action, B, F, I, W
 from ..ir.check import check
+from ..ir.costs import StageCost, equal_costs
 from ..ir.errors import ScheduleError
 from ..ir.schedule import Schedule
-from ..ir.stages import StageGraph
-from . import forward_only, gpipe, one_f_one_b
+from ..ir.stages import StageGraph, chain
+from . import forward_only, gpipe, grouped, one_f_one_b, two_ways, variants, vee, zb
 from .clock import Rows
+from .language import Recipe, best
+from .placements import both_ways, loop, replicate, wave
+from .shape import Shape
 
 
 class Family(Protocol):
@@ -20,10 +26,64 @@ class Family(Protocol):
     def __call__(self, stages: StageGraph, placement: tuple[int, ...], microbatches: int, /) -> Rows: ...
 
 
-_FAMILIES: dict[str, Family] = {
-    "forward_only": forward_only.rows,
-    "gpipe": gpipe.rows,
-    "1f1b": one_f_one_b.rows,
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A schedule in the library.
+
+    family: makes rows from the shape alone, or recipe: in the language, for any times.  rows: from a Shape,
+        for what has operations of its own.
+    place: where its stages go unless the user says otherwise: "line", "loop", "wave" or "both ways".
+    lacks: what a runtime must have to run it and has not, if anything.
+    """
+
+    family: Family | None = None
+    recipe: Callable[[Shape], Recipe | Sequence[Recipe]] | None = None
+    rows: Callable[[Shape], Rows] | None = None
+    place: str = "line"
+    about: str = ""
+    lacks: str = ""
+
+    def make(self, shape: Shape) -> tuple[Rows, int]:
+        """The rows, and how many slices a micro-batch has."""
+        if self.family is not None:
+            return self.family(shape.stages, shape.placement, shape.microbatches), 1
+        if self.rows is not None:
+            return self.rows(shape), 1
+        assert self.recipe is not None
+        made = best(shape, self.recipe(shape))
+        return made.outcome.rows, made.recipe.slices
+
+
+VERSIONS = "weight versions"
+SLICES = "sequence slices"
+PEER = "eviction of residuals to a peer"
+
+_FAMILIES: dict[str, Family | Entry] = {
+    "forward_only": Entry(family=forward_only.rows, about="forwards, for evaluation"),
+    "gpipe": Entry(family=gpipe.rows, about="all forwards, then all backwards"),
+    "1f1b": Entry(family=one_f_one_b.rows, about="one forward, one backward"),
+    "eager_1f1b": Entry(recipe=variants.eager_1f1b, about="1F1B with twice the warm-up"),
+    "interleaved_1f1b": Entry(recipe=grouped.interleaved_1f1b, place="loop", about="1F1B over chunks"),
+    "looped_bfs": Entry(recipe=grouped.looped_bfs, place="loop", about="GPipe over chunks"),
+    "async_1f1b": Entry(recipe=variants.async_1f1b, about="1F1B without a flush", lacks=VERSIONS),
+    "zb_h1": Entry(recipe=zb.zb_h1, about="W fills gaps, memory of 1F1B"),
+    "zb_h2": Entry(recipe=zb.zb_h2, about="W fills gaps, twice the memory"),
+    "zb_1p": Entry(recipe=zb.zb_h1, about="zb_h1, `memory` may be set"),
+    "zb_2p": Entry(recipe=zb.zb_h2, about="zb_h2, `memory` may be set"),
+    "zb_v": Entry(recipe=vee.zb_v, place="wave", about="V with no bubble, memory of 1F1B"),
+    "v_half": Entry(recipe=vee.v_half, place="wave", about="V with half the memory"),
+    "v_min": Entry(recipe=vee.v_min, place="wave", about="V with a third of the memory"),
+    "1f1b_v": Entry(recipe=vee.one_f_one_b_v, place="wave", about="V with two thirds of the memory"),
+    "dualpipe": Entry(recipe=two_ways.dualpipe, place="both ways", about="two directions, W apart"),
+    "dualpipev": Entry(recipe=two_ways.dualpipev, place="wave", about="dualpipe cut in half"),
+    "chimera": Entry(recipe=two_ways.chimera, place="both ways", about="two directions"),
+    "hanayo": Entry(recipe=two_ways.hanayo, place="wave", about="waves"),
+    "gis": Entry(recipe=grouped.gis, place="loop", about="interleaved with the memory of 1F1B"),
+    "gis_g": Entry(recipe=grouped.gis_g, place="loop", about="gis in groups of `group`"),
+    "gis_h": Entry(recipe=grouped.gis_h, place="loop", about="gis with the smallest groups"),
+    "po": Entry(recipe=grouped.po, place="loop", about="uniform repeating, for offloading"),
+    "seq1f1b": Entry(recipe=variants.seq1f1b, about="1F1B over sequence slices", lacks=SLICES),
+    "bpipe": Entry(rows=variants.bpipe_rows, about="1F1B, residuals moved to a partner", lacks=PEER),
 }
 
 
@@ -36,7 +96,7 @@ def names() -> tuple[str, ...]:
     return tuple(_FAMILIES)
 
 
-def register(name: str, family: Family) -> None:
+def register(name: str, family: Family | Entry) -> None:
     """Make a family known by a name in small letters. Raises: ScheduleError if the name is taken."""
     key = _key(name)
     if key in _FAMILIES:
@@ -44,14 +104,36 @@ def register(name: str, family: Family) -> None:
     _FAMILIES[key] = family
 
 
+def entry(name: str) -> Entry:
+    """What the library knows of a schedule. Raises: ScheduleError if the name is unknown."""
+    found = _family(name.partition(":")[0])
+    return found if isinstance(found, Entry) else Entry(family=found)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Times:
+    """What building may know besides the order.
+
+    costs: one per stage; equal ones by default.  transfer_s: seconds of a message between two ranks, the
+        same for all or by (from stage, to stage).  limit_bytes: most residual bytes of a rank; the costs
+        must then say what residuals take.
+    """
+
+    costs: tuple[StageCost, ...] | None = None
+    transfer_s: float | Callable[[int, int], float] = 0.0
+    limit_bytes: float | None = None
+    options: Mapping[str, float] = field(default_factory=dict)
+
+
 def build(
     name: str, stages: StageGraph, placement: tuple[int, ...], microbatches: int,
-    *, split_backward: bool = False,
+    *, split_backward: bool = False, times: Times | None = None,
 ) -> Schedule:  # fmt: skip
     """Build a schedule by name and check it.
 
-    name: see `names`; capitals and `-` for `_` are fine.  placement: the rank of each stage.
-    split_backward: every B becomes I and then W.
+    name: see `names`; capitals and `-` for `_` are fine; options follow a colon: "gis_g:group=3".
+    placement: the rank of each stage.  split_backward: every B becomes I and then W.
+    times: for schedules in the language, which order by time.
     Raises: ScheduleError if the name is unknown, the placement does not fit, or a rule is broken.
 
     >>> from pipeloom.ir.stages import chain
@@ -59,13 +141,68 @@ def build(
     0F0 0F1 0B0 0F2 0B1 0B2
     1F0 1B0 1F1 1B1 1F2 1B2
     """
-    family = _family(name)
+    known = entry(name)
     _refuse_bad_shape(stages, placement, microbatches)
-    made = (tuple(row) for row in family(stages, placement, microbatches))
-    rows = tuple(split(row) for row in made) if split_backward else tuple(made)
-    schedule = Schedule(name=_key(name), microbatches=microbatches, placement=placement, rows=rows)
+    made, slices = known.make(_shape(name, stages, placement, microbatches, times or Times()))
+    rows = tuple(split(tuple(row)) if split_backward else tuple(row) for row in made)
+    schedule = Schedule(
+        name=_key(name), microbatches=microbatches, placement=placement, rows=rows, slices=slices
+    )
     check(schedule, stages)
     return schedule
+
+
+def _shape(
+    name: str, stages: StageGraph, placement: tuple[int, ...], microbatches: int, times: Times
+) -> Shape:
+    given = times.transfer_s
+    count = len(stages.stages)
+    costs = times.costs or equal_costs(count)
+    if len(costs) != count:
+        raise ScheduleError(f"{len(costs)} costs for {count} stages", hint="give one StageCost per stage")
+    return Shape(
+        stages=stages, placement=placement, microbatches=microbatches, costs=costs,
+        transfer_s=given if callable(given) else (lambda source, target: given),
+        limit_bytes=times.limit_bytes, options={**times.options, **_options(name)},
+    )  # fmt: skip
+
+
+def _options(name: str) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for part in filter(None, name.partition(":")[2].split(",")):
+        key, _, value = part.partition("=")
+        try:
+            found[key.strip()] = float(value)
+        except ValueError:
+            raise ScheduleError(
+                f"cannot read option {part!r} of {name!r}",
+                hint="write name:option=number, as in gis_g:group=3",
+            ) from None
+    return found
+
+
+def usual(name: str, ranks: int, chunks: int = 0) -> tuple[StageGraph, tuple[int, ...]]:
+    """A chain of stages and the placement that a schedule is meant for.
+
+    chunks: stages per rank; 2 where a schedule needs several, unless given.
+
+    >>> usual("zb_v", 2)[1]
+    (0, 1, 1, 0)
+    """
+    place = entry(name).place
+    if place == "both ways":
+        return replicate(chain(ranks), 2), both_ways(ranks)
+    if place == "wave":
+        where = wave(ranks, chunks or 2)
+    else:
+        where = loop(ranks, chunks or (2 if place == "loop" else 1))
+    return chain(len(where)), where
+
+
+def shape_of(ranks: int, *, microbatches: int, chunks: int = 1) -> Shape:
+    """A chain in a loop with equal times: enough to try a recipe on."""
+    where = loop(ranks, chunks)
+    return _shape("", chain(len(where)), where, microbatches, Times())
 
 
 def split(row: tuple[Action, ...]) -> tuple[Action, ...]:
@@ -102,7 +239,7 @@ def _key(name: str) -> str:
     return name.lower().replace("-", "_")
 
 
-def _family(name: str) -> Family:
+def _family(name: str) -> Family | Entry:
     key = _key(name)
     if key not in _FAMILIES:
         near = get_close_matches(key, _FAMILIES, n=1)

@@ -1,0 +1,94 @@
+"""Schedules for several chunks per rank in a loop: groups of micro-batches per chunk, in fixed patterns.
+
+    looped_bfs        all micro-batches of a chunk, then the next chunk; bubble as GPipe's over v
+    interleaved_1f1b  groups of p micro-batches; bubble 3 (p - 1) / v, peak p + (p - 1) / v
+    gis, gis_g        W apart from I and a shorter warm-up: peak p, or (g (v - 1) + p) / v with groups of g
+    gis_h             g = ceil(p / 2): peak p (v + 1) / 2v
+    po                a new micro-batch every period: long-lived residuals stand out, for offloading
+
+Peaks in micro-batches, bubbles in F, for F = I = W. Published GIS runs W right after its I: bubble
+2 (p - 1) / v, for gis_h [2 (p - 1) + (v - 1) p / 2] / v; option `join=1` makes that. By default W fills the
+gaps instead, within the same peak: bubble (p - 1) / v for gis.
+
+Sources: arXiv 2104.04473 (interleaved), 2211.05953 (looped BFS), 2503.01328 (GIS, GIS-H, PO).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ..ir.action import B, F, I
+from .language import Recipe, Shape, options, path_clock, phases, turns
+
+
+def looped_bfs(s: Shape) -> Recipe:
+    """All forwards chunk by chunk, then all backwards."""
+    options(s)
+    return Recipe(rows=lambda rank: [*turns(s, rank, F), *turns(s, rank, B)])
+
+
+def interleaved_1f1b(s: Shape) -> list[Recipe]:
+    """Megatron's order: 2 (p - 1 - rank) + (v - 1) g forwards ahead, then one forward, one backward."""
+    g = int(options(s, group=s.ranks)["group"])
+    forward, backward = (lambda r: turns(s, r, F, g)), (lambda r: turns(s, r, B, g))
+    ahead = lambda r: 2 * last(s, r) + (len(s.own[r]) - 1) * g  # noqa: E731
+    rows = phases(s, warm_up=ahead, repeat="FB", kinds="FB", forward=forward, backward=backward)
+    most = s.ranks + (s.ranks - 1) / s.chunks
+    return [Recipe(rows=rows), Recipe(clock=path_clock(s, kinds="FB"), memory=most)]
+
+
+def gis(s: Shape) -> list[Recipe]:
+    """Interleaved with the memory of 1F1B."""
+    return list(_gis(s, s.ranks))
+
+
+def gis_g(s: Shape) -> list[Recipe]:
+    """Groups of `group` micro-batches: fewer hold less, down to half of p."""
+    half = -(-s.ranks // 2)
+    g = int(s.option("group", half))
+    s.require(half <= g <= s.ranks, f"group {g} for {s.ranks} ranks", f"use {half} to {s.ranks}")
+    return list(_gis(s, g))
+
+
+def gis_h(s: Shape) -> list[Recipe]:
+    """The smallest group."""
+    return list(_gis(s, -(-s.ranks // 2)))
+
+
+def _gis(s: Shape, g: int) -> Iterator[Recipe]:
+    join = options(s, group=g, join=0.0)["join"]
+    rows = phases(
+        s, warm_up=lambda r: g * (len(s.own[r]) - 1) + last(s, r), repeat="FIW",
+        forward=lambda r: turns(s, r, F, g), backward=lambda r: turns(s, r, I, g),
+    )  # fmt: skip
+    memory = (g * (s.chunks - 1) + s.ranks) / s.chunks
+    published = Recipe(kinds="FIW", rows=rows, fill="", memory=memory)
+    if not join:
+        yield replace(published, fill="W")
+        if not s.even:
+            yield replace(published, fill="W", overlap=1.0)
+            clock = path_clock(s, (g / s.ranks,), real=True)
+            yield Recipe(kinds="FIW", clock=clock, memory=memory, overlap=1.0)
+    yield published
+
+
+def po(s: Shape) -> list[Recipe]:
+    """Uniform repeating: the clock of GIS-H's building block with groups of one."""
+    options(s)
+    p, v = s.ranks, s.chunks
+    step = 3 * -(-p // 2)
+
+    def clock(stage: int, kind: str, microbatch: int) -> float:
+        chunk, rank = s.chunk[stage], s.placement[stage]
+        turn = step * (v - 1) + rank + 3 * (p - 1 - rank) + 1
+        at = step * chunk + rank if kind == F else turn + step * (v - 1 - chunk) + (kind != I)
+        return at + 3 * v * microbatch
+
+    limit = p * (v + 1) / (2 * v) + 1 / v
+    return [Recipe(kinds="FIW", clock=clock, memory=limit, early=early) for early in ("none", "warm", "all")]
+
+
+def last(s: Shape, rank: int) -> int:
+    """Rank changes from the last chunk of a rank to the end: p - 1 - rank in a loop."""
+    return s.ahead[s.own[rank][-1]]

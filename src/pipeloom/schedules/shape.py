@@ -1,0 +1,158 @@
+"""Shape: what a recipe is written for, and the questions it may ask about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from ..ir.action import B, F, I, Kind, W
+from ..ir.costs import StageCost
+from ..ir.errors import ScheduleError
+from ..ir.flow import Flow, flow_of
+from ..ir.stages import StageGraph
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Stages, where they sit, how many micro-batches, and what everything takes.
+
+    placement: rank of each stage.  costs: one per stage.  transfer_s: (from stage, to stage) -> seconds
+    that a message takes between ranks.  limit_bytes: most bytes of residuals a rank may hold, or None.
+    options: numbers that a family reads, such as `group`.
+    """
+
+    stages: StageGraph
+    placement: tuple[int, ...]
+    microbatches: int
+    costs: tuple[StageCost, ...]
+    transfer_s: Callable[[int, int], float]
+    limit_bytes: float | None = None
+    options: Mapping[str, float] = field(default_factory=dict)
+
+    @cached_property
+    def flow(self) -> Flow:
+        return flow_of(self.stages)
+
+    @cached_property
+    def ranks(self) -> int:
+        return max(self.placement) + 1
+
+    @cached_property
+    def own(self) -> tuple[tuple[int, ...], ...]:
+        """Per rank its stages, in the order of the data."""
+        own: list[list[int]] = [[] for _ in range(self.ranks)]
+        for stage in self.flow.order:
+            own[self.placement[stage]].append(stage)
+        return tuple(map(tuple, own))
+
+    @cached_property
+    def chunks(self) -> int:
+        """Most stages of any rank."""
+        return max(map(len, self.own))
+
+    @cached_property
+    def chunk(self) -> tuple[int, ...]:
+        """Per stage its number among the stages of its rank, 0 for the first in the order of the data."""
+        found = [0] * len(self.placement)
+        for stages in self.own:
+            for number, stage in enumerate(stages):
+                found[stage] = number
+        return tuple(found)
+
+    @cached_property
+    def ahead(self) -> tuple[int, ...]:
+        """Per stage the most rank changes on a path from it to a stage that nothing reads."""
+        found = [0] * len(self.placement)
+        for stage in reversed(self.flow.order):
+            found[stage] = max(
+                (found[r] + (self.placement[r] != self.placement[stage]) for r in self.flow.read_by[stage]),
+                default=0,
+            )
+        return tuple(found)
+
+    def option(self, name: str, default: float) -> float:
+        """A number that the user may set."""
+        return self.options.get(name, default)
+
+    def seconds(self, stage: int, kind: Kind) -> float:
+        return self.costs[stage].seconds(kind)
+
+    @cached_property
+    def period_s(self) -> float:
+        """Busy seconds of the busiest rank for one micro-batch: no order can be faster in the long run."""
+        return max(sum(self.seconds(s, F) + self.seconds(s, B) for s in own) for own in self.own)
+
+    @cached_property
+    def even(self) -> bool:
+        """Whether F, I and W take the same time everywhere and transfers none: the textbook case."""
+        times = {self.seconds(s, kind) for s in range(len(self.placement)) for kind in (F, I, W)}
+        late = any(self.delay_s(a, b) for a, b in self.stages.between)
+        return len(times) == 1 and not late
+
+    def delay_s(self, source: int, target: int) -> float:
+        """Seconds from the end of an action until its message is there; 0 on one rank."""
+        return 0.0 if self.placement[source] == self.placement[target] else self.transfer_s(source, target)
+
+    def require(self, good: bool, problem: str, hint: str) -> None:
+        """Refuse a shape that a family cannot be built for."""
+        if not good:
+            raise ScheduleError(problem, hint=hint)
+
+
+def path_clock(
+    shape: Shape, forward: Sequence[float] = (1.0,), backward: Sequence[float] = (1.0,), *,
+    turns: tuple[float, float, float] = (0.0, 0.0, 0.0), real: bool = False,
+    period: float | None = None, kinds: str = "FIW",
+) -> Callable[[int, Kind, int], float]:  # fmt: skip
+    """A clock that starts one micro-batch per period and lets it travel at a chosen pace.
+
+    The pace decides how long residuals live, so how many are held: a rank holds lifespan / period of them.
+    forward, backward: slots from a rank to the next, per chunk in the order of travel (backward begins
+        with the last chunk); the last number holds for further chunks.
+    turns: slots of rest where a micro-batch goes on to a stage of the same rank in its forward; where it
+        turns from forward to backward; and where it goes on to a stage of the same rank in its backward.
+    real: slots are as long as the actions they stand for, not all equal.
+    Source of the idea: building blocks, arXiv 2405.15362; here for any DAG, placement and times.
+    """
+    flow, chunk = shape.flow, shape.chunk
+
+    def pace(table: Sequence[float], number: int) -> float:
+        return table[min(number, len(table) - 1)]
+
+    def slot(stage: int, kind: Kind) -> float:
+        if real:
+            return shape.seconds(stage, kind)
+        return 2.0 if kind == B else 1.0
+
+    def leave(
+        start: Mapping[int, float], edge: tuple[int, int], kind: Kind, hops: float, rest: float
+    ) -> float:
+        source, target = edge
+        same = shape.placement[source] == shape.placement[target]
+        delay = shape.delay_s(source, target) if real else 0.0
+        return start[source] + slot(source, kind) * (1.0 + rest if same else hops) + delay
+
+    start: dict[int, float] = {}
+    for s in flow.order:
+        hops = pace(forward, chunk[s])
+        start[s] = max((leave(start, (r, s), F, hops, turns[0]) for r in flow.reads_from[s]), default=0.0)
+    back: dict[int, float] = {}
+    kind = Kind(kinds[1])
+    for s in reversed(flow.order):
+        hops = pace(backward, len(shape.own[shape.placement[s]]) - 1 - chunk[s])
+        own = start[s] + slot(s, F) * (1.0 + turns[1])
+        back[s] = max(
+            (leave(back, (r, s), kind, hops, turns[2]) for r in flow.gradients_from[s]), default=own
+        )
+    step = period if period is not None else _period(shape, kinds, slot)
+
+    def clock(stage: int, kind: Kind, microbatch: int) -> float:
+        base = start[stage] if kind == F else back[stage] + (slot(stage, I) if kind == W else 0.0)
+        return base + step * microbatch
+
+    return clock
+
+
+def _period(shape: Shape, kinds: str, slot: Callable[[int, Kind], float]) -> float:
+    return max(sum(slot(s, Kind(k)) for s in own for k in kinds) for own in shape.own)

@@ -1,0 +1,91 @@
+"""1F1B and its relatives on one stage per rank.
+
+eager_1f1b    twice the warm-up, so that transfers hide behind computing; arXiv 2211.05322
+async_1f1b    PipeDream: no flush, each micro-batch is an update of its own; arXiv 1806.03377
+seq1f1b       each micro-batch in `slices` sequence slices: a smaller warm-up; arXiv 2406.03488
+bpipe         1F1B where the early ranks hand residuals to the late ones: none holds more than
+              ceil((p + 2) / 2) micro-batches
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..ir.action import COMPUTE, Action, B, F, Kind, register_kind
+from ..ir.errors import ScheduleError
+from .language import Recipe, Shape, options, phases
+
+
+def eager_1f1b(s: Shape) -> Recipe:
+    """Forwards up to 2 (p - 1 - rank) ahead."""
+    options(s)
+    return Recipe(rows=phases(s, warm_up=lambda r: 2 * _last(s, r), repeat="FB", kinds="FB"))
+
+
+def async_1f1b(s: Shape) -> Recipe:
+    """The order of 1F1B; what differs is that weights change after every backward."""
+    options(s)
+    return Recipe(rows=phases(s, warm_up=lambda r: _last(s, r), repeat="FB", kinds="FB"))
+
+
+def seq1f1b(s: Shape) -> Recipe:
+    """1F1B over slices: forwards in order, backwards from the last slice of a micro-batch.
+
+    Slice i of micro-batch b is action b * slices + i, so `microbatches` is a multiple of `slices`.
+    """
+    k = int(options(s, slices=2)["slices"])
+    s.require(
+        k >= 1 and s.microbatches % k == 0, f"{s.microbatches} slices in groups of {k}",
+        "give as many micro-batches as slices of all micro-batches together",
+    )  # fmt: skip
+
+    def backward(rank: int) -> list[Action]:
+        starts = range(0, s.microbatches, k)
+        return [Action(c, B, low + k - 1 - i) for low in starts for c in s.own[rank][::-1] for i in range(k)]
+
+    rows = phases(s, warm_up=lambda r: _last(s, r) + k - 1, repeat="FB", kinds="FB", backward=backward)
+    return Recipe(rows=rows, slices=k)
+
+
+def bpipe_rows(s: Shape) -> Iterator[Iterator[Action]]:
+    """1F1B in which ranks before the middle EVICT a residual after F where they would hold too many, and
+    FETCH it in front of its B. The partner of rank x is p - 1 - x."""
+    evict, fetch = _own_kind("EVICT", "eviction to a peer"), _own_kind("FETCH", "return from a peer")
+    limit = -(-(s.ranks + 2) // 2)
+    for row in phases(s, warm_up=lambda r: _last(s, r), repeat="FB", kinds="FB"):
+        yield _with_evictions(row, limit, evict, fetch)
+
+
+def _with_evictions(row: tuple[Action, ...], limit: int, evict: Kind, fetch: Kind) -> Iterator[Action]:
+    held: list[Action] = []
+    away: set[Action] = set()
+    for action in row:
+        if action.kind == F:
+            if len(held) >= limit - 1:
+                newest = held.pop()  # needed last of all that is here
+                away.add(newest)
+                yield Action(newest.stage, evict, newest.microbatch)
+            held.append(action)
+        else:
+            made = Action(action.stage, F, action.microbatch)
+            if made in away:
+                away.remove(made)
+                yield Action(made.stage, fetch, made.microbatch)
+            else:
+                held.remove(made)
+        yield action
+
+
+def _own_kind(letters: str, meaning: str) -> Kind:
+    if COMPUTE.get(Kind(letters)) == meaning:
+        return Kind(letters)
+    return register_kind(letters, meaning, after=F)
+
+
+def _last(s: Shape, rank: int) -> int:
+    if len(s.own[rank]) != 1:
+        raise ScheduleError(
+            f"rank {rank} has {len(s.own[rank])} stages, this schedule is for one per rank",
+            hint="use interleaved_1f1b, gis or zb_v for several",
+        )
+    return s.ahead[s.own[rank][0]]

@@ -1,0 +1,93 @@
+"""V schedules: two chunks per rank, placed there and back, so that every rank holds equally much.
+
+All are one recipe: a clock in which a micro-batch travels at some pace, and a memory limit. The slower the
+pace, the more is held and the fewer bubbles there are. Each works for any placement, DAG and times.
+
+Sources: ZB-V in arXiv 2401.10241; V-Half, V-Min and 1F1B-V in arXiv 2405.15362. Peaks in micro-batches for p
+ranks: ZB-V p, V-Half p // 2 + 1, V-Min (p + 4) // 3, 1F1B-V the next above 2p / 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import islice
+from typing import TypeAlias
+
+from ..ir.action import Action, F, I
+from .language import Recipe, Shape, options, path_clock
+
+Pace: TypeAlias = tuple[str, tuple[float, ...], tuple[float, ...], tuple[float, float, float]]
+"""Which forwards may run early, and the forward, backward and turns of `path_clock`."""
+
+
+def recipes(s: Shape, memory: float, paces: Sequence[Pace], **rules: str) -> list[Recipe]:
+    """A recipe for each pace; with uneven times also one with slots as long as the actions, and one that
+    lets W stick out of its gap."""
+    memory = options(s, memory=memory)["memory"]
+    found: list[Recipe] = []
+    for early, forward, backward, turns in paces:
+        for real in (False,) if s.even else (False, True):
+            clock = path_clock(s, forward, backward, turns=turns, real=real)
+            recipe = Recipe(kinds="FIW", clock=clock, memory=memory, early=early, **rules)  # type: ignore[arg-type]
+            found += _variants(recipe, s.even)
+    return found
+
+
+def _variants(recipe: Recipe, even: bool) -> Iterator[Recipe]:
+    yield recipe
+    if not even:
+        yield replace(recipe, overlap=1.0)
+
+
+def zb_v(s: Shape) -> list[Recipe]:
+    """ZB-V: no bubble but the start, with the memory of 1F1B."""
+    return zb_v_recipes(s, options(s, memory=s.ranks)["memory"])
+
+
+def zb_v_recipes(s: Shape, memory: float) -> list[Recipe]:
+    """The pattern of ZB-V first, then clocks."""
+    pattern = Recipe(kinds="FIW", rows=lambda rank: _zb_v_row(s, rank), memory=memory)
+    clocks = recipes(s, memory, [
+        ("warm", (4,), (4,), (0, 0, 2)), ("all", (1, 2), (1, 2), (0, 0, 0)), ("warm", (2,), (2,), (0, 0, 0)),
+    ])  # fmt: skip
+    return [*_variants(pattern, s.even), *clocks] if all(len(own) == 2 for own in s.own) else clocks
+
+
+def _zb_v_row(s: Shape, rank: int) -> Iterator[Action]:
+    """2p - 1 forwards, the later ones in turn from both chunks; then F and I of the second chunk until
+    the first I of the first chunk is near; then both chunks in turn. W fills the gaps."""
+    first, second = s.own[rank]
+    p, m = s.ranks, s.microbatches
+    down, up, back, out = (
+        iter([Action(c, k, b) for b in range(m)])
+        for c, k in ((first, F), (second, F), (second, I), (first, I))
+    )
+    order = [down] * (2 * (p - rank) - 1) + [up, down] * rank
+    order += [up, back] * (p - 1 - rank) + [up, back, down, out] * 2 * m
+    return (action for turn in order for action in islice(turn, 1))
+
+
+def v_half(s: Shape) -> list[Recipe]:
+    """V-Half: half the memory of 1F1B."""
+    return recipes(s, s.ranks // 2 + 1, [
+        ("warm", (1, 2), (2, 1), (2, 0, 2)), ("all", (1.5, 2), (1.5, 2), (0, 0, 0)),
+        ("all", (2,), (2,), (0, 0, 0)), ("none", (2, 1), (2, 1), (0, 3, 1)),
+    ])  # fmt: skip
+
+
+def v_min(s: Shape) -> list[Recipe]:
+    """V-Min: a third of the memory of 1F1B, for the longest models."""
+    rest = 2.0 if s.ranks % 3 == 0 else 0.0
+    return recipes(s, (s.ranks + 4) // 3, [
+        ("none", (1,), (1,), (0, rest, 0)), ("all", (1,), (1,), (0, rest, 0)),
+        ("all", (1, 2), (1, 2), (0, 0, 0)),
+    ])  # fmt: skip
+
+
+def one_f_one_b_v(s: Shape) -> list[Recipe]:
+    """1F1B-V: two thirds of the memory of 1F1B; W right after its I, so no gradient waits for its turn."""
+    return recipes(s, -(-2 * s.ranks // 3), [
+        ("all", (1, 2), (2, 1), (0, 0, 0)), ("all", (1.5, 2), (1.5, 2), (0, 0, 0)),
+        ("all", (2,), (2,), (0, 0, 0)), ("warm", (2,), (2,), (0, 0, 0)), ("none", (2,), (2,), (0, 0, 0)),
+    ], fill="")  # fmt: skip

@@ -1,0 +1,48 @@
+"""Zero-bubble schedules on one stage per rank: W fills what waiting leaves idle.
+
+    zb_h1 = zb_1p   the memory of 1F1B, bubble (p - 1)(F + I - W)
+    zb_h2 = zb_2p   twice that memory; each rank is busy without a gap from its first action to its last,
+                    so no bubble where each rank may begin its next step when it is done (post-validation)
+
+Option `memory`: most residuals in micro-batches. Source: arXiv 2401.10241 (which writes B for our I).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ..ir.action import I
+from .language import Recipe, Shape, options, path_clock, phases
+
+
+def zb_h1(s: Shape) -> list[Recipe]:
+    """1F1B's order of F and I, and W where it fits: memory as 1F1B."""
+    return list(_family(s, options(s, memory=s.ranks)["memory"]))
+
+
+def zb_h2(s: Shape) -> list[Recipe]:
+    """More forwards ahead, so that the last rank's W may wait for the end."""
+    return list(_family(s, options(s, memory=2 * s.ranks)["memory"]))
+
+
+def _family(s: Shape, memory: float) -> Iterator[Recipe]:
+    last = [s.ahead[own[-1]] for own in s.own]
+    if memory >= 2 * s.ranks - 1:
+        yield Recipe(
+            kinds="FIW", priority=lambda a: (a.kind != I, a.microbatch), memory=memory,
+            in_flight=lambda rank: 2 * last[rank] + 1,
+        )  # fmt: skip
+    rows = phases(s, warm_up=lambda rank: last[rank], repeat="FI")
+    one = Recipe(kinds="FIW", rows=rows, memory=memory)
+    yield one
+    if s.even and memory <= s.ranks:
+        return
+    yield replace(one, overlap=1.0)
+    for more in (1.25, 1.5, 2.0):
+        ahead = phases(s, warm_up=lambda rank, more=more: int(more * last[rank]), repeat="FI")  # type: ignore[misc]
+        yield replace(one, rows=ahead)
+        yield replace(one, rows=ahead, overlap=1.0)
+    clock = path_clock(s, (2.0,), (2.0,), real=True)
+    for early in ("all", "warm"):
+        yield Recipe(kinds="FIW", clock=clock, memory=memory, early=early, overlap=1.0)
