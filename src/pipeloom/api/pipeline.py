@@ -222,7 +222,7 @@ class Pipeline:
             try:
                 captured = capture(
                     parts.job, rows_of(part), batch=part, autocast=self.options.autocast,
-                    made=parts.captured.blueprint,
+                    like=parts.captured,
                 )  # fmt: skip
                 return self._variant(captured, signature)
             except (CaptureError, PlanError) as error:

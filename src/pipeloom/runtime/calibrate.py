@@ -17,8 +17,7 @@ from ..ir.cluster import Link
 from ..ir.costs import StageCost
 from ..ir.graph import Value
 from ..ir.stages import StageGraph
-from ..tracer.functions import StageFunctions
-from ..tracer.meta import tensors_of
+from ..tracer.stage import StageFunctions
 from .channel import Message
 from .posting import PostedChannel
 from .recorder import Clock
@@ -53,10 +52,10 @@ def stage_memory(
     residual = sum(functions.residual_bytes.values())
     trained = sum(p.nbytes for p in params.values() if p.requires_grad)
     largest = max((p.nbytes for p in params.values() if p.requires_grad), default=0)
-    peak = {name: function.footprint.peak_bytes for name, function in functions.functions.items()}
+    peak = functions.peak_bytes
     return StageCost(
         forward_s=1.0, backward_s=2.0, input_grad_s=1.0, weight_grad_s=1.0,
-        residual_bytes=residual, carried_bytes=_carried_bytes(functions),
+        residual_bytes=residual, carried_bytes=functions.carried_bytes,
         static_bytes={
             "parameters": sum(p.nbytes for p in params.values()), "gradients": trained,
             "optimizer": int(trained * optimizer_bytes),
@@ -71,19 +70,6 @@ def stage_memory(
     )  # fmt: skip
 
 
-def _carried_bytes(functions: StageFunctions) -> int:
-    """Bytes between I and W: what the weight gradient reads and the stage itself made."""
-    if not functions.differentiable:
-        return 0
-    part = functions.functions["weight_grad"].part
-    return sum(
-        t.untyped_storage().nbytes()
-        for node, slot in zip(part.graph.find_nodes(op="placeholder"), part.inputs, strict=True)
-        if slot.kind in ("made", "carried")
-        for t in tensors_of(node.meta["val"])
-    )
-
-
 def time_stage(
     cost: StageCost, functions: StageFunctions, weights: Weights, inputs: Mapping[str, Tensor],
     stages: StageGraph, clock: Clock, *, split_backward: bool,
@@ -94,7 +80,7 @@ def time_stage(
     """
     device = next(iter(inputs.values())).device
     received = {
-        v.name: _made_up(v, device)
+        v.name: functions.examples[v.name] if v.name in functions.examples else _made_up(v, device)
         for s in stages.predecessors[functions.index] for v in stages.between[s, functions.index]
     }  # fmt: skip
     spans: dict[str, list[float]] = {}

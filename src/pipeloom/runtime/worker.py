@@ -33,7 +33,7 @@ from ..ir.graph import Value
 from ..ir.schedule import Program
 from ..ir.stages import StageGraph
 from ..ir.ties import reductions
-from ..tracer.functions import StageFunctions, Tensors, made_bytes
+from ..tracer.stage import StageFunctions, Tensors, made_bytes
 from .channel import Message
 from .failure import Watch
 from .ledger import Ledger
@@ -364,9 +364,9 @@ class Worker:
         return self.placement.index(self.rank)
 
     def _note_scratch(self, action: Action, function: str) -> None:
-        footprint = self._functions(action).functions[function].footprint
-        self.recorder.burst(self.ledger.total + footprint.peak_bytes)
-        self.ledger.during(str(action), footprint.peak_bytes)
+        peak = self._functions(action).peak_bytes[function]
+        self.recorder.burst(self.ledger.total + peak)
+        self.ledger.during(str(action), peak)
 
     def _note_boundary(self, instruction: Instruction | None) -> None:
         held = self.channel.held_bytes + self.channel.sending_bytes + self.local_bytes

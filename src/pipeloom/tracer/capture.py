@@ -7,9 +7,10 @@ picks its own kernel. The model runs on fake tensors: its size does not matter.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -25,6 +26,11 @@ from .initialise import Blueprint, blueprint
 from .job import Job
 from .meta import propagate
 from .once import one_thread
+
+if TYPE_CHECKING:
+    from .modules.fallback import ModuleCut
+
+_log = logging.getLogger("pipeloom")
 
 _ASSERTIONS = {
     torch.ops.aten._assert_tensor_metadata.default,
@@ -43,6 +49,8 @@ class Captured:
         persistent), or name of its batch input.
     updates: node name -> FQN of the buffer whose next state it is.
     constants: FQN -> tensor, for constants that the model's forward makes.
+    cut: how to run the model module by module, if `graph.fallback` says why it could not be exported; then
+        `module` is empty.
     """
 
     graph: OpGraph
@@ -52,27 +60,66 @@ class Captured:
     blueprint: Blueprint
     constants: Mapping[str, Tensor] = field(default_factory=dict)
     autocast: torch.dtype | None = None
+    cut: ModuleCut | None = None
 
 
 @one_thread
 def capture(
     job: Job, microbatch_size: int, *, batch: Mapping[str, Tensor] | None = None,
-    autocast: torch.dtype | None = None, made: Blueprint | None = None,
+    autocast: torch.dtype | None = None, like: Captured | None = None,
 ) -> Captured:  # fmt: skip
     """Capture a job's model and loss for one micro-batch.
 
     batch: a micro-batch to take the shapes from; by default `job.batch(0, microbatch_size)`.
     autocast: dtype of mixed precision, or None.
-    made: an earlier capture's blueprint, to skip building the model again.
-    Raises: CaptureError if the model cannot be exported, with the reason.
+    like: an earlier capture of the same job, for a batch of other shapes: the model is not built again.
+    A model that cannot be exported is captured as whole modules, with a warning that says why; so is one
+    whose `Job.modules` says where to cut.
+
+    Raises: CaptureError if the model can be captured in neither way; CutError if Job.modules is wrong.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    made = made or blueprint(job.model, fake)
+    made = like.blueprint if like is not None else blueprint(job.model, fake)
     example = dict(batch) if batch is not None else job.batch(0, microbatch_size)
     _check_batch(example)
     example = {key: tensor.clone() for key, tensor in example.items()}  # export merges equal tensors
-    program = export(_WithLoss(made.model, job), example, job.name)
-    return _from_program(program, job, made, list(example), autocast)
+    if like is not None and like.cut is not None:
+        return _as_modules(job, example, made, like.cut.reason, autocast, like.cut)
+    if job.modules is not None:
+        return _as_modules(job, example, made, "Job.modules says where to cut", autocast)
+    try:
+        program = export(_WithLoss(made.model, job), example, job.name, autocast)
+        return _from_program(program, job, made, list(example), autocast)
+    except CaptureError as error:
+        found = _instead(error, job, example, autocast)
+    _log.warning("%s; cutting between its modules instead", found.graph.fallback)
+    return found
+
+
+def _instead(
+    error: CaptureError, job: Job, batch: dict[str, Tensor], autocast: torch.dtype | None
+) -> Captured:
+    """Capture as modules what export refused."""
+    made = blueprint(job.model, FakeTensorMode(allow_non_fake_inputs=True))  # export leaves traces in a model
+    try:
+        return _as_modules(job, batch, made, error.message, autocast)
+    except CaptureError as second:
+        if second.message == error.message:
+            raise error from None
+        raise CaptureError(f"{error.message}; and as modules: {second.message}", hint=second.hint) from error
+
+
+def _as_modules(
+    job: Job, batch: dict[str, Tensor], made: Blueprint, reason: str, autocast: torch.dtype | None,
+    like: ModuleCut | None = None,
+) -> Captured:  # fmt: skip
+    from .modules.fallback import cut_modules  # it captures by itself, and uses what is defined here
+
+    graph, found = cut_modules(job, batch, made, reason=reason, autocast=autocast, like=like)
+    return Captured(
+        graph=graph, module=fx.GraphModule({}, fx.Graph()), targets={}, updates={}, blueprint=made,
+        constants=found.skeleton.constants, autocast=autocast, cut=found,
+    )  # fmt: skip
 
 
 class _WithLoss(nn.Module):

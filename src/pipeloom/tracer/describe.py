@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import replace
 from operator import getitem
 from typing import Any
@@ -36,8 +36,8 @@ def describe(
         name=name,
         inputs=tuple(_value(n, targets[n.name]) for n in inputs),
         ops=_mark_cheap(ops),
-        parameters=_parameters(model, _reached(module, targets)),
-        buffers=_buffers(model, constants),
+        parameters=model_parameters(model, _reached(module, targets)),
+        buffers=model_buffers(model, constants),
         loss=loss,
     )
 
@@ -151,7 +151,8 @@ def _reached(module: fx.GraphModule, targets: Mapping[str, str]) -> set[str]:
     return {targets[n.name] for n in module.graph.find_nodes(op="placeholder") if n.meta["needs_grad"]}
 
 
-def _parameters(model: nn.Module, reached: set[str]) -> tuple[Parameter, ...]:
+def model_parameters(model: nn.Module, reached: Container[str]) -> tuple[Parameter, ...]:
+    """A model's parameters, each once. reached: names of those that get a gradient."""
     names: dict[int, list[str]] = {}
     tensors: dict[int, nn.Parameter] = {}
     for name, tensor in model.named_parameters(remove_duplicate=False):
@@ -166,7 +167,8 @@ def _parameters(model: nn.Module, reached: set[str]) -> tuple[Parameter, ...]:
     )  # fmt: skip
 
 
-def _buffers(model: nn.Module, constants: Mapping[str, Tensor]) -> tuple[Buffer, ...]:
+def model_buffers(model: nn.Module, constants: Mapping[str, Tensor]) -> tuple[Buffer, ...]:
+    """A model's buffers, and constants as buffers that no checkpoint needs."""
     kept = set(model.state_dict(keep_vars=True))
     named = dict(model.named_buffers())
     return tuple(

@@ -1,13 +1,6 @@
-"""The pure functions of one stage: what a rank runs.
+"""The pure functions of one stage of a captured graph; `tracer.stage` says what each does.
 
-    forward(state, inputs, seed)         -> outputs, residuals
-    backward(state, residuals, grads, sink)  -> input grads; weight grads are added to the sink
-    backward_input(state, residuals, grads)  -> input grads, carried
-    backward_weight(state, carried, sink)    -> nothing; weight grads are added to the sink
-    evaluate(state, inputs)              -> outputs
-
-`state` maps FQNs to parameters and buffers; a weight version is only which mapping is passed. No autograd
-graph is alive between calls. Results never share storage with inputs, residuals or parameters.
+No autograd graph is alive between calls. Results never share storage with inputs, residuals or parameters.
 """
 
 from __future__ import annotations
@@ -24,13 +17,14 @@ from .capture import Captured
 from .evaluation import Evaluation, compile_evaluation
 from .joint import StageModule, extract, trace_joint
 from .meta import tensors_of
+from .modules.fallback import module_functions
 from .once import one_thread
 from .random import seed_draws
+from .simplify import simplify
 from .sink import Sink
 from .split import Part, Slot, draw_keys, split
+from .stage import StageFunctions, Tensors
 from .tape import Boxed, Footprint, compile_graph, measure, predict
-
-Tensors = dict[Slot, Any]
 
 
 @dataclass(eq=False)
@@ -53,12 +47,9 @@ class Function:
 
 
 @dataclass(eq=False)
-class StageFunctions:
-    """The functions of stage `index`; see the module's docstring.
+class GraphFunctions:
+    """See `tracer.stage.StageFunctions`.
 
-    params, buffers: FQNs it reads.  batch: batch inputs it reads.  received, sent: crossing values.
-    residual_bytes: name -> bytes of the tensors that its forward leaves for its backward.
-    kept_inputs: received values and batch inputs that the backward reads again.
     kept_buffers: updated buffers whose previous state the backward reads.
     """
 
@@ -74,20 +65,31 @@ class StageFunctions:
     kept_buffers: frozenset[str]
     functions: Mapping[str, Function]
     evaluation: Evaluation
+    examples: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def differentiable(self) -> bool:
-        """Whether any gradient flows through this stage."""
         return "backward" in self.functions
+
+    @property
+    def carried_bytes(self) -> int:
+        if not self.differentiable:
+            return 0
+        part = self.functions["weight_grad"].part
+        return sum(
+            t.untyped_storage().nbytes()
+            for node, slot in zip(part.graph.find_nodes(op="placeholder"), part.inputs, strict=True)
+            if slot.kind in ("made", "carried")
+            for t in tensors_of(node.meta["val"])
+        )
+
+    @property
+    def peak_bytes(self) -> Mapping[str, int]:
+        return {name: function.footprint.peak_bytes for name, function in self.functions.items()}
 
     def forward(
         self, state: Mapping[str, Tensor], inputs: Mapping[str, Tensor], seed: int
     ) -> tuple[dict[str, Tensor], Tensors]:
-        """Run one micro-batch forward.
-
-        Returns: outputs by name (crossing values, the loss, `buffer:FQN` for next buffer states), and
-            the residuals, which belong to the backward.
-        """
         function = self.functions["forward"]
         box = [
             seed if kind == "random" else state[name] if kind == "state" else inputs[name]
@@ -103,21 +105,11 @@ class StageFunctions:
     def backward(
         self, state: Mapping[str, Tensor], residuals: Tensors, grads: Mapping[str, Tensor], sink: Sink
     ) -> dict[str, Tensor]:
-        """Both gradients at once. Empties `residuals`, so that each is freed at its last use.
-
-        grads: gradient of each crossing value that needs one, and of the loss.
-        sink: gets the gradients of the parameters.
-        Returns: gradients of the received values.
-        """
         return _of_kind(self._run("backward", state, residuals, grads, sink), "input_grad")
 
     def backward_input(
         self, state: Mapping[str, Tensor], residuals: Tensors, grads: Mapping[str, Tensor]
     ) -> tuple[dict[str, Tensor], Tensors]:
-        """Gradients of the received values only; empties `residuals`.
-
-        Returns: gradients of the received values, and what `backward_weight` needs.
-        """
         needed = self.functions["weight_grad"].part.inputs
         carried: Tensors = {s: residuals[s] for s in needed if s.kind in ("made", "input", "old")}
         carried |= {s: grads[s.name] for s in needed if s.kind == "grad"}
@@ -126,11 +118,9 @@ class StageFunctions:
         return _of_kind(results, "input_grad"), carried
 
     def backward_weight(self, state: Mapping[str, Tensor], carried: Tensors, sink: Sink) -> None:
-        """Gradients of the parameters, into `sink`; empties `carried`."""
         self._run("weight_grad", state, carried, {}, sink)
 
     def evaluate(self, state: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Forward in evaluation mode (no dropout, running statistics), nothing kept."""
         return self.evaluation(state, inputs)
 
     def _run(
@@ -153,16 +143,6 @@ class StageFunctions:
         return results
 
 
-def made_bytes(tensors: Tensors) -> int:
-    """Bytes of the residuals or carried tensors that a stage made itself, each storage once."""
-    storages = {
-        t.untyped_storage()._cdata: t.untyped_storage().nbytes()
-        for slot, t in tensors.items()
-        if slot.kind in ("made", "carried")
-    }
-    return sum(storages.values())
-
-
 def _of_kind(results: Tensors, kind: str) -> dict[str, Tensor]:
     return {slot.name: t for slot, t in results.items() if slot.kind == kind}
 
@@ -176,6 +156,10 @@ def stage_functions(
     device: where it will run ("cpu", "cuda").  compiled: pass the functions through torch.compile
         (Inductor); parts that draw random numbers stay eager, so that they draw the same ones.
     """
+    if captured.cut is not None:
+        return module_functions(
+            captured.cut, captured.graph, stages, index, device=device, compiled=compiled
+        )
     module = extract(captured, stages, index, device)
     values = captured.graph.value
     sent = tuple(o for o in module.outputs if not o.startswith("buffer:") and o != captured.graph.loss)
@@ -189,7 +173,7 @@ def stage_functions(
         parts, attributes = _parts(module, captured, device, compiled)
     functions = {name: _function(part, attributes, compiled) for name, part in parts.items()}
     needed = parts["backward"].inputs if trained else ()
-    return StageFunctions(
+    return GraphFunctions(
         index=index, params=stages.params[index], buffers=stages.buffers[index],
         batch=tuple(by_kind["batch"]), received=tuple(by_kind["value"]), sent=sent,
         loss=captured.graph.loss if captured.graph.loss in module.outputs else None,
@@ -204,7 +188,7 @@ def stage_functions(
 def _parts(
     module: StageModule, captured: Captured, device: str, compiled: bool
 ) -> tuple[dict[str, Part], object]:
-    joint = trace_joint(module, captured, device)
+    joint = simplify(trace_joint(module, captured, device))
     state = frozenset(n for n, k in zip(module.names, module.kinds, strict=True) if k in ("param", "buffer"))
     updated = frozenset(o.removeprefix("buffer:") for o in module.outputs if o.startswith("buffer:"))
     parts = split(joint, state, updated, accumulate=not compiled)

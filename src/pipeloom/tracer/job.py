@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,8 @@ class Job:
         average over all tokens of all micro-batches; without it each micro-batch's loss counts by its
         number of rows.
     optimizer: parameters -> torch optimizer. By default AdamW(lr=1e-3).
+    modules: lists of module names (FQNs), one list per stage: cut there instead of capturing single ops. It
+        is also how a model that cannot be captured otherwise is cut at places of your choice.
 
     Example:
         def my_job() -> Job:
@@ -36,3 +38,4 @@ class Job:
     weight: Callable[[Mapping[str, Tensor]], float | Tensor] | None = None
     optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] | None = None
     name: str = "model"
+    modules: Sequence[Sequence[str]] | None = None

@@ -1,0 +1,144 @@
+"""A profile of a model that was captured as whole modules: each op run as a stage of its own.
+
+Ops with equal modules and equal shapes are measured once. What a stage's run spends on the way to its first
+module is timed too, and taken off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from ..ir.graph import Op, OpGraph
+from ..ir.profile import OpCost, Profile, batch_text
+from ..ir.stages import StageGraph, cut
+from ..tracer.capture import Captured
+from ..tracer.functions import stage_functions
+from ..tracer.modules.fallback import Nowhere, initial_state
+from ..tracer.modules.stage import ModuleFunctions
+from ..tracer.stage import Tensors, made_bytes
+from .kernel import LEAST_REPEATS, Timer
+
+
+def measure_modules(
+    captured: Captured, device: str = "cpu", *, budget_s: float = 6.0, threads: int = 1
+) -> Profile:
+    """Measure every op of a captured model whose `graph.fallback` is set.
+
+    device: where to run, "cpu" or "cuda".  budget_s: time to spend in all; slow ops get three runs all the
+    same.  threads: CPU threads, as many as each rank will have.
+    """
+    graph = captured.graph
+    assert captured.cut is not None, "the ops of this model are no modules"
+    signatures = {op.name: _signature(op, graph) for op in graph.ops}
+    share = budget_s / max(1, len(set(signatures.values())))
+    timer = Timer(torch.device(device))
+    alone = _each_alone(graph)
+    measured: dict[Hashable, tuple[Op, OpCost]] = {}
+    costs: dict[str, OpCost] = {}
+    with _threads(threads):
+        for index, op in enumerate(graph.ops):
+            key = signatures[op.name]
+            if key not in measured:
+                functions = stage_functions(captured, alone, index, device=device)
+                assert isinstance(functions, ModuleFunctions)
+                measured[key] = op, _measure(captured, op, functions, timer, share)
+            costs[op.name] = _renamed(measured[key], op)
+    return Profile(
+        device=torch.cuda.get_device_name(device) if timer.device.type == "cuda" else timer.device.type,
+        source="measured", graph=graph.fingerprint, batch=batch_text(graph.inputs), costs=costs,
+    )  # fmt: skip
+
+
+def _each_alone(graph: OpGraph) -> StageGraph:
+    """Every op a stage. Buffers are not followed from step to step here, so any cut will do."""
+    loose = replace(graph, ops=tuple(replace(op, updates=()) for op in graph.ops))
+    return cut(loose, {op.name: index for index, op in enumerate(graph.ops)})
+
+
+def _signature(op: Op, graph: OpGraph) -> Hashable:
+    read = [graph.value[name] for name in op.inputs]
+    values = [(v.shape, v.dtype, v.needs_grad) for v in (*read, *op.outputs)]
+    params = [(graph.parameter[p].shape, graph.parameter[p].trainable) for p in op.params]
+    buffers = [graph.buffer[b].shape for b in op.buffers]
+    last = any(v.name == graph.loss for v in op.outputs)
+    return op.attributes, len(read), tuple(values), tuple(params), tuple(buffers), last
+
+
+def _renamed(found: tuple[Op, OpCost], op: Op) -> OpCost:
+    """Costs of an equal op, in terms of this one's values."""
+    measured, cost = found
+    before = (*measured.inputs, *(v.name for v in measured.outputs))
+    name_of = dict(zip(before, (*op.inputs, *(v.name for v in op.outputs)), strict=True))
+    return replace(cost, saves=tuple(name_of[name] for name in cost.saves))
+
+
+def _measure(
+    captured: Captured, op: Op, functions: ModuleFunctions, timer: Timer, budget_s: float
+) -> OpCost:
+    assert captured.cut is not None
+    graph = captured.graph
+    state = initial_state(captured.cut, [*functions.params, *functions.buffers], timer.device)
+    inputs = {n: t.to(timer.device) for n, t in captured.cut.batch.items()} | dict(functions.examples)
+    ahead = replace(functions, task=functions.task.before(), sent=(), differentiable=False)
+    with torch.no_grad():
+        outputs, residuals = functions.forward(state, inputs, 0)
+        saves, extra = _saved(functions, outputs, residuals)
+        del outputs, residuals
+        way_s = timer(lambda: ahead.forward(state, inputs, 0), budget_s / 8)
+        whole_s = timer(lambda: functions.forward(state, inputs, 0), budget_s / 4)
+        ingoing_s, both_s = _backward_s(functions, state, inputs, timer)
+    peaks, made = functions.peak_bytes, sum(v.bytes for v in op.outputs)
+    back = sum(graph.value[n].bytes for n in op.inputs if graph.value[n].needs_grad)
+    kept = sum(functions.residual_bytes.values())
+    return OpCost(
+        forward_s=max(whole_s - way_s, 0.0), input_grad_s=ingoing_s,
+        weight_grad_s=max(0.0, both_s - ingoing_s), saves=saves, extra_saved_bytes=extra,
+        transient_bytes=max(0, peaks["forward"] - kept - made, peaks.get("backward", 0) - back),
+    )  # fmt: skip
+
+
+def _saved(
+    functions: ModuleFunctions, outputs: Mapping[str, Tensor], residuals: Tensors
+) -> tuple[tuple[str, ...], int]:
+    """Names of the inputs and outputs that are kept for the backward, and bytes of all else that is."""
+    storages = {t.untyped_storage()._cdata for slot, t in residuals.items() if slot.kind == "made"}
+    named = [n for n in functions.sent if outputs[n].untyped_storage()._cdata in storages]
+    extra = made_bytes(residuals) - sum(outputs[n].nbytes for n in named)
+    return (*sorted(functions.saved_inputs), *named), extra
+
+
+def _backward_s(
+    functions: ModuleFunctions, state: Mapping[str, Tensor], inputs: Mapping[str, Tensor], timer: Timer
+) -> tuple[float, float]:
+    """Seconds of the input gradient alone, and of both gradients at once."""
+
+    def timed(run: Callable[[Tensors, Mapping[str, Tensor]], object]) -> float:
+        times = []
+        for _ in range(LEAST_REPEATS + 1):
+            outputs, residuals = functions.forward(state, inputs, 0)
+            grads = {n: torch.ones_like(t) for n, t in outputs.items() if not n.startswith("buffer:")}
+            times.append(timer.once(lambda r=residuals, g=grads: run(r, g)))  # type: ignore[misc]
+        return median(times[1:])
+
+    if not functions.differentiable:
+        return 0.0, 0.0
+    return (
+        timed(lambda residuals, grads: functions.backward_input(state, residuals, grads)),
+        timed(lambda residuals, grads: functions.backward(state, residuals, grads, Nowhere())),
+    )
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

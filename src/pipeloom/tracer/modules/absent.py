@@ -1,0 +1,94 @@
+"""Tensors whose data is on another stage: shapes without data, and what cannot even be shaped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_map
+
+from ...ir.errors import CutError
+from .functions import leaves_in
+
+KEEP_TOGETHER = (
+    "keep what makes it and what uses it in one stage (Job.modules fixes the cut), "
+    "or move this code into a module of its own"
+)
+
+
+class Missing:
+    """Stands for something that only another stage has. Deciding on it is an error; passing it on is not."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+        raise CutError(f"this stage does not have {self._what}", hint=KEEP_TOGETHER)
+
+    def _pass_on(self, *args: Any, **kwargs: Any) -> Missing:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    __bool__ = __iter__ = __len__ = __int__ = __float__ = __index__ = __contains__ = __enter__ = _refuse
+    __call__ = __getitem__ = __setitem__ = __neg__ = __invert__ = __abs__ = _pass_on
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _pass_on
+    __matmul__ = __rmatmul__ = __pow__ = __rpow__ = __floordiv__ = __mod__ = __and__ = __or__ = _pass_on
+    __lt__ = __le__ = __gt__ = __ge__ = _pass_on
+
+
+def without_data(tensor: Tensor) -> Tensor:
+    """A tensor of the same shape, strides and dtype on the meta device."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def has_no_data(tensor: Tensor) -> bool:
+    return tensor.is_meta or isinstance(tensor, FakeTensor)
+
+
+def call_without_data(
+    function: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Any, list[Tensor]]:
+    """Run a call for its shapes only.
+
+    Returns: the result, without data; and those of the arguments that the call changes.
+    """
+    if name in ("cpu", "cuda", "pin_memory"):
+        return args[0], []
+    twins: dict[int, tuple[Tensor, Tensor, int]] = {}
+
+    def twin(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            if id(leaf) not in twins:
+                stand_in = leaf if leaf.is_meta and not isinstance(leaf, FakeTensor) else without_data(leaf)
+                twins[id(leaf)] = leaf, stand_in, stand_in._version
+            return twins[id(leaf)][1]
+        if isinstance(leaf, torch.device):
+            return torch.device("meta")
+        return None if isinstance(leaf, torch.Generator) else leaf
+
+    args, named = tree_map(twin, (args, dict(kwargs)))
+    if "device" in named:
+        named["device"] = torch.device("meta")
+    if name == "to":
+        where = [torch.device("meta") if isinstance(a, (str, int)) else a for a in args[1:2]]
+        args = (args[0], *where, *args[2:])
+    try:
+        with torch.no_grad():
+            result = function(*args, **named)
+    except (RuntimeError, NotImplementedError, ValueError, TypeError, IndexError) as error:
+        return Missing(f"the result of {name}, whose shape depends on data ({error})"), []
+    own = {id(stand_in): leaf for leaf, stand_in, _ in twins.values()}
+    changed = [leaf for leaf, stand_in, version in twins.values() if stand_in._version != version]
+    back = tree_map(lambda leaf: own.get(id(leaf), leaf) if isinstance(leaf, Tensor) else leaf, result)
+    return back, changed
+
+
+def missing_in(*trees: Any) -> Missing | None:
+    return next((leaf for leaf in leaves_in(*trees) if isinstance(leaf, Missing)), None)

@@ -1,0 +1,109 @@
+"""Course: what happened in one recorded run of a forward. Data only; `wiring` makes ops of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import Tensor
+from torch.utils._pytree import TreeSpec
+
+from ...ir.graph import Value
+from .forward import START
+
+LOSS = "=loss"
+"""Name of the loss; no module can have it."""
+
+
+def is_source(name: str) -> bool:
+    """Whether a name stands for a parameter, buffer or batch input."""
+    return name.startswith(("param:", "buffer:", "batch:"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    """A tensor that a unit call hands over.
+
+    kind: "result" (leaf `index` of what it returns), "argument" (leaf `index` of what it was given, which it
+        changed), "attribute" (it left the tensor in attribute `attribute` of module `module` below it), or
+        "same" (leaf `index` of its result is leaf `argument` of what it was given; it has no own name).
+    """
+
+    name: str
+    kind: Literal["result", "argument", "same", "attribute"]
+    index: int = 0
+    argument: int = 0
+    module: str = ""
+    attribute: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One call of a unit.
+
+    inputs: for each leaf of its arguments the name of the tensor, None for anything else.
+    spec, leaves: how to build its result; tensors are None among the leaves.
+    stretch: functions that the glue called after it, up to the next unit.
+    """
+
+    name: str
+    unit: str
+    inputs: tuple[str | None, ...]
+    outputs: tuple[Output, ...]
+    spec: TreeSpec
+    leaves: tuple[Any, ...]
+    random: bool
+    updates: tuple[str, ...]
+    stretch: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One step of the run, in order: the call number `call`, or a function of the glue that follows it.
+
+    call: -1 in front of the first unit call.  inputs: names of tensors, or "param:", "buffer:", "batch:" and
+    a name.  updates: buffers that it changes.  read: it turns data into a Python value.
+    """
+
+    kind: Literal["call", "glue", "loss"]
+    call: int
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    updates: tuple[str, ...] = ()
+    read: bool = False
+
+
+@dataclass(eq=False)
+class Course:
+    """A recorded run.
+
+    values: every tensor by name.  samples: their data, if the run had any.
+    decisions: what the glue read from data, in order; `tainted` are those that depend on the model.
+    stale: values that were changed through another view of their storage; they cannot be sent.
+    changed_later: values that a unit or the glue changes in place.
+    random: functions of the glue that drew random numbers.
+    undecided: modules whose own glue decides on data -> whether shapes depend on it too.
+    hidden: what the glue got from a unit in a way that other stages cannot see; "" if nothing.
+    """
+
+    calls: list[Call] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    values: dict[str, Value] = field(default_factory=dict)
+    samples: dict[str, Tensor] = field(default_factory=dict)
+    decisions: list[float] = field(default_factory=list)
+    tainted: list[float] = field(default_factory=list)
+    stale: set[str] = field(default_factory=set)
+    changed_later: set[str] = field(default_factory=set)
+    random: set[str] = field(default_factory=set)
+    undecided: dict[str, bool] = field(default_factory=dict)
+    first_stretch: list[str] = field(default_factory=list)
+    hidden: str = ""
+
+    def stretch(self, name: str) -> list[str]:
+        """Functions called after the unit call of this name."""
+        return self.first_stretch if name == START else self.call_named[name].stretch
+
+    @property
+    def call_named(self) -> Mapping[str, Call]:
+        return {call.name: call for call in self.calls}

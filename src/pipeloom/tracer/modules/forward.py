@@ -1,0 +1,130 @@
+"""A run of the user's forward in which every unit and every function of the glue can be intercepted."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, overrides
+from torch.overrides import TorchFunctionMode
+
+from ..capture import scalar_loss
+from ..job import Job
+from ..random import end_random, seed_random
+from .functions import RANDOM, function_name
+from .skeleton import Skeleton, Unit
+
+START = ""
+"""The stretch of glue before the first unit; other stretches are named by the unit call they follow."""
+
+
+def call_name(fqn: str, number: int) -> str:
+    """Name of a unit's call, the first one being number 0.
+
+    >>> call_name("blocks.0", 0), call_name("blocks.0", 1)
+    ('blocks.0', 'blocks.0#1')
+    """
+    return f"{fqn}#{number}" if number else fqn or "model"
+
+
+def output_name(call: str, index: int) -> str:
+    """Name of the tensor that a unit call returns at a position."""
+    return f"{call}:{index}" if index else call
+
+
+def glue_name(stretch: str, index: int, position: int) -> str:
+    """Name of a tensor made between units: the index of the function in its stretch, and which result.
+
+    >>> glue_name("blocks.0", 2, 0), glue_name("blocks.0", 2, 1)
+    ('blocks.0/2', 'blocks.0/2:1')
+    """
+    return f"{stretch}/{index}:{position}" if position else f"{stretch}/{index}"
+
+
+@contextmanager
+def seeded(seed: int, call: str) -> Iterator[None]:
+    """Random numbers in the block depend on the seed and the call's name only."""
+    seed_random(seed, call)
+    try:
+        yield
+    finally:
+        end_random()
+
+
+class Forward(TorchFunctionMode):
+    """One run. Subclasses say what happens at units and at functions.
+
+    stretch, index: where the run is: the last unit call, and how many functions have run since.
+    random: names of functions that draw random numbers; each call is seeded by its place.
+    """
+
+    def __init__(self, skeleton: Skeleton, seed: int, random: frozenset[str] = RANDOM) -> None:
+        super().__init__()
+        self.skeleton = skeleton
+        self.seed = seed
+        self.random = random
+        self.stretch = START
+        self.index = 0
+        self.counts: Counter[str] = Counter()
+        self._inside = False
+
+    @abstractmethod
+    def call(self, unit: Unit, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A unit is called for the time `number`, from 0. Nothing is intercepted meanwhile."""
+
+    @abstractmethod
+    def function(self, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Glue calls a function of torch, a method or a property of a tensor."""
+
+    def loss(self, job: Job, batch: Mapping[str, Tensor]) -> Tensor:
+        """Run model and loss. Parameters have been put into the skeleton."""
+        self.skeleton.active = self
+        try:
+            with self:
+                outputs = self.skeleton.model(**batch)
+                return self.after(job, outputs, batch)
+        finally:
+            self.skeleton.active = None
+
+    def after(self, job: Job, outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
+        return scalar_loss(job, outputs, batch)
+
+    def enter(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A unit's forward was called; inside another unit it just runs."""
+        if self._inside:
+            return unit.inner(*args, **kwargs)
+        number = self.counts[unit.fqn]
+        self.counts[unit.fqn] += 1
+        with self._passing():
+            result = self.call(unit, number, args, kwargs)
+        self.stretch, self.index = call_name(unit.fqn, number), 0
+        return result
+
+    @contextmanager
+    def _passing(self) -> Iterator[None]:
+        """Nothing is intercepted in the block."""
+        self._inside = True
+        try:
+            top = overrides._get_current_function_mode()  # type: ignore[no-untyped-call]
+            if top is self:
+                with overrides._pop_mode_temporarily():
+                    yield
+            else:  # the user's own mode lies above: calls come through here, and pass
+                yield
+        finally:
+            self._inside = False
+
+    def place(self) -> str:
+        """Name of the function that runs next; moves on."""
+        self.index += 1
+        return glue_name(self.stretch, self.index - 1, 0)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if self._inside:
+            return func(*args, **(kwargs or {}))
+        return self.function(func, function_name(func), args, kwargs or {})

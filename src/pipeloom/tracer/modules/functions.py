@@ -1,0 +1,85 @@
+"""What is known about the functions that glue code calls, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+READS = frozenset({
+    "item", "__bool__", "__int__", "__float__", "__index__", "__complex__", "tolist", "numpy", "__array__",
+    "is_nonzero", "equal", "allclose", "__contains__",
+})  # fmt: skip
+"""Functions that turn data into Python values, on which the forward may then decide."""
+
+RANDOM = frozenset({
+    "rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial", "poisson", "rand_like",
+    "randn_like", "randint_like", "uniform_", "normal_", "random_", "bernoulli_", "exponential_", "cauchy_",
+    "log_normal_", "geometric_", "trunc_normal_", "dropout", "dropout_", "dropout1d", "dropout2d",
+    "dropout3d", "alpha_dropout", "alpha_dropout_", "feature_dropout", "feature_dropout_",
+    "feature_alpha_dropout", "feature_alpha_dropout_", "native_dropout", "gumbel_softmax", "rrelu", "rrelu_",
+    "fractional_max_pool2d", "fractional_max_pool3d", "scaled_dot_product_attention",
+    "multi_head_attention_forward",
+})  # fmt: skip
+"""Functions that may draw random numbers."""
+
+LIKE = frozenset({
+    "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like",
+    "new_zeros", "new_ones", "new_empty", "new_full", "new_tensor",
+})  # fmt: skip
+"""Functions that need no data of their first argument, only its shape and dtype."""
+
+PLACES = frozenset({"__get__.device", "__get__.is_cuda", "__get__.is_cpu", "__get__.is_meta", "get_device"})
+"""Questions where a tensor is."""
+
+SILENT = frozenset({
+    "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "backward", "storage",
+    "untyped_storage", "data_ptr",
+})  # fmt: skip
+"""Functions that make no tensor and may fail on one without data."""
+
+DETACHING = frozenset({"detach", "detach_", "__get__.data"})
+
+_SIZED_BY_DATA = frozenset({
+    "nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount",
+})  # fmt: skip
+
+
+def function_name(function: Any) -> str:
+    """The name by which a function is listed here; getters of properties are `__get__.shape` and so on.
+
+    >>> function_name(torch.Tensor.add_), function_name(torch.Tensor.shape.__get__)
+    ('add_', '__get__.shape')
+    """
+    name = str(getattr(function, "__name__", function))
+    if name in ("__get__", "__set__"):
+        return f"{name}.{getattr(function.__self__, '__name__', '')}"
+    return name
+
+
+def leaves_in(*trees: Any) -> Iterator[Any]:
+    """Tensors and everything else in nested tuples, lists and dicts."""
+    for tree in trees:
+        if isinstance(tree, (tuple, list)):
+            yield from leaves_in(*tree)
+        elif isinstance(tree, dict):
+            yield from leaves_in(*tree.values())
+        else:
+            yield tree
+
+
+def sized_by_data(name: str, args: tuple[Any, ...]) -> bool:
+    """Whether the shape of a call's result depends on the data of its arguments.
+
+    >>> mask = torch.tensor([True, False])
+    >>> sized_by_data("__getitem__", (mask, mask)), sized_by_data("__getitem__", (mask, 0))
+    (True, False)
+    """
+    tensors = [leaf for leaf in leaves_in(*args[1:]) if isinstance(leaf, Tensor)]
+    if name == "__getitem__":
+        return any(t.dtype in (torch.bool, torch.uint8) for t in tensors)
+    if name == "where":
+        return len(args) == 1
+    return name in _SIZED_BY_DATA or (name == "repeat_interleave" and bool(tensors))

@@ -1,0 +1,289 @@
+"""Recorder: runs the whole forward once and writes down which tensor goes where.
+
+Units run on real parameters, a few at a time; between them nothing but the tensors that cross is alive,
+and no autograd graph: what requires a gradient is worked out call by call. Where nothing looks at data the
+same run works on fake tensors, whatever the model's size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ...ir.graph import Value
+from ..job import Job
+from ..meta import tensors_of
+from .course import LOSS, Call, Course, Step, is_source
+from .forward import Forward, call_name, glue_name, seeded
+from .functions import DETACHING, RANDOM, READS, leaves_in, sized_by_data
+from .isolated import Isolated
+from .materials import Materials
+from .meter import Meter
+from .reading import convert, count_of, numbers_of
+from .skeleton import Skeleton, Unit
+
+
+class Known(NamedTuple):
+    """tainted: it depends on the model, not only on the batch and on random numbers."""
+
+    name: str
+    version: int
+    tainted: bool
+
+
+class Recorder(Forward):
+    """A run of the whole model that fills `course`.
+
+    forced: what the tainted reads of an earlier run gave: this one takes the same way.
+    trunks: modules that are no units but have units below.
+    """
+
+    def __init__(
+        self, skeleton: Skeleton, materials: Materials, *, forced: Sequence[float] = (),
+        trunks: Sequence[str] = (),
+    ) -> None:  # fmt: skip
+        super().__init__(skeleton, seed=0)
+        self.course = Course()
+        self.materials = materials
+        self.forced = list(forced)
+        self.trunks = trunks
+        self.within = [""]
+        self.known: Any = WeakTensorKeyDictionary()
+        self.storages: dict[int, str] = {}
+        self.meter = Meter()
+
+    def record(self, job: Job, batch: Mapping[str, Tensor]) -> Course:
+        """Run model and loss on a micro-batch."""
+        for key, tensor in batch.items():
+            self._name(tensor, f"batch:{key}", tainted=False)
+        with self._watching_trunks(), torch.enable_grad():
+            loss = self.loss(job, batch)
+        last = len(self.course.calls) - 1
+        self.course.steps.append(Step(kind="loss", call=last, inputs=self._names([loss]), outputs=()))
+        self.course.values[LOSS] = _value(LOSS, loss)
+        self._note_replaced_buffers()
+        return self.course
+
+    # --- tensors and their names ------------------------------------------------------------------
+
+    def _name(self, tensor: Tensor, name: str, *, tainted: bool) -> None:
+        self.known[tensor] = Known(name, tensor._version, tainted)
+        self.course.values[name] = _value(name, tensor)
+        if not isinstance(tensor, FakeTensor) and not is_source(name):
+            self.course.samples[name] = tensor.detach()
+
+    def _source(self, tensor: Tensor) -> Known | None:
+        """What is known of a tensor that glue or a unit reads; None for a constant."""
+        found: Known | None = self.known.get(tensor)
+        if found is None:
+            if self.meter.made(tensor):
+                self.course.hidden = f"a tensor that a module left behind, up to {self.stretch}"
+                return Known("", 0, True)
+            return None
+        if found.version != tensor._version:
+            self.course.stale.add(found.name)
+        return found
+
+    def _names(self, tensors: Sequence[Tensor]) -> tuple[str, ...]:
+        """Names of what is read; for one changed through a view also that of the change."""
+        names: dict[str, None] = {}
+        for tensor in tensors:
+            known = self._source(tensor)
+            if known is not None and known.name:
+                names[known.name] = None
+                if known.version != tensor._version:
+                    change = self.storages.get(tensor.untyped_storage()._cdata)
+                    names |= {change: None} if change else {}
+        return tuple(names)
+
+    def _present(self, leaf: Any) -> Any:
+        """The tensor to compute with in place of a resting parameter or buffer."""
+        if not isinstance(leaf, Tensor):
+            return leaf
+        name = self.skeleton.name_of(leaf)
+        if name is None:
+            return leaf
+        real = self.materials.kept(name)
+        if real not in self.known:
+            kind = "param" if name in self.skeleton.params else "buffer"
+            self._name(real, f"{kind}:{name}", tainted=True)
+        return real
+
+    # --- functions of the glue --------------------------------------------------------------------
+
+    def function(self, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        args, kwargs = tree_map(self._present, (args, kwargs))
+        tensors = [leaf for leaf in leaves_in(args, kwargs) if isinstance(leaf, Tensor)]
+        sources = [known for t in tensors if (known := self._source(t)) is not None]
+        tainted = any(known.tainted for known in sources)
+        if name in READS:
+            return self._read(function, name, args, kwargs, tainted=tainted)
+        if tainted and sized_by_data(name, args):
+            self.course.undecided[self.within[-1]] = True
+        names = self._names(tensors)
+        versions = [t._version for t in tensors]
+        needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+        with torch.no_grad(), self._drawing(name):
+            result = function(*args, **kwargs)
+        made = tensors_of(result)
+        changed = [t for t, version in zip(tensors, versions, strict=True) if t._version != version]
+        if made or changed:
+            grad = needs_grad and name not in DETACHING
+            self._note_function(name, names, tensors, made, changed, (tainted, grad))
+        return result
+
+    def _note_function(
+        self, name: str, names: tuple[str, ...], given: list[Tensor], made: list[Tensor],
+        changed: list[Tensor], flags: tuple[bool, bool],
+    ) -> None:  # fmt: skip
+        tainted, grad = flags
+        place, stretch = self.index, self.stretch
+        self.place()
+        self._stretch().append(name)
+        updates = self._changed_buffers(changed)
+        old = {id(t) for t in given} - {id(t) for t in changed}
+        handed = made + [t for t in changed if not any(t is m for m in made)]
+        outputs = []
+        for position, tensor in enumerate(handed):
+            if id(tensor) in old:
+                continue
+            if grad and (tensor.is_floating_point() or tensor.is_complex()):
+                tensor.requires_grad_()
+            outputs.append(glue_name(stretch, place, position))
+            self._change(tensor, outputs[-1], tainted=tainted)
+        call = len(self.course.calls) - 1
+        self.course.steps.append(
+            Step(kind="glue", call=call, inputs=names, outputs=tuple(outputs), updates=updates)
+        )
+
+    def _stretch(self) -> list[str]:
+        return self.course.calls[-1].stretch if self.course.calls else self.course.first_stretch
+
+    def _change(self, tensor: Tensor, name: str, *, tainted: bool) -> None:
+        """A tensor is new, or has new content under a new name."""
+        before: Known | None = self.known.get(tensor)
+        if before is not None:
+            self.course.changed_later.add(before.name)
+        self.storages[tensor.untyped_storage()._cdata] = name
+        self._name(tensor, name, tainted=tainted)
+
+    def _changed_buffers(self, changed: Sequence[Tensor]) -> tuple[str, ...]:
+        found = [known.name for t in changed if (known := self.known.get(t)) is not None]
+        return tuple(n.removeprefix("buffer:") for n in found if n.startswith("buffer:"))
+
+    @contextmanager
+    def _drawing(self, name: str) -> Iterator[None]:
+        """Seed a function that may draw, and note whether one does."""
+        with Meter() as meter:
+            if name in RANDOM:
+                with seeded(self.seed, glue_name(self.stretch, self.index, 0)):
+                    yield
+            else:
+                yield
+        if meter.drew:
+            self.course.random.add(name)
+
+    def _read(
+        self, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, tainted: bool
+    ) -> Any:
+        tensor = args[0]
+        if tainted and self.forced:
+            count = count_of(name, tensor)
+            numbers, self.forced = self.forced[:count], self.forced[count:]
+            result = convert(name, numbers, tensor)
+        else:
+            with torch.no_grad():
+                result = function(*args, **kwargs)
+            numbers = numbers_of(result)
+        self.course.decisions += numbers
+        if tainted:
+            self.course.tainted += numbers
+            self.course.undecided.setdefault(self.within[-1], False)
+            tensors = [leaf for leaf in leaves_in(args, kwargs) if isinstance(leaf, Tensor)]
+            call = len(self.course.calls) - 1
+            self.course.steps.append(
+                Step(kind="glue", call=call, inputs=self._names(tensors), outputs=(), read=True)
+            )
+        return result
+
+    # --- units ------------------------------------------------------------------------------------
+
+    def call(self, unit: Unit, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name = call_name(unit.fqn, number)
+        leaves, spec = tree_flatten(tree_map(self._present, (args, kwargs)))
+        names = self._names([leaf for leaf in leaves if isinstance(leaf, Tensor)])
+        inputs = tuple(self._leaf_name(leaf) for leaf in leaves)
+        run = Isolated(self.skeleton, unit, leaves)
+        with seeded(self.seed, name):
+            self.meter.drew = False
+            self.meter.statistics.clear()
+            built = run.run(spec, self.materials.state(self.skeleton.below(unit.fqn)), self.meter)
+        outputs, flat = run.hand_over(name)
+        for output in outputs:
+            if output.kind != "same":
+                self._change(run.handed[output.name], output.name, tainted=True)
+        self.course.calls.append(
+            Call(
+                name=name, unit=unit.fqn, inputs=inputs, outputs=outputs, spec=built,
+                leaves=tuple(None if isinstance(leaf, Tensor) else leaf for leaf in flat),
+                random=self.meter.drew, updates=run.updates,
+            )
+        )  # fmt: skip
+        self.course.steps.append(
+            Step(
+                kind="call", call=len(self.course.calls) - 1, inputs=names, updates=run.updates,
+                outputs=tuple(o.name for o in outputs if o.kind != "same"),
+            )
+        )  # fmt: skip
+        return tree_unflatten(flat, built)
+
+    def _leaf_name(self, leaf: Any) -> str | None:
+        known: Known | None = self.known.get(leaf) if isinstance(leaf, Tensor) else None
+        return known.name if known is not None else None
+
+    def _note_replaced_buffers(self) -> None:
+        """Buffers and attributes that the glue replaced by new tensors; the resting ones come back."""
+        for name in self.skeleton.names:
+            tensor = self.skeleton.current(name)
+            if tensor is self.skeleton.resting(name):
+                continue
+            known: Known | None = self.known.get(tensor)
+            for index, step in enumerate(self.course.steps):
+                if known is not None and known.name in step.outputs:
+                    self.course.steps[index] = replace(step, updates=(*step.updates, name))
+        self.skeleton.rest()
+
+    @contextmanager
+    def _watching_trunks(self) -> Iterator[None]:
+        """Know in `within` which module's own code runs."""
+
+        def enter(fqn: str) -> Callable[..., None]:
+            return lambda *_: self.within.append(fqn)
+
+        def leave(*_: Any) -> None:
+            self.within.pop()
+
+        handles = []
+        for fqn in self.trunks:
+            module = self.skeleton.model.get_submodule(fqn)
+            handles += [module.register_forward_pre_hook(enter(fqn)), module.register_forward_hook(leave)]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def _value(name: str, tensor: Tensor) -> Value:
+    return Value(
+        name=name, shape=tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."),
+        needs_grad=tensor.requires_grad,
+    )  # fmt: skip

@@ -1,0 +1,307 @@
+"""StageRun: one stage's part of the user's forward.
+
+The forward runs from its start. Units of other stages are stubs that return what was received, or tensors
+without data; glue runs where its data is. The run ends at the first unit behind the stage's own ones.
+
+A value that crosses is bound, on both sides alike, where the recorded run made it: at a unit's output, or at
+the same function of the same stretch of glue. Where the glue takes another way than recorded and does not
+make it, it is bound as the argument, at the same position, of the unit call at which its stage stops. So a
+branch on data between modules may change what runs; what it cannot do is make other values cross: then a
+unit finds an argument without data, and says so. Nothing is ever bound to a tensor that is not the sender's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ...ir.errors import CutError
+from ..job import Job
+from .absent import KEEP_TOGETHER, Missing, call_without_data, has_no_data, missing_in
+from .course import Call
+from .forward import Forward, call_name, glue_name, seeded
+from .functions import LIKE, PLACES, READS, SILENT, leaves_in
+from .reading import convert, count_of, numbers_of
+from .skeleton import Skeleton, Unit
+from .task import Place, Task
+
+
+class _Stop(BaseException):
+    """Everything that the stage runs has run. Not an Exception, so that user code does not catch it."""
+
+
+@dataclass(eq=False)
+class Handed:
+    """What a run gives. bound: values for other stages.  decisions: all reads up to here."""
+
+    bound: dict[str, Tensor] = field(default_factory=dict)
+    loss: Tensor | None = None
+    decisions: list[float] = field(default_factory=list)
+
+
+class StageRun(Forward):
+    """A run of one stage on one micro-batch.
+
+    received: values by name.  known: what earlier stages have decided.  device: where tensors are.
+    """
+
+    def __init__(
+        self, skeleton: Skeleton, task: Task, *, received: Mapping[str, Tensor], known: list[float],
+        seed: int, device: torch.device,
+    ) -> None:  # fmt: skip
+        super().__init__(skeleton, seed, task.random)
+        self.task = task
+        self.received = received
+        self.known = known
+        self.device = device
+        self.handed = Handed()
+        self.arrived: set[str] = set()
+        self.resolved: Any = WeakTensorKeyDictionary()
+        self.spoilt: dict[int, Tensor] = {}
+        self.passed: set[int] = set()
+        self.as_recorded = True
+        self.versions: dict[str, int] = {}
+
+    def run(self, job: Job, batch: Mapping[str, Tensor]) -> Handed:
+        """Run the stage's part. State has been put into the skeleton."""
+        try:
+            loss = self.loss(job, batch)
+            if self.task.makes_loss:
+                self.handed.loss = self._data(loss, "the loss")
+        except _Stop:
+            pass
+        for name, tensor in self.handed.bound.items():
+            if tensor._version != self.versions[name]:
+                raise CutError(f"{name} is sent, and changed in place later", hint=KEEP_TOGETHER)
+        return self.handed
+
+    def after(self, job: Job, outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
+        if not self.task.makes_loss:
+            raise _Stop
+        return super().after(job, outputs, batch)
+
+    # --- data or not ------------------------------------------------------------------------------
+
+    def _absent(self, tensor: Tensor) -> bool:
+        return has_no_data(tensor) or (
+            bool(self.spoilt) and tensor.untyped_storage()._cdata in self.spoilt
+        )
+
+    def _resolve(self, leaf: Any) -> Any:
+        """What a tensor stands for by now."""
+        if isinstance(leaf, Tensor):
+            return self.resolved.get(leaf, leaf)
+        return leaf
+
+    def _spoil(self, tensor: Tensor) -> None:
+        """A tensor has new content that is on another stage."""
+        if not has_no_data(tensor):
+            self.spoilt[tensor.untyped_storage()._cdata] = tensor
+
+    def _data(self, leaf: Any, what: str) -> Tensor:
+        """A tensor that must be there. Raises: CutError if it is not."""
+        leaf = self._resolve(leaf)
+        if isinstance(leaf, Tensor) and not self._absent(leaf):
+            return leaf
+        why = leaf._what if isinstance(leaf, Missing) else "the forward took another way than when captured"
+        raise CutError(
+            f"stage {self.task.stage} needs {what}, made on another stage and not sent: {why}",
+            hint=KEEP_TOGETHER,
+        )
+
+    # --- functions of the glue --------------------------------------------------------------------
+
+    def function(self, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.resolved:
+            args, kwargs = tree_map(self._resolve, (args, kwargs))
+        leaves = list(leaves_in(args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        absent = any(self._absent(t) for t in tensors)
+        if name in READS and tensors:
+            return self._read(function, name, args, kwargs, absent=absent)
+        if (missing := missing_in(leaves)) is not None:
+            return self._made(name, missing, [])
+        if absent and name in SILENT:
+            return Missing(f"the result of {name}")
+        if not absent:
+            return self._compute(function, name, args, kwargs, tensors)
+        if name in PLACES:
+            return function(torch.empty(0, device=self.device))
+        if name in LIKE and tensors[0] is args[0] and not any(self._absent(t) for t in tensors[1:]):
+            stand_in = torch.empty((), dtype=args[0].dtype, device=self.device).expand(args[0].shape)
+            return self._compute(function, name, (stand_in, *args[1:]), kwargs, [])
+        result, changed = call_without_data(function, name, args, kwargs)
+        for tensor in changed:
+            self._spoil(tensor)
+        return self._made(name, result, changed)
+
+    def _compute(
+        self, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]
+    ) -> Any:
+        """Run a function whose data is all here."""
+        versions = [t._version for t in given]
+        if name in self.random:
+            with seeded(self.seed, glue_name(self.stretch, self.index, 0)):
+                result = function(*args, **kwargs)
+        else:
+            result = function(*args, **kwargs)
+        changed = [t for t, version in zip(given, versions, strict=True) if t._version != version]
+        return self._made(name, result, changed)
+
+    def _made(self, name: str, result: Any, changed: list[Tensor]) -> Any:
+        """Bind what a function made, or changed in place, if it crosses."""
+        flat, spec = tree_flatten(result)
+        made = [leaf for leaf in flat if isinstance(leaf, (Tensor, Missing))]
+        if not made and not changed:
+            return result
+        stretch, index = self.stretch, self.index
+        self.index += 1
+        recorded = self.task.stretch(stretch)
+        self.as_recorded = self.as_recorded and recorded[index : index + 1] == [name]
+        if not self.as_recorded or stretch not in self.task.stretches:
+            return result
+        extra = [t for t in changed if not any(t is m for m in made)]
+        bound = [self._bind(glue_name(stretch, index, i), leaf) for i, leaf in enumerate([*made, *extra])]
+        parts = iter(bound)
+        flat = [next(parts) if isinstance(leaf, (Tensor, Missing)) else leaf for leaf in flat]
+        return tree_unflatten(flat, spec)
+
+    def _bind(self, name: str, leaf: Any) -> Any:
+        """A tensor that may cross has been made, here or on another stage."""
+        if name in self.received:
+            self.arrived.add(name)
+            if isinstance(leaf, Tensor):
+                self.resolved[leaf] = self.received[name]
+            return self.received[name]
+        if name in self.task.sends:
+            self.handed.bound[name] = self._data(leaf, name)
+            self.versions[name] = self.handed.bound[name]._version
+        return leaf
+
+    def _read(
+        self, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, absent: bool
+    ) -> Any:
+        """Decide as earlier stages did; what they have not decided is decided here."""
+        decisions = self.handed.decisions
+        count = count_of(name, args[0])
+        numbers = self.known[len(decisions) : len(decisions) + count]
+        if len(numbers) == count:
+            decisions += numbers
+            return convert(name, numbers, args[0])
+        if absent:
+            where = f"after {self.stretch}" if self.stretch else "at its start"
+            raise CutError(
+                f"stage {self.task.stage} must decide on data of another stage {where} of the forward, which "
+                "did not decide there when captured",
+                hint=KEEP_TOGETHER,
+            )
+        result = function(*args, **kwargs)
+        decisions += numbers_of(result)
+        return result
+
+    # --- units ------------------------------------------------------------------------------------
+
+    def call(self, unit: Unit, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        place = self.task.place(unit.fqn, number)
+        leaves, spec = tree_flatten((args, kwargs))
+        leaves = [self._resolve(leaf) for leaf in leaves]
+        self._pass(place.position, leaves)
+        leaves = [self._resolve(leaf) for leaf in leaves]
+        self.as_recorded = place.call is not None
+        if place.own:
+            return self._run(unit, place, leaves, spec)
+        if place.position > self.task.last:
+            self._end(leaves)
+        if place.call is None:
+            return Missing(f"the result of {call_name(unit.fqn, number)}, which was not called when captured")
+        return self._stub(unit, place.call, leaves)
+
+    def _pass(self, position: int, leaves: list[Any]) -> None:
+        """Where a stage we receive from stops, what it did not make as recorded is among the arguments."""
+        for stage, entry in self.task.sources.items():
+            if stage in self.passed or position <= entry.last:
+                continue
+            self.passed.add(stage)
+            for index, name in entry.arguments.items():
+                if name not in self.received or name in self.arrived or index >= len(leaves):
+                    continue
+                if isinstance(leaves[index], Missing):
+                    leaves[index] = self.received[name]
+                elif isinstance(leaves[index], Tensor) and self._absent(leaves[index]):
+                    self.resolved[leaves[index]] = self.received[name]
+                self.arrived.add(name)
+
+    def _end(self, leaves: list[Any]) -> None:
+        for index, name in self.task.entry.arguments.items():
+            if name in self.task.sends and name not in self.handed.bound and index < len(leaves):
+                self._bind(name, leaves[index])
+        raise _Stop
+
+    def _run(self, unit: Unit, place: Place, leaves: list[Any], spec: TreeSpec) -> Any:
+        what = f"an argument of {unit.fqn}"
+        given = [self._data(leaf, what) if isinstance(leaf, (Tensor, Missing)) else leaf for leaf in leaves]
+        args, kwargs = tree_unflatten(given, spec)
+        name = call_name(unit.fqn, self.counts[unit.fqn] - 1)
+        if place.random:
+            with seeded(self.seed, name):
+                result = unit.inner(*args, **kwargs)
+        else:
+            result = unit.inner(*args, **kwargs)
+        if place.call is not None:
+            self._bind_outputs(unit, place.call, given, result)
+        return result
+
+    def _bind_outputs(self, unit: Unit, call: Call, given: list[Any], result: Any) -> None:
+        flat, _ = tree_flatten(result)
+        if self.task.others and _constants(flat) != _constants(call.leaves):
+            raise CutError(
+                f"{unit.fqn} returned {_constants(flat)}, and {_constants(call.leaves)} when captured: "
+                "other stages cannot know",
+                hint="return a tensor instead, or keep the module and what uses its result in one stage",
+            )
+        for output in call.outputs:
+            if output.kind == "result" and output.index < len(flat):
+                self._bind(output.name, flat[output.index])
+            elif output.kind == "argument":
+                self._bind(output.name, given[output.index])
+            elif output.kind == "attribute":
+                owner = unit.module.get_submodule(output.module)
+                self._bind(output.name, getattr(owner, output.attribute))
+
+    def _stub(self, unit: Unit, call: Call, leaves: list[Any]) -> Any:
+        """What another stage's unit gives."""
+        flat = [_sendable(leaf, unit.fqn) for leaf in call.leaves]
+        for output in call.outputs:
+            if output.kind == "same":
+                flat[output.index] = leaves[output.argument]
+            elif output.kind == "argument":
+                target = leaves[output.index]
+                if isinstance(target, Tensor):
+                    self._spoil(target)
+                    self._bind(output.name, target)
+            else:
+                shape = self.task.course.values[output.name]
+                tensor = torch.empty(shape.shape, dtype=getattr(torch, shape.dtype), device="meta")
+                tensor = self._bind(output.name, tensor)
+                if output.kind == "result":
+                    flat[output.index] = tensor
+                else:
+                    setattr(unit.module.get_submodule(output.module), output.attribute, tensor)
+        return tree_unflatten([self._resolve(leaf) for leaf in flat], call.spec)
+
+
+def _constants(leaves: Sequence[Any]) -> list[Any]:
+    """What a unit returns besides tensors, as far as a stub can return the same."""
+    return [leaf for leaf in leaves if isinstance(leaf, (bool, int, str)) and not isinstance(leaf, Tensor)]
+
+
+def _sendable(leaf: Any, unit: str) -> Any:
+    if leaf is None or isinstance(leaf, (bool, int, str)):
+        return leaf
+    return Missing(f"the {type(leaf).__name__} that {unit} returned: only tensors are sent")

@@ -1,0 +1,180 @@
+"""The user's model without data: parameters are put in for a run and taken out again.
+
+The model is the blueprint's, on fake tensors, so that modules of other stages take no memory. The forward
+of each unit is replaced by one that asks the running `Forward` what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ..initialise import Blueprint
+
+if TYPE_CHECKING:
+    from .forward import Forward
+
+Slot = tuple[Any, Any]
+"""A dict or list, and the key under which it holds a tensor."""
+
+_INTERNAL = frozenset(vars(nn.Module()))
+
+
+@dataclass(eq=False)
+class Unit:
+    """A module that is never cut. inner: its own forward."""
+
+    fqn: str
+    module: nn.Module
+    inner: Callable[..., Any]
+
+
+class Skeleton:
+    """A model whose tensors come and go.
+
+    names: canonical FQN of each parameter, buffer and plain tensor attribute -> where the model keeps it.
+    constants: plain tensor attributes that are real already.
+    active: the run that units ask; without one they run, by `again` if it is set (activation checkpointing
+        calls units a second time in the backward).
+    """
+
+    def __init__(self, made: Blueprint) -> None:
+        self.made = made
+        self.model = made.model
+        self.names: dict[str, list[Slot]] = {}
+        self.constants: dict[str, Tensor] = {}
+        self.params = tuple(dict(self.model.named_parameters()))
+        self.units: dict[str, Unit] = {}
+        self.active: Forward | None = None
+        self.again: Callable[[Unit, Any, Any], Any] | None = None
+        self._canonical: dict[int, str] = {}
+        self._resting: dict[str, Tensor] = {}
+        self._below: dict[str, tuple[str, ...]] = {}
+        for path, module in self.model.named_modules():
+            prefix = f"{path}." if path else ""
+            for store in (module._parameters, module._buffers):
+                for key, tensor in store.items():
+                    if tensor is not None:
+                        self._add(prefix + key, tensor, (store, key))
+        for path, module in self.model.named_modules():
+            for name, tensor, slot in _attributes(module, f"{path}." if path else ""):
+                self._add(name, tensor, slot)
+        known = {*self.params, *dict(self.model.named_buffers())}
+        self.attributes = tuple(name for name in self.names if name not in known)
+        for name in self.attributes:
+            if isinstance(self._resting[name], FakeTensor):
+                made.others[name] = self._resting[name]
+            else:
+                self.constants[name] = self._resting[name]
+
+    def _add(self, name: str, tensor: Tensor, slot: Slot) -> None:
+        name = self._canonical.setdefault(id(tensor), name)
+        self.names.setdefault(name, []).append(slot)
+        self._resting[name] = tensor
+
+    def resting(self, name: str) -> Tensor:
+        """What stands for a parameter or buffer while no run has put data in: its shape and dtype."""
+        return self._resting[name]
+
+    def name_of(self, tensor: Tensor) -> str | None:
+        """FQN of a resting tensor."""
+        return self._canonical.get(id(tensor))
+
+    def current(self, name: str) -> Tensor:
+        """What the model holds now under a name."""
+        store, key = self.names[name][0]
+        tensor: Tensor = store[key]
+        return tensor
+
+    def below(self, fqn: str) -> tuple[str, ...]:
+        """Names of all parameters, buffers and attributes in a module, tied ones under their first name."""
+        if fqn not in self._below:
+            stores = {
+                id(s) for m in self.model.get_submodule(fqn).modules()
+                for s in (m._parameters, m._buffers, vars(m), *_collections(m))
+            }  # fmt: skip
+            self._below[fqn] = tuple(
+                name for name, slots in self.names.items() if any(id(store) in stores for store, _ in slots)
+            )
+        return self._below[fqn]
+
+    @contextmanager
+    def using(self, state: Mapping[str, Tensor]) -> Iterator[None]:
+        """Put tensors into the model; afterwards those that rest there are back."""
+        for name, tensor in state.items():
+            for store, key in self.names[name]:
+                store[key] = tensor
+        try:
+            yield
+        finally:
+            self.rest(state)
+
+    def rest(self, names: Iterable[str] | None = None) -> None:
+        """Put back the tensors that rest here: all, or those named."""
+        for name in self.names if names is None else names:
+            for store, key in self.names[name]:
+                store[key] = self._resting[name]
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Evaluation mode; afterwards each module has the mode that it had."""
+        modes = [(module, module.training) for module in self.model.modules()]
+        self.model.eval()
+        try:
+            yield
+        finally:
+            for module, training in modes:
+                module.training = training
+
+    def install(self, fqns: Iterable[str]) -> None:
+        """Make these modules, and no others, the units."""
+        for unit in self.units.values():
+            del unit.module.forward
+        self.units = {}
+        for fqn in fqns:
+            module = self.model.get_submodule(fqn)
+            unit = Unit(fqn, module, module.forward)
+            self.units[fqn] = unit
+            module.forward = self._asking(unit)
+
+    def _asking(self, unit: Unit) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if self.active is not None:
+                return self.active.enter(unit, args, kwargs)
+            if self.again is not None:
+                return self.again(unit, args, kwargs)
+            return unit.inner(*args, **kwargs)
+
+        return forward
+
+    def compile_units(self) -> None:
+        """Pass the forward of each unit through torch.compile."""
+        for unit in self.units.values():
+            unit.inner = torch.compile(unit.inner, dynamic=False)
+
+
+def _collections(module: nn.Module) -> list[Any]:
+    """Plain lists and dicts that a module keeps as attributes."""
+    return [v for k, v in vars(module).items() if k not in _INTERNAL and isinstance(v, (list, dict))]
+
+
+def _attributes(module: nn.Module, prefix: str) -> Iterator[tuple[str, Tensor, Slot]]:
+    """Tensors that a module keeps as plain attributes, alone or in a list or dict."""
+    own: MutableMapping[str, Any] = vars(module)
+    for key, value in list(own.items()):
+        if key in _INTERNAL:
+            continue
+        if isinstance(value, Tensor):
+            yield f"{prefix}{key}", value, (own, key)
+        elif isinstance(value, list):
+            pairs: list[tuple[Any, Any]] = list(enumerate(value))
+            yield from ((f"{prefix}{key}.{i}", t, (value, i)) for i, t in pairs if isinstance(t, Tensor))
+        elif isinstance(value, dict):
+            pairs = list(value.items())
+            yield from ((f"{prefix}{key}.{k}", t, (value, k)) for k, t in pairs if isinstance(t, Tensor))

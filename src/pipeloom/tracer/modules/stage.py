@@ -1,0 +1,351 @@
+"""The functions of a stage of whole modules: autograd keeps the residuals of a micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from ...ir.errors import CutError
+from ...ir.graph import Value
+from ..job import Job
+from ..meta import autocast_region
+from ..sink import Sink
+from ..split import Slot
+from ..stage import Tensors
+from .absent import KEEP_TOGETHER
+from .course import LOSS
+from .forward import call_name, seeded
+from .meter import Meter
+from .replay import Handed, StageRun
+from .skeleton import Skeleton, Unit
+from .task import Task
+from .wiring import PATH
+
+_GRAPH = Slot("graph", "autograd")
+
+
+@dataclass(eq=False)
+class _Graph:
+    """The autograd graph of one micro-batch. sink: where gradients of parameters go while it runs."""
+
+    seed: int
+    state: Mapping[str, Tensor]
+    received: dict[str, Tensor]
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+    grads: dict[str, Tensor] = field(default_factory=dict)
+    trained: list[Tensor] = field(default_factory=list)
+    sink: Sink | None = None
+
+    def add(self, name: str, leaf: Tensor) -> None:
+        """A parameter's gradient is complete: hand it over, so that no two stay alive."""
+        assert self.sink is not None and leaf.grad is not None
+        self.sink.add(name, leaf.grad.to_dense() if leaf.grad.is_sparse else leaf.grad)
+        leaf.grad = None
+
+    def clear(self) -> None:
+        """Hooks of leaves refer to this object, which refers to them: cut the circle."""
+        self.state, self.sink = {}, None
+        for held in (self.received, self.outputs, self.grads):
+            held.clear()
+        self.trained.clear()
+
+
+@dataclass(eq=False, kw_only=True)
+class ModuleFunctions:
+    """See `tracer.stage.StageFunctions`. The backward runs autograd; split, it runs twice.
+
+    values: what crosses.  updated: buffers that the forward changes.  trainable: FQNs.
+    saved_inputs: received values and batch inputs that the last forward kept for the backward.
+    """
+
+    index: int
+    params: tuple[str, ...]
+    buffers: tuple[str, ...]
+    batch: tuple[str, ...]
+    received: tuple[str, ...]
+    sent: tuple[str, ...]
+    loss: str | None
+    differentiable: bool
+    examples: Mapping[str, Tensor]
+    job: Job
+    task: Task
+    skeleton: Skeleton
+    values: Mapping[str, Value]
+    updated: frozenset[str]
+    trainable: frozenset[str]
+    autocast: torch.dtype | None
+    residual_bytes: Mapping[str, int] = field(default_factory=dict)
+    carried_bytes: int = 0
+    saved_inputs: frozenset[str] = frozenset()
+    peak_bytes: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def kept_inputs(self) -> frozenset[str]:
+        """All: autograd may keep any of them."""
+        return frozenset(self.received if self.differentiable else ())
+
+    def forward(
+        self, state: Mapping[str, Tensor], inputs: Mapping[str, Tensor], seed: int
+    ) -> tuple[dict[str, Tensor], Tensors]:
+        graph = _Graph(seed, {}, self._received(inputs))
+        graph.state = self._state(state, graph)
+        given = _storages([*state.values(), *inputs.values()])
+        saved: dict[int, Tensor] = {}
+        kept: set[int] = set()
+
+        def pack(tensor: Tensor) -> tuple[Tensor, int]:
+            storage = tensor.untyped_storage()._cdata
+            if storage in given:
+                kept.add(storage)
+            else:
+                saved[storage] = tensor
+            return tensor, tensor._version
+
+        with self._measuring("forward"):
+            with torch.enable_grad(), saved_tensors_hooks(pack, _unpack):
+                handed, outputs = self._run(graph, inputs)
+                results = self._outputs(handed, given, self._device(inputs))
+            graph.outputs = {n: t for n, t in handed.bound.items() if t.requires_grad and n in self.sent}
+            if handed.loss is not None and handed.loss.requires_grad:
+                graph.outputs[LOSS] = handed.loss
+        self.saved_inputs = frozenset(n for n, t in inputs.items() if t.untyped_storage()._cdata in kept)
+        if not self.differentiable:
+            graph.clear()
+            return results | outputs, {}
+        residuals: Tensors = {Slot("made", f"saved.{i}"): t for i, t in enumerate(saved.values())}
+        return results | outputs, residuals | {_GRAPH: graph}
+
+    def backward(
+        self, state: Mapping[str, Tensor], residuals: Tensors, grads: Mapping[str, Tensor], sink: Sink
+    ) -> dict[str, Tensor]:
+        graph: _Graph = residuals[_GRAPH]
+        with self._measuring("backward", residuals), self._ready(graph, sink):
+            names = [name for name in graph.outputs if name in grads]
+            if names:
+                torch.autograd.backward([graph.outputs[n] for n in names], [grads[n] for n in names])
+            found = {name: tensor.grad for name, tensor in graph.received.items()}
+            made = {n: _alone(grad, grads.values()) for n, grad in found.items() if grad is not None}
+            graph.clear()
+        return made
+
+    def backward_input(
+        self, state: Mapping[str, Tensor], residuals: Tensors, grads: Mapping[str, Tensor]
+    ) -> tuple[dict[str, Tensor], Tensors]:
+        graph: _Graph = residuals[_GRAPH]
+        carried = dict(residuals)
+        with self._measuring("input_grad", residuals), self._ready(graph, None):
+            names = [name for name in graph.outputs if name in grads]
+            wanted = {n: t for n, t in graph.received.items() if t.requires_grad}
+            graph.grads = {name: grads[name] for name in names}
+            made: dict[str, Tensor] = {}
+            if names and wanted:
+                found = torch.autograd.grad(
+                    [graph.outputs[n] for n in names], list(wanted.values()), list(graph.grads.values()),
+                    retain_graph=True, allow_unused=True,
+                )  # fmt: skip
+                pairs = zip(wanted, found, strict=True)
+                made = {n: _alone(grad, grads.values()) for n, grad in pairs if grad is not None}
+        return made, carried
+
+    def backward_weight(self, state: Mapping[str, Tensor], carried: Tensors, sink: Sink) -> None:
+        graph: _Graph = carried[_GRAPH]
+        with self._measuring("weight_grad", carried), self._ready(graph, sink):
+            if graph.grads and graph.trained:
+                torch.autograd.backward(
+                    [graph.outputs[n] for n in graph.grads], list(graph.grads.values()), inputs=graph.trained
+                )
+            graph.clear()
+
+    def evaluate(self, state: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        graph = _Graph(0, {}, {n: inputs[n] for n in self.received})
+        graph.state = self._cloned(state)
+        with torch.no_grad(), self.skeleton.evaluating():
+            handed, _ = self._run(graph, inputs)
+            held = _storages([*state.values(), *inputs.values()])
+            return self._outputs(handed, held, self._device(inputs))
+
+    def _device(self, inputs: Mapping[str, Tensor]) -> torch.device:
+        return inputs[self.batch[0]].device
+
+    # --- before a run -----------------------------------------------------------------------------
+
+    def _received(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {
+            name: inputs[name].detach().requires_grad_(self.values[name].needs_grad) for name in self.received
+        }
+
+    def _cloned(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """State in which the forward may change buffers."""
+        return {
+            name: state[name].clone() if name in self.updated else state[name]
+            for name in (*self.params, *self.buffers)
+        }
+
+    def _state(self, state: Mapping[str, Tensor], graph: _Graph) -> dict[str, Tensor]:
+        """The same with parameters as leaves of this micro-batch's graph alone."""
+        own = self._cloned(state)
+        for name in self.params:
+            own[name] = leaf = state[name].detach().requires_grad_(name in self.trainable)
+            if name in self.trainable and self.differentiable:
+                leaf.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                    partial(graph.add, name)
+                )
+                graph.trained.append(leaf)
+        return own
+
+    def _run(self, graph: _Graph, inputs: Mapping[str, Tensor]) -> tuple[Handed, dict[str, Tensor]]:
+        """Run the forward. Returns also the buffers that changed, as `buffer:FQN`."""
+        batch = {name: inputs[name] for name in self.batch}
+        device = self._device(inputs)
+        later = self.task.course.changed_later
+        received = {
+            name: tensor.clone() if name in later else tensor
+            for name, tensor in graph.received.items() if not name.startswith(PATH)
+        }  # fmt: skip
+        known = max((decode(inputs[n]) for n in self.received if n.startswith(PATH)), key=len, default=[])
+        run = StageRun(
+            self.skeleton, self.task, received=received, known=known, seed=graph.seed, device=device
+        )
+        with self.skeleton.using(graph.state), autocast_region(device.type, self.autocast):
+            handed = run.run(self.job, batch)
+            now = {name: self.skeleton.current(name) for name in self.buffers}
+        self.skeleton.rest(self.skeleton.attributes)  # where units of other stages left theirs
+        changed = {
+            f"buffer:{name}": tensor.detach() for name, tensor in now.items()
+            if name in self.updated or (tensor is not graph.state[name] and not tensor.requires_grad)
+        }  # fmt: skip
+        return handed, changed
+
+    # --- after a run ------------------------------------------------------------------------------
+
+    def _outputs(self, handed: Handed, given: set[int], device: torch.device) -> dict[str, Tensor]:
+        """What is sent, and the loss, each with a storage of its own and without graph."""
+        found = {}
+        for name in self.sent:
+            value = self.values[name]
+            if name.startswith(PATH):
+                found[name] = encode(handed.decisions, value, device)
+            elif name in handed.bound:
+                found[name] = _checked(handed.bound[name], value)
+            else:
+                found[name] = _never_read(value, device)
+        if handed.loss is not None:
+            found[LOSS] = handed.loss
+        taken = set(given)
+        return {name: _own_storage(tensor.detach(), taken) for name, tensor in found.items()}
+
+    @contextmanager
+    def _ready(self, graph: _Graph, sink: Sink | None) -> Iterator[None]:
+        """Activation checkpointing runs units again in the backward: with the same state and seeds."""
+
+        def again(unit: Unit, args: Any, kwargs: Any) -> Any:
+            calls = [call for call in self.task.course.calls if call.unit == unit.fqn]
+            if not any(call.random for call in calls):
+                return unit.inner(*args, **kwargs)
+            if len(calls) > 1:
+                raise CutError(
+                    f"{unit.fqn} draws random numbers, is called more than once and checkpointed as a whole",
+                    hint="checkpoint inside the module, or call it once",
+                )
+            with seeded(graph.seed, call_name(unit.fqn, 0)):
+                return unit.inner(*args, **kwargs)
+
+        graph.sink = sink
+        self.skeleton.again = again
+        try:
+            with self.skeleton.using(graph.state):
+                yield
+        finally:
+            self.skeleton.again = None
+
+    @contextmanager
+    def _measuring(self, name: str, held: Tensors | None = None) -> Iterator[None]:
+        """Measure the first run of a function; `held` is given up to it."""
+        held = {} if held is None else held
+        if name in self.peak_bytes:
+            held.clear()
+            yield
+            return
+        meter = Meter(t for slot, t in held.items() if slot.kind == "made")
+        held.clear()
+        with meter:
+            yield
+        self.peak_bytes[name] = meter.peak_bytes
+
+
+def _unpack(packed: tuple[Tensor, int]) -> Tensor:
+    """A saved tensor. PyTorch makes this check itself only where no hooks are."""
+    tensor, version = packed
+    if tensor._version != version:
+        raise RuntimeError(
+            f"a tensor of shape {list(tensor.shape)} that the backward needs was changed in place "
+            f"(version {tensor._version}, saved as {version})"
+        )
+    return tensor
+
+
+def encode(decisions: Sequence[float], value: Value, device: torch.device) -> Tensor:
+    """Decisions as a tensor of fixed size: their number, then themselves."""
+    room = value.shape[0] - 1
+    if len(decisions) > room:
+        raise CutError(
+            f"the forward took {len(decisions)} decisions between modules, the plan has room for {room}",
+            hint="move the loop that decides into a module of its own",
+        )
+    padded = [float(len(decisions)), *map(float, decisions), *[0.0] * (room - len(decisions))]
+    return torch.tensor(padded, dtype=torch.float64, device=device)
+
+
+def decode(tensor: Tensor) -> list[float]:
+    """The decisions in a tensor made by `encode`."""
+    numbers: list[float] = tensor.tolist()
+    return numbers[1 : 1 + int(numbers[0])]
+
+
+def _checked(tensor: Tensor, value: Value) -> Tensor:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if tuple(tensor.shape) != value.shape or dtype != value.dtype:
+        raise CutError(
+            f"{value.name} is {dtype}{list(tensor.shape)}, and was {value.dtype}{list(value.shape)} when "
+            "captured: a tensor whose size depends on data cannot be sent to another stage",
+            hint=KEEP_TOGETHER,
+        )
+    if tensor.requires_grad and not value.needs_grad:
+        raise CutError(
+            f"{value.name} requires a gradient, and did not when captured: it would be lost on the way back",
+            hint=KEEP_TOGETHER,
+        )
+    return tensor
+
+
+def _never_read(value: Value, device: torch.device) -> Tensor:
+    """For a value that the forward, on the way it took, does not make: NaN shows if it is read after all."""
+    dtype = getattr(torch, value.dtype)
+    fill = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
+    return torch.full(value.shape, fill, dtype=dtype, device=device)
+
+
+def _own_storage(tensor: Tensor, taken: set[int]) -> Tensor:
+    """A dense, contiguous tensor whose storage nobody else in `taken` has."""
+    storage = tensor.untyped_storage()
+    whole = storage.nbytes() == tensor.numel() * tensor.element_size()
+    if storage._cdata in taken or not whole or not tensor.is_contiguous():
+        tensor = tensor.clone(memory_format=torch.contiguous_format)
+    taken.add(tensor.untyped_storage()._cdata)
+    return tensor
+
+
+def _alone(grad: Tensor, others: Iterable[Tensor]) -> Tensor:
+    """A gradient to send: dense, and not the very tensor that came in."""
+    return _own_storage(grad.detach(), _storages(others))
+
+
+def _storages(tensors: Iterable[Tensor]) -> set[int]:
+    return {t.untyped_storage()._cdata for t in tensors}

@@ -1,0 +1,98 @@
+"""Which modules a model is cut between, and which belong together."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Sequence
+
+from torch import nn
+
+from ...ir.errors import CutError
+
+_HINT = "Job.modules is a list of FQN lists, one list per stage, as model.named_modules() has them"
+
+
+def derive_units(model: nn.Module, whole: frozenset[str] = frozenset()) -> tuple[str, ...]:
+    """FQNs of the modules that a model is cut between by default, in the order of registration.
+
+    They are the model's children, with containers (ModuleList, ModuleDict, Sequential) replaced by their
+    items, and with children that hold containers somewhere below and at least a third of the parameters
+    replaced by their own children in turn, such as encoder and decoder of a translation model. Items of
+    containers stay whole.
+
+    whole: FQNs of modules that stay whole in any case.
+
+    >>> derive_units(nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU(), nn.Linear(2, 2))))
+    ('0', '1.0', '1.1')
+    """
+    seen: set[int] = set()
+    found = []
+    large = size_of(model) / 3
+    for fqn, module in _units(model, "", whole, large):
+        if id(module) not in seen:  # a module with two names is one unit
+            seen.add(id(module))
+            found.append(fqn)
+    return tuple(found)
+
+
+def size_of(module: nn.Module) -> int:
+    """Number of parameters."""
+    return sum(p.numel() for p in module.parameters())
+
+
+def _units(
+    module: nn.Module, path: str, whole: frozenset[str], large: float
+) -> Iterator[tuple[str, nn.Module]]:
+    items = _is_container(module)
+    for name, child in module.named_children():
+        fqn = f"{path}.{name}" if path else name
+        holds = not items and any(map(_is_container, child.modules())) and size_of(child) >= large
+        expand = _is_container(child) or holds
+        if expand and fqn not in whole and next(child.children(), None) is not None:
+            yield from _units(child, fqn, whole, large)
+        else:
+            yield fqn, child
+
+
+def _is_container(module: nn.Module) -> bool:
+    if isinstance(module, nn.Sequential):
+        return type(module).forward is nn.Sequential.forward
+    return isinstance(module, (nn.ModuleList, nn.ModuleDict))
+
+
+def listed_units(model: nn.Module, lists: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], ...]:
+    """The user's lists with containers replaced by their items, checked.
+
+    Raises: CutError if a list is empty, or a name is unknown, given twice, or inside another one.
+    """
+    known = dict(model.named_modules(remove_duplicate=False))
+    groups = tuple(tuple(_expanded(name, known) for name in names) for names in lists)
+    flat = tuple(tuple(fqn for part in group for fqn in part) for group in groups)
+    taken: dict[str, int] = {}
+    for stage, names in enumerate(flat):
+        if not names:
+            raise CutError(f"list {stage} of Job.modules names no module", hint=_HINT)
+        for fqn in names:
+            if fqn in taken:
+                raise CutError(f"Job.modules names {fqn} twice", hint="name each module once")
+            taken[fqn] = stage
+    for fqn in taken:
+        parts = fqn.split(".")
+        for size in range(1, len(parts)):
+            outer = ".".join(parts[:size])
+            if outer in taken:
+                raise CutError(f"Job.modules names {outer} and, inside it, {fqn}", hint="name only one")
+    return flat
+
+
+def _expanded(name: str, known: dict[str, nn.Module]) -> tuple[str, ...]:
+    if name not in known or not name:
+        near = difflib.get_close_matches(name, list(known), n=1)
+        raise CutError(
+            f"Job.modules names {name!r}, which the model does not have",
+            hint=f"did you mean {near[0]}?" if near else _HINT,
+        )
+    module = known[name]
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):  # they have no forward to call
+        return tuple(f for key, _ in module.named_children() for f in _expanded(f"{name}.{key}", known))
+    return (name,)

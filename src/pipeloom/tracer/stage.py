@@ -1,0 +1,109 @@
+"""What a rank runs of one stage, whichever way the model was captured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from .sink import Sink
+from .split import Slot
+
+Tensors = dict[Slot, Any]
+
+
+class StageFunctions(Protocol):
+    """The functions of stage `index`.
+
+        forward(state, inputs, seed)             -> outputs, residuals
+        backward(state, residuals, grads, sink)  -> input grads; weight grads are added to the sink
+        backward_input(state, residuals, grads)  -> input grads, carried
+        backward_weight(state, carried, sink)    -> nothing; weight grads are added to the sink
+        evaluate(state, inputs)                  -> outputs
+
+    `state` maps FQNs to parameters and buffers; a weight version is only which mapping is passed. Results
+    never share storage with inputs or parameters.
+
+    params, buffers: FQNs it reads.  batch: batch inputs it reads.  received, sent: crossing values.
+    loss: name of the loss among the outputs, on the stage that makes it.
+    residual_bytes: name -> bytes of the tensors that its forward leaves for its backward.
+    carried_bytes: made by the stage and alive between `backward_input` and `backward_weight`.
+    kept_inputs: received values and batch inputs that the backward reads again.
+    examples: received values that a trial run needs as they are, such as indices; others may be made up.
+    """
+
+    index: int
+    params: tuple[str, ...]
+    buffers: tuple[str, ...]
+    batch: tuple[str, ...]
+    received: tuple[str, ...]
+    sent: tuple[str, ...]
+    loss: str | None
+    residual_bytes: Mapping[str, int]
+    examples: Mapping[str, Tensor]
+
+    @property
+    def kept_inputs(self) -> frozenset[str]: ...
+
+    @property
+    def differentiable(self) -> bool:
+        """Whether any gradient flows through this stage."""
+        ...
+
+    @property
+    def carried_bytes(self) -> int: ...
+
+    @property
+    def peak_bytes(self) -> Mapping[str, int]:
+        """For "forward", "backward", "input_grad" and "weight_grad" the most bytes alive above the level at
+        the start; predicted until the first run has measured it."""
+        ...
+
+    def forward(
+        self, state: Mapping[str, Tensor], inputs: Mapping[str, Tensor], seed: int
+    ) -> tuple[dict[str, Tensor], Tensors]:
+        """Run one micro-batch forward.
+
+        Returns: outputs by name (crossing values, the loss, `buffer:FQN` for next buffer states), and
+            the residuals, which belong to the backward.
+        """
+        ...
+
+    def backward(
+        self, state: Mapping[str, Tensor], residuals: Tensors, grads: Mapping[str, Tensor], sink: Sink
+    ) -> dict[str, Tensor]:
+        """Both gradients at once. Empties `residuals`, so that each is freed at its last use.
+
+        grads: gradient of each crossing value that needs one, and of the loss.
+        sink: gets the gradients of the parameters.
+        Returns: gradients of the received values.
+        """
+        ...
+
+    def backward_input(
+        self, state: Mapping[str, Tensor], residuals: Tensors, grads: Mapping[str, Tensor]
+    ) -> tuple[dict[str, Tensor], Tensors]:
+        """Gradients of the received values only; empties `residuals`.
+
+        Returns: gradients of the received values, and what `backward_weight` needs.
+        """
+        ...
+
+    def backward_weight(self, state: Mapping[str, Tensor], carried: Tensors, sink: Sink) -> None:
+        """Gradients of the parameters, into `sink`; empties `carried`."""
+        ...
+
+    def evaluate(self, state: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Forward in evaluation mode (no dropout, running statistics), nothing kept."""
+        ...
+
+
+def made_bytes(tensors: Tensors) -> int:
+    """Bytes of the residuals or carried tensors that a stage made itself, each storage once."""
+    storages = {
+        t.untyped_storage()._cdata: t.untyped_storage().nbytes()
+        for slot, t in tensors.items()
+        if slot.kind in ("made", "carried")
+    }
+    return sum(storages.values())
