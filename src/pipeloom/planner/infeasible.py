@@ -11,6 +11,7 @@ from ..ir.errors import InfeasibleError
 from ..ir.units import format_bytes
 from .search import Search
 
+MANY = 16
 MORE_STAGES = 4
 """Up to so many times the stages are tried when the smallest number that fits is sought."""
 
@@ -65,8 +66,11 @@ def binding_stage(search: Search, cuts: tuple[int, ...]) -> tuple[int, int]:
 def fewest_stages(search: Search, more: Callable[[int], Search | None]) -> int | None:
     """The smallest number of stages, above the search's, with which something fits; None if none does.
 
-    By bisection: more stages on more devices like these need less each.
+    By bisection: more stages on more devices like these need less each. None too where looking would take
+    long, for large graphs on many devices.
     """
+    if search.large and len(search.caps) > MANY:
+        return None
     low, high = len(search.caps), min(MORE_STAGES * len(search.caps), len(search.model.cut_points) - 1)
     widest = more(high) if high > low else None
     if widest is None or widest.smallest()[0] > 1:

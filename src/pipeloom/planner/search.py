@@ -21,6 +21,12 @@ from .intervals import Array, Indices
 Row = Callable[[int, Indices, Indices], Array]
 """(start, ends, ranks) -> values of the intervals [start, end) on those ranks: (ranks, ends)."""
 
+Evaluate = Callable[[int, Indices, Indices, Footprint, Array], Array]
+"""The same from the intervals' rough footprints and their compute times."""
+
+FIRST_PIECE = 128
+"""Ops of the longest interval that is looked at before longer ones are."""
+
 NOTHING: tuple[float, tuple[int, ...]] = (float("inf"), ())
 
 
@@ -83,10 +89,10 @@ class Search:
         if not cuts:
             return NOTHING
         limit = value * (1 + 1e-9)
+        row = self._in_pieces(lambda *at: self._traffic(limit, *at), 1.0)
         _, calm = sweep(
-            self.model.cut_points, len(self.caps), lambda *at: self._traffic(limit, *at), np.add,
-            stop=lambda start: self._reach(start, limit),
-        )  # fmt: skip
+            self.model.cut_points, len(self.caps), row, np.add, stop=lambda start: self._reach(start, limit)
+        )
         return value, calm or cuts
 
     def smallest(self) -> tuple[float, tuple[int, ...]]:
@@ -130,10 +136,11 @@ class Search:
 
     def _fastest(self, bound: float, points: Indices) -> tuple[float, tuple[int, ...]]:
         stop = None if bound == np.inf else (lambda start: self._reach(start, bound))
-        return sweep(points, len(self.caps), self._turns, stop=stop, below=bound)
+        return sweep(points, len(self.caps), self._in_pieces(self._turns, 1.0), stop=stop, below=bound)
 
     def _smallest(self, bound: float, points: Indices) -> tuple[float, tuple[int, ...]]:
-        return sweep(points, len(self.caps), lambda *at: self._shares(bound, *at), below=bound)
+        row = self._in_pieces(lambda *at: self._shares(bound, *at), bound)
+        return sweep(points, len(self.caps), row, below=bound)
 
     def _reach(self, start: int, bound: float) -> int:
         """The end of the longest interval from `start` that some rank computes within `bound` seconds."""
@@ -141,23 +148,58 @@ class Search:
         rows = zip(self.model.prefix_s, limits, strict=True)
         return max(int(np.searchsorted(prefix, limit, side="right")) - 1 for prefix, limit in rows)
 
+    def _in_pieces(self, evaluate: Evaluate, limit: float) -> Row:
+        """A row made piece by piece, each longer than the last, until not even what only grows with the
+        interval (parameters, residuals) leaves a rank below `limit` of its cap."""
+
+        def row(start: int, ends: Indices, ranks: Indices) -> Array:
+            values = np.full((len(ranks), len(ends)), np.inf)
+            done, length = 0, FIRST_PIECE
+            while done < len(ends):
+                upto = max(int(np.searchsorted(ends, start + length, side="right")), done + 1)
+                rough, seconds = self.model.row(start, ends[done:upto], exact=False)
+                values[:, done:upto] = evaluate(start, ends[done:upto], ranks, rough, seconds)
+                none_fits = not np.isfinite(values[:, upto - 1]).any()
+                if none_fits and self._filled(growing_part(rough), ranks)[:, -1].min() > limit:
+                    break
+                done, length = upto, 4 * length
+            return values
+
+        return row
+
     def _filled(self, footprint: Footprint, ranks: Indices) -> Array:
         """Share of its cap that each interval fills on each rank."""
         in_flight, caps = np.array(self.in_flight)[ranks], np.array(self.caps, dtype=np.float64)[ranks]
         return np.asarray(self.model.memory(footprint, in_flight) / caps[:, None])
 
-    def _fits(self, start: int, ends: Indices, ranks: Indices, bound: Footprint) -> NDArray[np.bool_]:
+    def _fits(self, start: int, ends: Indices, ranks: Indices, rough: Footprint) -> NDArray[np.bool_]:
         """Which intervals fit; the exact transient memory is worked out only where it decides."""
-        fits = self._filled(bound, ranks) <= 1
-        least = self._filled(replace(bound, transient=0.0), ranks) <= 1
+        fits = self._filled(rough, ranks) <= 1
+        if fits.all():
+            return np.asarray(fits)
+        least = self._filled(replace(rough, transient=0.0), ranks) <= 1
         open_ends = np.nonzero((least & ~fits).any(axis=0))[0]
         if len(open_ends):
             exact, _ = self.model.row(start, ends[open_ends])
             fits[:, open_ends] = self._filled(exact, ranks) <= 1
         return np.asarray(fits)
 
-    def _shares(self, bound: float, start: int, ends: Indices, ranks: Indices) -> Array:
-        rough, _ = self.model.row(start, ends, exact=False)
+    def _turns(
+        self, start: int, ends: Indices, ranks: Indices, rough: Footprint, seconds: Array
+    ) -> Array:
+        fits = self._fits(start, ends, ranks, rough)
+        return np.where(fits, self.model.turns(rough, seconds, ranks), np.inf)
+
+    def _traffic(
+        self, limit: float, start: int, ends: Indices, ranks: Indices, rough: Footprint, seconds: Array
+    ) -> Array:
+        allowed = self.model.turns(rough, seconds, ranks) <= limit
+        allowed &= self._fits(start, ends, ranks, rough)
+        return np.where(allowed, self.model.edges(rough, ranks), np.inf)
+
+    def _shares(
+        self, bound: float, start: int, ends: Indices, ranks: Indices, rough: Footprint, seconds: Array
+    ) -> Array:
         least = self._filled(replace(rough, transient=0.0), ranks)
         shares = np.full(least.shape, np.inf)
         open_ends = np.nonzero((least <= bound).any(axis=0))[0]
@@ -165,13 +207,7 @@ class Search:
             shares[:, open_ends] = self._filled(self.model.row(start, ends[open_ends])[0], ranks)
         return shares
 
-    def _turns(self, start: int, ends: Indices, ranks: Indices) -> Array:
-        footprint, seconds = self.model.row(start, ends, exact=False)
-        fits = self._fits(start, ends, ranks, footprint)
-        return np.where(fits, self.model.turns(footprint, seconds, ranks), np.inf)
 
-    def _traffic(self, limit: float, start: int, ends: Indices, ranks: Indices) -> Array:
-        footprint, seconds = self.model.row(start, ends, exact=False)
-        allowed = self.model.turns(footprint, seconds, ranks) <= limit
-        allowed &= self._fits(start, ends, ranks, footprint)
-        return np.where(allowed, self.model.edges(footprint, ranks), np.inf)
+def growing_part(f: Footprint) -> Footprint:
+    """What an interval can only have more of when it gets longer."""
+    return replace(f, received=0.0, received_grads=0.0, sent=0.0, sent_grads=0.0, transient=0.0)
