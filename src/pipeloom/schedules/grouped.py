@@ -18,8 +18,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ..ir.action import B, F, I
-from .language import Recipe, Shape, options, path_clock, phases, turns
+from ..ir.action import B, F, I, Kind
+from .language import Recipe, Shape, options, path_clock, phases, timings, turns
 
 
 def looped_bfs(s: Shape) -> Recipe:
@@ -65,9 +65,8 @@ def _gis(s: Shape, g: int) -> Iterator[Recipe]:
     memory = (g * (s.chunks - 1) + s.ranks) / s.chunks
     published = Recipe(kinds="FIW", rows=rows, fill="", memory=memory)
     if not join:
-        yield replace(published, fill="W")
+        yield from timings(s, replace(published, fill="W"))
         if not s.even:
-            yield replace(published, fill="W", overlap=1.0)
             clock = path_clock(s, (g / s.ranks,), real=True)
             yield Recipe(kinds="FIW", clock=clock, memory=memory, overlap=1.0)
     yield published
@@ -76,17 +75,19 @@ def _gis(s: Shape, g: int) -> Iterator[Recipe]:
 def po(s: Shape) -> list[Recipe]:
     """Uniform repeating: the clock of GIS-H's building block with groups of one."""
     options(s)
-    p, v = s.ranks, s.chunks
-    step = 3 * -(-p // 2)
+    p, v = s.ranks, len(s.placement) // s.ranks
+    f, back = (sum(s.seconds(c, k) for c in range(p * v)) / (p * v) for k in (F, B))
+    step = -(-p // 2) * (f + back)
 
-    def clock(stage: int, kind: str, microbatch: int) -> float:
+    def clock(stage: int, kind: Kind, microbatch: int) -> float:
         chunk, rank = s.chunk[stage], s.placement[stage]
-        turn = step * (v - 1) + rank + 3 * (p - 1 - rank) + 1
-        at = step * chunk + rank if kind == F else turn + step * (v - 1 - chunk) + (kind != I)
-        return at + 3 * v * microbatch
+        turn = step * (v - 1) + p * f + (p - 1 - rank) * back
+        at = step * chunk + rank * f if kind == F else turn + step * (v - 1 - chunk) + (kind != I) * f
+        return at + v * (f + back) * microbatch
 
-    limit = p * (v + 1) / (2 * v) + 1 / v
-    return [Recipe(kinds="FIW", clock=clock, memory=limit, early=early) for early in ("none", "warm", "all")]
+    limit = p * (v + 1) / (2 * v) + (1 if s.even or p <= v else v - 1) / v
+    recipe = Recipe(kinds="FIW", clock=clock, memory=limit)
+    return [r for early in ("none", "warm", "all") for r in timings(s, replace(recipe, early=early))]
 
 
 def last(s: Shape, rank: int) -> int:

@@ -27,7 +27,7 @@ from ..ir.errors import DeadlockError, ScheduleError
 from .engine import EPS, Outcome, Stream, Task, run
 from .shape import Shape, path_clock
 
-__all__ = ["Operation", "Recipe", "Shape", "best", "path_clock", "phases", "turns"]
+__all__ = ["Operation", "Recipe", "Shape", "best", "path_clock", "phases", "timings", "turns"]
 
 PerRank: TypeAlias = Callable[[int], float]
 RowMaker: TypeAlias = Callable[[int], Iterable[Action]]
@@ -304,6 +304,14 @@ def _order(shape: Shape, recipe: Recipe, kind: Kind) -> Sequence[int]:
         return range(shape.microbatches)
     k = recipe.slices
     return [low + k - 1 - i for low in range(0, shape.microbatches, k) for i in range(k)]
+
+
+def timings(shape: Shape, recipe: Recipe) -> list[Recipe]:
+    """A recipe as it is; for uneven times also where W may stick out of its gap, wholly or by half, then
+    with actions that wait for more urgent ones."""
+    if shape.even:
+        return [recipe]
+    return [recipe, replace(recipe, overlap=1.0), replace(recipe, overlap=0.5, patience=0.5)]
 
 
 def options(shape: Shape, **defaults: float) -> Mapping[str, float]:

@@ -10,34 +10,26 @@ ranks: ZB-V p, V-Half p // 2 + 1, V-Min (p + 4) // 3, 1F1B-V the next above 2p /
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import islice
 from typing import TypeAlias
 
 from ..ir.action import Action, F, I
-from .language import Recipe, Shape, options, path_clock
+from .language import Recipe, Shape, options, path_clock, timings
 
 Pace: TypeAlias = tuple[str, tuple[float, ...], tuple[float, ...], tuple[float, float, float]]
 """Which forwards may run early, and the forward, backward and turns of `path_clock`."""
 
 
 def recipes(s: Shape, memory: float, paces: Sequence[Pace], **rules: str) -> list[Recipe]:
-    """A recipe for each pace; with uneven times also one with slots as long as the actions, and one that
-    lets W stick out of its gap."""
+    """A recipe for each pace; with uneven times also one with slots as long as the actions."""
     memory = options(s, memory=memory)["memory"]
     found: list[Recipe] = []
     for early, forward, backward, turns in paces:
         for real in (False,) if s.even else (False, True):
             clock = path_clock(s, forward, backward, turns=turns, real=real)
             recipe = Recipe(kinds="FIW", clock=clock, memory=memory, early=early, **rules)  # type: ignore[arg-type]
-            found += _variants(recipe, s.even)
+            found += timings(s, recipe)
     return found
-
-
-def _variants(recipe: Recipe, even: bool) -> Iterator[Recipe]:
-    yield recipe
-    if not even:
-        yield replace(recipe, overlap=1.0)
 
 
 def zb_v(s: Shape) -> list[Recipe]:
@@ -51,7 +43,7 @@ def zb_v_recipes(s: Shape, memory: float) -> list[Recipe]:
     clocks = recipes(s, memory, [
         ("warm", (4,), (4,), (0, 0, 2)), ("all", (1, 2), (1, 2), (0, 0, 0)), ("warm", (2,), (2,), (0, 0, 0)),
     ])  # fmt: skip
-    return [*_variants(pattern, s.even), *clocks] if all(len(own) == 2 for own in s.own) else clocks
+    return [*timings(s, pattern), *clocks] if all(len(own) == 2 for own in s.own) else clocks
 
 
 def _zb_v_row(s: Shape, rank: int) -> Iterator[Action]:
