@@ -22,6 +22,7 @@ from ..ir.schedule import Program
 from ..ir.timeline import Timeline
 from ..lowering import lower
 from ..runtime import checkpoint
+from ..runtime.allocator import keep_freed_memory
 from ..runtime.batches import agree_on_shapes, rows_of, signature_of, split_batch
 from ..runtime.checkpoint_state import TrainState
 from ..runtime.connect import connect, watch_ranks
@@ -37,6 +38,7 @@ from ..tracer.capture import Captured, capture
 from ..tracer.functions import stage_functions
 from ..tracer.job import Job
 from ..tracer.random import microbatch_seed
+from ..tracer.sample import sample_batch
 from .forecast import Forecast
 from .options import Options, StepReport
 
@@ -75,19 +77,21 @@ class Pipeline:
         plan = plan if isinstance(plan, Plan) else load_plan(plan)
         self.device = self._own_device()
         self.group: dist.ProcessGroup | None = None
-        self.channel, self.watch = self._connect(plan, group, channel)
-        self.rank, self.ranks = self.channel.rank, self.channel.ranks
+        self.watch = self._join(plan, group, channel)
+        self.rank, self.ranks = self.watch.rank, self.watch.ranks
         self.watch.__enter__()
         with self._telling_others():
-            self._build(job, plan)
+            self._build(job, plan, channel)
 
-    def _build(self, job: Job, plan: Plan) -> None:
+    def _build(self, job: Job, plan: Plan, channel: LocalChannel | None) -> None:
         if len(set(plan.placement)) != self.ranks:
             raise PlanError(
                 f"the plan is for {len(set(plan.placement))} ranks, but {self.ranks} were started",
                 hint="start as many ranks as the plan has, or plan again",
             )
         options = self.options
+        if self.device.type == "cpu":
+            keep_freed_memory()
         captured = capture(job, plan.microbatch_size, autocast=options.autocast)
         stages = plan.stage_graph(captured.graph)
         forward = schedules.build("forward_only", stages, plan.placement, plan.microbatches)
@@ -95,9 +99,10 @@ class Pipeline:
             job=job, plan=plan, captured=captured,
             train=lower(plan.as_schedule, stages), evaluate=lower(forward, stages),
         )  # fmt: skip
+        self.channel = self._channel(channel, self.parts.train)
         self.own_stages = tuple(s for s, rank in enumerate(plan.placement) if rank == self.rank)
         self.stages = stages
-        self._variant(captured, signature_of(job.batch(0, plan.microbatch_size)))
+        self._variant(captured, signature_of(sample_batch(job, 0, plan.microbatch_size)))
         cap = plan.caps[self.rank] if plan.caps else None
         self.ledger = Ledger(self.rank, cap)
         self.weights = self._own_weights(captured)
@@ -120,16 +125,25 @@ class Pipeline:
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device(self.options.device)
 
-    def _connect(
+    def _join(
         self, plan: Plan, group: dist.ProcessGroup | DeviceMesh | None, channel: LocalChannel | None
-    ) -> tuple[PostedChannel, Watch]:
-        if channel is None and group is None and len(set(plan.placement)) == 1 and not dist.is_initialized():
-            channel = local_channels(1, timeout_s=self.options.timeout_s)[0]
+    ) -> Watch:
+        """Meet the other ranks. A plan for one rank needs none, unless the caller has a group."""
         if channel is not None:
-            return channel, channel.watch
+            return channel.watch
+        if group is None and len(set(plan.placement)) == 1 and not dist.is_initialized():
+            self.alone = local_channels(1, timeout_s=self.options.timeout_s)[0]
+            return self.alone.watch
         self.group = connect(self.device, group=group, timeout_s=self.options.timeout_s)
-        watch = watch_ranks(self.group)
-        return DistChannel(self.group, watch, device=self.device, timeout_s=self.options.timeout_s), watch
+        return watch_ranks(self.group)
+
+    def _channel(self, given: LocalChannel | None, train: Program) -> PostedChannel:
+        if self.group is None:
+            return given or self.alone
+        return DistChannel(
+            self.group, self.watch, device=self.device, timeout_s=self.options.timeout_s,
+            pairs=train.messages,
+        )  # fmt: skip
 
     def _own_weights(self, captured: Captured) -> Weights:
         graph = captured.graph
@@ -259,7 +273,8 @@ class Pipeline:
 
     def _forecast(self) -> Forecast:
         parts, plan = self.parts, self.parts.plan
-        sample = {n: t.to(self.device) for n, t in parts.job.batch(0, plan.microbatch_size).items()}
+        drawn = sample_batch(parts.job, 0, plan.microbatch_size)
+        sample = {n: t.to(self.device) for n, t in drawn.items()}
         return Forecast(
             plan=plan, program=parts.train, variant=next(iter(parts.variants.values())), sample=sample,
             weights=self.weights, optimizer=parts.job.optimizer, rounds=self.options.accumulate,

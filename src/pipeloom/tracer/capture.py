@@ -26,6 +26,7 @@ from .initialise import Blueprint, blueprint
 from .job import Job
 from .meta import propagate
 from .once import one_thread
+from .sample import sample_batch
 
 if TYPE_CHECKING:
     from .modules.fallback import ModuleCut
@@ -80,7 +81,7 @@ def capture(
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     made = like.blueprint if like is not None else blueprint(job.model, fake)
-    example = dict(batch) if batch is not None else job.batch(0, microbatch_size)
+    example = dict(batch) if batch is not None else sample_batch(job, 0, microbatch_size)
     _check_batch(example)
     example = {key: tensor.clone() for key, tensor in example.items()}  # export merges equal tensors
     if like is not None and like.cut is not None:
@@ -89,7 +90,7 @@ def capture(
         return _as_modules(job, example, made, "Job.modules says where to cut", autocast)
     try:
         program = export(_WithLoss(made.model, job), example, job.name, autocast)
-        return _from_program(program, job, made, list(example), autocast)
+        return _from_program(program, job, made, list(example))
     except CaptureError as error:
         found = _instead(error, job, example, autocast)
     _log.warning("%s; cutting between its modules instead", found.graph.fallback)
@@ -164,7 +165,7 @@ def _check_batch(batch: Mapping[str, Tensor]) -> None:
 
 
 def _from_program(
-    program: ExportedProgram, job: Job, made: Blueprint, keys: list[str], autocast: torch.dtype | None
+    program: ExportedProgram, job: Job, made: Blueprint, keys: list[str]
 ) -> Captured:
     graph = program.graph
     canonical = _canonical_names(made.model)
@@ -196,11 +197,11 @@ def _from_program(
             updates[_made_for(spec.arg.name, graph, updates)] = canonical.get(name, name)
     _tidy(graph, set(targets), program.graph_signature.user_outputs[0], list(updates))
     module = fx.GraphModule(program.graph_module, graph)
-    propagate(module, targets, made.model, autocast)
+    propagate(module, targets, made.model)
     op_graph = describe(module, targets, updates, made.model, constants, job.name)
     return Captured(
         graph=op_graph, module=module, targets=targets, updates=updates,
-        blueprint=made, autocast=autocast,
+        blueprint=made,
         constants={n: t for n, t in constants.items() if n not in made.others},
     )  # fmt: skip
 
