@@ -94,7 +94,7 @@ def clamped(self: nn.Module, h: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("between", "reason"),
     [
-        (lambda self, h: Doubled.apply(h), "the autograd function Doubled"),
+        (lambda self, h: Doubled.apply(h), "the gradient of Doubled"),
         (hooked, "a hook on a tensor"),
         (penalised, "autograd.grad"),
         (clamped, "changes its parameter a.weight"),
@@ -117,3 +117,43 @@ def test_gradients_of_the_users_own_are_not_lost(between: Callable[..., Tensor],
 def test_an_operator_with_a_registered_gradient_is_captured() -> None:
     """Mixtral's experts use one; it is no autograd function of the user's."""
     assert not capture(zoo.job("mixtral"), 2).graph.fallback
+
+
+def uncast(self: nn.Module, h: Tensor) -> Tensor:
+    with torch.autocast("cpu", enabled=False):
+        return self.b(h.float())
+
+
+def uncast_and_stopped(self: nn.Module, h: Tensor) -> Tensor:
+    with torch.autocast("cpu", enabled=False), torch.no_grad():
+        factor = self.b(h.float())
+    return h * factor
+
+
+def asking(self: nn.Module, h: Tensor) -> Tensor:
+    return h * 2 if torch.is_autocast_enabled("cpu") else h
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+@pytest.mark.parametrize("between", [uncast, uncast_and_stopped, asking])
+def test_autocast_switched_off_or_asked_for(
+    between: Callable[..., Tensor], autocast: torch.dtype | None
+) -> None:
+    """Export knew nothing of the autocast around it, and forgets `no_grad` inside one."""
+    job = Job(model=lambda: TwoLayers(between), batch=zoo.vector_batch, optimizer=zoo.sgd)
+    batches = [job.batch(1, 4)]
+    captured = capture(job, 2, autocast=autocast)
+    plan = plan_for(captured, even(captured.graph, 1), microbatches=2)
+    found = pipelined(job, plan, batches, autocast=autocast)
+    assert_same(found, plain(job, batches, 2, autocast=autocast), tolerance=1e-6)
+
+
+def test_a_frozen_stage_under_autocast() -> None:
+    """A stage without gradients ran without autocast."""
+    job = zoo.job("frozen")
+    batches = [job.batch(1, 4)]
+    captured = capture(job, 2, autocast=torch.bfloat16)
+    count = sum(not op.cheap for op in captured.graph.ops)
+    plan = plan_for(captured, even(captured.graph, count), microbatches=2, schedule="gpipe")
+    found = pipelined(job, plan, batches, autocast=torch.bfloat16)
+    assert_same(found, plain(job, batches, 2, autocast=torch.bfloat16), tolerance=1e-6)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -17,23 +17,30 @@ from torch.export import ExportedProgram, default_decompositions
 from torch.export.graph_signature import OutputKind
 
 from ..ir.errors import CaptureError
+from .meta import autocast_region
 
 _NO_GRAD_REGION = torch.ops.higher_order.wrap_with_set_grad_enabled
 _HINT = "cut by module names instead: give lists of FQNs, one list per stage"
 
 
-def export(module: nn.Module, batch: dict[str, Tensor], name: str) -> ExportedProgram:
+def export(
+    module: nn.Module, batch: dict[str, Tensor], name: str, autocast: torch.dtype | None = None
+) -> ExportedProgram:
     """Trace `module(batch)` on fake tensors.
 
+    autocast: dtype of mixed precision, or None. The program contains the casts: it runs without autocast,
+        on any device, and parts where the forward switches it off stay as they are.
     Raises: CaptureError if that fails, or would lose a gradient that the user's code defines.
     """
     try:
-        with warnings.catch_warnings(), _own_gradients_refused(name):
+        with warnings.catch_warnings():
             # PyTorch 2.13 warns about its own use of LeafSpec, in every copy that export makes
             warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
-            program = torch.export.export(module, (batch,), strict=False)
-            _detach_no_grad_regions(program.graph_module)
-            functional: ExportedProgram = program.run_decompositions(_decompositions())
+            with autocast_region("cpu", autocast):
+                with _what_export_loses_refused(name):
+                    program = torch.export.export(module, (batch,), strict=False)
+                _detach_no_grad_regions(program.graph_module)
+                functional: ExportedProgram = program.run_decompositions(_decompositions())
     except CaptureError:
         raise
     except Exception as error:  # torch.export raises every kind of exception; the reason is passed on
@@ -63,37 +70,54 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
 
 
 @contextmanager
-def _own_gradients_refused(name: str) -> Iterator[None]:
+def _what_export_loses_refused(name: str) -> Iterator[None]:
+    """Raise CaptureError where the forward defines gradients itself, or stops them inside autocast."""
     apply = vars(torch.autograd.Function)["apply"].__func__
+    set_grad: Callable[..., None] = torch.set_grad_enabled.__init__
+    enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
+    depth = 0
 
     def refused(what: str) -> Callable[..., Any]:
         def refuse(*args: Any, **kwargs: Any) -> Any:
-            whose = ""
-            if isinstance(args[0], type):
-                if args[0].__module__.startswith("torch._library."):
-                    return apply(*args, **kwargs)  # an operator with a registered gradient stays whole
-                whose = f" {args[0].__name__}"
             raise CaptureError(
-                f"the forward of {name} uses {what}{whose}, whose gradient torch.export would lose",
-                hint=_HINT,
+                f"the forward of {name} uses {what}, which torch.export would lose", hint=_HINT
             )
 
         return refuse
 
-    places: list[tuple[Any, str, Any]] = [
-        (torch.autograd.Function, "apply", classmethod(refused("the autograd function"))),
-        (Tensor, "register_hook", refused("a hook on a tensor")),
-        (torch.autograd, "grad", refused("autograd.grad")),
-        (torch.autograd, "backward", refused("autograd.backward")),
-    ]
-    before = [(owner, key, vars(owner)[key]) for owner, key, _ in places]
-    for owner, key, value in places:
-        setattr(owner, key, value)
-    try:
-        yield
-    finally:
-        for owner, key, value in before:
+    def checked_apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if cls.__module__.startswith("torch._library."):
+            return apply(cls, *args, **kwargs)  # an operator with a registered gradient stays whole
+        return refused(f"the gradient of {cls.__name__}")()
+
+    def checked_set_grad(self: torch.set_grad_enabled, mode: bool) -> None:
+        if depth and not mode and torch.is_grad_enabled():
+            refused("no_grad inside autocast")()
+        set_grad(self, mode)
+
+    def counted_enter(self: torch.autocast) -> Any:
+        nonlocal depth
+        depth += 1
+        return enter(self)  # type: ignore[no-untyped-call]
+
+    def counted_leave(self: torch.autocast, *error: Any) -> Any:
+        nonlocal depth
+        depth -= 1
+        return leave(self, *error)
+
+    with ExitStack() as stack:
+        for owner, key, value in (
+            (torch.autograd.Function, "apply", classmethod(checked_apply)),
+            (torch.set_grad_enabled, "__init__", checked_set_grad),
+            (torch.autocast, "__enter__", counted_enter),
+            (torch.autocast, "__exit__", counted_leave),
+            (Tensor, "register_hook", refused("a hook on a tensor")),
+            (torch.autograd, "grad", refused("autograd.grad")),
+            (torch.autograd, "backward", refused("autograd.backward")),
+        ):
+            stack.callback(setattr, owner, key, vars(owner)[key])
             setattr(owner, key, value)
+        yield
 
 
 def _detach_no_grad_regions(module: fx.GraphModule) -> None:

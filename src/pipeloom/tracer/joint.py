@@ -27,7 +27,6 @@ from torch.fx import traceback
 
 from ..ir.stages import StageGraph
 from .capture import Captured
-from .meta import autocast_region
 
 
 @dataclass(eq=False)
@@ -121,14 +120,13 @@ class Joint:
 class _Callable(nn.Module):
     """The stage as a module that AOTAutograd can trace: parameters registered, the rest arguments."""
 
-    def __init__(self, stage: StageModule, params: dict[int, nn.Parameter], autocast: torch.dtype | None,
-                 device: str, detached: frozenset[str]) -> None:  # fmt: skip
+    def __init__(
+        self, stage: StageModule, params: dict[int, nn.Parameter], detached: frozenset[str]
+    ) -> None:
         super().__init__()
         self.held = nn.ParameterList(params.values())
         self.where = dict(zip(params, range(len(params)), strict=True))
         self.stage = [stage]  # in a list, so that its tensors are not registered a second time
-        self.autocast = autocast
-        self.device = device
         self.detached = detached
 
     def forward(self, *args: Tensor) -> tuple[Tensor, ...]:
@@ -137,7 +135,7 @@ class _Callable(nn.Module):
         inputs = [
             self.held[self.where[i]] if i in self.where else next(rest) for i in range(len(stage.names))
         ]
-        with traceback.preserve_node_meta(), autocast_region(self.device, self.autocast):
+        with traceback.preserve_node_meta():
             made = fx.Interpreter(stage.module).run(*inputs)
         seen = {t.untyped_storage()._cdata for t in inputs}
         return tuple(
@@ -178,7 +176,7 @@ def trace_joint(stage: StageModule, captured: Captured, device: str) -> Joint:
                 args.append(tensor)
                 arg_names.append(name)
     detached = frozenset(o for o in stage.outputs if not _needs_grad(o, captured))
-    module = _Callable(stage, params, captured.autocast, device, detached)
+    module = _Callable(stage, params, detached)
     param_names = [stage.names[i] for i in params]
     with ExitStack() as stack:
         stack.enter_context(fake)

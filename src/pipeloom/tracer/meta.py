@@ -20,9 +20,7 @@ def tensors_of(value: Any) -> list[Tensor]:
     return [leaf for leaf in tree_iter(value) if isinstance(leaf, Tensor)]
 
 
-def propagate(
-    module: fx.GraphModule, targets: Mapping[str, str], model: nn.Module, autocast: torch.dtype | None
-) -> None:
+def propagate(module: fx.GraphModule, targets: Mapping[str, str], model: nn.Module) -> None:
     """Run the graph on fake tensors with autograd on; leave results in `node.meta`.
 
     meta["val"]: the fake result, detached.  meta["needs_grad"]: a gradient of the loss with respect to
@@ -36,7 +34,7 @@ def propagate(
             val = node.meta["val"]
             tensor = torch.empty_strided(val.shape, val.stride(), dtype=val.dtype, device=val.device)
             inputs.append(tensor.requires_grad_(targets[node.name] in trainable))
-    with fake, torch.enable_grad(), autocast_region("cpu", autocast):
+    with fake, torch.enable_grad():
         _Propagator(module, garbage_collect_values=True).run(*inputs)
     _mark_needed(module.graph)
 
