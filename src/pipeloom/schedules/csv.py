@@ -1,0 +1,146 @@
+"""Schedules as the CSV files of torch.distributed.pipelining: one row per rank, one action per cell.
+
+    compute_only     0F0,0F1,0I0,0W0        full backwards are B
+    compute_comms    the same with 0SEND_F0, 1RECV_F0, 1SEND_B0, 0RECV_B0, each next to what it serves
+
+A transfer there names only its own stage, since the stages of that runtime form a chain: the other end of
+SEND_F is the next stage, of SEND_B the one before. Cells may be empty where a rank idles. The reader is
+strict: what it does not know it refuses, with the row and the cell. It passes over what torch adds for
+sharded parameters (UNSHARD, RESHARD, REDUCE_GRAD), and reads an overlapped pair as one after the other.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..ir.action import (
+    RECV_B,
+    RECV_F,
+    SEND_B,
+    SEND_F,
+    Action,
+    B,
+    F,
+    I,
+    Instruction,
+    Kind,
+    StageAction,
+    Transfer,
+    W,
+)
+from ..ir.errors import ScheduleError
+from ..ir.schedule import Program, Schedule
+
+_CELL = re.compile(r"(\d+)(F|B|I|W|SEND_F|RECV_F|SEND_B|RECV_B)(\d+)")
+_OVERLAP = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
+_SHARDED = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)(\d+)?")
+_PEER = {SEND_F: 1, RECV_F: -1, SEND_B: -1, RECV_B: 1}
+
+
+def write_schedule(schedule: Schedule, path: Path) -> None:
+    """Write compute actions only. Raises: ScheduleError if the file cannot say what the schedule has."""
+    path.write_text(schedule_text(schedule))
+
+
+def schedule_text(schedule: Schedule) -> str:
+    """The `compute_only` form.
+
+    >>> from pipeloom.ir.schedule import parse_rows
+    >>> rows = parse_rows(("0F0 0B0", "1F0 1B0"))
+    >>> schedule_text(Schedule(name="", microbatches=1, placement=(0, 1), rows=rows)).split()
+    ['0F0,0B0', '1F0,1B0']
+    """
+    return _text(schedule.rows)
+
+
+def program_text(program: Program) -> str:
+    """The `compute_comms` form; REDUCE and STEP are left out, as that runtime leaves them to the user.
+
+    Raises: ScheduleError if a message does not go to a neighbour in the chain of stages.
+    """
+    return _text([[step for step in row if not isinstance(step, StageAction)] for row in program.rows])
+
+
+def _text(rows: Sequence[Sequence[Instruction]]) -> str:
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    for row in rows:
+        writer.writerow([_cell(step) for step in row])
+    return file.getvalue()
+
+
+def _cell(step: Instruction) -> str:
+    if isinstance(step, Action) and step.kind in (F, B, I, W):
+        return str(step)
+    if isinstance(step, Transfer):
+        if step.peer - step.stage != _PEER[step.kind]:
+            raise ScheduleError(
+                f"{step} does not go to a neighbour in a chain of stages",
+                hint="torch's format has no other transfers: write compute_only, or use a chain",
+            )
+        return f"{step.stage}{step.kind}{step.microbatch}"
+    raise ScheduleError(
+        f"torch's format has no action {step}", hint="it knows F, B, I, W and transfers; drop the others"
+    )
+
+
+def read_schedule(path: Path, *, name: str = "") -> Schedule:
+    """Read a file of either form; transfers are dropped, as they follow from the stages.
+
+    Raises: ScheduleError if a cell cannot be read, or a stage stands in two rows.
+    """
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ScheduleError(f"cannot read {path}: {error}", hint="give a CSV file of actions") from error
+    return parse_schedule(text, name=name or path.stem)
+
+
+def parse_schedule(text: str, *, name: str = "csv") -> Schedule:
+    """Read the text of a file of either form.
+
+    >>> str(parse_schedule("0F0,0SEND_F0,,0RECV_B0,0B0\\n1RECV_F0,1F0,1B0,1SEND_B0\\n"))
+    '0F0 0B0\\n1F0 1B0'
+    """
+    rows: list[tuple[Action, ...]] = []
+    home: dict[int, int] = {}
+    for rank, cells in enumerate(csv.reader(io.StringIO(text))):
+        row: list[Action] = []
+        for column, cell in enumerate(cells):
+            row += _read(cell.strip(), rank, column)
+        for action in row:
+            if home.setdefault(action.stage, rank) != rank:
+                raise ScheduleError(
+                    f"stage {action.stage} stands in the rows of ranks {home[action.stage]} and {rank}",
+                    hint="give each stage one rank",
+                )
+        rows.append(tuple(row))
+    if sorted(home) != list(range(len(home))) or not home:
+        raise ScheduleError("the stages are not numbered from 0 without gaps", hint="number them 0, 1, ...")
+    count = 1 + max(action.microbatch for row in rows for action in row)
+    return Schedule(
+        name=name, microbatches=count, placement=tuple(home[s] for s in range(len(home))), rows=tuple(rows)
+    )
+
+
+def _read(cell: str, rank: int, column: int) -> list[Action]:
+    """The compute actions of one cell: none for a transfer or an empty cell, two for an overlapped pair."""
+    if not cell:
+        return []
+    if pair := _OVERLAP.fullmatch(cell):
+        return [action for part in pair.groups() for action in _read(part.strip(), rank, column)]
+    if _SHARDED.fullmatch(cell):
+        return []
+    match = _CELL.fullmatch(cell)
+    if match is None:
+        raise ScheduleError(
+            f"row {rank + 1}, cell {column + 1}: cannot read {cell!r}",
+            hint="write stage, kind, micro-batch, as in 2F5; the kinds are F, B, I, W and the transfers",
+        )
+    if "_" in match[2]:
+        return []
+    return [Action(int(match[1]), Kind(match[2]), int(match[3]))]

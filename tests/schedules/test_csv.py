@@ -1,0 +1,92 @@
+"""CSV files go to torch.distributed.pipelining's own loader and come back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed.pipelining.schedules as torch_schedules
+
+from pipeloom import schedules
+from pipeloom.ir.action import Action
+from pipeloom.ir.errors import ScheduleError
+from pipeloom.ir.flow import dag
+from pipeloom.lowering import lower
+from pipeloom.schedules import csv
+
+NAMES = [
+    "gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b", "looped_bfs", "zb_h1", "zb_2p", "zb_v", "v_half",
+    "v_min", "1f1b_v", "dualpipev", "hanayo", "gis", "gis_h", "po",
+]  # fmt: skip
+
+
+def torch_loader(ranks: int, stages: int, microbatches: int) -> Any:
+    """Torch's runtime without its stages: enough to load, check and lower a file."""
+    loader: Any = object.__new__(torch_schedules._PipelineScheduleRuntime)
+    loader.pp_group_size, loader._num_stages, loader._n_microbatches = ranks, stages, microbatches
+    loader.rank, loader._stages, loader._defer_pp_recv, loader.pipeline_order = 0, [], False, {}
+    loader._stage_forward_initialized = loader._stages_forward_initialized = False
+    return loader
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_torch_loads_ours_and_we_load_what_it_makes_of_it(name: str, tmp_path: Path) -> None:
+    ranks, m = 4, 8
+    stages, placement = schedules.usual(name, ranks)
+    ours = schedules.build(name, stages, placement, m)
+    file = tmp_path / "ours.csv"
+    csv.write_schedule(ours, file)
+    loader = torch_loader(ranks, len(placement), m)
+    loader._load_csv(str(file), format="compute_only")
+    read = {
+        rank: [Action(a.stage_index, a.computation_type.value, a.microbatch_index) for a in row]
+        for rank, row in loader.pipeline_order.items()
+    }
+    assert [[str(a) for a in read[rank]] for rank in range(ranks)] == [[str(a) for a in r] for r in ours.rows]
+
+    lowered = tmp_path / "torch.csv"
+    loader._dump_csv(str(lowered), format="compute_comms")
+    back = csv.read_schedule(lowered)
+    assert (back.placement, back.microbatches) == (ours.placement, m)
+    assert set(back.rows[0]) == set(ours.rows[0])
+    lower(back, stages)
+
+
+def test_torch_loads_our_transfers(tmp_path: Path) -> None:
+    stages, placement = schedules.usual("zb_v", 2)
+    made = schedules.build("zb_v", stages, placement, 4)
+    file = tmp_path / "comms.csv"
+    file.write_text(csv.program_text(lower(made, stages)))
+    loader = torch_loader(2, 4, 4)
+    loader._validate_and_set_stage_mapping = lambda actions: None
+    loader._load_csv(str(file), format="compute_comms")
+    assert sum(map(len, loader.pipeline_order_with_comms.values())) == sum(
+        len(line.split(",")) for line in file.read_text().splitlines()
+    )
+    assert csv.read_schedule(file).rows == made.rows
+
+
+def test_it_is_strict() -> None:
+    for text, message in (
+        ("0F0,0FOO", "row 1, cell 2: cannot read '0FOO'"),
+        ("0F0\n1F0,1F1junk", "row 2, cell 2: cannot read '1F1junk'"),
+        ("0F0\n0B0", "stage 0 stands in the rows of ranks 0 and 1"),
+        ("0F0\n2F0", "the stages are not numbered from 0"),
+    ):
+        with pytest.raises(ScheduleError, match=message):
+            csv.parse_schedule(text)
+    with pytest.raises(ScheduleError, match="cannot read"):
+        csv.read_schedule(Path("no such file.csv"))
+
+
+def test_what_torch_writes_besides_is_passed_over() -> None:
+    text = "0UNSHARD,0F0,0F1,,(0F2;0B0)OVERLAP_F_B,0B1,0B2,0REDUCE_GRAD,0RESHARD\n"
+    assert str(csv.parse_schedule(text)) == "0F0 0F1 0F2 0B0 0B1 0B2"
+
+
+def test_a_skip_connection_has_no_transfers_in_this_format() -> None:
+    skip = dag(3, [(0, 1), (1, 2), (0, 2)])
+    program = lower(schedules.build("1f1b", skip, (0, 1, 2), 2), skip)
+    with pytest.raises(ScheduleError, match="does not go to a neighbour in a chain"):
+        csv.program_text(program)
