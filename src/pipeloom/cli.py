@@ -10,6 +10,7 @@ from .commands.common import Commands
 from .commands.export import export
 from .commands.plan import plan
 from .commands.profile import profile
+from .commands.schedule import schedule
 from .commands.simulate import simulate
 from .commands.train import train
 from .commands.verify import verify
@@ -21,5 +22,5 @@ def main() -> None:
     """Train an unmodified PyTorch model across devices that are each too small for it."""
 
 
-for command in (train, profile, plan, simulate, verify, bench, export):
+for command in (train, profile, plan, simulate, schedule, verify, bench, export):
     main.add_command(command)

@@ -22,11 +22,20 @@ class RankSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """One step. bubble: share of rank-time without computing, until the last rank ends."""
+    """One step.
+
+    bubble: share of rank-time without computing, until the last rank ends, as all ranks wait for the
+        optimizer there.
+    span_s, span_bubble: the longest time from a rank's first action to its last, and the share of it
+        without computing: what counts where each rank begins its next step when it is done
+        (post-validation, arXiv 2401.10241).
+    """
 
     step_s: float
     bubble: float
     ranks: tuple[RankSummary, ...]
+    span_s: float = 0.0
+    span_bubble: float = 0.0
 
 
 def summarise(timeline: Timeline) -> Summary:
@@ -40,12 +49,17 @@ def summarise(timeline: Timeline) -> Summary:
     """
     busy = [0.0] * timeline.ranks
     wait = [0.0] * timeline.ranks
+    first: dict[int, float] = {}
+    last: dict[int, float] = {}
     for event in timeline.events:
         if event.stream == "compute":
             busy[event.rank] += event.duration_s
+            first[event.rank] = min(first.get(event.rank, event.start_s), event.start_s)
+            last[event.rank] = max(last.get(event.rank, event.end_s), event.end_s)
         elif event.stream == "recv":
             wait[event.rank] += event.duration_s
     step_s = timeline.step_s
+    span_s = max((last[rank] - first[rank] for rank in first), default=0.0)
     whole = timeline.ranks * step_s
     peak = [0] * timeline.ranks
     for curve in timeline.memory:
@@ -54,6 +68,8 @@ def summarise(timeline: Timeline) -> Summary:
     return Summary(
         step_s=step_s,
         bubble=(whole - sum(busy)) / whole if whole else 0.0,
+        span_s=span_s,
+        span_bubble=1 - sum(busy) / (timeline.ranks * span_s) if span_s else 0.0,
         ranks=tuple(
             RankSummary(
                 rank=rank, busy_s=busy[rank], wait_s=wait[rank], peak_bytes=peak[rank],
