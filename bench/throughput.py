@@ -1,7 +1,8 @@
 """Speed: pipeloom's 1F1B against torch.distributed.pipelining's 1F1B and against one process.
 
-All three train the same model on the same micro-batches, on ranks of one thread each, in turns within one
-run, so that a machine shared with others disturbs them alike. Ratios are medians over the rounds.
+All train the same model on the same micro-batches, on ranks of one thread each, in turns within one run, so
+that a machine shared with others disturbs them alike. Ratios are medians over the rounds. "pipeloom" is cut
+between the same blocks as torch's pipeline; "planned" is cut by pipeloom's planner.
 
     python bench/throughput.py [--microbatches 8 16] [--rounds 12]
 """
@@ -12,6 +13,7 @@ import argparse
 import json
 import statistics
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -21,7 +23,7 @@ from model import BLOCKS, MICROBATCH, Gpt, batch_of, job
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-from pipeloom import Options, Pipeline, Plan
+from pipeloom import Pipeline, Plan, plan
 from pipeloom import schedules as known
 from pipeloom.api.passes import capture
 from pipeloom.ir.plan import StagePlan
@@ -44,6 +46,11 @@ def halves(microbatches: int) -> Plan:
         schedule_rows=tuple(str(schedule).splitlines()),
         microbatches=microbatches, microbatch_size=MICROBATCH,
     )  # fmt: skip
+
+
+def planned(microbatches: int) -> Plan:
+    """pipeloom's own cut, between single ops, from costs measured here."""
+    return plan(job(), stages=2, microbatches=microbatches, microbatch_size=MICROBATCH)
 
 
 class TorchPipeline:
@@ -88,11 +95,14 @@ class OneProcess:
 def measure(microbatches: int, rounds: int) -> dict[str, object] | None:
     """Run on each of two ranks; rank 0 returns the figures."""
     torch.set_num_threads(1)
-    with Pipeline(job(), halves(microbatches), options=Options()) as ours:
+    with ExitStack() as stack:
+        ours = stack.enter_context(Pipeline(job(), halves(microbatches)))
         rank = ours.rank
+        own_plan = ours.channel.broadcast_object(planned(microbatches) if rank == 0 else None)
+        best = stack.enter_context(Pipeline(job(), own_plan))
         theirs = TorchPipeline(rank, microbatches)
         alone = OneProcess(microbatches) if rank == 0 else None
-        seconds: dict[str, list[float]] = {"pipeloom": [], "torch": [], "one process": []}
+        seconds: dict[str, list[float]] = {n: [] for n in ("pipeloom", "torch", "planned", "one process")}
         reports = []
         for index in range(rounds + 2):
             batch = batch_of(index, microbatches * MICROBATCH)
@@ -104,6 +114,8 @@ def measure(microbatches: int, rounds: int) -> dict[str, object] | None:
                     reports.append(ours.report)
                 elif name == "torch":
                     theirs.step(batch)
+                elif name == "planned":
+                    best.step(batch)
                 elif alone is not None:
                     alone.step(batch)
                 dist.barrier()
@@ -126,8 +138,10 @@ def summary(microbatches: int, seconds: dict[str, list[float]], reports: list) -
         "microbatches": microbatches,
         "median_s": {name: statistics.median(values) for name, values in seconds.items()},
         "pipeloom_over_one_process": ratio("one process", "pipeloom"),
+        "planned_over_one_process": ratio("one process", "planned"),
         "torch_over_one_process": ratio("one process", "torch"),
         "pipeloom_over_torch": ratio("torch", "pipeloom"),
+        "planned_over_torch": ratio("torch", "planned"),
         "limit": 2 * microbatches / (microbatches + 1),
         "compute_share": share("busy_s"),
         "wait_share": share("waited_s"),
