@@ -1,0 +1,348 @@
+"""The language: terse programs, every construct, and the traps of greedy order."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import islice
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeloom import schedules
+from pipeloom.ir.action import AFTER, COMPUTE, Action, B, F, I, Kind, W, register_kind
+from pipeloom.ir.check import check
+from pipeloom.ir.cluster import Cluster, Device, Link
+from pipeloom.ir.costs import StageCost, equal_costs
+from pipeloom.ir.errors import DeadlockError, ScheduleError
+from pipeloom.ir.flow import dag
+from pipeloom.ir.schedule import Schedule
+from pipeloom.ir.stages import StageGraph, chain
+from pipeloom.lowering import lower
+from pipeloom.schedules import Operation, Recipe, Shape, make, phases, turns
+from pipeloom.simulator import simulate
+
+# Whole schedules in at most five lines each.
+
+
+def gpipe(s: Shape) -> Recipe:
+    return Recipe(priority=lambda a: (a.kind == B, a.microbatch))
+
+
+def one_f_one_b(s: Shape) -> Recipe:
+    return Recipe(priority=lambda a: (a.kind == F, a.microbatch), in_flight=lambda rank: s.ranks - rank)
+
+
+def interleaved(s: Shape) -> Recipe:
+    order: Callable[[Kind], Callable[[int], list[Action]]] = lambda k: lambda r: turns(s, r, k, s.ranks)  # noqa: E731
+    ahead: Callable[[int], int] = lambda r: 2 * (s.ranks - 1 - r) + (s.chunks - 1) * s.ranks  # noqa: E731
+    return Recipe(rows=phases(s, warm_up=ahead, repeat="FB", kinds="FB", forward=order(F), backward=order(B)))
+
+
+def zb_h1(s: Shape) -> Recipe:
+    rows = phases(s, warm_up=lambda rank: s.ranks - 1 - rank, repeat="FI")
+    return Recipe(kinds="FIW", rows=rows, memory=s.ranks)
+
+
+def shape(
+    placement: tuple[int, ...],
+    m: int,
+    *,
+    times: tuple[float, float, float] = (1, 1, 1),
+    transfer_s: float = 0,
+) -> Shape:
+    f, i, w = times
+    costs = equal_costs(len(placement), forward_s=f, input_grad_s=i, weight_grad_s=w)
+    return Shape(
+        stages=chain(len(placement)), placement=placement, microbatches=m, costs=costs,
+        transfer_s=lambda source, target: transfer_s,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("recipe", "chunks", "step_s", "peak"),
+    [(gpipe, 1, 33, 8), (one_f_one_b, 1, 33, 4), (interleaved, 2, 57, 5.5), (zb_h1, 1, 27, 4)],
+)
+def test_terse_programs(recipe: Callable[[Shape], Recipe], chunks: int, step_s: float, peak: float) -> None:
+    assert len(inspect.getsource(recipe).splitlines()) <= 5
+    s = schedules.shape_of(4, microbatches=8, chunks=chunks)
+    made = make(s, recipe(s)).outcome
+    assert (made.step_s, max(made.peak)) == (step_s, peak)
+
+
+def test_the_same_1f1b_as_the_clock_makes() -> None:
+    s = schedules.shape_of(4, microbatches=8)
+    assert make(s, one_f_one_b(s)).outcome.rows == schedules.build("1f1b", s.stages, s.placement, 8).rows
+
+
+# In at most fifteen.
+
+
+def gis_h(s: Shape) -> Recipe:
+    g = -(-s.ranks // 2)
+    rows = phases(
+        s, warm_up=lambda rank: g * (s.chunks - 1) + s.ranks - 1 - rank, repeat="FI",
+        forward=lambda rank: turns(s, rank, F, g), backward=lambda rank: turns(s, rank, I, g),
+    )  # fmt: skip
+    return Recipe(kinds="FIW", rows=rows, memory=(g * (s.chunks - 1) + s.ranks) / s.chunks)
+
+
+def chimera(s: Shape) -> Recipe:
+    return Recipe(clock=schedules.path_clock(s, kinds="FB"), memory=s.ranks / 2)
+
+
+def zb_v(s: Shape, memory: float = 4) -> Recipe:
+    def row(rank: int) -> list[Action]:
+        (first, second), later = s.own[rank], s.ranks - 1 - rank
+        order = [(first, F)] * (2 * later + 1) + [(second, F), (first, F)] * rank
+        order += [(second, F), (second, I)] * later
+        order += [(second, F), (second, I), (first, F), (first, I)] * 2 * s.microbatches
+        number = {what: iter(range(s.microbatches)) for what in order}
+        return [Action(*what, b) for what in order for b in islice(number[what], 1)]
+
+    return Recipe(kinds="FIW", rows=row, memory=memory)
+
+
+def dualpipev(s: Shape) -> Recipe:
+    return zb_v(s, memory=4.5)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "placement", "step_s", "peak"),
+    [
+        (gis_h, schedules.loop(4, 2), 53, 3),
+        (zb_v, schedules.wave(4), 51, 4),
+        (dualpipev, schedules.wave(4), 51, 4.5),
+    ],
+)
+def test_longer_programs(
+    recipe: Callable[[Shape], Recipe], placement: tuple[int, ...], step_s: float, peak: float
+) -> None:
+    assert len(inspect.getsource(recipe).splitlines()) <= 15
+    s = shape(placement, 8)
+    made = make(s, recipe(s)).outcome
+    assert made.step_s == step_s and max(made.peak) <= peak
+
+
+def test_chimera_is_short_too() -> None:
+    stages, placement = schedules.usual("chimera", 4)
+    s = replace(shape(placement, 4), stages=stages)
+    made = make(s, chimera(s)).outcome
+    assert made.step_s < 33 and max(made.peak) <= 2
+
+
+# The traps.
+
+
+def deepest_first(s: Shape) -> Callable[[Action], object]:
+    return lambda a: (a.kind == F, -s.chunk[a.stage], a.microbatch)
+
+
+def test_trap_a_limit_and_greed_block_a_v_and_it_is_said() -> None:
+    s = shape(schedules.wave(4), 8)
+    greedy = Recipe(kinds="FIW", priority=deepest_first(s), in_flight=lambda rank: 4)
+    with pytest.raises(DeadlockError, match="rank 0 has 0F4 at hand but its limit is full") as caught:
+        make(s, greedy)
+    assert "limit each chunk on its own (in_flight_stage)" in str(caught.value)
+
+
+def test_trap_limits_per_chunk_or_a_clock_do_not_block() -> None:
+    s = shape(schedules.wave(4), 8)
+    per_chunk = Recipe(
+        kinds="FIW", priority=deepest_first(s), in_flight_stage=lambda stage: 3 if s.chunk[stage] == 0 else 3
+    )
+    make(s, per_chunk)
+    for memory in (2, 2.5, 3, 4):
+        clock = schedules.path_clock(s)
+        assert max(make(s, Recipe(kinds="FIW", clock=clock, memory=memory)).outcome.peak) <= memory
+
+
+def test_trap_greed_is_myopic_once_transfers_take_time() -> None:
+    """Greed starts a long W just before an urgent I arrives: the bubble of a V goes from 3.5 % to 11 %."""
+
+    def bubbles(transfer_s: float) -> tuple[float, float]:
+        s = shape(schedules.wave(8), 32, times=(5, 5, 5), transfer_s=transfer_s)
+        greedy = Recipe(
+            kinds="FIW", priority=deepest_first(s), memory=8, overlap=1.0,
+            in_flight_stage=lambda stage: 8 if s.chunk[stage] else 15,
+        )  # fmt: skip
+        recipe = schedules.entry("zb_v").recipe
+        assert recipe is not None
+        steps = make(s, greedy).outcome.step_s, schedules.best(s, recipe(s)).outcome.step_s
+        greed, ours = (1 - 32 * s.period_s / step_s for step_s in steps)
+        return greed, ours
+
+    assert bubbles(0.0) == pytest.approx((0.035, 0.035), abs=0.001)
+    greed, ours = bubbles(0.5)
+    assert greed > 0.10 and ours < 0.052
+
+
+def test_a_filler_waits_for_what_is_on_its_way() -> None:
+    """Rank 0 could begin W0 (3 s) at 6 s, but I1 comes at 7 s."""
+    costs = tuple(
+        StageCost(forward_s=1, backward_s=i + w, input_grad_s=i, weight_grad_s=w) for i, w in ((1, 3), (2, 1))
+    )
+    s = replace(shape((0, 1), 2), costs=costs)
+    rows = phases(s, warm_up=lambda rank: 1 - rank, repeat="FI")
+    waits = make(s, Recipe(kinds="FIW", rows=rows)).outcome
+    hurries = make(s, Recipe(kinds="FIW", rows=rows, overlap=1.0)).outcome
+    kinds = ["".join(a.kind for a in o.rows[0]) for o in (waits, hurries)]
+    assert kinds == ["FFIIWW", "FFIWIW"]
+
+
+def test_trap_interleaving_needs_a_pattern() -> None:
+    s = schedules.shape_of(4, microbatches=8, chunks=2)
+    rounds = Recipe(
+        priority=lambda a: (a.kind == F, a.microbatch // 4, s.chunk[a.stage], a.microbatch),
+        in_flight=lambda rank: 4 + 2 * (4 - rank - 1) + 1,
+    )
+    assert make(s, interleaved(s)).outcome.step_s < make(s, rounds).outcome.step_s
+
+
+# Every construct.
+
+
+def test_exactly_one_order() -> None:
+    with pytest.raises(ScheduleError, match="a recipe with no order"):
+        Recipe()
+    with pytest.raises(ScheduleError, match="a recipe with priority and rows"):
+        Recipe(priority=str, rows=())
+
+
+def test_before_predicates() -> None:
+    """GPipe as one predicate: no backward before any forward of its rank."""
+    s = schedules.shape_of(3, microbatches=4)
+    made = make(s, Recipe(priority=lambda a: a.microbatch, before=lambda a, b: (a.kind, b.kind) == (F, B)))
+    assert made.outcome.rows == schedules.build("gpipe", s.stages, s.placement, 4).rows
+
+
+def test_rows_as_given_and_what_they_lack() -> None:
+    s = schedules.shape_of(1, microbatches=1)
+    row = (Action(0, F, 0), Action(0, B, 0))
+    assert make(s, Recipe(rows=[row])).outcome.rows == (row,)
+    with pytest.raises(ScheduleError, match="the rows never run 0B0"):
+        make(s, Recipe(rows=[row[:1]]))
+
+
+def test_kinds_per_stage() -> None:
+    """The first stage sends no gradient on, so it need not split its backward."""
+    s = schedules.shape_of(2, microbatches=2)
+    recipe = Recipe(
+        kinds=lambda stage: "FIW" if stage else "FB", priority=lambda a: (a.kind == F, a.microbatch)
+    )
+    assert {a.kind for a in make(s, recipe).outcome.rows[0]} == {F, B}
+    with pytest.raises(ScheduleError, match="use F, FB or FIW"):
+        make(s, Recipe(kinds="FX", priority=str))
+
+
+@pytest.fixture
+def compress() -> Kind:
+    known = Kind("COMPRESS")
+    if known not in COMPUTE:
+        register_kind("COMPRESS", "gradient compression", after=B)
+    return known
+
+
+def test_a_new_operation_is_ordered_checked_simulated_and_drawn(compress: Kind) -> None:
+    assert AFTER[compress] == B
+    cost = StageCost(forward_s=1, backward_s=2, input_grad_s=1, weight_grad_s=1, other_s={compress: 0.5})
+    s = replace(schedules.shape_of(2, microbatches=2), costs=(cost, cost))
+    made = make(s, replace(one_f_one_b(s), insert=(Operation(kind=compress),))).outcome
+    schedule = Schedule(name="mine", microbatches=2, placement=(0, 1), rows=made.rows)
+    check(schedule, s.stages)
+    assert simulated(schedule, s.stages, s.costs, 0) == made.step_s
+    early = Schedule(name="bad", microbatches=2, placement=(0, 1), rows=(made.rows[0], made.rows[1][::-1]))
+    with pytest.raises(ScheduleError, match="before 1B1, which it needs"):
+        check(early, s.stages)
+
+
+def test_slices_go_back_where_they_came_from() -> None:
+    stages, placement = schedules.usual("seq1f1b", 2)
+    made = schedules.build("seq1f1b:slices=2", stages, placement, 4)
+    assert str(made).splitlines()[1] == "1F0 1F1 1B1 1F2 1B0 1F3 1B3 1B2"
+    wrong = schedules.build("1f1b", stages, placement, 4)
+    with pytest.raises(ScheduleError, match="another slice of the same micro-batch"):
+        check(replace(wrong, slices=2), stages)
+
+
+def test_two_directions_tie_their_parameters() -> None:
+    one = dag(2, [(0, 1)], params={0: ("a",), 1: ("b",)})
+    both = schedules.replicate(one)
+    assert dict(both.tied) == {"a": (0, 2), "b": (1, 3)}
+    made = schedules.build("chimera", both, schedules.both_ways(2), 2)
+    assert "0REDUCE" in str(lower(made, both))
+
+
+def test_bytes_limit_what_a_rank_holds() -> None:
+    """Residuals of 34h + 5as and 32h kept until W: the published sizes, arXiv 2401.10241."""
+    stages, placement = schedules.usual("zb_2p", 4)
+    cost = replace(equal_costs(1, residual_bytes=3)[0], carried_bytes=1)
+    tight, loose = (
+        schedules.build("zb_2p", stages, placement, 16, times=times)
+        for times in (schedules.Times(costs=(cost,) * 4, limit_bytes=n) for n in (12, 24))
+    )  # fmt: skip
+    for made, limit in ((tight, 12), (loose, 24)):
+        for row in made.rows:
+            held = most = 0
+            for a in row:
+                held += {F: 3, I: -2, W: -1}[a.kind]
+                most = max(most, held)
+            assert most <= limit
+
+
+def test_an_unknown_option_is_refused() -> None:
+    stages, placement = schedules.usual("zb_v", 2)
+    with pytest.raises(ScheduleError, match="no option 'groups'"):
+        schedules.build("zb_v:groups=2", stages, placement, 4)
+    with pytest.raises(ScheduleError, match="cannot read option 'memory'"):
+        schedules.build("zb_v:memory", stages, placement, 4)
+
+
+def simulated(made: Schedule, stages: StageGraph, costs: tuple[StageCost, ...], transfer_s: float) -> float:
+    link = Link(bandwidth_bytes_per_s=float("inf"), latency_s=transfer_s)
+    cluster = Cluster(devices=(Device(name="any", memory_bytes=1),) * made.ranks, within_node=link)
+    return simulate(lower(made, stages), stages, costs, cluster).step_s
+
+
+DIAMOND = dag(4, [(0, 1), (0, 2), (1, 3), (2, 3)])
+RECIPES = [n for n in schedules.names() if schedules.entry(n).recipe and n not in ("seq1f1b",)]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@settings(max_examples=12, deadline=None)
+@given(data=st.data())
+def test_any_shape_gives_a_schedule_that_can_run(name: str, data: st.DataObject) -> None:
+    """Any number of ranks and micro-batches, uneven stages: complete and free of deadlock."""
+    ranks, m = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 9))
+    stages, placement = schedules.usual(name, ranks)
+    second = st.sampled_from([0.5, 1.0, 1.5, 3.0])
+    costs = tuple(
+        StageCost(forward_s=f, backward_s=i + w, input_grad_s=i, weight_grad_s=w)
+        for f, i, w in data.draw(
+            st.lists(st.tuples(second, second, second), min_size=len(placement), max_size=len(placement))
+        )
+    )
+    schedules.build(name, stages, placement, m, times=schedules.Times(costs=costs))
+
+
+@pytest.mark.parametrize("name", ["zb_h1", "zb_2p", "eager_1f1b", "async_1f1b"])
+def test_a_dag_of_stages(name: str) -> None:
+    schedules.build(name, DIAMOND, (0, 1, 2, 3), 8)
+
+
+@pytest.mark.parametrize("name", ["zb_v", "v_half", "v_min", "hanayo"])
+def test_a_dag_with_several_stages_per_rank(name: str) -> None:
+    schedules.build(name, DIAMOND, (0, 1, 1, 0), 8)
+
+
+@pytest.mark.parametrize("name", ["zb_h1", "v_half", "gis", "interleaved_1f1b"])
+def test_the_simulator_agrees_with_the_list_scheduler(name: str) -> None:
+    stages, placement = schedules.usual(name, 4)
+    costs = equal_costs(len(placement), forward_s=1, input_grad_s=1.5, weight_grad_s=0.75)
+    made = schedules.build(name, stages, placement, 8, times=schedules.Times(costs=costs))
+    s = replace(shape(placement, 8), costs=costs)
+    recipe = schedules.entry(name).recipe
+    assert recipe is not None
+    assert simulated(made, stages, costs, 0) == schedules.best(s, recipe(s)).outcome.step_s
