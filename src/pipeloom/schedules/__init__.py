@@ -1,6 +1,6 @@
 """Schedules: (stage graph, placement, micro-batches) -> the order in which each rank computes."""
 
-from .language import Operation, Recipe, best, make, path_clock, phases, turns
+from .language import Operation, Recipe, best, fastest, make, path_clock, phases, turns
 from .placements import both_ways, loop, replicate, wave
 from .registry import Entry, Times, build, entry, in_flight, names, register, shape_of, usual
 from .shape import Shape
@@ -15,6 +15,7 @@ __all__ = [
     "both_ways",
     "build",
     "entry",
+    "fastest",
     "in_flight",
     "loop",
     "make",

@@ -1,0 +1,165 @@
+"""Schedules: ours against PyPI's zbpp-light and torch.distributed.pipelining's own classes, in one run.
+
+For each, on the same ranks, micro-batches and times: seconds to generate, to check and lower, and to
+simulate; then makespan and peak of what was generated, both by the same simulator. No process
+group is needed.
+
+    python bench/schedules.py [--ranks 4 8 16 32] [--times 1 1 1] [--transfer 0]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterable
+from contextlib import redirect_stdout
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch.distributed.pipelining.schedules as theirs
+from machine import describe_machine
+from zbpp_light.auto_schedule import auto_schedule
+
+from pipeloom import schedules
+from pipeloom.ir.action import Action, Kind
+from pipeloom.ir.cluster import Cluster, Device, Link
+from pipeloom.ir.costs import equal_costs
+from pipeloom.ir.schedule import Schedule
+from pipeloom.lowering import lower
+from pipeloom.simulator import simulate
+
+RESULTS = Path(__file__).parent / "results"
+UNIT = 1 << 20
+
+Rows = tuple[tuple[Action, ...], ...]
+
+TORCH: dict[str, tuple[str, str]] = {
+    "ScheduleInterleaved1F1B": ("interleaved_1f1b", "loop"),
+    "ScheduleLoopedBFS": ("looped_bfs", "loop"),
+    "ScheduleInterleavedZeroBubble": ("gis", "loop"),
+    "ScheduleZBVZeroBubble": ("zb_v", "v"),
+    "ScheduleDualPipeV": ("dualpipev", "v"),
+}
+"""Class -> the schedule of ours that is for the same placement."""
+
+ALONE = ["1f1b", "zb_h1", "zb_2p", "v_half", "v_min", "1f1b_v", "gis_h", "po", "hanayo"]
+
+
+class FakeStage(SimpleNamespace):
+    """What a schedule class asks of a stage before it runs anything."""
+
+    def __getattr__(self, name: str) -> Any:
+        return None
+
+
+def torch_rows(name: str, ranks: int, microbatches: int) -> Rows:
+    """The compute actions of one of torch's classes; pairs that overlap stand one after the other."""
+    stages = [
+        FakeStage(
+            group_size=ranks, group_rank=0, num_stages=2 * ranks, stage_index=s,
+            is_first=False, is_last=False, has_backward=True,
+        )
+        for s in (0, ranks if TORCH[name][1] == "loop" else 2 * ranks - 1)
+    ]  # fmt: skip
+    made: Any = getattr(theirs, name)(stages, microbatches, loss_fn=lambda *_: None)
+    return tuple(tuple(_ours(made.pipeline_order[rank])) for rank in range(ranks))
+
+
+def _ours(row: Iterable[Any]) -> Iterable[Action]:
+    for a in row:
+        if a is not None and a.sub_actions:
+            yield from _ours(a.sub_actions)
+        elif a is not None and a.computation_type.value in ("F", "B", "I", "W"):
+            yield Action(a.stage_index, Kind(a.computation_type.value), a.microbatch_index)
+
+
+def zbpp_rows(ranks: int, microbatches: int) -> Rows:
+    """zbpp-light's H1; its B is the input gradient."""
+    letter = {"F": "F", "B": "I", "W": "W"}
+    with redirect_stdout(StringIO()):  # it prints its rows
+        made = auto_schedule(ranks, microbatches)
+    return tuple(
+        tuple(Action(n.stage, Kind(letter[n.type]), n.minibatch) for n in row if n.type in letter)
+        for row in made
+    )
+
+
+def measure(
+    who: str, generate: Callable[[], Rows], args: argparse.Namespace, shape: dict[str, Any]
+) -> dict[str, Any]:
+    """One line of the result."""
+    started = time.perf_counter()
+    rows = generate()
+    generated = time.perf_counter()
+    stages, placement = shape["stages"], shape["placement"]
+    made = Schedule(name=who, microbatches=shape["m"], placement=placement, rows=rows)
+    program = lower(made, stages)
+    lowered = time.perf_counter()
+    device = Device(name="any", memory_bytes=1)
+    link = Link(bandwidth_bytes_per_s=float("inf"), latency_s=args.transfer)
+    cluster = Cluster(devices=(device,) * made.ranks, within_node=link)
+    timeline = simulate(program, stages, shape["costs"], cluster)
+    ended = time.perf_counter()
+    return {
+        "who": who, "ranks": made.ranks, "microbatches": made.microbatches,
+        "actions": sum(map(len, rows)),
+        "generate_s": round(generated - started, 4), "check_and_lower_s": round(lowered - generated, 4),
+        "simulate_s": round(ended - lowered, 4), "makespan": timeline.step_s,
+        "peak": max(peak.get("residuals", 0) for peak in timeline.peaks) / UNIT,
+    }  # fmt: skip
+
+
+def shape_of(name: str, ranks: int, microbatches: int, args: argparse.Namespace) -> dict[str, Any]:
+    """The stages of our schedule `name`, with the times of a rank shared evenly by its stages."""
+    stages, placement = schedules.usual(name, ranks)
+    parts = len(placement) / ranks
+    f, i, w = (t / parts for t in args.times)
+    size = round(UNIT / parts)
+    equal = equal_costs(len(placement), forward_s=f, input_grad_s=i, weight_grad_s=w, residual_bytes=size)
+    costs = tuple(replace(cost, carried_bytes=size) for cost in equal)
+    return {"stages": stages, "placement": placement, "costs": costs, "m": microbatches}
+
+
+def ours(name: str, shape: dict[str, Any], args: argparse.Namespace) -> Callable[[], Rows]:
+    times = schedules.Times(costs=shape["costs"], transfer_s=args.transfer)
+    return lambda: schedules.build(name, shape["stages"], shape["placement"], shape["m"], times=times).rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8, 16, 32])
+    parser.add_argument("--times", type=float, nargs=3, default=[1.0, 1.0, 1.0], metavar=("F", "I", "W"))
+    parser.add_argument("--transfer", type=float, default=0.0)
+    args = parser.parse_args()
+    lines = []
+    for ranks in args.ranks:
+        m = 4 * ranks
+        rivals: list[tuple[str, str, Callable[[], Rows]]] = [
+            ("zbpp-light H1", "zb_h1", lambda ranks=ranks, m=m: zbpp_rows(ranks, m))
+        ]
+        for name, (own, _) in TORCH.items():
+            rivals.append((f"torch {name}", own, lambda n=name, ranks=ranks, m=m: torch_rows(n, ranks, m)))
+        for who, own, generate in rivals:
+            shape = shape_of(own, ranks, m, args)
+            lines.append(measure(who, generate, args, shape))
+            lines.append(measure(f"pipeloom {own}", ours(own, shape, args), args, shape))
+        for own in ALONE:
+            shape = shape_of(own, ranks, m, args)
+            lines.append(measure(f"pipeloom {own}", ours(own, shape, args), args, shape))
+    for line in lines:
+        print(
+            f"{line['who']:<35} p={line['ranks']:<3} m={line['microbatches']:<4} "
+            f"generate {line['generate_s']:7.3f} s, lower {line['check_and_lower_s']:6.3f} s, "
+            f"simulate {line['simulate_s']:.3f} s; makespan {line['makespan']:8.2f}, peak {line['peak']:5.2f}"
+        )
+    RESULTS.mkdir(exist_ok=True)
+    text = json.dumps({"machine": describe_machine(), "times": args.times, "lines": lines}, indent=1)
+    (RESULTS / "schedules.json").write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
