@@ -139,7 +139,7 @@ PROFILE = (10.419, 10.207, 7.715)
 @pytest.mark.parametrize(
     ("name", "chunks", "p", "published"),
     [
-        ("eager_1f1b", 1, 8, 0.245), ("zb_1p", 1, 8, 0.130), ("zb_1p", 1, 16, 0.138),
+        ("async_1f1b", 1, 8, 0.245), ("zb_1p", 1, 8, 0.130), ("zb_1p", 1, 16, 0.138),
         ("v_half", 2, 8, 0.139), ("v_min", 2, 8, 0.257), ("gis", 4, 8, 0.056), ("gis", 4, 16, 0.059),
         pytest.param("zb_1p", 1, 32, 0.1421, marks=pytest.mark.slow),
     ],
