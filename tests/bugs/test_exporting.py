@@ -157,3 +157,24 @@ def test_a_frozen_stage_under_autocast() -> None:
     plan = plan_for(captured, even(captured.graph, count), microbatches=2, schedule="gpipe")
     found = pipelined(job, plan, batches, autocast=torch.bfloat16)
     assert_same(found, plain(job, batches, 2, autocast=torch.bfloat16), tolerance=1e-6)
+
+
+class Averages(nn.Module):
+    """Its forward makes a constant that depends on the size of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        rows = torch.tensor(float(len(x)))
+        return (self.a(x) - y).square().sum() / rows
+
+
+def test_constants_of_other_sizes() -> None:
+    """The constant of the first size was used for all."""
+    job = Job(model=Averages, batch=zoo.vector_batch, optimizer=zoo.sgd)
+    batches = [job.batch(1, 5)]
+    plan = plan_for(captured := capture(job, 2), even(captured.graph, 2), microbatches=3)
+    found = pipelined(job, plan, batches, evaluate=batches)
+    assert_same(found, plain(job, batches, 3, evaluate=batches), tolerance=1e-6)

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from .. import schedules
 from ..ir.cluster import Cluster
 from ..ir.errors import BatchError, CaptureError, PlanError
 from ..ir.plan import Plan, load_plan
@@ -39,6 +38,7 @@ from ..tracer.functions import stage_functions
 from ..tracer.job import Job
 from ..tracer.random import microbatch_seed
 from ..tracer.sample import sample_batch
+from .evaluating import Evaluating
 from .forecast import Forecast
 from .options import Options, StepReport
 
@@ -51,7 +51,6 @@ class _Parts:
     plan: Plan
     captured: Captured
     train: Program
-    evaluate: Program
     variants: dict[tuple[str, ...], Variant] = field(default_factory=dict)
 
 
@@ -94,14 +93,14 @@ class Pipeline:
             keep_freed_memory()
         captured = capture(job, plan.microbatch_size, autocast=options.autocast)
         stages = plan.stage_graph(captured.graph)
-        forward = schedules.build("forward_only", stages, plan.placement, plan.microbatches)
-        self.parts = _Parts(
-            job=job, plan=plan, captured=captured,
-            train=lower(plan.as_schedule, stages), evaluate=lower(forward, stages),
-        )  # fmt: skip
+        self.parts = _Parts(job=job, plan=plan, captured=captured, train=lower(plan.as_schedule, stages))
         self.channel = self._channel(channel, self.parts.train)
         self.own_stages = tuple(s for s, rank in enumerate(plan.placement) if rank == self.rank)
         self.stages = stages
+        self.evaluating = Evaluating(
+            job=job, plan=plan, captured=captured, stages=stages, own_stages=self.own_stages,
+            device=self.device.type, autocast=options.autocast, like_training=self._variant_for,
+        )  # fmt: skip
         self._variant(captured, signature_of(sample_batch(job, 0, plan.microbatch_size)))
         cap = plan.caps[self.rank] if plan.caps else None
         self.ledger = Ledger(self.rank, cap)
@@ -200,7 +199,7 @@ class Pipeline:
         with self._telling_others():
             total = torch.zeros(1, dtype=torch.float64, device=self.device)
             for microbatches in self._microbatches(batch, training=False):
-                losses = self.worker.run(microbatches, program=self.parts.evaluate, training=False)
+                losses = self.worker.run(microbatches, program=self.evaluating.program, training=False)
                 total += sum(float(loss) * microbatches[m].weight for m, loss in losses.items())
             self.channel.all_reduce(total)
         return float(total)
@@ -219,7 +218,7 @@ class Pipeline:
             raise BatchError("no token of this batch counts for the loss", hint="check Job.weight")
         made = [
             Microbatch(
-                variant=self._variant_for(part),
+                variant=self._variant_for(part) if training else self.evaluating.variant(part),
                 inputs={name: t.to(self.device) for name, t in part.items()},
                 weight=weight / total,
                 seed=microbatch_seed(self.options.seed, self.steps, index),

@@ -45,8 +45,8 @@ class Crossing:
 class StageGraph:
     """Stages and the values that cross between them.
 
-    params, buffers: for each stage the FQNs it reads or updates; a name listed by two stages is tied across them.
-        What no op reads belongs to stage 0, so that nothing is missing from a checkpoint.
+    params, buffers: for each stage the FQNs it reads or updates; a name listed by two stages is tied across
+        them. What no op reads belongs to stage 0, so that nothing is missing from a checkpoint.
     """
 
     stages: tuple[Stage, ...]
@@ -212,8 +212,8 @@ def _refuse_torn_buffers(graph: OpGraph, stage_of: Mapping[str, int]) -> None:
         for other in others:
             if stage_of[other] != stage_of[first]:
                 raise CutError(
-                    f"buffer {buffer} is updated in every step, but its ops {first} and {other} are in stages "
-                    f"{stage_of[first]} and {stage_of[other]}",
+                    f"buffer {buffer} is updated in every step, but its ops {first} and {other} are in "
+                    f"stages {stage_of[first]} and {stage_of[other]}",
                     hint=f"put {', '.join(ops)} into one stage",
                 )
 

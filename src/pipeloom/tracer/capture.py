@@ -89,8 +89,8 @@ def capture(
     if job.modules is not None:
         return _as_modules(job, example, made, "Job.modules says where to cut", autocast)
     try:
-        program = export(_WithLoss(made.model, job), example, job.name, autocast)
-        return _from_program(program, job, made, list(example))
+        program = export(WithLoss(made.model, job), example, job.name, autocast)
+        return from_program(program, job, made, list(example))
     except CaptureError as error:
         found = _instead(error, job, example, autocast)
     _log.warning("%s; cutting between its modules instead", found.graph.fallback)
@@ -123,7 +123,7 @@ def _as_modules(
     )  # fmt: skip
 
 
-class _WithLoss(nn.Module):
+class WithLoss(nn.Module):
     """Model and loss as one module, so that both are in the graph."""
 
     def __init__(self, model: nn.Module, job: Job) -> None:
@@ -164,9 +164,13 @@ def _check_batch(batch: Mapping[str, Tensor]) -> None:
             )
 
 
-def _from_program(
-    program: ExportedProgram, job: Job, made: Blueprint, keys: list[str]
+def from_program(
+    program: ExportedProgram, job: Job, made: Blueprint, keys: list[str], *, training: bool = True
 ) -> Captured:
+    """An exported program as a Captured.
+
+    keys: names of the batch inputs.  training: if not, no gradients flow and no buffers are updated.
+    """
     graph = program.graph
     canonical = _canonical_names(made.model)
     targets: dict[str, str] = {}
@@ -192,12 +196,12 @@ def _from_program(
             targets[node.name] = target
     updates: dict[str, str] = {}
     for spec in program.graph_signature.output_specs:
-        if spec.kind is OutputKind.BUFFER_MUTATION:
+        if spec.kind is OutputKind.BUFFER_MUTATION and training:
             name = (spec.target or "").removeprefix("model.")
             updates[_made_for(spec.arg.name, graph, updates)] = canonical.get(name, name)
     _tidy(graph, set(targets), program.graph_signature.user_outputs[0], list(updates))
     module = fx.GraphModule(program.graph_module, graph)
-    propagate(module, targets, made.model)
+    propagate(module, targets, made.model, training=training)
     op_graph = describe(module, targets, updates, made.model, constants, job.name)
     return Captured(
         graph=op_graph, module=module, targets=targets, updates=updates,

@@ -1,65 +1,131 @@
-"""The captured training graph in evaluation mode: no dropout, running statistics, no buffer updates."""
+"""The model in evaluation mode: captured by itself, and cut where the training graph was cut.
+
+`model.eval()` changes more than dropout and batch norm: any `if self.training` of the user's does. So
+nothing is guessed from the training graph; only the places of the new ops are taken from it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, nn
 
-from .joint import StageModule
-from .meta import autocast_region
-from .tape import compile_graph
-
-_TRAINING_FLAG: Mapping[object, tuple[int, object]] = {
-    torch.ops.aten.native_dropout.default: (2, False),
-    torch.ops.aten.dropout.default: (2, False),
-    torch.ops.aten.feature_dropout.default: (2, False),
-    torch.ops.aten.alpha_dropout.default: (2, False),
-    torch.ops.aten.rrelu_with_noise_functional.default: (4, False),
-    torch.ops.aten._native_batch_norm_legit_functional.default: (5, False),
-    torch.ops.aten.native_batch_norm.default: (5, False),
-    torch.ops.aten.scaled_dot_product_attention.default: (4, 0.0),
-}
-"""Call -> position and evaluation-mode value of the argument that differs between the two modes."""
-
-Evaluation = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], dict[str, Tensor]]
+from ..ir.errors import CutError
+from ..ir.flow import flow_of
+from ..ir.graph import Op, OpGraph
+from ..ir.stages import StageGraph, cut
+from .capture import Captured, WithLoss, from_program
+from .exporting import export
+from .job import Job
+from .once import one_thread
 
 
-def evaluation_graph(stage: StageModule) -> fx.Graph:
-    """A copy of the stage's graph with every training flag off and without buffer updates."""
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(stage.module.graph, {}))
-    for node in graph.nodes:
-        if node.target in _TRAINING_FLAG:
-            position, value = _TRAINING_FLAG[node.target]
-            if len(node.args) > position:
-                node.update_arg(position, value)
-    output = graph.output_node()
-    made = zip(stage.outputs, output.args[0], strict=True)  # type: ignore[arg-type]
-    output.args = (tuple(node for name, node in made if not name.startswith("buffer:")),)
-    placeholders = graph.find_nodes(op="placeholder")
-    graph.eliminate_dead_code()
-    assert graph.find_nodes(op="placeholder") == placeholders
-    return graph
+@one_thread
+def capture_evaluation(
+    job: Job, trained: Captured, batch: Mapping[str, Tensor], *, autocast: torch.dtype | None = None
+) -> Captured:
+    """Capture a job's model in evaluation mode, for one micro-batch. Its buffer updates are left out.
+
+    trained: the same model's training graph.
+    Raises: CaptureError if that fails.
+    """
+    made = trained.blueprint
+    example = {key: tensor.clone() for key, tensor in batch.items()}
+    with _evaluating(made.model):
+        program = export(WithLoss(made.model, job), example, f"{job.name} in evaluation mode", autocast)
+        return from_program(program, job, made, list(example), training=False)
 
 
-def compile_evaluation(stage: StageModule, device: str, autocast: torch.dtype | None) -> Evaluation:
-    """The function (state, inputs) -> outputs by name."""
-    run = compile_graph(evaluation_graph(stage), stage.module)
-    names = [name for name in stage.outputs if not name.startswith("buffer:")]
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    before = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in before:
+            module.training = training
 
-    def evaluate(state: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        box = [
-            state[name] if kind in ("param", "buffer") else inputs[name]
-            for name, kind in zip(stage.names, stage.kinds, strict=True)
-        ]
-        with torch.no_grad(), autocast_region(device, autocast):
-            made = run(box)
-        held = {t.untyped_storage()._cdata for t in (*state.values(), *inputs.values())}
-        return {
-            name: t.clone() if t.untyped_storage()._cdata in held else t
-            for name, t in zip(names, made, strict=True)
-        }
 
-    return evaluate
+def cut_evaluation(evaluated: OpGraph, trained: OpGraph, stages: StageGraph) -> StageGraph:
+    """Cut an evaluation graph so that each stage finds the parameters and buffers that it holds.
+
+    An op goes where the op of the same module and kind went; one without such a counterpart, to the stage
+    of what it reads.
+    Raises: CutError if an op would need parameters that are held before the stage that makes its inputs, or
+        if a stage has nothing to do.
+    """
+    order = flow_of(stages).order
+    cheap = {op.name for op in evaluated.ops if op.cheap}
+    while True:
+        graph = replace(evaluated, ops=tuple(replace(op, cheap=op.name in cheap) for op in evaluated.ops))
+        homes = _Homes(trained, stages, order)
+        found = cut(graph, _places(graph, homes, order))
+        torn = [
+            name for stage in found.stages for name in stage.clones
+            if not homes.holds(order.index(stage.index), graph.op[name])
+        ]  # fmt: skip
+        if not torn:
+            return found
+        cheap.difference_update(torn)
+        for op in graph.ops:  # nor can what reads them be cloned
+            if any(graph.producer[name] not in cheap for name in op.inputs if name in graph.producer):
+                cheap.discard(op.name)
+
+
+def _places(graph: OpGraph, homes: _Homes, order: Sequence[int]) -> dict[str, int]:
+    where: dict[str, int] = {}
+    for op in graph.ops:
+        if not op.cheap:
+            makers = (graph.producer.get(name, "") for name in op.inputs)
+            earliest = max((where[maker] for maker in makers if maker in where), default=0)
+            where[op.name] = homes.find(op, earliest)
+    if idle := sorted({*range(len(order))} - {*where.values()}):
+        raise CutError(
+            f"stage {order[idle[0]]} has nothing to do in evaluation mode",
+            hint="plan with fewer stages, or put its ops together with others",
+        )
+    return {name: order[position] for name, position in where.items()}
+
+
+class _Homes:
+    """Positions, in the order of the stages, where ops of a module and kind are, and what is held there."""
+
+    def __init__(self, trained: OpGraph, stages: StageGraph, order: Sequence[int]) -> None:
+        place = {stage: position for position, stage in enumerate(order)}
+        stage_of = {name: stage.index for stage in stages.stages for name in stage.ops}
+        self.of_kind: dict[tuple[str, str], list[int]] = defaultdict(list)
+        for op in trained.ops:
+            if op.name in stage_of:
+                self.of_kind[op.module, op.target].append(place[stage_of[op.name]])
+        self.holding: dict[str, set[int]] = defaultdict(set)
+        for stage, position in place.items():
+            for name in (*stages.params[stage], *stages.buffers[stage]):
+                self.holding[name].add(position)
+        self.taken: Counter[tuple[str, str]] = Counter()
+
+    def holds(self, position: int, op: Op) -> bool:
+        """Whether the stage at a position has what `op` reads; constants of the forward are everywhere."""
+        return all(position in self.holding.get(name, {position}) for name in (*op.params, *op.buffers))
+
+    def find(self, op: Op, earliest: int) -> int:
+        """Where an op belongs that cannot stand before position `earliest`."""
+        key = op.module, op.target
+        alike = self.of_kind.get(key, [])
+        wanted = max(alike[self.taken[key]] if self.taken[key] < len(alike) else 0, earliest)
+        self.taken[key] += 1
+        held = [self.holding[name] for name in (*op.params, *op.buffers) if name in self.holding]
+        if not held:
+            return wanted
+        possible = sorted(p for p in set.intersection(*held) if p >= earliest)
+        if not possible:
+            names = ", ".join((*op.params, *op.buffers))
+            raise CutError(
+                f"in evaluation mode {op.name} reads {names}, which no stage after its inputs' holds together",
+                hint="put the ops that read them into one stage, or evaluate with a plan of one stage",
+            )
+        return min(possible, key=lambda position: (position < wanted, abs(position - wanted)))

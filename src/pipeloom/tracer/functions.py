@@ -5,7 +5,7 @@ No autograd graph is alive between calls. Results never share storage with input
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,6 @@ from torch import Tensor, fx
 
 from ..ir.stages import StageGraph
 from .capture import Captured
-from .evaluation import Evaluation, compile_evaluation
 from .joint import StageModule, extract, trace_joint
 from .meta import tensors_of
 from .modules.fallback import module_functions
@@ -51,6 +50,7 @@ class GraphFunctions:
     """See `tracer.stage.StageFunctions`.
 
     kept_buffers: updated buffers whose previous state the backward reads.
+    constants: tensors of the captured forward, by the names under which its ops read them.
     """
 
     index: int
@@ -64,7 +64,7 @@ class GraphFunctions:
     kept_inputs: frozenset[str]
     kept_buffers: frozenset[str]
     functions: Mapping[str, Function]
-    evaluation: Evaluation
+    constants: Mapping[str, Tensor]
     examples: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
@@ -92,11 +92,13 @@ class GraphFunctions:
     ) -> tuple[dict[str, Tensor], Tensors]:
         function = self.functions["forward"]
         box = [
-            seed if kind == "random" else state[name] if kind == "state" else inputs[name]
+            seed if kind == "random" else self._read(state, name) if kind == "state" else inputs[name]
             for kind, name in function.part.inputs
         ]
         results = dict(zip(function.part.outputs, function(box), strict=True))
         outputs = {slot.name: t for slot, t in results.items() if slot.kind == "out"}
+        if not self.differentiable:
+            outputs = _own_storage(outputs, (*state.values(), *inputs.values()))
         residuals: Tensors = {slot: t for slot, t in results.items() if slot.kind == "made"}
         residuals |= {Slot("input", name): inputs[name] for name in self.kept_inputs}
         residuals |= {Slot("old", name): state[name] for name in self.kept_buffers}
@@ -121,7 +123,11 @@ class GraphFunctions:
         self._run("weight_grad", state, carried, {}, sink)
 
     def evaluate(self, state: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return self.evaluation(state, inputs)
+        outputs, _ = self.forward(state, inputs, seed=0)
+        return {name: t for name, t in outputs.items() if not name.startswith("buffer:")}
+
+    def _read(self, state: Mapping[str, Tensor], name: str) -> Tensor:
+        return self.constants[name] if name in self.constants else state[name]
 
     def _run(
         self, name: str, state: Mapping[str, Tensor], held: Tensors, grads: Mapping[str, Tensor],
@@ -129,7 +135,7 @@ class GraphFunctions:
     ) -> Tensors:  # fmt: skip
         function = self.functions[name]
         box = [
-            state[slot.name] if slot.kind == "state"
+            self._read(state, slot.name) if slot.kind == "state"
             else sink if slot.kind == "sink"
             else held[slot] if slot in held
             else grads[slot.name]
@@ -141,6 +147,20 @@ class GraphFunctions:
             for weight, grad in _of_kind(results, "weight_grad").items():
                 sink.add(weight, grad)
         return results
+
+
+def _own_storage(outputs: Mapping[str, Tensor], held: Iterable[Tensor]) -> dict[str, Tensor]:
+    """The outputs as the next stages were traced: contiguous, and none sharing memory with another tensor."""
+    seen = {t.untyped_storage()._cdata for t in held}
+    own = {}
+    for name, tensor in outputs.items():
+        storage = tensor.untyped_storage()
+        dense = storage.nbytes() == tensor.numel() * tensor.element_size()
+        if storage._cdata in seen or not dense or not tensor.is_contiguous():
+            tensor = tensor.clone(memory_format=torch.contiguous_format)
+        seen.add(tensor.untyped_storage()._cdata)
+        own[name] = tensor
+    return own
 
 
 def _of_kind(results: Tensors, kind: str) -> dict[str, Tensor]:
@@ -181,7 +201,7 @@ def stage_functions(
         kept_inputs=frozenset(s.name for s in needed if s.kind == "input"),
         kept_buffers=frozenset(s.name for s in needed if s.kind == "old"),
         functions=functions,
-        evaluation=compile_evaluation(module, device, captured.autocast),
+        constants={n: t.to(device) for n, t in captured.constants.items() if n in module.names},
     )  # fmt: skip
 
 

@@ -20,13 +20,16 @@ def tensors_of(value: Any) -> list[Tensor]:
     return [leaf for leaf in tree_iter(value) if isinstance(leaf, Tensor)]
 
 
-def propagate(module: fx.GraphModule, targets: Mapping[str, str], model: nn.Module) -> None:
+def propagate(
+    module: fx.GraphModule, targets: Mapping[str, str], model: nn.Module, *, training: bool = True
+) -> None:
     """Run the graph on fake tensors with autograd on; leave results in `node.meta`.
 
     meta["val"]: the fake result, detached.  meta["needs_grad"]: a gradient of the loss with respect to
     it flows, that is, it depends on a trainable parameter and the loss depends on it differentiably.
     """
-    trainable = {n for n, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
+    named = model.named_parameters(remove_duplicate=False)
+    trainable = {n for n, p in named if p.requires_grad and training}
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     inputs: list[Any] = []
     with fake:

@@ -1,0 +1,72 @@
+"""The stages in evaluation mode, made when the first batch is evaluated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from .. import schedules
+from ..ir.errors import BatchError
+from ..ir.plan import Plan
+from ..ir.schedule import Program
+from ..ir.stages import StageGraph
+from ..lowering import lower
+from ..runtime.batches import signature_of
+from ..runtime.worker import Variant
+from ..tracer.capture import Captured
+from ..tracer.evaluation import capture_evaluation, cut_evaluation
+from ..tracer.functions import stage_functions
+from ..tracer.job import Job
+
+
+@dataclass(eq=False)
+class Evaluating:
+    """One rank's stages in evaluation mode, per size of micro-batch.
+
+    like_training: gives a micro-batch's training stages, for a model that was cut between its modules: its
+        stages run in either mode.
+    """
+
+    job: Job
+    plan: Plan
+    captured: Captured
+    stages: StageGraph
+    own_stages: tuple[int, ...]
+    device: str
+    autocast: torch.dtype | None
+    like_training: Callable[[Mapping[str, Tensor]], Variant]
+    program: Program | None = None
+    _variants: dict[tuple[str, ...], Variant] = field(default_factory=dict)
+
+    def variant(self, part: Mapping[str, Tensor]) -> Variant:
+        """The stages for one micro-batch; sets `program`.
+
+        Raises: CaptureError or CutError if the model cannot be captured or cut in evaluation mode;
+            BatchError if its stages exchange other values than for another size.
+        """
+        signature = signature_of(part)
+        if signature not in self._variants:
+            self._variants[signature] = self._made(part)
+            program = self._lowered(self._variants[signature].stages)
+            if self.program is not None and str(program) != str(self.program):
+                raise BatchError(
+                    f"in evaluation mode {', '.join(signature)} is computed in another way than other sizes",
+                    hint="evaluate batches of one size",
+                )
+            self.program = program
+        return self._variants[signature]
+
+    def _made(self, part: Mapping[str, Tensor]) -> Variant:
+        if self.captured.cut is not None:
+            return self.like_training(part)
+        evaluated = capture_evaluation(self.job, self.captured, part, autocast=self.autocast)
+        stages = cut_evaluation(evaluated.graph, self.captured.graph, self.stages)
+        functions = {s: stage_functions(evaluated, stages, s, device=self.device) for s in self.own_stages}
+        return Variant(stages=stages, functions=functions)
+
+    def _lowered(self, stages: StageGraph) -> Program:
+        placement, count = self.plan.placement, self.plan.microbatches
+        return lower(schedules.build("forward_only", stages, placement, count), stages)

@@ -1,0 +1,83 @@
+"""evaluate() is model.eval(), whatever the user's code does with `self.training`."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import zoo
+from runs import even, even_plan, pipelined, plain, plan_for
+from torch import Tensor, nn
+from torch.nn import functional as fn
+
+from pipeloom import Job
+from pipeloom.ir.errors import CutError
+from pipeloom.tracer.capture import capture
+from pipeloom.tracer.evaluation import capture_evaluation, cut_evaluation
+
+
+class Modes(nn.Module):
+    def __init__(self, between: Callable[[nn.Module, Tensor], Tensor], **parts: nn.Module) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.between = between
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return fn.mse_loss(self.b(self.between(self, self.a(x))), y)
+
+
+def dropped_path(self: nn.Module, h: Tensor) -> Tensor:
+    return h * torch.bernoulli(torch.full((len(h), 1), 0.5)) * 2 if self.training else h
+
+
+def images(self: nn.Module, h: Tensor) -> Tensor:
+    return fn.dropout2d(h.view(-1, 2, 2, 2), 0.5, self.training).flatten(1)
+
+
+def recurrent(self: nn.Module, h: Tensor) -> Tensor:
+    return self.part(h.view(-1, 2, 4))[0].flatten(1)
+
+
+CASES: dict[str, Callable[[], nn.Module]] = {
+    "if training": lambda: Modes(lambda self, h: h * 2 if self.training else h),
+    "stochastic depth": lambda: Modes(dropped_path),
+    "dropout of channels": lambda: Modes(images),
+    "alpha dropout": lambda: Modes(lambda self, h: fn.alpha_dropout(h, 0.5, self.training)),
+    "recurrent dropout": lambda: Modes(recurrent, part=nn.LSTM(4, 4, 3, dropout=0.5, batch_first=True)),
+    "spectral norm": lambda: Modes(
+        lambda self, h: self.part(h), part=nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
+    ),
+    "frozen statistics": lambda: Modes(lambda self, h: self.part(h), part=nn.BatchNorm1d(8).eval()),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_evaluation_is_that_of_the_module(case: str) -> None:
+    """Evaluation was the training graph with the flags of known calls turned off."""
+    job = Job(model=CASES[case], batch=zoo.vector_batch, optimizer=zoo.sgd)
+    batches = [job.batch(3, 4)]
+    expected = plain(job, [], 2, evaluate=batches)
+    for stages in (1, 2):
+        found = pipelined(job, even_plan(job, stages, microbatches=2), [], evaluate=batches)
+        assert found.evaluated == pytest.approx(expected.evaluated, rel=1e-6)
+
+
+def test_evaluation_updates_nothing_and_leaves_the_training_mode() -> None:
+    job = zoo.job("counting")
+    captured = capture(job, 2)
+    evaluated = capture_evaluation(job, captured, job.batch(0, 2))
+    assert captured.blueprint.model.training and captured.blueprint.model.norm.training
+    assert not any(op.updates for op in evaluated.graph.ops)
+    assert not any(value.needs_grad for value in evaluated.graph.value.values())
+
+
+def test_a_stage_that_only_trains() -> None:
+    """There is no evaluation cut for a plan with a stage of dropout alone; it says which stage."""
+    job = Job(model=CASES["alpha dropout"], batch=zoo.vector_batch)
+    captured = capture(job, 2)
+    evaluated = capture_evaluation(job, captured, job.batch(0, 2))
+    plan = plan_for(captured, even(captured.graph, 3), microbatches=1, schedule="gpipe")
+    stages = plan.stage_graph(captured.graph)
+    with pytest.raises(CutError, match="stage 1 has nothing to do in evaluation mode"):
+        cut_evaluation(evaluated.graph, captured.graph, stages)
