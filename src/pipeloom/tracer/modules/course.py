@@ -81,10 +81,12 @@ class Course:
     values: every tensor by name.  samples: their data, if the run had any.
     decisions: what the glue read from data, in order; `tainted` are those that depend on the model.
     stale: values that were changed through another view of their storage; they cannot be sent.
+    sized: values whose shape depends on data; neither can they.
+    bonds: (first call, last call, why) of calls that must run in one stage.
     changed_later: values that a unit or the glue changes in place.
     random: functions of the glue that drew random numbers.
     undecided: modules whose own glue decides on data -> whether shapes depend on it too.
-    hidden: what the glue got from a unit in a way that other stages cannot see; "" if nothing.
+    python_random: Python's or NumPy's generators were used.
     """
 
     calls: list[Call] = field(default_factory=list)
@@ -98,7 +100,9 @@ class Course:
     random: set[str] = field(default_factory=set)
     undecided: dict[str, bool] = field(default_factory=dict)
     first_stretch: list[str] = field(default_factory=list)
-    hidden: str = ""
+    sized: set[str] = field(default_factory=set)
+    bonds: list[tuple[int, int, str]] = field(default_factory=list)
+    python_random: bool = False
 
     def stretch(self, name: str) -> list[str]:
         """Functions called after the unit call of this name."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ...ir.errors import CaptureError, PipeloomError
+from ...ir.errors import CaptureError, CutError, PipeloomError
 from ...ir.graph import OpGraph, Value
 from ...ir.stages import StageGraph
 from ..describe import model_buffers, model_parameters
@@ -19,15 +19,13 @@ from ..meta import autocast_region
 from ..stage import made_bytes
 from .course import LOSS, Course
 from .materials import Materials, make
+from .path import PATH, Path, encode
 from .record import Recorder
 from .skeleton import Skeleton
-from .stage import ModuleFunctions, encode
+from .stage import ModuleFunctions
 from .task import task_of
-from .units import derive_units, listed_units, size_of
-from .wiring import PATH, Member, Wiring, refuse_unsendable
-
-SPARE_DECISIONS = 63
-"""Room for decisions that the recorded run did not take, besides as many again as it took."""
+from .units import derive_units, is_container, listed_units, size_of
+from .wiring import Member, wire
 
 
 @dataclass(eq=False)
@@ -60,14 +58,14 @@ def cut_modules(
     """
     skeleton = like.skeleton if like is not None else Skeleton(made)
     units, groups, course = _recorded(job, batch, skeleton, autocast, like)
-    wiring = Wiring(course, skeleton, groups)
-    ops = wiring.ops(2 * len(course.decisions) + SPARE_DECISIONS)
+    wiring = wire(course, skeleton, groups)
+    ops = wiring.ops()
     sent = {value.name for op in ops for value in op.outputs}
     course.samples = {name: sample.clone() for name, sample in course.samples.items() if name in sent}
     graph = OpGraph(
         name=job.name,
         inputs=tuple(_value(key, tensor) for key, tensor in batch.items()),
-        ops=ops, parameters=model_parameters(skeleton.model, _wanting_grad(skeleton)),
+        ops=ops, parameters=model_parameters(skeleton.model, wiring.reached()),
         buffers=model_buffers(skeleton.model, {n: skeleton.resting(n) for n in skeleton.attributes}),
         loss=LOSS, fallback=reason,
     )  # fmt: skip
@@ -76,10 +74,6 @@ def cut_modules(
         members=wiring.members, batch=dict(batch), autocast=autocast,
     )  # fmt: skip
     return graph, cut
-
-
-def _wanting_grad(skeleton: Skeleton) -> set[str]:
-    return {name for name in skeleton.params if skeleton.resting(name).requires_grad}
 
 
 def _value(name: str, tensor: Tensor) -> Value:
@@ -114,7 +108,10 @@ def _decides_within(course: Course, model: nn.Module, trunks: Sequence[str]) -> 
     """Modules to keep whole, although they were expanded: those that shape tensors by data, and, where they
     hold less than half of the parameters, those that decide on data or may be called or not by such a
     decision of the model's own forward."""
-    suspects = set(trunks) if "" in course.undecided else course.undecided.keys() - {""}
+    suspects = set(course.undecided) - {""}
+    if "" in course.undecided:
+        shapes = course.undecided[""]
+        suspects |= {fqn for fqn in trunks if shapes or not is_container(model.get_submodule(fqn))}
     return frozenset(
         fqn for fqn in suspects
         if course.undecided.get(fqn) or 2 * size_of(model.get_submodule(fqn)) < size_of(model)
@@ -182,9 +179,7 @@ def module_functions(
     compiled: bool = False,
 ) -> ModuleFunctions:  # fmt: skip
     """The functions of one stage; see `tracer.functions.stage_functions`."""
-    task = task_of(cut.course, cut.members, stages, index)
-    if len(stages.stages) > 1:
-        refuse_unsendable(cut.course, [c.value.name for c in stages.crossings])
+    task = task_of(cut.course, cut.members, cut.units, stages, index)
     received = {c.value.name: c.value for c in stages.crossings if c.target == index}
     sent = {c.value.name: graph.value[c.value.name] for c in stages.crossings if c.source == index}
     gives = [*sent.values(), *[graph.value[LOSS]] * task.makes_loss]
@@ -207,7 +202,8 @@ def module_functions(
 def _example(cut: ModuleCut, value: Value, device: torch.device) -> Tensor:
     """What a stage received in the recorded run; made up if that had no data."""
     if value.name.startswith(PATH):
-        return encode(cut.course.decisions, value, device)
+        calls = [cut.units.index(call.unit) for call in cut.course.calls]
+        return encode(Path(cut.course.decisions, calls), value, device)
     dtype = getattr(torch, value.dtype)
     sample = cut.course.samples.get(value.name)
     if sample is not None:
@@ -241,9 +237,12 @@ def _trial(functions: ModuleFunctions, cut: ModuleCut, device: torch.device) -> 
             functions.residual_bytes = {"autograd": made_bytes(residuals)}
             grads = {n: torch.ones_like(t) for n, t in outputs.items() if not n.startswith("buffer:")}
             outputs.clear()
-            if split:
-                _, carried = functions.backward_input(state, residuals, grads)
-                functions.carried_bytes = made_bytes(carried)
-                functions.backward_weight(state, carried, Nowhere())
-            else:
+            if not split:
                 functions.backward(state, residuals, grads, Nowhere())
+                continue
+            try:
+                _, carried = functions.backward_input(state, residuals, grads)
+            except CutError:  # it is an error only if the schedule splits the backward
+                return
+            functions.carried_bytes = made_bytes(carried)
+            functions.backward_weight(state, carried, Nowhere())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor, overrides
@@ -14,7 +14,9 @@ from torch.overrides import TorchFunctionMode
 from ..capture import scalar_loss
 from ..job import Job
 from ..random import end_random, seed_random
+from .autograd_functions import autograd_functions_seen_by, is_checkpoint
 from .functions import RANDOM, function_name
+from .python_random import python_random_kept, seed_python
 from .skeleton import Skeleton, Unit
 
 START = ""
@@ -59,13 +61,17 @@ class Forward(TorchFunctionMode):
 
     stretch, index: where the run is: the last unit call, and how many functions have run since.
     random: names of functions that draw random numbers; each call is seeded by its place.
+    python_random: seed Python's own generators too, at every unit and stretch.
     """
 
-    def __init__(self, skeleton: Skeleton, seed: int, random: frozenset[str] = RANDOM) -> None:
+    def __init__(
+        self, skeleton: Skeleton, seed: int, *, random: frozenset[str] = RANDOM, python_random: bool = True
+    ) -> None:
         super().__init__()
         self.skeleton = skeleton
         self.seed = seed
         self.random = random
+        self.python_random = python_random
         self.stretch = START
         self.index = 0
         self.counts: Counter[str] = Counter()
@@ -83,11 +89,30 @@ class Forward(TorchFunctionMode):
         """Run model and loss. Parameters have been put into the skeleton."""
         self.skeleton.active = self
         try:
-            with self:
+            kept = python_random_kept() if self.python_random else nullcontext()
+            with kept, self, autograd_functions_seen_by(self.autograd_function):
+                self.seed_python(START)
                 outputs = self.skeleton.model(**batch)
                 return self.after(job, outputs, batch)
         finally:
             self.skeleton.active = None
+
+    def autograd_function(self, apply: Any, name: str, args: tuple[Any, ...]) -> Any:
+        """The user's autograd function is called: like any other, but for checkpoints with units inside."""
+        if self._inside:
+            return apply(*args)
+        if is_checkpoint(name):
+            return self.checkpoint(apply, args)
+        with self._passing():
+            return self.function(apply, name, args, {})
+
+    def checkpoint(self, apply: Any, args: tuple[Any, ...]) -> Any:
+        """Reentrant checkpointing of what may contain units."""
+        return apply(*args)
+
+    def seed_python(self, place: str) -> None:
+        if self.python_random:
+            seed_python(self.seed, place)
 
     def after(self, job: Job, outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
         return scalar_loss(job, outputs, batch)
@@ -98,9 +123,12 @@ class Forward(TorchFunctionMode):
             return unit.inner(*args, **kwargs)
         number = self.counts[unit.fqn]
         self.counts[unit.fqn] += 1
+        name = call_name(unit.fqn, number)
         with self._passing():
+            self.seed_python(f"{name}:")
             result = self.call(unit, number, args, kwargs)
-        self.stretch, self.index = call_name(unit.fqn, number), 0
+            self.seed_python(name)
+        self.stretch, self.index = name, 0
         return result
 
     @contextmanager

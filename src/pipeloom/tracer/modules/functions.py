@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import register_dataclass, tree_leaves
 
 READS = frozenset({
     "item", "__bool__", "__int__", "__float__", "__index__", "__complex__", "tolist", "numpy", "__array__",
@@ -59,6 +61,10 @@ def function_name(function: Any) -> str:
     return name
 
 
+SHAPES = frozenset({"__get__.shape", "size", "numel", "__len__", "nelement", "__get__.nbytes"})
+"""Questions how large a tensor is."""
+
+
 def leaves_in(*trees: Any) -> Iterator[Any]:
     """Tensors and everything else in nested tuples, lists and dicts."""
     for tree in trees:
@@ -68,6 +74,17 @@ def leaves_in(*trees: Any) -> Iterator[Any]:
             yield from leaves_in(*tree.values())
         else:
             yield tree
+
+
+def open_up(tree: Any) -> None:
+    """Let tensors in dataclasses be seen: such a class is made known to pytree when it first appears."""
+    found = True
+    while found:
+        leaves = [leaf for leaf in tree_leaves(tree) if not isinstance(leaf, type)]
+        kinds = {type(leaf) for leaf in leaves if is_dataclass(leaf)}
+        found = bool(kinds)
+        for kind in kinds:
+            register_dataclass(kind)
 
 
 def sized_by_data(name: str, args: tuple[Any, ...]) -> bool:

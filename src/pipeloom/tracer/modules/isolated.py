@@ -11,6 +11,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from .course import Output
 from .forward import output_name
+from .functions import open_up
 from .meter import Meter
 from .skeleton import Skeleton, Unit
 
@@ -50,6 +51,7 @@ class Isolated:
             ]
         torch.clear_autocast_cache()
         self._changed = [i for i, leaf in enumerate(self.given) if _version(leaf) != versions[i]]
+        open_up(result)
         self._flat, built = tree_flatten(result)
         return built
 

@@ -22,21 +22,24 @@ from ...ir.graph import Value
 from ..job import Job
 from ..meta import tensors_of
 from .course import LOSS, Call, Course, Step, is_source
-from .forward import Forward, call_name, glue_name, seeded
-from .functions import DETACHING, RANDOM, READS, leaves_in, sized_by_data
+from .forward import START, Forward, call_name, glue_name, seeded
+from .functions import DETACHING, RANDOM, READS, SHAPES, leaves_in, open_up, sized_by_data
 from .isolated import Isolated
 from .materials import Materials
 from .meter import Meter
+from .python_random import python_state
 from .reading import convert, count_of, numbers_of
 from .skeleton import Skeleton, Unit
 
 
 class Known(NamedTuple):
-    """tainted: it depends on the model, not only on the batch and on random numbers."""
+    """tainted: it depends on the model, not only on the batch and on random numbers.
+    sized: its shape depends on data."""
 
     name: str
     version: int
     tainted: bool
+    sized: bool = False
 
 
 class Recorder(Forward):
@@ -59,6 +62,8 @@ class Recorder(Forward):
         self.known: Any = WeakTensorKeyDictionary()
         self.storages: dict[int, str] = {}
         self.meter = Meter()
+        self.made_in: dict[int, int] = {}
+        self.python_state = python_state()
 
     def record(self, job: Job, batch: Mapping[str, Tensor]) -> Course:
         """Run model and loss on a micro-batch."""
@@ -66,16 +71,33 @@ class Recorder(Forward):
             self._name(tensor, f"batch:{key}", tainted=False)
         with self._watching_trunks(), torch.enable_grad():
             loss = self.loss(job, batch)
-        last = len(self.course.calls) - 1
-        self.course.steps.append(Step(kind="loss", call=last, inputs=self._names([loss]), outputs=()))
+        names = self._names([loss])
+        self.course.steps.append(Step(kind="loss", call=self._last_call, inputs=names, outputs=()))
         self.course.values[LOSS] = _value(LOSS, loss)
         self._note_replaced_buffers()
         return self.course
 
+    def after(self, job: Job, outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
+        loss = super().after(job, outputs, batch)
+        self.course.python_random = self._python_drew() or self.course.python_random
+        return loss
+
+    def seed_python(self, place: str) -> None:
+        """Note, where the next stretch or unit begins, whether the last one drew."""
+        if place != START:
+            self.course.python_random = self._python_drew() or self.course.python_random
+        super().seed_python(place)
+        self.python_state = python_state()
+
+    def _python_drew(self) -> bool:
+        return python_state() != self.python_state
+
     # --- tensors and their names ------------------------------------------------------------------
 
-    def _name(self, tensor: Tensor, name: str, *, tainted: bool) -> None:
-        self.known[tensor] = Known(name, tensor._version, tainted)
+    def _name(self, tensor: Tensor, name: str, *, tainted: bool, sized: bool = False) -> None:
+        self.known[tensor] = Known(name, tensor._version, tainted, sized)
+        if sized:
+            self.course.sized.add(name)
         self.course.values[name] = _value(name, tensor)
         if not isinstance(tensor, FakeTensor) and not is_source(name):
             self.course.samples[name] = tensor.detach()
@@ -84,10 +106,15 @@ class Recorder(Forward):
         """What is known of a tensor that glue or a unit reads; None for a constant."""
         found: Known | None = self.known.get(tensor)
         if found is None:
-            if self.meter.made(tensor):
-                self.course.hidden = f"a tensor that a module left behind, up to {self.stretch}"
-                return Known("", 0, True)
-            return None
+            maker = self.made_in.get(tensor.untyped_storage()._cdata)
+            if maker is None or not self.meter.made(tensor):
+                return None
+            why = f"the forward uses a tensor that {self.course.calls[maker].name} neither returns nor keeps"
+            self.course.bonds.append((maker, self._last_call, f"{why} as an attribute"))
+            return Known("", 0, True)
+        if tensor.requires_grad and not self.course.values[found.name].needs_grad:
+            # an autograd function of the user's has given it one after it was made
+            self.course.values[found.name] = _value(found.name, tensor)
         if found.version != tensor._version:
             self.course.stale.add(found.name)
         return found
@@ -124,10 +151,15 @@ class Recorder(Forward):
         tensors = [leaf for leaf in leaves_in(args, kwargs) if isinstance(leaf, Tensor)]
         sources = [known for t in tensors if (known := self._source(t)) is not None]
         tainted = any(known.tainted for known in sources)
+        sized = any(known.sized for known in sources)
+        if sized and name in SHAPES and tainted:
+            self._bond_rest(f"the forward asks for the size of {sources[0].name}, which depends on data")
         if name in READS:
             return self._read(function, name, args, kwargs, tainted=tainted)
-        if tainted and sized_by_data(name, args):
-            self.course.undecided[self.within[-1]] = True
+        if sized_by_data(name, args):
+            sized = True
+            if tainted:
+                self.course.undecided[self.within[-1]] = True
         names = self._names(tensors)
         versions = [t._version for t in tensors]
         needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
@@ -137,14 +169,14 @@ class Recorder(Forward):
         changed = [t for t, version in zip(tensors, versions, strict=True) if t._version != version]
         if made or changed:
             grad = needs_grad and name not in DETACHING
-            self._note_function(name, names, tensors, made, changed, (tainted, grad))
+            self._note_function(name, names, tensors, made, changed, (tainted, sized, grad))
         return result
 
     def _note_function(
         self, name: str, names: tuple[str, ...], given: list[Tensor], made: list[Tensor],
-        changed: list[Tensor], flags: tuple[bool, bool],
+        changed: list[Tensor], flags: tuple[bool, bool, bool],
     ) -> None:  # fmt: skip
-        tainted, grad = flags
+        tainted, sized, grad = flags
         place, stretch = self.index, self.stretch
         self.place()
         self._stretch().append(name)
@@ -158,8 +190,8 @@ class Recorder(Forward):
             if grad and (tensor.is_floating_point() or tensor.is_complex()):
                 tensor.requires_grad_()
             outputs.append(glue_name(stretch, place, position))
-            self._change(tensor, outputs[-1], tainted=tainted)
-        call = len(self.course.calls) - 1
+            self._change(tensor, outputs[-1], tainted=tainted, sized=sized)
+        call = self._last_call
         self.course.steps.append(
             Step(kind="glue", call=call, inputs=names, outputs=tuple(outputs), updates=updates)
         )
@@ -167,13 +199,21 @@ class Recorder(Forward):
     def _stretch(self) -> list[str]:
         return self.course.calls[-1].stretch if self.course.calls else self.course.first_stretch
 
-    def _change(self, tensor: Tensor, name: str, *, tainted: bool) -> None:
+    def _change(self, tensor: Tensor, name: str, *, tainted: bool, sized: bool) -> None:
         """A tensor is new, or has new content under a new name."""
         before: Known | None = self.known.get(tensor)
         if before is not None:
             self.course.changed_later.add(before.name)
         self.storages[tensor.untyped_storage()._cdata] = name
-        self._name(tensor, name, tainted=tainted)
+        self._name(tensor, name, tainted=tainted, sized=sized)
+
+    @property
+    def _last_call(self) -> int:
+        return len(self.course.calls) - 1
+
+    def _bond_rest(self, why: str) -> None:
+        """No later stage could replay this stretch: what follows stays together."""
+        self.course.bonds.append((max(self._last_call, 0), -1, why))
 
     def _changed_buffers(self, changed: Sequence[Tensor]) -> tuple[str, ...]:
         found = [known.name for t in changed if (known := self.known.get(t)) is not None]
@@ -208,9 +248,8 @@ class Recorder(Forward):
             self.course.tainted += numbers
             self.course.undecided.setdefault(self.within[-1], False)
             tensors = [leaf for leaf in leaves_in(args, kwargs) if isinstance(leaf, Tensor)]
-            call = len(self.course.calls) - 1
             self.course.steps.append(
-                Step(kind="glue", call=call, inputs=self._names(tensors), outputs=(), read=True)
+                Step(kind="glue", call=self._last_call, inputs=self._names(tensors), outputs=(), read=True)
             )
         return result
 
@@ -218,28 +257,33 @@ class Recorder(Forward):
 
     def call(self, unit: Unit, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = call_name(unit.fqn, number)
+        open_up((args, kwargs))
         leaves, spec = tree_flatten(tree_map(self._present, (args, kwargs)))
         names = self._names([leaf for leaf in leaves if isinstance(leaf, Tensor)])
         inputs = tuple(self._leaf_name(leaf) for leaf in leaves)
+        sized = any(name in self.course.sized for name in names)
         run = Isolated(self.skeleton, unit, leaves)
         with seeded(self.seed, name):
             self.meter.drew = False
             self.meter.statistics.clear()
             built = run.run(spec, self.materials.state(self.skeleton.below(unit.fqn)), self.meter)
+        drew = self._python_drew()
         outputs, flat = run.hand_over(name)
         for output in outputs:
             if output.kind != "same":
-                self._change(run.handed[output.name], output.name, tainted=True)
+                self._change(run.handed[output.name], output.name, tainted=True, sized=sized)
+        for storage in self.meter.alive:
+            self.made_in.setdefault(storage, len(self.course.calls))
         self.course.calls.append(
             Call(
                 name=name, unit=unit.fqn, inputs=inputs, outputs=outputs, spec=built,
                 leaves=tuple(None if isinstance(leaf, Tensor) else leaf for leaf in flat),
-                random=self.meter.drew, updates=run.updates,
+                random=self.meter.drew or drew, updates=run.updates,
             )
         )  # fmt: skip
         self.course.steps.append(
             Step(
-                kind="call", call=len(self.course.calls) - 1, inputs=names, updates=run.updates,
+                kind="call", call=self._last_call, inputs=names, updates=run.updates,
                 outputs=tuple(o.name for o in outputs if o.kind != "same"),
             )
         )  # fmt: skip

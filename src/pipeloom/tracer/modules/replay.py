@@ -12,6 +12,7 @@ unit finds an argument without data, and says so. Nothing is ever bound to a ten
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,9 +28,10 @@ from .absent import KEEP_TOGETHER, Missing, call_without_data, has_no_data, miss
 from .course import Call
 from .forward import Forward, call_name, glue_name, seeded
 from .functions import LIKE, PLACES, READS, SILENT, leaves_in
+from .path import Path
 from .reading import convert, count_of, numbers_of
 from .skeleton import Skeleton, Unit
-from .task import Place, Task
+from .task import Entry, Place, Task
 
 
 class _Stop(BaseException):
@@ -38,24 +40,26 @@ class _Stop(BaseException):
 
 @dataclass(eq=False)
 class Handed:
-    """What a run gives. bound: values for other stages.  decisions: all reads up to here."""
+    """What a run gives. bound: values for other stages.  path: the way up to where it stopped."""
 
     bound: dict[str, Tensor] = field(default_factory=dict)
     loss: Tensor | None = None
-    decisions: list[float] = field(default_factory=list)
+    path: Path = field(default_factory=Path)
 
 
 class StageRun(Forward):
     """A run of one stage on one micro-batch.
 
-    received: values by name.  known: what earlier stages have decided.  device: where tensors are.
+    received: values by name.  known: the way that earlier stages took.  device: where tensors are.
     """
 
     def __init__(
-        self, skeleton: Skeleton, task: Task, *, received: Mapping[str, Tensor], known: list[float],
+        self, skeleton: Skeleton, task: Task, *, received: Mapping[str, Tensor], known: Path,
         seed: int, device: torch.device,
     ) -> None:  # fmt: skip
-        super().__init__(skeleton, seed, task.random)
+        super().__init__(
+            skeleton, seed, random=task.random, python_random=task.course.python_random
+        )
         self.task = task
         self.received = received
         self.known = known
@@ -67,6 +71,7 @@ class StageRun(Forward):
         self.passed: set[int] = set()
         self.as_recorded = True
         self.versions: dict[str, int] = {}
+        self.made_after: dict[str, int] = {}
 
     def run(self, job: Job, batch: Mapping[str, Tensor]) -> Handed:
         """Run the stage's part. State has been put into the skeleton."""
@@ -80,6 +85,13 @@ class StageRun(Forward):
             if tensor._version != self.versions[name]:
                 raise CutError(f"{name} is sent, and changed in place later", hint=KEEP_TOGETHER)
         return self.handed
+
+    def checkpoint(self, apply: Any, args: tuple[Any, ...]) -> Any:
+        """What another stage checkpoints is no concern of this one."""
+        run, _, *given = args
+        with self._passing():
+            there = all(not self._absent(leaf) for leaf in leaves_in(*given) if isinstance(leaf, Tensor))
+        return apply(*args) if there and missing_in(*given) is None else run(*given)
 
     def after(self, job: Job, outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
         if not self.task.makes_loss:
@@ -175,6 +187,8 @@ class StageRun(Forward):
     def _bind(self, name: str, leaf: Any) -> Any:
         """A tensor that may cross has been made, here or on another stage."""
         if name in self.received:
+            if self._comes_as_argument(name):
+                return leaf
             self.arrived.add(name)
             if isinstance(leaf, Tensor):
                 self.resolved[leaf] = self.received[name]
@@ -182,15 +196,37 @@ class StageRun(Forward):
         if name in self.task.sends:
             self.handed.bound[name] = self._data(leaf, name)
             self.versions[name] = self.handed.bound[name]._version
+            self.made_after[name] = len(self.handed.path.calls)
         return leaf
+
+    def _comes_as_argument(self, name: str) -> bool:
+        """Whether the sender, which called other units afterwards than recorded, sends what it called the
+        next unit with instead."""
+        entry = self.task.sources[self.task.source_of[name]]
+        if not self.task.dynamic or name not in entry.arguments.values():
+            return False
+        calls = self.known.calls
+        counts: Counter[int] = Counter()
+        end = len(calls)
+        for index, number in enumerate(calls):
+            if self.task.place(self.task.units[number], counts[number]).position > entry.last:
+                end = index
+                break
+            counts[number] += 1
+        done = len(self.handed.path.calls)
+        return not self._as_recorded_after(name, calls[done:end], entry)
+
+    def _as_recorded_after(self, name: str, calls: Sequence[int], entry: Entry) -> bool:
+        recorded = self.task.course.calls[self.task.made_at(name) + 1 : entry.last + 1]
+        return [self.task.units[number] for number in calls] == [call.unit for call in recorded]
 
     def _read(
         self, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, absent: bool
     ) -> Any:
         """Decide as earlier stages did; what they have not decided is decided here."""
-        decisions = self.handed.decisions
+        decisions = self.handed.path.decisions
         count = count_of(name, args[0])
-        numbers = self.known[len(decisions) : len(decisions) + count]
+        numbers = self.known.decisions[len(decisions) : len(decisions) + count]
         if len(numbers) == count:
             decisions += numbers
             return convert(name, numbers, args[0])
@@ -214,10 +250,11 @@ class StageRun(Forward):
         self._pass(place.position, leaves)
         leaves = [self._resolve(leaf) for leaf in leaves]
         self.as_recorded = place.call is not None
+        if not place.own and place.position > self.task.last:
+            self._end(leaves)
+        self._go_on(unit)
         if place.own:
             return self._run(unit, place, leaves, spec)
-        if place.position > self.task.last:
-            self._end(leaves)
         if place.call is None:
             return Missing(f"the result of {call_name(unit.fqn, number)}, which was not called when captured")
         return self._stub(unit, place.call, leaves)
@@ -238,10 +275,26 @@ class StageRun(Forward):
                 self.arrived.add(name)
 
     def _end(self, leaves: list[Any]) -> None:
+        """The stage is done. What it did not make as recorded is the argument of the next unit."""
         for index, name in self.task.entry.arguments.items():
-            if name in self.task.sends and name not in self.handed.bound and index < len(leaves):
+            if name not in self.task.sends or index >= len(leaves):
+                continue
+            since = self.handed.path.calls[self.made_after.get(name, 0) :]
+            made = name in self.handed.bound
+            if not made or (self.task.dynamic and not self._as_recorded_after(name, since, self.task.entry)):
                 self._bind(name, leaves[index])
         raise _Stop
+
+    def _go_on(self, unit: Unit) -> None:
+        """Note a call. Raises: CutError if earlier stages called another unit here."""
+        calls, known, number = self.handed.path.calls, self.known.calls, self.task.units.index(unit.fqn)
+        if len(calls) < len(known) and known[len(calls)] != number:
+            raise CutError(
+                f"stage {self.task.stage} calls {unit.fqn} where earlier stages called "
+                f"{self.task.units[known[len(calls)]]}: the forward decides on what only some stages know",
+                hint="decide on tensors, or on random numbers of torch, Python or NumPy's global generator",
+            )
+        calls.append(number)
 
     def _run(self, unit: Unit, place: Place, leaves: list[Any], spec: TreeSpec) -> Any:
         what = f"an argument of {unit.fqn}"

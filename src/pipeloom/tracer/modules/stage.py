@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -16,6 +16,7 @@ from ...ir.errors import CutError
 from ...ir.graph import Value
 from ..job import Job
 from ..meta import autocast_region
+from ..once import TURN
 from ..sink import Sink
 from ..split import Slot
 from ..stage import Tensors
@@ -23,10 +24,10 @@ from .absent import KEEP_TOGETHER
 from .course import LOSS
 from .forward import call_name, seeded
 from .meter import Meter
+from .path import PATH, Path, decode, encode
 from .replay import Handed, StageRun
 from .skeleton import Skeleton, Unit
 from .task import Task
-from .wiring import PATH
 
 _GRAPH = Slot("graph", "autograd")
 
@@ -111,6 +112,7 @@ class ModuleFunctions:
         with self._measuring("forward"):
             with torch.enable_grad(), saved_tensors_hooks(pack, _unpack):
                 handed, outputs = self._run(graph, inputs)
+                self._refuse_lost_leaves(graph)
                 results = self._outputs(handed, given, self._device(inputs))
             graph.outputs = {n: t for n, t in handed.bound.items() if t.requires_grad and n in self.sent}
             if handed.loss is not None and handed.loss.requires_grad:
@@ -146,10 +148,7 @@ class ModuleFunctions:
             graph.grads = {name: grads[name] for name in names}
             made: dict[str, Tensor] = {}
             if names and wanted:
-                found = torch.autograd.grad(
-                    [graph.outputs[n] for n in names], list(wanted.values()), list(graph.grads.values()),
-                    retain_graph=True, allow_unused=True,
-                )  # fmt: skip
+                found = _gradients([graph.outputs[n] for n in names], list(wanted.values()), graph.grads)
                 pairs = zip(wanted, found, strict=True)
                 made = {n: _alone(grad, grads.values()) for n, grad in pairs if grad is not None}
         return made, carried
@@ -158,9 +157,9 @@ class ModuleFunctions:
         graph: _Graph = carried[_GRAPH]
         with self._measuring("weight_grad", carried), self._ready(graph, sink):
             if graph.grads and graph.trained:
-                torch.autograd.backward(
-                    [graph.outputs[n] for n in graph.grads], list(graph.grads.values()), inputs=graph.trained
-                )
+                outputs, grads = [graph.outputs[n] for n in graph.grads], list(graph.grads.values())
+                some = any(tensor.requires_grad for tensor in graph.received.values())
+                torch.autograd.backward(outputs, grads, inputs=graph.trained if some else None)
             graph.clear()
 
     def evaluate(self, state: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -209,11 +208,13 @@ class ModuleFunctions:
             name: tensor.clone() if name in later else tensor
             for name, tensor in graph.received.items() if not name.startswith(PATH)
         }  # fmt: skip
-        known = max((decode(inputs[n]) for n in self.received if n.startswith(PATH)), key=len, default=[])
+        paths = [decode(inputs[n]) for n in self.received if n.startswith(PATH)]
+        known = max(paths, key=lambda path: len(path.calls), default=Path())
         run = StageRun(
             self.skeleton, self.task, received=received, known=known, seed=graph.seed, device=device
         )
-        with self.skeleton.using(graph.state), autocast_region(device.type, self.autocast):
+        turn = TURN if self.task.course.python_random else nullcontext()  # threads share the generators
+        with turn, self.skeleton.using(graph.state), autocast_region(device.type, self.autocast):
             handed = run.run(self.job, batch)
             now = {name: self.skeleton.current(name) for name in self.buffers}
         self.skeleton.rest(self.skeleton.attributes)  # where units of other stages left theirs
@@ -223,6 +224,12 @@ class ModuleFunctions:
         }  # fmt: skip
         return handed, changed
 
+    def _refuse_lost_leaves(self, graph: _Graph) -> None:
+        """A user's own function mode can hide autograd functions, which then take over what they return."""
+        for name, tensor in graph.received.items():
+            if not tensor.is_leaf or tensor.requires_grad != self.values[name].needs_grad:
+                raise CutError(f"{name} is made by an autograd function between modules", hint=KEEP_TOGETHER)
+
     # --- after a run ------------------------------------------------------------------------------
 
     def _outputs(self, handed: Handed, given: set[int], device: torch.device) -> dict[str, Tensor]:
@@ -231,7 +238,7 @@ class ModuleFunctions:
         for name in self.sent:
             value = self.values[name]
             if name.startswith(PATH):
-                found[name] = encode(handed.decisions, value, device)
+                found[name] = encode(handed.path, value, device)
             elif name in handed.bound:
                 found[name] = _checked(handed.bound[name], value)
             else:
@@ -291,22 +298,21 @@ def _unpack(packed: tuple[Tensor, int]) -> Tensor:
     return tensor
 
 
-def encode(decisions: Sequence[float], value: Value, device: torch.device) -> Tensor:
-    """Decisions as a tensor of fixed size: their number, then themselves."""
-    room = value.shape[0] - 1
-    if len(decisions) > room:
-        raise CutError(
-            f"the forward took {len(decisions)} decisions between modules, the plan has room for {room}",
-            hint="move the loop that decides into a module of its own",
+def _gradients(
+    outputs: Sequence[Tensor], wanted: Sequence[Tensor], grads: Mapping[str, Tensor]
+) -> Sequence[Tensor | None]:
+    """Gradients of `wanted`; the graph stays for the other ones."""
+    try:
+        return torch.autograd.grad(
+            outputs, wanted, list(grads.values()), retain_graph=True, allow_unused=True
         )
-    padded = [float(len(decisions)), *map(float, decisions), *[0.0] * (room - len(decisions))]
-    return torch.tensor(padded, dtype=torch.float64, device=device)
-
-
-def decode(tensor: Tensor) -> list[float]:
-    """The decisions in a tensor made by `encode`."""
-    numbers: list[float] = tensor.tolist()
-    return numbers[1 : 1 + int(numbers[0])]
+    except RuntimeError as error:
+        if "use_reentrant" not in str(error):
+            raise
+        raise CutError(
+            "reentrant activation checkpointing cannot compute input gradients alone",
+            hint="checkpoint with use_reentrant=False, or take a schedule that does not split the backward",
+        ) from error
 
 
 def _checked(tensor: Tensor, value: Value) -> Tensor:

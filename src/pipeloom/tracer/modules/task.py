@@ -10,7 +10,8 @@ from ...ir.stages import StageGraph
 from .course import LOSS, Call, Course
 from .forward import call_name
 from .functions import RANDOM
-from .wiring import PATH, Member
+from .path import PATH
+from .wiring import Member, is_dynamic
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +41,8 @@ class Task:
     """One stage of a cut.
 
     members: all ops.  own: indices of this stage's.  sends, receives: names of values that cross, without
-    those that carry decisions.  sources: stage -> where it stops, for stages that it receives from.
+    those that carry paths.  sources: stage -> where it stops, for stages that it receives from.
+    source_of: received value -> stage.  units: all, in the order of their numbers in a path.
     """
 
     stage: int
@@ -53,6 +55,21 @@ class Task:
     receives: frozenset[str]
     entry: Entry
     sources: Mapping[int, Entry]
+    source_of: Mapping[str, int]
+    units: tuple[str, ...]
+
+    @cached_property
+    def dynamic(self) -> bool:
+        """Whether the forward may call other units than recorded."""
+        return is_dynamic(self.course, self.members)
+
+    def made_at(self, name: str) -> int:
+        """Number of the recorded unit call that makes a value, or in whose stretch it is made; -1 before."""
+        return self._made_at[name]
+
+    @cached_property
+    def _made_at(self) -> Mapping[str, int]:
+        return {name: step.call for step in self.course.steps for name in step.outputs}
 
     @property
     def last(self) -> int:
@@ -64,7 +81,7 @@ class Task:
         first = min(call for index in self.own for call in self.members[index].calls)
         nothing: frozenset[str] = frozenset()
         return replace(
-            self, own=frozenset(), makes_loss=False, sends=nothing, sources={},
+            self, own=frozenset(), makes_loss=False, sends=nothing, receives=nothing, sources={},
             entry=Entry(last=first - 1, arguments={}),
         )
 
@@ -113,7 +130,9 @@ class Task:
         )  # fmt: skip
 
 
-def task_of(course: Course, members: Sequence[Member], stages: StageGraph, index: int) -> Task:
+def task_of(
+    course: Course, members: Sequence[Member], units: tuple[str, ...], stages: StageGraph, index: int
+) -> Task:
     """The task of stage `index`."""
     number = {member.name: i for i, member in enumerate(members)}
     own = [frozenset(number[op] for op in stage.ops) for stage in stages.stages]
@@ -127,6 +146,7 @@ def task_of(course: Course, members: Sequence[Member], stages: StageGraph, index
         receives=frozenset(n for n in receives if not n.startswith(PATH)),
         entry=entries[index],
         sources={s: entries[s] for s in stages.predecessors[index]},
+        source_of={c.value.name: c.source for c in stages.crossings if c.target == index}, units=units,
     )  # fmt: skip
 
 

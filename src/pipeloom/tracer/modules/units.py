@@ -43,18 +43,19 @@ def size_of(module: nn.Module) -> int:
 def _units(
     module: nn.Module, path: str, whole: frozenset[str], large: float
 ) -> Iterator[tuple[str, nn.Module]]:
-    items = _is_container(module)
+    items = is_container(module)
     for name, child in module.named_children():
         fqn = f"{path}.{name}" if path else name
-        holds = not items and any(map(_is_container, child.modules())) and size_of(child) >= large
-        expand = _is_container(child) or holds
+        holds = not items and any(map(is_container, child.modules())) and size_of(child) >= large
+        expand = is_container(child) or holds
         if expand and fqn not in whole and next(child.children(), None) is not None:
             yield from _units(child, fqn, whole, large)
         else:
             yield fqn, child
 
 
-def _is_container(module: nn.Module) -> bool:
+def is_container(module: nn.Module) -> bool:
+    """Whether a module only holds others, without a forward of its own."""
     if isinstance(module, nn.Sequential):
         return type(module).forward is nn.Sequential.forward
     return isinstance(module, (nn.ModuleList, nn.ModuleDict))

@@ -7,17 +7,15 @@ other glue (masks, positions, sums of independent branches) is run again by whoe
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ...ir.errors import CutError
 from ...ir.graph import Op, Value
 from .absent import KEEP_TOGETHER
 from .course import LOSS, Course, Step, is_source
+from .path import PATH, room
 from .skeleton import Skeleton
-
-PATH = "path:"
-"""Prefix of values that carry what the forward has decided so far from one op to the next."""
 
 
 @dataclass(eq=False)
@@ -32,24 +30,50 @@ class Member:
     params: dict[str, None] = field(default_factory=dict)
     buffers: dict[str, None] = field(default_factory=dict)
     updates: dict[str, None] = field(default_factory=dict)
-    reads: bool = False
+
+
+Bond = tuple[int, int, str]
+"""First and last call of a stretch that must run in one stage, and why."""
+
+
+def is_dynamic(course: Course, members: Sequence[Member]) -> bool:
+    """Whether the forward may take another way between units than it took when recorded."""
+    return bool(course.decisions) or course.python_random or any(m.idle for m in members)
+
+
+def wire(course: Course, skeleton: Skeleton, groups: Sequence[Sequence[str]] | None) -> Wiring:
+    """Ops of a course, such that any cut between them can run.
+
+    groups: lists of units that form one op each, or None for one op per call.
+    Raises: CutError if groups tear apart what must stay together.
+    """
+    joined: list[Bond] = []
+    while True:
+        wiring = Wiring(course, skeleton, groups, joined)
+        torn = [bond for bond in wiring.bonds() if wiring.tears(bond)]
+        if not torn:
+            return wiring
+        if groups is not None:
+            first, last, why = torn[0]
+            a, b = course.calls[first].name, course.calls[last].name
+            raise CutError(f"Job.modules puts {a} and {b} into two stages, but {why}", hint=KEEP_TOGETHER)
+        joined += torn
 
 
 class Wiring:
-    """Ops of a course.
-
-    groups: lists of units that form one op each, or None for one op per call.
-    """
+    """Ops of a course. joined: what is one op though it is several calls."""
 
     def __init__(
-        self, course: Course, skeleton: Skeleton, groups: Sequence[Sequence[str]] | None
-    ) -> None:
+        self, course: Course, skeleton: Skeleton, groups: Sequence[Sequence[str]] | None,
+        joined: Sequence[Bond],
+    ) -> None:  # fmt: skip
         self.course = course
         self.skeleton = skeleton
+        self.last = len(course.calls) - 1
         self.maker = {name: i for i, step in enumerate(course.steps) for name in step.outputs}
         self.step_of = {s.call: i for i, s in enumerate(course.steps) if s.kind == "call"}
         self.called_by = self._dependencies()
-        self.members = self._members(groups)
+        self.members = self._members(groups) if groups is not None else self._derived(joined)
         self.member_of = {call: m for m in self.members for call in m.calls}
         self.owners = [self._owner(step, i) for i, step in enumerate(course.steps)]
         for index, owner in enumerate(self.owners):
@@ -59,6 +83,26 @@ class Wiring:
             for unit in (*(course.calls[c].unit for c in member.calls), *member.idle):
                 self._read_state(member, self.skeleton.below(unit))
         self._send()
+
+    def bonds(self) -> Iterator[Bond]:
+        """What must stay together."""
+        for first, last, why in self.course.bonds:
+            yield first, self.last if last < 0 else last, why
+        for member in self.members:
+            for name in member.inputs:
+                source = self.owners[self.maker[name]] if name in self.maker else None
+                if source is not None and name in self.course.stale:
+                    yield source.calls[0], member.calls[-1], f"{name} is changed in place through a view"
+                if source is not None and name in self.course.sized:
+                    yield source.calls[0], member.calls[-1], f"the size of {name} depends on data"
+            if not member.outputs:
+                index = member.calls[-1]
+                yield index, min(index + 1, self.last), f"nothing uses {member.name}"
+
+    def tears(self, bond: Bond) -> bool:
+        """Whether several ops share what a bond holds together."""
+        first, last, _ = bond
+        return len({id(self.member_of[call]) for call in range(first, last + 1)}) > 1
 
     # --- who depends on which unit calls ----------------------------------------------------------
 
@@ -80,7 +124,7 @@ class Wiring:
         """The op that a step belongs to; None if whoever needs its results runs it again."""
         last = max(step.call, 0)
         if step.kind == "loss":
-            return self.member_of[len(self.course.calls) - 1]
+            return self.member_of[self.last]
         if step.kind == "call" or step.read or step.updates:
             return self.member_of[last]
         calls, trained = self.called_by[index]
@@ -91,13 +135,21 @@ class Wiring:
 
     # --- members ----------------------------------------------------------------------------------
 
-    def _members(self, groups: Sequence[Sequence[str]] | None) -> list[Member]:
+    def _derived(self, joined: Sequence[Bond]) -> list[Member]:
         calls = self.course.calls
-        if groups is None:
-            members = [Member(name=call.name, calls=[i]) for i, call in enumerate(calls)]
-            self._place_idle(members)
-            return members
-        members = []
+        members: list[Member] = []
+        for index, call in enumerate(calls):
+            if any(first < index <= last for first, last, _ in joined):
+                members[-1].calls.append(index)
+                members[-1].name = f"{calls[members[-1].calls[0]].name}...{call.name}"
+            else:
+                members.append(Member(name=call.name, calls=[index]))
+        self._place_idle(members)
+        return members
+
+    def _members(self, groups: Sequence[Sequence[str]]) -> list[Member]:
+        calls = self.course.calls
+        members: list[Member] = []
         for units in groups:
             own = [i for i, call in enumerate(calls) if call.unit in units]
             if not own:
@@ -131,7 +183,6 @@ class Wiring:
         """Follow what a step reads back to values of other ops, parameters, buffers and the batch."""
         step = self.course.steps[index]
         owner.updates |= dict.fromkeys(step.updates)
-        owner.reads = owner.reads or step.read
         pending, seen = list(step.inputs), set(step.inputs)
         while pending:
             name = pending.pop()
@@ -161,15 +212,34 @@ class Wiring:
                     assert source is not None
                     source.outputs[name] = None
         for before, after in zip(self.members, self.members[1:], strict=False):
-            if any(m.reads for m in self.members):
+            if is_dynamic(self.course, self.members):
                 before.outputs[PATH + before.name] = None
                 after.inputs[PATH + before.name] = None
-        self.member_of[len(self.course.calls) - 1].outputs[LOSS] = None
+        self.member_of[self.last].outputs[LOSS] = None
+
+    def reached(self) -> set[str]:
+        """Parameters that may get a gradient: where the way is fixed, those that the loss depends on."""
+        wanting = {name for name in self.skeleton.params if self.skeleton.resting(name).requires_grad}
+        if is_dynamic(self.course, self.members):
+            return wanting
+        found: set[str] = set()
+        needed: set[str] = set()
+        for step in reversed(self.course.steps):
+            if step.kind == "loss" or any(self._flows(name) and name in needed for name in step.outputs):
+                needed.update(step.inputs)
+                found |= {n.removeprefix("param:") for n in step.inputs if n.startswith("param:")}
+                if step.kind == "call":
+                    found.update(self.skeleton.below(self.course.calls[step.call].unit))
+        return found & wanting
+
+    def _flows(self, name: str) -> bool:
+        """Whether a gradient can flow back through a value."""
+        return self.course.values[name].needs_grad
 
     # --- the result -------------------------------------------------------------------------------
 
-    def ops(self, path_numbers: int) -> tuple[Op, ...]:
-        """The ops in order. path_numbers: how many decisions there is room for."""
+    def ops(self) -> tuple[Op, ...]:
+        """The ops in order."""
         done: set[str] = set()
         found = []
         for member in self.members:
@@ -180,10 +250,10 @@ class Wiring:
                     hint="order the lists as the forward calls the modules, and keep loops in one list",
                 )
             done |= member.outputs.keys()
-            found.append(self._op(member, path_numbers))
+            found.append(self._op(member))
         return tuple(found)
 
-    def _op(self, member: Member, path_numbers: int) -> Op:
+    def _op(self, member: Member) -> Op:
         calls = [self.course.calls[i] for i in member.calls]
         units = list(dict.fromkeys([*(c.unit for c in calls), *member.idle]))
         random = any(c.random for c in calls) or any(
@@ -194,36 +264,18 @@ class Wiring:
             name=member.name,
             target=f"module:{units[0]}" if len(units) == 1 else f"modules:{','.join(units)}",
             inputs=tuple(member.inputs),
-            outputs=tuple(self._value(name, path_numbers) for name in member.outputs),
+            outputs=tuple(self._value(name) for name in member.outputs),
             params=tuple(member.params), buffers=tuple(member.buffers), updates=tuple(member.updates),
             attributes="; ".join(" ".join(str(module).split()) for module in modules),
             module=units[0], random=random,
         )  # fmt: skip
 
-    def _value(self, name: str, path_numbers: int) -> Value:
+    def _value(self, name: str) -> Value:
         if name.startswith(PATH):
-            return Value(name=name, shape=(path_numbers + 1,), dtype="float64")
+            size = room(len(self.course.decisions), len(self.course.calls))
+            return Value(name=name, shape=(size,), dtype="float64")
         return self.course.values[name]
 
 
 def _short(units: Sequence[str]) -> tuple[str, ...]:
     return tuple(units) if len(units) <= 2 else (units[0], "...", units[-1])
-
-
-def refuse_unsendable(course: Course, sent: Iterable[str]) -> None:
-    """Refuse what cannot be right once the model is cut.
-
-    sent: names of values that cross.
-    Raises: CutError
-    """
-    if course.hidden:
-        raise CutError(
-            f"the forward uses {course.hidden}, which other stages cannot see",
-            hint="return the tensor from the module, or keep it in an attribute that is a tensor",
-        )
-    for name in sent:
-        if name in course.stale:
-            raise CutError(
-                f"{name} would be sent to another stage, but is changed in place through a view of it",
-                hint=KEEP_TOGETHER,
-            )
