@@ -87,6 +87,7 @@ class Course:
     random: functions of the glue that drew random numbers.
     undecided: modules whose own glue decides on data -> whether shapes depend on it too.
     python_random: Python's or NumPy's generators were used.
+    evaluated: calls of a run in evaluation mode, by name: what units return may differ.
     """
 
     calls: list[Call] = field(default_factory=list)
@@ -103,11 +104,12 @@ class Course:
     sized: set[str] = field(default_factory=set)
     bonds: list[tuple[int, int, str]] = field(default_factory=list)
     python_random: bool = False
+    evaluated: Mapping[str, Call] = field(default_factory=dict)
 
     def stretch(self, name: str) -> list[str]:
         """Functions called after the unit call of this name."""
         return self.first_stretch if name == START else self.call_named[name].stretch
 
     @property
-    def call_named(self) -> Mapping[str, Call]:
+    def call_named(self) -> dict[str, Call]:
         return {call.name: call for call in self.calls}

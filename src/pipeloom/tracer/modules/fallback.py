@@ -58,6 +58,10 @@ def cut_modules(
     """
     skeleton = like.skeleton if like is not None else Skeleton(made)
     units, groups, course = _recorded(job, batch, skeleton, autocast, like)
+    with skeleton.evaluating():
+        evaluated = _record(job, batch, skeleton, autocast, course.tainted)
+    course.evaluated = evaluated.call_named
+    course.values = evaluated.values | course.values
     wiring = wire(course, skeleton, groups)
     ops = wiring.ops()
     sent = {value.name for op in ops for value in op.outputs}

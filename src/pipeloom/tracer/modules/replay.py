@@ -31,7 +31,7 @@ from .functions import LIKE, PLACES, READS, SILENT, leaves_in
 from .path import Path
 from .reading import convert, count_of, numbers_of
 from .skeleton import Skeleton, Unit
-from .task import Entry, Place, Task
+from .task import Entry, Task
 
 
 class _Stop(BaseException):
@@ -55,7 +55,7 @@ class StageRun(Forward):
 
     def __init__(
         self, skeleton: Skeleton, task: Task, *, received: Mapping[str, Tensor], known: Path,
-        seed: int, device: torch.device,
+        seed: int, device: torch.device, training: bool = True,
     ) -> None:  # fmt: skip
         super().__init__(
             skeleton, seed, random=task.random, python_random=task.course.python_random
@@ -64,6 +64,7 @@ class StageRun(Forward):
         self.received = received
         self.known = known
         self.device = device
+        self.training = training
         self.handed = Handed()
         self.arrived: set[str] = set()
         self.resolved: Any = WeakTensorKeyDictionary()
@@ -253,11 +254,13 @@ class StageRun(Forward):
         if not place.own and place.position > self.task.last:
             self._end(leaves)
         self._go_on(unit)
+        name = call_name(unit.fqn, number)
+        call = place.call if self.training else self.task.course.evaluated.get(name, place.call)
         if place.own:
-            return self._run(unit, place, leaves, spec)
-        if place.call is None:
-            return Missing(f"the result of {call_name(unit.fqn, number)}, which was not called when captured")
-        return self._stub(unit, place.call, leaves)
+            return self._run(unit, (name, call, place.random), leaves, spec)
+        if call is None:
+            return Missing(f"the result of {name}, which was not called when captured")
+        return self._stub(unit, call, leaves)
 
     def _pass(self, position: int, leaves: list[Any]) -> None:
         """Where a stage we receive from stops, what it did not make as recorded is among the arguments."""
@@ -296,18 +299,20 @@ class StageRun(Forward):
             )
         calls.append(number)
 
-    def _run(self, unit: Unit, place: Place, leaves: list[Any], spec: TreeSpec) -> Any:
+    def _run(
+        self, unit: Unit, what_call: tuple[str, Call | None, bool], leaves: list[Any], spec: TreeSpec
+    ) -> Any:
+        name, call, random = what_call
         what = f"an argument of {unit.fqn}"
         given = [self._data(leaf, what) if isinstance(leaf, (Tensor, Missing)) else leaf for leaf in leaves]
         args, kwargs = tree_unflatten(given, spec)
-        name = call_name(unit.fqn, self.counts[unit.fqn] - 1)
-        if place.random:
+        if random:
             with seeded(self.seed, name):
                 result = unit.inner(*args, **kwargs)
         else:
             result = unit.inner(*args, **kwargs)
-        if place.call is not None:
-            self._bind_outputs(unit, place.call, given, result)
+        if call is not None:
+            self._bind_outputs(unit, call, given, result)
         return result
 
     def _bind_outputs(self, unit: Unit, call: Call, given: list[Any], result: Any) -> None:

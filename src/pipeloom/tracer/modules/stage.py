@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from ...ir.errors import CutError
 from ...ir.graph import Value
 from ..job import Job
 from ..meta import autocast_region
-from ..once import TURN
+from ..once import one_thread
 from ..sink import Sink
 from ..split import Slot
 from ..stage import Tensors
@@ -62,6 +62,8 @@ class _Graph:
 class ModuleFunctions:
     """See `tracer.stage.StageFunctions`. The backward runs autograd; split, it runs twice.
 
+    Ranks that are threads of one process take turns: they may share the model.
+
     values: what crosses.  updated: buffers that the forward changes.  trainable: FQNs.
     saved_inputs: received values and batch inputs that the last forward kept for the backward.
     """
@@ -92,6 +94,7 @@ class ModuleFunctions:
         """All: autograd may keep any of them."""
         return frozenset(self.received if self.differentiable else ())
 
+    @one_thread
     def forward(
         self, state: Mapping[str, Tensor], inputs: Mapping[str, Tensor], seed: int
     ) -> tuple[dict[str, Tensor], Tensors]:
@@ -124,6 +127,7 @@ class ModuleFunctions:
         residuals: Tensors = {Slot("made", f"saved.{i}"): t for i, t in enumerate(saved.values())}
         return results | outputs, residuals | {_GRAPH: graph}
 
+    @one_thread
     def backward(
         self, state: Mapping[str, Tensor], residuals: Tensors, grads: Mapping[str, Tensor], sink: Sink
     ) -> dict[str, Tensor]:
@@ -137,6 +141,7 @@ class ModuleFunctions:
             graph.clear()
         return made
 
+    @one_thread
     def backward_input(
         self, state: Mapping[str, Tensor], residuals: Tensors, grads: Mapping[str, Tensor]
     ) -> tuple[dict[str, Tensor], Tensors]:
@@ -153,6 +158,7 @@ class ModuleFunctions:
                 made = {n: _alone(grad, grads.values()) for n, grad in pairs if grad is not None}
         return made, carried
 
+    @one_thread
     def backward_weight(self, state: Mapping[str, Tensor], carried: Tensors, sink: Sink) -> None:
         graph: _Graph = carried[_GRAPH]
         with self._measuring("weight_grad", carried), self._ready(graph, sink):
@@ -162,11 +168,12 @@ class ModuleFunctions:
                 torch.autograd.backward(outputs, grads, inputs=graph.trained if some else None)
             graph.clear()
 
+    @one_thread
     def evaluate(self, state: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         graph = _Graph(0, {}, {n: inputs[n] for n in self.received})
         graph.state = self._cloned(state)
         with torch.no_grad(), self.skeleton.evaluating():
-            handed, _ = self._run(graph, inputs)
+            handed, _ = self._run(graph, inputs, training=False)
             held = _storages([*state.values(), *inputs.values()])
             return self._outputs(handed, held, self._device(inputs))
 
@@ -199,7 +206,9 @@ class ModuleFunctions:
                 graph.trained.append(leaf)
         return own
 
-    def _run(self, graph: _Graph, inputs: Mapping[str, Tensor]) -> tuple[Handed, dict[str, Tensor]]:
+    def _run(
+        self, graph: _Graph, inputs: Mapping[str, Tensor], *, training: bool = True
+    ) -> tuple[Handed, dict[str, Tensor]]:
         """Run the forward. Returns also the buffers that changed, as `buffer:FQN`."""
         batch = {name: inputs[name] for name in self.batch}
         device = self._device(inputs)
@@ -211,10 +220,10 @@ class ModuleFunctions:
         paths = [decode(inputs[n]) for n in self.received if n.startswith(PATH)]
         known = max(paths, key=lambda path: len(path.calls), default=Path())
         run = StageRun(
-            self.skeleton, self.task, received=received, known=known, seed=graph.seed, device=device
+            self.skeleton, self.task, received=received, known=known, seed=graph.seed, device=device,
+            training=training,
         )
-        turn = TURN if self.task.course.python_random else nullcontext()  # threads share the generators
-        with turn, self.skeleton.using(graph.state), autocast_region(device.type, self.autocast):
+        with self.skeleton.using(graph.state), autocast_region(device.type, self.autocast):
             handed = run.run(self.job, batch)
             now = {name: self.skeleton.current(name) for name in self.buffers}
         self.skeleton.rest(self.skeleton.attributes)  # where units of other stages left theirs
