@@ -18,6 +18,7 @@ from torch.export.graph_signature import OutputKind
 
 from ..ir.errors import CaptureError
 from .meta import autocast_region
+from .quiet import quiet
 
 _NO_GRAD_REGION = torch.ops.higher_order.wrap_with_set_grad_enabled
 _HINT = "cut by module names instead: give lists of FQNs, one list per stage"
@@ -33,7 +34,7 @@ def export(
     Raises: CaptureError if that fails, or would lose a gradient that the user's code defines.
     """
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), quiet():
             # PyTorch 2.13 warns about its own use of LeafSpec, in every copy that export makes
             warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
             with autocast_region("cpu", autocast):
