@@ -34,7 +34,7 @@ def quiet() -> Iterator[None]:
     loggers = [logging.getLogger(name) for name in _LOGGERS]
     levels = [logger.level for logger in loggers]
     before = sys.stderr
-    sys.stderr = _WithoutGraphs(before)  # type: ignore[assignment]
+    sys.stderr = _WithoutGraphs(before)
     for logger in loggers:
         logger.setLevel(logging.CRITICAL)
     try:
