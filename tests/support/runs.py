@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -15,14 +19,49 @@ from pipeloom.ir.errors import PeerError
 from pipeloom.ir.graph import OpGraph
 from pipeloom.ir.plan import Plan, StagePlan
 from pipeloom.ir.stages import cut
-from pipeloom.runtime.batches import rows_of, split_batch
+from pipeloom.runtime.batches import rows_of, signature_of, split_batch
 from pipeloom.runtime.local_channel import LocalChannel, local_channels
 from pipeloom.tracer.capture import Captured, capture, scalar_loss
+from pipeloom.tracer.evaluation import capture_evaluation
+from pipeloom.tracer.once import one_thread
 
 NOISE = 1e-3
 """Differences are relative to the largest entry of a tensor, or to this share of the largest of all."""
 
 Batch = Mapping[str, Tensor]
+
+
+_CAPTURES: dict[tuple[Any, ...], tuple[Job, Captured]] = {}
+"""What `shared_captures` has made, with the job to keep its id unique."""
+
+
+@contextmanager
+def shared_captures() -> Iterator[None]:
+    """Let the ranks of a test, and other runs of the same job, share one capture: it is most of their time.
+
+    Whole processes capture for themselves in the tests of `train` and `launch`.
+    """
+
+    with ExitStack() as stack:
+        for real in (capture, capture_evaluation):
+            for module in [m for name, m in sys.modules.items() if name.startswith("pipeloom.api")]:
+                if vars(module).get(real.__name__) is real:
+                    stack.enter_context(patch.object(module, real.__name__, partial(_remembered, real)))
+        yield
+
+
+@one_thread
+def _remembered(real: Callable[..., Captured], job: Job, *args: Any, **kwargs: Any) -> Captured:
+    given = [signature_of(a) if isinstance(a, Mapping) else a for a in (*args, kwargs.get("batch"))]
+    key = (real, id(job), *(id(a) if isinstance(a, Captured) else a for a in given), kwargs.get("autocast"))
+    if key not in _CAPTURES:
+        _CAPTURES[key] = (job, real(job, *args, **kwargs))
+    return _CAPTURES[key][1]
+
+
+def capture_of(job: Job, microbatch_size: int = 2, **how: Any) -> Captured:
+    """A capture that is made once per job."""
+    return _remembered(capture, job, microbatch_size, **how)
 
 
 def even(graph: OpGraph, stages: int) -> dict[str, int]:
@@ -48,7 +87,7 @@ def plan_for(
 
 
 def even_plan(job: Job, stages: int, **how: Any) -> Plan:
-    captured = capture(job, how.get("microbatch_size", 2))
+    captured = capture_of(job, how.get("microbatch_size", 2), autocast=how.pop("autocast", None))
     return plan_for(captured, even(captured.graph, stages), **how)
 
 
@@ -109,7 +148,8 @@ def pipelined(
                 evaluated=[pipeline.evaluate(batch) for batch in evaluate],
             )  # fmt: skip
 
-    found = threads(len(set(plan.placement)), work)
+    with shared_captures():
+        found = threads(len(set(plan.placement)), work)
     for rank in found[1:]:
         assert rank.losses == found[0].losses and rank.evaluated == found[0].evaluated
         assert rank.norms == found[0].norms

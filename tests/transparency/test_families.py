@@ -1,0 +1,83 @@
+"""The same numbers as one process, for every model of the zoo, cut and schedule."""
+
+import pytest
+import zoo
+from runs import Numbers, assert_same, capture_of, even_plan, pipelined, plain
+
+SIZES = {"microbatches": 4, "microbatch_size": 2}
+TOLERANCE = 1e-5
+
+EXPECTED: dict[tuple[str, bool], Numbers] = {}
+
+
+def expected(name: str, *, double: bool) -> Numbers:
+    """Two steps and an evaluation in plain PyTorch, made once per model."""
+    if (name, double) not in EXPECTED:
+        job = zoo.job(name, double=double)
+        batches = [job.batch(seed, 8) for seed in range(3)]
+        EXPECTED[name, double] = plain(job, batches[:2], 4, evaluate=batches[2:])
+    return EXPECTED[name, double]
+
+
+def check(name: str, *, double: bool, tolerance: float, stages: int, schedule: str, split: bool) -> None:
+    job = zoo.job(name, double=double)
+    batches = [job.batch(seed, 8) for seed in range(3)]
+    plan = even_plan(job, stages, schedule=schedule, split=split, **SIZES)
+    found = pipelined(job, plan, batches[:2], evaluate=batches[2:])
+    assert_same(found, expected(name, double=double), tolerance=tolerance)
+
+
+QUICK = [
+    ("gpt2", 2, "1f1b", True), ("t5", 2, "gpipe", False), ("convnet", 4, "1f1b", True),
+    ("mixtral", 2, "gpipe", False), ("two_encoders", 3, "gpipe", True), ("frozen", 2, "1f1b", False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "stages", "schedule", "split"), QUICK)
+def test_a_sample(name: str, stages: int, schedule: str, split: bool) -> None:
+    check(name, double=False, tolerance=TOLERANCE, stages=stages, schedule=schedule, split=split)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", zoo.NAMES)
+def test_every_combination(name: str, stages: int, schedule: str, split: bool) -> None:
+    check(name, double=False, tolerance=TOLERANCE, stages=stages, schedule=schedule, split=split)
+
+
+IN_DOUBLE = [name for name in zoo.NAMES if name != "mixtral"]
+"""Mixtral's experts have no kernel for float64."""
+
+
+@pytest.mark.parametrize("name", ["gpt", "skips", "tied_thrice", "no_grad_branch", "counting", "convnet"])
+def test_a_sample_in_float64(name: str) -> None:
+    check(name, double=True, tolerance=1e-12, stages=3, schedule="gpipe", split=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("name", IN_DOUBLE)
+def test_float64(name: str, stages: int, schedule: str) -> None:
+    check(name, double=True, tolerance=1e-12, stages=stages, schedule=schedule, split=True)
+
+
+@pytest.mark.parametrize("name", ["two_encoders", "counting"])
+def test_no_bit_differs(name: str) -> None:
+    """Where no value is read by two stages, all additions have the order of one process."""
+    check(name, double=True, tolerance=0.0, stages=3, schedule="gpipe", split=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*zoo.OWN, "convnet"])
+def test_every_op_is_a_stage(name: str) -> None:
+    """The finest cut there is, on two ranks. Stages of ops that only train have no evaluation."""
+    job = zoo.job(name, double=True)
+    batches = [job.batch(seed, 8) for seed in range(2)]
+    stages = sum(not op.cheap for op in capture_of(job).graph.ops)
+    plan = even_plan(
+        job, stages, schedule="gpipe", split=True, placement=[s * 2 // stages for s in range(stages)], **SIZES
+    )
+    assert_same(pipelined(job, plan, batches), plain(job, batches, 4), tolerance=1e-12)
