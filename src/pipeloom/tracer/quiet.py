@@ -18,10 +18,14 @@ class _WithoutGraphs:
     def __init__(self, stream: Any) -> None:
         self.stream = stream
         self.muted = threading.get_ident()
+        self.dropped = False
 
     def write(self, text: str) -> int:
-        if threading.get_ident() == self.muted and "def forward(self, " in text:
-            return len(text)
+        if threading.get_ident() == self.muted:
+            end_of_line = self.dropped and text == "\n"
+            self.dropped = "def forward(self, " in text
+            if self.dropped or end_of_line:
+                return len(text)
         return int(self.stream.write(text))
 
     def __getattr__(self, name: str) -> Any:

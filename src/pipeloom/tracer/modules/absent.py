@@ -20,10 +20,17 @@ KEEP_TOGETHER = (
 
 
 class Missing:
-    """Stands for something that only another stage has. Deciding on it is an error; passing it on is not."""
+    """Stands for something that only another stage has, and whose shape is not known either.
 
-    def __init__(self, what: str) -> None:
+    ask: gives the number that the stage which has it read next, or raises; None if nobody knows.
+    """
+
+    def __init__(self, what: str, ask: Callable[[], float] | None = None) -> None:
         self._what = what
+        self._ask = ask
+
+    def _number(self) -> float:
+        return self._refuse() if self._ask is None else self._ask()
 
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
         raise CutError(f"this stage does not have {self._what}", hint=KEEP_TOGETHER)
@@ -36,7 +43,22 @@ class Missing:
             raise AttributeError(name)
         return self
 
-    __bool__ = __iter__ = __len__ = __int__ = __float__ = __index__ = __contains__ = __enter__ = _refuse
+    def __bool__(self) -> bool:
+        return bool(self._number())
+
+    def __int__(self) -> int:
+        return int(self._number())
+
+    def __float__(self) -> float:
+        return float(self._number())
+
+    def item(self) -> float:
+        """What the other stage read; whole numbers as int."""
+        number = self._number()
+        return int(number) if number == int(number) else number
+
+    __index__ = __int__
+    __iter__ = __len__ = __contains__ = __enter__ = tolist = numpy = __array__ = _refuse
     __call__ = __getitem__ = __setitem__ = __neg__ = __invert__ = __abs__ = _pass_on
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _pass_on
     __matmul__ = __rmatmul__ = __pow__ = __rpow__ = __floordiv__ = __mod__ = __and__ = __or__ = _pass_on
@@ -53,10 +75,12 @@ def has_no_data(tensor: Tensor) -> bool:
 
 
 def call_without_data(
-    function: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[Any, list[Tensor]]:
+    function: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any],
+    ask: Callable[[], float],
+) -> tuple[Any, list[Tensor]]:  # fmt: skip
     """Run a call for its shapes only.
 
+    ask: see `Missing`.
     Returns: the result, without data; and those of the arguments that the call changes.
     """
     if name in ("cpu", "cuda", "pin_memory"):
@@ -83,7 +107,7 @@ def call_without_data(
         with torch.no_grad():
             result = function(*args, **named)
     except (RuntimeError, NotImplementedError, ValueError, TypeError, IndexError) as error:
-        return Missing(f"the result of {name}, whose shape depends on data ({error})"), []
+        return Missing(f"the result of {name}, whose shape depends on data ({error})", ask), []
     own = {id(stand_in): leaf for leaf, stand_in, _ in twins.values()}
     changed = [leaf for leaf, stand_in, version in twins.values() if stand_in._version != version]
     back = tree_map(lambda leaf: own.get(id(leaf), leaf) if isinstance(leaf, Tensor) else leaf, result)

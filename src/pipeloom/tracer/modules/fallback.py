@@ -188,7 +188,7 @@ def module_functions(
     sent = {c.value.name: graph.value[c.value.name] for c in stages.crossings if c.source == index}
     gives = [*sent.values(), *[graph.value[LOSS]] * task.makes_loss]
     if compiled:
-        cut.skeleton.compile_units()
+        cut.skeleton.compile_units(eager={call.unit for call in cut.course.calls if call.random})
     functions = ModuleFunctions(
         index=index, params=stages.params[index], buffers=stages.buffers[index],
         batch=tuple(v.name for v in graph.inputs), received=tuple(sorted(received)), sent=tuple(sorted(sent)),

@@ -136,9 +136,10 @@ class StageRun(Forward):
         leaves = list(leaves_in(args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         absent = any(self._absent(t) for t in tensors)
+        missing = missing_in(leaves)
         if name in READS and tensors:
-            return self._read(function, name, args, kwargs, absent=absent)
-        if (missing := missing_in(leaves)) is not None:
+            return self._read(function, name, args, kwargs, absent=absent or missing is not None)
+        if missing is not None:
             return self._made(name, missing, [])
         if absent and name in SILENT:
             return Missing(f"the result of {name}")
@@ -149,7 +150,7 @@ class StageRun(Forward):
         if name in LIKE and tensors[0] is args[0] and not any(self._absent(t) for t in tensors[1:]):
             stand_in = torch.empty((), dtype=args[0].dtype, device=self.device).expand(args[0].shape)
             return self._compute(function, name, (stand_in, *args[1:]), kwargs, [])
-        result, changed = call_without_data(function, name, args, kwargs)
+        result, changed = call_without_data(function, name, args, kwargs, self._decided)
         for tensor in changed:
             self._spoil(tensor)
         return self._made(name, result, changed)
@@ -226,21 +227,26 @@ class StageRun(Forward):
     ) -> Any:
         """Decide as earlier stages did; what they have not decided is decided here."""
         decisions = self.handed.path.decisions
-        count = count_of(name, args[0])
-        numbers = self.known.decisions[len(decisions) : len(decisions) + count]
-        if len(numbers) == count:
-            decisions += numbers
-            return convert(name, numbers, args[0])
-        if absent:
+        tensor = next(leaf for leaf in leaves_in(args, kwargs) if isinstance(leaf, Tensor))
+        count = count_of(name, tensor)
+        if absent or len(decisions) + count <= len(self.known.decisions):
+            return convert(name, [self._decided() for _ in range(count)], tensor)
+        result = function(*args, **kwargs)
+        decisions += numbers_of(result)
+        return result
+
+    def _decided(self) -> float:
+        """The number that an earlier stage read here. Raises: CutError if none did."""
+        decisions = self.handed.path.decisions
+        if len(decisions) == len(self.known.decisions):
             where = f"after {self.stretch}" if self.stretch else "at its start"
             raise CutError(
                 f"stage {self.task.stage} must decide on data of another stage {where} of the forward, which "
                 "did not decide there when captured",
                 hint=KEEP_TOGETHER,
             )
-        result = function(*args, **kwargs)
-        decisions += numbers_of(result)
-        return result
+        decisions.append(self.known.decisions[len(decisions)])
+        return decisions[-1]
 
     # --- units ------------------------------------------------------------------------------------
 
@@ -259,7 +265,7 @@ class StageRun(Forward):
         if place.own:
             return self._run(unit, (name, call, place.random), leaves, spec)
         if call is None:
-            return Missing(f"the result of {name}, which was not called when captured")
+            return Missing(f"the result of {name}, which was not called when captured", self._decided)
         return self._stub(unit, call, leaves)
 
     def _pass(self, position: int, leaves: list[Any]) -> None:

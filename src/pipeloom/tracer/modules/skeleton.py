@@ -6,7 +6,7 @@ of each unit is replaced by one that asks the running `Forward` what to do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -33,6 +33,7 @@ class Unit:
     fqn: str
     module: nn.Module
     inner: Callable[..., Any]
+    compiled: bool = False
 
 
 class Skeleton:
@@ -153,10 +154,11 @@ class Skeleton:
 
         return forward
 
-    def compile_units(self) -> None:
-        """Pass the forward of each unit through torch.compile."""
+    def compile_units(self, eager: Container[str]) -> None:
+        """Pass the forward of each unit through torch.compile, but for those named."""
         for unit in self.units.values():
-            unit.inner = torch.compile(unit.inner, dynamic=False)
+            if not unit.compiled and unit.fqn not in eager:
+                unit.inner, unit.compiled = torch.compile(unit.inner, dynamic=False), True
 
 
 def _collections(module: nn.Module) -> list[Any]:

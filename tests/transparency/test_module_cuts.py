@@ -1,0 +1,156 @@
+"""Models that torch.export cannot capture: the same numbers as one process, for cuts between modules."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from unittest.mock import patch
+
+import odd_code
+import odd_models
+import pytest
+import torch
+import zoo
+from odd_models import JOBS
+from runs import assert_same, capture_of, even_plan, pipelined, plain, plan_for
+from torch import nn
+
+from pipeloom import Job
+from pipeloom.ir.errors import CaptureError, CutError
+
+TOLERANCE = 2e-5
+
+
+def check(
+    job: Job, stages: int, schedule: str = "1f1b", *, split: bool = False, sizes: tuple[int, ...] = ()
+) -> None:
+    """Two steps and an evaluation agree with plain PyTorch."""
+    batches = [job.batch(seed, size) for seed, size in enumerate(sizes or (8, 8, 8))]
+    plan = even_plan(job, stages, microbatches=4, schedule=schedule, split=split)
+    found = pipelined(job, plan, batches[:2], evaluate=batches[2:])
+    assert_same(found, plain(job, batches[:2], 4, evaluate=batches[2:]), tolerance=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_two_stages_whole_backward(name: str) -> None:
+    check(JOBS[name], 2, "gpipe")
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_three_stages_split_backward(name: str) -> None:
+    check(JOBS[name], 3, "1f1b", split=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", JOBS)
+def test_every_combination(name: str, stages: int, schedule: str, split: bool) -> None:
+    check(JOBS[name], stages, schedule, split=split)
+
+
+@pytest.mark.parametrize("name", ["branch between blocks", "loops by item", "batch norm"])
+def test_batches_of_other_sizes(name: str) -> None:
+    """The plan was made for micro-batches of 2; here they have 1, 2 and 3 rows."""
+    check(JOBS[name], 3, sizes=(7, 12, 5))
+
+
+def test_two_stages_on_one_rank() -> None:
+    job = JOBS["skips"]
+    captured = capture_of(job)
+    stage_of = {op.name: index // 2 for index, op in enumerate(captured.graph.ops)}
+    plan = plan_for(captured, stage_of, microbatches=4, placement=(0, 1, 0, 1))
+    batches = [job.batch(seed, 8) for seed in range(2)]
+    assert_same(pipelined(job, plan, batches), plain(job, batches, 4), tolerance=TOLERANCE)
+
+
+def test_the_batches_take_every_branch() -> None:
+    """Else the tests above would not test branches: plain PyTorch calls each alternative."""
+    job = JOBS["branch between blocks"]
+    model = job.model()
+    called = {"positive": 0, "negative": 0}
+    for name in called:
+        model.get_submodule(name).register_forward_pre_hook(
+            lambda *_, name=name: called.__setitem__(name, called[name] + 1)
+        )
+    for seed in range(2):
+        for part in range(4):
+            model(**{key: t[2 * part : 2 * part + 2] for key, t in job.batch(seed, 8).items()})
+    assert min(called.values()) >= 2
+
+
+@pytest.mark.parametrize("model", odd_code.EXACT, ids=lambda model: model.__name__)
+def test_odd_code_between_modules(model: Callable[[], nn.Module]) -> None:
+    job = odd_models.job(model)
+    check(job, min(3, len(capture_of(job).graph.ops)), "1f1b", split=True)
+
+
+def test_code_that_ties_modules_together_leaves_other_cuts() -> None:
+    def ops(model: Callable[[], nn.Module]) -> list[str]:
+        return [op.name for op in capture_of(odd_models.job(model)).graph.ops]
+
+    assert ops(odd_code.ThroughViews) == ["inlet", "blocks.0...blocks.1", "blocks.2", "head"]
+    assert ops(odd_code.LeftInAList) == ["inlet", "blocks.0...blocks.1", "blocks.2", "head"]
+    assert ops(odd_code.RoutesBetween) == ["first", "router...head"]
+    assert ops(odd_code.NoModules) == ["model"]
+
+
+def test_a_model_without_modules_trains_in_one_stage() -> None:
+    check(odd_models.job(odd_code.NoModules), 1)
+
+
+def test_reentrant_checkpoints_train_but_cannot_be_split() -> None:
+    job = odd_models.job(odd_code.CheckpointedOldWay)
+    check(job, 3, "1f1b")
+    with pytest.raises(CutError, match="reentrant activation checkpointing cannot compute input gradients"):
+        check(job, 3, "1f1b", split=True)
+
+
+@pytest.mark.parametrize(
+    "model", [odd_models.Dropping, *odd_code.RANDOM], ids=lambda model: model.__name__
+)
+@pytest.mark.parametrize("stages", [2, 4])
+def test_random_numbers_do_not_depend_on_the_cut(model: Callable[[], nn.Module], stages: int) -> None:
+    job = odd_models.job(model)
+    batches = [job.batch(seed, 8) for seed in range(3)]
+    uncut, found = (
+        pipelined(job, even_plan(job, count, microbatches=4), batches[:2], evaluate=batches[2:])
+        for count in (1, stages)
+    )
+    assert_same(found, uncut, tolerance=TOLERANCE)
+    again = pipelined(job, even_plan(job, stages, microbatches=4), batches[:2], seed=1)
+    assert again.losses != found.losses
+
+
+def test_mixed_precision() -> None:
+    job = JOBS["branch between blocks"]
+    batches = [job.batch(seed, 8) for seed in range(2)]
+    found = pipelined(job, even_plan(job, 3, microbatches=4), batches, autocast=torch.bfloat16)
+    assert_same(found, plain(job, batches, 4, autocast=torch.bfloat16), tolerance=1e-2)
+
+
+@pytest.mark.slow
+def test_compiled_modules() -> None:
+    job = replace(JOBS["experts"], name="compiled experts")
+    batches = [job.batch(seed, 8) for seed in range(2)]
+    found = pipelined(job, even_plan(job, 2, microbatches=4), batches, compiled=True)
+    assert_same(found, plain(job, batches, 4), tolerance=1e-4)
+
+
+@pytest.mark.parametrize("name", ["t5", "convnet"])
+def test_models_that_export_can_capture(name: str) -> None:
+    """Cutting between modules does not depend on why export failed: any model can be cut so."""
+    by_modules(name, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", zoo.NAMES)
+def test_all_models_that_export_can_capture(name: str, stages: int) -> None:
+    by_modules(name, stages)
+
+
+def by_modules(name: str, stages: int) -> None:
+    job = replace(zoo.job(name), name=f"{name} by modules")
+    with patch("pipeloom.tracer.capture.export", side_effect=CaptureError("not asked")):
+        ops = len(capture_of(job).graph.ops)
+        check(job, min(stages, ops), "1f1b", split=True)
