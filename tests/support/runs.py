@@ -65,9 +65,16 @@ def capture_of(job: Job, microbatch_size: int = 2, **how: Any) -> Captured:
 
 
 def even(graph: OpGraph, stages: int) -> dict[str, int]:
-    """Ops to stages in order, the same number in each."""
+    """Ops to stages in order, about the same number in each; what must stay together does."""
     names = [op.name for op in graph.ops if not op.cheap]
-    return {name: index * stages // len(names) for index, name in enumerate(names)}
+    place = {name: index for index, name in enumerate(names)}
+    spans = [range(min(at), max(at) + 1) for at in ([place[n] for n in g] for g in graph.together.values())]
+    stage_of, last = {}, 0
+    for index, name in enumerate(names):
+        torn = any(index in span and index != span.start for span in spans)
+        last = last if torn else index * stages // len(names)
+        stage_of[name] = last
+    return stage_of
 
 
 def plan_for(

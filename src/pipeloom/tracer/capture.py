@@ -25,6 +25,7 @@ from .exporting import export
 from .initialise import Blueprint, blueprint
 from .job import Job
 from .meta import propagate
+from .modules.python_random import python_random_kept, python_state
 from .once import one_thread
 from .sample import sample_batch
 
@@ -89,7 +90,11 @@ def capture(
     if job.modules is not None:
         return _as_modules(job, example, made, "Job.modules says where to cut", autocast)
     try:
-        program = export(WithLoss(made.model, job), example, job.name, autocast)
+        with python_random_kept():
+            before = python_state()
+            program = export(WithLoss(made.model, job), example, job.name, autocast)
+            if python_state() != before:
+                raise CaptureError(f"the forward of {job.name} draws random numbers that export would freeze")
         return from_program(program, job, made, list(example))
     except CaptureError as error:
         found = _instead(error, job, example, autocast)
@@ -242,7 +247,7 @@ def _canonical_names(model: nn.Module) -> dict[str, str]:
 
 
 def _tidy(graph: fx.Graph, keep: set[str], loss: Any, updates: list[str]) -> None:
-    """Drop assertions and dead code; make `view` valid whatever strides its input arrives with."""
+    """Drop assertions, copies that copy nothing and dead code; make `view` valid for any strides."""
     by_name = {node.name: node for node in graph.nodes}
     output = graph.output_node()
     output.args = ((*(by_name[name] for name in updates), by_name[str(loss)]),)
@@ -251,7 +256,21 @@ def _tidy(graph: fx.Graph, keep: set[str], loss: Any, updates: list[str]) -> Non
             graph.erase_node(node)
         elif node.target is torch.ops.aten.view.default:
             node.target = torch.ops.aten.reshape.default
+        elif node not in output.args[0] and (source := _copied(node)) is not None:
+            node.replace_all_uses_with(source)
     graph.eliminate_dead_code()
     for node in graph.find_nodes(op="placeholder"):
         if node.name not in keep or not node.users:
             graph.erase_node(node)
+
+
+def _copied(node: fx.Node) -> fx.Node | None:
+    """What a `clone` copies, if both have the same layout: as nothing is changed in place, one will do.
+
+    Dropout with probability 0 is such a copy. A copied parameter, buffer or input stays copied.
+    """
+    if node.target is not torch.ops.aten.clone.default or not isinstance(source := node.args[0], fx.Node):
+        return None
+    made, given = node.meta["val"], source.meta["val"]
+    same = given.is_contiguous() and made.stride() == given.stride()
+    return source if same and source.op == "call_function" else None
