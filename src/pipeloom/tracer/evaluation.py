@@ -125,7 +125,7 @@ class _Homes:
         if not possible:
             names = ", ".join((*op.params, *op.buffers))
             raise CutError(
-                f"in evaluation mode {op.name} reads {names}, which no stage after its inputs' holds together",
+                f"in evaluation mode {op.name} reads {names}, which no later stage holds together",
                 hint="put the ops that read them into one stage, or evaluate with a plan of one stage",
             )
         return min(possible, key=lambda position: (position < wanted, abs(position - wanted)))
