@@ -156,7 +156,7 @@ def _run_eager(job: Job, plan: Plan, options: Options, batch: Mapping[str, Tenso
     for part, weight in zip(parts, weights, strict=True):
         loss = scalar_loss(job, model(**part), part) * (weight / sum(weights))
         total += float(loss.detach())
-        loss.backward()
+        torch.autograd.backward(loss)
     for name, param in named.items():
         if param.grad is not None:
             sums.add(name, param.grad)

@@ -84,6 +84,7 @@ def capture(
     made = like.blueprint if like is not None else blueprint(job.model, fake)
     example = dict(batch) if batch is not None else sample_batch(job, 0, microbatch_size)
     _check_batch(example)
+    _check_trainable(made.model, job)
     example = {key: tensor.clone() for key, tensor in example.items()}  # export merges equal tensors
     if like is not None and like.cut is not None:
         return _as_modules(job, example, made, like.cut.reason, autocast, like.cut)
@@ -126,6 +127,14 @@ def _as_modules(
         graph=graph, module=fx.GraphModule({}, fx.Graph()), targets={}, updates={}, blueprint=made,
         constants=found.skeleton.constants, autocast=autocast, cut=found,
     )  # fmt: skip
+
+
+def _check_trainable(model: nn.Module, job: Job) -> None:
+    if not any(param.requires_grad for param in model.parameters()):
+        raise CaptureError(
+            f"no parameter of {job.name} requires a gradient, so there is nothing to train",
+            hint="call requires_grad_() on what should learn",
+        )
 
 
 class WithLoss(nn.Module):

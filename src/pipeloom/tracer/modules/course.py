@@ -87,6 +87,7 @@ class Course:
     random: functions of the glue that drew random numbers.
     undecided: modules whose own glue decides on data -> whether shapes depend on it too.
     python_random: Python's or NumPy's generators were used.
+    remembered: unit -> attributes, Python values, that it changed: other stages do not see that.
     evaluated: calls of a run in evaluation mode, by name: what units return may differ.
     """
 
@@ -104,6 +105,7 @@ class Course:
     sized: set[str] = field(default_factory=set)
     bonds: list[tuple[int, int, str]] = field(default_factory=list)
     python_random: bool = False
+    remembered: dict[str, tuple[str, ...]] = field(default_factory=dict)
     evaluated: Mapping[str, Call] = field(default_factory=dict)
 
     def stretch(self, name: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -26,6 +27,8 @@ from .stage import ModuleFunctions
 from .task import task_of
 from .units import derive_units, is_container, listed_units, size_of
 from .wiring import Member, wire
+
+_log = logging.getLogger("pipeloom")
 
 
 @dataclass(eq=False)
@@ -62,6 +65,11 @@ def cut_modules(
         evaluated = _record(job, batch, skeleton, autocast, course.tainted)
     course.evaluated = evaluated.call_named
     course.values = evaluated.values | course.values
+    for unit, names in course.remembered.items():
+        _log.warning(
+            "%s changes its attribute %s: stages that do not run it never see that, so the code between "
+            "modules must not depend on it", unit, ", ".join(names),
+        )  # fmt: skip
     wiring = wire(course, skeleton, groups)
     ops = wiring.ops()
     sent = {value.name for op in ops for value in op.outputs}

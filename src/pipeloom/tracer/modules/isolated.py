@@ -20,6 +20,7 @@ class Isolated:
     """Runs a unit on copies of what requires a gradient, and hands its results over without graph.
 
     leaves: flattened arguments.  handed: tensors handed over, by name.  updates: buffers it changed.
+    remembered: names of attributes that are Python values and that it changed.
     """
 
     def __init__(self, skeleton: Skeleton, unit: Unit, leaves: Sequence[Any]) -> None:
@@ -29,6 +30,7 @@ class Isolated:
         self.given = [_with_graph(leaf) for leaf in leaves]
         self.handed: dict[str, Tensor] = {}
         self.updates: tuple[str, ...] = ()
+        self.remembered: tuple[str, ...] = ()
         self._changed: list[int] = []
         self._left: list[tuple[str, str, Tensor]] = []
         self._flat: list[Any] = []
@@ -39,6 +41,7 @@ class Isolated:
         buffers = {n: (t, t._version) for n, t in state.items() if n not in self.skeleton.params}
         with self.skeleton.using(state):
             before = {(m, a): id(t) for m, a, t in attributes(self.unit.module)}
+            values = _python_values(self.unit.module)
             with meter:
                 args, kwargs = tree_unflatten(self.given, spec)
                 result = self.unit.inner(*args, **kwargs)
@@ -49,6 +52,8 @@ class Isolated:
             self._left = [
                 (m, a, t) for m, a, t in attributes(self.unit.module) if before.get((m, a)) != id(t)
             ]
+            now = _python_values(self.unit.module)
+            self.remembered = tuple(n for n, v in now.items() if n not in values or values[n] != v)
         torch.clear_autocast_cache()
         self._changed = [i for i, leaf in enumerate(self.given) if _version(leaf) != versions[i]]
         open_up(result)
@@ -105,6 +110,14 @@ def attributes(module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
         for key, value in vars(inner).items():
             if isinstance(value, Tensor):
                 yield path, key, value
+
+
+def _python_values(module: nn.Module) -> dict[str, Any]:
+    return {
+        f"{path}.{key}" if path else key: value
+        for path, inner in module.named_modules() for key, value in vars(inner).items()
+        if isinstance(value, (bool, int, float, str))
+    }  # fmt: skip
 
 
 def _with_graph(leaf: Any) -> Any:

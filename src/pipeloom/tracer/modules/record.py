@@ -8,7 +8,7 @@ same run works on fake tensors, whatever the model's size.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -102,15 +102,19 @@ class Recorder(Forward):
         if not isinstance(tensor, FakeTensor) and not is_source(name):
             self.course.samples[name] = tensor.detach()
 
-    def _source(self, tensor: Tensor) -> Known | None:
-        """What is known of a tensor that glue or a unit reads; None for a constant."""
+    def _source(self, tensor: Tensor, reader: int | None = None) -> Known | None:
+        """What is known of a tensor that glue or a unit reads; None for a constant.
+
+        reader: number of the call that reads it, or whose stretch does: the last one unless given.
+        """
         found: Known | None = self.known.get(tensor)
         if found is None:
             maker = self.made_in.get(tensor.untyped_storage()._cdata)
             if maker is None or not self.meter.made(tensor):
                 return None
             why = f"the forward uses a tensor that {self.course.calls[maker].name} neither returns nor keeps"
-            self.course.bonds.append((maker, self._last_call, f"{why} as an attribute"))
+            reader = self._last_call if reader is None else reader
+            self.course.bonds.append((maker, reader, f"{why} as an attribute"))
             return Known("", 0, True)
         if tensor.requires_grad and not self.course.values[found.name].needs_grad:
             # an autograd function of the user's has given it one after it was made
@@ -119,11 +123,11 @@ class Recorder(Forward):
             self.course.stale.add(found.name)
         return found
 
-    def _names(self, tensors: Sequence[Tensor]) -> tuple[str, ...]:
+    def _names(self, tensors: Sequence[Tensor], reader: int | None = None) -> tuple[str, ...]:
         """Names of what is read; for one changed through a view also that of the change."""
         names: dict[str, None] = {}
         for tensor in tensors:
-            known = self._source(tensor)
+            known = self._source(tensor, reader)
             if known is not None and known.name:
                 names[known.name] = None
                 if known.version != tensor._version:
@@ -163,7 +167,8 @@ class Recorder(Forward):
         names = self._names(tensors)
         versions = [t._version for t in tensors]
         needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-        with torch.no_grad(), self._drawing(name):
+        # without tensors it may be the user's `torch.no_grad` itself, which must last
+        with torch.no_grad() if tensors else nullcontext(), self._drawing(name):
             result = function(*args, **kwargs)
         made = tensors_of(result)
         changed = [t for t, version in zip(tensors, versions, strict=True) if t._version != version]
@@ -259,7 +264,8 @@ class Recorder(Forward):
         name = call_name(unit.fqn, number)
         open_up((args, kwargs))
         leaves, spec = tree_flatten(tree_map(self._present, (args, kwargs)))
-        names = self._names([leaf for leaf in leaves if isinstance(leaf, Tensor)])
+        given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        names = self._names(given, reader=len(self.course.calls))
         inputs = tuple(self._leaf_name(leaf) for leaf in leaves)
         sized = any(name in self.course.sized for name in names)
         run = Isolated(self.skeleton, unit, leaves)
@@ -268,6 +274,8 @@ class Recorder(Forward):
             self.meter.statistics.clear()
             built = run.run(spec, self.materials.state(self.skeleton.below(unit.fqn)), self.meter)
         drew = self._python_drew()
+        if run.remembered:
+            self.course.remembered[unit.fqn] = run.remembered
         outputs, flat = run.hand_over(name)
         for output in outputs:
             if output.kind != "same":

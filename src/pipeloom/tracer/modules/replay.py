@@ -258,7 +258,7 @@ class StageRun(Forward):
         leaves = [self._resolve(leaf) for leaf in leaves]
         self.as_recorded = place.call is not None
         if not place.own and place.position > self.task.last:
-            self._end(leaves)
+            self._end(unit, leaves)
         self._go_on(unit)
         name = call_name(unit.fqn, number)
         call = place.call if self.training else self.task.course.evaluated.get(name, place.call)
@@ -283,7 +283,7 @@ class StageRun(Forward):
                     self.resolved[leaves[index]] = self.received[name]
                 self.arrived.add(name)
 
-    def _end(self, leaves: list[Any]) -> None:
+    def _end(self, unit: Unit, leaves: list[Any]) -> None:
         """The stage is done. What it did not make as recorded is the argument of the next unit."""
         for index, name in self.task.entry.arguments.items():
             if name not in self.task.sends or index >= len(leaves):
@@ -292,6 +292,7 @@ class StageRun(Forward):
             made = name in self.handed.bound
             if not made or (self.task.dynamic and not self._as_recorded_after(name, since, self.task.entry)):
                 self._bind(name, leaves[index])
+        self._go_on(unit)  # so that the next stage can see that it takes the same way
         raise _Stop
 
     def _go_on(self, unit: Unit) -> None:

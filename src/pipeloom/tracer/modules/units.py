@@ -16,9 +16,9 @@ def derive_units(model: nn.Module, whole: frozenset[str] = frozenset()) -> tuple
     """FQNs of the modules that a model is cut between by default, in the order of registration.
 
     They are the model's children, with containers (ModuleList, ModuleDict, Sequential) replaced by their
-    items, and with children that hold containers somewhere below and at least a third of the parameters
-    replaced by their own children in turn, such as encoder and decoder of a translation model. Items of
-    containers stay whole.
+    items, also one inside another, and with children that hold containers somewhere below and at least a
+    third of the parameters replaced by their own children in turn, such as encoder and decoder of a
+    translation model. Other items of containers stay whole, whatever they hold.
 
     whole: FQNs of modules that stay whole in any case.
 

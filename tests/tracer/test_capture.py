@@ -1,0 +1,199 @@
+"""The captured graph as data: names, wiring, flags, and the same text everywhere."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import zoo
+from runs import capture_of, even
+from torch import Tensor, nn
+
+from pipeloom import Job
+from pipeloom.ir.codec import from_json, to_json
+from pipeloom.ir.errors import CaptureError
+from pipeloom.ir.graph import OpGraph
+from pipeloom.ir.stages import cut
+from pipeloom.tracer.capture import capture
+
+HERE = Path(__file__).parent
+QUICK = ("gpt", "frozen", "no_grad_branch", "tied_thrice", "counting", "convnet")
+NAMES = [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in zoo.NAMES]
+
+
+def graph_of(name: str) -> OpGraph:
+    return capture_of(zoo.job(name)).graph
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_text_and_back(name: str) -> None:
+    graph = graph_of(name)
+    assert from_json(to_json(graph), OpGraph, what="text") == graph
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_wiring_is_whole(name: str) -> None:
+    """Ops are in an order in which they can run, and everything they name exists."""
+    graph = graph_of(name)
+    known = {value.name for value in graph.inputs}
+    for op in graph.ops:
+        assert known.issuperset(op.inputs), op.name
+        assert {p.name for p in graph.parameters}.issuperset(op.params)
+        assert {b.name for b in graph.buffers}.issuperset({*op.buffers, *op.updates})
+        known |= {value.name for value in op.outputs}
+    assert graph.loss in known and graph.value[graph.loss].shape == ()
+    assert len(known) == len(graph.inputs) + sum(len(op.outputs) for op in graph.ops)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_are_those_of_the_module(name: str) -> None:
+    job, graph = zoo.job(name), graph_of(name)
+    torch.manual_seed(0)
+    model = job.model()
+    own = dict(model.named_parameters())
+    assert [p.name for p in graph.parameters] == list(own)
+    assert all(p.shape == tuple(own[p.name].shape) for p in graph.parameters)
+    every = {n for n, _ in model.named_parameters(remove_duplicate=False)}
+    assert every == {n for p in graph.parameters for n in (p.name, *p.aliases)}
+    saved = set(model.state_dict())
+    assert {b.name for b in graph.buffers if b.persistent} == saved - every
+    modules = {n for n, _ in model.named_modules()}
+    assert {op.module for op in graph.ops} <= modules | {""}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_trainable_is_what_gets_a_gradient(name: str) -> None:
+    job, graph = zoo.job(name), graph_of(name)
+    model = job.model()
+    outputs = model(**job.batch(0, 2))
+    loss = outputs if isinstance(outputs, Tensor) else outputs["loss"]
+    loss.backward()
+    reached = {n for n, p in model.named_parameters() if p.grad is not None}
+    assert {p.name for p in graph.parameters if p.trainable} == reached
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_fingerprint_does_not_depend_on_the_batch(name: str) -> None:
+    job = zoo.job(name)
+    assert capture_of(job, 3).graph.fingerprint == graph_of(name).fingerprint
+    if name in ("gpt", "gpt2", "bert", "llama", "mixtral"):
+        longer = zoo.token_batch(0, 2, length=zoo.LENGTH + 4)
+        assert capture(job, 2, batch=longer).graph.fingerprint == graph_of(name).fingerprint
+
+
+def test_the_fingerprint_sees_another_model() -> None:
+    prints = {graph_of(name).fingerprint for name in QUICK}
+    wider = capture(Job(model=lambda: zoo.GPT(width=32), batch=zoo.token_batch), 2).graph.fingerprint
+    assert len(prints | {wider}) == len(QUICK) + 1
+
+
+IN_ANOTHER_PROCESS = """
+import sys, zoo
+from pipeloom.tracer.capture import capture
+from pipeloom.ir.codec import to_json
+for name in sys.argv[1:]:
+    print(to_json(capture(zoo.job(name), 2).graph, indent=0))
+"""
+
+
+@pytest.mark.parametrize("names", [("gpt", "counting"), pytest.param(zoo.NAMES, marks=pytest.mark.slow)])
+def test_every_process_captures_the_same_text(names: tuple[str, ...]) -> None:
+    found = []
+    for seed in ("1", "77"):
+        path = os.pathsep.join([str(HERE.parent / "support"), *sys.path])
+        done = subprocess.run(
+            [sys.executable, "-c", IN_ANOTHER_PROCESS, *names], capture_output=True, text=True, check=True,
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        found.append(done.stdout.splitlines()[-len(names) :])
+    assert found[0] == found[1] == [to_json(graph_of(name), indent=0) for name in names]
+
+
+def test_a_tied_parameter_appears_once_with_its_other_names() -> None:
+    tied = {p.name: p.aliases for p in graph_of("tied_thrice").parameters if p.aliases}
+    assert tied == {"a.weight": ("b.weight", "c.weight")}
+    head = {p.name: p.aliases for p in graph_of("gpt").parameters if p.aliases}
+    assert head == {"tokens.weight": ("head.weight",)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "bert", "llama", "t5", "mixtral"])
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_masks_and_rotary_tables_never_cross(name: str, stages: int) -> None:
+    """What needs no gradient and is cheap is made again in each stage."""
+    graph = graph_of(name)
+    crossing = {c.value.name: c.value for c in cut(graph, even(graph, stages)).crossings}
+    idle = [n for n, value in crossing.items() if not value.needs_grad]
+    # what is left: indices that were computed from activations, as the choice of experts
+    assert all(any(graph.op[graph.producer[n]].inputs for n in idle) for n in idle)
+    if name != "mixtral":
+        assert idle == []
+
+
+def test_cheap_ops_have_no_history_of_gradients_parameters_or_chance() -> None:
+    for name in ("gpt", "no_grad_branch", "counting"):
+        graph = graph_of(name)
+        updated = {b for op in graph.ops for b in op.updates}
+        for op in graph.ops:
+            if op.cheap:
+                assert not op.params and not op.random and not updated.intersection(op.buffers)
+                assert not any(value.needs_grad for value in op.outputs)
+                assert all(graph.op[graph.producer[n]].cheap for n in op.inputs if n in graph.producer)
+
+
+def test_random_ops_are_marked() -> None:
+    with_dropout = capture(zoo.with_dropout("gpt"), 2).graph
+    assert sum(op.random for op in with_dropout.ops) == 6  # attention and MLP of three blocks
+    assert not any(op.random for op in graph_of("gpt").ops)
+
+
+def test_updates_name_the_buffers_they_make() -> None:
+    updates = [name for op in graph_of("counting").ops for name in op.updates]
+    assert sorted(updates) == [
+        "average", "norm.num_batches_tracked", "norm.running_mean", "norm.running_var", "seen",
+    ]  # fmt: skip
+
+
+def test_attributes_tell_equal_calls_apart() -> None:
+    ops = [op for op in graph_of("convnet").ops if op.target == "aten.conv2d.default"]
+    assert len({op.attributes for op in ops}) == 1 and len(ops) == 5
+    assert len(json.dumps([op.attributes for op in ops])) < 1000
+
+
+class _Returns(nn.Module):
+    def __init__(self, what: object) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.what = what
+
+    def forward(self, x: Tensor, y: Tensor) -> object:
+        return self.what(self.layer(x)) if callable(self.what) else self.what
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        (lambda h: h, "must be a scalar tensor, got NoneType"),
+        (lambda h: {"loss": h}, r"must be a scalar tensor, got shape \(2, 8\)"),
+        (lambda h: {"loss": 3.0}, "must be a scalar tensor, got float"),
+        (lambda h: None, "must be a scalar tensor, got NoneType"),
+    ],
+)
+def test_an_output_without_a_loss(what: object, message: str) -> None:
+    with pytest.raises(CaptureError, match=message):
+        capture(Job(model=lambda: _Returns(what), batch=zoo.vector_batch), 2)
+
+
+def test_a_batch_entry_that_is_no_tensor() -> None:
+    job = Job(model=zoo.GPT, batch=lambda seed, size: {"input_ids": [1, 2], "labels": None})
+    with pytest.raises(CaptureError, match="batch entry 'input_ids' is a list, not a tensor"):
+        capture(job, 2)
+
+
+def test_a_model_without_anything_to_train() -> None:
+    frozen = Job(model=lambda: zoo.Skips().requires_grad_(False), batch=zoo.vector_batch)
+    with pytest.raises(CaptureError, match="no parameter .* gradient"):
+        capture(frozen, 2)
