@@ -88,7 +88,7 @@ def test_a_run_leaves_everything_behind(folder: Path) -> None:
     assert "step 6/6  loss" in done.stderr and "\x1b" not in done.stderr and "\r" not in done.stderr
     assert "predicted:" in done.stderr and "report: runs/tiny-1/report.html" in done.stderr
 
-    again = run(folder, "--set", "name=tiny", "--resume")
+    again = run(folder, "--set", "name=tiny", "--resume", "--steps", "6")
     assert again.returncode == 0, again.stderr
     assert "runs/tiny-1 is finished: 6 of 6 steps are done" in again.stdout
     os.truncate(out / "checkpoint" / "step-00000006" / "__0_0.distcp", 100)
@@ -119,6 +119,16 @@ def test_killed_and_resumed_gives_the_same_losses(folder: Path) -> None:
     resumed = run(folder, "--resume", "--out", "parts")
     assert resumed.returncode == 0, resumed.stderr
     assert losses(folder / "parts") == losses(folder / "whole")
+
+
+@pytest.mark.slow
+def test_a_finished_run_goes_on_for_as_many_steps_again(folder: Path) -> None:
+    assert run(folder, "config.toml", "--out", "a", "--steps", "4").returncode == 0
+    for end in (8, 12):
+        done = run(folder, "--resume", "--out", "a")
+        assert done.returncode == 0, done.stderr
+        assert f"a had done its {end - 4} steps: it goes on to step {end}. Another end: --steps N" in done.stdout
+        assert list(losses(folder / "a")) == list(range(1, end + 1))
 
 
 @pytest.mark.slow

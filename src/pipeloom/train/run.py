@@ -95,6 +95,8 @@ def settle(request: Request) -> Settled:
         before = read_config(out / "config.toml")
         if request.file is None:
             config = _named(read_config(out / "config.toml", request.overrides))
+            if not any(text.startswith("steps=") for text in request.overrides):
+                config = _further(config, out, request.console)
         parts = ("pipeline", "model", "job")
         replan = any(getattr(config, part) != getattr(before, part) for part in parts)
     if replan and config.pipeline.plan is not None:
@@ -119,18 +121,37 @@ def _named(config: Config) -> Config:
     return replace(config, name=re.sub(r"[^\w.-]+", "-", load_job(config.job).name))
 
 
-def _is_finished(settled: Settled) -> bool:
-    """Whether nothing is left to do; says so. Raises: CheckpointError if there is nothing to resume from."""
-    config, out, request = settled.config, settled.out, settled.request
+def _steps_done(out: Path) -> int:
+    """Steps in the newest checkpoint. Raises: CheckpointError if there is none, or not whole."""
     path = newest(out / "checkpoint")
     index = read_index(path)
     verify_sizes(path, index)  # before the ranks start: what is wrong is said at once
-    steps = index.step
+    return index.step
+
+
+def _further(config: Config, out: Path, console: Console) -> Config:
+    """A finished run that is resumed without saying how far goes on for as many steps as last time."""
+    done = _steps_done(out)
+    if done < config.steps:
+        return config
+    ended = out / "summary.json"
+    first = json.loads(ended.read_text())["first_step"] if ended.is_file() else 0
+    console.print(
+        f"{out} had done its {done} steps: it goes on to step {2 * done - first}. Another end: --steps N",
+        highlight=False, soft_wrap=True,
+    )  # fmt: skip
+    return replace(config, steps=2 * done - first)
+
+
+def _is_finished(settled: Settled) -> bool:
+    """Whether nothing is left to do; says so. Raises: CheckpointError if there is nothing to resume from."""
+    config, out, request = settled.config, settled.out, settled.request
+    steps = _steps_done(out)
     if steps < config.steps:
         return False
     request.console.print(
         f"{out} is finished: {steps} of {config.steps} steps are done. "
-        f"To train on: --resume --steps {2 * steps}", highlight=False, soft_wrap=True,
+        f"To train on: --resume, or --resume --steps {2 * steps}", highlight=False, soft_wrap=True,
     )  # fmt: skip
     if request.as_json and (out / "summary.json").is_file():
         print((out / "summary.json").read_text(), end="")
