@@ -52,6 +52,16 @@ fff....bbfbb.bb.bb
 ..fbbfbbfbbfbb...."""
 
 
+def test_a_send_occupies_its_rank() -> None:
+    """4 bytes at 0.25 s each, within the message's own 2 s: computing goes on a second later."""
+    link = Link(bandwidth_bytes_per_s=float("inf"), latency_s=2.0, send_s_per_byte=0.25)
+    ranks = Cluster(devices=(Device(name="any", memory_bytes=1),) * 2, within_node=link)
+    timeline = simulate(built("gpipe", chain(2), 2), chain(2), equal_costs(2), ranks)
+    assert drawn(timeline) == """\
+f.f.......bb.bb
+...f.fbb.bb...."""
+
+
 def test_split_backward_drawn() -> None:
     timeline = simulate(built("1f1b", chain(3), 3, split=True), chain(3), equal_costs(3), cluster(3))
     assert drawn(timeline) == """\

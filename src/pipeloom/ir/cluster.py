@@ -16,12 +16,23 @@ OP_CLASSES = ("matmul", "attention", "convolution", "normalisation", "elementwis
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """One direction of a connection between two devices."""
+    """One direction of a connection between two devices.
+
+    latency_s, bandwidth_bytes_per_s: of a message, from the start of its send until it is there.
+    send_s, send_s_per_byte: time of that in which the sending rank cannot compute.
+    """
 
     bandwidth_bytes_per_s: float
     latency_s: float = 0.0
+    send_s: float = 0.0
+    send_s_per_byte: float = 0.0
 
     def __post_init__(self) -> None:
+        if self.send_s < 0 or self.send_s_per_byte < 0:
+            raise ConfigError(
+                f"a send occupies its rank for {self.send_s} s and {self.send_s_per_byte} s per byte",
+                hint="use at least 0",
+            )
         if self.bandwidth_bytes_per_s <= 0 or self.latency_s < 0:
             raise ConfigError(
                 f"link has bandwidth {self.bandwidth_bytes_per_s} B/s and latency {self.latency_s} s",
@@ -35,6 +46,13 @@ class Link:
         2.5
         """
         return self.latency_s + size / self.bandwidth_bytes_per_s
+
+    def occupied_s(self, size: int) -> float:
+        """Seconds for which sending `size` bytes keeps the sender from computing (the `o` of LogP).
+
+        Source: Culler et al. 1993, "LogP: towards a realistic model of parallel computation".
+        """
+        return self.send_s + size * self.send_s_per_byte
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,7 +30,7 @@ def simulate(
     costs: for each stage, on the device of its rank (see `StageCost.slowed`).
     receive_ahead: receives that a rank keeps posted for each rank that sends to it, each with a buffer.
 
-    A send takes no time of its rank. The message moves when it is sent, its receive is posted and the link
+    A send occupies its rank for `Link.occupied_s`, with no event. The message moves when it is sent, its receive is posted and the link
     of that pair of ranks is free, and takes `Link.transfer_s`. Events: compute actions and STEP on stream
     "compute"; each message on "send" of its sender; time that a rank waits for one, where there is any, and
     REDUCE with its waits on "recv".
@@ -106,7 +106,7 @@ class _Run:
                 else:
                     clock = self.optimize(rank, clock, step)
             elif step.sends:
-                self.send(rank, clock, step)
+                clock = self.send(rank, clock, step)
             else:
                 source = self.program.placement[step.peer]
                 # Whatever the order of waiting, all receives up to this one are posted by now.
@@ -128,10 +128,11 @@ class _Run:
         self.memory.scratch(clock, end, step)
         return end
 
-    def send(self, rank: int, clock: float, message: Transfer) -> None:
+    def send(self, rank: int, clock: float, message: Transfer) -> float:
         target = self.program.placement[message.peer]
         self.pipes[rank, target].sent.append(clock)
         self.move(rank, target)
+        return clock + self.cluster.link(rank, target).occupied_s(self.memory.message_bytes(message))
 
     def post(self, source: int, rank: int, count: int, clock: float) -> None:
         """Post receives of `rank` until `count` of the messages from `source` have one."""
