@@ -18,8 +18,8 @@ from ..runtime.batches import signature_of
 from ..runtime.worker import Variant
 from ..tracer.capture import Captured
 from ..tracer.evaluation import capture_evaluation, cut_evaluation
-from ..tracer.functions import stage_functions
 from ..tracer.job import Job
+from .variants import make_variant
 
 
 @dataclass(eq=False)
@@ -64,9 +64,8 @@ class Evaluating:
             return self.like_training(part)
         evaluated = capture_evaluation(self.job, self.captured, part, autocast=self.autocast)
         stages = cut_evaluation(evaluated.graph, self.captured.graph, self.stages)
-        functions = {s: stage_functions(evaluated, stages, s, device=self.device) for s in self.own_stages}
-        return Variant(stages=stages, functions=functions)
+        return make_variant(evaluated, self.plan, stages, self.own_stages, device=self.device)
 
     def _lowered(self, stages: StageGraph) -> Program:
-        placement, count = self.plan.placement, self.plan.microbatches
+        placement, count = self.plan.placement, self.plan.as_schedule.microbatches
         return lower(schedules.build("forward_only", stages, placement, count), stages)

@@ -34,13 +34,13 @@ from ..runtime.recorder import CudaClock, HostClock, Recorder
 from ..runtime.weights import Weights
 from ..runtime.worker import Microbatch, Variant, Worker
 from ..tracer.capture import Captured, capture
-from ..tracer.functions import stage_functions
 from ..tracer.job import Job
 from ..tracer.random import microbatch_seed
 from ..tracer.sample import sample_batch
 from .evaluating import Evaluating
 from .forecast import Forecast
 from .options import Options, StepReport
+from .variants import make_variant
 
 
 @dataclass(eq=False)
@@ -93,7 +93,8 @@ class Pipeline:
             keep_freed_memory()
         captured = capture(job, plan.microbatch_size, autocast=options.autocast)
         stages = plan.stage_graph(captured.graph)
-        self.parts = _Parts(job=job, plan=plan, captured=captured, train=lower(plan.as_schedule, stages))
+        train = lower(plan.as_schedule, plan.replicated(stages))
+        self.parts = _Parts(job=job, plan=plan, captured=captured, train=train)
         self.channel = self._channel(channel, self.parts.train)
         self.own_stages = tuple(s for s, rank in enumerate(plan.placement) if rank == self.rank)
         self.stages = stages
@@ -146,8 +147,9 @@ class Pipeline:
 
     def _own_weights(self, captured: Captured) -> Weights:
         graph = captured.graph
-        params = list(dict.fromkeys(n for s in self.own_stages for n in self.stages.params[s]))
-        buffers = list(dict.fromkeys(n for s in self.own_stages for n in self.stages.buffers[s]))
+        origins = [self.stages.origin(s) for s in self.own_stages]
+        params = list(dict.fromkeys(n for s in origins for n in self.stages.params[s]))
+        buffers = list(dict.fromkeys(n for s in origins for n in self.stages.buffers[s]))
         made = captured.blueprint.materialise(
             self.options.seed, [*params, *(b for b in buffers if b not in captured.constants)]
         )
@@ -160,12 +162,11 @@ class Pipeline:
         )
 
     def _variant(self, captured: Captured, signature: tuple[str, ...]) -> Variant:
-        stages = self.parts.plan.stage_graph(captured.graph)
-        functions = {
-            s: stage_functions(captured, stages, s, device=self.device.type, compiled=self.options.compiled)
-            for s in self.own_stages
-        }
-        self.parts.variants[signature] = Variant(stages=stages, functions=functions)
+        plan = self.parts.plan
+        self.parts.variants[signature] = make_variant(
+            captured, plan, plan.stage_graph(captured.graph), self.own_stages,
+            device=self.device.type, compiled=self.options.compiled,
+        )  # fmt: skip
         return self.parts.variants[signature]
 
     def step(self, batch: Mapping[str, Tensor]) -> float:
@@ -277,7 +278,7 @@ class Pipeline:
         return Forecast(
             plan=plan, program=parts.train, variant=next(iter(parts.variants.values())), sample=sample,
             weights=self.weights, optimizer=parts.job.optimizer, rounds=self.options.accumulate,
-            channel=self.channel, clock=self.recorder.clock, device=self.device,
+            channel=self.channel, watch=self.watch, clock=self.recorder.clock, device=self.device,
         )  # fmt: skip
 
     def measured(self) -> Timeline:

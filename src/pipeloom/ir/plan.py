@@ -11,6 +11,7 @@ from . import codec
 from .errors import PlanError
 from .graph import OpGraph
 from .memory import MemoryPolicy, WeightPolicy
+from .replicas import replicate
 from .schedule import Schedule, parse_rows
 from .stages import StageGraph, cut
 
@@ -58,7 +59,9 @@ class Plan:
 
     graph: fingerprint of the OpGraph.  schedule_rows: one line of actions per rank.
     planner: name of the strategy that made it.  batch: shapes it was made for (see Profile.batch).
-    caps: bytes each rank may hold, empty for no cap.
+    caps: bytes each rank may hold, empty for no cap.  microbatches: per step, of all replicas together.
+    placement: the rank of each stage; one that is several times as long as the stages places replicas of
+        them, each with its share of the micro-batches (see `ir.replicas`).
     """
 
     schema: int = SCHEMA
@@ -79,11 +82,28 @@ class Plan:
     notes: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
+    def replicas(self) -> int:
+        """How often the stages are placed. Raises: PlanError if not evenly."""
+        times, rest = divmod(len(self.placement), len(self.stages))
+        if rest or times < 1 or self.microbatches % times:
+            raise PlanError(
+                f"a placement of {len(self.placement)} stages and {self.microbatches} micro-batches for a "
+                f"plan of {len(self.stages)} stages",
+                hint="place every stage equally often, and let that number divide the micro-batches",
+            )
+        return times
+
+    @cached_property
     def as_schedule(self) -> Schedule:
+        """The order of each rank; `microbatches` there is what each replica runs."""
         return Schedule(
-            name=self.schedule, microbatches=self.microbatches,
+            name=self.schedule, microbatches=self.microbatches // self.replicas,
             placement=self.placement, rows=parse_rows(self.schedule_rows),
         )  # fmt: skip
+
+    def replicated(self, stages: StageGraph) -> StageGraph:
+        """All stages that the schedule runs: those of the cut, or replicas of them side by side."""
+        return stages if self.replicas == 1 else replicate(stages, self.replicas)
 
     def stage_graph(self, graph: OpGraph) -> StageGraph:
         """Cut `graph` as planned. Raises: PlanError if the plan was made for another model."""

@@ -56,6 +56,8 @@ class StageGraph:
     inputs: tuple[tuple[str, ...], ...]
     """For each stage the batch inputs it reads."""
     loss_stage: int
+    replicas: int = 1
+    """How many times the same stages stand side by side, see `ir.replicas`; `loss_stage` is the first's."""
 
     @cached_property
     def predecessors(self) -> Mapping[int, tuple[int, ...]]:
@@ -80,6 +82,14 @@ class StageGraph:
         for c in self.crossings:
             found.setdefault((c.source, c.target), []).append(c.value)
         return {edge: tuple(sorted(vs, key=lambda v: v.name)) for edge, vs in found.items()}
+
+    def origin(self, stage: int) -> int:
+        """The stage of the first replica that a stage is a copy of."""
+        return stage % (len(self.stages) // self.replicas)
+
+    def number(self, stage: int, microbatch: int, *, of: int) -> int:
+        """Which of the step's micro-batches a stage calls `microbatch`; `of`: how many each replica runs."""
+        return stage // (len(self.stages) // self.replicas) * of + microbatch
 
     def gradients(self, source: int, target: int) -> tuple[Value, ...]:
         """The values of an edge whose gradients come back from `target` to `source`."""

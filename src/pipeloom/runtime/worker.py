@@ -34,10 +34,9 @@ from ..ir.schedule import Program
 from ..ir.stages import StageGraph
 from ..ir.ties import reductions
 from ..tracer.stage import StageFunctions, Tensors, made_bytes
-from .channel import Message
+from .channel import Channel, Message
 from .failure import Watch
 from .ledger import Ledger
-from .posting import PostedChannel
 from .recorder import Recorder
 from .weights import Weights, clip_factor
 
@@ -47,7 +46,10 @@ Key = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Variant:
-    """The stages for one size of micro-batch: same cut, other shapes."""
+    """The stages for one size of micro-batch: same cut, other shapes.
+
+    functions: of this rank's stages; those of a stage's replicas are the same.
+    """
 
     stages: StageGraph
     functions: Mapping[int, StageFunctions]
@@ -86,7 +88,7 @@ class Worker:
     """Runs the steps of one rank."""
 
     def __init__(
-        self, *, rank: int, program: Program, weights: Weights, channel: PostedChannel, ledger: Ledger,
+        self, *, rank: int, program: Program, weights: Weights, channel: Channel, ledger: Ledger,
         recorder: Recorder, watch: Watch, clip_norm: float | None = None,
     ) -> None:  # fmt: skip
         self.rank = rank
@@ -117,13 +119,14 @@ class Worker:
     ) -> dict[int, Tensor]:  # fmt: skip
         """Run one step.
 
+        microbatches: of all replicas of the stages, in the order in which `ir.replicas` deals them out.
         program: another program than the training one, such as the forward-only one.
         update: whether the step ends with the optimizer; if not, gradients stay for the next one.
         Returns: micro-batch -> loss, on the rank of the loss stage; elsewhere nothing.
         """
         current = program or self.program
         self.microbatches, self.training, self.update = microbatches, training, update
-        self.placement = current.placement
+        self.placement, self.share = current.placement, current.microbatches
         self.losses = {}
         self.flights = {}
         row = current.rows[self.rank]
@@ -151,7 +154,7 @@ class Worker:
 
     def _message(self, send: Transfer) -> Message:
         """The message of a SEND; the same object every step."""
-        key = (id(self.microbatches[send.microbatch].variant), send)
+        key = (id(self._microbatch(send).variant), send)
         if key not in self.messages:
             self.messages[key] = Message(
                 key=str(send), source=self.placement[send.stage], target=self.placement[send.peer],
@@ -160,7 +163,7 @@ class Worker:
         return self.messages[key]
 
     def _values(self, send: Transfer) -> tuple[Value, ...]:
-        stages = self.microbatches[send.microbatch].variant.stages
+        stages = self._microbatch(send).variant.stages
         if send.kind == SEND_F:
             return stages.between[send.stage, send.peer]
         return stages.gradients(send.peer, send.stage)
@@ -168,14 +171,24 @@ class Worker:
     def _flight(self, action: Action | Transfer) -> _InFlight:
         return self.flights.setdefault((action.stage, action.microbatch), _InFlight())
 
+    def _number(self, action: Action | Transfer) -> int:
+        stages = self.microbatches[0].variant.stages
+        return stages.number(action.stage, action.microbatch, of=self.share)
+
+    def _microbatch(self, action: Action | Transfer) -> Microbatch:
+        return self.microbatches[self._number(action)]
+
     def _functions(self, action: Action) -> StageFunctions:
-        return self.microbatches[action.microbatch].variant.functions[action.stage]
+        return self._microbatch(action).variant.functions[action.stage]
+
+    def _state(self, action: Action) -> Mapping[str, Tensor]:
+        return self.weights.state(self._number(action))
 
     def forward(self, action: Action) -> None:
         microbatch, flight, functions = (
-            self.microbatches[action.microbatch], self._flight(action), self._functions(action),
+            self._microbatch(action), self._flight(action), self._functions(action),
         )  # fmt: skip
-        state = self.weights.state(action.microbatch)
+        state = self._state(action)
         inputs = flight.inputs | {name: microbatch.inputs[name] for name in functions.batch}
         with self.recorder.record("compute", str(action)):
             if not self.training:
@@ -189,11 +202,10 @@ class Worker:
         for name in [n for n in outputs if n.startswith("buffer:")]:
             self.weights.replace_buffer(name.removeprefix("buffer:"), outputs.pop(name))
         if functions.loss is not None:
-            self.losses[action.microbatch] = outputs.pop(functions.loss)
+            loss = self.losses[self._number(action)] = outputs.pop(functions.loss)
             flight.grads[functions.loss] = torch.tensor(
-                microbatch.weight, dtype=self.losses[action.microbatch].dtype,
-                device=self.losses[action.microbatch].device,
-            )  # fmt: skip
+                microbatch.weight, dtype=loss.dtype, device=loss.device
+            )
         self._hand_over(action, outputs)
         kept = self.training and not functions.kept_inputs.isdisjoint(flight.inputs)
         flight.inputs = {}
@@ -202,7 +214,7 @@ class Worker:
 
     def _hand_over(self, action: Action, outputs: dict[str, Tensor]) -> None:
         """Give outputs to stages on this rank; keep for SEND what others need."""
-        stages = self.microbatches[action.microbatch].variant.stages
+        stages = self._microbatch(action).variant.stages
         flight = self._flight(action)
         for target in stages.successors[action.stage]:
             values = stages.between[action.stage, target]
@@ -220,7 +232,7 @@ class Worker:
         if not functions.differentiable:
             return self._skip_backward(flight)
         grads = self._output_grads(action, functions)
-        state = self.weights.state(action.microbatch)
+        state = self._state(action)
         with self.recorder.record("compute", str(action)):
             made = functions.backward(state, flight.residuals, grads, self.weights.grads)
         self._note_scratch(action, "backward")
@@ -234,7 +246,7 @@ class Worker:
         if not functions.differentiable:
             return self._skip_backward(flight)
         grads = self._output_grads(action, functions)
-        state = self.weights.state(action.microbatch)
+        state = self._state(action)
         with self.recorder.record("compute", str(action)):
             made, flight.carried = functions.backward_input(state, flight.residuals, grads)
         self._note_scratch(action, "input_grad")
@@ -248,7 +260,7 @@ class Worker:
         flight, functions = self._flight(action), self._functions(action)
         if not functions.differentiable:
             return
-        state = self.weights.state(action.microbatch)
+        state = self._state(action)
         with self.recorder.record("compute", str(action)):
             functions.backward_weight(state, flight.carried, self.weights.grads)
         self._note_scratch(action, "weight_grad")
@@ -275,7 +287,7 @@ class Worker:
         """Gradients of all outputs; zero for one whose readers gave none."""
         values = {v.name: v for v in self._crossing(action) if v.needs_grad}
         grads = self._flight(action).grads
-        state = next(iter(self.weights.state(action.microbatch).values()), torch.empty(0))
+        state = next(iter(self._state(action).values()), torch.empty(0))
         for name in functions.sent:
             if name in values and name not in grads:
                 dtype = getattr(torch, values[name].dtype)
@@ -283,12 +295,12 @@ class Worker:
         return grads
 
     def _crossing(self, action: Action) -> list[Value]:
-        stages = self.microbatches[action.microbatch].variant.stages
+        stages = self._microbatch(action).variant.stages
         return [v for target in stages.successors[action.stage] for v in stages.between[action.stage, target]]
 
     def _give_back(self, action: Action, made: dict[str, Tensor]) -> None:
         """Give input gradients to stages on this rank; keep for SEND what others need."""
-        stages = self.microbatches[action.microbatch].variant.stages
+        stages = self._microbatch(action).variant.stages
         flight = self._flight(action)
         for source in stages.predecessors[action.stage]:
             for value in stages.gradients(source, action.stage):

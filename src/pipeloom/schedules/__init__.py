@@ -1,7 +1,8 @@
 """Schedules: (stage graph, placement, micro-batches) -> the order in which each rank computes."""
 
+from ..ir.replicas import replicate
 from .language import Operation, Recipe, best, fastest, make, path_clock, phases, turns
-from .placements import both_ways, loop, replicate, wave
+from .placements import both_ways, loop, wave
 from .registry import Entry, Times, build, entry, in_flight, names, register, shape_of, usual
 from .shape import Shape
 

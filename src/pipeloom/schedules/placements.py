@@ -1,11 +1,6 @@
-"""Placements: which rank runs which stage of a chain; and stage graphs with several directions."""
+"""Placements: which rank runs which stage of a chain."""
 
 from __future__ import annotations
-
-from dataclasses import replace
-
-from ..ir.errors import ScheduleError
-from ..ir.stages import Crossing, Stage, StageGraph
 
 
 def loop(ranks: int, chunks: int = 1) -> tuple[int, ...]:
@@ -34,38 +29,3 @@ def both_ways(ranks: int) -> tuple[int, ...]:
     (0, 1, 1, 0)
     """
     return (*range(ranks), *reversed(range(ranks)))
-
-
-def replicate(stages: StageGraph, times: int = 2) -> StageGraph:
-    """The same stages several times side by side, one graph: replica r of stage s is stage r * S + s.
-
-    Each replica runs its own micro-batches, `microbatches` each. Every parameter is tied between the
-    replicas, so that their gradients are summed before the step. The loss is the first replica's.
-    """
-    count = len(stages.stages)
-    if times < 1:
-        raise ScheduleError(f"{times} replicas", hint="use at least 1")
-
-    def named(name: str, r: int) -> str:
-        return name if r == 0 else f"{name}@{r}"
-
-    copies = [
-        Stage(
-            index=r * count + s.index, ops=tuple(named(o, r) for o in s.ops),
-            clones=tuple(named(o, r) for o in s.clones),
-        )
-        for r in range(times)
-        for s in stages.stages
-    ]  # fmt: skip
-    crossings = [
-        Crossing(
-            value=replace(c.value, name=named(c.value.name, r)),
-            source=r * count + c.source, target=r * count + c.target,
-        )
-        for r in range(times)
-        for c in stages.crossings
-    ]  # fmt: skip
-    return StageGraph(
-        stages=tuple(copies), crossings=tuple(crossings), params=stages.params * times,
-        buffers=stages.buffers * times, inputs=stages.inputs * times, loss_stage=stages.loss_stage,
-    )  # fmt: skip

@@ -11,12 +11,13 @@ from ..ir.action import Action, B, F, I, W
 from ..ir.check import check
 from ..ir.costs import StageCost, equal_costs
 from ..ir.errors import ScheduleError
+from ..ir.replicas import replicate
 from ..ir.schedule import Schedule
 from ..ir.stages import StageGraph, chain
 from . import forward_only, gpipe, grouped, one_f_one_b, two_ways, variants, vee, zb
 from .clock import Rows
 from .language import Recipe, fastest
-from .placements import both_ways, loop, replicate, wave
+from .placements import both_ways, loop, wave
 from .shape import Shape
 
 

@@ -1,0 +1,25 @@
+"""One rank's stages for one size of micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..ir.plan import Plan
+from ..ir.stages import StageGraph
+from ..runtime.worker import Variant
+from ..tracer.capture import Captured
+from ..tracer.functions import stage_functions
+
+
+def make_variant(
+    captured: Captured, plan: Plan, stages: StageGraph, own_stages: Sequence[int],
+    *, device: str, compiled: bool = False,
+) -> Variant:  # fmt: skip
+    """Build the functions of the stages that a rank owns.
+
+    stages: one replica of them.  own_stages: of all replicas; those of one stage share its functions.
+    """
+    origins = dict.fromkeys(stages.origin(s) for s in own_stages)
+    made = {s: stage_functions(captured, stages, s, device=device, compiled=compiled) for s in origins}
+    functions = {s: made[stages.origin(s)] for s in own_stages}
+    return Variant(stages=plan.replicated(stages), functions=functions)
