@@ -7,6 +7,7 @@
     3SEND_B5>2   stage 3 sends gradients back to stage 2;  2RECV_B5<3 waits for them
     2REDUCE      stage 2 sums the gradients of parameters that it shares with other stages
     2STEP        stage 2 applies the optimizer
+    2F5&1B3      in a schedule: a pair, run as one unit: both begin when both can, and end together
 """
 
 from __future__ import annotations
@@ -42,9 +43,11 @@ AFTER: dict[Kind, Kind] = {}
 TRANSFERS = (SEND_F, RECV_F, SEND_B, RECV_B)
 STAGE_WIDE = (REDUCE, STEP)
 
-_COMPUTE = re.compile(r"(\d+)([A-Z][A-Z_]*)(\d+)")
-_TRANSFER = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B)(\d+)([<>])(\d+)")
-_STAGE_WIDE = re.compile(r"(\d+)(REDUCE|STEP)")
+_NUMBER = "(0|[1-9][0-9]{0,8})"  # as it is printed: no leading zeros, no digits of other scripts
+_COMPUTE = re.compile(rf"{_NUMBER}([A-Z][A-Z_]*){_NUMBER}")
+_TRANSFER = re.compile(rf"{_NUMBER}(SEND_F|RECV_F|SEND_B|RECV_B){_NUMBER}([<>]){_NUMBER}")
+_STAGE_WIDE = re.compile(rf"{_NUMBER}(REDUCE|STEP)")
+_LOOSE = re.compile(r"[+-]?(?P<stage>\d*)(?P<kind>[A-Za-z_]*)(?P<microbatch>\d*)(?P<rest>.*)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -131,12 +134,53 @@ def parse_action(text: str) -> Action:
     """
     match = _COMPUTE.fullmatch(text)
     if match is None or Kind(match[2]) not in {*COMPUTE, OFFLOAD, RELOAD, RECOMPUTE}:
-        kinds = ", ".join(COMPUTE)
-        raise ScheduleError(
-            f"cannot read action {text!r}",
-            hint=f"write stage, kind, micro-batch, as in 2F5; the kinds are {kinds}",
-        )
+        raise ScheduleError(f"cannot read action {_shown(text)}", hint=_advice(text))
     return Action(int(match[1]), Kind(match[2]), int(match[3]))
+
+
+def parse_actions(word: str) -> tuple[Action, ...]:
+    """Read one word of a row: an action, or two that run as a pair.
+
+    >>> [str(action) for action in parse_actions("2F5&1B3")]
+    ['2F5', '1B3']
+
+    Raises: ScheduleError unless the whole word is one action or one pair.
+    """
+    if word.count("&") > 1:
+        raise ScheduleError(f"cannot read {_shown(word)}", hint="a pair joins two actions: write 2F5&1B3")
+    return tuple(parse_action(part) for part in word.split("&"))
+
+
+def _shown(text: str) -> str:
+    return repr(text if len(text) <= 40 else text[:40] + "...")
+
+
+def _advice(text: str) -> str:
+    """What to write instead of a text that is no compute action."""
+    kinds = ", ".join(COMPUTE)
+    usual = f"write stage, kind, micro-batch, as in 2F5; the kinds are {kinds}"
+    if not text:
+        return f"the action is empty: {usual}"
+    match = _LOOSE.fullmatch(text)
+    assert match is not None, "every part of it may be empty"
+    stage, kind, microbatch, rest = match.group("stage", "kind", "microbatch", "rest")
+    if text[0] == "-":
+        return f"stages are numbered from 0: {usual}"
+    if not text.isascii():
+        return f"use the digits 0-9 and the letters A-Z: {usual}"
+    if stage and kind and microbatch and not rest and len(stage) < 10 > len(microbatch):
+        meant = f"{int(stage)}{kind.upper()}{int(microbatch)}"
+        if kind.upper() in COMPUTE:
+            return f"write {meant}; the kinds are {kinds}"
+    elif kind and microbatch and not stage and kind in COMPUTE:
+        return f"the stage is missing: write 0{kind}{microbatch} for stage 0"
+    elif stage and kind and not microbatch and not rest:
+        known = kind if kind in COMPUTE else kind.rstrip("O")
+        if known in COMPUTE:
+            return f"the micro-batch is missing: write {stage}{known}0 for micro-batch 0"
+    elif rest and stage and microbatch and kind in COMPUTE:
+        return f"write {stage}{kind}{microbatch} and nothing behind it; blanks separate actions"
+    return usual
 
 
 def parse_instruction(text: str) -> Instruction:

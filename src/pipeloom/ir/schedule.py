@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeAlias
 
-from .action import Action, Instruction, parse_action, parse_instruction
+from .action import Action, Instruction, parse_actions, parse_instruction
 from .errors import ScheduleError
+
+Pair: TypeAlias = tuple[Action, Action]
+"""Two neighbours in a row that run as one unit, in this order; written `2F5&1B3`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,6 +21,7 @@ class Schedule:
     Transfers are not written here: they follow from the stage graph.
     slices: sequence slices of a micro-batch, where each is an action of its own: micro-batch b // slices,
         slice b % slices.
+    pairs: neighbours in a row that run as one unit: both begin when both can. They stand in the rows too.
     """
 
     name: str
@@ -24,6 +30,7 @@ class Schedule:
     """placement[stage] is the rank that runs it."""
     rows: tuple[tuple[Action, ...], ...]
     slices: int = 1
+    pairs: tuple[Pair, ...] = ()
 
     def __post_init__(self) -> None:
         if self.microbatches < 1:
@@ -45,17 +52,36 @@ class Schedule:
         return len(self.placement)
 
     def __str__(self) -> str:
-        """One line per rank, actions separated by blanks."""
-        return "\n".join(" ".join(map(str, row)) for row in self.rows)
+        """One line per rank, actions separated by blanks, a pair joined by `&`."""
+        return _text(self.rows, self.pairs)
+
+
+def _text(rows: Sequence[Sequence[Instruction]], pairs: tuple[Pair, ...]) -> str:
+    first = {str(pair[0]) for pair in pairs}
+    if not first:
+        return "\n".join(" ".join(map(str, row)) for row in rows)
+    return "\n".join(
+        "".join(f"{word}{'&' if word in first else ' '}" for word in map(str, row)).rstrip() for row in rows
+    )
 
 
 def parse_rows(lines: tuple[str, ...]) -> tuple[tuple[Action, ...], ...]:
-    """Read rows as `str(schedule)` prints them.
+    """Read rows as `str(schedule)` prints them; for their pairs see `parse_pairs`.
 
     >>> parse_rows(("0F0 0B0",))
     ((Action(stage=0, kind='F', microbatch=0), Action(stage=0, kind='B', microbatch=0)),)
     """
-    return tuple(tuple(parse_action(word) for word in line.split()) for line in lines)
+    return tuple(tuple(action for word in line.split() for action in parse_actions(word)) for line in lines)
+
+
+def parse_pairs(lines: tuple[str, ...]) -> tuple[Pair, ...]:
+    """The pairs in rows as `str(schedule)` prints them.
+
+    >>> [" and ".join(map(str, pair)) for pair in parse_pairs(("0F0 0F1&0B0 0B1",))]
+    ['0F1 and 0B0']
+    """
+    words = [word for line in lines for word in line.split() if "&" in word]
+    return tuple((first, second) for first, second in map(parse_actions, words))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,14 +91,16 @@ class Program:
     A RECV stands where the rank must have the message; runtimes post the receive earlier. The k-th SEND
     from one rank to another is matched by the k-th entry of `incoming` there, whatever the order in
     which the receiver waits.
+    pairs: as in the schedule. What a pair waits for stands in front of it, and what it sends behind it.
     """
 
     microbatches: int
     placement: tuple[int, ...]
     rows: tuple[tuple[Instruction, ...], ...]
+    pairs: tuple[Pair, ...] = ()
 
     def __str__(self) -> str:
-        return "\n".join(" ".join(map(str, row)) for row in self.rows)
+        return _text(self.rows, self.pairs)
 
     @cached_property
     def messages(self) -> dict[tuple[int, int], tuple[Instruction, ...]]:
@@ -87,5 +115,11 @@ class Program:
 
 def parse_program(microbatches: int, placement: tuple[int, ...], lines: tuple[str, ...]) -> Program:
     """Read a program as `str(program)` prints it."""
-    rows = tuple(tuple(parse_instruction(word) for word in line.split()) for line in lines)
-    return Program(microbatches=microbatches, placement=placement, rows=rows)
+    rows = tuple(
+        tuple(
+            step for word in line.split()
+            for step in (parse_actions(word) if "&" in word else (parse_instruction(word),))
+        )
+        for line in lines
+    )  # fmt: skip
+    return Program(microbatches=microbatches, placement=placement, rows=rows, pairs=parse_pairs(lines))
