@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 from ..ir.action import COMPUTE, Action, B, F, Kind, register_kind
 from ..ir.errors import ScheduleError
+from ..ir.eviction import EVICT, FETCH
 from .language import Recipe, Shape, options, phases
 
 
@@ -50,13 +51,14 @@ def seq1f1b(s: Shape) -> Recipe:
 def bpipe_rows(s: Shape) -> Iterator[Iterator[Action]]:
     """1F1B in which ranks before the middle EVICT a residual after F where they would hold too many, and
     FETCH it in front of its B. The partner of rank x is p - 1 - x."""
-    evict, fetch = _own_kind("EVICT", "eviction to a peer"), _own_kind("FETCH", "return from a peer")
+    _own_kind(EVICT, "eviction to a peer")
+    _own_kind(FETCH, "return from a peer")
     limit = -(-(s.ranks + 2) // 2)
     for row in phases(s, warm_up=lambda r: _last(s, r), repeat="FB", kinds="FB"):
-        yield _with_evictions(row, limit, evict, fetch)
+        yield _with_evictions(row, limit)
 
 
-def _with_evictions(row: tuple[Action, ...], limit: int, evict: Kind, fetch: Kind) -> Iterator[Action]:
+def _with_evictions(row: tuple[Action, ...], limit: int) -> Iterator[Action]:
     held: list[Action] = []
     away: set[Action] = set()
     for action in row:
@@ -64,22 +66,21 @@ def _with_evictions(row: tuple[Action, ...], limit: int, evict: Kind, fetch: Kin
             if len(held) >= limit - 1:
                 newest = held.pop()  # needed last of all that is here
                 away.add(newest)
-                yield Action(newest.stage, evict, newest.microbatch)
+                yield Action(newest.stage, EVICT, newest.microbatch)
             held.append(action)
         else:
             made = Action(action.stage, F, action.microbatch)
             if made in away:
                 away.remove(made)
-                yield Action(made.stage, fetch, made.microbatch)
+                yield Action(made.stage, FETCH, made.microbatch)
             else:
                 held.remove(made)
         yield action
 
 
-def _own_kind(letters: str, meaning: str) -> Kind:
-    if COMPUTE.get(Kind(letters)) == meaning:
-        return Kind(letters)
-    return register_kind(letters, meaning, after=F)
+def _own_kind(kind: Kind, meaning: str) -> None:
+    if COMPUTE.get(kind) != meaning:
+        register_kind(kind, meaning, after=F)
 
 
 def _last(s: Shape, rank: int) -> int:

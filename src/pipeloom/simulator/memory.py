@@ -8,6 +8,9 @@
                  Neighbours on one rank share one copy, from the maker's start to the user's end.
     transient    scratch of the running action
 
+EVICT moves residuals to the rank's partner and FETCH moves them back (`ir.eviction`): the receiver has them
+from the start, the giver until the end.
+
 Without backwards nothing is kept: inputs go when F ends.
 """
 
@@ -18,6 +21,7 @@ from typing import TypeAlias
 
 from ..ir.action import RECV_B, RECV_F, SEND_F, Action, B, F, I, StageAction, Transfer, W
 from ..ir.costs import STATIC_KINDS, StageCost
+from ..ir.eviction import EVICT, FETCH, partner
 from ..ir.flow import flow_of
 from ..ir.schedule import Program
 from ..ir.stages import StageGraph
@@ -28,14 +32,15 @@ _RESIDUALS, _BOUNDARY, _TRANSIENT = (KINDS.index(kind) for kind in ("residuals",
 
 
 _Change: TypeAlias = tuple[float, int, int, int]
-"""(time, 0 for a message that is through else 1, index into `KINDS`, bytes)"""
+"""(time, order at that time, index into `KINDS`, bytes); order: 0 what another rank ends, 1 the own, 2 what
+another begins."""
 
 
 class Memory:
     """Collects changes, those of one rank in its own order; `result` sorts them by time.
 
     At equal times messages that are through go first, then the rank's own order decides: what ends goes
-    before what begins comes.
+    before what begins comes. Residuals that a partner sends come last.
     """
 
     def __init__(self, program: Program, stages: StageGraph, costs: tuple[StageCost, ...]) -> None:
@@ -70,6 +75,10 @@ class Memory:
                 self._change(time, stage, _RESIDUALS, cost.residual_bytes)
         elif action.kind in (B, I):
             self._change(time, stage, _BOUNDARY, self._gradients_out[stage])
+        elif action.kind == FETCH:
+            self._change(time, stage, _RESIDUALS, cost.residual_bytes)
+        elif action.kind == EVICT:
+            self._lend(time, stage, cost.residual_bytes)
 
     def end(self, time: float, action: Action) -> None:
         """An action is over: its scratch goes, and what no later action needs."""
@@ -81,6 +90,10 @@ class Memory:
             self._change(time, stage, _RESIDUALS, cost.carried_bytes - cost.residual_bytes)
         elif action.kind == W:
             self._change(time, stage, _RESIDUALS, -cost.carried_bytes)
+        elif action.kind == EVICT:
+            self._change(time, stage, _RESIDUALS, -cost.residual_bytes)
+        elif action.kind == FETCH:
+            self._lend(time, stage, -cost.residual_bytes)
         if action.kind in (B, W):
             self._change(time, stage, _BOUNDARY, -self._inputs[stage] - self._gradients_in[stage])
         elif action.kind == F and not self._training:
@@ -104,6 +117,12 @@ class Memory:
     def _change(self, time: float, stage: int, kind: int, size: int) -> None:
         if size:
             self._changes[self._placement[stage]].append((time, 1, kind, size))
+
+    def _lend(self, time: float, stage: int, size: int) -> None:
+        """The partner of a stage's rank keeps residuals for it, or is rid of them."""
+        rank = partner(self._placement[stage], len(self._changes))
+        if size:
+            self._changes[rank].append((time, 2 if size > 0 else 0, _RESIDUALS, size))
 
     def result(self) -> tuple[tuple[MemoryCurve, ...], tuple[dict[str, int], ...]]:
         """The curve of each rank, and the bytes by kind at its peak."""
