@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,10 +15,12 @@ from ..ir.plan import Plan
 from ..ir.schedule import Program
 from ..ir.timeline import Timeline
 from ..ir.units import format_bytes
-from ..runtime.calibrate import measure_link, optimizer_ratio, stage_memory, time_optimizer, time_stage
+from ..runtime.calibrate import measure_link, optimizer_ratio, stage_memory, time_optimizer
+from ..runtime.failure import Watch
 from ..runtime.ledger import table
 from ..runtime.posting import PostedChannel
 from ..runtime.recorder import Clock
+from ..runtime.rehearsal import time_actions, with_times
 from ..runtime.weights import MakeOptimizer, Weights
 from ..runtime.worker import Variant
 from ..simulator import simulate
@@ -39,6 +41,7 @@ class Forecast:
     optimizer: MakeOptimizer | None
     rounds: int
     channel: PostedChannel
+    watch: Watch
     clock: Clock
     device: torch.device
 
@@ -58,17 +61,13 @@ class Forecast:
 
     def timed(self, cluster: Cluster | None) -> Timeline:
         """A step with measured times. cluster: None to measure the link between ranks 0 and 1."""
-        split = any(action.kind == "I" for row in self.plan.as_schedule.rows for action in row)
         step_s = time_optimizer(self.weights, self.clock) / len(self.variant.functions)
         mine = self._memory()
         self.channel.all_reduce(torch.zeros(1, device=self.device))  # all start together
-        with torch.no_grad():
-            for index, functions in self.variant.functions.items():
-                cost = time_stage(
-                    mine[index], functions, self.weights, self.sample, self.variant.stages, self.clock,
-                    split_backward=split,
-                )  # fmt: skip
-                mine[index] = replace(cost, step_s=step_s)
+        spans = time_actions(
+            self.program, self.variant, self.sample, self.weights, self.channel.rank, self.clock, self.watch
+        )
+        mine = {index: with_times(cost, index, spans, step_s) for index, cost in mine.items()}
         everyone = self._gather(mine)
         if cluster is not None:
             return simulate(self.program, self.variant.stages, everyone, cluster)

@@ -1,16 +1,15 @@
-"""What this rank's stages really take: exact memory from their graphs, times from running them alone.
+"""What this rank's stages, optimizer and link take: memory from their graphs, times from running them.
 
 All ranks calibrate at the same time, so that they share caches and memory bandwidth as they will in a step.
+How long the stages' own actions take: see `rehearsal.py`.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
-from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..ir.action import REDUCE, STEP, B, F, I, W
 from ..ir.cluster import Link
@@ -24,7 +23,10 @@ from .recorder import Clock
 from .weights import MakeOptimizer, Weights, default_optimizer, optimizer_tensors
 
 REPEATS = 9
-"""Timed runs of each function, after one that measures memory and one that warms up."""
+"""Echoes of each size, of which the first warms up."""
+
+STEPS = 6
+"""Timed optimizer steps."""
 
 
 def optimizer_ratio(make: MakeOptimizer | None) -> float:
@@ -70,56 +72,6 @@ def stage_memory(
     )  # fmt: skip
 
 
-def time_stage(
-    cost: StageCost, functions: StageFunctions, weights: Weights, inputs: Mapping[str, Tensor],
-    stages: StageGraph, clock: Clock, *, split_backward: bool,
-) -> StageCost:  # fmt: skip
-    """Replace the times of `cost` by medians of real runs on made-up data. Leaves weights as they are.
-
-    inputs: the batch inputs of one micro-batch.
-    """
-    device = next(iter(inputs.values())).device
-    received = {
-        v.name: functions.examples[v.name] if v.name in functions.examples else _made_up(v, device)
-        for s in stages.predecessors[functions.index] for v in stages.between[s, functions.index]
-    }  # fmt: skip
-    spans: dict[str, list[float]] = {}
-    for _ in range(REPEATS + 2):
-        marks = [clock.mark()]
-        outputs, residuals = functions.forward(weights.state(0), {**inputs, **received}, 0)
-        marks.append(clock.mark())
-        grads = {n: torch.ones_like(t) for n, t in outputs.items() if not n.startswith("buffer:")}
-        names = ["F"]
-        if functions.differentiable and split_backward:
-            marks.append(clock.mark())
-            _, carried = functions.backward_input(weights.state(0), residuals, grads)
-            marks.append(clock.mark())
-            functions.backward_weight(weights.state(0), carried, weights.grads)
-            names += ["", "I", "W"]
-        elif functions.differentiable:
-            marks.append(clock.mark())
-            functions.backward(weights.state(0), residuals, grads, weights.grads)
-            names += ["", "B"]
-        marks.append(clock.mark())
-        at = [clock.seconds(m) for m in marks]
-        for name, start, end in zip(names, at, at[1:], strict=False):
-            spans.setdefault(name, []).append(end - start)
-    weights.discard_gradients()
-    median = {name: statistics.median(found[2:]) for name, found in spans.items()}
-    ingoing, rest = median.get("I", 0.0), median.get("W", 0.0)
-    return replace(
-        cost, forward_s=median["F"], backward_s=median.get("B", ingoing + rest),
-        input_grad_s=ingoing, weight_grad_s=rest,
-    )  # fmt: skip
-
-
-def _made_up(value: Value, device: torch.device) -> Tensor:
-    dtype = getattr(torch, value.dtype)
-    if dtype.is_floating_point:
-        return torch.randn(value.shape, device=device).mul_(0.1).to(dtype)
-    return torch.zeros(value.shape, dtype=dtype, device=device)
-
-
 def time_optimizer(weights: Weights, clock: Clock) -> float:
     """Seconds of one optimizer step. Parameters and state are put back; 0 if it already has state."""
     optimizer = weights.optimizer
@@ -128,7 +80,7 @@ def time_optimizer(weights: Weights, clock: Clock) -> float:
     kept = {name: p.detach().clone() for name, p in weights.params.items()}
     groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     took = []
-    for _ in range(3):
+    for _ in range(STEPS):
         for name in weights.grads.sums:
             weights.grads.total(name)
         start = clock.mark()
@@ -141,41 +93,49 @@ def time_optimizer(weights: Weights, clock: Clock) -> float:
         for name, p in weights.params.items():
             p.copy_(kept[name])
     weights.last_gradients = {}
-    return statistics.median(took)
+    return statistics.median(took[1:])  # the first one makes the state
 
 
 def measure_link(channel: PostedChannel, size: int, clock: Clock, device: torch.device) -> Link:
-    """Latency and bandwidth between ranks 0 and 1, from echoes of 8 bytes and of `size` bytes.
+    """The link between ranks 0 and 1, from echoes of 8 bytes and of `size` bytes.
 
     Every rank calls it; all get the same answer.
     """
     size = max(size // 4, 4096) * 4
-    times = {length: _echo(channel, length, clock, device) for length in (8, size)}
-    small, large = (float(t) for t in channel.broadcast_object((times[8], times[size])))
-    rate = (size - 8) / max(large - small, 1e-9)
-    return Link(bandwidth_bytes_per_s=rate, latency_s=small)
+    small, large = (_echo(channel, length, clock, device) for length in (8, size))
+    (one_way, sending), (one_way_large, sending_large) = channel.broadcast_object((small, large))
+    rate = (size - 8) / max(one_way_large - one_way, 1e-9)
+    return Link(
+        bandwidth_bytes_per_s=rate, latency_s=one_way, send_s=sending,
+        send_s_per_byte=max(0.0, sending_large - sending) / (size - 8),
+    )  # fmt: skip
 
 
-def _echo(channel: PostedChannel, size: int, clock: Clock, device: torch.device) -> float:
-    """Seconds one way, on rank 0."""
+def _echo(
+    channel: PostedChannel, size: int, clock: Clock, device: torch.device
+) -> tuple[float, float]:
+    """Seconds one way, and of that the sender's own; on rank 0."""
     if channel.ranks == 1:
-        return 1e-6
+        return 1e-6, 0.0
     value = Value(name="echo", shape=(size // 4,), dtype="float32")
     there = [Message(key=f"there{i}", source=0, target=1, values=(value,)) for i in range(REPEATS)]
     back = [Message(key=f"back{i}", source=1, target=0, values=(value,)) for i in range(REPEATS)]
     data = torch.zeros(value.shape, device=device)
     channel.begin(there if channel.rank == 1 else back if channel.rank == 0 else [])
-    took = []
+    took, sending = [], []
     for out, home in zip(there, back, strict=True):
+        fresh = data.clone()  # as a step sends what was just made
         start = clock.mark()
         if channel.rank == 0:
-            channel.send(out, [data])
+            channel.send(out, [fresh])
+            sent = clock.mark()
             channel.receive(home)
             channel.release(home)
+            took.append((clock.seconds(clock.mark()) - clock.seconds(start)) / 2)
+            sending.append(clock.seconds(sent) - clock.seconds(start))
         elif channel.rank == 1:
             channel.receive(out)
             channel.release(out)
-            channel.send(home, [data])
-        took.append((clock.seconds(clock.mark()) - clock.seconds(start)) / 2)
+            channel.send(home, [fresh])
     channel.end()
-    return statistics.median(took[1:])
+    return (statistics.median(took[1:]), statistics.median(sending[1:])) if took else (0.0, 0.0)

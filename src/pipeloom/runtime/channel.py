@@ -71,6 +71,14 @@ class Channel(Protocol):
     @property
     def ranks(self) -> int: ...
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of buffers: receives open, or received and not released; packed sends."""
+
+    @property
+    def sending_bytes(self) -> int:
+        """Bytes of the caller's tensors that unfinished sends keep alive."""
+
     def begin(self, incoming: Sequence[Message]) -> None:
         """Start a step: all messages this rank will get, per source in the order it sends them."""
 

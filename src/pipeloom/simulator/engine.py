@@ -30,10 +30,10 @@ def simulate(
     costs: for each stage, on the device of its rank (see `StageCost.slowed`).
     receive_ahead: receives that a rank keeps posted for each rank that sends to it, each with a buffer.
 
-    A send occupies its rank for `Link.occupied_s`, with no event. The message moves when it is sent, its receive is posted and the link
-    of that pair of ranks is free, and takes `Link.transfer_s`. Events: compute actions and STEP on stream
-    "compute"; each message on "send" of its sender; time that a rank waits for one, where there is any, and
-    REDUCE with its waits on "recv".
+    A send occupies its rank for `Link.occupied_s`, with no event. The message moves when it is sent, its
+    receive is posted and the link of that pair of ranks is free, and takes `Link.transfer_s`. Events: compute
+    actions and STEP on stream "compute"; each message on "send" of its sender; time that a rank waits for
+    one, where there is any, and REDUCE with its waits on "recv".
 
     Raises: PlanError if an argument does not fit the program; DeadlockError if the program blocks.
 
