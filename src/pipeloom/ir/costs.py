@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from .action import B, F, I, Kind, W
+from .action import Action, B, F, I, Kind, W
 from .errors import ConfigError
+from .operation import OPERATIONS
+from .schedule import Pair
 
 STATIC_KINDS = ("parameters", "gradients", "optimizer", "buffers")
 """Kinds of memory that a stage holds from the first action of a step to the last."""
@@ -23,6 +25,8 @@ class StageCost:
     transient_bytes: action kind (F, B, I, W, STEP, REDUCE) -> most scratch that lives only during the
         action, on top of all that is held before it and of the residuals and messages that it makes.
     tied_bytes: gradient bytes of each parameter that the stage shares with others, by name (REDUCE).
+    pair_s: kinds -> time of a pair whose first action is this stage's, such as {"F&B": 2.5}.  pair_factor:
+        of the sum of both times, where `pair_s` says nothing; below 1 they gain from running as one unit.
     """
 
     forward_s: float
@@ -36,6 +40,8 @@ class StageCost:
     static_bytes: Mapping[str, int] = field(default_factory=dict)
     transient_bytes: Mapping[str, int] = field(default_factory=dict)
     tied_bytes: Mapping[str, int] = field(default_factory=dict)
+    pair_s: Mapping[str, float] = field(default_factory=dict)
+    pair_factor: float = 1.0
 
     def __post_init__(self) -> None:
         if unknown := sorted(self.static_bytes.keys() - set(STATIC_KINDS)):
@@ -50,9 +56,9 @@ class StageCost:
                 )
 
     def _amounts(self) -> list[tuple[str, float]]:
-        names = ("forward_s", "backward_s", "input_grad_s", "weight_grad_s", "step_s")
+        names = ("forward_s", "backward_s", "input_grad_s", "weight_grad_s", "step_s", "pair_factor")
         plain = [(name, float(getattr(self, name))) for name in (*names, "residual_bytes", "carried_bytes")]
-        tables = ("other_s", "static_bytes", "transient_bytes", "tied_bytes")
+        tables = ("other_s", "static_bytes", "transient_bytes", "tied_bytes", "pair_s")
         return plain + [(f"{t}[{k}]", float(v)) for t in tables for k, v in getattr(self, t).items()]
 
     def seconds(self, kind: Kind) -> float:
@@ -76,7 +82,42 @@ class StageCost:
             forward_s=self.forward_s * factor, backward_s=self.backward_s * factor,
             input_grad_s=self.input_grad_s * factor, weight_grad_s=self.weight_grad_s * factor,
             step_s=self.step_s * factor, other_s={k: v * factor for k, v in self.other_s.items()},
+            pair_s={k: v * factor for k, v in self.pair_s.items()},
         )  # fmt: skip
+
+
+def action_seconds(costs: Sequence[StageCost], action: Action) -> float:
+    """How long an action takes by itself; a declared operation as long as declared, unless `other_s` says
+    otherwise."""
+    cost = costs[action.stage]
+    operation = OPERATIONS.get(action.kind)
+    if operation is not None and action.kind not in cost.other_s:
+        return operation.seconds_of(action.stage)
+    return cost.seconds(action.kind)
+
+
+def pair_seconds(costs: Sequence[StageCost], pair: Pair) -> float:
+    """How long a pair takes.
+
+    >>> cost = StageCost(forward_s=1.0, backward_s=2.0, input_grad_s=1.0, weight_grad_s=1.0, pair_factor=0.9)
+    >>> pair_seconds([cost], (Action(0, F, 1), Action(0, B, 0)))
+    2.7
+    """
+    first, second = pair
+    cost = costs[first.stage]
+    both = cost.pair_factor * (action_seconds(costs, first) + action_seconds(costs, second))
+    return cost.pair_s.get(f"{first.kind}&{second.kind}", both)
+
+
+def pair_shares(costs: Sequence[StageCost], pairs: Iterable[Pair]) -> dict[Action, float]:
+    """Each member of a pair -> its part of the pair's time, in proportion to what it takes by itself."""
+    shares: dict[Action, float] = {}
+    for pair in pairs:
+        whole = pair_seconds(costs, pair)
+        alone = [action_seconds(costs, action) for action in pair]
+        for action, own in zip(pair, alone, strict=True):
+            shares[action] = whole * own / sum(alone) if sum(alone) else whole / 2
+    return shares
 
 
 def equal_costs(

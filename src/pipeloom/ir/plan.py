@@ -12,7 +12,7 @@ from .errors import PlanError
 from .graph import OpGraph
 from .memory import MemoryPolicy, WeightPolicy
 from .replicas import replicate
-from .schedule import Schedule, parse_rows
+from .schedule import Schedule, parse_pairs, parse_rows
 from .stages import StageGraph, cut
 
 SCHEMA = 1
@@ -99,6 +99,7 @@ class Plan:
         return Schedule(
             name=self.schedule, microbatches=self.microbatches // self.replicas,
             placement=self.placement, rows=parse_rows(self.schedule_rows),
+            pairs=parse_pairs(self.schedule_rows),
         )  # fmt: skip
 
     def replicated(self, stages: StageGraph) -> StageGraph:

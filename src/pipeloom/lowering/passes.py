@@ -9,11 +9,12 @@ from ..ir.check import check, check_program
 from ..ir.schedule import Program, Schedule
 from ..ir.stages import StageGraph
 from .optimizer import add_optimizer
+from .pairs import join_pairs
 from .transfers import add_transfers
 
 Pass: TypeAlias = Callable[[Program, StageGraph], Program]
 
-PASSES: tuple[Pass, ...] = (add_transfers, add_optimizer)
+PASSES: tuple[Pass, ...] = (add_transfers, join_pairs, add_optimizer)
 
 
 def lower(schedule: Schedule, stages: StageGraph) -> Program:
@@ -31,7 +32,10 @@ def lower(schedule: Schedule, stages: StageGraph) -> Program:
     1RECV_F0<0 1F0 1B0 1SEND_B0>0 1STEP
     """
     check(schedule, stages)
-    program = Program(microbatches=schedule.microbatches, placement=schedule.placement, rows=schedule.rows)
+    program = Program(
+        microbatches=schedule.microbatches, placement=schedule.placement, rows=schedule.rows,
+        pairs=schedule.pairs,
+    )  # fmt: skip
     for make in PASSES:
         program = make(program, stages)
     check_program(program, stages)

@@ -1,0 +1,150 @@
+"""Rules for what a user adds to a schedule: pairs, and operations next to their anchors.
+
+A schedule with neither costs nothing here. `ir.check` runs these after its own rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from .action import Action, Kind
+from .board import Board, Process, Stuck, deadlock
+from .errors import ScheduleError
+from .flow import Flow
+from .milestones import gives, name_of, needs
+from .operation import ANCHORS, OPERATIONS, Operation
+from .schedule import Schedule
+
+
+def pairs(schedule: Schedule, flow: Flow) -> None:
+    """The two of a pair stand next to each other in one row, in that order, and neither needs the other."""
+    if not schedule.pairs:
+        return
+    place = {a: (rank, at) for rank, row in enumerate(schedule.rows) for at, a in enumerate(row)}
+    used: set[Action] = set()
+    for first, second in schedule.pairs:
+        text = f"{first}&{second}"
+        for action in (first, second):
+            if action not in place:
+                raise ScheduleError(f"no rank runs {action} of the pair {text}", hint=f"add {text} to a row")
+            if action in used:
+                raise ScheduleError(f"{action} is in two pairs", hint="pair each action once")
+            used.add(action)
+        rank, at = place[first]
+        if place[second] != (rank, at + 1):
+            raise ScheduleError(
+                f"rank {rank} does not run {second} right after {first}, though {text} is a pair",
+                hint=f"write {text} in the row of one rank",
+            )
+        if not set(gives(first)).isdisjoint(needs(second, flow)):
+            raise ScheduleError(
+                f"rank {rank} runs {text} as a pair, but {second} needs {first}",
+                hint="pair actions that do not need each other, such as F and B of different micro-batches",
+            )
+
+
+def anchors(schedule: Schedule, flow: Flow) -> None:
+    """An operation that a schedule has stands at every micro-batch that it is declared for, on the right
+    side of its anchor, and nowhere else."""
+    present = _operations(schedule)
+    if not present:
+        return
+    for rank, row in enumerate(schedule.rows):
+        place = {action: at for at, action in enumerate(row)}
+        own = {(action.stage, action.kind) for action in row}
+        for operation in present.values():
+            for anchor in row:
+                if anchor.kind == anchor_kind(operation, anchor.stage, own):
+                    _anchored(rank, place, operation, anchor)
+        for action in row:
+            if action.kind in present:
+                _wanted(rank, present[action.kind], action)
+
+
+def anchor_kind(operation: Operation, stage: int, own: set[tuple[int, Kind]]) -> Kind:
+    """The kind that an anchor stands for on a stage. own: what its rank runs, as (stage, kind)."""
+    first, *others = ANCHORS[operation.anchor]
+    return first if (stage, first) in own or not others else others[0]
+
+
+def _anchored(rank: int, place: Mapping[Action, int], operation: Operation, anchor: Action) -> None:
+    if not operation.runs(anchor.stage, rank, anchor.microbatch):
+        return
+    action = Action(anchor.stage, operation.kind, anchor.microbatch)
+    follows = operation.after is not None
+    if action not in place:
+        side = "after" if follows else "before"
+        raise ScheduleError(f"rank {rank} never runs {action}", hint=f"add it {side} {anchor}")
+    if (place[action] > place[anchor]) != follows:
+        found, where = ("before", "behind") if follows else ("after", "in front of")
+        raise ScheduleError(
+            f"rank {rank} runs {action} {found} {anchor}", hint=f"move {action} {where} {anchor}"
+        )
+
+
+def _wanted(rank: int, operation: Operation, action: Action) -> None:
+    if not operation.runs(action.stage, rank, action.microbatch):
+        raise ScheduleError(
+            f"rank {rank} runs {action}, but {operation.kind} is not declared for it",
+            hint="drop it, or change stages=, ranks= or every= of the operation",
+        )
+
+
+def meetings(schedule: Schedule, flow: Flow) -> None:
+    """Run all ranks: no pair, and no operation that meets others, waits for what can never happen."""
+    present = {k: o for k, o in _operations(schedule).items() if o.meets is not None}
+    if not present and not schedule.pairs:
+        return
+    second = dict(schedule.pairs)
+    board = Board()
+    at: dict[int, Action] = {}
+
+    def run(rank: int) -> Process:
+        for action in schedule.rows[rank]:
+            at[rank] = action
+            for member in (action, *((second[action],) if action in second else ())):
+                for need in needs(member, flow):
+                    yield from board.wait(need)
+            board.post(action)
+            for other in met(action, present):
+                yield from board.wait(other)
+            for made in gives(action):
+                board.post(made)
+
+    _refuse_strangers(schedule, present)
+    lacking = board.run([run(rank) for rank in range(schedule.ranks)])
+    if not lacking:
+        return
+    stuck = []
+    for rank, key in lacking.items():
+        assert isinstance(key, Action | tuple)
+        stage, lacks = (key.stage, str(key)) if isinstance(key, Action) else (key[0], name_of(key, schedule))
+        holder = schedule.placement[stage]
+        stuck.append(Stuck(rank=rank, at=str(at[rank]), needs=lacks, holder=holder))
+    raise deadlock(stuck)
+
+
+def met(action: Action, operations: Mapping[Kind, Operation]) -> Sequence[Action]:
+    """The actions that run together with an action, on whatever rank."""
+    operation = operations.get(action.kind)
+    if operation is None or operation.meets is None:
+        return ()
+    return [Action(s, action.kind, action.microbatch) for s in operation.meets(action.stage)]
+
+
+def _refuse_strangers(schedule: Schedule, present: Mapping[Kind, Operation]) -> None:
+    meeting = {action for row in schedule.rows for action in row if action.kind in present}
+    for action in sorted(meeting):
+        for other in met(action, present):
+            if other not in meeting or action not in met(other, present):
+                raise ScheduleError(
+                    f"{action} meets {other}, which no rank runs or which does not meet it",
+                    hint="let meets= name stages that have the operation, both ways",
+                )
+
+
+def _operations(schedule: Schedule) -> dict[Kind, Operation]:
+    if not OPERATIONS:
+        return {}
+    kinds = {action.kind for row in schedule.rows for action in row}
+    return {kind: OPERATIONS[kind] for kind in kinds if kind in OPERATIONS}
