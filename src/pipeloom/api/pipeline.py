@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -40,6 +41,7 @@ from ..tracer.sample import sample_batch
 from .evaluating import Evaluating
 from .forecast import Forecast
 from .options import Options, StepReport
+from .runnable import require_runnable, require_training
 from .variants import make_variant
 
 
@@ -64,8 +66,9 @@ class Pipeline:
     Under torchrun or `pipeloom train` the ranks are processes; `group` may name an existing process group
     or a DeviceMesh with a dimension "pp". A plan for one rank needs neither.
 
-    Raises: PlanError if the plan was made for another model or number of ranks; MemoryCapError if it
-        needs more memory than its caps allow; ConfigError if the process is not one of several ranks.
+    Raises: PlanError if the plan was made for another model or number of ranks; ScheduleError if the
+        runtime lacks what its schedule needs; MemoryCapError if it needs more memory than its caps allow;
+        ConfigError if the process is not one of several ranks.
     """
 
     def __init__(
@@ -74,6 +77,7 @@ class Pipeline:
     ) -> None:  # fmt: skip
         self.options = options or Options()
         plan = plan if isinstance(plan, Plan) else load_plan(plan)
+        require_runnable(plan.schedule)
         self.device = self._own_device()
         self.group: dist.ProcessGroup | None = None
         self.watch = self._join(plan, group, channel)
@@ -92,6 +96,7 @@ class Pipeline:
         if self.device.type == "cpu":
             keep_freed_memory()
         captured = capture(job, plan.microbatch_size, autocast=options.autocast)
+        _refuse_torn_updates(plan, captured)
         stages = plan.stage_graph(captured.graph)
         train = lower(plan.as_schedule, plan.replicated(stages))
         self.parts = _Parts(job=job, plan=plan, captured=captured, train=train)
@@ -179,6 +184,7 @@ class Pipeline:
         """
         start = time.perf_counter()
         with self._telling_others():
+            require_training(self.parts.plan)
             rounds = self._microbatches(batch, training=True)
             self.recorder.begin()
             losses = [
@@ -282,8 +288,15 @@ class Pipeline:
         )  # fmt: skip
 
     def measured(self) -> Timeline:
-        """The last step of all ranks. Every rank calls it."""
-        mine = (self.recorder.events(), self.recorder.curve(), self.ledger.at_peak)
+        """The last step of all ranks. Every rank calls it.
+
+        Times count from the start of the first rank where all share a machine and so a clock; otherwise
+        from each rank's own start.
+        """
+        starts = self.channel.all_gather_object((platform.node(), self.recorder.started_s))
+        one_machine = len({node for node, _ in starts}) == 1
+        late_s = self.recorder.started_s - min(at for _, at in starts) if one_machine else 0.0
+        mine = (self.recorder.events(late_s), self.recorder.curve(late_s), self.ledger.at_peak)
         seen = self.channel.all_gather_object(mine)
         return Timeline(
             source="measured", ranks=self.ranks, events=tuple(e for events, _, _ in seen for e in events),
@@ -340,6 +353,15 @@ class Pipeline:
 
     def _telling_others(self) -> _Telling:
         return _Telling(self.watch)
+
+
+def _refuse_torn_updates(plan: Plan, captured: Captured) -> None:
+    """Replicas of a stage would each update the buffers of its forward, and end with different ones."""
+    if plan.replicas > 1 and (names := sorted(captured.graph.together)):
+        raise PlanError(
+            f"schedule {plan.schedule} runs each stage on two ranks, but the forward updates {names[0]}",
+            hint="choose a schedule of one direction",
+        )
 
 
 class _Telling:

@@ -58,7 +58,8 @@ class Recorder:
         self.begin()
 
     def begin(self) -> None:
-        """Start a new step; times count from here."""
+        """Start a new step; times count from here. started_s: on the clock of this machine."""
+        self.started_s = time.perf_counter()
         self.zero = self.clock.mark()
         self.marks: list[tuple[str, str, object, object]] = []
         self.levels: list[tuple[object, int]] = []
@@ -77,16 +78,18 @@ class Recorder:
         """The rank holds `size` bytes from now on."""
         self.levels.append((self.clock.mark(), size))
 
-    def events(self) -> tuple[Event, ...]:
-        zero = self.clock.seconds(self.zero)
+    def events(self, late_s: float = 0.0) -> tuple[Event, ...]:
+        """late_s: how much later than the first rank this one began; times count from that rank's start."""
+        zero = self.clock.seconds(self.zero) - late_s
         at = self.clock.seconds
         return tuple(
             Event(rank=self.rank, stream=stream, action=action, start_s=at(a) - zero, end_s=at(b) - zero)
             for stream, action, a, b in self.marks
         )
 
-    def curve(self) -> MemoryCurve:
-        zero = self.clock.seconds(self.zero)
+    def curve(self, late_s: float = 0.0) -> MemoryCurve:
+        """late_s: as in `events`."""
+        zero = self.clock.seconds(self.zero) - late_s
         return MemoryCurve(
             rank=self.rank,
             times_s=tuple(max(0.0, self.clock.seconds(mark) - zero) for mark, _ in self.levels),
