@@ -143,6 +143,9 @@ def _refuse_strangers(schedule: Schedule, present: Mapping[Kind, Operation]) -> 
                 )
 
 
+RULES = (pairs, anchors, meetings)
+
+
 def _operations(schedule: Schedule) -> dict[Kind, Operation]:
     if not OPERATIONS:
         return {}

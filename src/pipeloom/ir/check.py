@@ -13,7 +13,9 @@ from .action import COMPUTE, Action, B, F, I, W
 from .board import Board, Process, Stuck, deadlock
 from .errors import ScheduleError
 from .flow import Flow, flow_of
-from .milestones import Milestone, gives, name_of, needs
+from .milestones import Milestone, name_of
+from .milestones import gives as gives
+from .milestones import needs as needs
 from .schedule import Program, Schedule
 from .stages import StageGraph
 
@@ -42,8 +44,9 @@ def check_program(program: Program, stages: StageGraph) -> None:
     compute = Schedule(
         name="program", microbatches=program.microbatches, placement=program.placement,
         rows=tuple(tuple(step for step in row if isinstance(step, Action)) for row in program.rows),
+        pairs=program.pairs,
     )  # fmt: skip
-    for rule in (placement, kinds, completeness, order_on_rank):
+    for rule in (placement, kinds, completeness, order_on_rank, *added_rules.RULES):
         rule(compute, flow)
     for program_rule in program_rules.RULES:
         program_rule(program, stages, flow)
@@ -178,6 +181,5 @@ def progress(schedule: Schedule, flow: Flow) -> None:
 
 
 RULES: tuple[Rule, ...] = (
-    placement, kinds, completeness, order_on_rank, slice_order, added_rules.pairs, added_rules.anchors,
-    progress, added_rules.meetings,
+    placement, kinds, completeness, order_on_rank, slice_order, progress, *added_rules.RULES,
 )  # fmt: skip

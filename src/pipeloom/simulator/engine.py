@@ -16,6 +16,7 @@ from ..ir.schedule import Program
 from ..ir.stages import StageGraph
 from ..ir.ties import Reduction, reductions
 from ..ir.timeline import Event, Timeline
+from .added import Added
 from .memory import Memory
 from .pipe import Pipe
 
@@ -74,6 +75,7 @@ class _Run:
         self.board = Board()
         self.events: list[Event] = []
         self.memory = Memory(program, stages, costs)
+        self.added = Added(program, costs)
         self.sums = reductions(stages, program.placement)
         self.at_sum: dict[tuple[str, int], float] = {}
         self.arrival: dict[Transfer, float] = {}
@@ -91,8 +93,12 @@ class _Run:
         clock = 0.0
         for step in self.program.rows[rank]:
             if isinstance(step, Action):
+                for other in self.added.meets(clock, step):
+                    self.board.post(step)
+                    yield from self.board.wait(other)
                 clock = self.compute(rank, clock, step)
             elif isinstance(step, StageAction):
+                clock = self.added.all_done(rank, clock)
                 if step.kind == REDUCE:
                     begin = clock
                     for reduction in self.sums[rank]:
@@ -115,11 +121,11 @@ class _Run:
                 clock = self.receive(rank, clock, step)
 
     def compute(self, rank: int, clock: float, action: Action) -> float:
-        end = clock + self.costs[action.stage].seconds(action.kind)
-        self.record(rank, "compute", action, clock, end)
-        self.memory.start(clock, action)
+        stream, start, end = self.added.place(rank, clock, action)
+        self.record(rank, stream, action, start, end)
+        self.memory.start(start, action)
         self.memory.end(end, action)
-        return end
+        return end if stream == "compute" else clock
 
     def optimize(self, rank: int, clock: float, step: StageAction) -> float:
         cost = self.costs[step.stage]

@@ -23,6 +23,7 @@ from ..ir.action import RECV_B, RECV_F, SEND_F, Action, B, F, I, StageAction, Tr
 from ..ir.costs import STATIC_KINDS, StageCost
 from ..ir.eviction import EVICT, FETCH, partner
 from ..ir.flow import flow_of
+from ..ir.operation import OPERATIONS
 from ..ir.schedule import Program
 from ..ir.stages import StageGraph
 from ..ir.timeline import MemoryCurve
@@ -79,6 +80,8 @@ class Memory:
             self._change(time, stage, _RESIDUALS, cost.residual_bytes)
         elif action.kind == EVICT:
             self._lend(time, stage, cost.residual_bytes)
+        elif action.kind in OPERATIONS:
+            self._change(time, stage, _RESIDUALS, OPERATIONS[action.kind].acquired(stage))
 
     def end(self, time: float, action: Action) -> None:
         """An action is over: its scratch goes, and what no later action needs."""
@@ -94,6 +97,8 @@ class Memory:
             self._change(time, stage, _RESIDUALS, -cost.residual_bytes)
         elif action.kind == FETCH:
             self._lend(time, stage, -cost.residual_bytes)
+        elif action.kind in OPERATIONS:
+            self._change(time, stage, _RESIDUALS, -OPERATIONS[action.kind].released(stage))
         if action.kind in (B, W):
             self._change(time, stage, _BOUNDARY, -self._inputs[stage] - self._gradients_in[stage])
         elif action.kind == F and not self._training:
