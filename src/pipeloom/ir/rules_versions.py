@@ -1,0 +1,235 @@
+"""The rule for weight versions: a micro-batch's forward and backward use the same one, and it is still kept.
+
+    flush   one version: all micro-batches use it, and the update comes after the last backward
+    stash   PipeDream: a forward uses the newest version its stage has made, its backward that copy again;
+            an update every `every` micro-batches (arXiv 1806.03377)
+    2bw     micro-batch k uses version max(k // every - 1, 0) on all stages, so that two are enough
+            (PipeDream-2BW, arXiv 2006.09503 section 3.1; k from 0)
+
+Version 0 is there at the start; version t + 1 of a stage is made as soon as it has the gradients of the
+micro-batches t * every to (t + 1) * every - 1, if it has made version t.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, TypeAlias
+
+from .action import Action, B, F, I, W
+from .errors import ScheduleError
+from .schedule import Schedule
+from .stages import StageGraph
+
+UpdatePolicy: TypeAlias = Literal["flush", "stash", "2bw"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Updates:
+    """When weights change, and how many versions of them are kept.
+
+    every: micro-batches per update; for `flush` all of the schedule, whatever stands here.
+    kept: versions that each stage keeps, the newest and those before it; None for as many as it needs, two
+        for `2bw`.
+    """
+
+    policy: UpdatePolicy = "flush"
+    every: int = 1
+    kept: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.policy not in ("flush", "stash", "2bw"):
+            raise ScheduleError(
+                f"weights are updated by policy {self.policy!r}", hint="use flush, stash or 2bw"
+            )
+        if self.every < 1 or (self.kept is not None and self.kept < 1):
+            raise ScheduleError(
+                f"an update every {self.every} micro-batches, with {self.kept} versions kept",
+                hint="both are at least 1",
+            )
+
+    @property
+    def limit(self) -> int | None:
+        """Versions that each stage keeps, None for no limit."""
+        return 2 if self.kept is None and self.policy == "2bw" else self.kept
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageVersions:
+    """What one stage does with its weights.
+
+    used: micro-batch -> the version that its forward and backward use.  needed: most versions that are kept
+    at once.  staleness: per update, by how many updates the oldest gradient in it is late: version t + 1 is
+    made from gradients at version t - staleness.
+    """
+
+    stage: int
+    rank: int
+    used: tuple[int, ...]
+    needed: int
+    staleness: tuple[int, ...]
+
+
+def versions(schedule: Schedule, updates: Updates) -> tuple[StageVersions, ...]:
+    """Follow the weights of every stage along its row; `schedule` is complete and in order (see `check`).
+
+    Raises: ScheduleError by the rule `weight_versions`.
+
+    >>> from pipeloom.ir.schedule import parse_rows
+    >>> rows = parse_rows(("0F0 0F1 0B0 0F2 0B1 0B2", "1F0 1B0 1F1 1B1 1F2 1B2"))
+    >>> made = Schedule(name="", microbatches=3, placement=(0, 1), rows=rows)
+    >>> for stage in versions(made, Updates(policy="stash")):
+    ...     print(stage.used, stage.needed, stage.staleness)
+    (0, 0, 1) 2 (0, 1, 1)
+    (0, 1, 2) 1 (0, 0, 0)
+    """
+    count = schedule.microbatches // schedule.slices
+    every = count if updates.policy == "flush" else updates.every
+    if count % every:
+        raise ScheduleError(
+            f"{count} micro-batches make no whole number of updates of {every}",
+            hint=f"use a multiple of {every}, or another number of micro-batches per update",
+        )
+    found: dict[int, _Weights] = {}
+    for rank, row in enumerate(schedule.rows):
+        for action in row:
+            stage = action.stage
+            if stage not in found:
+                found[stage] = _Weights(schedule, rank, stage, replace(updates, every=every))
+            found[stage].run(action)
+    return tuple(found[stage].result() for stage in sorted(found))
+
+
+def weight_versions(schedule: Schedule, stages: StageGraph, updates: Updates) -> None:
+    """Forward and backward of every micro-batch find the same version, and no stage keeps too many.
+
+    Raises: ScheduleError that names rank, action and versions. Tied parameters that are updated at different
+    times on different stages are refused too.
+    """
+    found = versions(schedule, updates)
+    if updates.policy != "stash":
+        return  # all stages use the same version for the same micro-batch
+    for name, readers in stages.tied.items():
+        first, *others = (found[stage] for stage in readers)
+        for other in others:
+            for microbatch, pair in enumerate(zip(first.used, other.used, strict=True)):
+                if pair[0] != pair[1]:
+                    raise ScheduleError(
+                        f"ranks {first.rank} and {other.rank} share {name}, but {first.stage}F{microbatch} "
+                        f"uses version {pair[0]} and {other.stage}F{microbatch} version {pair[1]}",
+                        hint="use policy 2bw or flush, where all stages use the same version",
+                    )
+
+
+@dataclass
+class _Weights:
+    """The versions of one stage's weights along a row. Micro-batches are whole ones, not slices."""
+
+    schedule: Schedule
+    rank: int
+    stage: int
+    updates: Updates
+    newest: int = 0
+    needed: int = 1
+    used: dict[int, int] = field(default_factory=dict)
+    left: dict[int, int] = field(default_factory=dict)
+    """Micro-batch -> slices whose gradients are not made yet."""
+    group: dict[int, int] = field(default_factory=dict)
+    """Update -> micro-batches of it that are done."""
+    staleness: list[int] = field(default_factory=list)
+    oldest: int = 0
+    """No micro-batch that still runs uses a version below it."""
+
+    def run(self, action: Action) -> None:
+        if action.kind not in (F, B, I, W):
+            return
+        microbatch = action.microbatch // self.schedule.slices
+        if action.kind == F and microbatch not in self.used:
+            self.used[microbatch] = self._version(action, microbatch)
+            self.left[microbatch] = self.schedule.slices
+            self._count()
+        self._refuse_lost(action, microbatch)
+        if action.kind in (B, W):
+            self.left[microbatch] -= 1
+            if not self.left[microbatch]:
+                del self.left[microbatch]
+                self._done(microbatch)
+                self._count()
+
+    def _version(self, action: Action, microbatch: int) -> int:
+        if self.updates.policy != "2bw":
+            return self.newest
+        version = max(microbatch // self.updates.every - 1, 0)
+        if version > self.newest:
+            raise ScheduleError(
+                f"rank {self.rank} runs {action} with weight version {version}, but the newest there is "
+                f"{self.newest}: version {version} needs {self._late(version)}, which comes later",
+                hint=self._larger(action),
+            )
+        return version
+
+    def _late(self, version: int) -> str:
+        """The first backward that an unmade version lacks."""
+        first = self.newest * self.updates.every
+        group = range(first, version * self.updates.every)
+        lacking = next(m for m in group if m in self.left or m not in self.used)
+        last = lacking * self.schedule.slices
+        whole = Action(self.stage, B, last)
+        return str(whole if whole in self.schedule.rows[self.rank] else Action(self.stage, W, last))
+
+    def _larger(self, action: Action) -> str:
+        """How many micro-batches per update are enough for the row of this rank."""
+        count = self.schedule.microbatches // self.schedule.slices
+        for every in range(self.updates.every + 1, count + 1):
+            trial = _Weights(self.schedule, self.rank, self.stage, replace(self.updates, every=every))
+            try:
+                for other in self.schedule.rows[self.rank]:
+                    if other.stage == self.stage:
+                        trial.run(other)
+            except ScheduleError:
+                continue
+            return f"update every {every} micro-batches or more, or run fewer forwards ahead on this rank"
+        return f"run fewer forwards ahead of the backwards on rank {self.rank}"
+
+    def _refuse_lost(self, action: Action, microbatch: int) -> None:
+        limit, version = self.updates.limit, self.used[microbatch]
+        if limit is None or version > self.newest - limit:
+            return
+        need = self.newest - version + 1
+        why = "" if action.kind == F else ", that of its forward"
+        raise ScheduleError(
+            f"rank {self.rank} runs {action} with weight version {version}{why}, but keeps only {limit}: the "
+            f"newest is {self.newest}",
+            hint=f"keep {need} versions of stage {self.stage}, update less often, or run {action} earlier",
+        )
+
+    def _done(self, microbatch: int) -> None:
+        update = microbatch // self.updates.every
+        self.group[update] = self.group.get(update, 0) + 1
+        while self.group.get(self.newest) == self.updates.every:
+            del self.group[self.newest]
+            first = self.newest * self.updates.every
+            made = range(first, first + self.updates.every)
+            self.staleness.append(self.newest - min(self.used[m] for m in made))
+            self.newest += 1
+
+    def _count(self) -> None:
+        """Versions from the oldest that a micro-batch in flight uses, or a next one will, to the newest."""
+        ahead = [self.newest]
+        if self.updates.policy == "2bw":
+            coming = len(self.used) // self.updates.every - 1
+            ahead = [max(min(coming, self.newest), 0)]
+        lowest = min((self.used[m] for m in self.left), default=ahead[0])
+        self.needed = max(self.needed, self.newest - min(lowest, ahead[0]) + 1)
+
+    def result(self) -> StageVersions:
+        used = tuple(self.used[m] for m in sorted(self.used))
+        return StageVersions(
+            stage=self.stage, rank=self.rank, used=used, needed=self.needed, staleness=tuple(self.staleness)
+        )
+
+
+def by_rank(found: Sequence[StageVersions]) -> tuple[int, ...]:
+    """Most versions that a stage of each rank keeps."""
+    ranks = 1 + max(stage.rank for stage in found)
+    return tuple(max((s.needed for s in found if s.rank == rank), default=0) for rank in range(ranks))
