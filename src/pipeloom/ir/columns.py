@@ -1,0 +1,216 @@
+"""Columns: the rows of a schedule or a program as arrays, one entry per action, rank after rank.
+
+All passes work on columns; actions as objects are made from them only where somebody looks at one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Generic, TypeAlias, TypeVar, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .action import (
+    OFFLOAD,
+    RECOMPUTE,
+    RECV_B,
+    RECV_F,
+    REDUCE,
+    RELOAD,
+    SEND_B,
+    SEND_F,
+    STEP,
+    Action,
+    B,
+    F,
+    I,
+    Instruction,
+    Kind,
+    StageAction,
+    Transfer,
+    W,
+)
+
+KINDS = (F, B, I, W, SEND_F, RECV_F, SEND_B, RECV_B, REDUCE, STEP, OFFLOAD, RELOAD, RECOMPUTE)
+"""The built-in kinds; the code of a kind is its index. Others follow, in `Columns.kinds`."""
+
+CODE = {kind: code for code, kind in enumerate(KINDS)}
+F_, B_, I_, W_ = (CODE[kind] for kind in (F, B, I, W))
+SEND_F_, RECV_F_, SEND_B_, RECV_B_ = (CODE[kind] for kind in (SEND_F, RECV_F, SEND_B, RECV_B))
+REDUCE_, STEP_ = CODE[REDUCE], CODE[STEP]
+
+Codes: TypeAlias = NDArray[np.int16]
+Ints: TypeAlias = NDArray[np.int32]
+Longs: TypeAlias = NDArray[np.int64]
+Bools: TypeAlias = NDArray[np.bool_]
+
+_MOST = 2**31 - 1
+_ROLE = {Action: 0, Transfer: 1, StageAction: 2}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Columns:
+    """One entry per action; those of rank r are entries `offsets[r]` up to `offsets[r + 1]`.
+
+    kind: index into `kinds`.  microbatch: -1 for REDUCE and STEP.  peer: stage at the other end of a
+    transfer, -1 for anything else.
+    """
+
+    kind: Codes
+    stage: Ints
+    microbatch: Ints
+    peer: Ints
+    offsets: Longs
+    kinds: tuple[Kind, ...] = KINDS
+
+    @property
+    def ranks(self) -> int:
+        return len(self.offsets) - 1
+
+    def __len__(self) -> int:
+        return len(self.kind)
+
+    @cached_property
+    def is_transfer(self) -> Bools:
+        return (self.kind >= SEND_F_) & (self.kind <= RECV_B_)
+
+    @cached_property
+    def is_compute(self) -> Bools:
+        """Neither a transfer nor REDUCE nor STEP."""
+        return (self.kind < SEND_F_) | (self.kind > STEP_)
+
+    @cached_property
+    def trains(self) -> bool:
+        return bool(((self.kind >= B_) & (self.kind <= W_)).any())
+
+    def rank_of(self, entry: int) -> int:
+        return int(np.searchsorted(self.offsets, entry, side="right")) - 1
+
+    def at(self, entry: int) -> Instruction:
+        """One entry as an object."""
+        return next(self._objects(entry, entry + 1))
+
+    def row(self, rank: int) -> tuple[Instruction, ...]:
+        return tuple(self._objects(int(self.offsets[rank]), int(self.offsets[rank + 1])))
+
+    def _objects(self, low: int, high: int) -> Iterator[Instruction]:
+        columns = (self.kind, self.stage, self.microbatch, self.peer)
+        for code, stage, microbatch, peer in zip(*(c[low:high].tolist() for c in columns), strict=True):
+            kind = self.kinds[code]
+            if SEND_F_ <= code <= RECV_B_:
+                yield Transfer(stage, kind, microbatch, peer)
+            elif code in (REDUCE_, STEP_):
+                yield StageAction(stage, kind)
+            else:
+                yield Action(stage, kind, microbatch)
+
+    def where(self, keep: Bools) -> Columns:
+        """Only the entries that `keep` is true for."""
+        before = np.concatenate(([0], np.cumsum(keep, dtype=np.int64)))
+        return Columns(
+            kind=self.kind[keep], stage=self.stage[keep], microbatch=self.microbatch[keep],
+            peer=self.peer[keep], offsets=before[self.offsets], kinds=self.kinds,
+        )  # fmt: skip
+
+    def same(self, other: Columns) -> bool:
+        """Whether both say the same."""
+        if not np.array_equal(self.offsets, other.offsets):
+            return False
+        names = ("kind", "stage", "microbatch", "peer")
+        if self.kinds == other.kinds:
+            return all(np.array_equal(getattr(self, n), getattr(other, n)) for n in names)
+        return all(self.row(rank) == other.row(rank) for rank in range(self.ranks))
+
+
+def compute_columns(
+    kind: NDArray[Any], stage: NDArray[Any], microbatch: NDArray[Any], offsets: NDArray[Any]
+) -> Columns:
+    """Columns of compute actions of built-in kinds."""
+    return Columns(
+        kind=kind.astype(np.int16, copy=False), stage=stage.astype(np.int32, copy=False),
+        microbatch=microbatch.astype(np.int32, copy=False), peer=np.full(len(kind), -1, np.int32),
+        offsets=offsets.astype(np.int64, copy=False),
+    )  # fmt: skip
+
+
+def columns_of(rows: Iterable[Iterable[Instruction]]) -> Columns:
+    """The columns of rows of objects.
+
+    A number that no column holds becomes the nearest one that it does: the checks refuse either.
+    """
+    if isinstance(rows, Rows):
+        return rows.columns
+    kinds, codes = list(KINDS), {(_role(kind), kind): code for kind, code in CODE.items()}
+    table: list[tuple[int, int, int, int]] = []
+    offsets = [0]
+    for row in rows:
+        for step in row:
+            key = (_ROLE[type(step)], step.kind)
+            if key not in codes:
+                codes[key] = len(kinds)
+                kinds.append(step.kind)
+            microbatch = -1 if isinstance(step, StageAction) else step.microbatch
+            peer = step.peer if isinstance(step, Transfer) else -1
+            table.append((codes[key], _held(step.stage), _held(microbatch), _held(peer)))
+        offsets.append(len(table))
+    kind, stage, microbatches, peers = np.array(table, np.int64).reshape(-1, 4).T
+    return Columns(
+        kind=kind.astype(np.int16), stage=stage.astype(np.int32), microbatch=microbatches.astype(np.int32),
+        peer=peers.astype(np.int32), offsets=np.array(offsets, np.int64), kinds=tuple(kinds),
+    )  # fmt: skip
+
+
+def _role(kind: Kind) -> int:
+    code = CODE[kind]
+    return 1 if SEND_F_ <= code <= RECV_B_ else 2 if code in (REDUCE_, STEP_) else 0
+
+
+def _held(number: int) -> int:
+    return max(-_MOST, min(number, _MOST))
+
+
+T_co = TypeVar("T_co", bound=Instruction, covariant=True)
+
+
+class Rows(Sequence[tuple[T_co, ...]], Generic[T_co]):
+    """Columns that look like a tuple of tuples of actions; each row is made when it is first asked for.
+
+    >>> rows = Rows(columns_of([[Action(0, F, 0), Action(0, B, 0)]]))
+    >>> rows == ((Action(0, F, 0), Action(0, B, 0)),)
+    True
+    """
+
+    def __init__(self, columns: Columns) -> None:
+        self.columns = columns
+        self._made: dict[int, tuple[Any, ...]] = {}
+
+    def __len__(self) -> int:
+        return self.columns.ranks
+
+    @overload
+    def __getitem__(self, rank: int) -> tuple[T_co, ...]: ...
+    @overload
+    def __getitem__(self, rank: slice) -> tuple[tuple[T_co, ...], ...]: ...
+    def __getitem__(self, rank: int | slice) -> Any:
+        if isinstance(rank, slice):
+            return tuple(self[r] for r in range(*rank.indices(len(self))))
+        if not -len(self) <= rank < len(self):
+            raise IndexError(rank)
+        rank %= len(self)
+        if rank not in self._made:
+            self._made[rank] = self.columns.row(rank)
+        return self._made[rank]
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Rows):
+            return self.columns is other.columns or self.columns.same(other.columns)
+        return tuple(self) == other if isinstance(other, tuple) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __repr__(self) -> str:
+        return repr(tuple(self)) if len(self.columns) <= 1000 else f"<{len(self.columns)} actions>"

@@ -1,0 +1,63 @@
+"""Kernels: loops over columns, compiled where there is enough to do.
+
+A kernel is an ordinary Python function over numpy arrays and numbers. Called with small arrays it runs as it
+is, so that small schedules never wait for a compiler; with large ones it runs compiled by numba. The machine
+code is kept beside the source, or in the user's cache folder, or for this process only where neither can be
+written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any, Generic, ParamSpec, TypeVar
+
+import numpy as np
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+COMPILED_FROM = 20_000
+"""Elements of the largest array from which a kernel runs compiled: loading numba takes as long as that."""
+
+
+class Kernel(Generic[P, R]):
+    """A function that runs compiled for large arrays. Kernels called by it are compiled into it.
+
+    >>> @kernel
+    ... def total(values):
+    ...     found = 0
+    ...     for value in values:
+    ...         found += value
+    ...     return found
+    >>> int(total(np.arange(5)))
+    10
+    """
+
+    def __init__(self, function: Callable[P, R]) -> None:
+        self.plain = function
+        self.__doc__ = function.__doc__
+        self.__wrapped__ = function
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        largest = max((a.size for a in args if isinstance(a, np.ndarray)), default=0)
+        if largest < COMPILED_FROM:
+            return self.plain(*args, **kwargs)
+        return self.compiled(*args, **kwargs)
+
+    @cached_property
+    def compiled(self) -> Callable[P, R]:
+        """The machine code, made or loaded on first use."""
+        import numba
+
+        function: Any = self.plain
+        try:
+            made = numba.njit(cache=True, nogil=True)(function)
+        except RuntimeError:  # no folder for the cache can be written
+            made = numba.njit(nogil=True)(function)
+        return made  # type: ignore[no-any-return]
+
+
+def kernel(function: Callable[P, R]) -> Kernel[P, R]:
+    """Make a kernel of a function. It may use only numbers, arrays, tuples of them, and loops."""
+    return Kernel(function)

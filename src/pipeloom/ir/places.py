@@ -1,0 +1,44 @@
+"""Places: where in its columns each stage runs each kind on each micro-batch."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .columns import B_, I_, Columns, Ints
+
+NOWHERE = -1
+
+
+class Places:
+    """Tables of shape (stages, micro-batches), one per kind, of entries of the columns; -1 for what is missing.
+
+    Stages and micro-batches of all compute actions must be in range. Of something that stands twice the
+    last entry is kept.
+
+    >>> from .columns import F_, columns_of
+    >>> from .schedule import parse_rows
+    >>> columns = columns_of(parse_rows(("0F1 0F0",)))
+    >>> Places(columns, stages=1, microbatches=3).of(F_).tolist()
+    [[1, 0, -1]]
+    """
+
+    def __init__(self, columns: Columns, *, stages: int, microbatches: int) -> None:
+        self._columns = columns
+        self._shape = (stages, microbatches)
+        self._found: dict[int, Ints] = {}
+        self.counted: dict[int, int] = {}
+
+    def of(self, code: int) -> Ints:
+        """The table of one kind. `counted[code]` then says how many such entries there are."""
+        if code not in self._found:
+            entries = np.flatnonzero(self._columns.kind == code)
+            table = np.full(self._shape, NOWHERE, np.int32)
+            table[self._columns.stage[entries], self._columns.microbatch[entries]] = entries
+            self._found[code] = table
+            self.counted[code] = len(entries)
+        return self._found[code]
+
+    def gradients(self) -> Ints:
+        """The entries that make gradients: B, or I."""
+        whole = self.of(B_)
+        return np.where(whole >= 0, whole, self.of(I_))

@@ -1,0 +1,88 @@
+"""Walk: all ranks go through their columns until each ends or waits for an entry that is never reached."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from .board import Stuck, deadlock
+from .columns import REDUCE_, Columns, Ints, Longs
+from .kernels import kernel
+
+_FREE, _DONE = -1, -2
+
+
+def prove_progress(columns: Columns, first_need: Ints, needs: Ints) -> None:
+    """Walk all ranks, each entry only after the entries that it needs.
+
+    first_need: entry e needs `needs[first_need[e] : first_need[e + 1]]`, on whatever rank. A need of REDUCE is
+        the entry in front of another REDUCE: they meet where both ranks have come to them.
+    Raises: DeadlockError with the circle of those that wait for each other.
+    """
+    at, lacking = _walk(columns.offsets, first_need, needs)
+    stuck = np.flatnonzero(lacking >= 0).tolist()
+    if stuck:
+        raise deadlock([_stuck(columns, rank, int(at[rank]), int(lacking[rank])) for rank in stuck])
+
+
+def _stuck(columns: Columns, rank: int, at: int, need: int) -> Stuck:
+    shown = need + 1 if columns.kind[at] == REDUCE_ else need
+    holder = columns.rank_of(need)
+    return Stuck(rank=rank, at=str(columns.at(at)), needs=str(columns.at(shown)), holder=holder)
+
+
+def starts_of(counts: Sequence[int] | Ints) -> Ints:
+    """Where the part of each begins, if they have so many each; and the end of the last.
+
+    >>> starts_of([2, 0, 1]).tolist()
+    [0, 2, 2, 3]
+    """
+    starts = np.zeros(len(counts) + 1, np.int32)
+    np.cumsum(counts, out=starts[1:])
+    return starts
+
+
+@kernel
+def _walk(offsets: Longs, first_need: Ints, needs: Ints) -> tuple[Longs, Longs]:
+    """Where each rank stands at last, and the entry that it lacks there, or -1 at its end.
+
+    A rank that lacks an entry waits in a list at that entry, so each entry is handled once.
+    """
+    ranks = len(offsets) - 1
+    state = np.full(offsets[ranks], _FREE, np.int32)  # or _DONE, or the first rank in the list of waiters
+    behind = np.full(ranks, _FREE, np.int32)
+    at = offsets[:ranks].copy()
+    next_need = np.full(ranks, -1, np.int64)
+    lacking = np.full(ranks, -1, np.int64)
+    queue = np.arange(ranks)
+    head, waiting = 0, ranks
+    while waiting:
+        rank = queue[head]
+        head = head + 1 if head + 1 < ranks else 0
+        waiting -= 1
+        lacking[rank] = -1
+        entry, end = at[rank], offsets[rank + 1]
+        need = next_need[rank]
+        while entry < end:
+            if need < 0:
+                need = first_need[entry]
+            while need < first_need[entry + 1] and state[needs[need]] == _DONE:
+                need += 1
+            if need < first_need[entry + 1]:
+                lacking[rank] = needs[need]
+                behind[rank] = state[needs[need]]
+                state[needs[need]] = rank
+                break
+            waiter = state[entry]
+            state[entry] = _DONE
+            while waiter >= 0:
+                tail = head + waiting
+                queue[tail if tail < ranks else tail - ranks] = waiter
+                waiting += 1
+                waiter = behind[waiter]
+            need = -1
+            entry += 1
+        at[rank] = entry
+        next_need[rank] = need
+    return at, lacking
