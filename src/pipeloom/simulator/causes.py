@@ -1,0 +1,264 @@
+"""Causes: for everything in a timeline, what it waited for last.
+
+A timeline says when things happened, a program in which order and who sends what to whom. Together they
+tell why an action did not begin earlier, whoever made the timeline: its rank was busy, a message was not
+there, a copy or a sum over ranks was not done.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
+
+from ..ir.action import REDUCE, STEP, Action, Transfer, parse_instruction
+from ..ir.added_rules import met
+from ..ir.explanation import PathStep
+from ..ir.flow import flow_of
+from ..ir.milestones import gives, needs
+from ..ir.operation import OPERATIONS
+from ..ir.schedule import Program
+from ..ir.stages import StageGraph
+from ..ir.ties import reductions
+from ..ir.timeline import Event, Timeline
+
+Key: TypeAlias = tuple[str, int]
+"""(an instruction's text, how often it came before): a step may run a program several times."""
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """Something that took time: an action, a message on its way, a sum over ranks, a copy.
+
+    place: which of its rank's compute actions it is; of a message, the place of the action that waits.
+    """
+
+    kind: Literal["compute", "transfer", "reduce", "copy"]
+    rank: int
+    action: str
+    turn: int
+    start_s: float
+    end_s: float
+    place: int
+    to_rank: int = -1
+
+
+class _Ends:
+    """Items of one rank, to be found by their end."""
+
+    def __init__(self, items: list[Item]) -> None:
+        self._items = sorted(items, key=lambda i: i.end_s)
+        self._ends = [i.end_s for i in self._items]
+
+    def until(self, at_s: float, *, most: int | None = None) -> Item | None:
+        """The last one that took time and ended by `at_s`; `most`: of the first so many."""
+        place = bisect_right(self._ends, at_s, hi=most)
+        while place:
+            place -= 1
+            if self._items[place].end_s > self._items[place].start_s:
+                return self._items[place]
+        return None
+
+
+class Causes:
+    """Looks up what an item waited for. Takes time linear in timeline and program to make."""
+
+    def __init__(self, program: Program, timeline: Timeline, stages: StageGraph) -> None:
+        self._flow = flow_of(stages)
+        self._read_program(program, stages)
+        self._read_timeline(timeline)
+
+    def _read_program(self, program: Program, stages: StageGraph) -> None:
+        self._actions: dict[str, Action] = {}
+        self._receives: dict[str, list[Transfer]] = defaultdict(list)
+        self._user: dict[str, str] = {}
+        self._maker: dict[str, str] = {}
+        self._before: dict[str, Transfer] = {}
+        """Message -> the one that its link carries before it."""
+        for row in program.rows:
+            newest, waiting = "", list[Transfer]()
+            for step in row:
+                if isinstance(step, Transfer):
+                    if step.sends:
+                        self._maker[str(step)] = newest
+                    else:
+                        waiting.append(step.other_end)
+                    continue
+                if isinstance(step, Action):
+                    newest = str(step)
+                    self._actions[newest] = step
+                self._receives[str(step)] += waiting
+                self._user.update((str(message), str(step)) for message in waiting)
+                waiting = []
+        for sends in program.messages.values():
+            for one, following in zip(sends, sends[1:], strict=False):
+                assert isinstance(one, Transfer)
+                self._before[str(following)] = one
+        self._placement = program.placement
+        self._partners = [
+            sorted({rank for reduction in row for rank in reduction.ranks})
+            for row in reductions(stages, program.placement)
+        ]
+
+    def _read_timeline(self, timeline: Timeline) -> None:
+        events = sorted(timeline.events, key=lambda e: (e.start_s, e.end_s))
+        ranks = range(timeline.ranks)
+        self.rows: list[list[Item]] = [[] for _ in ranks]
+        self._made: dict[Key, Item] = {}
+        self._moved: dict[Key, Event] = {}
+        self._waited: dict[Key, Event] = {}
+        self._sums: list[list[Event]] = [[] for _ in ranks]
+        copies: list[list[Event]] = [[] for _ in ranks]
+        turns: Counter[tuple[str, int, str]] = Counter()
+        for e in events:
+            turn = turns[e.stream, e.rank, e.action]
+            turns[e.stream, e.rank, e.action] += 1
+            if e.stream == "compute":
+                row = self.rows[e.rank]
+                row.append(Item("compute", e.rank, e.action, turn, e.start_s, e.end_s, len(row)))
+                self._made[e.action, turn] = row[-1]
+            elif e.stream == "send" and "SEND" in e.action:
+                self._moved[e.action, turn] = e
+            elif e.stream in ("send", "host"):
+                copies[e.rank].append(e)
+            elif "RECV" in e.action:
+                self._waited[e.action, turn] = e
+            elif e.action != "END":
+                self._sums[e.rank].append(e)
+        self._computed = [_Ends(row) for row in self.rows]
+        self._copied = [
+            _Ends([Item("copy", e.rank, e.action, 0, e.start_s, e.end_s, 0) for e in row]) for row in copies
+        ]
+        self._arrived = [_Ends(row) for row in self._arrivals(timeline.ranks)]
+        self.busy_s = [sum(i.end_s - i.start_s for i in row) for row in self.rows]
+
+    def _arrivals(self, ranks: int) -> list[list[Item]]:
+        found: list[list[Item]] = [[] for _ in range(ranks)]
+        for text, turn in self._moved:
+            user = self._made.get((self._user.get(text, ""), turn))
+            step = parse_instruction(text) if user else None
+            if user and isinstance(step, Transfer) and (item := self.message(step, user)):
+                found[user.rank].append(item)
+        return found
+
+    def before(self, item: Item) -> Item | None:
+        """The compute action before this one on its rank."""
+        return self.rows[item.rank][item.place - 1] if item.place else None
+
+    def cause(self, item: Item) -> Item | None:
+        """What ended last of all that an item waited for; None if it waited for nothing.
+
+        Where an action's rank became free just as its message came, the rank is the cause.
+        """
+        if item.kind == "compute":
+            found = list(self._needs(item))
+        elif item.kind == "transfer":
+            found = list(self._held_up(item))
+        elif item.kind == "reduce":
+            found = [i for rank in self._peers(item) if (i := self._computed[rank].until(item.start_s))]
+        else:
+            found = [i for i in (self._computed[item.rank].until(item.start_s),) if i]
+        return max(found, key=lambda i: i.end_s, default=None)
+
+    def _needs(self, item: Item) -> Iterator[Item]:
+        previous = self.before(item)
+        if previous is not None:
+            yield previous
+        for message in self._receives.get(item.action, ()):
+            if moved := self.message(message, item):
+                yield moved
+        if item.action.endswith(STEP):
+            yield from self._reduction(item)
+        if (action := self._actions.get(item.action)) is not None:
+            for other in met(action, OPERATIONS):
+                if (partner := self._made.get((str(other), item.turn))) and (last := self.before(partner)):
+                    yield last
+        if copy := self._copied[item.rank].until(item.start_s):
+            yield copy
+
+    def message(self, message: Transfer, user: Item) -> Item | None:
+        """A message on its way to the action `user`; None if the timeline does not have it.
+
+        A run notes when its receiver waited for it, but not when it moved: it is then taken to be on its
+        way from the end of the action that made it, or from when the receiver began to wait if that was
+        later, as it may have lain there before.
+        """
+        text, turn = str(message), user.turn
+        made = self._made.get((self._maker.get(text, ""), turn))
+        if made is None:
+            return None
+        start_s = end_s = made.end_s
+        if (moved := self._moved.get((text, turn))) is not None:
+            start_s, end_s = moved.start_s, moved.end_s
+        elif (waited := self._waited.get((str(message.other_end), turn))) is not None:
+            end_s = waited.end_s
+            start_s = min(max(made.end_s, waited.start_s), end_s)
+        return Item("transfer", made.rank, text, turn, start_s, end_s, user.place, user.rank)
+
+    def maker(self, message: Item) -> Item:
+        """The action that made a message."""
+        return self._made[self._maker[message.action], message.turn]
+
+    def _held_up(self, message: Item) -> Iterator[Item]:
+        maker = self.maker(message)
+        yield maker
+        latest_s = maker.end_s
+        moved = (message.action, message.turn) in self._moved
+        before = self._before.get(message.action)
+        if moved and before is not None and (user := self._made.get((self._user[str(before)], message.turn))):
+            if earlier := self.message(before, user):
+                yield earlier
+                latest_s = max(latest_s, earlier.end_s)
+        if latest_s < message.start_s:
+            # Its receive was posted late, or it lay there until its rank came for it.
+            if done := self._computed[message.to_rank].until(message.start_s, most=message.place):
+                yield done
+            if moved and (other := self._arrived[message.to_rank].until(message.start_s)):
+                yield other
+
+    def _reduction(self, item: Item) -> Iterator[Item]:
+        """The sum over ranks before a STEP: from when the last of its ranks came to it."""
+        previous = self.before(item)
+        begin_s = previous.end_s if previous else 0.0
+        for e in reversed(self._sums[item.rank]):
+            if begin_s <= e.start_s and e.end_s <= item.start_s:
+                sum_up = Item("reduce", item.rank, e.action, 0, e.start_s, e.end_s, item.place)
+                came = [i.end_s for r in self._peers(sum_up) if (i := self._computed[r].until(e.end_s))]
+                yield replace(sum_up, start_s=min(max(came, default=e.start_s), e.end_s))
+                return
+
+    def _peers(self, sum_up: Item) -> Sequence[int]:
+        """The ranks of a REDUCE; all of them for any other sum, such as that of the gradients' norm."""
+        return self._partners[sum_up.rank] if REDUCE in sum_up.action else range(len(self.rows))
+
+    def data(self, item: Item, earlier: Item) -> bool:
+        """Whether an action needs what an earlier one of its rank made."""
+        one, other = self._actions.get(item.action), self._actions.get(earlier.action)
+        if one is None or other is None or item.turn != earlier.turn:
+            return False
+        return any(made in needs(one, self._flow) for made in gives(other))
+
+    def back(self, item: Item | None, at_s: float) -> Iterator[PathStep]:
+        """What led to `item`, which ends at `at_s`: pieces without a hole, the latest first, down to 0."""
+        while item is not None:
+            start_s = min(item.start_s, at_s)
+            if at_s > start_s:
+                yield PathStep(
+                    kind=item.kind, rank=item.rank, action=item.action, start_s=start_s, end_s=at_s,
+                    to_rank=item.to_rank,
+                )  # fmt: skip
+            earlier = self.cause(item)
+            # Clocks of ranks may differ: nothing is taken to end after what waited for it has begun.
+            end_s = min(earlier.end_s, start_s) if earlier is not None else 0.0
+            if start_s > end_s:
+                yield PathStep(
+                    kind="overhead", rank=item.rank, action=item.action, start_s=end_s, end_s=start_s
+                )
+            at_s, item = end_s, earlier
+
+    def last(self) -> Item | None:
+        """The compute action that ends last; of several, one that took time."""
+        ends = [row[-1] for row in self.rows if row]
+        return max(ends, key=lambda i: (i.end_s, i.end_s - i.start_s), default=None)

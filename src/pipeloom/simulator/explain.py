@@ -1,0 +1,139 @@
+"""Explain: why ranks were idle, and what the step's length came from, for predicted and measured steps alike.
+
+A wait is followed back: what it waited for was itself computed by a rank that had been waiting, and so on,
+until a rank is found that was busy (the root), or the beginning of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ..ir.action import STEP
+from ..ir.explanation import Explanation, Idle, Reason
+from ..ir.schedule import Program
+from ..ir.stages import StageGraph
+from ..ir.timeline import Timeline
+from .causes import Causes, Item
+
+MORE = 1e-9
+"""A rank has more work than another if it has more by this share."""
+
+
+def explain(program: Program, timeline: Timeline, stages: StageGraph) -> Explanation:
+    """Give each moment in which a rank computes nothing a reason, and find the critical path.
+
+    program: what ran, possibly several times over.  timeline: one step of it, predicted or measured.
+
+    A wait is put down to `imbalance` only as far as the busiest rank has more work than the waiting one.
+
+    >>> from pipeloom.ir.schedule import parse_program
+    >>> from pipeloom.ir.stages import chain
+    >>> from pipeloom.ir.timeline import Event
+    >>> rows = ("0F0 0SEND_F0>1 0RECV_B0<1 0B0", "1RECV_F0<0 1F0 1B0 1SEND_B0>0")
+    >>> at = ((0, "0F0", 0, 1), (1, "1F0", 1, 2), (1, "1B0", 2, 4), (0, "0B0", 4, 6))
+    >>> events = [Event(rank=r, stream="compute", action=a, start_s=s, end_s=e) for r, a, s, e in at]
+    >>> timeline = Timeline(source="predicted", ranks=2, events=tuple(events))
+    >>> found = explain(parse_program(1, (0, 1), rows), timeline, chain(2))
+    >>> found.by_reason
+    {'fill': 3.0, 'drain': 2.0, 'warm-up': 1.0}
+    >>> [step.action for step in found.path]
+    ['0F0', '1F0', '1B0', '0B0']
+    """
+    causes = Causes(program, timeline, stages)
+    step_s = timeline.step_s
+    last = causes.last()
+    idle: list[Idle] = []
+    for rank in range(timeline.ranks):
+        idle += _idle(causes, rank, step_s, last)
+    path = list(causes.back(last, step_s)) if last is not None else []
+    if last is not None and last.end_s < step_s:
+        tail = replace(path[0], kind="overhead", start_s=last.end_s)
+        path[:1] = [tail, replace(path[0], end_s=last.end_s)]
+    return Explanation(
+        source=timeline.source, ranks=timeline.ranks, step_s=step_s, idle=tuple(idle), path=tuple(path[::-1])
+    )
+
+
+def _idle(causes: Causes, rank: int, step_s: float, last: Item | None) -> Iterator[Idle]:
+    """All idle time of one rank, in order."""
+    budget_s = max(causes.busy_s) - causes.busy_s[rank]
+    now_s = 0.0
+    for item in causes.rows[rank]:
+        if item.start_s > now_s:
+            for piece in _wait(causes, item, now_s):
+                if piece.reason != "imbalance":
+                    yield piece
+                    continue
+                split_s = min(piece.end_s, piece.start_s + budget_s)
+                budget_s -= split_s - piece.start_s
+                if split_s > piece.start_s:
+                    yield replace(piece, end_s=split_s)
+                if split_s < piece.end_s:
+                    yield replace(piece, start_s=split_s, reason="order")
+        now_s = max(now_s, item.end_s)
+    if now_s < step_s:
+        other, on_rank = (last.action, last.rank) if last is not None else ("", -1)
+        yield Idle(
+            rank=rank, start_s=now_s, end_s=step_s, reason="drain", waits_for=other, on_rank=on_rank
+        )
+
+
+def _wait(causes: Causes, item: Item, since_s: float) -> list[Idle]:
+    """The wait of a rank from `since_s` until `item` begins, cut where the reason changes."""
+    whole = Idle(rank=item.rank, start_s=since_s, end_s=item.start_s, reason="overhead", action=item.action)
+    cause = causes.cause(item)
+    if cause is not None and cause.kind == "transfer":
+        maker = causes.maker(cause)
+        whole = replace(whole, waits_for=maker.action, on_rank=maker.rank)
+    elif cause is not None and cause.rank != item.rank:
+        whole = replace(whole, waits_for=cause.action, on_rank=cause.rank)
+    if causes.before(item) is None:
+        return [replace(whole, reason="warm-up")]
+    if cause is None or cause == causes.before(item):
+        return [whole]
+    root = _root(causes, cause)
+    if root is not None:
+        whole = replace(whole, root=root.action, root_rank=root.rank)
+    reason = _reason(causes, item, root)
+    pieces: list[Idle] = []
+    if cause.end_s < item.start_s:
+        pieces.append(replace(whole, start_s=max(since_s, cause.end_s)))
+    for step in causes.back(cause, min(cause.end_s, item.start_s)):
+        if step.end_s <= since_s:
+            break
+        why: Reason = reason
+        if step.kind in ("transfer", "reduce", "copy"):
+            why = step.kind
+        if item.action.endswith(STEP):
+            why = "reduce"
+        if pieces and pieces[-1].reason == why:
+            pieces[-1] = replace(pieces[-1], start_s=max(since_s, step.start_s))
+        else:
+            pieces.append(replace(whole, start_s=max(since_s, step.start_s), end_s=step.end_s, reason=why))
+    return pieces[::-1]
+
+
+def _root(causes: Causes, item: Item | None) -> Item | None:
+    """Follow back until something could have begun earlier but for its rank, or its link, being busy."""
+    while item is not None:
+        cause = causes.cause(item)
+        if cause is None:
+            return None
+        if item.kind == "transfer" and cause.kind == "transfer":
+            return cause
+        held_up = item.kind == "compute" and not causes.data(item, cause)
+        unfetched = item.kind == "transfer" and cause.rank == item.to_rank != item.rank
+        if cause.kind == "compute" and (held_up or unfetched):
+            return cause
+        item = cause
+    return None
+
+
+def _reason(causes: Causes, item: Item, root: Item | None) -> Reason:
+    if root is None:
+        return "fill"
+    if root.kind == "transfer":
+        return "transfer"
+    mine, its = causes.busy_s[item.rank], causes.busy_s[root.rank]
+    return "imbalance" if its > mine * (1 + MORE) else "order"
