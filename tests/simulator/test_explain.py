@@ -1,4 +1,4 @@
-"""Idle reasons and critical paths: worked out by hand, and as laws for random graphs and library schedules."""
+"""Idle reasons and critical paths: by hand, and as laws for random graphs and for the library."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def links(ranks: int, latency_s: float = 0.0, bytes_per_s: float = float("inf"))
 
 
 def step(
-    name: str, ranks: int = 4, microbatches: int = 8, *, costs: tuple[StageCost, ...] = (), latency_s: float = 0.0
+    name: str, ranks: int = 4, microbatches: int = 8, *,
+    costs: tuple[StageCost, ...] = (), latency_s: float = 0.0,
 ) -> tuple[Program, Timeline, Explanation]:  # fmt: skip
     stages, placement = schedules.usual(name, ranks)
     built = schedules.build(name, stages, placement, microbatches)
