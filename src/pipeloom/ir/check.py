@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeAlias
 
-from . import added_rules, program_rules
+from . import added_rules, program_rules, rules_eviction, rules_placement
 from .action import COMPUTE, Action, B, F, I, W
 from .board import Board, Process, Stuck, deadlock
 from .errors import ScheduleError
@@ -181,5 +181,6 @@ def progress(schedule: Schedule, flow: Flow) -> None:
 
 
 RULES: tuple[Rule, ...] = (
-    placement, kinds, completeness, order_on_rank, slice_order, progress, *added_rules.RULES,
+    placement, rules_placement.ranks, kinds, completeness, order_on_rank, slice_order,
+    rules_eviction.evictions, progress, *added_rules.RULES,
 )  # fmt: skip
