@@ -8,7 +8,11 @@ from functools import cached_property
 from typing import TypeAlias
 
 from .action import Action, Instruction, parse_actions, parse_instruction
+from .columns import Columns, columns_of
 from .errors import ScheduleError
+from .flow import Flow
+from .places import Places
+from .wiring import Wiring, wire
 
 Pair: TypeAlias = tuple[Action, Action]
 """Two neighbours in a row that run as one unit, in this order; written `2F5&1B3`."""
@@ -28,7 +32,8 @@ class Schedule:
     microbatches: int
     placement: tuple[int, ...]
     """placement[stage] is the rank that runs it."""
-    rows: tuple[tuple[Action, ...], ...]
+    rows: Sequence[tuple[Action, ...]]
+    """A tuple, or a view of columns, see `ir.columns`."""
     slices: int = 1
     pairs: tuple[Pair, ...] = ()
 
@@ -50,6 +55,16 @@ class Schedule:
     @property
     def stages(self) -> int:
         return len(self.placement)
+
+    @cached_property
+    def columns(self) -> Columns:
+        """The rows as arrays."""
+        return columns_of(self.rows)
+
+    @cached_property
+    def places(self) -> Places:
+        """Where everything stands. Only of a schedule whose stages and micro-batches are in range."""
+        return Places(self.columns, stages=self.stages, microbatches=self.microbatches)
 
     def __str__(self) -> str:
         """One line per rank, actions separated by blanks, a pair joined by `&`."""
@@ -96,11 +111,29 @@ class Program:
 
     microbatches: int
     placement: tuple[int, ...]
-    rows: tuple[tuple[Instruction, ...], ...]
+    rows: Sequence[tuple[Instruction, ...]]
+    """A tuple, or a view of columns, see `ir.columns`."""
     pairs: tuple[Pair, ...] = ()
 
     def __str__(self) -> str:
         return _text(self.rows, self.pairs)
+
+    @cached_property
+    def columns(self) -> Columns:
+        """The rows as arrays."""
+        return columns_of(self.rows)
+
+    @cached_property
+    def places(self) -> Places:
+        """Where every compute action stands. Only of a program whose stages and micro-batches are in range."""
+        return Places(self.columns, stages=len(self.placement), microbatches=self.microbatches)
+
+    def wiring(self, flow: Flow) -> Wiring:
+        """The lines that its transfers follow, found once per flow."""
+        known: tuple[Flow, Wiring] | None = self.__dict__.get("_wiring")
+        if known is None or (known[0] is not flow and known[0] != flow):
+            known = self.__dict__["_wiring"] = (flow, wire(self.columns, self.microbatches, flow))
+        return known[1]
 
     @cached_property
     def messages(self) -> dict[tuple[int, int], tuple[Instruction, ...]]:
