@@ -32,8 +32,8 @@ def timed(pipeline: Pipeline) -> set[tuple[int, str]]:
     before = {key: tensor.clone() for key, tensor in weights.state(0).items()}
     forecast: Forecast = pipeline._forecast()
     spans = time_actions(
-        forecast.program, forecast.variant, forecast.sample, weights, pipeline.rank,
-        forecast.clock, forecast.watch,
+        forecast.program, forecast.variant, forecast.sample, weights,
+        rank=pipeline.rank, clock=forecast.clock, watch=forecast.watch,
     )  # fmt: skip
     assert all(seconds > 0 for seconds in spans.values())
     after = weights.state(0)

@@ -10,8 +10,8 @@ from runs import capture_of, even
 
 from pipeloom import Job
 from pipeloom.ir.stages import cut
-from pipeloom.tracer.capture import scalar_loss
 from pipeloom.tracer.functions import stage_functions
+from pipeloom.tracer.loss import scalar_loss
 from pipeloom.tracer.stage import made_bytes
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +14,11 @@ from ..ir.plan import Plan, StagePlan
 from ..runtime.batches import rows_of, split_batch
 from ..runtime.local_channel import LocalChannel, local_channels
 from ..runtime.weights import Gradients
-from ..tracer.capture import scalar_loss
 from ..tracer.job import Job
+from ..tracer.loss import scalar_loss
 from .options import Options
 from .pipeline import Pipeline
+from .runnable import require_runnable, require_training
 
 NOISE = 1e-3
 """Differences are relative to the largest entry of a tensor, or to this share of the largest entry of any,
@@ -62,10 +63,14 @@ def verify(
 ) -> Comparison:  # fmt: skip
     """Run one step of a plan, with ranks as threads of this process, and of a single process; compare.
 
-    The optimizer is plain SGD where the job names none: Adam would turn the rounding of a zero gradient
-    into a full-sized update. A model with random ops is compared with its captured graph uncut in one
-    process, whose random numbers are the same; any other with the user's own module.
+    Updated parameters are compared with what the job's optimizer (plain SGD where it names none) makes of
+    the pipeline's own gradients in one process: those are compared already, and Adam would turn the
+    rounding of a zero gradient into a full-sized update. A model with random ops is compared with its
+    captured graph uncut in one process, whose random numbers are the same; any other with the user's own
+    module.
     """
+    require_runnable(plan.schedule)
+    require_training(plan)
     options = replace(options or Options(), keep_gradients=True)
     job = replace(job, optimizer=job.optimizer or (lambda params: torch.optim.SGD(params, lr=0.1)))
     batch = job.batch(seed, plan.microbatches * plan.microbatch_size)
@@ -77,17 +82,31 @@ def verify(
     return Comparison(
         loss=abs(found.loss - expected.loss) / max(abs(expected.loss), 1e-12),
         gradients=_differences(found.gradients, expected.gradients),
-        parameters=_differences(found.parameters, expected.parameters),
+        parameters=_differences(found.parameters, _updated(job, expected.initial, found.gradients)),
         tolerance=tolerance, reference=what,
     )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Numbers:
+    """initial, parameters: before and after the step."""
+
     loss: float
     gradients: Mapping[str, Tensor]
-    parameters: Mapping[str, Tensor]
+    initial: Mapping[str, Tensor]
+    parameters: Mapping[str, Tensor] = field(default_factory=dict)
     random: bool = False
+
+
+def _updated(job: Job, initial: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """One step of the job's optimizer in one process."""
+    params = {name: nn.Parameter(t.clone()) for name, t in initial.items() if name in gradients}
+    for name, param in params.items():
+        param.grad = gradients[name]
+    assert job.optimizer is not None
+    if params:
+        job.optimizer(list(params.values())).step()
+    return {name: params[name].detach() if name in params else t for name, t in initial.items()}
 
 
 def _differences(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
@@ -118,10 +137,11 @@ def _run_threads(job: Job, plan: Plan, options: Options, batch: Mapping[str, Ten
     def run(rank: int, channel: LocalChannel) -> None:
         try:
             with Pipeline(job, plan, options=options, channel=channel) as pipeline:
+                initial = _copies(pipeline.weights.params)
                 loss = pipeline.step(batch)
                 results[rank] = _Numbers(
                     loss=loss, gradients=pipeline.weights.last_gradients,
-                    parameters={n: p.detach().clone() for n, p in pipeline.weights.params.items()},
+                    initial=initial, parameters=_copies(pipeline.weights.params),
                     random=any(op.random for op in pipeline.parts.captured.graph.ops),
                 )  # fmt: skip
         except BaseException as error:  # handed to the caller's thread below
@@ -139,6 +159,7 @@ def _run_threads(job: Job, plan: Plan, options: Options, batch: Mapping[str, Ten
     return _Numbers(
         loss=results[0].loss, random=results[0].random,
         gradients={n: t for r in results.values() for n, t in r.gradients.items()},
+        initial={n: t for r in results.values() for n, t in r.initial.items()},
         parameters={n: t for r in results.values() for n, t in r.parameters.items()},
     )  # fmt: skip
 
@@ -149,6 +170,7 @@ def _run_eager(job: Job, plan: Plan, options: Options, batch: Mapping[str, Tenso
         torch.manual_seed(options.seed)
         model = job.model()
     named: dict[str, nn.Parameter] = dict(model.named_parameters())
+    initial = _copies(named)
     sums = Gradients(named)
     parts = split_batch(batch, plan.microbatches)
     weights = [float(job.weight(p)) if job.weight else float(rows_of(p)) for p in parts]
@@ -161,6 +183,8 @@ def _run_eager(job: Job, plan: Plan, options: Options, batch: Mapping[str, Tenso
         if param.grad is not None:
             sums.add(name, param.grad)
     gradients = {name: sums.sums[name].clone() for name in sums.touched}
-    assert job.optimizer is not None
-    job.optimizer([p for p in named.values() if p.requires_grad]).step()
-    return _Numbers(loss=total, gradients=gradients, parameters={n: p.detach() for n, p in named.items()})
+    return _Numbers(loss=total, gradients=gradients, initial=initial)
+
+
+def _copies(params: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in params.items()}

@@ -16,7 +16,7 @@ from ..ir.stages import StageGraph
 from ..lowering import lower
 from ..runtime.batches import signature_of
 from ..runtime.worker import Variant
-from ..tracer.capture import Captured
+from ..tracer.captured import Captured
 from ..tracer.evaluation import capture_evaluation, cut_evaluation
 from ..tracer.job import Job
 from .variants import make_variant

@@ -65,8 +65,9 @@ class Forecast:
         mine = self._memory()
         self.channel.all_reduce(torch.zeros(1, device=self.device))  # all start together
         spans = time_actions(
-            self.program, self.variant, self.sample, self.weights, self.channel.rank, self.clock, self.watch
-        )
+            self.program, self.variant, self.sample, self.weights,
+            rank=self.channel.rank, clock=self.clock, watch=self.watch,
+        )  # fmt: skip
         mine = {index: with_times(cost, index, spans, step_s) for index, cost in mine.items()}
         everyone = self._gather(mine)
         if cluster is not None:

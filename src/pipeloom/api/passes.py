@@ -13,17 +13,14 @@ from ..ir.graph import OpGraph
 from ..ir.plan import Plan
 from ..ir.profile import Profile
 from ..ir.timeline import Timeline
-from ..lowering import lower
 from ..planner import PlanOptions, cpu_cluster, make_plan
-from ..planner.cost import CostModel, CostOptions
-from ..planner.stagecosts import stage_costs
 from ..profiler.roofline import roofline
-from ..simulator import simulate as run
+from .placing import plan_placed, simulate_plan
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
 
-    from ..tracer.capture import Captured
+    from ..tracer.captured import Captured
     from ..tracer.job import Job
 
 
@@ -66,7 +63,8 @@ def plan(
 ) -> Plan:  # fmt: skip
     """The plan for a job on this machine, or on a cluster described by figures.
 
-    stages: one per device.  microbatches: per step.  memory: cap per device, such as "300MiB" (only
+    stages: one per device; where the schedule wants several on each, or replicas, the number of devices.
+    microbatches: per step.  memory: cap per device, such as "300MiB" (only
     without a cluster).  cluster: plan for these devices by roofline instead of measuring here.
     captured, profiled: results of `capture` and `profile`, if they are at hand.
 
@@ -82,10 +80,16 @@ def plan(
     else:
         costs = profiled or estimate(captured.graph, cluster)
     options = PlanOptions(optimizer_bytes=optimizer_ratio(job.optimizer), split_backward=split_backward)
-    found = make_plan(
-        captured.graph, costs, cluster, stages=stages, schedule=schedule,
-        microbatches=microbatches, strategy=strategy, options=options,
-    )  # fmt: skip
+    if schedules.entry(schedule).place == "line":
+        found = make_plan(
+            captured.graph, costs, cluster, stages=stages, schedule=schedule,
+            microbatches=microbatches, strategy=strategy, options=options,
+        )  # fmt: skip
+    else:
+        found = plan_placed(
+            captured.graph, costs, cluster, ranks=stages, schedule=schedule,
+            microbatches=microbatches, strategy=strategy, options=options,
+        )  # fmt: skip
     caps = found.caps if memory is not None else ()
     return replace(found, microbatch_size=microbatch_size, caps=caps)
 
@@ -98,21 +102,12 @@ def simulate(
     costs: one profile for all devices, or by device name.
     Raises: PlanError if plan, graph, profile and cluster do not belong together.
     """
-    stages = plan.stage_graph(graph)
-    devices = cluster.devices[: len(plan.stages)]
-    profiles = [costs if isinstance(costs, Profile) else costs[d.name] for d in devices]
+    plan.stage_graph(graph)  # refuses a plan of another model
+    profiles = [costs] if isinstance(costs, Profile) else list(costs.values())
     for given in profiles:
         if given.graph != plan.graph:
             raise PlanError(
                 f"the profile was made for model {given.graph}, the plan for {plan.graph}",
                 hint="profile the plan's model",
             )
-    trained = sum(s.memory.gradients for s in plan.stages)
-    options = CostOptions(
-        microbatches=plan.microbatches,
-        optimizer_bytes=sum(s.memory.optimizer for s in plan.stages) / trained if trained else 0.0,
-    )
-    model = CostModel(graph, profiles, replace(cluster, devices=devices), options)
-    in_flight = schedules.in_flight(plan.as_schedule)
-    parts = tuple(model.stage(stages, s, count) for s, count in enumerate(in_flight))
-    return run(lower(plan.as_schedule, stages), stages, stage_costs(model, stages, parts), cluster)
+    return simulate_plan(plan, graph, costs, cluster)

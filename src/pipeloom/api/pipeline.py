@@ -34,7 +34,8 @@ from ..runtime.posting import PostedChannel
 from ..runtime.recorder import CudaClock, HostClock, Recorder
 from ..runtime.weights import Weights
 from ..runtime.worker import Microbatch, Variant, Worker
-from ..tracer.capture import Captured, capture
+from ..tracer.capture import capture
+from ..tracer.captured import Captured
 from ..tracer.job import Job
 from ..tracer.random import microbatch_seed
 from ..tracer.sample import sample_batch

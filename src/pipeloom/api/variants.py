@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ..ir.plan import Plan
 from ..ir.stages import StageGraph
 from ..runtime.worker import Variant
-from ..tracer.capture import Captured
+from ..tracer.captured import Captured
 from ..tracer.functions import stage_functions
 
 

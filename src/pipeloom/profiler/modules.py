@@ -17,7 +17,7 @@ from torch import Tensor
 from ..ir.graph import Op, OpGraph
 from ..ir.profile import OpCost, Profile, batch_text
 from ..ir.stages import StageGraph, cut
-from ..tracer.capture import Captured
+from ..tracer.captured import Captured
 from ..tracer.functions import stage_functions
 from ..tracer.modules.fallback import Nowhere, initial_state
 from ..tracer.modules.stage import ModuleFunctions

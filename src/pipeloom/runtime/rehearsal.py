@@ -87,7 +87,7 @@ class MadeUp:
 
 def time_actions(
     program: Program, variant: Variant, sample: Mapping[str, Tensor], weights: Weights,
-    rank: int, clock: Clock, watch: Watch,
+    *, rank: int, clock: Clock, watch: Watch,
 ) -> Spans:  # fmt: skip
     """Median time of each kind of action of this rank's stages. Leaves the weights as they are.
 

@@ -18,10 +18,12 @@ from ..ir.errors import CutError
 from ..ir.flow import flow_of
 from ..ir.graph import Op, OpGraph
 from ..ir.stages import StageGraph, cut
-from .capture import Captured, WithLoss, from_program
+from .captured import Captured
 from .exporting import export
 from .job import Job
+from .loss import WithLoss
 from .once import one_thread
+from .program import from_program
 
 
 @one_thread

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from ..ir.stages import StageGraph
-from .capture import Captured
+from .captured import Captured
 from .joint import StageModule, extract, trace_joint
 from .meta import tensors_of
 from .modules.fallback import module_functions

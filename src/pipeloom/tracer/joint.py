@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import traceback
 
 from ..ir.stages import StageGraph
-from .capture import Captured
+from .captured import Captured
 
 
 @dataclass(eq=False)

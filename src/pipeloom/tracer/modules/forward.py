@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor, overrides
 from torch.overrides import TorchFunctionMode
 
-from ..capture import scalar_loss
 from ..job import Job
+from ..loss import scalar_loss
 from ..random import end_random, seed_random
 from .autograd_functions import autograd_functions_seen_by, is_checkpoint
 from .functions import RANDOM, function_name

@@ -1,0 +1,40 @@
+"""Captured: what capturing a model gives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, fx
+
+from ..ir.graph import OpGraph
+from .initialise import Blueprint
+
+if TYPE_CHECKING:
+    from .modules.fallback import ModuleCut
+
+
+@dataclass(eq=False)
+class Captured:
+    """A captured model: the description (`graph`) and what can be run (`module`).
+
+    module: functional ATen graph; an Op's name is the name of its node, and `getitem` nodes belong to
+        the op that they unpack. One placeholder per parameter, buffer, constant and batch input.
+    targets: placeholder name -> FQN of its parameter or buffer (constants are buffers that are not
+        persistent), or name of its batch input.
+    updates: node name -> FQN of the buffer whose next state it is.
+    constants: FQN -> tensor, for constants that the model's forward makes.
+    cut: how to run the model module by module, if `graph.fallback` says why it could not be exported; then
+        `module` is empty.
+    """
+
+    graph: OpGraph
+    module: fx.GraphModule
+    targets: Mapping[str, str]
+    updates: Mapping[str, str]
+    blueprint: Blueprint
+    constants: Mapping[str, Tensor] = field(default_factory=dict)
+    autocast: torch.dtype | None = None
+    cut: ModuleCut | None = None

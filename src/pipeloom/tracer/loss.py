@@ -1,0 +1,43 @@
+"""The loss of a job's model, and both as one module."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..ir.errors import CaptureError
+from .job import Job
+
+
+class WithLoss(nn.Module):
+    """Model and loss as one module, so that both are in the graph."""
+
+    def __init__(self, model: nn.Module, job: Job) -> None:
+        super().__init__()
+        self.model = model
+        self.job = job
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        return scalar_loss(self.job, self.model(**batch), batch)
+
+
+def scalar_loss(job: Job, outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
+    """The loss of a model's outputs: by the job's `loss`, or the outputs' own.
+
+    Raises: CaptureError if there is none, or it is not a scalar.
+    """
+    if job.loss is not None:
+        loss: Any = job.loss(outputs, batch)
+    else:
+        loss = outputs.get("loss") if isinstance(outputs, dict) else getattr(outputs, "loss", None)
+        if loss is None and isinstance(outputs, Tensor) and outputs.ndim == 0:
+            loss = outputs
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise CaptureError(
+            f"the loss of {job.name} must be a scalar tensor, got {got}",
+            hint="return outputs with a `.loss`, or give Job(loss=...) a function that returns a scalar",
+        )
+    return loss.reshape(())

@@ -1,0 +1,132 @@
+"""An exported program, made functional and tidy, as a `Captured`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind
+
+from ..ir.errors import CaptureError
+from .captured import Captured
+from .describe import describe
+from .initialise import Blueprint
+from .job import Job
+from .meta import propagate
+
+_ASSERTIONS = {
+    torch.ops.aten._assert_tensor_metadata.default,
+    torch.ops.aten._assert_async.msg,
+    torch.ops.aten._assert_scalar.default,
+}
+
+
+def from_program(
+    program: ExportedProgram, job: Job, made: Blueprint, keys: list[str], *, training: bool = True
+) -> Captured:
+    """An exported program as a Captured.
+
+    keys: names of the batch inputs.  training: if not, no gradients flow and no buffers are updated.
+    """
+    graph = program.graph
+    canonical = _canonical_names(made.model)
+    targets: dict[str, str] = {}
+    constants: dict[str, Tensor] = {}
+    batch_keys = iter(keys)
+    first: dict[str, fx.Node] = {}
+    placeholders = graph.find_nodes(op="placeholder")
+    for spec, node in zip(program.graph_signature.input_specs, placeholders, strict=True):
+        if spec.kind is InputKind.USER_INPUT:
+            targets[node.name] = next(batch_keys)
+            continue
+        assert spec.target is not None
+        target = spec.target.removeprefix("model.")
+        target = canonical.get(target, target)
+        if spec.kind is InputKind.CONSTANT_TENSOR:
+            constants[target] = _constant(program, spec.target)
+            if isinstance(constants[target], FakeTensor):  # the constructor made it
+                made.others[target] = constants[target]
+        if target in first:
+            node.replace_all_uses_with(first[target])
+        else:
+            first[target] = node
+            targets[node.name] = target
+    updates: dict[str, str] = {}
+    for spec in program.graph_signature.output_specs:
+        if spec.kind is OutputKind.BUFFER_MUTATION and training:
+            name = (spec.target or "").removeprefix("model.")
+            updates[_made_for(spec.arg.name, graph, updates)] = canonical.get(name, name)
+    _tidy(graph, set(targets), program.graph_signature.user_outputs[0], list(updates))
+    module = fx.GraphModule(program.graph_module, graph)
+    propagate(module, targets, made.model, training=training)
+    op_graph = describe(module, targets, updates, made.model, constants, job.name)
+    return Captured(
+        graph=op_graph, module=module, targets=targets, updates=updates,
+        blueprint=made,
+        constants={n: t for n, t in constants.items() if n not in made.others},
+    )  # fmt: skip
+
+
+def _made_for(name: str, graph: fx.Graph, taken: Mapping[str, str]) -> str:
+    """The name of a node that makes the next state of one buffer only: a copy if another has taken it."""
+    if name not in taken:
+        return name
+    node = next(n for n in graph.nodes if n.name == name)
+    with graph.inserting_after(node):
+        copy = graph.call_function(torch.ops.aten.clone.default, (node,))
+    copy.meta = dict(node.meta)
+    return copy.name
+
+
+def _constant(program: ExportedProgram, name: str) -> Tensor:
+    constant = program.constants[name]
+    if not isinstance(constant, Tensor):
+        raise CaptureError(
+            f"the model's forward uses a constant {name} of type {type(constant).__name__}",
+            hint="cut by module names instead: give lists of FQNs, one list per stage",
+        )
+    return constant
+
+
+def _canonical_names(model: nn.Module) -> dict[str, str]:
+    """Every FQN of a parameter or buffer -> the first FQN of the same tensor."""
+    first: dict[int, str] = {}
+    names: dict[str, str] = {}
+    for named in (model.named_parameters, model.named_buffers):
+        for name, tensor in named(remove_duplicate=False):
+            names[name] = first.setdefault(id(tensor), name)
+    return names
+
+
+def _tidy(graph: fx.Graph, keep: set[str], loss: Any, updates: list[str]) -> None:
+    """Drop assertions, copies that copy nothing and dead code; make `view` valid for any strides."""
+    by_name = {node.name: node for node in graph.nodes}
+    output = graph.output_node()
+    output.args = ((*(by_name[name] for name in updates), by_name[str(loss)]),)
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.target in _ASSERTIONS:
+            graph.erase_node(node)
+        elif node.target is torch.ops.aten.view.default:
+            node.target = torch.ops.aten.reshape.default
+        elif node not in output.args[0] and (source := _copied(node)) is not None:
+            node.replace_all_uses_with(source)
+    graph.eliminate_dead_code()
+    for node in graph.find_nodes(op="placeholder"):
+        if node.name not in keep or not node.users:
+            graph.erase_node(node)
+
+
+def _copied(node: fx.Node) -> fx.Node | None:
+    """What a `clone` copies, if both have the same layout: as nothing is changed in place, one will do.
+
+    Dropout with probability 0 is such a copy. A copied parameter, buffer or input stays copied.
+    """
+    if node.target is not torch.ops.aten.clone.default or not isinstance(source := node.args[0], fx.Node):
+        return None
+    made, given = node.meta["val"], source.meta["val"]
+    same = given.is_contiguous() and made.stride() == given.stride()
+    return source if same and source.op == "call_function" else None
