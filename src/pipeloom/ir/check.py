@@ -1,16 +1,19 @@
 """Checks that a schedule can run: one function per rule, and a message that names rank, action and remedy.
 
-Each rule takes time linear in the number of actions. A rule may rely on those before it in `RULES`.
+Rules read the columns of a schedule, not its actions one by one, and take time linear in their number. A rule
+may rely on those before it in `RULES`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
+import numpy as np
+
 from . import added_rules, program_rules, rules_eviction, rules_placement
-from .action import COMPUTE, Action, B, F, I, W
-from .board import Board, Process, Stuck, deadlock
+from .action import AFTER, COMPUTE, Action, B, F, I, W
+from .columns import B_, CODE, F_, I_, W_, Bools, Ints, Rows
 from .errors import ScheduleError
 from .flow import Flow, flow_of
 from .milestones import Milestone, name_of
@@ -18,8 +21,11 @@ from .milestones import gives as gives
 from .milestones import needs as needs
 from .schedule import Program, Schedule
 from .stages import StageGraph
+from .walk import prove_progress, starts_of
+from .wiring import far
 
 Rule: TypeAlias = Callable[[Schedule, Flow], None]
+
 
 def check(schedule: Schedule, stages: StageGraph) -> None:
     """Prove that every rank of `schedule` reaches its end with everything computed once.
@@ -43,8 +49,7 @@ def check_program(program: Program, stages: StageGraph) -> None:
     flow = flow_of(stages)
     compute = Schedule(
         name="program", microbatches=program.microbatches, placement=program.placement,
-        rows=tuple(tuple(step for step in row if isinstance(step, Action)) for row in program.rows),
-        pairs=program.pairs,
+        rows=Rows(program.columns.where(program.columns.is_compute)), pairs=program.pairs,
     )  # fmt: skip
     for rule in (placement, kinds, completeness, order_on_rank, *added_rules.RULES):
         rule(compute, flow)
@@ -65,77 +70,121 @@ def placement(schedule: Schedule, flow: Flow) -> None:
                 f"stage {stage} is placed on rank {rank}, but the ranks are 0 to {schedule.ranks - 1}",
                 hint="place it on one of them, or add a row",
             )
-    for rank, row in enumerate(schedule.rows):
-        for action in row:
-            if not 0 <= action.stage < schedule.stages:
-                raise ScheduleError(
-                    f"rank {rank} runs {action}, but the stages are 0 to {schedule.stages - 1}",
-                    hint="correct the stage, or drop the action",
-                )
-            if schedule.placement[action.stage] != rank:
-                home = schedule.placement[action.stage]
-                raise ScheduleError(
-                    f"rank {rank} runs {action}, but stage {action.stage} is placed on rank {home}",
-                    hint=f"move {action} to the row of rank {home}",
-                )
+    columns = schedule.columns
+    homes = np.array(schedule.placement, np.int32)
+    own = np.repeat(np.arange(schedule.ranks, dtype=np.int32), np.diff(columns.offsets))
+    out = (columns.stage < 0) | (columns.stage >= schedule.stages)
+    entry = _first(out | (homes[np.clip(columns.stage, 0, schedule.stages - 1)] != own))
+    if entry is None:
+        return
+    rank, action = _at(schedule, entry)
+    if out[entry]:
+        raise ScheduleError(
+            f"rank {rank} runs {action}, but the stages are 0 to {schedule.stages - 1}",
+            hint="correct the stage, or drop the action",
+        )
+    home = schedule.placement[action.stage]
+    raise ScheduleError(
+        f"rank {rank} runs {action}, but stage {action.stage} is placed on rank {home}",
+        hint=f"move {action} to the row of rank {home}",
+    )
 
 
 def kinds(schedule: Schedule, flow: Flow) -> None:
     """Only compute actions of known kinds, on micro-batches that exist."""
-    for rank, row in enumerate(schedule.rows):
-        for action in row:
-            if action.kind not in COMPUTE:
-                raise ScheduleError(
-                    f"rank {rank} runs {action}, whose kind is not a compute action",
-                    hint=f"use {', '.join(COMPUTE)}, or register the kind; transfers are derived",
-                )
-            if not 0 <= action.microbatch < schedule.microbatches:
-                raise ScheduleError(
-                    f"rank {rank} runs {action}, but the micro-batches are 0 to {schedule.microbatches - 1}",
-                    hint="correct the micro-batch, or drop the action",
-                )
+    columns = schedule.columns
+    known = np.array([k in COMPUTE and (c <= W_ or k not in CODE) for c, k in enumerate(columns.kinds)])
+    out = (columns.microbatch < 0) | (columns.microbatch >= schedule.microbatches)
+    entry = _first(~known[columns.kind] | out)
+    if entry is None:
+        return
+    rank, action = _at(schedule, entry)
+    if not known[columns.kind[entry]]:
+        raise ScheduleError(
+            f"rank {rank} runs {action}, whose kind is not a compute action",
+            hint=f"use {', '.join(COMPUTE)}, or register the kind; transfers are derived",
+        )
+    raise ScheduleError(
+        f"rank {rank} runs {action}, but the micro-batches are 0 to {schedule.microbatches - 1}",
+        hint="correct the micro-batch, or drop the action",
+    )
 
 
 def completeness(schedule: Schedule, flow: Flow) -> None:
     """Each stage runs each micro-batch once: one F, and either one B or one I and one W."""
+    columns, places = schedule.columns, schedule.places
+    for code in np.flatnonzero(np.bincount(columns.kind, minlength=W_ + 1)).tolist():
+        if np.count_nonzero(places.of(code) >= 0) < places.counted[code]:
+            raise _repeated(schedule)
+    f, b, i, w = (places.of(code) >= 0 for code in (F_, B_, I_, W_))
+    wrong = ~f
+    if columns.trains:
+        wrong |= np.where(b, i | w, ~(i & w))
+    cell = _first(wrong.reshape(-1))
+    if cell is None:
+        return
+    stage, microbatch = divmod(cell, schedule.microbatches)
+    forward, back, grad, weight = (Action(stage, kind, microbatch) for kind in (F, B, I, W))
+    rank = schedule.placement[stage]
+    if not f[stage, microbatch]:
+        raise ScheduleError(f"rank {rank} never runs {forward}", hint=f"add {forward} to its row")
+    split = [action for action, has in ((grad, i), (weight, w)) if has[stage, microbatch]]
+    if b[stage, microbatch]:
+        raise ScheduleError(
+            f"rank {rank} runs both {back} and {split[0]}", hint=f"keep either {back}, or {grad} and {weight}"
+        )
+    missing = f"{back}, nor {grad} and {weight}" if not split else f"{weight if split == [grad] else grad}"
+    raise ScheduleError(f"rank {rank} never runs {missing}", hint=f"add {missing if split else back} to its row")
+
+
+def _repeated(schedule: Schedule) -> ScheduleError:
+    """Of a schedule in which something stands twice."""
     seen: set[Action] = set()
     for rank, row in enumerate(schedule.rows):
         for action in row:
             if action in seen:
-                raise ScheduleError(f"rank {rank} runs {action} twice", hint="remove one of them")
+                return ScheduleError(f"rank {rank} runs {action} twice", hint="remove one of them")
             seen.add(action)
-    training = any(action.kind in (B, I, W) for row in schedule.rows for action in row)
-    for stage, rank in enumerate(schedule.placement):
-        for microbatch in range(schedule.microbatches):
-            f, b, i, w = (Action(stage, kind, microbatch) for kind in (F, B, I, W))
-            if f not in seen:
-                raise ScheduleError(f"rank {rank} never runs {f}", hint=f"add {f} to its row")
-            if not training:
-                continue
-            split = [action for action in (i, w) if action in seen]
-            if b in seen and split:
-                raise ScheduleError(
-                    f"rank {rank} runs both {b} and {split[0]}", hint=f"keep either {b}, or {i} and {w}"
-                )
-            if b not in seen and len(split) < 2:
-                missing = f"{b}, nor {i} and {w}" if not split else f"{w if split == [i] else i}"
-                add = f"{b}" if not split else missing
-                raise ScheduleError(f"rank {rank} never runs {missing}", hint=f"add {add} to its row")
+    raise AssertionError("nothing stands twice")
 
 
 def order_on_rank(schedule: Schedule, flow: Flow) -> None:
     """In a row, what makes something stands before what uses it: F before B or I, I before W, and so on."""
-    for rank, row in enumerate(schedule.rows):
-        done: set[Milestone] = set()
-        for action in row:
-            for need in needs(action, flow):
-                if need not in done and schedule.placement[need[0]] == rank:
-                    maker = name_of(need, schedule)
-                    raise ScheduleError(
-                        f"rank {rank} runs {action} before {maker}, which it needs",
-                        hint=f"move {maker} in front of {action}",
-                    )
-            done.update(gives(action))
+    found: tuple[int, Milestone] | None = None
+    for user, maker, need in _uses_on_rank(schedule, flow):
+        wrong = (user >= 0) & ((maker < 0) | (maker > user))
+        if wrong.any():
+            cell = int(np.argmin(np.where(wrong, user, len(schedule.columns))))
+            entry = int(user.flat[cell])
+            stage, microbatch = divmod(cell, schedule.microbatches)
+            if found is None or entry < found[0]:
+                found = entry, (need[0] if need[0] >= 0 else stage, microbatch, need[1])
+    if found is not None:
+        rank, action = _at(schedule, found[0])
+        name = name_of(found[1], schedule)
+        raise ScheduleError(
+            f"rank {rank} runs {action} before {name}, which it needs",
+            hint=f"move {name} in front of {action}",
+        )
+
+
+def _uses_on_rank(schedule: Schedule, flow: Flow) -> Iterator[tuple[Ints, Ints, tuple[int, int]]]:
+    """Entries of users, of what they use on their own rank, and that one's (stage, phase) as in a milestone;
+    stage -1 for the user's own stage."""
+    places = schedule.places
+    forward, back = places.of(F_), places.gradients()
+    yield back, forward, (-1, 0)
+    yield places.of(W_), back, (-1, 1)
+    for code, kind in enumerate(schedule.columns.kinds):
+        if code > W_ and kind in AFTER:
+            yield places.of(code), forward if AFTER[kind] == F else back, (-1, int(AFTER[kind] != F))
+    for stage, rank in enumerate(schedule.placement):
+        for phase, (table, peers) in enumerate(
+            ((forward, flow.reads_from[stage]), (back, flow.gradients_from[stage]))
+        ):
+            for peer in peers:
+                if schedule.placement[peer] == rank:
+                    yield table[stage], table[peer], (peer, phase)
 
 
 def slice_order(schedule: Schedule, flow: Flow) -> None:
@@ -143,41 +192,50 @@ def slice_order(schedule: Schedule, flow: Flow) -> None:
     k = schedule.slices
     if k == 1:
         return
-    for rank, row in enumerate(schedule.rows):
-        done: set[Action] = set()
-        for action in row:
-            at = action.microbatch % k
-            step = -1 if action.kind == F else 1
-            other = Action(action.stage, action.kind, action.microbatch + step)
-            if action.kind in (F, B, I) and 0 <= at + step < k and other not in done:
-                raise ScheduleError(
-                    f"rank {rank} runs {action} before {other}, another slice of the same micro-batch",
-                    hint="run forwards of slices in order and their backwards in the opposite order",
-                )
-            done.add(action)
+    entries = []
+    for code, step in ((F_, -1), (B_, 1), (I_, 1)):
+        table = schedule.places.of(code).reshape(schedule.stages, -1, k)
+        user, other = (table[..., 1:], table[..., :-1]) if step < 0 else (table[..., :-1], table[..., 1:])
+        wrong = (user >= 0) & ((other < 0) | (other > user))
+        entries += [(int(entry), step) for entry in user[wrong]]
+    if entries:
+        entry, step = min(entries)
+        rank, action = _at(schedule, entry)
+        late = Action(action.stage, action.kind, action.microbatch + step)
+        raise ScheduleError(
+            f"rank {rank} runs {action} before {late}, another slice of the same micro-batch",
+            hint="run forwards of slices in order and their backwards in the opposite order",
+        )
 
 
 def progress(schedule: Schedule, flow: Flow) -> None:
     """Run all ranks: no rank waits for an action that can never happen."""
-    board = Board()
-    at: dict[int, Action] = {}
+    columns, places, where = schedule.columns, schedule.places, schedule.placement
+    inputs = [far(where, stage, flow.reads_from[stage]) for stage in range(schedule.stages)]
+    gradients = [far(where, stage, flow.gradients_from[stage]) for stage in range(schedule.stages)]
+    counts = np.zeros((schedule.stages, len(columns.kinds)), np.int32)
+    counts[:, F_] = [len(found) for found in inputs]
+    counts[:, B_] = counts[:, I_] = [len(found) for found in gradients]
+    first = starts_of(counts[columns.stage, columns.kind])
+    needed = np.empty(first[-1], np.int32)
+    for table, peers in ((places.of(F_), inputs), (places.gradients(), gradients)):
+        for stage, found in enumerate(peers):
+            for number, peer in enumerate(found):
+                has = table[stage] >= 0
+                needed[first[table[stage][has]] + number] = table[peer][has]
+    prove_progress(columns, first, needed)
 
-    def run(rank: int) -> Process:
-        for action in schedule.rows[rank]:
-            at[rank] = action
-            for need in needs(action, flow):
-                yield from board.wait(need)
-            for made in gives(action):
-                board.post(made)
 
-    lacking = board.run([run(rank) for rank in range(schedule.ranks)])
-    if lacking:
-        stuck = []
-        for rank, key in lacking.items():
-            assert isinstance(key, tuple)
-            holder = schedule.placement[key[0]]
-            stuck.append(Stuck(rank=rank, at=str(at[rank]), needs=name_of(key, schedule), holder=holder))
-        raise deadlock(stuck)
+def _first(wrong: Bools) -> int | None:
+    """The first entry for which something is true."""
+    entry = int(np.argmax(wrong)) if wrong.size else 0
+    return entry if wrong.size and wrong[entry] else None
+
+
+def _at(schedule: Schedule, entry: int) -> tuple[int, Action]:
+    """Rank and action of an entry, as the schedule was given."""
+    rank = schedule.columns.rank_of(entry)
+    return rank, schedule.rows[rank][entry - int(schedule.columns.offsets[rank])]
 
 
 RULES: tuple[Rule, ...] = (

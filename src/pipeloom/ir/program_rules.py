@@ -1,12 +1,15 @@
 """Rules for programs, one function each: transfers, reductions, optimizer steps, and that nothing blocks.
 
-The rules for compute actions (see `check`) are taken to hold already.
+The rules for compute actions (see `check`) are taken to hold already. Rules read the columns of a program, not
+its steps one by one, and take time linear in their number.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from typing import TypeAlias
+
+import numpy as np
 
 from .action import (
     RECV_B,
@@ -18,189 +21,225 @@ from .action import (
     Action,
     B,
     F,
-    I,
     Instruction,
     Kind,
     StageAction,
     Transfer,
-    W,
 )  # fmt: skip
-from .board import Board, Process, Stuck, deadlock
+from .columns import RECV_B_, RECV_F_, REDUCE_, STEP_, F_, Ints
 from .errors import ScheduleError
 from .flow import Flow
 from .schedule import Program
 from .stages import StageGraph
 from .ties import reductions
+from .walk import prove_progress, starts_of
+from .wiring import NO_LINE, far
 
 Rule: TypeAlias = Callable[[Program, StageGraph, Flow], None]
 
 
 def ends(program: Program, stages: StageGraph, flow: Flow) -> None:
     """Every transfer stands on its stage's rank and follows an edge of the stage graph to another rank."""
-    for rank, row in enumerate(program.rows):
-        for step in row:
-            if isinstance(step, Action):
-                continue
-            if not 0 <= step.stage < len(program.placement) or program.placement[step.stage] != rank:
-                raise ScheduleError(
-                    f"rank {rank} runs {step}, but does not hold stage {step.stage}",
-                    hint="move it to the rank of that stage, or drop it",
-                )
-            if isinstance(step, Transfer):
-                _follows_edge(rank, step, program, flow)
-
-
-def _follows_edge(rank: int, step: Transfer, program: Program, flow: Flow) -> None:
-    peers: Mapping[Kind, tuple[tuple[int, ...], ...]] = {
-        SEND_F: flow.read_by, RECV_F: flow.reads_from,
-        SEND_B: flow.gradients_to, RECV_B: flow.gradients_from,
-    }  # fmt: skip
-    if step.kind not in peers or step.peer not in peers[step.kind][step.stage]:
+    columns, line = program.columns, program.wiring(flow).line
+    entries = np.flatnonzero(~columns.is_compute)
+    stage, peer = columns.stage[entries], columns.peer[entries]
+    homes = np.array(program.placement, np.int32)
+    last = len(homes) - 1
+    rank = (np.searchsorted(columns.offsets, entries, side="right") - 1).astype(np.int32)
+    strange = (stage < 0) | (stage > last) | (homes[np.clip(stage, 0, last)] != rank)
+    astray = line[entries] == NO_LINE
+    local = (line[entries] >= 0) & (homes[np.clip(peer, 0, last)] == rank)
+    microbatch = columns.microbatch[entries]
+    late = (line[entries] != -1) & ((microbatch < 0) | (microbatch >= program.microbatches))
+    wrong = np.flatnonzero(strange | astray | local | late)
+    if not len(wrong):
+        return
+    at = wrong[0]
+    who, step = _at(program, int(entries[at]))
+    if strange[at]:
+        raise ScheduleError(
+            f"rank {who} runs {step}, but does not hold stage {step.stage}",
+            hint="move it to the rank of that stage, or drop it",
+        )
+    if astray[at]:
         what = "gradients" if step.kind in (SEND_B, RECV_B) else "values"
         raise ScheduleError(
-            f"rank {rank} runs {step}, but no {what} pass that way from stage to stage",
+            f"rank {who} runs {step}, but no {what} pass that way from stage to stage",
             hint="drop it and its other end",
         )
-    if program.placement[step.peer] == rank:
+    if local[at]:
         raise ScheduleError(
-            f"rank {rank} runs {step}, but holds both stages",
+            f"rank {who} runs {step}, but holds both stages",
             hint="drop it and its other end: stages on one rank share memory",
         )
+    raise ScheduleError(
+        f"rank {who} runs {step}, but the micro-batches are 0 to {program.microbatches - 1}",
+        hint="correct the micro-batch, or drop it and its other end",
+    )
 
 
 def pairing(program: Program, stages: StageGraph, flow: Flow) -> None:
     """Every SEND has its RECV and every RECV its SEND, once each; nothing is left over."""
-    home: dict[Transfer, int] = {}
+    wiring = program.wiring(flow)
+    has = [table >= 0 for table in (wiring.sent, wiring.received)]
+    if sum(map(np.count_nonzero, has)) < np.count_nonzero(program.columns.is_transfer):
+        raise _repeated(program)
+    lonely = has[0] != has[1]
+    if lonely.any():
+        alone = np.where(has[0], wiring.sent, wiring.received)[lonely]
+        rank, step = _at(program, int(alone.min()))
+        assert isinstance(step, Transfer)
+        other = program.placement[step.peer]
+        raise ScheduleError(
+            f"rank {rank} runs {step}, but rank {other} never runs {step.other_end}",
+            hint=f"add {step.other_end} to rank {other}, or drop {step}",
+        )
+
+
+def _repeated(program: Program) -> ScheduleError:
+    """Of a program in which a transfer stands twice."""
+    seen: set[Instruction] = set()
     for rank, row in enumerate(program.rows):
         for step in row:
-            if isinstance(step, Transfer):
-                if step in home:
-                    raise ScheduleError(f"rank {rank} runs {step} twice", hint="remove one of them")
-                home[step] = rank
-    for step, rank in home.items():
-        if step.other_end not in home:
-            other = program.placement[step.peer]
-            raise ScheduleError(
-                f"rank {rank} runs {step}, but rank {other} never runs {step.other_end}",
-                hint=f"add {step.other_end} to rank {other}, or drop {step}",
-            )
+            if isinstance(step, Transfer) and step in seen:
+                return ScheduleError(f"rank {rank} runs {step} twice", hint="remove one of them")
+            seen.add(step)
+    raise AssertionError("nothing stands twice")
 
 
 def data_in_place(program: Program, stages: StageGraph, flow: Flow) -> None:
     """A RECV stands before the action that uses it, and a SEND after the action that makes it."""
-    for rank, row in enumerate(program.rows):
-        done: set[Action | Transfer] = set()
-        for step in row:
-            if isinstance(step, StageAction):
-                continue
-            for options in _uses(step, rank, program, flow):
-                if not any(option in done for option in options):
-                    raise ScheduleError(
-                        f"rank {rank} runs {step} without {options[0]} before it",
-                        hint=f"put {options[0]} in front of {step}",
-                    )
-            done.add(step)
+    found: tuple[int, Action | Transfer] | None = None
+    for user, maker, stage, kind, peer in _uses(program, flow):
+        wrong = (user >= 0) & ((maker < 0) | (maker > user))
+        if wrong.any():
+            microbatch = int(np.argmin(np.where(wrong, user, len(program.columns))))
+            if found is None or user[microbatch] < found[0]:
+                lacking = Action(stage, kind, microbatch)
+                found = (
+                    int(user[microbatch]), lacking if peer < 0 else Transfer(stage, kind, microbatch, peer)
+                )  # fmt: skip
+    if found is not None:
+        rank, step = _at(program, found[0])
+        raise ScheduleError(
+            f"rank {rank} runs {step} without {found[1]} before it", hint=f"put {found[1]} in front of {step}"
+        )
 
 
-def _uses(
-    step: Action | Transfer, rank: int, program: Program, flow: Flow
-) -> list[tuple[Action | Transfer, ...]]:
-    """For each thing that a step uses the steps of its own row that can provide it."""
-    stage, microbatch = step.stage, step.microbatch
-
-    def elsewhere(peers: tuple[int, ...], kind: Kind) -> list[tuple[Action | Transfer, ...]]:
-        far = [peer for peer in peers if program.placement[peer] != rank]
-        return [(Transfer(stage, kind, microbatch, peer),) for peer in far]
-
-    if step.kind == F:
-        return elsewhere(flow.reads_from[stage], RECV_F)
-    if step.kind in (B, I):
-        return elsewhere(flow.gradients_from[stage], RECV_B)
-    if step.kind == SEND_F:
-        return [(Action(stage, F, microbatch),)]
-    if step.kind == SEND_B:
-        return [(Action(stage, B, microbatch), Action(stage, I, microbatch))]
-    return []
+def _uses(program: Program, flow: Flow) -> Iterator[tuple[Ints, Ints, int, Kind, int]]:
+    """Per micro-batch the entries of a step and of what it uses in its own row: (.., stage, kind, peer or -1)."""
+    wiring, where = program.wiring(flow), program.placement
+    lines, forward, back = wiring.lines, program.places.of(F_), program.places.gradients()
+    for stage in range(len(where)):
+        for peer in far(where, stage, flow.reads_from[stage]):
+            line = lines.between(peer, stage, backward=False)
+            yield forward[stage], wiring.received[line], stage, RECV_F, peer
+        for peer in far(where, stage, flow.gradients_from[stage]):
+            line = lines.between(peer, stage, backward=True)
+            yield back[stage], wiring.received[line], stage, RECV_B, peer
+    for line, (stage, backward) in enumerate(zip(lines.sender.tolist(), lines.backward.tolist(), strict=True)):
+        yield wiring.sent[line], (back if backward else forward)[stage], stage, B if backward else F, -1
 
 
 def optimizer(program: Program, stages: StageGraph, flow: Flow) -> None:
     """In training one STEP per stage, and one REDUCE per rank with tied parameters in front of them."""
-    training = any(isinstance(s, Action) and s.kind in (B, I, W) for row in program.rows for s in row)
-    wanted = _optimizer_steps(program, stages) if training else [[] for _ in program.rows]
-    for rank, row in enumerate(program.rows):
-        found = [step for step in row if isinstance(step, StageAction)]
+    columns = program.columns
+    wanted = _optimizer_steps(program, stages) if columns.trains else [[] for _ in program.rows]
+    entries = np.flatnonzero((columns.kind == REDUCE_) | (columns.kind == STEP_))
+    parts = np.split(entries, np.searchsorted(entries, columns.offsets[1:-1]))
+    for rank, part in enumerate(parts):
+        found = [columns.at(entry) for entry in part.tolist()]
+        allowed, present = set(wanted[rank]), set(found)
         for step in found:
-            if step not in wanted[rank]:
+            if step not in allowed:
                 raise ScheduleError(
                     f"rank {rank} runs {step}, which has nothing to do there",
                     hint="drop it: each trained stage has a STEP; a rank with tied parameters has a REDUCE, "
                     "on its lowest such stage",
                 )
-        for step in wanted[rank]:
-            if step not in found:
-                raise ScheduleError(f"rank {rank} never runs {step}", hint="add it at the end of the row")
-            if found.count(step) > 1:
-                raise ScheduleError(f"rank {rank} runs {step} twice", hint="remove one of them")
-        _closes(rank, row, found)
+        for wish in wanted[rank]:
+            if wish not in present:
+                raise ScheduleError(f"rank {rank} never runs {wish}", hint="add it at the end of the row")
+        if len(found) > len(present):
+            twice = next(step for step in wanted[rank] if found.count(step) > 1)
+            raise ScheduleError(f"rank {rank} runs {twice} twice", hint="remove one of them")
+        if found:
+            _closes(program, rank, found, int(part[0]))
 
 
 def _optimizer_steps(program: Program, stages: StageGraph) -> list[list[StageAction]]:
     tied = {stage for readers in stages.tied.values() for stage in readers}
     steps: list[list[StageAction]] = [[] for _ in program.rows]
+    sums: set[int] = set()
     for stage, rank in enumerate(program.placement):
-        if stage in tied and not any(step.kind == REDUCE for step in steps[rank]):
+        if stage in tied and rank not in sums:
+            sums.add(rank)
             steps[rank].append(StageAction(stage, REDUCE))
         steps[rank].append(StageAction(stage, STEP))
     return steps
 
 
-def _closes(rank: int, row: tuple[Instruction, ...], found: list[StageAction]) -> None:
+def _closes(program: Program, rank: int, found: list[Instruction], begin: int) -> None:
     """REDUCE before any STEP, and both behind all compute actions, as those add to the gradients."""
     kinds = [step.kind for step in found]
     if REDUCE in kinds[1:]:
         late = found[kinds.index(REDUCE)]
         raise ScheduleError(f"rank {rank} runs {late} after {found[0]}", hint=f"move {late} in front of it")
-    begun: StageAction | None = None
-    for step in row:
-        if isinstance(step, StageAction):
-            begun = begun or step
-        elif isinstance(step, Action) and begun is not None:
-            raise ScheduleError(f"rank {rank} runs {begun} before {step}", hint=f"move {begun} behind {step}")
+    columns = program.columns
+    behind = np.flatnonzero(columns.is_compute[begin : columns.offsets[rank + 1]])
+    if len(behind):
+        step = columns.at(begin + int(behind[0]))
+        raise ScheduleError(
+            f"rank {rank} runs {found[0]} before {step}", hint=f"move {found[0]} behind {step}"
+        )
 
 
 def progress(program: Program, stages: StageGraph, flow: Flow) -> None:
     """Run all ranks with asynchronous sends: every RECV and every REDUCE meets its other ends."""
-    board = Board()
-    at: dict[int, str] = {}
+    columns, wiring = program.columns, program.wiring(flow)
+    receives = (columns.kind == RECV_F_) | (columns.kind == RECV_B_)
+    counts = receives.astype(np.int32)
+    meets = _meetings(program, stages)
+    for entry, others in meets.items():
+        counts[entry] = len(others)
+    first = starts_of(counts)
+    needed = np.empty(first[-1], np.int32)
+    entries = np.flatnonzero(receives)
+    needed[first[entries]] = wiring.sent[wiring.line[entries], columns.microbatch[entries]]
+    for entry, others in meets.items():
+        needed[first[entry] : first[entry + 1]] = others
+    prove_progress(columns, first, needed)
+
+
+def _meetings(program: Program, stages: StageGraph) -> dict[int, list[int]]:
+    """Entry of each REDUCE -> the entries in front of those that it meets.
+
+    A rank sums one parameter after the other, so it also meets whomever its partners meet before they come
+    to the parameter that they share with it.
+    """
+    columns = program.columns
     sums = reductions(stages, program.placement)
+    met: dict[str, set[int]] = {}
+    latest: dict[int, set[int]] = {}
+    for reduction in sorted({r.name: r for row in sums for r in row}.values(), key=lambda r: r.name):
+        met[reduction.name] = set(reduction.ranks).union(*(latest.get(rank, ()) for rank in reduction.ranks))
+        for rank in reduction.ranks:
+            latest[rank] = met[reduction.name]
+    entry_of = {columns.rank_of(entry): entry for entry in np.flatnonzero(columns.kind == REDUCE_).tolist()}
+    return {
+        entry: [
+            entry_of[other] - 1
+            for other in sorted(latest.get(rank, ()))
+            if other != rank and other in entry_of and entry_of[other] > columns.offsets[other]
+        ]
+        for rank, entry in entry_of.items()
+    }
 
-    def run(rank: int) -> Process:
-        for step in program.rows[rank]:
-            at[rank] = str(step)
-            if isinstance(step, Transfer):
-                if step.sends:
-                    board.post(step)
-                else:
-                    yield from board.wait(step.other_end)
-            elif step.kind == REDUCE:
-                for reduction in sums[rank]:
-                    board.post((reduction.name, rank))
-                    for other in reduction.ranks:
-                        yield from board.wait((reduction.name, other))
 
-    lacking = board.run([run(rank) for rank in range(len(program.rows))])
-    if not lacking:
-        return
-    stuck = []
-    for rank, key in lacking.items():
-        if isinstance(key, Transfer):
-            needs, holder = str(key), program.placement[key.stage]
-        else:
-            assert isinstance(key, tuple)
-            holder = key[1]
-            needs = next(str(step) for step in program.rows[holder] if step.kind == REDUCE)
-        stuck.append(Stuck(rank=rank, at=at[rank], needs=needs, holder=holder))
-    raise deadlock(stuck)
+def _at(program: Program, entry: int) -> tuple[int, Instruction]:
+    """Rank and step of an entry, as the program was given."""
+    rank = program.columns.rank_of(entry)
+    return rank, program.rows[rank][entry - int(program.columns.offsets[rank])]
 
 
 RULES: tuple[Rule, ...] = (ends, pairing, data_in_place, optimizer, progress)
