@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeloom import schedules
-from pipeloom.ir.action import AFTER, COMPUTE, Action, B, F, I, Kind, W, register_kind
+from pipeloom.ir.action import Action, B, F, I, Kind, W
 from pipeloom.ir.check import check
 from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.costs import StageCost, equal_costs
@@ -21,7 +21,7 @@ from pipeloom.ir.flow import dag
 from pipeloom.ir.schedule import Schedule
 from pipeloom.ir.stages import StageGraph, chain
 from pipeloom.lowering import lower
-from pipeloom.schedules import Operation, Recipe, Shape, make, phases, turns
+from pipeloom.schedules import Recipe, Shape, make, phases, turns
 from pipeloom.simulator import simulate
 
 # Whole schedules in at most five lines each.
@@ -235,27 +235,6 @@ def test_kinds_per_stage() -> None:
     assert {a.kind for a in make(s, recipe).outcome.rows[0]} == {F, B}
     with pytest.raises(ScheduleError, match="use F, FB or FIW"):
         make(s, Recipe(kinds="FX", priority=str))
-
-
-@pytest.fixture
-def compress() -> Kind:
-    known = Kind("COMPRESS")
-    if known not in COMPUTE:
-        register_kind("COMPRESS", "gradient compression", after=B)
-    return known
-
-
-def test_a_new_operation_is_ordered_checked_simulated_and_drawn(compress: Kind) -> None:
-    assert AFTER[compress] == B
-    cost = StageCost(forward_s=1, backward_s=2, input_grad_s=1, weight_grad_s=1, other_s={compress: 0.5})
-    s = replace(schedules.shape_of(2, microbatches=2), costs=(cost, cost))
-    made = make(s, replace(one_f_one_b(s), insert=(Operation(kind=compress),))).outcome
-    schedule = Schedule(name="mine", microbatches=2, placement=(0, 1), rows=made.rows)
-    check(schedule, s.stages)
-    assert simulated(schedule, s.stages, s.costs, 0) == made.step_s
-    early = Schedule(name="bad", microbatches=2, placement=(0, 1), rows=(made.rows[0], made.rows[1][::-1]))
-    with pytest.raises(ScheduleError, match="before 1B1, which it needs"):
-        check(early, s.stages)
 
 
 def test_slices_go_back_where_they_came_from() -> None:

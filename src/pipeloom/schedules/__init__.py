@@ -1,5 +1,6 @@
 """Schedules: (stage graph, placement, micro-batches) -> the order in which each rank computes."""
 
+from ..ir.operation import declare
 from ..ir.replicas import replicate
 from .language import Operation, Recipe, best, fastest, make, path_clock, phases, turns
 from .placements import both_ways, loop, wave
@@ -15,6 +16,7 @@ __all__ = [
     "best",
     "both_ways",
     "build",
+    "declare",
     "entry",
     "fastest",
     "in_flight",

@@ -9,81 +9,13 @@ Time is near linear: each action costs one event, and a look at the heads of the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from math import inf
 
-from ..ir.action import Action, Kind
+from ..ir.action import Action
 from ..ir.errors import DeadlockError, ScheduleError
-
-EPS = 1e-9
-"""Times and sizes this close (relative to 1 s, 1 unit) are equal."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Stream:
-    """All actions of one kind on one stage.
-
-    feeds: (stream index, seconds until it sees the result) of every stream that uses a result.
-    needs: how many results each action of this stream waits for.
-    memory: change when an action starts, if above 0, or ends, if below: residuals come with F and go
-        with B or W.
-    filler: runs only where nothing else can.  opens, closes: F opens a micro-batch, B or I closes it.
-    """
-
-    stage: int
-    kind: Kind
-    rank: int
-    seconds: float
-    memory: float
-    feeds: tuple[tuple[int, float], ...]
-    needs: int
-    order: Sequence[int]
-    filler: bool = False
-    opens: bool = False
-    closes: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class Task:
-    """What the list scheduler is asked to order.
-
-    key: smaller goes first among what a rank could run.  row_of: the exact order of everything but the
-        fillers, per rank, or None.  memory, open_rank, open_stage: limits; `inf` for none.
-    safe: per rank an order of everything that keeps to the limits: an F runs ahead of its place in that
-        order only if the rest of it then still keeps to them, so that limits can never block.
-    before: before(a, b) is true if `a` must run before `b`, both on one rank.
-    patience: share of its own time for which an action waits for a more urgent one that is on its way;
-    overlap: share of a filler that may stick out of the gap it fills.
-    early: which F may run ahead of their place in the safe order: "all", "warm" (until the rank's first B or
-        I) or "none".
-    """
-
-    streams: tuple[Stream, ...]
-    ranks: int
-    key: Callable[[Action], object] | None = None
-    row_of: tuple[tuple[Action, ...], ...] | None = None
-    safe: bool = False
-    memory: tuple[float, ...] = ()
-    open_rank: tuple[float, ...] = ()
-    open_stage: tuple[float, ...] = ()
-    before: Callable[[Action, Action], bool] | None = None
-    patience: float = 0.0
-    overlap: float = 0.0
-    early: str = "all"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """rows: the actions of each rank.  step_s: until the last rank ends.  span_s: longest first-to-last time
-    of a rank.  peak: most memory of each rank."""
-
-    rows: tuple[tuple[Action, ...], ...]
-    step_s: float
-    span_s: float
-    peak: tuple[float, ...]
-    starts: tuple[tuple[float, ...], ...] = field(repr=False)
+from ..ir.schedule import Pair
+from .task import EPS, Outcome, Task
 
 
 def run(task: Task) -> Outcome:
@@ -115,6 +47,8 @@ class _Run:
         self.closed = [False] * task.ranks
         self.open_stage = [0] * (max((s.stage for s in streams), default=0) + 1)
         self.rows: list[list[Action]] = [[] for _ in range(task.ranks)]
+        self.pairs: list[Pair] = []
+        self.stream_of = {(s.stage, s.kind): i for i, s in enumerate(streams)}
         self.starts: list[list[float]] = [[] for _ in range(task.ranks)]
         self.place = self._places()
         self.head = [0] * task.ranks
@@ -126,10 +60,9 @@ class _Run:
         place: list[dict[int, object]] = [{} for _ in streams]
         self.order: list[list[tuple[int, int]]] = [[] for _ in range(task.ranks)]
         if task.row_of is not None:
-            index_of = {(s.stage, s.kind): i for i, s in enumerate(streams)}
             for rank, row in enumerate(task.row_of):
                 for position, action in enumerate(row):
-                    stream = index_of[action.stage, action.kind]
+                    stream = self._stream(rank, action)
                     place[stream][action.microbatch] = position
                     self.order[rank].append((stream, action.microbatch))
             self._refuse_gaps(place)
@@ -149,6 +82,15 @@ class _Run:
                     place[i][b] = position
                     self.order[rank].append((i, b))
         return place
+
+    def _stream(self, rank: int, action: Action) -> int:
+        found = self.stream_of.get((action.stage, action.kind))
+        if found is None:
+            raise ScheduleError(
+                f"the row of rank {rank} has {action}, but stage {action.stage} has no {action.kind}",
+                hint="add the kind to kinds= or insert=, or drop the action",
+            )
+        return found
 
     def _refuse_gaps(self, place: list[dict[int, object]]) -> None:
         for index, s in enumerate(self.task.streams):
@@ -179,7 +121,7 @@ class _Run:
         spans = [end - s[0] for end, s in zip(ends, self.starts, strict=True) if s]
         return Outcome(
             rows=tuple(map(tuple, self.rows)), step_s=max(ends), span_s=max(spans, default=0.0),
-            peak=tuple(self.peak), starts=tuple(map(tuple, self.starts)),
+            peak=tuple(self.peak), starts=tuple(map(tuple, self.starts)), pairs=tuple(self.pairs),
         )  # fmt: skip
 
     def _work(self, rank: int, now: float, *, fill: bool) -> bool:
@@ -207,6 +149,8 @@ class _Run:
             key = self.place[index][b]
             if strict and key != self.head[rank]:
                 continue
+            if task.paired and (ready := self._partner_ready(rank, index, b)) is not None:
+                arrival = max(arrival, ready)
             if best >= 0 and key > best_key and arrival <= late:  # type: ignore[operator]
                 continue
             if s.opens and not self._may_open(rank, index, b):
@@ -223,7 +167,7 @@ class _Run:
             if wait and soon < now + wait - EPS and soon_key < best_key:  # type: ignore[operator]
                 best = -1
             else:
-                self._start(best, now)
+                self._start_with_partner(rank, best, now)
                 return True
         if fill and filler >= 0:
             room = streams[filler].seconds * (1 - task.overlap)
@@ -231,6 +175,62 @@ class _Run:
                 self._start(filler, now)
                 return True
         return False
+
+    def _partner_ready(self, rank: int, index: int, b: int) -> float | None:
+        """When the other action of a fixed pair has what it needs; None without one."""
+        second = self.task.paired.get(self.actions[index][b])
+        if second is None:
+            return None
+        other, b = self._index(second), second.microbatch
+        full = self.task.streams[other].opens and not self._may_open(rank, other, b)
+        return inf if full or self.missing[other][b] else self.arrival[other][b]
+
+    def _start_with_partner(self, rank: int, index: int, now: float) -> None:
+        task = self.task
+        action = self._head(index)
+        pair = [index]
+        if action in task.paired:
+            pair = [index, self._index(task.paired[action])]
+        elif task.together is not None and task.row_of is None:
+            pair = self._companions(rank, index, now)
+        if len(pair) == 1:
+            self._start(index, now)
+            return
+        assert task.joint is not None
+        first, second = map(self._head, pair)
+        self.pairs.append((first, second))
+        before, after = map(sum, zip(*map(self._around, pair), strict=True))
+        end = now + before + task.joint(first, second)
+        for member in pair:
+            self._start(member, now, (end, end + after))
+
+    def _companions(self, rank: int, index: int, now: float) -> list[int]:
+        """A stream and one that may run with it now, in the order in which they run; or it alone."""
+        task, mine = self.task, self.task.streams[index]
+        assert task.together is not None
+        action = self._head(index)
+        for other in self.own[rank]:
+            s, position = task.streams[other], self.next[other]
+            if other == index or position >= len(s.order) or (s.opens and mine.opens):
+                continue
+            b = s.order[position]
+            if self.missing[other][b] or self.arrival[other][b] > now + EPS:
+                continue
+            if s.opens and not self._may_open(rank, other, b):
+                continue
+            if task.together(action, self.actions[other][b]):
+                return [index, other]
+            if task.together(self.actions[other][b], action):
+                return [other, index]
+        return [index]
+
+    def _around(self, index: int) -> tuple[float, float]:
+        """Seconds of what stands right before and right after the stream's next action."""
+        s = self.task.streams[index]
+        return s.around(s.order[self.next[index]]) if s.around is not None else (0.0, 0.0)
+
+    def _head(self, index: int) -> Action:
+        return self.actions[index][self.task.streams[index].order[self.next[index]]]
 
     def _is_turn(self, rank: int, action: Action) -> bool:
         before = self.task.before
@@ -275,14 +275,17 @@ class _Run:
                     return False
         return True
 
-    def _start(self, index: int, now: float) -> None:
+    def _start(self, index: int, now: float, unit: tuple[float, float] | None = None) -> None:
+        """unit: when the results of an action of a pair are there, and when the rank is free again."""
         task, s = self.task, self.task.streams[index]
         rank, b = s.rank, s.order[self.next[index]]
+        if unit is None:
+            before, after = self._around(index)
+            unit = now + before + s.seconds, now + before + s.seconds + after
+        end, self.free[rank] = unit
         self.next[index] += 1
-        end = now + s.seconds
         self.rows[rank].append(self.actions[index][b])
         self.starts[rank].append(now)
-        self.free[rank] = end
         self.used[rank] += s.memory
         self.peak[rank] = max(self.peak[rank], self.used[rank])
         if s.filler:
@@ -304,14 +307,14 @@ class _Run:
             while head < len(done) and done[head]:
                 head += 1
             self.head[rank] = head
-        heappush(self.events, (end, rank))
+        heappush(self.events, (self.free[rank], rank))
         for user, delay in s.feeds:
             missing = self.missing[user]
             missing[b] -= 1
             seen = end + delay
             if seen > self.arrival[user][b]:
                 self.arrival[user][b] = seen
-            if not missing[b]:
+            if not missing[b] and b in self.actions[user]:
                 u = task.streams[user]
                 if u.filler:
                     self.owed[rank] -= u.memory
@@ -342,6 +345,4 @@ class _Run:
         )
 
     def _index(self, action: Action) -> int:
-        return next(
-            i for i, s in enumerate(self.task.streams) if s.stage == action.stage and s.kind == action.kind
-        )
+        return self.stream_of[action.stage, action.kind]

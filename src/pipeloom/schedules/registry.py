@@ -12,11 +12,12 @@ from ..ir.check import check
 from ..ir.costs import StageCost, equal_costs
 from ..ir.errors import ScheduleError
 from ..ir.replicas import replicate
-from ..ir.schedule import Schedule
+from ..ir.schedule import Pair, Schedule
 from ..ir.stages import StageGraph, chain
 from . import forward_only, gpipe, grouped, one_f_one_b, two_ways, variants, vee, zb
 from .clock import Rows
 from .language import Recipe, fastest
+from .own import load_own, names_own, parts
 from .placements import both_ways, loop, wave
 from .shape import Shape
 
@@ -44,15 +45,15 @@ class Entry:
     about: str = ""
     lacks: str = ""
 
-    def make(self, shape: Shape) -> tuple[Rows, int]:
-        """The rows, and how many slices a micro-batch has."""
+    def make(self, shape: Shape) -> tuple[Rows, int, tuple[Pair, ...]]:
+        """The rows, how many slices a micro-batch has, and the pairs."""
         if self.family is not None:
-            return self.family(shape.stages, shape.placement, shape.microbatches), 1
+            return self.family(shape.stages, shape.placement, shape.microbatches), 1, ()
         if self.rows is not None:
-            return self.rows(shape), 1
+            return self.rows(shape), 1, ()
         assert self.recipe is not None
         made = fastest(shape, self.recipe)
-        return made.outcome.rows, made.recipe.slices
+        return made.outcome.rows, made.recipe.slices, made.outcome.pairs
 
 
 VERSIONS = "weight versions"
@@ -107,7 +108,7 @@ def register(name: str, family: Family | Entry) -> None:
 
 def entry(name: str) -> Entry:
     """What the library knows of a schedule. Raises: ScheduleError if the name is unknown."""
-    found = _family(name.partition(":")[0])
+    found = _family(parts(name)[0])
     return found if isinstance(found, Entry) else Entry(family=found)
 
 
@@ -144,10 +145,15 @@ def build(
     """
     known = entry(name)
     _refuse_bad_shape(stages, placement, microbatches)
-    made, slices = known.make(_shape(name, stages, placement, microbatches, times or Times()))
+    made, slices, pairs = known.make(_shape(name, stages, placement, microbatches, times or Times()))
+    if split_backward and pairs:
+        raise ScheduleError(
+            f"{name} runs pairs such as {pairs[0][0]}&{pairs[0][1]}, which a split backward would tear apart",
+            hint='leave out the split, and use kinds="FIW" in the recipe',
+        )
     rows = tuple(split(tuple(row)) if split_backward else tuple(row) for row in made)
     schedule = Schedule(
-        name=_key(name), microbatches=microbatches, placement=placement, rows=rows, slices=slices
+        name=_key(name), microbatches=microbatches, placement=placement, rows=rows, slices=slices, pairs=pairs
     )
     check(schedule, stages)
     return schedule
@@ -170,7 +176,7 @@ def _shape(
 
 def _options(name: str) -> dict[str, float]:
     found: dict[str, float] = {}
-    for part in filter(None, name.partition(":")[2].split(",")):
+    for part in filter(None, parts(name)[1].split(",")):
         key, _, value = part.partition("=")
         try:
             found[key.strip()] = float(value)
@@ -237,10 +243,13 @@ def in_flight(schedule: Schedule) -> tuple[int, ...]:
 
 
 def _key(name: str) -> str:
-    return name.lower().replace("-", "_")
+    return name if names_own(name) else name.lower().replace("-", "_")
 
 
 def _family(name: str) -> Family | Entry:
+    if names_own(name):
+        found = load_own(name)
+        return found if isinstance(found, Entry) else Entry(recipe=found, about="your own")
     key = _key(name)
     if key not in _FAMILIES:
         near = get_close_matches(key, _FAMILIES, n=1)

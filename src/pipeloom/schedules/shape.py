@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from ..ir.action import B, F, I, Kind, W
-from ..ir.costs import StageCost
+from ..ir.action import Action, B, F, I, Kind, W
+from ..ir.costs import StageCost, action_seconds
 from ..ir.errors import ScheduleError
 from ..ir.flow import Flow, flow_of
 from ..ir.stages import StageGraph
@@ -76,7 +76,7 @@ class Shape:
         return self.options.get(name, default)
 
     def seconds(self, stage: int, kind: Kind) -> float:
-        return self.costs[stage].seconds(kind)
+        return action_seconds(self.costs, Action(stage, kind, 0))
 
     @cached_property
     def period_s(self) -> float:

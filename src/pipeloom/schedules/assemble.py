@@ -1,0 +1,204 @@
+"""Recipe and shape -> what the list scheduler is asked to order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from math import inf
+
+from ..ir.action import Action, B, F, I, Kind, W
+from ..ir.added_rules import anchor_kind
+from ..ir.costs import pair_seconds
+from ..ir.errors import ScheduleError
+from ..ir.milestones import gives, needs
+from ..ir.operation import OPERATIONS, Operation
+from .recipe import Recipe, per_rank
+from .shape import Shape
+from .task import Stream, Task
+
+
+def assemble(shape: Shape, recipe: Recipe) -> tuple[Task, tuple[Operation, ...]]:
+    """The task, and the operations that are to be put next to their anchors afterwards."""
+    listed = _listed(shape, recipe)
+    named = {a.kind for row in listed or () for a in row} | set(recipe.fill)
+    loose = tuple(o for o in recipe.insert if o.kind in named)
+    for operation in loose:
+        if operation.before is not None and operation.kind in recipe.fill:
+            raise ScheduleError(
+                f"{operation.kind} runs before {operation.before}, so it cannot fill gaps",
+                hint="leave it out of fill=, or declare it with after=",
+            )
+    beside = tuple(o for o in recipe.insert if o not in loose)
+    memory, limits = _memory(shape, recipe, beside)
+    streams = [replace(s, memory=memory(s)) for s in _streams(shape, recipe, loose)]
+    fillers = {s.kind for s in streams if s.filler}
+    rows = None if listed is None else tuple(
+        tuple(a for a in row if a.kind not in fillers) for row in listed
+    )  # fmt: skip
+    stages = range(len(shape.placement))
+    task = Task(
+        streams=tuple(_with_neighbours(shape, s, streams, beside) for s in streams), ranks=shape.ranks,
+        key=_key(shape, recipe), row_of=rows, safe=recipe.clock is not None, memory=limits,
+        open_rank=tuple(map(recipe.in_flight, range(shape.ranks))) if recipe.in_flight else (),
+        open_stage=tuple(map(recipe.in_flight_stage, stages)) if recipe.in_flight_stage else (),
+        before=recipe.before, patience=recipe.patience, overlap=recipe.overlap, early=recipe.early,
+        together=recipe.together, paired=_pairs(shape, recipe, rows or ()),
+        joint=lambda a, b: pair_seconds(shape.costs, (a, b)),
+    )  # fmt: skip
+    return task, beside
+
+
+def _listed(shape: Shape, recipe: Recipe) -> tuple[tuple[Action, ...], ...] | None:
+    rows = recipe.rows
+    if rows is None:
+        return None
+    listed = [rows(r) for r in range(shape.ranks)] if callable(rows) else rows
+    if len(listed) != shape.ranks:
+        raise ScheduleError(f"{len(listed)} rows for {shape.ranks} ranks", hint="give one row per rank")
+    return tuple(map(tuple, listed))
+
+
+def _key(shape: Shape, recipe: Recipe) -> Callable[[Action], object] | None:
+    clock = recipe.clock
+    if clock is None:
+        return recipe.priority
+    place = {s: i for i, s in enumerate(shape.flow.order)}
+    return lambda a: (clock(a.stage, a.kind, a.microbatch), a.kind == F, -place[a.stage])
+
+
+def _pairs(
+    shape: Shape, recipe: Recipe, rows: Sequence[Sequence[Action]]
+) -> dict[Action, Action]:
+    """Neighbours in fixed rows that are to run as one unit; not those of which one needs the other."""
+    found: dict[Action, Action] = {}
+    for row in rows if recipe.together is not None else ():
+        taken = False
+        for a, b in zip(row, row[1:], strict=False):
+            assert recipe.together is not None
+            taken = (
+                not taken and recipe.together(a, b)
+                and set(gives(a)).isdisjoint(needs(b, shape.flow))
+            )  # fmt: skip
+            if taken:
+                found[a] = b
+    return found
+
+
+def _with_neighbours(
+    shape: Shape, s: Stream, streams: Sequence[Stream], beside: Sequence[Operation]
+) -> Stream:
+    """A stream with the time of the operations that go next to its actions."""
+    own = {(other.stage, other.kind) for other in streams}
+    near = [o for o in beside if anchor_kind(o, s.stage, own) == s.kind]
+    # What runs beside computing costs the rank nothing, unless the anchor must wait for it.
+    front = [o for o in near if o.before is not None and (o.stream == "compute" or not o.ahead)]
+    behind = [o for o in near if o.after is not None and o.stream == "compute"]
+    if not front and not behind:
+        return s
+
+    def seconds(operations: Sequence[Operation], b: int) -> float:
+        return sum(o.seconds_of(s.stage) for o in operations if o.runs(s.stage, s.rank, b))
+
+    return replace(s, around=lambda b: (seconds(front, b), seconds(behind, b)))
+
+
+def _memory(
+    shape: Shape, recipe: Recipe, beside: Sequence[Operation]
+) -> tuple[Callable[[Stream], float], tuple[float, ...]]:
+    """What each stream adds or gives back, and each rank's limit: in bytes where bytes are limited.
+
+    Operations count where bytes do: by what they leave, if they run at every micro-batch; and the most that
+    one of them needs for itself is kept free.
+    """
+    ranks = range(shape.ranks)
+    in_bytes = recipe.memory_bytes is not None or shape.limit_bytes is not None
+    own = {(s, kind) for s in range(len(shape.placement)) for kind in recipe.kinds_of(s)}
+
+    def change(s: Stream) -> float:
+        cost, operation = shape.costs[s.stage], OPERATIONS.get(s.kind)
+        if not in_bytes:
+            share = 1.0 / len(shape.own[s.rank])
+            return {F: share, B: -share, W: -share}.get(s.kind, 0.0)
+        if operation is not None:
+            return float(operation.acquired(s.stage) - operation.released(s.stage))
+        held, carried = float(cost.residual_bytes), float(cost.carried_bytes)
+        near = [o for o in beside if o.every == 1 and anchor_kind(o, s.stage, own) == s.kind]
+        left = sum(o.acquired(s.stage) - o.released(s.stage) for o in near if o.runs(s.stage, s.rank, 0))
+        return {F: held, B: -held, I: carried - held, W: -carried}[s.kind] + left
+
+    def free(rank: int) -> int:
+        """Bytes that operations hold only while they run."""
+        both = [(o, s) for o in recipe.insert for s in shape.own[rank]]
+        return max((min(o.acquired(s), o.released(s)) for o, s in both), default=0)
+
+    if in_bytes:
+        limits = [inf if shape.limit_bytes is None else shape.limit_bytes] * shape.ranks
+        if recipe.memory_bytes is not None:
+            limits = [min(limit, per_rank(recipe.memory_bytes, r)) for r, limit in enumerate(limits)]
+        return change, tuple(limit - free(rank) for rank, limit in enumerate(limits))
+    most = inf if recipe.memory is None else recipe.memory
+    return change, tuple(per_rank(most, rank) for rank in ranks)
+
+
+def _streams(shape: Shape, recipe: Recipe, loose: Sequence[Operation]) -> list[Stream]:
+    flow, fill = shape.flow, set(recipe.fill)
+    kinds = [
+        (*recipe.kinds_of(s), *(o.kind for o in loose if any(_runs_at(shape, o, s))))
+        for s in range(len(shape.placement))
+    ]  # fmt: skip
+    index: dict[tuple[int, Kind], int] = {}
+    for s, own in enumerate(kinds):
+        for kind in own:
+            index[s, kind] = len(index)
+    back = [next((k for k in own if k in (B, I)), None) for own in kinds]
+    feeds: dict[tuple[int, Kind], list[tuple[int, float]]] = {key: [] for key in index}
+    needed = dict.fromkeys(index, 0)
+
+    def edge(source: tuple[int, Kind], target: tuple[int, Kind]) -> None:
+        feeds[source].append((index[target], shape.delay_s(source[0], target[0])))
+        needed[target] += 1
+
+    for s, own in enumerate(kinds):
+        mine = back[s]
+        for reader in flow.read_by[s]:
+            edge((s, F), (reader, F))
+        if mine is not None:
+            edge((s, F), (s, mine))
+            for reader in flow.gradients_from[s]:
+                other = back[reader]
+                assert other is not None
+                edge((reader, other), (s, mine))
+        if W in own:
+            edge((s, I), (s, W))
+        for operation in loose:
+            if operation.kind in own and operation.after is not None:
+                edge((s, anchor_kind(operation, s, {(s, k) for k in own})), (s, operation.kind))
+    return [
+        Stream(
+            stage=s, kind=kind, rank=shape.placement[s], memory=0.0,
+            seconds=shape.seconds(s, kind) if _occupies(kind) else 0.0,
+            feeds=tuple(feeds[s, kind]), needs=needed[s, kind], order=_order(shape, recipe, s, kind),
+            filler=kind in fill, opens=kind == F, closes=kind in (B, I),
+        )
+        for s, kind in index
+    ]  # fmt: skip
+
+
+def _occupies(kind: Kind) -> bool:
+    return kind not in OPERATIONS or OPERATIONS[kind].stream == "compute"
+
+
+def _runs_at(shape: Shape, operation: Operation, stage: int) -> list[int]:
+    return [b for b in range(shape.microbatches) if operation.runs(stage, shape.placement[stage], b)]
+
+
+def _order(shape: Shape, recipe: Recipe, stage: int, kind: Kind) -> Sequence[int]:
+    """Micro-batches in the order in which a stream runs them; slices go back where they came from."""
+    k = recipe.slices
+    order: Sequence[int] = range(shape.microbatches)
+    if k > 1 and kind != F:
+        order = [low + k - 1 - i for low in range(0, shape.microbatches, k) for i in range(k)]
+    if kind in OPERATIONS:
+        wanted = set(_runs_at(shape, OPERATIONS[kind], stage))
+        order = [b for b in order if b in wanted]
+    return order

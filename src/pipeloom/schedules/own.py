@@ -1,0 +1,92 @@
+"""A user's own schedule by name: `file.py:function`, and behind another colon its options.
+
+    pipeloom schedule show mine.py:zigzag -p 4 -m 8
+    pipeloom train --schedule mine.py:zigzag:group=2
+
+The function takes a `Shape` and returns a `Recipe` or several. Instead of a function the name may be that
+of an `Entry`, which also says where the stages go. Operations that the file declares are known from then on.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sys
+from difflib import get_close_matches
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from ..ir.errors import ScheduleError
+
+_HINT = "name a function that takes a Shape and returns a Recipe, as file.py:function"
+
+
+def names_own(name: str) -> bool:
+    """Whether a schedule's name is that of a file and not of the library.
+
+    >>> names_own("mine.py:zigzag"), names_own("gis_g:group=3")
+    (True, False)
+    """
+    return name.partition(":")[0].endswith(".py")
+
+
+def parts(name: str) -> tuple[str, str]:
+    """A name without its options, and the options.
+
+    >>> parts("gis_g:group=3"), parts("mine.py:zigzag:group=2")
+    (('gis_g', 'group=3'), ('mine.py:zigzag', 'group=2'))
+    """
+    if not names_own(name):
+        base, _, options = name.partition(":")
+        return base, options
+    file, _, rest = name.partition(":")
+    function, _, options = rest.partition(":")
+    return f"{file}:{function}", options
+
+
+def load_own(name: str) -> Any:
+    """What `file.py:function` names: a recipe's function, or an Entry.
+
+    Raises: ScheduleError if the file or the name in it is missing, or is no function of one argument. An
+        exception inside the user's code is left as it is.
+    """
+    file, _, function = parts(name)[0].partition(":")
+    module = load_file(Path(file))
+    found = getattr(module, function, None)
+    if found is None:
+        near = get_close_matches(function, [n for n in vars(module) if not n.startswith("_")], n=1)
+        raise ScheduleError(f"{file} has no {function or 'name behind the colon'}",
+                            hint=f"did you mean {file}:{near[0]}?" if near else _HINT)  # fmt: skip
+    if inspect.isclass(found) or (callable(found) and not _takes_one(found)):
+        raise ScheduleError(f"{name} is not a function of one Shape", hint=_HINT)
+    return found
+
+
+def _takes_one(function: Any) -> bool:
+    try:
+        inspect.signature(function).bind(None)
+    except TypeError:
+        return False
+    return True
+
+
+def load_file(path: Path) -> ModuleType:
+    """Import a file under a name of its own, once. Raises: ScheduleError if there is none."""
+    if not path.is_file():
+        raise ScheduleError(f"there is no file {path}", hint=_HINT)
+    path = path.resolve()
+    for module in list(sys.modules.values()):
+        if getattr(module, "__file__", None) == str(path):
+            return module
+    name = path.stem if path.stem not in sys.modules else f"pipeloom_schedule_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None, "a .py file always has a loader"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module

@@ -1,0 +1,84 @@
+"""Recipe: one way to order everything, in the words of the schedule language (see `language`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from ..ir.action import Action, Kind
+from ..ir.errors import ScheduleError
+from ..ir.operation import OPERATIONS, Operation
+
+PerRank: TypeAlias = Callable[[int], float]
+RowMaker: TypeAlias = Callable[[int], Iterable[Action]]
+
+
+def per_rank(limit: PerRank | float, rank: int) -> float:
+    """A limit that is the same for all ranks, or a function of the rank."""
+    return float(limit(rank) if callable(limit) else limit)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """One way to order everything.
+
+    kinds: "FB" or "FIW", for all stages or as a function of the stage; "F" for evaluation.
+    priority, clock, rows: the order, see the module.  before(a, b): `a` goes first where both are next.
+    memory: most residuals of a rank, in micro-batches: a stage of a rank with v stages counts 1/v, from F
+        until B or W.  in_flight: most micro-batches of a rank, counted per stage, between F and B or I.
+    in_flight_stage: the same of one stage.  memory_bytes: most bytes of residuals of a rank; the costs must
+        then say what residuals take.
+    fill: kinds that run only where nothing else can, so that they fill gaps: "W", or ("W", "COMPRESS").
+    early: which forwards may run before their turn in a clock: "all", "warm" (only until the rank's first
+        backward) or "none".
+    patience, overlap: see `engine.Task`.
+    together(a, b): b may run with a as one unit, as F of one micro-batch with B of another. With rows:
+        neighbours for which it holds do so; else where both could run now.
+    insert: operations that a user declared. Each goes next to its anchor, unless `rows` has it somewhere, or
+        `fill` names it: then it runs where nothing else can.
+    slices: sequence slices of each micro-batch; forwards ascend, backwards
+        descend in each micro-batch, and every slice is an action of its own.
+    """
+
+    kinds: str | Callable[[int], str] = "FB"
+    priority: Callable[[Action], object] | None = None
+    clock: Callable[[int, Kind, int], float] | None = None
+    rows: Sequence[Sequence[Action]] | RowMaker | None = None
+    before: Callable[[Action, Action], bool] | None = None
+    memory: PerRank | float | None = None
+    in_flight: PerRank | None = None
+    in_flight_stage: PerRank | None = None
+    memory_bytes: PerRank | float | None = None
+    fill: Sequence[str] = "W"
+    early: str = "all"
+    patience: float = 0.0
+    overlap: float = 0.0
+    together: Callable[[Action, Action], bool] | None = None
+    insert: tuple[Operation, ...] = ()
+    slices: int = 1
+
+    def __post_init__(self) -> None:
+        orders = [name for name in ("priority", "clock", "rows") if getattr(self, name) is not None]
+        if len(orders) != 1:
+            raise ScheduleError(
+                f"a recipe with {' and '.join(orders) or 'no order'}",
+                hint="give exactly one of priority=, clock= and rows=; before= may go with any",
+            )
+        if self.memory is not None and self.memory_bytes is not None:
+            raise ScheduleError(
+                "a recipe with memory and memory_bytes", hint="limit either micro-batches or bytes"
+            )
+        for operation in self.insert:
+            if operation.kind not in OPERATIONS:
+                raise ScheduleError(
+                    f"operation {operation.letters} is not declared",
+                    hint="write declare(Operation(...)) where your file begins",
+                )
+
+    def kinds_of(self, stage: int) -> tuple[Kind, ...]:
+        """The built-in kinds that a stage runs for each micro-batch."""
+        text = self.kinds if isinstance(self.kinds, str) else self.kinds(stage)
+        if text not in ("F", "FB", "FIW"):
+            raise ScheduleError(f"stage {stage} has the kinds {text!r}", hint="use F, FB or FIW, and insert=")
+        return tuple(map(Kind, text))

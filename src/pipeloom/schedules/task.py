@@ -1,0 +1,85 @@
+"""What the list scheduler is given and what it returns: streams of actions, a task, an outcome."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ..ir.action import Action, Kind
+from ..ir.schedule import Pair
+
+EPS = 1e-9
+"""Times and sizes this close (relative to 1 s, 1 unit) are equal."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stream:
+    """All actions of one kind on one stage.
+
+    feeds: (stream index, seconds until it sees the result) of every stream that uses a result.
+    needs: how many results each action of this stream waits for.
+    memory: change when an action starts, if above 0, or ends, if below: residuals come with F and go
+        with B or W.
+    filler: runs only where nothing else can.  opens, closes: F opens a micro-batch, B or I closes it.
+    around: micro-batch -> seconds of what a user inserted right before and right after the action.
+    """
+
+    stage: int
+    kind: Kind
+    rank: int
+    seconds: float
+    memory: float
+    feeds: tuple[tuple[int, float], ...]
+    needs: int
+    order: Sequence[int]
+    filler: bool = False
+    opens: bool = False
+    closes: bool = False
+    around: Callable[[int], tuple[float, float]] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What the list scheduler is asked to order.
+
+    key: smaller goes first among what a rank could run.  row_of: the exact order of everything but the
+        fillers, per rank, or None.  memory, open_rank, open_stage: limits; `inf` for none.
+    safe: per rank an order of everything that keeps to the limits: an F runs ahead of its place in that
+        order only if the rest of it then still keeps to them, so that limits can never block.
+    before: before(a, b) is true if `a` must run before `b`, both on one rank.
+    patience: share of its own time for which an action waits for a more urgent one that is on its way;
+    overlap: share of a filler that may stick out of the gap it fills.
+    early: which F may run ahead of their place in the safe order: "all", "warm" (until the rank's first B or
+        I) or "none".
+    together: together(a, b) is true if b may run with a as one unit, which takes joint(a, b) seconds. By a
+        key that happens where both could run now.  paired: in fixed rows, a -> the b after it; both wait.
+    """
+
+    streams: tuple[Stream, ...]
+    ranks: int
+    key: Callable[[Action], object] | None = None
+    row_of: tuple[tuple[Action, ...], ...] | None = None
+    safe: bool = False
+    memory: tuple[float, ...] = ()
+    open_rank: tuple[float, ...] = ()
+    open_stage: tuple[float, ...] = ()
+    before: Callable[[Action, Action], bool] | None = None
+    patience: float = 0.0
+    overlap: float = 0.0
+    early: str = "all"
+    together: Callable[[Action, Action], bool] | None = None
+    paired: Mapping[Action, Action] = field(default_factory=dict)
+    joint: Callable[[Action, Action], float] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """rows: the actions of each rank.  step_s: until the last rank ends.  span_s: longest first-to-last time
+    of a rank.  peak: most memory of each rank.  pairs: neighbours that run as one unit."""
+
+    rows: tuple[tuple[Action, ...], ...]
+    step_s: float
+    span_s: float
+    peak: tuple[float, ...]
+    starts: tuple[tuple[float, ...], ...] = field(repr=False)
+    pairs: tuple[Pair, ...] = ()
