@@ -93,9 +93,9 @@ class _Run:
         clock = 0.0
         for step in self.program.rows[rank]:
             if isinstance(step, Action):
-                for other in self.added.meets(clock, step):
+                for partner in self.added.meets(clock, step):
                     self.board.post(step)
-                    yield from self.board.wait(other)
+                    yield from self.board.wait(partner)
                 clock = self.compute(rank, clock, step)
             elif isinstance(step, StageAction):
                 clock = self.added.all_done(rank, clock)
