@@ -13,7 +13,7 @@ from pipeloom.api.passes import capture
 from pipeloom.ir.errors import PlanError, VerifyError
 from pipeloom.ir.plan import StagePlan
 from pipeloom.ir.stages import cut
-from pipeloom.runtime.weights import Gradients
+from pipeloom.runtime.weights import Gradients, Weights
 
 
 class Net(nn.Module):
@@ -26,6 +26,13 @@ class Net(nn.Module):
         h = torch.tanh(self.first(x))
         h = h + self.drop(torch.tanh(self.second(h)))
         return {"loss": nn.functional.cross_entropy(self.last(h), y)}
+
+
+class Normed(Net):
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        h = self.first(x)
+        h = torch.tanh(h - h.mean(0))
+        return {"loss": nn.functional.cross_entropy(self.last(self.second(h)), y)}
 
 
 def batch(seed: int, rows: int) -> dict[str, Tensor]:
@@ -84,11 +91,27 @@ def _numbers(plan: Plan) -> object:
     loss = model(**data)["loss"]
     loss.backward()
     gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
-    return _Numbers(
-        loss=float(loss.detach()), gradients=gradients,
-        parameters={n: p.detach() for n, p in model.named_parameters()},
-    )  # fmt: skip
+    initial = {n: p.detach() for n, p in model.named_parameters()}
+    return _Numbers(loss=float(loss.detach()), gradients=gradients, initial=initial)
+
+
+def test_a_wrong_update_fails_and_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Weights.step
+
+    def wrong(self: Weights) -> None:
+        right(self)
+        with torch.no_grad():
+            self.params.get("second.bias", torch.zeros(1)).mul_(1.01)
+
+    monkeypatch.setattr(Weights, "step", wrong)
+    with pytest.raises(VerifyError, match=r"updated second.bias differs by 0.01"):
+        verify(JOB, plan_for(JOB, 2)).require()
+
+
+def test_a_gradient_that_is_zero_but_for_rounding_is_no_difference_under_adam() -> None:
+    """The first bias cancels in a normalisation; Adam makes full steps of what rounding leaves of it."""
+    job = replace(JOB, model=Normed, optimizer=lambda params: torch.optim.AdamW(params, lr=0.1))
+    verify(job, plan_for(job, 3)).require()
 
 
 def test_a_model_with_dropout_is_compared_with_its_uncut_graph() -> None:

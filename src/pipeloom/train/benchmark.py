@@ -11,6 +11,7 @@ from statistics import median
 from ..api.options import StepReport
 from ..api.passes import plan
 from ..api.pipeline import Pipeline
+from ..api.runnable import require_runnable, require_training
 from ..ir.errors import PeerError, PipeloomError
 from ..ir.units import format_bytes
 from ..runtime.launch import launch
@@ -45,11 +46,13 @@ def run_bench(settings: Bench) -> int:
 
     Raises: PipeloomError for what is wrong before the ranks start.
     """
+    require_runnable(settings.schedule)
     found = plan(
         settings.job(), stages=settings.stages, microbatches=settings.microbatches,
         microbatch_size=settings.microbatch_size, schedule=settings.schedule,
         split_backward=settings.split_backward, memory=settings.device_memory,
     )  # fmt: skip
+    require_training(found)
     with tempfile.TemporaryDirectory(prefix="pipeloom-bench-") as folder:
         path = Path(folder) / "plan.json"
         found.save(path)

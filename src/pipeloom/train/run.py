@@ -22,6 +22,7 @@ from rich.console import Console
 from ..api.options import Options
 from ..api.passes import capture, plan, profile
 from ..api.pipeline import Pipeline
+from ..api.runnable import require_runnable, require_training
 from ..ir.errors import ConfigError, PeerError, PipeloomError
 from ..ir.plan import Plan, load_plan
 from ..runtime.checkpoint_files import newest, read_index, verify_sizes
@@ -101,8 +102,11 @@ def settle(request: Request) -> Settled:
         replan = any(getattr(config, part) != getattr(before, part) for part in parts)
     if replan and config.pipeline.plan is not None:
         config = follow_plan(config, load_plan(Path(config.pipeline.plan)), request.overrides)
+    require_runnable(config.pipeline.schedule)
     workload = make_workload(config)
     found = make_plan(config, workload, request.console) if replan else None
+    if found is not None:
+        require_training(found)
     # Only now: a request that cannot be planned leaves no directory behind.
     out = out or new_run(config.name, request.out)
     try:

@@ -1,0 +1,125 @@
+"""Plans for schedules that want several stages per rank, or replicas of them.
+
+The model is cut as if every stage had a device of its own with an equal share of its rank's memory; then the
+stages are placed, and the schedule is built for the times that they take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from .. import schedules
+from ..ir.cluster import Cluster
+from ..ir.costs import StageCost
+from ..ir.errors import InfeasibleError, PlanError
+from ..ir.graph import OpGraph
+from ..ir.plan import Plan
+from ..ir.profile import Profile
+from ..ir.timeline import Timeline
+from ..ir.units import format_bytes
+from ..lowering import lower
+from ..planner import PlanOptions, make_plan
+from ..planner.cost import CostModel, CostOptions
+from ..planner.stagecosts import stage_costs
+from ..simulator import simulate
+
+Costs = Profile | Mapping[str, Profile]
+"""One profile for all devices, or by device name."""
+
+
+def stages_for(schedule: str, ranks: int) -> int:
+    """Into how many stages a model is cut for a schedule in its usual placement.
+
+    >>> stages_for("1f1b", 4), stages_for("zb_v", 4), stages_for("dualpipe", 4)
+    (4, 8, 4)
+    """
+    shape, placement = schedules.usual(schedule, ranks)
+    return len(placement) // shape.replicas
+
+
+def place(
+    plan: Plan, graph: OpGraph, schedule: str, ranks: int, *, times: schedules.Times | None = None
+) -> Plan:
+    """The same stages on `ranks` ranks, in the usual placement of another schedule.
+
+    times: of the stages, for schedules that order by time; equal ones by default.
+    Raises: PlanError if the stages or the micro-batches of the plan are not as many as the schedule needs.
+    """
+    shape, placement = schedules.usual(schedule, ranks)
+    wanted = len(placement) // shape.replicas
+    if len(plan.stages) != wanted:
+        raise PlanError(
+            f"{schedule} on {ranks} ranks is for {wanted} stages, the plan has {len(plan.stages)}",
+            hint=f"plan {wanted} stages",
+        )
+    if plan.microbatches % shape.replicas:
+        raise PlanError(
+            f"{schedule} runs in {shape.replicas} directions, there are {plan.microbatches} micro-batches",
+            hint=f"use a multiple of {shape.replicas}",
+        )
+    placed = replace(plan, placement=placement, caps=())
+    stages = placed.replicated(placed.stage_graph(graph))
+    count = plan.microbatches // shape.replicas
+    made = schedules.build(schedule, stages, placement, count, times=times)
+    return replace(placed, schedule=made.name, schedule_rows=tuple(str(made).splitlines()))
+
+
+def plan_placed(
+    graph: OpGraph, costs: Costs, cluster: Cluster, *,
+    ranks: int, schedule: str, microbatches: int, strategy: str, options: PlanOptions,
+) -> Plan:  # fmt: skip
+    """Cut, place and build.
+
+    Raises: InfeasibleError if a rank needs more than its device has, as simulated.
+    """
+    apart = make_plan(
+        graph, costs, _one_device_each(cluster, schedule, ranks), stages=stages_for(schedule, ranks),
+        schedule="1f1b", microbatches=microbatches, strategy=strategy, options=options,
+    )  # fmt: skip
+    each = costs_of(place(apart, graph, schedule, ranks), graph, costs, cluster)
+    found = place(apart, graph, schedule, ranks, times=schedules.Times(costs=each))
+    step = simulate_plan(found, graph, costs, cluster)
+    caps = tuple(device.memory_bytes for device in cluster.devices[:ranks])
+    for rank, cap in enumerate(caps):
+        if (need := step.peak_bytes(rank)) > cap:
+            raise InfeasibleError(
+                f"rank {rank} needs {format_bytes(need)} for {schedule}, its cap is {format_bytes(cap)}",
+                hint="use smaller micro-batches, more ranks, or a schedule that holds less: v_half, v_min",
+            )
+    return replace(found, caps=caps, predicted_step_s=step.step_s, notes={})
+
+
+def costs_of(plan: Plan, graph: OpGraph, costs: Costs, cluster: Cluster) -> tuple[StageCost, ...]:
+    """What each stage of a plan, replicas included, takes on the device of its rank."""
+    devices = tuple(cluster.devices[rank] for rank in plan.placement[: len(plan.stages)])
+    profiles = [costs if isinstance(costs, Profile) else costs[d.name] for d in devices]
+    trained = sum(s.memory.gradients for s in plan.stages)
+    options = CostOptions(
+        microbatches=plan.microbatches,
+        optimizer_bytes=sum(s.memory.optimizer for s in plan.stages) / trained if trained else 0.0,
+    )
+    model = CostModel(graph, profiles, replace(cluster, devices=devices), options)
+    stages = plan.replicated(plan.stage_graph(graph))
+    # Neither times nor the bytes of a StageCost depend on how many micro-batches are in flight.
+    parts = tuple(model.stage(stages, s, 1) for s in range(len(plan.stages)))
+    return stage_costs(model, stages, parts) * plan.replicas
+
+
+def simulate_plan(plan: Plan, graph: OpGraph, costs: Costs, cluster: Cluster) -> Timeline:
+    """One step of a plan, predicted."""
+    stages = plan.replicated(plan.stage_graph(graph))
+    return simulate(lower(plan.as_schedule, stages), stages, costs_of(plan, graph, costs, cluster), cluster)
+
+
+def _one_device_each(cluster: Cluster, schedule: str, ranks: int) -> Cluster:
+    if ranks > len(cluster.devices):
+        raise PlanError(
+            f"{ranks} ranks for {len(cluster.devices)} devices", hint="use fewer ranks, or add devices"
+        )
+    shape, placement = schedules.usual(schedule, ranks)
+    own = []
+    for rank in placement[: len(placement) // shape.replicas]:
+        device = cluster.devices[rank]
+        own.append(replace(device, memory_bytes=device.memory_bytes // placement.count(rank)))
+    return replace(cluster, devices=tuple(own))

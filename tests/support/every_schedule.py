@@ -1,0 +1,45 @@
+"""Plans of a small byte-level GPT for any schedule of the library, in its usual placement."""
+
+from __future__ import annotations
+
+import torch
+from runs import capture_of, even, plan_for
+
+from pipeloom import Job, schedules
+from pipeloom.api.placing import place, stages_for
+from pipeloom.ir.plan import Plan
+from pipeloom.train.model import GPT
+
+CONTEXT = 12
+SYNCHRONOUS = tuple(
+    name for name in schedules.names() if not schedules.entry(name).lacks and name != "forward_only"
+)
+LACKING = tuple(name for name in schedules.names() if schedules.entry(name).lacks)
+
+
+def batch(seed: int, rows: int) -> dict[str, torch.Tensor]:
+    text = torch.randint(256, (rows, CONTEXT + 1), generator=torch.Generator().manual_seed(seed))
+    return {"input_ids": text[:, :-1].contiguous(), "labels": text[:, 1:].contiguous()}
+
+
+def sgd(params: object) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.05, momentum=0.9)  # type: ignore[arg-type]
+
+
+def small_gpt() -> torch.nn.Module:
+    return GPT(layers=1, width=16, heads=2, context=CONTEXT).double()
+
+
+def gpt_job() -> Job:
+    """The default model, small and in float64; its head is tied to its embedding."""
+    return Job(name="small GPT", model=small_gpt, batch=batch, optimizer=sgd)
+
+
+def plan_of(job: Job, name: str, ranks: int, *, microbatches: int, microbatch_size: int = 1) -> Plan:
+    """The schedule over stages with about as many ops each."""
+    captured = capture_of(job, microbatch_size)
+    count = stages_for(name, ranks)
+    flat = plan_for(
+        captured, even(captured.graph, count), microbatches=microbatches, microbatch_size=microbatch_size
+    )
+    return place(flat, captured.graph, name, ranks)
