@@ -134,7 +134,8 @@ def completeness(schedule: Schedule, flow: Flow) -> None:
             f"rank {rank} runs both {back} and {split[0]}", hint=f"keep either {back}, or {grad} and {weight}"
         )
     missing = f"{back}, nor {grad} and {weight}" if not split else f"{weight if split == [grad] else grad}"
-    raise ScheduleError(f"rank {rank} never runs {missing}", hint=f"add {missing if split else back} to its row")
+    add = missing if split else f"{back}"
+    raise ScheduleError(f"rank {rank} never runs {missing}", hint=f"add {add} to its row")
 
 
 def _repeated(schedule: Schedule) -> ScheduleError:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar, cast
 
 import numpy as np
 
@@ -55,7 +55,7 @@ class Kernel(Generic[P, R]):
             made = numba.njit(cache=True, nogil=True)(function)
         except RuntimeError:  # no folder for the cache can be written
             made = numba.njit(nogil=True)(function)
-        return made  # type: ignore[no-any-return]
+        return cast(Callable[P, R], made)
 
 
 def kernel(function: Callable[P, R]) -> Kernel[P, R]:

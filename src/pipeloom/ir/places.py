@@ -10,7 +10,7 @@ NOWHERE = -1
 
 
 class Places:
-    """Tables of shape (stages, micro-batches), one per kind, of entries of the columns; -1 for what is missing.
+    """Tables of shape (stages, micro-batches), one per kind, of entries of the columns; -1 where none is.
 
     Stages and micro-batches of all compute actions must be in range. Of something that stands twice the
     last entry is kept.

@@ -1,7 +1,7 @@
 """Rules for programs, one function each: transfers, reductions, optimizer steps, and that nothing blocks.
 
-The rules for compute actions (see `check`) are taken to hold already. Rules read the columns of a program, not
-its steps one by one, and take time linear in their number.
+The rules for compute actions (see `check`) are taken to hold already. Rules read the columns of a program,
+not its steps one by one, and take time linear in their number.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from .action import (
     RECV_F,
     REDUCE,
     SEND_B,
-    SEND_F,
     STEP,
     Action,
     B,
@@ -26,7 +25,7 @@ from .action import (
     StageAction,
     Transfer,
 )  # fmt: skip
-from .columns import RECV_B_, RECV_F_, REDUCE_, STEP_, F_, Ints
+from .columns import F_, RECV_B_, RECV_F_, REDUCE_, STEP_, Ints
 from .errors import ScheduleError
 from .flow import Flow
 from .schedule import Program
@@ -127,7 +126,8 @@ def data_in_place(program: Program, stages: StageGraph, flow: Flow) -> None:
 
 
 def _uses(program: Program, flow: Flow) -> Iterator[tuple[Ints, Ints, int, Kind, int]]:
-    """Per micro-batch the entries of a step and of what it uses in its own row: (.., stage, kind, peer or -1)."""
+    """Per micro-batch the entries of a step and of what it uses in its own row, and what that is: stage,
+    kind, and peer, or -1 for a compute action."""
     wiring, where = program.wiring(flow), program.placement
     lines, forward, back = wiring.lines, program.places.of(F_), program.places.gradients()
     for stage in range(len(where)):
@@ -137,8 +137,9 @@ def _uses(program: Program, flow: Flow) -> Iterator[tuple[Ints, Ints, int, Kind,
         for peer in far(where, stage, flow.gradients_from[stage]):
             line = lines.between(peer, stage, backward=True)
             yield back[stage], wiring.received[line], stage, RECV_B, peer
-    for line, (stage, backward) in enumerate(zip(lines.sender.tolist(), lines.backward.tolist(), strict=True)):
-        yield wiring.sent[line], (back if backward else forward)[stage], stage, B if backward else F, -1
+    for line, stage in enumerate(lines.sender.tolist()):
+        kind, made = (B, back) if lines.backward[line] else (F, forward)
+        yield wiring.sent[line], made[stage], stage, kind, -1
 
 
 def optimizer(program: Program, stages: StageGraph, flow: Flow) -> None:

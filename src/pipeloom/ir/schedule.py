@@ -125,7 +125,7 @@ class Program:
 
     @cached_property
     def places(self) -> Places:
-        """Where every compute action stands. Only of a program whose stages and micro-batches are in range."""
+        """Where all compute actions stand. Only of a program whose stages and micro-batches are in range."""
         return Places(self.columns, stages=len(self.placement), microbatches=self.microbatches)
 
     def wiring(self, flow: Flow) -> Wiring:

@@ -16,8 +16,8 @@ _FREE, _DONE = -1, -2
 def prove_progress(columns: Columns, first_need: Ints, needs: Ints) -> None:
     """Walk all ranks, each entry only after the entries that it needs.
 
-    first_need: entry e needs `needs[first_need[e] : first_need[e + 1]]`, on whatever rank. A need of REDUCE is
-        the entry in front of another REDUCE: they meet where both ranks have come to them.
+    first_need: entry e needs `needs[first_need[e] : first_need[e + 1]]`, on whatever rank. A need of REDUCE
+        is the entry in front of another REDUCE: they meet where both ranks have come to them.
     Raises: DeadlockError with the circle of those that wait for each other.
     """
     at, lacking = _walk(columns.offsets, first_need, needs)

@@ -35,7 +35,7 @@ class Lines:
     def between(self, sender: int, receiver: int, *, backward: bool) -> int:
         """The line from one stage to another; there must be one."""
         row = sender + backward * (len(self.first) // 2)
-        low, high = self.first[row : row + 2].tolist()
+        low, high = int(self.first[row]), int(self.first[row + 1])
         return low + int(np.searchsorted(self.receiver[low:high], receiver))
 
 

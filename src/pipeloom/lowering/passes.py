@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from ..ir.check import check, check_program
+from ..ir.columns import Rows
 from ..ir.schedule import Program, Schedule
 from ..ir.stages import StageGraph
 from .optimizer import add_optimizer
@@ -33,7 +34,7 @@ def lower(schedule: Schedule, stages: StageGraph) -> Program:
     """
     check(schedule, stages)
     program = Program(
-        microbatches=schedule.microbatches, placement=schedule.placement, rows=schedule.rows,
+        microbatches=schedule.microbatches, placement=schedule.placement, rows=Rows(schedule.columns),
         pairs=schedule.pairs,
     )  # fmt: skip
     for make in PASSES:

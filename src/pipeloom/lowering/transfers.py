@@ -9,42 +9,94 @@ targets the one that comes first in its direction is served first: it is the fir
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from ..ir.action import RECV_B, RECV_F, SEND_B, SEND_F, Action, B, F, I, Instruction, Kind, Transfer
+import numpy as np
+
+from ..ir.columns import B_, F_, I_, RECV_B_, RECV_F_, SEND_B_, SEND_F_, Codes, Columns, Ints, Longs, Rows
 from ..ir.flow import Flow, flow_of
+from ..ir.kernels import kernel
 from ..ir.schedule import Program
 from ..ir.stages import StageGraph
+from ..ir.walk import starts_of
+from ..ir.wiring import far
 
 
 def add_transfers(program: Program, stages: StageGraph) -> Program:
     """Put each compute action between the messages it needs and those it makes."""
-    flow = flow_of(stages)
-    rows = tuple(tuple(_with_messages(row, flow, program.placement)) for row in program.rows)
-    return replace(program, rows=rows)
+    old = program.columns
+    around = _around(flow_of(stages), program.placement)
+    count = len(program.placement)
+    extra = np.zeros((count, len(old.kinds)), np.int32)
+    sizes = np.diff(around.first_before) + np.diff(around.first_after)
+    extra[:, F_] = sizes[:count]
+    extra[:, B_] = extra[:, I_] = sizes[count:]
+    total = len(old) + int(extra[old.stage, old.kind].sum())
+    kind, stage, microbatch, peer, offsets = _inserted(
+        old.kind, old.stage, old.microbatch, old.offsets, total,
+        around.first_before, around.before, around.first_after, around.after,
+    )  # fmt: skip
+    columns = Columns(
+        kind=kind, stage=stage, microbatch=microbatch, peer=peer, offsets=offsets, kinds=old.kinds
+    )
+    return replace(program, rows=Rows(columns))
 
 
-def _with_messages(
-    row: Iterable[Instruction], flow: Flow, placement: tuple[int, ...]
-) -> Iterator[Instruction]:
-    for step in row:
-        before, after = _messages(step, flow) if isinstance(step, Action) else ([], [])
-        yield from (m for m in before if placement[m.peer] != placement[m.stage])
-        yield step
-        yield from (m for m in after if placement[m.peer] != placement[m.stage])
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Around:
+    """Far neighbours, first of F of each stage, then of B or I of each stage: the stages that send to row r
+    are `before[first_before[r] : first_before[r + 1]]`; `after` has those that it sends to."""
+
+    first_before: Ints
+    before: Ints
+    first_after: Ints
+    after: Ints
 
 
-def _messages(action: Action, flow: Flow) -> tuple[list[Transfer], list[Transfer]]:
-    """What an action waits for and what it sends, as if every stage had its own rank."""
+def _around(flow: Flow, placement: tuple[int, ...]) -> _Around:
+    def listed(forward: tuple[tuple[int, ...], ...], back: tuple[tuple[int, ...], ...]) -> tuple[Ints, Ints]:
+        rows = [far(placement, s, peers) for s, peers in enumerate(forward)]
+        rows += [far(placement, s, peers)[::-1] for s, peers in enumerate(back)]
+        return starts_of([len(row) for row in rows]), np.array([p for row in rows for p in row], np.int32)
 
-    def along(kind: Kind, peers: Iterable[int]) -> list[Transfer]:
-        return [Transfer(action.stage, kind, action.microbatch, peer) for peer in peers]
+    first_before, before = listed(flow.reads_from, flow.gradients_from)
+    first_after, after = listed(flow.read_by, flow.gradients_to)
+    return _Around(first_before=first_before, before=before, first_after=first_after, after=after)
 
-    stage = action.stage
-    if action.kind == F:
-        return along(RECV_F, flow.reads_from[stage]), along(SEND_F, flow.read_by[stage])
-    if action.kind in (B, I):
-        before = along(RECV_B, reversed(flow.gradients_from[stage]))
-        return before, along(SEND_B, reversed(flow.gradients_to[stage]))
-    return [], []
+
+@kernel
+def _inserted(
+    kind: Codes, stage: Ints, microbatch: Ints, offsets: Longs, total: int, *lists: Ints
+) -> tuple[Codes, Ints, Ints, Ints, Longs]:
+    """The new columns; lists: the four of `_Around`."""
+    first_before, before, first_after, after = lists
+    stages = (len(first_before) - 1) // 2
+    made_kind = np.empty(total, np.int16)
+    made_stage = np.empty(total, np.int32)
+    made_microbatch = np.empty(total, np.int32)
+    made_peer = np.full(total, -1, np.int32)
+    made_offsets = np.zeros(len(offsets), np.int64)
+    at = 0
+    for rank in range(len(offsets) - 1):
+        for entry in range(offsets[rank], offsets[rank + 1]):
+            code, s = kind[entry], stage[entry]
+            row = s if code == F_ else stages + s
+            moves = code == F_ or code == B_ or code == I_
+            low = at
+            if moves:
+                for b in range(first_before[row], first_before[row + 1]):
+                    made_kind[at] = RECV_F_ if code == F_ else RECV_B_
+                    made_peer[at] = before[b]
+                    at += 1
+            made_kind[at] = code
+            at += 1
+            if moves:
+                for a in range(first_after[row], first_after[row + 1]):
+                    made_kind[at] = SEND_F_ if code == F_ else SEND_B_
+                    made_peer[at] = after[a]
+                    at += 1
+            for e in range(low, at):
+                made_stage[e] = s
+                made_microbatch[e] = microbatch[entry]
+        made_offsets[rank + 1] = at
+    return made_kind, made_stage, made_microbatch, made_peer, made_offsets
