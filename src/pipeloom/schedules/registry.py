@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from ..ir.action import Action, B, F, I, W
 from ..ir.check import check
+from ..ir.columns import Rows as Table
+from ..ir.columns import columns_of
 from ..ir.costs import StageCost, equal_costs
 from ..ir.errors import ScheduleError
 from ..ir.replicas import replicate
+from ..ir.rules_versions import UpdatePolicy
 from ..ir.schedule import Pair, Schedule
 from ..ir.stages import StageGraph, chain
 from . import forward_only, gpipe, grouped, one_f_one_b, two_ways, variants, vee, zb
-from .clock import Rows
 from .language import Recipe, fastest
 from .own import load_own, names_own, parts
 from .placements import both_ways, loop, wave
 from .shape import Shape
+
+
+Rows: TypeAlias = Iterable[Iterable[Action]]
 
 
 class Family(Protocol):
@@ -36,6 +41,7 @@ class Entry:
         for what has operations of its own.
     place: where its stages go unless the user says otherwise: "line", "loop", "wave" or "both ways".
     lacks: what a runtime must have to run it and has not, if anything.
+    weights: how it updates them, see `ir.rules_versions`.
     """
 
     family: Family | None = None
@@ -44,6 +50,7 @@ class Entry:
     place: str = "line"
     about: str = ""
     lacks: str = ""
+    weights: UpdatePolicy = "flush"
 
     def make(self, shape: Shape) -> tuple[Rows, int, tuple[Pair, ...]]:
         """The rows, how many slices a micro-batch has, and the pairs."""
@@ -67,7 +74,9 @@ _FAMILIES: dict[str, Family | Entry] = {
     "eager_1f1b": Entry(recipe=variants.eager_1f1b, about="1F1B with twice the warm-up"),
     "interleaved_1f1b": Entry(recipe=grouped.interleaved_1f1b, place="loop", about="1F1B over chunks"),
     "looped_bfs": Entry(recipe=grouped.looped_bfs, place="loop", about="GPipe over chunks"),
-    "async_1f1b": Entry(recipe=variants.async_1f1b, about="1F1B without a flush", lacks=VERSIONS),
+    "async_1f1b": Entry(
+        recipe=variants.async_1f1b, about="1F1B without a flush", lacks=VERSIONS, weights="stash"
+    ),
     "zb_h1": Entry(recipe=zb.zb_h1, about="W fills gaps, memory of 1F1B"),
     "zb_h2": Entry(recipe=zb.zb_h2, about="W fills gaps, twice the memory"),
     "zb_1p": Entry(recipe=zb.zb_h1, about="zb_h1, `memory` may be set"),
@@ -151,7 +160,9 @@ def build(
             f"{name} runs pairs such as {pairs[0][0]}&{pairs[0][1]}, which a split backward would tear apart",
             hint='leave out the split, and use kinds="FIW" in the recipe',
         )
-    rows = tuple(split(tuple(row)) if split_backward else tuple(row) for row in made)
+    rows = made if isinstance(made, Table) else tuple(map(tuple, made))
+    if split_backward:
+        rows = Table(columns_of(rows).split_backward())
     schedule = Schedule(
         name=_key(name), microbatches=microbatches, placement=placement, rows=rows, slices=slices, pairs=pairs
     )
@@ -210,15 +221,6 @@ def shape_of(ranks: int, *, microbatches: int, chunks: int = 1) -> Shape:
     """A chain in a loop with equal times: enough to try a recipe on."""
     where = loop(ranks, chunks)
     return _shape("", chain(len(where)), where, microbatches, Times())
-
-
-def split(row: tuple[Action, ...]) -> tuple[Action, ...]:
-    """Every B as I and, right after it, W: the gradient leaves earlier, and memory stays that of B."""
-    parts: list[Action] = []
-    for action in row:
-        kinds = (I, W) if action.kind == B else (action.kind,)
-        parts.extend(Action(action.stage, kind, action.microbatch) for kind in kinds)
-    return tuple(parts)
 
 
 def in_flight(schedule: Schedule) -> tuple[int, ...]:
