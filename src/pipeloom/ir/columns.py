@@ -115,6 +115,19 @@ class Columns:
             peer=self.peer[keep], offsets=before[self.offsets], kinds=self.kinds,
         )  # fmt: skip
 
+    def split_backward(self) -> Columns:
+        """Every B as I and, right after it, W: the gradient leaves earlier, and memory stays that of B."""
+        whole = self.kind == B_
+        source = np.repeat(np.arange(len(self)), 1 + whole)
+        before = np.concatenate(([0], np.cumsum(1 + whole)))
+        kind = self.kind[source]
+        kind[before[:-1][whole]] = I_
+        kind[before[:-1][whole] + 1] = W_
+        return Columns(
+            kind=kind, stage=self.stage[source], microbatch=self.microbatch[source], peer=self.peer[source],
+            offsets=before[self.offsets], kinds=self.kinds,
+        )  # fmt: skip
+
     def same(self, other: Columns) -> bool:
         """Whether both say the same."""
         if not np.array_equal(self.offsets, other.offsets):

@@ -8,15 +8,13 @@ follows. Distances between stages therefore count only the edges that change the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from heapq import merge
-from typing import TypeAlias
+from collections.abc import Sequence
 
-from ..ir.action import Action, B, F
+import numpy as np
+
+from ..ir.action import Action
+from ..ir.columns import B_, F_, Codes, Ints, Rows, compute_columns
 from ..ir.flow import Flow
-
-Clock: TypeAlias = Callable[[Action], int]
-Rows: TypeAlias = Iterable[Iterable[Action]]
 
 
 def distance_from_start(flow: Flow, placement: Sequence[int]) -> dict[int, int]:
@@ -46,21 +44,32 @@ def _longest(
 
 
 def rows_by_clock(
-    flow: Flow, placement: Sequence[int], microbatches: int, clock: Clock, *, backward: bool = True
-) -> Iterator[Iterator[Action]]:
-    """For each rank the F, and B if `backward`, of its stages in clock order.
+    flow: Flow, placement: Sequence[int], microbatches: int, *,
+    forward: Sequence[int], backward: Sequence[int] | None = None, period: int = 1,
+) -> Rows[Action]:
+    """For each rank the F, and B if it has a clock, of its stages in clock order.
 
+    forward, backward: clock of micro-batch 0 of each stage; each next micro-batch is `period` later.
     At equal times backwards come first, as they free memory, the reader's before the maker's; then
     forwards, the maker's before the reader's.
+
+    >>> from pipeloom.ir.flow import dag, flow_of
+    >>> flow = flow_of(dag(1, []))
+    >>> [str(a) for a in rows_by_clock(flow, (0,), 2, forward=[0], backward=[1])[0]]
+    ['0F0', '0B0', '0F1', '0B1']
     """
     own: list[list[int]] = [[] for _ in range(max(placement) + 1)]
     for stage in flow.order:
         own[placement[stage]].append(stage)
+    turn = np.arange(microbatches, dtype=np.int64) * period
+    parts: list[tuple[Codes, Ints, Ints]] = []
     for stages in own:
-        streams = [
-            [Action(stage, B, microbatch) for microbatch in range(microbatches)]
-            for stage in reversed(stages)
-            if backward
-        ]
-        streams += [[Action(stage, F, microbatch) for microbatch in range(microbatches)] for stage in stages]
-        yield merge(*streams, key=clock)
+        streams = [(B_, s, backward[s]) for s in reversed(stages)] if backward is not None else []
+        streams += [(F_, s, forward[s]) for s in stages]
+        code, stage, begin = np.array(streams, np.int64).reshape(-1, 3).T
+        order = np.argsort((begin[:, None] + turn).reshape(-1), kind="stable").astype(np.int32)
+        stream, microbatch = np.divmod(order, np.int32(microbatches))
+        parts.append((code.astype(np.int16)[stream], stage.astype(np.int32)[stream], microbatch))
+    kinds, stages_of, numbers = (np.concatenate(column) for column in zip(*parts, strict=True))
+    offsets = np.concatenate(([0], np.cumsum([len(kind) for kind, _, _ in parts])))
+    return Rows(compute_columns(kinds, stages_of, numbers, offsets))

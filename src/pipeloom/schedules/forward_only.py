@@ -8,17 +8,14 @@
 from __future__ import annotations
 
 from ..ir.action import Action
+from ..ir.columns import Rows
 from ..ir.flow import flow_of
 from ..ir.stages import StageGraph
-from .clock import Rows, distance_from_start, rows_by_clock
+from .clock import distance_from_start, rows_by_clock
 
 
-def rows(stages: StageGraph, placement: tuple[int, ...], microbatches: int) -> Rows:
+def rows(stages: StageGraph, placement: tuple[int, ...], microbatches: int) -> Rows[Action]:
     """Stage s, at distance d from the start, runs the forward of micro-batch i at clock i + d."""
     flow = flow_of(stages)
     start = distance_from_start(flow, placement)
-
-    def clock(action: Action) -> int:
-        return action.microbatch + start[action.stage]
-
-    return rows_by_clock(flow, placement, microbatches, clock, backward=False)
+    return rows_by_clock(flow, placement, microbatches, forward=[start[s] for s in range(len(placement))])

@@ -9,22 +9,19 @@ Source: GPipe, arXiv 1811.06965. Idle share with p equal stages and m micro-batc
 
 from __future__ import annotations
 
-from ..ir.action import Action, F
+from ..ir.action import Action
+from ..ir.columns import Rows
 from ..ir.flow import flow_of
 from ..ir.stages import StageGraph
-from .clock import Rows, distance_from_start, distance_to_end, rows_by_clock
+from .clock import distance_from_start, distance_to_end, rows_by_clock
 
 
-def rows(stages: StageGraph, placement: tuple[int, ...], microbatches: int) -> Rows:
+def rows(stages: StageGraph, placement: tuple[int, ...], microbatches: int) -> Rows[Action]:
     """Forwards by distance from the start, as in `forward_only`; then backwards by distance from the end."""
     flow = flow_of(stages)
     start = distance_from_start(flow, placement)
     end = distance_to_end(flow, placement)
     turn = microbatches + max(start.values())
-
-    def clock(action: Action) -> int:
-        if action.kind == F:
-            return start[action.stage] + action.microbatch
-        return turn + end[action.stage] + action.microbatch
-
-    return rows_by_clock(flow, placement, microbatches, clock)
+    each = range(len(placement))
+    forward, backward = [start[s] for s in each], [turn + end[s] for s in each]
+    return rows_by_clock(flow, placement, microbatches, forward=forward, backward=backward)

@@ -13,14 +13,15 @@ Idle share with p equal stages and m micro-batches: (p-1)/(m+p-1).
 
 from __future__ import annotations
 
-from ..ir.action import Action, F
+from ..ir.action import Action
+from ..ir.columns import Rows
 from ..ir.errors import ScheduleError
 from ..ir.flow import Flow, flow_of
 from ..ir.stages import StageGraph
-from .clock import Rows, distance_to_end, rows_by_clock
+from .clock import distance_to_end, rows_by_clock
 
 
-def rows(stages: StageGraph, placement: tuple[int, ...], microbatches: int) -> Rows:
+def rows(stages: StageGraph, placement: tuple[int, ...], microbatches: int) -> Rows[Action]:
     """The forward of micro-batch i at clock 2i - d - 1, the backward at 2i + d: they alternate.
 
     A rank with several stages runs them by the same clock. Neighbours on one rank act as one stage.
@@ -29,12 +30,10 @@ def rows(stages: StageGraph, placement: tuple[int, ...], microbatches: int) -> R
     flow = flow_of(stages)
     _refuse_dead_ends(flow, stages.loss_stage)
     ahead = distance_to_end(flow, placement)
-
-    def clock(action: Action) -> int:
-        d = ahead[action.stage]
-        return 2 * action.microbatch + (-d - 1 if action.kind == F else d)
-
-    return rows_by_clock(flow, placement, microbatches, clock)
+    steps = [ahead[s] for s in range(len(placement))]
+    return rows_by_clock(
+        flow, placement, microbatches, forward=[-d - 1 for d in steps], backward=steps, period=2
+    )
 
 
 def _refuse_dead_ends(flow: Flow, loss_stage: int) -> None:
