@@ -90,3 +90,15 @@ def test_a_skip_connection_has_no_transfers_in_this_format() -> None:
     program = lower(schedules.build("1f1b", skip, (0, 1, 2), 2), skip)
     with pytest.raises(ScheduleError, match="does not go to a neighbour in a chain"):
         csv.program_text(program)
+
+
+@pytest.mark.parametrize("name", ["zb_v", "gis", "hanayo"])
+def test_receives_are_posted_in_the_order_of_the_sends(name: str) -> None:
+    """torch matches messages by order; in a V a rank may wait for its neighbour's second message first."""
+    stages, placement = schedules.usual(name, 2)
+    program = lower(schedules.build(name, stages, placement, 4), stages)
+    rows = [line.split(",") for line in csv.program_text(program).splitlines()]
+    posted = [cell for cell in rows[1] if "RECV" in cell]
+    assert posted == [f"{s.peer}{s.other_end.kind}{s.microbatch}" for s in program.messages[0, 1]]
+    waited = [f"{s.stage}{s.kind}{s.microbatch}" for s in program.rows[1] if str(s.kind).startswith("RECV")]
+    assert posted != waited and sorted(posted) == sorted(waited)

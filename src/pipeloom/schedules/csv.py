@@ -60,9 +60,30 @@ def schedule_text(schedule: Schedule) -> str:
 def program_text(program: Program) -> str:
     """The `compute_comms` form; REDUCE and STEP are left out, as that runtime leaves them to the user.
 
+    A RECV there posts a receive, which its action waits for, and messages between two ranks are matched in
+    the order of posting: so receives are written in the order of the sends, if need be earlier than here.
     Raises: ScheduleError if a message does not go to a neighbour in the chain of stages.
     """
-    return _text([[step for step in row if not isinstance(step, StageAction)] for row in program.rows])
+    return _text([_posting_in_order(program, rank) for rank in range(len(program.rows))])
+
+
+def _posting_in_order(program: Program, rank: int) -> list[Instruction]:
+    left = {
+        source: [send.other_end for send in reversed(sends) if isinstance(send, Transfer)]
+        for (source, target), sends in program.messages.items()
+        if target == rank
+    }
+    posted: set[Transfer] = set()
+    row: list[Instruction] = []
+    for step in program.rows[rank]:
+        if isinstance(step, Transfer) and not step.sends:
+            waiting = left[program.placement[step.peer]]
+            while step not in posted:
+                row.append(early := waiting.pop())
+                posted.add(early)
+        elif not isinstance(step, StageAction):
+            row.append(step)
+    return row
 
 
 def _text(rows: Sequence[Sequence[Instruction]]) -> str:
