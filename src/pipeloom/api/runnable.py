@@ -11,11 +11,13 @@ from ..ir.plan import Plan
 def require_runnable(schedule: str) -> None:
     """Refuse a schedule of the library that needs what the runtime has not, before anything starts.
 
-    schedule: its name; one that the library does not know is the user's own, and is only checked when built.
+    schedule: its name; `file.py:function` is loaded, so that its operations are known. Any other name that
+        the library does not know is only checked when built.
     Raises: ScheduleError that names the reason.
     """
-    name = schedule.partition(":")[0].lower().replace("-", "_")
-    if name in schedules.names() and (lacks := schedules.entry(name).lacks):
+    own = schedules.names_own(schedule)
+    name = schedule if own else schedule.partition(":")[0].lower().replace("-", "_")
+    if (own or name in schedules.names()) and (lacks := schedules.entry(name).lacks):
         raise ScheduleError(
             f"schedule {name} cannot be run: it needs {lacks}, which the runtime does not have",
             hint="it can be checked, simulated and drawn; to run, choose another one: pipeloom schedule list",

@@ -92,7 +92,7 @@ def action_seconds(costs: Sequence[StageCost], action: Action) -> float:
     cost = costs[action.stage]
     operation = OPERATIONS.get(action.kind)
     if operation is not None and action.kind not in cost.other_s:
-        return operation.seconds_of(action.stage)
+        return operation.seconds_of(action.stage) + operation.share * cost.seconds(operation.anchor)
     return cost.seconds(action.kind)
 
 

@@ -37,7 +37,7 @@ class Operation:
     every: only at each k-th micro-batch: with `after` at the last of k, with `before` at the first.
     stream: "compute" keeps the rank busy. "send" (communication) and "host" (copies to and from the host)
         run beside it, one operation at a time on each; only a `before` anchor and the optimizer wait.
-    seconds: how long it takes, for all stages or by stage.
+    seconds: how long it takes, for all stages or by stage.  share: further seconds, per second of its anchor.
     acquires_bytes, releases_bytes: device memory that it holds from its start and gives back at its end,
         for all stages or by stage. A buffer of its own does both; an offload only releases.
     meets: stage -> the stages whose same operation on the same micro-batch it exchanges data with: all of
@@ -55,6 +55,7 @@ class Operation:
     every: int = 1
     stream: Stream = "compute"
     seconds: float | Callable[[int], float] = 0.0
+    share: float = 0.0
     acquires_bytes: int | Callable[[int], int] = 0
     releases_bytes: int | Callable[[int], int] = 0
     meets: Callable[[int], Sequence[int]] | None = None
@@ -77,7 +78,7 @@ class Operation:
                 f"operation {self.letters} runs every {self.every}, {self.ahead} ahead",
                 hint="every= is at least 1; ahead= is at least 0, and goes only with before=",
             )
-        for name in ("seconds", "acquires_bytes", "releases_bytes"):
+        for name in ("seconds", "share", "acquires_bytes", "releases_bytes"):
             amount = getattr(self, name)
             if not callable(amount) and not 0 <= amount < float("inf"):
                 raise ScheduleError(

@@ -30,6 +30,7 @@ from ..ir.action import (
     W,
 )  # fmt: skip
 from ..ir.graph import Value
+from ..ir.operation import OPERATIONS
 from ..ir.schedule import Program
 from ..ir.stages import StageGraph
 from ..ir.ties import reductions
@@ -37,6 +38,7 @@ from ..tracer.stage import StageFunctions, Tensors, made_bytes
 from .channel import Channel, Message
 from .failure import Watch
 from .ledger import Ledger
+from .operations import Operations
 from .recorder import Recorder
 from .weights import Weights, clip_factor
 
@@ -112,6 +114,8 @@ class Worker:
             SEND_F: self.send, SEND_B: self.send, RECV_F: self.receive, RECV_B: self.receive,
             REDUCE: self.reduce, STEP: self.step,
         }  # fmt: skip
+        self.operations = Operations(self)
+        self.handlers |= dict.fromkeys(OPERATIONS, self.operations.begin)
 
     def run(
         self, microbatches: Sequence[Microbatch], *, program: Program | None = None,
@@ -134,6 +138,7 @@ class Worker:
             self.channel.begin(self._incoming(current))
             for instruction in row:
                 self.watch.status = str(instruction)
+                self.operations.settle(instruction)
                 self.handlers[instruction.kind](instruction)
                 self._note_boundary(instruction)
             with self.recorder.record("recv", "END"):

@@ -3,6 +3,7 @@
 from ..ir.operation import declare
 from ..ir.replicas import replicate
 from .language import Operation, Recipe, best, fastest, make, path_clock, phases, turns
+from .own import names_own
 from .placements import both_ways, loop, wave
 from .registry import Entry, Times, build, entry, in_flight, names, register, shape_of, usual
 from .shape import Shape
@@ -23,6 +24,7 @@ __all__ = [
     "loop",
     "make",
     "names",
+    "names_own",
     "path_clock",
     "phases",
     "register",

@@ -97,7 +97,7 @@ def _with_neighbours(
         return s
 
     def seconds(operations: Sequence[Operation], b: int) -> float:
-        return sum(o.seconds_of(s.stage) for o in operations if o.runs(s.stage, s.rank, b))
+        return sum(shape.seconds(s.stage, o.kind) for o in operations if o.runs(s.stage, s.rank, b))
 
     return replace(s, around=lambda b: (seconds(front, b), seconds(behind, b)))
 

@@ -1,0 +1,176 @@
+"""Runs the handlers of a user's operations at their places in a rank's row.
+
+    def compress(context: OperationContext) -> None:
+        for name, gradient in context.gradients.items():
+            gradient.copy_(decompressed(compressed(gradient)))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..ir.action import Action, Instruction, Kind, StageAction
+from ..ir.errors import ScheduleError
+from ..ir.operation import ANCHORS, OPERATIONS, Operation
+from ..tracer.stage import Tensors
+from .channel import Channel
+from .ledger import Ledger
+from .recorder import Recorder
+from .weights import Weights
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class OperationContext:
+    """What a handler may see and do. It runs inside the step, without autograd.
+
+    rank, ranks: of this process, and how many there are.  stage, microbatch: what the action names.
+    microbatches: of a step.  last: whether this is the operation's last micro-batch of the step.
+    gradients: sums so far of the stage's parameters, by name; a handler may write into them.
+    residuals: what the forward left for the backward of this micro-batch. A handler that takes a tensor out
+        puts it back before the backward.  residual_bytes: their size.
+    state: empty at first; what a handler puts here it finds again at the next call on this stage.
+    partners: the ranks of the stages that it meets, its own included.
+    """
+
+    rank: int
+    ranks: int
+    stage: int
+    microbatch: int
+    microbatches: int
+    last: bool
+    gradients: Mapping[str, Tensor]
+    residuals: Tensors
+    residual_bytes: int
+    state: dict[str, Any]
+    partners: tuple[int, ...]
+    channel: Channel
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Sum a tensor in place over `partners`; each of them calls it once.
+
+        Raises: ScheduleError if the operation was declared without `meets`.
+        """
+        self._require_partners()
+        self.channel.all_reduce(tensor, self.partners)
+
+    def all_to_all(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """Give one part, all of one shape and dtype, to each of `partners`; return what they give.
+
+        Made of one sum over all parts of all partners, so for n of them n times as many bytes move as needed.
+        Raises: ScheduleError if the operation was declared without `meets`, or the parts are not one each.
+        """
+        self._require_partners()
+        count, mine = len(self.partners), self.partners.index(self.rank)
+        if len(parts) != count or any(p.shape != parts[0].shape or p.dtype != parts[0].dtype for p in parts):
+            raise ScheduleError(
+                f"{len(parts)} parts for {count} partners of stage {self.stage}",
+                hint="give one part per partner, all of one shape and dtype",
+            )
+        table = torch.zeros((count, count, *parts[0].shape), dtype=parts[0].dtype, device=parts[0].device)
+        table[mine] = torch.stack(list(parts))
+        self.channel.all_reduce(table, self.partners)
+        return list(table[:, mine])
+
+    def _require_partners(self) -> None:
+        if len(self.partners) < 2:
+            raise ScheduleError(
+                f"the operation on stage {self.stage} exchanges data, but meets no other rank",
+                hint="declare it with meets=, so that the schedule is proved not to block",
+            )
+
+
+class Holder(Protocol):
+    """What a stage keeps of one micro-batch."""
+
+    residuals: Tensors
+    residual_bytes: int
+
+
+class Row(Protocol):
+    """What a rank's worker offers."""
+
+    rank: int
+    placement: tuple[int, ...]
+    share: int
+    channel: Channel
+    ledger: Ledger
+    recorder: Recorder
+    weights: Weights
+    microbatches: Sequence[Any]
+
+    @property
+    def flights(self) -> Mapping[tuple[int, int], Holder]: ...
+
+
+class Operations:
+    """Calls handlers, and waits for what they have begun where its result is needed."""
+
+    def __init__(self, row: Row) -> None:
+        self._row = row
+        self._state: dict[tuple[int, Kind], dict[str, Any]] = {}
+        self._begun: list[tuple[Action, Callable[[], None]]] = []
+
+    def begin(self, action: Action) -> None:
+        """Run the handler of an operation; without one only its bytes are counted."""
+        operation = OPERATIONS[action.kind]
+        self._count(operation.acquired(action.stage), action)
+        wait = None
+        with self._row.recorder.record(operation.stream, str(action)):
+            if operation.handler is not None:
+                wait = operation.handler(self._context(operation, action))
+        if wait is None:
+            self._count(-operation.released(action.stage), action)
+            return
+        if not callable(wait):
+            raise ScheduleError(
+                f"the handler of {action} returned a {type(wait).__name__}",
+                hint="return None, or a function that waits for what the handler has begun",
+            )
+        self._begun.append((action, wait))
+
+    def settle(self, instruction: Instruction) -> None:
+        """Wait for what an instruction needs: an anchor for its own, the end of the row for everything."""
+        if self._begun:
+            left = [item for item in self._begun if not _needs(instruction, item[0])]
+            for action, wait in self._begun:
+                if (action, wait) not in left:
+                    with self._row.recorder.record("recv", str(action)):
+                        wait()
+                    self._count(-OPERATIONS[action.kind].released(action.stage), action)
+            self._begun = left
+
+    def _context(self, operation: Operation, action: Action) -> OperationContext:
+        row, stage = self._row, action.stage
+        flight = row.flights.get((stage, action.microbatch))
+        sums, names = row.weights.grads, row.microbatches[0].variant.stages.params[stage]
+        met = {row.placement[s] for s in operation.meets(stage)} if operation.meets is not None else set()
+        later = range(action.microbatch + 1, row.share)
+        return OperationContext(
+            rank=row.rank, ranks=row.channel.ranks, stage=stage, microbatch=action.microbatch,
+            microbatches=row.share, last=not any(operation.runs(stage, row.rank, b) for b in later),
+            gradients={name: sums.sums[name] for name in names if name in sums.touched},
+            residuals={} if flight is None else flight.residuals,
+            residual_bytes=0 if flight is None else flight.residual_bytes,
+            state=self._state.setdefault((stage, action.kind), {}),
+            partners=tuple(sorted({row.rank, *met})), channel=row.channel,
+        )  # fmt: skip
+
+    def _count(self, change: int, action: Action) -> None:
+        if change:
+            self._row.ledger.add("residuals", change, str(action))
+
+
+def _needs(instruction: Instruction, begun: Action) -> bool:
+    """Whether an instruction waits for an operation."""
+    if isinstance(instruction, StageAction):
+        return True
+    before = OPERATIONS[begun.kind].before
+    return (
+        isinstance(instruction, Action) and before is not None and instruction.kind in ANCHORS[before]
+        and (instruction.stage, instruction.microbatch) == (begun.stage, begun.microbatch)
+    )  # fmt: skip

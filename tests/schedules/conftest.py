@@ -1,0 +1,18 @@
+"""Operations that a test declares are forgotten after it."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from pipeloom.ir.action import AFTER, COMPUTE
+from pipeloom.ir.operation import OPERATIONS
+
+
+@pytest.fixture(autouse=True)
+def forget_operations() -> Iterator[None]:
+    tables = (OPERATIONS, COMPUTE, AFTER)
+    before = [dict(table) for table in tables]
+    yield
+    for table, known in zip(tables, before, strict=True):
+        table.clear()
+        table.update(known)

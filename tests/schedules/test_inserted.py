@@ -1,0 +1,262 @@
+"""Operations that a user declares: placed, checked, simulated, drawn and read like built-in ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pipeloom import schedules
+from pipeloom.ir.action import AFTER, Action, B, F, Kind, W, register_kind
+from pipeloom.ir.check import check
+from pipeloom.ir.cluster import Cluster, Device, Link
+from pipeloom.ir.costs import equal_costs
+from pipeloom.ir.errors import DeadlockError, ScheduleError
+from pipeloom.ir.schedule import Schedule, parse_pairs, parse_rows
+from pipeloom.ir.stages import chain
+from pipeloom.ir.timeline import Timeline
+from pipeloom.lowering import lower
+from pipeloom.schedules import Operation, Recipe, Shape, declare, make, phases, shape_of
+from pipeloom.simulator import simulate
+from pipeloom.viewer.labels import label
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "own_schedule.py"
+
+
+def op(letters: str = "OP", **fields: object) -> Operation:
+    fields = {"after": B} | fields if "before" not in fields else fields
+    return declare(Operation(letters=letters, meaning="an operation", **fields))  # type: ignore[arg-type]
+
+
+def one_f_one_b(s: Shape, *insert: Operation) -> Recipe:
+    return Recipe(
+        priority=lambda a: (a.kind == F, a.microbatch), in_flight=lambda r: s.ranks - r, insert=insert
+    )
+
+
+def zb_h1(s: Shape, *insert: Operation) -> Recipe:
+    rows = phases(s, warm_up=lambda rank: s.ranks - 1 - rank, repeat="FI")
+    return Recipe(kinds="FIW", rows=rows, memory=s.ranks, insert=insert)
+
+
+def schedule_of(s: Shape, recipe: Recipe) -> Schedule:
+    outcome = make(s, recipe).outcome
+    made = Schedule(
+        name="mine", microbatches=s.microbatches, placement=s.placement, rows=outcome.rows,
+        pairs=outcome.pairs,
+    )
+    check(made, s.stages)
+    return made
+
+
+def simulated(made: Schedule, s: Shape) -> Timeline:
+    link = Link(bandwidth_bytes_per_s=float("inf"), latency_s=0.0)
+    cluster = Cluster(devices=(Device(name="any", memory_bytes=1),) * made.ranks, within_node=link)
+    return simulate(lower(made, s.stages), s.stages, s.costs, cluster)
+
+
+def by_hand(*lines: str) -> Schedule:
+    rows = parse_rows(lines)
+    count = 1 + max(a.microbatch for row in rows for a in row)
+    placement = tuple(range(len(rows)))
+    return Schedule(
+        name="hand", microbatches=count, placement=placement, rows=rows, pairs=parse_pairs(lines)
+    )
+
+
+def test_an_operation_goes_right_after_its_anchor() -> None:
+    s = shape_of(2, microbatches=2)
+    made = schedule_of(s, one_f_one_b(s, op(seconds=0.5)))
+    assert str(made).splitlines() == [
+        "0F0 0F1 0B0 0OP0 0B1 0OP1", "1F0 1B0 1OP0 1F1 1B1 1OP1",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("anchor", [F, B, W])
+@pytest.mark.parametrize("split", [True, False])
+def test_the_list_scheduler_knows_its_time(anchor: Kind, split: bool) -> None:
+    s = shape_of(3, microbatches=5)
+    added = op(after=anchor, share=0.5)
+    recipe = zb_h1(s, added) if split else one_f_one_b(s, added)
+    made = schedule_of(s, recipe)
+    assert simulated(made, s).step_s == make(s, recipe).outcome.step_s
+    assert simulated(made, s).step_s > simulated(schedule_of(s, replace(recipe, insert=())), s).step_s
+
+
+def test_before_every_kth_and_on_some_ranks() -> None:
+    s = shape_of(2, microbatches=4)
+    added = op(before=F, every=2, ranks=lambda rank: rank == 1, seconds=1)
+    first, second = str(schedule_of(s, one_f_one_b(s, added))).splitlines()
+    assert "OP" not in first
+    assert second == "1OP0 1F0 1B0 1F1 1B1 1OP2 1F2 1B2 1F3 1B3"
+
+
+def test_what_runs_beside_computing_takes_no_time_of_the_rank() -> None:
+    """A prefetch one forward ahead on the host stream: only the first forward has to wait."""
+    s = shape_of(1, microbatches=3)
+    added = op("FETCHED", before=F, ahead=1, stream="host", seconds=1)
+    made = schedule_of(s, one_f_one_b(s, added))
+    assert str(made) == "0FETCHED0 0FETCHED1 0F0 0B0 0FETCHED2 0F1 0B1 0F2 0B2"
+    timeline = simulated(made, s)
+    host = [(e.action, e.start_s) for e in timeline.events if e.stream == "host"]
+    assert host == [("0FETCHED0", 0), ("0FETCHED1", 1), ("0FETCHED2", 4)]
+    assert timeline.step_s == 1 + 3 * 3
+
+
+def test_the_end_of_a_step_waits_for_what_still_runs() -> None:
+    s = shape_of(1, microbatches=2)
+    made = schedule_of(s, one_f_one_b(s, op(stream="send", seconds=4)))
+    timeline = simulated(made, s)
+    assert [(e.start_s, e.end_s) for e in timeline.events if e.stream == "send"] == [(3, 7), (7, 11)]
+    step = next(e for e in timeline.events if e.action == "0STEP")
+    assert step.start_s == 11
+
+
+def test_bytes_are_simulated_and_limited() -> None:
+    """A buffer of 300 beside residuals of 1000: 3500 bytes leave room for three micro-batches."""
+    added = op(after=F, acquires_bytes=300, releases_bytes=300, seconds=1)
+    s = replace(shape_of(4, microbatches=8), costs=equal_costs(4, residual_bytes=1000))
+    made = schedule_of(s, replace(one_f_one_b(s, added), in_flight=None, memory_bytes=lambda rank: 3500))
+    assert max(p["residuals"] for p in simulated(made, s).peaks) == 3300
+    away = op("AWAY", after=F, releases_bytes=1000)
+    back = op("BACK", before=B, acquires_bytes=1000)
+    moved = schedule_of(s, one_f_one_b(s, away, back))
+    assert max(p["residuals"] for p in simulated(moved, s).peaks) == 1000
+
+
+def test_it_may_fill_gaps_like_w() -> None:
+    s = shape_of(4, microbatches=8)
+    recipe = one_f_one_b(s, op(after=F, seconds=1))
+    filled, beside = (make(s, replace(recipe, fill=f)).outcome for f in (("OP",), ()))
+    check(Schedule(name="", microbatches=8, placement=s.placement, rows=filled.rows), s.stages)
+    assert filled.step_s < beside.step_s
+    with pytest.raises(ScheduleError, match="OPB runs before F, so it cannot fill gaps"):
+        make(s, replace(recipe, insert=(op("OPB", before=F),), fill=("W", "OPB")))
+
+
+def test_rows_may_place_it_themselves() -> None:
+    s = shape_of(1, microbatches=2)
+    rows = parse_rows(("0F0 0F1 0B0 0B1 0OP0 0OP1",)) if op() else ()
+    assert make(s, Recipe(rows=rows, insert=(op(),))).outcome.rows == rows
+
+
+@pytest.mark.parametrize(
+    ("line", "problem", "hint"),
+    [
+        ("0F0 0OP0 0B0", "rank 0 runs 0OP0 before 0B0, which it needs", "move 0B0 in front of 0OP0"),
+        ("0F0 0B0 0OP0 0F1 0B1", "rank 0 never runs 0OP1", "add it after 0B1"),
+        ("0F0 0B0 0OP0 0OP0", "rank 0 runs 0OP0 twice", "remove one"),
+    ],
+)
+def test_wrong_rows_are_refused(line: str, problem: str, hint: str) -> None:
+    op()
+    with pytest.raises(ScheduleError) as caught:
+        check(by_hand(line), chain(1))
+    assert problem in caught.value.message and hint in str(caught.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("0F0 0PRE0 0B0", "rank 0 runs 0PRE0 after 0F0"),
+        ("0PRE0 0F0 0B0 0PRE1 0F1 0B1", "rank 0 runs 0PRE1, but PRE is not declared for it"),
+    ],
+)
+def test_wrong_rows_of_what_comes_before(line: str, problem: str) -> None:
+    op("PRE", before=F, every=2)
+    with pytest.raises(ScheduleError) as caught:
+        check(by_hand(line), chain(1))
+    assert caught.value.message == problem
+
+
+def test_after_w_is_not_after_i() -> None:
+    op(after=W)
+    check(by_hand("0F0 0I0 0W0 0OP0"), chain(1))
+    with pytest.raises(ScheduleError, match="rank 0 runs 0OP0 before 0W0"):
+        check(by_hand("0F0 0I0 0OP0 0W0"), chain(1))
+
+
+def both(stage: int) -> tuple[int, ...]:
+    return (1 - stage,)
+
+
+def test_what_meets_starts_together() -> None:
+    s = shape_of(2, microbatches=1)
+    made = schedule_of(s, one_f_one_b(s, op(seconds=1, meets=both)))
+    starts = {e.action: e.start_s for e in simulated(made, s).events}
+    assert starts["0OP0"] == starts["1OP0"] == 6  # rank 1 is done with B at 4, rank 0 at 6
+
+
+def test_a_meeting_that_blocks_is_named() -> None:
+    op(after=F, meets=both)
+    stuck = by_hand("0F0 0OP0 0F1 0OP1 0B0 0B1", "1F0 1F1 1OP1 1OP0 1B0 1B1")
+    with pytest.raises(DeadlockError, match="rank 0 at 0OP0 needs 1OP0; rank 1 at 1F1 needs 0F1"):
+        check(stuck, chain(2))
+    op("LONE", after=F, meets=lambda stage: (5,))
+    with pytest.raises(ScheduleError, match="0LONE0 meets 5LONE0, which no rank runs"):
+        check(by_hand("0F0 0LONE0 0B0"), chain(1))
+
+
+def test_text_drawing_and_a_second_declaration() -> None:
+    added = op("COMPRESS", after=W)
+    assert AFTER[added.kind] == "I"
+    assert parse_rows(("2COMPRESS5",)) == ((Action(2, added.kind, 5),),)
+    assert label("2COMPRESS5").meaning == "stage 2: an operation of micro-batch 5"
+    assert declare(replace(added, seconds=2)).seconds == 2
+    with pytest.raises(ScheduleError, match="kind COMPRESS is already taken"):
+        declare(replace(added, meaning="something else"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"after": None}, "anchored nowhere"),
+        ({"after": B, "before": F}, "anchored after B and before F"),
+        ({"after": "REDUCE"}, "anchored after REDUCE"),
+        ({"stream": "disk"}, "is on stream 'disk'"),
+        ({"every": 0}, "runs every 0, 0 ahead"),
+        ({"ahead": 1}, "runs every 1, 1 ahead"),
+        ({"seconds": -1.0}, "has seconds = -1.0"),
+        ({"acquires_bytes": float("inf")}, "has acquires_bytes = inf"),
+    ],
+)
+def test_wrong_declarations(fields: dict[str, object], problem: str) -> None:
+    with pytest.raises(ScheduleError, match=problem):
+        Operation(letters="OP", meaning="", **({"after": B} | fields))  # type: ignore[arg-type]
+
+
+def test_letters_and_undeclared_operations() -> None:
+    with pytest.raises(ScheduleError, match="kind 'op1' is not written in capitals"):
+        op("op1")
+    with pytest.raises(ScheduleError, match="kind SEND_F is already taken"):
+        op("SEND_F")
+    with pytest.raises(ScheduleError, match="operation NEW is not declared"):
+        Recipe(priority=str, insert=(Operation(letters="NEW", meaning="", after=B),))
+    assert register_kind("BARE", "only letters", after=F) == "BARE"  # what `declare` builds on
+
+
+def test_a_file_of_ones_own_is_a_schedule_like_any_other(tmp_path: Path) -> None:
+    name = f"{EXAMPLE}:compressed"
+    stages, placement = schedules.usual(name, 3)
+    made = schedules.build(name, stages, placement, 4)
+    assert made.name == name and sum(a.kind == "COMPRESS" for row in made.rows for a in row) == 12
+    file = tmp_path / "mine_in_test.py"
+    file.write_text(
+        "from pipeloom.schedules import Entry, Recipe\n"
+        "def order(s):\n    return Recipe(\n"
+        "        priority=lambda a: (a.kind == 'F', a.microbatch % s.option('k', 1)))\n"
+        "def wrong(s):\n    return 3\n"
+        "two = Entry(recipe=order, place='loop')\n"
+        "class NoFunction: pass\ndef none(): pass\n"
+    )
+    assert schedules.usual(f"{file}:two", 2)[1] == (0, 1, 0, 1)
+    schedules.build(f"{file}:order:k=2", chain(2), (0, 1), 2)
+    for function, problem in {
+        "ordre": "has no ordre", "wrong": "returned a int", "NoFunction": "is not a function of one Shape",
+        "none": "is not a function of one Shape", "": "has no name behind the colon",
+    }.items():  # fmt: skip
+        with pytest.raises(ScheduleError, match=problem):
+            schedules.build(f"{file}:{function}", chain(2), (0, 1), 2)
+    with pytest.raises(ScheduleError, match="there is no file nowhere.py"):
+        schedules.build("nowhere.py:order", chain(2), (0, 1), 2)
