@@ -7,7 +7,7 @@ wait is handled once, so a run takes time linear in the number of actions, whate
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -72,8 +72,13 @@ SHOWN = 16
 """Ranks that a message lists before it only counts them."""
 
 
-def deadlock(stuck: Sequence[Stuck]) -> DeadlockError:
+def deadlock(
+    stuck: Sequence[Stuck], *, ready: Callable[[Stuck], tuple[int, str]] | None = None
+) -> DeadlockError:
     """The error that prints the circle of waiting ranks first, then all others that wait behind it.
+
+    ready: for a stuck rank, the rank and the action that could run now and is on the way to what it needs;
+        the needed action itself unless given.
 
     >>> print(deadlock([Stuck(rank=0, at="0B0", needs="1B0", holder=1),
     ...                 Stuck(rank=1, at="1F1", needs="0F1", holder=0)]))
@@ -88,11 +93,12 @@ def deadlock(stuck: Sequence[Stuck]) -> DeadlockError:
     if len(listed) > SHOWN:
         text += f"; and {len(listed) - SHOWN} more ranks"
     first = by_rank[circle[0]]
+    holder, action = ready(first) if ready else (first.holder, first.needs)
     loop = " -> ".join(map(str, [*circle, circle[0]]))
     return DeadlockError(
         f"no rank can move: {text}",
-        hint=f"they wait in a circle, rank {loop}: on rank {first.holder} move {first.needs} in front of "
-        f"{by_rank[first.holder].at}, or reorder the others",
+        hint=f"they wait in a circle, rank {loop}: on rank {holder} move {action} in front of "
+        f"{by_rank[holder].at}, or reorder the others",
     )
 
 

@@ -102,7 +102,7 @@ def kinds(schedule: Schedule, flow: Flow) -> None:
     if not known[columns.kind[entry]]:
         raise ScheduleError(
             f"rank {rank} runs {action}, whose kind is not a compute action",
-            hint=f"use {', '.join(COMPUTE)}, or register the kind; transfers are derived",
+            hint="use F, B, I, W, or register the kind; transfers are derived",
         )
     raise ScheduleError(
         f"rank {rank} runs {action}, but the micro-batches are 0 to {schedule.microbatches - 1}",
@@ -224,7 +224,23 @@ def progress(schedule: Schedule, flow: Flow) -> None:
             for number, peer in enumerate(found):
                 has = table[stage] >= 0
                 needed[first[table[stage][has]] + number] = table[peer][has]
-    prove_progress(columns, first, needed)
+
+    def ready(entry: int, reached: Callable[[int], bool]) -> int:
+        """Follows what is needed, and not reached, to its beginning: an action that needs nothing more."""
+        while True:
+            ahead = (_entry_of(need, schedule) for need in needs(_at(schedule, entry)[1], flow))
+            lacking = next((found for found in ahead if not reached(found)), None)
+            if lacking is None:
+                return entry
+            entry = lacking
+
+    prove_progress(columns, first, needed, ready=ready)
+
+
+def _entry_of(milestone: Milestone, schedule: Schedule) -> int:
+    stage, microbatch, phase = milestone
+    places = schedule.places
+    return int((places.gradients() if phase else places.of(F_))[stage, microbatch])
 
 
 def _first(wrong: Bools) -> int | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -13,17 +13,32 @@ from .kernels import kernel
 _FREE, _DONE = -1, -2
 
 
-def prove_progress(columns: Columns, first_need: Ints, needs: Ints) -> None:
+def prove_progress(
+    columns: Columns, first_need: Ints, needs: Ints, *,
+    ready: Callable[[int, Callable[[int], bool]], int] | None = None,
+) -> None:  # fmt: skip
     """Walk all ranks, each entry only after the entries that it needs.
 
     first_need: entry e needs `needs[first_need[e] : first_need[e + 1]]`, on whatever rank. A need of REDUCE
         is the entry in front of another REDUCE: they meet where both ranks have come to them.
+    ready: for the message, from an entry that a rank lacks and what tells whether an entry was reached, the
+        entry on the way to it that could run now; the lacking one itself unless given.
     Raises: DeadlockError with the circle of those that wait for each other.
     """
     at, lacking = _walk(columns.offsets, first_need, needs)
     stuck = np.flatnonzero(lacking >= 0).tolist()
-    if stuck:
-        raise deadlock([_stuck(columns, rank, int(at[rank]), int(lacking[rank])) for rank in stuck])
+    if not stuck:
+        return
+    reason = [_stuck(columns, rank, int(at[rank]), int(lacking[rank])) for rank in stuck]
+    if ready is None:
+        raise deadlock(reason)
+    search = ready
+
+    def movable(one: Stuck) -> tuple[int, str]:
+        entry = search(int(lacking[one.rank]), lambda entry: bool(entry < at[columns.rank_of(entry)]))
+        return columns.rank_of(entry), str(columns.at(entry))
+
+    raise deadlock(reason, ready=movable)
 
 
 def _stuck(columns: Columns, rank: int, at: int, need: int) -> Stuck:

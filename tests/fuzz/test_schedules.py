@@ -1,0 +1,193 @@
+"""Random edits of schedules and programs: accepted exactly if they can run, refused by the right rule."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from random import Random
+
+import pytest
+from edits import MAY_BREAK, Case, cases, edited_programs, edited_schedules
+from hypothesis import HealthCheck, event, given, settings
+from hypothesis import strategies as st
+from slow_check import broken_program_rule, broken_rule, makes, rule_of, stuck, wants
+
+from pipeloom.ir.action import Action, parse_action
+from pipeloom.ir.check import check, check_program
+from pipeloom.ir.cluster import Cluster, Device, Link
+from pipeloom.ir.costs import StageCost
+from pipeloom.ir.errors import ScheduleError
+from pipeloom.ir.schedule import Program, Schedule
+from pipeloom.ir.stages import StageGraph
+from pipeloom.lowering import lower
+from pipeloom.simulator import simulate
+
+CALM = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
+QUICK = settings(max_examples=120, deadline=None, derandomize=True, suppress_health_check=CALM)
+LONG = settings(max_examples=20_000, deadline=None, suppress_health_check=CALM)
+
+
+def run_through(program: Program, stages: StageGraph, seed: int) -> None:
+    """Simulate with uneven times; every action of the program ends."""
+    dice = Random(seed)
+    costs = tuple(
+        StageCost(
+            forward_s=dice.randint(1, 9), backward_s=dice.randint(1, 9), input_grad_s=dice.randint(1, 9),
+            weight_grad_s=dice.randint(0, 9), residual_bytes=dice.randint(0, 9), step_s=1.0,
+        )
+        for _ in stages.stages
+    )  # fmt: skip
+    device, link = Device(name="any", memory_bytes=1), Link(bandwidth_bytes_per_s=4.0)
+    cluster = Cluster(devices=(device,) * len(program.rows), within_node=link)
+    timeline = simulate(program, stages, costs, cluster, receive_ahead=dice.randint(1, 3))
+    ended = {e.action for e in timeline.events if e.stream == "compute"}
+    assert {str(a) for row in program.rows for a in row if isinstance(a, Action)} <= ended
+    for curve in timeline.memory:
+        assert curve.sizes[-1] == 0
+
+
+def refusal(schedule: Schedule, stages: StageGraph) -> ScheduleError | None:
+    try:
+        check(schedule, stages)
+    except ScheduleError as error:
+        return error
+    return None
+
+
+def holds(error: ScheduleError, schedule: Schedule, stages: StageGraph) -> None:
+    """What the message says of the schedule is so."""
+    for rank, text in re.findall(r"rank (\d+) runs (\d+[A-Z]+\d+)", error.message):
+        assert text in map(str, schedule.rows[int(rank)])
+    rule = rule_of(error)
+    if rule == "order":
+        found = re.fullmatch(r"rank (\d+) runs (\S+) before (\S+), which it needs", error.message)
+        assert found
+        row = list(map(str, schedule.rows[int(found[1])]))
+        assert found[3] not in row or row.index(found[2]) < row.index(found[3])
+        assert makes(parse_action(found[3])) <= wants(parse_action(found[2]), stages)
+        assert error.hint == f"move {found[3]} in front of {found[2]}"
+    elif rule == "deadlock":
+        at = stuck(schedule, stages)
+        said = re.findall(r"rank (\d+) at (\S+) needs (\d+[A-Z]+\d+)", error.message)
+        assert {int(rank): action for rank, action, _ in said} == {r: str(a) for r, a in at.items()}
+        circle = re.search(r"in a circle, rank ([\d >-]+):", error.hint or "")
+        assert circle
+        ranks = circle[1].split(" -> ")
+        needs = {rank: parse_action(need) for rank, _, need in said}
+        for rank, holder in zip(ranks, ranks[1:], strict=False):
+            assert str(schedule.placement[needs[rank].stage]) == holder
+
+
+def prove_edited(found: tuple[Case, list[str]], seed: int) -> None:
+    case, names = found
+    expected = broken_rule(case.schedule, case.stages)
+    error = refusal(case.schedule, case.stages)
+    event(f"{expected}")
+    if error is None:
+        assert expected is None
+        run_through(lower(case.schedule, case.stages), case.stages, seed)
+        return
+    assert rule_of(error) == expected, error
+    holds(error, case.schedule, case.stages)
+    if len(names) == 1:
+        assert expected in MAY_BREAK[names[0]]
+
+
+def prove_program(case: Case, program: Program, seed: int) -> None:
+    expected = broken_program_rule(program, case.stages)
+    event(f"{expected}")
+    try:
+        check_program(program, case.stages)
+    except ScheduleError as error:
+        assert rule_of(error) == expected, error
+    else:
+        assert expected is None
+        run_through(program, case.stages, seed)
+
+
+def lowered(case: Case) -> Program:
+    return lower(case.schedule, case.stages)
+
+
+SEEDS = st.integers(0, 1000)
+
+
+@QUICK
+@given(cases(), SEEDS)
+def test_every_schedule_as_built_is_valid(case: Case, seed: int) -> None:
+    assert broken_rule(case.schedule, case.stages) is None
+    program = lowered(case)
+    assert broken_program_rule(program, case.stages) is None
+    run_through(program, case.stages, seed)
+
+
+@QUICK
+@given(edited_schedules(), SEEDS)
+def test_edited_schedules(found: tuple[Case, list[str]], seed: int) -> None:
+    prove_edited(found, seed)
+
+
+@pytest.mark.slow
+@LONG
+@given(edited_schedules(), SEEDS)
+def test_many_edited_schedules(found: tuple[Case, list[str]], seed: int) -> None:
+    prove_edited(found, seed)
+
+
+@QUICK
+@given(edited_programs(lowered), SEEDS)
+def test_edited_programs(found: tuple[Case, Program], seed: int) -> None:
+    prove_program(*found, seed)
+
+
+@pytest.mark.slow
+@LONG
+@given(edited_programs(lowered), SEEDS)
+def test_many_edited_programs(found: tuple[Case, Program], seed: int) -> None:
+    prove_program(*found, seed)
+
+
+@QUICK
+@given(cases(), st.data())
+def test_edited_frames(case: Case, data: st.DataObject) -> None:
+    """Placement, rows and pairs themselves: moved stages, idle ranks, missing rows, other pairs."""
+    s = case.schedule
+    ranks, some = st.integers(-1, s.ranks), st.sampled_from([a for row in s.rows for a in row])
+    what = data.draw(st.sampled_from(["placement", "longer", "row", "fewer", "pairs", "count"]))
+    if what == "placement":
+        place = list(s.placement)
+        place[data.draw(st.integers(0, len(place) - 1))] = data.draw(ranks)
+        s = replace(s, placement=tuple(place))
+    elif what == "longer":
+        s = replace(s, placement=(*s.placement, data.draw(ranks)))
+    elif what == "row":
+        s = replace(s, rows=(*s.rows, ()))
+    elif what == "fewer":
+        s = replace(s, rows=s.rows[:-1] or ((),))
+    elif what == "pairs":
+        s = replace(s, pairs=tuple(data.draw(st.lists(st.tuples(some, some), max_size=2))))
+    else:
+        s = replace(s, microbatches=s.microbatches + s.slices)
+    prove_edited((Case(case.stages, s), ["", ""]), 0)
+
+
+@QUICK
+@given(edited_schedules())
+def test_doing_what_the_messages_say_makes_an_order_valid(found: tuple[Case, list[str]]) -> None:
+    """Each advice to move an action is followed until nothing is wrong."""
+    case, _ = found
+    s = case.schedule
+    for _ in range(400):
+        error = refusal(s, case.stages)
+        if error is None or rule_of(error) not in ("order", "deadlock"):
+            break
+        assert error.hint
+        move = re.search(r"move (\S+) in front of ([^\s,]+)", error.hint)
+        assert move
+        rank = s.placement[parse_action(move[1]).stage]
+        row = [a for a in s.rows[rank] if str(a) != move[1]]
+        at = list(map(str, row)).index(move[2])
+        row.insert(at, parse_action(move[1]))
+        s = replace(s, rows=(*s.rows[:rank], tuple(row), *s.rows[rank + 1 :]))
+    else:
+        pytest.fail(f"still {error} after 400 moves")

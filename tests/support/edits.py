@@ -1,0 +1,257 @@
+"""Hypothesis strategies: valid schedules of every family on chains and DAGs, and random edits of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+from hypothesis import strategies as st
+
+from pipeloom import schedules
+from pipeloom.ir.action import Action, B, F, I, Kind, StageAction, Transfer, W
+from pipeloom.ir.errors import ScheduleError
+from pipeloom.ir.flow import dag
+from pipeloom.ir.schedule import Program, Schedule
+from pipeloom.ir.stages import StageGraph
+
+
+@dataclass(frozen=True)
+class Case:
+    """A valid schedule."""
+
+    stages: StageGraph
+    schedule: Schedule
+
+    def __repr__(self) -> str:
+        edges = sorted(self.stages.between)
+        return f"{self.schedule.name} on {self.schedule.placement}, edges {edges}\n{self.schedule}"
+
+
+@cache
+def from_library(name: str, ranks: int, chunks: int, microbatches: int, split: bool) -> Case | None:
+    """A schedule of the library in its usual placement; None if it does not fit this shape."""
+    schedules.build("bpipe", *schedules.usual("bpipe", 2), 1)  # makes the kinds of evictions known
+    stages, placement = schedules.usual(name, ranks, chunks)
+    try:
+        return Case(stages, schedules.build(name, stages, placement, microbatches, split_backward=split))
+    except ScheduleError as error:
+        assert error.hint
+        return None
+
+
+@st.composite
+def library_cases(draw: st.DrawFn, names: tuple[str, ...] = schedules.names()) -> Case:
+    """Any family, on a chain; those that do not fit the shape drawn give way to GPipe on it."""
+    name = draw(st.sampled_from(names))
+    place = schedules.entry(name).place
+    ranks = draw(st.integers(1, 4))
+    chunks = draw(st.integers(1, 3)) if place in ("loop", "wave") else 1
+    count = draw(st.integers(1, 5))
+    split = draw(st.booleans())
+    found = from_library(name, ranks, chunks, count, split)
+    instead = "looped_bfs" if place == "loop" else "gpipe"
+    found = found or from_library(instead, ranks, 2 if place == "loop" else 1, count, split)
+    assert found is not None
+    return found
+
+
+@st.composite
+def dag_cases(draw: st.DrawFn) -> Case:
+    """A DAG whose stages all reach the loss, in any numbering, on any placement; some parameters tied."""
+    count = draw(st.integers(1, 6))
+    label = draw(st.permutations(range(count)))
+    pairs = [(i, j) for i in range(count) for j in range(i + 1, count)]
+    some = st.frozensets(st.sampled_from(pairs)) if pairs else st.just(frozenset())
+    chosen = draw(some)
+    chosen |= {(i, count - 1) for i in range(count - 1) if not any(a == i for a, _ in chosen)}
+    edges = [(label[a], label[b]) for a, b in sorted(chosen)]
+    without = draw(st.frozensets(st.sampled_from(edges), max_size=3)) if edges else ()
+    tied = draw(st.frozensets(st.tuples(st.integers(0, count - 1), st.sampled_from("xyz")), max_size=5))
+    stages = dag(
+        count, edges, loss_stage=label[count - 1], no_gradient=without,
+        value_bytes=4 * draw(st.integers(1, 5)),
+        params={s: tuple(sorted(name for at, name in tied if at == s)) for s in range(count)},
+    )  # fmt: skip
+    ranks = draw(st.integers(1, count))
+    placement = tuple(draw(st.permutations([stage % ranks for stage in range(count)])))
+    schedule = schedules.build(
+        draw(st.sampled_from(["gpipe", "1f1b", "forward_only"])), stages, placement,
+        draw(st.integers(1, 5)), split_backward=draw(st.booleans()),
+    )  # fmt: skip
+    return Case(stages, schedule)
+
+
+def cases() -> st.SearchStrategy[Case]:
+    return st.one_of(library_cases(), library_cases(), dag_cases())
+
+
+Table = list[list[Any]]
+Edit = Callable[[st.DrawFn, Table], None]
+"""Changes rows in place, which are not all empty."""
+
+
+def _place(draw: st.DrawFn, rows: Table) -> tuple[int, int]:
+    rank = draw(st.sampled_from([r for r, row in enumerate(rows) if row]))
+    return rank, draw(st.integers(0, len(rows[rank]) - 1))
+
+
+def next_to_next(draw: st.DrawFn, rows: Table) -> None:
+    rank, at = _place(draw, rows)
+    row = rows[rank]
+    other = min(at + 1, len(row) - 1)
+    row[at], row[other] = row[other], row[at]
+
+
+def swap(draw: st.DrawFn, rows: Table) -> None:
+    rank, at = _place(draw, rows)
+    other = draw(st.integers(0, len(rows[rank]) - 1))
+    rows[rank][at], rows[rank][other] = rows[rank][other], rows[rank][at]
+
+
+def swap_ranks(draw: st.DrawFn, rows: Table) -> None:
+    (rank, at), (other, there) = _place(draw, rows), _place(draw, rows)
+    rows[rank][at], rows[other][there] = rows[other][there], rows[rank][at]
+
+
+def delete(draw: st.DrawFn, rows: Table) -> None:
+    rank, at = _place(draw, rows)
+    del rows[rank][at]
+
+
+def duplicate(draw: st.DrawFn, rows: Table) -> None:
+    rank, at = _place(draw, rows)
+    rows[rank].insert(draw(st.integers(0, len(rows[rank]))), rows[rank][at])
+
+
+def move(draw: st.DrawFn, rows: Table) -> None:
+    rank, at = _place(draw, rows)
+    step = rows[rank].pop(at)
+    rows[rank].insert(draw(st.integers(0, len(rows[rank]))), step)
+
+
+def move_away(draw: st.DrawFn, rows: Table) -> None:
+    rank, at = _place(draw, rows)
+    step = rows[rank].pop(at)
+    other = draw(st.integers(0, len(rows) - 1))
+    rows[other].insert(draw(st.integers(0, len(rows[other]))), step)
+
+
+def reverse(draw: st.DrawFn, rows: Table) -> None:
+    rank, at = _place(draw, rows)
+    end = draw(st.integers(at, len(rows[rank])))
+    rows[rank][at:end] = rows[rank][at:end][::-1]
+
+
+def rotate(draw: st.DrawFn, rows: Table) -> None:
+    rank, at = _place(draw, rows)
+    rows[rank][:] = rows[rank][at:] + rows[rank][:at]
+
+
+def empty(draw: st.DrawFn, rows: Table) -> None:
+    rank, _ = _place(draw, rows)
+    rows[rank].clear()
+
+
+def swap_rows(draw: st.DrawFn, rows: Table) -> None:
+    rank, other = _place(draw, rows)[0], _place(draw, rows)[0]
+    rows[rank], rows[other] = rows[other], rows[rank]
+
+
+def rename(draw: st.DrawFn, rows: Table) -> None:
+    """Two micro-batches change their names on all ranks: what was valid stays so, but for slices."""
+    a, b = draw(st.integers(0, 4)), draw(st.integers(0, 4))
+    flip = {a: b, b: a}
+    for row in rows:
+        row[:] = [
+            replace(s, microbatch=flip.get(s.microbatch, s.microbatch)) if hasattr(s, "microbatch") else s
+            for s in row
+        ]
+
+
+def other_microbatch(draw: st.DrawFn, rows: Table) -> None:
+    rank, at = _place(draw, rows)
+    if hasattr(rows[rank][at], "microbatch"):
+        rows[rank][at] = replace(rows[rank][at], microbatch=draw(st.integers(0, 6)))
+
+
+def other_stage(draw: st.DrawFn, rows: Table) -> None:
+    rank, at = _place(draw, rows)
+    rows[rank][at] = replace(rows[rank][at], stage=draw(st.integers(0, 9)))
+
+
+def other_peer(draw: st.DrawFn, rows: Table) -> None:
+    rank, at = _place(draw, rows)
+    if isinstance(rows[rank][at], Transfer):
+        rows[rank][at] = replace(rows[rank][at], peer=draw(st.integers(0, 6)))
+
+
+def other_kind(draw: st.DrawFn, rows: Table) -> None:
+    rank, at = _place(draw, rows)
+    step = rows[rank][at]
+    kinds = [F, B, I, W, Kind("EVICT"), Kind("FETCH"), Kind("OFFLOAD")]
+    if isinstance(step, StageAction):
+        kinds = [Kind("STEP"), Kind("REDUCE")]
+    elif isinstance(step, Transfer):
+        kinds = [Kind("SEND_F"), Kind("RECV_F"), Kind("SEND_B"), Kind("RECV_B")]
+    rows[rank][at] = replace(step, kind=draw(st.sampled_from(kinds)))
+
+
+def split(draw: st.DrawFn, rows: Table) -> None:
+    """A B becomes I and, anywhere behind it, W: still valid."""
+    rank, at = _place(draw, rows)
+    step = rows[rank][at]
+    if isinstance(step, Action) and step.kind == B:
+        rows[rank][at] = replace(step, kind=I)
+        last = len(rows[rank]) if not any(isinstance(s, StageAction) for s in rows[rank]) else at + 1
+        rows[rank].insert(draw(st.integers(at + 1, last)), replace(step, kind=W))
+
+
+EDITS: dict[str, Edit] = {
+    edit.__name__: edit
+    for edit in (
+        next_to_next, swap, swap_ranks, delete, duplicate, move, move_away, reverse, rotate, empty, swap_rows,
+        rename, other_microbatch, other_stage, other_peer, other_kind, split,
+    )
+}  # fmt: skip
+
+ORDERING = {"order", "slices", "evictions", "deadlock", "pairs"}
+COUNTING = {"completeness", *ORDERING}
+MAY_BREAK: dict[str, set[str]] = {
+    "next_to_next": ORDERING, "swap": ORDERING, "move": ORDERING, "reverse": ORDERING, "rotate": ORDERING,
+    "swap_ranks": {"placement", *ORDERING}, "move_away": {"placement", *ORDERING},
+    "swap_rows": {"placement"}, "delete": COUNTING, "duplicate": {"completeness"},
+    "empty": {"completeness", "pairs"},
+    "rename": {"kinds", "slices", "pairs"}, "other_microbatch": {"kinds", *COUNTING},
+    "other_stage": {"placement", *COUNTING}, "other_kind": {"kinds", *COUNTING}, "other_peer": set(),
+    "split": {"pairs"},
+}  # fmt: skip
+"""The rules that one edit of a valid schedule can break."""
+
+
+def edited_rows(draw: st.DrawFn, rows: Any, names: list[str]) -> Any:
+    """Rows after some edits."""
+    table = [list(row) for row in rows]
+    for name in names:
+        if any(table):
+            EDITS[name](draw, table)
+    return tuple(map(tuple, table))
+
+
+@st.composite
+def edited_schedules(draw: st.DrawFn, of: st.SearchStrategy[Case] | None = None) -> tuple[Case, list[str]]:
+    """A case after one to three edits, and their names."""
+    case = draw(of or cases())
+    names = draw(st.lists(st.sampled_from(sorted(EDITS)), min_size=1, max_size=3))
+    rows = edited_rows(draw, case.schedule.rows, names)
+    return Case(case.stages, replace(case.schedule, rows=rows)), names
+
+
+@st.composite
+def edited_programs(draw: st.DrawFn, make: Callable[[Case], Program]) -> tuple[Case, Program]:
+    """What a case is lowered to, after one to three edits."""
+    case = draw(cases())
+    program = make(case)
+    names = draw(st.lists(st.sampled_from(sorted(EDITS)), min_size=1, max_size=3))
+    return case, replace(program, rows=edited_rows(draw, program.rows, names))

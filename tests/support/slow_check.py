@@ -1,0 +1,288 @@
+"""The rules for schedules and programs once more, slow and plain: counting, searching, running everything.
+
+Nothing here uses `pipeloom.ir.check` or what it is built from; only the nouns are shared.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+
+from pipeloom.ir.action import Action, StageAction, Transfer
+from pipeloom.ir.errors import DeadlockError, ScheduleError
+from pipeloom.ir.schedule import Program, Schedule
+from pipeloom.ir.stages import StageGraph
+
+COMPUTE = ("F", "B", "I", "W", "EVICT", "FETCH")
+BACKWARD = ("B", "I", "W")
+
+MESSAGES = {
+    "placement": r"the placement names|is placed on rank|but the stages are 0 to",
+    "ranks": r"no stage: the stages are on",
+    "kinds": r"whose kind is not a compute action|but the micro-batches are 0 to",
+    "completeness": r"runs (\d+(F|B|I|W|EVICT|FETCH)\d+) twice|never runs \d+[FBIW]\d+|runs both",
+    "order": r"runs \S+ before \S+, which it needs$",
+    "slices": r"another slice of the same micro-batch",
+    "evictions": r"its residuals are on rank|nothing of it was evicted|which has used its residuals"
+    r"|is its own partner|and never \d+FETCH",
+    "pairs": r"of the pair|is in two pairs|is a pair$|as a pair, but",
+    "ends": r"does not hold stage|pass that way from stage to stage|but holds both stages",
+    "pairing": r"\d(SEND|RECV)_\S+ twice|never runs \d+(SEND|RECV)",
+    "data": r"runs \S+ without \S+ before it",
+    "optimizer": r"which has nothing to do there|never runs \d+(STEP|REDUCE)$|(STEP|REDUCE) twice"
+    r"|runs \d+(STEP|REDUCE) (after|before)",
+    "deadlock": r"no rank can move",
+}
+"""Rule -> what its messages look like."""
+
+SCHEDULE_RULES = (
+    "placement", "ranks", "kinds", "completeness", "order", "slices", "evictions", "deadlock", "pairs",
+)  # fmt: skip
+PROGRAM_RULES = (
+    "placement", "kinds", "completeness", "order", "pairs", "ends", "pairing", "data", "optimizer",
+    "deadlock",
+)  # fmt: skip
+"""In the order in which they are proved: the first broken one is reported."""
+
+
+def rule_of(error: ScheduleError) -> str:
+    """Which rule an error comes from. Exactly one pattern matches."""
+    found = [rule for rule, pattern in MESSAGES.items() if re.search(pattern, error.message)]
+    assert len(found) == 1, f"{error.message!r} looks like {found or 'no known rule'}"
+    assert isinstance(error, DeadlockError) == (found[0] == "deadlock")
+    assert error.hint
+    return found[0]
+
+
+def broken_rule(schedule: Schedule, stages: StageGraph) -> str | None:
+    """The first rule that a schedule breaks; None if it is valid."""
+    tests: dict[str, Callable[[Schedule, StageGraph], bool]] = {
+        "placement": _misplaced, "ranks": _idle, "kinds": _unknown, "completeness": _incomplete,
+        "order": _out_of_order, "slices": _slices_mixed, "evictions": _lost,
+        "deadlock": lambda s, g: bool(stuck(s, g, pairs=False)),
+        "pairs": lambda s, g: bool(_bad_pairs(s, g)),
+    }  # fmt: skip
+    for rule in SCHEDULE_RULES:
+        if tests[rule](schedule, stages):
+            return rule
+    return "deadlock" if stuck(schedule, stages, pairs=True) else None
+
+
+def _misplaced(s: Schedule, g: StageGraph) -> bool:
+    if len(s.placement) != len(g.stages) or any(not 0 <= rank < len(s.rows) for rank in s.placement):
+        return True
+    home = dict(enumerate(s.placement))
+    return any(home.get(a.stage) != rank for rank, row in enumerate(s.rows) for a in row)
+
+
+def _idle(s: Schedule, g: StageGraph) -> bool:
+    return set(s.placement) != set(range(len(s.rows)))
+
+
+def _unknown(s: Schedule, g: StageGraph) -> bool:
+    return any(a.kind not in COMPUTE or not 0 <= a.microbatch < s.microbatches for row in s.rows for a in row)
+
+
+def _incomplete(s: Schedule, g: StageGraph) -> bool:
+    count = Counter(a for row in s.rows for a in row)
+    if any(n > 1 for n in count.values()):
+        return True
+    training = any(a.kind in BACKWARD for a in count)
+    for stage in range(len(s.placement)):
+        for b in range(s.microbatches):
+            kinds = {k for k in ("F", "B", "I", "W") if Action(stage, k, b) in count}  # type: ignore[arg-type]
+            if kinds not in ([{"F", "B"}, {"F", "I", "W"}] if training else [{"F"}]):
+                return True
+    return False
+
+
+def wants(action: Action, g: StageGraph) -> set[tuple[int, str, int]]:
+    """(stage, F or G, micro-batch): outputs and gradients that must be there before an action."""
+    stage, b = action.stage, action.microbatch
+    if action.kind == "F":
+        return {(source, "F", b) for source, target in g.between if target == stage}
+    if action.kind in ("B", "I"):
+        readers = {t for s, t in g.between if s == stage and any(v.needs_grad for v in g.between[s, t])}
+        return {(stage, "F", b)} | {(reader, "G", b) for reader in readers}
+    return {(stage, "G" if action.kind == "W" else "F", b)}
+
+
+def makes(action: Action) -> set[tuple[int, str, int]]:
+    kind = {"F": "F", "B": "G", "I": "G"}.get(action.kind)
+    return {(action.stage, kind, action.microbatch)} if kind else set()
+
+
+def _out_of_order(s: Schedule, g: StageGraph) -> bool:
+    for rank, row in enumerate(s.rows):
+        for at, action in enumerate(row):
+            before = set().union(*(makes(a) for a in row[:at]))
+            if any(want not in before for want in wants(action, g) if s.placement[want[0]] == rank):
+                return True
+    return False
+
+
+def _slices_mixed(s: Schedule, g: StageGraph) -> bool:
+    for row in s.rows:
+        place = {a: at for at, a in enumerate(row)}
+        for a, at in place.items():
+            if a.kind in ("F", "B", "I"):
+                other = Action(a.stage, a.kind, a.microbatch + 1)
+                together = a.microbatch // s.slices == other.microbatch // s.slices
+                wrong = place.get(other, at) < at if a.kind == "F" else place.get(other, at) > at
+                if together and wrong:
+                    return True
+    return False
+
+
+def _lost(s: Schedule, g: StageGraph) -> bool:
+    for rank, row in enumerate(s.rows):
+        for stage, b in {(a.stage, a.microbatch) for a in row if a.kind in ("EVICT", "FETCH")}:
+            word = "".join({"EVICT": "e", "FETCH": "f"}.get(a.kind, "g") for a in row
+                           if (a.stage, a.microbatch) == (stage, b) and a.kind != "F")  # fmt: skip
+            if rank == len(s.rows) - 1 - rank or not re.fullmatch("(ef)*g*", word):
+                return True
+    return False
+
+
+def _bad_pairs(s: Schedule, g: StageGraph) -> bool:
+    members = [a for pair in s.pairs for a in pair]
+    if len(set(members)) < len(members):
+        return True
+    neighbours = {pair for row in s.rows for pair in zip(row, row[1:], strict=False)}
+    return any(pair not in neighbours or makes(pair[0]) & wants(pair[1], g) for pair in s.pairs)
+
+
+def stuck(s: Schedule, g: StageGraph, *, pairs: bool = True) -> dict[int, Action]:
+    """Run every rank as far as it goes: rank -> the action at which it stays for ever.
+
+    pairs: two that are a pair begin together.
+    """
+    second = dict(s.pairs) if pairs else {}
+    done: set[Hashable] = set()
+    at = [0] * len(s.rows)
+    moved = True
+    while moved:
+        moved = False
+        for rank, row in enumerate(s.rows):
+            while at[rank] < len(row):
+                action = row[at[rank]]
+                unit = (action, *([second[action]] if action in second else []))
+                if not all(wants(a, g) <= done for a in unit):
+                    break
+                done |= set().union(*map(makes, unit))
+                at[rank] += len(unit)
+                moved = True
+    return {rank: row[at[rank]] for rank, row in enumerate(s.rows) if at[rank] < len(row)}
+
+
+def broken_program_rule(p: Program, g: StageGraph) -> str | None:
+    """The first rule that a program breaks; None if it is valid."""
+    compute = Schedule(
+        name="", microbatches=p.microbatches, placement=p.placement, pairs=p.pairs,
+        rows=tuple(tuple(step for step in row if isinstance(step, Action)) for row in p.rows),
+    )  # fmt: skip
+    if _misplaced(compute, g):
+        return "placement"
+    tests: dict[str, Callable[[], bool]] = {
+        "kinds": lambda: _unknown(compute, g), "completeness": lambda: _incomplete(compute, g),
+        "order": lambda: _out_of_order(compute, g), "pairs": lambda: _bad_pairs(compute, g),
+        "ends": lambda: _stray(p, g), "pairing": lambda: _unpaired(p), "data": lambda: _missing_data(p, g),
+        "optimizer": lambda: _bad_optimizer(p, g), "deadlock": lambda: bool(program_stuck(p, g)),
+    }  # fmt: skip
+    return next((rule for rule in PROGRAM_RULES[1:] if tests[rule]()), None)
+
+
+def _edge(t: Transfer) -> tuple[int, int]:
+    """The edge of the stage graph, from the stage that makes the value."""
+    return (t.stage, t.peer) if t.kind in ("SEND_F", "RECV_B") else (t.peer, t.stage)
+
+
+def _stray(p: Program, g: StageGraph) -> bool:
+    for rank, row in enumerate(p.rows):
+        for t in row:
+            if isinstance(t, Action):
+                continue
+            if not 0 <= t.stage < len(p.placement) or p.placement[t.stage] != rank:
+                return True
+            if isinstance(t, Transfer):
+                values = g.between.get(_edge(t), ())
+                if not any(v.needs_grad or t.kind in ("SEND_F", "RECV_F") for v in values):
+                    return True
+                if p.placement[t.peer] == rank:
+                    return True
+    return False
+
+
+def _unpaired(p: Program) -> bool:
+    count = Counter(t for row in p.rows for t in row if isinstance(t, Transfer))
+    return any(n > 1 for n in count.values()) or any(t.other_end not in count for t in count)
+
+
+def _missing_data(p: Program, g: StageGraph) -> bool:
+    for row in p.rows:
+        for at, step in enumerate(row):
+            before = set(row[:at])
+            if isinstance(step, Transfer) and step.sends:
+                kinds = ("F",) if step.kind == "SEND_F" else ("B", "I")
+                if not before & {Action(step.stage, k, step.microbatch) for k in kinds}:  # type: ignore[arg-type]
+                    return True
+            if isinstance(step, Action):
+                for peer, kind, b in wants(step, g):
+                    if p.placement[peer] != p.placement[step.stage]:
+                        recv = Transfer(step.stage, "RECV_F" if kind == "F" else "RECV_B", b, peer)  # type: ignore[arg-type]
+                        if recv not in before:
+                            return True
+    return False
+
+
+def _tied_on(p: Program, g: StageGraph, rank: int) -> list[int]:
+    return sorted({s for readers in g.tied.values() for s in readers if p.placement[s] == rank})
+
+
+def _bad_optimizer(p: Program, g: StageGraph) -> bool:
+    training = any(isinstance(a, Action) and a.kind in BACKWARD for row in p.rows for a in row)
+    for rank, row in enumerate(p.rows):
+        wanted = Counter(str(StageAction(s, "STEP")) for s, r in enumerate(p.placement) if r == rank)  # type: ignore[arg-type]
+        if tied := _tied_on(p, g, rank):
+            wanted[f"{tied[0]}REDUCE"] = 1
+        kinds = ["c" if isinstance(a, Action) else a.kind for a in row if not isinstance(a, Transfer)]
+        found = Counter(str(a) for a in row if isinstance(a, StageAction))
+        if found != (wanted if training else Counter()):
+            return True
+        if kinds != sorted(kinds, key=lambda k: {"c": 0, "REDUCE": 1}.get(k, 2)):
+            return True
+    return False
+
+
+def program_stuck(p: Program, g: StageGraph) -> dict[int, object]:
+    """Run a program with sends that never wait: rank -> the step at which it stays for ever.
+
+    A REDUCE adds one tied parameter after the other, by name; each waits for all its ranks.
+    """
+    homes = {name: {p.placement[s] for s in g.tied[name]} for name in sorted(g.tied)}
+    sums = [[(name, ranks) for name, ranks in homes.items() if r in ranks] for r in range(len(p.rows))]
+    done: set[Hashable] = set()
+    at = [0] * len(p.rows)
+    part = [0] * len(p.rows)
+
+    def ready(rank: int, step: object) -> bool:
+        if isinstance(step, Transfer) and not step.sends:
+            return step.other_end in done
+        if isinstance(step, StageAction) and step.kind == "REDUCE":
+            while part[rank] < len(sums[rank]):
+                name, ranks = sums[rank][part[rank]]
+                done.add((name, rank))
+                if not all((name, other) in done for other in ranks):
+                    return False
+                part[rank] += 1
+        return True
+
+    before: Sequence[int] = []
+    while before != (now := [*at, *part, len(done)]):
+        before = now
+        for rank, row in enumerate(p.rows):
+            while at[rank] < len(row) and ready(rank, row[at[rank]]):
+                done.add(row[at[rank]])
+                at[rank] += 1
+    return {rank: row[at[rank]] for rank, row in enumerate(p.rows) if at[rank] < len(row)}
