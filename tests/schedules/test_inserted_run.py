@@ -1,0 +1,193 @@
+"""Operations that a user declares run at their places, with ranks as threads; and pairs run as written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import Tensor, nn
+
+from pipeloom import Job, Plan, schedules, verify
+from pipeloom.api.passes import capture
+from pipeloom.cli import main
+from pipeloom.ir.action import B, F, Kind, W
+from pipeloom.ir.errors import ScheduleError
+from pipeloom.ir.plan import StagePlan
+from pipeloom.ir.schedule import Schedule
+from pipeloom.ir.stages import cut
+from pipeloom.runtime.operations import OperationContext
+from pipeloom.schedules import Entry, Operation, Recipe, Shape, declare, phases
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        h = torch.tanh(self.first(x))
+        h = h + torch.tanh(self.second(h))
+        return {"loss": nn.functional.cross_entropy(self.last(h), y)}
+
+
+def batch(seed: int, rows: int) -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    return {"x": torch.randn(rows, 6, generator=g), "y": torch.randint(3, (rows,), generator=g)}
+
+
+JOB = Job(model=Net, batch=batch, name="net")
+
+
+def plan_for(recipe: Callable[[Shape], Recipe], *, stages: int = 2, microbatches: int = 4) -> Plan:
+    graph = capture(JOB, 2).graph
+    own = [op.name for op in graph.ops if not op.cheap]
+    cuts = cut(graph, {name: i * stages // len(own) for i, name in enumerate(own)})
+    made = Entry(recipe=recipe).make(
+        replace(schedules.shape_of(stages, microbatches=microbatches), stages=cuts)
+    )
+    built = Schedule(
+        name="mine", microbatches=microbatches, placement=tuple(range(stages)),
+        rows=tuple(tuple(row) for row in made[0]), pairs=made[2],
+    )  # fmt: skip
+    return Plan(
+        graph=graph.fingerprint, planner="by hand", stages=tuple(StagePlan(ops=s.ops) for s in cuts.stages),
+        placement=built.placement, schedule="mine", schedule_rows=tuple(str(built).splitlines()),
+        microbatches=microbatches, microbatch_size=2,
+    )  # fmt: skip
+
+
+def with_op(handler: Callable[[OperationContext], Any], **fields: Any) -> Callable[[Shape], Recipe]:
+    anchor: dict[str, Kind] = {} if "before" in fields else {"after": W}
+    added = declare(
+        Operation(letters="OP", meaning="an operation", handler=handler, **(anchor | fields))
+    )
+
+    def recipe(s: Shape) -> Recipe:
+        rows = phases(s, warm_up=lambda rank: s.ranks - 1 - rank, repeat="FI")
+        return Recipe(kinds="FIW", rows=rows, insert=(added,))
+
+    return recipe
+
+
+def test_handlers_see_their_place() -> None:
+    seen: dict[tuple[int, int], OperationContext] = {}
+
+    def look(context: OperationContext) -> None:
+        seen[context.stage, context.microbatch] = context
+        context.state["calls"] = context.state.get("calls", 0) + 1
+
+    found = verify(JOB, plan_for(with_op(look)))
+    assert found.passed
+    assert sorted(seen) == [(stage, b) for stage in (0, 1) for b in range(4)]
+    last = seen[1, 3]
+    assert (last.rank, last.ranks, last.microbatches, last.last) == (1, 2, 4, True)
+    assert not seen[1, 2].last and last.state == {"calls": 4}
+    assert "last.weight" in last.gradients and "first.weight" in seen[0, 0].gradients
+
+
+def test_a_handler_may_change_gradients() -> None:
+    def halve(context: OperationContext) -> None:
+        if context.last:
+            for gradient in context.gradients.values():
+                gradient.mul_(0.5)
+
+    found = verify(JOB, plan_for(with_op(halve)))
+    assert not found.passed
+    assert found.gradients["last.weight"] == pytest.approx(0.5, abs=1e-6)
+
+
+def test_residuals_may_leave_and_come_back() -> None:
+    """An offload and a reload; in between the stage holds nothing of the micro-batch."""
+    away: dict[tuple[int, int], dict[Any, Tensor]] = {}
+
+    def leave(context: OperationContext) -> None:
+        assert context.residual_bytes > 0
+        away[context.stage, context.microbatch] = dict(context.residuals)
+        context.residuals.clear()
+
+    def come_back(context: OperationContext) -> None:
+        assert not context.residuals
+        context.residuals.update(away.pop((context.stage, context.microbatch)))
+
+    out = declare(Operation(letters="AWAY", meaning="offload", after=F, stream="host", handler=leave))
+    back = declare(Operation(letters="BACK", meaning="reload", before=B, stream="host", handler=come_back))
+    recipe = lambda s: Recipe(  # noqa: E731
+        priority=lambda a: (a.kind == F, a.microbatch), in_flight=lambda r: s.ranks - r, insert=(out, back)
+    )
+    assert verify(JOB, plan_for(recipe)).passed and not away
+
+
+def test_ranks_exchange_data() -> None:
+    sums, parts = [], []
+
+    def exchange(context: OperationContext) -> None:
+        tensor = torch.tensor([1.0 + context.rank])
+        context.all_reduce(tensor)
+        sums.append(float(tensor))
+        given = [torch.tensor([10 * context.rank + target]) for target in range(2)]
+        parts.append((context.rank, [int(t) for t in context.all_to_all(given)]))
+        with pytest.raises(ScheduleError, match="1 parts for 2 partners of stage"):
+            context.all_to_all(given[:1])
+
+    assert verify(JOB, plan_for(with_op(exchange, meets=lambda stage: (1 - stage,)))).passed
+    assert sums == [3.0] * 8
+    assert sorted(parts) == [(0, [0, 10])] * 4 + [(1, [1, 11])] * 4
+
+
+def test_what_meets_nobody_cannot_exchange() -> None:
+    recipe = with_op(lambda context: context.all_reduce(torch.zeros(1)))
+    with pytest.raises(ScheduleError, match="the operation on stage . exchanges data, but meets no other"):
+        verify(JOB, plan_for(recipe))
+
+
+def test_what_a_handler_begins_is_waited_for_where_it_is_needed() -> None:
+    order: list[str] = []
+
+    def begin(context: OperationContext) -> Callable[[], None]:
+        order.append(f"begin {context.microbatch}")
+        return lambda: order.append(f"wait {context.microbatch}")
+
+    def look(context: OperationContext) -> None:
+        order.append(f"F {context.microbatch} is done")
+
+    early = Operation(letters="EARLY", meaning="prefetch", before=F, ahead=1, stream="host", handler=begin)
+    seen = Operation(letters="SEEN", meaning="look", after=F, handler=look)
+    inserted = declare(early), declare(seen)
+    recipe = lambda s: Recipe(  # noqa: E731
+        priority=lambda a: (a.kind == F, a.microbatch), in_flight=lambda r: 1, insert=inserted
+    )
+    assert verify(JOB, plan_for(recipe, stages=1, microbatches=3)).passed
+    assert order == [
+        "begin 0", "begin 1", "wait 0", "F 0 is done", "begin 2", "wait 1", "F 1 is done", "wait 2",
+        "F 2 is done",
+    ]  # fmt: skip
+
+
+def test_a_handler_that_returns_nonsense_is_named() -> None:
+    with pytest.raises(ScheduleError, match="the handler of .OP. returned a int"):
+        verify(JOB, plan_for(with_op(lambda context: 3)))
+
+
+def test_pairs_run_as_written() -> None:
+    """F of one micro-batch with B of another: the numbers are those of one process."""
+
+    def paired(s: Shape) -> Recipe:
+        rows = phases(s, warm_up=lambda rank: 2 * (s.ranks - 1 - rank), repeat="FB", kinds="FB")
+        return Recipe(rows=rows, together=lambda a, b: (a.kind, b.kind) == (F, B))
+
+    plan = plan_for(paired, stages=3, microbatches=6)
+    assert plan.schedule_rows[1].startswith("1F0 1F1 1F2&1B0 1F3&1B1") and plan.as_schedule.pairs
+    assert verify(JOB, plan).passed
+
+
+def test_the_example_is_verified() -> None:
+    words = ["verify", f"{EXAMPLES / 'own_model.py'}:job", "--stages", "2", "--microbatch-size", "4"]
+    result = CliRunner().invoke(main, [*words, "--schedule", f"{EXAMPLES / 'own_schedule.py'}:compressed"])
+    assert result.exit_code == 0 and "equal within" in result.stdout, result.output
