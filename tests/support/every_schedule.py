@@ -10,7 +10,7 @@ from pipeloom.api.placing import place, stages_for
 from pipeloom.ir.plan import Plan
 from pipeloom.train.model import GPT
 
-CONTEXT = 12
+CONTEXT = 16
 SYNCHRONOUS = tuple(
     name for name in schedules.names() if not schedules.entry(name).lacks and name != "forward_only"
 )
@@ -26,13 +26,13 @@ def sgd(params: object) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.05, momentum=0.9)  # type: ignore[arg-type]
 
 
-def small_gpt() -> torch.nn.Module:
-    return GPT(layers=1, width=16, heads=2, context=CONTEXT).double()
+def gpt_job(*, layers: int = 1, width: int = 16, dtype: torch.dtype = torch.float64) -> Job:
+    """The default model, small; its head is tied to its embedding."""
 
+    def model() -> torch.nn.Module:
+        return GPT(layers=layers, width=width, heads=2, context=CONTEXT).to(dtype)
 
-def gpt_job() -> Job:
-    """The default model, small and in float64; its head is tied to its embedding."""
-    return Job(name="small GPT", model=small_gpt, batch=batch, optimizer=sgd)
+    return Job(name="small GPT", model=model, batch=batch, optimizer=sgd)
 
 
 def plan_of(job: Job, name: str, ranks: int, *, microbatches: int, microbatch_size: int = 1) -> Plan:

@@ -1,0 +1,85 @@
+"""What each rank runs where schedules are tried on real processes, beside plain PyTorch in one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from every_schedule import gpt_job, plan_of
+from runs import Numbers, difference, plain, shared_captures
+from torch import Tensor
+
+from pipeloom import Options, Pipeline
+from pipeloom.ir.plan import Plan
+from pipeloom.runtime.connect import connect
+from pipeloom.tracer.job import Job
+
+STEPS = 2
+
+
+def compare_each(names: Sequence[str], microbatches: int, dtype: str, file: Path) -> None:
+    """Train and evaluate with every schedule. Rank 0 writes {name: {what: largest relative difference}}."""
+    torch.set_num_threads(1)
+    ranks = connect(torch.device("cpu"), timeout_s=120).size()
+    job = gpt_job(layers=2, width=32, dtype=getattr(torch, dtype))
+    batches = [job.batch(seed, 2 * microbatches) for seed in range(STEPS)]
+    expected = plain(job, batches, microbatches, evaluate=batches[:1])
+    untrained = plain(job, [], microbatches, evaluate=batches[:1])
+    table = {}
+    with shared_captures():
+        for name in names:
+            plan = plan_of(job, name, ranks, microbatches=microbatches, microbatch_size=2)
+            if name == "forward_only":
+                with Pipeline(job, plan) as pipeline:
+                    found = {"evaluation": _relative([pipeline.evaluate(batches[0])], untrained.evaluated)}
+            else:
+                found = _train(job, plan, batches, expected)
+            table[name] = found
+    if dist.get_rank() == 0:
+        file.write_text(json.dumps(table))
+
+
+def _train(job: Job, plan: Plan, batches: list[dict[str, Tensor]], expected: Numbers) -> dict[str, float]:
+    with Pipeline(job, plan, options=Options(keep_gradients=True)) as pipeline:
+        losses = [pipeline.step(batch) for batch in batches]
+        evaluated = [pipeline.evaluate(batches[0])]
+        mine = (pipeline.weights.last_gradients, {n: p.detach() for n, p in pipeline.weights.params.items()})
+        everyone = pipeline.channel.all_gather_object(mine)
+    gradients, parameters = (_merged([part[k] for part in everyone]) for k in (0, 1))
+    return {
+        "loss": _relative(losses, expected.losses), "evaluation": _relative(evaluated, expected.evaluated),
+        "gradients": difference(gradients, expected.gradients)[0],
+        "parameters": difference(parameters, expected.parameters)[0],
+    }  # fmt: skip
+
+
+def _merged(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """By name; what several ranks hold must be equal to the last bit."""
+    whole: dict[str, Tensor] = {}
+    for part in parts:
+        for name, tensor in part.items():
+            assert torch.equal(whole.setdefault(name, tensor), tensor), f"replicas of {name} differ"
+    return whole
+
+
+def _relative(found: Sequence[float], expected: Sequence[float]) -> float:
+    return max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
+
+
+def resume_elsewhere(folder: Path) -> None:
+    """Save a checkpoint of a schedule that holds every stage twice, and go on with another schedule."""
+    job = gpt_job()
+    batches = [job.batch(seed, 4) for seed in range(3)]
+    with shared_captures():
+        with Pipeline(job, plan_of(job, "dualpipe", 2, microbatches=4)) as pipeline:
+            for batch in batches[:2]:
+                pipeline.step(batch)
+            pipeline.save(folder)
+        with Pipeline(job, plan_of(job, "1f1b", 2, microbatches=4)) as pipeline:
+            pipeline.load(folder)
+            loss = pipeline.step(batches[2])
+    assert loss == pytest.approx(plain(job, batches, 4).losses[2], rel=1e-12)
