@@ -14,7 +14,7 @@ import pytest
 from pipeloom import schedules
 from pipeloom.ir.costs import equal_costs
 from pipeloom.schedules import Shape
-from pipeloom.schedules.language import Made, fastest
+from pipeloom.schedules.choose import Made, fastest
 
 
 @dataclass(frozen=True)

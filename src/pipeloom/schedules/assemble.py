@@ -38,7 +38,7 @@ def assemble(shape: Shape, recipe: Recipe) -> tuple[Task, tuple[Operation, ...]]
     stages = range(len(shape.placement))
     task = Task(
         streams=tuple(_with_neighbours(shape, s, streams, beside) for s in streams), ranks=shape.ranks,
-        key=_key(shape, recipe), row_of=rows, safe=recipe.clock is not None, memory=limits,
+        key=recipe.priority, clock=_clock(shape, recipe), row_of=rows, memory=limits,
         open_rank=tuple(map(recipe.in_flight, range(shape.ranks))) if recipe.in_flight else (),
         open_stage=tuple(map(recipe.in_flight_stage, stages)) if recipe.in_flight_stage else (),
         before=recipe.before, patience=recipe.patience, overlap=recipe.overlap, early=recipe.early,
@@ -58,12 +58,13 @@ def _listed(shape: Shape, recipe: Recipe) -> tuple[tuple[Action, ...], ...] | No
     return tuple(map(tuple, listed))
 
 
-def _key(shape: Shape, recipe: Recipe) -> Callable[[Action], object] | None:
+def _clock(shape: Shape, recipe: Recipe) -> Callable[[int, Kind, int], tuple[float, bool, int]] | None:
+    """At equal times backwards come first, as they let memory go, and later stages before earlier ones."""
     clock = recipe.clock
     if clock is None:
-        return recipe.priority
+        return None
     place = {s: i for i, s in enumerate(shape.flow.order)}
-    return lambda a: (clock(a.stage, a.kind, a.microbatch), a.kind == F, -place[a.stage])
+    return lambda stage, kind, b: (clock(stage, kind, b), kind == F, -place[stage])
 
 
 def _pairs(

@@ -10,35 +10,55 @@ Time is near linear: each action costs one event, and a look at the heads of the
 from __future__ import annotations
 
 from heapq import heappop, heappush
+from itertools import starmap
 from math import inf
 
 from ..ir.action import Action
 from ..ir.errors import DeadlockError, ScheduleError
 from ..ir.schedule import Pair
-from .task import EPS, Outcome, Task
+from .task import EPS, Outcome, Stream, Task
 
 
-def run(task: Task) -> Outcome:
-    """Order everything.
+def run(task: Task, within_s: float = inf) -> Outcome | None:
+    """Order everything; None as soon as it is certain that the step takes longer than `within_s`.
 
     Raises: DeadlockError if the limits leave no rank anything that it may run.
     """
-    return _Run(task).outcome()
+    try:
+        return _Run(task, within_s).outcome()
+    except _TooLong:
+        return None
+
+
+class _TooLong(Exception):
+    """The work that a rank has left would end too late even without another gap."""
 
 
 class _Run:
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: Task, within_s: float) -> None:
         self.task = task
+        # A pair may take less time than its two actions: then what is left is not known.
+        self.within = inf if task.together is not None else within_s + EPS
         streams = task.streams
         count = len(streams)
         size = max((max(s.order, default=-1) + 1 for s in streams), default=0)
         self.next = [0] * count
         self.missing = [[s.needs] * size for s in streams]
         self.arrival = [[0.0] * size for _ in streams]
+        # Of the next action of each stream: its micro-batch, its place, and when it could start.
+        self.batch = [-1] * count
+        self.key: list[object] = [None] * count
+        self.ready = [inf] * count
         self.own: list[list[int]] = [[] for _ in range(task.ranks)]
+        self.left = [0.0] * task.ranks  # seconds of work
+        self.unopened = [0] * task.ranks
         for index, s in enumerate(streams):
             self.own[s.rank].append(index)
-        self.actions = [{b: Action(s.stage, s.kind, b) for b in s.order} for s in streams]
+            self.left[s.rank] += s.seconds * len(s.order)
+            self.unopened[s.rank] += s.opens * len(s.order)
+        self.plain = [[i for i in own if not streams[i].filler] for own in self.own]
+        self.fillers = [[i for i in own if streams[i].filler] for own in self.own]
+        self.runs = [set(s.order) if len(s.order) < size else range(size) for s in streams]
         self.free = [0.0] * task.ranks
         self.used = [0.0] * task.ranks
         self.owed = [0.0] * task.ranks  # what fillers that could run now would give back
@@ -46,13 +66,15 @@ class _Run:
         self.open_rank = [0] * task.ranks
         self.closed = [False] * task.ranks
         self.open_stage = [0] * (max((s.stage for s in streams), default=0) + 1)
-        self.rows: list[list[Action]] = [[] for _ in range(task.ranks)]
+        self.rows: list[list[tuple[int, int]]] = [[] for _ in range(task.ranks)]
         self.pairs: list[Pair] = []
         self.stream_of = {(s.stage, s.kind): i for i, s in enumerate(streams)}
         self.starts: list[list[float]] = [[] for _ in range(task.ranks)]
         self.place = self._places()
         self.head = [0] * task.ranks
         self.done: list[list[bool]] = [[False] * len(o) for o in self.order]
+        for index in range(count):
+            self._look(index)
 
     def _places(self) -> list[dict[int, object]]:
         """Stream -> micro-batch -> what it is sorted by; and `order`, the whole order of each rank."""
@@ -67,20 +89,18 @@ class _Run:
                     self.order[rank].append((stream, action.microbatch))
             self._refuse_gaps(place)
             return place
-        assert task.key is not None
-        keyed: list[list[tuple[object, int, int]]] = [[] for _ in range(task.ranks)]
+        keyed: list[list[tuple[float, bool, int, int, int]]] = [[] for _ in range(task.ranks)]
         for i, s in enumerate(streams):
-            for b in s.order:
-                k = task.key(self.actions[i][b])
-                place[i][b] = k
-                if task.safe:
-                    keyed[s.rank].append((k, i, b))
-        if task.safe:
-            for rank, entries in enumerate(keyed):
-                entries.sort()
-                for position, (_, i, b) in enumerate(entries):
-                    place[i][b] = position
-                    self.order[rank].append((i, b))
+            if task.clock is not None:
+                keyed[s.rank] += [(*task.clock(s.stage, s.kind, b), i, b) for b in s.order]
+            else:
+                assert task.key is not None
+                place[i] = {b: task.key(self._action(i, b)) for b in s.order}
+        for rank, entries in enumerate(keyed):
+            entries.sort()
+            for position, (*_, i, b) in enumerate(entries):
+                place[i][b] = position
+                self.order[rank].append((i, b))
         return place
 
     def _stream(self, rank: int, action: Action) -> int:
@@ -95,7 +115,7 @@ class _Run:
     def _refuse_gaps(self, place: list[dict[int, object]]) -> None:
         for index, s in enumerate(self.task.streams):
             if not s.filler and len(place[index]) < len(s.order):
-                lacking = next(self.actions[index][b] for b in s.order if b not in place[index])
+                lacking = next(self._action(index, b) for b in s.order if b not in place[index])
                 raise ScheduleError(
                     f"the rows never run {lacking}", hint=f"add it to the row of rank {s.rank}"
                 )
@@ -112,7 +132,7 @@ class _Run:
                 rank = heappop(events)[1]
                 if self.free[rank] <= now + EPS and rank not in woken:
                     woken.append(rank)
-            waiting = [rank for rank in woken if not self._work(rank, now, fill=False)]
+            waiting = [rank for rank in woken if self._work(rank, now, fill=False)]
             for rank in waiting:
                 self._work(rank, now, fill=True)
         if any(self.next[i] < len(s.order) for i, s in enumerate(task.streams)):
@@ -120,78 +140,68 @@ class _Run:
         ends = self.free
         spans = [end - s[0] for end, s in zip(ends, self.starts, strict=True) if s]
         return Outcome(
-            rows=tuple(map(tuple, self.rows)), step_s=max(ends), span_s=max(spans, default=0.0),
+            rows=tuple(tuple(starmap(self._action, row)) for row in self.rows),
+            step_s=max(ends), span_s=max(spans, default=0.0),
             peak=tuple(self.peak), starts=tuple(map(tuple, self.starts)), pairs=tuple(self.pairs),
         )  # fmt: skip
 
     def _work(self, rank: int, now: float, *, fill: bool) -> bool:
-        """Start the best action that `rank` may run now, if there is one."""
-        task, streams = self.task, self.task.streams
+        """Start the best action that `rank` may run now; otherwise say whether a filler could run."""
+        task, ready, keys = self.task, self.ready, self.key
         best, best_key = -1, None
-        filler, filler_key = -1, None
         soon, soon_key = inf, None
         full = False
         late = now + EPS
         strict = task.row_of is not None
-        for index in self.own[rank]:
-            s = streams[index]
-            position = self.next[index]
-            if position >= len(s.order):
+        for index in self.plain[rank]:
+            arrival, key = ready[index], keys[index]
+            if arrival == inf or (strict and key != self.head[rank]):
                 continue
-            b = s.order[position]
-            if self.missing[index][b]:
+            if task.paired:
+                arrival = max(arrival, self._partner_ready(index))
+            if best >= 0 and arrival <= late and key > best_key:  # type: ignore[operator]
                 continue
-            arrival = self.arrival[index][b]
-            if s.filler:
-                if arrival <= late and (filler < 0 or arrival < filler_key):  # type: ignore[operator]
-                    filler, filler_key = index, arrival
-                continue
-            key = self.place[index][b]
-            if strict and key != self.head[rank]:
-                continue
-            if task.paired and (ready := self._partner_ready(rank, index, b)) is not None:
-                arrival = max(arrival, ready)
-            if best >= 0 and key > best_key and arrival <= late:  # type: ignore[operator]
-                continue
-            if s.opens and not self._may_open(rank, index, b):
+            if task.streams[index].opens and not self._may_open(rank, index, self.batch[index]):
                 full = full or arrival <= late
                 continue
-            if task.before is not None and not self._is_turn(rank, self.actions[index][b]):
+            if task.before is not None and not self._is_turn(rank, self._head(index)):
                 continue
             if arrival <= late:
                 best, best_key = index, key
             elif arrival < soon:
                 soon, soon_key = arrival, key
         if best >= 0:
-            wait = task.patience * streams[best].seconds
-            if wait and soon < now + wait - EPS and soon_key < best_key:  # type: ignore[operator]
-                best = -1
-            else:
+            wait = task.patience * task.streams[best].seconds
+            if not (wait and soon < now + wait - EPS and soon_key < best_key):  # type: ignore[operator]
                 self._start_with_partner(rank, best, now)
-                return True
-        if fill and filler >= 0:
-            room = streams[filler].seconds * (1 - task.overlap)
-            if full or soon >= now + room - EPS:
-                self._start(filler, now)
-                return True
-        return False
+                return False
+        filler = min(self.fillers[rank], key=ready.__getitem__, default=-1)
+        if filler < 0 or ready[filler] > late:
+            return False
+        room = task.streams[filler].seconds * (1 - task.overlap)
+        if fill and (full or soon >= now + room - EPS):
+            self._start(filler, now)
+        return True
 
-    def _partner_ready(self, rank: int, index: int, b: int) -> float | None:
-        """When the other action of a fixed pair has what it needs; None without one."""
-        second = self.task.paired.get(self.actions[index][b])
+    def _partner_ready(self, index: int) -> float:
+        """When the other action of a fixed pair has what it needs; 0 without one."""
+        second = self.task.paired.get(self._head(index))
         if second is None:
-            return None
+            return 0.0
         other, b = self._index(second), second.microbatch
-        full = self.task.streams[other].opens and not self._may_open(rank, other, b)
+        full = self.task.streams[other].opens and not self._may_open(self.task.streams[other].rank, other, b)
         return inf if full or self.missing[other][b] else self.arrival[other][b]
 
     def _start_with_partner(self, rank: int, index: int, now: float) -> None:
         task = self.task
+        if task.together is None:
+            self._start(index, now)
+            return
         action = self._head(index)
         pair = [index]
         if action in task.paired:
             pair = [index, self._index(task.paired[action])]
-        elif task.together is not None and task.row_of is None:
+        elif task.row_of is None:
             pair = self._companions(rank, index, now)
         if len(pair) == 1:
             self._start(index, now)
@@ -210,36 +220,45 @@ class _Run:
         assert task.together is not None
         action = self._head(index)
         for other in self.own[rank]:
-            s, position = task.streams[other], self.next[other]
-            if other == index or position >= len(s.order) or (s.opens and mine.opens):
-                continue
-            b = s.order[position]
-            if self.missing[other][b] or self.arrival[other][b] > now + EPS:
+            s, b = task.streams[other], self.batch[other]
+            if other == index or self.ready[other] > now + EPS or (s.opens and mine.opens):
                 continue
             if s.opens and not self._may_open(rank, other, b):
                 continue
-            if task.together(action, self.actions[other][b]):
+            if task.together(action, self._action(other, b)):
                 return [index, other]
-            if task.together(self.actions[other][b], action):
+            if task.together(self._action(other, b), action):
                 return [other, index]
         return [index]
 
     def _around(self, index: int) -> tuple[float, float]:
         """Seconds of what stands right before and right after the stream's next action."""
         s = self.task.streams[index]
-        return s.around(s.order[self.next[index]]) if s.around is not None else (0.0, 0.0)
+        return s.around(self.batch[index]) if s.around is not None else (0.0, 0.0)
+
+    def _action(self, index: int, b: int) -> Action:
+        s = self.task.streams[index]
+        return Action(s.stage, s.kind, b)
 
     def _head(self, index: int) -> Action:
-        return self.actions[index][self.task.streams[index].order[self.next[index]]]
+        return self._action(index, self.batch[index])
+
+    def _look(self, index: int) -> None:
+        """Note the next action of a stream, if there is one."""
+        order, position = self.task.streams[index].order, self.next[index]
+        if position >= len(order):
+            self.batch[index], self.ready[index] = -1, inf
+            return
+        b = self.batch[index] = order[position]
+        self.key[index] = self.place[index].get(b)
+        self.ready[index] = inf if self.missing[index][b] else self.arrival[index][b]
 
     def _is_turn(self, rank: int, action: Action) -> bool:
         before = self.task.before
         assert before is not None
         for index in self.own[rank]:
-            position = self.next[index]
-            s = self.task.streams[index]
-            if position < len(s.order):
-                other = self.actions[index][s.order[position]]
+            if self.batch[index] >= 0:
+                other = self._head(index)
                 if other != action and before(other, action):
                     return False
         return True
@@ -255,7 +274,7 @@ class _Run:
         limit = task.memory[rank] + EPS
         if self.used[rank] + s.memory > limit:
             return False
-        return not task.safe or self._safe(rank, index, b, limit)
+        return task.clock is None or self._safe(rank, index, b, limit)
 
     def _safe(self, rank: int, index: int, b: int, limit: float) -> bool:
         """Whether the rest of the safe order keeps to the limit if this F runs now."""
@@ -277,19 +296,44 @@ class _Run:
 
     def _start(self, index: int, now: float, unit: tuple[float, float] | None = None) -> None:
         """unit: when the results of an action of a pair are there, and when the rank is free again."""
-        task, s = self.task, self.task.streams[index]
-        rank, b = s.rank, s.order[self.next[index]]
-        if unit is None:
-            before, after = self._around(index)
-            unit = now + before + s.seconds, now + before + s.seconds + after
-        end, self.free[rank] = unit
-        self.next[index] += 1
-        self.rows[rank].append(self.actions[index][b])
+        s = self.task.streams[index]
+        rank, b = s.rank, self.batch[index]
+        if now + self.left[rank] > self.within:
+            raise _TooLong
+        self.left[rank] -= s.seconds
+        if unit is not None:
+            end, free = unit
+        elif s.around is None:
+            end = free = now + s.seconds
+        else:
+            before, after = s.around(b)
+            end = now + before + s.seconds
+            free = end + after
+        self.free[rank] = free
+        self.rows[rank].append((index, b))
         self.starts[rank].append(now)
         self.used[rank] += s.memory
-        self.peak[rank] = max(self.peak[rank], self.used[rank])
         if s.filler:
             self.owed[rank] += s.memory
+        else:
+            self._count(rank, s)
+        if self.order[rank]:
+            self._tick_off(rank, self.place[index].get(b))
+        self.next[index] += 1
+        self._look(index)
+        heappush(self.events, (free, rank))
+        for user, delay in s.feeds:
+            missing, arrival = self.missing[user], self.arrival[user]
+            missing[b] -= 1
+            if end + delay > arrival[b]:
+                arrival[b] = end + delay
+            if not missing[b]:
+                self._announce(user, b, arrival[b], now)
+
+    def _count(self, rank: int, s: Stream) -> None:
+        """Keep account of what is open."""
+        if self.used[rank] > self.peak[rank]:
+            self.peak[rank] = self.used[rank]
         if s.opens:
             self.open_rank[rank] += 1
             self.open_stage[s.stage] += 1
@@ -297,39 +341,35 @@ class _Run:
             self.open_rank[rank] -= 1
             self.closed[rank] = True
             self.open_stage[s.stage] -= 1
-        if task.row_of is not None:
-            self.head[rank] += not s.filler
-        elif task.safe:
-            place, done = self.place[index][b], self.done[rank]
-            assert isinstance(place, int)
-            done[place] = True
-            head = self.head[rank]
-            while head < len(done) and done[head]:
-                head += 1
-            self.head[rank] = head
-        heappush(self.events, (self.free[rank], rank))
-        for user, delay in s.feeds:
-            missing = self.missing[user]
-            missing[b] -= 1
-            seen = end + delay
-            if seen > self.arrival[user][b]:
-                self.arrival[user][b] = seen
-            if not missing[b] and b in self.actions[user]:
-                u = task.streams[user]
-                if u.filler:
-                    self.owed[rank] -= u.memory
-                if self.arrival[user][b] > end or u.rank != rank:
-                    heappush(self.events, (self.arrival[user][b], u.rank))
+
+    def _tick_off(self, rank: int, place: object) -> None:
+        """Note that an action of the order of a rank, if it is in there, has started."""
+        if not isinstance(place, int):
+            return
+        done, head = self.done[rank], self.head[rank]
+        done[place] = True
+        while head < len(done) and done[head]:
+            head += 1
+        self.head[rank] = head
+
+    def _announce(self, user: int, b: int, seen: float, now: float) -> None:
+        """All that an action of `user` waits for will be there at `seen`."""
+        s = self.task.streams[user]
+        if b not in self.runs[user]:
+            return
+        if s.filler:
+            self.owed[s.rank] -= s.memory
+        if self.batch[user] == b:
+            self.ready[user] = seen
+        # A rank that is busy until then looks around by itself when it is free.
+        if seen > self.free[s.rank] or seen <= now + EPS:
+            heappush(self.events, (seen, s.rank))
 
     def _stuck(self) -> DeadlockError:
         task = self.task
         lines = []
         for rank in range(task.ranks):
-            heads = [
-                self.actions[i][task.streams[i].order[self.next[i]]]
-                for i in self.own[rank]
-                if self.next[i] < len(task.streams[i].order)
-            ]
+            heads = [self._head(i) for i in self.own[rank] if self.batch[i] >= 0]
             ready = [a for a in heads if not self.missing[self._index(a)][a.microbatch]]
             if ready:
                 lines.append(

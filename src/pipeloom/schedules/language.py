@@ -18,19 +18,18 @@ A family may return several recipes: the fastest for these costs that keeps to i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
-from ..ir.action import Action, B, F, Kind, W
-from ..ir.errors import DeadlockError, ScheduleError
+from ..ir.action import Action, F, Kind, W
+from ..ir.errors import ScheduleError
 from ..ir.operation import Operation
-from .assemble import assemble
-from .engine import run
-from .inserted import put_in
+from .choose import best, fastest, make
 from .recipe import Recipe
 from .shape import Shape, path_clock
-from .task import EPS, Outcome
 
-__all__ = ["Operation", "Recipe", "Shape", "best", "fastest", "path_clock", "phases", "timings", "turns"]
+__all__ = [
+    "Operation", "Recipe", "Shape", "best", "fastest", "make", "path_clock", "phases", "timings", "turns",
+]  # fmt: skip
 
 
 def phases(
@@ -81,106 +80,6 @@ def turns(shape: Shape, rank: int, kind: Kind, group: int | None = None) -> list
         high = min(low + size, shape.microbatches)
         found += [Action(stage, kind, b) for stage in own for b in range(low, high)]
     return found
-
-
-@dataclass(frozen=True, kw_only=True)
-class Made:
-    """What a recipe gives for a shape: the rows, and when the list scheduler expects what."""
-
-    recipe: Recipe
-    outcome: Outcome = field(repr=False)
-
-
-def make(shape: Shape, recipe: Recipe) -> Made:
-    """Order everything as one recipe says.
-
-    Raises: DeadlockError if its limits block; ScheduleError if it does not fit the shape.
-    """
-    task, beside = assemble(shape, recipe)
-    outcome = run(task)
-    if beside:
-        outcome = replace(outcome, rows=put_in(shape, outcome, beside))
-    return Made(recipe=recipe, outcome=outcome)
-
-
-def best(shape: Shape, recipes: Recipe | Sequence[Recipe]) -> Made:
-    """The fastest of some recipes: the shortest step, then the shortest span of a rank.
-
-    Raises: what the last recipe raised, if none works.
-    """
-    tries = _several(recipes)
-    if len(tries) == 1:
-        return make(shape, tries[0])
-    found: Made | None = None
-    problem: ScheduleError | None = None
-    bound = lower_bound_s(shape)
-    for recipe in tries:
-        try:
-            made = make(shape, recipe)
-        except DeadlockError as error:
-            problem = error
-            continue
-        if found is None or _cost(made) < _cost(found):
-            found = made
-        if found.outcome.step_s <= bound + EPS:
-            break
-    if found is None:
-        assert problem is not None
-        raise problem
-    return found
-
-
-def fastest(shape: Shape, family: Callable[[Shape], Recipe | Sequence[Recipe]]) -> Made:
-    """The fastest recipe of a family. With many micro-batches the two that are best on twice as many as
-    ranks are tried: what recipes differ in is mostly how they begin and end.
-
-    Raises: what the last recipe raised, if none works.
-    """
-    given = family(shape)
-    if not isinstance(given, Recipe | Sequence) or not all(isinstance(r, Recipe) for r in _several(given)):
-        raise ScheduleError(
-            f"the schedule's function returned a {type(given).__name__}", hint="return a Recipe, or several"
-        )
-    recipes = _several(given)
-    few = 2 * shape.ranks
-    if len(recipes) < 3 or shape.microbatches <= few:
-        return best(shape, recipes)
-    small = replace(shape, microbatches=few)
-    tries = family(small)
-    assert not isinstance(tries, Recipe)
-    scores: list[tuple[tuple[float, float], int]] = []
-    for index, recipe in enumerate(tries):
-        try:
-            made = make(small, recipe)
-        except DeadlockError:
-            continue
-        scores.append((_cost(made), index))
-        if made.outcome.step_s <= lower_bound_s(small) + EPS:
-            break
-    try:
-        return best(shape, [recipes[index] for _, index in sorted(scores)[:2]] or recipes)
-    except DeadlockError:  # more micro-batches may need more room
-        return best(shape, recipes)
-
-
-def _several(given: Recipe | Sequence[Recipe]) -> list[Recipe]:
-    return [given] if isinstance(given, Recipe) else list(given)
-
-
-def _cost(made: Made) -> tuple[float, float]:
-    return round(made.outcome.step_s, 9), round(made.outcome.span_s, 9)
-
-
-def lower_bound_s(shape: Shape) -> float:
-    """No order is faster: each rank begins when its first data can be there, and then is never idle."""
-    start: dict[int, float] = {}
-    for s in shape.flow.order:
-        start[s] = max(
-            (start[r] + shape.seconds(r, F) + shape.delay_s(r, s) for r in shape.flow.reads_from[s]),
-            default=0.0,
-        )
-    busy = [sum(shape.seconds(s, F) + shape.seconds(s, B) for s in own) for own in shape.own]
-    return max(min(start[s] for s in own) + shape.microbatches * busy[r] for r, own in enumerate(shape.own))
 
 
 def timings(shape: Shape, recipe: Recipe) -> list[Recipe]:

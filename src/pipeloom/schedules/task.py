@@ -42,10 +42,11 @@ class Stream:
 class Task:
     """What the list scheduler is asked to order.
 
-    key: smaller goes first among what a rank could run.  row_of: the exact order of everything but the
-        fillers, per rank, or None.  memory, open_rank, open_stage: limits; `inf` for none.
-    safe: per rank an order of everything that keeps to the limits: an F runs ahead of its place in that
-        order only if the rest of it then still keeps to them, so that limits can never block.
+    key: smaller goes first among what a rank could run.  clock(stage, kind, micro-batch): the same, and
+        an order of everything that keeps to the limits: an F runs ahead of its place in that order only if
+        the rest of it then still keeps to them, so that limits can never block.
+    row_of: the exact order of everything but the fillers, per rank. One of these three is given.
+    memory, open_rank, open_stage: limits; `inf` for none.
     before: before(a, b) is true if `a` must run before `b`, both on one rank.
     patience: share of its own time for which an action waits for a more urgent one that is on its way;
     overlap: share of a filler that may stick out of the gap it fills.
@@ -58,8 +59,8 @@ class Task:
     streams: tuple[Stream, ...]
     ranks: int
     key: Callable[[Action], object] | None = None
+    clock: Callable[[int, Kind, int], tuple[float, bool, int]] | None = None
     row_of: tuple[tuple[Action, ...], ...] | None = None
-    safe: bool = False
     memory: tuple[float, ...] = ()
     open_rank: tuple[float, ...] = ()
     open_stage: tuple[float, ...] = ()

@@ -1,0 +1,124 @@
+"""Chooses among recipes: runs them, gives up on one that cannot win, keeps the fastest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf
+
+from ..ir.action import B, F
+from ..ir.errors import DeadlockError, ScheduleError
+from .assemble import assemble
+from .engine import run
+from .inserted import put_in
+from .recipe import Recipe
+from .shape import Shape
+from .task import EPS, Outcome
+
+Family = Callable[[Shape], Recipe | Sequence[Recipe]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Made:
+    """What a recipe gives for a shape: the rows, and when the list scheduler expects what."""
+
+    recipe: Recipe
+    outcome: Outcome = field(repr=False)
+
+    @property
+    def cost(self) -> tuple[float, float]:
+        """Smaller is better: the step, then the longest span of a rank."""
+        return round(self.outcome.step_s, 9), round(self.outcome.span_s, 9)
+
+
+def make(shape: Shape, recipe: Recipe) -> Made:
+    """Order everything as one recipe says.
+
+    Raises: DeadlockError if its limits block; ScheduleError if it does not fit the shape.
+    """
+    made = _make(shape, recipe, inf)
+    assert made is not None
+    return made
+
+
+def _make(shape: Shape, recipe: Recipe, within_s: float) -> Made | None:
+    """The same, or None once it is certain that the step takes longer than `within_s`."""
+    task, beside = assemble(shape, recipe)
+    outcome = run(task, within_s)
+    if outcome is None:
+        return None
+    if beside:
+        outcome = replace(outcome, rows=put_in(shape, outcome, beside))
+    return Made(recipe=recipe, outcome=outcome)
+
+
+def best(shape: Shape, recipes: Recipe | Sequence[Recipe]) -> Made:
+    """The fastest of some recipes: the shortest step, then the shortest span of a rank.
+
+    Raises: what the last recipe raised, if none works.
+    """
+    return _ranked(shape, _several(recipes), 1)[0][0]
+
+
+def fastest(shape: Shape, family: Family) -> Made:
+    """The fastest recipe of a family. With many micro-batches the two that are best on twice as many as
+    ranks are tried: what recipes differ in is mostly how they begin and end.
+
+    Raises: what the last recipe raised, if none works.
+    """
+    given = family(shape)
+    if not isinstance(given, Recipe | Sequence) or not all(isinstance(r, Recipe) for r in _several(given)):
+        raise ScheduleError(
+            f"the schedule's function returned a {type(given).__name__}", hint="return a Recipe, or several"
+        )
+    recipes = _several(given)
+    few = 2 * shape.ranks
+    if len(recipes) < 3 or shape.microbatches <= few:
+        return best(shape, recipes)
+    small = replace(shape, microbatches=few)
+    try:
+        ranked = _ranked(small, _several(family(small)), 2)
+        return best(shape, [recipes[index] for _, index in ranked])
+    except DeadlockError:  # more micro-batches may need more room
+        return best(shape, recipes)
+
+
+def _ranked(shape: Shape, recipes: Sequence[Recipe], most: int) -> list[tuple[Made, int]]:
+    """The best few of some recipes, the best first, each with its place in the list.
+
+    Raises: what the last recipe raised, if none works.
+    """
+    found: list[tuple[Made, int]] = []
+    problem: ScheduleError | None = None
+    bound = lower_bound_s(shape)
+    for index, recipe in enumerate(recipes):
+        within_s = found[-1][0].outcome.step_s if len(found) == most else inf
+        try:
+            made = _make(shape, recipe, within_s)
+        except DeadlockError as error:
+            problem = error
+            continue
+        if made is not None:
+            found = sorted([*found, (made, index)], key=lambda one: one[0].cost)[:most]
+            if made.outcome.step_s <= bound + EPS:
+                break
+    if not found:
+        assert problem is not None
+        raise problem
+    return found
+
+
+def _several(given: Recipe | Sequence[Recipe]) -> list[Recipe]:
+    return [given] if isinstance(given, Recipe) else list(given)
+
+
+def lower_bound_s(shape: Shape) -> float:
+    """No order is faster: each rank begins when its first data can be there, and then is never idle."""
+    start: dict[int, float] = {}
+    for s in shape.flow.order:
+        start[s] = max(
+            (start[r] + shape.seconds(r, F) + shape.delay_s(r, s) for r in shape.flow.reads_from[s]),
+            default=0.0,
+        )
+    busy = [sum(shape.seconds(s, F) + shape.seconds(s, B) for s in own) for own in shape.own]
+    return max(min(start[s] for s in own) + shape.microbatches * busy[r] for r, own in enumerate(shape.own))
