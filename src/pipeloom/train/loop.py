@@ -19,8 +19,11 @@ from .metrics import Metrics
 from .rates import rate_share
 from .workload import Batch, Workload
 
-TIMED_STEPS = 9
-"""Steps at the end of which the one with the middle step time is reported: a single one may be disturbed."""
+TIMED_STEPS = 15
+"""Of these the one with the middle step time is reported: a single one may be disturbed."""
+
+WARM_UP_STEPS = 3
+"""Steps before those. The prediction is not long ago then: machines that others use too change their pace."""
 
 
 class Report(Protocol):
@@ -98,6 +101,7 @@ def _steps(
     metrics: Metrics | None, display: Display,
 ) -> list[Timeline]:  # fmt: skip
     timelines = []
+    timed = _timed_steps(pipeline.steps, config.steps)
     validation = None
     if pipeline.steps == 0:
         validation = validate(pipeline, config, workload)
@@ -112,7 +116,7 @@ def _steps(
                 hint="lower optimizer.learning_rate; `--resume` goes back to the newest checkpoint",
             )
         done, last = step + 1, step + 1 == config.steps
-        if config.steps - done < TIMED_STEPS:
+        if step in timed:
             timelines.append(pipeline.measured())
         validates = last or done % config.validate_every == 0
         if validates:
@@ -125,6 +129,16 @@ def _steps(
             extra = {"data": workload.data, "step": done}
             pipeline.save(out / "checkpoint", extra=extra, keep=config.keep_checkpoints)
     return timelines
+
+
+def _timed_steps(first: int, end: int) -> range:
+    """Steps whose timelines are kept.
+
+    >>> _timed_steps(0, 400), _timed_steps(0, 6)
+    (range(3, 18), range(0, 6))
+    """
+    start = max(first, min(first + WARM_UP_STEPS, end - TIMED_STEPS))
+    return range(start, min(start + TIMED_STEPS, end))
 
 
 def validate(pipeline: Trainable, config: Config, workload: Workload) -> float:
