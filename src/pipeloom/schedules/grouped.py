@@ -15,8 +15,9 @@ Sources: arXiv 2104.04473 (interleaved), 2211.05953 (looped BFS), 2503.01328 (GI
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from math import gcd
 
 from ..ir.action import B, F, I, Kind
 from .language import Recipe, Shape, options, path_clock, phases, timings, turns
@@ -73,21 +74,32 @@ def _gis(s: Shape, g: int) -> Iterator[Recipe]:
 
 
 def po(s: Shape) -> list[Recipe]:
-    """Uniform repeating: the clock of GIS-H's building block with groups of one."""
-    options(s)
-    p, v = s.ranks, len(s.placement) // s.ranks
-    f, back = (sum(s.seconds(c, k) for c in range(p * v)) / (p * v) for k in (F, B))
-    step = -(-p // 2) * (f + back)
+    """Uniform repeating: GIS-H's building block with groups of one, then the same with other W and F."""
+    p, v = s.ranks, s.chunks
+    limit = options(s, memory=p * (v + 1) / (2 * v) + (1 if p <= v else v - 1) / v)["memory"]
+    plain = Recipe(kinds="FIW", clock=_uniform(s), memory=limit, early="none", fill="")
+    free = [replace(plain, early=early, fill="W") for early in ("all", "warm", "none")]
+    return [*(timed for r in free for timed in timings(s, r)), plain]
+
+
+def _uniform(s: Shape) -> Callable[[int, Kind, int], float]:
+    """Slots of equal length: a chunk begins 3 ceil(p / 2) slots after the one before, F takes one slot from
+    rank to rank and I two, W is next to its I. Where that would put chunks on top of each other, later
+    ones move by 3."""
+    p, v, half = s.ranks, s.chunks, -(-s.ranks // 2)
+    apart = v // gcd(v, half)
+
+    def begin(chunk: int) -> int:
+        return 3 * half * chunk + 3 * (chunk // apart)
 
     def clock(stage: int, kind: Kind, microbatch: int) -> float:
         chunk, rank = s.chunk[stage], s.placement[stage]
-        turn = step * (v - 1) + p * f + (p - 1 - rank) * back
-        at = step * chunk + rank * f if kind == F else turn + step * (v - 1 - chunk) + (kind != I) * f
-        return at + v * (f + back) * microbatch
+        if kind == F:
+            return begin(chunk) + rank + 3 * v * microbatch
+        turn = begin(v - 1) + rank + 3 * (p - 1 - rank) + 1
+        return turn + begin(v - 1 - chunk) + (kind != I) + 3 * v * microbatch
 
-    limit = p * (v + 1) / (2 * v) + (1 if s.even or p <= v else v - 1) / v
-    recipe = Recipe(kinds="FIW", clock=clock, memory=limit)
-    return [r for early in ("none", "warm", "all") for r in timings(s, replace(recipe, early=early))]
+    return clock
 
 
 def last(s: Shape, rank: int) -> int:
