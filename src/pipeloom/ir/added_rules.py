@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from .action import Action, Kind
+from .action import Action, B, F, I, Kind
 from .board import Board, Process, Stuck, deadlock
 from .errors import ScheduleError
 from .flow import Flow
@@ -91,9 +91,10 @@ def _wanted(rank: int, operation: Operation, action: Action) -> None:
 
 
 def meetings(schedule: Schedule, flow: Flow) -> None:
-    """Run all ranks: no pair, and no operation that meets others, waits for what can never happen."""
+    """Run all ranks: no pair, no operation that meets others, and no stage on several ranks waits for what
+    can never happen."""
     present = {k: o for k, o in _operations(schedule).items() if o.meets is not None}
-    if not present and not schedule.pairs:
+    if not present and not schedule.pairs and not flow.shards:
         return
     second = dict(schedule.pairs)
     board = Board()
@@ -106,12 +107,12 @@ def meetings(schedule: Schedule, flow: Flow) -> None:
                 for need in needs(member, flow):
                     yield from board.wait(need)
             board.post(action)
-            for other in met(action, present):
+            for other in met(action, present, flow):
                 yield from board.wait(other)
             for made in gives(action):
                 board.post(made)
 
-    _refuse_strangers(schedule, present)
+    _refuse_strangers(schedule, present, flow)
     lacking = board.run([run(rank) for rank in range(schedule.ranks)])
     if not lacking:
         return
@@ -124,19 +125,21 @@ def meetings(schedule: Schedule, flow: Flow) -> None:
     raise deadlock(stuck)
 
 
-def met(action: Action, operations: Mapping[Kind, Operation]) -> Sequence[Action]:
-    """The actions that run together with an action, on whatever rank."""
+def met(action: Action, operations: Mapping[Kind, Operation], flow: Flow) -> Sequence[Action]:
+    """The actions on other ranks that begin together with an action."""
+    if flow.shards and action.kind in (F, B, I):
+        return [Action(s, action.kind, action.microbatch) for s in flow.shards.get(action.stage, ())]
     operation = operations.get(action.kind)
     if operation is None or operation.meets is None:
         return ()
     return [Action(s, action.kind, action.microbatch) for s in operation.meets(action.stage)]
 
 
-def _refuse_strangers(schedule: Schedule, present: Mapping[Kind, Operation]) -> None:
+def _refuse_strangers(schedule: Schedule, present: Mapping[Kind, Operation], flow: Flow) -> None:
     meeting = {action for row in schedule.rows for action in row if action.kind in present}
     for action in sorted(meeting):
-        for other in met(action, present):
-            if other not in meeting or action not in met(other, present):
+        for other in met(action, present, flow):
+            if other not in meeting or action not in met(other, present, flow):
                 raise ScheduleError(
                     f"{action} meets {other}, which no rank runs or which does not meet it",
                     hint="let meets= name stages that have the operation, both ways",

@@ -7,7 +7,7 @@ readers whose edge has a value with a gradient.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
 
 from .errors import ScheduleError
@@ -22,6 +22,7 @@ class Flow:
     reads_from, read_by: along all edges, for F.
     gradients_from, gradients_to: along the edges whose gradients come back, for B and I.
     order: all stages, each after the stages it reads from.
+    shards: stage -> the other stages that are the same stage on other ranks.
     """
 
     order: tuple[int, ...]
@@ -29,6 +30,7 @@ class Flow:
     read_by: tuple[tuple[int, ...], ...]
     gradients_from: tuple[tuple[int, ...], ...]
     gradients_to: tuple[tuple[int, ...], ...]
+    shards: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
 
 def flow_of(stages: StageGraph) -> Flow:
@@ -61,6 +63,7 @@ def flow_of(stages: StageGraph) -> Flow:
     return Flow(
         order=order, reads_from=in_order(reads_from), read_by=in_order(read_by),
         gradients_from=in_order(gradients_from), gradients_to=in_order(gradients_to),
+        shards={s: tuple(o for o in group if o != s) for group in stages.shards for s in group},
     )  # fmt: skip
 
 

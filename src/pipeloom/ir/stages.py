@@ -58,6 +58,8 @@ class StageGraph:
     loss_stage: int
     replicas: int = 1
     """How many times the same stages stand side by side, see `ir.replicas`; `loss_stage` is the first's."""
+    shards: tuple[tuple[int, ...], ...] = ()
+    """Stages that are one stage on several ranks, see `schedules.spread`: they begin F, B and I together."""
 
     @cached_property
     def predecessors(self) -> Mapping[int, tuple[int, ...]]:

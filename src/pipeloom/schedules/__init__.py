@@ -4,7 +4,7 @@ from ..ir.operation import declare
 from ..ir.replicas import replicate
 from .language import Operation, Recipe, best, fastest, make, path_clock, phases, turns
 from .own import names_own
-from .placements import both_ways, loop, wave
+from .placements import both_ways, loop, spread, wave
 from .registry import Entry, Times, build, entry, in_flight, names, register, shape_of, usual
 from .shape import Shape
 
@@ -30,6 +30,7 @@ __all__ = [
     "register",
     "replicate",
     "shape_of",
+    "spread",
     "turns",
     "usual",
     "wave",

@@ -10,6 +10,7 @@ from ..ir.action import Action, B, F, I, Kind, W
 from ..ir.costs import StageCost, action_seconds
 from ..ir.errors import ScheduleError
 from ..ir.flow import Flow, flow_of
+from ..ir.operation import OPERATIONS
 from ..ir.stages import StageGraph
 
 
@@ -76,7 +77,11 @@ class Shape:
         return self.options.get(name, default)
 
     def seconds(self, stage: int, kind: Kind) -> float:
-        return action_seconds(self.costs, Action(stage, kind, 0))
+        """How long an action takes; on the slowest of its ranks, if the stage spans several."""
+        if kind not in OPERATIONS and not self.flow.shards:
+            return self.costs[stage].seconds(kind)
+        together = (stage, *self.flow.shards.get(stage, ()))
+        return max(action_seconds(self.costs, Action(s, kind, 0)) for s in together)
 
     @cached_property
     def period_s(self) -> float:

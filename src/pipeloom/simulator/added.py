@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from ..ir.action import Action, Kind
 from ..ir.added_rules import met
 from ..ir.costs import StageCost, action_seconds, pair_shares
+from ..ir.flow import Flow
 from ..ir.operation import ANCHORS, OPERATIONS
 from ..ir.schedule import Program
 
@@ -15,8 +16,9 @@ class Added:
     """Places actions in time. Operations on the streams "send" and "host" run beside the rank's computing,
     one at a time on each; what they precede waits for them, and so does the end of the row."""
 
-    def __init__(self, program: Program, costs: Sequence[StageCost]) -> None:
+    def __init__(self, program: Program, costs: Sequence[StageCost], flow: Flow) -> None:
         self._costs = costs
+        self._flow = flow
         self._shares = pair_shares(costs, program.pairs)
         self._free: dict[tuple[int, str], float] = {}
         self._awaited: dict[tuple[int, Kind, int], float] = {}
@@ -29,7 +31,7 @@ class Added:
 
     def meets(self, clock: float, action: Action) -> Sequence[Action]:
         """Note that a rank has come to an action; return the actions that it must wait for."""
-        others = met(action, OPERATIONS)
+        others = met(action, OPERATIONS, self._flow)
         if others:
             self._at[action] = clock
         return others
@@ -37,7 +39,7 @@ class Added:
     def place(self, rank: int, clock: float, action: Action) -> tuple[str, float, float]:
         """The stream, start and end of an action that its rank has come to, and all that it meets too."""
         operation = OPERATIONS.get(action.kind)
-        start = max([clock, *(self._at[other] for other in met(action, OPERATIONS))])
+        start = max([clock, *(self._at[other] for other in met(action, OPERATIONS, self._flow))])
         if operation is None:
             key = (action.stage, action.kind, action.microbatch)
             start = max(start, self._awaited.pop(key, start))

@@ -172,7 +172,7 @@ class Causes:
         if item.action.endswith(STEP):
             yield from self._reduction(item)
         if (action := self._actions.get(item.action)) is not None:
-            for other in met(action, OPERATIONS):
+            for other in met(action, OPERATIONS, self._flow):
                 if (partner := self._made.get((str(other), item.turn))) and (last := self.before(partner)):
                     yield last
         if copy := self._copied[item.rank].until(item.start_s):

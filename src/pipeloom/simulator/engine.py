@@ -12,6 +12,7 @@ from ..ir.check import check_program
 from ..ir.cluster import Cluster
 from ..ir.costs import StageCost
 from ..ir.errors import PlanError
+from ..ir.flow import flow_of
 from ..ir.schedule import Program
 from ..ir.stages import StageGraph
 from ..ir.ties import Reduction, reductions
@@ -75,7 +76,7 @@ class _Run:
         self.board = Board()
         self.events: list[Event] = []
         self.memory = Memory(program, stages, costs)
-        self.added = Added(program, costs)
+        self.added = Added(program, costs, flow_of(stages))
         self.sums = reductions(stages, program.placement)
         self.at_sum: dict[tuple[str, int], float] = {}
         self.arrival: dict[Transfer, float] = {}

@@ -1,0 +1,101 @@
+"""Stages that span several ranks: described, checked, simulated."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pipeloom.ir.action import F
+from pipeloom.ir.check import check
+from pipeloom.ir.cluster import Cluster, Device, Link
+from pipeloom.ir.costs import StageCost, equal_costs
+from pipeloom.ir.errors import DeadlockError, ScheduleError
+from pipeloom.ir.flow import dag
+from pipeloom.ir.schedule import Schedule, parse_rows
+from pipeloom.ir.stages import chain
+from pipeloom.lowering import lower
+from pipeloom.schedules import Recipe, Shape, make, spread
+from pipeloom.simulator import simulate
+
+TABLE = (0, 1, (2, 3), 4)
+EXPERTS, PLACEMENT = spread(chain(4), TABLE)
+
+
+def shape(costs: tuple[StageCost, ...], m: int = 4) -> Shape:
+    return Shape(
+        stages=EXPERTS, placement=PLACEMENT, microbatches=m, costs=costs, transfer_s=lambda a, b: 0.0
+    )
+
+
+def simulated(made: Schedule, costs: tuple[StageCost, ...]) -> dict[str, float]:
+    link = Link(bandwidth_bytes_per_s=float("inf"), latency_s=0.0)
+    cluster = Cluster(devices=(Device(name="any", memory_bytes=1),) * made.ranks, within_node=link)
+    return {e.action: e.start_s for e in simulate(lower(made, EXPERTS), EXPERTS, costs, cluster).events}
+
+
+def one_f_one_b(s: Shape) -> Schedule:
+    recipe = Recipe(
+        priority=lambda a: (a.kind == F, a.microbatch), in_flight=lambda r: (4, 3, 2, 2, 1)[r]
+    )
+    rows = make(s, recipe).outcome.rows
+    return Schedule(name="mine", microbatches=s.microbatches, placement=s.placement, rows=rows)
+
+
+def test_a_stage_on_two_ranks_is_two_stages() -> None:
+    assert PLACEMENT == (0, 1, 2, 4, 3) and EXPERTS.shards == ((2, 4),)
+    assert EXPERTS.successors[1] == (2, 4) and EXPERTS.predecessors[3] == (2, 4)
+    made = one_f_one_b(shape(equal_costs(5)))
+    check(made, EXPERTS)
+    second, third = str(made).splitlines()[2:4]
+    assert [w[1:] for w in second.split()] == [w[1:] for w in third.split()]
+    starts = simulated(made, equal_costs(5))
+    assert all(starts[f"2{k}{b}"] == starts[f"4{k}{b}"] for k in "FB" for b in range(4))
+
+
+def test_they_begin_together_however_late_one_of_them_is() -> None:
+    """Stage 2 is slow on rank 2; rank 3 waits for it before each forward and backward."""
+    cost = equal_costs(1)[0]
+    slow = replace(cost, forward_s=2.0, backward_s=4.0)
+    costs = (cost, cost, slow, cost, cost)
+    starts = simulated(one_f_one_b(shape(costs)), costs)
+    assert all(starts[f"2{k}{b}"] == starts[f"4{k}{b}"] for k in "FB" for b in range(4))
+
+
+def test_shared_parameters_are_summed_and_others_are_not() -> None:
+    one = dag(2, [(0, 1)], params={0: ("a",), 1: ("b",)})
+    shared, placement = spread(one, (0, (1, 2)))
+    assert dict(shared.tied) == {"b": (1, 2)} and placement == (0, 1, 2)
+    assert spread(one, (0, (1, 2)), shared=False)[0].tied == {}
+
+
+def test_each_rank_sends_its_part() -> None:
+    graph, _ = spread(dag(2, [(0, 1)], value_bytes=40), ((0, 1, 2), 3))
+    assert [v.bytes for v in graph.between[0, 1]] == [16]  # 10 rows in three parts, rounded up
+
+
+@pytest.mark.parametrize("table", [(0, 1), (0, (1, 1), 2), (0, (), 1), (0, (-1, 2), 1)])
+def test_wrong_tables_are_refused(table: tuple[int | tuple[int, ...], ...]) -> None:
+    with pytest.raises(ScheduleError, match="is placed on ranks|a placement of 2 stages"):
+        spread(chain(3), table)
+
+
+def test_a_rank_that_leaves_its_stage_out_is_named() -> None:
+    graph, placement = spread(chain(1), ((0, 1),))
+    rows = parse_rows(("0F0 0B0", "1F0"))
+    with pytest.raises(ScheduleError, match="rank 1 never runs 1B0"):
+        check(Schedule(name="", microbatches=1, placement=placement, rows=rows), graph)
+
+
+def test_ranks_that_wait_for_each_other_in_a_stage_are_a_deadlock() -> None:
+    """Each order alone would do; but the two ranks of the stage run its micro-batches in opposite orders."""
+    graph, placement = spread(chain(1), ((0, 1),))
+    rows = parse_rows(("0F0 0F1 0B0 0B1", "1F1 1F0 1B0 1B1"))
+    with pytest.raises(DeadlockError, match="rank 0 at 0F0 needs 1F0; rank 1 at 1F1 needs 0F1"):
+        check(Schedule(name="", microbatches=2, placement=placement, rows=rows), graph)
+
+
+def test_w_runs_whenever_a_rank_has_time() -> None:
+    graph, placement = spread(chain(1), ((0, 1),))
+    rows = parse_rows(("0F0 0I0 0W0 0F1 0I1 0W1", "1F0 1I0 1F1 1I1 1W0 1W1"))
+    check(Schedule(name="", microbatches=2, placement=placement, rows=rows), graph)
