@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from .copies import Copies
 from .once import one_thread
 from .recording import Record, Recorder, Replay
 
@@ -65,7 +66,7 @@ def blueprint(build: Callable[[], nn.Module], fake: FakeTensorMode) -> Blueprint
     """
     recorder = Recorder(fake)
     try:
-        with torch.random.fork_rng(devices=[]), fake, recorder, recorder.whole_initialisers():
+        with torch.random.fork_rng(devices=[]), fake, recorder, recorder.whole_initialisers(), Copies():
             model = build()
     except (RuntimeError, NotImplementedError, TypeError) as error:
         with torch.random.fork_rng(devices=[]):
