@@ -1,49 +1,77 @@
-"""Schedules by themselves, without a model: build, lower, simulate and explain them for given times."""
+"""Schedules by themselves, without a model: build, prove, simulate and explain them for given times."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from math import inf
 from pathlib import Path
 
 from .. import schedules
+from ..ir.check import check
 from ..ir.cluster import Cluster, Device, Link
-from ..ir.costs import StageCost, equal_costs
+from ..ir.costs import StageCost
+from ..ir.errors import ConfigError, ScheduleError
+from ..ir.explanation import Explanation
+from ..ir.replicas import replicate
+from ..ir.rules_memory import peak_bytes
 from ..ir.schedule import Program, Schedule
 from ..ir.stages import StageGraph, chain
 from ..ir.timeline import Timeline
+from ..ir.units import format_bytes, parse_bytes
 from ..lowering import lower
 from ..schedules.csv import program_text, read_schedule, schedule_text
 from ..simulator import Summary, simulate, summarise
+from ..simulator import explain as explain_timeline
+from .times import UNIT, Work, load_work, stage_costs, with_transfers
 
-UNIT = 1 << 20
-"""Bytes that the residuals of one micro-batch take on a rank, so that peaks read as micro-batches."""
+__all__ = ["UNIT", "Drawn", "Setting", "Work", "csv_text", "draw_file", "draw_schedule", "explain", "library"]
+
+SLICES = 2
+"""Slices of a micro-batch in sliced schedules, unless the option `slices` says otherwise."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What schedules are compared for. Times in seconds, of one micro-batch on all stages of a rank."""
+    """What schedules are drawn for.
+
+    microbatches: of a step, of both directions together, each whole.  chunks: stages per rank, 0 for as many
+    as the schedule usually has.  work: times, see `Work`; or a file that says them.
+    transfer_s: seconds of a message between ranks; or per boundary of two stages.
+    memory: most residuals that a rank may hold: micro-batches, or bytes with a unit if the file says sizes.
+    """
 
     ranks: int = 4
     microbatches: int = 8
     chunks: int = 0
-    forward_s: float = 1.0
-    input_grad_s: float = 1.0
-    weight_grad_s: float = 1.0
-    transfer_s: float = 0.0
+    work: Work | Path = Work()
+    transfer_s: float | tuple[float, ...] = 0.0
+    memory: str = ""
+
+    def loaded(self, ranks: int) -> Work:
+        return load_work(self.work, ranks) if isinstance(self.work, Path) else self.work
 
 
 @dataclass(frozen=True, kw_only=True)
 class Drawn:
-    """A schedule, proved and simulated. peaks: micro-batches of residuals per rank."""
+    """A schedule, proved and simulated.
+
+    microbatches: of the step.  peaks: per rank, the most residuals that it holds at once, in micro-batches
+    of its own stages; peaks_bytes: the same in bytes, empty where sizes are not known.
+    """
 
     schedule: Schedule
     stages: StageGraph
+    microbatches: int
     program: Program = field(repr=False)
     timeline: Timeline = field(repr=False)
     summary: Summary
     peaks: tuple[float, ...]
+    peaks_bytes: tuple[int, ...] = ()
+
+    @property
+    def peak(self) -> float:
+        return max(self.peaks, default=0.0)
 
 
 def library() -> dict[str, dict[str, str]]:
@@ -58,54 +86,54 @@ def library() -> dict[str, dict[str, str]]:
 def draw_schedule(name: str, setting: Setting) -> Drawn:
     """Build a schedule of the library in its usual placement and simulate it.
 
-    The times of a rank are shared evenly by its stages. Bidirectional schedules run half of the
-    micro-batches in each direction.
-    Raises: ScheduleError if it cannot be built.
+    Bidirectional schedules run half of the micro-batches in each direction; in sliced ones each action has
+    its share of a micro-batch.
+    Raises: ScheduleError if it cannot be built or does not keep to the memory; ConfigError for wrong times.
     """
     stages, placement = schedules.usual(name, setting.ranks, setting.chunks)
-    both = schedules.entry(name).place == "both ways"
-    count = setting.microbatches // 2 if both else setting.microbatches
-    costs = _costs(placement, setting, share=not both)
-    times = schedules.Times(costs=costs, transfer_s=setting.transfer_s)
-    made = schedules.build(name, stages, placement, max(count, 1), times=times)
-    return _drawn(made, stages, costs, setting)
+    _refuse_misfit(name, stages, setting)
+    slices = _slices(name)
+    costs = _costs(setting, stages, setting.ranks, slices)
+    caps = _caps(setting, costs, placement, stages.replicas, slices)
+    transfer_s = setting.transfer_s
+    times = schedules.Times(
+        costs=costs, limit_bytes=min(caps) if setting.memory else None,
+        transfer_s=transfer_s if isinstance(transfer_s, float) else _by_boundary(transfer_s, stages),
+    )  # fmt: skip
+    count = setting.microbatches // stages.replicas * slices
+    try:
+        made = schedules.build(name, stages, placement, count, times=times)
+        return _drawn(made, stages, costs, setting)
+    except ScheduleError as error:
+        if not setting.memory:
+            raise
+        free = draw_schedule(name, replace(setting, memory=""))
+        raise ScheduleError(
+            f"{name} does not keep to --memory {setting.memory}: {error.message}",
+            hint=f"without a limit a rank of it holds up to {free.peak:.4g} micro-batches",
+        ) from None
 
 
-def draw_file(file: Path, setting: Setting) -> Drawn:
-    """Read a CSV file, prove that it can run on a chain of stages, and simulate it.
+def draw_file(file: Path, setting: Setting, *, replicas: int = 1) -> Drawn:
+    """Read a CSV file, prove that it can run, and simulate it.
 
+    replicas: 1 for a chain of stages; 2 if the second half of the stages is a replica of the first, which
+    runs micro-batches of its own, as bidirectional schedules have it.
     Raises: ScheduleError or DeadlockError that says what is wrong.
     """
     made = read_schedule(file)
-    stages = chain(made.stages)
-    return _drawn(made, stages, _costs(made.placement, setting, share=True), setting)
+    if made.stages % replicas:
+        raise ScheduleError(
+            f"{file} has {made.stages} stages, which {replicas} replicas do not share evenly",
+            hint="leave --replicas out, or give as many stages in each",
+        )
+    stages = replicate(chain(made.stages // replicas), replicas) if replicas > 1 else chain(made.stages)
+    return _drawn(made, stages, _costs(setting, stages, made.ranks, made.slices), setting)
 
 
-def _costs(placement: tuple[int, ...], setting: Setting, *, share: bool) -> tuple[StageCost, ...]:
-    ranks = max(placement) + 1
-    parts = len(placement) / ranks if share else 1.0
-    return equal_costs(
-        len(placement), forward_s=setting.forward_s / parts, input_grad_s=setting.input_grad_s / parts,
-        weight_grad_s=setting.weight_grad_s / parts, residual_bytes=round(UNIT / parts),
-    )  # fmt: skip
-
-
-def _drawn(made: Schedule, stages: StageGraph, costs: tuple[StageCost, ...], setting: Setting) -> Drawn:
-    # What I frees is not known without a model: residuals count until W.
-    held = tuple(_held_until_w(c) for c in costs)
-    program = lower(made, stages)
-    device = Device(name="any", memory_bytes=1)
-    link = Link(bandwidth_bytes_per_s=float("inf"), latency_s=setting.transfer_s)
-    cluster = Cluster(devices=(device,) * made.ranks, within_node=link)
-    timeline = simulate(program, stages, held, cluster)
-    return Drawn(
-        schedule=made, stages=stages, program=program, timeline=timeline, summary=summarise(timeline),
-        peaks=tuple(peak.get("residuals", 0) / UNIT for peak in timeline.peaks),
-    )  # fmt: skip
-
-
-def _held_until_w(cost: StageCost) -> StageCost:
-    return replace(cost, carried_bytes=cost.residual_bytes)
+def explain(drawn: Drawn) -> Explanation:
+    """Why its ranks are idle, and its critical path."""
+    return explain_timeline(drawn.program, drawn.timeline, drawn.stages)
 
 
 def csv_text(drawn: Drawn, *, transfers: bool = False) -> str:
@@ -113,23 +141,113 @@ def csv_text(drawn: Drawn, *, transfers: bool = False) -> str:
     return program_text(drawn.program) if transfers else schedule_text(drawn.schedule)
 
 
-def idle_reasons(timeline: Timeline) -> Mapping[str, float]:
-    """Rank-seconds of idle time by reason, largest first.
+def _refuse_misfit(name: str, stages: StageGraph, setting: Setting) -> None:
+    if schedules.entry(name).family is not None and ":" in name:
+        plain = name.partition(":")[0]
+        raise ScheduleError(f"{plain} has no options, {name!r} gives some", hint=f"write {plain}")
+    if stages.replicas > 1 and setting.chunks > 1:
+        raise ScheduleError(
+            f"{name} runs one stage per rank in each direction, not {setting.chunks}",
+            hint="leave -v out, or use dualpipev or hanayo",
+        )
+    if setting.microbatches % stages.replicas:
+        raise ScheduleError(
+            f"{name} runs half of the micro-batches in each direction, and {setting.microbatches} is odd",
+            hint="give an even number of micro-batches",
+        )
 
-    "start" and "end" are before a rank's first and after its last action; any other idle time is put down
-    to the action that ended it: "before I on rank 2" waits for what that action needs.
-    """
-    found: dict[str, float] = defaultdict(float)
-    by_rank: dict[int, list[tuple[float, float, str]]] = defaultdict(list)
-    for e in timeline.events:
-        if e.stream == "compute" and e.duration_s > 0:
-            by_rank[e.rank].append((e.start_s, e.end_s, e.action))
-    for rank, row in by_rank.items():
-        row.sort()
-        found["start: the first data is not there yet"] += row[0][0]
-        found["end: other ranks still work"] += timeline.step_s - row[-1][1]
-        for (_, end, _), (start, _, action) in zip(row, row[1:], strict=False):
-            if start > end + 1e-9:
-                kind = action.lstrip("0123456789").rstrip("0123456789")
-                found[f"rank {rank} waits to run {kind}"] += start - end
-    return dict(sorted(((k, v) for k, v in found.items() if v > 1e-9), key=lambda item: -item[1]))
+
+def _slices(name: str) -> int:
+    """Slices of a micro-batch, each an action of its own."""
+    if schedules.entry(name).lacks != "sequence slices":
+        return 1
+    options = dict(part.split("=", 1) for part in name.partition(":")[2].split(",") if "=" in part)
+    given = options.get("slices", str(SLICES))
+    if not given.isdecimal() or int(given) < 1:
+        raise ScheduleError(f"{name}: a micro-batch has {given} slices", hint="give a whole number from 1 on")
+    return int(given)
+
+
+def _costs(setting: Setting, stages: StageGraph, ranks: int, slices: int) -> tuple[StageCost, ...]:
+    """Costs of an action of each stage; a replica's are those of its origin."""
+    count = len(stages.stages) // stages.replicas
+    costs = stage_costs(setting.loaded(ranks), count, ranks, slices=slices)
+    return costs * stages.replicas
+
+
+def _by_boundary(transfer_s: tuple[float, ...], stages: StageGraph) -> Callable[[int, int], float]:
+    count = len(stages.stages) // stages.replicas
+    with_transfers(stages, transfer_s)
+    return lambda source, target: transfer_s[min(source % count, target % count)]
+
+
+def _units(
+    costs: tuple[StageCost, ...], placement: tuple[int, ...], replicas: int, slices: int
+) -> list[float]:
+    """Per rank the bytes of one micro-batch: the residuals of all its stages."""
+    found = [0.0] * (max(placement) + 1)
+    for cost, rank in zip(costs, placement, strict=True):
+        found[rank] += cost.residual_bytes * slices / replicas
+    return found
+
+
+def _caps(
+    setting: Setting, costs: tuple[StageCost, ...], placement: tuple[int, ...], replicas: int, slices: int
+) -> list[float]:
+    """Most bytes of residuals per rank; infinite without a limit."""
+    units = _units(costs, placement, replicas, slices)
+    text = setting.memory
+    if not text:
+        return [inf] * len(units)
+    try:
+        count = float(text)
+    except ValueError:
+        try:
+            size = parse_bytes(text)
+        except ConfigError:
+            raise ConfigError(
+                f"cannot read --memory {text!r}", hint="write micro-batches, as 2.5, or a size, as 3GiB"
+            ) from None
+        if not isinstance(setting.work, Path) or not setting.loaded(len(units)).residual_bytes:
+            raise ConfigError(
+                f"--memory {text}: what residuals take is not known without a plan",
+                hint="give a number of micro-batches, as in --memory 4, or --times PLAN",
+            ) from None
+        return [float(size)] * len(units)
+    if not 0 < count < inf:
+        raise ConfigError(f"--memory is {text}", hint="give a number of micro-batches above 0")
+    return [count * unit for unit in units]
+
+
+def _without_messages(stages: StageGraph) -> StageGraph:
+    """The limit is for residuals alone."""
+    empty = tuple(replace(c, value=replace(c.value, shape=(0,))) for c in stages.crossings)
+    return replace(stages, crossings=empty)
+
+
+def _drawn(made: Schedule, stages: StageGraph, costs: tuple[StageCost, ...], setting: Setting) -> Drawn:
+    shape = (made.placement, stages.replicas, made.slices)
+    sized = isinstance(setting.work, Path) and bool(setting.loaded(made.ranks).residual_bytes)
+    units, caps = _units(costs, *shape), _caps(setting, costs, *shape)
+    if setting.memory:
+        check(made, stages)
+        one = max(units)
+        show = format_bytes if sized else (lambda size: f"{size / one:g} micro-batches")
+        peak_bytes(made, _without_messages(stages), costs, caps, show=show)
+    wired, link = stages, Link(bandwidth_bytes_per_s=inf, latency_s=0.0)
+    if isinstance(setting.transfer_s, tuple):
+        wired, bandwidth = with_transfers(stages, setting.transfer_s)
+        link = Link(bandwidth_bytes_per_s=bandwidth)
+    elif setting.transfer_s:
+        link = Link(bandwidth_bytes_per_s=inf, latency_s=setting.transfer_s)
+    program = lower(made, wired)
+    device = Device(name="any", memory_bytes=1)
+    cluster = Cluster(devices=(device,) * made.ranks, within_node=link)
+    timeline = simulate(program, wired, costs, cluster)
+    held = [peak.get("residuals", 0) for peak in timeline.peaks]
+    return Drawn(
+        schedule=made, stages=wired, microbatches=made.microbatches * stages.replicas // made.slices,
+        program=program, timeline=timeline, summary=summarise(timeline),
+        peaks=tuple(size / unit for size, unit in zip(held, units, strict=True)),
+        peaks_bytes=tuple(held) if sized else (),
+    )  # fmt: skip

@@ -2,56 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from .common import FILE, console, json_option, print_json
+from .schedule_options import TIMES_HELP, shape_options, times_options, writing
 
 if TYPE_CHECKING:
     from ..api.scheduling import Drawn, Setting
 
-SETTING = (
-    click.option("--ranks", "-p", type=click.IntRange(1), default=4, show_default=True),
-    click.option("--microbatches", "-m", type=click.IntRange(1), default=8, show_default=True),
-    click.option("--chunks", "-v", type=click.IntRange(1), default=None, help="Stages per rank."),
-    click.option("--forward-s", "-F", type=float, default=1.0, show_default=True, help="Seconds of F."),
-    click.option("--input-grad-s", "-I", type=float, default=1.0, show_default=True, help="Seconds of I."),
-    click.option("--weight-grad-s", "-W", type=float, default=1.0, show_default=True, help="Seconds of W."),
-    click.option(
-        "--transfer-s", "-T", type=float, default=0.0, show_default=True, help="Seconds of a transfer."
-    ),
-)
-
-
-def setting_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Ranks, micro-batches and times, handed to the command as one `setting`."""
-
-    @wraps(command)
-    def with_setting(
-        *, ranks: int, microbatches: int, chunks: int | None, forward_s: float, input_grad_s: float,
-        weight_grad_s: float, transfer_s: float, **others: Any,
-    ) -> Any:  # fmt: skip
-        from ..api.scheduling import Setting
-
-        setting = Setting(
-            ranks=ranks, microbatches=microbatches, chunks=chunks or 0, forward_s=forward_s,
-            input_grad_s=input_grad_s, weight_grad_s=weight_grad_s, transfer_s=transfer_s,
-        )  # fmt: skip
-        return command(setting=setting, **others)
-
-    found: Callable[..., Any] = with_setting
-    for option in reversed(SETTING):
-        found = option(found)
-    return found
+NAME_HELP = "NAME is one of `pipeloom schedule list`; options follow a colon, as in gis_g:group=3."
+SHOWN = 3
+"""Sources that `explain` prints under each reason."""
 
 
 @click.group()
 def schedule() -> None:
-    """Show, check, compare and export pipeline schedules. Times are those of one micro-batch on a rank."""
+    """List, draw, check, compare, explain and export pipeline schedules, without a model."""
 
 
 @schedule.command("list")
@@ -69,118 +38,213 @@ def list_them(*, as_json: bool) -> None:
         click.echo(f"{name:<18} {what['about']}{lacks}")
 
 
-@schedule.command()
+@schedule.command(epilog=f"{NAME_HELP} {TIMES_HELP}")
 @click.argument("name")
-@setting_options
-@click.option("--html", type=FILE, help="Write a report page.")
-@click.option("--trace", type=FILE, help="Write a trace for Perfetto.")
+@shape_options
+@click.option("--html", type=FILE, help="Write a page with the drawing, the reason for each gap, and memory.")
+@click.option("--trace", type=FILE, help="Write a trace for Perfetto or chrome://tracing.")
 @json_option
 def show(*, name: str, setting: Setting, html: Path | None, trace: Path | None, as_json: bool) -> None:
-    """Draw the schedule NAME. With --json: the keys of `compare`, and rows: one line of actions per rank."""
+    """Draw the schedule NAME.
+
+    With --json: name, ranks, stages, microbatches, step_s, bubble (idle share of rank-time until the last
+    rank ends), span_s (longest time from a rank's first action to its last), span_bubble (idle share of
+    that), peak (most micro-batches of residuals on a rank), peak_bytes (null where sizes are not known),
+    by_rank: a list of rank, busy_s, bubble, peak; and rows: one line of actions per rank.
+    """
     from ..api.scheduling import draw_schedule
 
     _present(draw_schedule(name, setting), html=html, trace=trace, as_json=as_json)
 
 
-@schedule.command()
+@schedule.command(epilog=TIMES_HELP)
 @click.argument("file", type=FILE)
-@setting_options
+@click.option(
+    "--replicas", type=click.IntRange(1), default=1, show_default=True,
+    help="2 for bidirectional schedules: the second half of the stages is a replica of the first.",
+)  # fmt: skip
+@times_options
+@click.option("--html", type=FILE, help="Write a page with the drawing, the reason for each gap, and memory.")
+@click.option("--trace", type=FILE, help="Write a trace for Perfetto or chrome://tracing.")
 @json_option
-def check(*, file: Path, setting: Setting, as_json: bool) -> None:
-    """Prove that the schedule in FILE (CSV, one row per rank) can run, and draw it."""
+def check(
+    *, file: Path, replicas: int, setting: Setting, html: Path | None, trace: Path | None, as_json: bool
+) -> None:
+    """Prove that the schedule in FILE can run, and draw it.
+
+    FILE is CSV with one row per rank and one action per cell, as `export` writes it and
+    torch.distributed.pipelining reads it. Says which rule is broken, where, and what to change, and exits
+    with 1, if it cannot run. With --json: the keys of `show`.
+    """
     from ..api.scheduling import draw_file
 
-    drawn = draw_file(file, setting)
+    drawn = draw_file(file, setting, replicas=replicas)
     if not as_json:
         count = sum(map(len, drawn.schedule.rows))
         click.echo(f"{file}: {count} actions on {drawn.schedule.ranks} ranks are complete and cannot block")
-    _present(drawn, html=None, trace=None, as_json=as_json)
+    _present(drawn, html=html, trace=trace, as_json=as_json)
 
 
-@schedule.command()
-@click.argument("names", nargs=-1, required=True)
-@setting_options
+@schedule.command(epilog=f"{NAME_HELP} {TIMES_HELP}")
+@click.argument("names", nargs=-1, required=True, metavar="NAME...")
+@shape_options
 @json_option
 def compare(*, names: tuple[str, ...], setting: Setting, as_json: bool) -> None:
-    """Compare the schedules NAMES for the same ranks, micro-batches and times.
+    """Compare schedules for the same ranks, micro-batches and times.
 
-    With --json: name -> step_s, bubble (until the last rank ends), span_bubble (each rank's own span) and
-    peak (most micro-batches of residuals on a rank).
+    Two bubbles: the idle share of rank-time until the last rank ends, which counts where all wait for the
+    optimizer; and of the longest span from a rank's first to its last action, which counts where each rank
+    goes on by itself (post-validation).
+
+    With --json: name -> step_s, bubble, span_s, span_bubble, peak, peak_bytes, as in `show`.
     """
+    from rich import box
     from rich.table import Table
 
     from ..api.scheduling import draw_schedule
 
-    found = {name: _figures(draw_schedule(name, setting)) for name in names}
+    found = {name: draw_schedule(name, setting) for name in names}
     if as_json:
-        print_json(found)
+        print_json({name: _figures(drawn) for name, drawn in found.items()})
         return
-    table = Table(box=None)
-    for head in ("schedule", "step", "bubble", "bubble of a rank's span", "peak, micro-batches"):
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    bubbles = "bubble until\nthe last ends", "bubble of the\nlongest span"
+    for head in ("schedule", "step time", *bubbles, "peak,\nmicro-batches"):
         table.add_column(head, justify="left" if head == "schedule" else "right")
-    for name, f in found.items():
-        shares = (f"{100 * float(f[key]):.1f} %" for key in ("bubble", "span_bubble"))
-        table.add_row(name, f"{f['step_s']:g} s", *shares, f"{f['peak']:g}")
+    for name, drawn in found.items():
+        s = drawn.summary
+        table.add_row(name, f"{s.step_s:.6g}", _percent(s.bubble), _percent(s.span_bubble), _peak(drawn))
     console().print(table)
 
 
-@schedule.command()
+@schedule.command(epilog=f"{NAME_HELP} {TIMES_HELP}")
 @click.argument("name")
-@setting_options
+@shape_options
 @json_option
 def explain(*, name: str, setting: Setting, as_json: bool) -> None:
-    """Name the largest sources of idle time of the schedule NAME. With --json: reason -> rank-seconds."""
-    from ..api.scheduling import draw_schedule, idle_reasons
+    """Name the sources of idle time of the schedule NAME, and its critical path.
 
-    drawn = draw_schedule(name, setting)
-    reasons = dict(idle_reasons(drawn.timeline))
-    if as_json:
-        print_json(reasons)
+    With --json: name, step_s, bubble, span_s, span_bubble, idle_s, reasons (reason -> rank-seconds, adding up
+    to idle_s), sources: a list of reason, rank, seconds, share, text; path: a list of kind, rank, action,
+    start_s, end_s; and path_text: the path as it is printed.
+    """
+    from .. import viewer
+    from ..api import scheduling
+
+    drawn = scheduling.draw_schedule(name, setting)
+    found = scheduling.explain(drawn)
+    if not as_json:
+        _print_explanation(name, drawn)
         return
-    whole = drawn.timeline.step_s * drawn.schedule.ranks
-    click.echo(f"{name}: {100 * drawn.summary.bubble:.1f} % of rank-time is idle")
-    for reason, seconds in list(reasons.items())[:8]:
-        click.echo(f"  {100 * seconds / whole:5.1f} %  {seconds:g} s  {reason}")
+    figures = _figures(drawn)
+    pieces = ("kind", "rank", "action", "start_s", "end_s")
+    parts = ("reason", "rank", "seconds", "share", "text")
+    print_json({
+        "name": name, **{key: figures[key] for key in ("step_s", "bubble", "span_s", "span_bubble")},
+        "idle_s": found.idle_s, "reasons": found.by_reason,
+        "sources": [{key: getattr(s, key) for key in parts} for s in viewer.sources(found)],
+        "path": [{key: getattr(p, key) for key in pieces} for p in found.path],
+        "path_text": [str(fold) for fold in viewer.fold(found.path)],
+    })  # fmt: skip
 
 
-@schedule.command()
+@schedule.command(epilog=f"{NAME_HELP} {TIMES_HELP}")
 @click.argument("name")
 @click.option("--output", "-o", type=FILE, help="File to write; standard output without it.")
-@click.option("--transfers", is_flag=True, help="Write sends and receives too (compute_comms).")
-@setting_options
+@click.option("--transfers", is_flag=True, help="Write sends and receives too (torch's compute_comms).")
+@shape_options
 def export(*, name: str, output: Path | None, transfers: bool, setting: Setting) -> None:
-    """Write the schedule NAME as CSV for torch.distributed.pipelining."""
+    """Write the schedule NAME as CSV, which torch.distributed.pipelining and `check` read."""
     from ..api.scheduling import csv_text, draw_schedule
 
     text = csv_text(draw_schedule(name, setting), transfers=transfers)
     if output is None:
         click.echo(text, nl=False)
     else:
-        output.write_text(text)
+        with writing(output):
+            output.write_text(text)
 
 
-def _figures(drawn: Drawn) -> dict[str, float]:
-    summary = drawn.summary
+def _figures(drawn: Drawn) -> dict[str, float | None]:
+    s = drawn.summary
     return {
-        "step_s": summary.step_s, "bubble": summary.bubble, "span_bubble": summary.span_bubble,
-        "peak": max(drawn.peaks, default=0.0),
+        "step_s": s.step_s, "bubble": s.bubble, "span_s": s.span_s, "span_bubble": s.span_bubble,
+        "peak": drawn.peak, "peak_bytes": max(drawn.peaks_bytes, default=None),
     }  # fmt: skip
+
+
+def _by_rank(drawn: Drawn) -> list[dict[str, Any]]:
+    step_s = drawn.summary.step_s
+    return [
+        {
+            "rank": r.rank, "busy_s": r.busy_s, "bubble": 1 - r.busy_s / step_s if step_s else 0.0,
+            "peak": drawn.peaks[r.rank],
+        }
+        for r in drawn.summary.ranks
+    ]  # fmt: skip
+
+
+def _percent(share: float) -> str:
+    # An idle share of nothing can come out as minus a rounding error.
+    return f"{100 * share + 0.0:.1f} %".replace("-0.0", "0.0")
+
+
+def _peak(drawn: Drawn) -> str:
+    from ..ir.units import format_bytes
+
+    size = f" = {format_bytes(max(drawn.peaks_bytes))}" if drawn.peaks_bytes else ""
+    return f"{drawn.peak:.4g}{size}"
 
 
 def _present(drawn: Drawn, *, html: Path | None, trace: Path | None, as_json: bool) -> None:
     from .. import viewer
+    from ..api import scheduling
 
-    name = drawn.schedule.name
+    made = drawn.schedule
     if html is not None:
-        viewer.write_report(html, title=f"{name}, simulated", predicted=drawn.timeline)
+        viewer.write_report(
+            html, title=f"{made.name}, simulated", predicted=drawn.timeline,
+            explanations=[scheduling.explain(drawn)],
+        )  # fmt: skip
     if trace is not None:
-        viewer.write_trace(trace, [drawn.timeline])
+        with writing(trace):
+            viewer.write_trace(trace, [drawn.timeline])
+    s, by_rank = drawn.summary, _by_rank(drawn)
     if as_json:
-        print_json({**_figures(drawn), "rows": str(drawn.schedule).splitlines()})
+        shape = {
+            "name": made.name, "ranks": made.ranks, "stages": made.stages, "microbatches": drawn.microbatches,
+        }  # fmt: skip
+        print_json({**shape, **_figures(drawn), "by_rank": by_rank, "rows": str(made).splitlines()})
         return
-    figures, out = _figures(drawn), console()
-    out.print(viewer.gantt(drawn.timeline, width=max(20, min(out.width, 200) - 12)))
-    out.print(
-        f"step {figures['step_s']:g} s, bubble {100 * figures['bubble']:.1f} %, of a rank's own span "
-        f"{100 * figures['span_bubble']:.1f} %, peak {figures['peak']:g} micro-batches"
+    beside = {
+        "bubble": [_percent(r["bubble"]) for r in by_rank],
+        "peak": [f"{r['peak']:.4g}" for r in by_rank],
+    }
+    out = console()
+    out.print(viewer.gantt(drawn.timeline, columns=out.width, beside=beside))
+    click.echo(
+        f"step {s.step_s:.6g}; bubble {_percent(s.bubble)} until the last rank ends, "
+        f"{_percent(s.span_bubble)} of the longest span of a rank; peak {_peak(drawn)} micro-batches"
     )
+
+
+def _print_explanation(name: str, drawn: Drawn) -> None:
+    from .. import viewer
+    from ..api import scheduling
+    from ..ir.explanation import REASONS
+
+    found, s = scheduling.explain(drawn), drawn.summary
+    click.echo(
+        f"{name}: {_percent(s.bubble)} of rank-time is idle until the last rank ends "
+        f"({found.idle_s:.6g} of {found.ranks} x {found.step_s:.6g}); {_percent(s.span_bubble)} of the "
+        "longest span of a rank"
+    )
+    for reason, seconds, share, own in viewer.merged(viewer.sources(found)):
+        click.echo(f"\n  {_percent(share):>6}  {reason} ({seconds:.6g}): {REASONS[reason]}")
+        for source in own[:SHOWN]:
+            click.echo(f"          {_percent(source.share):>6}  {source.text}")
+        if rest := own[SHOWN:]:
+            click.echo(f"          {_percent(sum(r.share for r in rest)):>6}  {len(rest)} more")
+    click.echo("\ncritical path: only what makes one of these shorter makes the step shorter")
+    for fold in viewer.fold(found.path):
+        click.echo(f"  from {fold.start_s:<8.6g} for {fold.end_s - fold.start_s:<8.6g} {fold}")

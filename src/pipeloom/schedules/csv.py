@@ -14,7 +14,7 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ..ir.action import (
@@ -31,13 +31,14 @@ from ..ir.action import (
     StageAction,
     Transfer,
     W,
+    shown,
 )
 from ..ir.errors import ScheduleError
 from ..ir.schedule import Program, Schedule
 
-_CELL = re.compile(r"(\d+)(F|B|I|W|SEND_F|RECV_F|SEND_B|RECV_B)(\d+)")
+_CELL = re.compile(r"([0-9]{1,9})(F|B|I|W|SEND_F|RECV_F|SEND_B|RECV_B)([0-9]{1,9})")
 _OVERLAP = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
-_SHARDED = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)(\d+)?")
+_SHARDED = re.compile(r"[0-9]+(UNSHARD|RESHARD|REDUCE_GRAD)[0-9]*")
 _PEER = {SEND_F: 1, RECV_F: -1, SEND_B: -1, RECV_B: 1}
 
 
@@ -116,8 +117,10 @@ def read_schedule(path: Path, *, name: str = "") -> Schedule:
     """
     try:
         text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ScheduleError(f"cannot read {path}: {error}", hint="give a CSV file of actions") from error
+    except OSError as error:
+        raise ScheduleError(f"cannot read {path}: {error.strerror}", hint="check the path") from None
+    except UnicodeDecodeError:
+        raise ScheduleError(f"cannot read {path}: it is no text", hint="give a CSV file of actions") from None
     return parse_schedule(text, name=name or path.stem)
 
 
@@ -129,7 +132,7 @@ def parse_schedule(text: str, *, name: str = "csv") -> Schedule:
     """
     rows: list[tuple[Action, ...]] = []
     home: dict[int, int] = {}
-    for rank, cells in enumerate(csv.reader(io.StringIO(text))):
+    for rank, cells in enumerate(_cells(text)):
         row: list[Action] = []
         for column, cell in enumerate(cells):
             row += _read(cell.strip(), rank, column)
@@ -140,12 +143,23 @@ def parse_schedule(text: str, *, name: str = "csv") -> Schedule:
                     hint="give each stage one rank",
                 )
         rows.append(tuple(row))
-    if sorted(home) != list(range(len(home))) or not home:
+    if not home:
+        raise ScheduleError("there is no action in it", hint="write one row per rank, one action per cell")
+    if sorted(home) != list(range(len(home))):
         raise ScheduleError("the stages are not numbered from 0 without gaps", hint="number them 0, 1, ...")
     count = 1 + max(action.microbatch for row in rows for action in row)
     return Schedule(
         name=name, microbatches=count, placement=tuple(home[s] for s in range(len(home))), rows=tuple(rows)
     )
+
+
+def _cells(text: str) -> Iterator[list[str]]:
+    try:
+        yield from csv.reader(io.StringIO(text, newline=None))
+    except csv.Error as error:
+        raise ScheduleError(
+            f"this is no CSV text: {error}", hint="write one row per rank, its actions separated by commas"
+        ) from None
 
 
 def _read(cell: str, rank: int, column: int) -> list[Action]:
@@ -159,7 +173,7 @@ def _read(cell: str, rank: int, column: int) -> list[Action]:
     match = _CELL.fullmatch(cell)
     if match is None:
         raise ScheduleError(
-            f"row {rank + 1}, cell {column + 1}: cannot read {cell!r}",
+            f"row {rank + 1}, cell {column + 1}: cannot read {shown(cell)}",
             hint="write stage, kind, micro-batch, as in 2F5; the kinds are F, B, I, W and the transfers",
         )
     if "_" in match[2]:

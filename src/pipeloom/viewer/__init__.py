@@ -7,14 +7,20 @@ torch.
 from .chrome import chrome_trace, write_trace
 from .facts import StageRow
 from .html import write_report
+from .path import fold
+from .reasons import merged, sentence, sources
 from .terminal import gantt, memory_table, print_report, stage_table, summary_table
 
 __all__ = [
     "StageRow",
     "chrome_trace",
+    "fold",
     "gantt",
     "memory_table",
+    "merged",
     "print_report",
+    "sentence",
+    "sources",
     "stage_table",
     "summary_table",
     "write_report",

@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ..ir.explanation import Explanation
 from ..ir.timeline import Event, Timeline
 from .axes import Figure, dress, time_axis
-from .labels import colour, group_name, label
+from .gaps import LANES, SHORTEST, gaps, path_lines
+from .labels import chunks, colour, group_name, label
 from .units import show_share, show_time, time_unit
-
-LANES = {"compute": (-0.42, 0.24), "recv": (-0.13, -0.05), "send": (0.29, 0.38), "host": (0.40, 0.47)}
-"""Stream -> its strip within a rank's row, which is 1 high. Waits lie in the gaps between computing."""
-
-SHORTEST = 2e-4
-"""Waits and transfers shorter than this share of the step are not drawn: they could not be seen."""
 
 ROW_PX, NARROW_ROW_PX, GAP_PX, TOP_PX = 54, 30, 44, 26
 
 
-def timelines_figure(timelines: Sequence[Timeline]) -> Figure:
-    """One panel per timeline above each other, with the same time axis."""
+def timelines_figure(timelines: Sequence[Timeline], explanations: Sequence[Explanation] = ()) -> Figure:
+    """One panel per timeline above each other, with the same time axis.
+
+    Explanations belong to the timelines with the same source: they put a reason into each gap, and the
+    critical path above the blocks, not visible at first.
+    """
     from plotly.subplots import make_subplots
 
     span_s = max(t.step_s for t in timelines)
@@ -35,8 +35,13 @@ def timelines_figure(timelines: Sequence[Timeline]) -> Figure:
         subplot_titles=[_title(t) for t in timelines],
     )
     for panel, timeline in enumerate(timelines, start=1):
+        for explanation in (e for e in explanations if e.source == timeline.source):
+            figure.add_bar(**gaps(explanation, span_s), row=panel, col=1)
         for bars in _bars(timeline, span_s):
             figure.add_bar(**bars, row=panel, col=1)
+        for explanation in (e for e in explanations if e.source == timeline.source):
+            for line in path_lines(explanation, span_s):
+                figure.add_scatter(**line, row=panel, col=1)
         figure.update_yaxes(**_rank_axis(timeline.ranks), row=panel, col=1)
     figure.update_annotations(x=0, xanchor="left", yshift=2, font={"size": 13})
     dress(figure, height=height, top=TOP_PX)
@@ -49,7 +54,7 @@ def legend(timelines: Sequence[Timeline]) -> list[tuple[str, str]]:
     """Name and colour of each group of actions, computing first. The page draws it: it can wrap."""
     found: dict[str, int] = {}
     for timeline in timelines:
-        for event in timeline.events:
+        for event in (e for e in timeline.events if e.duration_s > 0):
             found.setdefault(label(event.action).group, list(LANES).index(_lane(event)))
     return [(group_name(g), colour(g)) for g in sorted(found, key=lambda g: found[g])]
 
@@ -66,7 +71,7 @@ def _rank_axis(ranks: int) -> dict[str, Any]:
     ticks = range(0, ranks, 1 if ranks <= 32 else 4)
     middle = sum(LANES["compute"]) / 2
     return {
-        "range": [ranks - 0.5, -0.5],
+        "range": [ranks - 0.5, -0.55],
         "tickvals": [rank + middle for rank in ticks],
         "ticktext": [f"rank {rank}" for rank in ticks],
         "ticklabelstandoff": 6,
@@ -81,9 +86,10 @@ def _bars(timeline: Timeline, span_s: float) -> list[dict[str, Any]]:
     groups: dict[tuple[str, str], list[Event]] = {}
     for event in sorted(timeline.events, key=lambda e: e.start_s):
         lane = _lane(event)
-        if lane == "compute" or event.duration_s >= SHORTEST * span_s:
+        least_s = 0.0 if lane == "compute" else SHORTEST * span_s
+        if event.duration_s > 0 and event.duration_s >= least_s:
             groups.setdefault((lane, label(event.action).group), []).append(event)
-    shades, scale = _shades(timeline), time_unit(span_s)[1]
+    shades, scale = chunks(timeline), time_unit(span_s)[1]
     edge = 0.8 if len(timeline.events) <= 1500 else 0.2
     lanes = list(LANES)
     return [
@@ -128,12 +134,3 @@ def _marker(events: Sequence[Event], group: str, shades: dict[int, int], edge: f
         "line": {"width": edge, "color": "rgba(255,255,255,0.75)"},
     }
 
-
-def _shades(timeline: Timeline) -> dict[int, int]:
-    """Stage -> which of its rank's stages it is: the further ones are drawn lighter."""
-    found: dict[int, set[int]] = {}
-    for event in timeline.events:
-        stage = label(event.action).stage
-        if stage is not None and event.stream == "compute":
-            found.setdefault(event.rank, set()).add(stage)
-    return {stage: i for stages in found.values() for i, stage in enumerate(sorted(stages))}

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..ir.errors import ConfigError
+from ..ir.explanation import Explanation
 from ..ir.timeline import Timeline
 from ..ir.units import format_bytes
 from .axes import Figure
@@ -54,11 +55,13 @@ def write_report(
     losses: Mapping[str, Sequence[tuple[int, float]]] | None = None,
     config: Mapping[str, object] | None = None,
     caps: Sequence[int] = (),
+    explanations: Sequence[Explanation] = (),
 ) -> None:
     """Write the page, whole or not at all.
 
     losses: name ("train", "validation") -> (step, loss) in order.  config: settings, nested or flat.
-    caps: bytes each rank may hold.  What is not given is left out of the page.
+    caps: bytes each rank may hold.  explanations: of the timelines with the same source.
+    What is not given is left out of the page.
     Raises: ConfigError if the file cannot be written.
     """
     import jinja2
@@ -68,7 +71,7 @@ def write_report(
     drawn = [t for t in timelines if t.events]
     losses = {name: points for name, points in (losses or {}).items() if points}
     figures = {
-        "timelines": timelines_figure(drawn) if drawn else None,
+        "timelines": timelines_figure(drawn, explanations) if drawn else None,
         "memory": memory_figure(timelines, caps),
         "loss": loss_figure(losses) if losses else None,
     }
@@ -83,6 +86,7 @@ def write_report(
         title=title,
         cards=_cards(predicted, measured, losses),
         legend=legend(drawn),
+        explained=bool(drawn and explanations),
         figures={name: _embedded(figure) if figure else "" for name, figure in figures.items()},
         stages=_stage_table(stages, predicted, measured) if stages else None,
         memory=_memory_table(predicted, measured, stages, caps),

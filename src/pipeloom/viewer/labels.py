@@ -7,13 +7,15 @@ from functools import lru_cache
 
 from ..ir.action import COMPUTE, Action, Kind, StageAction, Transfer, parse_instruction
 from ..ir.errors import ScheduleError
+from ..ir.timeline import Timeline
 
+# F, B, I, W and their first lighter shade differ by 12 or more in CIELAB for every kind of colour blindness.
 COLOURS: dict[str, str] = {
-    "F": "#4f83e0", "B": "#f0a23a", "I": "#e8734a", "W": "#3fa66b", "RECOMPUTE": "#8fb1ee",
+    "F": "#4f83e0", "B": "#f0a23a", "I": "#e8734a", "W": "#35b3a2", "RECOMPUTE": "#8fb1ee",
     "SEND": "#8794a8", "wait": "#a9b4c4", "OFFLOAD": "#a1887f", "RELOAD": "#c5a48c",
     "REDUCE": "#8a6fd1", "STEP": "#c05fa5",
 }  # fmt: skip
-OTHER = "#2fa7b5"
+OTHER = "#b5b356"
 
 NAMES: dict[str, str] = {
     "SEND": "send", "wait": "wait for a message", "OFFLOAD": "offload", "RELOAD": "reload",
@@ -76,6 +78,21 @@ def _transfer_label(action: str, step: Transfer) -> Label:
     )  # fmt: skip
 
 
+def chunks(timeline: Timeline) -> dict[int, int]:
+    """Stage -> which of its rank's stages it is, from 0; where a rank has replicas, which direction.
+
+    >>> from ..ir.timeline import Event
+    >>> at = [Event(rank=0, stream="compute", action=a, start_s=0, end_s=1) for a in ("0F0", "7F0")]
+    >>> chunks(Timeline(source="predicted", ranks=1, events=tuple(at)))
+    {0: 0, 7: 1}
+    """
+    found: dict[int, set[int]] = {}
+    for event in timeline.events:
+        if event.stream == "compute" and (stage := label(event.action).stage) is not None:
+            found.setdefault(event.rank, set()).add(stage)
+    return {stage: i for stages in found.values() for i, stage in enumerate(sorted(stages))}
+
+
 def group_name(group: str) -> str:
     """
     >>> group_name("I"), group_name("STEP"), group_name("clip")
@@ -88,9 +105,9 @@ def colour(group: str, shade: int = 0) -> str:
     """Hex colour of a group; each `shade` is a step lighter, for the further stages of a rank.
 
     >>> colour("F"), colour("F", 1)
-    ('#4f83e0', '#7fa4e8')
+    ('#4f83e0', '#9ebbee')
     """
     base = COLOURS.get(group, OTHER)
-    mix = 1 - 0.73 ** min(shade, 3)
+    mix = 1 - 0.55 ** min(shade, 3)
     channels = (int(base[i : i + 2], 16) for i in (1, 3, 5))
     return "#" + "".join(f"{round(c + (255 - c) * mix):02x}" for c in channels)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 
 from rich import box
@@ -10,10 +10,11 @@ from rich.console import Console, Group, JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
+from ..ir.action import COMPUTE
 from ..ir.timeline import Event, Timeline
 from ..ir.units import format_bytes
 from .facts import Comparison, StageRow, facts, memory_kinds, stage_seconds, stages_by_rank
-from .labels import Label, colour, group_name, label
+from .labels import Label, chunks, colour, group_name, label
 from .units import show_count, show_error, show_share, show_time, time_unit
 
 IDLE = "·"
@@ -25,35 +26,64 @@ SHORT = {
 }  # fmt: skip
 
 
-def gantt(timeline: Timeline, *, width: int = 100, span_s: float | None = None) -> Group:
+def gantt(
+    timeline: Timeline, *, width: int = 100, span_s: float | None = None,
+    columns: int | None = None, beside: Mapping[str, Sequence[str]] | None = None,
+) -> Group:  # fmt: skip
     """One line per rank of `width` columns for the step: `F3──` is the forward of micro-batch 3.
 
-    A rank with several stages writes them in front (`2F3`) where there is room. `·` is idle time. What is
-    shorter than half a column may not show. Charts with the same `span_s` (seconds) have the same scale.
+    Where ranks have several stages, these stand in front (`2F3`) if every block has room for it; if not, the
+    letters of all but a rank's first stage are small (`f3`). `·` is idle time. What is shorter than half a
+    column may not show. Charts with the same `span_s` (seconds) have the same scale.
+
+    columns: of a whole line, instead of `width`.  beside: heading -> one text per rank, to the right.
     """
     span_s = span_s or timeline.step_s
     ranks = range(timeline.ranks)
     names = [f"rank {r}" for r in ranks]
     margin = max(map(len, names), default=0)
+    sides = [(max(map(len, (head, *texts))), head, texts) for head, texts in (beside or {}).items()]
+    if columns is not None:
+        width = max(20, columns - margin - 1 - sum(size + 2 for size, _, _ in sides))
+    place = chunks(timeline)
+    numbered = any(place.values()) and _all_fit(timeline, width / span_s)
     lines = [
-        Text.assemble((f"{names[r]:>{margin}} ", "dim"), _row(timeline, r, width, span_s)) for r in ranks
-    ]
+        Text.assemble(
+            (f"{names[r]:>{margin}} ", "dim"), _row(timeline, r, width, span_s, place, numbered),
+            "".join(f"  {texts[r]:>{size}}" for size, _, texts in sides),
+        )
+        for r in ranks
+    ]  # fmt: skip
+    if sides:
+        heads = "".join(f"  {head:>{size}}" for size, head, _ in sides)
+        lines.insert(0, Text(f"{'':{margin + 1 + width}}{heads}", style="dim"))
     end = show_time(span_s)
     scale = Text(f"{'':{margin}} 0{end:>{width - 1}}", style="dim")
-    return Group(*lines, scale, _legend(timeline))
+    return Group(*lines, scale, _legend(timeline, place))
 
 
-def _row(timeline: Timeline, rank: int, width: int, span_s: float) -> Text:
+def _all_fit(timeline: Timeline, columns_per_s: float) -> bool:
+    """Whether every block has room for its action with the stage's number."""
+    return all(
+        int(e.duration_s * columns_per_s + 1e-6) >= len(e.action)
+        for e in timeline.events
+        if e.stream == "compute" and label(e.action).group in COMPUTE
+    )
+
+
+def _row(
+    timeline: Timeline, rank: int, width: int, span_s: float, place: Mapping[int, int], numbered: bool
+) -> Text:
     events = [e for e in timeline.events if e.rank == rank and e.stream == "compute"]
-    many = len({label(e.action).stage for e in events} - {None}) > 1
     row = Text()
-    for event, columns in groupby(_columns(events, span_s, width)):
-        size = len(list(columns))
+    for event, cells in groupby(_columns(events, span_s, width)):
+        size = len(list(cells))
         if event is None:
             row.append(IDLE * size, style="dim")
         else:
             what = label(event.action)
-            row.append(_block(what, size, many), style=f"black on {colour(what.group)}")
+            chunk = place.get(what.stage, 0) if what.stage is not None else 0
+            row.append(_block(what, size, chunk, numbered), style=f"black on {colour(what.group, chunk)}")
     return row
 
 
@@ -72,21 +102,33 @@ def _columns(events: Sequence[Event], span_s: float, width: int) -> list[Event |
     return filled
 
 
-def _block(what: Label, size: int, many: bool) -> str:
-    texts = [f"{what.group}{what.short}", what.group]
-    if many:
+def _block(what: Label, size: int, chunk: int, numbered: bool) -> str:
+    small = chunk > 0 and what.group in COMPUTE and not numbered
+    letters = what.group.lower() if small else what.group
+    texts = [f"{letters}{what.short}", letters]
+    if numbered:
         texts.insert(0, what.action)
-    text = next((t for t in texts if len(t) <= size), what.group[:size])
+    text = next((t for t in texts if len(t) <= size), letters[:size])
     return text + FILL * (size - len(text))
 
 
-def _legend(timeline: Timeline) -> Text:
-    groups = dict.fromkeys(label(e.action).group for e in timeline.events if e.stream == "compute")
+def _legend(timeline: Timeline, place: Mapping[int, int]) -> Text:
+    """Every kind that takes time; the lighter colours of further stages, if ranks have them."""
+    groups = dict.fromkeys(
+        label(e.action).group for e in timeline.events if e.stream == "compute" and e.duration_s > 0
+    )
     legend = Text()
     for group in groups:
         legend.append(f" {group} ", style=f"black on {colour(group)}")
         legend.append(f" {group_name(group)}   ")
-    return legend + Text(f"{IDLE} idle", style="dim")
+    legend.append(f"{IDLE} idle", style="dim")
+    first = next((g for g in groups if g in COMPUTE), None)
+    if first is not None and (most := max(place.values(), default=0)) > 0:
+        legend.append("   ")
+        for chunk in range(1, min(most, 3) + 1):
+            legend.append(f" {first.lower()} ", style=f"black on {colour(first, chunk)}")
+        legend.append(" in a further stage of the rank")
+    return legend
 
 
 def summary_table(predicted: Timeline | None, measured: Timeline | None) -> Table:

@@ -34,7 +34,17 @@ function follow(leader, other) {
   });
 }
 
+// The switch changes the figure's own data, so that a change of colours does not undo it.
+function showPath(visible) {
+  const { div, spec } = figures.find((figure) => figure.div.id === "timelines");
+  const lines = spec.data.flatMap((trace, i) => trace.name === "critical path" ? [i] : []);
+  for (const i of lines) spec.data[i].visible = visible;
+  return Plotly.restyle(div, { visible }, lines);
+}
+
 draw().then(() => {
+  const path = document.getElementById("critical-path");
+  if (path) path.addEventListener("change", () => showPath(path.checked));
   const timelines = document.getElementById("timelines"), memory = document.getElementById("memory");
   if (timelines && memory) { follow(timelines, memory); follow(memory, timelines); }
   dark.addEventListener("change", draw);

@@ -1,0 +1,122 @@
+"""Options that `pipeloom schedule` commands share: shape, times, memory; and errors of files they write."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ..ir.errors import ConfigError
+from .common import FILE
+
+
+class Times(click.ParamType[float | tuple[float, ...]]):
+    """One time for all ranks, or several with commas, per stage."""
+
+    name = "seconds[,seconds…]"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float | tuple[float, ...]:
+        if not isinstance(value, str):
+            return value  # type: ignore[no-any-return]
+        found = []
+        for part in value.split(","):
+            try:
+                number = float(part)
+            except ValueError:
+                self.fail(f"{part.strip()!r} is not a number; write 1.5, or 1,2,1,1 per stage", param, ctx)
+            if not isfinite(number) or number < 0:
+                self.fail(f"{part.strip()} is not a time: times are finite and at least 0", param, ctx)
+            found.append(number)
+        return found[0] if len(found) == 1 else tuple(found)
+
+
+SHAPE = (
+    click.option(
+        "--ranks", "-p", type=click.IntRange(1, 4096), default=4, show_default=True,
+        help="Devices in the pipeline.",
+    ),
+    click.option(
+        "--microbatches", "-m", type=click.IntRange(1), default=8, show_default=True,
+        help="Micro-batches per step.",
+    ),
+    click.option(
+        "--chunks", "-v", type=click.IntRange(1), help="Stages per rank; by default what the schedule needs."
+    ),
+)  # fmt: skip
+TIMES = (
+    click.option("--forward-s", "-F", type=Times(), help="Time of a forward.  [default: 1]"),
+    click.option("--input-grad-s", "-I", type=Times(), help="Time of an input gradient.  [default: 1]"),
+    click.option(
+        "--weight-grad-s", "-W", type=Times(),
+        help="Time of a weight gradient; a whole backward, B, takes I + W.  [default: 1]",
+    ),
+    click.option(
+        "--transfer-s", "-T", type=Times(), default=0.0, show_default=True,
+        help="Time of a message between ranks; several: one per boundary of two stages.",
+    ),
+    click.option(
+        "--times", type=FILE,
+        help="Take F, I and W from a saved plan (per stage) or profile (spread evenly) instead.",
+    ),
+    click.option(
+        "--memory", default="",
+        help="Most residuals that a rank may hold: micro-batches, as 2.5; or a size, as 3GiB, if --times is "
+        "a plan.",
+    ),
+)  # fmt: skip
+TIMES_HELP = (
+    "Times are seconds, or any one unit: one number is the time of one micro-batch on all stages of a rank "
+    "together; several, as 1,2,1,1, are the times of the stages from front to back."
+)
+
+
+def shape_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """-p, -m, -v and those of `times_options`, handed to the command as one `setting`."""
+    return _with_setting(command, SHAPE + TIMES)
+
+
+def times_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """-F, -I, -W, -T, --times and --memory, handed to the command as one `setting`."""
+    return _with_setting(command, TIMES)
+
+
+def _with_setting(command: Callable[..., Any], options: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
+    @wraps(command)
+    def with_setting(
+        *, forward_s: Any, input_grad_s: Any, weight_grad_s: Any, transfer_s: Any, times: Path | None,
+        memory: str, ranks: int = 1, microbatches: int = 1, chunks: int | None = None, **others: Any,
+    ) -> Any:  # fmt: skip
+        from ..api.scheduling import Setting, Work
+
+        numbers = dict(forward_s=forward_s, input_grad_s=input_grad_s, weight_grad_s=weight_grad_s)
+        given = {name: value for name, value in numbers.items() if value is not None}
+        if times is not None and given:
+            raise ConfigError(
+                "--times was given together with -F, -I or -W", hint="give the file or the numbers"
+            )
+        setting = Setting(
+            ranks=ranks, microbatches=microbatches, chunks=chunks or 0, work=times or Work(**given),
+            transfer_s=transfer_s, memory=memory,
+        )  # fmt: skip
+        return command(setting=setting, **others)
+
+    found: Callable[..., Any] = with_setting
+    for option in reversed(options):
+        found = option(found)
+    return found
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Failures to write `path` as one sentence."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}", hint="check the folder") from None

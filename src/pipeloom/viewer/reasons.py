@@ -1,0 +1,91 @@
+"""Idle time in words: one wait, and a whole step's as a list of its largest sources."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..ir.explanation import Explanation, Idle, Reason
+from .labels import label
+
+IDLE_COLOURS: dict[Reason, str] = {
+    "warm-up": "#c9ced6", "fill": "#dcd3f0", "imbalance": "#f3b8ae", "order": "#f2dfae",
+    "transfer": "#b9d8f2", "copy": "#d9c2b5", "reduce": "#d7c3ee", "overhead": "#b8e0d2", "drain": "#c9ced6",
+}  # fmt: skip
+
+
+def sentence(idle: Idle) -> str:
+    """Why one rank is idle at one time.
+
+    >>> sentence(Idle(rank=0, start_s=4, end_s=10, reason="fill", action="0B0", waits_for="1B0", on_rank=1))
+    'rank 0 waits for 1B0 of rank 1, which is on its way: no rank is too busy to take it on'
+    """
+    who, what = f"rank {idle.rank}", f"{idle.waits_for} of rank {idle.on_rank}"
+    if idle.reason == "warm-up":
+        first = f": {idle.action} needs {what}" if idle.waits_for else ""
+        return f"{who} waits for its first micro-batch{first}"
+    if idle.reason == "drain":
+        return f"{who} is done; {what} ends last" if idle.waits_for else f"{who} is done"
+    if idle.reason == "overhead":
+        return f"{who} has all that {idle.action} needs, and has not begun"
+    if idle.reason == "copy":
+        return f"{who} waits for a copy that {idle.action} needs"
+    if idle.reason == "reduce":
+        return f"{who} waits for other ranks and the sum over them before {idle.action}"
+    if idle.reason == "fill":
+        return f"{who} waits for {what}, which is on its way: no rank is too busy to take it on"
+    if idle.reason == "transfer":
+        return f"{who} waits for {what}: a message is on its way"
+    more = ", and has more work in a step" if idle.reason == "imbalance" else ""
+    return f"{who} waits for {what}: it is late as rank {idle.root_rank} was busy with {idle.root}{more}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Idle time of one rank for one reason, added up. share: of all rank-time of the step."""
+
+    reason: Reason
+    rank: int
+    seconds: float
+    share: float
+    text: str
+
+
+def sources(explanation: Explanation) -> list[Source]:
+    """All idle time by reason, rank, what the rank waits for, and where that comes from; largest first."""
+    found: dict[tuple[Reason, int, str], float] = {}
+    for idle in explanation.idle:
+        key = (idle.reason, idle.rank, _kind_of_wait(idle))
+        found[key] = found.get(key, 0.0) + idle.duration_s
+    whole_s = explanation.ranks * explanation.step_s
+    made = (
+        Source(reason=reason, rank=rank, seconds=seconds, share=seconds / whole_s, text=text)
+        for (reason, rank, text), seconds in found.items()
+    )
+    return sorted(made, key=lambda s: -s.seconds)
+
+
+def _kind_of_wait(idle: Idle) -> str:
+    what = f"{label(idle.waits_for).group} of rank {idle.on_rank}" if idle.waits_for else ""
+    if idle.reason in ("warm-up", "drain"):
+        return f"rank {idle.rank}"
+    if idle.reason in ("overhead", "copy", "reduce"):
+        return f"rank {idle.rank}, before {label(idle.action).group}"
+    if idle.reason in ("fill", "transfer"):
+        return f"rank {idle.rank} waits for {what}"
+    if idle.root_rank == idle.rank:
+        return f"rank {idle.rank} waits for {what}, whose input it made late itself"
+    via = "" if idle.root_rank == idle.on_rank else f", held up by rank {idle.root_rank}"
+    return f"rank {idle.rank} waits for {what}{via}"
+
+
+def merged(found: Sequence[Source]) -> list[tuple[Reason, float, float, list[Source]]]:
+    """The sources under their reasons: (reason, seconds, share, its sources), largest first."""
+    by_reason: dict[Reason, list[Source]] = {}
+    for source in found:
+        by_reason.setdefault(source.reason, []).append(source)
+    groups = [
+        (reason, sum(s.seconds for s in own), sum(s.share for s in own), own)
+        for reason, own in by_reason.items()
+    ]
+    return sorted(groups, key=lambda group: -group[1])

@@ -1,0 +1,248 @@
+"""pipeloom schedule: what each command prints, its JSON keys, and one sentence for each mistake."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from pipeloom import schedules
+from pipeloom.cli import main
+from pipeloom.ir import codec
+from pipeloom.ir.plan import Plan, StageMemory, StagePlan
+from pipeloom.ir.profile import OpCost, Profile
+
+FIGURES = {"step_s", "bubble", "span_s", "span_bubble", "peak", "peak_bytes"}
+
+
+def call(*words: str) -> Result:
+    result = CliRunner().invoke(main, ["schedule", *words])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def good(*words: str) -> str:
+    result = call(*words)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def read(*words: str) -> dict[str, object]:
+    return json.loads(good(*words, "--json"))  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "plan.json").write_text(codec.to_json(plan()))
+    (tmp_path / "profile.json").write_text(codec.to_json(profile()))
+    (tmp_path / "order.csv").write_text("0F0,0B0\n1B0,1F0\n")
+    (tmp_path / "cell.csv").write_text("0F0,0FOO\n1F0,1B0\n")
+    (tmp_path / "twice.csv").write_text("0F0,0B0\n1F0,1B0,0F0\n")
+    (tmp_path / "stuck.csv").write_text("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n")
+    (tmp_path / "empty.csv").write_text("")
+    (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00")
+    return tmp_path
+
+
+def plan() -> Plan:
+    """1F1B on two stages, the second twice as slow; two micro-batches in flight on the first."""
+    stages = tuple(
+        StagePlan(
+            ops=(f"op{s}",), forward_s=1.0 + s, input_grad_s=1.0 + s, weight_grad_s=1.0 + s,
+            memory=StageMemory(residuals=(2 - s) * 1024**2),
+        )
+        for s in range(2)
+    )  # fmt: skip
+    rows = ("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1")
+    return Plan(
+        graph="g", planner="exact", stages=stages, placement=(0, 1), schedule="1f1b", schedule_rows=rows,
+        microbatches=2,
+    )  # fmt: skip
+
+
+def profile() -> Profile:
+    cost = OpCost(forward_s=2.0, input_grad_s=1.0, weight_grad_s=0.5)
+    return Profile(device="d", source="measured", graph="g", batch=(), costs={"a": cost, "b": cost})
+
+
+def test_list_names_everything_and_what_cannot_run_yet() -> None:
+    found = read("list")
+    assert tuple(found) == schedules.names()
+    assert found["seq1f1b"]["lacks"] == "sequence slices"  # type: ignore[index]
+    assert "zb_v" in good("list")
+
+
+@pytest.mark.parametrize("name", schedules.names())
+def test_every_schedule_is_drawn_and_explained(name: str) -> None:
+    shown = good("show", name, "-p", "2", "-m", "4")
+    assert "rank 1 " in shown and "peak" in shown
+    assert max(map(len, shown.splitlines())) <= 120
+    found = read("explain", name, "-p", "2", "-m", "4", "-T", "0.25")
+    reasons = found["reasons"]
+    assert isinstance(reasons, dict)
+    assert sum(reasons.values()) == pytest.approx(found["idle_s"])
+    assert found["idle_s"] == pytest.approx(2 * found["step_s"] * found["bubble"])  # type: ignore[operator]
+
+
+def test_show_is_a_picture_with_the_figures_of_each_rank() -> None:
+    shown = good("show", "1f1b", "-p", "2", "-m", "2", "-F", "2", "-I", "2", "-W", "2")
+    squeezed = [re.sub(r"([ ─·])\1+", r"\1", line).strip() for line in shown.splitlines()]
+    assert squeezed == [
+        "bubble peak",
+        "rank 0 F0─F1─·B0─·B1─ 33.3 % 2",
+        "rank 1 ·F0─B0─F1─B1─· 33.3 % 1",
+        "0 18.00 s",
+        "F forward B backward · idle",
+        "step 18; bubble 33.3 % until the last rank ends, 33.3 % of the longest span of a rank; "
+        "peak 2 micro-batches",
+    ]
+
+
+def test_show_writes_a_page_and_a_trace(tmp_path: Path) -> None:
+    page, trace = tmp_path / "page.html", tmp_path / "trace.json"
+    found = read("show", "zb_h1", "--html", str(page), "--trace", str(trace))
+    assert set(found) == FIGURES | {"name", "ranks", "stages", "microbatches", "by_rank", "rows"}
+    assert (found["ranks"], found["stages"], found["microbatches"]) == (4, 4, 8)
+    assert found["rows"][3].startswith("3F0 3I0 3F1")  # type: ignore[index]
+    ranks = found["by_rank"]
+    assert isinstance(ranks, list) and set(ranks[0]) == {"rank", "busy_s", "bubble", "peak"}
+    assert sum(r["bubble"] for r in ranks) / 4 == pytest.approx(found["bubble"])
+    assert "show the critical path" in page.read_text() and json.loads(trace.read_text())["traceEvents"]
+
+
+def test_compare_prints_both_bubbles_and_peaks() -> None:
+    found: dict[str, dict[str, float]] = read("compare", "1f1b", "zb_2p", "zb_v")  # type: ignore[assignment]
+    assert all(set(figures) == FIGURES for figures in found.values())
+    assert found["1f1b"]["step_s"] == 33.0 and found["1f1b"]["peak"] == 4.0
+    assert found["zb_2p"]["step_s"] == 27.0 and found["zb_2p"]["span_bubble"] == pytest.approx(0.0)
+    assert found["zb_v"]["step_s"] == 25.5
+    assert "27.3 %" in good("compare", "1f1b")
+
+
+def test_micro_batches_are_whole_ones_in_both_directions_and_in_slices() -> None:
+    for name in ("1f1b", "chimera", "seq1f1b", "seq1f1b:slices=4"):
+        found = read("show", name, "-m", "6")
+        assert found["microbatches"] == 6
+        assert all(rank["busy_s"] == pytest.approx(18.0) for rank in found["by_rank"])  # type: ignore[attr-defined]
+    assert read("show", "seq1f1b:slices=4")["peak"] == 1.75
+
+
+def test_explain_names_the_sources_and_they_add_up() -> None:
+    found = read("explain", "1f1b")
+    assert set(found) == {
+        "name", "step_s", "bubble", "span_s", "span_bubble", "idle_s", "reasons", "sources", "path",
+        "path_text",
+    }  # fmt: skip
+    assert found["reasons"] == {"fill": 12.0, "drain": 12.0, "warm-up": 6.0, "order": 6.0}
+    sources = found["sources"]
+    assert isinstance(sources, list) and set(sources[0]) == {"reason", "rank", "seconds", "share", "text"}
+    assert sum(s["seconds"] for s in sources) == pytest.approx(4 * 33 - 4 * 24)
+    assert sum(s["share"] for s in sources) == pytest.approx(found["bubble"])
+    assert found["path_text"] == [
+        "F0 through stages 0…3", "3B0 3F1, 7 times, to 3B6 3F7", "B7 through stages 3…0",
+    ]  # fmt: skip
+    text = good("explain", "1f1b", "-F", "1,1,3,1", "-m", "16")
+    assert "imbalance" in text and "rank 0 waits for B of rank 1, held up by rank 2" in text
+
+
+def test_times_of_stages_and_of_boundaries() -> None:
+    even = read("show", "zb_v", "-F", "1")
+    assert read("show", "zb_v", "-F", "1,1,1,1") == read("show", "zb_v", "-F", ",".join(["0.5"] * 8)) == even
+    one = read("show", "1f1b", "-T", "0.5")
+    each = read("show", "1f1b", "-T", "0.5,0.5,0.5")
+    assert one["step_s"] == pytest.approx(each["step_s"], rel=1e-6)
+    assert one["peak"] == pytest.approx(each["peak"])
+    assert read("show", "1f1b", "-T", "0,0,0")["step_s"] == 33.0
+
+
+def test_times_of_a_plan_and_of_a_profile(folder: Path) -> None:
+    found = read("show", "1f1b", "-p", "2", "--times", "plan.json")
+    assert [rank["busy_s"] for rank in found["by_rank"]] == [24.0, 48.0]  # type: ignore[attr-defined]
+    assert (found["peak"], found["peak_bytes"]) == (2.0, 2 * 1024**2)
+    assert "peak 2 = 2.0 MiB" in good("show", "1f1b", "-p", "2", "--times", "plan.json", "--memory", "2MiB")
+    found = read("show", "zb_v", "-p", "2", "--times", "profile.json")
+    assert [rank["busy_s"] for rank in found["by_rank"]] == [28.0, 28.0]  # type: ignore[attr-defined]
+    assert found["peak_bytes"] is None
+
+
+def test_a_memory_limit_is_kept_or_refused() -> None:
+    assert read("show", "zb_1p", "--memory", "8")["step_s"] == read("show", "zb_2p")["step_s"]
+    assert read("show", "v_min", "--memory", "2")["peak"] == 2.0
+    assert read("show", "1f1b", "--memory", "4")["peak"] == 4.0
+
+
+@pytest.mark.parametrize("name", [n for n in schedules.names() if n not in ("bpipe", "seq1f1b")])
+def test_what_export_writes_check_accepts(name: str, folder: Path) -> None:
+    good("export", name, "-p", "2", "-m", "4", "-o", "mine.csv")
+    both = ["--replicas", "2"] if schedules.entry(name).place == "both ways" else []
+    assert "are complete and cannot block" in good("check", "mine.csv", *both)
+    assert read("check", "mine.csv", *both)["microbatches"] == 4
+    assert good("export", name, "-p", "2", "-m", "4", "--transfers").count("\n") == 2
+
+
+MISTAKES = [
+    (["show", "1f1b", "-p", "0"], 2, "0 is not in the range"),
+    (["show", "1f1b", "-m", "0"], 2, "0 is not in the range"),
+    (["show", "1f1b", "-p", "x"], 2, "'x' is not a valid integer"),
+    (["show", "1f1"], 1, "error: no schedule is named '1f1'\nhint: did you mean 1f1b?"),
+    (["compare", "1f1b", "zbv"], 1, "error: no schedule is named 'zbv'\nhint: did you mean zb_v?"),
+    (["show", "1f1b:memory=2"], 1, "error: 1f1b has no options"),
+    (["show", "gis_g:group=x"], 1, "error: cannot read option 'group=x'"),
+    (["show", "gis_g:size=3"], 1, "error: this schedule has no option 'size'\nhint: its options: group"),
+    (["show", "seq1f1b:slices=0"], 1, "error: seq1f1b:slices=0: a micro-batch has 0 slices"),
+    (["show", "seq1f1b:slices=1.5"], 1, "a micro-batch has 1.5 slices"),
+    (["show", "dualpipe", "-m", "7"], 1, "each direction, and 7 is odd\nhint: give an even number"),
+    (["show", "chimera", "-v", "3"], 1, "error: chimera runs one stage per rank in each direction, not 3"),
+    (["show", "1f1b", "-F", "a"], 2, "'a' is not a number; write 1.5, or 1,2,1,1 per stage"),
+    (["show", "1f1b", "-W", "-1"], 2, "-1 is not a time: times are finite and at least 0"),
+    (["show", "1f1b", "-I", "nan"], 2, "nan is not a time"),
+    (["show", "1f1b", "-F", "1,2,3"], 2, "error: F has 3 times for 4 stages\nhint: give one time for all"),
+    (["show", "1f1b", "-T", "1,2"], 2, "error: -T has 2 times for the 3 boundaries between 4 stages"),
+    (["show", "1f1b", "--memory", "2"], 1, "error: 1f1b does not keep to --memory 2: rank 0 needs 3 micro"),
+    (["show", "1f1b", "--memory", "2"], 1, "hint: without a limit a rank of it holds up to 4 micro-batches"),
+    (["show", "zb_1p", "--memory", "0.5"], 1, "error: zb_1p does not keep to --memory 0.5"),
+    (["show", "1f1b", "--memory", "much"], 2, "error: cannot read --memory 'much'"),
+    (["show", "1f1b", "--memory", "-1"], 2, "error: --memory is -1"),
+    (["show", "1f1b", "--memory", "3GiB"], 2, "error: --memory 3GiB: what residuals take is not known"),
+    (["show", "1f1b", "--times", "none.json"], 2, "error: cannot read Plan from none.json: No such file"),
+    (["show", "1f1b", "--times", "."], 2, "is a directory"),
+    (["show", "1f1b", "--times", "cell.csv"], 2, "error: cell.csv is neither a plan nor a profile"),
+    (["show", "1f1b", "--times", "plan.json", "-F", "2"], 2, "error: --times was given together with -F"),
+    (["show", "1f1b", "-p", "3", "--times", "plan.json"], 2, "error: F has 2 times for 3 stages"),
+    (["show", "1f1b", "--html", "no/x.html"], 2, "error: cannot write the report no/x.html: No such file"),
+    (["show", "1f1b", "--trace", "no/x.json"], 2, "error: cannot write no/x.json: No such file"),
+    (["show", "1f1b", "--html", "."], 2, "is a directory"),
+    (["export", "1f1b", "-o", "no/x.csv"], 2, "error: cannot write no/x.csv: No such file"),
+    (["export", "bpipe"], 1, "error: torch's format has no action 0EVICT1"),
+    (["check", "none.csv"], 1, "error: cannot read none.csv: No such file or directory\n"),
+    (["check", "."], 2, "is a directory"),
+    (["check", "binary.csv"], 1, "error: cannot read binary.csv: it is no text"),
+    (["check", "empty.csv"], 1, "there is no action in it"),
+    (["check", "cell.csv"], 1, "error: row 1, cell 2: cannot read '0FOO'"),
+    (["check", "order.csv"], 1, "error: rank 1 runs 1B0 before 1F0, which it needs\nhint: move 1F0"),
+    (["check", "twice.csv"], 1, "error: stage 0 stands in the rows of ranks 0 and 1"),
+    (["check", "stuck.csv"], 1, "error: no rank can move: rank 0 at 0B0 needs 1B0; rank 1 at 1F1 needs 0F1"),
+    (["check", "stuck.csv", "--replicas", "3"], 1, "error: stuck.csv has 2 stages, which 3 replicas do not"),
+    (["compare"], 2, "Missing argument 'NAME...'"),
+    (["shw"], 2, "No such command 'shw'"),
+]
+
+
+@pytest.mark.parametrize(("words", "status", "message"), MISTAKES)
+def test_a_mistake_is_one_sentence(folder: Path, words: list[str], status: int, message: str) -> None:
+    result = call(*words)
+    assert result.exit_code == status
+    assert result.stdout == "" and "Traceback" not in result.stderr
+    assert message in result.stderr
+
+
+@pytest.mark.parametrize("words", [["-F", "0", "-I", "0", "-W", "0"], ["-p", "1"], ["-m", "1"]])
+def test_degenerate_steps_are_drawn_and_explained(words: list[str]) -> None:
+    good("show", "1f1b", *words)
+    good("explain", "1f1b", *words)
+    good("compare", "1f1b", "zb_v", "gpipe", *words)
