@@ -134,7 +134,7 @@ def parse_action(text: str) -> Action:
     """
     match = _COMPUTE.fullmatch(text)
     if match is None or Kind(match[2]) not in {*COMPUTE, OFFLOAD, RELOAD, RECOMPUTE}:
-        raise ScheduleError(f"cannot read action {_shown(text)}", hint=_advice(text))
+        raise ScheduleError(f"cannot read action {shown(text)}", hint=_advice(text))
     return Action(int(match[1]), Kind(match[2]), int(match[3]))
 
 
@@ -147,12 +147,21 @@ def parse_actions(word: str) -> tuple[Action, ...]:
     Raises: ScheduleError unless the whole word is one action or one pair.
     """
     if word.count("&") > 1:
-        raise ScheduleError(f"cannot read {_shown(word)}", hint="a pair joins two actions: write 2F5&1B3")
+        raise ScheduleError(f"cannot read {shown(word)}", hint="a pair joins two actions: write 2F5&1B3")
     return tuple(parse_action(part) for part in word.split("&"))
 
 
-def _shown(text: str) -> str:
-    return repr(text if len(text) <= 40 else text[:40] + "...")
+LONG = 40
+"""Letters of a text that a message repeats."""
+
+
+def shown(text: str) -> str:
+    """A text in quotes for a message, cut short where it is long.
+
+    >>> shown("9" * 50)
+    "'9999999999999999999999999999999999999999...'"
+    """
+    return repr(text if len(text) <= LONG else text[:LONG] + "...")
 
 
 def _advice(text: str) -> str:
@@ -161,6 +170,8 @@ def _advice(text: str) -> str:
     usual = f"write stage, kind, micro-batch, as in 2F5; the kinds are {kinds}"
     if not text:
         return f"the action is empty: {usual}"
+    if len(text) > LONG:
+        return usual
     match = _LOOSE.fullmatch(text)
     assert match is not None, "every part of it may be empty"
     stage, kind, microbatch, rest = match.group("stage", "kind", "microbatch", "rest")
@@ -197,6 +208,6 @@ def parse_instruction(text: str) -> Instruction:
     elif _COMPUTE.fullmatch(text):
         return parse_action(text)
     raise ScheduleError(
-        f"cannot read instruction {text!r}",
+        f"cannot read instruction {shown(text)}",
         hint="write 2F5, 2SEND_F5>3, 3RECV_F5<2, 2REDUCE or 2STEP",
     )

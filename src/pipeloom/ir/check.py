@@ -112,6 +112,8 @@ def kinds(schedule: Schedule, flow: Flow) -> None:
 
 def completeness(schedule: Schedule, flow: Flow) -> None:
     """Each stage runs each micro-batch once: one F, and either one B or one I and one W."""
+    if schedule.stages * schedule.microbatches > len(schedule.columns):
+        raise _too_few(schedule)  # without tables, which could be far larger than the schedule
     columns, places = schedule.columns, schedule.places
     for code in np.flatnonzero(np.bincount(columns.kind, minlength=W_ + 1)).tolist():
         if np.count_nonzero(places.of(code) >= 0) < places.counted[code]:
@@ -124,18 +126,39 @@ def completeness(schedule: Schedule, flow: Flow) -> None:
     if cell is None:
         return
     stage, microbatch = divmod(cell, schedule.microbatches)
+    here = (Action(stage, kind, microbatch) for kind in (F, B, I, W))
+    has = (bool(table[stage, microbatch]) for table in (f, b, i, w))
+    raise _wrong(schedule, stage, microbatch, {a for a, there in zip(here, has, strict=True) if there})
+
+
+def _wrong(schedule: Schedule, stage: int, microbatch: int, has: set[Action]) -> ScheduleError:
+    """What a stage lacks on a micro-batch, or runs too much."""
     forward, back, grad, weight = (Action(stage, kind, microbatch) for kind in (F, B, I, W))
     rank = schedule.placement[stage]
-    if not f[stage, microbatch]:
-        raise ScheduleError(f"rank {rank} never runs {forward}", hint=f"add {forward} to its row")
-    split = [action for action, has in ((grad, i), (weight, w)) if has[stage, microbatch]]
-    if b[stage, microbatch]:
-        raise ScheduleError(
+    if forward not in has:
+        return ScheduleError(f"rank {rank} never runs {forward}", hint=f"add {forward} to its row")
+    split = [action for action in (grad, weight) if action in has]
+    if back in has:
+        return ScheduleError(
             f"rank {rank} runs both {back} and {split[0]}", hint=f"keep either {back}, or {grad} and {weight}"
         )
     missing = f"{back}, nor {grad} and {weight}" if not split else f"{weight if split == [grad] else grad}"
     add = missing if split else f"{back}"
-    raise ScheduleError(f"rank {rank} never runs {missing}", hint=f"add {add} to its row")
+    return ScheduleError(f"rank {rank} never runs {missing}", hint=f"add {add} to its row")
+
+
+def _too_few(schedule: Schedule) -> ScheduleError:
+    """Of a schedule with fewer actions than forwards that it should have."""
+    seen = {action for row in schedule.rows for action in row}
+    if len(seen) < len(schedule.columns):
+        return _repeated(schedule)
+    good = ({F, B}, {F, I, W}) if schedule.columns.trains else ({F},)
+    for stage in range(schedule.stages):
+        for microbatch in range(schedule.microbatches):
+            has = {a for kind in (F, B, I, W) if (a := Action(stage, kind, microbatch)) in seen}
+            if {action.kind for action in has} not in good:
+                return _wrong(schedule, stage, microbatch, has)
+    raise AssertionError("there is an action for every stage and micro-batch")
 
 
 def _repeated(schedule: Schedule) -> ScheduleError:
