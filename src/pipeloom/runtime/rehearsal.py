@@ -100,9 +100,9 @@ def time_actions(
         rank=rank, program=program, weights=weights, ledger=Ledger(rank), recorder=recorder, watch=watch,
         channel=MadeUp(rank, len(program.rows), examples, device),
     )  # fmt: skip
+    count = program.microbatches * variant.stages.replicas
     microbatches = [
-        Microbatch(variant=variant, inputs=sample, weight=1 / program.microbatches, seed=index)
-        for index in range(program.microbatches)
+        Microbatch(variant=variant, inputs=sample, weight=1 / count, seed=index) for index in range(count)
     ]
     buffers = dict(weights.buffers)
     found: dict[tuple[int, Kind], list[float]] = {}
