@@ -145,7 +145,7 @@ def _uses(program: Program, flow: Flow) -> Iterator[tuple[Ints, Ints, int, Kind,
 def optimizer(program: Program, stages: StageGraph, flow: Flow) -> None:
     """In training one STEP per stage, and one REDUCE per rank with tied parameters in front of them."""
     columns = program.columns
-    wanted = _optimizer_steps(program, stages) if columns.trains else [[] for _ in program.rows]
+    wanted = _optimizer_steps(program, stages) if columns.trains else [[] for _ in range(columns.ranks)]
     entries = np.flatnonzero((columns.kind == REDUCE_) | (columns.kind == STEP_))
     parts = np.split(entries, np.searchsorted(entries, columns.offsets[1:-1]))
     for rank, part in enumerate(parts):
@@ -170,7 +170,7 @@ def optimizer(program: Program, stages: StageGraph, flow: Flow) -> None:
 
 def _optimizer_steps(program: Program, stages: StageGraph) -> list[list[StageAction]]:
     tied = {stage for readers in stages.tied.values() for stage in readers}
-    steps: list[list[StageAction]] = [[] for _ in program.rows]
+    steps: list[list[StageAction]] = [[] for _ in range(program.columns.ranks)]
     sums: set[int] = set()
     for stage, rank in enumerate(program.placement):
         if stage in tied and rank not in sums:

@@ -22,13 +22,13 @@ def add_optimizer(program: Program, stages: StageGraph) -> Program:
     if not ((old.kind == B_) | (old.kind == W_)).any():
         return program
     tied = {stage for readers in stages.tied.values() for stage in readers}
-    sums: list[list[tuple[int, int]]] = [[] for _ in program.rows]
-    steps: list[list[tuple[int, int]]] = [[] for _ in program.rows]
+    sums: list[list[tuple[int, int]]] = [[] for _ in range(old.ranks)]
+    steps: list[list[tuple[int, int]]] = [[] for _ in range(old.ranks)]
     for stage, rank in enumerate(program.placement):
         steps[rank].append((STEP_, stage))
         if stage in tied and not sums[rank]:
             sums[rank].append((REDUCE_, stage))
-    closing = [[*sums[rank], *steps[rank]] for rank in range(len(program.rows))]
+    closing = [[*sums[rank], *steps[rank]] for rank in range(old.ranks)]
     ends = np.repeat(old.offsets[1:], [len(row) for row in closing])
     kind, stage_of = np.array([step for row in closing for step in row], np.int64).reshape(-1, 2).T
     added = np.concatenate(([0], np.cumsum([len(row) for row in closing])))
