@@ -82,7 +82,7 @@ def test_it_is_strict() -> None:
 
 def test_what_torch_writes_besides_is_passed_over() -> None:
     text = "0UNSHARD,0F0,0F1,,(0F2;0B0)OVERLAP_F_B,0B1,0B2,0REDUCE_GRAD,0RESHARD\n"
-    assert str(csv.parse_schedule(text)) == "0F0 0F1 0F2 0B0 0B1 0B2"
+    assert str(csv.parse_schedule(text)) == "0F0 0F1 0F2&0B0 0B1 0B2"
 
 
 def test_a_skip_connection_has_no_transfers_in_this_format() -> None:

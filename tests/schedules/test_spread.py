@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from pipeloom.api.placing import stages_for
 from pipeloom.ir.action import F
 from pipeloom.ir.check import check
 from pipeloom.ir.cluster import Cluster, Device, Link
@@ -15,7 +17,7 @@ from pipeloom.ir.flow import dag
 from pipeloom.ir.schedule import Schedule, parse_rows
 from pipeloom.ir.stages import chain
 from pipeloom.lowering import lower
-from pipeloom.schedules import Recipe, Shape, make, spread
+from pipeloom.schedules import Entry, Recipe, Shape, build, make, spread, usual
 from pipeloom.simulator import simulate
 
 TABLE = (0, 1, (2, 3), 4)
@@ -99,3 +101,20 @@ def test_w_runs_whenever_a_rank_has_time() -> None:
     graph, placement = spread(chain(1), ((0, 1),))
     rows = parse_rows(("0F0 0I0 0W0 0F1 0I1 0W1", "1F0 1I0 1F1 1I1 1W0 1W1"))
     check(Schedule(name="", microbatches=2, placement=placement, rows=rows), graph)
+
+
+def test_a_schedule_may_bring_its_table_and_cannot_be_run(tmp_path: Path) -> None:
+    file = tmp_path / "experts_in_test.py"
+    file.write_text(
+        "from pipeloom.schedules import Entry, Recipe\n"
+        "def order(s):\n    return Recipe(priority=lambda a: (a.kind == 'F', a.microbatch))\n"
+        "experts = Entry(recipe=order, place='table', table=lambda ranks: (0, (1, 2), 3))\n"
+    )
+    name = f"{file}:experts"
+    graph, placement = usual(name, 4)
+    assert "3F0" in str(build(name, graph, placement, 4)).splitlines()[2]
+    with pytest.raises(ScheduleError, match="cannot be run: its stage 1 spans ranks 1 and 2") as caught:
+        stages_for(name, 4)
+    assert "it can be checked, simulated and drawn" in str(caught.value.hint)
+    with pytest.raises(ScheduleError, match="a schedule with place='table' and no table"):
+        Entry(place="table")

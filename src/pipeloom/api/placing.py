@@ -12,7 +12,7 @@ from dataclasses import replace
 from .. import schedules
 from ..ir.cluster import Cluster
 from ..ir.costs import StageCost
-from ..ir.errors import InfeasibleError, PlanError
+from ..ir.errors import InfeasibleError, PlanError, ScheduleError
 from ..ir.graph import OpGraph
 from ..ir.plan import Plan
 from ..ir.profile import Profile
@@ -31,10 +31,19 @@ Costs = Profile | Mapping[str, Profile]
 def stages_for(schedule: str, ranks: int) -> int:
     """Into how many stages a model is cut for a schedule in its usual placement.
 
+    Raises: ScheduleError if one of them is to span several ranks.
+
     >>> stages_for("1f1b", 4), stages_for("zb_v", 4), stages_for("dualpipe", 4)
     (4, 8, 4)
     """
     shape, placement = schedules.usual(schedule, ranks)
+    if shape.shards:
+        both = " and ".join(str(placement[s]) for s in shape.shards[0])
+        raise ScheduleError(
+            f"schedule {schedule} cannot be run: its stage {shape.shards[0][0]} spans ranks {both}, and the "
+            "runtime runs a stage on one rank",
+            hint="it can be checked, simulated and drawn; to run, place each stage on one rank",
+        )
     return len(placement) // shape.replicas
 
 

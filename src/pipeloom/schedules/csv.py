@@ -6,7 +6,7 @@
 A transfer there names only its own stage, since the stages of that runtime form a chain: the other end of
 SEND_F is the next stage, of SEND_B the one before. Cells may be empty where a rank idles. The reader is
 strict: what it does not know it refuses, with the row and the cell. It passes over what torch adds for
-sharded parameters (UNSHARD, RESHARD, REDUCE_GRAD), and reads an overlapped pair as one after the other.
+sharded parameters (UNSHARD, RESHARD, REDUCE_GRAD). A pair of F and B is one cell, (0F5;0B3)OVERLAP_F_B.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ..ir.action import (
     shown,
 )
 from ..ir.errors import ScheduleError
-from ..ir.schedule import Program, Schedule
+from ..ir.schedule import Pair, Program, Schedule
 
 _CELL = re.compile(r"([0-9]{1,9})(F|B|I|W|SEND_F|RECV_F|SEND_B|RECV_B)([0-9]{1,9})")
 _OVERLAP = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
@@ -55,7 +55,7 @@ def schedule_text(schedule: Schedule) -> str:
     >>> schedule_text(Schedule(name="", microbatches=1, placement=(0, 1), rows=rows)).split()
     ['0F0,0B0', '1F0,1B0']
     """
-    return _text(schedule.rows)
+    return _text(schedule.rows, schedule.pairs)
 
 
 def program_text(program: Program) -> str:
@@ -65,7 +65,7 @@ def program_text(program: Program) -> str:
     the order of posting: so receives are written in the order of the sends, if need be earlier than here.
     Raises: ScheduleError if a message does not go to a neighbour in the chain of stages.
     """
-    return _text([_posting_in_order(program, rank) for rank in range(len(program.rows))])
+    return _text([_posting_in_order(program, rank) for rank in range(len(program.rows))], program.pairs)
 
 
 def _posting_in_order(program: Program, rank: int) -> list[Instruction]:
@@ -87,12 +87,23 @@ def _posting_in_order(program: Program, rank: int) -> list[Instruction]:
     return row
 
 
-def _text(rows: Sequence[Sequence[Instruction]]) -> str:
+def _text(rows: Sequence[Sequence[Instruction]], pairs: Sequence[Pair]) -> str:
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
+    second: dict[Instruction, Action] = dict(pairs)
+    inner = set(second.values())
     for row in rows:
-        writer.writerow([_cell(step) for step in row])
+        steps = (step for step in row if step not in inner)
+        writer.writerow([_overlap(s, second[s]) if s in second else _cell(s) for s in steps])
     return file.getvalue()
+
+
+def _overlap(first: Instruction, second: Action) -> str:
+    if (first.kind, second.kind) != (F, B):
+        raise ScheduleError(
+            f"torch's format has no pair {first}&{second}", hint="it knows pairs of F and B; drop the others"
+        )
+    return f"({first};{second})OVERLAP_F_B"
 
 
 def _cell(step: Instruction) -> str:
@@ -131,11 +142,15 @@ def parse_schedule(text: str, *, name: str = "csv") -> Schedule:
     '0F0 0B0\\n1F0 1B0'
     """
     rows: list[tuple[Action, ...]] = []
+    pairs: list[Pair] = []
     home: dict[int, int] = {}
     for rank, cells in enumerate(_cells(text)):
         row: list[Action] = []
         for column, cell in enumerate(cells):
-            row += _read(cell.strip(), rank, column)
+            found = _read(cell.strip(), rank, column)
+            row += found
+            if len(found) == 2:
+                pairs.append((found[0], found[1]))
         for action in row:
             if home.setdefault(action.stage, rank) != rank:
                 raise ScheduleError(
@@ -149,8 +164,9 @@ def parse_schedule(text: str, *, name: str = "csv") -> Schedule:
         raise ScheduleError("the stages are not numbered from 0 without gaps", hint="number them 0, 1, ...")
     count = 1 + max(action.microbatch for row in rows for action in row)
     return Schedule(
-        name=name, microbatches=count, placement=tuple(home[s] for s in range(len(home))), rows=tuple(rows)
-    )
+        name=name, microbatches=count, placement=tuple(home[s] for s in range(len(home))), rows=tuple(rows),
+        pairs=tuple(pairs),
+    )  # fmt: skip
 
 
 def _cells(text: str) -> Iterator[list[str]]:

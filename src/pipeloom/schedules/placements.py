@@ -10,7 +10,7 @@ from ..ir.errors import ScheduleError
 from ..ir.graph import Value
 from ..ir.stages import Crossing, StageGraph
 
-Table: TypeAlias = Sequence[int | tuple[int, ...]]
+RankTable: TypeAlias = Sequence[int | tuple[int, ...]]
 """Per stage its rank, or the ranks that it spans."""
 
 
@@ -42,7 +42,9 @@ def both_ways(ranks: int) -> tuple[int, ...]:
     return (*range(ranks), *reversed(range(ranks)))
 
 
-def spread(stages: StageGraph, table: Table, *, shared: bool = True) -> tuple[StageGraph, tuple[int, ...]]:
+def spread(
+    stages: StageGraph, table: RankTable, *, shared: bool = True
+) -> tuple[StageGraph, tuple[int, ...]]:
     """Stages that span several ranks, such as an expert-parallel or data-parallel one: a graph and a
     placement in which each rank of such a stage has a stage of its own, a shard.
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Protocol, TypeAlias
 
-from ..ir.action import Action, B, F, I, W
+from ..ir.action import Action, B, F, W
 from ..ir.check import check
 from ..ir.columns import Rows as Table
 from ..ir.columns import columns_of
@@ -20,9 +20,8 @@ from ..ir.stages import StageGraph, chain
 from . import forward_only, gpipe, grouped, one_f_one_b, two_ways, variants, vee, zb
 from .language import Recipe, fastest
 from .own import load_own, names_own, parts
-from .placements import both_ways, loop, wave
+from .placements import RankTable, both_ways, loop, spread, wave
 from .shape import Shape
-
 
 Rows: TypeAlias = Iterable[Iterable[Action]]
 
@@ -33,13 +32,17 @@ class Family(Protocol):
     def __call__(self, stages: StageGraph, placement: tuple[int, ...], microbatches: int, /) -> Rows: ...
 
 
+PLACES = ("line", "loop", "wave", "both ways", "table")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Entry:
     """A schedule in the library.
 
     family: makes rows from the shape alone, or recipe: in the language, for any times.  rows: from a Shape,
         for what has operations of its own.
-    place: where its stages go unless the user says otherwise: "line", "loop", "wave" or "both ways".
+    place: where its stages go unless the user says otherwise: "line", "loop", "wave", "both ways", or
+        "table".  table: number of ranks -> for each stage its rank, or the ranks that it spans.
     lacks: what a runtime must have to run it and has not, if anything.
     weights: how it updates them, see `ir.rules_versions`.
     """
@@ -49,8 +52,16 @@ class Entry:
     rows: Callable[[Shape], Rows] | None = None
     place: str = "line"
     about: str = ""
+    table: Callable[[int], RankTable] | None = None
     lacks: str = ""
     weights: UpdatePolicy = "flush"
+
+    def __post_init__(self) -> None:
+        if (self.place == "table") != (self.table is not None) or self.place not in PLACES:
+            raise ScheduleError(
+                f"a schedule with place={self.place!r} and {'a' if self.table else 'no'} table",
+                hint=f"the places are {', '.join(PLACES)}; give a table with place='table', and only then",
+            )
 
     def make(self, shape: Shape) -> tuple[Rows, int, tuple[Pair, ...]]:
         """The rows, how many slices a micro-batch has, and the pairs."""
@@ -207,7 +218,11 @@ def usual(name: str, ranks: int, chunks: int = 0) -> tuple[StageGraph, tuple[int
     >>> usual("zb_v", 2)[1]
     (0, 1, 1, 0)
     """
-    place = entry(name).place
+    known = entry(name)
+    place = known.place
+    if known.table is not None:
+        table = known.table(ranks)
+        return spread(chain(len(table)), table)
     if place == "both ways":
         return replicate(chain(ranks), 2), both_ways(ranks)
     if place == "wave":
