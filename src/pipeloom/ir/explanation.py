@@ -93,6 +93,22 @@ class Explanation:
         return sum(i.duration_s for i in self.idle)
 
     @property
+    def bubble(self) -> float:
+        """Idle share of all rank-time, until the last rank ends."""
+        return self.idle_s / (self.ranks * self.step_s) if self.step_s else 0.0
+
+    @property
+    def span_bubble(self) -> float:
+        """Idle share of the longest time from a rank's first action to its last, over all ranks."""
+        outside = [0.0] * self.ranks
+        for i in self.idle:
+            if i.reason in ("warm-up", "drain"):
+                outside[i.rank] += i.duration_s
+        span_s = self.step_s - min(outside, default=0.0)
+        busy_s = self.ranks * self.step_s - self.idle_s
+        return 1.0 - busy_s / (self.ranks * span_s) if span_s else 0.0
+
+    @property
     def by_reason(self) -> dict[Reason, float]:
         """Rank-seconds of each reason that occurs, largest first."""
         found: dict[Reason, float] = {}

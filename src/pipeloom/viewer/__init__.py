@@ -10,8 +10,10 @@ from .html import write_report
 from .path import fold
 from .reasons import merged, sentence, sources
 from .terminal import gantt, memory_table, print_report, stage_table, summary_table
+from .units import SizeUnit
 
 __all__ = [
+    "SizeUnit",
     "StageRow",
     "chrome_trace",
     "fold",

@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..ir.timeline import MemoryCurve, Timeline
-from ..ir.units import format_bytes
 from .axes import Figure, dress, time_axis
-from .units import time_unit
+from .units import SizeUnit, show_size, time_unit
 
 COLOURS = {"predicted": "#9a6be0", "measured": "#12a594"}
 LOSS_COLOURS = ("#7d8fa9", "#e0592a", "#12a594", "#9a6be0")
@@ -17,7 +16,9 @@ PANEL_PX, NARROW_PANEL_PX, GAP_PX = 112, 76, 16
 HEADROOM = 1.12
 
 
-def memory_figure(timelines: Sequence[Timeline], caps: Sequence[int] = ()) -> Figure | None:
+def memory_figure(
+    timelines: Sequence[Timeline], caps: Sequence[int] = (), size_unit: SizeUnit | None = None
+) -> Figure | None:
     """One panel per rank: bytes held over the step, measured filled, predicted dashed; None if none known.
 
     caps: bytes each rank may hold; one is drawn if it is near enough not to flatten the curves.
@@ -30,12 +31,14 @@ def memory_figure(timelines: Sequence[Timeline], caps: Sequence[int] = ()) -> Fi
     ranks = sorted({c.rank for _, c in curves})
     tallest = max(c.peak_bytes for _, c in curves)
     unit, scale = ("GiB", 1024**3) if tallest >= 1024**3 else ("MiB", 1024**2)
+    if size_unit is not None:
+        unit, scale = size_unit.name, size_unit.bytes
     span_s = max(t.step_s for t in timelines)
     height = len(ranks) * (PANEL_PX if len(ranks) <= 8 else NARROW_PANEL_PX)
     figure = make_subplots(rows=len(ranks), cols=1, shared_xaxes=True, vertical_spacing=GAP_PX / height)
     listed: set[str] = set()
     for timeline, curve in curves:
-        line = _curve(timeline, curve, scale=scale, span_s=span_s)
+        line = _curve(timeline, curve, scale=scale, span_s=span_s, size_unit=size_unit)
         name = line["name"]
         figure.add_scatter(**line, showlegend=name not in listed, row=ranks.index(curve.rank) + 1, col=1)
         listed.add(name)
@@ -44,17 +47,18 @@ def memory_figure(timelines: Sequence[Timeline], caps: Sequence[int] = ()) -> Fi
         title = {"text": f"rank {rank}<br>{unit}", "font": {"size": 11}}
         figure.update_yaxes(title=title, nticks=4, fixedrange=True, range=[0, top], row=panel, col=1)
         if rank < len(caps) and caps[rank] / scale <= top:
-            figure.add_hline(
-                y=caps[rank] / scale, row=panel, col=1, line={"dash": "dot", "width": 1.2, "color": CAP},
-                annotation={"text": f"cap {format_bytes(caps[rank])}", "font": {"size": 10, "color": CAP}},
-            )  # fmt: skip
+            note = {"text": f"cap {show_size(caps[rank], size_unit)}", "font": {"size": 10, "color": CAP}}
+            dotted = {"dash": "dot", "width": 1.2, "color": CAP}
+            figure.add_hline(y=caps[rank] / scale, row=panel, col=1, line=dotted, annotation=note)
     dress(figure, height=height)
     time_axis(figure, span_s, panels=len(ranks))
     figure.update_layout(hovermode="x unified")
     return figure
 
 
-def _curve(timeline: Timeline, curve: MemoryCurve, *, scale: int, span_s: float) -> dict[str, Any]:
+def _curve(
+    timeline: Timeline, curve: MemoryCurve, *, scale: int, span_s: float, size_unit: SizeUnit | None
+) -> dict[str, Any]:
     """Steps: each size holds until the next time, the last one until the step's end."""
     # A run notes an action's peak after the action, at the time it started.
     steps = sorted(zip(curve.times_s, curve.sizes, strict=True), key=lambda step: step[0])
@@ -73,7 +77,7 @@ def _curve(timeline: Timeline, curve: MemoryCurve, *, scale: int, span_s: float)
         "line": {"shape": "hv", "color": ink, "width": 1.6, "dash": dash or "solid"},
         "fill": "tozeroy" if filled else "none",
         "fillcolor": "rgba(18,165,148,0.13)" if filled else None,
-        "customdata": [format_bytes(s) for s in sizes],
+        "customdata": [show_size(s, size_unit) for s in sizes],
         "hovertemplate": "%{customdata}",
     }
 

@@ -8,7 +8,7 @@ from ..ir.explanation import Explanation
 from .reasons import sentence
 from .units import show_time, time_unit
 
-LANES = {"compute": (-0.42, 0.24), "recv": (-0.13, -0.05), "send": (0.29, 0.38), "host": (0.40, 0.47)}
+LANES = {"compute": (-0.42, 0.24), "recv": (0.17, 0.24), "send": (0.29, 0.38), "host": (0.40, 0.47)}
 """Stream -> its strip within a rank's row, which is 1 high. Waits lie in the gaps between computing."""
 
 SHORTEST = 2e-4
@@ -16,6 +16,9 @@ SHORTEST = 2e-4
 
 PATH = "critical path"
 """Name of the traces that the page's switch shows and hides."""
+
+PATH_HEIGHT = -0.35
+"""Where the path runs within a row: above the numbers of the blocks."""
 
 
 def gaps(explanation: Explanation, span_s: float) -> dict[str, Any]:
@@ -49,12 +52,11 @@ def gaps(explanation: Explanation, span_s: float) -> dict[str, Any]:
 def path_lines(explanation: Explanation, span_s: float) -> list[dict[str, Any]]:
     """The critical path as a line through its blocks, dark on light so that it is seen on any colour."""
     scale = time_unit(span_s)[1]
-    middle = sum(LANES["compute"]) / 2
     points: list[tuple[float, float]] = []
     for step in explanation.path:
         ends = (step.rank, step.to_rank if step.kind == "transfer" else step.rank)
         for at_s, rank in zip((step.start_s, step.end_s), ends, strict=True):
-            point = (round(at_s * scale, 4), rank + middle)
+            point = (round(at_s * scale, 4), rank + PATH_HEIGHT)
             if not points or points[-1] != point:
                 points.append(point)
     line = {

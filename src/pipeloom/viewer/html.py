@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from ..ir.errors import ConfigError
-from ..ir.explanation import Explanation
+from ..ir.explanation import REASONS, Explanation
 from ..ir.timeline import Timeline
-from ..ir.units import format_bytes
 from .axes import Figure
 from .blocks import legend, timelines_figure
 from .curves import loss_figure, memory_figure
 from .facts import Comparison, StageRow, facts, memory_kinds, stage_comparisons, stages_by_rank
-from .units import show_count, show_error, show_share, show_time
+from .labels import chunks
+from .reasons import merged, sources
+from .units import SizeUnit, show_count, show_error, show_share, show_size, show_time
 
 TEMPLATES = Path(__file__).parent / "templates"
 DASH = "–"
@@ -56,12 +58,13 @@ def write_report(
     config: Mapping[str, object] | None = None,
     caps: Sequence[int] = (),
     explanations: Sequence[Explanation] = (),
+    size_unit: SizeUnit | None = None,
 ) -> None:
     """Write the page, whole or not at all.
 
     losses: name ("train", "validation") -> (step, loss) in order.  config: settings, nested or flat.
     caps: bytes each rank may hold.  explanations: of the timelines with the same source.
-    What is not given is left out of the page.
+    size_unit: what memory is counted in, instead of bytes.  What is not given is left out of the page.
     Raises: ConfigError if the file cannot be written.
     """
     import jinja2
@@ -72,7 +75,7 @@ def write_report(
     losses = {name: points for name, points in (losses or {}).items() if points}
     figures = {
         "timelines": timelines_figure(drawn, explanations) if drawn else None,
-        "memory": memory_figure(timelines, caps),
+        "memory": memory_figure(timelines, caps, size_unit),
         "loss": loss_figure(losses) if losses else None,
     }
     environment = jinja2.Environment(
@@ -84,12 +87,15 @@ def write_report(
     )
     page = environment.get_template("report.html").render(
         title=title,
-        cards=_cards(predicted, measured, losses),
+        cards=_cards(predicted, measured, losses, explanations, size_unit),
         legend=legend(drawn),
         explained=bool(drawn and explanations),
+        chunks=any(any(chunks(t).values()) for t in drawn),
+        idle=[_idle_table(e) for e in explanations if e.idle],
         figures={name: _embedded(figure) if figure else "" for name, figure in figures.items()},
         stages=_stage_table(stages, predicted, measured) if stages else None,
-        memory=_memory_table(predicted, measured, stages, caps),
+        memory=_memory_table(predicted, measured, stages, caps, size_unit),
+        memory_unit="" if size_unit is None else size_unit.name,
         config=_flat(config or {}),
         plotly=get_plotlyjs(),
     )
@@ -116,14 +122,22 @@ def _cards(
     predicted: Timeline | None,
     measured: Timeline | None,
     losses: Mapping[str, Sequence[tuple[int, float]]],
+    explanations: Sequence[Explanation],
+    size_unit: SizeUnit | None,
 ) -> list[Card]:
     known = facts(predicted, measured)
     cards = []
     if known.step.predicted or known.step.measured:
         cards.append(_card("step time", known.step, show_time, STEP_BAR))
         cards.append(_card("bubble", known.bubble, show_share, None))
+    for e in explanations:
+        detail = f"{e.source}, of the longest span of a rank"
+        cards.append(Card(name="bubble of the span", value=show_share(e.span_bubble), detail=detail))
     if (peak := known.worst_peak) is not None:
-        cards.append(_card(f"peak memory, {peak.name}", peak, format_bytes, MEMORY_BAR))
+        name = f"peak memory, {peak.name}"
+        if size_unit is not None:
+            name = f"{name}, {size_unit.name}"
+        cards.append(_card(name, peak, lambda size: show_size(size, size_unit), MEMORY_BAR))
     for name, points in losses.items():
         detail = f"from {points[0][1]:.3f} at step {points[0][0]}" if len(points) > 1 else ""
         cards.append(Card(name=f"{name} loss", value=f"{points[-1][1]:.3f}", detail=detail))
@@ -169,25 +183,39 @@ def _memory_table(
     measured: Timeline | None,
     stages: Sequence[StageRow],
     caps: Sequence[int],
+    size_unit: SizeUnit | None,
 ) -> HtmlTable | None:
     timelines = [t for t in (predicted, measured) if t is not None]
     known, homes = facts(predicted, measured), stages_by_rank(stages)
     if not known.peaks:
         return None
-    kinds = memory_kinds(timelines)
+    least = 0.0 if size_unit is None else size_unit.bytes / 1000
+    sizes = [peak for t in timelines for peak in t.peaks]
+    kinds = [k for k in memory_kinds(timelines) if any(size.get(k, 0) > least for size in sizes)]
+    show = partial(show_size, unit=size_unit)
     rows = []
     for peak in known.peaks:
         rank = int(peak.name.removeprefix("rank "))
         for timeline in timelines:
             first = timeline is timelines[0]
-            sizes = timeline.peaks[rank] if rank < len(timeline.peaks) else {}
+            held = timeline.peaks[rank] if rank < len(timeline.peaks) else {}
             total = peak.predicted if timeline is predicted else peak.measured
-            cells = [_text(size, format_bytes) for size in (*map(sizes.get, kinds), total)]
+            cells = [_text(size, show) for size in (*map(held.get, kinds), total)]
             error = _text(peak.error, show_error) if timeline is timelines[-1] else ""
-            cap = format_bytes(caps[rank]) if rank < len(caps) and first else ""
+            cap = show(caps[rank]) if rank < len(caps) and first else ""
             where = (str(rank), homes.get(rank, DASH)) if first else ("", "")
             rows.append((*where, timeline.source, *cells, error, *([cap] if caps else [])))
     heads = ("rank", "stages", "", *kinds, "peak", "error", *(["cap"] if caps else []))
+    return HtmlTable(heads=heads, rows=tuple(rows), left=3)
+
+
+def _idle_table(explanation: Explanation) -> HtmlTable:
+    """Where idle time comes from: each reason, and the largest of its sources."""
+    rows = []
+    for reason, seconds, share, own in merged(sources(explanation)):
+        largest = f"{own[0].text} ({show_share(own[0].share)})"
+        rows.append((reason, REASONS[reason], largest, show_share(share), show_time(seconds)))
+    heads = (f"{explanation.source}: idle", "", "largest source", "of rank-time", "rank-seconds")
     return HtmlTable(heads=heads, rows=tuple(rows), left=3)
 
 

@@ -2,6 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from ..ir.units import format_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizeUnit:
+    """Another unit for memory than bytes, such as micro-batches.
+
+    >>> SizeUnit(name="micro-batches", bytes=1024).show(2560)
+    '2.5'
+    """
+
+    name: str
+    bytes: int
+
+    def show(self, size: float) -> str:
+        return f"{size / self.bytes:.4g}"
+
+
+def show_size(size: float, unit: SizeUnit | None) -> str:
+    return format_bytes(size) if unit is None else unit.show(size)
+
 
 def time_unit(longest_s: float) -> tuple[str, float]:
     """The unit for an axis that ends at `longest_s`, and how many of it make a second.
