@@ -106,7 +106,7 @@ def test_show_is_a_picture_with_the_figures_of_each_rank() -> None:
 def test_show_writes_a_page_and_a_trace(tmp_path: Path) -> None:
     page, trace = tmp_path / "page.html", tmp_path / "trace.json"
     found = read("show", "zb_h1", "--html", str(page), "--trace", str(trace))
-    assert set(found) == FIGURES | {"name", "ranks", "stages", "microbatches", "by_rank", "rows"}
+    assert set(found) == FIGURES | {"name", "ranks", "stages", "microbatches", "by_rank", "rows", "weights"}
     assert (found["ranks"], found["stages"], found["microbatches"]) == (4, 4, 8)
     assert found["rows"][3].startswith("3F0 3I0 3F1")  # type: ignore[index]
     ranks = found["by_rank"]
@@ -246,3 +246,27 @@ def test_degenerate_steps_are_drawn_and_explained(words: list[str]) -> None:
     good("show", "1f1b", *words)
     good("explain", "1f1b", *words)
     good("compare", "1f1b", "zb_v", "gpipe", *words)
+
+
+def test_show_prints_the_weight_versions_of_schedules_without_a_flush() -> None:
+    shown = call("show", "async_1f1b").output
+    assert "versions kept 4 3 2 1, gradients late by up to 3 2 1 0 updates" in shown
+    found = json.loads(call("show", "1f1b", "--weights", "2bw", "--update-every", "4", "--json").output)
+    assert found["weights"] == {
+        "policy": "2bw", "update_every": 4, "versions": [2] * 4, "staleness": [1] * 4,
+    }  # fmt: skip
+    assert json.loads(call("show", "1f1b", "--json").output)["weights"] is None
+    late = call("show", "1f1b", "--weights", "2bw", "--update-every", "2")
+    assert late.exit_code == 1
+    assert "rank 0 runs 0F4 with weight version 1, but the newest there is 0" in late.output
+    alone = call("show", "1f1b", "--keep-versions", "2")
+    assert alone.exit_code == 2 and "add --weights stash or --weights 2bw" in alone.output
+
+
+def test_check_refuses_weight_versions_that_are_lost(tmp_path: Path) -> None:
+    file = tmp_path / "mine.csv"
+    call("export", "1f1b", "-o", str(file))
+    assert call("check", str(file), "--weights", "stash").exit_code == 0
+    few = call("check", str(file), "--weights", "stash", "--keep-versions", "3")
+    assert few.exit_code == 1
+    assert "rank 0 runs 0B3 with weight version 0, that of its forward, but keeps only 3" in few.output

@@ -24,7 +24,7 @@ from pipeloom.simulator import simulate
 
 CALM = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 QUICK = settings(max_examples=120, deadline=None, derandomize=True, suppress_health_check=CALM)
-LONG = settings(max_examples=20_000, deadline=None, suppress_health_check=CALM)
+LONG = settings(max_examples=5_000, deadline=None, suppress_health_check=CALM)
 
 
 def run_through(program: Program, stages: StageGraph, seed: int) -> None:

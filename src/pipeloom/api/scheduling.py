@@ -15,17 +15,22 @@ from ..ir.errors import ConfigError, ScheduleError
 from ..ir.explanation import Explanation
 from ..ir.replicas import replicate
 from ..ir.rules_memory import peak_bytes
+from ..ir.rules_versions import StageVersions, Updates, versions, weight_versions
 from ..ir.schedule import Program, Schedule
 from ..ir.stages import StageGraph, chain
 from ..ir.timeline import Timeline
 from ..ir.units import format_bytes, parse_bytes
 from ..lowering import lower
 from ..schedules.csv import program_text, read_schedule, schedule_text
+from ..schedules.own import load_file
 from ..simulator import Summary, simulate, summarise
 from ..simulator import explain as explain_timeline
 from .times import UNIT, Work, load_work, stage_costs, with_transfers
 
-__all__ = ["UNIT", "Drawn", "Setting", "Work", "csv_text", "draw_file", "draw_schedule", "explain", "library"]
+__all__ = [
+    "UNIT", "Drawn", "Setting", "Work", "csv_text", "draw_file", "draw_schedule", "explain", "library",
+    "updates_of", "weights",
+]  # fmt: skip
 
 SLICES = 2
 """Slices of a micro-batch in sliced schedules, unless the option `slices` says otherwise."""
@@ -114,13 +119,18 @@ def draw_schedule(name: str, setting: Setting) -> Drawn:
         ) from None
 
 
-def draw_file(file: Path, setting: Setting, *, replicas: int = 1) -> Drawn:
-    """Read a CSV file, prove that it can run, and simulate it.
+def draw_file(
+    file: Path, setting: Setting, *, replicas: int = 1, operations: Path | None = None
+) -> Drawn:  # fmt: skip
+    """Read a file of rows, prove that it can run, and simulate it.
 
     replicas: 1 for a chain of stages; 2 if the second half of the stages is a replica of the first, which
-    runs micro-batches of its own, as bidirectional schedules have it.
+    runs micro-batches of its own, as bidirectional schedules have it.  operations: a Python file that
+    declares what else the rows have.
     Raises: ScheduleError or DeadlockError that says what is wrong.
     """
+    if operations is not None:
+        load_file(operations)
     made = read_schedule(file)
     if made.stages % replicas:
         raise ScheduleError(
@@ -129,6 +139,20 @@ def draw_file(file: Path, setting: Setting, *, replicas: int = 1) -> Drawn:
         )
     stages = replicate(chain(made.stages // replicas), replicas) if replicas > 1 else chain(made.stages)
     return _drawn(made, stages, _costs(setting, stages, made.ranks, made.slices), setting)
+
+
+def updates_of(name: str) -> Updates:
+    """How weights are updated in a schedule of the library."""
+    return Updates(policy=schedules.entry(name).weights)
+
+
+def weights(drawn: Drawn, updates: Updates) -> tuple[StageVersions, ...]:
+    """The weight versions of each stage; empty where there is one, with `flush`.
+
+    Raises: ScheduleError if a forward or backward does not find its version.
+    """
+    weight_versions(drawn.schedule, drawn.stages, updates)
+    return () if updates.policy == "flush" else versions(drawn.schedule, updates)
 
 
 def explain(drawn: Drawn) -> Explanation:

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .common import FILE, console, json_option, print_json
-from .schedule_options import TIMES_HELP, shape_options, times_options, writing
+from .schedule_options import TIMES_HELP, shape_options, times_options, updates_options, writing
 
 if TYPE_CHECKING:
     from ..api.scheduling import Drawn, Setting
+    from ..ir.rules_versions import Updates
 
 NAME_HELP = "NAME is one of `pipeloom schedule list`; options follow a colon, as in gis_g:group=3."
 SHOWN = 3
@@ -41,20 +42,26 @@ def list_them(*, as_json: bool) -> None:
 @schedule.command(epilog=f"{NAME_HELP} {TIMES_HELP}")
 @click.argument("name")
 @shape_options
+@updates_options
 @click.option("--html", type=FILE, help="Write a page with the drawing, the reason for each gap, and memory.")
 @click.option("--trace", type=FILE, help="Write a trace for Perfetto or chrome://tracing.")
 @json_option
-def show(*, name: str, setting: Setting, html: Path | None, trace: Path | None, as_json: bool) -> None:
+def show(
+    *, name: str, setting: Setting, updates: Updates | None, html: Path | None, trace: Path | None,
+    as_json: bool,
+) -> None:  # fmt: skip
     """Draw the schedule NAME.
 
     With --json: name, ranks, stages, microbatches, step_s, bubble (idle share of rank-time until the last
     rank ends), span_s (longest time from a rank's first action to its last), span_bubble (idle share of
     that), peak (most micro-batches of residuals on a rank), peak_bytes (null where sizes are not known),
-    by_rank: a list of rank, busy_s, bubble, peak; and rows: one line of actions per rank.
+    by_rank: a list of rank, busy_s, bubble, peak; rows: one line of actions per rank; and weights (null for
+    one version): policy, update_every, and per stage versions (most kept at once), staleness (in updates).
     """
-    from ..api.scheduling import draw_schedule
+    from ..api.scheduling import draw_schedule, updates_of
 
-    _present(draw_schedule(name, setting), html=html, trace=trace, as_json=as_json)
+    drawn = draw_schedule(name, setting)
+    _present(drawn, updates or updates_of(name), html=html, trace=trace, as_json=as_json)
 
 
 @schedule.command(epilog=TIMES_HELP)
@@ -63,26 +70,32 @@ def show(*, name: str, setting: Setting, html: Path | None, trace: Path | None, 
     "--replicas", type=click.IntRange(1), default=1, show_default=True,
     help="2 for bidirectional schedules: the second half of the stages is a replica of the first.",
 )  # fmt: skip
+@click.option("--operations", type=FILE, help="A Python file that declares operations which FILE has.")
 @times_options
+@updates_options
 @click.option("--html", type=FILE, help="Write a page with the drawing, the reason for each gap, and memory.")
 @click.option("--trace", type=FILE, help="Write a trace for Perfetto or chrome://tracing.")
 @json_option
 def check(
-    *, file: Path, replicas: int, setting: Setting, html: Path | None, trace: Path | None, as_json: bool
-) -> None:
+    *, file: Path, replicas: int, operations: Path | None, setting: Setting, updates: Updates | None, html: Path | None,
+    trace: Path | None, as_json: bool,
+) -> None:  # fmt: skip
     """Prove that the schedule in FILE can run, and draw it.
 
     FILE is CSV with one row per rank and one action per cell, as `export` writes it and
-    torch.distributed.pipelining reads it. Says which rule is broken, where, and what to change, and exits
+    torch.distributed.pipelining reads it; or, if it ends in .txt, rows of actions with blanks between them.
+    Says which rule is broken, where, and what to change, and exits
     with 1, if it cannot run. With --json: the keys of `show`.
     """
-    from ..api.scheduling import draw_file
+    from ..api.scheduling import draw_file, weights
+    from ..ir.rules_versions import Updates
 
-    drawn = draw_file(file, setting, replicas=replicas)
+    drawn, updates = draw_file(file, setting, replicas=replicas, operations=operations), updates or Updates()
+    weights(drawn, updates)
     if not as_json:
         count = sum(map(len, drawn.schedule.rows))
         click.echo(f"{file}: {count} actions on {drawn.schedule.ranks} ranks are complete and cannot block")
-    _present(drawn, html=html, trace=trace, as_json=as_json)
+    _present(drawn, updates, html=html, trace=trace, as_json=as_json)
 
 
 @schedule.command(epilog=f"{NAME_HELP} {TIMES_HELP}")
@@ -154,10 +167,15 @@ def explain(*, name: str, setting: Setting, as_json: bool) -> None:
 @click.option("--transfers", is_flag=True, help="Write sends and receives too (torch's compute_comms).")
 @shape_options
 def export(*, name: str, output: Path | None, transfers: bool, setting: Setting) -> None:
-    """Write the schedule NAME as CSV, which torch.distributed.pipelining and `check` read."""
+    """Write the schedule NAME as CSV, which torch.distributed.pipelining and `check` read.
+
+    A file that ends in .txt gets rows of actions instead, which can also say what a user declared.
+    """
     from ..api.scheduling import csv_text, draw_schedule
 
-    text = csv_text(draw_schedule(name, setting), transfers=transfers)
+    drawn = draw_schedule(name, setting)
+    rows = output is not None and output.suffix == ".txt"
+    text = f"{drawn.schedule}\n" if rows else csv_text(drawn, transfers=transfers)
     if output is None:
         click.echo(text, nl=False)
     else:
@@ -196,15 +214,19 @@ def _peak(drawn: Drawn) -> str:
     return f"{drawn.peak:.4g}{size}"
 
 
-def _present(drawn: Drawn, *, html: Path | None, trace: Path | None, as_json: bool) -> None:
+def _present(
+    drawn: Drawn, updates: Updates, *, html: Path | None, trace: Path | None, as_json: bool
+) -> None:
     from .. import viewer
     from ..api import scheduling
 
-    made = drawn.schedule
+    made, versions = drawn.schedule, _versions(drawn, updates)
     if html is not None:
+        unit = viewer.SizeUnit(name="micro-batches", bytes=scheduling.UNIT)
         viewer.write_report(
-            html, title=f"{made.name}, simulated", predicted=drawn.timeline,
-            explanations=[scheduling.explain(drawn)],
+            html, title=f"{made.name}: {made.ranks} ranks, {drawn.microbatches} micro-batches, simulated",
+            predicted=drawn.timeline, explanations=[scheduling.explain(drawn)],
+            size_unit=None if drawn.peaks_bytes else unit,
         )  # fmt: skip
     if trace is not None:
         with writing(trace):
@@ -214,7 +236,8 @@ def _present(drawn: Drawn, *, html: Path | None, trace: Path | None, as_json: bo
         shape = {
             "name": made.name, "ranks": made.ranks, "stages": made.stages, "microbatches": drawn.microbatches,
         }  # fmt: skip
-        print_json({**shape, **_figures(drawn), "by_rank": by_rank, "rows": str(made).splitlines()})
+        rows = str(made).splitlines()
+        print_json({**shape, **_figures(drawn), "by_rank": by_rank, "rows": rows, "weights": versions})
         return
     beside = {
         "bubble": [_percent(r["bubble"]) for r in by_rank],
@@ -226,6 +249,24 @@ def _present(drawn: Drawn, *, html: Path | None, trace: Path | None, as_json: bo
         f"step {s.step_s:.6g}; bubble {_percent(s.bubble)} until the last rank ends, "
         f"{_percent(s.span_bubble)} of the longest span of a rank; peak {_peak(drawn)} micro-batches"
     )
+    if versions is not None:
+        kept, late = (" ".join(map(str, versions[key])) for key in ("versions", "staleness"))
+        click.echo(
+            f"weights {updates.policy}, an update every {updates.every} micro-batches; per stage, versions "
+            f"kept {kept}, gradients late by up to {late} updates"
+        )
+
+
+def _versions(drawn: Drawn, updates: Updates) -> dict[str, Any] | None:
+    from ..api.scheduling import weights
+
+    found = weights(drawn, updates)
+    if not found:
+        return None
+    return {
+        "policy": updates.policy, "update_every": updates.every, "versions": [s.needed for s in found],
+        "staleness": [max(s.staleness, default=0) for s in found],
+    }  # fmt: skip
 
 
 def _print_explanation(name: str, drawn: Drawn) -> None:

@@ -71,6 +71,21 @@ TIMES = (
         "a plan.",
     ),
 )  # fmt: skip
+UPDATES = (
+    click.option(
+        "--weights", type=click.Choice(["flush", "stash", "2bw"]),
+        help="How weights are updated: once all backwards are done, as in PipeDream, or as in PipeDream-2BW; "
+        "by default as the schedule is meant.",
+    ),
+    click.option(
+        "--update-every", type=click.IntRange(1),
+        help="Micro-batches per update, for stash and 2bw.  [default: 1]",
+    ),
+    click.option(
+        "--keep-versions", type=click.IntRange(1),
+        help="Weight versions that a stage keeps; by default 2 for 2bw, and as many as it needs for stash.",
+    ),
+)  # fmt: skip
 TIMES_HELP = (
     "Times are seconds, or any one unit: one number is the time of one micro-batch on all stages of a rank "
     "together; several, as 1,2,1,1, are the times of the stages from front to back."
@@ -109,6 +124,29 @@ def _with_setting(command: Callable[..., Any], options: Sequence[Callable[..., A
 
     found: Callable[..., Any] = with_setting
     for option in reversed(options):
+        found = option(found)
+    return found
+
+
+def updates_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """--weights and what goes with it, handed to the command as `updates`: None unless given."""
+
+    @wraps(command)
+    def with_updates(
+        *, weights: Any, update_every: int | None, keep_versions: int | None, **others: Any
+    ) -> Any:
+        from ..ir.rules_versions import Updates
+
+        if weights in (None, "flush") and (update_every or keep_versions):
+            raise ConfigError(
+                "--update-every and --keep-versions say nothing without versions of weights",
+                hint="add --weights stash or --weights 2bw",
+            )
+        updates = Updates(policy=weights, every=update_every or 1, kept=keep_versions) if weights else None
+        return command(updates=updates, **others)
+
+    found: Callable[..., Any] = with_updates
+    for option in reversed(UPDATES):
         found = option(found)
     return found
 
