@@ -8,7 +8,8 @@ import pytest
 
 from pipeloom.ir.action import parse_action, parse_instruction
 from pipeloom.ir.check import check
-from pipeloom.ir.errors import ScheduleError
+from pipeloom.ir.errors import PlanError, ScheduleError
+from pipeloom.ir.plan import Plan
 from pipeloom.ir.schedule import Schedule, parse_rows
 from pipeloom.ir.stages import chain
 from pipeloom.schedules.csv import parse_schedule
@@ -55,3 +56,12 @@ def test_a_large_number_costs_no_memory(row: str, message: str) -> None:
     tracemalloc.stop()
     assert caught.value.message == message
     assert peak < 2**24
+
+
+def test_a_plan_without_stages_is_refused() -> None:
+    empty = Plan(
+        graph="", planner="", stages=(), placement=(0,), schedule="1f1b", schedule_rows=("0F0 0B0",),
+        microbatches=1,
+    )  # fmt: skip
+    with pytest.raises(PlanError, match="this plan has no stages"):
+        _ = empty.as_schedule

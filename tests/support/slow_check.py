@@ -20,14 +20,15 @@ BACKWARD = ("B", "I", "W")
 MESSAGES = {
     "placement": r"the placement names|is placed on rank|but the stages are 0 to",
     "ranks": r"no stage: the stages are on",
-    "kinds": r"whose kind is not a compute action|but the micro-batches are 0 to",
+    "kinds": r"whose kind is not a compute action|runs \d+[A-Z]+\d+, but the micro-batches are 0 to",
     "completeness": r"runs (\d+(F|B|I|W|EVICT|FETCH)\d+) twice|never runs \d+[FBIW]\d+|runs both",
     "order": r"runs \S+ before \S+, which it needs$",
     "slices": r"another slice of the same micro-batch",
     "evictions": r"its residuals are on rank|nothing of it was evicted|which has used its residuals"
     r"|is its own partner|and never \d+FETCH",
     "pairs": r"of the pair|is in two pairs|is a pair$|as a pair, but",
-    "ends": r"does not hold stage|pass that way from stage to stage|but holds both stages",
+    "ends": r"does not hold stage|pass that way from stage to stage|but holds both stages"
+    r"|runs \d+(SEND|RECV)_\S+, but the micro-batches are 0 to",
     "pairing": r"\d(SEND|RECV)_\S+ twice|never runs \d+(SEND|RECV)",
     "data": r"runs \S+ without \S+ before it",
     "optimizer": r"which has nothing to do there|never runs \d+(STEP|REDUCE)$|(STEP|REDUCE) twice"
@@ -40,8 +41,8 @@ SCHEDULE_RULES = (
     "placement", "ranks", "kinds", "completeness", "order", "slices", "evictions", "deadlock", "pairs",
 )  # fmt: skip
 PROGRAM_RULES = (
-    "placement", "kinds", "completeness", "order", "pairs", "ends", "pairing", "data", "optimizer",
-    "deadlock",
+    "placement", "kinds", "completeness", "order", "evictions", "pairs", "ends", "pairing", "data",
+    "optimizer", "deadlock",
 )  # fmt: skip
 """In the order in which they are proved: the first broken one is reported."""
 
@@ -186,7 +187,8 @@ def broken_program_rule(p: Program, g: StageGraph) -> str | None:
         return "placement"
     tests: dict[str, Callable[[], bool]] = {
         "kinds": lambda: _unknown(compute, g), "completeness": lambda: _incomplete(compute, g),
-        "order": lambda: _out_of_order(compute, g), "pairs": lambda: _bad_pairs(compute, g),
+        "order": lambda: _out_of_order(compute, g), "evictions": lambda: _lost(compute, g),
+        "pairs": lambda: _bad_pairs(compute, g),
         "ends": lambda: _stray(p, g), "pairing": lambda: _unpaired(p), "data": lambda: _missing_data(p, g),
         "optimizer": lambda: _bad_optimizer(p, g), "deadlock": lambda: bool(program_stuck(p, g)),
     }  # fmt: skip
@@ -209,7 +211,7 @@ def _stray(p: Program, g: StageGraph) -> bool:
                 values = g.between.get(_edge(t), ())
                 if not any(v.needs_grad or t.kind in ("SEND_F", "RECV_F") for v in values):
                     return True
-                if p.placement[t.peer] == rank:
+                if p.placement[t.peer] == rank or not 0 <= t.microbatch < p.microbatches:
                     return True
     return False
 

@@ -51,7 +51,7 @@ def check_program(program: Program, stages: StageGraph) -> None:
         name="program", microbatches=program.microbatches, placement=program.placement,
         rows=Rows(program.columns.where(program.columns.is_compute)), pairs=program.pairs,
     )  # fmt: skip
-    for rule in (placement, kinds, completeness, order_on_rank, *added_rules.RULES):
+    for rule in (placement, kinds, completeness, order_on_rank, rules_eviction.evictions, *added_rules.RULES):
         rule(compute, flow)
     for program_rule in program_rules.RULES:
         program_rule(program, stages, flow)

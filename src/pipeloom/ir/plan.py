@@ -83,7 +83,9 @@ class Plan:
 
     @cached_property
     def replicas(self) -> int:
-        """How often the stages are placed. Raises: PlanError if not evenly."""
+        """How often the stages are placed. Raises: PlanError if not evenly, or there are none."""
+        if not self.stages:
+            raise PlanError("this plan has no stages", hint="plan again")
         times, rest = divmod(len(self.placement), len(self.stages))
         if rest or times < 1 or self.microbatches % times:
             raise PlanError(
