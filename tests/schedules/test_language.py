@@ -180,16 +180,19 @@ def test_trap_greed_is_myopic_once_transfers_take_time() -> None:
 
 
 def test_a_filler_waits_for_what_is_on_its_way() -> None:
-    """Rank 0 could begin W0 (3 s) at 6 s, but I1 comes at 7 s."""
+    """Rank 1 could begin W0 (3 s) at 6 s, but I1 comes at 8 s, and rank 0 waits for its result."""
     costs = tuple(
-        StageCost(forward_s=1, backward_s=i + w, input_grad_s=i, weight_grad_s=w) for i, w in ((1, 3), (2, 1))
+        StageCost(forward_s=1, backward_s=i + w, input_grad_s=i, weight_grad_s=w)
+        for i, w in ((1, 1), (1, 3), (2, 1))
     )
-    s = replace(shape((0, 1), 2), costs=costs)
-    rows = phases(s, warm_up=lambda rank: 1 - rank, repeat="FI")
+    s = replace(shape((0, 1, 2), 2), costs=costs)
+    rows = phases(s, warm_up=lambda rank: 2 - rank, repeat="FI")
     waits = make(s, Recipe(kinds="FIW", rows=rows)).outcome
     hurries = make(s, Recipe(kinds="FIW", rows=rows, overlap=1.0)).outcome
-    kinds = ["".join(a.kind for a in o.rows[0]) for o in (waits, hurries)]
+    kinds = ["".join(a.kind for a in o.rows[1]) for o in (waits, hurries)]
     assert kinds == ["FFIIWW", "FFIWIW"]
+    # Nobody waits for the last I of rank 0, so there W goes first.
+    assert "".join(a.kind for a in waits.rows[0]) == "FFIWIW"
 
 
 def test_trap_interleaving_needs_a_pattern() -> None:

@@ -41,7 +41,8 @@ def assemble(shape: Shape, recipe: Recipe) -> tuple[Task, tuple[Operation, ...]]
         key=recipe.priority, clock=_clock(shape, recipe), row_of=rows, memory=limits,
         open_rank=tuple(map(recipe.in_flight, range(shape.ranks))) if recipe.in_flight else (),
         open_stage=tuple(map(recipe.in_flight_stage, stages)) if recipe.in_flight_stage else (),
-        before=recipe.before, patience=recipe.patience, overlap=recipe.overlap, early=recipe.early,
+        before=recipe.before, patience=recipe.patience, early=recipe.early,
+        overlap=recipe.overlap if isinstance(recipe.overlap, tuple) else (recipe.overlap, recipe.overlap),
         together=recipe.together, paired=_pairs(shape, recipe, rows or ()),
         joint=lambda a, b: pair_seconds(shape.costs, (a, b)),
     )  # fmt: skip
@@ -179,7 +180,7 @@ def _streams(shape: Shape, recipe: Recipe, loose: Sequence[Operation]) -> list[S
             stage=s, kind=kind, rank=shape.placement[s], memory=0.0,
             seconds=shape.seconds(s, kind) if _occupies(kind) else 0.0,
             feeds=tuple(feeds[s, kind]), needs=needed[s, kind], order=_order(shape, recipe, s, kind),
-            filler=kind in fill, opens=kind == F, closes=kind in (B, I),
+            filler=kind in fill, drains=kind in recipe.drain, opens=kind == F, closes=kind in (B, I),
         )
         for s, kind in index
     ]  # fmt: skip

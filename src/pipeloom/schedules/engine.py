@@ -13,7 +13,7 @@ from heapq import heappop, heappush
 from itertools import starmap
 from math import inf
 
-from ..ir.action import Action
+from ..ir.action import Action, W
 from ..ir.errors import DeadlockError, ScheduleError
 from ..ir.schedule import Pair
 from .task import EPS, Outcome, Stream, Task
@@ -56,6 +56,8 @@ class _Run:
             self.own[s.rank].append(index)
             self.left[s.rank] += s.seconds * len(s.order)
             self.unopened[s.rank] += s.opens * len(s.order)
+        # Others wait for its results; an I that only its own W waits for holds up nobody in the drain.
+        self.urgent = [any(streams[u].kind != W for u, _ in s.feeds) for s in streams]
         self.plain = [[i for i in own if not streams[i].filler] for own in self.own]
         self.fillers = [[i for i in own if streams[i].filler] for own in self.own]
         self.runs = [set(s.order) if len(s.order) < size else range(size) for s in streams]
@@ -168,7 +170,7 @@ class _Run:
                 continue
             if arrival <= late:
                 best, best_key = index, key
-            elif arrival < soon:
+            elif arrival < soon and (self.unopened[rank] or self.urgent[index]):
                 soon, soon_key = arrival, key
         if best >= 0:
             wait = task.patience * task.streams[best].seconds
@@ -178,7 +180,7 @@ class _Run:
         filler = min(self.fillers[rank], key=ready.__getitem__, default=-1)
         if filler < 0 or ready[filler] > late:
             return False
-        room = task.streams[filler].seconds * (1 - task.overlap)
+        room = task.streams[filler].seconds * (1 - task.overlap[not self.unopened[rank]])
         if fill and (full or soon >= now + room - EPS):
             self._start(filler, now)
         return True
@@ -337,10 +339,19 @@ class _Run:
         if s.opens:
             self.open_rank[rank] += 1
             self.open_stage[s.stage] += 1
+            self.unopened[rank] -= 1
+            if not self.unopened[rank]:
+                self._drain(rank)
         elif s.closes:
             self.open_rank[rank] -= 1
             self.closed[rank] = True
             self.open_stage[s.stage] -= 1
+
+    def _drain(self, rank: int) -> None:
+        streams = self.task.streams
+        if self.task.row_of is None:
+            self.fillers[rank] += [i for i in self.plain[rank] if streams[i].drains]
+            self.plain[rank] = [i for i in self.plain[rank] if not streams[i].drains]
 
     def _tick_off(self, rank: int, place: object) -> None:
         """Note that an action of the order of a rank, if it is in there, has started."""

@@ -30,9 +30,11 @@ class Recipe:
     in_flight_stage: the same of one stage.  memory_bytes: most bytes of residuals of a rank; the costs must
         then say what residuals take.
     fill: kinds that run only where nothing else can, so that they fill gaps: "W", or ("W", "COMPRESS").
+    drain: kinds that keep to the order until the last forward of their rank has begun, and then fill gaps.
     early: which forwards may run before their turn in a clock: "all", "warm" (only until the rank's first
         backward) or "none".
-    patience, overlap: see `engine.Task`.
+    patience, overlap: see `task.Task`; overlap may be two numbers: until the last forward of the rank has
+        begun, and from then on.
     together(a, b): b may run with a as one unit, as F of one micro-batch with B of another. With rows:
         neighbours for which it holds do so; else where both could run now.
     insert: operations that a user declared. Each goes next to its anchor, unless `rows` has it somewhere, or
@@ -51,9 +53,10 @@ class Recipe:
     in_flight_stage: PerRank | None = None
     memory_bytes: PerRank | float | None = None
     fill: Sequence[str] = "W"
+    drain: Sequence[str] = ""
     early: str = "all"
     patience: float = 0.0
-    overlap: float = 0.0
+    overlap: float | tuple[float, float] = 0.0
     together: Callable[[Action, Action], bool] | None = None
     insert: tuple[Operation, ...] = ()
     slices: int = 1

@@ -20,7 +20,8 @@ class Stream:
     needs: how many results each action of this stream waits for.
     memory: change when an action starts, if above 0, or ends, if below: residuals come with F and go
         with B or W.
-    filler: runs only where nothing else can.  opens, closes: F opens a micro-batch, B or I closes it.
+    filler: runs only where nothing else can; drains: the same once all forwards of the rank have begun.
+    opens, closes: F opens a micro-batch, B or I closes it.
     around: micro-batch -> seconds of what a user inserted right before and right after the action.
     """
 
@@ -33,6 +34,7 @@ class Stream:
     needs: int
     order: Sequence[int]
     filler: bool = False
+    drains: bool = False
     opens: bool = False
     closes: bool = False
     around: Callable[[int], tuple[float, float]] | None = None
@@ -49,7 +51,7 @@ class Task:
     memory, open_rank, open_stage: limits; `inf` for none.
     before: before(a, b) is true if `a` must run before `b`, both on one rank.
     patience: share of its own time for which an action waits for a more urgent one that is on its way;
-    overlap: share of a filler that may stick out of the gap it fills.
+    overlap: share of a filler that may stick out of the gap it fills, before and in the drain.
     early: which F may run ahead of their place in the safe order: "all", "warm" (until the rank's first B or
         I) or "none".
     together: together(a, b) is true if b may run with a as one unit, which takes joint(a, b) seconds. By a
@@ -66,7 +68,7 @@ class Task:
     open_stage: tuple[float, ...] = ()
     before: Callable[[Action, Action], bool] | None = None
     patience: float = 0.0
-    overlap: float = 0.0
+    overlap: tuple[float, float] = (0.0, 0.0)
     early: str = "all"
     together: Callable[[Action, Action], bool] | None = None
     paired: Mapping[Action, Action] = field(default_factory=dict)

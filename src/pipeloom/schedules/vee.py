@@ -10,10 +10,12 @@ ranks: ZB-V p, V-Half p // 2 + 1, V-Min (p + 4) // 3, 1F1B-V the next above 2p /
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import TypeAlias
 
-from ..ir.action import Action, F, I
+from ..ir.action import Action, F, I, W
+from .blocks import Clock, block_clock
 from .language import Recipe, Shape, options, path_clock, timings
 
 Pace: TypeAlias = tuple[str, tuple[float, ...], tuple[float, ...], tuple[float, float, float]]
@@ -21,15 +23,35 @@ Pace: TypeAlias = tuple[str, tuple[float, ...], tuple[float, ...], tuple[float, 
 
 
 def recipes(s: Shape, memory: float, paces: Sequence[Pace], **rules: str) -> list[Recipe]:
-    """A recipe for each pace; with uneven times also one with slots as long as the actions."""
+    """A recipe for each pace; with uneven times also one with slots as long as the actions, and first of all
+    a block that is made for these times: W keeps to its place in it, and fills gaps in the drain."""
     memory = options(s, memory=memory)["memory"]
     found: list[Recipe] = []
+    if not s.even and (clock := block_clock(s, memory)) is not None:
+        block = Recipe(kinds="FIW", clock=clock, memory=memory, fill="", drain="W", patience=0.5)
+        found += [block, replace(block, early="warm"), replace(block, fill="W", overlap=0.5)]
     for early, forward, backward, turns in paces:
         for real in (False,) if s.even else (False, True):
             clock = path_clock(s, forward, backward, turns=turns, real=real)
             recipe = Recipe(kinds="FIW", clock=clock, memory=memory, early=early, **rules)  # type: ignore[arg-type]
             found += timings(s, recipe)
+            if not s.even:
+                own = clock if real else _w_in_free_slots(s, clock)
+                found.append(replace(recipe, clock=own, fill="", drain="W", patience=0.5))
     return found
+
+
+def _w_in_free_slots(s: Shape, clock: Clock) -> Clock:
+    """A clock of equal slots with each W in the first slot after its I that no F or I of its rank has."""
+    period = round(clock(0, F, 1) - clock(0, F, 0))
+    at: dict[int, float] = {}
+    for own in s.own:
+        taken = {round(clock(stage, kind, 0)) % period for stage in own for kind in (F, I)}
+        for stage in sorted(own, key=lambda stage: clock(stage, I, 0)):
+            free = (round(clock(stage, I, 0)) + 1 + i for i in range(period))
+            at[stage] = next((slot for slot in free if slot % period not in taken), clock(stage, W, 0))
+            taken.add(round(at[stage]) % period)
+    return lambda stage, kind, b: at[stage] + period * b if kind == W else clock(stage, kind, b)
 
 
 def zb_v(s: Shape) -> list[Recipe]:
@@ -43,7 +65,10 @@ def zb_v_recipes(s: Shape, memory: float) -> list[Recipe]:
     clocks = recipes(s, memory, [
         ("warm", (4,), (4,), (0, 0, 2)), ("all", (1, 2), (1, 2), (0, 0, 0)), ("warm", (2,), (2,), (0, 0, 0)),
     ])  # fmt: skip
-    return [*timings(s, pattern), *clocks] if all(len(own) == 2 for own in s.own) else clocks
+    patterns = timings(s, pattern)
+    if not s.even:
+        patterns += [replace(pattern, overlap=overlap) for overlap in ((1.0, 0.0), (0.0, 0.75))]
+    return [*patterns, *clocks] if all(len(own) == 2 for own in s.own) else clocks
 
 
 def _zb_v_row(s: Shape, rank: int) -> Iterator[Action]:
