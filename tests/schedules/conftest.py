@@ -1,5 +1,6 @@
 """Operations that a test declares are forgotten after it."""
 
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -16,3 +17,4 @@ def forget_operations() -> Iterator[None]:
     for table, known in zip(tables, before, strict=True):
         table.clear()
         table.update(known)
+    sys.modules.pop("own_schedule", None)  # so that loading the example again declares its operation again

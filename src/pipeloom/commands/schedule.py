@@ -77,8 +77,8 @@ def show(
 @click.option("--trace", type=FILE, help="Write a trace for Perfetto or chrome://tracing.")
 @json_option
 def check(
-    *, file: Path, replicas: int, operations: Path | None, setting: Setting, updates: Updates | None, html: Path | None,
-    trace: Path | None, as_json: bool,
+    *, file: Path, replicas: int, operations: Path | None, setting: Setting, updates: Updates | None,
+    html: Path | None, trace: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Prove that the schedule in FILE can run, and draw it.
 

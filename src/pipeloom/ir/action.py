@@ -183,6 +183,7 @@ def _advice(text: str) -> str:
         meant = f"{int(stage)}{kind.upper()}{int(microbatch)}"
         if kind.upper() in COMPUTE:
             return f"write {meant}; the kinds are {kinds}"
+        return f"{usual}; any other is to be declared first, as an Operation"
     elif kind and microbatch and not stage and kind in COMPUTE:
         return f"the stage is missing: write 0{kind}{microbatch} for stage 0"
     elif stage and kind and not microbatch and not rest:

@@ -35,6 +35,7 @@ from ..ir.action import (
 )
 from ..ir.errors import ScheduleError
 from ..ir.schedule import Pair, Program, Schedule
+from .text import from_rows, parse_text
 
 _CELL = re.compile(r"([0-9]{1,9})(F|B|I|W|SEND_F|RECV_F|SEND_B|RECV_B)([0-9]{1,9})")
 _OVERLAP = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
@@ -122,7 +123,8 @@ def _cell(step: Instruction) -> str:
 
 
 def read_schedule(path: Path, *, name: str = "") -> Schedule:
-    """Read a file of either form; transfers are dropped, as they follow from the stages.
+    """Read a file of either form; transfers are dropped, as they follow from the stages. A file that ends
+    in .txt has rows as `str(schedule)` prints them, and may have declared operations too.
 
     Raises: ScheduleError if a cell cannot be read, or a stage stands in two rows.
     """
@@ -132,7 +134,8 @@ def read_schedule(path: Path, *, name: str = "") -> Schedule:
         raise ScheduleError(f"cannot read {path}: {error.strerror}", hint="check the path") from None
     except UnicodeDecodeError:
         raise ScheduleError(f"cannot read {path}: it is no text", hint="give a CSV file of actions") from None
-    return parse_schedule(text, name=name or path.stem)
+    parse = parse_text if path.suffix == ".txt" else parse_schedule
+    return parse(text, name=name or path.stem)
 
 
 def parse_schedule(text: str, *, name: str = "csv") -> Schedule:
@@ -141,9 +144,8 @@ def parse_schedule(text: str, *, name: str = "csv") -> Schedule:
     >>> str(parse_schedule("0F0,0SEND_F0,,0RECV_B0,0B0\\n1RECV_F0,1F0,1B0,1SEND_B0\\n"))
     '0F0 0B0\\n1F0 1B0'
     """
-    rows: list[tuple[Action, ...]] = []
+    rows: list[list[Action]] = []
     pairs: list[Pair] = []
-    home: dict[int, int] = {}
     for rank, cells in enumerate(_cells(text)):
         row: list[Action] = []
         for column, cell in enumerate(cells):
@@ -151,22 +153,8 @@ def parse_schedule(text: str, *, name: str = "csv") -> Schedule:
             row += found
             if len(found) == 2:
                 pairs.append((found[0], found[1]))
-        for action in row:
-            if home.setdefault(action.stage, rank) != rank:
-                raise ScheduleError(
-                    f"stage {action.stage} stands in the rows of ranks {home[action.stage]} and {rank}",
-                    hint="give each stage one rank",
-                )
-        rows.append(tuple(row))
-    if not home:
-        raise ScheduleError("there is no action in it", hint="write one row per rank, one action per cell")
-    if sorted(home) != list(range(len(home))):
-        raise ScheduleError("the stages are not numbered from 0 without gaps", hint="number them 0, 1, ...")
-    count = 1 + max(action.microbatch for row in rows for action in row)
-    return Schedule(
-        name=name, microbatches=count, placement=tuple(home[s] for s in range(len(home))), rows=tuple(rows),
-        pairs=tuple(pairs),
-    )  # fmt: skip
+        rows.append(row)
+    return from_rows(rows, pairs, name=name)
 
 
 def _cells(text: str) -> Iterator[list[str]]:

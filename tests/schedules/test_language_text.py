@@ -1,0 +1,89 @@
+"""The grammar of actions and rows: strict, and its errors say what to write instead."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from pipeloom.cli import main
+from pipeloom.ir.action import B, parse_action, parse_instruction
+from pipeloom.ir.errors import ScheduleError
+from pipeloom.schedules import Operation, declare
+from pipeloom.schedules.text import parse_text
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "own_schedule.py"
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("0FOO", "the micro-batch is missing: write 0F0"),
+        ("0F1junk", "write 0F1 and nothing behind it"),
+        ("0F1\n", "write 0F1 and nothing behind it"),
+        ("F0", "the stage is missing: write 0F0 for stage 0"),
+        ("0F", "the micro-batch is missing: write 0F0"),
+        ("0f1", "write 0F1"),
+        ("00F1", "write 0F1"),
+        ("0F01", "write 0F1"),
+        ("+0F1", "write 0F1"),
+        ("-1F0", "stages are numbered from 0"),
+        ("0F-1", "write stage, kind, micro-batch, as in 2F5"),
+        ("\u0660F1", "use the digits 0-9"),
+        ("0F\u00b2", "use the digits 0-9"),
+        ("\uff10F1", "use the digits 0-9"),
+        ("", "the action is empty"),
+        ("0F0,0B0", "blanks separate actions"),
+        ("0 F 0", "write stage, kind, micro-batch"),
+        ("0COMPRESSED0", "any other is to be declared first"),
+        ("0F" + "9" * 5000, "write stage, kind, micro-batch"),
+    ],
+)
+def test_wrong_actions(text: str, hint: str) -> None:
+    with pytest.raises(ScheduleError) as caught:
+        parse_action(text)
+    assert hint in str(caught.value.hint) and len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize(
+    "text", ["0SEND_F0", "0SEND_F0<1", "01SEND_F0>1", "0SEND_F0>1 ", "0STEP0", "\u0661STEP"]
+)
+def test_wrong_instructions(text: str) -> None:
+    with pytest.raises(ScheduleError):
+        parse_instruction(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("0F0 0B0\n1F0 1b0", "row 2: cannot read action '1b0'"),
+        ("0F0 0B0\n0F1 0B1", "stage 0 stands in the rows of ranks 0 and 1"),
+        ("0F0 0B0\n2F0 2B0", "the stages are not numbered from 0 without gaps"),
+        ("", "there is no action in it"),
+        ("0F0 0F1&&0B0", "row 1: cannot read '0F1&&0B0'"),
+    ],
+)
+def test_wrong_texts(text: str, problem: str) -> None:
+    with pytest.raises(ScheduleError) as caught:
+        parse_text(text)
+    assert caught.value.message == problem
+
+
+def test_a_text_and_what_it_prints() -> None:
+    declare(Operation(letters="SYNC", meaning="sync", after=B))
+    text = "0F0 0F1&0B0 0SYNC0 0B1 0SYNC1\n1F0 1B0 1SYNC0 1F1 1B1 1SYNC1"
+    made = parse_text(f"\n{text}  \n\n")
+    assert str(made) == text and made.placement == (0, 1) and made.microbatches == 2
+
+
+def test_a_file_with_declared_operations_is_checked(tmp_path: Path) -> None:
+    """`export` writes what `check` reads, once it is told who declares the operations."""
+    file = tmp_path / "mine.txt"
+    name = f"{EXAMPLE}:compressed"
+    assert CliRunner().invoke(main, ["schedule", "export", name, "-p", "2", "-o", str(file)]).exit_code == 0
+    good = CliRunner().invoke(main, ["schedule", "check", str(file), "--operations", str(EXAMPLE)])
+    assert good.exit_code == 0 and "cannot block" in good.output, good.output
+    file.write_text(file.read_text().replace("0W0 0COMPRESS0", "0COMPRESS0 0W0"))
+    bad = CliRunner().invoke(main, ["schedule", "check", str(file), "--operations", str(EXAMPLE)])
+    assert bad.exit_code == 1 and "rank 0 runs 0COMPRESS0 before 0W0" in bad.output
