@@ -1,0 +1,83 @@
+"""Plans for schedules with several stages per rank, or with replicas."""
+
+from __future__ import annotations
+
+import pytest
+from every_schedule import gpt_job, plan_of
+from runs import capture_of, shared_captures, threads
+
+from pipeloom import Job, Pipeline, schedules
+from pipeloom.api import passes
+from pipeloom.api.placing import stages_for
+from pipeloom.ir.errors import InfeasibleError, PlanError
+from pipeloom.ir.graph import OpGraph
+from pipeloom.ir.plan import Plan
+from pipeloom.planner import cpu_cluster
+
+SEVERAL = ["zb_v", "interleaved_1f1b", "dualpipe"]
+
+
+@pytest.fixture(scope="module")
+def gpt() -> Job:
+    return gpt_job()
+
+
+def planned(job: Job, schedule: str, *, microbatches: int = 4, memory: str | None = None) -> Plan:
+    return passes.plan(
+        job, stages=2, microbatches=microbatches, microbatch_size=1, schedule=schedule,
+        cluster=cpu_cluster(2, memory=memory), captured=capture_of(job, 1), memory=memory,
+    )  # fmt: skip
+
+
+def graph_of(job: Job) -> OpGraph:
+    return capture_of(job, 1).graph
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_the_planner_cuts_for_the_placement(gpt: Job, name: str) -> None:
+    found = planned(gpt, name)
+    stages, placement = schedules.usual(name, 2)
+    assert found.placement == placement and found.schedule == name
+    assert len(found.stages) == stages_for(name, 2) == len(stages.stages) // stages.replicas
+    graph, cluster = graph_of(gpt), cpu_cluster(2)
+    step = passes.simulate(found, graph, passes.estimate(graph, cluster), cluster)
+    assert step.ranks == 2 and step.step_s == pytest.approx(found.predicted_step_s)
+
+
+def test_replicas_cost_what_each_of_them_holds(gpt: Job) -> None:
+    """Both ranks of a bidirectional schedule hold all parameters; of a V, about half."""
+    graph, cluster = graph_of(gpt), cpu_cluster(2)
+    total = sum(p.bytes for p in graph.parameters)
+    costs = passes.estimate(graph, cluster)
+    both, half = (passes.simulate(planned(gpt, name), graph, costs, cluster) for name in ("dualpipe", "zb_v"))
+    assert all(peak["parameters"] >= total for peak in both.peaks)
+    assert all(peak["parameters"] < total for peak in half.peaks)
+
+
+def test_too_little_memory_is_refused(gpt: Job) -> None:
+    with pytest.raises(InfeasibleError, match="cap is"):
+        planned(gpt, "dualpipe", memory="20KiB")
+
+
+def test_an_odd_number_of_microbatches_has_no_two_directions(gpt: Job) -> None:
+    with pytest.raises(PlanError, match="chimera runs in 2 directions, there are 3 micro-batches"):
+        planned(gpt, "chimera", microbatches=3)
+
+
+@pytest.mark.parametrize("name", ["dualpipe", pytest.param("zb_v", marks=pytest.mark.slow)])
+def test_steps_are_predicted_and_measured(gpt: Job, name: str) -> None:
+    plan = plan_of(gpt, name, 2, microbatches=4)
+
+    def work(rank: int, channel: object) -> tuple[set[str], set[str]]:
+        with Pipeline(gpt, plan, channel=channel) as pipeline:
+            predicted = pipeline.predict()
+            pipeline.step(gpt.batch(0, 4))
+            measured = pipeline.measured()
+        return tuple(
+            {e.action for e in timeline.events if e.stream == "compute" and e.action[-1].isdigit()}
+            for timeline in (predicted, measured)
+        )  # type: ignore[return-value]
+
+    with shared_captures():
+        for predicted, measured in threads(2, work):
+            assert predicted == measured == {word for row in plan.schedule_rows for word in row.split()}
