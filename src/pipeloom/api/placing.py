@@ -16,6 +16,7 @@ from ..ir.errors import InfeasibleError, PlanError, ScheduleError
 from ..ir.graph import OpGraph
 from ..ir.plan import Plan
 from ..ir.profile import Profile
+from ..ir.stages import StageGraph
 from ..ir.timeline import Timeline
 from ..ir.units import format_bytes
 from ..lowering import lower
@@ -112,7 +113,27 @@ def costs_of(plan: Plan, graph: OpGraph, costs: Costs, cluster: Cluster) -> tupl
     stages = plan.replicated(plan.stage_graph(graph))
     # Neither times nor the bytes of a StageCost depend on how many micro-batches are in flight.
     parts = tuple(model.stage(stages, s, 1) for s in range(len(plan.stages)))
-    return stage_costs(model, stages, parts) * plan.replicas
+    each = stage_costs(model, stages, parts) * plan.replicas
+    return _counting_once(each, plan, stages, graph, options.optimizer_bytes)
+
+
+def _counting_once(
+    costs: tuple[StageCost, ...], plan: Plan, stages: StageGraph, graph: OpGraph, optimizer_bytes: float
+) -> tuple[StageCost, ...]:
+    """A parameter that several stages of one rank read is there once: the first of them counts it."""
+    held: dict[int, set[str]] = {rank: set() for rank in plan.placement}
+    found = []
+    for cost, rank, names in zip(costs, plan.placement, stages.params, strict=True):
+        again = [graph.parameter[name] for name in names if name in held[rank]]
+        held[rank].update(names)
+        trained = sum(p.bytes for p in again if p.trainable)
+        saved = {
+            "parameters": sum(p.bytes for p in again), "gradients": trained,
+            "optimizer": round(trained * optimizer_bytes),
+        }  # fmt: skip
+        static = {kind: max(0, size - saved.get(kind, 0)) for kind, size in cost.static_bytes.items()}
+        found.append(replace(cost, static_bytes=static))
+    return tuple(found)
 
 
 def simulate_plan(plan: Plan, graph: OpGraph, costs: Costs, cluster: Cluster) -> Timeline:
