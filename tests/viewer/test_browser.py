@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from pipeloom.ir.explanation import Explanation, Idle, PathStep
 from pipeloom.ir.timeline import Timeline
 from pipeloom.viewer import StageRow, write_report
 
@@ -39,6 +40,21 @@ MIDDLE_OF_BLOCK = """
 HOVERED = "[...document.querySelectorAll('#timelines .hoverlayer .hovertext')].map((e) => e.textContent)"
 
 
+MIDDLE_OF_GAP = """
+([rank, reason]) => {
+  const plot = document.getElementById("timelines");
+  const trace = plot.data.findIndex((t) => t.name === "idle");
+  const gap = plot.data[trace].customdata.findIndex(
+    (c, i) => c[0] === reason && plot.data[trace].y[i] === rank);
+  const block = plot.querySelectorAll(".barlayer .trace.bars")[trace].querySelectorAll(".point")[gap];
+  block.scrollIntoView({ block: "center" });
+  const box = block.getBoundingClientRect();
+  return [box.x + box.width / 2, box.y + box.height / 2];
+}
+"""
+PATHS = "[...document.querySelectorAll('#timelines .scatterlayer .js-line')].map((e) => e.getAttribute('d'))"
+
+
 def wait_until(page: "sync_api.Page", condition: str) -> None:
     """Look once a frame. Playwright's own wait needs `eval`, which the page's policy forbids."""
     page.evaluate(
@@ -70,6 +86,29 @@ class Visit:
         (text,) = self.page.evaluate(HOVERED)
         return str(text)
 
+    def hover_gap(self, rank: int, reason: str) -> str:
+        self.page.mouse.move(*self.page.evaluate(MIDDLE_OF_GAP, [rank, reason]))
+        self.page.wait_for_selector("#timelines .hoverlayer .hovertext")
+        (text,) = self.page.evaluate(HOVERED)
+        return str(text)
+
+
+EXPLANATION = Explanation(
+    source="predicted", ranks=2, step_s=0.2,
+    idle=(
+        Idle(
+            rank=0, start_s=0.05, end_s=0.1, reason="order", action="0B0", waits_for="1B0", on_rank=1,
+            root="1F0", root_rank=1,
+        ),
+        Idle(rank=1, start_s=0.15, end_s=0.2, reason="drain", waits_for="0B0"),
+    ),
+    path=(
+        PathStep(kind="compute", rank=0, action="0F0", start_s=0.0, end_s=0.05),
+        PathStep(kind="transfer", rank=0, action="0SEND_F0>1", start_s=0.05, end_s=0.1, to_rank=1),
+        PathStep(kind="compute", rank=1, action="1F0", start_s=0.1, end_s=0.2),
+    ),
+)  # fmt: skip
+
 
 Open = Callable[..., Visit]
 
@@ -81,12 +120,15 @@ def open_report(
     with sync_api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
 
-        def visit(*, ranks: int = 2, mbs: int = 8, width: int = 1280, scheme: str = "light") -> Visit:
+        def visit(
+            *, ranks: int = 2, mbs: int = 8, width: int = 1280, scheme: str = "light", explained: bool = False
+        ) -> Visit:
             path = tmp_path_factory.mktemp("report") / "report.html"
             write_report(
                 path,
                 title="a model",
                 predicted=make_timeline(ranks=ranks, mbs=mbs),
+                explanations=[EXPLANATION] if explained else [],
                 measured=make_timeline(ranks=ranks, mbs=mbs, source="measured"),
                 stages=[StageRow(stage=s, rank=s, ops=9, parameters=1000) for s in range(ranks)],
                 losses={"train": [(0, 5.5), (10, 2.25)]},
@@ -110,6 +152,36 @@ def test_page_opens_offline_without_a_complaint_and_blocks_tell_their_names(open
     )
     assert [url.split(":")[0] for url in visit.requests] == ["file"]
     assert visit.complaints == []
+
+
+def test_a_gap_tells_its_reason(open_report: Open) -> None:
+    visit = open_report(explained=True)
+    assert visit.hover_gap(0, "order").startswith(
+        "idle: orderrank 0 waits for 1B0 of rank 1: it is late as rank 1 was busy with 1F0"
+    )
+    assert "from 50.00 ms, for 50.00 ms" in visit.hover_gap(0, "order")
+    assert "Why ranks are idle" in visit.page.inner_text("body")
+    assert visit.complaints == []
+
+
+def test_the_critical_path_is_shown_by_a_switch_and_stays_when_colours_change(open_report: Open) -> None:
+    visit = open_report(explained=True, scheme="light")
+    page = visit.page
+    assert page.evaluate(PATHS) == []
+    page.check("#critical-path")
+    wait_until(page, f"{PATHS}.length === 2")
+    (line, same) = page.evaluate(PATHS)
+    assert line == same and line.count("L") + line.count("H") + line.count("V") == 3
+    page.emulate_media(color_scheme="dark")
+    wait_until(page, "getComputedStyle(document.body).color === 'rgb(230, 234, 241)'")
+    wait_until(page, f"{PATHS}.length === 2")
+    page.uncheck("#critical-path")
+    wait_until(page, f"{PATHS}.length === 0")
+    assert visit.complaints == []
+
+
+def test_without_an_explanation_there_is_no_switch(open_report: Open) -> None:
+    assert open_report().page.query_selector("#critical-path") is None
 
 
 def test_zooming_the_timelines_zooms_the_memory_and_back(open_report: Open) -> None:

@@ -39,6 +39,23 @@ def test_gantt_of_a_rank_with_two_stages_names_them() -> None:
     assert line == "rank 0 0F0─2F0─2B0─0B0─"
 
 
+def test_gantt_with_too_little_room_has_small_letters_for_further_stages() -> None:
+    actions = ("0F0", "2F0", "2B0", "0B0")
+    events = tuple(
+        Event(rank=0, stream="compute", action=a, start_s=i, end_s=i + 1) for i, a in enumerate(actions)
+    )
+    lines = text(gantt(Timeline(source="predicted", ranks=1, events=events), width=8)).splitlines()
+    assert lines[0] == "rank 0 F0f0b0B0"
+    assert lines[2].endswith("· idle    f  in a further stage of the rank")
+
+
+def test_gantt_has_room_for_figures_beside_it(two_ranks: Timeline) -> None:
+    beside = {"bubble": ["31 %", "37 %"], "peak": ["2", "1"]}
+    lines = text(gantt(two_ranks, columns=60, beside=beside), width=60).splitlines()
+    assert {len(line) for line in lines[:3]} == {60}
+    assert lines[0].split() == ["bubble", "peak"] and lines[2].endswith("    37 %     1")
+
+
 def test_gantt_that_is_too_narrow_keeps_the_letters(two_ranks: Timeline) -> None:
     lines = text(gantt(two_ranks, width=19)).splitlines()
     assert lines[:2] == ["rank 0 F0F1····B0──··B1──S", "rank 1 ··F0B0──F1B1──·····"]

@@ -8,11 +8,6 @@ from dataclasses import dataclass
 from ..ir.explanation import Explanation, Idle, Reason
 from .labels import label
 
-IDLE_COLOURS: dict[Reason, str] = {
-    "warm-up": "#c9ced6", "fill": "#dcd3f0", "imbalance": "#f3b8ae", "order": "#f2dfae",
-    "transfer": "#b9d8f2", "copy": "#d9c2b5", "reduce": "#d7c3ee", "overhead": "#b8e0d2", "drain": "#c9ced6",
-}  # fmt: skip
-
 
 def sentence(idle: Idle) -> str:
     """Why one rank is idle at one time.

@@ -59,7 +59,7 @@ def gantt(
         lines.insert(0, Text(f"{'':{margin + 1 + width}}{heads}", style="dim"))
     end = show_time(span_s)
     scale = Text(f"{'':{margin}} 0{end:>{width - 1}}", style="dim")
-    return Group(*lines, scale, _legend(timeline, place))
+    return Group(*lines, scale, _legend(timeline, place, numbered))
 
 
 def _all_fit(timeline: Timeline, columns_per_s: float) -> bool:
@@ -112,7 +112,7 @@ def _block(what: Label, size: int, chunk: int, numbered: bool) -> str:
     return text + FILL * (size - len(text))
 
 
-def _legend(timeline: Timeline, place: Mapping[int, int]) -> Text:
+def _legend(timeline: Timeline, place: Mapping[int, int], numbered: bool) -> Text:
     """Every kind that takes time; the lighter colours of further stages, if ranks have them."""
     groups = dict.fromkeys(
         label(e.action).group for e in timeline.events if e.stream == "compute" and e.duration_s > 0
@@ -126,7 +126,8 @@ def _legend(timeline: Timeline, place: Mapping[int, int]) -> Text:
     if first is not None and (most := max(place.values(), default=0)) > 0:
         legend.append("   ")
         for chunk in range(1, min(most, 3) + 1):
-            legend.append(f" {first.lower()} ", style=f"black on {colour(first, chunk)}")
+            letter = first if numbered else first.lower()
+            legend.append(f" {letter} ", style=f"black on {colour(first, chunk)}")
         legend.append(" in a further stage of the rank")
     return legend
 
