@@ -72,11 +72,6 @@ def test_terse_programs(recipe: Callable[[Shape], Recipe], chunks: int, step_s: 
     assert (made.step_s, max(made.peak)) == (step_s, peak)
 
 
-def test_the_same_1f1b_as_the_clock_makes() -> None:
-    s = schedules.shape_of(4, microbatches=8)
-    assert make(s, one_f_one_b(s)).outcome.rows == schedules.build("1f1b", s.stages, s.placement, 8).rows
-
-
 # In at most fifteen.
 
 
@@ -89,11 +84,13 @@ def gis_h(s: Shape) -> Recipe:
     return Recipe(kinds="FIW", rows=rows, memory=(g * (s.chunks - 1) + s.ranks) / s.chunks)
 
 
-def chimera(s: Shape) -> Recipe:
-    return Recipe(clock=schedules.path_clock(s, kinds="FB"), memory=s.ranks / 2)
+def chimera(s: Shape) -> list[Recipe]:
+    clocks = [schedules.path_clock(s, (pace,), (pace,), kinds="FB") for pace in (1.0, 1.5, 2.0)]
+    greedy = Recipe(priority=lambda a: (a.kind == F, a.microbatch, -a.stage), memory=s.ranks / 2)
+    return [*(Recipe(clock=c, memory=s.ranks / 2, early=e) for c in clocks for e in ("all", "warm")), greedy]
 
 
-def zb_v(s: Shape, memory: float = 4) -> Recipe:
+def zb_v(s: Shape, extra: float = 0) -> Recipe:
     def row(rank: int) -> list[Action]:
         (first, second), later = s.own[rank], s.ranks - 1 - rank
         order = [(first, F)] * (2 * later + 1) + [(second, F), (first, F)] * rank
@@ -102,35 +99,35 @@ def zb_v(s: Shape, memory: float = 4) -> Recipe:
         number = {what: iter(range(s.microbatches)) for what in order}
         return [Action(*what, b) for what in order for b in islice(number[what], 1)]
 
-    return Recipe(kinds="FIW", rows=row, memory=memory)
+    return Recipe(kinds="FIW", rows=row, memory=s.ranks + extra)
 
 
 def dualpipev(s: Shape) -> Recipe:
-    return zb_v(s, memory=4.5)
+    return zb_v(s, extra=0.5)
 
 
-@pytest.mark.parametrize(
-    ("recipe", "placement", "step_s", "peak"),
-    [
-        (gis_h, schedules.loop(4, 2), 53, 3),
-        (zb_v, schedules.wave(4), 51, 4),
-        (dualpipev, schedules.wave(4), 51, 4.5),
-    ],
-)
-def test_longer_programs(
-    recipe: Callable[[Shape], Recipe], placement: tuple[int, ...], step_s: float, peak: float
-) -> None:
-    assert len(inspect.getsource(recipe).splitlines()) <= 15
-    s = shape(placement, 8)
-    made = make(s, recipe(s)).outcome
-    assert made.step_s == step_s and max(made.peak) <= peak
+SHORT = {
+    "gpipe": (gpipe, 5), "1f1b": (one_f_one_b, 5), "interleaved_1f1b": (interleaved, 5), "zb_h1": (zb_h1, 5),
+    "gis_h": (gis_h, 15), "chimera": (chimera, 15), "zb_v": (zb_v, 15), "dualpipev": (dualpipev, 15),
+}  # fmt: skip
+"""Name in the library -> the same in a few lines, and how many it may have."""
 
 
-def test_chimera_is_short_too() -> None:
-    stages, placement = schedules.usual("chimera", 4)
-    s = replace(shape(placement, 4), stages=stages)
-    made = make(s, chimera(s)).outcome
-    assert made.step_s < 33 and max(made.peak) <= 2
+@pytest.mark.parametrize("ranks", [4, 8])
+@pytest.mark.parametrize("name", SHORT)
+def test_a_few_lines_say_what_the_library_says(name: str, ranks: int) -> None:
+    """The same rows where the library has one pattern; where it tries several, a step as short within 2 %."""
+    recipe, lines = SHORT[name]
+    assert len(inspect.getsource(recipe).splitlines()) <= lines
+    stages, placement = schedules.usual(name, ranks)
+    s = replace(shape(placement, 2 * ranks), stages=stages)
+    made = schedules.best(s, recipe(s)).outcome  # type: ignore[operator]
+    built = schedules.build(name, stages, placement, 2 * ranks, times=schedules.Times(costs=s.costs))
+    kinds = "FIW" if any(a.kind == W for row in built.rows for a in row) else "FB"
+    library = make(s, Recipe(kinds=kinds, rows=built.rows, fill="")).outcome
+    assert max(made.peak) <= max(library.peak)
+    assert made.step_s == pytest.approx(library.step_s, rel=0.0 if lines == 5 else 0.02)
+    assert lines > 5 or made.rows == built.rows
 
 
 # The traps.
@@ -193,15 +190,6 @@ def test_a_filler_waits_for_what_is_on_its_way() -> None:
     assert kinds == ["FFIIWW", "FFIWIW"]
     # Nobody waits for the last I of rank 0, so there W goes first.
     assert "".join(a.kind for a in waits.rows[0]) == "FFIWIW"
-
-
-def test_trap_interleaving_needs_a_pattern() -> None:
-    s = schedules.shape_of(4, microbatches=8, chunks=2)
-    rounds = Recipe(
-        priority=lambda a: (a.kind == F, a.microbatch // 4, s.chunk[a.stage], a.microbatch),
-        in_flight=lambda rank: 4 + 2 * (4 - rank - 1) + 1,
-    )
-    assert make(s, interleaved(s)).outcome.step_s < make(s, rounds).outcome.step_s
 
 
 # Every construct.
