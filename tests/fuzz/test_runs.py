@@ -1,0 +1,183 @@
+"""What the checks accept runs: edited schedules and programs train to the gradients of one process.
+
+An edit is kept where the check passes, so that many edits in a row stay valid. A rank that waits for too
+long raises an error that fails the test, so nothing hangs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from edits import EDITS, OFTEN, edited_rows
+from every_schedule import SYNCHRONOUS, gpt_job, plan_of
+from hypothesis import HealthCheck, event, given, settings
+from hypothesis import strategies as st
+from programs import cuts, job_of, steps
+from runs import Numbers, assert_same, capture_of, pipelined, plain, plan_for, shared_captures, threads
+
+from pipeloom import Job, Options, Pipeline
+from pipeloom.ir.check import check, check_program
+from pipeloom.ir.errors import ScheduleError
+from pipeloom.ir.plan import Plan
+from pipeloom.ir.schedule import Schedule
+from pipeloom.ir.stages import StageGraph
+from pipeloom.lowering import lower
+
+CALM = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
+QUICK = settings(max_examples=5, derandomize=True, **CALM)
+LONG = settings(max_examples=300, **CALM)
+TOLERANCE = 1e-11
+COUNT = 4
+
+WALKS = st.lists(st.sampled_from([*OFTEN, *OFTEN, "rename", "split", "rotate"]), min_size=1, max_size=25)
+
+
+def walked(draw: st.DrawFn, rows: Any, accepts: Callable[[Any], bool]) -> Any:
+    """Rows after some edits that each left them valid."""
+    kept = 0
+    for name in draw(WALKS):
+        found = edited_rows(draw, rows, [name])
+        if found != rows and accepts(found):
+            rows, kept = found, kept + 1
+    event(f"{min(kept, 8)} edits or more")
+    return rows
+
+
+def passes(rule: Callable[[], None]) -> bool:
+    try:
+        rule()
+    except ScheduleError:
+        return False
+    return True
+
+
+def stages_of(job: Job, plan: Plan) -> StageGraph:
+    return plan.replicated(plan.stage_graph(capture_of(job, plan.microbatch_size).graph))
+
+
+def edited_plan(draw: st.DrawFn, job: Job, plan: Plan) -> Plan:
+    made, stages = plan.as_schedule, stages_of(job, plan)
+    rows = walked(draw, made.rows, lambda rows: passes(lambda: check(replace(made, rows=rows), stages)))
+    return replace(plan, schedule_rows=tuple(str(replace(made, rows=rows)).splitlines()))
+
+
+def trained(job: Job, plan: Plan) -> Numbers:
+    return pipelined(job, plan, [job.batch(0, COUNT)])
+
+
+_GPT: list[tuple[Job, Numbers]] = []
+
+
+def gpt() -> tuple[Job, Numbers]:
+    """The job and its numbers in one process, made once."""
+    if not _GPT:
+        job = gpt_job()
+        _GPT.append((job, plain(job, [job.batch(0, COUNT)], COUNT)))
+    return _GPT[0]
+
+
+def prove_schedule(data: st.DataObject) -> None:
+    job, expected = gpt()
+    name = data.draw(st.sampled_from(SYNCHRONOUS))
+    plan = edited_plan(data.draw, job, plan_of(job, name, 2, microbatches=COUNT))
+    assert_same(trained(job, plan), expected, tolerance=TOLERANCE)
+
+
+def prove_program(data: st.DataObject) -> None:
+    """The program itself is edited: transfers, reductions and optimizer steps too."""
+    job, expected = gpt()
+    name = data.draw(st.sampled_from(SYNCHRONOUS))
+    plan = plan_of(job, name, 2, microbatches=COUNT)
+    stages = stages_of(job, plan)
+    program = lower(plan.as_schedule, stages)
+    rows = walked(
+        data.draw, program.rows,
+        lambda rows: passes(lambda: check_program(replace(program, rows=rows), stages)),
+    )  # fmt: skip
+    edited = replace(program, rows=rows)
+
+    def ours(schedule: Schedule, graph: StageGraph) -> Any:
+        return edited
+
+    with patch("pipeloom.api.pipeline.lower", ours):
+        assert_same(trained(job, plan), expected, tolerance=TOLERANCE)
+
+
+def prove_dag(data: st.DataObject, program: Any) -> None:
+    """A random model, cut into a DAG of stages."""
+    job = job_of(program)
+    captured = capture_of(job)
+    cut = data.draw(cuts(captured.graph))
+    count = data.draw(st.integers(1, 3), label="micro-batches")
+    plan = plan_for(captured, cut.stage_of, microbatches=count, schedule="gpipe", placement=cut.placement)
+    batches = [job.batch(seed, 2 * count) for seed in range(2)]
+    found = pipelined(job, edited_plan(data.draw, job, plan), batches)
+    assert_same(found, plain(job, batches, count), tolerance=TOLERANCE)
+
+
+@QUICK
+@given(st.data())
+def test_edited_schedules_train_as_one_process(data: st.DataObject) -> None:
+    prove_schedule(data)
+
+
+@pytest.mark.slow
+@LONG
+@given(st.data())
+def test_many_edited_schedules_train_as_one_process(data: st.DataObject) -> None:
+    prove_schedule(data)
+
+
+@QUICK
+@given(st.data())
+def test_edited_programs_train_as_one_process(data: st.DataObject) -> None:
+    prove_program(data)
+
+
+@pytest.mark.slow
+@LONG
+@given(st.data())
+def test_many_edited_programs_train_as_one_process(data: st.DataObject) -> None:
+    prove_program(data)
+
+
+@QUICK
+@given(st.data(), steps())
+def test_edited_schedules_of_dags_train_as_one_process(data: st.DataObject, program: Any) -> None:
+    prove_dag(data, program)
+
+
+@pytest.mark.slow
+@LONG
+@given(st.data(), steps())
+def test_many_edited_schedules_of_dags_train_as_one_process(data: st.DataObject, program: Any) -> None:
+    prove_dag(data, program)
+
+
+@QUICK
+@given(st.data())
+def test_what_is_refused_is_refused_on_every_rank_before_the_first_step(data: st.DataObject) -> None:
+    job, _ = gpt()
+    plan = plan_of(job, data.draw(st.sampled_from(["1f1b", "zb_h1", "zb_v"])), 2, microbatches=COUNT)
+    made, stages = plan.as_schedule, stages_of(job, plan)
+    names = data.draw(st.lists(st.sampled_from(sorted(EDITS)), min_size=1, max_size=3))
+    edited = replace(made, rows=edited_rows(data.draw, made.rows, names))
+    try:
+        check(edited, stages)
+    except ScheduleError as error:
+        refused = str(error)
+    else:
+        return
+    broken = replace(plan, schedule_rows=tuple(str(edited).split("\n")))
+
+    def start(rank: int, channel: Any) -> str:
+        with pytest.raises(ScheduleError) as caught:
+            Pipeline(job, broken, options=Options(), channel=channel)
+        return str(caught.value)
+
+    with shared_captures():
+        assert threads(2, start) == [refused] * 2
