@@ -17,6 +17,9 @@ from pipeloom.ir.schedule import Program, Schedule
 from pipeloom.ir.stages import StageGraph
 
 
+schedules.build("bpipe", *schedules.usual("bpipe", 2), 1)  # makes the kinds of evictions known
+
+
 @dataclass(frozen=True)
 class Case:
     """A valid schedule."""
@@ -32,7 +35,6 @@ class Case:
 @cache
 def from_library(name: str, ranks: int, chunks: int, microbatches: int, split: bool) -> Case | None:
     """A schedule of the library in its usual placement; None if it does not fit this shape."""
-    schedules.build("bpipe", *schedules.usual("bpipe", 2), 1)  # makes the kinds of evictions known
     stages, placement = schedules.usual(name, ranks, chunks)
     try:
         return Case(stages, schedules.build(name, stages, placement, microbatches, split_backward=split))
