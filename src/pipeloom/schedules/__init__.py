@@ -2,7 +2,7 @@
 
 from ..ir.operation import declare
 from ..ir.replicas import replicate
-from .language import Operation, Recipe, best, fastest, make, path_clock, phases, turns
+from .language import Operation, Recipe, best, fastest, make, order, path_clock, phases, turns
 from .own import names_own
 from .placements import both_ways, loop, spread, wave
 from .registry import Entry, Times, build, entry, in_flight, names, register, shape_of, usual
@@ -25,6 +25,7 @@ __all__ = [
     "make",
     "names",
     "names_own",
+    "order",
     "path_clock",
     "phases",
     "register",

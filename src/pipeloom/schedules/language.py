@@ -21,15 +21,37 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from ..ir.action import Action, F, Kind, W
+from ..ir.check import check
 from ..ir.errors import ScheduleError
 from ..ir.operation import Operation
+from ..ir.schedule import Schedule
 from .choose import best, fastest, make
 from .recipe import Recipe
 from .shape import Shape, path_clock
 
 __all__ = [
-    "Operation", "Recipe", "Shape", "best", "fastest", "make", "path_clock", "phases", "timings", "turns",
+    "Operation", "Recipe", "Shape", "best", "fastest", "make", "order", "path_clock", "phases", "timings",
+    "turns",
 ]  # fmt: skip
+
+
+def order(shape: Shape, recipes: Recipe | Sequence[Recipe], *, name: str = "mine") -> Schedule:
+    """The schedule that a recipe gives, or the fastest of several, checked.
+
+    Raises: DeadlockError if its limits block; ScheduleError if it breaks a rule.
+
+    >>> from pipeloom.ir.action import B
+    >>> from pipeloom.schedules import shape_of
+    >>> print(order(shape_of(1, microbatches=2), Recipe(priority=lambda a: (a.kind == B, a.microbatch))))
+    0F0 0F1 0B0 0B1
+    """
+    made = best(shape, recipes)
+    schedule = Schedule(
+        name=name, microbatches=shape.microbatches, placement=shape.placement, rows=made.outcome.rows,
+        slices=made.recipe.slices, pairs=made.outcome.pairs,
+    )  # fmt: skip
+    check(schedule, shape.stages)
+    return schedule
 
 
 def phases(
