@@ -232,10 +232,15 @@ def usual(name: str, ranks: int, chunks: int = 0) -> tuple[StageGraph, tuple[int
     return chain(len(where)), where
 
 
-def shape_of(ranks: int, *, microbatches: int, chunks: int = 1) -> Shape:
-    """A chain in a loop with equal times: enough to try a recipe on."""
-    where = loop(ranks, chunks)
-    return _shape("", chain(len(where)), where, microbatches, Times())
+def shape_of(
+    ranks: int, *, microbatches: int, chunks: int = 1, placement: tuple[int, ...] | None = None,
+    stages: StageGraph | None = None, times: Times | None = None,
+) -> Shape:  # fmt: skip
+    """What a recipe is tried on: a chain in a loop with equal times, unless said otherwise."""
+    where = placement or loop(ranks, chunks)
+    graph = stages or chain(len(where))
+    _refuse_bad_shape(graph, where, microbatches)
+    return _shape("", graph, where, microbatches, times or Times())
 
 
 def in_flight(schedule: Schedule) -> tuple[int, ...]:
