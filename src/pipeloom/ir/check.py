@@ -39,6 +39,30 @@ def check(schedule: Schedule, stages: StageGraph) -> None:
         rule(schedule, flow)
 
 
+def check_shape(program: Program, stages: StageGraph) -> None:
+    """Prove that everything a program names is there: stages, ranks, micro-batches, both ends of messages.
+
+    Raises: ScheduleError by the first rule that is broken.
+    """
+    flow = flow_of(stages)
+    if program.wiring(flow).sound:
+        return
+    compute = _computing(program)
+    for rule in (placement, kinds):
+        rule(compute, flow)
+    for program_rule in (program_rules.ends, program_rules.pairing):
+        program_rule(program, stages, flow)
+    program.wiring(flow).sound = True
+
+
+def _computing(program: Program) -> Schedule:
+    """The compute actions of a program, in its order."""
+    return Schedule(
+        name="program", microbatches=program.microbatches, placement=program.placement,
+        rows=Rows(program.columns.where(program.columns.is_compute)), pairs=program.pairs,
+    )  # fmt: skip
+
+
 def check_program(program: Program, stages: StageGraph) -> None:
     """Prove the same for a program, its transfers, reductions and optimizer steps included.
 
@@ -47,14 +71,12 @@ def check_program(program: Program, stages: StageGraph) -> None:
     Raises: ScheduleError by the first rule that is broken; DeadlockError if no rank can move.
     """
     flow = flow_of(stages)
-    compute = Schedule(
-        name="program", microbatches=program.microbatches, placement=program.placement,
-        rows=Rows(program.columns.where(program.columns.is_compute)), pairs=program.pairs,
-    )  # fmt: skip
+    compute = _computing(program)
     for rule in (placement, kinds, completeness, order_on_rank, rules_eviction.evictions, *added_rules.RULES):
         rule(compute, flow)
     for program_rule in program_rules.RULES:
         program_rule(program, stages, flow)
+    program.wiring(flow).sound = True
 
 
 def placement(schedule: Schedule, flow: Flow) -> None:

@@ -8,8 +8,9 @@ written.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cached_property
+from types import FunctionType
 from typing import Any, Generic, ParamSpec, TypeVar, cast
 
 import numpy as np
@@ -22,7 +23,7 @@ COMPILED_FROM = 20_000
 
 
 class Kernel(Generic[P, R]):
-    """A function that runs compiled for large arrays. Kernels called by it are compiled into it.
+    """A function that runs compiled for large arrays, and with it the kernels of its own file that it calls.
 
     >>> @kernel
     ... def total(values):
@@ -40,8 +41,7 @@ class Kernel(Generic[P, R]):
         self.__wrapped__ = function
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        largest = max((a.size for a in args if isinstance(a, np.ndarray)), default=0)
-        if largest < COMPILED_FROM:
+        if _largest(args) < COMPILED_FROM:
             return self.plain(*args, **kwargs)
         return self.compiled(*args, **kwargs)
 
@@ -51,11 +51,25 @@ class Kernel(Generic[P, R]):
         import numba
 
         function: Any = self.plain
+        used = {name: function.__globals__.get(name) for name in function.__code__.co_names}
+        inner = {name: used[name].compiled for name in used if isinstance(used[name], Kernel)}
+        if inner:
+            copy = FunctionType(function.__code__, {**function.__globals__, **inner}, function.__name__)
+            copy.__qualname__, copy.__module__ = function.__qualname__, function.__module__
+            function = copy
         try:
             made = numba.njit(cache=True, nogil=True)(function)
         except RuntimeError:  # no folder for the cache can be written
             made = numba.njit(nogil=True)(function)
         return cast(Callable[P, R], made)
+
+
+def _largest(args: Iterable[object]) -> int:
+    sizes = (a.size if isinstance(a, np.ndarray) else _largest(a) for a in args if isinstance(a, _HOLDS))
+    return max(sizes, default=0)
+
+
+_HOLDS = (np.ndarray, tuple)
 
 
 def kernel(function: Callable[P, R]) -> Kernel[P, R]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from math import inf
+from typing import Any, overload
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +41,56 @@ class MemoryCurve:
         return max(self.sizes, default=0)
 
 
+class Curves(Sequence[MemoryCurve]):
+    """Device curves of all ranks, each made when it is asked for.
+
+    peaks: bytes of each rank, known without the curve.
+    """
+
+    def __init__(self, peaks: Sequence[int], make: Callable[[int], MemoryCurve]) -> None:
+        self.peaks = tuple(peaks)
+        self._make = make
+        self._made: dict[int, MemoryCurve] = {}
+
+    def __len__(self) -> int:
+        return len(self.peaks)
+
+    @overload
+    def __getitem__(self, rank: int) -> MemoryCurve: ...
+    @overload
+    def __getitem__(self, rank: slice) -> tuple[MemoryCurve, ...]: ...
+    def __getitem__(self, rank: int | slice) -> Any:
+        if isinstance(rank, slice):
+            return tuple(self[r] for r in range(*rank.indices(len(self))))
+        if not -len(self) <= rank < len(self):
+            raise IndexError(rank)
+        rank %= len(self)
+        if rank not in self._made:
+            self._made[rank] = self._make(rank)
+        return self._made[rank]
+
+    def __eq__(self, other: object) -> bool:
+        return tuple(self) == tuple(other) if isinstance(other, Curves | tuple) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.peaks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Totals:
+    """Sums over a timeline; lists have one entry per rank, times are in seconds.
+
+    busy_s, wait_s: computing, and waiting for messages or sums.  first_s, last_s: when a rank's computing
+    begins and ends; infinite for a rank that computes nothing.
+    """
+
+    step_s: float
+    busy_s: Sequence[float]
+    wait_s: Sequence[float]
+    first_s: Sequence[float]
+    last_s: Sequence[float]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
     """One step of all ranks.
@@ -47,18 +100,37 @@ class Timeline:
 
     source: str
     ranks: int
-    events: tuple[Event, ...]
-    memory: tuple[MemoryCurve, ...] = ()
+    events: Sequence[Event]
+    memory: Sequence[MemoryCurve] = ()
     peaks: tuple[Mapping[str, int], ...] = field(default=())
+
+    @cached_property
+    def totals(self) -> Totals:
+        """Sums over the events, in one pass."""
+        known = getattr(self.events, "totals", None)  # of a simulation, whose events are arrays
+        if known is not None:
+            totals: Totals = known(self.ranks)
+            return totals
+        busy, wait = [0.0] * self.ranks, [0.0] * self.ranks
+        first, last = [inf] * self.ranks, [-inf] * self.ranks
+        for e in self.events:
+            if e.stream == "compute":
+                busy[e.rank] += e.duration_s
+                first[e.rank] = min(first[e.rank], e.start_s)
+                last[e.rank] = max(last[e.rank], e.end_s)
+            elif e.stream == "recv":
+                wait[e.rank] += e.duration_s
+        step_s = max((e.end_s for e in self.events), default=0.0)
+        return Totals(step_s=step_s, busy_s=busy, wait_s=wait, first_s=first, last_s=last)
 
     @property
     def step_s(self) -> float:
         """Seconds from the start to the end of the last event."""
-        return max((e.end_s for e in self.events), default=0.0)
+        return self.totals.step_s
 
     def busy_s(self, rank: int) -> float:
         """Seconds that a rank computes."""
-        return sum(e.duration_s for e in self.events if e.rank == rank and e.stream == "compute")
+        return self.totals.busy_s[rank]
 
     @property
     def bubble(self) -> float:
@@ -69,11 +141,11 @@ class Timeline:
         >>> Timeline(source="predicted", ranks=2, events=(one, two)).bubble
         0.5
         """
-        if not self.events:
-            return 0.0
-        busy = sum(self.busy_s(rank) for rank in range(self.ranks))
-        return 1.0 - busy / (self.ranks * self.step_s)
+        whole = self.ranks * self.step_s
+        return 1.0 - sum(self.totals.busy_s) / whole if whole else 0.0
 
     def peak_bytes(self, rank: int) -> int:
         """Largest device memory of a rank."""
+        if isinstance(self.memory, Curves):
+            return self.memory.peaks[rank]
         return max((c.peak_bytes for c in self.memory if c.rank == rank and c.tier == "device"), default=0)

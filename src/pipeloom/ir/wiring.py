@@ -58,16 +58,18 @@ def lines_of(flow: Flow) -> Lines:
     )  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False)
 class Wiring:
     """lines: of the stage graph.  line: of each entry of the columns, -1 for no transfer, `NO_LINE` for one
     that follows no line.  sent, received: entries of shape (lines, micro-batches), -1 where there is none; of
-    something that stands twice the last."""
+    something that stands twice the last.  sound: whether the checks have found everything in range and both
+    ends of every message."""
 
     lines: Lines
     line: Ints
     sent: Ints
     received: Ints
+    sound: bool = False
 
 
 def wire(columns: Columns, microbatches: int, flow: Flow) -> Wiring:

@@ -66,10 +66,10 @@ def rows_by_clock(
     for stages in own:
         streams = [(B_, s, backward[s]) for s in reversed(stages)] if backward is not None else []
         streams += [(F_, s, forward[s]) for s in stages]
-        code, stage, begin = np.array(streams, np.int64).reshape(-1, 3).T
+        code, where, begin = np.array(streams, np.int64).reshape(-1, 3).T
         order = np.argsort((begin[:, None] + turn).reshape(-1), kind="stable").astype(np.int32)
         stream, microbatch = np.divmod(order, np.int32(microbatches))
-        parts.append((code.astype(np.int16)[stream], stage.astype(np.int32)[stream], microbatch))
+        parts.append((code.astype(np.int16)[stream], where.astype(np.int32)[stream], microbatch))
     kinds, stages_of, numbers = (np.concatenate(column) for column in zip(*parts, strict=True))
     offsets = np.concatenate(([0], np.cumsum([len(kind) for kind, _, _ in parts])))
     return Rows(compute_columns(kinds, stages_of, numbers, offsets))

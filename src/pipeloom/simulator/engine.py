@@ -1,36 +1,36 @@
-"""The discrete-event engine: every rank walks its row with a clock of its own.
-
-Messages from one rank to another move in the order of the sender's row, so when one moves is known as soon
-as its send and its receive are. No global queue of events is needed: time grows linearly with the program.
-"""
+"""The simulator: lays a program out, runs the event loop, and makes a timeline of its times."""
 
 from __future__ import annotations
 
-from ..ir.action import REDUCE, Action, Instruction, StageAction, Transfer
-from ..ir.board import Board, Process
-from ..ir.check import check_program
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..ir.check import check_program, check_shape
 from ..ir.cluster import Cluster
+from ..ir.columns import RECV_B_, RECV_F_, REDUCE_, SEND_B_, SEND_F_
 from ..ir.costs import StageCost
 from ..ir.errors import PlanError
-from ..ir.flow import flow_of
 from ..ir.schedule import Program
+from ..ir.spans import Spans
 from ..ir.stages import StageGraph
-from ..ir.ties import Reduction, reductions
-from ..ir.timeline import Event, Timeline
-from .added import Added
-from .memory import Memory
-from .pipe import Pipe
+from ..ir.timeline import Curves, Timeline
+from .core import new_state, run
+from .layout import STREAMS, layout_of
+from .layout import all_reduce_s as all_reduce_s
+from .memory import memory_of
 
 
 def simulate(
     program: Program, stages: StageGraph, costs: tuple[StageCost, ...], cluster: Cluster,
-    *, receive_ahead: int = 2,
+    *, receive_ahead: int = 2, begin_s: Sequence[float] = (),
 ) -> Timeline:  # fmt: skip
     """Predict one step.
 
     program: as `lower` makes it, or one that `check_program` accepts.
     costs: for each stage, on the device of its rank (see `StageCost.slowed`).
     receive_ahead: receives that a rank keeps posted for each rank that sends to it, each with a buffer.
+    begin_s: when each rank starts, in seconds after time 0 of the timeline; all at 0 unless given.
 
     A send occupies its rank for `Link.occupied_s`, with no event. The message moves when it is sent, its
     receive is posted and the link of that pair of ranks is free, and takes `Link.transfer_s`. Events: compute
@@ -54,148 +54,38 @@ def simulate(
     _refuse_mismatch(program, stages, costs, cluster)
     if receive_ahead < 1:
         raise PlanError(f"{receive_ahead} receives posted ahead", hint="post at least 1")
-    run = _Run(program, stages, costs, cluster, receive_ahead)
-    if run.board.run([run.rank(rank) for rank in range(len(program.rows))]):
+    begin = _begin(begin_s, program.columns.ranks)
+    check_shape(program, stages)
+    layout = layout_of(program, stages, costs, cluster, receive_ahead)
+    state = new_state(layout, begin)
+    if not run(layout, state):
         check_program(program, stages)
         raise AssertionError("the simulator is stuck on a program that the checks let pass")
-    events = tuple(sorted(run.events, key=lambda event: event.start_s))
-    memory, peaks = run.memory.result()
-    return Timeline(source="predicted", ranks=len(program.rows), events=events, memory=memory, peaks=peaks)
+    memory = memory_of(program, stages, costs, layout, state, begin_s=begin)
+    peaks = memory.peaks()
+    streams = [STREAMS[number] for number in layout.stream.tolist()]
+    for code in (RECV_F_, RECV_B_, REDUCE_):
+        streams[code] = "recv"
+    for code in (SEND_F_, SEND_B_):
+        streams[code] = "send"
+    return Timeline(
+        source="predicted", ranks=program.columns.ranks, peaks=peaks,
+        events=Spans(
+            program.columns, streams, (state.start, state.end), layout.message,
+            (state.move_start, state.move_end),
+        ),
+        memory=Curves([sum(peak.values()) for peak in peaks], memory.curve),
+    )  # fmt: skip
 
 
-class _Run:
-    """The state of one simulation."""
-
-    def __init__(
-        self, program: Program, stages: StageGraph, costs: tuple[StageCost, ...], cluster: Cluster, ahead: int
-    ) -> None:
-        self.program = program
-        self.costs = costs
-        self.cluster = cluster
-        self.ahead = ahead
-        self.board = Board()
-        self.events: list[Event] = []
-        self.memory = Memory(program, stages, costs)
-        self.added = Added(program, costs, flow_of(stages))
-        self.sums = reductions(stages, program.placement)
-        self.at_sum: dict[tuple[str, int], float] = {}
-        self.arrival: dict[Transfer, float] = {}
-        self.pipes = {pair: self.pipe(*pair) for pair in program.messages}
-        for source, target in self.pipes:
-            self.post(source, target, ahead, 0.0)
-
-    def pipe(self, source: int, target: int) -> Pipe:
-        messages = [step for step in self.program.messages[source, target] if isinstance(step, Transfer)]
-        link = self.cluster.link(source, target)
-        return Pipe(messages, [link.transfer_s(self.memory.message_bytes(m)) for m in messages])
-
-    def rank(self, rank: int) -> Process:
-        """One rank, from the start of the step to the end of its row."""
-        clock = 0.0
-        for step in self.program.rows[rank]:
-            if isinstance(step, Action):
-                for partner in self.added.meets(clock, step):
-                    self.board.post(step)
-                    yield from self.board.wait(partner)
-                clock = self.compute(rank, clock, step)
-            elif isinstance(step, StageAction):
-                clock = self.added.all_done(rank, clock)
-                if step.kind == REDUCE:
-                    begin = clock
-                    for reduction in self.sums[rank]:
-                        self.at_sum[reduction.name, rank] = clock
-                        self.board.post((reduction.name, rank))
-                        for other in reduction.ranks:
-                            yield from self.board.wait((reduction.name, other))
-                        clock = self.sum_up(reduction)
-                    self.record(rank, "recv", step, begin, clock)
-                    self.memory.scratch(begin, clock, step)
-                else:
-                    clock = self.optimize(rank, clock, step)
-            elif step.sends:
-                clock = self.send(rank, clock, step)
-            else:
-                source = self.program.placement[step.peer]
-                # Whatever the order of waiting, all receives up to this one are posted by now.
-                self.post(source, rank, self.pipes[source, rank].place[step.other_end] + 1, clock)
-                yield from self.board.wait(step.other_end)
-                clock = self.receive(rank, clock, step)
-
-    def compute(self, rank: int, clock: float, action: Action) -> float:
-        stream, start, end = self.added.place(rank, clock, action)
-        self.record(rank, stream, action, start, end)
-        self.memory.start(start, action)
-        self.memory.end(end, action)
-        return end if stream == "compute" else clock
-
-    def optimize(self, rank: int, clock: float, step: StageAction) -> float:
-        cost = self.costs[step.stage]
-        end = clock + cost.step_s
-        self.record(rank, "compute", step, clock, end)
-        self.memory.scratch(clock, end, step)
-        return end
-
-    def send(self, rank: int, clock: float, message: Transfer) -> float:
-        target = self.program.placement[message.peer]
-        self.pipes[rank, target].sent.append(clock)
-        self.move(rank, target)
-        return clock + self.cluster.link(rank, target).occupied_s(self.memory.message_bytes(message))
-
-    def post(self, source: int, rank: int, count: int, clock: float) -> None:
-        """Post receives of `rank` until `count` of the messages from `source` have one."""
-        pipe = self.pipes[source, rank]
-        for message in pipe.messages[len(pipe.posted) : count]:
-            pipe.posted.append(clock)
-            self.memory.posted(clock, message.other_end)
-        self.move(source, rank)
-
-    def move(self, source: int, target: int) -> None:
-        for message, start, end in self.pipes[source, target].moves():
-            self.record(source, "send", message, start, end)
-            self.memory.sent(end, message)
-            self.arrival[message] = end
-            self.board.post(message)
-
-    def receive(self, rank: int, clock: float, message: Transfer) -> float:
-        arrival = self.arrival.pop(message.other_end)
-        if arrival > clock:
-            self.record(rank, "recv", message, clock, arrival)
-        source = self.program.placement[message.peer]
-        pipe = self.pipes[source, rank]
-        pipe.received += 1
-        end = max(clock, arrival)
-        self.post(source, rank, pipe.received + self.ahead, end)
-        return end
-
-    def sum_up(self, reduction: Reduction) -> float:
-        """When a sum is done that all its ranks have reached."""
-        start = max(self.at_sum[reduction.name, rank] for rank in reduction.ranks)
-        size = max(self.costs[stage].tied_bytes.get(reduction.name, 0) for stage in reduction.stages)
-        every = len(self.program.rows)
-        return start + all_reduce_s(size, reduction.ranks, self.cluster, all_ranks=every)
-
-    def record(self, rank: int, stream: str, step: Instruction, start: float, end: float) -> None:
-        self.events.append(Event(rank=rank, stream=stream, action=str(step), start_s=start, end_s=end))
-
-
-def all_reduce_s(size: int, ranks: tuple[int, ...], cluster: Cluster, *, all_ranks: int) -> float:
-    """Seconds for the sum of `size` bytes over `ranks`, at the pace of the slowest link between them.
-
-    Over all ranks it is a ring: each of n ranks passes on 2 (n - 1) pieces of size / n.
-    Over some of them the lowest collects and returns everything, one rank after the other.
-    Source of the ring: Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of
-    workstations".
-    """
-    count = len(ranks)
-    if count < 2:
-        return 0.0
-    if count < all_ranks:
-        lowest, *others = ranks
-        both_ways = [link for r in others for link in (cluster.link(r, lowest), cluster.link(lowest, r))]
-        return sum(link.transfer_s(size) for link in both_ways)
-    ring = [cluster.link(a, b) for a, b in zip(ranks, (*ranks[1:], ranks[0]), strict=True)]
-    piece = -(-size // count)
-    return 2 * (count - 1) * max(link.transfer_s(piece) for link in ring)
+def _begin(begin_s: Sequence[float], ranks: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    begin = np.array(begin_s if len(begin_s) else [0.0] * ranks, np.float64)
+    if len(begin) != ranks or not np.isfinite(begin).all() or (begin < 0).any():
+        raise PlanError(
+            f"{len(begin)} starting times for {ranks} ranks",
+            hint="give each rank a finite time from 0 on, or none at all",
+        )
+    return begin
 
 
 def _refuse_mismatch(

@@ -16,148 +16,149 @@ Without backwards nothing is kept: inputs go when F ends.
 
 from __future__ import annotations
 
-from operator import itemgetter
-from typing import TypeAlias
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from ..ir.action import RECV_B, RECV_F, SEND_F, Action, B, F, I, StageAction, Transfer, W
+import numpy as np
+
+from ..ir.action import B, F, I, Kind, W
+from ..ir.columns import Ints, Longs
 from ..ir.costs import STATIC_KINDS, StageCost
 from ..ir.eviction import EVICT, FETCH, partner
-from ..ir.flow import flow_of
+from ..ir.flow import Flow, flow_of
 from ..ir.operation import OPERATIONS
 from ..ir.schedule import Program
 from ..ir.stages import StageGraph
 from ..ir.timeline import MemoryCurve
+from ..ir.walk import starts_of
+from .core import Floats, Layout, State
+from .layout import line_bytes
+from .replay import RESIDUALS, Books, Lent, replay
 
 KINDS = (*STATIC_KINDS, "residuals", "boundary", "transient")
-_RESIDUALS, _BOUNDARY, _TRANSIENT = (KINDS.index(kind) for kind in ("residuals", "boundary", "transient"))
+"""The last three in the order of `replay`."""
 
 
-_Change: TypeAlias = tuple[float, int, int, int]
-"""(time, order at that time, index into `KINDS`, bytes); order: 0 what another rank ends, 1 the own, 2 what
-another begins."""
-
-
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Memory:
-    """Collects changes, those of one rank in its own order; `result` sorts them by time.
+    """What every rank held in a simulation that has run. Curves are made when they are asked for."""
 
-    At equal times messages that are through go first, then the rank's own order decides: what ends goes
-    before what begins comes. Residuals that a partner sends come last.
-    """
+    layout: Layout
+    state: State
+    books: Books
+    static: Sequence[Sequence[int]]
+    begin_s: Floats
 
-    def __init__(self, program: Program, stages: StageGraph, costs: tuple[StageCost, ...]) -> None:
-        flow = flow_of(stages)
-        count = range(len(costs))
-        self._placement = program.placement
-        self._costs = costs
-        self._training = any(
-            isinstance(step, Action) and step.kind in (B, I, W) for row in program.rows for step in row
+    def peaks(self) -> tuple[Mapping[str, int], ...]:
+        """Per rank the bytes by kind at its first peak."""
+        ranks = len(self.static)
+        at_peak = np.zeros((ranks, 3), np.int64)
+        none = np.zeros(0)
+        replay(self.layout, self.state, self.books, (0, ranks), at_peak, (none, none.astype(np.int64)))
+        return tuple(
+            dict(zip(KINDS, (*static, *own), strict=True))
+            for static, own in zip(self.static, at_peak.tolist(), strict=True)
         )
-        self._values = {edge: sum(v.bytes for v in values) for edge, values in stages.between.items()}
-        self._gradients = {edge: sum(v.bytes for v in stages.gradients(*edge)) for edge in self._values}
-        self._inputs = [sum(self._values[p, s] for p in flow.reads_from[s]) for s in count]
-        self._outputs = [sum(self._values[s, r] for r in flow.read_by[s]) for s in count]
-        self._gradients_in = [sum(self._gradients[s, r] for r in flow.gradients_from[s]) for s in count]
-        self._gradients_out = [sum(self._gradients[p, s] for p in flow.gradients_to[s]) for s in count]
-        self._changes: list[list[_Change]] = [[] for _ in program.rows]
 
-    def message_bytes(self, message: Transfer) -> int:
-        """Size of a message, from either of its ends."""
-        table = self._values if message.kind in (SEND_F, RECV_F) else self._gradients
-        along = message.kind in (SEND_F, RECV_B)
-        return table[(message.stage, message.peer) if along else (message.peer, message.stage)]
-
-    def start(self, time: float, action: Action) -> None:
-        """An action begins: what it makes and its scratch are there from now on."""
-        cost, stage = self._costs[action.stage], action.stage
-        self._change(time, stage, _TRANSIENT, cost.transient_bytes.get(action.kind, 0))
-        if action.kind == F:
-            self._change(time, stage, _BOUNDARY, self._outputs[stage])
-            if self._training:
-                self._change(time, stage, _RESIDUALS, cost.residual_bytes)
-        elif action.kind in (B, I):
-            self._change(time, stage, _BOUNDARY, self._gradients_out[stage])
-        elif action.kind == FETCH:
-            self._change(time, stage, _RESIDUALS, cost.residual_bytes)
-        elif action.kind == EVICT:
-            self._lend(time, stage, cost.residual_bytes)
-        elif action.kind in OPERATIONS:
-            self._change(time, stage, _RESIDUALS, OPERATIONS[action.kind].acquired(stage))
-
-    def end(self, time: float, action: Action) -> None:
-        """An action is over: its scratch goes, and what no later action needs."""
-        cost, stage = self._costs[action.stage], action.stage
-        self._change(time, stage, _TRANSIENT, -cost.transient_bytes.get(action.kind, 0))
-        if action.kind == B:
-            self._change(time, stage, _RESIDUALS, -cost.residual_bytes)
-        elif action.kind == I:
-            self._change(time, stage, _RESIDUALS, cost.carried_bytes - cost.residual_bytes)
-        elif action.kind == W:
-            self._change(time, stage, _RESIDUALS, -cost.carried_bytes)
-        elif action.kind == EVICT:
-            self._change(time, stage, _RESIDUALS, -cost.residual_bytes)
-        elif action.kind == FETCH:
-            self._lend(time, stage, -cost.residual_bytes)
-        elif action.kind in OPERATIONS:
-            self._change(time, stage, _RESIDUALS, -OPERATIONS[action.kind].released(stage))
-        if action.kind in (B, W):
-            self._change(time, stage, _BOUNDARY, -self._inputs[stage] - self._gradients_in[stage])
-        elif action.kind == F and not self._training:
-            self._change(time, stage, _BOUNDARY, -self._inputs[stage])
-
-    def scratch(self, start: float, end: float, step: StageAction) -> None:
-        """A REDUCE or STEP runs."""
-        size = self._costs[step.stage].transient_bytes.get(step.kind, 0)
-        self._change(start, step.stage, _TRANSIENT, size)
-        self._change(end, step.stage, _TRANSIENT, -size)
-
-    def sent(self, arrival: float, message: Transfer) -> None:
-        """The sender's copy of a message goes."""
-        rank = self._placement[message.stage]
-        self._changes[rank].append((arrival, 0, _BOUNDARY, -self.message_bytes(message)))
-
-    def posted(self, time: float, message: Transfer) -> None:
-        """The receiver has a buffer for a message."""
-        self._change(time, message.stage, _BOUNDARY, self.message_bytes(message))
-
-    def _change(self, time: float, stage: int, kind: int, size: int) -> None:
-        if size:
-            self._changes[self._placement[stage]].append((time, 1, kind, size))
-
-    def _lend(self, time: float, stage: int, size: int) -> None:
-        """The partner of a stage's rank keeps residuals for it, or is rid of them."""
-        rank = partner(self._placement[stage], len(self._changes))
-        if size:
-            self._changes[rank].append((time, 2 if size > 0 else 0, _RESIDUALS, size))
-
-    def result(self) -> tuple[tuple[MemoryCurve, ...], tuple[dict[str, int], ...]]:
-        """The curve of each rank, and the bytes by kind at its peak."""
-        curves: list[MemoryCurve] = []
-        peaks: list[dict[str, int]] = []
-        for rank, changes in enumerate(self._changes):
-            own = [cost for cost, home in zip(self._costs, self._placement, strict=True) if home == rank]
-            static = [sum(cost.static_bytes.get(kind, 0) for cost in own) for kind in STATIC_KINDS]
-            changes.sort(key=itemgetter(0, 1))
-            curve = _curve(rank, sum(static), changes)
-            curves.append(curve)
-            peaks.append(_peak(static, changes, curve.peak_bytes))
-        return tuple(curves), tuple(peaks)
+    def curve(self, rank: int) -> MemoryCurve:
+        """Bytes over time of one rank."""
+        p = self.layout
+        room = 2 * int(p.offsets[rank + 1] - p.offsets[rank]) + len(self.books.lent.time) + 1
+        room += sum(int(p.first[pipe + 1] - p.first[pipe]) for pipe in self.books.outgoing(rank))
+        times, sizes = np.zeros(room), np.zeros(room, np.int64)
+        at_peak = np.zeros((len(self.static), 3), np.int64)
+        count = replay(self.layout, self.state, self.books, (rank, rank + 1), at_peak, (times, sizes))
+        held = sum(self.static[rank])
+        return MemoryCurve(
+            rank=rank, times_s=(0.0, *times[:count].tolist()),
+            sizes=(held, *(held + size for size in sizes[:count].tolist())),
+        )  # fmt: skip
 
 
-def _curve(rank: int, static: int, changes: list[_Change]) -> MemoryCurve:
-    times, sizes, size = [0.0], [static], static
-    for time, _, _, change in changes:
-        size += change
-        times.append(time)
-        sizes.append(size)
-    return MemoryCurve(rank=rank, times_s=tuple(times), sizes=tuple(sizes))
+def memory_of(
+    program: Program, stages: StageGraph, costs: Sequence[StageCost], layout: Layout, state: State,
+    *, begin_s: Floats,
+) -> Memory:  # fmt: skip
+    """The books of a simulation that has run."""
+    columns = program.columns
+    flow = flow_of(stages)
+    begin, finish = _tables(columns.kinds, stages, flow, costs, columns.trains)
+    ranks = columns.ranks
+    into: list[list[int]] = [[] for _ in range(ranks)]
+    out: list[list[int]] = [[] for _ in range(ranks)]
+    lines = program.wiring(flow).lines
+    pairs = {
+        pipe: program.placement[sender]
+        for pipe, sender in zip(layout.pipe.tolist(), lines.sender.tolist(), strict=True)
+        if pipe >= 0
+    }
+    for pipe, source in sorted(pairs.items()):
+        out[source].append(pipe)
+        into[int(layout.target[pipe])].append(pipe)
+    books = Books(
+        begin=begin, finish=finish, line_bytes=line_bytes(lines, stages), begin_s=begin_s,
+        first_in=starts_of([len(row) for row in into]), pipes_in=_listed(into),
+        first_out=starts_of([len(row) for row in out]), pipes_out=_listed(out),
+        lent=_lent(program, costs, state),
+    )  # fmt: skip
+    static = [[0] * len(STATIC_KINDS) for _ in range(ranks)]
+    for cost, home in zip(costs, program.placement, strict=True):
+        for number, kind in enumerate(STATIC_KINDS):
+            static[home][number] += cost.static_bytes.get(kind, 0)
+    return Memory(layout=layout, state=state, books=books, static=static, begin_s=begin_s)
 
 
-def _peak(static: list[int], changes: list[_Change], peak: int) -> dict[str, int]:
-    now = static + [0] * (len(KINDS) - len(STATIC_KINDS))
-    size = sum(static)
-    for _, _, kind, change in changes:
-        if size == peak:
-            break
-        size += change
-        now[kind] += change
-    return dict(zip(KINDS, now, strict=True))
+def _listed(rows: Sequence[Sequence[int]]) -> Ints:
+    return np.array([item for row in rows for item in row], np.int32)
+
+
+def _tables(
+    kinds: Sequence[Kind], stages: StageGraph, flow: Flow, costs: Sequence[StageCost], training: bool
+) -> tuple[Longs, Longs]:
+    """Bytes that come when an action begins, and that go (below 0) when it ends, by stage and kind."""
+    begin = np.zeros((len(costs), len(kinds), 3), np.int64)
+    finish = np.zeros((len(costs), len(kinds), 3), np.int64)
+    values = {edge: sum(v.bytes for v in found) for edge, found in stages.between.items()}
+    gradients = {edge: sum(v.bytes for v in stages.gradients(*edge)) for edge in values}
+    for s, cost in enumerate(costs):
+        inputs = sum(values[p, s] for p in flow.reads_from[s])
+        outputs = sum(values[s, r] for r in flow.read_by[s])
+        gradients_in = sum(gradients[s, r] for r in flow.gradients_from[s])
+        gradients_out = sum(gradients[p, s] for p in flow.gradients_to[s])
+        held, carried = cost.residual_bytes, cost.carried_bytes
+        comes = {
+            F: (held if training else 0, outputs), B: (0, gradients_out), I: (0, gradients_out),
+            FETCH: (held, 0),
+        }  # fmt: skip
+        goes = {
+            F: (0, 0 if training else -inputs), B: (-held, -inputs - gradients_in), I: (carried - held, 0),
+            W: (-carried, -inputs - gradients_in), EVICT: (-held, 0),
+        }  # fmt: skip
+        for code, kind in enumerate(kinds):
+            scratch = cost.transient_bytes.get(kind, 0)
+            begin[s, code] = (*comes.get(kind, (0, 0)), scratch)
+            finish[s, code] = (*goes.get(kind, (0, 0)), -scratch)
+            if kind in OPERATIONS and kind not in (EVICT, FETCH):
+                begin[s, code, RESIDUALS] += OPERATIONS[kind].acquired(s)
+                finish[s, code, RESIDUALS] -= OPERATIONS[kind].released(s)
+    return begin, finish
+
+
+def _lent(program: Program, costs: Sequence[StageCost], state: State) -> Lent:
+    """What partners keep: from the start of an EVICT until the end of its FETCH."""
+    columns = program.columns
+    found: list[list[tuple[float, int, int]]] = [[] for _ in range(columns.ranks)]
+    for kind, when, order, sign in ((EVICT, state.start, 2, 1), (FETCH, state.end, 0, -1)):
+        if kind not in columns.kinds:
+            continue
+        for entry in np.flatnonzero(columns.kind == columns.kinds.index(kind)).tolist():
+            stage = int(columns.stage[entry])
+            keeper = partner(program.placement[stage], columns.ranks)
+            if costs[stage].residual_bytes:
+                found[keeper].append((float(when[entry]), order, sign * costs[stage].residual_bytes))
+    rows = [change for row in found for change in sorted(row)]
+    time, late, size = zip(*rows, strict=True) if rows else ((), (), ())
+    return Lent(
+        first=starts_of([len(row) for row in found]), time=np.array(time, np.float64),
+        late=np.array(late, np.int32), size=np.array(size, np.int64),
+    )  # fmt: skip

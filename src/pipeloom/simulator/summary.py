@@ -39,7 +39,7 @@ class Summary:
 
 
 def summarise(timeline: Timeline) -> Summary:
-    """Add up a timeline in one pass over its events.
+    """What a timeline amounts to.
 
     >>> from pipeloom.ir.timeline import Event
     >>> one = Event(rank=0, stream="compute", action="0F0", start_s=0.0, end_s=1.0)
@@ -47,24 +47,10 @@ def summarise(timeline: Timeline) -> Summary:
     >>> summarise(Timeline(source="predicted", ranks=2, events=(one, two))).bubble
     0.5
     """
-    busy = [0.0] * timeline.ranks
-    wait = [0.0] * timeline.ranks
-    first: dict[int, float] = {}
-    last: dict[int, float] = {}
-    for event in timeline.events:
-        if event.stream == "compute":
-            busy[event.rank] += event.duration_s
-            first[event.rank] = min(first.get(event.rank, event.start_s), event.start_s)
-            last[event.rank] = max(last.get(event.rank, event.end_s), event.end_s)
-        elif event.stream == "recv":
-            wait[event.rank] += event.duration_s
-    step_s = timeline.step_s
-    span_s = max((last[rank] - first[rank] for rank in first), default=0.0)
+    totals = timeline.totals
+    busy, step_s = totals.busy_s, totals.step_s
+    span_s = max((b - a for a, b in zip(totals.first_s, totals.last_s, strict=True) if a <= b), default=0.0)
     whole = timeline.ranks * step_s
-    peak = [0] * timeline.ranks
-    for curve in timeline.memory:
-        if curve.tier == "device":
-            peak[curve.rank] = max(peak[curve.rank], curve.peak_bytes)
     return Summary(
         step_s=step_s,
         bubble=(whole - sum(busy)) / whole if whole else 0.0,
@@ -72,7 +58,8 @@ def summarise(timeline: Timeline) -> Summary:
         span_bubble=1 - sum(busy) / (timeline.ranks * span_s) if span_s else 0.0,
         ranks=tuple(
             RankSummary(
-                rank=rank, busy_s=busy[rank], wait_s=wait[rank], peak_bytes=peak[rank],
+                rank=rank, busy_s=busy[rank], wait_s=totals.wait_s[rank],
+                peak_bytes=timeline.peak_bytes(rank),
                 peaks=timeline.peaks[rank] if timeline.peaks else {},
             )
             for rank in range(timeline.ranks)

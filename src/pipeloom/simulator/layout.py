@@ -1,0 +1,203 @@
+"""Layout: a program, its costs and its links as the arrays that the event loop reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from ..ir.action import Action, B, F, I, Kind
+from ..ir.cluster import Cluster
+from ..ir.columns import CODE, RECV_B_, RECV_F_, SEND_B_, SEND_F_, STEP_, Codes, Columns, Ints, Longs
+from ..ir.costs import StageCost, action_seconds, pair_shares
+from ..ir.flow import Flow, flow_of
+from ..ir.kernels import kernel
+from ..ir.operation import ANCHORS, OPERATIONS
+from ..ir.schedule import Program
+from ..ir.stages import StageGraph
+from ..ir.ties import Reduction, reductions
+from ..ir.walk import starts_of
+from ..ir.wiring import Lines
+from .core import Floats, Layout
+
+STREAMS = ("compute", "send", "host")
+"""Streams by their number in a layout."""
+
+_NONE = np.zeros(0, np.int32)
+
+
+def layout_of(
+    program: Program, stages: StageGraph, costs: Sequence[StageCost], cluster: Cluster, ahead: int
+) -> Layout:
+    """Lay out a program of which `check_shape` knows that all it names is there."""
+    flow = flow_of(stages)
+    columns, wiring = program.columns, program.wiring(flow)
+    size = line_bytes(wiring.lines, stages)
+    pipe, ends = _pipes(wiring.lines, program.placement)
+    links = [cluster.link(*pair) for pair in ends]
+    counts = np.zeros(len(ends) + 1, np.int64)
+    np.add.at(counts, pipe + 1, np.count_nonzero(wiring.sent >= 0, axis=1))
+    counts[0] = 0  # lines within a rank carry nothing
+    first = np.cumsum(counts)
+    message, line = _numbered(columns.kind, columns.microbatch, wiring.line, wiring.sent, pipe, first)
+    first_meet, meets = _meets(program, flow)
+    sums = reductions(stages, program.placement)
+    named = {r.name: r for row in sums for r in row}
+    number = {name: at for at, name in enumerate(named)}
+    rows = [[number[r.name] for r in row] for row in (*sums, *((),) * (columns.ranks - len(sums)))]
+    return Layout(
+        kind=columns.kind, stage=columns.stage, offsets=columns.offsets, message=message, line=line,
+        pipe=pipe, seconds=_by_line(pipe, [link.transfer_s for link in links], size),
+        busy=_by_line(pipe, [link.occupied_s for link in links], size),
+        first=first, target=np.array([target for _, target in ends], np.int32),
+        duration=_durations(columns, costs), own_duration=_own_durations(program, costs),
+        stream=np.array([_stream(kind) for kind in columns.kinds], np.int32),
+        held=_held(program), first_meet=first_meet, meets=meets,
+        first_sum=starts_of([len(row) for row in rows]),
+        sums=np.array([n for row in rows for n in row], np.int32),
+        sum_ranks=np.array([len(r.ranks) for r in named.values()], np.int32),
+        sum_seconds=np.array([_sum_s(r, costs, cluster, columns.ranks) for r in named.values()], np.float64),
+        ahead=ahead,
+    )  # fmt: skip
+
+
+def line_bytes(lines: Lines, stages: StageGraph) -> Longs:
+    """Size of a message on each line."""
+    sizes = []
+    for sender, receiver, back in zip(
+        lines.sender.tolist(), lines.receiver.tolist(), lines.backward.tolist(), strict=True
+    ):
+        values = stages.gradients(receiver, sender) if back else stages.between[sender, receiver]
+        sizes.append(sum(value.bytes for value in values))
+    return np.array(sizes, np.int64)
+
+
+def _pipes(lines: Lines, placement: Sequence[int]) -> tuple[Ints, list[tuple[int, int]]]:
+    """The pipe of each line, -1 within a rank; and the ranks at both ends of each pipe."""
+    both = zip(lines.sender.tolist(), lines.receiver.tolist(), strict=True)
+    ends = [(placement[a], placement[b]) for a, b in both]
+    known = {pair: at for at, pair in enumerate(sorted({pair for pair in ends if pair[0] != pair[1]}))}
+    return np.array([known.get(pair, -1) for pair in ends], np.int32), list(known)
+
+
+def _by_line(pipe: Ints, seconds: Sequence[Callable[[int], float]], size: Longs) -> Floats:
+    each = zip(pipe.tolist(), size.tolist(), strict=True)
+    return np.array([seconds[at](amount) if at >= 0 else 0.0 for at, amount in each], np.float64)
+
+
+@kernel
+def _numbered(
+    kind: Codes, microbatch: Ints, line: Ints, sent: Ints, pipe: Ints, first: Longs
+) -> tuple[Ints, Ints]:
+    """The message of each entry, and the line of each message: pipe by pipe in the order sent."""
+    message = np.full(len(kind), -1, np.int32)
+    line_of = np.zeros(first[len(first) - 1], np.int32)
+    following = first.copy()
+    for entry in range(len(kind)):
+        if kind[entry] == SEND_F_ or kind[entry] == SEND_B_:
+            at = pipe[line[entry]]
+            message[entry] = following[at]
+            line_of[following[at]] = line[entry]
+            following[at] += 1
+    for entry in range(len(kind)):
+        if kind[entry] == RECV_F_ or kind[entry] == RECV_B_:
+            message[entry] = message[sent[line[entry], microbatch[entry]]]
+    return message, line_of
+
+
+def _durations(columns: Columns, costs: Sequence[StageCost]) -> Floats:
+    """By (stage, kind)."""
+    table = np.zeros((len(costs), len(columns.kinds)))
+    for code, kind in enumerate(columns.kinds):
+        if code == STEP_:
+            table[:, code] = [cost.step_s for cost in costs]
+        elif code < SEND_F_ or code > STEP_:
+            table[:, code] = [action_seconds(costs, Action(s, kind, 0)) for s in range(len(costs))]
+    return table
+
+
+def _own_durations(program: Program, costs: Sequence[StageCost]) -> Floats:
+    """Per entry, where pairs share their time; else empty."""
+    if not program.pairs:
+        return np.zeros(0)
+    columns = program.columns
+    own: Floats = _durations(columns, costs)[columns.stage, columns.kind]
+    for action, seconds in pair_shares(costs, program.pairs).items():
+        table = program.places.of(columns.kinds.index(action.kind))
+        own[table[action.stage, action.microbatch]] = seconds
+    return own
+
+
+def _stream(kind: Kind) -> int:
+    operation = OPERATIONS.get(kind)
+    return 0 if operation is None else STREAMS.index(operation.stream)
+
+
+
+def _held(program: Program) -> Ints:
+    """Per entry of an operation the anchor that waits for it, where there are operations before anchors."""
+    columns, places = program.columns, program.places
+    before = [c for c, k in enumerate(columns.kinds) if k in OPERATIONS and OPERATIONS[k].before is not None]
+    if not before:
+        return _NONE
+    held = np.full(len(columns), -1, np.int32)
+    for code in before:
+        operation = OPERATIONS[columns.kinds[code]]
+        table = places.of(code)
+        for kind in reversed(ANCHORS[operation.anchor]):
+            anchor = places.of(CODE[kind])
+            both = (table >= 0) & (anchor >= 0)
+            held[table[both]] = anchor[both]
+    return held
+
+
+def _meets(program: Program, flow: Flow) -> tuple[Ints, Ints]:
+    """Entries that begin together with each entry; empty where there are none."""
+    columns, places = program.columns, program.places
+    groups = [(CODE[kind], s, others) for kind in (F, B, I) for s, others in flow.shards.items()]
+    for code, kind in enumerate(columns.kinds):
+        operation = OPERATIONS.get(kind)
+        if operation is not None and operation.meets is not None:
+            groups += [(code, s, tuple(operation.meets(s))) for s in range(len(program.placement))]
+    if not groups:
+        return _NONE, _NONE
+    counts = np.zeros(len(columns), np.int32)
+    found = []
+    for code, stage, others in groups:
+        table = places.of(code)
+        for other in others:
+            if 0 <= other < len(table):
+                both = (table[stage] >= 0) & (table[other] >= 0)
+                mine = table[stage][both]
+                found.append((mine, counts[mine], table[other][both]))
+                counts[mine] += 1
+    first = starts_of(counts)
+    meets = np.empty(first[-1], np.int32)
+    for mine, at, theirs in found:
+        meets[first[mine] + at] = theirs
+    return first, meets
+
+
+def _sum_s(reduction: Reduction, costs: Sequence[StageCost], cluster: Cluster, ranks: int) -> float:
+    size = max(costs[stage].tied_bytes.get(reduction.name, 0) for stage in reduction.stages)
+    return all_reduce_s(size, reduction.ranks, cluster, all_ranks=ranks)
+
+
+def all_reduce_s(size: int, ranks: tuple[int, ...], cluster: Cluster, *, all_ranks: int) -> float:
+    """Seconds for the sum of `size` bytes over `ranks`, at the pace of the slowest link between them.
+
+    Over all ranks it is a ring: each of n ranks passes on 2 (n - 1) pieces of size / n.
+    Over some of them the lowest collects and returns everything, one rank after the other.
+    Source of the ring: Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of
+    workstations".
+    """
+    count = len(ranks)
+    if count < 2:
+        return 0.0
+    if count < all_ranks:
+        lowest, *others = ranks
+        both_ways = [link for r in others for link in (cluster.link(r, lowest), cluster.link(lowest, r))]
+        return sum(link.transfer_s(size) for link in both_ways)
+    ring = [cluster.link(a, b) for a, b in zip(ranks, (*ranks[1:], ranks[0]), strict=True)]
+    piece = -(-size // count)
+    return 2 * (count - 1) * max(link.transfer_s(piece) for link in ring)

@@ -1,0 +1,214 @@
+"""Replay: what each rank held, from the times of a simulation that has run.
+
+Changes of one rank come from three sources, each in the order of time: its own row, its messages that are
+through, and what its partner lends it. At equal times messages that are through go first, then the rank's own
+order decides: what ends goes before what begins comes. Residuals that a partner sends come last.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from ..ir.columns import RECV_B_, RECV_F_, SEND_F_, Ints, Longs
+from ..ir.kernels import kernel
+from .core import Floats, Layout, State
+
+RESIDUALS, BOUNDARY, TRANSIENT = 0, 1, 2
+
+
+class Lent(NamedTuple):
+    """What each rank keeps for its partner: changes `first[r] : first[r + 1]`, by time; late: 2 for what
+    comes after the rank's own changes of that time, 0 for what goes before them."""
+
+    first: Ints
+    time: Floats
+    late: Ints
+    size: Longs
+
+
+class Books(NamedTuple):
+    """begin, finish: change of residuals, boundary and transient bytes when an action begins and ends, by
+    stage and kind.  line_bytes: of a message.  begin_s: when each rank starts.  pipes_in, pipes_out: of each
+    rank."""
+
+    begin: Longs
+    finish: Longs
+    line_bytes: Longs
+    begin_s: Floats
+    first_in: Ints
+    pipes_in: Ints
+    first_out: Ints
+    pipes_out: Ints
+    lent: Lent
+
+    def outgoing(self, rank: int) -> Ints:
+        return self.pipes_out[self.first_out[rank] : self.first_out[rank + 1]]
+
+
+@kernel
+def replay(
+    p: Layout, s: State, b: Books, ranks: tuple[int, int], at_peak: Longs, curve: tuple[Floats, Longs]
+) -> int:
+    """Go through the changes of some ranks; fills `at_peak` for each, and `curve`, if it has room, with the
+    bytes from each time on beside what is static. Returns how many changes there were on the last rank."""
+    most = 0
+    for rank in range(ranks[0], ranks[1]):
+        most = max(most, p.offsets[rank + 1] - p.offsets[rank])
+    time = np.zeros(2 * most + 1)
+    change = np.zeros((2 * most + 1, 3), np.int64)
+    posted = np.zeros(len(p.target), np.int64)
+    received = np.zeros(len(p.target), np.int64)
+    count = 0
+    for rank in range(ranks[0], ranks[1]):
+        own = _own(p, s, b, rank, (time, change), (posted, received))
+        order = np.argsort(time[:own], kind="mergesort") if _jumps(time, own) else np.arange(own)
+        gone_at, gone = _through(p, s, b, rank)
+        count = _merged((time, change, order), (gone_at, gone), b.lent, rank, at_peak, curve)
+    return count
+
+
+@kernel
+def _jumps(time: Floats, count: int) -> bool:
+    """Whether times go back anywhere, as those of actions beside computing may."""
+    for at in range(1, count):
+        if time[at] < time[at - 1]:
+            return True
+    return False
+
+
+@kernel
+def _own(
+    p: Layout, s: State, b: Books, rank: int, made: tuple[Floats, Longs], pipes: tuple[Longs, Longs]
+) -> int:
+    """The changes by a rank's own row, in its order: how many there are."""
+    time, change = made
+    posted, received = pipes
+    count = 0
+    for at in range(b.first_in[rank], b.first_in[rank + 1]):
+        pipe = b.pipes_in[at]
+        count = _post(p, b, pipe, p.ahead, b.begin_s[rank], (time, change, posted), count)
+    for entry in range(p.offsets[rank], p.offsets[rank + 1]):
+        code = p.kind[entry]
+        if code == RECV_F_ or code == RECV_B_:
+            message = p.message[entry]
+            pipe = p.pipe[p.line[message]]
+            upto = message - p.first[pipe] + 1
+            count = _post(p, b, pipe, upto, s.start[entry], (time, change, posted), count)
+            received[pipe] += 1
+            upto = received[pipe] + p.ahead
+            count = _post(p, b, pipe, upto, s.end[entry], (time, change, posted), count)
+        elif code < SEND_F_ or code > RECV_B_:
+            stage = p.stage[entry]
+            if b.begin[stage, code].any():
+                time[count] = s.start[entry]
+                change[count] = b.begin[stage, code]
+                count += 1
+            if b.finish[stage, code].any():
+                time[count] = s.end[entry]
+                change[count] = b.finish[stage, code]
+                count += 1
+    return count
+
+
+@kernel
+def _post(
+    p: Layout, b: Books, pipe: int, upto: int, clock: float, made: tuple[Floats, Longs, Longs], count: int
+) -> int:
+    """A buffer for each receive that is posted until `upto` of the pipe's messages have one."""
+    time, change, posted = made
+    until = min(upto, p.first[pipe + 1] - p.first[pipe])
+    while posted[pipe] < until:
+        time[count] = clock
+        change[count] = 0
+        change[count, BOUNDARY] = b.line_bytes[p.line[p.first[pipe] + posted[pipe]]]
+        posted[pipe] += 1
+        count += 1
+    return count
+
+
+@kernel
+def _through(p: Layout, s: State, b: Books, rank: int) -> tuple[Floats, Longs]:
+    """When each message of a rank is through, and its bytes, by time: pipes merged one after the other."""
+    low, high = b.first_out[rank], b.first_out[rank + 1]
+    total = 0
+    for at in range(low, high):
+        total += p.first[b.pipes_out[at] + 1] - p.first[b.pipes_out[at]]
+    times, sizes, place = np.empty(total), np.empty(total, np.int64), 0
+    for at in range(low, high):
+        pipe = b.pipes_out[at]
+        for message in range(p.first[pipe], p.first[pipe + 1]):
+            times[place] = s.move_end[message]
+            sizes[place] = b.line_bytes[p.line[message]]
+            place += 1
+    width = 1
+    bounds = np.zeros(high - low + 1, np.int64)
+    for at in range(low, high):
+        pipe = b.pipes_out[at]
+        bounds[at - low + 1] = bounds[at - low] + p.first[pipe + 1] - p.first[pipe]
+    while width < high - low:
+        for run in range(0, high - low - width, 2 * width):
+            last = min(run + 2 * width, high - low)
+            _merge(times, sizes, bounds[run], bounds[run + width], bounds[last])
+        width *= 2
+    return times, sizes
+
+
+@kernel
+def _merge(times: Floats, sizes: Longs, low: int, middle: int, high: int) -> None:
+    """Merge two neighbouring sorted parts."""
+    left_times, left_sizes = times[low:middle].copy(), sizes[low:middle].copy()
+    a, c = 0, middle
+    for to in range(low, high):
+        if a < middle - low and (c >= high or left_times[a] <= times[c]):
+            times[to] = left_times[a]
+            sizes[to] = left_sizes[a]
+            a += 1
+        else:
+            times[to] = times[c]
+            sizes[to] = sizes[c]
+            c += 1
+
+
+@kernel
+def _merged(
+    own: tuple[Floats, Longs, Longs], gone: tuple[Floats, Longs], lent: Lent, rank: int, at_peak: Longs,
+    curve: tuple[Floats, Longs],
+) -> int:  # fmt: skip
+    """Add up a rank's changes in the order of time; keeps its first peak in `at_peak`."""
+    time, change, order = own
+    gone_at, gone_size = gone
+    curve_time, curve_size = curve
+    at_own, at_gone, at_lent = 0, 0, lent.first[rank]
+    residuals, boundary, transient, peak, count = 0, 0, 0, 0, 0
+    while at_own < len(order) or at_gone < len(gone_at) or at_lent < lent.first[rank + 1]:
+        own_time = time[order[at_own]] if at_own < len(order) else np.inf
+        gone_time = gone_at[at_gone] if at_gone < len(gone_at) else np.inf
+        lent_time = lent.time[at_lent] if at_lent < lent.first[rank + 1] else np.inf
+        if gone_time <= own_time and gone_time <= lent_time:
+            now = gone_time
+            boundary -= gone_size[at_gone]
+            at_gone += 1
+        elif lent_time < own_time or (lent_time == own_time and lent.late[at_lent] == 0):
+            now = lent_time
+            residuals += lent.size[at_lent]
+            at_lent += 1
+        else:
+            now = own_time
+            row = order[at_own]
+            residuals += change[row, RESIDUALS]
+            boundary += change[row, BOUNDARY]
+            transient += change[row, TRANSIENT]
+            at_own += 1
+        held = residuals + boundary + transient
+        if held > peak:
+            peak = held
+            at_peak[rank, RESIDUALS] = residuals
+            at_peak[rank, BOUNDARY] = boundary
+            at_peak[rank, TRANSIENT] = transient
+        if len(curve_time):
+            curve_time[count] = now
+            curve_size[count] = held
+        count += 1
+    return count
