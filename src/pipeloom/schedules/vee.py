@@ -23,21 +23,24 @@ Pace: TypeAlias = tuple[str, tuple[float, ...], tuple[float, ...], tuple[float, 
 
 
 def recipes(s: Shape, memory: float, paces: Sequence[Pace], **rules: str) -> list[Recipe]:
-    """A recipe for each pace; with uneven times also one with slots as long as the actions, and first of all
-    a block that is made for these times: W keeps to its place in it, and fills gaps in the drain."""
+    """A recipe for each pace; with uneven times also one with slots as long as the actions. Unless the family
+    has a rule for W: first of all a block made for these times, and W that keeps to its place in the order
+    until the drain."""
     memory = options(s, memory=memory)["memory"]
     found: list[Recipe] = []
-    if not s.even and (clock := block_clock(s, memory)) is not None:
-        block = Recipe(kinds="FIW", clock=clock, memory=memory, fill="", drain="W", patience=0.5)
-        found += [block, replace(block, early="warm"), replace(block, fill="W", overlap=0.5)]
+    tuned = not s.even and "fill" not in rules
+    block = block_clock(s, memory) if tuned else None
+    if block is not None:
+        own = Recipe(kinds="FIW", clock=block, memory=memory, fill="", drain="W", patience=0.5)
+        found += [own, replace(own, early="warm"), replace(own, fill="W", overlap=0.5)]
     for early, forward, backward, turns in paces:
-        for real in (False,) if s.even else (False, True):
+        for real in (False,) if s.even or block is not None else (False, True):
             clock = path_clock(s, forward, backward, turns=turns, real=real)
             recipe = Recipe(kinds="FIW", clock=clock, memory=memory, early=early, **rules)  # type: ignore[arg-type]
             found += timings(s, recipe)
-            if not s.even:
-                own = clock if real else _w_in_free_slots(s, clock)
-                found.append(replace(recipe, clock=own, fill="", drain="W", patience=0.5))
+            if tuned:
+                placed = clock if real else _w_in_free_slots(s, clock)
+                found.append(replace(recipe, clock=placed, fill="", drain="W", patience=0.5))
     return found
 
 
@@ -60,15 +63,17 @@ def zb_v(s: Shape) -> list[Recipe]:
 
 
 def zb_v_recipes(s: Shape, memory: float) -> list[Recipe]:
-    """The pattern of ZB-V first, then clocks."""
+    """The pattern of ZB-V; with less memory than it takes, or on another placement, clocks."""
     pattern = Recipe(kinds="FIW", rows=lambda rank: _zb_v_row(s, rank), memory=memory)
+    patterns = timings(s, pattern) if all(len(own) == 2 for own in s.own) else []
+    if patterns and not s.even:
+        patterns += [replace(pattern, overlap=overlap) for overlap in ((1.0, 0.0), (0.0, 0.75))]
+    if patterns and memory >= s.ranks:
+        return patterns
     clocks = recipes(s, memory, [
         ("warm", (4,), (4,), (0, 0, 2)), ("all", (1, 2), (1, 2), (0, 0, 0)), ("warm", (2,), (2,), (0, 0, 0)),
     ])  # fmt: skip
-    patterns = timings(s, pattern)
-    if not s.even:
-        patterns += [replace(pattern, overlap=overlap) for overlap in ((1.0, 0.0), (0.0, 0.75))]
-    return [*patterns, *clocks] if all(len(own) == 2 for own in s.own) else clocks
+    return [*patterns, *clocks]
 
 
 def _zb_v_row(s: Shape, rank: int) -> Iterator[Action]:
