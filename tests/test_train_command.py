@@ -127,7 +127,8 @@ def test_a_finished_run_goes_on_for_as_many_steps_again(folder: Path) -> None:
     for end in (8, 12):
         done = run(folder, "--resume", "--out", "a")
         assert done.returncode == 0, done.stderr
-        assert f"a had done its {end - 4} steps: it goes on to step {end}. Another end: --steps N" in done.stdout
+        goes_on = f"a had done its {end - 4} steps: it goes on to step {end}. Another end: --steps N"
+        assert goes_on in done.stdout
         assert list(losses(folder / "a")) == list(range(1, end + 1))
 
 
