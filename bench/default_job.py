@@ -56,8 +56,8 @@ def main(runs: int, steps: int) -> int:
     RESULTS.write_text(json.dumps(table, indent=1) + "\n")
     within = table["largest_step_error"] <= STEP_LIMIT and table["largest_peak_error"] <= MEMORY_LIMIT
     print(
-        f"step time: median error {table['median_step_error']:.1%}, largest {table['largest_step_error']:.1%}; "
-        f"peak memory: largest error {table['largest_peak_error']:.1%}"
+        f"step time: median error {table['median_step_error']:.1%}, largest "
+        f"{table['largest_step_error']:.1%}; peak memory: largest error {table['largest_peak_error']:.1%}"
     )
     return 0 if within and max(row["wall_s"] for row in rows) <= TIME_LIMIT_S else 1
 
