@@ -21,7 +21,7 @@ from runs import Numbers, assert_same, capture_of, pipelined, plain, plan_for, s
 
 from pipeloom import Job, Options, Pipeline
 from pipeloom.ir.check import check, check_program
-from pipeloom.ir.errors import ScheduleError
+from pipeloom.ir.errors import PeerError, ScheduleError
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.schedule import Schedule
 from pipeloom.ir.stages import StageGraph
@@ -175,9 +175,11 @@ def test_what_is_refused_is_refused_on_every_rank_before_the_first_step(data: st
     broken = replace(plan, schedule_rows=tuple(str(edited).split("\n")))
 
     def start(rank: int, channel: Any) -> str:
-        with pytest.raises(ScheduleError) as caught:
+        with pytest.raises((ScheduleError, PeerError)) as caught:
             Pipeline(job, broken, options=Options(), channel=channel)
         return str(caught.value)
 
     with shared_captures():
-        assert threads(2, start) == [refused] * 2
+        said = threads(2, start)
+    assert refused in said  # the other rank may hear of it first
+    assert all(refused.splitlines()[0] in text for text in said)

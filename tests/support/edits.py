@@ -16,7 +16,6 @@ from pipeloom.ir.flow import dag
 from pipeloom.ir.schedule import Program, Schedule
 from pipeloom.ir.stages import StageGraph
 
-
 schedules.build("bpipe", *schedules.usual("bpipe", 2), 1)  # makes the kinds of evictions known
 
 
