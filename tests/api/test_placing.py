@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from every_schedule import gpt_job, plan_of
 from runs import capture_of, shared_captures, threads
 
-from pipeloom import Job, Pipeline, schedules
+from pipeloom import Job, Pipeline, schedules, verify
 from pipeloom.api import passes
 from pipeloom.api.placing import stages_for
-from pipeloom.ir.errors import InfeasibleError, PlanError
+from pipeloom.ir.errors import InfeasibleError, PlanError, ScheduleError
 from pipeloom.ir.graph import OpGraph
 from pipeloom.ir.plan import Plan
+from pipeloom.lowering import lower
 from pipeloom.planner import cpu_cluster
+from pipeloom.schedules.csv import program_text
 
 SEVERAL = ["zb_v", "interleaved_1f1b", "dualpipe"]
 
@@ -86,3 +90,26 @@ def test_steps_are_predicted_and_measured(gpt: Job, name: str) -> None:
     with shared_captures():
         for predicted, measured in threads(2, work):
             assert predicted == measured == {word for row in plan.schedule_rows for word in row.split()}
+
+
+def test_a_file_of_actions_is_a_schedule(gpt: Job, tmp_path: Path) -> None:
+    """As torch writes one: two stages on each of two ranks, with transfers."""
+    file = tmp_path / "theirs.csv"
+    stages, placement = schedules.usual("looped_bfs", 2)
+    file.write_text(program_text(lower(schedules.build("looped_bfs", stages, placement, 4), stages)))
+    plan = planned(gpt, str(file))
+    assert plan.placement == (0, 1, 0, 1)
+    file.unlink()
+    verify(gpt, plan).require()
+
+
+def test_a_file_for_other_numbers_is_refused(gpt: Job, tmp_path: Path) -> None:
+    file = tmp_path / "theirs.csv"
+    file.write_text("0F0,0B0\n1F0,1B0\n2F0,2B0\n")
+    with pytest.raises(ScheduleError, match="is for 3 ranks, not 2"):
+        planned(gpt, str(file))
+    file.write_text("0F0,0B0\n1F0,1B0\n")
+    with pytest.raises(ScheduleError, match="is for 1 micro-batches, not 4"):
+        planned(gpt, str(file))
+    with pytest.raises(ScheduleError, match="cannot read .*none.csv"):
+        planned(gpt, str(tmp_path / "none.csv"))

@@ -5,6 +5,7 @@
 
 The function takes a `Shape` and returns a `Recipe` or several. Instead of a function the name may be that
 of an `Entry`, which also says where the stages go. Operations that the file declares are known from then on.
+A CSV file of actions, such as torch.distributed.pipelining writes, is a name too; it says all there is.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ _HINT = "name a function that takes a Shape and returns a Recipe, as file.py:fun
 def names_own(name: str) -> bool:
     """Whether a schedule's name is that of a file and not of the library.
 
-    >>> names_own("mine.py:zigzag"), names_own("gis_g:group=3")
-    (True, False)
+    >>> names_own("mine.py:zigzag"), names_own("mine.csv"), names_own("gis_g:group=3")
+    (True, True, False)
     """
-    return name.partition(":")[0].endswith(".py")
+    return name.endswith(".csv") or name.partition(":")[0].endswith(".py")
 
 
 def parts(name: str) -> tuple[str, str]:
@@ -37,6 +38,8 @@ def parts(name: str) -> tuple[str, str]:
     >>> parts("gis_g:group=3"), parts("mine.py:zigzag:group=2")
     (('gis_g', 'group=3'), ('mine.py:zigzag', 'group=2'))
     """
+    if name.endswith(".csv"):
+        return name, ""
     if not names_own(name):
         base, _, options = name.partition(":")
         return base, options

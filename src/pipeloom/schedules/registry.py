@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Protocol, TypeAlias
 
 from ..ir.action import Action, B, F, W
@@ -18,6 +19,7 @@ from ..ir.rules_versions import UpdatePolicy
 from ..ir.schedule import Pair, Schedule
 from ..ir.stages import StageGraph, chain
 from . import forward_only, gpipe, grouped, one_f_one_b, two_ways, variants, vee, zb
+from .csv import read_schedule
 from .language import Recipe, fastest
 from .own import load_own, names_own, parts
 from .placements import RankTable, both_ways, loop, spread, wave
@@ -268,7 +270,29 @@ def _key(name: str) -> str:
     return name if names_own(name) else name.lower().replace("-", "_")
 
 
+def _from_csv(file: Path) -> Entry:
+    """An order that is given: its ranks, stages and micro-batches are those of the file."""
+    given = read_schedule(file)
+
+    def table(ranks: int) -> RankTable:
+        if ranks != given.ranks:
+            raise ScheduleError(f"{file} is for {given.ranks} ranks, not {ranks}", hint="use as many")
+        return given.placement
+
+    def rows(shape: Shape) -> Rows:
+        if shape.microbatches != given.microbatches:
+            raise ScheduleError(
+                f"{file} is for {given.microbatches} micro-batches, not {shape.microbatches}",
+                hint="use as many",
+            )
+        return given.rows
+
+    return Entry(rows=rows, place="table", table=table, about="from a file")
+
+
 def _family(name: str) -> Family | Entry:
+    if name.endswith(".csv"):
+        return _from_csv(Path(name))
     if names_own(name):
         found = load_own(name)
         return found if isinstance(found, Entry) else Entry(recipe=found, about="your own")
