@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from pipeloom.ir.errors import ConfigError
+from pipeloom.ir.explanation import Explanation, Idle
 from pipeloom.ir.timeline import Event, MemoryCurve, Timeline
-from pipeloom.viewer import StageRow, write_report
+from pipeloom.viewer import SizeUnit, StageRow, write_report
 from pipeloom.viewer.blocks import legend, timelines_figure
 from pipeloom.viewer.curves import memory_figure
 
@@ -55,6 +56,31 @@ def test_the_page_tells_prediction_and_measurement(two_ranks: Timeline, tmp_path
     assert "from 5.500 at step 0" in page and "validation" not in page
     names = [c[0] for trace in figure_in(page, "timelines")["data"] for c in trace["customdata"]]  # type: ignore[attr-defined]
     assert sorted(names) == sorted(e.action for t in (two_ranks, measured) for e in t.events)
+
+
+def test_reasons_for_idle_time_stand_in_one_table_and_add_up(two_ranks: Timeline, tmp_path: Path) -> None:
+    def explained(source: str, *parts: tuple[str, float]) -> Explanation:
+        idle = [Idle(rank=0, start_s=0.0, end_s=end, reason=why) for why, end in parts]  # type: ignore[arg-type]
+        return Explanation(source=source, ranks=2, step_s=10.0, idle=tuple(idle), path=())
+
+    both = [explained("predicted", ("order", 2.0), ("drain", 1.0)), explained("measured", ("drain", 4.0))]
+    path = tmp_path / "report.html"
+    write_report(path, title="x", predicted=two_ranks, measured=two_ranks, explanations=both)
+    page = page_of(path)
+    table = cells(page[page.index("Why ranks are idle") :])
+    assert [row[0] for row in zip(*[iter(table)] * 5, strict=False)][:3] == ["drain", "order", "all"]
+    assert (table[3:5], table[8:10]) == (["5.0 %", "20.0 %"], ["10.0 %", "–"])
+    assert table[13:15] == ["15.0 %", "20.0 %"]
+    assert "bubble of the longest span" in page and "predicted 15.0 %" in page
+
+
+def test_memory_can_be_counted_in_another_unit(two_ranks: Timeline, tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    unit = SizeUnit(name="micro-batches", bytes=20 * MiB)
+    write_report(path, title="x", predicted=two_ranks, size_unit=unit, caps=[30 * MiB, 30 * MiB])
+    page = page_of(path)
+    assert cells(page)[:8] == ["0", "–", "predicted", "0.5", "1", "1.5", "–", "1.5"]
+    assert "peak memory, rank 0, micro-batches" in page and "MiB" not in page
 
 
 def test_what_is_not_given_is_left_out(two_ranks: Timeline, tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ def simulate(
     """
     from .. import viewer
     from ..api import passes
+    from ..api.explaining import explain_steps
     from ..ir.plan import load_plan
     from ..planner import cpu_cluster
 
@@ -48,7 +49,9 @@ def simulate(
     cluster = cluster_of(cluster_file) or cpu_cluster(len(set(plan.placement)))
     timeline = passes.simulate(plan, graph, costs, cluster)
     if html is not None:
-        viewer.write_report(html, title=f"{graph.name}: {plan.schedule}, simulated", predicted=timeline)
+        reasons = explain_steps(plan, graph, [timeline])
+        title = f"{graph.name}: {plan.schedule}, simulated"
+        viewer.write_report(html, title=title, predicted=timeline, explanations=reasons)
     if trace is not None:
         viewer.write_trace(trace, [timeline])
     if as_json:

@@ -12,6 +12,7 @@ import msgspec
 from rich.console import Console
 
 from .. import viewer
+from ..ir.explanation import Explanation
 from ..ir.graph import OpGraph
 from ..ir.plan import Plan
 from ..ir.timeline import Timeline
@@ -73,6 +74,7 @@ def summary(
 def write_files(
     config: Config, out: Path, outcome: Outcome, *, predicted: Timeline | None,
     rows: Sequence[viewer.StageRow], figures: Mapping[str, Any], caps: Sequence[int],
+    explanations: Sequence[Explanation] = (),
 ) -> None:  # fmt: skip
     """trace.json, report.html and summary.json."""
     timelines = [t for t in (predicted, outcome.timeline) if t is not None]
@@ -80,7 +82,7 @@ def write_files(
     viewer.write_report(
         out / "report.html", title=f"{config.name}: {outcome.steps} steps", predicted=predicted,
         measured=outcome.timeline, stages=rows, losses=outcome.losses,
-        config=msgspec.to_builtins(config), caps=caps,
+        config=msgspec.to_builtins(config), caps=caps, explanations=explanations,
     )  # fmt: skip
     (out / "summary.json").write_text(json.dumps(figures, indent=1) + "\n")
 

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
+from ..api.explaining import explain_steps
 from ..api.options import Options
 from ..api.passes import capture, plan, profile
 from ..api.pipeline import Pipeline
@@ -227,7 +228,11 @@ def _train_rank(settled: Settled) -> None:
             return
         rows = stage_rows(pipeline.parts.captured.graph, planned)
         figures = summary(config, out, outcome, predicted, planned)
-        write_files(config, out, outcome, predicted=predicted, rows=rows, figures=figures, caps=planned.caps)
+        reasons = explain_steps(planned, pipeline.parts.captured.graph, (predicted, outcome.timeline))
+        write_files(
+            config, out, outcome, predicted=predicted, rows=rows, figures=figures, caps=planned.caps,
+            explanations=reasons,
+        )  # fmt: skip
         print_end(console, out, outcome, predicted, rows)
     if settled.request.as_json:
         print(json.dumps(figures, indent=1))

@@ -91,7 +91,7 @@ def write_report(
         legend=legend(drawn),
         explained=bool(drawn and explanations),
         chunks=any(any(chunks(t).values()) for t in drawn),
-        idle=[_idle_table(e) for e in explanations if e.idle],
+        idle=_idle_table(explanations) if any(e.idle for e in explanations) else None,
         figures={name: _embedded(figure) if figure else "" for name, figure in figures.items()},
         stages=_stage_table(stages, predicted, measured) if stages else None,
         memory=_memory_table(predicted, measured, stages, caps, size_unit),
@@ -130,9 +130,12 @@ def _cards(
     if known.step.predicted or known.step.measured:
         cards.append(_card("step time", known.step, show_time, STEP_BAR))
         cards.append(_card("bubble", known.bubble, show_share, None))
-    for e in explanations:
-        detail = f"{e.source}, of the longest span of a rank"
-        cards.append(Card(name="bubble of the span", value=show_share(e.span_bubble), detail=detail))
+    if explanations:
+        shares = {e.source: e.span_bubble for e in explanations}
+        spans = Comparison(
+            name="", predicted=shares.get("predicted"), measured=shares.get("measured")
+        )
+        cards.append(_card("bubble of the longest span", spans, show_share, None))
     if (peak := known.worst_peak) is not None:
         name = f"peak memory, {peak.name}"
         if size_unit is not None:
@@ -209,13 +212,19 @@ def _memory_table(
     return HtmlTable(heads=heads, rows=tuple(rows), left=3)
 
 
-def _idle_table(explanation: Explanation) -> HtmlTable:
-    """Where idle time comes from: each reason, and the largest of its sources."""
+def _idle_table(explanations: Sequence[Explanation]) -> HtmlTable:
+    """Where idle time comes from: each reason, and the largest of its sources in the last explanation."""
+    found = [{reason: (share, own) for reason, _, share, own in merged(sources(e))} for e in explanations]
+    reasons = sorted(set().union(*found), key=lambda r: -max(f[r][0] for f in reversed(found) if r in f))
     rows = []
-    for reason, seconds, share, own in merged(sources(explanation)):
-        largest = f"{own[0].text} ({show_share(own[0].share)})"
-        rows.append((reason, REASONS[reason], largest, show_share(share), show_time(seconds)))
-    heads = (f"{explanation.source}: idle", "", "largest source", "of rank-time", "rank-seconds")
+    for reason in reasons:
+        own = next(f[reason][1] for f in reversed(found) if reason in f)
+        largest = f"{own[0].text}: {show_share(own[0].share)}"
+        shares = (show_share(f[reason][0]) if reason in f else DASH for f in found)
+        rows.append((reason, REASONS[reason], largest, *shares))
+    totals = (show_share(e.bubble) for e in explanations)
+    rows.append(("all", "", "", *totals))
+    heads = ("idle", "", "largest source", *(f"of rank-time,\n{e.source}" for e in explanations))
     return HtmlTable(heads=heads, rows=tuple(rows), left=3)
 
 

@@ -1,0 +1,25 @@
+"""Why the ranks of a planned step were idle: for its prediction and its measurement alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..ir.explanation import Explanation
+from ..ir.graph import OpGraph
+from ..ir.plan import Plan
+from ..ir.timeline import Timeline
+from ..lowering import lower
+from ..simulator import explain
+
+
+def explain_steps(
+    plan: Plan, graph: OpGraph, timelines: Sequence[Timeline | None]
+) -> list[Explanation]:
+    """One explanation per timeline that there is.
+
+    graph: of the model that the plan was made for.  timelines: steps of the plan, predicted or measured.
+    Raises: PlanError if the plan was made for another model.
+    """
+    stages = plan.replicated(plan.stage_graph(graph))
+    program = lower(plan.as_schedule, stages)
+    return [explain(program, timeline, stages) for timeline in timelines if timeline and timeline.events]
