@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .action import COMPUTE, Action, B, F, I, W
+from .action import Action, B, F, I, W
 from .errors import ScheduleError
 from .eviction import EVICT, FETCH, partner
 from .flow import Flow
@@ -11,7 +11,7 @@ from .schedule import Schedule
 
 def evictions(schedule: Schedule, flow: Flow) -> None:
     """After the F of a micro-batch EVICT and FETCH take turns, and all is back before its B, or I and W."""
-    if EVICT not in COMPUTE:
+    if not {EVICT, FETCH} & set(schedule.columns.kinds):
         return
     for rank, row in enumerate(schedule.rows):
         away: dict[tuple[int, int], Action] = {}

@@ -8,12 +8,15 @@ where messages take no room and nothing is lent.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
+import numpy as np
+
 from .action import REDUCE, STEP, Action, B, F, I, Kind, StageAction, W
 from .check import check
+from .columns import Longs
 from .costs import StageCost
 from .errors import ScheduleError
 from .eviction import EVICT, FETCH
@@ -53,11 +56,14 @@ def peaks(schedule: Schedule, stages: StageGraph, costs: Sequence[StageCost]) ->
     account = _Account(schedule, stages, costs)
     found = []
     for rank in range(schedule.ranks):
-        static = account.static(rank)
+        static, sizes = account.static(rank), account.sizes(rank)
         best = Peak(rank=rank, bytes=static, static_bytes=static, at=None)
-        for action, _, size in account.walk(rank):
-            if size > best.bytes or best.at is None:
-                best = Peak(rank=rank, bytes=size, static_bytes=static, at=action)
+        if len(sizes):
+            entry = int(np.argmax(sizes))
+            best = replace(best, bytes=int(sizes[entry]), at=account.action(rank, entry))
+        for step, size in account.optimizer(rank):
+            if size > best.bytes:
+                best = replace(best, bytes=size, at=step)
         found.append(best)
     return tuple(found)
 
@@ -87,13 +93,26 @@ def peak_bytes(
                 f"first action: {show(static - cap)} above its cap of {show(cap)}",
                 hint="use more stages, or give the rank more memory: no order of actions helps",
             )
-        for action, position, size in account.walk(rank):
+        sizes = account.sizes(rank)
+        for position in np.flatnonzero(sizes > cap)[:1].tolist():
+            raise _over(
+                rank, account.action(rank, position), int(sizes[position]), cap, show,
+                account.remedy(rank, position, cap),
+            )  # fmt: skip
+        for step, size in account.optimizer(rank):
             if size > cap:
-                raise ScheduleError(
-                    f"rank {rank} needs {show(size)} at {action}: {show(size - cap)} above its cap of "
-                    f"{show(cap)}",
-                    hint=account.remedy(rank, position, cap),
-                )
+                raise _over(
+                    rank, step, size, cap, show,
+                    "use smaller micro-batches or more stages: the optimizer itself does not fit",
+                )  # fmt: skip
+
+
+def _over(
+    rank: int, at: Action | StageAction, size: int, cap: float, show: Callable[[float], str], hint: str
+) -> ScheduleError:
+    return ScheduleError(
+        f"rank {rank} needs {show(size)} at {at}: {show(size - cap)} above its cap of {show(cap)}", hint=hint
+    )
 
 
 class _Account:
@@ -101,13 +120,14 @@ class _Account:
 
     def __init__(self, schedule: Schedule, stages: StageGraph, costs: Sequence[StageCost]) -> None:
         self.schedule = schedule
-        self.rows = schedule.rows
+        self.columns = schedule.columns
         self.placement = schedule.placement
         self.stages = stages
         self.costs = costs
         self.flow: Flow = flow_of(stages)
-        self.training = any(action.kind in (B, I, W) for row in schedule.rows for action in row)
-        self.table: dict[tuple[int, Kind], _Change] = {}
+        self.training = self.columns.trains
+        table = [[self._change(s, kind) for kind in self.columns.kinds] for s in range(schedule.stages)]
+        self.starts, self.ends = np.moveaxis(np.array(table, np.int64), 2, 0)
 
     def static(self, rank: int) -> int:
         return sum(
@@ -115,25 +135,27 @@ class _Account:
             for cost, home in zip(self.costs, self.placement, strict=True) if home == rank
         )  # fmt: skip
 
-    def walk(self, rank: int) -> Iterator[tuple[Action | StageAction, int, int]]:
-        """Each action of a row, its place in it, and the bytes held while it runs; the optimizer at last."""
-        held = self.static(rank)
-        row = self.rows[rank]
-        for position, action in enumerate(row):
-            start, end = self.change(action.stage, action.kind)
-            yield action, position, held + start
-            held += end
-        if self.training:
-            for stage in (s for s, home in enumerate(self.placement) if home == rank):
-                for kind in (REDUCE, STEP):
-                    if scratch := self.costs[stage].transient_bytes.get(kind, 0):
-                        yield StageAction(stage, kind), len(row), held + scratch
+    def action(self, rank: int, position: int) -> Action:
+        found = self.columns.at(int(self.columns.offsets[rank]) + position)
+        assert isinstance(found, Action)
+        return found
 
-    def change(self, stage: int, kind: Kind) -> _Change:
-        """Bytes on top while an action runs, and after it, on its own rank."""
-        if (stage, kind) not in self.table:
-            self.table[stage, kind] = self._change(stage, kind)
-        return self.table[stage, kind]
+    def sizes(self, rank: int) -> Longs:
+        """Bytes held while each action of a row runs."""
+        part = slice(*self.columns.offsets[rank : rank + 2].tolist())
+        stage, kind = self.columns.stage[part], self.columns.kind[part]
+        ends = self.ends[stage, kind]
+        held: Longs = self.static(rank) + np.cumsum(ends) - ends + self.starts[stage, kind]
+        return held
+
+    def optimizer(self, rank: int) -> list[tuple[StageAction, int]]:
+        """Bytes held while REDUCE and STEP run, at the end of a row; only those with scratch of their own."""
+        if not self.training:
+            return []
+        own = [s for s, home in enumerate(self.placement) if home == rank]
+        steps = [StageAction(stage, kind) for stage in own for kind in (REDUCE, STEP)]
+        scratch = [(step, self.costs[step.stage].transient_bytes.get(step.kind, 0)) for step in steps]
+        return [(step, self.static(rank) + size) for step, size in scratch if size]
 
     def _change(self, stage: int, kind: Kind) -> _Change:
         cost, flow = self.costs[stage], self.flow
@@ -180,15 +202,13 @@ class _Account:
 
     def remedy(self, rank: int, position: int, cap: float) -> str:
         """What to do about the action at `position`: move in front of it what frees enough, if that helps."""
-        row = self.rows[rank]
+        row = self.schedule.rows[rank]
         smaller = "use smaller micro-batches or more stages"
-        if position >= len(row):
-            return f"{smaller}: the optimizer itself does not fit"
         at = row[position]
-        alone = self.static(rank) + self.change(at.stage, at.kind)[0]
+        alone = self.static(rank) + self._change(at.stage, at.kind)[0]
         if alone > cap:
             return f"{smaller}: {at} alone does not fit, however few micro-batches are in flight"
-        need = next(size for _, p, size in self.walk(rank) if p == position) - cap
+        need = float(self.sizes(rank)[position]) - cap
         chosen: list[Action] = []
         for action, freed in self._movable(row, position):
             chosen.append(action)
@@ -207,9 +227,9 @@ class _Account:
 
     def _may_move(self, rank: int, position: int, chosen: list[Action]) -> bool:
         """Whether no other rank needs what `position` makes before it runs what the chosen ones wait for."""
-        row = self.rows[rank]
+        row = self.schedule.rows[rank]
         rest = [action for action in row[position:] if action not in chosen]
-        rows = list(self.rows)
+        rows = list(self.schedule.rows)
         rows[rank] = (*row[:position], *chosen, *rest)
         try:
             check(replace(self.schedule, rows=tuple(rows), pairs=()), self.stages)
@@ -226,5 +246,5 @@ class _Account:
         found = []
         for action in row[position:]:
             if action.kind in (B, I, W) and (action.stage, action.microbatch) in done:
-                found.append((action, -self.change(action.stage, action.kind)[1]))
+                found.append((action, -self._change(action.stage, action.kind)[1]))
         return found
