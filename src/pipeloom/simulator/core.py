@@ -54,10 +54,14 @@ class Layout(NamedTuple):
 
 
 class State(NamedTuple):
-    """What changes. start, end: per entry. move_start, move_end: per message, and before it moves the times at
-    which it was sent and its receive was posted. Per rank: where it stands (`at`), its clock, the message that
-    it waits for, the part of its REDUCE that it is in, who waits behind it for the same thing, when its
-    streams are free. Per pipe: messages sent, posted, moved and received, and when it is free."""
+    """What changes.
+
+    start, end: per entry.  move_start, move_end: per message, and before it moves the times at which it was
+    sent and its receive was posted.  at, clock, awaited, part, behind, streams: per rank: where it stands, its
+    clock, the message that it waits for, the part of its REDUCE that it is in, who waits behind it for the same
+    thing, when its streams are free.  counts, free: per pipe: messages sent, posted, moved and received, and
+    when it is free.
+    """
 
     start: Floats
     end: Floats

@@ -88,17 +88,17 @@ def _own(
     count = 0
     for at in range(b.first_in[rank], b.first_in[rank + 1]):
         pipe = b.pipes_in[at]
-        count = _post(p, b, pipe, p.ahead, b.begin_s[rank], (time, change, posted), count)
+        count = _post(p, b, (pipe, p.ahead), b.begin_s[rank], (time, change, posted), count)
     for entry in range(p.offsets[rank], p.offsets[rank + 1]):
         code = p.kind[entry]
         if code == RECV_F_ or code == RECV_B_:
             message = p.message[entry]
             pipe = p.pipe[p.line[message]]
             upto = message - p.first[pipe] + 1
-            count = _post(p, b, pipe, upto, s.start[entry], (time, change, posted), count)
+            count = _post(p, b, (pipe, upto), s.start[entry], (time, change, posted), count)
             received[pipe] += 1
             upto = received[pipe] + p.ahead
-            count = _post(p, b, pipe, upto, s.end[entry], (time, change, posted), count)
+            count = _post(p, b, (pipe, upto), s.end[entry], (time, change, posted), count)
         elif code < SEND_F_ or code > RECV_B_:
             stage = p.stage[entry]
             if b.begin[stage, code].any():
@@ -114,10 +114,11 @@ def _own(
 
 @kernel
 def _post(
-    p: Layout, b: Books, pipe: int, upto: int, clock: float, made: tuple[Floats, Longs, Longs], count: int
+    p: Layout, b: Books, goal: tuple[int, int], clock: float, made: tuple[Floats, Longs, Longs], count: int
 ) -> int:
-    """A buffer for each receive that is posted until `upto` of the pipe's messages have one."""
+    """A buffer for each receive that is posted; goal: a pipe, and how many of its messages then have one."""
     time, change, posted = made
+    pipe, upto = goal
     until = min(upto, p.first[pipe + 1] - p.first[pipe])
     while posted[pipe] < until:
         time[count] = clock
