@@ -18,6 +18,7 @@ from torch import Tensor
 from ..ir.action import B, F, I, Kind, W, parse_action
 from ..ir.costs import StageCost
 from ..ir.graph import Value
+from ..ir.operation import OPERATIONS
 from ..ir.schedule import Program
 from .channel import Message
 from .failure import Watch
@@ -33,7 +34,7 @@ ENOUGH_S = 1.0
 """Shorter walks are repeated until this much time has passed."""
 
 Spans = dict[tuple[int, Kind], float]
-"""(stage, kind of action) -> median seconds."""
+"""(stage, kind of action) -> median seconds; mean ones for the operations of a user."""
 
 
 class MadeUp:
@@ -119,7 +120,9 @@ def time_actions(
     for name, buffer in buffers.items():
         weights.replace_buffer(name, buffer)
     watch.status = ""
-    return {key: statistics.median(spans) for key, spans in found.items()}
+    # A user's operation may do its work at some micro-batches only.
+    middle = {key: statistics.mean if key[1] in OPERATIONS else statistics.median for key in found}
+    return {key: middle[key](spans) for key, spans in found.items()}
 
 
 def with_times(cost: StageCost, stage: int, spans: Spans, step_s: float) -> StageCost:
@@ -131,4 +134,5 @@ def with_times(cost: StageCost, stage: int, spans: Spans, step_s: float) -> Stag
     return replace(
         cost, forward_s=spans.get((stage, F), 0.0), backward_s=spans.get((stage, B), ingoing + rest),
         input_grad_s=ingoing, weight_grad_s=rest, step_s=step_s,
+        other_s={kind: span for (s, kind), span in spans.items() if s == stage and kind in OPERATIONS},
     )  # fmt: skip
