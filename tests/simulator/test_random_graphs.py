@@ -1,64 +1,28 @@
-"""Random stage graphs, placements, schedules, and edits of them.
+"""Random stage graphs, placements and schedules: they simulate as an independent longest path says.
 
-Built ones pass every check and simulate as an independent longest path says; edited ones are refused exactly
-when a graph search finds them broken.
+For edits of them see `tests/fuzz`.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from random import Random
 
 import networkx as nx
+from edits import Case, dag_cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeloom import schedules
-from pipeloom.ir.action import Action, B, F, I, Kind, StageAction, Transfer, W
+from pipeloom.ir.action import StageAction, Transfer
 from pipeloom.ir.check import check, check_program
 from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.costs import StageCost
-from pipeloom.ir.errors import ScheduleError
-from pipeloom.ir.flow import dag
-from pipeloom.ir.schedule import Program, Schedule
+from pipeloom.ir.schedule import Program
 from pipeloom.ir.stages import StageGraph
 from pipeloom.lowering import lower
 from pipeloom.simulator import simulate
 
 SEEDS = st.integers(0, 1000)
-
-
-@dataclass(frozen=True)
-class Case:
-    stages: StageGraph
-    schedule: Schedule
-
-
-@st.composite
-def cases(draw: st.DrawFn) -> Case:
-    """A DAG whose stages all reach the loss, in any numbering, on any placement."""
-    count = draw(st.integers(1, 6))
-    label = draw(st.permutations(range(count)))
-    pairs = [(i, j) for i in range(count) for j in range(i + 1, count)]
-    some = st.frozensets(st.sampled_from(pairs)) if pairs else st.just(frozenset())
-    chosen = draw(some)
-    chosen |= {(i, count - 1) for i in range(count - 1) if not any(a == i for a, _ in chosen)}
-    edges = [(label[a], label[b]) for a, b in sorted(chosen)]
-    without = draw(st.frozensets(st.sampled_from(edges), max_size=3)) if edges else ()
-    tied = draw(st.frozensets(st.tuples(st.integers(0, count - 1), st.sampled_from("xyz")), max_size=5))
-    stages = dag(
-        count, edges, loss_stage=label[count - 1], no_gradient=without,
-        value_bytes=4 * draw(st.integers(1, 5)),
-        params={s: tuple(sorted(name for at, name in tied if at == s)) for s in range(count)},
-    )  # fmt: skip
-    ranks = draw(st.integers(1, count))
-    placement = tuple(draw(st.permutations([stage % ranks for stage in range(count)])))
-    schedule = schedules.build(
-        draw(st.sampled_from(["gpipe", "1f1b", "forward_only"])), stages, placement,
-        draw(st.integers(1, 5)), split_backward=draw(st.booleans()),
-    )  # fmt: skip
-    return Case(stages, schedule)
 
 
 def costs_for(stages: int, seed: int) -> tuple[StageCost, ...]:
@@ -138,7 +102,7 @@ def finish_times(
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_built_schedules_pass_and_simulate_as_the_longest_path(data: st.DataObject) -> None:
-    case = data.draw(cases())
+    case = data.draw(dag_cases())
     # No ties here: sums are timed in a test of their own.
     stages = replace(case.stages, params=((),) * len(case.stages.stages))
     check(case.schedule, stages)
@@ -160,7 +124,7 @@ def test_built_schedules_pass_and_simulate_as_the_longest_path(data: st.DataObje
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_memory_returns_to_what_it_was_and_the_parts_make_the_peak(data: st.DataObject) -> None:
-    case = data.draw(cases())
+    case = data.draw(dag_cases())
     program = lower(case.schedule, case.stages)
     costs = costs_for(len(case.stages.stages), data.draw(SEEDS))
     timeline = simulate(program, case.stages, costs, cluster(len(program.rows)))
@@ -176,7 +140,7 @@ def test_memory_returns_to_what_it_was_and_the_parts_make_the_peak(data: st.Data
 
 
 @settings(max_examples=100, deadline=None)
-@given(cases())
+@given(dag_cases())
 def test_events_are_complete_and_do_not_overlap(case: Case) -> None:
     program = lower(case.schedule, case.stages)
     costs = tuple(
@@ -191,103 +155,3 @@ def test_events_are_complete_and_do_not_overlap(case: Case) -> None:
         seen = [e.action for e in mine if e.stream == "compute"]
         wanted = [str(s) for s in row if not isinstance(s, Transfer) and s.kind != "REDUCE"]
         assert seen == wanted
-
-
-def valid(schedule: Schedule, stages: StageGraph) -> bool:
-    """By counting and a search for cycles in the graph of rows and needs, without the code under test."""
-    count = Counter(a for row in schedule.rows for a in row)
-    training = any(a.kind in (B, I, W) for a in count)
-    wanted = (["B", "F"], ["F", "I", "W"]) if training else (["F"],)
-    for stage in range(schedule.stages):
-        for m in range(schedule.microbatches):
-            kinds = [k for k in (F, B, I, W) for _ in range(count.pop(Action(stage, k, m), 0))]
-            if sorted(kinds) not in wanted:
-                return False
-    if count or any(schedule.placement[a.stage] != r for r, row in enumerate(schedule.rows) for a in row):
-        return False
-    graph = nx.DiGraph()
-    for m in range(schedule.microbatches):
-        for stage in range(schedule.stages):
-            graph.add_edges_from([((stage, m, "F"), (stage, m, "G")), ((stage, m, "G"), (stage, m, "W"))])
-        for a, b in stages.between:
-            graph.add_edge((a, m, "F"), (b, m, "F"))
-            if stages.gradients(a, b):
-                graph.add_edge((b, m, "G"), (a, m, "G"))
-    for row in schedule.rows:
-        nx.add_path(graph, [(a.stage, a.microbatch, {B: "G", I: "G"}.get(a.kind, a.kind)) for a in row])
-    return bool(nx.is_directed_acyclic_graph(graph))
-
-
-def edit(draw: st.DrawFn, rows: tuple[tuple[object, ...], ...]) -> tuple[tuple[object, ...], ...]:
-    """Swap, drop, repeat, move or change one thing somewhere."""
-    table = [list(row) for row in rows]
-    places = [(r, i) for r, row in enumerate(table) for i in range(len(row))]
-    if not places:
-        return rows
-    r, i = draw(st.sampled_from(places))
-    what = draw(st.sampled_from(["swap", "next", "next", "drop", "repeat", "move", "change"]))
-    if what == "swap":
-        q, j = draw(st.sampled_from(places))
-        table[r][i], table[q][j] = table[q][j], table[r][i]
-    elif what == "next" and i + 1 < len(table[r]):
-        table[r][i], table[r][i + 1] = table[r][i + 1], table[r][i]
-    elif what == "drop":
-        del table[r][i]
-    elif what == "repeat":
-        table[r].insert(draw(st.integers(0, len(table[r]))), table[r][i])
-    elif what == "move":
-        step = table[r].pop(i)
-        q = draw(st.integers(0, len(table) - 1))
-        table[q].insert(draw(st.integers(0, len(table[q]))), step)
-    elif what == "change":
-        step = table[r][i]
-        field = draw(st.sampled_from(["stage", "microbatch", "kind", "peer"]))
-        if field == "kind":
-            kinds = [F, B, I, W] if not isinstance(step, StageAction) else [Kind("STEP"), Kind("REDUCE")]
-            if isinstance(step, Transfer):
-                kinds = [Kind("SEND_F"), Kind("RECV_F"), Kind("SEND_B"), Kind("RECV_B")]
-            table[r][i] = replace(step, kind=draw(st.sampled_from(kinds)))  # type: ignore[type-var]
-        elif hasattr(step, field):
-            table[r][i] = replace(step, **{field: draw(st.integers(0, 6))})  # type: ignore[type-var]
-    return tuple(tuple(row) for row in table)
-
-
-@settings(max_examples=400, deadline=None)
-@given(st.data())
-def test_edited_schedules_are_refused_exactly_when_broken(data: st.DataObject) -> None:
-    case = data.draw(cases())
-    schedule = case.schedule
-    for _ in range(data.draw(st.integers(1, 3))):
-        schedule = replace(schedule, rows=edit(data.draw, schedule.rows))  # type: ignore[arg-type]
-    in_range = all(
-        a.stage < schedule.stages and a.microbatch < schedule.microbatches
-        for row in schedule.rows
-        for a in row
-    )
-    fine = in_range and valid(schedule, case.stages)
-    try:
-        check(schedule, case.stages)
-    except ScheduleError as error:
-        assert not fine, error
-        assert error.hint
-    else:
-        assert fine
-        program = lower(schedule, case.stages)
-        simulate(program, case.stages, costs_for(schedule.stages, 0), cluster(schedule.ranks))
-
-
-@settings(max_examples=400, deadline=None)
-@given(st.data())
-def test_edited_programs_run_or_are_refused(data: st.DataObject) -> None:
-    case = data.draw(cases())
-    program = lower(case.schedule, case.stages)
-    for _ in range(data.draw(st.integers(1, 3))):
-        program = replace(program, rows=edit(data.draw, program.rows))  # type: ignore[arg-type]
-    try:
-        check_program(program, case.stages)
-    except ScheduleError as error:
-        assert error.hint
-    else:
-        costs = costs_for(len(program.placement), 0)
-        timeline = simulate(program, case.stages, costs, cluster(len(program.rows)))
-        assert len(timeline.events) >= sum(isinstance(s, Action) for row in program.rows for s in row)
