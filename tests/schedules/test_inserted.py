@@ -6,13 +6,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pipeloom import schedules
-from pipeloom.ir.action import AFTER, Action, B, F, Kind, W, register_kind
+from pipeloom.ir.action import AFTER, COMPUTE, Action, B, F, Kind, W, register_kind
 from pipeloom.ir.check import check
 from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.costs import equal_costs
 from pipeloom.ir.errors import DeadlockError, ScheduleError
+from pipeloom.ir.operation import OPERATIONS
 from pipeloom.ir.schedule import Schedule, parse_pairs, parse_rows
 from pipeloom.ir.stages import chain
 from pipeloom.ir.timeline import Timeline
@@ -260,3 +263,39 @@ def test_a_file_of_ones_own_is_a_schedule_like_any_other(tmp_path: Path) -> None
             schedules.build(f"{file}:{function}", chain(2), (0, 1), 2)
     with pytest.raises(ScheduleError, match="there is no file nowhere.py"):
         schedules.build("nowhere.py:order", chain(2), (0, 1), 2)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_any_declaration_gives_a_schedule_that_runs_and_moved_it_is_judged(data: st.DataObject) -> None:
+    """Any anchor, stream and rhythm; then one of its actions goes somewhere else in its row."""
+    before = data.draw(st.booleans())
+    anchor = data.draw(st.sampled_from([F, B, W]))
+    added = op(
+        **{"before" if before else "after": anchor},
+        ahead=data.draw(st.integers(0, 2)) if before else 0, every=data.draw(st.integers(1, 3)),
+        stream=data.draw(st.sampled_from(["compute", "send", "host"])),
+        seconds=data.draw(st.sampled_from([0.0, 0.5, 2.0])),
+    )  # fmt: skip
+    try:
+        s = shape_of(data.draw(st.integers(1, 3)), microbatches=data.draw(st.integers(1, 5)))
+        make_it = zb_h1 if data.draw(st.booleans()) else one_f_one_b
+        made = schedule_of(s, make_it(s, added))
+        assert simulated(made, s).step_s > 0
+        rank = data.draw(st.integers(0, s.ranks - 1))
+        row = list(made.rows[rank])
+        places = [at for at, a in enumerate(row) if a.kind == added.kind]
+        if not places:
+            return
+        moved = row.pop(data.draw(st.sampled_from(places)))
+        row.insert(data.draw(st.integers(0, len(row))), moved)
+        other = replace(made, rows=(*made.rows[:rank], tuple(row), *made.rows[rank + 1 :]))
+        try:
+            check(other, s.stages)
+        except ScheduleError as error:
+            assert f"rank {rank} runs {moved}" in error.message
+        else:
+            assert simulated(other, s).step_s > 0
+    finally:
+        for table in (OPERATIONS, AFTER, COMPUTE):
+            table.pop(added.kind, None)

@@ -233,3 +233,28 @@ def test_a_split_backward_would_tear_pairs_apart() -> None:
         from pipeloom.schedules import registry
 
         del registry._FAMILIES["test_paired"]
+
+
+@given(data=st.data())
+def test_random_pairs_are_refused_or_run(data: st.DataObject) -> None:
+    """Any neighbours of a good schedule as pairs: a rule refuses them, or the simulator comes to its end."""
+    name = data.draw(st.sampled_from(["gpipe", "1f1b", "eager_1f1b", "zb_v", "interleaved_1f1b"]))
+    stages, placement = schedules.usual(name, data.draw(st.integers(2, 3)))
+    made = schedules.build(name, stages, placement, data.draw(st.integers(1, 5)))
+    pairs: list[Pair] = []
+    for row in made.rows:
+        at = 0
+        while at + 1 < len(row):
+            if data.draw(st.integers(0, 3)) == 0:
+                pairs.append((row[at], row[at + 1]))
+                at += 1
+            at += 1
+    paired = replace(made, pairs=tuple(pairs))
+    costs = equal_costs(len(placement))
+    try:
+        check(paired, stages)
+    except ScheduleError as error:
+        assert "pair" in error.message or isinstance(error, DeadlockError)
+        return
+    apart, together = (simulated(m, costs).step_s for m in (made, paired))
+    assert together >= apart - 1e-9

@@ -79,10 +79,12 @@ def load_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise ScheduleError(f"there is no file {path}", hint=_HINT)
     path = path.resolve()
-    for module in list(sys.modules.values()):
-        if getattr(module, "__file__", None) == str(path):
-            return module
-    name = path.stem if path.stem not in sys.modules else f"pipeloom_schedule_{path.stem}"
+    # The user's job may be in the same file, which `tracer.job_loader` has then imported under such a name.
+    names = (path.stem, f"pipeloom_job_{path.stem}", f"pipeloom_schedule_{path.stem}")
+    for known in names:
+        if getattr(sys.modules.get(known), "__file__", None) == str(path):
+            return sys.modules[known]
+    name = names[0] if names[0] not in sys.modules else names[2]
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None, "a .py file always has a loader"
     module = importlib.util.module_from_spec(spec)
