@@ -185,6 +185,13 @@ def test_what_export_writes_check_accepts(name: str, folder: Path) -> None:
     assert good("export", name, "-p", "2", "-m", "4", "--transfers").count("\n") == 2
 
 
+def test_a_bidirectional_file_is_recognised(folder: Path) -> None:
+    good("export", "dualpipe", "-p", "2", "-m", "4", "-o", "both.csv")
+    result = call("check", "both.csv")
+    assert result.exit_code == 1
+    assert "or add --replicas 2, if the second half of the stages is a replica" in result.stderr
+
+
 MISTAKES = [
     (["show", "1f1b", "-p", "0"], 2, "0 is not in the range"),
     (["show", "1f1b", "-m", "0"], 2, "0 is not in the range"),

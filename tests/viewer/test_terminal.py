@@ -49,6 +49,15 @@ def test_gantt_with_too_little_room_has_small_letters_for_further_stages() -> No
     assert lines[2].endswith("· idle    f  in a further stage of the rank")
 
 
+def test_gantt_with_more_actions_than_columns_is_not_idle() -> None:
+    events = tuple(
+        Event(rank=0, stream="compute", action=f"0F{i}", start_s=i, end_s=i + 1) for i in range(100)
+    )
+    lines = text(gantt(Timeline(source="predicted", ranks=1, events=events), width=30)).splitlines()
+    assert lines[0] == "rank 0 " + "F" * 30
+    assert lines[-1] == "100 actions of a rank in 30 columns: each shows what fills most of it"
+
+
 def test_gantt_has_room_for_figures_beside_it(two_ranks: Timeline) -> None:
     beside = {"bubble": ["31 %", "37 %"], "peak": ["2", "1"]}
     lines = text(gantt(two_ranks, columns=60, beside=beside), width=60).splitlines()

@@ -138,7 +138,25 @@ def draw_file(
             hint="leave --replicas out, or give as many stages in each",
         )
     stages = replicate(chain(made.stages // replicas), replicas) if replicas > 1 else chain(made.stages)
+    try:
+        check(made, stages)
+    except ScheduleError as error:
+        if replicas == 1 and _runs_both_ways(made):
+            hint = f"{error.hint}; or add --replicas 2, if the second half of the stages is a replica"
+            raise type(error)(error.message, hint=hint) from None
+        raise
     return _drawn(made, stages, _costs(setting, stages, made.ranks, made.slices), setting)
+
+
+def _runs_both_ways(made: Schedule) -> bool:
+    """Whether it can run as two replicas of a chain."""
+    if made.stages % 2:
+        return False
+    try:
+        check(made, replicate(chain(made.stages // 2), 2))
+    except ScheduleError:
+        return False
+    return True
 
 
 def updates_of(name: str) -> Updates:

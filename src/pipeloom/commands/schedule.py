@@ -37,6 +37,10 @@ def list_them(*, as_json: bool) -> None:
     for name, what in found.items():
         lacks = f" (shown only: running it needs {what['lacks']})" if what["lacks"] else ""
         click.echo(f"{name:<18} {what['about']}{lacks}")
+    click.echo(
+        "\nF: forward, I: input gradient, W: weight gradient, B: I and W as one. A word in `` is an option, "
+        "written\nbehind a colon: pipeloom schedule show gis_g:group=3"
+    )
 
 
 @schedule.command(epilog=f"{NAME_HELP} {TIMES_HELP}")
@@ -135,7 +139,7 @@ def compare(*, names: tuple[str, ...], setting: Setting, as_json: bool) -> None:
 @shape_options
 @json_option
 def explain(*, name: str, setting: Setting, as_json: bool) -> None:
-    """Name the sources of idle time of the schedule NAME, and its critical path.
+    """Say why ranks are idle, and print the critical path.
 
     With --json: name, step_s, bubble, span_s, span_bubble, idle_s, reasons (reason -> rank-seconds, adding up
     to idle_s), sources: a list of reason, rank, seconds, share, text; path: a list of kind, rank, action,

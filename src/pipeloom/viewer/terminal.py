@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 
@@ -33,8 +34,8 @@ def gantt(
     """One line per rank of `width` columns for the step: `F3──` is the forward of micro-batch 3.
 
     Where ranks have several stages, these stand in front (`2F3`) if every block has room for it; if not, the
-    letters of all but a rank's first stage are small (`f3`). `·` is idle time. What is shorter than half a
-    column may not show. Charts with the same `span_s` (seconds) have the same scale.
+    letters of all but a rank's first stage are small (`f3`). `·` is idle time. Where several actions share a
+    column, it shows the longest. Charts with the same `span_s` (seconds) have the same scale.
 
     columns: of a whole line, instead of `width`.  beside: heading -> one text per rank, to the right.
     """
@@ -59,7 +60,19 @@ def gantt(
         lines.insert(0, Text(f"{'':{margin + 1 + width}}{heads}", style="dim"))
     end = show_time(span_s)
     scale = Text(f"{'':{margin}} 0{end:>{width - 1}}", style="dim")
-    return Group(*lines, scale, _legend(timeline, place, numbered))
+    found = [*lines, scale, _legend(timeline, place, numbered)]
+    if crowded := _crowded(timeline, width):
+        found.append(Text(crowded, style="dim"))
+    return Group(*found)
+
+
+def _crowded(timeline: Timeline, width: int) -> str:
+    """What to say if there are more blocks than columns."""
+    counts = Counter(e.rank for e in timeline.events if e.stream == "compute" and e.duration_s > 0)
+    most = max(counts.values(), default=0)
+    if most <= width:
+        return ""
+    return f"{most} actions of a rank in {width} columns: each shows what fills most of it"
 
 
 def _all_fit(timeline: Timeline, columns_per_s: float) -> bool:
@@ -88,18 +101,19 @@ def _row(
 
 
 def _columns(events: Sequence[Event], span_s: float, width: int) -> list[Event | None]:
-    """For each column the event that fills most of it, or None where idle time does."""
+    """For each column the event that has most of it, or None where more than half is idle time."""
     filled: list[Event | None] = [None] * width
     if span_s <= 0:
         return filled
-    best = [0.5] * width
+    best, busy = [0.0] * width, [0.0] * width
     for event in events:
         start, end = event.start_s / span_s * width, event.end_s / span_s * width
         for column in range(int(start), min(width, int(end) + 1)):
-            overlap = min(end, column + 1) - max(start, column)
-            if overlap >= best[column]:
+            overlap = max(0.0, min(end, column + 1) - max(start, column))
+            busy[column] += overlap
+            if overlap >= best[column] > 0.0 or overlap > best[column]:
                 best[column], filled[column] = overlap, event
-    return filled
+    return [event if part >= 0.5 - 1e-9 else None for event, part in zip(filled, busy, strict=True)]
 
 
 def _block(what: Label, size: int, chunk: int, numbered: bool) -> str:
