@@ -103,6 +103,13 @@ def test_w_runs_whenever_a_rank_has_time() -> None:
     check(Schedule(name="", microbatches=2, placement=placement, rows=rows), graph)
 
 
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb_h1", "zb_2p", "eager_1f1b"])
+@pytest.mark.parametrize("table", [(0, 1, (2, 3)), ((0, 1), 2, 3), (0, (1, 2), 3)])
+def test_schedules_of_the_library_take_them(name: str, table: tuple[int | tuple[int, ...], ...]) -> None:
+    graph, placement = spread(chain(3), table)
+    build(name, graph, placement, 6)
+
+
 def test_a_schedule_may_bring_its_table_and_cannot_be_run(tmp_path: Path) -> None:
     file = tmp_path / "experts_in_test.py"
     file.write_text(

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from .action import Action, B, F, I, Kind
 from .board import Board, Process, Stuck, deadlock
 from .errors import ScheduleError
@@ -152,5 +154,6 @@ RULES = (pairs, anchors, meetings)
 def _operations(schedule: Schedule) -> dict[Kind, Operation]:
     if not OPERATIONS:
         return {}
-    kinds = {action.kind for row in schedule.rows for action in row}
+    columns = schedule.columns
+    kinds = (columns.kinds[code] for code in np.unique(columns.kind))
     return {kind: OPERATIONS[kind] for kind in kinds if kind in OPERATIONS}

@@ -38,9 +38,10 @@ def rows(stages: StageGraph, placement: tuple[int, ...], microbatches: int) -> R
 
 def _refuse_dead_ends(flow: Flow, loss_stage: int) -> None:
     """Only the loss stage may have no reader; then every path ends there, since stages form a DAG."""
+    ends = (loss_stage, *flow.shards.get(loss_stage, ()))
     for stage, readers in enumerate(flow.read_by):
-        if (stage == loss_stage) == bool(readers):
-            first = readers[0] if stage == loss_stage else stage
+        if (stage in ends) == bool(readers):
+            first = readers[0] if stage in ends else stage
             raise ScheduleError(
                 f"stage {first} has no path to the loss, which stage {loss_stage} makes",
                 hint="join it with a stage that the loss depends on, or use gpipe",
