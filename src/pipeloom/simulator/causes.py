@@ -67,6 +67,8 @@ class Causes:
 
     def __init__(self, program: Program, timeline: Timeline, stages: StageGraph) -> None:
         self._flow = flow_of(stages)
+        self._causes: dict[Item, Item | None] = {}
+        self._roots: dict[Item, Item | None] = {}
         self._read_program(program, stages)
         self._read_timeline(timeline)
 
@@ -152,6 +154,11 @@ class Causes:
 
         Where an action's rank became free just as its message came, the rank is the cause.
         """
+        if item not in self._causes:
+            self._causes[item] = self._find_cause(item)
+        return self._causes[item]
+
+    def _find_cause(self, item: Item) -> Item | None:
         if item.kind == "compute":
             found = list(self._needs(item))
         elif item.kind == "transfer":
@@ -239,6 +246,33 @@ class Causes:
         if one is None or other is None or item.turn != earlier.turn:
             return False
         return any(made in needs(one, self._flow) for made in gives(other))
+
+    def root(self, item: Item) -> Item | None:
+        """Follow back until something could have begun earlier but for its rank, or its link, being busy.
+
+        Returns: what its rank or link was busy with; None at the beginning of the step.
+        """
+        passed: list[Item] = []
+        now: Item | None = item
+        root: Item | None = None
+        while now is not None:
+            if now in self._roots:
+                root = self._roots[now]
+                break
+            passed.append(now)
+            cause = self.cause(now)
+            if cause is not None and self._busy(now, cause):
+                root = cause
+                break
+            now = cause
+        self._roots.update(dict.fromkeys(passed, root))
+        return root
+
+    def _busy(self, item: Item, cause: Item) -> bool:
+        if item.kind == "transfer":
+            own = cause.kind == "compute" and cause.rank == item.to_rank != item.rank
+            return own or cause.kind == "transfer"
+        return item.kind == cause.kind == "compute" and not self.data(item, cause)
 
     def back(self, item: Item | None, at_s: float) -> Iterator[PathStep]:
         """What led to `item`, which ends at `at_s`: pieces without a hole, the latest first, down to 0."""

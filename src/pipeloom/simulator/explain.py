@@ -92,7 +92,7 @@ def _wait(causes: Causes, item: Item, since_s: float) -> list[Idle]:
         return [replace(whole, reason="warm-up")]
     if cause is None or cause == causes.before(item):
         return [whole]
-    root = _root(causes, cause)
+    root = causes.root(cause)
     if root is not None:
         whole = replace(whole, root=root.action, root_rank=root.rank)
     reason = _reason(causes, item, root)
@@ -112,22 +112,6 @@ def _wait(causes: Causes, item: Item, since_s: float) -> list[Idle]:
         else:
             pieces.append(replace(whole, start_s=max(since_s, step.start_s), end_s=step.end_s, reason=why))
     return pieces[::-1]
-
-
-def _root(causes: Causes, item: Item | None) -> Item | None:
-    """Follow back until something could have begun earlier but for its rank, or its link, being busy."""
-    while item is not None:
-        cause = causes.cause(item)
-        if cause is None:
-            return None
-        if item.kind == "transfer" and cause.kind == "transfer":
-            return cause
-        held_up = item.kind == "compute" and not causes.data(item, cause)
-        unfetched = item.kind == "transfer" and cause.rank == item.to_rank != item.rank
-        if cause.kind == "compute" and (held_up or unfetched):
-            return cause
-        item = cause
-    return None
 
 
 def _reason(causes: Causes, item: Item, root: Item | None) -> Reason:
