@@ -152,7 +152,7 @@ def test_memory_of_one_stage() -> None:
         (7.0, 2000),
     ]
     assert timeline.peaks[0] == {
-        "parameters": 1000, "gradients": 1000, "optimizer": 0, "buffers": 0,
+        "parameters": 1000, "gradients": 1000, "optimizer": 0, "buffers": 0, "batch": 0,
         "residuals": 200, "boundary": 0, "transient": 9,
     }  # fmt: skip
 

@@ -10,7 +10,7 @@ from .errors import ConfigError
 from .operation import OPERATIONS
 from .schedule import Pair
 
-STATIC_KINDS = ("parameters", "gradients", "optimizer", "buffers")
+STATIC_KINDS = ("parameters", "gradients", "optimizer", "buffers", "batch")
 """Kinds of memory that a stage holds from the first action of a step to the last."""
 
 
@@ -21,6 +21,7 @@ class StageCost:
     forward_s, backward_s, input_grad_s, weight_grad_s: the actions F, B, I, W.  step_s: the optimizer,
         once a step.  other_s: kind -> time of actions of kinds that a user registered.
     residual_bytes: kept from F until B, or until I.  carried_bytes: kept from I until W.
+    keeps_inputs: the backward reads values that the stage received; if not, they go when F ends.
     static_bytes: by kind, see `STATIC_KINDS`; all copies and versions counted.
     transient_bytes: action kind (F, B, I, W, STEP, REDUCE) -> most scratch that lives only during the
         action, on top of all that is held before it and of the residuals and messages that it makes.
@@ -37,6 +38,7 @@ class StageCost:
     other_s: Mapping[str, float] = field(default_factory=dict)
     residual_bytes: int = 0
     carried_bytes: int = 0
+    keeps_inputs: bool = True
     static_bytes: Mapping[str, int] = field(default_factory=dict)
     transient_bytes: Mapping[str, int] = field(default_factory=dict)
     tied_bytes: Mapping[str, int] = field(default_factory=dict)

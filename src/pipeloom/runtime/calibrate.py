@@ -18,6 +18,7 @@ from ..ir.graph import Value
 from ..ir.stages import StageGraph
 from ..tracer.stage import StageFunctions
 from .channel import Message
+from .ledger import crossing_bytes
 from .posting import PostedChannel
 from .recorder import Clock
 from .weights import MakeOptimizer, Weights, default_optimizer, optimizer_tensors
@@ -41,32 +42,32 @@ def optimizer_ratio(make: MakeOptimizer | None) -> float:
 
 def stage_memory(
     functions: StageFunctions, stages: StageGraph, weights: Weights, optimizer_bytes: float,
-    other_bytes: int,
+    batch_bytes: int,
 ) -> StageCost:  # fmt: skip
     """A StageCost with exact bytes, and times of 1 s for F, I and W and 2 s for B.
 
-    optimizer_bytes: state per byte of trainable parameter.  other_bytes: held all the time (the batch).
+    optimizer_bytes: state per byte of trainable parameter.  batch_bytes: of the whole batch.
     """
     index = functions.index
     params = {name: weights.params[name] for name in functions.params}
-    sent = sum({v.name: v.bytes for t in stages.successors[index] for v in stages.between[index, t]}.values())
-    back = sum(v.bytes for s in stages.predecessors[index] for v in stages.gradients(s, index))
+    sent, back = crossing_bytes(stages, index)
     residual = sum(functions.residual_bytes.values())
     trained = sum(p.nbytes for p in params.values() if p.requires_grad)
-    largest = max((p.nbytes for p in params.values() if p.requires_grad), default=0)
     peak = functions.peak_bytes
     return StageCost(
         forward_s=1.0, backward_s=2.0, input_grad_s=1.0, weight_grad_s=1.0,
         residual_bytes=residual, carried_bytes=functions.carried_bytes,
+        keeps_inputs=not functions.kept_inputs.isdisjoint(functions.received),
         static_bytes={
             "parameters": sum(p.nbytes for p in params.values()), "gradients": trained,
             "optimizer": int(trained * optimizer_bytes),
-            "buffers": sum(weights.buffers[n].nbytes for n in functions.buffers) + other_bytes,
+            "buffers": sum(weights.buffers[n].nbytes for n in functions.buffers),
+            "batch": batch_bytes,
         },
         transient_bytes={
             F: max(0, peak["forward"] - residual - sent), B: max(0, peak.get("backward", 0) - back),
             I: max(0, peak.get("input_grad", 0) - back), W: max(0, peak.get("weight_grad", 0)),
-            STEP: largest, REDUCE: 0,
+            STEP: weights.step_bytes, REDUCE: 0,
         },
         tied_bytes={n: params[n].nbytes for n in stages.tied if n in params and params[n].requires_grad},
     )  # fmt: skip

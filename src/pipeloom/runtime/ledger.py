@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ..ir.errors import MemoryCapError
+from ..ir.stages import StageGraph
 from ..ir.units import format_bytes
 
 KINDS = (
@@ -45,10 +46,22 @@ class Ledger:
         """This kind grows or shrinks by `change` bytes. Raises as `set`."""
         self.set(kind, self.levels[kind] + change, doing)
 
-    def during(self, doing: str, size: int) -> None:
-        """While `doing` ran, `size` bytes of scratch were alive on top of the rest. Raises as `set`."""
-        self.set("transient", size, doing)
-        self.set("transient", 0)
+    def during(self, doing: str, size: int, made: Mapping[str, int]) -> None:
+        """While `doing` ran, `size` bytes were alive on top of the rest. Raises as `set`.
+
+        made: kind -> bytes among them that outlive it, and that are entered once it is over.
+
+        >>> ledger = Ledger(0)
+        >>> ledger.during("0F0", 100, {"residuals": 60})
+        >>> ledger.at_peak["residuals"], ledger.at_peak["transient"], ledger.total
+        (60, 40, 0)
+        """
+        before = {kind: self.levels[kind] for kind in (*made, "transient")}
+        for kind, part in made.items():
+            self.add(kind, part, doing)
+        self.add("transient", max(0, size - sum(made.values())), doing)
+        for kind, level in before.items():
+            self.set(kind, level)
 
     def restart_peak(self) -> None:
         """Forget the peak so far, as after start-up."""
@@ -64,6 +77,14 @@ class Ledger:
                 f"its cap is {format_bytes(self.cap_bytes)}\n{table(self.levels)}",
                 hint="use smaller micro-batches, more stages or a higher cap",
             )
+
+
+def crossing_bytes(stages: StageGraph, index: int) -> tuple[int, int]:
+    """Bytes of what a stage makes for other stages: of the values for its readers, of the gradients that it
+    gives back. Each reader's copy counts."""
+    values = sum(v.bytes for target in stages.successors[index] for v in stages.between[index, target])
+    grads = sum(v.bytes for source in stages.predecessors[index] for v in stages.gradients(source, index))
+    return values, grads
 
 
 def table(levels: Mapping[str, int]) -> str:

@@ -114,8 +114,8 @@ class PostedChannel:
 
     device: where receive buffers live.  ahead: receives kept open per source.
     timeout_s: limit of each single wait.  on_change: called with `held_bytes` whenever it changes.
-    sending_bytes: bytes of the caller's tensors that unfinished sends keep alive. A finished send is noticed
-        at the next call of `begin`, `send`, `receive` or `end`; a small one at `end`.
+    A finished send is noticed at the next call of `begin`, `send`, `receive` or `end`, or when one asks what
+    is held; a small one at `end`.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class PostedChannel:
     ) -> None:
         self.rank = transport.rank
         self.ranks = transport.ranks
-        self.sending_bytes = 0
+        self._sending_bytes = 0
         self._transport = transport
         self._watch = watch
         self._ahead = ahead
@@ -151,7 +151,14 @@ class PostedChannel:
 
         A message of one contiguous value is sent from the caller's own tensor: see `sending_bytes`.
         """
+        self._sweep()
         return self._pool.held_bytes
+
+    @property
+    def sending_bytes(self) -> int:
+        """Bytes of the caller's tensors that unfinished sends keep alive."""
+        self._sweep()
+        return self._sending_bytes
 
     @property
     def idle_bytes(self) -> int:
@@ -193,7 +200,7 @@ class PostedChannel:
             pack(message, tensors, buffer)
         else:
             buffer = as_bytes(tensors[0])
-            self.sending_bytes += message.bytes
+            self._sending_bytes += message.bytes
         handle = self._transport.send(buffer, message.target, index)
         sent = self._small_sent if message.bytes <= SMALL_BYTES else self._sent
         sent.append(_Sent(message, handle, buffer, packed))
@@ -327,5 +334,5 @@ class PostedChannel:
             elif sent.packed:
                 self._pool.give(sent.buffer)
             else:
-                self.sending_bytes -= sent.message.bytes
+                self._sending_bytes -= sent.message.bytes
         return going

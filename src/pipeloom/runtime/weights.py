@@ -94,6 +94,11 @@ class Weights:
         self.optimizer.step()
         self.discard_gradients()
 
+    @property
+    def step_bytes(self) -> int:
+        """Scratch of `step`: optimizers update one parameter at a time, each with a temporary tensor."""
+        return max((p.nbytes for p in self.params.values() if p.requires_grad), default=0)
+
     def discard_gradients(self) -> None:
         for param in self.params.values():
             param.grad = None

@@ -37,7 +37,7 @@ from ..ir.ties import reductions
 from ..tracer.stage import StageFunctions, Tensors, made_bytes
 from .channel import Channel, Message
 from .failure import Watch
-from .ledger import Ledger
+from .ledger import Ledger, crossing_bytes
 from .operations import Operations
 from .recorder import Recorder
 from .weights import Weights, clip_factor
@@ -190,9 +190,8 @@ class Worker:
         return self.weights.state(self._number(action))
 
     def forward(self, action: Action) -> None:
-        microbatch, flight, functions = (
-            self._microbatch(action), self._flight(action), self._functions(action),
-        )  # fmt: skip
+        microbatch, flight = self._microbatch(action), self._flight(action)
+        functions = self._functions(action)
         state = self._state(action)
         inputs = flight.inputs | {name: microbatch.inputs[name] for name in functions.batch}
         with self.recorder.record("compute", str(action)):
@@ -201,8 +200,8 @@ class Worker:
             else:
                 outputs, flight.residuals = functions.forward(state, inputs, microbatch.seed)
         if self.training:
-            self._note_scratch(action, "forward")
             flight.residual_bytes = made_bytes(flight.residuals)
+            self._note_scratch(action, "forward", residuals=flight.residual_bytes)
             self.ledger.add("residuals", flight.residual_bytes, str(action))
         for name in [n for n in outputs if n.startswith("buffer:")]:
             self.weights.replace_buffer(name.removeprefix("buffer:"), outputs.pop(name))
@@ -360,6 +359,7 @@ class Worker:
         with self.recorder.record("compute", str(action)):
             self.weights.step()
         self.ledger.set("optimizer", self.weights.sizes["optimizer"], str(action))
+        self.ledger.during(str(action), self.weights.step_bytes, {})
 
     def _clip(self, limit: float) -> None:
         """Scale gradients by the norm over all ranks; a tied parameter counts once."""
@@ -380,10 +380,13 @@ class Worker:
     def _any_stage(self) -> int:
         return self.placement.index(self.rank)
 
-    def _note_scratch(self, action: Action, function: str) -> None:
+    def _note_scratch(self, action: Action, function: str, **made: int) -> None:
+        """made: bytes by kind that outlive the action, besides what it makes for other stages."""
         peak = self._functions(action).peak_bytes[function]
+        values, grads = crossing_bytes(self._microbatch(action).variant.stages, action.stage)
+        made["boundary"] = {F: values, W: 0}.get(action.kind, grads)
         self.recorder.burst(self.ledger.total + peak)
-        self.ledger.during(str(action), peak)
+        self.ledger.during(str(action), peak, made)
 
     def _note_boundary(self, instruction: Instruction | None) -> None:
         held = self.channel.held_bytes + self.channel.sending_bytes + self.local_bytes

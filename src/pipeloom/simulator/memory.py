@@ -11,7 +11,7 @@
 EVICT moves residuals to the rank's partner and FETCH moves them back (`ir.eviction`): the receiver has them
 from the start, the giver until the end.
 
-Without backwards nothing is kept: inputs go when F ends.
+Inputs go when F ends if no backward reads them (`StageCost.keeps_inputs`), or where there are no backwards.
 """
 
 from __future__ import annotations
@@ -122,6 +122,7 @@ def _tables(
     gradients = {edge: sum(v.bytes for v in stages.gradients(*edge)) for edge in values}
     for s, cost in enumerate(costs):
         inputs = sum(values[p, s] for p in flow.reads_from[s])
+        kept = inputs if training and cost.keeps_inputs else 0
         outputs = sum(values[s, r] for r in flow.read_by[s])
         gradients_in = sum(gradients[s, r] for r in flow.gradients_from[s])
         gradients_out = sum(gradients[p, s] for p in flow.gradients_to[s])
@@ -131,8 +132,8 @@ def _tables(
             FETCH: (held, 0),
         }  # fmt: skip
         goes = {
-            F: (0, 0 if training else -inputs), B: (-held, -inputs - gradients_in), I: (carried - held, 0),
-            W: (-carried, -inputs - gradients_in), EVICT: (-held, 0),
+            F: (0, kept - inputs), B: (-held, -kept - gradients_in), I: (carried - held, 0),
+            W: (-carried, -kept - gradients_in), EVICT: (-held, 0),
         }  # fmt: skip
         for code, kind in enumerate(kinds):
             scratch = cost.transient_bytes.get(kind, 0)
