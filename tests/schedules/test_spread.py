@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from pipeloom.api.placing import stages_for
+from pipeloom.cli import main
 from pipeloom.ir.action import F
 from pipeloom.ir.check import check
 from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.costs import StageCost, equal_costs
-from pipeloom.ir.errors import DeadlockError, ScheduleError
+from pipeloom.ir.errors import CutError, DeadlockError, ScheduleError
 from pipeloom.ir.flow import dag
 from pipeloom.ir.schedule import Schedule, parse_rows
 from pipeloom.ir.stages import chain
 from pipeloom.lowering import lower
-from pipeloom.schedules import Entry, Recipe, Shape, build, make, spread, usual
+from pipeloom.schedules import Entry, Recipe, Shape, build, make, replicate, spread, usual
 from pipeloom.simulator import simulate
 
 TABLE = (0, 1, (2, 3), 4)
+ENTRY = """
+from pipeloom.schedules import Entry, Recipe
+
+def order(s):
+    return Recipe(priority=lambda a: (a.kind == 'B', a.microbatch))
+
+experts = Entry(recipe=order, place='table', table=lambda ranks: (0, (1, 2), 3))
+"""
 EXPERTS, PLACEMENT = spread(chain(4), TABLE)
 
 
@@ -71,6 +82,23 @@ def test_shared_parameters_are_summed_and_others_are_not() -> None:
     assert spread(one, (0, (1, 2)), shared=False)[0].tied == {}
 
 
+def test_shards_know_where_they_come_from() -> None:
+    assert EXPERTS.cuts == 4 and [EXPERTS.origin(s) for s in range(5)] == [0, 1, 2, 3, 2]
+    with pytest.raises(CutError, match="a stage on several ranks cannot be replicated"):
+        replicate(EXPERTS)
+    with pytest.raises(ScheduleError, match="replicas or shards already"):
+        spread(EXPERTS, (0, 1, 2, 3, 4))
+
+
+def test_times_of_the_command_line_are_those_of_the_stages(tmp_path: Path) -> None:
+    file = tmp_path / "experts_timed.py"
+    file.write_text(ENTRY)
+    words = ["-p", "4", "-m", "2", "-F", "1,2,1", "-T", "0.5,0.5", "--json"]
+    result = CliRunner().invoke(main, ["schedule", "show", f"{file}:experts", *words])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.output)["rows"][2] == "3F0 3F1 3B0 3B1"
+
+
 def test_each_rank_sends_its_part() -> None:
     graph, _ = spread(dag(2, [(0, 1)], value_bytes=40), ((0, 1, 2), 3))
     assert [v.bytes for v in graph.between[0, 1]] == [16]  # 10 rows in three parts, rounded up
@@ -112,11 +140,7 @@ def test_schedules_of_the_library_take_them(name: str, table: tuple[int | tuple[
 
 def test_a_schedule_may_bring_its_table_and_cannot_be_run(tmp_path: Path) -> None:
     file = tmp_path / "experts_in_test.py"
-    file.write_text(
-        "from pipeloom.schedules import Entry, Recipe\n"
-        "def order(s):\n    return Recipe(priority=lambda a: (a.kind == 'F', a.microbatch))\n"
-        "experts = Entry(recipe=order, place='table', table=lambda ranks: (0, (1, 2), 3))\n"
-    )
+    file.write_text(ENTRY)
     name = f"{file}:experts"
     graph, placement = usual(name, 4)
     assert "3F0" in str(build(name, graph, placement, 4)).splitlines()[2]

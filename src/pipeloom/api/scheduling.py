@@ -211,16 +211,15 @@ def _slices(name: str) -> int:
 
 
 def _costs(setting: Setting, stages: StageGraph, ranks: int, slices: int) -> tuple[StageCost, ...]:
-    """Costs of an action of each stage; a replica's are those of its origin."""
-    count = len(stages.stages) // stages.replicas
-    costs = stage_costs(setting.loaded(ranks), count, ranks, slices=slices)
-    return costs * stages.replicas
+    """Costs of an action of each stage; those of a replica or a shard are its origin's."""
+    share = stages.cuts * stages.replicas / len(stages.stages)  # below 1 if stages span several ranks
+    costs = stage_costs(setting.loaded(ranks), stages.cuts, ranks * share, slices=slices)
+    return tuple(costs[stages.origin(s)] for s in range(len(stages.stages)))
 
 
 def _by_boundary(transfer_s: tuple[float, ...], stages: StageGraph) -> Callable[[int, int], float]:
-    count = len(stages.stages) // stages.replicas
     with_transfers(stages, transfer_s)
-    return lambda source, target: transfer_s[min(source % count, target % count)]
+    return lambda source, target: transfer_s[min(stages.origin(source), stages.origin(target))]
 
 
 def _units(

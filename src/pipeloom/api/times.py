@@ -74,7 +74,7 @@ def _work_of_plan(plan: Plan) -> Work:
     )
 
 
-def stage_costs(work: Work, stages: int, ranks: int, *, slices: int = 1) -> tuple[StageCost, ...]:
+def stage_costs(work: Work, stages: int, ranks: float, *, slices: int = 1) -> tuple[StageCost, ...]:
     """One cost per stage, for an action on one of the `slices` of a micro-batch.
 
     Residuals are held until W: what I frees is not known without a model.
@@ -101,7 +101,7 @@ def stage_costs(work: Work, stages: int, ranks: int, *, slices: int = 1) -> tupl
     )  # fmt: skip
 
 
-def per_stage(amount: Seconds, stages: int, ranks: int, name: str) -> list[float]:
+def per_stage(amount: Seconds, stages: int, ranks: float, name: str) -> list[float]:
     """The part of each stage. Raises: ConfigError if a list does not fit."""
     if not isinstance(amount, tuple):
         return [amount * ranks / stages] * stages
@@ -120,7 +120,7 @@ def with_transfers(stages: StageGraph, transfer_s: tuple[float, ...]) -> tuple[S
     Returns: the stages with messages of fitting sizes, and the bandwidth in bytes per second.
     Raises: ConfigError unless there is one time per boundary.
     """
-    count = len(stages.stages) // stages.replicas
+    count = stages.cuts
     if len(transfer_s) != count - 1:
         raise ConfigError(
             f"-T has {len(transfer_s)} times for the {count - 1} boundaries between {count} stages",
@@ -133,5 +133,5 @@ def with_transfers(stages: StageGraph, transfer_s: tuple[float, ...]) -> tuple[S
     def sized(value: Value, boundary: int) -> Value:
         return replace(value, shape=(round(LONGEST * transfer_s[boundary] / longest_s / 4),))
 
-    crossings = tuple(replace(c, value=sized(c.value, c.source % count)) for c in stages.crossings)
+    crossings = tuple(replace(c, value=sized(c.value, stages.origin(c.source))) for c in stages.crossings)
     return replace(stages, crossings=crossings), LONGEST / longest_s

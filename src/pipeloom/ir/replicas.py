@@ -26,6 +26,8 @@ def replicate(stages: StageGraph, times: int = 2) -> StageGraph:
         raise ScheduleError(f"{times} replicas", hint="use at least 1")
     if stages.replicas != 1:
         raise CutError("these stages are replicas already", hint="replicate the stages of one")
+    if stages.shards:
+        raise CutError("a stage on several ranks cannot be replicated", hint="place each stage on one rank")
     count = len(stages.stages)
     return StageGraph(
         stages=tuple(

@@ -85,9 +85,15 @@ class StageGraph:
             found.setdefault((c.source, c.target), []).append(c.value)
         return {edge: tuple(sorted(vs, key=lambda v: v.name)) for edge, vs in found.items()}
 
+    @cached_property
+    def cuts(self) -> int:
+        """Into how many stages the model is cut: replicas and shards are not counted."""
+        return len(self.stages) // self.replicas - sum(len(group) - 1 for group in self.shards)
+
     def origin(self, stage: int) -> int:
-        """The stage of the first replica that a stage is a copy of."""
-        return stage % (len(self.stages) // self.replicas)
+        """The stage of the first replica that a stage is a copy of; the first shard of a shard."""
+        first = stage % (len(self.stages) // self.replicas)
+        return next((group[0] for group in self.shards if first in group), first)
 
     def number(self, stage: int, microbatch: int, *, of: int) -> int:
         """Which of the step's micro-batches a stage calls `microbatch`; `of`: how many each replica runs."""

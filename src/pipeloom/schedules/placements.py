@@ -59,6 +59,8 @@ def spread(
     ((0, 1, 3, 2), ((1, 3),), (1, 3), (1, 3))
     """
     count = len(stages.stages)
+    if stages.replicas != 1 or stages.shards:
+        raise ScheduleError("these stages are replicas or shards already", hint="spread stages of a model")
     ranks = [entry if isinstance(entry, tuple) else (entry,) for entry in table]
     if len(ranks) != count:
         raise ScheduleError(f"a placement of {len(ranks)} stages, not {count}", hint="give one entry each")
