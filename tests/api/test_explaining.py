@@ -1,0 +1,39 @@
+"""Idle reasons for planned steps, replicas of the stages included."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from every_schedule import gpt_job, plan_of
+from runs import capture_of
+
+from pipeloom.api.explaining import explain_steps
+from pipeloom.ir.cluster import Cluster, Device, Link
+from pipeloom.ir.costs import equal_costs
+from pipeloom.ir.errors import PlanError
+from pipeloom.lowering import lower
+from pipeloom.simulator import simulate
+
+
+@pytest.mark.parametrize("name", ["1f1b", "chimera"])
+def test_a_predicted_step_is_explained_from_its_plan(name: str) -> None:
+    job = gpt_job()
+    plan, graph = plan_of(job, name, 2, microbatches=4), capture_of(job, 1).graph
+    stages = plan.replicated(plan.stage_graph(graph))
+    device = Device(name="any", memory_bytes=1)
+    cluster = Cluster(devices=(device, device), within_node=Link(bandwidth_bytes_per_s=1e9))
+    costs = tuple(replace(c, tied_bytes={}) for c in equal_costs(len(plan.placement)))
+    timeline = simulate(lower(plan.as_schedule, stages), stages, costs, cluster)
+    (found,) = explain_steps(plan, graph, [None, timeline])
+    busy_s = sum(timeline.busy_s(rank) for rank in range(2))
+    assert found.idle_s + busy_s == pytest.approx(2 * timeline.step_s)
+    assert found.bubble == pytest.approx(timeline.bubble)
+    assert found.path[0].start_s == 0.0 and found.path[-1].end_s == timeline.step_s
+
+
+def test_another_models_plan_is_refused() -> None:
+    job = gpt_job()
+    plan, graph = plan_of(job, "1f1b", 2, microbatches=4), capture_of(job, 1).graph
+    with pytest.raises(PlanError, match="this plan was made for model other"):
+        explain_steps(replace(plan, graph="other"), graph, [])
