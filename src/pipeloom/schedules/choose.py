@@ -62,7 +62,8 @@ def best(shape: Shape, recipes: Recipe | Sequence[Recipe]) -> Made:
 
 def fastest(shape: Shape, family: Family) -> Made:
     """The fastest recipe of a family. With many micro-batches the two that are best on twice as many as
-    ranks are tried: what recipes differ in is mostly how they begin and end.
+    ranks are tried: what recipes differ in is mostly how they begin and end. (Three times as many where a
+    rank has one stage, as such schedules may hold twice as many as ranks.)
 
     Raises: what the last recipe raised, if none works.
     """
@@ -72,7 +73,7 @@ def fastest(shape: Shape, family: Family) -> Made:
             f"the schedule's function returned a {type(given).__name__}", hint="return a Recipe, or several"
         )
     recipes = _several(given)
-    few = 2 * shape.ranks
+    few = (2 if shape.chunks > 1 else 3) * shape.ranks
     if len(recipes) < 3 or shape.microbatches <= few:
         return best(shape, recipes)
     small = replace(shape, microbatches=few)
@@ -90,7 +91,7 @@ def _ranked(shape: Shape, recipes: Sequence[Recipe], most: int) -> list[tuple[Ma
     """
     found: list[tuple[Made, int]] = []
     problem: ScheduleError | None = None
-    bound = lower_bound_s(shape)
+    bound = lower_bound_s(shape), shape.microbatches * shape.period_s
     for index, recipe in enumerate(recipes):
         within_s = found[-1][0].outcome.step_s if len(found) == most else inf
         try:
@@ -100,7 +101,7 @@ def _ranked(shape: Shape, recipes: Sequence[Recipe], most: int) -> list[tuple[Ma
             continue
         if made is not None:
             found = sorted([*found, (made, index)], key=lambda one: one[0].cost)[:most]
-            if made.outcome.step_s <= bound + EPS:
+            if made.outcome.step_s <= bound[0] + EPS and made.outcome.span_s <= bound[1] + EPS:
                 break
     if not found:
         assert problem is not None

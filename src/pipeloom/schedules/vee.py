@@ -40,7 +40,9 @@ def recipes(s: Shape, memory: float, paces: Sequence[Pace], **rules: str) -> lis
             found += timings(s, recipe)
             if tuned:
                 placed = clock if real else _w_in_free_slots(s, clock)
-                found.append(replace(recipe, clock=placed, fill="", drain="W", patience=0.5))
+                found += [replace(recipe, clock=placed, fill="", drain="W", patience=p) for p in (0.5, 1.0)]
+                if not real:
+                    found.append(replace(recipe, clock=placed, patience=1.0))
     return found
 
 

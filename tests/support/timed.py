@@ -1,0 +1,28 @@
+"""A schedule of the library for some times, as the list scheduler expects it."""
+
+from __future__ import annotations
+
+from pipeloom import schedules
+from pipeloom.ir.costs import equal_costs
+from pipeloom.schedules import Shape
+from pipeloom.schedules.choose import Made, fastest
+
+
+def shape(
+    name: str, ranks: int, microbatches: int, chunks: int = 0, *,
+    times: tuple[float, float, float] = (1.0, 1.0, 1.0), transfer_s: float = 0.0,
+) -> Shape:  # fmt: skip
+    stages, placement = schedules.usual(name, ranks, chunks)
+    f, i, w = times
+    costs = equal_costs(len(placement), forward_s=f, input_grad_s=i, weight_grad_s=w)
+    options = dict(o.split("=") for o in filter(None, name.partition(":")[2].split(",")))
+    return Shape(
+        stages=stages, placement=placement, microbatches=microbatches, costs=costs,
+        transfer_s=lambda source, target: transfer_s, options={k: float(v) for k, v in options.items()},
+    )  # fmt: skip
+
+
+def made_for(name: str, s: Shape) -> Made:
+    recipe = schedules.entry(name).recipe
+    assert recipe is not None
+    return fastest(s, recipe)
