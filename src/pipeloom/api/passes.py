@@ -13,6 +13,7 @@ from ..ir.graph import OpGraph
 from ..ir.plan import Plan
 from ..ir.profile import Profile
 from ..ir.timeline import Timeline
+from ..ir.units import parse_bytes
 from ..planner import PlanOptions, cpu_cluster, make_plan
 from ..profiler.roofline import roofline
 from .placing import plan_placed, simulate_plan
@@ -64,8 +65,9 @@ def plan(
     """The plan for a job on this machine, or on a cluster described by figures.
 
     stages: one per device; where the schedule wants several on each, or replicas, the number of devices.
-    microbatches: per step.  memory: cap per device, such as "300MiB" (only
-    without a cluster).  cluster: plan for these devices by roofline instead of measuring here.
+    microbatches: per step.  memory: cap per device, such as "300MiB";
+    it wins over the cluster's, and without either the plan has no caps.
+    cluster: plan for these devices by roofline instead of measuring here.
     captured, profiled: results of `capture` and `profile`, if they are at hand.
 
     Raises: CaptureError, PlanError; InfeasibleError if nothing fits under the caps.
@@ -74,10 +76,14 @@ def plan(
 
     captured = captured or capture(job, microbatch_size)
     costs: Profile | dict[str, Profile]
+    described = cluster is not None
     if cluster is None:
         cluster = cpu_cluster(stages, memory=memory)
         costs = profiled or profile(captured)
     else:
+        if memory is not None:
+            size = parse_bytes(memory)
+            cluster = replace(cluster, devices=tuple(replace(d, memory_bytes=size) for d in cluster.devices))
         costs = profiled or estimate(captured.graph, cluster)
     options = PlanOptions(optimizer_bytes=optimizer_ratio(job.optimizer), split_backward=split_backward)
     if schedules.entry(schedule).place == "line":
@@ -90,7 +96,7 @@ def plan(
             captured.graph, costs, cluster, ranks=stages, schedule=schedule,
             microbatches=microbatches, strategy=strategy, options=options,
         )  # fmt: skip
-    caps = found.caps if memory is not None else ()
+    caps = found.caps if described or memory is not None else ()
     return replace(found, microbatch_size=microbatch_size, caps=caps)
 
 
