@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeloom import schedules
+from pipeloom.cli import main
 from pipeloom.ir.action import COMPUTE, Action, B, F, Kind
 from pipeloom.ir.check import check
 from pipeloom.ir.cluster import Cluster, Device, Link
@@ -209,6 +213,18 @@ def test_dualpipe_with_pairs_is_faster_where_they_gain() -> None:
         return a.kind == F and b.kind == B and s.chunk[a.stage] != s.chunk[b.stage]
 
     assert make(s, recipe(other_chunk)).outcome.step_s < make(s, recipe(None)).outcome.step_s
+
+
+def test_the_command_line_says_what_a_pair_takes(tmp_path: Path) -> None:
+    file = tmp_path / "paired.txt"
+    file.write_text("\n".join(PAIRED))
+    steps = []
+    for factor in ("1", "0.5"):
+        words = ["schedule", "check", str(file), "--pair-factor", factor, "--json"]
+        result = CliRunner().invoke(main, words)
+        assert result.exit_code == 0, result.output
+        steps.append(json.loads(result.output)["step_s"])
+    assert steps[0] - steps[1] == 1.5
 
 
 def test_pairs_in_files_of_torch() -> None:

@@ -44,6 +44,7 @@ class Setting:
     as the schedule usually has.  work: times, see `Work`; or a file that says them.
     transfer_s: seconds of a message between ranks; or per boundary of two stages.
     memory: most residuals that a rank may hold: micro-batches, or bytes with a unit if the file says sizes.
+    pair_factor: what a pair of actions takes of the sum of their times.
     """
 
     ranks: int = 4
@@ -52,6 +53,7 @@ class Setting:
     work: Work | Path = Work()
     transfer_s: float | tuple[float, ...] = 0.0
     memory: str = ""
+    pair_factor: float = 1.0
 
     def loaded(self, ranks: int) -> Work:
         return load_work(self.work, ranks) if isinstance(self.work, Path) else self.work
@@ -214,7 +216,8 @@ def _costs(setting: Setting, stages: StageGraph, ranks: int, slices: int) -> tup
     """Costs of an action of each stage; those of a replica or a shard are its origin's."""
     share = stages.cuts * stages.replicas / len(stages.stages)  # below 1 if stages span several ranks
     costs = stage_costs(setting.loaded(ranks), stages.cuts, ranks * share, slices=slices)
-    return tuple(costs[stages.origin(s)] for s in range(len(stages.stages)))
+    own = [costs[stages.origin(s)] for s in range(len(stages.stages))]
+    return tuple(replace(cost, pair_factor=setting.pair_factor) for cost in own)
 
 
 def _by_boundary(transfer_s: tuple[float, ...], stages: StageGraph) -> Callable[[int, int], float]:

@@ -66,6 +66,10 @@ TIMES = (
         help="Take F, I and W from a saved plan (per stage) or profile (spread evenly) instead.",
     ),
     click.option(
+        "--pair-factor", type=click.FloatRange(0), default=1.0, show_default=True,
+        help="What a pair of actions, F&B, takes of the sum of their times.",
+    ),
+    click.option(
         "--memory", default="",
         help="Most residuals that a rank may hold: micro-batches, as 2.5; or a size, as 3GiB, if --times is "
         "a plan.",
@@ -98,7 +102,7 @@ def shape_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def times_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """-F, -I, -W, -T, --times and --memory, handed to the command as one `setting`."""
+    """-F, -I, -W, -T, --times, --pair-factor and --memory, handed to the command as one `setting`."""
     return _with_setting(command, TIMES)
 
 
@@ -106,7 +110,8 @@ def _with_setting(command: Callable[..., Any], options: Sequence[Callable[..., A
     @wraps(command)
     def with_setting(
         *, forward_s: Any, input_grad_s: Any, weight_grad_s: Any, transfer_s: Any, times: Path | None,
-        memory: str, ranks: int = 1, microbatches: int = 1, chunks: int | None = None, **others: Any,
+        memory: str, pair_factor: float, ranks: int = 1, microbatches: int = 1, chunks: int | None = None,
+        **others: Any,
     ) -> Any:  # fmt: skip
         from ..api.scheduling import Setting, Work
 
@@ -118,7 +123,7 @@ def _with_setting(command: Callable[..., Any], options: Sequence[Callable[..., A
             )
         setting = Setting(
             ranks=ranks, microbatches=microbatches, chunks=chunks or 0, work=times or Work(**given),
-            transfer_s=transfer_s, memory=memory,
+            transfer_s=transfer_s, memory=memory, pair_factor=pair_factor,
         )  # fmt: skip
         return command(setting=setting, **others)
 
