@@ -156,6 +156,19 @@ def test_a_measured_step_has_overhead_and_no_send_events() -> None:
     ]  # fmt: skip
 
 
+def test_a_copy_from_host_memory_is_the_reason() -> None:
+    at = (("compute", "0F0", 0.0, 1.0), ("host", "0RELOAD0", 1.5, 3.0), ("compute", "0B0", 3.25, 5.0))
+    events = tuple(Event(rank=0, stream=s, action=a, start_s=b, end_s=e) for s, a, b, e in at)
+    timeline = Timeline(source="measured", ranks=1, events=events)
+    found = explain(parse_program(1, (0,), ("0F0 0RELOAD0 0B0",)), timeline, dag(1, []))
+    obey_the_laws(timeline, found)
+    assert [(i.reason, i.start_s, i.end_s) for i in found.idle if i.duration_s >= 0.25][-1] == (
+        "overhead", 3.0, 3.25,
+    )  # fmt: skip
+    assert ("copy", 1.5, 3.0) in [(i.reason, i.start_s, i.end_s) for i in found.idle]
+    assert [p.kind for p in found.path] == ["compute", "overhead", "copy", "overhead", "compute"]
+
+
 def test_a_step_that_runs_the_program_twice() -> None:
     program, once, _ = step("1f1b", ranks=2, microbatches=2)
     later = [replace(e, start_s=e.start_s + once.step_s, end_s=e.end_s + once.step_s) for e in once.events]
