@@ -14,7 +14,7 @@ from pipeloom.ir.action import Action, B, F, I, Kind, StageAction, Transfer, W
 from pipeloom.ir.errors import ScheduleError
 from pipeloom.ir.flow import dag
 from pipeloom.ir.schedule import Program, Schedule
-from pipeloom.ir.stages import StageGraph
+from pipeloom.ir.stages import StageGraph, chain
 
 schedules.build("bpipe", *schedules.usual("bpipe", 2), 1)  # makes the kinds of evictions known
 
@@ -84,8 +84,23 @@ def dag_cases(draw: st.DrawFn) -> Case:
     return Case(stages, schedule)
 
 
+@st.composite
+def shard_cases(draw: st.DrawFn) -> Case:
+    """A chain in which some stages span two ranks."""
+    wide = draw(st.lists(st.booleans(), min_size=1, max_size=3))
+    table: list[int | tuple[int, ...]] = []
+    ranks = 0
+    for both in wide:
+        table.append((ranks, ranks + 1) if both else ranks)
+        ranks += 1 + both
+    stages, placement = schedules.spread(chain(len(wide)), table)
+    name = draw(st.sampled_from(["gpipe", "1f1b"]))
+    count, split = draw(st.integers(1, 4)), draw(st.booleans())
+    return Case(stages, schedules.build(name, stages, placement, count, split_backward=split))
+
+
 def cases() -> st.SearchStrategy[Case]:
-    return st.one_of(library_cases(), library_cases(), dag_cases())
+    return st.one_of(library_cases(), library_cases(), dag_cases(), shard_cases())
 
 
 Table = list[list[Any]]
@@ -223,7 +238,7 @@ OFTEN = ("next_to_next", "swap", "move", "reverse")
 NAMES = st.lists(st.sampled_from(sorted(EDITS)) | st.sampled_from(OFTEN), min_size=1, max_size=3)
 
 ORDERING = {"order", "slices", "evictions", "deadlock", "pairs"}
-COUNTING = {"completeness", *ORDERING}
+COUNTING = {"completeness", "shards", *ORDERING}
 MAY_BREAK: dict[str, set[str]] = {
     "next_to_next": ORDERING, "swap": ORDERING, "move": ORDERING, "reverse": ORDERING, "rotate": ORDERING,
     "swap_ranks": {"placement", *ORDERING}, "move_away": {"placement", *ORDERING},
@@ -231,7 +246,7 @@ MAY_BREAK: dict[str, set[str]] = {
     "empty": {"completeness", "pairs"},
     "rename": {"kinds", "slices", "pairs"}, "other_microbatch": {"kinds", *COUNTING},
     "other_stage": {"placement", *COUNTING}, "other_kind": {"kinds", *COUNTING}, "other_peer": set(),
-    "split": {"pairs"},
+    "split": {"pairs", "shards"},
 }  # fmt: skip
 """The rules that one edit of a valid schedule can break."""
 

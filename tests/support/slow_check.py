@@ -23,6 +23,7 @@ MESSAGES = {
     "kinds": r"whose kind is not a compute action|runs \d+[A-Z]+\d+, but the micro-batches are 0 to",
     "completeness": r"runs (\d+(F|B|I|W|EVICT|FETCH)\d+) twice|never runs \d+[FBIW]\d+|runs both",
     "order": r"runs \S+ before \S+, which it needs$",
+    "shards": r"which are one stage on several ranks$|which has the same stage, runs",
     "slices": r"another slice of the same micro-batch",
     "evictions": r"its residuals are on rank|nothing of it was evicted|which has used its residuals"
     r"|is its own partner|and never \d+FETCH",
@@ -38,10 +39,11 @@ MESSAGES = {
 """Rule -> what its messages look like."""
 
 SCHEDULE_RULES = (
-    "placement", "ranks", "kinds", "completeness", "order", "slices", "evictions", "deadlock", "pairs",
+    "placement", "ranks", "kinds", "completeness", "shards", "order", "slices", "deadlock", "evictions",
+    "pairs",
 )  # fmt: skip
 PROGRAM_RULES = (
-    "placement", "kinds", "completeness", "order", "evictions", "pairs", "ends", "pairing", "data",
+    "placement", "kinds", "completeness", "shards", "order", "evictions", "pairs", "ends", "pairing", "data",
     "optimizer", "deadlock",
 )  # fmt: skip
 """In the order in which they are proved: the first broken one is reported."""
@@ -60,14 +62,14 @@ def broken_rule(schedule: Schedule, stages: StageGraph) -> str | None:
     """The first rule that a schedule breaks; None if it is valid."""
     tests: dict[str, Callable[[Schedule, StageGraph], bool]] = {
         "placement": _misplaced, "ranks": _idle, "kinds": _unknown, "completeness": _incomplete,
-        "order": _out_of_order, "slices": _slices_mixed, "evictions": _lost,
-        "deadlock": lambda s, g: bool(stuck(s, g, pairs=False)),
+        "shards": _bad_shards, "order": _out_of_order, "slices": _slices_mixed, "evictions": _lost,
+        "deadlock": lambda s, g: bool(stuck(s, g, together=False)),
         "pairs": lambda s, g: bool(_bad_pairs(s, g)),
     }  # fmt: skip
     for rule in SCHEDULE_RULES:
         if tests[rule](schedule, stages):
             return rule
-    return "deadlock" if stuck(schedule, stages, pairs=True) else None
+    return "deadlock" if stuck(schedule, stages) else None
 
 
 def _misplaced(s: Schedule, g: StageGraph) -> bool:
@@ -154,12 +156,23 @@ def _bad_pairs(s: Schedule, g: StageGraph) -> bool:
     return any(pair not in neighbours or makes(pair[0]) & wants(pair[1], g) for pair in s.pairs)
 
 
-def stuck(s: Schedule, g: StageGraph, *, pairs: bool = True) -> dict[int, Action]:
+def _bad_shards(s: Schedule, g: StageGraph) -> bool:
+    split = {(a.stage, a.microbatch) for row in s.rows for a in row if a.kind == "I"}
+    return any(
+        len({s.placement[stage] for stage in group}) < len(group)
+        or len({frozenset(b for stage, b in split if stage == one) for one in group}) > 1
+        for group in g.shards
+    )
+
+
+def stuck(s: Schedule, g: StageGraph, *, together: bool = True) -> dict[int, Action]:
     """Run every rank as far as it goes: rank -> the action at which it stays for ever.
 
-    pairs: two that are a pair begin together.
+    together: two that are a pair begin together, and so do shards of a stage.
     """
-    second = dict(s.pairs) if pairs else {}
+    second = dict(s.pairs) if together else {}
+    groups = {stage: group for group in g.shards for stage in group} if together else {}
+    begun: set[Action] = set()
     done: set[Hashable] = set()
     at = [0] * len(s.rows)
     moved = True
@@ -171,8 +184,13 @@ def stuck(s: Schedule, g: StageGraph, *, pairs: bool = True) -> dict[int, Action
                 unit = (action, *([second[action]] if action in second else []))
                 if not all(wants(a, g) <= done for a in unit):
                     break
-                done |= set().union(*map(makes, unit))
-                at[rank] += len(unit)
+                moved = moved or action not in begun
+                begun.add(action)
+                others = groups.get(action.stage, ()) if action.kind in ("F", "B", "I") else ()
+                if not all(Action(other, action.kind, action.microbatch) in begun for other in others):
+                    break
+                done |= makes(action)
+                at[rank] += 1
                 moved = True
     return {rank: row[at[rank]] for rank, row in enumerate(s.rows) if at[rank] < len(row)}
 
@@ -187,11 +205,14 @@ def broken_program_rule(p: Program, g: StageGraph) -> str | None:
         return "placement"
     tests: dict[str, Callable[[], bool]] = {
         "kinds": lambda: _unknown(compute, g), "completeness": lambda: _incomplete(compute, g),
+        "shards": lambda: _bad_shards(compute, g),
         "order": lambda: _out_of_order(compute, g), "evictions": lambda: _lost(compute, g),
         "pairs": lambda: _bad_pairs(compute, g),
         "ends": lambda: _stray(p, g), "pairing": lambda: _unpaired(p), "data": lambda: _missing_data(p, g),
         "optimizer": lambda: _bad_optimizer(p, g), "deadlock": lambda: bool(program_stuck(p, g)),
     }  # fmt: skip
+    if g.shards and not any(tests[rule]() for rule in PROGRAM_RULES[1:6]) and stuck(compute, g):
+        return "deadlock"
     return next((rule for rule in PROGRAM_RULES[1:] if tests[rule]()), None)
 
 

@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from . import added_rules, program_rules, rules_eviction, rules_placement
+from . import added_rules, program_rules, rules_eviction, rules_placement, rules_shards
 from .action import AFTER, COMPUTE, Action, B, F, I, W
 from .columns import B_, CODE, F_, I_, W_, Bools, Ints, Rows
 from .errors import ScheduleError
@@ -72,7 +72,7 @@ def check_program(program: Program, stages: StageGraph) -> None:
     """
     flow = flow_of(stages)
     compute = _computing(program)
-    for rule in (placement, kinds, completeness, order_on_rank, rules_eviction.evictions, *added_rules.RULES):
+    for rule in (placement, kinds, completeness, rules_shards.shards, order_on_rank, *LATER_RULES):
         rule(compute, flow)
     for program_rule in program_rules.RULES:
         program_rule(program, stages, flow)
@@ -300,7 +300,8 @@ def _at(schedule: Schedule, entry: int) -> tuple[int, Action]:
     return rank, schedule.rows[rank][entry - int(schedule.columns.offsets[rank])]
 
 
+LATER_RULES: tuple[Rule, ...] = (rules_eviction.evictions, *added_rules.RULES)
 RULES: tuple[Rule, ...] = (
-    placement, rules_placement.ranks, kinds, completeness, order_on_rank, slice_order,
-    rules_eviction.evictions, progress, *added_rules.RULES,
+    placement, rules_placement.ranks, kinds, completeness, rules_shards.shards, order_on_rank, slice_order,
+    progress, *LATER_RULES,
 )  # fmt: skip
