@@ -63,7 +63,7 @@ def model_argument(command: Command) -> Command:
 PLAN_OPTIONS = (
     click.option(
         "--stages", "-p", type=click.IntRange(1), default=2, show_default=True,
-        help="Stages to cut the model into, one per rank.",
+        help="Ranks, with a stage each, or with what the schedule wants on each.",
     ),
     click.option("--schedule", "-s", default="1f1b", show_default=True, help="Schedule, by name."),
     click.option(

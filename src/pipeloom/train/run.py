@@ -174,7 +174,7 @@ def follow_plan(config: Config, given: Plan, overrides: Sequence[str]) -> Config
     Raises: ConfigError if one of these is also given on the command line, and differently.
     """
     decided: dict[str, Any] = {
-        "stages": len(given.stages), "schedule": given.schedule, "microbatches": given.microbatches,
+        "stages": len(set(given.placement)), "schedule": given.schedule, "microbatches": given.microbatches,
         "microbatch_size": given.microbatch_size,
     }  # fmt: skip
     said = {override.partition("=")[0].strip() for override in overrides}
