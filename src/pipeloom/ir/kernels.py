@@ -35,8 +35,9 @@ class Kernel(Generic[P, R]):
     10
     """
 
-    def __init__(self, function: Callable[P, R]) -> None:
+    def __init__(self, function: Callable[P, R], *, in_place: bool = False) -> None:
         self.plain = function
+        self._in_place = in_place
         self.__doc__ = function.__doc__
         self.__wrapped__ = function
 
@@ -50,18 +51,31 @@ class Kernel(Generic[P, R]):
         """The machine code, made or loaded on first use."""
         import numba
 
+        function = self._linked()
+        options = {"nogil": True, "_nrt": not self._in_place}
+        try:
+            made = numba.njit(cache=True, **options)(function)
+        except RuntimeError:  # no folder for the cache can be written
+            made = numba.njit(**options)(function)
+        return cast(Callable[P, R], made)
+
+    @cached_property
+    def inlined(self) -> Callable[P, R]:
+        """To be compiled into another kernel: a call would count references to all arrays passed to it."""
+        import numba
+
+        return cast(Callable[P, R], numba.njit(inline="always")(self._linked()))
+
+    def _linked(self) -> Any:
+        """The function with what it calls in place of the kernels that it names."""
         function: Any = self.plain
         used = {name: function.__globals__.get(name) for name in function.__code__.co_names}
-        inner = {name: used[name].compiled for name in used if isinstance(used[name], Kernel)}
+        inner = {name: found.inlined for name, found in used.items() if isinstance(found, Kernel)}
         if inner:
             copy = FunctionType(function.__code__, {**function.__globals__, **inner}, function.__name__)
             copy.__qualname__, copy.__module__ = function.__qualname__, function.__module__
             function = copy
-        try:
-            made = numba.njit(cache=True, nogil=True)(function)
-        except RuntimeError:  # no folder for the cache can be written
-            made = numba.njit(nogil=True)(function)
-        return cast(Callable[P, R], made)
+        return function
 
 
 def _largest(args: Iterable[object]) -> int:
@@ -75,3 +89,12 @@ _HOLDS = (np.ndarray, tuple)
 def kernel(function: Callable[P, R]) -> Kernel[P, R]:
     """Make a kernel of a function. It may use only numbers, arrays, tuples of them, and loops."""
     return Kernel(function)
+
+
+def in_place(function: Callable[P, R]) -> Kernel[P, R]:
+    """Make a kernel of a function that makes no array, but writes into those that it is given.
+
+    Compiled code then counts no references to arrays: in a loop over many of them that takes most of the
+    time.
+    """
+    return Kernel(function, in_place=True)

@@ -9,7 +9,8 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from .columns import RECV_B_, RECV_F_, SEND_B_, SEND_F_, Bools, Columns, Ints
+from .columns import RECV_B_, RECV_F_, SEND_B_, SEND_F_, Bools, Codes, Columns, Ints, Longs
+from .kernels import in_place
 from .timeline import Event, Totals
 
 Floats = NDArray[np.float64]
@@ -62,27 +63,15 @@ class Spans(Sequence[Event]):
 
     def totals(self, ranks: int) -> Totals:
         """What `Timeline.totals` adds up, without making an event."""
+        number = {"compute": 0, "recv": 1, "send": 2}
+        stream = np.array([number.get(name, 3) for name in self._stream], np.int32)
+        sums = np.zeros((4, ranks))
+        sums[_FIRST], sums[_LAST] = np.inf, -np.inf
         columns = self._columns
-        own = np.repeat(np.arange(ranks), np.diff(columns.offsets))
-        number = {"compute": 0, "recv": 1}
-        stream = np.array([number.get(name, 2) for name in self._stream])[columns.kind]
-        took = self._end - self._start
-        computes = stream == 0
-        waits = stream == 1
-
-        def added(which: Bools) -> list[float]:
-            found: list[float] = np.bincount(own[which], took[which], minlength=ranks).tolist()
-            return found
-
-        first, last = np.full(ranks, np.inf), np.full(ranks, -np.inf)
-        at = np.flatnonzero(computes)
-        np.minimum.at(first, own[at], self._start[at])
-        np.maximum.at(last, own[at], self._end[at])
-        ends = [float(part.max()) for part in (self._end[~self._sends], self._moves[1]) if part.size]
-        return Totals(
-            step_s=max(ends, default=0.0), busy_s=added(computes), wait_s=added(waits),
-            first_s=first.tolist(), last_s=last.tolist(),
-        )  # fmt: skip
+        times = (self._start, self._end)
+        latest = _add_up(columns.kind, columns.offsets, stream, times, self._moves[1], sums)
+        busy, wait, first, last = sums.tolist()
+        return Totals(step_s=float(latest), busy_s=busy, wait_s=wait, first_s=first, last_s=last)
 
     def __len__(self) -> int:
         return len(self._shown)
@@ -105,3 +94,29 @@ class Spans(Sequence[Event]):
 
     def __repr__(self) -> str:
         return repr(self._events) if len(self) <= 1000 else f"<{len(self)} events>"
+
+
+_BUSY, _WAIT, _FIRST, _LAST = 0, 1, 2, 3
+
+
+@in_place
+def _add_up(
+    kind: Codes, offsets: Longs, stream: Ints, times: tuple[Floats, Floats], move_end: Floats, sums: Floats
+) -> float:
+    """Fill the sums of each rank. Returns when the last event ends."""
+    start, end = times
+    latest = 0.0
+    for rank in range(len(offsets) - 1):
+        for entry in range(offsets[rank], offsets[rank + 1]):
+            on = stream[kind[entry]]
+            if on == 2 and SEND_F_ <= kind[entry] <= RECV_B_:
+                continue  # when it moves is in `move_end`
+            if on <= 1:
+                sums[on, rank] += end[entry] - start[entry]
+            if on == 0:
+                sums[_FIRST, rank] = min(sums[_FIRST, rank], start[entry])
+                sums[_LAST, rank] = max(sums[_LAST, rank], end[entry])
+            latest = max(latest, end[entry])
+    for message in range(len(move_end)):
+        latest = max(latest, move_end[message])
+    return latest

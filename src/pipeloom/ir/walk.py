@@ -25,7 +25,11 @@ def prove_progress(
         entry on the way to it that could run now; the lacking one itself unless given.
     Raises: DeadlockError with the circle of those that wait for each other.
     """
-    at, lacking = _walk(columns.offsets, first_need, needs)
+    ranks = columns.ranks
+    at, lacking = columns.offsets[:-1].copy(), np.full(ranks, -1)
+    state = np.full(len(columns), _FREE, np.int32)
+    work = (np.full(ranks, _FREE), np.full(ranks, -1))
+    _walk(columns.offsets, first_need, needs, state, work, (at, lacking))
     stuck = np.flatnonzero(lacking >= 0).tolist()
     if not stuck:
         return
@@ -59,17 +63,18 @@ def starts_of(counts: Sequence[int] | Ints) -> Ints:
 
 
 @kernel
-def _walk(offsets: Longs, first_need: Ints, needs: Ints) -> tuple[Longs, Longs]:
-    """Where each rank stands at last, and the entry that it lacks there, or -1 at its end.
+def _walk(
+    offsets: Longs, first_need: Ints, needs: Ints, state: Ints, work: tuple[Longs, Longs],
+    found: tuple[Longs, Longs],
+) -> None:  # fmt: skip
+    """Find where each rank stands at last, and the entry that it lacks there, or -1 at its end.
 
-    A rank that lacks an entry waits in a list at that entry, so each entry is handled once.
+    state: of each entry: free, done, or the first rank in the list of those that wait for it. So each entry is
+        handled once.
     """
     ranks = len(offsets) - 1
-    state = np.full(offsets[ranks], _FREE, np.int32)  # or _DONE, or the first rank in the list of waiters
-    behind = np.full(ranks, _FREE, np.int32)
-    at = offsets[:ranks].copy()
-    next_need = np.full(ranks, -1, np.int64)
-    lacking = np.full(ranks, -1, np.int64)
+    behind, next_need = work
+    at, lacking = found
     queue = np.arange(ranks)
     head, waiting = 0, ranks
     while waiting:
@@ -100,4 +105,3 @@ def _walk(offsets: Longs, first_need: Ints, needs: Ints) -> tuple[Longs, Longs]:
             entry += 1
         at[rank] = entry
         next_need[rank] = need
-    return at, lacking

@@ -12,7 +12,7 @@ import numpy as np
 
 from .columns import RECV_B_, RECV_F_, SEND_B_, SEND_F_, Bools, Codes, Columns, Ints
 from .flow import Flow
-from .kernels import kernel
+from .kernels import in_place
 from .walk import starts_of
 
 NO_LINE = -2
@@ -76,15 +76,17 @@ def wire(columns: Columns, microbatches: int, flow: Flow) -> Wiring:
     """Find the line of each transfer, and both ends of each message. Micro-batches out of range are passed
     over."""
     lines = lines_of(flow)
-    line = _find_lines(columns.kind, columns.stage, columns.peer, lines.first, lines.receiver)
-    sent, received = _ends(columns.kind, columns.microbatch, line, len(lines), microbatches)
+    line = np.full(len(columns), -1, np.int32)
+    _find_lines((columns.kind, columns.stage, columns.peer), lines.first, lines.receiver, line)
+    sent, received = (np.full((len(lines), microbatches), -1, np.int32) for _ in range(2))
+    _find_ends(columns.kind, columns.microbatch, line, sent, received)
     return Wiring(lines=lines, line=line, sent=sent, received=received)
 
 
-@kernel
-def _find_lines(kind: Codes, stage: Ints, peer: Ints, first: Ints, receiver: Ints) -> Ints:
+@in_place
+def _find_lines(columns: tuple[Codes, Ints, Ints], first: Ints, receiver: Ints, line: Ints) -> None:
+    kind, stage, peer = columns
     stages = len(first) // 2
-    line = np.full(len(kind), -1, np.int32)
     for entry in range(len(kind)):
         code = kind[entry]
         if code < SEND_F_ or code > RECV_B_:
@@ -105,13 +107,11 @@ def _find_lines(kind: Codes, stage: Ints, peer: Ints, first: Ints, receiver: Int
                 high = middle
         if low < first[row + 1] and receiver[low] == b:
             line[entry] = low
-    return line
 
 
-@kernel
-def _ends(kind: Codes, microbatch: Ints, line: Ints, lines: int, microbatches: int) -> tuple[Ints, Ints]:
-    sent = np.full((lines, microbatches), -1, np.int32)
-    received = np.full((lines, microbatches), -1, np.int32)
+@in_place
+def _find_ends(kind: Codes, microbatch: Ints, line: Ints, sent: Ints, received: Ints) -> None:
+    microbatches = sent.shape[1]
     for entry in range(len(kind)):
         if line[entry] < 0 or microbatch[entry] < 0 or microbatch[entry] >= microbatches:
             continue
@@ -119,7 +119,6 @@ def _ends(kind: Codes, microbatch: Ints, line: Ints, lines: int, microbatches: i
             sent[line[entry], microbatch[entry]] = entry
         else:
             received[line[entry], microbatch[entry]] = entry
-    return sent, received
 
 
 def far(placement: Sequence[int], stage: int, peers: Sequence[int]) -> list[int]:

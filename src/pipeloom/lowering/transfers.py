@@ -9,13 +9,14 @@ targets the one that comes first in its direction is served first: it is the fir
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
 from ..ir.columns import B_, F_, I_, RECV_B_, RECV_F_, SEND_B_, SEND_F_, Codes, Columns, Ints, Longs, Rows
 from ..ir.flow import Flow, flow_of
-from ..ir.kernels import kernel
+from ..ir.kernels import in_place
 from ..ir.schedule import Program
 from ..ir.stages import StageGraph
 from ..ir.walk import starts_of
@@ -32,18 +33,16 @@ def add_transfers(program: Program, stages: StageGraph) -> Program:
     extra[:, F_] = sizes[:count]
     extra[:, B_] = extra[:, I_] = sizes[count:]
     total = len(old) + int(extra[old.stage, old.kind].sum())
-    kind, stage, microbatch, peer, offsets = _inserted(
-        old.kind, old.stage, old.microbatch, old.offsets, total,
-        around.first_before, around.before, around.first_after, around.after,
-    )  # fmt: skip
+    new = (np.empty(total, np.int16), *(np.full(total, -1, np.int32) for _ in range(3)))
+    offsets = np.zeros(len(old.offsets), np.int64)
+    _insert((old.kind, old.stage, old.microbatch), old.offsets, around, new, offsets)
     columns = Columns(
-        kind=kind, stage=stage, microbatch=microbatch, peer=peer, offsets=offsets, kinds=old.kinds
+        kind=new[0], stage=new[1], microbatch=new[2], peer=new[3], offsets=offsets, kinds=old.kinds
     )
     return replace(program, rows=Rows(columns))
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Around:
+class _Around(NamedTuple):
     """Far neighbours, first of F of each stage, then of B or I of each stage: the stages that send to row r
     are `before[first_before[r] : first_before[r + 1]]`; `after` has those that it sends to."""
 
@@ -64,18 +63,16 @@ def _around(flow: Flow, placement: tuple[int, ...]) -> _Around:
     return _Around(first_before=first_before, before=before, first_after=first_after, after=after)
 
 
-@kernel
-def _inserted(
-    kind: Codes, stage: Ints, microbatch: Ints, offsets: Longs, total: int, *lists: Ints
-) -> tuple[Codes, Ints, Ints, Ints, Longs]:
-    """The new columns; lists: the four of `_Around`."""
-    first_before, before, first_after, after = lists
+@in_place
+def _insert(
+    old: tuple[Codes, Ints, Ints], offsets: Longs, around: _Around,
+    made: tuple[Codes, Ints, Ints, Ints], made_offsets: Longs,
+) -> None:  # fmt: skip
+    """Fill in the new columns and offsets; peers are -1 before."""
+    kind, stage, microbatch = old
+    first_before, before, first_after, after = around
+    made_kind, made_stage, made_microbatch, made_peer = made
     stages = (len(first_before) - 1) // 2
-    made_kind = np.empty(total, np.int16)
-    made_stage = np.empty(total, np.int32)
-    made_microbatch = np.empty(total, np.int32)
-    made_peer = np.full(total, -1, np.int32)
-    made_offsets = np.zeros(len(offsets), np.int64)
     at = 0
     for rank in range(len(offsets) - 1):
         for entry in range(offsets[rank], offsets[rank + 1]):
@@ -99,4 +96,3 @@ def _inserted(
                 made_stage[e] = s
                 made_microbatch[e] = microbatch[entry]
         made_offsets[rank + 1] = at
-    return made_kind, made_stage, made_microbatch, made_peer, made_offsets

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..ir.columns import RECV_B_, RECV_F_, REDUCE_, SEND_B_, SEND_F_, STEP_, Codes, Ints, Longs
-from ..ir.kernels import kernel
+from ..ir.kernels import in_place, kernel
 
 Floats = NDArray[np.float64]
 
@@ -56,11 +56,12 @@ class Layout(NamedTuple):
 class State(NamedTuple):
     """What changes.
 
-    start, end: per entry.  move_start, move_end: per message, and before it moves the times at which it was
-    sent and its receive was posted.  at, clock, awaited, part, behind, streams: per rank: where it stands, its
-    clock, the message that it waits for, the part of its REDUCE that it is in, who waits behind it for the same
-    thing, when its streams are free.  counts, free: per pipe: messages sent, posted, moved and received, and
-    when it is free.
+    start, end: per entry.
+    move_start, move_end: per message; before it moves, when it was sent and when its receive was posted.
+    at, clock, awaited, part, behind, streams: per rank: where it stands, its clock, the message that it waits
+        for, the part of its REDUCE that it is in, who waits behind it for the same thing, when its streams
+        are free.
+    counts, free: per pipe: messages sent, posted, moved and received; when it is free.
     """
 
     start: Floats
@@ -98,14 +99,14 @@ def new_state(layout: Layout, begin_s: Floats) -> State:
         move_start=np.zeros(len(layout.line)), move_end=np.zeros(len(layout.line)),
         at=layout.offsets[:-1].copy(), clock=begin_s.astype(np.float64), awaited=np.full(ranks, -1),
         part=np.zeros(ranks, np.int64), behind=np.full(ranks, -1), streams=np.zeros((ranks, 3)),
-        counts=np.zeros((4, pipes), np.int64), free=np.zeros(pipes),
+        counts=np.zeros((pipes, 4), np.int64), free=np.zeros(pipes),
         sum_at=np.zeros(sums), sum_here=np.zeros(sums, np.int64), sum_waiter=np.full(sums, -1),
         meet_at=np.full(meeting, _NOT_YET), meet_waiter=np.full(meeting, -1),
         queue=np.arange(ranks), pointer=np.array([0, ranks]),
     )  # fmt: skip
 
 
-@kernel
+@in_place
 def run(p: Layout, s: State) -> bool:
     """Go on until every rank ends or waits; whether all of them have ended."""
     ranks = len(s.at)
@@ -123,7 +124,7 @@ def run(p: Layout, s: State) -> bool:
                 line = p.line[message]
                 s.start[entry] = clock
                 s.move_start[message] = clock
-                s.counts[_SENT, p.pipe[line]] += 1
+                s.counts[p.pipe[line], _SENT] += 1
                 _move(p, s, p.pipe[line])
                 clock += p.busy[line]
                 s.end[entry] = clock
@@ -135,8 +136,8 @@ def run(p: Layout, s: State) -> bool:
                 clock = max(clock, s.move_end[message])
                 s.end[entry] = clock
                 pipe = p.pipe[p.line[message]]
-                s.counts[_RECEIVED, pipe] += 1
-                _post(p, s, pipe, s.counts[_RECEIVED, pipe] + p.ahead, clock)
+                s.counts[pipe, _RECEIVED] += 1
+                _post(p, s, pipe, s.counts[pipe, _RECEIVED] + p.ahead, clock)
             elif code == REDUCE_ or code == STEP_:
                 clock = max(clock, s.streams[rank, 1], s.streams[rank, 2])
                 if code == STEP_:
@@ -196,8 +197,8 @@ def _wake(s: State, rank: int) -> None:
 @kernel
 def _move(p: Layout, s: State, pipe: int) -> None:
     """Move what is sent and has a receive posted; wake the receiver if that is what it waits for."""
-    first, moved, free = p.first[pipe], s.counts[_MOVED, pipe], s.free[pipe]
-    until = min(s.counts[_SENT, pipe], s.counts[_POSTED, pipe])
+    first, moved, free = p.first[pipe], s.counts[pipe, _MOVED], s.free[pipe]
+    until = min(s.counts[pipe, _SENT], s.counts[pipe, _POSTED])
     while moved < until:
         message = first + moved
         begin = max(s.move_start[message], s.move_end[message], free)
@@ -206,7 +207,7 @@ def _move(p: Layout, s: State, pipe: int) -> None:
         s.move_end[message] = free
         moved += 1
     s.free[pipe] = free
-    s.counts[_MOVED, pipe] = moved
+    s.counts[pipe, _MOVED] = moved
     target = p.target[pipe]
     awaited = s.awaited[target]
     if first <= awaited < first + moved:
@@ -217,12 +218,12 @@ def _move(p: Layout, s: State, pipe: int) -> None:
 @kernel
 def _post(p: Layout, s: State, pipe: int, count: int, clock: float) -> None:
     """Post receives until `count` of a pipe's messages have one."""
-    first, posted = p.first[pipe], s.counts[_POSTED, pipe]
+    first, posted = p.first[pipe], s.counts[pipe, _POSTED]
     until = min(count, p.first[pipe + 1] - first)
     while posted < until:
         s.move_end[first + posted] = clock
         posted += 1
-    s.counts[_POSTED, pipe] = posted
+    s.counts[pipe, _POSTED] = posted
     _move(p, s, pipe)
 
 
@@ -232,9 +233,9 @@ def _arrived(p: Layout, s: State, rank: int, message: int, clock: float) -> bool
     waiting."""
     pipe = p.pipe[p.line[message]]
     place = message - p.first[pipe]
-    if s.counts[_POSTED, pipe] <= place:
+    if s.counts[pipe, _POSTED] <= place:
         _post(p, s, pipe, place + 1, clock)
-    if s.counts[_MOVED, pipe] > place:
+    if s.counts[pipe, _MOVED] > place:
         return True
     s.awaited[rank] = message
     return False

@@ -11,7 +11,7 @@ from ..ir.cluster import Cluster
 from ..ir.columns import CODE, RECV_B_, RECV_F_, SEND_B_, SEND_F_, STEP_, Codes, Columns, Ints, Longs
 from ..ir.costs import StageCost, action_seconds, pair_shares
 from ..ir.flow import Flow, flow_of
-from ..ir.kernels import kernel
+from ..ir.kernels import in_place
 from ..ir.operation import ANCHORS, OPERATIONS
 from ..ir.schedule import Program
 from ..ir.stages import StageGraph
@@ -39,7 +39,9 @@ def layout_of(
     np.add.at(counts, pipe + 1, np.count_nonzero(wiring.sent >= 0, axis=1))
     counts[0] = 0  # lines within a rank carry nothing
     first = np.cumsum(counts)
-    message, line = _numbered(columns.kind, columns.microbatch, wiring.line, wiring.sent, pipe, first)
+    message, line = np.full(len(columns), -1, np.int32), np.empty(first[-1], np.int32)
+    ends_of = (columns.microbatch, wiring.line, wiring.sent)
+    _number(columns.kind, ends_of, pipe, first[:-1].copy(), message, line)
     first_meet, meets = _meets(program, flow)
     sums = reductions(stages, program.placement)
     named = {r.name: r for row in sums for r in row}
@@ -85,14 +87,15 @@ def _by_line(pipe: Ints, seconds: Sequence[Callable[[int], float]], size: Longs)
     return np.array([seconds[at](amount) if at >= 0 else 0.0 for at, amount in each], np.float64)
 
 
-@kernel
-def _numbered(
-    kind: Codes, microbatch: Ints, line: Ints, sent: Ints, pipe: Ints, first: Longs
-) -> tuple[Ints, Ints]:
-    """The message of each entry, and the line of each message: pipe by pipe in the order sent."""
-    message = np.full(len(kind), -1, np.int32)
-    line_of = np.zeros(first[len(first) - 1], np.int32)
-    following = first.copy()
+@in_place
+def _number(
+    kind: Codes, ends: tuple[Ints, Ints, Ints], pipe: Ints, following: Longs, message: Ints, line_of: Ints
+) -> None:
+    """Fill in the message of each entry, and the line of each message: pipe by pipe in the order sent.
+
+    following: the next message of each pipe.
+    """
+    microbatch, line, sent = ends
     for entry in range(len(kind)):
         if kind[entry] == SEND_F_ or kind[entry] == SEND_B_:
             at = pipe[line[entry]]
@@ -102,7 +105,6 @@ def _numbered(
     for entry in range(len(kind)):
         if kind[entry] == RECV_F_ or kind[entry] == RECV_B_:
             message[entry] = message[sent[line[entry], microbatch[entry]]]
-    return message, line_of
 
 
 def _durations(columns: Columns, costs: Sequence[StageCost]) -> Floats:
