@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeloom import schedules
@@ -64,6 +64,7 @@ ACTIONS = st.builds(
 )  # fmt: skip
 
 
+@settings(deadline=None)
 @given(rows=st.lists(st.lists(ACTIONS, max_size=8), min_size=1, max_size=4), data=st.data())
 def test_what_prints_also_parses(rows: list[list[Action]], data: st.DataObject) -> None:
     """Rows of any registered kinds, with pairs anywhere: text and back gives the same."""
@@ -251,6 +252,7 @@ def test_a_split_backward_would_tear_pairs_apart() -> None:
         del registry._FAMILIES["test_paired"]
 
 
+@settings(deadline=None)
 @given(data=st.data())
 def test_random_pairs_are_refused_or_run(data: st.DataObject) -> None:
     """Any neighbours of a good schedule as pairs: a rule refuses them, or the simulator comes to its end."""
