@@ -62,8 +62,10 @@ def sources(explanation: Explanation) -> list[Source]:
 
 def _kind_of_wait(idle: Idle) -> str:
     what = f"{label(idle.waits_for).group} of rank {idle.on_rank}" if idle.waits_for else ""
-    if idle.reason in ("warm-up", "drain"):
-        return f"rank {idle.rank}"
+    if idle.reason == "warm-up":
+        return f"rank {idle.rank} waits for its first micro-batch"
+    if idle.reason == "drain":
+        return f"rank {idle.rank} is done before rank {idle.on_rank}" if idle.waits_for else f"rank {idle.rank}"
     if idle.reason in ("overhead", "copy", "reduce"):
         return f"rank {idle.rank}, before {label(idle.action).group}"
     if idle.reason in ("fill", "transfer"):
