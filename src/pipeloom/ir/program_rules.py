@@ -25,7 +25,7 @@ from .action import (
     StageAction,
     Transfer,
 )  # fmt: skip
-from .columns import F_, RECV_B_, RECV_F_, REDUCE_, STEP_, Ints
+from .columns import B_, F_, I_, RECV_B_, RECV_F_, REDUCE_, STEP_, Ints
 from .errors import ScheduleError
 from .flow import Flow
 from .schedule import Program
@@ -196,11 +196,12 @@ def _closes(program: Program, rank: int, found: list[Instruction], begin: int) -
 
 
 def progress(program: Program, stages: StageGraph, flow: Flow) -> None:
-    """Run all ranks with asynchronous sends: every RECV and every REDUCE meets its other ends."""
+    """Run all ranks with asynchronous sends: every RECV and every REDUCE meets its other ends, and so do
+    the shards of a stage on several ranks."""
     columns, wiring = program.columns, program.wiring(flow)
     receives = (columns.kind == RECV_F_) | (columns.kind == RECV_B_)
     counts = receives.astype(np.int32)
-    meets = _meetings(program, stages)
+    meets = {**_meetings(program, stages), **_shards(program, flow)}
     for entry, others in meets.items():
         counts[entry] = len(others)
     first = starts_of(counts)
@@ -210,6 +211,20 @@ def progress(program: Program, stages: StageGraph, flow: Flow) -> None:
     for entry, others in meets.items():
         needed[first[entry] : first[entry + 1]] = others
     prove_progress(columns, first, needed)
+
+
+def _shards(program: Program, flow: Flow) -> dict[int, list[int]]:
+    """Entry of each F, B and I of a shard -> the entries in front of those that it begins together with."""
+    found: dict[int, list[int]] = {}
+    starts = set(program.columns.offsets.tolist())
+    for stage, others in flow.shards.items():
+        for code in (F_, B_, I_):
+            table = program.places.of(code)
+            for microbatch, entry in enumerate(table[stage].tolist()):
+                if entry >= 0:
+                    ends = [int(table[other, microbatch]) for other in others]
+                    found[entry] = [end - 1 for end in ends if end not in starts]
+    return found
 
 
 def _meetings(program: Program, stages: StageGraph) -> dict[int, list[int]]:
