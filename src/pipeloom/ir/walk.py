@@ -69,8 +69,8 @@ def _walk(
 ) -> None:  # fmt: skip
     """Find where each rank stands at last, and the entry that it lacks there, or -1 at its end.
 
-    state: of each entry: free, done, or the first rank in the list of those that wait for it. So each entry is
-        handled once.
+    state: of each entry: free, done, or the first rank in the list of those that wait for it. So each entry
+        is handled once.
     """
     ranks = len(offsets) - 1
     behind, next_need = work

@@ -33,11 +33,13 @@ def add_transfers(program: Program, stages: StageGraph) -> Program:
     extra[:, F_] = sizes[:count]
     extra[:, B_] = extra[:, I_] = sizes[count:]
     total = len(old) + int(extra[old.stage, old.kind].sum())
-    new = (np.empty(total, np.int16), *(np.full(total, -1, np.int32) for _ in range(3)))
+    kind = np.empty(total, np.int16)
+    stage, microbatch, peer = (np.full(total, -1, np.int32) for _ in range(3))
     offsets = np.zeros(len(old.offsets), np.int64)
-    _insert((old.kind, old.stage, old.microbatch), old.offsets, around, new, offsets)
+    made = (kind, stage, microbatch, peer)
+    _insert((old.kind, old.stage, old.microbatch), old.offsets, around, made, offsets)
     columns = Columns(
-        kind=new[0], stage=new[1], microbatch=new[2], peer=new[3], offsets=offsets, kinds=old.kinds
+        kind=kind, stage=stage, microbatch=microbatch, peer=peer, offsets=offsets, kinds=old.kinds
     )
     return replace(program, rows=Rows(columns))
 
