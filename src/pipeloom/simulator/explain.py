@@ -73,7 +73,7 @@ def _idle(causes: Causes, rank: int, step_s: float, last: Item | None) -> Iterat
                     yield replace(piece, start_s=split_s, reason="order")
         now_s = max(now_s, item.end_s)
     if now_s < step_s:
-        other, on_rank = (last.action, last.rank) if last is not None else ("", -1)
+        other, on_rank = ("", -1) if last is None or last.rank == rank else (last.action, last.rank)
         yield Idle(
             rank=rank, start_s=now_s, end_s=step_s, reason="drain", waits_for=other, on_rank=on_rank
         )

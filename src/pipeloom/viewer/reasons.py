@@ -65,7 +65,7 @@ def _kind_of_wait(idle: Idle) -> str:
     if idle.reason == "warm-up":
         return f"rank {idle.rank} waits for its first micro-batch"
     if idle.reason == "drain":
-        return f"rank {idle.rank} is done before rank {idle.on_rank}" if idle.waits_for else f"rank {idle.rank}"
+        return f"rank {idle.rank} is done" + (f" before rank {idle.on_rank}" if idle.waits_for else "")
     if idle.reason in ("overhead", "copy", "reduce"):
         return f"rank {idle.rank}, before {label(idle.action).group}"
     if idle.reason in ("fill", "transfer"):
