@@ -1,8 +1,8 @@
 """How schedules grow: generate, check, lower and simulate 1F1B of four sizes, each in a process of its own.
 
 For each size: seconds of each step, peak resident memory of the process, and compute actions per second of
-the simulator, when its kernels have just been loaded and then again (warm). A first small run fills the cache of
-compiled code, so that no size pays for compiling.
+the simulator, when its kernels have just been loaded and then again (warm). A small run before fills the
+cache of compiled code, so that no size pays for compiling.
 
     python bench/schedule_scale.py [--ranks 128 256 512 1024] [--per-rank 8]
 """

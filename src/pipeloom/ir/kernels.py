@@ -52,7 +52,7 @@ class Kernel(Generic[P, R]):
         import numba
 
         function = self._linked()
-        options = {"nogil": True, "_nrt": not self._in_place}
+        options: dict[str, Any] = {"nogil": True, "_nrt": not self._in_place}
         try:
             made = numba.njit(cache=True, **options)(function)
         except RuntimeError:  # no folder for the cache can be written
