@@ -134,7 +134,7 @@ def test_more_waves_mean_a_smaller_bubble(p: int) -> None:
 @pytest.mark.parametrize("v", [2, 4])
 @pytest.mark.parametrize("g", [4, 5, 6, 7, 8])
 def test_gis_in_groups(g: int, v: int) -> None:
-    """Peak g (v - 1) + p stages; bubble at most that of GIS and (p - g)(v - 1)(F + I - W), in whole groups."""
+    """Peak g (v - 1) + p stages; bubble at most that of GIS and (p - g)(v - 1)(F + I - W); whole groups."""
     p = 8
     published = (2 * (p - 1) + (p - g) * (v - 1)) / v
     for name in (f"gis_g:group={g},join=1", f"gis_g:group={g}"):
