@@ -9,7 +9,8 @@ rounds of 1F1B's step time over the other's: above 1, the other is faster.
 
 Besides the ratio it records what explains it: the seconds of I and W together over those of B for the same
 model (what splitting costs), each schedule's idle share, and what the ratio would be by simulation with the
-times that the ranks measured before training.
+times that the ranks measured before training. The model's first stage has no input gradients to send: its I
+is empty and its W the whole backward.
 """
 
 from __future__ import annotations
@@ -131,6 +132,11 @@ def show(figures: dict) -> None:
             f"(simulated {row['predicted_faster_than_1f1b']:.3f})  bubble {row['bubble']:.1%}  "
             f"(I + W) / B = {row['split_over_full_backward']:.3f}", flush=True,
         )  # fmt: skip
+    for name in NAMES[1:]:
+        row = figures["schedules"][name]
+        gain, cost = row["faster_than_1f1b"] - 1, row["split_over_full_backward"] - 1
+        verdict = "faster" if gain > 0 else "slower"
+        print(f"  {name} is {abs(gain):.1%} {verdict} than 1F1B; splitting its backward costs {cost:+.1%}")
 
 
 def main(microbatches: list[int], rounds: int) -> int:
