@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..ir.cluster import Cluster
 from ..ir.errors import BatchError, CaptureError, PlanError
 from ..ir.plan import Plan, load_plan
+from ..ir.rules_updates import forwards_in_order
 from ..ir.schedule import Program
 from ..ir.timeline import Timeline
 from ..lowering import lower
@@ -42,7 +43,7 @@ from ..tracer.sample import sample_batch
 from .evaluating import Evaluating
 from .forecast import Forecast
 from .options import Options, StepReport
-from .runnable import require_runnable, require_training
+from .runnable import require_runnable, require_same_plan, require_training
 from .variants import make_variant
 
 
@@ -81,13 +82,15 @@ class Pipeline:
         require_runnable(plan.schedule)
         self.device = self._own_device()
         self.group: dist.ProcessGroup | None = None
+        self.local: LocalChannel | None = channel
         self.watch = self._join(plan, group, channel)
         self.rank, self.ranks = self.watch.rank, self.watch.ranks
         self.watch.__enter__()
         with self._telling_others():
-            self._build(job, plan, channel)
+            self._build(job, plan)
 
-    def _build(self, job: Job, plan: Plan, channel: LocalChannel | None) -> None:
+    def _build(self, job: Job, plan: Plan) -> None:
+        require_same_plan(plan, self.group or self.local)
         if len(set(plan.placement)) != self.ranks:
             raise PlanError(
                 f"the plan is for {len(set(plan.placement))} ranks, but {self.ranks} were started",
@@ -101,7 +104,7 @@ class Pipeline:
         stages = plan.stage_graph(captured.graph)
         train = lower(plan.as_schedule, plan.replicated(stages))
         self.parts = _Parts(job=job, plan=plan, captured=captured, train=train)
-        self.channel = self._channel(channel, self.parts.train)
+        self.channel = self._channel(self.parts.train)
         self.own_stages = tuple(s for s, rank in enumerate(plan.placement) if rank == self.rank)
         self.stages = stages
         self.evaluating = Evaluating(
@@ -138,14 +141,15 @@ class Pipeline:
         if channel is not None:
             return channel.watch
         if group is None and len(set(plan.placement)) == 1 and not dist.is_initialized():
-            self.alone = local_channels(1, timeout_s=self.options.timeout_s)[0]
-            return self.alone.watch
+            self.local = local_channels(1, timeout_s=self.options.timeout_s)[0]
+            return self.local.watch
         self.group = connect(self.device, group=group, timeout_s=self.options.timeout_s)
         return watch_ranks(self.group)
 
-    def _channel(self, given: LocalChannel | None, train: Program) -> PostedChannel:
+    def _channel(self, train: Program) -> PostedChannel:
         if self.group is None:
-            return given or self.alone
+            assert self.local is not None, "without a group there is a channel"
+            return self.local
         return DistChannel(
             self.group, self.watch, device=self.device, timeout_s=self.options.timeout_s,
             pairs=train.messages,
@@ -357,12 +361,16 @@ class Pipeline:
 
 
 def _refuse_torn_updates(plan: Plan, captured: Captured) -> None:
-    """Replicas of a stage would each update the buffers of its forward, and end with different ones."""
+    """Replicas of a stage would each update the buffers of its forward, and end with different ones; so
+    would micro-batches in another order."""
     if plan.replicas > 1 and (names := sorted(captured.graph.together)):
         raise PlanError(
             f"schedule {plan.schedule} runs each stage on two ranks, but the forward updates {names[0]}",
             hint="choose a schedule of one direction",
         )
+    stage_of = {op: index for index, stage in enumerate(plan.stages) for op in stage.ops}
+    users = [(op, name) for name, ops in captured.graph.together.items() for op in ops]
+    forwards_in_order(plan.as_schedule, {stage_of[op]: name for op, name in users if op in stage_of})
 
 
 class _Telling:

@@ -50,6 +50,17 @@ def connect(
     return world
 
 
+def gather_text(group: dist.ProcessGroup, text: str) -> list[str]:
+    """One short text from every rank, in rank order, by the group's store: no device takes part.
+
+    All ranks call it, each the same number of times.
+    """
+    store, rank = group.get_group_store(), group.rank()
+    name = f"pipeloom/texts/{group.group_name}/{store.add(f'pipeloom/texts/{rank}', 1)}"
+    store.set(f"{name}/{rank}", text)
+    return [store.get(f"{name}/{other}").decode() for other in range(group.size())]
+
+
 def watch_ranks(
     group: dist.ProcessGroup, *, exit_after_s: float = EXIT_AFTER_S, lost_s: float = 60.0
 ) -> Watch:
