@@ -75,12 +75,11 @@ def _walk(
     ranks = len(offsets) - 1
     behind, next_need = work
     at, lacking = found
-    queue = np.arange(ranks)
-    head, waiting = 0, ranks
-    while waiting:
-        rank = queue[head]
-        head = head + 1 if head + 1 < ranks else 0
-        waiting -= 1
+    stack = np.arange(ranks)[::-1].copy()  # woken last goes first, as in the simulator, to stay in the cache
+    ready = ranks
+    while ready:
+        ready -= 1
+        rank = stack[ready]
         lacking[rank] = -1
         entry, end = at[rank], offsets[rank + 1]
         need = next_need[rank]
@@ -97,9 +96,8 @@ def _walk(
             waiter = state[entry]
             state[entry] = _DONE
             while waiter >= 0:
-                tail = head + waiting
-                queue[tail if tail < ranks else tail - ranks] = waiter
-                waiting += 1
+                stack[ready] = waiter
+                ready += 1
                 waiter = behind[waiter]
             need = -1
             entry += 1

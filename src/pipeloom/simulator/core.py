@@ -3,6 +3,11 @@
 Every rank walks its row with a clock of its own until it must wait. Messages from one rank to another move in
 the order of the sender's row, so when one moves is known as soon as its send and its receive are. No global
 queue of events is needed: time grows linearly with the program.
+
+Of the ranks that can go on, the one that was woken last goes first, whatever its clock. Neighbours then hand
+over to each other while what they share is still in the processor's cache, and the others collect messages in
+the meantime for a long run of their own. In the order of waking, 1F1B would touch every rank for every
+micro-batch.
 """
 
 from __future__ import annotations
@@ -62,6 +67,7 @@ class State(NamedTuple):
         for, the part of its REDUCE that it is in, who waits behind it for the same thing, when its streams
         are free.
     counts, free: per pipe: messages sent, posted, moved and received; when it is free.
+    stack, ready: ranks that can go on, and how many they are.
     """
 
     start: Floats
@@ -81,12 +87,11 @@ class State(NamedTuple):
     sum_waiter: Longs
     meet_at: Floats
     meet_waiter: Longs
-    queue: Longs
-    pointer: Longs
+    stack: Longs
+    ready: Longs
 
 
 _SENT, _POSTED, _MOVED, _RECEIVED = 0, 1, 2, 3
-_HEAD, _COUNT = 0, 1
 _NOT_YET = -1.0
 
 
@@ -102,7 +107,7 @@ def new_state(layout: Layout, begin_s: Floats) -> State:
         counts=np.zeros((pipes, 4), np.int64), free=np.zeros(pipes),
         sum_at=np.zeros(sums), sum_here=np.zeros(sums, np.int64), sum_waiter=np.full(sums, -1),
         meet_at=np.full(meeting, _NOT_YET), meet_waiter=np.full(meeting, -1),
-        queue=np.arange(ranks), pointer=np.array([0, ranks]),
+        stack=np.arange(ranks)[::-1].copy(), ready=np.array([ranks]),
     )  # fmt: skip
 
 
@@ -112,10 +117,9 @@ def run(p: Layout, s: State) -> bool:
     ranks = len(s.at)
     for pipe in range(len(p.target)):
         _post(p, s, pipe, p.ahead, s.clock[p.target[pipe]])
-    while s.pointer[_COUNT]:
-        rank = s.queue[s.pointer[_HEAD]]
-        s.pointer[_HEAD] = (s.pointer[_HEAD] + 1) % ranks
-        s.pointer[_COUNT] -= 1
+    while s.ready[0]:
+        s.ready[0] -= 1
+        rank = s.stack[s.ready[0]]
         entry, clock, end = s.at[rank], s.clock[rank], p.offsets[rank + 1]
         while entry < end:
             code = p.kind[entry]
@@ -190,8 +194,8 @@ def _computed(p: Layout, s: State, rank: int, entry: int, clock: float) -> float
 
 @kernel
 def _wake(s: State, rank: int) -> None:
-    s.queue[(s.pointer[_HEAD] + s.pointer[_COUNT]) % len(s.queue)] = rank
-    s.pointer[_COUNT] += 1
+    s.stack[s.ready[0]] = rank
+    s.ready[0] += 1
 
 
 @kernel
