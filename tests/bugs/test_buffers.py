@@ -1,6 +1,7 @@
 """Buffers that the forward changes."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,8 +9,9 @@ import zoo
 from runs import assert_same, even_plan, pipelined, plain, plan_for
 from torch import Tensor, nn
 
-from pipeloom import Job
-from pipeloom.ir.errors import CutError
+from pipeloom import Job, schedules
+from pipeloom.ir.errors import CutError, ScheduleError
+from pipeloom.ir.rules_updates import forwards_in_order
 from pipeloom.ir.stages import cut
 from pipeloom.tracer.capture import capture
 
@@ -78,3 +80,20 @@ def test_a_norm_used_twice_in_one_stage() -> None:
 def test_buffers_that_are_only_written(stages: int) -> None:
     """Of two buffers set from one value one was not updated, and stage 0 owned a stale copy of each."""
     compare(job_of(Copies), stages)
+
+
+def test_micro_batches_in_another_order_are_refused_where_a_forward_updates_buffers() -> None:
+    """The running mean came out different from that of one process, as each update builds on the last."""
+    job = job_of(Twice)
+    plan = even_plan(job, 1, microbatches=2, schedule="gpipe")
+    swapped = replace(plan, schedule_rows=("0F1 0F0 0B0 0B1",))
+    with pytest.raises(ScheduleError, match="rank 0 runs 0F0 after 0F1, but stage 0 updates norm.") as caught:
+        pipelined(job, swapped, [job.batch(0, 4)])
+    assert caught.value.hint == "run the forwards of stage 0 in the order of their micro-batches"
+
+
+@pytest.mark.parametrize("name", schedules.names())
+def test_all_schedules_of_the_library_run_forwards_in_order(name: str) -> None:
+    stages, placement = schedules.usual(name, 4)
+    made = schedules.build(name, stages, placement, 8)
+    forwards_in_order(made, dict.fromkeys(range(made.stages), "buffer"))

@@ -6,6 +6,7 @@ long raises an error that fails the test, so nothing hangs.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -115,7 +116,11 @@ def prove_dag(data: st.DataObject, program: Any) -> None:
     count = data.draw(st.integers(1, 3), label="micro-batches")
     plan = plan_for(captured, cut.stage_of, microbatches=count, schedule="gpipe", placement=cut.placement)
     batches = [job.batch(seed, 2 * count) for seed in range(2)]
-    found = pipelined(job, edited_plan(data.draw, job, plan), batches)
+    try:
+        found = pipelined(job, edited_plan(data.draw, job, plan), batches)
+    except ScheduleError as error:  # running means depend on the order of the forwards
+        assert re.search(r"runs \d+F\d+ after \d+F\d+, but stage \d+ updates .* in each$", error.message)
+        return
     assert_same(found, plain(job, batches, count), tolerance=TOLERANCE)
 
 
