@@ -1,0 +1,133 @@
+"""Large programs: compiled kernels say what the plain ones do, nothing is made action by action."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipeloom import schedules
+from pipeloom.ir import kernels
+from pipeloom.ir.check import check
+from pipeloom.ir.cluster import Cluster, Device, Link
+from pipeloom.ir.columns import Columns, Rows
+from pipeloom.ir.costs import StageCost, equal_costs
+from pipeloom.ir.errors import DeadlockError
+from pipeloom.ir.flow import dag
+from pipeloom.ir.schedule import Schedule
+from pipeloom.ir.stages import StageGraph, chain
+from pipeloom.ir.timeline import Timeline
+from pipeloom.lowering import lower
+from pipeloom.simulator import simulate, summarise
+
+LINK = Link(bandwidth_bytes_per_s=8.0, latency_s=0.25, send_s=0.125)
+
+
+def cluster(ranks: int) -> Cluster:
+    return Cluster(devices=(Device(name="any", memory_bytes=1),) * ranks, within_node=LINK)
+
+
+def odd_graph() -> StageGraph:
+    """Skips, an edge without gradient, tied parameters, and two stages on one of the ranks."""
+    edges = [(0, 1), (1, 2), (2, 3), (3, 4), (0, 3), (1, 4)]
+    return dag(5, edges, no_gradient=[(0, 3)], params={0: ("a",), 2: ("a", "b"), 4: ("b",)})
+
+
+def odd_timeline() -> Timeline:
+    stages = odd_graph()
+    costs = tuple(
+        StageCost(
+            forward_s=1.0 + s / 4, backward_s=2.0, input_grad_s=1.0, weight_grad_s=1.5, step_s=1.0,
+            residual_bytes=64 * (s + 1), carried_bytes=16, transient_bytes={"F": 8, "I": 4, "STEP": 2},
+            static_bytes={"parameters": 100}, tied_bytes={"a": 8, "b": 16},
+        )
+        for s in range(5)
+    )  # fmt: skip
+    made = schedules.build("1f1b", stages, (0, 1, 2, 0, 3), 12, split_backward=True)
+    return simulate(lower(made, stages), stages, costs, cluster(4), begin_s=(0.0, 3.0, 0.0, 1.0))
+
+
+def test_compiled_kernels_say_what_the_plain_ones_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = odd_timeline()
+    monkeypatch.setattr(kernels, "COMPILED_FROM", 0)
+    compiled = odd_timeline()
+    assert compiled.events == plain.events
+    assert compiled.peaks == plain.peaks
+    assert compiled.memory == plain.memory
+    assert compiled.totals == plain.totals
+    assert any(rank.wait_s for rank in summarise(plain).ranks)
+
+
+def test_totals_of_arrays_are_those_of_the_events() -> None:
+    made = odd_timeline()
+    events, memory = tuple(made.events), tuple(made.memory)
+    again = Timeline(source="predicted", ranks=made.ranks, events=events, memory=memory)
+    assert made.totals == again.totals
+    assert [made.peak_bytes(r) for r in range(4)] == [again.peak_bytes(r) for r in range(4)]
+
+
+def test_a_deadlock_in_a_large_schedule_is_found_and_named() -> None:
+    ranks, microbatches = 20, 1000
+    made = schedules.build("1f1b", chain(ranks), tuple(range(ranks)), microbatches).columns
+    order = np.arange(len(made))
+    low = int(made.offsets[7])
+    first_back = low + int(np.argmax(made.kind[low:] == 1))
+    order[[low + 1, first_back]] = order[[first_back, low + 1]]
+    swapped = Columns(
+        kind=made.kind[order], stage=made.stage, microbatch=made.microbatch[order], peer=made.peer,
+        offsets=made.offsets,
+    )  # fmt: skip
+    bad = Schedule(name="bad", microbatches=microbatches, placement=tuple(range(ranks)), rows=Rows(swapped))
+    with pytest.raises(DeadlockError, match="rank 7 at 7B0 needs 8B0") as caught:
+        check(bad, chain(ranks))
+    assert "wait in a circle" in caught.value.hint
+
+
+def test_no_object_is_made_for_an_action_of_a_large_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("a row of objects was made")
+
+    monkeypatch.setattr(Columns, "row", refuse)
+    ranks, microbatches = 16, 1024
+    stages = chain(ranks)
+    for name in ("1f1b", "gpipe", "forward_only"):
+        made = schedules.build(name, stages, tuple(range(ranks)), microbatches)
+        summary = summarise(simulate(lower(made, stages), stages, equal_costs(ranks), cluster(ranks)))
+        assert len(summary.ranks) == ranks
+
+
+def test_kernels_work_where_no_cache_can_be_written(tmp_path: Path) -> None:
+    """The file of the kernel lies where nothing can be written, and so does the user's cache folder."""
+    file = tmp_path / "alone.py"
+    file.write_text(
+        "import numpy as np\n"
+        "from pipeloom.ir.kernels import kernel\n"
+        "@kernel\n"
+        "def total(values):\n"
+        "    found = 0\n"
+        "    for value in values:\n"
+        "        found += value\n"
+        "    return found\n"
+        "print(total(np.ones(30_000, np.int64)))\n"
+    )
+    (tmp_path / "__pycache__").write_text("a file, so that no folder can be made in its place")
+    nowhere = {"NUMBA_CACHE_DIR": "", "HOME": str(file), "XDG_CACHE_HOME": str(file)}
+    run = [sys.executable, "-c", f"import runpy; runpy.run_path({str(file)!r}, run_name='alone')"]
+    done = subprocess.run(run, env={**os.environ, **nowhere}, capture_output=True, text=True, check=False)
+    assert done.stdout == "30000\n", done.stderr
+
+
+def test_small_schedules_load_no_compiler() -> None:
+    code = (
+        "import sys\n"
+        "from pipeloom import schedules\n"
+        "from pipeloom.ir.stages import chain\n"
+        "from pipeloom.lowering import lower\n"
+        "lower(schedules.build('1f1b', chain(4), (0, 1, 2, 3), 8), chain(4))\n"
+        "assert 'numba' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
