@@ -42,7 +42,7 @@ def hanayo(s: Shape) -> list[Recipe]:
 
 def _clocks(s: Shape, kinds: str, memory: float) -> Iterator[Recipe]:
     for real in (False,) if s.even else (False, True):
-        for pace in (1.0, 1.5, 2.0):
+        for pace in (2.0, 1.5, 1.0):
             clock = path_clock(s, (pace,), (pace,), real=real, kinds=kinds)
             for early in ("all", "warm", "none"):
                 yield Recipe(kinds=kinds, clock=clock, memory=memory, early=early)
