@@ -6,6 +6,7 @@ import pytest
 
 from pipeloom import schedules
 from pipeloom.ir.action import Action, F
+from pipeloom.ir.check import check
 from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.costs import equal_costs
 from pipeloom.ir.errors import ScheduleError
@@ -128,17 +129,13 @@ def test_shallow_graphs_hold_fewer_micro_batches_than_chains() -> None:
     assert schedules.in_flight(made) == (3, 2, 2, 1)
 
 
-def test_1f1b_refuses_a_stage_that_the_loss_does_not_need() -> None:
-    lost = dag(3, [(0, 1), (0, 2)], loss_stage=1)
-    with pytest.raises(ScheduleError) as caught:
-        schedules.build("1f1b", lost, (0, 1, 2), 2)
-    assert str(caught.value) == (
-        "stage 2 has no path to the loss, which stage 1 makes\n"
-        "hint: join it with a stage that the loss depends on, or use gpipe"
-    )
-    schedules.build("gpipe", lost, (0, 1, 2), 2)
-    with pytest.raises(ScheduleError, match="stage 1 has no path to the loss, which stage 0 makes"):
-        schedules.build("1f1b", dag(2, [(0, 1)], loss_stage=0), (0, 1), 2)
+@pytest.mark.parametrize(
+    "lost", [dag(3, [(0, 1), (0, 2)], loss_stage=1), dag(2, [(0, 1)], loss_stage=0)], ids=["beside", "behind"]
+)
+def test_1f1b_has_a_place_for_a_stage_that_the_loss_does_not_need(lost: StageGraph) -> None:
+    made = schedules.build("1f1b", lost, tuple(range(len(lost.stages))), 4)
+    check(made, lost)
+    assert schedules.in_flight(made)[0] == 2 and schedules.in_flight(made)[-1] == 1
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import networkx
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
@@ -12,7 +11,6 @@ from torch import Tensor, nn
 from pipeloom import Job
 from pipeloom.api.passes import capture
 from pipeloom.ir.graph import OpGraph
-from pipeloom.ir.stages import cut
 
 WIDTH, ROWS = 6, 2
 
@@ -112,9 +110,6 @@ def test_a_random_model_cut_at_random_places(
     stage_of = {
         name: sum(place <= index for place in places) for index, block in enumerate(blocks) for name in block
     }
-    flow = networkx.DiGraph(list(cut(captured.graph, stage_of).between))
-    if not all(flow.has_node(s) and networkx.has_path(flow, s, stages - 1) for s in range(stages - 1)):
-        schedule = "gpipe"  # a stage that only updates a buffer has no path to the loss: 1F1B refuses it
     plan = plan_for(
         captured, stage_of, microbatches=microbatches, microbatch_size=ROWS, schedule=schedule, split=split
     )

@@ -15,8 +15,7 @@ from __future__ import annotations
 
 from ..ir.action import Action
 from ..ir.columns import Rows
-from ..ir.errors import ScheduleError
-from ..ir.flow import Flow, flow_of
+from ..ir.flow import flow_of
 from ..ir.stages import StageGraph
 from .clock import distance_to_end, rows_by_clock
 
@@ -25,24 +24,12 @@ def rows(stages: StageGraph, placement: tuple[int, ...], microbatches: int) -> R
     """The forward of micro-batch i at clock 2i - d - 1, the backward at 2i + d: they alternate.
 
     A rank with several stages runs them by the same clock. Neighbours on one rank act as one stage.
-    Raises: ScheduleError if a stage's values never reach the loss, so that d is not defined.
+    A stage whose values never reach the loss, such as one that only updates buffers, has its d from what
+    reads it.
     """
     flow = flow_of(stages)
-    _refuse_dead_ends(flow, stages.loss_stage)
     ahead = distance_to_end(flow, placement)
     steps = [ahead[s] for s in range(len(placement))]
     return rows_by_clock(
         flow, placement, microbatches, forward=[-d - 1 for d in steps], backward=steps, period=2
     )
-
-
-def _refuse_dead_ends(flow: Flow, loss_stage: int) -> None:
-    """Only the loss stage may have no reader; then every path ends there, since stages form a DAG."""
-    ends = (loss_stage, *flow.shards.get(loss_stage, ()))
-    for stage, readers in enumerate(flow.read_by):
-        if (stage in ends) == bool(readers):
-            first = readers[0] if stage in ends else stage
-            raise ScheduleError(
-                f"stage {first} has no path to the loss, which stage {loss_stage} makes",
-                hint="join it with a stage that the loss depends on, or use gpipe",
-            )
