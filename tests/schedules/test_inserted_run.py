@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -191,3 +193,40 @@ def test_the_example_is_verified() -> None:
     words = ["verify", f"{EXAMPLES / 'own_model.py'}:job", "--stages", "2", "--microbatch-size", "4"]
     result = CliRunner().invoke(main, [*words, "--schedule", f"{EXAMPLES / 'own_schedule.py'}:compressed"])
     assert result.exit_code == 0 and "equal within" in result.stdout, result.output
+
+
+EXCHANGE = '''
+from pathlib import Path
+import torch
+from pipeloom.ir.action import B, F
+from pipeloom.schedules import Operation, Recipe, declare
+
+def exchange(context):
+    sums = torch.tensor([1.0 + context.rank])
+    context.all_reduce(sums)
+    parts = context.all_to_all([torch.tensor([10 * context.rank + target]) for target in range(2)])
+    with Path(__file__).with_name(f"rank{context.rank}").open("a") as file:
+        print(float(sums), *map(int, parts), file=file)
+
+OP = declare(Operation(letters="EXCHANGE", meaning="exchange", after=B, handler=exchange,
+                       meets=lambda stage: (1 - stage,)))
+
+def order(s):
+    return Recipe(
+        priority=lambda a: (a.kind == F, a.microbatch), in_flight=lambda r: s.ranks - r, insert=(OP,)
+    )
+'''
+
+
+@pytest.mark.slow
+def test_ranks_in_processes_exchange_data(tmp_path: Path) -> None:
+    (tmp_path / "exchanging.py").write_text(EXCHANGE)
+    command = [sys.executable, "-m", "pipeloom", "train", "--schedule", "exchanging.py:order"]
+    done = subprocess.run(
+        [*command, "--stages", "2", "--set", "steps=1", "--set", "pipeline.microbatches=2"],
+        cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    # The rehearsal before the first step calls handlers too, with a channel that leads nowhere.
+    assert (tmp_path / "rank0").read_text().splitlines()[-2:] == ["3.0 0 10"] * 2
+    assert (tmp_path / "rank1").read_text().splitlines()[-2:] == ["3.0 1 11"] * 2
