@@ -19,17 +19,29 @@ Floats = NDArray[np.float64]
 class Spans(Sequence[Event]):
     """Events of a program, by start.
 
-    stream: by kind of the columns, the name of the stream it runs on.  start, end: seconds per entry.
-    message: per entry of a transfer, else -1.  move_start, move_end: seconds per message.
+    stream: by kind of the columns, the name of the stream it runs on.
+    times: seconds: start and end per entry, and when each rank begins. If there are no starts, each entry
+        starts when the one before it ends.
+    message: per entry of a transfer, else -1.  moves: start and end in seconds per message.
     """
 
     def __init__(
-        self, columns: Columns, stream: Sequence[str], times: tuple[Floats, Floats], message: Ints,
+        self, columns: Columns, stream: Sequence[str], times: tuple[Floats, Floats, Floats], message: Ints,
         moves: tuple[Floats, Floats],
     ) -> None:  # fmt: skip
         self._columns, self._stream, self._message = columns, tuple(stream), message
-        self._start, self._end = times
+        self._noted, self._end, self._begin = times
         self._moves = moves
+
+    @property
+    def _start(self) -> Floats:
+        if len(self._noted):
+            return self._noted
+        start = np.roll(self._end, 1)
+        first = self._columns.offsets[:-1]
+        used = np.diff(self._columns.offsets) > 0
+        start[first[used]] = self._begin[used]
+        return start
 
     @cached_property
     def _shown(self) -> NDArray[np.int64]:
@@ -68,7 +80,7 @@ class Spans(Sequence[Event]):
         sums = np.zeros((4, ranks))
         sums[_FIRST], sums[_LAST] = np.inf, -np.inf
         columns = self._columns
-        times = (self._start, self._end)
+        times = (self._noted, self._end, self._begin)
         latest = _add_up(columns.kind, columns.offsets, stream, times, self._moves[1], sums)
         busy, wait, first, last = sums.tolist()
         return Totals(step_s=float(latest), busy_s=busy, wait_s=wait, first_s=first, last_s=last)
@@ -101,20 +113,26 @@ _BUSY, _WAIT, _FIRST, _LAST = 0, 1, 2, 3
 
 @in_place
 def _add_up(
-    kind: Codes, offsets: Longs, stream: Ints, times: tuple[Floats, Floats], move_end: Floats, sums: Floats
-) -> float:
+    kind: Codes, offsets: Longs, stream: Ints, times: tuple[Floats, Floats, Floats], move_end: Floats,
+    sums: Floats,
+) -> float:  # fmt: skip
     """Fill the sums of each rank. Returns when the last event ends."""
-    start, end = times
+    noted, end, begin = times
     latest = 0.0
     for rank in range(len(offsets) - 1):
+        start = begin[rank]
         for entry in range(offsets[rank], offsets[rank + 1]):
             on = stream[kind[entry]]
+            if len(noted):
+                start = noted[entry]
+            elif entry > offsets[rank]:
+                start = end[entry - 1]
             if on == 2 and SEND_F_ <= kind[entry] <= RECV_B_:
                 continue  # when it moves is in `move_end`
             if on <= 1:
-                sums[on, rank] += end[entry] - start[entry]
+                sums[on, rank] += end[entry] - start
             if on == 0:
-                sums[_FIRST, rank] = min(sums[_FIRST, rank], start[entry])
+                sums[_FIRST, rank] = min(sums[_FIRST, rank], start)
                 sums[_LAST, rank] = max(sums[_LAST, rank], end[entry])
             latest = max(latest, end[entry])
     for message in range(len(move_end)):

@@ -63,13 +63,15 @@ class Wiring:
     """lines: of the stage graph.  line: of each entry of the columns, -1 for no transfer, `NO_LINE` for one
     that follows no line.  sent, received: entries of shape (lines, micro-batches), -1 where there is none; of
     something that stands twice the last.  sound: whether the checks have found everything in range and both
-    ends of every message."""
+    ends of every message.  numbers: kept here by the simulator, which numbers messages in the order sent: the
+    message of each entry, and the line of each message."""
 
     lines: Lines
     line: Ints
     sent: Ints
     received: Ints
     sound: bool = False
+    numbers: tuple[Ints, Ints] | None = None
 
 
 def wire(columns: Columns, microbatches: int, flow: Flow) -> Wiring:

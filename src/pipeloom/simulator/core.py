@@ -61,7 +61,7 @@ class Layout(NamedTuple):
 class State(NamedTuple):
     """What changes.
 
-    start, end: per entry.
+    start, end: per entry; start may be empty, see `new_state`.
     move_start, move_end: per message; before it moves, when it was sent and when its receive was posted.
     at, clock, awaited, part, behind, streams: per rank: where it stands, its clock, the message that it waits
         for, the part of its REDUCE that it is in, who waits behind it for the same thing, when its streams
@@ -95,12 +95,16 @@ _SENT, _POSTED, _MOVED, _RECEIVED = 0, 1, 2, 3
 _NOT_YET = -1.0
 
 
-def new_state(layout: Layout, begin_s: Floats) -> State:
-    """Everything before the first event. begin_s: when each rank starts."""
+def new_state(layout: Layout, begin_s: Floats, *, starts: bool = True) -> State:
+    """Everything before the first event.
+
+    begin_s: when each rank starts.  starts: whether to note when entries start. Where nothing meets others or
+    runs beside computing, each starts when the one before it in its row ends, so that need not be stored.
+    """
     entries, ranks, pipes = len(layout.kind), len(begin_s), len(layout.target)
     sums, meeting = len(layout.sum_ranks), len(layout.first_meet)
     return State(
-        start=np.zeros(entries), end=np.zeros(entries),
+        start=np.zeros(entries if starts else 0), end=np.zeros(entries),
         move_start=np.zeros(len(layout.line)), move_end=np.zeros(len(layout.line)),
         at=layout.offsets[:-1].copy(), clock=begin_s.astype(np.float64), awaited=np.full(ranks, -1),
         part=np.zeros(ranks, np.int64), behind=np.full(ranks, -1), streams=np.zeros((ranks, 3)),
@@ -126,7 +130,8 @@ def run(p: Layout, s: State) -> bool:
             if code == SEND_F_ or code == SEND_B_:
                 message = p.message[entry]
                 line = p.line[message]
-                s.start[entry] = clock
+                if len(s.start):
+                    s.start[entry] = clock
                 s.move_start[message] = clock
                 s.counts[p.pipe[line], _SENT] += 1
                 _move(p, s, p.pipe[line])
@@ -136,7 +141,8 @@ def run(p: Layout, s: State) -> bool:
                 message = p.message[entry]
                 if not _arrived(p, s, rank, message, clock):
                     break
-                s.start[entry] = clock
+                if len(s.start):
+                    s.start[entry] = clock
                 clock = max(clock, s.move_end[message])
                 s.end[entry] = clock
                 pipe = p.pipe[p.line[message]]
@@ -144,12 +150,11 @@ def run(p: Layout, s: State) -> bool:
                 _post(p, s, pipe, s.counts[pipe, _RECEIVED] + p.ahead, clock)
             elif code == REDUCE_ or code == STEP_:
                 clock = max(clock, s.streams[rank, 1], s.streams[rank, 2])
-                if code == STEP_:
+                if len(s.start) and s.part[rank] == 0:
                     s.start[entry] = clock
+                if code == STEP_:
                     clock += p.duration[p.stage[entry], code]
                 else:
-                    if s.part[rank] == 0:
-                        s.start[entry] = clock
                     s.clock[rank] = clock
                     if not _summed(p, s, rank):
                         break
@@ -175,14 +180,17 @@ def _computed(p: Layout, s: State, rank: int, entry: int, clock: float) -> float
     code = p.kind[entry]
     stream = p.stream[code]
     seconds = p.own_duration[entry] if len(p.own_duration) else p.duration[p.stage[entry], code]
-    begin = max(clock, s.start[entry])  # not before what holds it has ended
+    begin = clock
+    if len(s.start):
+        begin = max(begin, s.start[entry])  # not before what holds it has ended
     if len(p.first_meet):
         for m in range(p.first_meet[entry], p.first_meet[entry + 1]):
             begin = max(begin, s.meet_at[p.meets[m]])
     if stream:
         begin = max(begin, s.streams[rank, stream])
     end = begin + seconds
-    s.start[entry] = begin
+    if len(s.start):
+        s.start[entry] = begin
     s.end[entry] = end
     if len(p.held) and p.held[entry] >= 0:
         s.start[p.held[entry]] = max(s.start[p.held[entry]], end)

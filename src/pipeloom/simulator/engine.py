@@ -11,11 +11,12 @@ from ..ir.cluster import Cluster
 from ..ir.columns import RECV_B_, RECV_F_, REDUCE_, SEND_B_, SEND_F_
 from ..ir.costs import StageCost
 from ..ir.errors import PlanError
+from ..ir.eviction import EVICT, FETCH
 from ..ir.schedule import Program
 from ..ir.spans import Spans
 from ..ir.stages import StageGraph
 from ..ir.timeline import Curves, Timeline
-from .core import new_state, run
+from .core import Layout, new_state, run
 from .layout import STREAMS, layout_of
 from .layout import all_reduce_s as all_reduce_s
 from .memory import memory_of
@@ -57,7 +58,7 @@ def simulate(
     begin = _begin(begin_s, program.columns.ranks)
     check_shape(program, stages)
     layout = layout_of(program, stages, costs, cluster, receive_ahead)
-    state = new_state(layout, begin)
+    state = new_state(layout, begin, starts=_needs_starts(program, layout))
     if not run(layout, state):
         check_program(program, stages)
         raise AssertionError("the simulator is stuck on a program that the checks let pass")
@@ -71,11 +72,17 @@ def simulate(
     return Timeline(
         source="predicted", ranks=program.columns.ranks, peaks=peaks,
         events=Spans(
-            program.columns, streams, (state.start, state.end), layout.message,
+            program.columns, streams, (state.start, state.end, begin), layout.message,
             (state.move_start, state.move_end),
         ),
         memory=Curves([sum(peak.values()) for peak in peaks], memory.curve),
     )  # fmt: skip
+
+
+def _needs_starts(program: Program, layout: Layout) -> bool:
+    """Whether anything may start later than what is before it in its row ends."""
+    lends = not {EVICT, FETCH}.isdisjoint(program.columns.kinds)
+    return lends or bool(len(layout.held) or len(layout.first_meet) or layout.stream.any())
 
 
 def _begin(begin_s: Sequence[float], ranks: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:

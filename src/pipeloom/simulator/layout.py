@@ -39,9 +39,12 @@ def layout_of(
     np.add.at(counts, pipe + 1, np.count_nonzero(wiring.sent >= 0, axis=1))
     counts[0] = 0  # lines within a rank carry nothing
     first = np.cumsum(counts)
-    message, line = np.full(len(columns), -1, np.int32), np.empty(first[-1], np.int32)
-    ends_of = (columns.microbatch, wiring.line, wiring.sent)
-    _number(columns.kind, ends_of, pipe, first[:-1].copy(), message, line)
+    if wiring.numbers is None:
+        message, line = np.full(len(columns), -1, np.int32), np.empty(first[-1], np.int32)
+        ends_of = (columns.microbatch, wiring.line, wiring.sent)
+        _number(columns.kind, ends_of, pipe, first[:-1].copy(), message, line)
+        wiring.numbers = message, line
+    message, line = wiring.numbers
     first_meet, meets = _meets(program, flow)
     sums = reductions(stages, program.placement)
     named = {r.name: r for row in sums for r in row}

@@ -95,14 +95,14 @@ def _own(
             message = p.message[entry]
             pipe = p.pipe[p.line[message]]
             upto = message - p.first[pipe] + 1
-            count = _post(p, b, (pipe, upto), s.start[entry], (time, change, posted), count)
+            count = _post(p, b, (pipe, upto), _start(p, s, b, rank, entry), (time, change, posted), count)
             received[pipe] += 1
             upto = received[pipe] + p.ahead
             count = _post(p, b, (pipe, upto), s.end[entry], (time, change, posted), count)
         elif code < SEND_F_ or code > RECV_B_:
             stage = p.stage[entry]
             if b.begin[stage, code].any():
-                time[count] = s.start[entry]
+                time[count] = _start(p, s, b, rank, entry)
                 change[count] = b.begin[stage, code]
                 count += 1
             if b.finish[stage, code].any():
@@ -110,6 +110,16 @@ def _own(
                 change[count] = b.finish[stage, code]
                 count += 1
     return count
+
+
+@kernel
+def _start(p: Layout, s: State, b: Books, rank: int, entry: int) -> float:
+    """When an entry starts: where that is not noted, when the one before it ends."""
+    if len(s.start):
+        return float(s.start[entry])
+    if entry == p.offsets[rank]:
+        return float(b.begin_s[rank])
+    return float(s.end[entry - 1])
 
 
 @kernel
