@@ -5,7 +5,8 @@ from __future__ import annotations
 from pipeloom import schedules
 from pipeloom.ir.costs import equal_costs
 from pipeloom.schedules import Shape
-from pipeloom.schedules.choose import Made, fastest
+from pipeloom.schedules.choose import fastest
+from pipeloom.schedules.made import Made
 
 
 def shape(

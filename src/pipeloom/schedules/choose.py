@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from math import inf
 
 from ..ir.action import B, F
@@ -11,24 +11,13 @@ from ..ir.errors import DeadlockError, ScheduleError
 from .assemble import assemble
 from .engine import run
 from .inserted import put_in
+from .made import Made
 from .recipe import Recipe
 from .shape import Shape
-from .task import EPS, Outcome
+from .stretch import stretched
+from .task import EPS
 
 Family = Callable[[Shape], Recipe | Sequence[Recipe]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Made:
-    """What a recipe gives for a shape: the rows, and when the list scheduler expects what."""
-
-    recipe: Recipe
-    outcome: Outcome = field(repr=False)
-
-    @property
-    def cost(self) -> tuple[float, float]:
-        """Smaller is better: the step, then the longest span of a rank."""
-        return round(self.outcome.step_s, 9), round(self.outcome.span_s, 9)
 
 
 def make(shape: Shape, recipe: Recipe) -> Made:
@@ -79,21 +68,40 @@ def fastest(shape: Shape, family: Family) -> Made:
     small = replace(shape, microbatches=few)
     try:
         ranked = _ranked(small, _several(family(small)), 2)
-        return best(shape, [recipes[index] for _, index in ranked])
+        return _lengthened(shape, small, [(made, recipes[index]) for made, index in ranked])
     except DeadlockError:  # more micro-batches may need more room
         return best(shape, recipes)
 
 
-def _ranked(shape: Shape, recipes: Sequence[Recipe], most: int) -> list[tuple[Made, int]]:
+def _lengthened(shape: Shape, small: Shape, tries: Sequence[tuple[Made, Recipe]]) -> Made:
+    """The best of some recipes for all micro-batches, each with what it gives for few of them."""
+    found: list[Made] = []
+    left: list[Recipe] = []
+    for few, recipe in tries:
+        many = stretched(few, small, recipe, shape.microbatches)
+        if many is None:
+            left.append(recipe)
+        else:
+            found.append(many)
+    within_s = min((made.outcome.step_s for made in found), default=inf)
+    if left:
+        found += [made for made, _ in _ranked(shape, left, 1, within_s)]
+    return min(found, key=lambda made: made.cost)
+
+
+def _ranked(
+    shape: Shape, recipes: Sequence[Recipe], most: int, limit_s: float = inf
+) -> list[tuple[Made, int]]:
     """The best few of some recipes, the best first, each with its place in the list.
 
+    limit_s: longer steps than that are no use; then the list may be empty.
     Raises: what the last recipe raised, if none works.
     """
     found: list[tuple[Made, int]] = []
     problem: ScheduleError | None = None
     bound = lower_bound_s(shape), shape.microbatches * shape.period_s
     for index, recipe in enumerate(recipes):
-        within_s = found[-1][0].outcome.step_s if len(found) == most else inf
+        within_s = found[-1][0].outcome.step_s if len(found) == most else limit_s
         try:
             made = _make(shape, recipe, within_s)
         except DeadlockError as error:
@@ -103,7 +111,7 @@ def _ranked(shape: Shape, recipes: Sequence[Recipe], most: int) -> list[tuple[Ma
             found = sorted([*found, (made, index)], key=lambda one: one[0].cost)[:most]
             if made.outcome.step_s <= bound[0] + EPS and made.outcome.span_s <= bound[1] + EPS:
                 break
-    if not found:
+    if not found and limit_s == inf:
         assert problem is not None
         raise problem
     return found
