@@ -40,7 +40,7 @@ def _stretched(few: Outcome, small: Shape, microbatches: int) -> Outcome | None:
     row = zip(few.rows[rank], few.starts[rank], strict=True)
     begins = [start for a, start in row if (a.stage, a.kind) == (stage, F)]
     for size in (size for size in range(1, MOST + 1) if more % size == 0):
-        for first in range(len(begins) - 2 * size - 1, len(begins) // 4, -1):
+        for first in range(len(begins) - 2 * size - 1, len(begins) // 2, -1):
             middle, end = begins[first + size], begins[first + 2 * size]
             period = end - middle
             if abs(period - (middle - begins[first])) > EPS:
