@@ -156,7 +156,8 @@ def main() -> None:
         print(
             f"{line['who']:<35} p={line['ranks']:<3} m={line['microbatches']:<4} "
             f"generate {line['generate_s']:7.3f} s (CPU {line['generate_cpu_s']:.3f} s), "
-            f"lower {line['check_and_lower_s']:6.3f} s, simulate {line['simulate_s']:.3f} s; makespan {line['makespan']:8.2f}, peak {line['peak']:5.2f}"
+            f"lower {line['check_and_lower_s']:6.3f} s, simulate {line['simulate_s']:.3f} s; "
+            f"makespan {line['makespan']:8.2f}, peak {line['peak']:5.2f}"
         )
     RESULTS.mkdir(exist_ok=True)
     text = json.dumps({"machine": describe_machine(), "times": args.times, "lines": lines}, indent=1)
