@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..ir.columns import RECV_B_, RECV_F_, SEND_F_, Ints, Longs
-from ..ir.kernels import kernel
+from ..ir.kernels import in_place, kernel
 from .core import Floats, Layout, State
 
 RESIDUALS, BOUNDARY, TRANSIENT = 0, 1, 2
@@ -47,26 +47,34 @@ class Books(NamedTuple):
         return self.pipes_out[self.first_out[rank] : self.first_out[rank + 1]]
 
 
-@kernel
 def replay(
     p: Layout, s: State, b: Books, ranks: tuple[int, int], at_peak: Longs, curve: tuple[Floats, Longs]
 ) -> int:
     """Go through the changes of some ranks; fills `at_peak` for each, and `curve`, if it has room, with the
     bytes from each time on beside what is static. Returns how many changes there were on the last rank."""
-    most = 0
-    for rank in range(ranks[0], ranks[1]):
-        most = max(most, p.offsets[rank + 1] - p.offsets[rank])
-    time = np.zeros(2 * most + 1)
-    change = np.zeros((2 * most + 1, 3), np.int64)
-    posted = np.zeros(len(p.target), np.int64)
-    received = np.zeros(len(p.target), np.int64)
+    most = int(np.diff(p.offsets[ranks[0] : ranks[1] + 1]).max(initial=0))
+    made = np.zeros(2 * most + 1), np.zeros((2 * most + 1, 3), np.int64)
+    pipes = np.zeros(len(p.target), np.int64), np.zeros(len(p.target), np.int64)
     count = 0
     for rank in range(ranks[0], ranks[1]):
-        own = _own(p, s, b, rank, (time, change), (posted, received))
-        order = np.argsort(time[:own], kind="mergesort") if _jumps(time, own) else np.arange(own)
-        gone_at, gone = _through(p, s, b, rank)
-        count = _merged((time, change, order), (gone_at, gone), b.lent, rank, at_peak, curve)
+        own = _own(p, s, b, rank, made, pipes)
+        count = _with_others(p, s, b, (rank, own), made, (at_peak, *curve))
     return count
+
+
+@kernel
+def _with_others(
+    p: Layout, s: State, b: Books, own: tuple[int, int], made: tuple[Floats, Longs],
+    out: tuple[Longs, Floats, Longs],
+) -> int:  # fmt: skip
+    """Add what others change to the changes of a rank's own row; own: the rank, and how many those are."""
+    rank, count = own
+    time, change = made
+    at_peak, curve_time, curve_size = out
+    order = np.argsort(time[:count], kind="mergesort") if _jumps(time, count) else np.arange(count)
+    gone_at, gone = _through(p, s, b, rank)
+    curve = (curve_time, curve_size)
+    return int(_merged((time, change, order), (gone_at, gone), b.lent, rank, at_peak, curve))
 
 
 @kernel
@@ -78,7 +86,7 @@ def _jumps(time: Floats, count: int) -> bool:
     return False
 
 
-@kernel
+@in_place
 def _own(
     p: Layout, s: State, b: Books, rank: int, made: tuple[Floats, Longs], pipes: tuple[Longs, Longs]
 ) -> int:
@@ -101,15 +109,23 @@ def _own(
             count = _post(p, b, (pipe, upto), s.end[entry], (time, change, posted), count)
         elif code < SEND_F_ or code > RECV_B_:
             stage = p.stage[entry]
-            if b.begin[stage, code].any():
-                time[count] = _start(p, s, b, rank, entry)
-                change[count] = b.begin[stage, code]
-                count += 1
-            if b.finish[stage, code].any():
-                time[count] = s.end[entry]
-                change[count] = b.finish[stage, code]
-                count += 1
+            count += _changed(b.begin, (stage, code), _start(p, s, b, rank, entry), time, change, count)
+            count += _changed(b.finish, (stage, code), s.end[entry], time, change, count)
     return count
+
+
+@kernel
+def _changed(
+    table: Longs, key: tuple[int, int], clock: float, time: Floats, change: Longs, count: int
+) -> int:
+    """Note what a table says of a (stage, kind): 1, or 0 if that is nothing."""
+    stage, code = key
+    some = False
+    for part in range(3):
+        change[count, part] = table[stage, code, part]
+        some = some or table[stage, code, part] != 0
+    time[count] = clock
+    return 1 if some else 0
 
 
 @kernel
@@ -132,7 +148,8 @@ def _post(
     until = min(upto, p.first[pipe + 1] - p.first[pipe])
     while posted[pipe] < until:
         time[count] = clock
-        change[count] = 0
+        change[count, RESIDUALS] = 0
+        change[count, TRANSIENT] = 0
         change[count, BOUNDARY] = b.line_bytes[p.line[p.first[pipe] + posted[pipe]]]
         posted[pipe] += 1
         count += 1
