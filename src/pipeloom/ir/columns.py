@@ -109,10 +109,12 @@ class Columns:
 
     def where(self, keep: Bools) -> Columns:
         """Only the entries that `keep` is true for."""
-        before = np.concatenate(([0], np.cumsum(keep, dtype=np.int64)))
+        low, high = self.offsets[:-1].tolist(), self.offsets[1:].tolist()
+        counts = [np.count_nonzero(keep[a:b]) for a, b in zip(low, high, strict=True)]
         return Columns(
             kind=self.kind[keep], stage=self.stage[keep], microbatch=self.microbatch[keep],
-            peer=self.peer[keep], offsets=before[self.offsets], kinds=self.kinds,
+            peer=self.peer[keep], offsets=np.concatenate(([0], np.cumsum(counts, dtype=np.int64))),
+            kinds=self.kinds,
         )  # fmt: skip
 
     def split_backward(self) -> Columns:

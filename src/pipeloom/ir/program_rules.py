@@ -44,7 +44,7 @@ def ends(program: Program, stages: StageGraph, flow: Flow) -> None:
     stage, peer = columns.stage[entries], columns.peer[entries]
     homes = np.array(program.placement, np.int32)
     last = len(homes) - 1
-    rank = (np.searchsorted(columns.offsets, entries, side="right") - 1).astype(np.int32)
+    rank = np.repeat(np.arange(columns.ranks, dtype=np.int32), np.diff(columns.offsets))[entries]
     strange = (stage < 0) | (stage > last) | (homes[np.clip(stage, 0, last)] != rank)
     astray = line[entries] == NO_LINE
     local = (line[entries] >= 0) & (homes[np.clip(peer, 0, last)] == rank)
