@@ -31,7 +31,8 @@ from .common import FILE, Size, json_option
     help="Train your own model: file.py:function or package.module:function returning a pipeloom.Job.",
 )
 @click.option(
-    "--stages", "-p", type=click.IntRange(1), help="Processes, with a stage each, or what the schedule wants on each."
+    "--stages", "-p", type=click.IntRange(1),
+    help="Processes, with a stage each, or what the schedule wants on each.",
 )
 @click.option("--schedule", "-s", help="Schedule, by name.")
 @click.option("--steps", type=click.IntRange(1), help="Train until this step.")
