@@ -10,7 +10,7 @@ import zoo
 from pipeloom import Pipeline
 from pipeloom.api.forecast import Forecast
 from pipeloom.runtime.local_channel import LocalChannel
-from pipeloom.runtime.rehearsal import time_actions
+from pipeloom.runtime.rehearsal import drawn, time_actions
 
 
 def rehearse(name: str, *, schedule: str, split: bool) -> list[set[tuple[int, str]]]:
@@ -35,7 +35,11 @@ def timed(pipeline: Pipeline) -> set[tuple[int, str]]:
         forecast.program, forecast.variant, forecast.sample, weights,
         rank=pipeline.rank, clock=forecast.clock, watch=forecast.watch,
     )  # fmt: skip
-    assert all(seconds > 0 for seconds in spans.values())
+    assert all(min(took) > 0 for took in spans.values())
+    chosen = drawn(forecast.program, spans, seed=0)
+    actions = [action for row in forecast.plan.as_schedule.rows for action in row]
+    assert set(chosen) == {action for action in actions if (action.stage, action.kind) in spans}
+    assert all(took in spans[action.stage, action.kind] for action, took in chosen.items())
     after = weights.state(0)
     assert set(after) == set(before)
     assert all(torch.equal(before[key], after[key]) for key in before)

@@ -24,7 +24,7 @@ from pipeloom.ir.timeline import Timeline
 from pipeloom.lowering import lower
 from pipeloom.simulator import simulate, summarise
 
-LINK = Link(bandwidth_bytes_per_s=8.0, latency_s=0.25, send_s=0.125)
+LINK = Link(bandwidth_bytes_per_s=8.0, latency_s=0.25, overhead_s=0.125)
 
 
 def cluster(ranks: int) -> Cluster:

@@ -52,14 +52,14 @@ fff....bbfbb.bb.bb
 ..fbbfbbfbbfbb...."""
 
 
-def test_a_send_occupies_its_rank() -> None:
-    """4 bytes at 0.25 s each, within the message's own 2 s: computing goes on a second later."""
-    link = Link(bandwidth_bytes_per_s=float("inf"), latency_s=2.0, send_s_per_byte=0.25)
+def test_a_message_occupies_both_ranks() -> None:
+    """4 bytes at 0.25 s each, within the message's own 2 s and after them: each rank loses a second."""
+    link = Link(bandwidth_bytes_per_s=float("inf"), latency_s=2.0, overhead_s_per_byte=0.25)
     ranks = Cluster(devices=(Device(name="any", memory_bytes=1),) * 2, within_node=link)
     timeline = simulate(built("gpipe", chain(2), 2), chain(2), equal_costs(2), ranks)
     assert drawn(timeline) == """\
-f.f.......bb.bb
-...f.fbb.bb...."""
+f.f.........bb.bb
+....f.fbb.bb....."""
 
 
 def test_split_backward_drawn() -> None:

@@ -15,22 +15,31 @@ from ..ir.plan import Plan
 from ..ir.schedule import Program
 from ..ir.timeline import Timeline
 from ..ir.units import format_bytes
-from ..runtime.calibrate import measure_link, optimizer_ratio, stage_memory, time_optimizer
+from ..runtime.calibrate import (
+    measure_link,
+    optimizer_ratio,
+    stage_memory,
+    time_clipping,
+    time_optimizer,
+)
 from ..runtime.failure import Watch
 from ..runtime.ledger import table
 from ..runtime.posting import PostedChannel
 from ..runtime.recorder import Clock
-from ..runtime.rehearsal import time_actions, with_times
+from ..runtime.rehearsal import drawn, time_actions, with_times
 from ..runtime.weights import MakeOptimizer, Weights
 from ..runtime.worker import Variant
 from ..simulator import simulate
+
+DRAWS = 15
+"""Simulated steps of which a prediction is the middle one."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Forecast:
     """One rank's part in predicting a step; all ranks call the same method.
 
-    sample: one micro-batch.  rounds: of the schedule per step.
+    sample: one micro-batch.  rounds: of the schedule per step.  clips: gradients, by their global norm.
     """
 
     plan: Plan
@@ -40,6 +49,7 @@ class Forecast:
     weights: Weights
     optimizer: MakeOptimizer | None
     rounds: int
+    clips: bool
     channel: PostedChannel
     watch: Watch
     clock: Clock
@@ -50,7 +60,8 @@ class Forecast:
 
         Raises: InfeasibleError if a rank needs more than its cap.
         """
-        timeline = self._simulate(self._gather(self._memory()), Link(bandwidth_bytes_per_s=1e15))
+        cluster = self._cluster(Link(bandwidth_bytes_per_s=1e15))
+        timeline = simulate(self.program, self.variant.stages, self._gather(self._memory()), cluster)
         for rank, (cap, peak) in enumerate(zip(self.plan.caps, timeline.peaks, strict=False)):
             if (need := sum(peak.values())) > cap:
                 raise InfeasibleError(
@@ -60,22 +71,33 @@ class Forecast:
         return timeline
 
     def timed(self, cluster: Cluster | None) -> Timeline:
-        """A step with measured times. cluster: None to measure the link between ranks 0 and 1."""
-        step_s = time_optimizer(self.weights, self.clock) / len(self.variant.functions)
+        """A step with measured times: of several simulated ones, with times drawn at random, the middle one.
+
+        cluster: None to measure the link between ranks 0 and 1.
+        """
+        step_s = time_optimizer(self.weights, self.clock)
+        if self.clips:
+            step_s += time_clipping(self.weights, self.channel, self.clock)
         mine = self._memory()
         self.channel.all_reduce(torch.zeros(1, device=self.device))  # all start together
         spans = time_actions(
             self.program, self.variant, self.sample, self.weights,
             rank=self.channel.rank, clock=self.clock, watch=self.watch,
         )  # fmt: skip
-        mine = {index: with_times(cost, index, spans, step_s) for index, cost in mine.items()}
-        everyone = self._gather(mine)
-        if cluster is not None:
-            return simulate(self.program, self.variant.stages, everyone, cluster)
-        sizes = [v.bytes for values in self.variant.stages.between.values() for v in values]
-        return self._simulate(
-            everyone, measure_link(self.channel, max(sizes, default=0), self.clock, self.device)
-        )
+        share = step_s / len(mine)
+        costs = self._gather({index: with_times(cost, index, spans, share) for index, cost in mine.items()})
+        spans = {key: took for found in self.channel.all_gather_object(spans) for key, took in found.items()}
+        if cluster is None:
+            sizes = [v.bytes for values in self.variant.stages.between.values() for v in values]
+            size = max(sizes, default=0)
+            cluster = self._cluster(measure_link(self.channel, size, self.clock, self.device))
+        steps = [
+            simulate(
+                self.program, self.variant.stages, costs, cluster, own_s=drawn(self.program, spans, seed)
+            )
+            for seed in range(DRAWS)
+        ]
+        return sorted(steps, key=lambda step: step.step_s)[DRAWS // 2]
 
     def _memory(self) -> dict[int, StageCost]:
         ratio = optimizer_ratio(self.optimizer)
@@ -93,7 +115,7 @@ class Forecast:
         everyone = [item for costs in self.channel.all_gather_object(mine) for item in costs.items()]
         return tuple(cost for _, cost in sorted(everyone, key=lambda item: item[0]))
 
-    def _simulate(self, costs: tuple[StageCost, ...], link: Link) -> Timeline:
+    def _cluster(self, link: Link) -> Cluster:
         caps = self.plan.caps or (2**63,) * self.channel.ranks
         devices = tuple(Device(name=self.device.type, memory_bytes=cap) for cap in caps)
-        return simulate(self.program, self.variant.stages, costs, Cluster(devices=devices, within_node=link))
+        return Cluster(devices=devices, within_node=link)

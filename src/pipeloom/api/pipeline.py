@@ -289,6 +289,7 @@ class Pipeline:
         return Forecast(
             plan=plan, program=parts.train, variant=next(iter(parts.variants.values())), sample=sample,
             weights=self.weights, optimizer=parts.job.optimizer, rounds=self.options.accumulate,
+            clips=self.options.clip_norm is not None,
             channel=self.channel, watch=self.watch, clock=self.recorder.clock, device=self.device,
         )  # fmt: skip
 

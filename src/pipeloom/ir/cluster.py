@@ -19,18 +19,19 @@ class Link:
     """One direction of a connection between two devices.
 
     latency_s, bandwidth_bytes_per_s: of a message, from the start of its send until it is there.
-    send_s, send_s_per_byte: time of that in which the sending rank cannot compute.
+    overhead_s, overhead_s_per_byte: time in which a message keeps its sender, and its receiver, from
+        computing.
     """
 
     bandwidth_bytes_per_s: float
     latency_s: float = 0.0
-    send_s: float = 0.0
-    send_s_per_byte: float = 0.0
+    overhead_s: float = 0.0
+    overhead_s_per_byte: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.send_s < 0 or self.send_s_per_byte < 0:
+        if self.overhead_s < 0 or self.overhead_s_per_byte < 0:
             raise ConfigError(
-                f"a send occupies its rank for {self.send_s} s and {self.send_s_per_byte} s per byte",
+                f"a message occupies its ranks for {self.overhead_s} s and {self.overhead_s_per_byte} s per byte",
                 hint="use at least 0",
             )
         if self.bandwidth_bytes_per_s <= 0 or self.latency_s < 0:
@@ -48,11 +49,11 @@ class Link:
         return self.latency_s + size / self.bandwidth_bytes_per_s
 
     def occupied_s(self, size: int) -> float:
-        """Seconds for which sending `size` bytes keeps the sender from computing (the `o` of LogP).
+        """Seconds for which a message keeps its sender, and its receiver, from computing: the `o` of LogP.
 
         Source: Culler et al. 1993, "LogP: towards a realistic model of parallel computation".
         """
-        return self.send_s + size * self.send_s_per_byte
+        return self.overhead_s + size * self.overhead_s_per_byte
 
 
 @dataclass(frozen=True, kw_only=True)

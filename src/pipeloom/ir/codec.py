@@ -17,7 +17,7 @@ def to_json(noun: object, *, indent: int = 1) -> str:
 
     >>> from pipeloom.ir.cluster import Link
     >>> to_json(Link(bandwidth_bytes_per_s=1e9, latency_s=1e-4), indent=0)
-    '{"bandwidth_bytes_per_s":1000000000.0,"latency_s":0.0001,"send_s":0.0,"send_s_per_byte":0.0}'
+    '{"bandwidth_bytes_per_s":1000000000.0,"latency_s":0.0001,"overhead_s":0.0,"overhead_s_per_byte":0.0}'
     """
     text = msgspec.json.encode(noun)
     return (msgspec.json.format(text, indent=indent) if indent else text).decode()

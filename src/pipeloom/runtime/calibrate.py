@@ -23,8 +23,11 @@ from .posting import PostedChannel
 from .recorder import Clock
 from .weights import MakeOptimizer, Weights, default_optimizer, optimizer_tensors
 
-REPEATS = 9
+REPEATS = 25
 """Echoes of each size, of which the first warms up."""
+
+COLD_BYTES = 1 << 25
+"""Written before each echo: what a step sends comes after an action that has used all of the caches."""
 
 STEPS = 6
 """Timed optimizer steps."""
@@ -97,6 +100,20 @@ def time_optimizer(weights: Weights, clock: Clock) -> float:
     return statistics.median(took[1:])  # the first one makes the state
 
 
+def time_clipping(weights: Weights, channel: PostedChannel, clock: Clock) -> float:
+    """Seconds that finding the global norm of the gradients takes. Every rank calls it."""
+    took = []
+    for _ in range(STEPS):
+        for name in weights.grads.sums:
+            weights.grads.total(name)
+        start = clock.mark()
+        squares = weights.norm_squares(list(weights.grads.sums)).reshape(1)
+        channel.all_reduce(squares)
+        took.append(clock.seconds(clock.mark()) - clock.seconds(start))
+    weights.discard_gradients()
+    return statistics.median(took)
+
+
 def measure_link(channel: PostedChannel, size: int, clock: Clock, device: torch.device) -> Link:
     """The link between ranks 0 and 1, from echoes of 8 bytes and of `size` bytes.
 
@@ -107,8 +124,8 @@ def measure_link(channel: PostedChannel, size: int, clock: Clock, device: torch.
     (one_way, sending), (one_way_large, sending_large) = channel.broadcast_object((small, large))
     rate = (size - 8) / max(one_way_large - one_way, 1e-9)
     return Link(
-        bandwidth_bytes_per_s=rate, latency_s=one_way, send_s=sending,
-        send_s_per_byte=max(0.0, sending_large - sending) / (size - 8),
+        bandwidth_bytes_per_s=rate, latency_s=one_way, overhead_s=sending,
+        overhead_s_per_byte=max(0.0, sending_large - sending) / (size - 8),
     )  # fmt: skip
 
 
@@ -124,7 +141,9 @@ def _echo(
     data = torch.zeros(value.shape, device=device)
     channel.begin(there if channel.rank == 1 else back if channel.rank == 0 else [])
     took, sending = [], []
+    cold = torch.empty(COLD_BYTES, dtype=torch.uint8, device=device)
     for out, home in zip(there, back, strict=True):
+        cold.fill_(1)
         fresh = data.clone()  # as a step sends what was just made
         start = clock.mark()
         if channel.rank == 0:

@@ -6,16 +6,18 @@ them finds less of its data in the caches than one that repeats one of them.
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..ir.action import B, F, I, Kind, W, parse_action
+from ..ir.action import Action, B, F, I, Kind, W, parse_action
 from ..ir.costs import StageCost
 from ..ir.graph import Value
 from ..ir.operation import OPERATIONS
@@ -30,11 +32,13 @@ from .worker import Microbatch, Variant, Worker
 WALKS = 3
 """Of which the first warms up."""
 
+KEPT = 100
+
 ENOUGH_S = 1.0
 """Shorter walks are repeated until this much time has passed."""
 
-Spans = dict[tuple[int, Kind], float]
-"""(stage, kind of action) -> median seconds; mean ones for the operations of a user."""
+Spans = dict[tuple[int, Kind], list[float]]
+"""(stage, kind of action) -> seconds of each time it was done, at most `KEPT` of them."""
 
 
 class MadeUp:
@@ -90,7 +94,9 @@ def time_actions(
     program: Program, variant: Variant, sample: Mapping[str, Tensor], weights: Weights,
     *, rank: int, clock: Clock, watch: Watch,
 ) -> Spans:  # fmt: skip
-    """Median time of each kind of action of this rank's stages. Leaves the weights as they are.
+    """Times of the actions of this rank's stages. Leaves the weights as they are.
+
+    An action takes until the rank goes on to the next one, so what the worker does between them counts.
 
     sample: the batch inputs of one micro-batch.
     """
@@ -106,33 +112,45 @@ def time_actions(
         Microbatch(variant=variant, inputs=sample, weight=1 / count, seed=index) for index in range(count)
     ]
     buffers = dict(weights.buffers)
-    found: dict[tuple[int, Kind], list[float]] = {}
+    found: Spans = {}
     start, walks = time.perf_counter(), 0
     while walks < WALKS or time.perf_counter() - start < ENOUGH_S:
         recorder.begin()
         worker.run(microbatches, update=False)
-        for event in recorder.events() if walks else ():
+        for event, after in pairwise(recorder.events() if walks else ()):
             if event.stream == "compute":
                 action = parse_action(event.action)
-                found.setdefault((action.stage, action.kind), []).append(event.duration_s)
+                found.setdefault((action.stage, action.kind), []).append(after.start_s - event.start_s)
         walks += 1
     weights.discard_gradients()
     for name, buffer in buffers.items():
         weights.replace_buffer(name, buffer)
     watch.status = ""
-    # A user's operation may do its work at some micro-batches only.
-    middle = {key: statistics.mean if key[1] in OPERATIONS else statistics.median for key in found}
-    return {key: middle[key](spans) for key, spans in found.items()}
+    return {key: spans[-KEPT:] for key, spans in found.items()}
 
 
 def with_times(cost: StageCost, stage: int, spans: Spans, step_s: float) -> StageCost:
-    """The cost of a stage with measured times; an action that the program lacks takes none.
+    """The cost of a stage with mean times; an action that the program lacks takes none.
 
     step_s: seconds of the optimizer for this stage.
     """
-    ingoing, rest = spans.get((stage, I), 0.0), spans.get((stage, W), 0.0)
+    mean = {kind: statistics.fmean(took) for (s, kind), took in spans.items() if s == stage}
+    ingoing, rest = mean.get(I, 0.0), mean.get(W, 0.0)
     return replace(
-        cost, forward_s=spans.get((stage, F), 0.0), backward_s=spans.get((stage, B), ingoing + rest),
+        cost, forward_s=mean.get(F, 0.0), backward_s=mean.get(B, ingoing + rest),
         input_grad_s=ingoing, weight_grad_s=rest, step_s=step_s,
-        other_s={kind: span for (s, kind), span in spans.items() if s == stage and kind in OPERATIONS},
+        other_s={kind: span for kind, span in mean.items() if kind in OPERATIONS},
     )  # fmt: skip
+
+
+def drawn(program: Program, spans: Spans, seed: int) -> dict[Action, float]:
+    """A time for each action of the program, one of those that its kind took, at random.
+
+    A step waits for the slower of two ranks again and again, so with means alone it would look shorter.
+    """
+    choose = random.Random(seed).choice
+    return {
+        action: choose(spans[action.stage, action.kind])
+        for row in program.rows for action in row
+        if isinstance(action, Action) and (action.stage, action.kind) in spans
+    }  # fmt: skip

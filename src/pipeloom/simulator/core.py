@@ -143,7 +143,7 @@ def run(p: Layout, s: State) -> bool:
                     break
                 if len(s.start):
                     s.start[entry] = clock
-                clock = max(clock, s.move_end[message])
+                clock = max(clock, s.move_end[message]) + p.busy[p.line[message]]
                 s.end[entry] = clock
                 pipe = p.pipe[p.line[message]]
                 s.counts[pipe, _RECEIVED] += 1

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from ..ir.action import Action
 from ..ir.check import check_program, check_shape
 from ..ir.cluster import Cluster
 from ..ir.columns import RECV_B_, RECV_F_, REDUCE_, SEND_B_, SEND_F_
@@ -24,7 +25,7 @@ from .memory import memory_of
 
 def simulate(
     program: Program, stages: StageGraph, costs: tuple[StageCost, ...], cluster: Cluster,
-    *, receive_ahead: int = 2, begin_s: Sequence[float] = (),
+    *, receive_ahead: int = 2, begin_s: Sequence[float] = (), own_s: Mapping[Action, float] | None = None,
 ) -> Timeline:  # fmt: skip
     """Predict one step.
 
@@ -32,11 +33,12 @@ def simulate(
     costs: for each stage, on the device of its rank (see `StageCost.slowed`).
     receive_ahead: receives that a rank keeps posted for each rank that sends to it, each with a buffer.
     begin_s: when each rank starts, in seconds after time 0 of the timeline; all at 0 unless given.
+    own_s: seconds of single actions of the program, instead of what their stage's costs say.
 
-    A send occupies its rank for `Link.occupied_s`, with no event. The message moves when it is sent, its
+    A message occupies its sender and its receiver for `Link.occupied_s`. It moves when it is sent, its
     receive is posted and the link of that pair of ranks is free, and takes `Link.transfer_s`. Events: compute
-    actions and STEP on stream "compute"; each message on "send" of its sender; time that a rank waits for
-    one, where there is any, and REDUCE with its waits on "recv".
+    actions and STEP on stream "compute"; each message on "send" of its sender; time that a rank waits for one
+    and receives it, where there is any, and REDUCE with its waits on "recv".
 
     Raises: PlanError if an argument does not fit the program; DeadlockError if the program blocks.
 
@@ -57,7 +59,7 @@ def simulate(
         raise PlanError(f"{receive_ahead} receives posted ahead", hint="post at least 1")
     begin = _begin(begin_s, program.columns.ranks)
     check_shape(program, stages)
-    layout = layout_of(program, stages, costs, cluster, receive_ahead)
+    layout = layout_of(program, stages, costs, cluster, ahead=receive_ahead, own_s=own_s or {})
     state = new_state(layout, begin, starts=_needs_starts(program, layout))
     if not run(layout, state):
         check_program(program, stages)

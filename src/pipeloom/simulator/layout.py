@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -27,8 +27,9 @@ _NONE = np.zeros(0, np.int32)
 
 
 def layout_of(
-    program: Program, stages: StageGraph, costs: Sequence[StageCost], cluster: Cluster, ahead: int
-) -> Layout:
+    program: Program, stages: StageGraph, costs: Sequence[StageCost], cluster: Cluster, *, ahead: int,
+    own_s: Mapping[Action, float],
+) -> Layout:  # fmt: skip
     """Lay out a program of which `check_shape` knows that all it names is there."""
     flow = flow_of(stages)
     columns, wiring = program.columns, program.wiring(flow)
@@ -55,7 +56,7 @@ def layout_of(
         pipe=pipe, seconds=_by_line(pipe, [link.transfer_s for link in links], size),
         busy=_by_line(pipe, [link.occupied_s for link in links], size),
         first=first, target=np.array([target for _, target in ends], np.int32),
-        duration=_durations(columns, costs), own_duration=_own_durations(program, costs),
+        duration=_durations(columns, costs), own_duration=_own_durations(program, costs, own_s),
         stream=np.array([_stream(kind) for kind in columns.kinds], np.int32),
         held=_held(program), first_meet=first_meet, meets=meets,
         first_sum=starts_of([len(row) for row in rows]),
@@ -121,13 +122,13 @@ def _durations(columns: Columns, costs: Sequence[StageCost]) -> Floats:
     return table
 
 
-def _own_durations(program: Program, costs: Sequence[StageCost]) -> Floats:
-    """Per entry, where pairs share their time; else empty."""
-    if not program.pairs:
+def _own_durations(program: Program, costs: Sequence[StageCost], own_s: Mapping[Action, float]) -> Floats:
+    """Per entry, where pairs share their time or actions have times of their own; else empty."""
+    if not program.pairs and not own_s:
         return np.zeros(0)
     columns = program.columns
     own: Floats = _durations(columns, costs)[columns.stage, columns.kind]
-    for action, seconds in pair_shares(costs, program.pairs).items():
+    for action, seconds in {**pair_shares(costs, program.pairs), **own_s}.items():
         table = program.places.of(columns.kinds.index(action.kind))
         own[table[action.stage, action.microbatch]] = seconds
     return own
