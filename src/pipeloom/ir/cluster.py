@@ -30,8 +30,9 @@ class Link:
 
     def __post_init__(self) -> None:
         if self.overhead_s < 0 or self.overhead_s_per_byte < 0:
+            per_byte = self.overhead_s_per_byte
             raise ConfigError(
-                f"a message occupies its ranks for {self.overhead_s} s and {self.overhead_s_per_byte} s per byte",
+                f"a message occupies its ranks for {self.overhead_s} s and {per_byte} s per byte",
                 hint="use at least 0",
             )
         if self.bandwidth_bytes_per_s <= 0 or self.latency_s < 0:
