@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from .action import Action, B, F, I, Kind, W
+from .action import OFFLOAD, RECOMPUTE, RELOAD, Action, B, F, I, Kind, W
 from .errors import ConfigError
 from .operation import OPERATIONS
 from .schedule import Pair
@@ -20,7 +20,10 @@ class StageCost:
 
     forward_s, backward_s, input_grad_s, weight_grad_s: the actions F, B, I, W.  step_s: the optimizer,
         once a step.  other_s: kind -> time of actions of kinds that a user registered.
-    residual_bytes: kept from F until B, or until I.  carried_bytes: kept from I until W.
+    residual_bytes: read by B, or by I, whatever becomes of them in between.
+    carried_bytes: kept from I until W.
+    offloaded_bytes, recomputed_bytes: of `residual_bytes`, what OFFLOAD takes to the host and RELOAD brings
+        back; what F drops and RECOMPUTE makes again.  offload_s, reload_s, recompute_s: these actions.
     keeps_inputs: the backward reads values that the stage received; if not, they go when F ends.
     static_bytes: by kind, see `STATIC_KINDS`; all copies and versions counted.
     transient_bytes: action kind (F, B, I, W, STEP, REDUCE) -> most scratch that lives only during the
@@ -38,6 +41,11 @@ class StageCost:
     other_s: Mapping[str, float] = field(default_factory=dict)
     residual_bytes: int = 0
     carried_bytes: int = 0
+    offloaded_bytes: int = 0
+    recomputed_bytes: int = 0
+    offload_s: float = 0.0
+    reload_s: float = 0.0
+    recompute_s: float = 0.0
     keeps_inputs: bool = True
     static_bytes: Mapping[str, int] = field(default_factory=dict)
     transient_bytes: Mapping[str, int] = field(default_factory=dict)
@@ -56,10 +64,18 @@ class StageCost:
                 raise ConfigError(
                     f"stage cost has {name} = {amount}", hint="times and sizes are finite and at least 0"
                 )
+        if (away := self.offloaded_bytes + self.recomputed_bytes) > self.residual_bytes:
+            raise ConfigError(
+                f"stage cost offloads and recomputes {away} bytes of {self.residual_bytes}",
+                hint="offloaded_bytes and recomputed_bytes are part of residual_bytes",
+            )
 
     def _amounts(self) -> list[tuple[str, float]]:
-        names = ("forward_s", "backward_s", "input_grad_s", "weight_grad_s", "step_s", "pair_factor")
-        plain = [(name, float(getattr(self, name))) for name in (*names, "residual_bytes", "carried_bytes")]
+        times = ("forward_s", "backward_s", "input_grad_s", "weight_grad_s", "step_s", "pair_factor")
+        moves = ("offload_s", "reload_s", "recompute_s")
+        sizes = ("residual_bytes", "carried_bytes", "offloaded_bytes", "recomputed_bytes")
+        names = (*times, *moves, *sizes)
+        plain = [(name, float(getattr(self, name))) for name in names]
         tables = ("other_s", "static_bytes", "transient_bytes", "tied_bytes", "pair_s")
         return plain + [(f"{t}[{k}]", float(v)) for t in tables for k, v in getattr(self, t).items()]
 
@@ -69,7 +85,10 @@ class StageCost:
         >>> StageCost(forward_s=1.0, backward_s=2.0, input_grad_s=1.0, weight_grad_s=1.0).seconds(B)
         2.0
         """
-        built_in = {F: self.forward_s, B: self.backward_s, I: self.input_grad_s, W: self.weight_grad_s}
+        built_in = {
+            F: self.forward_s, B: self.backward_s, I: self.input_grad_s, W: self.weight_grad_s,
+            OFFLOAD: self.offload_s, RELOAD: self.reload_s, RECOMPUTE: self.recompute_s,
+        }  # fmt: skip
         return built_in[kind] if kind in built_in else self.other_s.get(kind, 0.0)
 
     def slowed(self, factor: float) -> StageCost:
@@ -83,7 +102,8 @@ class StageCost:
             self,
             forward_s=self.forward_s * factor, backward_s=self.backward_s * factor,
             input_grad_s=self.input_grad_s * factor, weight_grad_s=self.weight_grad_s * factor,
-            step_s=self.step_s * factor, other_s={k: v * factor for k, v in self.other_s.items()},
+            step_s=self.step_s * factor, recompute_s=self.recompute_s * factor,
+            other_s={k: v * factor for k, v in self.other_s.items()},
             pair_s={k: v * factor for k, v in self.pair_s.items()},
         )  # fmt: skip
 

@@ -13,7 +13,10 @@ WeightPolicy = Literal["flush"]
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPolicy:
-    """For each stage: residual name -> treatment. What is not named is kept."""
+    """For each stage: residual name -> treatment. What is not named is kept.
+
+    A residual is named as `StageFunctions.residual_bytes` names it: by the op of the graph that made it.
+    """
 
     stages: tuple[Mapping[str, Treatment], ...] = field(default=())
 
