@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .cost import CostModel, Footprint
+from .evaluation import Evaluator, KeepEverything, Memoised
 from .intervals import Array, Indices
 
 Row = Callable[[int, Indices, Indices], Array]
@@ -79,6 +81,11 @@ class Search:
     caps: tuple[int, ...]
     in_flight: tuple[int, ...]
     coarse: int = 400
+
+    @cached_property
+    def evaluate(self) -> Evaluator:
+        """What planners ask of an interval of ops."""
+        return Memoised(KeepEverything(self.model, self.caps, self.in_flight))
 
     def fastest(self) -> tuple[float, tuple[int, ...]]:
         """The cut whose slowest stage is fastest among those that fit, and that stage's seconds.
