@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 
 from .errors import ConfigError
 
@@ -67,7 +68,11 @@ class Device:
         "default", and that is 1 if not named.
     launch_s: time that starting one kernel takes on top.
     node: index of the machine it sits in.
-    host_link: link to the host's memory, if there is one to offload to.
+    group: devices of one group are joined by a link of their own (`Cluster.groups`), as by NVLink.
+    host_link: to the host's memory, if there is one to offload to.  host_link_back: from there to the
+        device, if that direction differs.
+    host_memory_bytes: of its node, for this device.
+    switch: devices of one name share one uplink to the host (`Cluster.switches`).
     """
 
     name: str
@@ -77,10 +82,24 @@ class Device:
     efficiency: Mapping[str, float] = field(default_factory=dict)
     launch_s: float = 0.0
     node: int = 0
+    group: str | None = None
     host_link: Link | None = None
+    host_link_back: Link | None = None
     host_memory_bytes: int = 0
+    switch: str | None = None
 
     def __post_init__(self) -> None:
+        if self.host_link is None and self.host_link_back is not None:
+            raise ConfigError(
+                f"device {self.name} has a link from the host's memory but none to it",
+                hint="add host_link; host_link_back only says how the other direction differs",
+            )
+        for name, share in self.efficiency.items():
+            if share <= 0:
+                raise ConfigError(
+                    f"device {self.name} achieves a share of {share} of its peak in {name}",
+                    hint="write a share above 0, at most 1 as a rule",
+                )
         if self.memory_bytes <= 0:
             raise ConfigError(
                 f"device {self.name} has {self.memory_bytes} bytes of memory",
@@ -88,19 +107,66 @@ class Device:
             )
 
 
+    @property
+    def reload_link(self) -> Link | None:
+        """From the host's memory to the device."""
+        return self.host_link if self.host_link_back is None else self.host_link_back
+
+
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Devices in rank order, with a link within a node and one between nodes."""
+    """Devices in rank order, with a link within a node and one between nodes.
+
+    groups: by `Device.group`, the link between any two devices of that group.
+    switches: by `Device.switch`, one direction of its uplink to the host. Copies of all its devices to the
+        host share it, and so do those from the host in the other direction; a single copy goes no faster
+        than its device's own link.
+    node_link: all messages that leave one node share it, and so do all that enter in the other direction;
+        None if nothing is shared.
+
+    >>> card = Device(name="card", memory_bytes=GiB, group="pair")
+    >>> slow, fast = Link(bandwidth_bytes_per_s=10e9), Link(bandwidth_bytes_per_s=100e9)
+    >>> cluster = Cluster(devices=(card, card), within_node=slow, groups={"pair": fast})
+    >>> cluster.link(0, 1) == fast
+    True
+    """
 
     devices: tuple[Device, ...]
     within_node: Link
     between_nodes: Link | None = None
+    groups: Mapping[str, Link] = field(default_factory=dict)
+    switches: Mapping[str, Link] = field(default_factory=dict)
+    node_link: Link | None = None
 
     def __post_init__(self) -> None:
         if not self.devices:
             raise ConfigError("the cluster has no device", hint="add at least one")
+        _known("group", (device.group for device in self.devices), self.groups)
+        _known("switch", (device.switch for device in self.devices), self.switches)
+        node: dict[str, int] = {}
+        for device in self.devices:
+            if device.switch is not None and node.setdefault(device.switch, device.node) != device.node:
+                raise ConfigError(
+                    f"switch {device.switch} is in node {node[device.switch]} and in node {device.node}",
+                    hint="give the switches of each node names of their own",
+                )
 
     def link(self, a: int, b: int) -> Link:
-        """The link from rank `a` to rank `b`."""
-        same = self.devices[a].node == self.devices[b].node
-        return self.within_node if same or self.between_nodes is None else self.between_nodes
+        """The link from rank `a` to rank `b`: of their group, else of their node, else between nodes."""
+        one, other = self.devices[a], self.devices[b]
+        if one.group is not None and one.group == other.group:
+            return self.groups[one.group]
+        if one.node == other.node or self.between_nodes is None:
+            return self.within_node
+        return self.between_nodes
+
+
+def _known(what: str, names: Iterable[str | None], links: Mapping[str, Link]) -> None:
+    """Refuse a name that a device uses and the cluster gives no link for."""
+    for name in names:
+        if name is not None and name not in links:
+            near = get_close_matches(name, links, n=1)
+            raise ConfigError(
+                f"a device names the {what} {name!r}, which the cluster does not have",
+                hint=f"did you mean {near[0]}?" if near else f"give that {what} a link",
+            )
