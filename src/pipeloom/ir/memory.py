@@ -26,3 +26,12 @@ class MemoryPolicy:
         'recompute'
         """
         return self.stages[stage].get(residual, "keep") if stage < len(self.stages) else "keep"
+
+    def treated(self, stage: int, treatment: Treatment) -> frozenset[str]:
+        """The residuals of a stage that are treated so, of those that are named.
+
+        >>> sorted(MemoryPolicy(stages=({"relu": "recompute", "mm": "keep"},)).treated(0, "recompute"))
+        ['relu']
+        """
+        named = self.stages[stage] if stage < len(self.stages) else {}
+        return frozenset(name for name, given in named.items() if given == treatment)

@@ -3,25 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TypeAlias
 
 from ..ir.check import check, check_program
 from ..ir.columns import Rows
+from ..ir.memory import MemoryPolicy
 from ..ir.schedule import Program, Schedule
 from ..ir.stages import StageGraph
+from .memory import PREFETCH, add_memory
 from .optimizer import add_optimizer
 from .pairs import join_pairs
 from .transfers import add_transfers
 
 Pass: TypeAlias = Callable[[Program, StageGraph], Program]
 
-PASSES: tuple[Pass, ...] = (add_transfers, join_pairs, add_optimizer)
+KEEP_ALL = MemoryPolicy()
 
 
-def lower(schedule: Schedule, stages: StageGraph) -> Program:
+def passes(policy: MemoryPolicy, prefetch: int) -> tuple[Pass, ...]:
+    """In order. Memory actions stand around whole pairs, so they come once those are closed up."""
+    memory = partial(add_memory, policy=policy, prefetch=prefetch)
+    return (add_transfers, join_pairs, memory, add_optimizer)
+
+
+def lower(
+    schedule: Schedule, stages: StageGraph, *, policy: MemoryPolicy = KEEP_ALL, prefetch: int = PREFETCH
+) -> Program:
     """Make everything besides computing explicit, and prove that no rank can block.
 
-    Takes time linear in the number of actions.
+    Takes time linear in the number of actions, but for sorting what a policy inserts.
+
+    policy: what becomes of residuals; by the stage of the first replica.  prefetch: see `add_memory`.
     Raises: ScheduleError if the schedule breaks a rule; DeadlockError if its order blocks.
 
     >>> from pipeloom.ir.schedule import parse_rows
@@ -37,7 +50,7 @@ def lower(schedule: Schedule, stages: StageGraph) -> Program:
         microbatches=schedule.microbatches, placement=schedule.placement, rows=Rows(schedule.columns),
         pairs=schedule.pairs,
     )  # fmt: skip
-    for make in PASSES:
+    for make in passes(policy, prefetch):
         program = make(program, stages)
     check_program(program, stages)
     return program

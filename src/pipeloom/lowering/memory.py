@@ -1,0 +1,126 @@
+"""Memory: where residuals leave the device, come back, and are made again.
+
+    OFFLOAD    right behind F and its SENDs
+    RELOAD     in front of the compute action before B, but behind OFFLOAD: the copy runs beside that action
+    RECOMPUTE  in front of the RECVs of B: it runs while the gradient is on its way
+
+Split backwards have them before I; what W needs stays from then on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..ir.columns import (
+    F_,
+    OFFLOAD_,
+    RECOMPUTE_,
+    RECV_B_,
+    RECV_F_,
+    RELOAD_,
+    SEND_B_,
+    SEND_F_,
+    W_,
+    Bools,
+    Columns,
+    Rows,
+)
+from ..ir.memory import MemoryPolicy
+from ..ir.schedule import Program
+from ..ir.stages import StageGraph
+
+PREFETCH = 1
+"""Compute actions in front of which a reload begins, unless told otherwise."""
+
+_OFFLOAD, _RELOAD_AT_ONCE, _RELOAD_LATE, _RECOMPUTE, _RELOAD = range(5)
+"""The order of what comes to stand at one place."""
+
+
+def add_memory(
+    program: Program, stages: StageGraph, *, policy: MemoryPolicy, prefetch: int = PREFETCH
+) -> Program:
+    """Insert the actions that a policy asks for; a pair counts as one action.
+
+    prefetch: how many compute actions before B its RELOAD stands; 0: in front of its RECOMPUTE.
+    """
+    old = program.columns
+    count = len(program.placement)
+    origins = [stages.origin(stage) for stage in range(count)]
+    away = np.array([bool(policy.treated(origin, "offload")) for origin in origins])
+    again = np.array([bool(policy.treated(origin, "recompute")) for origin in origins])
+    if not old.trains or not (away | again).any():
+        return program
+    units = _Units(program)
+    forward, back = program.places.of(F_), program.places.gradients()
+    stage, microbatch = (grid.astype(np.int32) for grid in np.indices(forward.shape))
+    found: list[NDArray[np.int64]] = []  # per insertion: place, order there, order of need, and what it is
+
+    def insert(code: int, chosen: NDArray[np.bool_], at: Any, order: Any) -> None:
+        rows = np.broadcast_arrays(at, order, back, code, stage, microbatch)
+        found.append(np.stack([row[chosen].astype(np.int64) for row in rows]))
+
+    behind = units.end[units.number[forward]]
+    first = units.number[back] - prefetch
+    at_once = first <= units.number[forward]
+    late = np.broadcast_to(prefetch == 0, at_once.shape)
+    begin = np.where(late, units.begin[units.number[back]], units.head[np.maximum(first, 0)])
+    order = np.where(at_once, _RELOAD_AT_ONCE, np.where(late, _RELOAD_LATE, _RELOAD))
+    insert(OFFLOAD_, away[stage], behind, _OFFLOAD)
+    insert(RELOAD_, away[stage], np.where(at_once, behind, begin), order)
+    insert(RECOMPUTE_, again[stage], units.begin[units.number[back]], _RECOMPUTE)
+    return replace(program, rows=Rows(_with(old, np.concatenate(found, axis=1))))
+
+
+class _Units:
+    """Compute actions of a program with the messages around them; a pair is one unit.
+
+    number: unit of each entry that is a compute action.  Per unit, begin: entry of its first RECV.  head: of
+    its (first) action.  end: of what follows its last SEND.
+    """
+
+    def __init__(self, program: Program) -> None:
+        columns = program.columns
+        entries = np.arange(len(columns))
+        is_main = columns.kind <= W_
+        heads = is_main & ~_seconds(program)
+        self.number = np.cumsum(heads) - 1
+        self.head = np.flatnonzero(heads)
+        last = np.flatnonzero(is_main & ~np.append((is_main & ~heads)[1:], False))
+        receives = (columns.kind == RECV_F_) | (columns.kind == RECV_B_)
+        sends = (columns.kind == SEND_F_) | (columns.kind == SEND_B_)
+        starts = columns.offsets[:-1][np.searchsorted(columns.offsets, self.head, side="right") - 1]
+        stops = columns.offsets[1:][np.searchsorted(columns.offsets, last, side="right") - 1]
+        other = np.maximum.accumulate(np.where(receives, -1, entries))
+        self.begin = np.maximum(np.where(self.head > 0, other[self.head - 1] + 1, 0), starts)
+        after = np.minimum.accumulate(np.where(sends, len(columns), entries)[::-1])[::-1]
+        self.end = np.minimum(np.append(after, len(columns))[last + 1], stops)
+
+
+def _seconds(program: Program) -> Bools:
+    """Which entries are the second action of a pair."""
+    found = np.zeros(len(program.columns), bool)
+    kinds = program.columns.kinds
+    for _, second in program.pairs:
+        found[program.places.of(kinds.index(second.kind))[second.stage, second.microbatch]] = True
+    return found
+
+
+def _with(old: Columns, added: NDArray[np.int64]) -> Columns:
+    """The columns with insertions, each in front of the entry at its place: never the first one of a row."""
+    at, order, need, *what = added
+    sequence = np.lexsort((need, order, at))
+    at = at[sequence]
+    kind, stage, microbatch = (column[sequence] for column in what)
+
+    def longer(column: NDArray[Any], values: Any) -> NDArray[Any]:
+        return np.insert(column, at, values)
+
+    return Columns(
+        kind=longer(old.kind, kind), stage=longer(old.stage, stage),
+        microbatch=longer(old.microbatch, microbatch), peer=longer(old.peer, -1),
+        offsets=old.offsets + np.searchsorted(at, old.offsets), kinds=old.kinds,
+    )  # fmt: skip

@@ -1,0 +1,121 @@
+"""Where memory actions stand in programs."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+
+from pipeloom import schedules
+from pipeloom.ir.action import OFFLOAD, RECOMPUTE, RELOAD, Action, B, F, I, Transfer
+from pipeloom.ir.memory import MemoryPolicy
+from pipeloom.ir.replicas import replicate
+from pipeloom.ir.schedule import Program, Schedule, parse_pairs, parse_program, parse_rows
+from pipeloom.ir.stages import chain
+from pipeloom.lowering import lower
+
+BOTH = MemoryPolicy(stages=({"a": "offload", "b": "recompute", "c": "keep"}, {"a": "offload"}))
+
+
+def lowered(name: str, microbatches: int, *, split: bool = False, prefetch: int = 1) -> str:
+    schedule = schedules.build(name, chain(2), (0, 1), microbatches, split_backward=split)
+    program = lower(schedule, chain(2), policy=BOTH, prefetch=prefetch)
+    assert parse_program(microbatches, (0, 1), tuple(str(program).splitlines())) == program
+    return str(program)
+
+
+def test_a_reload_runs_beside_the_action_before_and_a_recomputation_while_waiting() -> None:
+    assert lowered("1f1b", 3) == (
+        "0F0 0SEND_F0>1 0OFFLOAD0 0RELOAD0 0F1 0SEND_F1>1 0OFFLOAD1 0RECOMPUTE0 0RECV_B0<1 0B0 "
+        "0RELOAD1 0F2 0SEND_F2>1 0OFFLOAD2 0RECOMPUTE1 0RECV_B1<1 0RELOAD2 0B1 0RECOMPUTE2 0RECV_B2<1 0B2 "
+        "0STEP\n"
+        "1RECV_F0<0 1F0 1OFFLOAD0 1RELOAD0 1B0 1SEND_B0>0 1RECV_F1<0 1F1 1OFFLOAD1 1RELOAD1 1B1 1SEND_B1>0 "
+        "1RECV_F2<0 1F2 1OFFLOAD2 1RELOAD2 1B2 1SEND_B2>0 1STEP"
+    )
+
+
+def test_split_backwards_have_them_before_i() -> None:
+    assert lowered("gpipe", 2, split=True) == (
+        "0F0 0SEND_F0>1 0OFFLOAD0 0RELOAD0 0F1 0SEND_F1>1 0OFFLOAD1 0RECOMPUTE0 0RECV_B0<1 0I0 "
+        "0RELOAD1 0W0 0RECOMPUTE1 0RECV_B1<1 0I1 0W1 0STEP\n"
+        "1RECV_F0<0 1F0 1OFFLOAD0 1RECV_F1<0 1RELOAD0 1F1 1OFFLOAD1 1I0 1SEND_B0>0 1RELOAD1 1W0 "
+        "1I1 1SEND_B1>0 1W1 1STEP"
+    )
+
+
+def test_without_prefetch_a_reload_stands_at_its_backward() -> None:
+    assert lowered("gpipe", 2, prefetch=0).startswith(
+        "0F0 0SEND_F0>1 0OFFLOAD0 0F1 0SEND_F1>1 0OFFLOAD1 0RELOAD0 0RECOMPUTE0 0RECV_B0<1 0B0 0RELOAD1 "
+    )
+
+
+def test_around_a_pair_they_stand_as_around_one_action() -> None:
+    lines = ("0F0 0F1 0B0 0F2&0B1 0B2", "1F0 1B0 1F1 1B1 1F2 1B2")
+    schedule = Schedule(
+        name="by hand", microbatches=3, placement=(0, 1), rows=parse_rows(lines), pairs=parse_pairs(lines)
+    )
+    first, _ = str(lower(schedule, chain(2), policy=BOTH)).splitlines()
+    assert first.endswith(
+        "0RECOMPUTE0 0RECV_B0<1 0RELOAD1 0B0 0RECOMPUTE1 0RECV_B1<1 0F2&0B1 0SEND_F2>1 0OFFLOAD2 "
+        "0RELOAD2 0RECOMPUTE2 0RECV_B2<1 0B2 0STEP"
+    )
+
+
+def test_replicas_are_treated_as_their_first() -> None:
+    stages = replicate(chain(1), 2)
+    schedule = schedules.build("gpipe", stages, (0, 1), 1)
+    policy = MemoryPolicy(stages=({"a": "recompute"},))
+    rows = ("0F0 0RECOMPUTE0 0B0 0STEP", "1F0 1RECOMPUTE0 1B0 1STEP")
+    assert str(lower(schedule, stages, policy=policy)) == "\n".join(rows)
+
+
+def test_without_residuals_to_treat_the_program_is_the_same() -> None:
+    kept = MemoryPolicy(stages=({"a": "keep"}, {}))
+    schedule = schedules.build("1f1b", chain(2), (0, 1), 4)
+    assert lower(schedule, chain(2), policy=kept) == lower(schedule, chain(2))
+    only_forward = schedules.build("forward_only", chain(2), (0, 1), 4)
+    assert lower(only_forward, chain(2), policy=BOTH) == lower(only_forward, chain(2))
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2, 5])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb_h1", "zb_v", "interleaved_1f1b", "dualpipev"])
+def test_every_schedule(name: str, prefetch: int) -> None:
+    """Each once, in order, around F and B; and nothing else has moved."""
+    from pipeloom.api.placing import stages_for
+
+    count, microbatches = stages_for(name, 2), 4
+    where = tuple(range(count)) if count == 2 else (0, 1, 1, 0) if name.endswith("v") else (0, 1, 0, 1)
+    stages = chain(count)
+    treated = ({"a": "offload", "b": "recompute"}, {"a": "offload"}, {"b": "recompute"}, {})
+    policy = MemoryPolicy(stages=treated[:count])
+    schedule = schedules.build(name, stages, where, microbatches)
+    program = lower(schedule, stages, policy=policy, prefetch=prefetch)
+    assert _without(program) == tuple(tuple(row) for row in lower(schedule, stages).rows)
+    place = {step: at for row in program.rows for at, step in enumerate(row)}
+    for stage, microbatch in product(range(count), range(microbatches)):
+        at = {k: place.get(Action(stage, k, microbatch)) for k in (F, B, I, OFFLOAD, RELOAD, RECOMPUTE)}
+        back = at[B] if at[B] is not None else at[I]
+        assert (at[OFFLOAD] is not None) == ("a" in treated[stage])
+        assert (at[RECOMPUTE] is not None) == ("b" in treated[stage])
+        known = [at[F], at[OFFLOAD], at[RELOAD], at[RECOMPUTE] if prefetch == 0 else None, back]
+        found = [a for a in known if a is not None]
+        assert found == sorted(found)
+        if at[RECOMPUTE] is not None:
+            assert at[F] < at[RECOMPUTE] < back and (at[RELOAD] or 0) < at[RECOMPUTE]
+            following = program.rows[where[stage]][at[RECOMPUTE] + 1]
+            assert isinstance(following, Transfer) or place[following] <= back
+
+
+def _without(program: Program) -> tuple[tuple[object, ...], ...]:
+    return tuple(
+        tuple(step for step in row if step.kind not in (OFFLOAD, RELOAD, RECOMPUTE)) for row in program.rows
+    )
+
+
+def test_large_programs_are_treated_as_small_ones() -> None:
+    schedule = schedules.build("1f1b", chain(8), tuple(range(8)), 512)
+    policy = MemoryPolicy(stages=({"a": "offload", "b": "recompute"},) * 8)
+    plain, treated = lower(schedule, chain(8)), lower(schedule, chain(8), policy=policy)
+    assert len(treated.columns) == len(plain.columns) + 3 * 8 * 512
+    assert np.all(np.diff(treated.columns.offsets) > 0)
