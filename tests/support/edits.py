@@ -206,7 +206,7 @@ def other_peer(draw: st.DrawFn, rows: Table) -> None:
 def other_kind(draw: st.DrawFn, rows: Table) -> None:
     rank, at = _place(draw, rows)
     step = rows[rank][at]
-    kinds = [F, B, I, W, Kind("EVICT"), Kind("FETCH"), Kind("OFFLOAD")]
+    kinds = [F, B, I, W, Kind("EVICT"), Kind("FETCH"), Kind("OFFLOAD"), Kind("RELOAD"), Kind("RECOMPUTE")]
     if isinstance(step, StageAction):
         kinds = [Kind("STEP"), Kind("REDUCE")]
     elif isinstance(step, Transfer):

@@ -15,18 +15,23 @@ from pipeloom.ir.schedule import Program, Schedule
 from pipeloom.ir.stages import StageGraph
 
 COMPUTE = ("F", "B", "I", "W", "EVICT", "FETCH")
+TREATED = ("OFFLOAD", "RELOAD", "RECOMPUTE")
+"""What a program may do with residuals, and a schedule may not."""
 BACKWARD = ("B", "I", "W")
 
 MESSAGES = {
     "placement": r"the placement names|is placed on rank|but the stages are 0 to",
     "ranks": r"no stage: the stages are on",
     "kinds": r"whose kind is not a compute action|runs \d+[A-Z]+\d+, but the micro-batches are 0 to",
-    "completeness": r"runs (\d+(F|B|I|W|EVICT|FETCH)\d+) twice|never runs \d+[FBIW]\d+|runs both",
+    "completeness": r"runs (\d+(F|B|I|W|EVICT|FETCH|OFFLOAD|RELOAD|RECOMPUTE)\d+) twice"
+    r"|never runs \d+[FBIW]\d+|runs both",
     "order": r"runs \S+ before \S+, which it needs$",
     "shards": r"which are one stage on several ranks$|which has the same stage, runs",
     "slices": r"another slice of the same micro-batch",
     "evictions": r"its residuals are on rank|nothing of it was evicted|which has used its residuals"
     r"|is its own partner|and never \d+FETCH",
+    "residuals": r"no backward reads its residuals|and never \d+RELOAD|nothing of it was offloaded"
+    r"|which comes first of the two$|lends the same residuals",
     "pairs": r"of the pair|is in two pairs|is a pair$|as a pair, but",
     "ends": r"does not hold stage|pass that way from stage to stage|but holds both stages"
     r"|runs \d+(SEND|RECV)_\S+, but the micro-batches are 0 to",
@@ -43,8 +48,8 @@ SCHEDULE_RULES = (
     "pairs",
 )  # fmt: skip
 PROGRAM_RULES = (
-    "placement", "kinds", "completeness", "shards", "order", "evictions", "pairs", "ends", "pairing", "data",
-    "optimizer", "deadlock",
+    "placement", "kinds", "completeness", "shards", "order", "residuals", "evictions", "pairs", "ends",
+    "pairing", "data", "optimizer", "deadlock",
 )  # fmt: skip
 """In the order in which they are proved: the first broken one is reported."""
 
@@ -83,8 +88,8 @@ def _idle(s: Schedule, g: StageGraph) -> bool:
     return set(s.placement) != set(range(len(s.rows)))
 
 
-def _unknown(s: Schedule, g: StageGraph) -> bool:
-    return any(a.kind not in COMPUTE or not 0 <= a.microbatch < s.microbatches for row in s.rows for a in row)
+def _unknown(s: Schedule, g: StageGraph, kinds: Sequence[str] = COMPUTE) -> bool:
+    return any(a.kind not in kinds or not 0 <= a.microbatch < s.microbatches for row in s.rows for a in row)
 
 
 def _incomplete(s: Schedule, g: StageGraph) -> bool:
@@ -148,6 +153,24 @@ def _lost(s: Schedule, g: StageGraph) -> bool:
     return False
 
 
+def _badly_treated(s: Schedule) -> bool:
+    """The actions of each micro-batch of a stage as a word that must fit a pattern."""
+    words: dict[tuple[int, int], str] = {}
+    for row in s.rows:
+        for a in row:
+            letter = {"B": "b", "I": "b", "OFFLOAD": "o", "RELOAD": "r", "RECOMPUTE": "c", "EVICT": "e"}
+            at = a.stage, a.microbatch
+            words[at] = words.get(at, "") + letter.get(a.kind, "f" if a.kind == "F" else "")
+    for word in words.values():
+        treated = set("orc") & set(word)
+        plain = word.replace("e", "")
+        if treated and not re.fullmatch("f(or)?c?b", plain):
+            return True
+        if "e" in word and set("oc") & treated:
+            return True
+    return False
+
+
 def _bad_pairs(s: Schedule, g: StageGraph) -> bool:
     members = [a for pair in s.pairs for a in pair]
     if len(set(members)) < len(members):
@@ -204,14 +227,16 @@ def broken_program_rule(p: Program, g: StageGraph) -> str | None:
     if _misplaced(compute, g):
         return "placement"
     tests: dict[str, Callable[[], bool]] = {
-        "kinds": lambda: _unknown(compute, g), "completeness": lambda: _incomplete(compute, g),
+        "kinds": lambda: _unknown(compute, g, (*COMPUTE, *TREATED)),
+        "completeness": lambda: _incomplete(compute, g),
         "shards": lambda: _bad_shards(compute, g),
-        "order": lambda: _out_of_order(compute, g), "evictions": lambda: _lost(compute, g),
+        "order": lambda: _out_of_order(compute, g), "residuals": lambda: _badly_treated(compute),
+        "evictions": lambda: _lost(compute, g),
         "pairs": lambda: _bad_pairs(compute, g),
         "ends": lambda: _stray(p, g), "pairing": lambda: _unpaired(p), "data": lambda: _missing_data(p, g),
         "optimizer": lambda: _bad_optimizer(p, g), "deadlock": lambda: bool(program_stuck(p, g)),
     }  # fmt: skip
-    if g.shards and not any(tests[rule]() for rule in PROGRAM_RULES[1:6]) and stuck(compute, g):
+    if g.shards and not any(tests[rule]() for rule in PROGRAM_RULES[1:7]) and stuck(compute, g):
         return "deadlock"
     return next((rule for rule in PROGRAM_RULES[1:] if tests[rule]()), None)
 

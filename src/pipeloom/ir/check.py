@@ -6,14 +6,14 @@ may rely on those before it in `RULES`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import TypeAlias
 
 import numpy as np
 
-from . import added_rules, program_rules, rules_eviction, rules_placement, rules_shards
+from . import added_rules, program_rules, rules_eviction, rules_placement, rules_residuals, rules_shards
 from .action import AFTER, COMPUTE, Action, B, F, I, W
-from .columns import B_, CODE, F_, I_, W_, Bools, Ints, Rows
+from .columns import B_, CODE, F_, I_, OFFLOAD_, RECOMPUTE_, W_, Bools, Ints, Rows
 from .errors import ScheduleError
 from .flow import Flow, flow_of
 from .milestones import Milestone, name_of
@@ -48,7 +48,7 @@ def check_shape(program: Program, stages: StageGraph) -> None:
     if program.wiring(flow).sound:
         return
     compute = _computing(program)
-    for rule in (placement, kinds):
+    for rule in (placement, kinds_of_program):
         rule(compute, flow)
     for program_rule in (program_rules.ends, program_rules.pairing):
         program_rule(program, stages, flow)
@@ -56,7 +56,7 @@ def check_shape(program: Program, stages: StageGraph) -> None:
 
 
 def _computing(program: Program) -> Schedule:
-    """The compute actions of a program, in its order."""
+    """The actions of a program, in its order: all but transfers and what is done once a step."""
     return Schedule(
         name="program", microbatches=program.microbatches, placement=program.placement,
         rows=Rows(program.columns.where(program.columns.is_compute)), pairs=program.pairs,
@@ -72,7 +72,7 @@ def check_program(program: Program, stages: StageGraph) -> None:
     """
     flow = flow_of(stages)
     compute = _computing(program)
-    for rule in (placement, kinds, completeness, rules_shards.shards, order_on_rank, *LATER_RULES):
+    for rule in PROGRAM_RULES:
         rule(compute, flow)
     for program_rule in program_rules.RULES:
         program_rule(program, stages, flow)
@@ -114,8 +114,18 @@ def placement(schedule: Schedule, flow: Flow) -> None:
 
 def kinds(schedule: Schedule, flow: Flow) -> None:
     """Only compute actions of known kinds, on micro-batches that exist."""
+    _known_kinds(schedule, range(W_ + 1))
+
+
+def kinds_of_program(schedule: Schedule, flow: Flow) -> None:
+    """The same for a program, which may also offload and recompute."""
+    _known_kinds(schedule, (*range(W_ + 1), *range(OFFLOAD_, RECOMPUTE_ + 1)))
+
+
+def _known_kinds(schedule: Schedule, built_in: Collection[int]) -> None:
     columns = schedule.columns
-    known = np.array([k in COMPUTE and (c <= W_ or k not in CODE) for c, k in enumerate(columns.kinds)])
+    added = [k in COMPUTE and k not in CODE for k in columns.kinds]
+    known = np.array([c in built_in or found for c, found in enumerate(added)])
     out = (columns.microbatch < 0) | (columns.microbatch >= schedule.microbatches)
     entry = _first(~known[columns.kind] | out)
     if entry is None:
@@ -301,6 +311,11 @@ def _at(schedule: Schedule, entry: int) -> tuple[int, Action]:
 
 
 LATER_RULES: tuple[Rule, ...] = (rules_eviction.evictions, *added_rules.RULES)
+PROGRAM_RULES: tuple[Rule, ...] = (
+    placement, kinds_of_program, completeness, rules_shards.shards, order_on_rank, *rules_residuals.RULES,
+    *LATER_RULES,
+)  # fmt: skip
+"""For the actions of a program."""
 RULES: tuple[Rule, ...] = (
     placement, rules_placement.ranks, kinds, completeness, rules_shards.shards, order_on_rank, slice_order,
     progress, *LATER_RULES,

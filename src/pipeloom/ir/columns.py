@@ -41,6 +41,7 @@ CODE = {kind: code for code, kind in enumerate(KINDS)}
 F_, B_, I_, W_ = (CODE[kind] for kind in (F, B, I, W))
 SEND_F_, RECV_F_, SEND_B_, RECV_B_ = (CODE[kind] for kind in (SEND_F, RECV_F, SEND_B, RECV_B))
 REDUCE_, STEP_ = CODE[REDUCE], CODE[STEP]
+OFFLOAD_, RELOAD_, RECOMPUTE_ = (CODE[kind] for kind in (OFFLOAD, RELOAD, RECOMPUTE))
 
 Codes: TypeAlias = NDArray[np.int16]
 Ints: TypeAlias = NDArray[np.int32]
@@ -85,6 +86,11 @@ class Columns:
     @cached_property
     def trains(self) -> bool:
         return bool(((self.kind >= B_) & (self.kind <= W_)).any())
+
+    @cached_property
+    def treats_residuals(self) -> bool:
+        """Whether anything is offloaded or recomputed."""
+        return bool(((self.kind >= OFFLOAD_) & (self.kind <= RECOMPUTE_)).any())
 
     def rank_of(self, entry: int) -> int:
         return int(np.searchsorted(self.offsets, entry, side="right")) - 1

@@ -13,7 +13,8 @@ from typing import Any, overload
 class Event:
     """One action on one stream of one rank. Times in seconds from the start of the step.
 
-    stream: "compute", "send", "recv" (time spent waiting for a message) or "host".
+    stream: "compute", "send", "recv" (time spent waiting for a message), "d2h" and "h2d" (residuals copied to
+    the host and back), or "host" (what operations that a user declared do there).
     """
 
     rank: int
@@ -42,32 +43,37 @@ class MemoryCurve:
 
 
 class Curves(Sequence[MemoryCurve]):
-    """Device curves of all ranks, each made when it is asked for.
+    """Device curves of all ranks, and behind them their host curves if there are any, each made when it is
+    asked for.
 
-    peaks: bytes of each rank, known without the curve.
+    peaks: device bytes of each rank, known without the curve.
     """
 
-    def __init__(self, peaks: Sequence[int], make: Callable[[int], MemoryCurve]) -> None:
+    def __init__(
+        self, peaks: Sequence[int], make: Callable[[int], MemoryCurve],
+        make_host: Callable[[int], MemoryCurve] | None = None,
+    ) -> None:  # fmt: skip
         self.peaks = tuple(peaks)
-        self._make = make
+        self._makers = (make,) if make_host is None else (make, make_host)
         self._made: dict[int, MemoryCurve] = {}
 
     def __len__(self) -> int:
-        return len(self.peaks)
+        return len(self._makers) * len(self.peaks)
 
     @overload
-    def __getitem__(self, rank: int) -> MemoryCurve: ...
+    def __getitem__(self, at: int) -> MemoryCurve: ...
     @overload
-    def __getitem__(self, rank: slice) -> tuple[MemoryCurve, ...]: ...
-    def __getitem__(self, rank: int | slice) -> Any:
-        if isinstance(rank, slice):
-            return tuple(self[r] for r in range(*rank.indices(len(self))))
-        if not -len(self) <= rank < len(self):
-            raise IndexError(rank)
-        rank %= len(self)
-        if rank not in self._made:
-            self._made[rank] = self._make(rank)
-        return self._made[rank]
+    def __getitem__(self, at: slice) -> tuple[MemoryCurve, ...]: ...
+    def __getitem__(self, at: int | slice) -> Any:
+        if isinstance(at, slice):
+            return tuple(self[i] for i in range(*at.indices(len(self))))
+        if not -len(self) <= at < len(self):
+            raise IndexError(at)
+        at %= len(self)
+        if at not in self._made:
+            tier, rank = divmod(at, len(self.peaks))
+            self._made[at] = self._makers[tier](rank)
+        return self._made[at]
 
     def __eq__(self, other: object) -> bool:
         return tuple(self) == tuple(other) if isinstance(other, Curves | tuple) else NotImplemented
@@ -144,8 +150,9 @@ class Timeline:
         whole = self.ranks * self.step_s
         return 1.0 - sum(self.totals.busy_s) / whole if whole else 0.0
 
-    def peak_bytes(self, rank: int) -> int:
-        """Largest device memory of a rank."""
-        if isinstance(self.memory, Curves):
+    def peak_bytes(self, rank: int, tier: str = "device") -> int:
+        """The most that a rank holds in one tier, "device" or "host"; 0 where nothing is known of it."""
+        if isinstance(self.memory, Curves) and tier == "device":
             return self.memory.peaks[rank]
-        return max((c.peak_bytes for c in self.memory if c.rank == rank and c.tier == "device"), default=0)
+        curves = self.memory[self.ranks :] if isinstance(self.memory, Curves) else self.memory
+        return max((c.peak_bytes for c in curves if c.rank == rank and c.tier == tier), default=0)

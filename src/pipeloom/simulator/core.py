@@ -91,6 +91,8 @@ class State(NamedTuple):
     ready: Longs
 
 
+STREAMS = 5
+"""Computing, and those that run beside it."""
 _SENT, _POSTED, _MOVED, _RECEIVED = 0, 1, 2, 3
 _NOT_YET = -1.0
 
@@ -107,7 +109,7 @@ def new_state(layout: Layout, begin_s: Floats, *, starts: bool = True) -> State:
         start=np.zeros(entries if starts else 0), end=np.zeros(entries),
         move_start=np.zeros(len(layout.line)), move_end=np.zeros(len(layout.line)),
         at=layout.offsets[:-1].copy(), clock=begin_s.astype(np.float64), awaited=np.full(ranks, -1),
-        part=np.zeros(ranks, np.int64), behind=np.full(ranks, -1), streams=np.zeros((ranks, 3)),
+        part=np.zeros(ranks, np.int64), behind=np.full(ranks, -1), streams=np.zeros((ranks, STREAMS)),
         counts=np.zeros((pipes, 4), np.int64), free=np.zeros(pipes),
         sum_at=np.zeros(sums), sum_here=np.zeros(sums, np.int64), sum_waiter=np.full(sums, -1),
         meet_at=np.full(meeting, _NOT_YET), meet_waiter=np.full(meeting, -1),
@@ -149,7 +151,8 @@ def run(p: Layout, s: State) -> bool:
                 s.counts[pipe, _RECEIVED] += 1
                 _post(p, s, pipe, s.counts[pipe, _RECEIVED] + p.ahead, clock)
             elif code == REDUCE_ or code == STEP_:
-                clock = max(clock, s.streams[rank, 1], s.streams[rank, 2])
+                for stream in range(1, STREAMS):
+                    clock = max(clock, s.streams[rank, stream])
                 if len(s.start) and s.part[rank] == 0:
                     s.start[entry] = clock
                 if code == STEP_:

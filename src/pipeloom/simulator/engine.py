@@ -37,8 +37,11 @@ def simulate(
 
     A message occupies its sender and its receiver for `Link.occupied_s`. It moves when it is sent, its
     receive is posted and the link of that pair of ranks is free, and takes `Link.transfer_s`. Events: compute
-    actions and STEP on stream "compute"; each message on "send" of its sender; time that a rank waits for one
-    and receives it, where there is any, and REDUCE with its waits on "recv".
+    actions, RECOMPUTE and STEP on stream "compute"; each message on "send" of its sender; time that a rank
+    waits for one and receives it, where there is any, and REDUCE with its waits on "recv"; OFFLOAD on "d2h"
+    and RELOAD on "h2d", beside computing and each other, one at a time on each. An OFFLOAD begins when its
+    rank comes to it, a RELOAD when that is so and its OFFLOAD has ended; RECOMPUTE, B and I wait for their
+    RELOAD, and STEP for all that runs beside computing.
 
     Raises: PlanError if an argument does not fit the program; DeadlockError if the program blocks.
 
@@ -66,6 +69,7 @@ def simulate(
         raise AssertionError("the simulator is stuck on a program that the checks let pass")
     memory = memory_of(program, stages, costs, layout, state, begin_s=begin)
     peaks = memory.peaks()
+    host_curve = memory.host_curve if program.columns.treats_residuals else None
     streams = [STREAMS[number] for number in layout.stream.tolist()]
     for code in (RECV_F_, RECV_B_, REDUCE_):
         streams[code] = "recv"
@@ -77,7 +81,7 @@ def simulate(
             program.columns, streams, (state.start, state.end, begin), layout.message,
             (state.move_start, state.move_end),
         ),
-        memory=Curves([sum(peak.values()) for peak in peaks], memory.curve),
+        memory=Curves([sum(peak.values()) for peak in peaks], memory.curve, host_curve),
     )  # fmt: skip
 
 

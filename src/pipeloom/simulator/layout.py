@@ -6,9 +6,23 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from ..ir.action import Action, B, F, I, Kind
+from ..ir.action import OFFLOAD, RELOAD, Action, B, F, I, Kind
 from ..ir.cluster import Cluster
-from ..ir.columns import CODE, RECV_B_, RECV_F_, SEND_B_, SEND_F_, STEP_, Codes, Columns, Ints, Longs
+from ..ir.columns import (
+    CODE,
+    OFFLOAD_,
+    RECOMPUTE_,
+    RECV_B_,
+    RECV_F_,
+    RELOAD_,
+    SEND_B_,
+    SEND_F_,
+    STEP_,
+    Codes,
+    Columns,
+    Ints,
+    Longs,
+)
 from ..ir.costs import StageCost, action_seconds, pair_shares
 from ..ir.flow import Flow, flow_of
 from ..ir.kernels import in_place
@@ -20,7 +34,7 @@ from ..ir.walk import starts_of
 from ..ir.wiring import Lines
 from .core import Floats, Layout
 
-STREAMS = ("compute", "send", "host")
+STREAMS = ("compute", "send", "host", "d2h", "h2d")
 """Streams by their number in a layout."""
 
 _NONE = np.zeros(0, np.int32)
@@ -57,7 +71,7 @@ def layout_of(
         busy=_by_line(pipe, [link.occupied_s for link in links], size),
         first=first, target=np.array([target for _, target in ends], np.int32),
         duration=_durations(columns, costs), own_duration=_own_durations(program, costs, own_s),
-        stream=np.array([_stream(kind) for kind in columns.kinds], np.int32),
+        stream=_streams(columns),
         held=_held(program), first_meet=first_meet, meets=meets,
         first_sum=starts_of([len(row) for row in rows]),
         sums=np.array([n for row in rows for n in row], np.int32),
@@ -134,19 +148,30 @@ def _own_durations(program: Program, costs: Sequence[StageCost], own_s: Mapping[
     return own
 
 
-def _stream(kind: Kind) -> int:
-    operation = OPERATIONS.get(kind)
-    return 0 if operation is None else STREAMS.index(operation.stream)
-
+def _streams(columns: Columns) -> Ints:
+    """By kind; 0 for those that the program does not have."""
+    copies: dict[Kind, str] = {OFFLOAD: "d2h", RELOAD: "h2d"} if columns.treats_residuals else {}
+    names = [
+        OPERATIONS[kind].stream if kind in OPERATIONS else copies.get(kind, "compute")
+        for kind in columns.kinds
+    ]
+    return np.array([STREAMS.index(name) for name in names], np.int32)
 
 
 def _held(program: Program) -> Ints:
-    """Per entry of an operation the anchor that waits for it, where there are operations before anchors."""
+    """Per entry the one that waits for it: the anchor of an operation, and the RELOAD, RECOMPUTE, B or I that
+    follows an OFFLOAD or a RELOAD. Empty where the program has neither."""
     columns, places = program.columns, program.places
     before = [c for c, k in enumerate(columns.kinds) if k in OPERATIONS and OPERATIONS[k].before is not None]
-    if not before:
+    if not before and not columns.treats_residuals:
         return _NONE
     held = np.full(len(columns), -1, np.int32)
+    if columns.treats_residuals:
+        back, again = places.of(RELOAD_), places.of(RECOMPUTE_)
+        user = np.where(again >= 0, again, places.gradients())
+        for table, waiting in ((places.of(OFFLOAD_), back), (back, user)):
+            has = table >= 0
+            held[table[has]] = waiting[has]
     for code in before:
         operation = OPERATIONS[columns.kinds[code]]
         table = places.of(code)

@@ -1,7 +1,9 @@
 """Memory of every rank over time, by kind.
 
     static       parameters, gradients, optimizer state, buffers: the whole step
-    residuals    from the start of F to the end of B; after I only what W needs, until the end of W
+    residuals    from the start of F to the end of B; after I only what W needs, until the end of W.
+                 What OFFLOAD copies to the host is here until it ends, and again from the start of RELOAD;
+                 what F drops is here from the start of RECOMPUTE
     boundary     a message: at its sender from the start of the action that makes it until it has arrived;
                  at its receiver from the moment that the receive is posted, with its buffer, until the
                  receiver's B or W of that micro-batch ends.
@@ -10,6 +12,8 @@
 
 EVICT moves residuals to the rank's partner and FETCH moves them back (`ir.eviction`): the receiver has them
 from the start, the giver until the end.
+
+Host memory: what OFFLOAD copies, from its start until the end of RELOAD.
 
 Inputs go when F ends if no backward reads them (`StageCost.keeps_inputs`), or where there are no backwards.
 """
@@ -21,8 +25,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..ir.action import B, F, I, Kind, W
-from ..ir.columns import Ints, Longs
+from ..ir.action import OFFLOAD, RECOMPUTE, RELOAD, B, F, I, Kind, W
+from ..ir.columns import F_, OFFLOAD_, RECOMPUTE_, RELOAD_, Bools, Ints, Longs
 from ..ir.costs import STATIC_KINDS, StageCost
 from ..ir.eviction import EVICT, FETCH, partner
 from ..ir.flow import Flow, flow_of
@@ -48,6 +52,8 @@ class Memory:
     books: Books
     static: Sequence[Sequence[int]]
     begin_s: Floats
+    offloaded: Longs
+    """Bytes that OFFLOAD copies, by stage."""
 
     def peaks(self) -> tuple[Mapping[str, int], ...]:
         """Per rank the bytes by kind at its first peak."""
@@ -75,6 +81,21 @@ class Memory:
         )  # fmt: skip
 
 
+    def host_curve(self, rank: int) -> MemoryCurve:
+        """Bytes over time that one rank has on the host; at equal times what goes goes first."""
+        p = self.layout
+        low, high = int(p.offsets[rank]), int(p.offsets[rank + 1])
+        kind, stage = p.kind[low:high], p.stage[low:high]
+        comes, goes = kind == OFFLOAD_, kind == RELOAD_
+        times = np.concatenate((self.state.end[low:high][goes], self.state.start[low:high][comes]))
+        sizes = np.concatenate((-self.offloaded[stage[goes]], self.offloaded[stage[comes]]))
+        order = np.argsort(times, kind="stable")
+        return MemoryCurve(
+            rank=rank, tier="host", times_s=(0.0, *times[order].tolist()),
+            sizes=(0, *np.cumsum(sizes[order]).tolist()),
+        )  # fmt: skip
+
+
 def memory_of(
     program: Program, stages: StageGraph, costs: Sequence[StageCost], layout: Layout, state: State,
     *, begin_s: Floats,
@@ -96,7 +117,9 @@ def memory_of(
         out[source].append(pipe)
         into[int(layout.target[pipe])].append(pipe)
     books = Books(
-        begin=begin, finish=finish, line_bytes=line_bytes(lines, stages), begin_s=begin_s,
+        begin=begin, finish=finish,
+        bare=_bare(program), dropped=np.array([cost.recomputed_bytes for cost in costs], np.int64),
+        line_bytes=line_bytes(lines, stages), begin_s=begin_s,
         first_in=starts_of([len(row) for row in into]), pipes_in=_listed(into),
         first_out=starts_of([len(row) for row in out]), pipes_out=_listed(out),
         lent=_lent(program, costs, state),
@@ -105,7 +128,20 @@ def memory_of(
     for cost, home in zip(costs, program.placement, strict=True):
         for number, kind in enumerate(STATIC_KINDS):
             static[home][number] += cost.static_bytes.get(kind, 0)
-    return Memory(layout=layout, state=state, books=books, static=static, begin_s=begin_s)
+    return Memory(
+        layout=layout, state=state, books=books, static=static, begin_s=begin_s,
+        offloaded=np.array([cost.offloaded_bytes for cost in costs], np.int64),
+    )  # fmt: skip
+
+
+def _bare(program: Program) -> Bools:
+    """Which entries are an F whose residuals are in part made again by a RECOMPUTE."""
+    if not program.columns.treats_residuals:
+        return np.zeros(0, np.bool_)
+    bare = np.zeros(len(program.columns), np.bool_)
+    forward = program.places.of(F_)
+    bare[forward[(forward >= 0) & (program.places.of(RECOMPUTE_) >= 0)]] = True
+    return bare
 
 
 def _listed(rows: Sequence[Sequence[int]]) -> Ints:
@@ -129,11 +165,12 @@ def _tables(
         held, carried = cost.residual_bytes, cost.carried_bytes
         comes = {
             F: (held if training else 0, outputs), B: (0, gradients_out), I: (0, gradients_out),
-            FETCH: (held, 0),
+            FETCH: (held, 0), RELOAD: (cost.offloaded_bytes, 0), RECOMPUTE: (cost.recomputed_bytes, 0),
         }  # fmt: skip
         goes = {
             F: (0, kept - inputs), B: (-held, -kept - gradients_in), I: (carried - held, 0),
             W: (-carried, -kept - gradients_in), EVICT: (-held, 0),
+            OFFLOAD: (-cost.offloaded_bytes, 0),
         }  # fmt: skip
         for code, kind in enumerate(kinds):
             scratch = cost.transient_bytes.get(kind, 0)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..ir.columns import RECV_B_, RECV_F_, SEND_F_, Ints, Longs
+from ..ir.columns import RECV_B_, RECV_F_, SEND_F_, Bools, Ints, Longs
 from ..ir.kernels import in_place, kernel
 from .core import Floats, Layout, State
 
@@ -30,11 +30,14 @@ class Lent(NamedTuple):
 
 class Books(NamedTuple):
     """begin, finish: change of residuals, boundary and transient bytes when an action begins and ends, by
-    stage and kind.  line_bytes: of a message.  begin_s: when each rank starts.  pipes_in, pipes_out: of each
-    rank."""
+    stage and kind.  bare: per entry whether it is an F that keeps `dropped[stage]` bytes less, as RECOMPUTE
+    makes them again; empty where there is none.  line_bytes: of a message.  begin_s: when each rank starts.
+    pipes_in, pipes_out: of each rank."""
 
     begin: Longs
     finish: Longs
+    bare: Bools
+    dropped: Longs
     line_bytes: Longs
     begin_s: Floats
     first_in: Ints
@@ -109,7 +112,10 @@ def _own(
             count = _post(p, b, (pipe, upto), s.end[entry], (time, change, posted), count)
         elif code < SEND_F_ or code > RECV_B_:
             stage = p.stage[entry]
+            before = count
             count += _changed(b.begin, (stage, code), _start(p, s, b, rank, entry), time, change, count)
+            if count > before and len(b.bare) and b.bare[entry]:
+                change[before, RESIDUALS] -= b.dropped[stage]
             count += _changed(b.finish, (stage, code), s.end[entry], time, change, count)
     return count
 
