@@ -1,10 +1,12 @@
 """Cluster files: what is read, and what is refused with which words."""
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from pipeloom.ir.cluster import GiB, Link
+from pipeloom.ir.cluster import OP_CLASSES, Cluster, Device, GiB, Link
 from pipeloom.ir.errors import ConfigError
-from pipeloom.planner import cpu_cluster, load_cluster
+from pipeloom.planner import cpu_cluster, load_cluster, save_cluster
 
 GOOD = """
 [[device]]
@@ -88,3 +90,101 @@ def test_processes_on_this_machine():
     assert cpu_cluster(2).devices[0].memory_bytes > 2**20
     with pytest.raises(ConfigError, match="a cluster of 0 devices"):
         cpu_cluster(0)
+
+
+EVERYTHING = """
+[[device]]
+name = "card"
+memory = "24GiB"
+group = "pair"
+switch = "left"
+host_link = { bandwidth = "12GB", latency_s = 1e-5, overhead_s = 1e-6, overhead_s_per_byte = 1e-12 }
+host_link_back = { bandwidth = "11GB" }
+[[device]]
+name = "card"
+memory = "24GiB"
+group = "pair"
+[within_node]
+bandwidth = "12GB"
+[groups]
+pair = { bandwidth = "50GB" }
+[switches]
+left = { bandwidth = "13GB" }
+[node_link]
+bandwidth = "10GB"
+"""
+
+
+def test_a_file_with_all_that_is_shared(tmp_path):
+    path = tmp_path / "cluster.toml"
+    path.write_text(EVERYTHING)
+    cluster = load_cluster(path)
+    first, second = cluster.devices
+    assert (first.group, first.switch, second.switch) == ("pair", "left", None)
+    assert first.host_link == Link(
+        bandwidth_bytes_per_s=12e9, latency_s=1e-5, overhead_s=1e-6, overhead_s_per_byte=1e-12
+    )
+    assert first.reload_link == Link(bandwidth_bytes_per_s=11e9)
+    assert cluster.link(0, 1) == Link(bandwidth_bytes_per_s=50e9)
+    assert cluster.switches == {"left": Link(bandwidth_bytes_per_s=13e9)}
+    assert cluster.node_link == Link(bandwidth_bytes_per_s=10e9)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (('switch = "left"', 'switch = "leftt"'), "names the switch 'leftt'"),
+        (('switch = "left"', 'switch = "leftt"'), "did you mean left?"),
+        (('switch = "left"', "switch = 1"), "device 1: switch is 1"),
+        (("[switches]", "[switchs]"), "unknown key 'switchs'\nhint: did you mean switches?"),
+        (("left = { bandwidth", "left = { bandwidt"), "left of switches has the unknown key 'bandwidt'"),
+        (('left = { bandwidth = "13GB" }', "left = 13"), "left of switches is not a table"),
+        (('"12GB", latency', "-1.0, latency"), "host_link of device 1: link has bandwidth -1.0 B/s"),
+        (("host_link = {", "host_lnk = {"), "did you mean host_link?"),
+        (("host_link_back = {", "host_link = {"), "is not valid TOML"),
+    ],
+)  # fmt: skip
+def test_what_is_refused_of_shared_links(tmp_path, wrong, words):
+    path = tmp_path / "cluster.toml"
+    path.write_text(EVERYTHING.replace(*wrong))
+    with pytest.raises(ConfigError) as caught:
+        load_cluster(path)
+    assert words in str(caught.value)
+
+
+RATES = st.floats(min_value=1e-9, max_value=1e18, allow_nan=False)
+LINKS = st.builds(
+    Link, bandwidth_bytes_per_s=RATES, latency_s=RATES, overhead_s=st.just(0.0) | RATES,
+    overhead_s_per_byte=st.just(0.0) | RATES,
+)  # fmt: skip
+DEVICES = st.builds(
+    Device,
+    name=st.text(min_size=1), memory_bytes=st.integers(1, 2**40),
+    flops_per_s=st.dictionaries(st.sampled_from(["float32", "bfloat16"]), RATES),
+    memory_bytes_per_s=RATES, efficiency=st.dictionaries(st.sampled_from(OP_CLASSES), RATES),
+    launch_s=RATES, node=st.just(0), group=st.sampled_from([None, "a", "b"]),
+    switch=st.sampled_from([None, "left", "right"]), host_link=LINKS, host_link_back=st.none() | LINKS,
+    host_memory_bytes=st.integers(0, 2**40),
+)  # fmt: skip
+CLUSTERS = st.builds(
+    Cluster,
+    devices=st.lists(DEVICES, min_size=1, max_size=4).flatmap(
+        lambda kinds: st.lists(st.sampled_from(kinds), min_size=1, max_size=6).map(tuple)
+    ),
+    within_node=LINKS, between_nodes=st.none() | LINKS, node_link=st.none() | LINKS,
+    groups=st.fixed_dictionaries({"a": LINKS, "b": LINKS}),
+    switches=st.fixed_dictionaries({"left": LINKS, "right": LINKS}),
+)  # fmt: skip
+
+
+@given(cluster=CLUSTERS, note=st.sampled_from(["", "measured here\n\ntwice"]))
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_what_is_written_reads_as_the_same_cluster(tmp_path, cluster, note):
+    path = tmp_path / "cluster.toml"
+    save_cluster(cluster, path, note=note)
+    assert load_cluster(path) == cluster
+
+
+def test_a_file_that_cannot_be_written(tmp_path):
+    with pytest.raises(ConfigError, match="cannot write cluster .*: No such file"):
+        save_cluster(cpu_cluster(1), tmp_path / "missing" / "cluster.toml")

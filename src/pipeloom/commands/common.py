@@ -87,6 +87,12 @@ def plan_options(command: Command) -> Command:
     return command
 
 
+def cluster_option(help: str) -> Callable[[Command], Command]:
+    """--cluster, as the argument `cluster`. help: what for."""
+    named = 'As "8 x a100-40", "2 nodes of 8 x h100", or a cluster file; see `pipeloom cluster`.'
+    return click.option("--cluster", metavar="CLUSTER", help=f"{help} {named}")
+
+
 def json_option(command: Command) -> Command:
     help = "Print one JSON object instead of tables."
     return click.option("--json", "as_json", is_flag=True, help=help)(command)
@@ -101,10 +107,11 @@ def job_of(model: str | None) -> Job:
     return default_job(Config()) if model is None else load_job(model)
 
 
-def cluster_of(file: Path | None) -> Cluster | None:
-    from ..planner import load_cluster
+def cluster_of(text: str | None) -> Cluster | None:
+    """The cluster that --cluster names: devices that pipeloom knows, or a file."""
+    from ..planner import find_cluster
 
-    return None if file is None else load_cluster(file)
+    return None if text is None else find_cluster(text)
 
 
 def console() -> Console:

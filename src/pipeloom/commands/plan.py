@@ -13,6 +13,7 @@ from .common import (
     MODEL_HELP,
     Size,
     cluster_of,
+    cluster_option,
     console,
     job_of,
     json_option,
@@ -26,13 +27,13 @@ from .common import (
 @model_argument
 @plan_options
 @click.option("--device-memory", type=Size(), help="Cap per rank, as 300MiB.")
-@click.option("--cluster", type=FILE, help="Plan for the devices of this cluster file, by roofline.")
+@cluster_option("Plan for these devices, by roofline.")
 @click.option("--profile", "profile_file", type=FILE, help="Use this saved profile instead of measuring.")
 @click.option("--strategy", default="exact", show_default=True, help="Planner, by name.")
 @click.option("--output", "-o", type=FILE, help="Write the plan to this JSON file.")
 @json_option
 def plan(
-    *, model: str | None, device_memory: str | None, cluster: Path | None, profile_file: Path | None,
+    *, model: str | None, device_memory: str | None, cluster: str | None, profile_file: Path | None,
     output: Path | None, as_json: bool, **wanted: Any,
 ) -> None:  # fmt: skip
     """Cut MODEL into stages and print what each runs, takes and holds.
@@ -48,7 +49,8 @@ def plan(
 
     if device_memory is not None and cluster is not None:
         raise ConfigError(
-            "--device-memory and --cluster were both given", hint="the cluster file says each device's memory"
+            "--device-memory and --cluster were both given",
+            hint="say each device's memory in the cluster, as in --cluster '4 x a100-40 with 20GiB'",
         )
     found = passes.plan(
         job_of(model), memory=device_memory, cluster=cluster_of(cluster),

@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .common import FILE, MODEL_HELP, cluster_of, console, job_of, json_option, model_argument, print_json
+from .common import (
+    FILE,
+    MODEL_HELP,
+    cluster_of,
+    cluster_option,
+    console,
+    job_of,
+    json_option,
+    model_argument,
+    print_json,
+)
 
 if TYPE_CHECKING:
     from ..ir.graph import OpGraph
@@ -24,15 +34,13 @@ if TYPE_CHECKING:
 @click.option(
     "--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Where to measure."
 )
-@click.option(
-    "--cluster", type=FILE, help="Estimate by roofline for the devices of this cluster file instead."
-)
+@cluster_option("Estimate by roofline for these devices instead.")
 @click.option("--save", type=FILE, help="Write the profile to this JSON file.")
 @click.option("--save-graph", type=FILE, help="Write the captured graph to this JSON file.")
 @click.option("--top", type=click.IntRange(1), default=15, show_default=True, help="Rows of the table.")
 @json_option
 def profile(
-    *, model: str | None, microbatch_size: int, device: str, cluster: Path | None,
+    *, model: str | None, microbatch_size: int, device: str, cluster: str | None,
     save: Path | None, save_graph: Path | None, top: int, as_json: bool,
 ) -> None:  # fmt: skip
     """Measure, or estimate, the cost of every op of MODEL.

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 import click
 
 from ..ir.errors import ConfigError
-from .common import FILE, MODEL_HELP, cluster_of, console, job_of, json_option, print_json
+from .common import FILE, MODEL_HELP, cluster_of, cluster_option, console, job_of, json_option, print_json
 
 if TYPE_CHECKING:
+    from ..ir.cluster import Cluster
     from ..ir.graph import OpGraph
     from ..ir.plan import Plan
     from ..ir.profile import Profile
@@ -22,15 +23,13 @@ if TYPE_CHECKING:
 @click.argument("model", required=False)
 @click.option("--graph", "graph_file", type=FILE, help="Saved graph of the model, instead of MODEL.")
 @click.option("--profile", "profile_file", type=FILE, help="Saved profile, instead of measuring MODEL.")
-@click.option(
-    "--cluster", "cluster_file", type=FILE, help="Devices and links; by default processes of this machine."
-)
+@cluster_option("Devices and links; by default processes of this machine.")
 @click.option("--html", type=FILE, help="Write a report page.")
 @click.option("--trace", type=FILE, help="Write a trace for Perfetto.")
 @json_option
 def simulate(
     *, plan_file: Path, model: str | None, graph_file: Path | None, profile_file: Path | None,
-    cluster_file: Path | None, html: Path | None, trace: Path | None, as_json: bool,
+    cluster: str | None, html: Path | None, trace: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Simulate one step of PLAN, made for MODEL, and draw it.
 
@@ -45,9 +44,10 @@ def simulate(
     from ..planner import cpu_cluster
 
     plan = load_plan(plan_file)
-    graph, costs = _costs(plan, model, graph_file, profile_file, cluster_file)
-    cluster = cluster_of(cluster_file) or cpu_cluster(len(set(plan.placement)))
-    timeline = passes.simulate(plan, graph, costs, cluster)
+    described = cluster_of(cluster)
+    graph, costs = _costs(plan, model, graph_file, profile_file, described)
+    devices = described or cpu_cluster(len(set(plan.placement)))
+    timeline = passes.simulate(plan, graph, costs, devices)
     if html is not None:
         reasons = explain_steps(plan, graph, [timeline])
         title = f"{graph.name}: {plan.schedule}, simulated"
@@ -80,7 +80,7 @@ def _costs(
     model: str | None,
     graph_file: Path | None,
     profile_file: Path | None,
-    cluster_file: Path | None,
+    cluster: Cluster | None,
 ) -> tuple[OpGraph, Profile | dict[str, Profile]]:
     from ..api import passes
     from ..ir import codec
@@ -89,7 +89,6 @@ def _costs(
 
     if graph_file is not None and model is not None:
         raise ConfigError("--graph and MODEL were both given", hint="give one of them")
-    cluster = cluster_of(cluster_file)
     captured = None if graph_file is not None else passes.capture(job_of(model), plan.microbatch_size)
     graph = codec.load(graph_file, OpGraph) if captured is None else captured.graph  # type: ignore[arg-type]
     if profile_file is not None:

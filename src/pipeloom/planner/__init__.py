@@ -1,7 +1,11 @@
 """Planners: OpGraph x Profile x Cluster -> Plan. One strategy per file, one cost and memory model."""
 
-from .clusters import cpu_cluster, load_cluster
+from .cluster_files import load_cluster, save_cluster
+from .clusters import cpu_cluster, find_cluster
 from .make import PlanOptions, explain, make_plan
 from .registry import names
 
-__all__ = ["PlanOptions", "cpu_cluster", "explain", "load_cluster", "make_plan", "names"]
+__all__ = [
+    "PlanOptions", "cpu_cluster", "explain", "find_cluster", "load_cluster", "make_plan", "names",
+    "save_cluster",
+]  # fmt: skip

@@ -1,0 +1,159 @@
+"""Built-in devices: figures with their sources, one TOML file each in `catalogue/`.
+
+    name = "card-40"
+    aliases = ["card"]
+    like = "card-80"                     # has that device's figures and sources, but for those given here
+    without = ["switch"]                 # and for these
+    about = "one line"
+    [sources]
+    sheet = "vendor, name of the datasheet (year)"
+    [figures]
+    memory = { value = "40GiB", source = "sheet" }
+    flops_per_s.float32 = { value = 19.5e12, source = "sheet" }
+    host_link = { bandwidth = "25GB", latency_s = 1e-5, source = "sheet" }
+
+Links that devices share have a `size`: so many neighbours in rank order share it.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from ..ir.cluster import Device, Link
+from ..ir.errors import ConfigError
+from ..ir.units import parse_bytes
+from .cluster_files import link_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """One figure of a built-in device.
+
+    name: dotted, as "flops_per_s.bfloat16".  table: its keys as written, "source" left out.
+    source: who says so: a datasheet, a measurement, or "assumption: ..." with its reason.
+    """
+
+    name: str
+    table: Mapping[str, Any]
+    source: str
+
+    @property
+    def value(self) -> Any:
+        return self.table["value"]
+
+    @property
+    def size(self) -> int:
+        """How many devices share the link."""
+        return int(self.table["size"])
+
+    @property
+    def link(self) -> Link:
+        table = {key: value for key, value in self.table.items() if key != "size"}
+        return link_of(table, self.name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuiltIn:
+    """A device that pipeloom knows by name, with the links of the machines it is usually in.
+
+    figures: by name. `memory` less `reserved` is what plans may use; without `memory` the device has a share
+        of this machine's. `group` and `switch` are shared by `size` neighbours; `within_node` is the link
+        of devices that are in no common group, `between_nodes` of one device to one in another node, and
+        `node_link` what all devices of a node share.
+    """
+
+    name: str
+    about: str
+    aliases: tuple[str, ...]
+    figures: Mapping[str, Figure]
+
+    def number(self, name: str, default: float = 0.0) -> float:
+        return float(self.figures[name].value) if name in self.figures else default
+
+    def bytes(self, name: str) -> int:
+        """A size in bytes; 0 if there is no such figure."""
+        return parse_bytes(self.figures[name].value) if name in self.figures else 0
+
+    def link(self, name: str) -> Link | None:
+        return self.figures[name].link if name in self.figures else None
+
+    def numbers(self, prefix: str) -> dict[str, float]:
+        """The figures below a dotted prefix, by the rest of their names."""
+        start = f"{prefix}."
+        return {n.removeprefix(start): self.number(n) for n in self.figures if n.startswith(start)}
+
+    def device(self, *, memory_bytes: int, node: int = 0) -> Device:
+        """One such device with so much memory for plans; without a group or a switch."""
+        return Device(
+            name=self.name, memory_bytes=memory_bytes, flops_per_s=self.numbers("flops_per_s"),
+            memory_bytes_per_s=self.number("memory_bytes_per_s"), efficiency=self.numbers("efficiency"),
+            launch_s=self.number("launch_s"), node=node, host_link=self.link("host_link"),
+            host_link_back=self.link("host_link_back"), host_memory_bytes=self.bytes("host_memory"),
+        )  # fmt: skip
+
+
+@cache
+def built_in_devices() -> Mapping[str, BuiltIn]:
+    """All built-in devices by name, in alphabetical order; aliases are not among the keys."""
+    folder = files(__package__) / "catalogue"
+    found = [tomllib.loads(file.read_text()) for file in folder.iterdir() if file.name.endswith(".toml")]
+    tables = {table["name"]: table for table in found}
+    return {name: _built_in(tables, name) for name in sorted(tables)}
+
+
+def built_in(name: str) -> BuiltIn:
+    """The built-in device of that name or alias; capital letters and blanks do not matter.
+
+    >>> built_in("A100-40").name
+    'a100-40-sxm'
+
+    Raises: ConfigError with the nearest names if there is none.
+    """
+    devices = built_in_devices()
+    names = {alias: entry for entry in devices.values() for alias in (entry.name, *entry.aliases)}
+    wanted = "-".join(name.lower().split())
+    if wanted not in names:
+        near = get_close_matches(wanted, names, n=3, cutoff=0.5)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(devices)}"
+        raise ConfigError(f"no built-in device is called {name!r}", hint=hint)
+    return names[wanted]
+
+
+def _built_in(tables: Mapping[str, dict[str, Any]], name: str) -> BuiltIn:
+    table = tables[name]
+    sources: dict[str, str] = {}
+    figures: dict[str, dict[str, Any]] = {}
+    for ancestor in _line(tables, name):
+        sources |= ancestor.get("sources", {})
+        for dropped in ancestor.get("without", []):
+            del figures[dropped]
+        figures |= dict(_flat(ancestor["figures"]))
+    return BuiltIn(
+        name=name, about=table["about"], aliases=tuple(table.get("aliases", ())),
+        figures={
+            key: Figure(
+                name=key, table={k: v for k, v in row.items() if k != "source"}, source=sources[row["source"]]
+            )
+            for key, row in figures.items()
+        },
+    )  # fmt: skip
+
+
+def _line(tables: Mapping[str, dict[str, Any]], name: str) -> list[dict[str, Any]]:
+    """The device's table behind those that it is like."""
+    table = tables[name]
+    return [*(_line(tables, table["like"]) if "like" in table else []), table]
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> list[tuple[str, dict[str, Any]]]:
+    """Tables with a source by their dotted names."""
+    found: list[tuple[str, dict[str, Any]]] = []
+    for key, row in table.items():
+        found += [(prefix + key, row)] if "source" in row else _flat(row, f"{prefix}{key}.")
+    return found
