@@ -12,7 +12,7 @@ from pipeloom.ir.graph import Buffer, Op, OpGraph, Parameter, Value
 from pipeloom.ir.profile import OpCost, Profile
 from pipeloom.ir.stages import cut
 from pipeloom.planner.cost import CostModel, CostOptions
-from pipeloom.planner.equal import equal
+from pipeloom.planner.balanced import balanced
 from pipeloom.planner.infeasible import needs
 from pipeloom.planner.search import Search, sweep
 
@@ -34,7 +34,7 @@ def test_ops_that_share_an_updated_buffer_stay_together(make_cluster):
     search = search_for(graph, profile, make_cluster([10**9] * 3))
     assert search.model.cut_points.tolist() == [0, 1, 5, 6]
     assert search.fastest() == (4.0, (0, 1, 5, 6))
-    assert equal(search) == (0, 1, 5, 6)
+    assert balanced(search) == (0, 1, 5, 6)
     assert as_stages(graph, search.smallest()[1])
 
 

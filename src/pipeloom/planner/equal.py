@@ -1,19 +1,30 @@
-"""equal: stages of about equal compute time, memory and transfers ignored; the simple baseline."""
+"""equal: as many of the repeated layers in each stage as in any other; Megatron-LM's division.
+
+The embedding goes with the first layer, and what follows a layer with that layer, the head and the loss with
+the last one. Where the number of stages does not divide that of the layers, shares differ by one. Neither
+times nor memory are looked at. Source: Narayanan et al. 2021, arXiv 2104.04473, section 2.2 (each device is
+assigned an equal number of layers).
+"""
 
 from __future__ import annotations
 
-import numpy as np
-
+from ..ir.errors import PlanError
+from .layers import layers
+from .problem import Cuts
 from .search import Search
 
 
-def equal(search: Search) -> tuple[int, ...]:
-    """Cut after the op at which the running time is nearest to 1/S, 2/S, ... of the whole."""
-    prefix, points = search.model.prefix_s[0], search.model.cut_points
-    stages = len(search.caps)
-    chosen = [0]
-    for stage in range(1, stages):
-        target = prefix[-1] * stage / stages
-        first, last = chosen[-1] + 1, len(points) - 1 - (stages - stage)
-        chosen.append(first + int(np.argmin(np.abs(prefix[points[first : last + 1]] - target))))
-    return (*(int(points[index]) for index in chosen), int(points[-1]))
+def equal(search: Search) -> Cuts:
+    """Cut positions. Raises: PlanError if there are fewer layers than stages."""
+    points = search.model.cut_points.tolist()
+    pieces = layers(search.model.wiring.ops)
+    repeated = [piece for piece in pieces if piece.layer] or pieces
+    allowed = set(points[1:-1])
+    inner = [piece.start for piece in repeated[1:] if piece.start in allowed]
+    count, stages = len(inner) + 1, len(search.caps)
+    if count < stages:
+        raise PlanError(
+            f"planner equal found {count} layers for {stages} stages",
+            hint="use fewer stages, or planner balanced, which cuts within layers",
+        )
+    return (0, *(inner[stage * count // stages - 1] for stage in range(1, stages)), points[-1])

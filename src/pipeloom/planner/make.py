@@ -94,7 +94,7 @@ def make_plan(
     """
     _refuse_nonsense(graph, cluster, stages)
     request = _Request(graph, profile, cluster, schedule, microbatches, options)
-    find = planner(strategy)
+    find = planner(strategy).find
     search = request.search(stages)
     if stages > (places := len(search.model.cut_points) - 1):
         raise PlanError(

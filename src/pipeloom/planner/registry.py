@@ -3,36 +3,93 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from difflib import get_close_matches
+from typing import Literal, TypeAlias
 
 from ..ir.errors import PlanError
+from .balanced import balanced
+from .dawnpiper import dawnpiper
 from .equal import equal
 from .exact import exact
+from .pipedream import pipedream, pipedream_repo
+from .probe import probe
 from .search import Search
+from .vpipe import vpipe
 
-Planner = Callable[[Search], tuple[int, ...]]
+Granularity: TypeAlias = Literal["op", "module", "layer"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planner:
+    """A way to cut a model.
+
+    granularity: the smallest piece that it moves.  optimises: it may recompute and offload residuals, with
+        `memory` saying what of that is allowed.  keeps_caps: it looks at memory by itself.
+    source: where it is from.
+    """
+
+    find: Callable[[Search], tuple[int, ...]]
+    granularity: Granularity
+    about: str
+    source: str
+    optimises: bool = False
+    keeps_caps: bool = True
+
 
 PLANNERS: dict[str, Planner] = {
-    "exact": exact,
-    "equal": equal,
-}
+    "exact": Planner(
+        find=exact, granularity="op", optimises=True, source="dynamic programming",
+        about="the best contiguous cut; slow where residuals are optimised",
+    ),
+    "dawnpiper": Planner(
+        find=dawnpiper, granularity="op", optimises=True,
+        source="arXiv 2505.05856, reconstructed from the abstract",
+        about="halves the stages and bisects between balanced compute and balanced memory",
+    ),
+    "probe": Planner(
+        find=probe, granularity="op", optimises=True, source="Pinar and Aykanat 2004, JPDC 64(8)",
+        about="parametric search; exact where transfers cost nothing",
+    ),
+    "vpipe": Planner(
+        find=vpipe, granularity="layer", optimises=True, source="TPDS 33(3) 2022, vPipe-like",
+        about="moves layers over boundaries, treats the residuals of a layer alike",
+    ),
+    "pipedream": Planner(
+        find=pipedream, granularity="module", keeps_caps=False, source="SOSP 2019, as in the paper",
+        about="balances compute and transfers by modules",
+    ),
+    "pipedream-repo": Planner(
+        find=pipedream_repo, granularity="module", keeps_caps=False, source="msr-fiddle/pipedream",
+        about="balances compute by modules, transfers not counted",
+    ),
+    "equal": Planner(
+        find=equal, granularity="layer", keeps_caps=False, source="Megatron-LM, arXiv 2104.04473",
+        about="as many layers in each stage as in any other",
+    ),
+    "balanced": Planner(
+        find=balanced, granularity="op", keeps_caps=False, source="plain",
+        about="equal compute time, memory not looked at",
+    ),
+}  # fmt: skip
 
 
 def names() -> tuple[str, ...]:
     """All planners that `make_plan` knows.
 
     >>> names()
-    ('exact', 'equal')
+    ('exact', 'dawnpiper', 'probe', 'vpipe', 'pipedream', 'pipedream-repo', 'equal', 'balanced')
     """
     return tuple(PLANNERS)
 
 
 def planner(name: str) -> Planner:
-    """A planner by name. Raises: PlanError if there is none."""
-    if name not in PLANNERS:
-        near = get_close_matches(name, PLANNERS, n=1)
+    """A planner by name; `_` for `-` is fine. Raises: PlanError if there is none."""
+    key = name.lower().replace("_", "-")
+    if key not in PLANNERS:
+        near = get_close_matches(key, PLANNERS, n=1)
         meant = f"did you mean {near[0]}? " if near else ""
         raise PlanError(
             f"no planner is named {name!r}", hint=f"{meant}the planners are {', '.join(PLANNERS)}"
         )
-    return PLANNERS[name]
+    return PLANNERS[key]

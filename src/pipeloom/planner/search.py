@@ -8,7 +8,7 @@ comes, best[s][i] is final for every s, so each row of values is made once and u
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from .cost import CostModel, Footprint
 from .evaluation import Evaluator, KeepEverything, Memoised
 from .intervals import Array, Indices
+from .problem import Problem
 
 Row = Callable[[int, Indices, Indices], Array]
 """(start, ends, ranks) -> values of the intervals [start, end) on those ranks: (ranks, ends)."""
@@ -86,6 +87,42 @@ class Search:
     def evaluate(self) -> Evaluator:
         """What planners ask of an interval of ops."""
         return Memoised(KeepEverything(self.model, self.caps, self.in_flight))
+
+    @property
+    def optimises(self) -> bool:
+        """Whether residuals may be recomputed or offloaded."""
+        return False
+
+    @property
+    def tolerance(self) -> float:
+        """Relative difference of stage times that searches of large graphs neglect."""
+        return 1e-3 if self.large else 1e-9
+
+    @cached_property
+    def problem(self) -> Problem:
+        """What planners that search by places see."""
+        prefix, crossing = self.model.prefix_s[self.model.kind], self.model.crossing_bytes
+        everyone, caps = np.array(self.in_flight), np.array(self.caps, dtype=np.float64)
+
+        def shares(start: int, end: int) -> Sequence[float]:
+            rough, _ = self.model.row(start, np.array([end]), exact=False)
+            return list(self.model.memory(rough, everyone)[:, 0] / caps)
+
+        return Problem(
+            points=self.model.cut_points.tolist(), stages=len(self.caps), caps=self.caps,
+            evaluate=self.evaluate, compute_s=lambda start, end, s: float(prefix[s, end] - prefix[s, start]),
+            shares=shares, crossing=lambda position: float(crossing[position]),
+        )  # fmt: skip
+
+    @property
+    def slowest_link(self) -> float:
+        """Bytes per second of the slowest link between neighbours; inf for one stage."""
+        ranks = range(len(self.caps) - 1)
+        return min((self.model.cluster.link(r, r + 1).bandwidth_bytes_per_s for r in ranks), default=np.inf)
+
+    def by_layer(self, places: Sequence[int]) -> Problem:
+        """Cuts in these positions only, and treatments of whole layers between them."""
+        return self.problem.coarser(places)
 
     def fastest(self) -> tuple[float, tuple[int, ...]]:
         """The cut whose slowest stage is fastest among those that fit, and that stage's seconds.
@@ -191,9 +228,7 @@ class Search:
             fits[:, open_ends] = self._filled(exact, ranks) <= 1
         return np.asarray(fits)
 
-    def _turns(
-        self, start: int, ends: Indices, ranks: Indices, rough: Footprint, seconds: Array
-    ) -> Array:
+    def _turns(self, start: int, ends: Indices, ranks: Indices, rough: Footprint, seconds: Array) -> Array:
         fits = self._fits(start, ends, ranks, rough)
         return np.where(fits, self.model.turns(rough, seconds, ranks), np.inf)
 
