@@ -51,8 +51,12 @@ def obey_the_laws(timeline: Timeline, found: Explanation) -> None:
     assert all(p.duration_s > 0 for p in found.path)
 
 
-def name_what_really_ended(timeline: Timeline, found: Explanation) -> None:
-    """A wait ends when what it is said to wait for, or the message that carries it, is there."""
+def name_what_really_ended(program: Program, timeline: Timeline, found: Explanation) -> None:
+    """A wait ends when what it is said to wait for, or the message that carries it, is there.
+
+    The first of a pair also waits for what the second needs.
+    """
+    second = {str(first): other.stage for first, other in program.pairs}
     computed = {e.action: e for e in timeline.events if e.stream == "compute"}
     arrived = {
         (e.action.split("SEND_")[0], e.action.split(">")[1], e.end_s)
@@ -64,8 +68,9 @@ def name_what_really_ended(timeline: Timeline, found: Explanation) -> None:
         maker = computed[wait.waits_for]
         assert maker.rank == wait.on_rank != wait.rank
         stage = wait.action.split("F")[0].split("B")[0].split("I")[0]
+        stages = {stage, str(second.get(wait.action, stage))}
         sender = wait.waits_for.split("F")[0].split("B")[0].split("I")[0]
-        assert maker.end_s == wait.end_s or (sender, stage, wait.end_s) in arrived
+        assert maker.end_s == wait.end_s or arrived & {(sender, one, wait.end_s) for one in stages}
     for wait in found.idle:
         if wait.root in computed:
             assert computed[wait.root].rank == wait.root_rank
@@ -190,9 +195,9 @@ def test_nothing_and_a_rank_that_does_nothing() -> None:
 @pytest.mark.parametrize("name", schedules.names())
 @pytest.mark.parametrize("latency_s", [0.0, 0.25])
 def test_laws_hold_for_the_library(name: str, latency_s: float) -> None:
-    _, timeline, found = step(name, microbatches=4, latency_s=latency_s)
+    program, timeline, found = step(name, microbatches=4, latency_s=latency_s)
     obey_the_laws(timeline, found)
-    name_what_really_ended(timeline, found)
+    name_what_really_ended(program, timeline, found)
     assert "overhead" not in found.by_reason
     assert not [p for p in found.path if p.kind == "overhead"]
 
@@ -239,7 +244,7 @@ def test_laws_hold_for_random_graphs_and_times(data: st.DataObject) -> None:
     )  # fmt: skip
     found = explain(program, timeline, stages)
     obey_the_laws(timeline, found)
-    name_what_really_ended(timeline, found)
+    name_what_really_ended(program, timeline, found)
     assert not [p for p in found.path if p.kind == "overhead"]
     busy_s = sum(e.duration_s for e in timeline.events if e.stream == "compute")
     assert found.idle_s + busy_s == ranks * timeline.step_s

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 
 from pipeloom.ir.action import Action, StageAction, Transfer
 from pipeloom.ir.errors import DeadlockError, ScheduleError
@@ -226,11 +227,13 @@ def broken_program_rule(p: Program, g: StageGraph) -> str | None:
     )  # fmt: skip
     if _misplaced(compute, g):
         return "placement"
+    rows = tuple(tuple(a for a in row if a.kind not in TREATED) for row in compute.rows)
+    untreated = replace(compute, rows=rows)
     tests: dict[str, Callable[[], bool]] = {
         "kinds": lambda: _unknown(compute, g, (*COMPUTE, *TREATED)),
         "completeness": lambda: _incomplete(compute, g),
         "shards": lambda: _bad_shards(compute, g),
-        "order": lambda: _out_of_order(compute, g), "residuals": lambda: _badly_treated(compute),
+        "order": lambda: _out_of_order(untreated, g), "residuals": lambda: _badly_treated(compute),
         "evictions": lambda: _lost(compute, g),
         "pairs": lambda: _bad_pairs(compute, g),
         "ends": lambda: _stray(p, g), "pairing": lambda: _unpaired(p), "data": lambda: _missing_data(p, g),

@@ -7,13 +7,24 @@ there, a copy or a sum over ranks was not done.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias
+from dataclasses import replace
 
-from ..ir.action import REDUCE, STEP, Action, Transfer, parse_instruction
+from ..ir.action import (
+    OFFLOAD,
+    RECOMPUTE,
+    REDUCE,
+    RELOAD,
+    STEP,
+    Action,
+    B,
+    F,
+    I,
+    Kind,
+    Transfer,
+    parse_instruction,
+)
 from ..ir.added_rules import met
 from ..ir.explanation import PathStep
 from ..ir.flow import flow_of
@@ -23,43 +34,12 @@ from ..ir.schedule import Program
 from ..ir.stages import StageGraph
 from ..ir.ties import reductions
 from ..ir.timeline import Event, Timeline
+from .items import Ends, Item, Key
 
-Key: TypeAlias = tuple[str, int]
-"""(an instruction's text, how often it came before): a step may run a program several times."""
-
-
-@dataclass(frozen=True, slots=True)
-class Item:
-    """Something that took time: an action, a message on its way, a sum over ranks, a copy.
-
-    place: which of its rank's compute actions it is; of a message, the place of the action that waits.
-    """
-
-    kind: Literal["compute", "transfer", "reduce", "copy"]
-    rank: int
-    action: str
-    turn: int
-    start_s: float
-    end_s: float
-    place: int
-    to_rank: int = -1
-
-
-class _Ends:
-    """Items of one rank, to be found by their end."""
-
-    def __init__(self, items: list[Item]) -> None:
-        self._items = sorted(items, key=lambda i: i.end_s)
-        self._ends = [i.end_s for i in self._items]
-
-    def until(self, at_s: float, *, most: int | None = None) -> Item | None:
-        """The last one that took time and ended by `at_s`; `most`: of the first so many."""
-        place = bisect_right(self._ends, at_s, hi=most)
-        while place:
-            place -= 1
-            if self._items[place].end_s > self._items[place].start_s:
-                return self._items[place]
-        return None
+COPIES = {OFFLOAD: "d2h", RELOAD: "h2d"}
+"""Kind -> the stream that it runs on."""
+ON_RESIDUALS = (F, OFFLOAD, RELOAD, RECOMPUTE, B, I)
+"""What makes, treats and reads the residuals of a micro-batch, in order."""
 
 
 class Causes:
@@ -77,6 +57,8 @@ class Causes:
         self._receives: dict[str, list[Transfer]] = defaultdict(list)
         self._user: dict[str, str] = {}
         self._maker: dict[str, str] = {}
+        self._issuer: dict[str, str] = {}
+        """OFFLOAD or RELOAD -> the compute action in front of it."""
         self._before: dict[str, Transfer] = {}
         """Message -> the one that its link carries before it."""
         for row in program.rows:
@@ -89,8 +71,12 @@ class Causes:
                         waiting.append(step.other_end)
                     continue
                 if isinstance(step, Action):
+                    self._actions[str(step)] = step
+                    if step.kind in COPIES:
+                        self._issuer[str(step)] = newest
+                        self._receives[str(step)] += waiting
+                        continue
                     newest = str(step)
-                    self._actions[newest] = step
                 self._receives[str(step)] += waiting
                 self._user.update((str(message), str(step)) for message in waiting)
                 waiting = []
@@ -113,6 +99,7 @@ class Causes:
         self._waited: dict[Key, Event] = {}
         self._sums: list[list[Event]] = [[] for _ in ranks]
         copies: list[list[Event]] = [[] for _ in ranks]
+        moved: dict[Key, Event] = {}
         turns: Counter[tuple[str, int, str]] = Counter()
         for e in events:
             turn = turns[e.stream, e.rank, e.action]
@@ -123,18 +110,33 @@ class Causes:
                 self._made[e.action, turn] = row[-1]
             elif e.stream == "send" and "SEND" in e.action:
                 self._moved[e.action, turn] = e
+            elif e.stream in COPIES.values():
+                moved[e.action, turn] = e
             elif e.stream in ("send", "host"):
                 copies[e.rank].append(e)
             elif "RECV" in e.action:
                 self._waited[e.action, turn] = e
             elif e.action != "END":
                 self._sums[e.rank].append(e)
-        self._computed = [_Ends(row) for row in self.rows]
+        self._computed = [Ends(row) for row in self.rows]
         self._copied = [
-            _Ends([Item("copy", e.rank, e.action, 0, e.start_s, e.end_s, 0) for e in row]) for row in copies
+            Ends([Item("copy", e.rank, e.action, 0, e.start_s, e.end_s, 0) for e in row]) for row in copies
         ]
-        self._arrived = [_Ends(row) for row in self._arrivals(timeline.ranks)]
+        self._place_copies(moved)
+        self._arrived = [Ends(row) for row in self._arrivals(timeline.ranks)]
         self.busy_s = [sum(i.end_s - i.start_s for i in row) for row in self.rows]
+
+    def _place_copies(self, moved: dict[Key, Event]) -> None:
+        """What is copied to the host and back; beside other copies, each stream on its own."""
+        self._copies: dict[Key, Item] = {}
+        lanes: dict[tuple[int, str], list[Item]] = defaultdict(list)
+        for (text, turn), e in moved.items():
+            issuer = self._made.get((self._issuer.get(text, ""), turn))
+            place = issuer.place + 1 if issuer else 0
+            item = Item("copy", e.rank, text, turn, e.start_s, e.end_s, place)
+            self._copies[text, turn] = item
+            lanes[e.rank, e.stream].append(item)
+        self._lanes = {lane: Ends(items) for lane, items in lanes.items()}
 
     def _arrivals(self, ranks: int) -> list[list[Item]]:
         found: list[list[Item]] = [[] for _ in range(ranks)]
@@ -165,6 +167,8 @@ class Causes:
             found = list(self._held_up(item))
         elif item.kind == "reduce":
             found = [i for rank in self._peers(item) if (i := self._computed[rank].until(item.start_s))]
+        elif (item.action, item.turn) in self._copies:
+            found = list(self._issued(item))
         else:
             found = [i for i in (self._computed[item.rank].until(item.start_s),) if i]
         return max(found, key=lambda i: i.end_s, default=None)
@@ -178,12 +182,39 @@ class Causes:
                 yield moved
         if item.action.endswith(STEP):
             yield from self._reduction(item)
+            lanes = (self._lanes.get((item.rank, stream)) for stream in COPIES.values())
+            yield from (copy for lane in lanes if lane and (copy := lane.until(item.start_s)))
         if (action := self._actions.get(item.action)) is not None:
+            if reload := self._reload(action, item.turn):
+                yield reload
             for other in met(action, OPERATIONS, self._flow):
                 if (partner := self._made.get((str(other), item.turn))) and (last := self.before(partner)):
                     yield last
         if copy := self._copied[item.rank].until(item.start_s):
             yield copy
+
+    def _copy(self, kind: Kind, of: Action, turn: int) -> Item | None:
+        return self._copies.get((str(replace(of, kind=kind)), turn))
+
+    def _reload(self, action: Action, turn: int) -> Item | None:
+        """The copy that a RECOMPUTE waits for, or a backward where nothing is recomputed."""
+        again = str(replace(action, kind=RECOMPUTE)) in self._actions
+        if action.kind not in ((RECOMPUTE,) if again else (B, I)):
+            return None
+        return self._copy(RELOAD, action, turn)
+
+    def _issued(self, copy: Item) -> Iterator[Item]:
+        """What a copy to the host or back waits for: its rank, its stream, and of a RELOAD its OFFLOAD."""
+        action = self._actions[copy.action]
+        if issuer := self._made.get((self._issuer[copy.action], copy.turn)):
+            yield issuer
+        for message in self._receives.get(copy.action, ()):
+            if moved := self.message(message, copy):
+                yield moved
+        if action.kind == RELOAD and (away := self._copy(OFFLOAD, action, copy.turn)):
+            yield away
+        if earlier := self._lanes[copy.rank, COPIES[action.kind]].until(copy.start_s):
+            yield earlier
 
     def message(self, message: Transfer, user: Item) -> Item | None:
         """A message on its way to the action `user`; None if the timeline does not have it.
@@ -241,10 +272,13 @@ class Causes:
         return self._partners[sum_up.rank] if REDUCE in sum_up.action else range(len(self.rows))
 
     def data(self, item: Item, earlier: Item) -> bool:
-        """Whether an action needs what an earlier one of its rank made."""
+        """Whether an action, or a copy, needs what an earlier one of its rank made."""
         one, other = self._actions.get(item.action), self._actions.get(earlier.action)
         if one is None or other is None or item.turn != earlier.turn:
             return False
+        same = (one.stage, one.microbatch) == (other.stage, other.microbatch)
+        if same and one.kind in ON_RESIDUALS and other.kind in ON_RESIDUALS:
+            return ON_RESIDUALS.index(other.kind) < ON_RESIDUALS.index(one.kind)
         return any(made in needs(one, self._flow) for made in gives(other))
 
     def root(self, item: Item) -> Item | None:
@@ -272,6 +306,9 @@ class Causes:
         if item.kind == "transfer":
             own = cause.kind == "compute" and cause.rank == item.to_rank != item.rank
             return own or cause.kind == "transfer"
+        if item.kind == "copy":
+            placed = (item.action, item.turn) in self._copies
+            return placed and cause.kind in ("compute", "copy") and not self.data(item, cause)
         return item.kind == cause.kind == "compute" and not self.data(item, cause)
 
     def back(self, item: Item | None, at_s: float) -> Iterator[PathStep]:

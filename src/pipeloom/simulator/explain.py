@@ -14,7 +14,8 @@ from ..ir.explanation import Explanation, Idle, Reason
 from ..ir.schedule import Program
 from ..ir.stages import StageGraph
 from ..ir.timeline import Timeline
-from .causes import Causes, Item
+from .causes import Causes
+from .items import Item
 
 MORE = 1e-9
 """A rank has more work than another if it has more by this share."""
@@ -86,7 +87,7 @@ def _wait(causes: Causes, item: Item, since_s: float) -> list[Idle]:
     if cause is not None and cause.kind == "transfer":
         maker = causes.maker(cause)
         whole = replace(whole, waits_for=maker.action, on_rank=maker.rank)
-    elif cause is not None and cause.rank != item.rank:
+    elif cause is not None and (cause.rank != item.rank or cause.kind == "copy"):
         whole = replace(whole, waits_for=cause.action, on_rank=cause.rank)
     if causes.before(item) is None:
         return [replace(whole, reason="warm-up")]
@@ -119,5 +120,7 @@ def _reason(causes: Causes, item: Item, root: Item | None) -> Reason:
         return "fill"
     if root.kind == "transfer":
         return "transfer"
+    if root.kind == "copy":
+        return "copy"
     mine, its = causes.busy_s[item.rank], causes.busy_s[root.rank]
     return "imbalance" if its > mine * (1 + MORE) else "order"

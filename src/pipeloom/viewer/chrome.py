@@ -14,7 +14,7 @@ from ..ir import codec
 from ..ir.timeline import Timeline
 from .labels import label
 
-STREAMS = ("compute", "recv", "send", "host")
+STREAMS = ("compute", "recv", "send", "d2h", "h2d", "host")
 
 TraceEvent = dict[str, Any]
 

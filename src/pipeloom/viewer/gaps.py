@@ -8,7 +8,10 @@ from ..ir.explanation import Explanation
 from .reasons import sentence
 from .units import show_time, time_unit
 
-LANES = {"compute": (-0.42, 0.24), "recv": (0.17, 0.24), "send": (0.29, 0.38), "host": (0.40, 0.47)}
+LANES = {
+    "compute": (-0.42, 0.24), "recv": (0.17, 0.24), "send": (0.29, 0.36), "d2h": (0.37, 0.42),
+    "h2d": (0.42, 0.47), "host": (0.37, 0.47),
+}  # fmt: skip
 """Stream -> its strip within a rank's row, which is 1 high. Waits lie in the gaps between computing."""
 
 SHORTEST = 2e-4

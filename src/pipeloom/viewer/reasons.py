@@ -24,7 +24,8 @@ def sentence(idle: Idle) -> str:
     if idle.reason == "overhead":
         return f"{who} has all that {idle.action} needs, and has not begun"
     if idle.reason == "copy":
-        return f"{who} waits for a copy that {idle.action} needs"
+        named = f"{idle.waits_for}, " if idle.waits_for else ""
+        return f"{who} waits for {named}a copy that {idle.action} needs"
     if idle.reason == "reduce":
         return f"{who} waits for other ranks and the sum over them before {idle.action}"
     if idle.reason == "fill":

@@ -1,0 +1,356 @@
+"""Residuals that leave for the host, come back, or are made again: times, memory, reasons, rules."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+from random import Random
+
+import pytest
+from edits import Case, dag_cases
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from slow_check import broken_program_rule, rule_of
+from slow_simulator import Slow
+
+from pipeloom import schedules
+from pipeloom.ir.action import Action, B, F, I, Kind, Transfer
+from pipeloom.ir.check import check_program
+from pipeloom.ir.cluster import Cluster, Device, Link
+from pipeloom.ir.costs import StageCost, equal_costs
+from pipeloom.ir.errors import ScheduleError
+from pipeloom.ir.flow import dag
+from pipeloom.ir.schedule import Program, parse_program
+from pipeloom.ir.stages import StageGraph, chain
+from pipeloom.ir.timeline import MemoryCurve, Timeline
+from pipeloom.lowering import lower
+from pipeloom.simulator import explain, simulate
+from pipeloom.viewer.blocks import timelines_figure
+from pipeloom.viewer.chrome import chrome_trace
+
+COST = StageCost(
+    forward_s=1.0, backward_s=2.0, input_grad_s=1.0, weight_grad_s=1.0, residual_bytes=100,
+    offloaded_bytes=30, recomputed_bytes=20, offload_s=3.0, reload_s=4.0, recompute_s=0.5,
+)  # fmt: skip
+
+
+def cluster(ranks: int) -> Cluster:
+    link = Link(bandwidth_bytes_per_s=float("inf"))
+    return Cluster(devices=(Device(name="any", memory_bytes=1),) * ranks, within_node=link)
+
+
+def one_rank(row: str, cost: StageCost = COST, microbatches: int = 2) -> tuple[Program, Timeline]:
+    program = parse_program(microbatches, (0,), (row,))
+    check_program(program, chain(1))
+    return program, simulate(program, chain(1), (cost,), cluster(1))
+
+
+def steps(curve: MemoryCurve) -> list[tuple[float, int]]:
+    """What is held from each time on, where it changes."""
+    last = list(dict(zip(curve.times_s, curve.sizes, strict=True)).items())
+    return [s for i, s in enumerate(last) if i == 0 or s[1] != last[i - 1][1]]
+
+
+def test_copies_run_beside_computing_and_the_backward_waits_for_its_reload() -> None:
+    _, timeline = one_rank("0F0 0OFFLOAD0 0F1 0RELOAD0 0RECOMPUTE0 0B0 0RECOMPUTE1 0B1 0STEP")
+    assert [(e.stream, e.action, e.start_s, e.end_s) for e in timeline.events] == [
+        ("compute", "0F0", 0.0, 1.0),
+        ("d2h", "0OFFLOAD0", 1.0, 4.0),
+        ("compute", "0F1", 1.0, 2.0),
+        ("h2d", "0RELOAD0", 4.0, 8.0),  # not before its residuals are on the host
+        ("compute", "0RECOMPUTE0", 8.0, 8.5),
+        ("compute", "0B0", 8.5, 10.5),
+        ("compute", "0RECOMPUTE1", 10.5, 11.0),
+        ("compute", "0B1", 11.0, 13.0),
+        ("compute", "0STEP", 13.0, 13.0),
+    ]
+    device, host = timeline.memory
+    assert (device.tier, host.tier, host.rank) == ("device", "host", 0)
+    assert steps(device) == [
+        (0.0, 80),  # F0 keeps all but what is recomputed
+        (1.0, 160),  # F1
+        (8.0, 180),  # RECOMPUTE0; at 4 s the residuals on the host have begun to come back at once
+        (10.5, 100),  # B0 is over, RECOMPUTE1
+        (13.0, 0),
+    ]
+    assert steps(host) == [(0.0, 0), (1.0, 30), (8.0, 0)]
+    assert timeline.peak_bytes(0) == 180
+    assert timeline.peak_bytes(0, "host") == 30
+    assert timeline.busy_s(0) == 7.0  # making again is computing
+
+
+def test_one_copy_at_a_time_in_each_direction() -> None:
+    row = "0F0 0OFFLOAD0 0F1 0OFFLOAD1 0RELOAD0 0B0 0RELOAD1 0B1 0STEP"
+    _, timeline = one_rank(row, replace(COST, recomputed_bytes=0, reload_s=1.0))
+    at = {e.action: (e.start_s, e.end_s) for e in timeline.events}
+    assert at["0OFFLOAD0"] == (1.0, 4.0)
+    assert at["0OFFLOAD1"] == (4.0, 7.0)
+    assert at["0RELOAD0"] == (4.0, 5.0)  # beside the other direction
+    assert at["0B0"] == (5.0, 7.0)
+    assert at["0RELOAD1"] == (7.0, 8.0)
+    assert steps(timeline.memory[0]) == [(0.0, 100), (1.0, 200), (7.0, 100), (10.0, 0)]
+    assert timeline.peak_bytes(0, "host") == 60
+
+
+def test_a_reload_takes_its_room_when_it_begins() -> None:
+    row = "0F0 0OFFLOAD0 0F1 0RELOAD0 0B1 0B0 0STEP"
+    _, timeline = one_rank(row, replace(COST, recomputed_bytes=0, offload_s=0.5, reload_s=1.0))
+    assert steps(timeline.memory[0]) == [
+        (0.0, 100),
+        (1.0, 200),
+        (1.5, 170),  # OFFLOAD0 is over
+        (2.0, 200),  # RELOAD0 begins beside B1
+        (4.0, 100),
+        (6.0, 0),
+    ]
+    assert timeline.step_s == 6.0  # nothing waits
+
+
+def test_split_backward_reads_what_came_back_in_its_first_part() -> None:
+    program = parse_program(1, (0,), ("0F0 0OFFLOAD0 0RELOAD0 0RECOMPUTE0 0I0 0W0 0STEP",))
+    check_program(program, chain(1))
+    timeline = simulate(program, chain(1), (replace(COST, carried_bytes=40),), cluster(1))
+    assert steps(timeline.memory[0]) == [(0.0, 80), (8.0, 100), (9.5, 40), (10.5, 0)]
+
+
+def test_a_stage_may_treat_some_microbatches_only() -> None:
+    _, timeline = one_rank("0F0 0F1 0B0 0RECOMPUTE1 0B1 0STEP")
+    assert steps(timeline.memory[0]) == [(0.0, 100), (1.0, 180), (4.0, 100), (6.5, 0)]
+
+
+def test_actions_that_the_costs_say_nothing_of_take_nothing() -> None:
+    program = parse_program(1, (0,), ("0F0 0OFFLOAD0 0RELOAD0 0RECOMPUTE0 0B0 0STEP",))
+    timeline = simulate(program, chain(1), equal_costs(1, residual_bytes=10), cluster(1))
+    assert timeline.step_s == 3.0
+    assert steps(timeline.memory[0]) == [(0.0, 10), (3.0, 0)]
+
+
+def test_a_backward_that_waits_for_its_reload_says_so() -> None:
+    program, timeline = one_rank(
+        "0F0 0OFFLOAD0 0F1 0RELOAD0 0B0 0B1 0STEP", replace(COST, recomputed_bytes=0)
+    )
+    found = explain(program, timeline, chain(1))
+    assert [(i.reason, i.waits_for, i.action, i.start_s, i.end_s) for i in found.idle] == [
+        ("copy", "0RELOAD0", "0B0", 2.0, 8.0)
+    ]
+    assert [(p.kind, p.action) for p in found.path] == [
+        ("compute", "0F0"), ("copy", "0OFFLOAD0"), ("copy", "0RELOAD0"), ("compute", "0B0"),
+        ("compute", "0B1"),
+    ]  # fmt: skip
+
+
+def test_a_reload_that_waits_for_another_one_is_on_the_path() -> None:
+    row = "0F0 0OFFLOAD0 0F1 0OFFLOAD1 0RELOAD0 0RELOAD1 0B1 0B0 0STEP"
+    program, timeline = one_rank(row, replace(COST, recomputed_bytes=0, offload_s=0.25))
+    found = explain(program, timeline, chain(1))
+    assert [(p.action, p.end_s) for p in found.path] == [
+        ("0F0", 1.0), ("0F1", 2.0), ("0RELOAD0", 6.0), ("0RELOAD1", 10.0), ("0B1", 12.0), ("0B0", 14.0),
+    ]  # fmt: skip
+
+
+def test_the_wait_of_another_rank_goes_back_to_the_copy() -> None:
+    rows = (
+        "0F0 0SEND_F0>1 0RECV_B0<1 0B0 0STEP",
+        "1RECV_F0<0 1F0 1OFFLOAD0 1RELOAD0 1B0 1SEND_B0>0 1STEP",
+    )
+    program = parse_program(1, (0, 1), rows)
+    check_program(program, chain(2))
+    timeline = simulate(program, chain(2), (replace(COST, recomputed_bytes=0),) * 2, cluster(2))
+    found = explain(program, timeline, chain(2))
+    assert [(i.reason, i.start_s, i.end_s) for i in found.idle if i.rank == 0] == [
+        ("fill", 1.0, 2.0), ("copy", 2.0, 9.0), ("fill", 9.0, 11.0),
+    ]  # fmt: skip
+
+
+def test_copies_are_drawn() -> None:
+    _, timeline = one_rank("0F0 0OFFLOAD0 0F1 0RELOAD0 0B0 0B1 0STEP", replace(COST, recomputed_bytes=0))
+    names = {trace.name for trace in timelines_figure([timeline]).data}
+    assert {"offload", "reload"} <= names
+    trace = chrome_trace([timeline])["traceEvents"]
+    assert {e["name"] for e in trace if e["ph"] == "C"} == {"device memory", "host memory"}
+    assert {e["args"]["name"] for e in trace if e["name"] == "thread_name"} == {"compute", "d2h", "h2d"}
+
+
+@pytest.mark.parametrize(
+    ("row", "message", "hint"),
+    [
+        ("0F0 0OFFLOAD0", "rank 0 runs 0OFFLOAD0, but no backward reads its residuals: the program has none",
+         "drop it: what only runs forward keeps no residuals"),
+        ("0F0 0OFFLOAD0 0B0 0STEP", "rank 0 runs 0OFFLOAD0 and never 0RELOAD0",
+         "add 0RELOAD0 between 0OFFLOAD0 and 0B0"),
+        ("0F0 0OFFLOAD0 0I0 0W0 0STEP", "rank 0 runs 0OFFLOAD0 and never 0RELOAD0",
+         "add 0RELOAD0 between 0OFFLOAD0 and 0I0"),
+        ("0F0 0RELOAD0 0B0 0STEP", "rank 0 runs 0RELOAD0, but nothing of it was offloaded",
+         "add 0OFFLOAD0 between 0F0 and 0RELOAD0, or drop 0RELOAD0"),
+        ("0F0 0RELOAD0 0OFFLOAD0 0B0 0STEP",
+         "rank 0 runs 0RELOAD0 before 0OFFLOAD0, which comes first of the two",
+         "move 0OFFLOAD0 in front of 0RELOAD0: the order is F, OFFLOAD, RELOAD, RECOMPUTE, B (or I)"),
+        ("0OFFLOAD0 0F0 0RELOAD0 0B0 0STEP", "rank 0 runs 0OFFLOAD0 before 0F0, which comes first of the two",
+         "move 0F0 in front of 0OFFLOAD0"),
+        ("0F0 0OFFLOAD0 0B0 0RELOAD0 0STEP", "rank 0 runs 0B0 before 0RELOAD0, which comes first of the two",
+         "move 0RELOAD0 in front of 0B0"),
+        ("0F0 0OFFLOAD0 0RECOMPUTE0 0RELOAD0 0B0 0STEP",
+         "rank 0 runs 0RECOMPUTE0 before 0RELOAD0, which comes first of the two", "move 0RELOAD0 in front"),
+        ("0F0 0I0 0RECOMPUTE0 0W0 0STEP", "rank 0 runs 0I0 before 0RECOMPUTE0, which comes first of the two",
+         "move 0RECOMPUTE0 in front of 0I0"),
+        ("0F0 0OFFLOAD0 0RELOAD0 0RELOAD0 0B0 0STEP", "rank 0 runs 0RELOAD0 twice", "remove one of them"),
+        ("0F0 0RECOMPUTE1 0B0 0STEP", "rank 0 runs 0RECOMPUTE1, but the micro-batches are 0 to 0", "drop"),
+        ("0F0 1RECOMPUTE0 0B0 0STEP", "rank 0 runs 1RECOMPUTE0, but the stages are 0 to 0", "correct"),
+        ("0F0 0B0 0STEP 0RECOMPUTE0", "rank 0 runs 0B0 before 0RECOMPUTE0, which comes first", "move"),
+    ],
+)  # fmt: skip
+def test_every_rule_has_its_message(row: str, message: str, hint: str) -> None:
+    with pytest.raises(ScheduleError) as caught:
+        check_program(parse_program(1, (0,), (row,)), chain(1))
+    assert caught.value.message.startswith(message)
+    assert hint in (caught.value.hint or "")
+
+
+def test_residuals_are_lent_or_offloaded_but_not_both() -> None:
+    schedules.build("bpipe", chain(2), (0, 1), 1)  # makes the kinds known
+    rows = ("0F0 0EVICT0 0FETCH0 0OFFLOAD0 0RELOAD0 0B0 0STEP", "1F0 1B0 1STEP")
+    with pytest.raises(ScheduleError) as caught:
+        check_program(parse_program(1, (0, 1), rows), dag(2, []))
+    assert caught.value.message == "rank 0 runs 0OFFLOAD0, but 0EVICT0 lends the same residuals to a partner"
+    assert caught.value.hint == "drop 0EVICT0 and its FETCH, or 0OFFLOAD0 and what belongs to it"
+
+
+def treated(program: Program, dice: Random, *, valid: bool = True) -> Program:
+    """A program with actions on residuals at random places; if not `valid`, now and then at wrong ones."""
+    rows = []
+    for row in program.rows:
+        made = list(row)
+        backs = [a for a in row if isinstance(a, Action) and a.kind in (B, I)]
+        for back in backs:
+            kinds = dice.choice(
+                ((), ("RECOMPUTE",), ("OFFLOAD", "RELOAD"), ("OFFLOAD", "RELOAD", "RECOMPUTE"))
+            )
+            low = made.index(replace(back, kind=F)) + 1
+            for kind in kinds:
+                at = dice.randint(low, made.index(back))
+                if not valid and dice.random() < 0.05:
+                    at = dice.randint(0, len(made))
+                made.insert(at, replace(back, kind=Kind(kind)))
+                low = at + 1 if valid else min(at + 1, made.index(back))
+        rows.append(tuple(made))
+    return replace(program, rows=tuple(rows))
+
+
+def uneven(stages: int, dice: Random) -> tuple[StageCost, ...]:
+    """Random times: no two events of different ranks come at the same time by chance."""
+    return tuple(
+        StageCost(
+            forward_s=1 + dice.random(), backward_s=2 + dice.random(), input_grad_s=1 + dice.random(),
+            weight_grad_s=dice.random(), step_s=dice.random(), residual_bytes=100, carried_bytes=10,
+            offloaded_bytes=dice.randint(0, 50), recomputed_bytes=dice.randint(0, 50),
+            offload_s=3 * dice.random(), reload_s=3 * dice.random(), recompute_s=dice.random(),
+        )
+        for _ in range(stages)
+    )  # fmt: skip
+
+
+def links(ranks: int) -> Cluster:
+    near = Link(bandwidth_bytes_per_s=17.0, latency_s=0.1, overhead_s=0.05)
+    far = Link(bandwidth_bytes_per_s=11.0, latency_s=0.3)
+    devices = tuple(Device(name="any", memory_bytes=1, node=rank // 2) for rank in range(ranks))
+    return Cluster(devices=devices, within_node=near, between_nodes=far)
+
+
+def held_by_hand(program: Program, stages: StageGraph, costs: tuple[StageCost, ...], timeline: Timeline,
+                 rank: int) -> dict[str, dict[float, int]]:  # fmt: skip
+    """Residual bytes of a rank in both tiers from each time on, added up change by change."""
+    at = {e.action: e for e in timeline.events if e.stream in ("compute", "d2h", "h2d")}
+    row = [a for a in program.rows[rank] if isinstance(a, Action)]
+    change: dict[str, dict[float, int]] = {"device": defaultdict(int), "host": defaultdict(int)}
+    for a in row:
+        cost, event = costs[a.stage], at[str(a)]
+        again = replace(a, kind=Kind("RECOMPUTE")) in row
+        begin, end = {
+            "F": (cost.residual_bytes - again * cost.recomputed_bytes, 0),
+            "OFFLOAD": (0, -cost.offloaded_bytes), "RELOAD": (cost.offloaded_bytes, 0),
+            "RECOMPUTE": (cost.recomputed_bytes, 0), "B": (0, -cost.residual_bytes),
+            "I": (0, cost.carried_bytes - cost.residual_bytes), "W": (0, -cost.carried_bytes),
+        }[a.kind]  # fmt: skip
+        change["device"][event.start_s] += begin
+        change["device"][event.end_s] += end
+        change["host"][event.start_s] += cost.offloaded_bytes * (a.kind == "OFFLOAD")
+        change["host"][event.end_s] -= cost.offloaded_bytes * (a.kind == "RELOAD")
+    held: dict[str, dict[float, int]] = {}
+    for tier, changes in change.items():
+        held[tier], total = {}, 0
+        for time in sorted(changes):
+            total += changes[time]
+            held[tier][time] = total
+    return held
+
+
+def trained(case: Case) -> tuple[Program, StageGraph] | None:
+    """The program of a case, without tied parameters; None if it trains nothing."""
+    stages = replace(case.stages, params=((),) * len(case.stages.stages))
+    program = lower(case.schedule, stages)
+    return (program, stages) if program.columns.trains else None
+
+
+@settings(max_examples=150, deadline=None)
+@given(dag_cases(), st.integers(0, 2**32), st.integers(1, 3))
+def test_random_programs_run_as_a_plain_simulator_says(case: Case, seed: int, ahead: int) -> None:
+    found = trained(case)
+    if found is None:
+        return
+    dice = Random(seed)
+    stages = found[1]
+    program = treated(found[0], dice)
+    check_program(program, stages)
+    costs = uneven(len(stages.stages), dice)
+    where = links(len(program.rows))
+    timeline = simulate(program, stages, costs, where, receive_ahead=ahead)
+    times = Slow(program, stages, costs, where, ahead).run()
+    seen = {(e.stream, e.action): (e.start_s, e.end_s) for e in timeline.events if e.stream != "recv"}
+    assert seen == times
+    explain(program, timeline, stages)
+    without = replace(stages, crossings=tuple(
+        replace(c, value=replace(c.value, shape=(0,))) for c in stages.crossings
+    ))  # fmt: skip
+    timeline = simulate(program, without, costs, where, receive_ahead=ahead)
+    for rank in range(timeline.ranks):
+        held = held_by_hand(program, without, costs, timeline, rank)
+        for curve in timeline.memory:
+            if curve.rank == rank:
+                own = dict(zip(curve.times_s, curve.sizes, strict=True))
+                for time, size in held[curve.tier].items():
+                    assert [s for t, s in own.items() if t <= time][-1] == size
+                assert curve.peak_bytes >= max(held[curve.tier].values(), default=0)
+                assert own[max(own)] == 0 and min(own.values()) >= 0
+
+
+@settings(max_examples=150, deadline=None)
+@given(dag_cases(), st.integers(0, 2**32))
+def test_programs_are_refused_by_the_right_rule(case: Case, seed: int) -> None:
+    found = trained(case)
+    if found is None:
+        return
+    program = treated(found[0], Random(seed), valid=False)
+    rule = broken_program_rule(program, found[1])
+    if rule is None:
+        check_program(program, found[1])
+    else:
+        with pytest.raises(ScheduleError) as caught:
+            check_program(program, found[1])
+        assert rule_of(caught.value) == rule
+
+
+def test_transfers_stay_where_they_were() -> None:
+    """Copies between a receive and what uses it do not hide what the backward waits for."""
+    rows = (
+        "0F0 0SEND_F0>1 0OFFLOAD0 0RECV_B0<1 0RELOAD0 0B0 0STEP",
+        "1RECV_F0<0 1F0 1B0 1SEND_B0>0 1STEP",
+    )
+    program = parse_program(1, (0, 1), rows)
+    cost = replace(COST, recomputed_bytes=0, offload_s=0.5, reload_s=0.5)
+    timeline = simulate(program, chain(2), (cost, cost), cluster(2))
+    found = explain(program, timeline, chain(2))
+    waits = [(i.reason, i.waits_for, i.start_s, i.end_s) for i in found.idle if i.rank == 0]
+    assert waits == [("fill", "0RELOAD0", 1.0, 4.0), ("copy", "0RELOAD0", 4.0, 4.5)]
+    assert all(
+        isinstance(step, Transfer | Action) or step.kind == "STEP" for row in program.rows for step in row
+    )
