@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.graph import Buffer, Op, OpGraph, Parameter, Value
 from pipeloom.ir.profile import OpCost, Profile
+from pipeloom.planner.cost import CostModel, CostOptions
+from pipeloom.planner.search import Search
 
 Draw = Callable[[Any], Any]
 
@@ -86,5 +88,34 @@ def make_cluster() -> Callable[..., Cluster]:
         within = Link(bandwidth_bytes_per_s=bandwidth, latency_s=latency_s)
         between = Link(bandwidth_bytes_per_s=bandwidth / 4, latency_s=2 * latency_s)
         return Cluster(devices=devices, within_node=within, between_nodes=between)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def layered_search(make_cluster: Callable[..., Cluster]) -> Callable[[list[str], int], Search]:
+    """A chain of ops of these modules, one second each, for so many stages."""
+
+    def make(modules: list[str], stages: int, cap: int = 10**9) -> Search:
+        ops, source = [], "x"
+        for k, module in enumerate(modules):
+            out = Value(name=f"v{k}", shape=(10,), dtype="float32", needs_grad=True)
+            ops.append(
+                Op(
+                    name=f"op{k}", target="aten.linear.default", inputs=(source,), outputs=(out,),
+                    params=(f"w{k}",), module=module,
+                )
+            )  # fmt: skip
+            source = out.name
+        graph = OpGraph(
+            name="layered", inputs=(Value(name="x", shape=(10,), dtype="float32"),), ops=tuple(ops),
+            parameters=tuple(Parameter(name=f"w{k}", shape=(10,), dtype="float32") for k in range(len(ops))),
+            buffers=(), loss=source,
+        )  # fmt: skip
+        costs = {op.name: OpCost(forward_s=1.0, saves=op.inputs) for op in ops}
+        profile = Profile(device="cpu", source="hand", graph=graph.fingerprint, batch=(), costs=costs)
+        cluster = make_cluster([cap] * stages)
+        model = CostModel(graph, [profile] * stages, cluster, CostOptions(microbatches=2 * stages))
+        return Search(model=model, caps=(cap,) * stages, in_flight=tuple(range(stages, 0, -1)))
 
     return make

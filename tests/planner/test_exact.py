@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from pipeloom.ir.graph import Buffer, Op, OpGraph, Parameter, Value
 from pipeloom.ir.profile import OpCost, Profile
 from pipeloom.ir.stages import cut
-from pipeloom.planner.cost import CostModel, CostOptions
 from pipeloom.planner.balanced import balanced
+from pipeloom.planner.cost import CostModel, CostOptions
 from pipeloom.planner.infeasible import needs
 from pipeloom.planner.search import Search, sweep
 

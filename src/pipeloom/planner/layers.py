@@ -1,7 +1,7 @@
 """Coarser pieces than ops: the repeated layers of a model, and the runs of ops that one module's call makes.
 
-A layer is what one entry of a numbered container makes, as `model.layers.3` of a Llama or `encoder.block.0`
-of a T5; what stands before, between and behind them (embeddings, the head and the loss) is a piece of its own.
+A layer is what one entry of a numbered container makes: `model.layers.3` of a Llama, `encoder.block.0` of a
+T5. What stands before, between and behind them (embeddings, the head and the loss) is a piece of its own.
 """
 
 from __future__ import annotations

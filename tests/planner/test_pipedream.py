@@ -1,0 +1,125 @@
+"""PipeDream's dynamic programme in both modes, its formulas for replicas, and its profile format."""
+
+from dataclasses import replace
+from itertools import combinations, product
+
+import numpy as np
+import pytest
+
+from pipeloom.ir.errors import ConfigError
+from pipeloom.planner.pipedream import Layer, Rules, noam, partition, stage_s
+from pipeloom.planner.pipedream_profile import read_profile
+
+
+def chain(seconds, activations=None, parameters=None) -> list[Layer]:
+    activations = activations or [0.0] * len(seconds)
+    parameters = parameters or [0.0] * len(seconds)
+    return [
+        Layer(name=f"l{k}", forward_s=s / 3, backward_s=2 * s / 3, activation_bytes=a, parameter_bytes=p)
+        for k, (s, a, p) in enumerate(zip(seconds, activations, parameters, strict=True))
+    ]
+
+
+PAPER = Rules(mode="paper", bandwidth=10.0)
+REPO = Rules(mode="repo", bandwidth=10.0)
+
+
+def test_a_straight_pipeline_balances_compute():
+    found = partition(chain([1, 1, 1, 1, 2, 2]), 4, PAPER)
+    assert found.seconds == 2.0
+    assert [own for _, _, own in found.stages] == [1, 1, 1, 1]
+    assert found.stages[-1] == (5, 6, 1)
+
+
+def test_large_activations_at_a_cut_count_in_the_paper_only():
+    """Difference 2: the repository ignores transfers unless a compression ratio is given."""
+    layers = chain([3, 3, 3, 3], activations=[5, 40, 5, 0])
+    assert [end for _, end, _ in partition(layers, 2, REPO).stages] == [2, 4]
+    assert partition(layers, 2, REPO).seconds == 6.0
+    assert partition(layers, 2, PAPER).seconds == 8.0  # either 2 * 40 / 10 in the middle, or 9
+    tight = chain([3, 3, 3, 3], activations=[5, 60, 5, 0])
+    assert [end for _, end, _ in partition(tight, 2, PAPER).stages] in ([1, 4], [3, 4])
+    compressed = replace(REPO, compression=3.0)
+    assert [end for _, end, _ in partition(tight, 2, compressed).stages] != [2, 4]
+
+
+def test_compute_and_all_reduce_overlap_in_the_paper_and_add_up_in_the_repository():
+    """Difference 1."""
+    compute, weights = np.array([8.0]), np.array([20.0])
+    assert stage_s(compute, weights, 2, PAPER)[0] == pytest.approx(max(8.0, 2 * 1 * 20 / 10) / 2)
+    assert stage_s(compute, weights, 2, REPO)[0] == pytest.approx((8.0 + 4 * 1 * 20 / (10 * 2)) / 2)
+    inner = stage_s(compute, weights, 2, REPO, inner=2)[0]
+    assert inner == pytest.approx((8.0 + 4 * 1 * 20 / (10 * 2) / 2) / 2)
+
+
+def test_memory_is_counted_differently():
+    """Difference 3: in the repository the last stage counts as empty, and each has one copy less."""
+    layers = chain([1, 1, 1, 1], activations=[10, 10, 10, 10])
+    halves = ((0, 2, 1), (2, 4, 1))
+    # The first stage's two layers take 10 bytes each: two micro-batches in the paper, one in the repository.
+    for mode, memory, stages in (("repo", 20, halves), ("paper", 20, ()), ("paper", 40, halves)):
+        rules = Rules(mode=mode, bandwidth=1e9, memory_bytes=memory)
+        assert partition(layers, 2, rules).stages == stages
+    assert noam(4, 3) == 2
+
+
+@pytest.mark.parametrize("mode", ["paper", "repo"])
+def test_replicas_are_the_best_of_all_assignments(mode):
+    rng = np.random.default_rng(0)
+    for _ in range(15):
+        layers = chain(rng.uniform(1, 5, 5), [*rng.uniform(0, 10, 4), 0.0], list(rng.uniform(0, 30, 5)))
+        rules = Rules(mode=mode, bandwidth=10.0, straight=False)
+        assert partition(layers, 4, rules).seconds == pytest.approx(by_trying(layers, 4, rules))
+
+
+def by_trying(layers: list[Layer], workers: int, rules: Rules) -> float:
+    best = float("inf")
+    n = len(layers)
+    for stages in range(1, min(n, workers) + 1):
+        for inner in combinations(range(1, n), stages - 1):
+            for share in product(range(1, workers + 1), repeat=stages):
+                if sum(share) == workers:
+                    best = min(best, weigh(layers, (0, *inner, n), share, rules))
+    return best
+
+
+def weigh(layers: list[Layer], cuts, share, rules: Rules) -> float:
+    times = []
+    for (start, end), own in zip(zip(cuts, cuts[1:], strict=False), share, strict=True):
+        seconds = sum(x.forward_s + x.backward_s for x in layers[start:end])
+        weights = sum(x.parameter_bytes for x in layers[start:end])
+        times.append(float(stage_s(np.array([seconds]), np.array([weights]), own, rules)[0]))
+    if rules.mode == "paper":
+        times += [2 * layers[cut - 1].activation_bytes / rules.bandwidth for cut in cuts[1:-1]]
+    return max(times)
+
+
+def test_a_profile_parses():
+    text = """\
+node1 -- Input0 -- forward_compute_time=0.000, backward_compute_time=0.000, activation_size=0.0, parameter_size=0.000
+node2 -- Conv2d(3, 64, kernel_size=(3, 3)) -- forward_compute_time=10.5, backward_compute_time=21.0, \
+activation_size=[100.0; 28.0], parameter_size=7168.000
+\tnode1 -- node2
+"""  # noqa: E501  the format has one line per node
+    first, second = read_profile(text)
+    assert first.name == "node1" and first.forward_s == 0
+    assert second == Layer(
+        name="node2", forward_s=0.0105, backward_s=0.021, activation_bytes=128.0, parameter_bytes=7168.0
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("node1 -- Conv2d", "line 1 of the profile is"),
+        ("node1 -- Conv2d -- forward_compute_time=1", "has no backward_compute_time"),
+        (
+            "node1 -- x -- forward_compute_time=a, backward_compute_time=1, activation_size=1, "
+            "parameter_size=1",
+            "no number",
+        ),
+    ],
+)
+def test_a_profile_that_is_wrong_is_refused(line, says):
+    with pytest.raises(ConfigError, match=says):
+        read_profile(line)

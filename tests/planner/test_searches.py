@@ -1,0 +1,113 @@
+"""probe and dawnpiper against the dynamic programme, on synthetic chains (tests/support/chains.py)."""
+
+import random
+from dataclasses import replace
+from math import inf
+
+import chains
+import pytest
+
+from pipeloom.planner.dawnpiper import binary
+from pipeloom.planner.probe import fill
+from pipeloom.planner.problem import Problem
+
+NODES = {2: 24, 3: 28, 4: 28, 5: 28, 7: 28, 8: 28, 12: 40}
+
+
+def tight_chains(stages: int, mixed: bool, count: int):
+    rng = random.Random(stages * 10 + mixed)
+    for _ in range(count):
+        yield chains.tight(rng, chains.draw(rng, nodes=NODES[stages], stages=stages, mixed=mixed))
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("stages", [2, 3, 4, 8])
+def test_probe_is_exact_without_transfer_cost(stages, mixed):
+    for chain in tight_chains(stages, mixed, 12):
+        best, found = chains.oracle(chain), fill(chain.problem())
+        assert best.cuts and found.seconds == pytest.approx(best.seconds)
+        keeps_to_its_word(chain.problem(), found)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("stages", [2, 3, 4, 5, 7, 8, 12])
+def test_dawnpiper_finds_the_best_cut_where_times_grow_with_the_interval(stages, mixed):
+    for chain in tight_chains(stages, mixed, 6):
+        best, found = chains.oracle(chain), binary(chain.problem())
+        assert found.seconds == pytest.approx(best.seconds)
+        keeps_to_its_word(chain.problem(), found)
+
+
+def keeps_to_its_word(problem: Problem, found) -> None:
+    """Stages are not empty, in order, fit, and take what is said."""
+    assert list(found.cuts) == sorted(set(found.cuts))
+    assert (found.cuts[0], found.cuts[-1], len(found.cuts)) == (0, problem.last, problem.stages + 1)
+    assert problem.weigh(found.cuts).seconds == found.seconds < inf
+    for stage, (start, end) in enumerate(zip(found.cuts, found.cuts[1:], strict=False)):
+        assert problem.at(start, end, stage).peak_bytes <= problem.caps[stage] * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("width", [0, 1, 2])
+def test_the_interval_alone_is_never_better_than_the_best_and_sometimes_misses_it(width):
+    """Without widening: the theorem's second assumption fails under tight memory."""
+    missed = 0
+    for chain in tight_chains(4, True, 25):
+        best = chains.oracle(chain)
+        found = binary(chain.problem(), width=width, widen=False)
+        assert found.seconds >= best.seconds * (1 - 1e-12)
+        missed += found.seconds > best.seconds * (1 + 1e-9)
+    assert missed <= (15, 4, 1)[width]
+    assert missed or width
+
+
+def test_with_loose_memory_the_interval_holds_the_best_cut():
+    """Wherever the memory-balanced cut fits; and compute-balanced, if it fits, is best."""
+    rng = random.Random(5)
+    for _ in range(60):
+        drawn = chains.draw(rng, nodes=24, stages=2, mixed=rng.random() < 0.5)
+        roomy = replace(drawn, cap=1.2 * sum(drawn.activations) + 3 * sum(drawn.parameters))
+        problem = roomy.problem()
+        best = chains.oracle(roomy).seconds
+        assert binary(problem, width=0, widen=False).seconds == pytest.approx(best)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_with_transfers_probe_is_close(mixed):
+    """Crossing times vary from cut to cut, so filling is a heuristic; the worst is within 10 %."""
+    rng = random.Random(3)
+    worst = 1.0
+    for chain in tight_chains(4, mixed, 25):
+        crossing = (0.0, *(rng.uniform(0.0, 15.0) for _ in chain.times[1:]), 0.0)
+        chain = replace(chain, crossing_s=crossing)
+        best, found = chains.oracle(chain), fill(chain.problem())
+        assert best.cuts and found.cuts
+        assert found.seconds >= best.seconds * (1 - 1e-12)
+        worst = max(worst, found.seconds / best.seconds)
+    assert worst <= 1.1
+
+
+def test_nothing_is_found_where_nothing_fits():
+    chain = next(tight_chains(4, False, 1))
+    impossible = replace(chain, cap=0.3 * chain.cap)
+    assert not fill(impossible.problem()).cuts
+    assert not binary(impossible.problem()).cuts
+    assert not chains.oracle(impossible).cuts
+
+
+def test_as_many_pieces_as_stages_and_one_less():
+    rng = random.Random(0)
+    full = replace(chains.draw(rng, nodes=5, stages=5, mixed=True), cap=1e9)
+    assert fill(full.problem()).cuts == binary(full.problem()).cuts == (0, 1, 2, 3, 4, 5)
+    over = replace(full, stages=6)
+    assert not fill(over.problem()).cuts and not binary(over.problem()).cuts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", [2, 3, 4, 5, 8])
+def test_five_hundred_tight_cases(stages):
+    """dawnpiper finds a plan whenever there is one, 100 cases per number of stages, and it is the best."""
+    for mixed in (False, True):
+        for chain in tight_chains(stages, mixed, 50):
+            best = chains.oracle(chain)
+            assert binary(chain.problem()).seconds == pytest.approx(best.seconds)
+            assert fill(chain.problem()).seconds == pytest.approx(best.seconds)
