@@ -41,25 +41,33 @@ class Kernel:
 
 
 class Timer:
-    """Median time of a function on one device."""
+    """Times of a function on one device, in seconds.
 
-    def __init__(self, device: torch.device) -> None:
+    clock: for the CPU; `time.thread_time` leaves out what other programs take of it.
+    """
+
+    def __init__(self, device: torch.device, clock: Callable[[], float] = perf_counter) -> None:
         self.device = device
+        self.clock = clock
 
     def __call__(self, run: Callable[[], Any], budget_s: float) -> float:
+        """The median."""
+        return median(self.samples(run, budget_s))
+
+    def samples(self, run: Callable[[], Any], budget_s: float) -> list[float]:
         """Run once to warm up, then until the budget is spent, at least LEAST_REPEATS times."""
         run()
         times: list[float] = []
         until = perf_counter() + budget_s
         while len(times) < LEAST_REPEATS or (len(times) < MOST_REPEATS and perf_counter() < until):
             times.append(self.once(run))
-        return median(times)
+        return times
 
     def once(self, run: Callable[[], Any]) -> float:
         if self.device.type != "cuda":
-            start = perf_counter()
+            start = self.clock()
             run()
-            return perf_counter() - start
+            return self.clock() - start
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         begin.record()
         run()

@@ -7,9 +7,10 @@ median counts. What is measured is the op's own kernels: not the interpreter aro
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from operator import getitem
+from time import perf_counter
 
 import torch
 from torch import Tensor, fx
@@ -23,20 +24,20 @@ from .kernel import Kernel, Timer, engine_s, measure_kernel
 
 def measure(
     captured: Captured, device: str = "cpu", *, batch: Mapping[str, Tensor] | None = None,
-    budget_s: float = 6.0, threads: int = 1,
+    budget_s: float = 6.0, threads: int = 1, clock: Callable[[], float] = perf_counter,
 ) -> Profile:  # fmt: skip
     """Measure the costs of every op.
 
     device: where to run, "cpu" or "cuda".  batch: a real micro-batch, for the range of its integers.
     budget_s: time to spend in all; ops so slow that three runs take longer get them all the same.
-    threads: CPU threads, as many as each rank will have.
+    threads: CPU threads, as many as each rank will have.  clock: see `Timer`.
     """
     where = torch.device(device)
     arguments = Arguments(captured, where, batch or {})
     nodes = {node.name: node for node in captured.module.graph.nodes}
     signatures = {op.name: _signature(nodes[op.name], arguments) for op in captured.graph.ops}
     share = budget_s / max(1, len(set(signatures.values())))
-    timer = Timer(where)
+    timer = Timer(where, clock)
     measured: dict[Hashable, Kernel] = {}
     with _threads(threads), torch.autocast(
         where.type, dtype=captured.autocast or torch.bfloat16, enabled=captured.autocast is not None
