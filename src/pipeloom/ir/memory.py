@@ -1,10 +1,28 @@
-"""What happens to residuals between forward and backward, and which weights a backward sees."""
+"""What happens to residuals between forward and backward, and which weights a backward sees.
+
+A residual is a tensor that a stage's forward leaves for its backward. Its name says which op of the OpGraph
+made it, so that a planner can name it without tracing the stage:
+
+    relu_1      the output of op relu_1; of an op with several outputs the first
+    topk.1      the second output that the graph lists for op topk, and so on
+    gelu.1      of an op with one output, what else it made: statistics, masks, probabilities, copies of its
+                inputs. They are numbered in the order in which the kernels make them, from the number of
+                its outputs on.
+
+What the profile says an op `saves` are values; each is the residual that `residual_names` gives, of the
+bytes of the value. The profile's `extra_saved_bytes` of an op are those numbered behind its outputs, all of
+them together. A saved value that the stage received, or that is a batch input, is no residual: it lies in its
+message's buffer until the backward, and no policy moves it. `tests/tracer/test_names.py` holds the stage
+functions to this for the model families, and lists the ops for which a profile says something else.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
+
+from .graph import OpGraph
 
 Treatment = Literal["keep", "recompute", "offload"]
 WeightPolicy = Literal["flush"]
@@ -13,10 +31,7 @@ WeightPolicy = Literal["flush"]
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPolicy:
-    """For each stage: residual name -> treatment. What is not named is kept.
-
-    A residual is named as `StageFunctions.residual_bytes` names it: by the op of the graph that made it.
-    """
+    """For each stage: residual name -> treatment. What is not named is kept."""
 
     stages: tuple[Mapping[str, Treatment], ...] = field(default=())
 
@@ -35,3 +50,37 @@ class MemoryPolicy:
         """
         named = self.stages[stage] if stage < len(self.stages) else {}
         return frozenset(name for name, given in named.items() if given == treatment)
+
+
+def residual_names(graph: OpGraph) -> dict[str, str]:
+    """Value -> the name of the residual that it is where the forward keeps it.
+
+    Left out is what may be a tensor of its own or share another one's storage, depending on the cut: a
+    reshape that had to copy, and the results of `broadcast_tensors`.
+    """
+    return {
+        value.name: f"{op.name}.{place}" if place else op.name
+        for op in graph.ops
+        if op.view or op.target not in _DEPENDS_ON_THE_CUT
+        for place, value in enumerate(op.outputs)
+    }
+
+
+_DEPENDS_ON_THE_CUT = ("aten.reshape.default", "aten.broadcast_tensors.default")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Residual:
+    """What can be done with one residual of a stage, as its traced graph has it.
+
+    bytes: on the device.  ops: those that run again to make it from `sources`: other residuals, and values
+    that the stage receives or batch inputs as `input:NAME`; from then on these are kept for it.
+    obstacle: why it cannot be made again, or "" if it can. For several residuals their ops and sources are
+    those of each together: a chain ends at any residual, whether it is there or made by a chain of its own.
+    """
+
+    name: str
+    bytes: int
+    ops: tuple[str, ...] = ()
+    sources: tuple[str, ...] = ()
+    obstacle: str = ""

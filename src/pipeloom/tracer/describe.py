@@ -103,8 +103,16 @@ def _op(node: fx.Node, kinds: Mapping[str, tuple[str, str]], updates: Mapping[st
         attributes=_attributes(node),
         module=_module_path(node),
         random=draws(node),
-        view=call is not None and (call.is_view or call is torch.ops.aten.reshape.default),
+        view=call is not None and _is_view(node, call),
     )
+
+
+def _is_view(node: fx.Node, call: torch._ops.OpOverload) -> bool:
+    """Whether a result lies in the storage of the first argument: a reshape may have to copy."""
+    if call is torch.ops.aten.reshape.default:
+        made, given = (n.meta["val"].untyped_storage()._cdata for n in (node, node.all_input_nodes[0]))
+        return bool(made == given)
+    return call.is_view or call is torch.ops.aten._unsafe_view.default
 
 
 def _attributes(node: fx.Node) -> str:

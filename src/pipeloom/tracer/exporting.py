@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from traceback import clear_frames
 from typing import Any
 
 import torch
@@ -42,9 +43,13 @@ def export(
                     program = torch.export.export(module, (batch,), strict=False)
                 _detach_no_grad_regions(program.graph_module)
                 functional: ExportedProgram = program.run_decompositions(_decompositions())
-    except CaptureError:
+    except CaptureError as error:
+        clear_frames(error.__traceback__)  # see below
         raise
     except Exception as error:  # torch.export raises every kind of exception; the reason is passed on
+        # What broke off inside a checkpoint has left its hooks on saved tensors in place until the generator
+        # that set them goes: it hangs on the frames of the traceback.
+        clear_frames(error.__traceback__)
         reason = str(error).strip().splitlines()[0] if str(error).strip() else "no message"
         raise CaptureError(
             f"torch.export cannot capture {name}: {type(error).__name__}: {reason}", hint=_HINT

@@ -75,7 +75,9 @@ def extract(captured: Captured, stages: StageGraph, index: int, device: str) -> 
                 enter(source)
     for node in members:
         copies[node] = graph.node_copy(node, lambda n: copies[n])
-        copies[node].meta = dict(node.meta) | {"custom": {"op": _owner(node), "node": node.name}}
+        results = tuple(user.args[1] for user in node.users if user.target is getitem)
+        origin = {"op": _owner(node), "node": node.name, "results": results}
+        copies[node].meta = dict(node.meta) | {"custom": origin}
         if "device" in node.kwargs:
             copies[node].update_kwarg("device", torch.device(device))
     outputs = _outputs(captured, stages, index)

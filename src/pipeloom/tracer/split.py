@@ -18,10 +18,10 @@ from torch import Tensor, fx
 from torch.fx.node import Argument
 
 from .joint import Joint
+from .naming import residual_names
 from .random import draws, seed_draws
 from .sink import add_gradient
-
-_VIEWS_BY_CONVENTION = {torch.ops.aten._unsafe_view.default, torch.ops.aten._reshape_alias.default}
+from .views import is_view, root
 
 
 class Slot(NamedTuple):
@@ -53,25 +53,6 @@ class Parts:
     backward: Part
     input_grad: Part
     weight_grad: Part
-
-
-def is_view(node: fx.Node) -> bool:
-    """Whether a node's result shares the storage of its first argument."""
-    if node.op != "call_function":
-        return False
-    if node.target is getitem:
-        source = node.args[0]
-        return isinstance(source, fx.Node) and is_view(source)
-    if node.target in _VIEWS_BY_CONVENTION:
-        return True
-    return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
-
-
-def root(node: fx.Node) -> fx.Node:
-    """The node that owns the storage of `node`'s result."""
-    while is_view(node):
-        node = node.args[0]  # type: ignore[assignment]
-    return node
 
 
 def _ancestors(outputs: Iterable[fx.Node], stop: Callable[[fx.Node], bool]) -> set[fx.Node]:
@@ -120,7 +101,7 @@ class _Splitter:
         self.weight_grads = {n: g for n, g in joint.grads.items() if n in state}
         self.input_grads = {n: g for n, g in joint.grads.items() if n not in state}
         self.forward_nodes = self._forward_nodes()
-        self.names = self._residual_names()
+        self.names = residual_names(joint, self.forward_nodes)
         self.keys = draw_keys(self.nodes)
 
     def _forward_nodes(self) -> set[fx.Node]:
@@ -135,18 +116,6 @@ class _Splitter:
                 needed |= _ancestors([node], lambda n: n.op == "placeholder")
         assert not needed & after_tangent
         return needed
-
-    def _residual_names(self) -> dict[fx.Node, str]:
-        """Names by the op of the plan's graph that made the tensor: `relu_1`, or `sdpa.2` for its third."""
-        taken: dict[str, int] = {}
-        names = {}
-        for node in self.nodes:
-            if node in self.forward_nodes and node.op == "call_function":
-                op = (node.meta.get("custom") or {}).get("op", node.name)
-                count = taken.get(op, 0)
-                taken[op] = count + 1
-                names[node] = f"{op}.{count}" if count else op
-        return names
 
     def parts(self) -> Parts:
         grads = [*self.input_grads.values(), *self.weight_grads.values()]
