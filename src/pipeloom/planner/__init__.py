@@ -2,8 +2,10 @@
 
 from .cluster_files import load_cluster, save_cluster
 from .clusters import cpu_cluster, find_cluster
-from .make import PlanOptions, explain, make_plan
+from .explaining import explain
+from .make import make_plan
 from .registry import names
+from .request import PlanOptions
 
 __all__ = [
     "PlanOptions", "cpu_cluster", "explain", "find_cluster", "load_cluster", "make_plan", "names",

@@ -1,10 +1,10 @@
-"""make_plan: OpGraph x Profile x Cluster -> Plan, by any planner; and the table that explains a plan."""
+"""make_plan: OpGraph x Profile x Cluster -> Plan, by any planner."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import replace
+from itertools import pairwise
 
 from .. import schedules
 from ..ir.cluster import Cluster
@@ -13,71 +13,17 @@ from ..ir.errors import PlanError
 from ..ir.graph import OpGraph
 from ..ir.plan import Plan, StagePlan
 from ..ir.profile import Profile
-from ..ir.schedule import Schedule
-from ..ir.stages import StageGraph, chain, cut
+from ..ir.stages import cut
 from ..lowering import lower
 from ..simulator import simulate
-from .cost import CostModel, CostOptions
 from .infeasible import does_not_fit, explain_infeasible, needs
 from .registry import planner
+from .request import PlanOptions, Request
 from .search import Search
 from .stagecosts import stage_costs
 
 ROUNDS = 5
 """Searches until the schedule and the simulated peaks of the found cut agree with what was searched with."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanOptions:
-    """What else a plan depends on.
-
-    optimizer_bytes: bytes of optimizer state per byte of trainable parameter: SGD 0, with momentum 1, Adam 2.
-    split_backward: the schedule splits each backward into I and W.
-    overlap: transfers run while stages compute.
-    """
-
-    optimizer_bytes: float = 2.0
-    split_backward: bool = False
-    overlap: bool = True
-
-
-@dataclass(frozen=True)
-class _Request:
-    """One call of `make_plan`, checked."""
-
-    graph: OpGraph
-    profile: Profile | Mapping[str, Profile]
-    cluster: Cluster
-    schedule: str
-    microbatches: int
-    options: PlanOptions
-
-    def search(self, stages: int) -> Search:
-        """The search for so many stages on the first devices of the cluster."""
-        devices = self.cluster.devices[:stages]
-        options = CostOptions(
-            microbatches=self.microbatches, optimizer_bytes=self.options.optimizer_bytes,
-            overlap=self.options.overlap,
-        )  # fmt: skip
-        profiles = [_profile_of(self.profile, device.name, self.graph) for device in devices]
-        return Search(
-            model=CostModel(self.graph, profiles, replace(self.cluster, devices=devices), options),
-            caps=tuple(device.memory_bytes for device in devices),
-            in_flight=schedules.in_flight(self.build(chain(stages))),
-        )
-
-    def build(self, stages: StageGraph) -> Schedule:
-        return schedules.build(
-            self.schedule, stages, tuple(range(len(stages.stages))), self.microbatches,
-            split_backward=self.options.split_backward,
-        )  # fmt: skip
-
-    def wider(self, stages: int) -> Search | None:
-        """The search on more devices like these, if they are all alike."""
-        devices = self.cluster.devices
-        if any(device != devices[0] for device in devices):
-            return None
-        return replace(self, cluster=replace(self.cluster, devices=devices[:1] * stages)).search(stages)
 
 
 def make_plan(
@@ -93,8 +39,9 @@ def make_plan(
         memory, with what would.
     """
     _refuse_nonsense(graph, cluster, stages)
-    request = _Request(graph, profile, cluster, schedule, microbatches, options)
-    find = planner(strategy).find
+    known = planner(strategy)
+    request = Request(graph, profile, cluster, schedule, microbatches, options, known)
+    request.refuse_what_cannot_be()
     search = request.search(stages)
     if stages > (places := len(search.model.cut_points) - 1):
         raise PlanError(
@@ -102,10 +49,10 @@ def make_plan(
             hint=f"use at most {places} stages",
         )
     for _ in range(ROUNDS):
-        cuts = find(search)
+        cuts = known.find(search)
         if not cuts:
             raise explain_infeasible(search, request.wider)
-        if any(need > cap for need, cap in zip(needs(search, cuts), search.caps, strict=True)):
+        if not known.keeps_caps and _over(search, cuts):
             raise does_not_fit(search, cuts, strategy)
         found = _Found(request, search, cuts)
         tighter = found.tighter()
@@ -115,14 +62,18 @@ def make_plan(
     raise explain_infeasible(search, request.wider)
 
 
+def _over(search: Search, cuts: tuple[int, ...]) -> bool:
+    """Whether a stage of a cut holds more than its cap."""
+    return any(need > cap for need, cap in zip(needs(search, cuts), search.caps, strict=True))
+
+
 class _Found:
     """A cut that the search calls good, as stages, schedule and simulated step."""
 
-    def __init__(self, request: _Request, search: Search, cuts: tuple[int, ...]) -> None:
+    def __init__(self, request: Request, search: Search, cuts: tuple[int, ...]) -> None:
         self.request, self.search, self.cuts = request, search, cuts
         ops = [op.name for op in search.model.wiring.ops]
-        bounds = list(zip(cuts, cuts[1:], strict=False))
-        stage_of = {name: s for s, (start, end) in enumerate(bounds) for name in ops[start:end]}
+        stage_of = {name: s for s, (i, j) in enumerate(pairwise(cuts)) for name in ops[i:j]}
         self.stages = cut(request.graph, stage_of)
         self.schedule = request.build(self.stages)
         self.in_flight = schedules.in_flight(self.schedule)
@@ -163,50 +114,10 @@ class _Found:
         )
 
 
-def explain(plan: Plan) -> list[dict[str, Any]]:
-    """One row per stage: what it runs, how long, and what it holds. Times in seconds, sizes in bytes."""
-    rows = []
-    for stage, part in enumerate(plan.stages):
-        rank = plan.placement[stage]
-        cap = plan.caps[rank] if plan.caps else None
-        rows.append(
-            {
-                "stage": stage,
-                "rank": rank,
-                "ops": len(part.ops),
-                "first_op": part.ops[0],
-                "last_op": part.ops[-1],
-                "forward_s": part.forward_s,
-                "input_grad_s": part.input_grad_s,
-                "weight_grad_s": part.weight_grad_s,
-                **{f"{kind}_bytes": size for kind, size in asdict(part.memory).items()},
-                "peak_bytes": part.memory.total,
-                "cap_bytes": cap,
-                "filled": part.memory.total / cap if cap else None,
-            }
-        )
-    return rows
-
-
 def _microbatch_size(graph: OpGraph) -> int:
     """The first dimension that the batch's inputs share; 1 where they do not."""
     sizes = {value.shape[:1] for value in graph.inputs}
     return next(iter(sizes))[0] if len(sizes) == 1 and () not in sizes else 1
-
-
-def _profile_of(profile: Profile | Mapping[str, Profile], device: str, graph: OpGraph) -> Profile:
-    if not isinstance(profile, Profile):
-        if device not in profile:
-            raise PlanError(
-                f"no profile for device {device}", hint=f"profile it too; there are {', '.join(profile)}"
-            )
-        profile = profile[device]
-    if profile.graph != graph.fingerprint:
-        raise PlanError(
-            f"the profile was made for model {profile.graph}, not for {graph.name} ({graph.fingerprint})",
-            hint="profile this model",
-        )
-    return profile
 
 
 def _refuse_nonsense(graph: OpGraph, cluster: Cluster, stages: int) -> None:

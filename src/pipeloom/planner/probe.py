@@ -46,19 +46,24 @@ def fill(
     follow: int = FOLLOW,
     tolerance: float = 1e-9,
     mend: bool = True,
+    start: Cuts = (),
 ) -> Partition:
     """The best partition that parametric search finds; see the module's docstring.
 
     window: places on either side that are looked at where crossing bytes vary.  follow: ends of each stage
         that are followed there.  tolerance: relative, of the slowest stage's time, at which to stop.
+    start: cuts from which the search begins, instead of filling with no limit, if they fit.
     mend: try other cuts where crossing bytes vary, as the module's docstring says; if not, filling is all.
     """
-    uneven = mend and len({problem.crossing(point) for point in problem.points[1:-1]}) > 1
-    window, follow = (window, follow) if uneven else (0, 1)
-    best, _ = _within(problem, inf, window, follow)
+    even = len({problem.crossing(point) for point in problem.points[1:-1]}) <= 1
+    mend = mend and not even
+    window, follow = (window, follow) if mend else (0, 1)
+    best = problem.weigh(start) if start else Partition()
+    if not best.cuts:
+        best = _within(problem, inf, window, follow)[0]
     if not best.cuts:
         few = problem.last**2 * problem.stages <= SMALL
-        return banded(problem, everywhere(problem)) if uneven and few else best
+        return banded(problem, everywhere(problem)) if mend and few else best
     low = problem.least_of(0, problem.last, range(problem.stages))
     for _ in range(STEPS):
         if best.seconds <= low * (1 + tolerance):
@@ -68,11 +73,16 @@ def fill(
         if found.cuts:
             best = found
         else:
-            low = tau if uneven else max(tau, min(blocked, best.seconds))
-    if not uneven:
+            low = max(tau, min(blocked, best.seconds)) if even else tau
+    if not mend:
         return best
     better = banded(problem, around(problem, best.cuts, window), below=best.seconds)
     return better if better.cuts else best
+
+
+def fits_at_all(problem: Problem) -> bool:
+    """Whether filling each stage as far as memory allows leads to the end."""
+    return bool(_within(problem, inf, WINDOW, FOLLOW)[0].cuts)
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ Granularity: TypeAlias = Literal["op", "module", "layer"]
 class Planner:
     """A way to cut a model.
 
-    granularity: the smallest piece that it moves.  optimises: it may recompute and offload residuals, with
-        `memory` saying what of that is allowed.  keeps_caps: it looks at memory by itself.
+    granularity: the smallest piece that it moves.  optimises: whether it may recompute and offload
+        residuals: never, if asked, or unless told otherwise.  keeps_caps: it looks at memory by itself.
     source: where it is from.
     """
 
@@ -33,26 +33,26 @@ class Planner:
     granularity: Granularity
     about: str
     source: str
-    optimises: bool = False
+    optimises: Literal["never", "asked", "always"] = "never"
     keeps_caps: bool = True
 
 
 PLANNERS: dict[str, Planner] = {
     "exact": Planner(
-        find=exact, granularity="op", optimises=True, source="dynamic programming",
+        find=exact, granularity="op", optimises="asked", source="dynamic programming",
         about="the best contiguous cut; slow where residuals are optimised",
     ),
     "dawnpiper": Planner(
-        find=dawnpiper, granularity="op", optimises=True,
+        find=dawnpiper, granularity="op", optimises="always",
         source="arXiv 2505.05856, reconstructed from the abstract",
         about="halves the stages and bisects between balanced compute and balanced memory",
     ),
     "probe": Planner(
-        find=probe, granularity="op", optimises=True, source="Pinar and Aykanat 2004, JPDC 64(8)",
+        find=probe, granularity="op", optimises="always", source="Pinar and Aykanat 2004, JPDC 64(8)",
         about="parametric search; exact where transfers cost nothing",
     ),
     "vpipe": Planner(
-        find=vpipe, granularity="layer", optimises=True, source="TPDS 33(3) 2022, vPipe-like",
+        find=vpipe, granularity="layer", optimises="always", source="TPDS 33(3) 2022, vPipe-like",
         about="moves layers over boundaries, treats the residuals of a layer alike",
     ),
     "pipedream": Planner(

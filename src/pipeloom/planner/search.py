@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..ir.memory import Treatment
 from .cost import CostModel, Footprint
 from .evaluation import Evaluator, KeepEverything, Memoised
 from .intervals import Array, Indices
@@ -76,12 +77,14 @@ class Search:
 
     caps: bytes per rank.  in_flight: micro-batches whose residuals each stage holds at its peak.
     coarse: with more ops than this, searches over fewer cut positions bound the full one.
+    treatments: what may be done with residuals besides keeping them.
     """
 
     model: CostModel
     caps: tuple[int, ...]
     in_flight: tuple[int, ...]
     coarse: int = 400
+    treatments: tuple[Treatment, ...] = ()
 
     @cached_property
     def evaluate(self) -> Evaluator:
@@ -91,7 +94,12 @@ class Search:
     @property
     def optimises(self) -> bool:
         """Whether residuals may be recomputed or offloaded."""
-        return False
+        return bool(self.treatments)
+
+    @cached_property
+    def with_least_memory(self) -> Search:
+        """The same under caps that nothing keeps to: evaluations then say what a stage needs at least."""
+        return replace(self, caps=(1,) * len(self.caps))
 
     @property
     def tolerance(self) -> float:

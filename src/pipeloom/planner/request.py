@@ -1,0 +1,130 @@
+"""What is asked of a planner: the model, its costs, the devices, the schedule, and what may be done."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from .. import schedules
+from ..ir.cluster import Cluster
+from ..ir.errors import PlanError
+from ..ir.graph import OpGraph
+from ..ir.memory import Treatment, WeightPolicy
+from ..ir.profile import Profile
+from ..ir.schedule import Schedule
+from ..ir.stages import StageGraph, chain
+from .cost import CostModel, CostOptions
+from .registry import Planner
+from .search import Search
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """What else a plan depends on.
+
+    optimizer_bytes: bytes of optimizer state per byte of trainable parameter: SGD 0, with momentum 1, Adam 2.
+    split_backward: the schedule splits each backward into I and W.
+    overlap: transfers run while stages compute.
+    treatments: what may be done with residuals besides keeping them; None: what the planner does by itself,
+        offloading where the devices have a host link.
+    weights: None for those of the schedule.
+    """
+
+    optimizer_bytes: float = 2.0
+    split_backward: bool = False
+    overlap: bool = True
+    treatments: tuple[Treatment, ...] | None = None
+    weights: WeightPolicy | None = None
+
+
+@dataclass(frozen=True)
+class Request:
+    """One call of `make_plan`."""
+
+    graph: OpGraph
+    profile: Profile | Mapping[str, Profile]
+    cluster: Cluster
+    schedule: str
+    microbatches: int
+    options: PlanOptions
+    planner: Planner
+
+    @property
+    def weights(self) -> WeightPolicy:
+        """How weights are updated: as asked, or as the schedule does it."""
+        return self.options.weights or schedules.entry(self.schedule).weights
+
+    @cached_property
+    def treatments(self) -> tuple[Treatment, ...]:
+        """What may be done with residuals."""
+        asked = self.options.treatments
+        if asked is not None:
+            return tuple(t for t in asked if t != "keep")
+        if self.planner.optimises != "always":
+            return ()
+        linked = all(device.host_link is not None for device in self.cluster.devices)
+        return ("recompute", "offload") if linked else ("recompute",)
+
+    def refuse_what_cannot_be(self) -> None:
+        """Raises: PlanError if what is asked for contradicts the planner, the devices or the schedule."""
+        if self.treatments and self.planner.optimises == "never":
+            raise PlanError(
+                f"this planner keeps every residual, it cannot {' or '.join(self.treatments)}",
+                hint="use planner dawnpiper, probe, vpipe or exact",
+            )
+        bare = next((d.name for d in self.cluster.devices if d.host_link is None), None)
+        if "offload" in self.treatments and bare is not None:
+            raise PlanError(
+                f"residuals cannot be offloaded from device {bare}, which has no link to the host",
+                hint="give the device a host_link in the cluster file, or allow recompute only",
+            )
+        own = schedules.entry(self.schedule).weights
+        if own != "flush" and self.weights != own:
+            raise PlanError(
+                f"schedule {self.schedule} updates weights by {own}, not by {self.weights}",
+                hint=f"ask for {own}, or for another schedule",
+            )
+
+    def search(self, stages: int) -> Search:
+        """The search for so many stages on the first devices of the cluster."""
+        devices = self.cluster.devices[:stages]
+        options = CostOptions(
+            microbatches=self.microbatches, optimizer_bytes=self.options.optimizer_bytes,
+            overlap=self.options.overlap,
+        )  # fmt: skip
+        profiles = [_profile_of(self.profile, device.name, self.graph) for device in devices]
+        return Search(
+            model=CostModel(self.graph, profiles, replace(self.cluster, devices=devices), options),
+            caps=tuple(device.memory_bytes for device in devices),
+            in_flight=schedules.in_flight(self.build(chain(stages))),
+            treatments=self.treatments,
+        )
+
+    def build(self, stages: StageGraph) -> Schedule:
+        return schedules.build(
+            self.schedule, stages, tuple(range(len(stages.stages))), self.microbatches,
+            split_backward=self.options.split_backward,
+        )  # fmt: skip
+
+    def wider(self, stages: int) -> Search | None:
+        """The search on more devices like these, if they are all alike."""
+        devices = self.cluster.devices
+        if any(device != devices[0] for device in devices):
+            return None
+        return replace(self, cluster=replace(self.cluster, devices=devices[:1] * stages)).search(stages)
+
+
+def _profile_of(profile: Profile | Mapping[str, Profile], device: str, graph: OpGraph) -> Profile:
+    if not isinstance(profile, Profile):
+        if device not in profile:
+            raise PlanError(
+                f"no profile for device {device}", hint=f"profile it too; there are {', '.join(profile)}"
+            )
+        profile = profile[device]
+    if profile.graph != graph.fingerprint:
+        raise PlanError(
+            f"the profile was made for model {profile.graph}, not for {graph.name} ({graph.fingerprint})",
+            hint="profile this model",
+        )
+    return profile
