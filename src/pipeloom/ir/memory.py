@@ -25,8 +25,10 @@ from typing import Literal
 from .graph import OpGraph
 
 Treatment = Literal["keep", "recompute", "offload"]
-WeightPolicy = Literal["flush"]
-"""`flush`: every micro-batch of a step uses the same weights, updated after the last backward."""
+WeightPolicy = Literal["flush", "stash", "2bw"]
+"""`flush`: every micro-batch of a step uses the same weights, updated after the last backward. `stash`: each
+micro-batch is an update, and its backward uses the weights of its forward. `2bw`: two versions, an update per
+step. See `rules_versions`."""
 
 
 @dataclass(frozen=True, kw_only=True)
