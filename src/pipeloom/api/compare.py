@@ -69,7 +69,7 @@ def verify(
     captured graph uncut in one process, whose random numbers are the same; any other with the user's own
     module.
     """
-    require_runnable(plan.schedule)
+    require_runnable(plan.schedule, plan.weights)
     require_training(plan)
     options = replace(options or Options(), keep_gradients=True)
     job = replace(job, optimizer=job.optimizer or (lambda params: torch.optim.SGD(params, lr=0.1)))

@@ -10,18 +10,25 @@ from .. import schedules
 from ..ir.action import F
 from ..ir.codec import to_json
 from ..ir.errors import PlanError, ScheduleError
+from ..ir.memory import WeightPolicy
 from ..ir.plan import Plan
 from ..runtime.connect import gather_text
 from ..runtime.local_channel import LocalChannel
 
 
-def require_runnable(schedule: str) -> None:
+def require_runnable(schedule: str, weights: WeightPolicy = "flush") -> None:
     """Refuse a schedule of the library that needs what the runtime has not, before anything starts.
 
     schedule: its name; `file.py:function` is loaded, so that its operations are known. Any other name that
-        the library does not know is only checked when built.
+        the library does not know is only checked when built.  weights: the plan's policy.
     Raises: ScheduleError that names the reason.
     """
+    if weights != "flush":
+        raise ScheduleError(
+            f"a plan with weights={weights} cannot be run: it needs weight versions, which the runtime does "
+            "not have",
+            hint="it can be planned and simulated; to run, plan with --weights flush",
+        )
     if schedule.endswith(".csv"):
         return  # a plan has the rows of the file; it may be gone by now
     own = schedules.names_own(schedule)
