@@ -90,7 +90,7 @@ def chimera(s: Shape) -> list[Recipe]:
     return [*(Recipe(clock=c, memory=s.ranks / 2, early=e) for c in clocks for e in ("all", "warm")), greedy]
 
 
-def zb_v(s: Shape, extra: float = 0) -> Recipe:
+def zb_v(s: Shape) -> Recipe:
     def row(rank: int) -> list[Action]:
         (first, second), later = s.own[rank], s.ranks - 1 - rank
         order = [(first, F)] * (2 * later + 1) + [(second, F), (first, F)] * rank
@@ -99,11 +99,23 @@ def zb_v(s: Shape, extra: float = 0) -> Recipe:
         number = {what: iter(range(s.microbatches)) for what in order}
         return [Action(*what, b) for what in order for b in islice(number[what], 1)]
 
-    return Recipe(kinds="FIW", rows=row, memory=s.ranks + extra)
+    return Recipe(kinds="FIW", rows=row, memory=s.ranks)
 
 
 def dualpipev(s: Shape) -> Recipe:
-    return zb_v(s, extra=0.5)
+    def row(rank: int) -> list[Action]:
+        left = s.ranks - 1 - rank
+        words = "F0 " * 2 * left + "F0 F1 " * (rank + 1) + "I1 F1 " * left
+        words += "F0 B1 F1 B0 " * (s.microbatches - s.ranks - left) + "B1 F1 B0 " * left
+        words += "I1 I0 " * (rank + 1) + "I0 " * left
+        number = {(kind, at): iter(range(s.microbatches)) for kind in "FB" for at in "01"}
+        number |= {("I", at): number["B", at] for at in "01"}
+        return [Action(s.own[rank][int(at)], Kind(k), next(number[k, at])) for k, at in words.split()]
+
+    def other_way(a: Action, b: Action) -> bool:
+        return (a.kind, b.kind) == (F, B) and a.stage != b.stage
+
+    return Recipe(kinds="FBIW", rows=row, memory=s.ranks + 0.5, together=other_way)
 
 
 SHORT = {
@@ -123,8 +135,13 @@ def test_a_few_lines_say_what_the_library_says(name: str, ranks: int) -> None:
     s = replace(shape(placement, 2 * ranks), stages=stages)
     made = schedules.best(s, recipe(s)).outcome  # type: ignore[operator]
     built = schedules.build(name, stages, placement, 2 * ranks, times=schedules.Times(costs=s.costs))
-    kinds = "FIW" if any(a.kind == W for row in built.rows for a in row) else "FB"
-    library = make(s, Recipe(kinds=kinds, rows=built.rows, fill="")).outcome
+    found = {a.kind for row in built.rows for a in row}
+    kinds = "".join(kind for kind in "FBIW" if kind in found)
+    pairs = {*built.pairs}
+    library = make(
+        s, Recipe(kinds=kinds, rows=built.rows, fill="", together=lambda a, b: (a, b) in pairs)
+    ).outcome
+    assert made.pairs or not pairs
     assert max(made.peak) <= max(library.peak)
     assert made.step_s == pytest.approx(library.step_s, rel=0.0 if lines == 5 else 0.02)
     assert lines > 5 or made.rows == built.rows
@@ -224,7 +241,7 @@ def test_kinds_per_stage() -> None:
         kinds=lambda stage: "FIW" if stage else "FB", priority=lambda a: (a.kind == F, a.microbatch)
     )
     assert {a.kind for a in make(s, recipe).outcome.rows[0]} == {F, B}
-    with pytest.raises(ScheduleError, match="use F, FB or FIW"):
+    with pytest.raises(ScheduleError, match="use F, FB, FIW or, with rows=, FBIW"):
         make(s, Recipe(kinds="FX", priority=str))
 
 

@@ -14,7 +14,7 @@ from .board import Board, Process, Stuck, deadlock
 from .errors import ScheduleError
 from .flow import Flow
 from .milestones import gives, name_of, needs
-from .operation import ANCHORS, OPERATIONS, Operation
+from .operation import OPERATIONS, Operation
 from .schedule import Schedule
 
 
@@ -53,20 +53,13 @@ def anchors(schedule: Schedule, flow: Flow) -> None:
         return
     for rank, row in enumerate(schedule.rows):
         place = {action: at for at, action in enumerate(row)}
-        own = {(action.stage, action.kind) for action in row}
         for operation in present.values():
             for anchor in row:
-                if anchor.kind == anchor_kind(operation, anchor.stage, own):
+                if operation.stands_at(anchor.kind):
                     _anchored(rank, place, operation, anchor)
         for action in row:
             if action.kind in present:
                 _wanted(rank, present[action.kind], action)
-
-
-def anchor_kind(operation: Operation, stage: int, own: set[tuple[int, Kind]]) -> Kind:
-    """The kind that an anchor stands for on a stage. own: what its rank runs, as (stage, kind)."""
-    first, *others = ANCHORS[operation.anchor]
-    return first if (stage, first) in own or not others else others[0]
 
 
 def _anchored(rank: int, place: Mapping[Action, int], operation: Operation, anchor: Action) -> None:

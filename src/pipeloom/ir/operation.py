@@ -99,6 +99,10 @@ class Operation:
         assert found is not None
         return found
 
+    def stands_at(self, kind: Kind) -> bool:
+        """Whether actions of a kind are its anchors. Of each micro-batch exactly one is: B, or I with W."""
+        return kind in ANCHORS[self.anchor]
+
     def runs(self, stage: int, rank: int, microbatch: int) -> bool:
         """Whether it belongs to this micro-batch of this stage.
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 from math import inf
 
 from ..ir.action import Action, B, F, I, Kind, W
-from ..ir.added_rules import anchor_kind
 from ..ir.costs import pair_seconds
 from ..ir.errors import ScheduleError
 from ..ir.milestones import gives, needs
@@ -30,14 +29,14 @@ def assemble(shape: Shape, recipe: Recipe) -> tuple[Task, tuple[Operation, ...]]
             )
     beside = tuple(o for o in recipe.insert if o not in loose)
     memory, limits = _memory(shape, recipe, beside)
-    streams = [replace(s, memory=memory(s)) for s in _streams(shape, recipe, loose)]
+    streams = [replace(s, memory=memory(s)) for s in _streams(shape, recipe, loose, _whole(listed))]
     fillers = {s.kind for s in streams if s.filler}
     rows = None if listed is None else tuple(
         tuple(a for a in row if a.kind not in fillers) for row in listed
     )  # fmt: skip
     stages = range(len(shape.placement))
     task = Task(
-        streams=tuple(_with_neighbours(shape, s, streams, beside) for s in streams), ranks=shape.ranks,
+        streams=tuple(_with_neighbours(shape, s, beside) for s in streams), ranks=shape.ranks,
         key=recipe.priority, clock=_clock(shape, recipe), row_of=rows, memory=limits,
         open_rank=tuple(map(recipe.in_flight, range(shape.ranks))) if recipe.in_flight else (),
         open_stage=tuple(map(recipe.in_flight_stage, stages)) if recipe.in_flight_stage else (),
@@ -86,12 +85,9 @@ def _pairs(
     return found
 
 
-def _with_neighbours(
-    shape: Shape, s: Stream, streams: Sequence[Stream], beside: Sequence[Operation]
-) -> Stream:
+def _with_neighbours(shape: Shape, s: Stream, beside: Sequence[Operation]) -> Stream:
     """A stream with the time of the operations that go next to its actions."""
-    own = {(other.stage, other.kind) for other in streams}
-    near = [o for o in beside if anchor_kind(o, s.stage, own) == s.kind]
+    near = [o for o in beside if o.stands_at(s.kind)]
     # What runs beside computing costs the rank nothing, unless the anchor must wait for it.
     front = [o for o in near if o.before is not None and (o.stream == "compute" or not o.ahead)]
     behind = [o for o in near if o.after is not None and o.stream == "compute"]
@@ -114,7 +110,6 @@ def _memory(
     """
     ranks = range(shape.ranks)
     in_bytes = recipe.memory_bytes is not None or shape.limit_bytes is not None
-    own = {(s, kind) for s in range(len(shape.placement)) for kind in recipe.kinds_of(s)}
 
     def change(s: Stream) -> float:
         cost, operation = shape.costs[s.stage], OPERATIONS.get(s.kind)
@@ -124,7 +119,7 @@ def _memory(
         if operation is not None:
             return float(operation.acquired(s.stage) - operation.released(s.stage))
         held, carried = float(cost.residual_bytes), float(cost.carried_bytes)
-        near = [o for o in beside if o.every == 1 and anchor_kind(o, s.stage, own) == s.kind]
+        near = [o for o in beside if o.every == 1 and o.stands_at(s.kind)]
         left = sum(o.acquired(s.stage) - o.released(s.stage) for o in near if o.runs(s.stage, s.rank, 0))
         return {F: held, B: -held, I: carried - held, W: -carried}[s.kind] + left
 
@@ -142,7 +137,14 @@ def _memory(
     return change, tuple(per_rank(most, rank) for rank in ranks)
 
 
-def _streams(shape: Shape, recipe: Recipe, loose: Sequence[Operation]) -> list[Stream]:
+def _whole(listed: Sequence[Sequence[Action]] | None) -> frozenset[tuple[int, int]]:
+    """Stages and micro-batches whose backward the rows run as one B."""
+    return frozenset((a.stage, a.microbatch) for row in listed or () for a in row if a.kind == B)
+
+
+def _streams(
+    shape: Shape, recipe: Recipe, loose: Sequence[Operation], whole: frozenset[tuple[int, int]]
+) -> list[Stream]:
     flow, fill = shape.flow, set(recipe.fill)
     kinds = [
         (*recipe.kinds_of(s), *(o.kind for o in loose if any(_runs_at(shape, o, s))))
@@ -152,34 +154,33 @@ def _streams(shape: Shape, recipe: Recipe, loose: Sequence[Operation]) -> list[S
     for s, own in enumerate(kinds):
         for kind in own:
             index[s, kind] = len(index)
-    back = [next((k for k in own if k in (B, I)), None) for own in kinds]
+    back = [tuple(k for k in own if k in (B, I)) for own in kinds]
     feeds: dict[tuple[int, Kind], list[tuple[int, float]]] = {key: [] for key in index}
     needed = dict.fromkeys(index, 0)
 
-    def edge(source: tuple[int, Kind], target: tuple[int, Kind]) -> None:
-        feeds[source].append((index[target], shape.delay_s(source[0], target[0])))
+    def edge(source: int, ways: Sequence[Kind], target: tuple[int, Kind]) -> None:
+        """The target waits for one of the ways in which the source runs a micro-batch."""
+        for kind in ways:
+            feeds[source, kind].append((index[target], shape.delay_s(source, target[0])))
         needed[target] += 1
 
     for s, own in enumerate(kinds):
-        mine = back[s]
         for reader in flow.read_by[s]:
-            edge((s, F), (reader, F))
-        if mine is not None:
-            edge((s, F), (s, mine))
+            edge(s, (F,), (reader, F))
+        for mine in back[s]:
+            edge(s, (F,), (s, mine))
             for reader in flow.gradients_from[s]:
-                other = back[reader]
-                assert other is not None
-                edge((reader, other), (s, mine))
+                edge(reader, back[reader], (s, mine))
         if W in own:
-            edge((s, I), (s, W))
+            edge(s, (I,), (s, W))
         for operation in loose:
             if operation.kind in own and operation.after is not None:
-                edge((s, anchor_kind(operation, s, {(s, k) for k in own})), (s, operation.kind))
+                edge(s, [k for k in own if operation.stands_at(k)], (s, operation.kind))
     return [
         Stream(
             stage=s, kind=kind, rank=shape.placement[s], memory=0.0,
             seconds=shape.seconds(s, kind) if _occupies(kind) else 0.0,
-            feeds=tuple(feeds[s, kind]), needs=needed[s, kind], order=_order(shape, recipe, s, kind),
+            feeds=tuple(feeds[s, kind]), needs=needed[s, kind], order=_order(shape, recipe, s, kind, whole),
             filler=kind in fill, drains=kind in recipe.drain, opens=kind == F, closes=kind in (B, I),
         )
         for s, kind in index
@@ -194,7 +195,9 @@ def _runs_at(shape: Shape, operation: Operation, stage: int) -> list[int]:
     return [b for b in range(shape.microbatches) if operation.runs(stage, shape.placement[stage], b)]
 
 
-def _order(shape: Shape, recipe: Recipe, stage: int, kind: Kind) -> Sequence[int]:
+def _order(
+    shape: Shape, recipe: Recipe, stage: int, kind: Kind, whole: frozenset[tuple[int, int]]
+) -> Sequence[int]:
     """Micro-batches in the order in which a stream runs them; slices go back where they came from."""
     k = recipe.slices
     order: Sequence[int] = range(shape.microbatches)
@@ -203,4 +206,6 @@ def _order(shape: Shape, recipe: Recipe, stage: int, kind: Kind) -> Sequence[int
     if kind in OPERATIONS:
         wanted = set(_runs_at(shape, OPERATIONS[kind], stage))
         order = [b for b in order if b in wanted]
+    elif kind in (B, I, W) and B in recipe.kinds_of(stage) and I in recipe.kinds_of(stage):
+        order = [b for b in order if ((stage, b) in whole) == (kind == B)]
     return order

@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from ..ir.action import Action
-from ..ir.added_rules import anchor_kind
 from ..ir.operation import Operation
 from .shape import Shape
 from .task import Outcome
@@ -31,11 +30,9 @@ def _row(
 ) -> tuple[Action, ...]:  # fmt: skip
     front: Near = defaultdict(list)
     behind: Near = defaultdict(list)
-    own = {(a.stage, a.kind) for a in row}
     for operation in operations:
         for stage in shape.own[rank]:
-            kind = anchor_kind(operation, stage, own)
-            anchors = [a for a in row if (a.stage, a.kind) == (stage, kind)]
+            anchors = [a for a in row if a.stage == stage and operation.stands_at(a.kind)]
             for at, anchor in enumerate(anchors):
                 if not operation.runs(stage, rank, anchor.microbatch):
                     continue

@@ -23,7 +23,8 @@ def per_rank(limit: PerRank | float, rank: int) -> float:
 class Recipe:
     """One way to order everything.
 
-    kinds: "FB" or "FIW", for all stages or as a function of the stage; "F" for evaluation.
+    kinds: "FB" or "FIW", for all stages or as a function of the stage; "F" for evaluation. "FBIW", with rows:
+        B where they have one, else I and W.
     priority, clock, rows: the order, see the module.  before(a, b): `a` goes first where both are next.
     memory: most residuals of a rank, in micro-batches: a stage of a rank with v stages counts 1/v, from F
         until B or W.  in_flight: most micro-batches of a rank, counted per stage, between F and B or I.
@@ -82,6 +83,9 @@ class Recipe:
     def kinds_of(self, stage: int) -> tuple[Kind, ...]:
         """The built-in kinds that a stage runs for each micro-batch."""
         text = self.kinds if isinstance(self.kinds, str) else self.kinds(stage)
-        if text not in ("F", "FB", "FIW"):
-            raise ScheduleError(f"stage {stage} has the kinds {text!r}", hint="use F, FB or FIW, and insert=")
+        if text not in ("F", "FB", "FIW", "FBIW") or (text == "FBIW" and self.rows is None):
+            raise ScheduleError(
+                f"stage {stage} has the kinds {text!r}",
+                hint="use F, FB, FIW or, with rows=, FBIW; further kinds go with insert=",
+            )
         return tuple(map(Kind, text))

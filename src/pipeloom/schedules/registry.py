@@ -42,7 +42,7 @@ class Entry:
     """A schedule in the library.
 
     family: makes rows from the shape alone, or recipe: in the language, for any times.  rows: from a Shape,
-        for what has operations of its own.
+        for what has operations of its own; a whole schedule where it has pairs or slices.
     place: where its stages go unless the user says otherwise: "line", "loop", "wave", "both ways", or
         "table".  table: number of ranks -> for each stage its rank, or the ranks that it spans.
     lacks: what a runtime must have to run it and has not, if anything.
@@ -51,7 +51,7 @@ class Entry:
 
     family: Family | None = None
     recipe: Callable[[Shape], Recipe | Sequence[Recipe]] | None = None
-    rows: Callable[[Shape], Rows] | None = None
+    rows: Callable[[Shape], Rows | Schedule] | None = None
     place: str = "line"
     about: str = ""
     table: Callable[[int], RankTable] | None = None
@@ -70,7 +70,8 @@ class Entry:
         if self.family is not None:
             return self.family(shape.stages, shape.placement, shape.microbatches), 1, ()
         if self.rows is not None:
-            return self.rows(shape), 1, ()
+            given = self.rows(shape)
+            return (given.rows, given.slices, given.pairs) if isinstance(given, Schedule) else (given, 1, ())
         assert self.recipe is not None
         made = fastest(shape, self.recipe)
         return made.outcome.rows, made.recipe.slices, made.outcome.pairs
@@ -171,7 +172,7 @@ def build(
     if split_backward and pairs:
         raise ScheduleError(
             f"{name} runs pairs such as {pairs[0][0]}&{pairs[0][1]}, which a split backward would tear apart",
-            hint='leave out the split, and use kinds="FIW" in the recipe',
+            hint='leave out the split; and use kinds="FIW" in a recipe of your own, pairs=0 with DualPipe',
         )
     rows = made if isinstance(made, Table) else tuple(map(tuple, made))
     if split_backward:
@@ -279,13 +280,13 @@ def _from_csv(file: Path) -> Entry:
             raise ScheduleError(f"{file} is for {given.ranks} ranks, not {ranks}", hint="use as many")
         return given.placement
 
-    def rows(shape: Shape) -> Rows:
+    def rows(shape: Shape) -> Schedule:
         if shape.microbatches != given.microbatches:
             raise ScheduleError(
                 f"{file} is for {given.microbatches} micro-batches, not {shape.microbatches}",
                 hint="use as many",
             )
-        return given.rows
+        return given
 
     return Entry(rows=rows, place="table", table=table, about="from a file")
 

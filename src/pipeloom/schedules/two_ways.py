@@ -1,7 +1,7 @@
 """Schedules that fill the pipeline from both ends, and waves.
 
     chimera       two replicas in opposite directions; arXiv 2107.06925
-    dualpipe      the same with W apart, F of one direction next to I of the other; DeepSeek-V3
+    dualpipe      the same with F of one direction and B of the other as a pair; DeepSeek-V3, arXiv 2412.19437
     dualpipev     dualpipe cut in half: one V, half the ranks, no replica
     hanayo        waves: a V repeated, so that no replica is needed; arXiv 2308.15762
 
@@ -10,10 +10,13 @@ chimera and dualpipe are for `replicate(stages, 2)` placed `both_ways`; `microba
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import accumulate
 
-from ..ir.action import F
+from ..ir.action import Action, B, F, I, Kind, W
 from .language import Recipe, Shape, options, path_clock
+from .placements import both_ways, wave
 from .vee import zb_v_recipes
 
 
@@ -24,14 +27,28 @@ def chimera(s: Shape) -> list[Recipe]:
 
 
 def dualpipe(s: Shape) -> list[Recipe]:
-    """Peak: p + 1 micro-batches of one replica."""
-    memory = options(s, memory=(s.ranks + 1) / 2)["memory"]
-    return list(_clocks(s, "FIW", memory))
+    """Peak: p + 1 micro-batches of one replica. With the option pairs=0, and where the published order does
+    not fit, no pairs, and W apart everywhere."""
+    given = options(s, memory=(s.ranks + 1) / 2, pairs=1)
+    memory, last = given["memory"], s.ranks - 1
+    apart = list(_clocks(s, "FIW", memory))
+    if not given["pairs"]:
+        return apart
+    own = [stages if r <= last - r else stages[::-1] for r, stages in enumerate(map(sorted, s.own))]
+    fits = s.ranks % 2 == 0 and s.placement == both_ways(s.ranks)
+    return _eight_phases(s, memory, own if fits else (), lambda rank: min(rank, last - rank)) or apart
 
 
 def dualpipev(s: Shape) -> list[Recipe]:
-    """The pattern of ZB-V with room for one micro-batch more, as 2p + 1 chunks."""
-    return zb_v_recipes(s, options(s, memory=s.ranks + 0.5)["memory"])
+    """Peak: 2p + 1 chunks. With the option pairs=0, and where the published order does not fit, the pattern
+    of ZB-V with room for one chunk more."""
+    given = options(s, memory=s.ranks + 0.5, pairs=1)
+    memory = given["memory"]
+    apart = zb_v_recipes(replace(s, options={}), memory)
+    if not given["pairs"]:
+        return apart
+    own = s.own if s.placement == wave(s.ranks) else ()
+    return _eight_phases(s, memory, own, lambda rank: rank) or apart
 
 
 def hanayo(s: Shape) -> list[Recipe]:
@@ -47,3 +64,63 @@ def _clocks(s: Shape, kinds: str, memory: float) -> Iterator[Recipe]:
             for early in ("all", "warm", "none"):
                 yield Recipe(kinds=kinds, clock=clock, memory=memory, early=early)
     yield Recipe(kinds=kinds, priority=lambda a: (a.kind == F, a.microbatch, -a.stage), memory=memory)
+
+
+def _eight_phases(
+    s: Shape, memory: float, own: Sequence[Sequence[int]], depth: Callable[[int], int]
+) -> list[Recipe]:
+    """The published order; nothing where the placement, the limits or too few micro-batches forbid it.
+
+    own: of each rank the stage whose micro-batches reach it first, and the other one; empty if there are no
+    two such.  depth: rank -> how many ranks away its nearest micro-batches come in.
+    """
+    half = 1 + max(map(depth, range(s.ranks)))
+    if not own or s.microbatches < 2 * half or memory < half + 0.5:
+        return []
+    rows = [list(_phases_of(stages, half, depth(r), s.microbatches)) for r, stages in enumerate(own)]
+    if s.limit_bytes is not None and max(_peak_bytes(s, row) for row in rows) > s.limit_bytes:
+        return []
+    # Nobody is behind the innermost rank: there the first pair would only delay what its B gives.
+    apart = [Action(stages[1], B, 0) for stages in own]
+
+    def together(a: Action, b: Action) -> bool:
+        return (a.kind, b.kind) == (F, B) and a.stage != b.stage and b not in apart
+
+    published = Recipe(kinds="FBIW", rows=rows, memory=memory, fill="", together=together)
+    return [published] if s.even else [published, replace(published, fill="W")]
+
+
+def _peak_bytes(s: Shape, row: Sequence[Action]) -> int:
+    """Most bytes of residuals that a rank holds."""
+
+    def change(a: Action) -> int:
+        held, carried = s.costs[a.stage].residual_bytes, s.costs[a.stage].carried_bytes
+        return {F: held, B: -held, I: carried - held, W: -carried}[a.kind]
+
+    return max(accumulate(map(change, row)))
+
+
+def _phases_of(own: Sequence[int], half: int, depth: int, microbatches: int) -> Iterator[Action]:
+    """What a rank runs, in the order of DualPipe; pairs are the neighbours F, B of different stages.
+
+    half: ranks that a micro-batch passes before it meets those that came from the other end.
+    """
+    left = half - 1 - depth
+    whole = microbatches - 2 * half + depth + 1
+    late = (depth + 1) // 2  # of the last backwards the later ones leave their W for the gaps
+    ends = ["B1 B0"] * late + (["I1 I0"] if depth % 2 else ["B1 I0"]) + ["I1 I0"] * (depth - late)
+    phases = [
+        *["F0"] * 2 * left, *["F0 F1"] * (depth + 1), *["I1 W F1"] * left,
+        *["F0 B1 F1 B0"] * whole, *["B1 F1 B0"] * left, *ends, *["W I0"] * left, *["W"] * (depth + 1),
+    ]  # fmt: skip
+    count = {kind + chunk: iter(range(microbatches)) for kind in "FB" for chunk in "01"}
+    weights: list[Action] = []
+    for word in " ".join(phases).split():
+        if word == "W":
+            yield weights.pop(0)
+            continue
+        kind, chunk = Kind(word[0]), word[1]
+        action = Action(own[int(chunk)], kind, next(count[("F" if kind == F else "B") + chunk]))
+        if kind == I:
+            weights.append(Action(action.stage, W, action.microbatch))
+        yield action
