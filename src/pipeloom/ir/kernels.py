@@ -51,7 +51,7 @@ class Kernel(Generic[P, R]):
         """The machine code, made or loaded on first use."""
         import numba
 
-        function = self._linked()
+        function = self._linked(lambda inner: inner.inlined)
         options: dict[str, Any] = {"nogil": True, "_nrt": not self._in_place}
         try:
             made = numba.njit(cache=True, **options)(function)
@@ -60,17 +60,22 @@ class Kernel(Generic[P, R]):
         return cast(Callable[P, R], made)
 
     @cached_property
+    def interpreted(self) -> Callable[P, R]:
+        """The function as it is, with what it calls: it takes lists as well as arrays."""
+        return cast(Callable[P, R], self._linked(lambda inner: inner.interpreted))
+
+    @cached_property
     def inlined(self) -> Callable[P, R]:
         """To be compiled into another kernel: a call would count references to all arrays passed to it."""
         import numba
 
-        return cast(Callable[P, R], numba.njit(inline="always")(self._linked()))
+        return cast(Callable[P, R], numba.njit(inline="always")(self._linked(lambda inner: inner.inlined)))
 
-    def _linked(self) -> Any:
-        """The function with what it calls in place of the kernels that it names."""
+    def _linked(self, form: Callable[[Kernel[..., Any]], Any]) -> Any:
+        """The function with a form of each kernel that it names in place of the kernel."""
         function: Any = self.plain
         used = {name: function.__globals__.get(name) for name in function.__code__.co_names}
-        inner = {name: found.inlined for name, found in used.items() if isinstance(found, Kernel)}
+        inner = {name: form(found) for name, found in used.items() if isinstance(found, Kernel)}
         if inner:
             copy = FunctionType(function.__code__, {**function.__globals__, **inner}, function.__name__)
             copy.__qualname__, copy.__module__ = function.__qualname__, function.__module__

@@ -6,7 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import inf
 
+import numpy as np
+
 from ..ir.action import Action, B, F, I, Kind, W
+from ..ir.columns import B_, Columns, Rows, columns_of
 from ..ir.costs import pair_seconds
 from ..ir.errors import ScheduleError
 from ..ir.milestones import gives, needs
@@ -19,7 +22,7 @@ from .task import Stream, Task
 def assemble(shape: Shape, recipe: Recipe) -> tuple[Task, tuple[Operation, ...]]:
     """The task, and the operations that are to be put next to their anchors afterwards."""
     listed = _listed(shape, recipe)
-    named = {a.kind for row in listed or () for a in row} | set(recipe.fill)
+    named = set(recipe.fill) | (set() if listed is None else _kinds_in(listed.columns))
     loose = tuple(o for o in recipe.insert if o.kind in named)
     for operation in loose:
         if operation.before is not None and operation.kind in recipe.fill:
@@ -29,15 +32,13 @@ def assemble(shape: Shape, recipe: Recipe) -> tuple[Task, tuple[Operation, ...]]
             )
     beside = tuple(o for o in recipe.insert if o not in loose)
     memory, limits = _memory(shape, recipe, beside)
-    streams = [replace(s, memory=memory(s)) for s in _streams(shape, recipe, loose, _whole(listed))]
+    streams = [replace(s, memory=memory(s)) for s in _streams(shape, recipe, loose, _whole(recipe, listed))]
     fillers = {s.kind for s in streams if s.filler}
-    rows = None if listed is None else tuple(
-        tuple(a for a in row if a.kind not in fillers) for row in listed
-    )  # fmt: skip
+    rows = None if listed is None else _without(listed, fillers)
     stages = range(len(shape.placement))
     task = Task(
         streams=tuple(_with_neighbours(shape, s, beside) for s in streams), ranks=shape.ranks,
-        key=recipe.priority, clock=_clock(shape, recipe), row_of=rows, memory=limits,
+        key=recipe.priority, clock=recipe.clock, depth=_depth(shape), row_of=rows, memory=limits,
         open_rank=tuple(map(recipe.in_flight, range(shape.ranks))) if recipe.in_flight else (),
         open_stage=tuple(map(recipe.in_flight_stage, stages)) if recipe.in_flight_stage else (),
         before=recipe.before, patience=recipe.patience, early=recipe.early,
@@ -48,23 +49,31 @@ def assemble(shape: Shape, recipe: Recipe) -> tuple[Task, tuple[Operation, ...]]
     return task, beside
 
 
-def _listed(shape: Shape, recipe: Recipe) -> tuple[tuple[Action, ...], ...] | None:
+def _listed(shape: Shape, recipe: Recipe) -> Rows[Action] | None:
     rows = recipe.rows
     if rows is None:
         return None
     listed = [rows(r) for r in range(shape.ranks)] if callable(rows) else rows
     if len(listed) != shape.ranks:
         raise ScheduleError(f"{len(listed)} rows for {shape.ranks} ranks", hint="give one row per rank")
-    return tuple(map(tuple, listed))
+    return listed if isinstance(listed, Rows) else Rows(columns_of(listed))
 
 
-def _clock(shape: Shape, recipe: Recipe) -> Callable[[int, Kind, int], tuple[float, bool, int]] | None:
-    """At equal times backwards come first, as they let memory go, and later stages before earlier ones."""
-    clock = recipe.clock
-    if clock is None:
-        return None
+def _kinds_in(columns: Columns) -> set[Kind]:
+    return {columns.kinds[code] for code in np.unique(columns.kind).tolist()}
+
+
+def _without(rows: Rows[Action], kinds: set[Kind]) -> Rows[Action]:
+    """The rows without what is to find its own place."""
+    columns = rows.columns
+    codes = [code for code, kind in enumerate(columns.kinds) if kind in kinds]
+    dropped = np.isin(columns.kind, codes)
+    return Rows(columns.where(~dropped)) if dropped.any() else rows
+
+
+def _depth(shape: Shape) -> tuple[int, ...]:
     place = {s: i for i, s in enumerate(shape.flow.order)}
-    return lambda stage, kind, b: (clock(stage, kind, b), kind == F, -place[stage])
+    return tuple(place[s] for s in range(len(shape.placement)))
 
 
 def _pairs(
@@ -137,9 +146,13 @@ def _memory(
     return change, tuple(per_rank(most, rank) for rank in ranks)
 
 
-def _whole(listed: Sequence[Sequence[Action]] | None) -> frozenset[tuple[int, int]]:
-    """Stages and micro-batches whose backward the rows run as one B."""
-    return frozenset((a.stage, a.microbatch) for row in listed or () for a in row if a.kind == B)
+def _whole(recipe: Recipe, listed: Rows[Action] | None) -> frozenset[tuple[int, int]]:
+    """Stages and micro-batches whose backward the rows run as one B, where a stage may do either."""
+    if listed is None or recipe.kinds in ("F", "FB", "FIW"):
+        return frozenset()
+    columns = listed.columns
+    at = columns.kind == B_
+    return frozenset(zip(columns.stage[at].tolist(), columns.microbatch[at].tolist(), strict=True))
 
 
 def _streams(

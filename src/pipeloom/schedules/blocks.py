@@ -11,7 +11,7 @@ Published blocks (arXiv 2405.15362) are for F = I = W; there they are the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import permutations, starmap
 
@@ -19,11 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..ir.action import F, I, Kind, W
+from .periodic import Periodic
 from .placements import wave
 from .shape import Shape
 from .task import EPS
 
-Clock = Callable[[int, Kind, int], float]
 Floats = NDArray[np.float64]
 
 ORDERS = np.array([(0, *rest) for rest in permutations(range(1, 6))])
@@ -51,7 +51,7 @@ class Times:
         return least + np.mod(gap - least + slack, self.period) - slack
 
 
-def block_clock(s: Shape, memory: float) -> Clock | None:
+def block_clock(s: Shape, memory: float) -> Periodic | None:
     """A clock that repeats the best block; None if it holds more than `memory` micro-batches on a rank, or
     if the shape is no V of a chain."""
     if s.placement != wave(s.ranks) or s.ranks < 2 or len(s.stages.between) != 2 * s.ranks - 1:
@@ -69,12 +69,12 @@ def block_clock(s: Shape, memory: float) -> Clock | None:
     return None
 
 
-def _clock(s: Shape, times: Times, start: Floats) -> Clock:
+def _clock(s: Shape, times: Times, start: Floats) -> Periodic:
     at: dict[tuple[int, Kind], float] = {}
     for rank, (first, second) in enumerate(s.own):
         actions = ((first, F), (second, F), (second, I), (first, I), (second, W), (first, W))
         at.update(zip(actions, map(float, start[rank]), strict=True))
-    return lambda stage, kind, microbatch: at[stage, kind] + times.period * microbatch
+    return Periodic(at, times.period)
 
 
 def _starts(times: Times, weight: float) -> Floats:
@@ -100,9 +100,7 @@ def _hops(times: Times, position: Floats, weight: float) -> tuple[Floats, Floats
     shift = np.zeros_like(cost)
     for hop in range(4):
         move = sign[hop] * (least[hop] - gap[..., hop])
-        hops = [
-            share[h] * times.wait(gap[..., h] + sign[h] * move, float(least[h])) for h in range(4)
-        ]
+        hops = [share[h] * times.wait(gap[..., h] + sign[h] * move, float(least[h])) for h in range(4)]
         total = np.sum(hops, axis=0)
         better = total < cost - SLACK * times.period
         cost[better], shift[better] = total[better], move[better]

@@ -30,10 +30,11 @@ def make(shape: Shape, recipe: Recipe) -> Made:
     return made
 
 
-def _make(shape: Shape, recipe: Recipe, within_s: float) -> Made | None:
-    """The same, or None once it is certain that the step takes longer than `within_s`."""
+def _make(shape: Shape, recipe: Recipe, within_s: float, runs: int = 1) -> Made | None:
+    """The same, or None once it is certain that the step takes longer than `within_s`. runs: how many recipes
+    there are to make."""
     task, beside = assemble(shape, recipe)
-    outcome = run(task, within_s)
+    outcome = run(task, within_s, runs)
     if outcome is None:
         return None
     if beside:
@@ -103,7 +104,7 @@ def _ranked(
     for index, recipe in enumerate(recipes):
         within_s = found[-1][0].outcome.step_s if len(found) == most else limit_s
         try:
-            made = _make(shape, recipe, within_s)
+            made = _make(shape, recipe, within_s, len(recipes))
         except DeadlockError as error:
             problem = error
             continue

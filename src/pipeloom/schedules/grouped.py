@@ -15,12 +15,13 @@ Sources: arXiv 2104.04473 (interleaved), 2211.05953 (looped BFS), 2503.01328 (GI
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from math import gcd
 
-from ..ir.action import B, F, I, Kind
+from ..ir.action import B, F, I, Kind, W
 from .language import Recipe, Shape, options, path_clock, phases, timings, turns
+from .periodic import Periodic
 
 
 def looped_bfs(s: Shape) -> Recipe:
@@ -82,7 +83,7 @@ def po(s: Shape) -> list[Recipe]:
     return [*(timed for r in free for timed in timings(s, r)), plain]
 
 
-def _uniform(s: Shape) -> Callable[[int, Kind, int], float]:
+def _uniform(s: Shape) -> Periodic:
     """Slots of equal length: a chunk begins 3 ceil(p / 2) slots after the one before, F takes one slot from
     rank to rank and I two, W is next to its I. Where that would put chunks on top of each other, later
     ones move by 3."""
@@ -92,14 +93,14 @@ def _uniform(s: Shape) -> Callable[[int, Kind, int], float]:
     def begin(chunk: int) -> int:
         return 3 * half * chunk + 3 * (chunk // apart)
 
-    def clock(stage: int, kind: Kind, microbatch: int) -> float:
-        chunk, rank = s.chunk[stage], s.placement[stage]
-        if kind == F:
-            return begin(chunk) + rank + 3 * v * microbatch
+    first: dict[tuple[int, Kind], float] = {}
+    for stage, rank in enumerate(s.placement):
+        chunk = s.chunk[stage]
         turn = begin(v - 1) + rank + 3 * (p - 1 - rank) + 1
-        return turn + begin(v - 1 - chunk) + (kind != I) + 3 * v * microbatch
-
-    return clock
+        first[stage, F] = begin(chunk) + rank
+        first[stage, I] = turn + begin(v - 1 - chunk)
+        first[stage, W] = first[stage, I] + 1
+    return Periodic(first, 3 * v)
 
 
 def last(s: Shape, rank: int) -> int:

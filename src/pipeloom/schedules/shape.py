@@ -12,6 +12,7 @@ from ..ir.errors import ScheduleError
 from ..ir.flow import Flow, flow_of
 from ..ir.operation import OPERATIONS
 from ..ir.stages import StageGraph
+from .periodic import Periodic
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +110,7 @@ def path_clock(
     shape: Shape, forward: Sequence[float] = (1.0,), backward: Sequence[float] = (1.0,), *,
     turns: tuple[float, float, float] = (0.0, 0.0, 0.0), real: bool = False,
     period: float | None = None, kinds: str = "FIW",
-) -> Callable[[int, Kind, int], float]:  # fmt: skip
+) -> Periodic:  # fmt: skip
     """A clock that starts one micro-batch per period and lets it travel at a chosen pace.
 
     The pace decides how long residuals live, so how many are held: a rank holds lifespan / period of them.
@@ -152,11 +153,12 @@ def path_clock(
         )
     step = period if period is not None else _period(shape, kinds, slot)
 
-    def clock(stage: int, kind: Kind, microbatch: int) -> float:
-        base = start[stage] if kind == F else back[stage] + (slot(stage, I) if kind == W else 0.0)
-        return base + step * microbatch
-
-    return clock
+    first = {(s, F): at for s, at in start.items()}
+    for s, at in back.items():
+        first[s, B] = first[s, I] = at
+        if "W" in kinds:
+            first[s, W] = at + slot(s, I)
+    return Periodic(first, step)
 
 
 def _period(shape: Shape, kinds: str, slot: Callable[[int, Kind], float]) -> float:

@@ -7,11 +7,13 @@ between them: all that it needs has then run as long before it, and it holds as 
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from dataclasses import replace
 from itertools import takewhile
 
-from ..ir.action import Action, F
+import numpy as np
+
+from ..ir.action import F
+from ..ir.columns import F_, Columns, Rows, columns_of
 from .made import Made
 from .recipe import Recipe, per_rank
 from .shape import Shape
@@ -37,18 +39,19 @@ def _stretched(few: Outcome, small: Shape, microbatches: int) -> Outcome | None:
     more = microbatches - small.microbatches
     stage = small.flow.order[0]
     rank = small.placement[stage]
-    row = zip(few.rows[rank], few.starts[rank], strict=True)
-    begins = [start for a, start in row if (a.stage, a.kind) == (stage, F)]
+    columns = columns_of(few.rows)
+    row = slice(*columns.offsets[rank : rank + 2])
+    begins = few.starts[rank][(columns.stage[row] == stage) & (columns.kind[row] == F_)]
     for size in (size for size in range(1, MOST + 1) if more % size == 0):
         for first in range(len(begins) - 2 * size - 1, len(begins) // 2, -1):
-            middle, end = begins[first + size], begins[first + 2 * size]
+            middle, end = float(begins[first + size]), float(begins[first + 2 * size])
             period = end - middle
             if abs(period - (middle - begins[first])) > EPS:
                 continue
-            cuts = (_cut(few, r, middle, period, size) for r in range(small.ranks))
+            cuts = (_cut(few, columns, r, middle, period, size) for r in range(small.ranks))
             found = [cut for cut in takewhile(lambda cut: cut is not None, cuts) if cut is not None]
             if len(found) == small.ranks:
-                return _longer(few, found, period, size, more // size)
+                return _longer(few, columns, found, period, size, more // size)
     return None
 
 
@@ -78,34 +81,48 @@ def _within(few: Outcome, recipe: Recipe) -> bool:
     return all(peak <= per_rank(recipe.memory, r) + EPS for r, peak in enumerate(few.peak))
 
 
-def _cut(few: Outcome, rank: int, middle: float, period: float, size: int) -> tuple[int, int] | None:
+def _cut(
+    few: Outcome, columns: Columns, rank: int, middle: float, period: float, size: int
+) -> tuple[int, int] | None:
     """Where the second of two equal periods of a rank begins and ends in its row, if they are equal."""
-    starts, row = few.starts[rank], few.rows[rank]
-    low, here, high = (bisect_left(starts, middle + k * period - EPS) for k in (-1, 0, 1))
-    kinds = len({(a.stage, a.kind) for a in row})
+    starts, begin = few.starts[rank], int(columns.offsets[rank])
+    low, here, high = np.searchsorted(starts, [middle + k * period - EPS for k in (-1, 0, 1)]).tolist()
+    streams = columns.stage.astype(np.int64) * len(columns.kinds) + columns.kind
+    kinds = len(np.unique(streams[begin : int(columns.offsets[rank + 1])]))
     if not high - here == here - low == size * kinds:
         return None
-    for i in range(low, here):
-        a, b = row[i], row[i + here - low]
-        if (a.stage, a.kind, a.microbatch + size) != (b.stage, b.kind, b.microbatch):
-            return None
-        if abs(starts[i + here - low] - starts[i] - period) > 4 * EPS:
-            return None
-    return here, high
+    one, two = slice(begin + low, begin + here), slice(begin + here, begin + high)
+    same = np.array_equal(streams[one], streams[two]) and np.array_equal(
+        columns.microbatch[one] + size, columns.microbatch[two]
+    )
+    moved = np.abs(starts[here:high] - starts[low:here] - period)
+    return (here, high) if same and (moved <= 4 * EPS).all() else None
 
 
-def _longer(few: Outcome, cuts: list[tuple[int, int]], period: float, size: int, times: int) -> Outcome:
-    rows, starts = [], []
-    for row, begun, (here, high) in zip(few.rows, few.starts, cuts, strict=True):
-        made, begins = list(row[:high]), list(begun[:high])
-        for k in range(1, times + 1):
-            made += [Action(a.stage, a.kind, a.microbatch + k * size) for a in row[here:high]]
-            begins += [start + k * period for start in begun[here:high]]
-        made += [Action(a.stage, a.kind, a.microbatch + times * size) for a in row[high:]]
-        begins += [start + times * period for start in begun[high:]]
-        rows.append(tuple(made))
-        starts.append(tuple(begins))
-    later = times * period
+def _longer(
+    few: Outcome, columns: Columns, cuts: list[tuple[int, int]], period: float, size: int, times: int
+) -> Outcome:
+    entries, later, starts = [], [], []
+    for rank, (here, high) in enumerate(cuts):
+        count = len(few.starts[rank])
+        again = np.arange(1, times + 1)
+        entry = np.concatenate(
+            [np.arange(high), np.tile(np.arange(here, high), times), np.arange(high, count)]
+        )
+        turn = np.concatenate(
+            [np.zeros(high, np.int64), np.repeat(again, high - here), np.full(count - high, times)]
+        )
+        entries.append(entry + columns.offsets[rank])
+        later.append(turn * size)
+        starts.append(few.starts[rank][entry] + turn * period)
+    entry = np.concatenate(entries)
+    offsets = np.concatenate([[0], np.cumsum([len(start) for start in starts])]).astype(np.int64)
+    made = Columns(
+        kind=columns.kind[entry], stage=columns.stage[entry], peer=columns.peer[entry],
+        microbatch=columns.microbatch[entry] + np.concatenate(later).astype(np.int32),
+        offsets=offsets, kinds=columns.kinds,
+    )  # fmt: skip
+    more = times * period
     return replace(
-        few, rows=tuple(rows), starts=tuple(starts), step_s=few.step_s + later, span_s=few.span_s + later
+        few, rows=Rows(made), starts=tuple(starts), step_s=few.step_s + more, span_s=few.span_s + more
     )

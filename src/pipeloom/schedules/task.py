@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ..ir.action import Action, Kind
+from ..ir.columns import Rows
 from ..ir.schedule import Pair
 
 EPS = 1e-9
@@ -39,6 +43,9 @@ class Stream:
     closes: bool = False
     around: Callable[[int], tuple[float, float]] | None = None
 
+    def action(self, microbatch: int) -> Action:
+        return Action(self.stage, self.kind, microbatch)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
@@ -47,6 +54,7 @@ class Task:
     key: smaller goes first among what a rank could run.  clock(stage, kind, micro-batch): the same, and
         an order of everything that keeps to the limits: an F runs ahead of its place in that order only if
         the rest of it then still keeps to them, so that limits can never block.
+    depth: per stage its place in the order of the data; at equal times later stages go first.
     row_of: the exact order of everything but the fillers, per rank. One of these three is given.
     memory, open_rank, open_stage: limits; `inf` for none.
     before: before(a, b) is true if `a` must run before `b`, both on one rank.
@@ -61,8 +69,9 @@ class Task:
     streams: tuple[Stream, ...]
     ranks: int
     key: Callable[[Action], object] | None = None
-    clock: Callable[[int, Kind, int], tuple[float, bool, int]] | None = None
-    row_of: tuple[tuple[Action, ...], ...] | None = None
+    clock: Callable[[int, Kind, int], float] | None = None
+    depth: tuple[int, ...] = ()
+    row_of: Rows[Action] | None = None
     memory: tuple[float, ...] = ()
     open_rank: tuple[float, ...] = ()
     open_stage: tuple[float, ...] = ()
@@ -78,11 +87,12 @@ class Task:
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
     """rows: the actions of each rank.  step_s: until the last rank ends.  span_s: longest first-to-last time
-    of a rank.  peak: most memory of each rank.  pairs: neighbours that run as one unit."""
+    of a rank.  peak: most memory of each rank.  starts: of each rank when its actions begin, one entry per
+    action.  pairs: neighbours that run as one unit."""
 
-    rows: tuple[tuple[Action, ...], ...]
+    rows: Sequence[tuple[Action, ...]]
     step_s: float
     span_s: float
     peak: tuple[float, ...]
-    starts: tuple[tuple[float, ...], ...] = field(repr=False)
+    starts: tuple[NDArray[np.float64], ...] = field(repr=False, compare=False)
     pairs: tuple[Pair, ...] = ()

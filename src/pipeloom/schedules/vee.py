@@ -15,8 +15,9 @@ from itertools import islice
 from typing import TypeAlias
 
 from ..ir.action import Action, F, I, W
-from .blocks import Clock, block_clock
+from .blocks import block_clock
 from .language import Recipe, Shape, options, path_clock, timings
+from .periodic import Periodic
 
 Pace: TypeAlias = tuple[str, tuple[float, ...], tuple[float, ...], tuple[float, float, float]]
 """Which forwards may run early, and the forward, backward and turns of `path_clock`."""
@@ -46,9 +47,9 @@ def recipes(s: Shape, memory: float, paces: Sequence[Pace], **rules: str) -> lis
     return found
 
 
-def _w_in_free_slots(s: Shape, clock: Clock) -> Clock:
+def _w_in_free_slots(s: Shape, clock: Periodic) -> Periodic:
     """A clock of equal slots with each W in the first slot after its I that no F or I of its rank has."""
-    period = round(clock(0, F, 1) - clock(0, F, 0))
+    period = round(clock.period)
     at: dict[int, float] = {}
     for own in s.own:
         taken = {round(clock(stage, kind, 0)) % period for stage in own for kind in (F, I)}
@@ -56,7 +57,7 @@ def _w_in_free_slots(s: Shape, clock: Clock) -> Clock:
             free = (round(clock(stage, I, 0)) + 1 + i for i in range(period))
             at[stage] = next((slot for slot in free if slot % period not in taken), clock(stage, W, 0))
             taken.add(round(at[stage]) % period)
-    return lambda stage, kind, b: at[stage] + period * b if kind == W else clock(stage, kind, b)
+    return Periodic({**clock.first, **{(stage, W): slot for stage, slot in at.items()}}, clock.period)
 
 
 def zb_v(s: Shape) -> list[Recipe]:

@@ -1,0 +1,326 @@
+"""The inner loop of the list scheduler: numbers and arrays only, so that it runs compiled where that pays.
+
+`engine` writes the tables and reads what happened. A place in a two-dimensional table of streams and
+micro-batches is `stream * size + micro-batch`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+from ..ir.kernels import in_place
+from .task import EPS
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Ints: TypeAlias = NDArray[np.int64]
+    Floats: TypeAlias = NDArray[np.float64]
+    Bools: TypeAlias = NDArray[np.bool_]
+
+ALL, WARM, NONE = range(3)
+"""Codes of `Task.early`."""
+
+NOTHING, FILLABLE = -1, -2
+"""`choose` found nothing to run; or nothing but a filler for which it was not asked."""
+
+DONE, TOO_LONG = 0, 1
+
+
+class Tables(NamedTuple):
+    """What does not change. Per stream, per rank, per place in a rank's order; see `task.Stream` and `Task`.
+
+    order: micro-batches of each stream, those of stream i from `order_at[i]` on.  place: of an action in the
+    order of its rank, or its key as a number; -1 if it has none.  line: stream of each place in that order,
+    those of rank r from `line_at[r]` on; empty for keys.
+    before, after: seconds of what a user inserted beside an action; empty if nothing is.
+    """
+
+    size: int
+    rank: Ints
+    stage: Ints
+    seconds: Floats
+    memory: Floats
+    urgent: Bools
+    filler: Bools
+    drains: Bools
+    opens: Bools
+    closes: Bools
+    order_at: Ints
+    order: Ints
+    feeds_at: Ints
+    feeds: Ints
+    delay: Floats
+    place: Ints
+    line_at: Ints
+    line: Ints
+    own_at: Ints
+    own: Ints
+    limit: Floats
+    open_rank: Floats
+    open_stage: Floats
+    before: Floats
+    after: Floats
+    row_at: Ints
+    strict: bool
+    safe: bool
+    early: int
+    patience: float
+    overlap: tuple[float, float]
+    within: float
+
+
+class State(NamedTuple):
+    """What changes. Per stream its next action: position, micro-batch, key, when it could start (`ready`) and
+    what holds it back besides, and whether it fills gaps by now; per action what it still waits for and when
+    the rest is there; per rank when it is free, what it holds, what fillers owe it, and how far it is; the
+    rows, as in `Tables.row_at`; `event` and `event_rank` are a heap of when which rank looks around, `events`
+    says how many there are."""
+
+    next: Ints
+    batch: Ints
+    key: Ints
+    ready: Floats
+    hold: Floats
+    fills: Bools
+    missing: Ints
+    arrival: Floats
+    free: Floats
+    used: Floats
+    owed: Floats
+    peak: Floats
+    left: Floats
+    opened: Ints
+    opened_stage: Ints
+    unopened: Ints
+    closed: Bools
+    head: Ints
+    done: Bools
+    woken: Ints
+    marked: Bools
+    written: Ints
+    row: Ints
+    row_batch: Ints
+    start: Floats
+    event: Floats
+    event_rank: Ints
+    events: Ints
+
+
+@in_place
+def look(t: Tables, s: State, index: int) -> None:
+    """Note the next action of a stream, if there is one."""
+    at = t.order_at[index] + s.next[index]
+    if at >= t.order_at[index + 1]:
+        s.batch[index] = -1
+        s.ready[index] = float("inf")
+        return
+    b = t.order[at]
+    place = index * t.size + b
+    s.batch[index] = b
+    s.key[index] = t.place[place]
+    s.ready[index] = float("inf") if s.missing[place] > 0 else s.arrival[place]
+
+
+@in_place
+def may_open(t: Tables, s: State, index: int, b: int) -> bool:
+    """Whether the limits let an F run now."""
+    rank = t.rank[index]
+    if s.opened[rank] >= t.open_rank[rank] or s.opened_stage[t.stage[index]] >= t.open_stage[t.stage[index]]:
+        return False
+    limit = t.limit[rank] + EPS
+    if s.used[rank] + t.memory[index] > limit:
+        return False
+    if not t.safe:
+        return True
+    # The rest of the safe order must keep to the limit too.
+    low = t.line_at[rank]
+    mine = low + t.place[index * t.size + b]
+    if t.early == NONE or (t.early == WARM and s.closed[rank]):
+        for position in range(low + s.head[rank], mine):
+            if not s.done[position] and not t.filler[t.line[position]]:
+                return False
+    level = s.used[rank] - s.owed[rank] + t.memory[index]
+    for position in range(low + s.head[rank], mine):
+        if not s.done[position]:
+            level += t.memory[t.line[position]]
+            if level > limit:
+                return False
+    return True
+
+
+@in_place
+def choose(t: Tables, s: State, rank: int, now: float, fill: bool) -> int:
+    """The stream that a rank runs next, or NOTHING, or FILLABLE."""
+    late = now + EPS
+    best, best_key = -1, 0
+    soon, soon_key = float("inf"), 0
+    filler, filler_ready = -1, float("inf")
+    full = False
+    for at in range(t.own_at[rank], t.own_at[rank + 1]):
+        index = t.own[at]
+        arrival = s.ready[index]
+        if s.fills[index]:
+            if filler < 0 or arrival < filler_ready:
+                filler, filler_ready = index, arrival
+            continue
+        key = s.key[index]
+        if arrival == float("inf") or (t.strict and key != s.head[rank]):
+            continue
+        arrival = max(arrival, s.hold[index])
+        if best >= 0 and arrival <= late and key > best_key:
+            continue
+        if t.opens[index] and not may_open(t, s, index, s.batch[index]):
+            full = full or arrival <= late
+            continue
+        if arrival <= late:
+            best, best_key = index, key
+        elif arrival < soon and (s.unopened[rank] > 0 or t.urgent[index]):
+            soon, soon_key = arrival, key
+    if best >= 0:
+        wait = t.patience * t.seconds[best]
+        if not (wait > 0 and soon < now + wait - EPS and soon_key < best_key):
+            return best
+    if filler < 0 or filler_ready > late:
+        return NOTHING
+    room = t.seconds[filler] * (1 - t.overlap[0 if s.unopened[rank] > 0 else 1])
+    if fill and (full or soon >= now + room - EPS):
+        return filler
+    return FILLABLE
+
+
+@in_place
+def begin(t: Tables, s: State, index: int, now: float, end: float, free: float) -> None:
+    """Run the next action of a stream: its results are there at `end`, its rank is free again at `free`."""
+    rank, b = t.rank[index], s.batch[index]
+    s.left[rank] -= t.seconds[index]
+    s.free[rank] = free
+    entry = t.row_at[rank] + s.written[rank]
+    s.row[entry], s.row_batch[entry], s.start[entry] = index, b, now
+    s.written[rank] += 1
+    s.used[rank] += t.memory[index]
+    if t.filler[index]:
+        s.owed[rank] += t.memory[index]
+    else:
+        s.peak[rank] = max(s.peak[rank], s.used[rank])
+        if t.opens[index]:
+            s.opened[rank] += 1
+            s.opened_stage[t.stage[index]] += 1
+            s.unopened[rank] -= 1
+            if s.unopened[rank] == 0 and not t.strict:  # the drain begins
+                for at in range(t.own_at[rank], t.own_at[rank + 1]):
+                    s.fills[t.own[at]] |= t.drains[t.own[at]]
+        elif t.closes[index]:
+            s.opened[rank] -= 1
+            s.closed[rank] = True
+            s.opened_stage[t.stage[index]] -= 1
+    place = t.place[index * t.size + b]
+    low, high = t.line_at[rank], t.line_at[rank + 1]
+    if place >= 0 and low < high:
+        s.done[low + place] = True
+        while low + s.head[rank] < high and s.done[low + s.head[rank]]:
+            s.head[rank] += 1
+    s.next[index] += 1
+    look(t, s, index)
+    push(s, free, rank)
+    for at in range(t.feeds_at[index], t.feeds_at[index + 1]):
+        user = t.feeds[at]
+        fed = user * t.size + b
+        s.missing[fed] -= 1
+        s.arrival[fed] = max(s.arrival[fed], end + t.delay[at])
+        if s.missing[fed] == 0:
+            announce(t, s, user, b, now)
+
+
+@in_place
+def announce(t: Tables, s: State, user: int, b: int, now: float) -> None:
+    """All that an action of a stream waits for will be there."""
+    rank, seen = t.rank[user], s.arrival[user * t.size + b]
+    if t.filler[user]:
+        s.owed[rank] -= t.memory[user]
+    if s.batch[user] == b:
+        s.ready[user] = seen
+    # A rank that is busy until then looks around by itself when it is free.
+    if seen > s.free[rank] or seen <= now + EPS:
+        push(s, seen, rank)
+
+
+@in_place
+def push(s: State, moment: float, rank: int) -> None:
+    """Let a rank look around at a moment."""
+    at = s.events[0]
+    s.events[0] += 1
+    while at > 0:
+        up = (at - 1) >> 1
+        if s.event[up] < moment or (s.event[up] == moment and s.event_rank[up] <= rank):
+            break
+        s.event[at], s.event_rank[at] = s.event[up], s.event_rank[up]
+        at = up
+    s.event[at], s.event_rank[at] = moment, rank
+
+
+@in_place
+def pop(s: State) -> int:
+    """The rank that looks around first; of several the lowest."""
+    first: int = s.event_rank[0]
+    s.events[0] -= 1
+    count = s.events[0]
+    moment, rank = s.event[count], s.event_rank[count]
+    at, down = 0, 1
+    while down < count:
+        if down + 1 < count and (
+            s.event[down + 1] < s.event[down]
+            or (s.event[down + 1] == s.event[down] and s.event_rank[down + 1] < s.event_rank[down])
+        ):
+            down += 1
+        if moment < s.event[down] or (moment == s.event[down] and rank <= s.event_rank[down]):
+            break
+        s.event[at], s.event_rank[at] = s.event[down], s.event_rank[down]
+        at, down = down, 2 * down + 1
+    s.event[at], s.event_rank[at] = moment, rank
+    return first
+
+
+@in_place
+def wake(s: State) -> tuple[float, int]:
+    """The time, and how many free ranks look around then: the first so many of `s.woken`."""
+    now, count = s.event[0], 0
+    while s.events[0] > 0 and s.event[0] <= now + EPS:
+        now = max(now, s.event[0])
+        rank = pop(s)
+        if s.free[rank] <= now + EPS and not s.marked[rank]:
+            s.woken[count] = rank
+            s.marked[rank] = True
+            count += 1
+    for i in range(count):
+        s.marked[s.woken[i]] = False
+    return now, count
+
+
+@in_place
+def order_all(t: Tables, s: State, ranks: int) -> int:
+    """Run everything that the limits let run. Returns: DONE or TOO_LONG."""
+    for rank in range(ranks):
+        push(s, 0.0, rank)
+    while s.events[0] > 0:
+        now, count = wake(s)
+        for fill in range(2):  # fillers only once all ranks have begun what they can
+            waiting = 0
+            for i in range(count):
+                rank = s.woken[i]
+                index = choose(t, s, rank, now, fill == 1)
+                if index >= 0:
+                    if now + s.left[rank] > t.within:
+                        return TOO_LONG
+                    end = free = now + t.seconds[index]
+                    if len(t.before) > 0:
+                        place = index * t.size + s.batch[index]
+                        end = now + t.before[place] + t.seconds[index]
+                        free = end + t.after[place]
+                    begin(t, s, index, now, end, free)
+                elif index == FILLABLE:
+                    s.woken[waiting] = rank
+                    waiting += 1
+            count = waiting
+    return DONE

@@ -1,0 +1,206 @@
+"""A task as the tables that the list scheduler's loop works on, and its rows as columns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import inf
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..ir.action import F, Kind
+from ..ir.columns import CODE, KINDS, Columns, Longs
+from ..ir.errors import ScheduleError
+from .inner_loop import ALL, NONE, WARM, State, Tables
+from .periodic import Periodic
+from .task import Stream, Task
+
+NEVER = 1 << 40
+"""What an action that is not run waits for: more than there is."""
+
+_EARLY = {"all": ALL, "warm": WARM, "none": NONE}
+Table = TypeVar("Table", Tables, State)
+
+
+def tables_of(task: Task, within_s: float) -> tuple[Tables, State]:
+    """Tables of arrays, and the state before anything runs."""
+    streams = task.streams
+    orders = [np.asarray(s.order, np.int64) for s in streams]
+    size = max((int(order.max()) + 1 for order in orders if len(order)), default=0)
+    rank = np.array([s.rank for s in streams], np.int64)
+    stages = max((s.stage for s in streams), default=0) + 1
+    place, line_at, line = _places(task, orders, size)
+    lengths = np.array([len(order) for order in orders], np.int64)
+    seconds = np.array([s.seconds for s in streams], np.float64)
+    opens = np.array([s.opens for s in streams], np.bool_)
+    filler = np.array([s.filler for s in streams], np.bool_)
+    per_rank = np.bincount(rank, lengths, task.ranks).astype(np.int64)
+    before, after = _beside(streams, orders, size)
+    t = Tables(
+        size=size, rank=rank, stage=np.array([s.stage for s in streams], np.int64), seconds=seconds,
+        memory=np.array([s.memory for s in streams], np.float64),
+        # Others wait for its results; an I that only its own W waits for holds up nobody in the drain.
+        urgent=np.array([any(streams[u].kind != "W" for u, _ in s.feeds) for s in streams], np.bool_),
+        filler=filler, drains=np.array([s.drains for s in streams], np.bool_), opens=opens,
+        closes=np.array([s.closes for s in streams], np.bool_),
+        order_at=_offsets(lengths), order=np.concatenate([*orders, np.empty(0, np.int64)]),
+        feeds_at=_offsets(np.array([len(s.feeds) for s in streams], np.int64)),
+        feeds=np.array([user for s in streams for user, _ in s.feeds], np.int64),
+        delay=np.array([delay for s in streams for _, delay in s.feeds], np.float64),
+        place=place, line_at=line_at, line=line,
+        own_at=_offsets(np.bincount(rank, minlength=task.ranks)), own=np.argsort(rank, kind="stable"),
+        limit=_limits(task.memory, task.ranks), open_rank=_limits(task.open_rank, task.ranks),
+        open_stage=_limits(task.open_stage, stages), before=before, after=after, row_at=_offsets(per_rank),
+        strict=task.row_of is not None, safe=task.clock is not None, early=_EARLY[task.early],
+        patience=float(task.patience), overlap=(float(task.overlap[0]), float(task.overlap[1])),
+        within=float(within_s),
+    )  # fmt: skip
+    return t, _state(task, t, lengths)
+
+
+def _state(task: Task, t: Tables, lengths: Longs) -> State:
+    """Before anything runs. lengths: micro-batches of each stream."""
+    streams, size = task.streams, t.size
+    count, actions = len(streams), len(t.order)
+    missing = np.repeat(np.array([s.needs for s in streams], np.int64)[:, None], size, axis=1)
+    for index in np.flatnonzero(lengths < size).tolist():
+        runs = np.zeros(size, np.bool_)
+        runs[t.order[t.order_at[index] : t.order_at[index + 1]]] = True
+        missing[index, ~runs] = NEVER
+    left = np.bincount(t.rank, t.seconds * lengths, task.ranks).astype(np.float64)
+    unopened = np.bincount(t.rank, t.opens * lengths, task.ranks).astype(np.int64)
+    events = 2 * actions + task.ranks  # one when an action ends, one when its data are there
+    return State(
+        next=_none(count), batch=_none(count) - 1, key=_none(count), ready=np.full(count, inf),
+        hold=np.zeros(count), fills=t.filler.copy(), missing=missing.reshape(-1),
+        arrival=np.zeros(count * size), free=np.zeros(task.ranks), used=np.zeros(task.ranks),
+        owed=np.zeros(task.ranks), peak=np.zeros(task.ranks), left=left, opened=_none(task.ranks),
+        opened_stage=_none(len(t.open_stage)), unopened=unopened, closed=np.zeros(task.ranks, np.bool_),
+        head=_none(task.ranks), done=np.zeros(len(t.line), np.bool_), woken=_none(task.ranks),
+        marked=np.zeros(task.ranks, np.bool_), written=_none(task.ranks), row=_none(actions),
+        row_batch=_none(actions), start=np.zeros(actions), event=np.zeros(events),
+        event_rank=_none(events), events=_none(1),
+    )  # fmt: skip
+
+
+def as_lists(table: Table) -> Table:
+    """The same with lists: reading one element of an array takes Python three times as long."""
+    return type(table)(*(x.tolist() if isinstance(x, np.ndarray) else x for x in table))  # type: ignore[arg-type]
+
+
+def columns_in(task: Task, t: Tables, s: State) -> Columns:
+    """The rows that the loop has written."""
+    codes: dict[Kind, int] = dict(CODE)
+    for stream in task.streams:
+        codes.setdefault(stream.kind, len(codes))
+    kinds = np.array([codes[stream.kind] for stream in task.streams], np.int16)
+    row = np.asarray(s.row)
+    return Columns(
+        kind=kinds[row], stage=np.asarray(t.stage, np.int32)[row],
+        microbatch=np.asarray(s.row_batch, np.int32), peer=np.full(len(row), -1, np.int32),
+        offsets=np.asarray(t.row_at), kinds=KINDS if len(codes) == len(KINDS) else tuple(codes),
+    )  # fmt: skip
+
+
+def _places(task: Task, orders: list[Longs], size: int) -> tuple[Longs, Longs, Longs]:
+    """`place`, `line_at` and `line` of the tables."""
+    if task.row_of is not None:
+        return _by_rows(task, task.row_of.columns, orders, size)
+    if task.clock is not None:
+        return _by_clock(task, orders, size)
+    assert task.key is not None
+    place = np.full((len(orders), size), -1, np.int64)
+    own: list[list[tuple[Any, int, int]]] = [[] for _ in range(task.ranks)]
+    for index, stream in enumerate(task.streams):
+        own[stream.rank] += [(task.key(stream.action(b)), index, b) for b in orders[index].tolist()]
+    for entries in own:
+        entries.sort(key=lambda entry: entry[0])
+        number, last = -1, None
+        for key, index, b in entries:
+            if number < 0 or key != last:
+                number, last = number + 1, key
+            place[index, b] = number
+    return place.reshape(-1), _none(task.ranks + 1), _none(0)
+
+
+def _by_rows(task: Task, rows: Columns, orders: list[Longs], size: int) -> tuple[Longs, Longs, Longs]:
+    stages = max((s.stage for s in task.streams), default=0) + 1
+    stream = np.full((stages, len(rows.kinds)), -1, np.int64)
+    codes = {kind: code for code, kind in reversed(list(enumerate(rows.kinds)))}
+    for index, s in enumerate(task.streams):
+        if s.kind in codes:
+            stream[s.stage, codes[s.kind]] = index
+    known = (rows.stage >= 0) & (rows.stage < stages)
+    line = np.where(known, stream[np.where(known, rows.stage, 0), rows.kind], -1)
+    if (line < 0).any():
+        at = int(np.argmax(line < 0))
+        action = rows.at(at)
+        raise ScheduleError(
+            f"the row of rank {rows.rank_of(at)} has {action}, but stage {action.stage} has no {action.kind}",
+            hint="add the kind to kinds= or insert=, or drop the action",
+        )
+    position = np.arange(len(line)) - np.repeat(rows.offsets[:-1], np.diff(rows.offsets))
+    place = np.full((len(orders), size), -1, np.int64)
+    inside = (rows.microbatch >= 0) & (rows.microbatch < size)
+    place[line[inside], rows.microbatch[inside]] = position[inside]
+    for index, s in enumerate(task.streams):
+        if not s.filler and (place[index, orders[index]] < 0).any():
+            lacking = orders[index][np.argmax(place[index, orders[index]] < 0)]
+            raise ScheduleError(
+                f"the rows never run {s.action(int(lacking))}", hint=f"add it to the row of rank {s.rank}"
+            )
+    return place.reshape(-1), rows.offsets, line
+
+
+def _by_clock(task: Task, orders: list[Longs], size: int) -> tuple[Longs, Longs, Longs]:
+    """At equal times backwards come first, as they let memory go, and later stages before earlier ones."""
+    assert task.clock is not None
+    place = np.full((len(orders), size), -1, np.int64)
+    own: list[list[int]] = [[] for _ in range(task.ranks)]
+    for index, s in enumerate(task.streams):
+        own[s.rank].append(index)
+    lines = []
+    for indices in own:
+        indices.sort(key=lambda i: (task.streams[i].kind == F, -task.depth[task.streams[i].stage], i))
+        stream = np.repeat(np.array(indices, np.int64), [len(orders[i]) for i in indices])
+        batch = np.concatenate([orders[i] for i in indices])
+        moments = np.concatenate([_moments(task.clock, task.streams[i], orders[i]) for i in indices])
+        order = np.argsort(moments, kind="stable")
+        lines.append(stream[order])
+        place[stream[order], batch[order]] = np.arange(len(order))
+    line_at = _offsets(np.array([len(line) for line in lines], np.int64))
+    return place.reshape(-1), line_at, np.concatenate(lines)
+
+
+def _moments(clock: Callable[[int, Kind, int], float], s: Stream, order: Longs) -> NDArray[np.float64]:
+    """What the clock says for each micro-batch of a stream."""
+    if isinstance(clock, Periodic):
+        return np.asarray(clock(s.stage, s.kind, 0) + clock.period * order, np.float64)
+    return np.array([clock(s.stage, s.kind, b) for b in order.tolist()], np.float64)
+
+
+def _beside(
+    streams: tuple[Stream, ...], orders: list[Longs], size: int
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Seconds of what stands right before and right after each action; empty if nothing does."""
+    if all(s.around is None for s in streams):
+        return np.empty(0), np.empty(0)
+    both = np.zeros((2, len(streams), size))
+    for index, s in enumerate(streams):
+        if s.around is not None:
+            for b in orders[index].tolist():
+                both[:, index, b] = s.around(b)
+    return both[0].reshape(-1), both[1].reshape(-1)
+
+
+def _offsets(lengths: NDArray[np.int64]) -> Longs:
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
+
+
+def _limits(given: tuple[float, ...], count: int) -> NDArray[np.float64]:
+    return np.array(given, np.float64) if given else np.full(count, inf)
+
+
+def _none(count: int) -> Longs:
+    return np.zeros(count, np.int64)
