@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from .. import schedules
 from ..ir.cluster import Cluster
 from ..ir.errors import PlanError
 from ..ir.graph import OpGraph
+from ..ir.memory import Treatment, WeightPolicy
 from ..ir.plan import Plan
 from ..ir.profile import Profile
 from ..ir.timeline import Timeline
 from ..ir.units import parse_bytes
-from ..planner import PlanOptions, cpu_cluster, make_plan
+from ..planner import PlanOptions, cpu_cluster
+from ..planner.batches import Sample
 from ..profiler.roofline import roofline
-from .placing import plan_placed, simulate_plan
+from .placing import simulate_plan
+from .planning import Planning, largest_below
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
@@ -58,46 +61,80 @@ def estimate(graph: OpGraph, cluster: Cluster) -> dict[str, Profile]:
 
 
 def plan(
-    job: Job, *, stages: int, microbatches: int, microbatch_size: int, schedule: str = "1f1b",
+    job: Job, *, stages: int, microbatches: int = 8, microbatch_size: int, schedule: str = "1f1b",
     split_backward: bool = False, memory: str | int | None = None, cluster: Cluster | None = None,
     strategy: str = "exact", captured: Captured | None = None, profiled: Profile | None = None,
+    treatments: Sequence[Treatment] | None = None, weights: WeightPolicy | None = None,
+    global_batch: int | None = None,
 ) -> Plan:  # fmt: skip
     """The plan for a job on this machine, or on a cluster described by figures.
 
     stages: one per device; where the schedule wants several on each, or replicas, the number of devices.
-    microbatches: per step.  memory: cap per device, such as "300MiB";
-    it wins over the cluster's, and without either the plan has no caps.
-    cluster: plan for these devices by roofline instead of measuring here.
+    microbatches: per step.  global_batch: rows per step, which then says how many micro-batches there are.
+    memory: cap per device, such as "300MiB"; it wins over the cluster's, and without either the plan has no
+    caps.  cluster: plan for these devices by roofline instead of measuring here.
     captured, profiled: results of `capture` and `profile`, if they are at hand.
+    treatments: what may be done with residuals, see `PlanOptions`.  weights: how they are updated.
 
-    Raises: CaptureError, PlanError; InfeasibleError if nothing fits under the caps.
+    Raises: CaptureError, PlanError; InfeasibleError if nothing fits under the caps, with what would.
     """
+    how = planning(
+        job, stages=stages, microbatches=microbatches, schedule=schedule, split_backward=split_backward,
+        memory=memory, cluster=cluster, strategy=strategy, treatments=treatments, weights=weights,
+        global_batch=global_batch,
+    )  # fmt: skip
+    begin = time.monotonic()
+    first = sample(job, microbatch_size, None if cluster is None else how.cluster, captured, profiled)
+    quick = time.monotonic() - begin < QUICK_S and captured is None and profiled is None
+    described = None if cluster is None else how.cluster
+
+    def largest() -> int | None:
+        return largest_below(how, first, lambda size: sample(job, size, described)) if quick else None
+
+    return how.plan(first.graph, first.profiles, microbatch_size, largest=largest)
+
+
+QUICK_S = 15.0
+"""Seconds of capturing and profiling up to which another size is looked at to say which one would fit."""
+
+
+def planning(
+    job: Job, *, stages: int, microbatches: int = 8, schedule: str = "1f1b", split_backward: bool = False,
+    memory: str | int | None = None, cluster: Cluster | None = None, strategy: str = "exact",
+    treatments: Sequence[Treatment] | None = None, weights: WeightPolicy | None = None,
+    global_batch: int | None = None, watch: Callable[[int], None] | None = None,
+) -> Planning:  # fmt: skip
+    """How `plan` plans; see there. watch: told how many stages were weighed so far."""
     from ..runtime.calibrate import optimizer_ratio
 
-    captured = captured or capture(job, microbatch_size)
-    costs: Profile | dict[str, Profile]
     described = cluster is not None
     if cluster is None:
         cluster = cpu_cluster(stages, memory=memory)
-        costs = profiled or profile(captured)
-    else:
-        if memory is not None:
-            size = parse_bytes(memory)
-            cluster = replace(cluster, devices=tuple(replace(d, memory_bytes=size) for d in cluster.devices))
-        costs = profiled or estimate(captured.graph, cluster)
-    options = PlanOptions(optimizer_bytes=optimizer_ratio(job.optimizer), split_backward=split_backward)
-    if schedules.entry(schedule).place == "line":
-        found = make_plan(
-            captured.graph, costs, cluster, stages=stages, schedule=schedule,
-            microbatches=microbatches, strategy=strategy, options=options,
-        )  # fmt: skip
-    else:
-        found = plan_placed(
-            captured.graph, costs, cluster, ranks=stages, schedule=schedule,
-            microbatches=microbatches, strategy=strategy, options=options,
-        )  # fmt: skip
-    caps = found.caps if described or memory is not None else ()
-    return replace(found, microbatch_size=microbatch_size, caps=caps)
+    elif memory is not None:
+        size = parse_bytes(memory)
+        cluster = replace(cluster, devices=tuple(replace(d, memory_bytes=size) for d in cluster.devices))
+    options = PlanOptions(
+        optimizer_bytes=optimizer_ratio(job.optimizer), split_backward=split_backward, weights=weights,
+        treatments=None if treatments is None else tuple(treatments),
+    )  # fmt: skip
+    return Planning(
+        stages=stages, microbatches=microbatches, schedule=schedule, strategy=strategy, cluster=cluster,
+        capped=described or memory is not None, global_batch=global_batch, options=options, watch=watch,
+    )  # fmt: skip
+
+
+def sample(
+    job: Job, size: int, cluster: Cluster | None, captured: Captured | None = None,
+    profiled: Profile | None = None,
+) -> Sample:  # fmt: skip
+    """A job captured at one micro-batch size, and its costs: by roofline on a cluster, or measured here."""
+    captured = captured or capture(job, size)
+    if profiled is None and cluster is not None:
+        return Sample(size=size, graph=captured.graph, profiles=estimate(captured.graph, cluster))
+    measured = profiled or profile(captured)
+    devices = () if cluster is None else cluster.devices
+    names = {"cpu", measured.device, *(device.name for device in devices)}
+    return Sample(size=size, graph=captured.graph, profiles=dict.fromkeys(sorted(names), measured))
 
 
 def simulate(

@@ -139,7 +139,8 @@ def _counting_once(
 def simulate_plan(plan: Plan, graph: OpGraph, costs: Costs, cluster: Cluster) -> Timeline:
     """One step of a plan, predicted."""
     stages = plan.replicated(plan.stage_graph(graph))
-    return simulate(lower(plan.as_schedule, stages), stages, costs_of(plan, graph, costs, cluster), cluster)
+    program = lower(plan.as_schedule, stages, policy=plan.memory)
+    return simulate(program, stages, costs_of(plan, graph, costs, cluster), cluster)
 
 
 def _one_device_each(cluster: Cluster, schedule: str, ranks: int) -> Cluster:

@@ -6,7 +6,7 @@ optimisation and without.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import Protocol
@@ -43,16 +43,22 @@ class Evaluator(Protocol):
 
 
 class Memoised:
-    """An evaluator that remembers; `asked` counts the intervals that were really worked out."""
+    """An evaluator that remembers; `asked` counts the intervals that were really worked out.
 
-    def __init__(self, evaluate: Evaluator) -> None:
+    watch: told that count whenever it grows.
+    """
+
+    def __init__(self, evaluate: Evaluator, watch: Callable[[int], None] | None = None) -> None:
         self.evaluate = evaluate
+        self.watch = watch
         self.known: dict[tuple[int, int, int], Evaluation] = {}
 
     def __call__(self, start: int, end: int, stage: int, /) -> Evaluation:
         key = (start, end, stage)
         if key not in self.known:
             self.known[key] = self.evaluate(start, end, stage)
+            if self.watch is not None:
+                self.watch(len(self.known))
         return self.known[key]
 
     @property

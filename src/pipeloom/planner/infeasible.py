@@ -27,10 +27,13 @@ ROUGHLY = 0.01
 """Relative error of the smallest cap where memory is optimised."""
 
 
-def explain_infeasible(search: Search, more: Callable[[int], Search | None]) -> InfeasibleError:
+def explain_infeasible(
+    search: Search, more: Callable[[int], Search | None], largest: Callable[[], int | None] | None = None
+) -> InfeasibleError:
     """The error for a search that found nothing.
 
     more: number of stages -> the search with so many, on devices like these; None if they differ.
+    largest: the largest micro-batch size with a plan, None if unknown.
     """
     share, cuts = least_share(search)
     hints = []
@@ -50,7 +53,8 @@ def explain_infeasible(search: Search, more: Callable[[int], Search | None]) -> 
         hints.append(f"use {stages} stages")
     if not search.optimises:
         hints.append("let residuals be recomputed or offloaded (planner dawnpiper)")
-    hints.append("use smaller micro-batches")
+    size = largest() if largest is not None else None
+    hints.append(f"use micro-batches of at most {size} rows" if size else "use smaller micro-batches")
     freed = ", even with all freed that may be" if search.optimises else ""
     return InfeasibleError(
         f"no cut of {len(search.model)} ops into {len(search.caps)} stages fits{freed}: {binds}",

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import pairwise
 
 from .. import schedules
 from ..ir.cluster import Cluster
 from ..ir.costs import StageCost
-from ..ir.errors import PlanError
+from ..ir.errors import InfeasibleError, PlanError
 from ..ir.graph import OpGraph
 from ..ir.plan import Plan, StagePlan
 from ..ir.profile import Profile
@@ -30,17 +30,22 @@ def make_plan(
     graph: OpGraph, profile: Profile | Mapping[str, Profile], cluster: Cluster, *,
     stages: int, schedule: str, microbatches: int, strategy: str = "exact",
     options: PlanOptions = PlanOptions(),  # noqa: B008  frozen
+    explained: bool = True, largest: Callable[[], int | None] | None = None,
+    watch: Callable[[int], None] | None = None,
 ) -> Plan:  # fmt: skip
     """Cut a graph into stages, stage s on device s.
 
     profile: costs per micro-batch, for all devices or by device name.
     schedule: see `schedules.names`.  microbatches: per step.  strategy: see `planner.names`.
+    explained: if nothing fits, look for what would, which takes longer.  largest: asked for the largest
+        micro-batch size with a plan, if there is none for this one.
+    watch: told how many stages were weighed so far.
     Raises: PlanError if the request makes no sense; InfeasibleError if nothing fits under the devices'
         memory, with what would.
     """
     _refuse_nonsense(graph, cluster, stages)
     known = planner(strategy)
-    request = Request(graph, profile, cluster, schedule, microbatches, options, known)
+    request = Request(graph, profile, cluster, schedule, microbatches, options, known, watch)
     request.refuse_what_cannot_be()
     search = request.search(stages)
     if stages > (places := len(search.model.cut_points) - 1):
@@ -51,7 +56,7 @@ def make_plan(
     for _ in range(ROUNDS):
         cuts = known.find(search)
         if not cuts:
-            raise explain_infeasible(search, request.wider)
+            raise _infeasible(request, search, explained, largest)
         if not known.keeps_caps and _over(search, cuts):
             raise does_not_fit(search, cuts, strategy)
         found = _Found(request, search, cuts)
@@ -59,7 +64,15 @@ def make_plan(
         if tighter is None:
             return found.plan(strategy)
         search = tighter
-    raise explain_infeasible(search, request.wider)
+    raise _infeasible(request, search, explained, largest)
+
+
+def _infeasible(
+    request: Request, search: Search, explained: bool, largest: Callable[[], int | None] | None
+) -> InfeasibleError:
+    if explained:
+        return explain_infeasible(search, request.wider, largest)
+    return InfeasibleError(f"no cut into {len(search.caps)} stages fits", hint="use smaller micro-batches")
 
 
 def _over(search: Search, cuts: tuple[int, ...]) -> bool:

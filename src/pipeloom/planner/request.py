@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -49,6 +49,7 @@ class Request:
     microbatches: int
     options: PlanOptions
     planner: Planner
+    watch: Callable[[int], None] | None = None
 
     @property
     def weights(self) -> WeightPolicy:
@@ -99,6 +100,7 @@ class Request:
             caps=tuple(device.memory_bytes for device in devices),
             in_flight=schedules.in_flight(self.build(chain(stages))),
             treatments=self.treatments,
+            watch=self.watch,
         )
 
     def build(self, stages: StageGraph) -> Schedule:

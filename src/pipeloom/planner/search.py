@@ -78,6 +78,7 @@ class Search:
     caps: bytes per rank.  in_flight: micro-batches whose residuals each stage holds at its peak.
     coarse: with more ops than this, searches over fewer cut positions bound the full one.
     treatments: what may be done with residuals besides keeping them.
+    watch: told how many stages were weighed so far.
     """
 
     model: CostModel
@@ -85,11 +86,12 @@ class Search:
     in_flight: tuple[int, ...]
     coarse: int = 400
     treatments: tuple[Treatment, ...] = ()
+    watch: Callable[[int], None] | None = None
 
     @cached_property
     def evaluate(self) -> Evaluator:
         """What planners ask of an interval of ops."""
-        return Memoised(KeepEverything(self.model, self.caps, self.in_flight))
+        return Memoised(KeepEverything(self.model, self.caps, self.in_flight), self.watch)
 
     @property
     def optimises(self) -> bool:

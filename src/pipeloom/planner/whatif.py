@@ -1,4 +1,4 @@
-"""What a bit more memory or bandwidth would buy: the same request planned again for slightly better devices."""
+"""What a bit more memory or bandwidth would buy: the same request planned for slightly better devices."""
 
 from __future__ import annotations
 
