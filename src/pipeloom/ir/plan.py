@@ -44,12 +44,25 @@ class StageMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class StagePlan:
-    """One stage: its ops, and what it is predicted to take for one micro-batch (seconds)."""
+    """One stage: its ops, and what it is predicted to take for one micro-batch (seconds, bytes).
+
+    recompute_s: making again what the forward dropped.  offload_s, reload_s: copies to the host and back,
+        which run beside computing.  turn_s: how long a micro-batch occupies the stage, with what of
+        transfers and copies does not hide behind computing.
+    kept_bytes, recomputed_bytes, offloaded_bytes: residuals by what becomes of them.
+    """
 
     ops: tuple[str, ...]
     forward_s: float = 0.0
     input_grad_s: float = 0.0
     weight_grad_s: float = 0.0
+    recompute_s: float = 0.0
+    offload_s: float = 0.0
+    reload_s: float = 0.0
+    turn_s: float = 0.0
+    kept_bytes: int = 0
+    recomputed_bytes: int = 0
+    offloaded_bytes: int = 0
     memory: StageMemory = field(default_factory=StageMemory)
 
 
