@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from traceback import clear_frames
 from typing import Any
 
 import torch
@@ -107,6 +108,7 @@ def call_without_data(
         with torch.no_grad():
             result = function(*args, **named)
     except (RuntimeError, NotImplementedError, ValueError, TypeError, IndexError) as error:
+        clear_frames(error.__traceback__)  # as `exporting.export` does
         return Missing(f"the result of {name}, whose shape depends on data ({error})", ask), []
     own = {id(stand_in): leaf for leaf, stand_in, _ in twins.values()}
     changed = [leaf for leaf, stand_in, version in twins.values() if stand_in._version != version]

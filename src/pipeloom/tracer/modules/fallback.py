@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from traceback import clear_frames
 
 import torch
 from torch import Tensor, nn
@@ -156,6 +157,7 @@ def _record(
         except PipeloomError:
             raise
         except Exception as error:  # the user's forward raises every kind of exception
+            clear_frames(error.__traceback__)  # as `exporting.export` does
             problem = error
         finally:
             skeleton.rest()
