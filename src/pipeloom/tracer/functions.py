@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from ..ir.errors import PlanError
+from ..ir.memory import Residual, Treatment
 from ..ir.stages import StageGraph
 from .captured import Captured
 from .joint import StageModule, extract, trace_joint
@@ -19,11 +22,14 @@ from .meta import tensors_of
 from .modules.fallback import module_functions
 from .once import one_thread
 from .random import seed_draws
+from .recompute import require_possible
 from .simplify import simplify
 from .sink import Sink
-from .split import Part, Slot, draw_keys, split
+from .split import Part, Slot, Splitter, draw_keys
 from .stage import StageFunctions, Tensors
 from .tape import Boxed, Footprint, compile_graph, measure, predict
+
+NOTHING: Mapping[str, Treatment] = MappingProxyType({})
 
 
 @dataclass(eq=False)
@@ -61,6 +67,8 @@ class GraphFunctions:
     sent: tuple[str, ...]
     loss: str | None
     residual_bytes: Mapping[str, int]
+    offloaded: frozenset[str]
+    recomputed: frozenset[str]
     kept_inputs: frozenset[str]
     kept_buffers: frozenset[str]
     functions: Mapping[str, Function]
@@ -103,6 +111,14 @@ class GraphFunctions:
         residuals |= {Slot("input", name): inputs[name] for name in self.kept_inputs}
         residuals |= {Slot("old", name): state[name] for name in self.kept_buffers}
         return outputs, residuals
+
+    def recompute(self, state: Mapping[str, Tensor], residuals: Tensors) -> Tensors:
+        function = self.functions["recompute"]
+        box = [
+            self._read(state, slot.name) if slot.kind == "state" else residuals[slot]
+            for slot in function.part.inputs
+        ]
+        return dict(zip(function.part.outputs, function(box), strict=True))
 
     def backward(
         self, state: Mapping[str, Tensor], residuals: Tensors, grads: Mapping[str, Tensor], sink: Sink
@@ -169,14 +185,18 @@ def _of_kind(results: Tensors, kind: str) -> dict[str, Tensor]:
 
 @one_thread
 def stage_functions(
-    captured: Captured, stages: StageGraph, index: int, *, device: str = "cpu", compiled: bool = False
-) -> StageFunctions:
+    captured: Captured, stages: StageGraph, index: int, *, device: str = "cpu", compiled: bool = False,
+    treatments: Mapping[str, Treatment] = NOTHING,
+) -> StageFunctions:  # fmt: skip
     """Build the functions of one stage.
 
     device: where it will run ("cpu", "cuda").  compiled: pass the functions through torch.compile
         (Inductor); parts that draw random numbers stay eager, so that they draw the same ones.
+    treatments: residual -> what becomes of it.
+    Raises: PlanError if the stage has no such residual, or cannot recompute it.
     """
     if captured.cut is not None:
+        _refuse_modules(index, treatments)
         return module_functions(
             captured.cut, captured.graph, stages, index, device=device, compiled=compiled
         )
@@ -189,15 +209,21 @@ def stage_functions(
     trained = any(values[o].needs_grad for o in module.outputs if not o.startswith("buffer:"))
     parts: dict[str, Part] = {"forward": _forward_only(module)}
     attributes: object = module.module
+    residuals: Mapping[str, Residual] = {}
     if trained:
-        parts, attributes = _parts(module, captured, device, compiled)
+        splitter, attributes = _splitter(module, captured, device, compiled)
+        residuals = splitter.residuals()
+    require_possible(index, treatments, residuals)
+    if trained:
+        parts = _parts(splitter, treatments)
     functions = {name: _function(part, attributes, compiled) for name, part in parts.items()}
-    needed = parts["backward"].inputs if trained else ()
+    needed = [slot for name in ("backward", "recompute") if name in parts for slot in parts[name].inputs]
     return GraphFunctions(
         index=index, params=stages.params[index], buffers=stages.buffers[index],
         batch=tuple(by_kind["batch"]), received=tuple(by_kind["value"]), sent=sent,
         loss=captured.graph.loss if captured.graph.loss in module.outputs else None,
-        residual_bytes=_residual_bytes(parts["forward"]),
+        residual_bytes={name: residual.bytes for name, residual in residuals.items()},
+        offloaded=_treated(treatments, "offload"), recomputed=_treated(treatments, "recompute"),
         kept_inputs=frozenset(s.name for s in needed if s.kind == "input"),
         kept_buffers=frozenset(s.name for s in needed if s.kind == "old"),
         functions=functions,
@@ -205,18 +231,48 @@ def stage_functions(
     )  # fmt: skip
 
 
-def _parts(
+def stage_residuals(
+    captured: Captured, stages: StageGraph, index: int, *, device: str = "cpu"
+) -> dict[str, Residual]:
+    """What a stage's forward leaves for its backward, and how each could be made again. A stage that was cut
+    between modules tells nothing: its residuals are autograd's."""
+    module = None if captured.cut is not None else extract(captured, stages, index, device)
+    values = captured.graph.value
+    if module is None or not any(o in values and values[o].needs_grad for o in module.outputs):
+        return {}
+    return _splitter(module, captured, device, compiled=False)[0].residuals()
+
+
+def _treated(treatments: Mapping[str, Treatment], treatment: Treatment) -> frozenset[str]:
+    return frozenset(name for name, given in treatments.items() if given == treatment)
+
+
+def _refuse_modules(index: int, treatments: Mapping[str, Treatment]) -> None:
+    for name, treatment in treatments.items():
+        if treatment != "keep":
+            raise PlanError(
+                f"the plan is to {treatment} residual {name} of stage {index}, but this model is cut between "
+                "its modules, where autograd itself keeps the residuals",
+                hint="plan without recomputing and offloading, or make the model traceable by torch.export",
+            )
+
+
+def _splitter(
     module: StageModule, captured: Captured, device: str, compiled: bool
-) -> tuple[dict[str, Part], object]:
+) -> tuple[Splitter, object]:
     joint = simplify(trace_joint(module, captured, device))
     state = frozenset(n for n, k in zip(module.names, module.kinds, strict=True) if k in ("param", "buffer"))
     updated = frozenset(o.removeprefix("buffer:") for o in module.outputs if o.startswith("buffer:"))
-    parts = split(joint, state, updated, accumulate=not compiled)
+    return Splitter(joint, state, updated, not compiled), joint.attributes
+
+
+def _parts(splitter: Splitter, treatments: Mapping[str, Treatment]) -> dict[str, Part]:
+    parts = splitter.parts(_treated(treatments, "recompute"))
     named = {
         "forward": parts.forward, "backward": parts.backward,
         "input_grad": parts.input_grad, "weight_grad": parts.weight_grad,
     }  # fmt: skip
-    return named, joint.attributes
+    return named if parts.recompute is None else named | {"recompute": parts.recompute}
 
 
 def _forward_only(module: StageModule) -> Part:
@@ -243,12 +299,3 @@ def _function(part: Part, attributes: object, compiled: bool) -> Function:
         fast = torch.compile(fx.GraphModule(attributes, part.graph), dynamic=False)  # type: ignore[arg-type]
         return Function(part, attributes, footprint, lambda box: tuple(fast(*box)), measured=True)
     return Function(part, attributes, footprint, compile_graph(part.graph, attributes), _owned=owned)
-
-
-def _residual_bytes(forward: Part) -> dict[str, int]:
-    results = forward.graph.output_node().args[0]
-    return {
-        slot.name: sum(t.untyped_storage().nbytes() for t in tensors_of(node.meta["val"]))
-        for slot, node in zip(forward.outputs, results, strict=True)  # type: ignore[arg-type]
-        if slot.kind == "made"
-    }

@@ -1,4 +1,4 @@
-"""A joint graph -> forward, backward, input-gradient and weight-gradient graphs.
+"""A joint graph -> forward, backward, input-gradient, weight-gradient and recomputation graphs.
 
 What the backward needs from the forward becomes a residual: always the tensor that owns the storage, never
 a view of it, so that no storage is counted or kept twice; views are made again where they are used.
@@ -8,7 +8,7 @@ Parameters and buffers are not residuals: they are passed again.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from operator import getitem
 from typing import NamedTuple
@@ -17,9 +17,11 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import Argument
 
+from ..ir.memory import Residual
 from .joint import Joint
 from .naming import residual_names
 from .random import draws, seed_draws
+from .recompute import ancestors, chain, describe_residuals
 from .sink import add_gradient
 from .views import is_view, root
 
@@ -49,21 +51,13 @@ class Part:
 
 @dataclass(eq=False)
 class Parts:
+    """recompute: makes the residuals that the forward drops; None if it drops none."""
+
     forward: Part
     backward: Part
     input_grad: Part
     weight_grad: Part
-
-
-def _ancestors(outputs: Iterable[fx.Node], stop: Callable[[fx.Node], bool]) -> set[fx.Node]:
-    found: set[fx.Node] = set()
-    pending = list(outputs)
-    while pending:
-        node = pending.pop()
-        if node not in found and not stop(node):
-            found.add(node)
-            pending.extend(node.all_input_nodes)
-    return found
+    recompute: Part | None
 
 
 def draw_keys(nodes: Iterable[fx.Node]) -> dict[fx.Node, str]:
@@ -78,18 +72,15 @@ def draw_keys(nodes: Iterable[fx.Node]) -> dict[fx.Node, str]:
     return keys
 
 
-def split(joint: Joint, state: frozenset[str], updated: frozenset[str], *, accumulate: bool) -> Parts:
-    """Split a joint graph.
+class Splitter:
+    """Splits a joint graph.
 
     state: FQNs of parameters and buffers.  updated: those of buffers that the forward replaces: the
     backward gets them as they were, as a residual.
     accumulate: add weight gradients to a sink as soon as they are made, so that no two stay alive;
     otherwise they are outputs.
     """
-    return _Splitter(joint, state, updated, accumulate).parts()
 
-
-class _Splitter:
     def __init__(
         self, joint: Joint, state: frozenset[str], updated: frozenset[str], accumulate: bool
     ) -> None:
@@ -107,39 +98,53 @@ class _Splitter:
     def _forward_nodes(self) -> set[fx.Node]:
         """What the outputs need, and what only the backward needs but must run now: random calls and
         the other results of a forward call."""
-        needed = _ancestors(self.joint.outputs.values(), lambda n: n.op == "placeholder")
+        needed = ancestors(self.joint.outputs.values(), lambda n: n.op == "placeholder")
         after_tangent = set(self.joint.tangents)
         for node in self.nodes:
             if after_tangent.intersection(node.all_input_nodes):
                 after_tangent.add(node)
             elif draws(node) or (node.target is getitem and node.args[0] in needed):
-                needed |= _ancestors([node], lambda n: n.op == "placeholder")
+                needed |= ancestors([node], lambda n: n.op == "placeholder")
         assert not needed & after_tangent
         return needed
 
-    def parts(self) -> Parts:
-        grads = [*self.input_grads.values(), *self.weight_grads.values()]
-        backward = self._ran_in_backward(grads)
+    def residuals(self) -> dict[str, Residual]:
+        """What the backward needs of the forward, and how each can be made again."""
+        slots = self._backward().inputs
+        by_name = {name: node for node, name in self.names.items()}
+        made = {by_name[slot.name]: slot.name for slot in slots if slot.kind == "made"}
+        return describe_residuals(self.joint, made, self.state, self.updated)
+
+    def parts(self, dropped: Collection[str] = ()) -> Parts:
+        """dropped: residuals that the forward does not keep."""
+        backward = self._ran_in_backward(self.joint.grads.values())
         ingoing = self._ran_in_backward(self.input_grads.values())
         ingoing |= {n for n in backward if n.target is getitem and n.args[0] in ingoing}
         rest = self._ran_in_backward(self.weight_grads.values()) - ingoing
-        whole = self._part(backward, self._grad_slots())
+        whole = self._backward()
         weight = self._part(rest, self._grad_slots("weight_grad"))
         outputs = [(Slot("out", name), node) for name, node in self.joint.outputs.items()]
         by_name = {name: node for node, name in self.names.items()}
-        outputs += [(s, by_name[s.name]) for s in whole.inputs if s.kind == "made"]
+        made = [(s, by_name[s.name]) for s in whole.inputs if s.kind == "made"]
+        kept = [(slot, node) for slot, node in made if slot.name not in dropped]
+        again = [(slot, node) for slot, node in made if slot.name in dropped]
         carried = {s.name for s in weight.inputs if s.kind == "carried"}
         handed = [(Slot("carried", n.name), n) for n in self.nodes if n.name in carried and n in ingoing]
+        repeated = chain([node for _, node in again], {node for _, node in kept})
         return Parts(
-            forward=self._part(self.forward_nodes, outputs),
+            forward=self._part(self.forward_nodes, outputs + kept),
             backward=whole,
             input_grad=self._part(ingoing, self._grad_slots("input_grad") + handed),
             weight_grad=weight,
+            recompute=self._part(repeated, again, state=True) if again else None,
         )
+
+    def _backward(self) -> Part:
+        return self._part(self._ran_in_backward(self.joint.grads.values()), self._grad_slots())
 
     def _ran_in_backward(self, grads: Iterable[fx.Node]) -> set[fx.Node]:
         stop = self.forward_nodes.__contains__
-        return _ancestors(grads, lambda n: n.op == "placeholder" or stop(n))
+        return ancestors(grads, lambda n: n.op == "placeholder" or stop(n))
 
     def _grad_slots(self, *kinds: str) -> list[tuple[Slot, fx.Node]]:
         slots = [(Slot("input_grad", name), node) for name, node in self.input_grads.items()]
@@ -159,7 +164,11 @@ class _Splitter:
             return Slot("made", self.names[node])
         return Slot("carried", node.name)
 
-    def _part(self, members: set[fx.Node], outputs: list[tuple[Slot, fx.Node]]) -> Part:
+    def _part(
+        self, members: set[fx.Node], outputs: list[tuple[Slot, fx.Node]], *, state: bool = False
+    ) -> Part:
+        """state: whether updated buffers are read as they are, not as they were at the forward."""
+        state = state or members is self.forward_nodes
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
         slots: list[Slot] = []
@@ -167,7 +176,7 @@ class _Splitter:
         for node in placeholders:
             copies[node] = graph.placeholder(f"in_{len(slots)}")
             copies[node].meta = {"val": node.meta.get("val")}
-            slots.append(self._slot(node, members is not self.forward_nodes))
+            slots.append(self._slot(node, in_backward=not state))
         added: dict[fx.Node, list[str]] = {}
         if self.accumulate and any(slot.kind == "weight_grad" for slot, _ in outputs):
             slots.append(Slot("sink", "gradients"))

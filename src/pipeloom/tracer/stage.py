@@ -17,6 +17,7 @@ class StageFunctions(Protocol):
     """The functions of stage `index`.
 
         forward(state, inputs, seed)             -> outputs, residuals
+        recompute(state, residuals)              -> the residuals that forward dropped
         backward(state, residuals, grads, sink)  -> input grads; weight grads are added to the sink
         backward_input(state, residuals, grads)  -> input grads, carried
         backward_weight(state, carried, sink)    -> nothing; weight grads are added to the sink
@@ -27,7 +28,8 @@ class StageFunctions(Protocol):
 
     params, buffers: FQNs it reads.  batch: batch inputs it reads.  received, sent: crossing values.
     loss: name of the loss among the outputs, on the stage that makes it.
-    residual_bytes: name -> bytes of the tensors that its forward leaves for its backward.
+    residual_bytes: name -> bytes of the tensors that its backward reads of its forward.
+    offloaded, recomputed: names of those that leave the device in between, and that its forward drops.
     carried_bytes: made by the stage and alive between `backward_input` and `backward_weight`.
     kept_inputs: received values and batch inputs that the backward reads again.
     examples: received values that a trial run needs as they are, such as indices; others may be made up.
@@ -41,6 +43,8 @@ class StageFunctions(Protocol):
     sent: tuple[str, ...]
     loss: str | None
     residual_bytes: Mapping[str, int]
+    offloaded: frozenset[str]
+    recomputed: frozenset[str]
     examples: Mapping[str, Tensor]
 
     @property
@@ -56,8 +60,8 @@ class StageFunctions(Protocol):
 
     @property
     def peak_bytes(self) -> Mapping[str, int]:
-        """For "forward", "backward", "input_grad" and "weight_grad" the most bytes alive above the level at
-        the start; predicted until the first run has measured it."""
+        """For "forward", "backward", "input_grad", "weight_grad" and "recompute" the most bytes alive above
+        the level at the start; predicted until the first run has measured it."""
         ...
 
     def forward(
@@ -67,6 +71,13 @@ class StageFunctions(Protocol):
 
         Returns: outputs by name (crossing values, the loss, `buffer:FQN` for next buffer states), and
             the residuals, which belong to the backward.
+        """
+        ...
+
+    def recompute(self, state: Mapping[str, Tensor], residuals: Tensors) -> Tensors:
+        """Make the residuals that the forward dropped, bit for bit, from those that it kept.
+
+        state: as the forward of this micro-batch read it.
         """
         ...
 

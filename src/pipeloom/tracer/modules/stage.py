@@ -87,6 +87,8 @@ class ModuleFunctions:
     residual_bytes: Mapping[str, int] = field(default_factory=dict)
     carried_bytes: int = 0
     saved_inputs: frozenset[str] = frozenset()
+    offloaded: frozenset[str] = frozenset()
+    recomputed: frozenset[str] = frozenset()
     peak_bytes: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -126,6 +128,9 @@ class ModuleFunctions:
             return results | outputs, {}
         residuals: Tensors = {Slot("made", f"saved.{i}"): t for i, t in enumerate(saved.values())}
         return results | outputs, residuals | {_GRAPH: graph}
+
+    def recompute(self, state: Mapping[str, Tensor], residuals: Tensors) -> Tensors:
+        return {}  # autograd keeps everything
 
     @one_thread
     def backward(

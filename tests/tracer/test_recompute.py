@@ -1,0 +1,152 @@
+"""Residuals that are dropped and made again, bit for bit; and those that cannot be."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+import zoo
+from runs import capture_of, even
+from torch import Tensor, nn
+
+from pipeloom import Job
+from pipeloom.ir.errors import PlanError
+from pipeloom.ir.memory import Residual, Treatment
+from pipeloom.ir.stages import cut
+from pipeloom.tracer.captured import Captured
+from pipeloom.tracer.functions import stage_functions, stage_residuals
+from pipeloom.tracer.stage import Tensors, made_bytes
+
+Policy = dict[str, Treatment]
+
+
+class Sums(dict[str, Tensor]):
+    def add(self, name: str, grad: Tensor) -> None:
+        self[name] = self[name] + grad if name in self else grad.clone()
+
+
+def state_of(captured: Captured) -> dict[str, Tensor]:
+    graph = captured.graph
+    buffers = [b.name for b in graph.buffers if b.name not in captured.constants]
+    names = [*(p.name for p in graph.parameters), *buffers]
+    return captured.blueprint.materialise(0, names) | dict(captured.constants)
+
+
+def one_stage(job: Job, policy: Policy, **how: bool) -> tuple[Tensor, Sums, Tensors, dict[str, int]]:
+    """Loss, gradients, what the forward kept and what was made again; of the uncut model."""
+    captured = capture_of(job)
+    functions = stage_functions(
+        captured, cut(captured.graph, even(captured.graph, 1)), 0, treatments=policy, **how
+    )
+    with torch.no_grad():
+        for _ in range(2):  # the second time without measuring
+            state, sums = state_of(captured), Sums()
+            outputs, residuals = functions.forward(state, job.batch(0, 2), 7)
+            kept = made_bytes(residuals)
+            for name in [n for n in outputs if n.startswith("buffer:")]:
+                state[name.removeprefix("buffer:")] = outputs[name]
+            again = functions.recompute(state, residuals) if functions.recomputed else {}
+            residuals |= again
+            functions.backward(state, residuals, {functions.loss: torch.ones(())}, sums)
+    return outputs[functions.loss], sums, again, {"kept": kept} | dict(functions.peak_bytes)
+
+
+def facts(job: Job) -> dict[str, Residual]:
+    captured = capture_of(job)
+    return stage_residuals(captured, cut(captured.graph, even(captured.graph, 1)), 0)
+
+
+@pytest.mark.parametrize(
+    "name", ["gpt", "convnet", *(pytest.param(n, marks=pytest.mark.slow) for n in (*zoo.OWN, *zoo.FAMILIES))]
+)
+def test_gradients_are_the_same_to_the_last_bit(name: str) -> None:
+    job = zoo.job(name)
+    loss, gradients, _, _ = one_stage(job, {})
+    can = [r for r in facts(job).values() if not r.obstacle]
+    choose = random.Random(name)
+    for share in (0.5, 1.0):
+        dropped = [r for r in can if choose.random() < share]
+        found, sums, again, sizes = one_stage(job, {r.name: "recompute" for r in dropped})
+        assert {slot.name for slot in again} == {r.name for r in dropped}
+        assert made_bytes(again) == sum(r.bytes for r in dropped)
+        assert sizes["kept"] == sum(r.bytes for r in facts(job).values()) - made_bytes(again)
+        assert torch.equal(found, loss) and sums.keys() == gradients.keys()
+        assert all(torch.equal(sums[n], g) for n, g in gradients.items())
+
+
+def test_the_peak_of_the_forward_falls() -> None:
+    job = zoo.job("gpt")
+    everything: Policy = {name: "recompute" for name in facts(job)}
+    before, after = one_stage(job, {})[3]["forward"], one_stage(job, everything)[3]["forward"]
+    assert after < 0.2 * before
+
+
+class Dropped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = nn.functional.dropout(torch.tanh(self.a(x)), 0.5)
+        return (self.c(torch.tanh(self.b(h))) - y).square().mean()
+
+
+def test_random_numbers_are_never_drawn_again() -> None:
+    job = Job(model=Dropped, batch=zoo.vector_batch)
+    found = facts(job)
+    random_ones = {n for n, r in found.items() if "draws random numbers" in r.obstacle}
+    assert random_ones and all(n.startswith("native_dropout") for n in random_ones)
+    rest: Policy = {n: "recompute" for n in found.keys() - random_ones}
+    (loss, gradients, _, _), (same, sums, _, _) = one_stage(job, {}), one_stage(job, rest)
+    assert torch.equal(same, loss) and all(torch.equal(sums[n], g) for n, g in gradients.items())
+    with pytest.raises(PlanError, match=r"residual native_dropout\S* of stage 0 cannot be recomputed"):
+        one_stage(job, {next(iter(random_ones)): "recompute"})
+
+
+class Seen(nn.Module):
+    """Normalises by a mean of what it has seen, which every forward updates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.register_buffer("seen", torch.ones(8))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = torch.tanh(self.a(x) * self.seen)
+        self.seen.mul_(0.9).add_(h.detach().mean(0))
+        return (self.b(h) - y).square().mean()
+
+
+def test_what_an_updated_buffer_was_read_for_is_kept() -> None:
+    job = Job(model=Seen, batch=zoo.vector_batch)
+    found = facts(job)
+    assert "reads buffer seen, which the forward updates" in found["tanh"].obstacle
+    with pytest.raises(PlanError, match="residual tanh of stage 0 cannot be recomputed: mul reads buffer"):
+        one_stage(job, {"tanh": "recompute"})
+
+
+def test_a_name_that_the_stage_lacks_is_refused() -> None:
+    with pytest.raises(PlanError, match="to offload residual nonsense of stage 0, which has none of that"):
+        one_stage(zoo.job("gpt"), {"nonsense": "offload"})
+
+
+def test_a_chain_ends_at_what_the_stage_receives_and_then_keeps_it() -> None:
+    job = zoo.job("gpt")
+    captured = capture_of(job)
+    graph = cut(captured.graph, even(captured.graph, 2))
+    first = next(r for r in stage_residuals(captured, graph, 1).values() if r.sources)
+    received = {s.removeprefix("input:") for s in first.sources if s.startswith("input:")}
+    assert received
+    functions = stage_functions(captured, graph, 1, treatments={first.name: "recompute"})
+    assert received <= functions.kept_inputs
+
+
+@pytest.mark.slow
+def test_compiled_stages_recompute_too() -> None:
+    job = zoo.job("gpt")
+    everything: Policy = {name: "recompute" for name in facts(job)}
+    loss, gradients, _, _ = one_stage(job, {})
+    found, sums, _, _ = one_stage(job, everything, compiled=True)
+    assert torch.allclose(found, loss) and sums.keys() == gradients.keys()
+    assert all(torch.allclose(sums[n], g, atol=1e-6) for n, g in gradients.items())
