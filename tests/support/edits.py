@@ -16,8 +16,6 @@ from pipeloom.ir.flow import dag
 from pipeloom.ir.schedule import Program, Schedule
 from pipeloom.ir.stages import StageGraph, chain
 
-schedules.build("bpipe", *schedules.usual("bpipe", 2), 1)  # makes the kinds of evictions known
-
 
 @dataclass(frozen=True)
 class Case:

@@ -1,13 +1,14 @@
 """Actions: what a rank does, with one strict text form for reading and printing.
 
-    2F5          stage 2 runs the forward of micro-batch 5
-    2B5 2I5 2W5  full backward; input-gradient part; weight-gradient part (papers often write "B" for I)
-    2SEND_F5>3   stage 2 sends its outputs of micro-batch 5 to stage 3
-    3RECV_F5<2   stage 3 waits for them
-    3SEND_B5>2   stage 3 sends gradients back to stage 2;  2RECV_B5<3 waits for them
-    2REDUCE      stage 2 sums the gradients of parameters that it shares with other stages
-    2STEP        stage 2 applies the optimizer
-    2F5&1B3      in a schedule: a pair, run as one unit: both begin when both can, and end together
+2F5          stage 2 runs the forward of micro-batch 5
+2B5 2I5 2W5  full backward; input-gradient part; weight-gradient part (papers often write "B" for I)
+2SEND_F5>3   stage 2 sends its outputs of micro-batch 5 to stage 3
+3RECV_F5<2   stage 3 waits for them
+3SEND_B5>2   stage 3 sends gradients back to stage 2;  2RECV_B5<3 waits for them
+0EVICT3      stage 0 lends the residuals of micro-batch 3 to another rank;  0FETCH3 takes them back
+2REDUCE      stage 2 sums the gradients of parameters that it shares with other stages
+2STEP        stage 2 applies the optimizer
+2F5&1B3      in a schedule: a pair, run as one unit: both begin when both can, and end together
 """
 
 from __future__ import annotations
@@ -34,10 +35,16 @@ RECOMPUTE = Kind("RECOMPUTE")
 REDUCE = Kind("REDUCE")
 STEP = Kind("STEP")
 
-COMPUTE: dict[Kind, str] = {F: "forward", B: "backward", I: "input gradient", W: "weight gradient"}
+EVICT = Kind("EVICT")
+FETCH = Kind("FETCH")
+
+COMPUTE: dict[Kind, str] = {
+    F: "forward", B: "backward", I: "input gradient", W: "weight gradient",
+    EVICT: "eviction to a peer", FETCH: "return from a peer",
+}  # fmt: skip
 """Kinds that may stand in a schedule, with their names; `register_kind` adds to it."""
 
-AFTER: dict[Kind, Kind] = {}
+AFTER: dict[Kind, Kind] = {EVICT: F, FETCH: F}
 """Registered kind -> the kind of the same stage and micro-batch that it runs after."""
 
 TRANSFERS = (SEND_F, RECV_F, SEND_B, RECV_B)

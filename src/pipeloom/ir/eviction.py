@@ -9,10 +9,9 @@ rank x of p is rank p - 1 - x, as in BPipe: 1F1B holds most on the first rank an
 
 from __future__ import annotations
 
-from .action import Kind
+from .action import EVICT, FETCH
 
-EVICT = Kind("EVICT")
-FETCH = Kind("FETCH")
+__all__ = ["EVICT", "FETCH", "partner"]
 
 
 def partner(rank: int, ranks: int) -> int:

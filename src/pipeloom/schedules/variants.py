@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..ir.action import COMPUTE, Action, B, F, Kind, register_kind
+from ..ir.action import Action, B, F
 from ..ir.errors import ScheduleError
 from ..ir.eviction import EVICT, FETCH
 from .language import Recipe, Shape, options, phases
@@ -51,8 +51,6 @@ def seq1f1b(s: Shape) -> Recipe:
 def bpipe_rows(s: Shape) -> Iterator[Iterator[Action]]:
     """1F1B in which ranks before the middle EVICT a residual after F where they would hold too many, and
     FETCH it in front of its B. The partner of rank x is p - 1 - x."""
-    _own_kind(EVICT, "eviction to a peer")
-    _own_kind(FETCH, "return from a peer")
     limit = -(-(s.ranks + 2) // 2)
     for row in phases(s, warm_up=lambda r: _last(s, r), repeat="FB", kinds="FB"):
         yield _with_evictions(row, limit)
@@ -76,11 +74,6 @@ def _with_evictions(row: tuple[Action, ...], limit: int) -> Iterator[Action]:
             else:
                 held.remove(made)
         yield action
-
-
-def _own_kind(kind: Kind, meaning: str) -> None:
-    if COMPUTE.get(kind) != meaning:
-        register_kind(kind, meaning, after=F)
 
 
 def _last(s: Shape, rank: int) -> int:
