@@ -124,7 +124,8 @@ def test_profile_prints_figures_and_saves(folder: Path) -> None:
 def test_plan_prints_figures_and_saves(folder: Path) -> None:
     figures = json.loads(good(*PLAN, "-o", "plan.json", "--json"))
     assert set(figures) == {
-        "predicted_step_s", "planner", "schedule", "microbatches", "microbatch_size", "graph", "stages",
+        "predicted_step_s", "planner", "schedule", "weights", "microbatches", "microbatch_size", "graph",
+        "stages", "limits", "what_if",
     }  # fmt: skip
     assert (figures["planner"], figures["schedule"], figures["microbatches"]) == ("exact", "1f1b", 2)
     first, second = figures["stages"]

@@ -19,7 +19,7 @@ from ..planner import PlanOptions, cpu_cluster
 from ..planner.batches import Sample
 from ..profiler.roofline import roofline
 from .placing import simulate_plan
-from .planning import Planning, largest_below
+from .planning import Planning, largest_below, largest_plan
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
@@ -83,15 +83,31 @@ def plan(
         memory=memory, cluster=cluster, strategy=strategy, treatments=treatments, weights=weights,
         global_batch=global_batch,
     )  # fmt: skip
-    begin = time.monotonic()
-    first = sample(job, microbatch_size, None if cluster is None else how.cluster, captured, profiled)
-    quick = time.monotonic() - begin < QUICK_S and captured is None and profiled is None
     described = None if cluster is None else how.cluster
+    return plan_one(how, job, microbatch_size, described, captured=captured, profiled=profiled)[0]
+
+
+def plan_one(
+    how: Planning, job: Job, size: int, cluster: Cluster | None, *,
+    captured: Captured | None = None, profiled: Profile | None = None,
+) -> tuple[Plan, Sample]:  # fmt: skip
+    """The plan for one micro-batch size, and the model at it. cluster: see `sample`.
+
+    Raises: InfeasibleError that says which size would fit, if finding out does not take long.
+    """
+    begin = time.monotonic()
+    first = sample(job, size, cluster, captured, profiled)
+    quick = time.monotonic() - begin < QUICK_S and captured is None and profiled is None
 
     def largest() -> int | None:
-        return largest_below(how, first, lambda size: sample(job, size, described)) if quick else None
+        return largest_below(how, first, lambda other: sample(job, other, cluster)) if quick else None
 
-    return how.plan(first.graph, first.profiles, microbatch_size, largest=largest)
+    return how.plan(first.graph, first.profiles, size, largest=largest), first
+
+
+def plan_largest(how: Planning, job: Job, start: int, cluster: Cluster | None) -> tuple[Plan, Sample]:
+    """The plan with the largest micro-batches that fit, sought around `start` rows; see `largest_plan`."""
+    return largest_plan(how, start, lambda size: sample(job, size, cluster))
 
 
 QUICK_S = 15.0

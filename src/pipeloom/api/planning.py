@@ -99,7 +99,8 @@ class Planning:
     def changes(self, plan: Plan, sample: Sample) -> list[Change]:
         """What a bit more memory or bandwidth would make of a plan."""
         return what_if(
-            plan, self.cluster,
+            plan,
+            self.cluster,
             lambda other: replace(self, cluster=other).plan(
                 sample.graph, sample.profiles, sample.size, explained=False
             ),

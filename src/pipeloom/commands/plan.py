@@ -1,9 +1,11 @@
-"""pipeloom plan: cut a model into stages."""
+"""pipeloom plan: cut a model into stages, and say what becomes of residuals."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -22,69 +24,178 @@ from .common import (
     print_json,
 )
 
+if TYPE_CHECKING:
+    from ..ir.memory import Treatment
+    from ..ir.plan import Plan
+    from ..planner.whatif import Change
+
+TREATMENTS: dict[str, tuple[Treatment, ...]] = {
+    "none": (), "recompute": ("recompute",), "offload": ("offload",), "both": ("recompute", "offload"),
+}  # fmt: skip
+
 
 @click.command(epilog=MODEL_HELP)
 @model_argument
 @plan_options
+@click.option("--global-batch", type=click.IntRange(1), help="Rows per step; instead of --microbatches.")
+@click.option("--max-batch", is_flag=True, help="Search the largest micro-batch size that fits.")
 @click.option("--device-memory", type=Size(), help="Cap per rank, as 300MiB.")
 @cluster_option("Plan for these devices, by roofline.")
 @click.option("--profile", "profile_file", type=FILE, help="Use this saved profile instead of measuring.")
-@click.option("--strategy", default="exact", show_default=True, help="Planner, by name.")
+@click.option("--strategy", default="exact", show_default=True, help="Planner, by name; see --strategies.")
+@click.option("--strategies", is_flag=True, help="List the planners and stop.")
+@click.option(
+    "--treat", type=click.Choice(tuple(TREATMENTS)),
+    help="What may be done with residuals besides keeping them. By default what the planner does.",
+)  # fmt: skip
+@click.option(
+    "--weights", type=click.Choice(("flush", "stash", "2bw")),
+    help="How weights are updated. By default as the schedule does it.",
+)  # fmt: skip
+@click.option("--what-if/--no-what-if", default=True, help="Plan again with 10 % more memory, bandwidth.")
 @click.option("--output", "-o", type=FILE, help="Write the plan to this JSON file.")
 @json_option
-def plan(
-    *, model: str | None, device_memory: str | None, cluster: str | None, profile_file: Path | None,
-    output: Path | None, as_json: bool, **wanted: Any,
-) -> None:  # fmt: skip
-    """Cut MODEL into stages and print what each runs, takes and holds.
+def plan(*, strategies: bool, as_json: bool, **wanted: Any) -> None:
+    """Cut MODEL into stages and print what each runs, takes and holds, what limits the plan, and what a bit
+    more memory or bandwidth would buy.
 
-    With --json: predicted_step_s, planner, schedule, microbatches, microbatch_size, graph, and stages: a
-    list of stage, rank, ops, first_op, last_op, forward_s, input_grad_s, weight_grad_s, bytes by kind,
-    peak_bytes, cap_bytes, filled.
+    With --json: predicted_step_s, planner, schedule, weights, microbatches, microbatch_size, graph; limits: a
+    list of sentences; what_if: a list of what, step_s, gain (share of the step's time); and stages: a list of
+    stage, rank, ops, first_op, last_op, layers, forward_s, input_grad_s, weight_grad_s, recompute_s,
+    offload_s, reload_s, turn_s, bytes by kind at the peak, of one micro-batch's residuals kept_bytes,
+    recomputed_bytes and offloaded_bytes, peak_bytes, cap_bytes, filled.
     """
+    if strategies:
+        _list(as_json)
+    else:
+        _plan(as_json=as_json, **wanted)
+
+
+def _plan(
+    *, model: str | None, device_memory: str | None, cluster: str | None, profile_file: Path | None,
+    output: Path | None, as_json: bool, microbatch_size: int, treat: str | None, max_batch: bool,
+    what_if: bool, **wanted: Any,
+) -> None:  # fmt: skip
     from ..api import passes
     from ..ir import codec
     from ..ir.profile import Profile
-    from ..planner import explain
+    from ..planner import explain, limits
 
     if device_memory is not None and cluster is not None:
         raise ConfigError(
             "--device-memory and --cluster were both given",
             hint="say each device's memory in the cluster, as in --cluster '4 x a100-40 with 20GiB'",
         )
-    found = passes.plan(
-        job_of(model), memory=device_memory, cluster=cluster_of(cluster),
-        profiled=None if profile_file is None else codec.load(profile_file, Profile), **wanted,
-    )  # fmt: skip
+    job = job_of(model)
+    profiled = None if profile_file is None else codec.load(profile_file, Profile)
+    if max_batch and profiled is not None:
+        raise ConfigError(
+            "--max-batch and --profile were both given", hint="a profile is of one size: leave out one"
+        )
+    with _watching() as watch:
+        how = passes.planning(
+            job, memory=device_memory, cluster=cluster_of(cluster), watch=watch,
+            treatments=None if treat is None else TREATMENTS[treat], **wanted,
+        )  # fmt: skip
+        described = None if cluster is None else how.cluster
+        if max_batch:
+            found, sample = passes.plan_largest(how, job, microbatch_size, described)
+        else:
+            found, sample = passes.plan_one(how, job, microbatch_size, described, profiled=profiled)
+        changes = how.changes(found, sample) if what_if else []
     if output is not None:
         found.save(output)
-    rows = explain(found)
+    rows = explain(found, sample.graph)
     if as_json:
-        keys = ("predicted_step_s", "planner", "schedule", "microbatches", "microbatch_size", "graph")
-        print_json({**{key: getattr(found, key) for key in keys}, "stages": rows})
+        keys = (
+            "predicted_step_s", "planner", "schedule", "weights", "microbatches", "microbatch_size", "graph"
+        )  # fmt: skip
+        print_json(
+            {key: getattr(found, key) for key in keys}
+            | {"limits": limits(found), "what_if": [vars(change) for change in changes], "stages": rows}
+        )
     else:
-        _print(rows, found.predicted_step_s)
+        _print(rows, found, limits(found), changes)
 
 
-def _print(rows: list[dict[str, Any]], step_s: float) -> None:
-    from rich import box
-    from rich.table import Table
+@contextmanager
+def _watching() -> Iterator[Callable[[int], None]]:
+    """A line on standard error, on a terminal, that counts the stages weighed."""
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+    columns = (SpinnerColumn(), TextColumn("planning: {task.completed} stages weighed"), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("planning", total=None)
+        before = [0, 0]
+
+        def watch(count: int) -> None:
+            # Each search counts from 1 again.
+            before[0] += before[1] if count < before[1] else 0
+            before[1] = count
+            if count % 16 == 0:
+                progress.update(task, completed=before[0] + count)
+
+        yield watch
+
+
+def _list(as_json: bool) -> None:
+    from ..planner.registry import PLANNERS
+
+    rows = [
+        {
+            "name": name, "granularity": p.granularity, "optimises": p.optimises, "about": p.about,
+            "source": p.source,
+        }
+        for name, p in PLANNERS.items()
+    ]  # fmt: skip
+    if as_json:
+        print_json({"planners": rows})
+        return
+    table = _table(("planner", "granularity", "frees memory", "about", "source"), right=False)
+    for row in rows:
+        table.add_row(row["name"], row["granularity"], row["optimises"], row["about"], row["source"])
+    console().print(table)
+
+
+def _print(rows: list[dict[str, Any]], plan: Plan, said: list[str], changes: list[Change]) -> None:
     from ..ir.units import format_bytes
 
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    heads = ("stage", "rank", "ops", "forward ms", "backward ms", "parameters", "residuals", "peak", "cap")
-    for head in heads:
-        table.add_column(head, justify="right")
+    treated = any(row["recomputed_bytes"] or row["offloaded_bytes"] for row in rows)
+    heads = ["stage", "rank", "ops", "layers", "forward ms", "backward ms", "parameters"]
+    heads += ["kept", "recomputed", "offloaded"] if treated else ["residuals"]
+    table = _table((*heads, "peak", "cap"))
     for row in rows:
-        backward_s = row["input_grad_s"] + row["weight_grad_s"]
+        backward_s = row["input_grad_s"] + row["weight_grad_s"] + row["recompute_s"]
         cap = row["cap_bytes"]
+        kinds = ("kept", "recomputed", "offloaded") if treated else ("residuals",)
         table.add_row(
-            str(row["stage"]), str(row["rank"]), str(row["ops"]), f"{row['forward_s'] * 1e3:.2f}",
-            f"{backward_s * 1e3:.2f}", format_bytes(row["parameters_bytes"]),
-            format_bytes(row["residuals_bytes"]), format_bytes(row["peak_bytes"]),
+            str(row["stage"]), str(row["rank"]), str(row["ops"]), row["layers"],
+            f"{row['forward_s'] * 1e3:.2f}", f"{backward_s * 1e3:.2f}", format_bytes(row["parameters_bytes"]),
+            *(format_bytes(row[f"{kind}_bytes"]) for kind in kinds), format_bytes(row["peak_bytes"]),
             "–" if cap is None else format_bytes(cap),
         )  # fmt: skip
     out = console()
     out.print(table)
-    out.print(f"predicted step: {step_s * 1e3:.1f} ms", highlight=False)
+    rows_each = f"{plan.microbatches} micro-batches of {plan.microbatch_size}"
+    out.print(f"predicted step: {plan.predicted_step_s * 1e3:.1f} ms, {rows_each}", highlight=False)
+    for sentence in said:
+        out.print(sentence, highlight=False)
+    for change in changes:
+        out.print(f"{change.what}: {_gain(change)}", highlight=False)
+
+
+def _gain(change: Change) -> str:
+    if change.step_s is None:
+        return "no plan"
+    return f"step {change.step_s * 1e3:.1f} ms, {change.gain:+.1%} faster"
+
+
+def _table(heads: tuple[str, ...], *, right: bool = True) -> Any:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for head in heads:
+        table.add_column(head, justify="right" if right and head != "layers" else "left")
+    return table

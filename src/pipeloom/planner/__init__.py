@@ -2,12 +2,12 @@
 
 from .cluster_files import load_cluster, save_cluster
 from .clusters import cpu_cluster, find_cluster
-from .explaining import explain
+from .explaining import explain, limits
 from .make import make_plan
 from .registry import names
 from .request import PlanOptions
 
 __all__ = [
-    "PlanOptions", "cpu_cluster", "explain", "find_cluster", "load_cluster", "make_plan", "names",
+    "PlanOptions", "cpu_cluster", "explain", "find_cluster", "limits", "load_cluster", "make_plan", "names",
     "save_cluster",
 ]  # fmt: skip

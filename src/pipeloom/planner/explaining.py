@@ -1,15 +1,26 @@
-"""A plan in rows that people and programs can read."""
+"""A plan in rows that people and programs can read, and what limits it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from ..ir.plan import Plan
+from ..ir.graph import OpGraph
+from ..ir.plan import Plan, StagePlan
+from ..ir.units import format_bytes
+from .layers import layer_of
+
+FULL = 0.95
+"""Share of its cap from which on a stage is called full."""
 
 
-def explain(plan: Plan) -> list[dict[str, Any]]:
-    """One row per stage: what it runs, how long, and what it holds. Times in seconds, sizes in bytes."""
+def explain(plan: Plan, graph: OpGraph | None = None) -> list[dict[str, Any]]:
+    """One row per stage: what it runs, how long, and what it holds. Times in seconds, sizes in bytes.
+
+    Of residuals `kept_bytes`, `recomputed_bytes` and `offloaded_bytes` are those of one micro-batch, and
+    `residuals_bytes` what is held at the peak.  graph: to say which layers it has, as "h.0 .. h.3".
+    """
     rows = []
     for stage, part in enumerate(plan.stages):
         rank = plan.placement[stage]
@@ -21,13 +32,56 @@ def explain(plan: Plan) -> list[dict[str, Any]]:
                 "ops": len(part.ops),
                 "first_op": part.ops[0],
                 "last_op": part.ops[-1],
+                "layers": "" if graph is None else layers_in(part, graph),
                 "forward_s": part.forward_s,
                 "input_grad_s": part.input_grad_s,
                 "weight_grad_s": part.weight_grad_s,
+                "recompute_s": part.recompute_s,
+                "offload_s": part.offload_s,
+                "reload_s": part.reload_s,
+                "turn_s": part.turn_s,
                 **{f"{kind}_bytes": size for kind, size in asdict(part.memory).items()},
+                "kept_bytes": part.kept_bytes,
+                "recomputed_bytes": part.recomputed_bytes,
+                "offloaded_bytes": part.offloaded_bytes,
                 "peak_bytes": part.memory.total,
                 "cap_bytes": cap,
                 "filled": part.memory.total / cap if cap else None,
             }
         )
     return rows
+
+
+def layers_in(part: StagePlan, graph: OpGraph) -> str:
+    """The repeated layers that a stage has ops of, first and last; "" if none."""
+    found = list(dict.fromkeys(filter(None, (layer_of(graph.op[name].module) for name in part.ops))))
+    return " .. ".join(dict.fromkeys((found[0], found[-1]))) if found else ""
+
+
+def limits(plan: Plan) -> list[str]:
+    """What keeps a plan from being faster, as sentences: the slowest stage, what its time goes into, and
+    which stages are full."""
+    times = [part.turn_s for part in plan.stages]
+    slowest = max(range(len(times)), key=times.__getitem__)
+    part = plan.stages[slowest]
+    compute = part.forward_s + part.input_grad_s + part.weight_grad_s
+    mean = sum(times) / len(times)
+    above = f", {times[slowest] / mean - 1:.0%} above the mean" if mean and len(times) > 1 else ""
+    said = [f"stage {slowest} is the slowest: {times[slowest] * 1e3:.4g} ms per micro-batch{above}"]
+    if part.recompute_s:
+        said.append(f"{part.recompute_s * 1e3:.3g} ms of that make residuals again")
+    if (waits := times[slowest] - compute - part.recompute_s) > 1e-3 * times[slowest]:
+        said.append(f"{waits * 1e3:.3g} ms of that wait for transfers and copies")
+    if plan.caps:
+        said += _full(plan, [plan.caps[rank] for rank in plan.placement])
+    return said
+
+
+def _full(plan: Plan, caps: Sequence[int]) -> list[str]:
+    pairs = list(zip(plan.stages, caps, strict=False))
+    full = [str(s) for s, (part, cap) in enumerate(pairs) if part.memory.total >= FULL * cap]
+    if not full:
+        spare = min(cap - part.memory.total for part, cap in pairs)
+        return [f"memory does not bind: every stage has at least {format_bytes(spare)} to spare"]
+    which = f"stage {full[0]} is" if len(full) == 1 else f"stages {', '.join(full)} are"
+    return [f"{which} full to {FULL:.0%} of the cap or more"]

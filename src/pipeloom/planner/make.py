@@ -91,11 +91,17 @@ class _Found:
         self.schedule = request.build(self.stages)
         self.in_flight = schedules.in_flight(self.schedule)
         self.parts: tuple[StagePlan, ...] = tuple(
-            search.model.stage(self.stages, s, q) for s, q in enumerate(self.in_flight)
+            self._stage(s, i, j) for s, (i, j) in enumerate(pairwise(cuts))
         )
         self.costs: tuple[StageCost, ...] = stage_costs(search.model, self.stages, self.parts)
         program = lower(self.schedule, self.stages)
         self.timeline = simulate(program, self.stages, self.costs, search.model.cluster)
+
+    def _stage(self, stage: int, start: int, end: int) -> StagePlan:
+        in_flight = self.in_flight[stage]
+        part = self.search.model.stage(self.stages, stage, in_flight)
+        found = self.search.evaluate(start, end, stage)
+        return replace(part, turn_s=found.seconds, kept_bytes=part.memory.residuals // max(1, in_flight))
 
     def tighter(self) -> Search | None:
         """The search to repeat, if the schedule keeps more in flight or the simulator sees a cap passed."""
@@ -107,10 +113,15 @@ class _Found:
         left = tuple(max(1, cap - extra) for cap, extra in zip(self.search.caps, over, strict=True))
         return replace(self.search, caps=left, in_flight=most)
 
+    def _notes(self) -> dict[str, str]:
+        """Without a flush the pipeline stays full: then a step takes as long as the slowest stage."""
+        if self.request.weights == "flush":
+            return {}
+        steady_s = self.request.microbatches * max(part.turn_s for part in self.parts)
+        return {"steady_step_s": f"{steady_s:.6g}"}
+
     def plan(self, strategy: str) -> Plan:
         model = self.search.model
-        turns = [model.turn_s(self.stages, s) for s in range(len(self.parts))]
-        slowest = max(range(len(turns)), key=turns.__getitem__)
         return Plan(
             graph=self.request.graph.fingerprint,
             planner=strategy,
@@ -123,7 +134,8 @@ class _Found:
             batch=model.profile.batch,
             caps=tuple(device.memory_bytes for device in model.cluster.devices),
             predicted_step_s=self.timeline.step_s,
-            notes={"slowest": f"stage {slowest}, {turns[slowest]:.6g} s per micro-batch"},
+            weights=self.request.weights,
+            notes=self._notes(),
         )
 
 
