@@ -6,6 +6,7 @@ import click
 
 from . import __version__
 from .commands.bench import bench
+from .commands.cluster import cluster
 from .commands.common import Commands
 from .commands.export import export
 from .commands.plan import plan
@@ -22,5 +23,5 @@ def main() -> None:
     """Train an unmodified PyTorch model across devices that are each too small for it."""
 
 
-for command in (train, profile, plan, simulate, schedule, verify, bench, export):
+for command in (train, profile, plan, simulate, schedule, verify, bench, export, cluster):
     main.add_command(command)

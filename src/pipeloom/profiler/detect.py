@@ -1,0 +1,114 @@
+"""Measuring a device: matrix products per dtype, memory, the launch of a kernel, and classes of ops.
+
+Each device is measured alone, by one thread on the CPU, as `measure.py` does. On the CPU that thread's own
+time counts, so that other programs disturb less.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from time import perf_counter, thread_time
+
+import torch
+
+from ..ir.cluster import Device, MiB
+from .detected import Measured, measured
+from .kernel import Timer
+from .reference import ON_CPU, ON_GPU, shares
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+PRODUCT_S = 0.5
+"""Seconds for the products of one dtype."""
+
+SHARES_S = 5.0
+"""Seconds for the reference model."""
+
+LAUNCHES = 200
+
+
+def detect_device(where: torch.device) -> tuple[Device, list[Measured]]:
+    """One device's own figures, and all that was measured for them. Links come from `host_copies.py`.
+
+    Memory: on a GPU what is free, on the CPU all of the machine's.
+    """
+    cuda = where.type == "cuda"
+    timer = Timer(where, thread_time)
+    with _one_thread():
+        products = [measured_product(dtype, timer) for dtype in DTYPES]
+        bandwidth = measured("memory_bytes_per_s", _bandwidths(timer), "B/s")
+        launch = measured("launch_s", _launches(where), "s")
+    device = Device(
+        name=torch.cuda.get_device_name(where) if cuda else "cpu",
+        memory_bytes=free_memory(where),
+        flops_per_s={found.name.removeprefix("flops_per_s."): found.value for found in products},
+        memory_bytes_per_s=bandwidth.value,
+        launch_s=launch.value,
+    )
+    half = torch.bfloat16 if not cuda or torch.cuda.is_bf16_supported() else torch.float16
+    classes = shares(
+        device, where, sizes=ON_GPU if cuda else ON_CPU, autocast=half if cuda else None, budget_s=SHARES_S
+    )
+    efficiency = {found.name: found.value for found in classes}
+    efficiency["default"] = efficiency["elementwise"]
+    named = [replace(found, name=f"efficiency.{found.name}") for found in classes]
+    return replace(device, efficiency=efficiency), [*products, bandwidth, launch, *named]
+
+
+def free_memory(where: torch.device) -> int:
+    """Bytes of a GPU that a program can take now; of the CPU, all of the machine's memory."""
+    if where.type == "cuda":
+        return int(torch.cuda.mem_get_info(where)[0]) + torch.cuda.memory_reserved(where)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def measured_product(dtype: torch.dtype, timer: Timer, *, budget_s: float = PRODUCT_S) -> Measured:
+    """Operations per second of the fastest square product; sizes double until the budget is spent."""
+    until = perf_counter() + budget_s  # however much of that the thread gets
+    size = 2048 if timer.device.type == "cuda" else 128
+    best: list[float] = []
+    while True:
+        a, b = (torch.ones(size, size, dtype=dtype, device=timer.device) for _ in range(2))
+        out = torch.empty_like(a)
+        times = timer.samples(lambda a=a, b=b, out=out: torch.mm(a, b, out=out), budget_s / 8)  # type: ignore[misc]
+        rates = [2 * size**3 / took for took in times]
+        best = max(best, rates, key=lambda found: sorted(found)[len(found) // 2] if found else 0.0)
+        size *= 2
+        # The next size takes eight times as long, and is run at least four times.
+        if perf_counter() + 8 * 4 * min(times) > until:
+            return measured(f"flops_per_s.{str(dtype).removeprefix('torch.')}", best, "FLOP/s")
+
+
+def _bandwidths(timer: Timer) -> list[float]:
+    """Bytes per second of additions of tensors far larger than the caches: two reads and a write."""
+    numbers = (1024 if timer.device.type == "cuda" else 64) * MiB // 4
+    a, b, out = (torch.ones(numbers, device=timer.device) for _ in range(3))
+    return [3 * a.nbytes / took for took in timer.samples(lambda: torch.add(a, b, out=out), 1.0)]
+
+
+def _launches(where: torch.device) -> list[float]:
+    """Seconds per kernel of many tiny ones in a row."""
+    x = torch.zeros(8, device=where)
+
+    def one() -> float:
+        clock = perf_counter if where.type == "cuda" else thread_time
+        start = clock()
+        for _ in range(LAUNCHES):
+            torch.add(x, x)
+        if where.type == "cuda":
+            torch.cuda.synchronize(where)
+        return (clock() - start) / LAUNCHES
+
+    return [one() for _ in range(10)][1:]
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

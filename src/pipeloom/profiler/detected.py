@@ -1,0 +1,46 @@
+"""What measuring a machine gives: figures with their spread."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """One figure: the median of several measurements, the lowest and the highest of them, and the unit.
+
+    of: what was measured again and again: "runs", or "ops" of different shapes.
+    """
+
+    name: str
+    value: float
+    low: float
+    high: float
+    unit: str
+    of: str
+
+
+def measured(name: str, values: Iterable[float], unit: str) -> Measured:
+    """
+    >>> measured("launch", [3.0, 1.0, 2.0], "s")
+    Measured(name='launch', value=2.0, low=1.0, high=3.0, unit='s', of='3 runs')
+    """
+    found = sorted(values)
+    return Measured(
+        name=name, value=median(found), low=found[0], high=found[-1], unit=unit, of=f"{len(found)} runs"
+    )
+
+
+def joined(pairs: Sequence[tuple[int, int]], count: int) -> list[int]:
+    """The component that each of `count` devices belongs to when those pairs belong together.
+
+    >>> joined([(0, 1), (2, 3)], 5)
+    [0, 0, 2, 2, 4]
+    """
+    first = list(range(count))
+    for a, b in pairs:
+        low, high = sorted((first[a], first[b]))
+        first = [low if component == high else component for component in first]
+    return first

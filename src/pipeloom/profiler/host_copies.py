@@ -1,0 +1,151 @@
+"""How fast tensors get out of a device and back: pinned copies of GPUs, files for the CPU."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from itertools import combinations
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from ..ir.cluster import Link, MiB
+from ..ir.errors import ConfigError
+from .detected import Measured, joined, measured
+from .kernel import Timer
+
+FILE_BYTES = 64 * MiB
+COPY_BYTES = 256 * MiB
+REPEATS = 5
+SHARED = 0.75
+"""Two devices share something if copies at once get less than this share of what they get alone."""
+
+
+def file_tier(directory: Path) -> tuple[Link, Link, list[Measured]]:
+    """Links to and from a memory-mapped file in a directory, which is where the CPU offloads to.
+
+    Written data counts once it is on the disk, and is read from there: a cache in memory would save none.
+    Raises: ConfigError if the directory does not take a file of `FILE_BYTES`.
+    """
+    source, target = torch.ones(FILE_BYTES, dtype=torch.uint8), torch.empty(FILE_BYTES, dtype=torch.uint8)
+    writes, reads = [], []
+    try:
+        with tempfile.TemporaryFile(dir=directory) as file:
+            os.posix_fallocate(file.fileno(), 0, FILE_BYTES)
+            with mmap.mmap(file.fileno(), FILE_BYTES) as mapped:
+                for _ in range(REPEATS):
+                    writes.append(FILE_BYTES / _seconds(lambda: _write(mapped, source)))
+                    mapped.madvise(mmap.MADV_DONTNEED)
+                    os.posix_fadvise(file.fileno(), 0, FILE_BYTES, os.POSIX_FADV_DONTNEED)
+                    reads.append(FILE_BYTES / _seconds(lambda: _read(mapped, target)))
+    except OSError as error:
+        raise ConfigError(
+            f"cannot keep a file of {FILE_BYTES // MiB} MiB in {directory}: {error.strerror}",
+            hint="name a directory on a disk with room",
+        ) from None
+    rows = [measured("host_link", writes, "B/s"), measured("host_link_back", reads, "B/s")]
+    return Link(bandwidth_bytes_per_s=rows[0].value), Link(bandwidth_bytes_per_s=rows[1].value), rows
+
+
+def free_disk(directory: Path) -> int:
+    """Bytes that files in a directory may take."""
+    return shutil.disk_usage(directory).free
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    start = perf_counter()
+    run()
+    return perf_counter() - start
+
+
+def _write(mapped: mmap.mmap, source: Tensor) -> None:
+    view = torch.frombuffer(mapped, dtype=torch.uint8)
+    view.copy_(source)
+    mapped.flush()
+
+
+def _read(mapped: mmap.mmap, target: Tensor) -> None:
+    target.copy_(torch.frombuffer(mapped, dtype=torch.uint8))
+
+
+def pinned_copies(where: torch.device) -> tuple[Link, Link, list[Measured]]:
+    """Links of a GPU to the host's memory and back."""
+    timer = Timer(where)
+    links, rows = [], []
+    for name in ("host_link", "host_link_back"):
+        large, small = (_copy(where, size, to_host=name == "host_link") for size in (COPY_BYTES, 8))
+        rates = measured(name, [COPY_BYTES / took for took in timer.samples(large, 0.3)], "B/s")
+        latency = measured(f"{name}.latency_s", timer.samples(small, 0.05), "s")
+        links.append(Link(bandwidth_bytes_per_s=rates.value, latency_s=latency.value))
+        rows += [rates, latency]
+    return links[0], links[1], rows
+
+
+def _copy(where: torch.device, size: int, *, to_host: bool) -> Callable[[], Tensor]:
+    there = torch.empty(size, dtype=torch.uint8, device=where)
+    host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    source, target = (there, host) if to_host else (host, there)
+    return lambda: target.copy_(source, non_blocking=True)
+
+
+def shared_uplinks(devices: Sequence[torch.device], alone: float) -> tuple[list[int], list[float]]:
+    """Which GPUs share an uplink to the host, and what copies of all that do get together, in B/s.
+
+    alone: bytes per second of one GPU's copies to the host.
+    Returns: per GPU the first one below its switch; per GPU the rate of all below its switch.
+    """
+    copies = [_copy(device, COPY_BYTES, to_host=True) for device in devices]
+
+    def together(members: Sequence[int]) -> float:
+        return len(members) * COPY_BYTES / _at_once(devices, copies, members)
+
+    pairs = [pair for pair in combinations(range(len(devices)), 2) if together(pair) < 2 * SHARED * alone]
+    switch = joined(pairs, len(devices))
+    rate = {first: together([i for i, s in enumerate(switch) if s == first]) for first in set(switch)}
+    return switch, [rate[first] for first in switch]
+
+
+def _at_once(
+    devices: Sequence[torch.device], copies: Sequence[Callable[[], Tensor]], members: Sequence[int]
+) -> float:
+    """Seconds until copies of all members, started together, have ended; the median of a few."""
+    took = []
+    for _ in range(REPEATS):
+        for i in members:
+            torch.cuda.synchronize(devices[i])
+        start = perf_counter()
+        for i in members:
+            with torch.cuda.device(devices[i]):
+                copies[i]()
+        for i in members:
+            torch.cuda.synchronize(devices[i])
+        took.append(perf_counter() - start)
+    return median(took[1:])
+
+
+def gpu_links(devices: Sequence[torch.device]) -> tuple[dict[tuple[int, int], Link], list[Measured]]:
+    """The link of every pair of GPUs, from copies in one direction, through the host if there is no other."""
+    links, rates, latencies = {}, [], []
+    for a, b in combinations(range(len(devices)), 2):
+        timer = Timer(devices[a])
+        with torch.cuda.device(devices[a]):
+            large, small = (_peer_copy(devices[a], devices[b], size) for size in (COPY_BYTES, 8))
+            rate = COPY_BYTES / timer(large, 0.1)
+            latency = timer(small, 0.02)
+        links[a, b] = Link(bandwidth_bytes_per_s=rate, latency_s=latency)
+        rates.append(rate)
+        latencies.append(latency)
+    rows = [measured("between GPUs", rates, "B/s"), measured("between GPUs, latency", latencies, "s")]
+    return links, rows if rates else []
+
+
+def _peer_copy(a: torch.device, b: torch.device, size: int) -> Callable[[], Tensor]:
+    source = torch.empty(size, dtype=torch.uint8, device=a)
+    target = torch.empty(size, dtype=torch.uint8, device=b)
+    return lambda: target.copy_(source, non_blocking=True)

@@ -1,0 +1,134 @@
+"""The share of the roofline that each class of ops achieves: from a small model with ops of all classes.
+
+The roofline's time of an op is work / share + launches, so with the sums over all ops of a class
+
+    share = roofline at share 1, without launches / (measured - launches)
+
+makes the estimate of the whole class right for the reference model. What remains for other models is that
+ops of one class differ, and that caches help small tensors: the spread over the ops is given with each share.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from time import thread_time
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ..ir.cluster import Device
+from ..ir.graph import Op
+from ..ir.profile import OpCost
+from ..tracer.capture import capture
+from ..tracer.job import Job
+from .detected import Measured
+from .measure import measure
+from .roofline import roofline
+from .rules import RULES, UNKNOWN, base_name
+
+HEADS = 8
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of the reference model: as large as to need the device's memory rather than its caches."""
+
+    rows: int
+    length: int
+    width: int
+    vocabulary: int
+    channels: int
+    pixels: int
+
+
+ON_CPU = Sizes(rows=4, length=256, width=512, vocabulary=4096, channels=32, pixels=32)
+ON_GPU = Sizes(rows=8, length=1024, width=2048, vocabulary=32768, channels=128, pixels=56)
+
+
+class Reference(nn.Module):
+    """A transformer block with both kinds of attention, convolutions with batch normalisation, and a loss."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        width = sizes.width
+        self.embed = nn.Embedding(sizes.vocabulary, width)
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(3))
+        self.attend, self.project = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.widen, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.head = nn.Linear(width, sizes.vocabulary)
+        self.colours = nn.Conv2d(sizes.channels, sizes.channels, 1)
+        self.picture = nn.Conv2d(sizes.channels, sizes.channels, 3, padding=1)
+        self.batch_norm = nn.BatchNorm2d(sizes.channels)
+
+    def forward(self, tokens: Tensor, images: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        rows, length, width = x.shape
+        heads = self.attend(self.norms[0](x)).view(rows, length, 3, HEADS, width // HEADS)
+        query, key, value = heads.permute(2, 0, 3, 1, 4).unbind()
+        before = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        around = functional.scaled_dot_product_attention(query, key, value)
+        x = x + self.project((before + around).transpose(1, 2).reshape(rows, length, width))
+        x = x + self.narrow(functional.gelu(self.widen(self.norms[1](x))))
+        scores = self.head(self.norms[2](x))
+        loss = functional.cross_entropy(scores.flatten(0, 1), tokens.flatten())
+        shown = functional.relu(self.batch_norm(self.picture(self.colours(images))))
+        weights = torch.softmax(shown.flatten(2), dim=-1)
+        return loss + (weights * shown.flatten(2)).mean()
+
+
+def shares(
+    device: Device, where: torch.device, *, sizes: Sizes, autocast: torch.dtype | None, budget_s: float
+) -> list[Measured]:
+    """The share per class of ops, named by class, with the lowest and highest of single ops.
+
+    device: its peak rates, bandwidth and launch time; its own efficiencies do not matter.
+    """
+
+    def batch(seed: int, rows: int) -> dict[str, Tensor]:
+        made = torch.Generator().manual_seed(seed)
+        images = (rows, sizes.channels, sizes.pixels, sizes.pixels)
+        return {
+            "tokens": torch.randint(sizes.vocabulary, (rows, sizes.length), generator=made),
+            "images": torch.randn(images, generator=made),
+        }
+
+    job = Job(name="reference", model=lambda: Reference(sizes), batch=batch, loss=lambda output, _: output)
+    captured = capture(job, sizes.rows, autocast=autocast)
+    costs = measure(
+        captured, where.type, batch=batch(0, sizes.rows), budget_s=budget_s, clock=thread_time
+    ).costs
+    plain = replace(device, efficiency={}, launch_s=0.0)
+    return compare(captured.graph.ops, roofline(captured.graph, plain).costs, costs, device.launch_s)
+
+
+def compare(
+    ops: tuple[Op, ...], ideal: Mapping[str, OpCost], real: Mapping[str, OpCost], launch_s: float
+) -> list[Measured]:
+    """Per class of ops, ideal over real seconds.
+
+    ideal: without launches.  real: with them; a launch is taken off each kernel that the ideal has.
+    """
+    found: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for op in ops:
+        kind = RULES.get(base_name(op.target), UNKNOWN).kind
+        fast, slow = _parts(ideal[op.name]), _parts(real[op.name])
+        kernels = [(a, max(b - launch_s, 0.1 * b)) for a, b in zip(fast, slow, strict=True) if a > 0 < b]
+        if kind != "free" and not op.view and kernels:
+            found[kind].append((sum(a for a, _ in kernels), sum(b for _, b in kernels)))
+    return [_share(kind, sums) for kind, sums in sorted(found.items())]
+
+
+def _parts(cost: OpCost) -> tuple[float, float, float]:
+    return cost.forward_s, cost.input_grad_s, cost.weight_grad_s
+
+
+def _share(kind: str, sums: list[tuple[float, float]]) -> Measured:
+    """Over all ops together, and over each of those that take at least a hundredth of the class's time."""
+    fast, slow = (sum(pair[i] for pair in sums) for i in (0, 1))
+    single = [a / b for a, b in sums if b >= slow / 100]
+    return Measured(
+        name=kind, value=fast / slow, low=min(single), high=max(single), unit="", of=f"{len(single)} ops"
+    )

@@ -1,0 +1,118 @@
+"""Measuring the machine: shares from times that are given, figures that hang together, files as the tier."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from pipeloom.ir.cluster import OP_CLASSES, Device, MiB
+from pipeloom.ir.errors import ConfigError
+from pipeloom.ir.graph import Op, Value
+from pipeloom.ir.profile import OpCost
+from pipeloom.profiler import detect, host_copies
+from pipeloom.profiler.detected import joined, measured
+from pipeloom.profiler.kernel import Timer
+from pipeloom.profiler.reference import Reference, Sizes, compare, shares
+
+CPU = torch.device("cpu")
+TINY = Sizes(rows=2, length=16, width=32, vocabulary=64, channels=4, pixels=8)
+
+
+def op(name: str, target: str) -> Op:
+    return Op(name=name, target=target, inputs=(), outputs=(Value(name=name, shape=(4,), dtype="float32"),))
+
+
+def test_the_share_makes_the_estimate_of_a_class_right():
+    ops = (op("a", "aten.linear.default"), op("b", "aten.linear.default"), op("c", "aten.add.Tensor"))
+    ideal = {"a": OpCost(forward_s=1, weight_grad_s=1), "b": OpCost(forward_s=3), "c": OpCost(forward_s=1)}
+    both = OpCost(forward_s=2.5, weight_grad_s=2.5)
+    real = {"a": both, "b": OpCost(forward_s=4.5), "c": OpCost(forward_s=2.5)}
+    elementwise, matmul = compare(ops, ideal, real, launch_s=0.5)
+    assert (elementwise.name, elementwise.value) == ("elementwise", 0.5)
+    # Without the launches, 5 seconds at share 1 took 2 + 2 + 4.
+    assert (matmul.name, matmul.value, matmul.low, matmul.high) == ("matmul", 5 / 8, 0.5, 0.75)
+    assert matmul.of == "2 ops"
+
+
+def test_views_and_kernels_that_the_estimate_does_not_have_are_left_out():
+    ops = (replace(op("v", "aten.view.default"), view=True), op("a", "aten.add.Tensor"))
+    ideal = {"v": OpCost(forward_s=1.0), "a": OpCost(forward_s=1.0)}
+    real = {"v": OpCost(forward_s=9.0), "a": OpCost(forward_s=2.0, input_grad_s=7.0)}
+    (elementwise,) = compare(ops, ideal, real, launch_s=0.0)
+    assert elementwise.value == 0.5
+
+
+def test_the_reference_has_ops_of_all_classes():
+    device = Device(name="cpu", memory_bytes=1, flops_per_s={"float32": 1e10}, memory_bytes_per_s=1e10)
+    found = {s.name: s for s in shares(device, CPU, sizes=TINY, autocast=None, budget_s=0.5)}
+    assert set(found) == set(OP_CLASSES) - {"default"}
+    assert all(0 < share.low <= share.high for share in found.values())
+
+
+def test_the_reference_learns():
+    model = Reference(TINY)
+    loss = model(torch.zeros(2, 16, dtype=torch.long), torch.randn(2, 4, 8, 8))
+    loss.backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_a_product_that_takes_twice_as_long_has_half_the_rate():
+    class Slow(Timer):
+        def samples(self, run, budget_s):
+            return [took * 2 for took in super().samples(run, budget_s)]
+
+    fast, slow = (detect.measured_product(torch.float32, timer(CPU), budget_s=0.2) for timer in (Timer, Slow))
+    assert fast.name == "flops_per_s.float32" and fast.unit == "FLOP/s"
+    assert fast.low <= fast.value <= fast.high
+    assert slow.value < fast.high
+
+
+def test_launches_are_short():
+    assert all(1e-8 < seconds < 1e-2 for seconds in detect._launches(CPU))
+
+
+def test_files_take_tensors_and_give_them_back(tmp_path, monkeypatch):
+    monkeypatch.setattr(host_copies, "FILE_BYTES", MiB)
+    out, back, rows = host_copies.file_tier(tmp_path)
+    assert out.bandwidth_bytes_per_s == rows[0].value and back.bandwidth_bytes_per_s == rows[1].value
+    assert [row.name for row in rows] == ["host_link", "host_link_back"]
+    assert not list(tmp_path.iterdir())
+    assert host_copies.free_disk(tmp_path) > MiB
+
+
+def test_what_is_written_to_the_tier_is_what_is_read(tmp_path):
+    import mmap
+
+    file = tmp_path / "tier"
+    file.write_bytes(bytes(4096))
+    source, target = torch.arange(4096, dtype=torch.uint8), torch.zeros(4096, dtype=torch.uint8)
+    with file.open("r+b") as opened, mmap.mmap(opened.fileno(), 4096) as mapped:
+        host_copies._write(mapped, source)
+        host_copies._read(mapped, target)
+    assert torch.equal(source, target)
+
+
+def test_a_directory_without_room_is_said(tmp_path):
+    missing = tmp_path / "missing"
+    with pytest.raises(ConfigError, match="cannot keep a file of 64 MiB in .*missing: No such file"):
+        host_copies.file_tier(missing)
+
+
+def test_a_full_disk_is_said(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(host_copies.os, "posix_fallocate", full)
+    with pytest.raises(ConfigError, match="No space left on device\nhint: name a directory on a disk"):
+        host_copies.file_tier(tmp_path)
+
+
+def test_figures_with_their_spread():
+    found = measured("rate", iter([4.0, 1.0, 2.0, 8.0]), "B/s")
+    assert (found.value, found.low, found.high, found.of) == (3.0, 1.0, 8.0, "4 runs")
+
+
+def test_components():
+    assert joined([], 3) == [0, 1, 2]
+    assert joined([(1, 2), (0, 2)], 4) == [0, 0, 0, 3]
+    assert joined([(3, 2), (1, 0), (3, 0)], 4) == [0, 0, 0, 0]
