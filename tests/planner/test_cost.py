@@ -1,6 +1,6 @@
 """The two ways to the same numbers: any stage, and rows of intervals."""
 
-from dataclasses import astuple, replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 from pipeloom.ir.graph import Op, OpGraph, Parameter, Value
 from pipeloom.ir.profile import OpCost, Profile
 from pipeloom.ir.stages import cut
-from pipeloom.planner.cost import CostModel, CostOptions
+from pipeloom.planner.cost import CostModel, CostOptions, Footprint
+
+
+def columns(footprint: Footprint) -> tuple:
+    """All figures of a footprint, the transient ones as a list."""
+    made = {f.name: getattr(footprint, f.name) for f in fields(footprint)}
+    if isinstance(made["transient"], tuple):
+        made["transient"] = list(made["transient"])
+    return tuple(made.values())
 
 
 @settings(max_examples=150, deadline=None)
@@ -33,7 +41,9 @@ def test_rows_of_intervals_agree_with_stages(data, draw_graph, draw_profile, mak
         footprint, seconds = model.row(cuts[s], np.arange(cuts[s] + 1, ops + 1))
         here = cuts[s + 1] - cuts[s] - 1
         expected = model.footprint(stage_graph, s)
-        assert tuple(column[here] for column in astuple(footprint)) == astuple(expected)
+        assert tuple(column[..., here].tolist() for column in columns(footprint)) == columns(expected)
+        rough, _ = model.row(cuts[s], np.arange(cuts[s] + 1, ops + 1), exact=False)
+        assert (rough.transient >= footprint.transient).all()
         turns = model.turns(footprint, seconds, np.array([s]))
         assert turns[0, here] == pytest.approx(model.turn_s(stage_graph, s))
         in_flight = s + 1
@@ -75,33 +85,108 @@ def test_memory_by_kind_of_a_hand_made_cut(make_cluster):
     assert second.memory.parameters == 400  # a tied parameter has a replica in each stage that reads it
     assert (first.memory.residuals, first.memory.buffers) == (0, 4 * 40)  # it saves x, which is the batch
     assert second.memory.residuals == 8  # v, whose storage is a's, stays in its receive buffer
-    assert first.memory.boundary == 3 * 40 + 40  # gradients: in use and two ahead; one v on its way
-    assert second.memory.boundary == 3 * 40 + 40
-    assert model.stage(stages, 1, 2).memory.boundary == 4 * 40 + 40  # one more buffer is kept
-    # Around b the gradient of a (whose storage v shares) is alive, and the new gradient of w.
-    assert second.memory.transient == 40 + 400
-    assert first.memory.transient == 40 + 400  # v is read in the stage, so a's gradient is summed up there
+    # At the backward: buffers of gradients, one in use and two ahead; a v is still on its way.
+    assert first.memory.boundary == 3 * 40 + 40
+    # Buffers of v, one in use and two ahead; a gradient is made, and another one is on its way.
+    assert second.memory.boundary == 3 * 40 + 2 * 40
+    assert model.stage(stages, 1, 2).memory.boundary == 4 * 40 + 2 * 40  # one more buffer is kept
+    at_once = CostModel(graph, [profile] * 2, make_cluster([1, 1]), replace(options, sends_in_flight=0))
+    assert at_once.stage(stages, 1, 1).memory.boundary == 3 * 40 + 40
+    # Around b only the new gradient of w: that of v is a message. Around a also its own, made by the view.
+    assert (first.memory.transient, second.memory.transient) == (40 + 400, 400)
     assert (first.forward_s, first.input_grad_s, first.weight_grad_s) == (1, 0, 2)
 
 
 def test_a_received_value_that_is_not_saved_frees_its_buffer_after_the_forward(make_cluster):
     graph, profile = two_linears()
     profile = replace(profile, costs={**profile.costs, "b": OpCost(forward_s=1)})
-    model = CostModel(graph, [profile] * 2, make_cluster([1, 1]), CostOptions(microbatches=4))
+    options = CostOptions(microbatches=9, sends_in_flight=0)
+    model = CostModel(graph, [profile] * 2, make_cluster([1, 1]), options)
     stages = cut(graph, {"a": 0, "v": 0, "b": 1})
-    assert model.stage(stages, 1, 2).memory.boundary == 3 * 40 + 40
+    assert model.stage(stages, 1, 3).memory.boundary == 2 * 40 + 40
+
+
+def untied(graph: OpGraph) -> OpGraph:
+    """The same with a weight of its own for b."""
+    own = (*graph.parameters, Parameter(name="u", shape=(100,), dtype="float32"))
+    return replace(graph, ops=(*graph.ops[:2], linear("b", "v", 20, "u")), parameters=own)
 
 
 def test_what_is_freed_along_the_way(make_cluster):
+    tied, profile = two_linears()
+    graph = untied(tied)
+    whole = cut(graph, {"a": 0, "v": 0, "b": 0})
+    model = CostModel(graph, [profile], make_cluster([1]), CostOptions(microbatches=2))
+    found = model.footprint(whole, 0)
+    # The forward ends with b (80) besides. Worst is b's backward: gradients of v and u, with all residuals.
+    assert (found.residuals, found.transient) == (40 + 8, (80, 40 + 400))
+    heavy = replace(profile.costs["a"], grad_transient_bytes=1000)
+    profile = replace(profile, costs={**profile.costs, "a": heavy})
+    model = CostModel(graph, [profile], make_cluster([1]), CostOptions(microbatches=2))
+    # Now it is a's: only its own gradients (a is saved by b, gone by then) and the scratch.
+    assert model.footprint(whole, 0).transient == (80, 40 + 400 + 1000 - 48)
+
+
+def test_gradients_that_views_and_additions_pass_on_are_no_new_tensors(make_cluster):
+    graph, profile = two_linears()
+    graph = untied(graph)
+    whole = cut(graph, {"a": 0, "v": 0, "b": 0})
+    at_end = replace(profile.costs["a"], grad_transient_bytes=1000)
+    own = {**profile.costs, "a": at_end, "v": OpCost(forward_s=0, passes=("a",))}
+    sizes = [
+        CostModel(graph, [replace(profile, costs=costs)], make_cluster([1]), CostOptions(microbatches=2))
+        .footprint(whole, 0).transient[1]
+        for costs in (own, {**own, "a": profile.costs["a"]})
+    ]  # fmt: skip
+    assert sizes == [40 + 400 + 1000 - 48, 40 + 400]
+
+
+def test_gradients_of_a_tied_parameter_are_added_in_the_first_of_its_backwards(make_cluster):
     graph, profile = two_linears()
     model = CostModel(graph, [profile], make_cluster([1]), CostOptions(microbatches=2))
-    whole = model.footprint(cut(graph, {"a": 0, "v": 0, "b": 0}), 0)
-    # Worst is b's backward, with the gradient of a and the new one of w on top of a and 8 more.
-    assert (whole.residuals, whole.transient) == (40 + 8, 40 + 400)
-    heavy = replace(profile, costs={**profile.costs, "a": replace(profile.costs["a"], transient_bytes=1000)})
-    model = CostModel(graph, [heavy], make_cluster([1]), CostOptions(microbatches=2))
-    # Now it is a's: only its own gradients (a's is saved by b, gone by then) and the scratch.
-    assert model.footprint(cut(graph, {"a": 0, "v": 0, "b": 0}), 0).transient == 40 + 400 + 1000 - 48
+    # Both gradients of w and their sum; the residuals are gone, and the gradient of a is no longer needed.
+    assert model.footprint(cut(graph, {"a": 0, "v": 0, "b": 0}), 0).transient[1] == 3 * 400 - 48
+
+
+def test_a_value_read_twice_gets_its_gradient_added_up(make_cluster):
+    def op(name: str, *sources: str) -> Op:
+        out = Value(name=name, shape=(10,), dtype="float32", needs_grad=True)
+        return Op(name=name, target="aten.some.default", inputs=sources, outputs=(out,))
+
+    graph = OpGraph(
+        name="twice", inputs=(), ops=(op("a"), op("b", "a"), op("c", "a"), op("d", "b", "c")),
+        parameters=(), buffers=(), loss="d",
+    )  # fmt: skip
+    costs = {name: OpCost(forward_s=1) for name in "abcd"}
+    profile = Profile(device="cpu", source="hand", graph=graph.fingerprint, batch=(), costs=costs)
+
+    def transient(*passing: tuple[str, str]) -> float:
+        own = costs | {name: replace(costs[name], passes=(*source,)) for name, source in passing}
+        made = replace(profile, costs=own)
+        model = CostModel(graph, [made], make_cluster([1]), CostOptions(microbatches=1))
+        return model.footprint(cut(graph, dict.fromkeys("abcd", 0)), 0).transient[1]
+
+    assert transient() == 3 * 40  # when b's backward is done: a's gradient from c, that from b, their sum
+    assert transient(("d", "bc")) == 3 * 40
+    assert transient(("b", "a"), ("c", "a"), ("d", "bc")) == 40  # the sum alone
+
+
+def test_weight_versions(make_cluster):
+    graph, profile = two_linears()
+    stages = cut(graph, {"a": 0, "v": 0, "b": 1})
+    for policy, versions in (("flush", 1), ("stash", 3), ("2bw", 2)):
+        options = CostOptions(microbatches=4, weights=policy)
+        model = CostModel(graph, [profile] * 2, make_cluster([1, 1]), options)
+        memory = model.stage(stages, 0, 3).memory
+        assert (memory.parameters, memory.gradients, memory.optimizer) == (versions * 400, 400, 800)
+
+
+def test_the_optimizer_needs_one_tensor_of_the_largest_parameter(make_cluster):
+    graph, profile = two_linears()
+    costs = {name: OpCost(forward_s=1) for name in "avb"}
+    small = replace(graph, ops=tuple(replace(op, params=()) for op in graph.ops))
+    model = CostModel(small, [replace(profile, costs=costs)], make_cluster([1]), CostOptions(microbatches=1))
+    assert model.stage(cut(small, dict.fromkeys("avb", 0)), 0, 1).memory.transient == 400
 
 
 def test_a_value_saved_by_two_ops_and_a_tied_parameter_count_once(make_cluster):

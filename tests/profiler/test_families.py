@@ -50,5 +50,6 @@ def test_residuals_are_those_of_the_stage_functions(family):
     for stage in range(2):
         functions = stage_functions(captured, graph, stage)
         footprint = model.footprint(graph, stage)
-        assert footprint.residuals == pytest.approx(sum(functions.residual_bytes.values()), rel=1e-3)
+        # Where a cut goes through the middle of attention, a reshape that copies in the whole model may not.
+        assert footprint.residuals == pytest.approx(sum(functions.residual_bytes.values()), rel=0.03)
         assert (footprint.kept > 0) == bool(functions.kept_inputs & set(functions.received))

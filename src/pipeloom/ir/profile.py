@@ -17,6 +17,8 @@ class OpCost:
         named by the value whose storage they share; a value kept by several ops is stored once.
     extra_saved_bytes: kept for backward and neither an input nor an output (softmax statistics, masks).
     transient_bytes: most bytes of scratch memory alive at once while it runs, outputs not counted.
+    grad_transient_bytes: the same of its backward, gradients not counted.
+    passes: names of the inputs whose gradient is that of the output itself, and no new tensor.
     """
 
     forward_s: float
@@ -25,6 +27,8 @@ class OpCost:
     saves: tuple[str, ...] = ()
     extra_saved_bytes: int = 0
     transient_bytes: int = 0
+    grad_transient_bytes: int = 0
+    passes: tuple[str, ...] = ()
 
     @property
     def backward_s(self) -> float:

@@ -6,14 +6,19 @@ stage's turn lasts as long as the longest of compute, receiving its inputs, and 
 
 Memory of a stage (in papers: static + q * A + live):
 
-    parameters, gradients, optimizer   each parameter once per stage, tied ones in each stage that reads them
+    parameters, gradients, optimizer   each parameter once per stage, tied ones in each stage that reads them;
+                 of parameters as many versions as the weight policy keeps
     buffers      likewise; and the whole batch, which every rank holds
     residuals    what its ops save, each value once, x micro-batches in flight; of received values the
                  receive buffer is kept instead, and the batch is there anyway
     boundary     receive buffers of the micro-batches in flight and of those posted ahead, and messages on
                  their way out, of values and of gradients
-    transient    what the newest micro-batch needs at some moment beyond its residuals: what is alive around
-                 an op (liveness.py), less the residuals not yet made or already freed
+    transient    what the newest micro-batch needs at some moment beyond its residuals and what it sends
+                 (sweep.py)
+
+The peak is at the worst moment of the last forward before the first backward, or of that backward: each has
+its own transient part and its own messages. Where residuals are small, it is at the optimizer's step, which
+needs one more tensor of the largest parameter.
 
 A value that several later stages read is counted once among the messages of the stage that makes it; the
 simulator counts each message. The same numbers come out for any stage (`stage`) and, fast, for all
@@ -31,11 +36,13 @@ import numpy as np
 
 from ..ir.cluster import Cluster
 from ..ir.graph import OpGraph
+from ..ir.memory import WeightPolicy
 from ..ir.plan import StageMemory, StagePlan
 from ..ir.profile import Profile
 from ..ir.stages import StageGraph
 from .intervals import Array, Indices, IntervalSums
-from .liveness import Liveness
+from .sweep import Sweep
+from .tensors import tensors_of
 from .terms import interval_terms
 from .wiring import Wiring, saved_by
 
@@ -46,8 +53,10 @@ class CostOptions:
 
     optimizer_bytes: bytes of optimizer state per byte of trainable parameter: SGD 0, with momentum 1,
         Adam 2 (all in the parameter's precision).
-    receive_ahead: receives posted ahead, each with a buffer.  sends_in_flight: messages not yet taken.
+    receive_ahead: receives posted ahead, each with a buffer.  sends_in_flight: messages not yet taken when
+        the next one is made; 0 where each is through at once.
     overlap: transfers run while the stage computes.
+    weights: the weight policy, see `weight_versions`.
     """
 
     microbatches: int
@@ -55,6 +64,19 @@ class CostOptions:
     receive_ahead: int = 2
     sends_in_flight: int = 1
     overlap: bool = True
+    weights: WeightPolicy = "flush"
+
+
+def weight_versions(policy: WeightPolicy, in_flight: Any) -> Any:
+    """Copies of a stage's parameters, the one that is trained included; a number or an array.
+
+    Sources: PipeDream (1806.03377, section 3.3) stashes one per micro-batch in flight; PipeDream-2BW
+    (2006.09503, section 3.1) keeps two.
+
+    >>> [weight_versions(policy, 3) for policy in ("flush", "stash", "2bw")]
+    [1, 3, 2]
+    """
+    return {"flush": 1, "stash": in_flight, "2bw": 2}[policy]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +86,8 @@ class Footprint:
     kept: how many received storages an op saves; with none, receive buffers are free after the forward.
     received, received_grads: values that cross in, and their gradients, which go back.
     sent, sent_grads: values that cross out, and their gradients, which come back.
-    transient: see the module's docstring.
+    largest: of the trainable parameters.
+    transient: in the forward, and in the backward; see the module's docstring.
     """
 
     parameters: Any
@@ -76,10 +99,13 @@ class Footprint:
     received_grads: Any
     sent: Any
     sent_grads: Any
+    largest: Any
     transient: Any
 
 
-COLUMN = {f.name: index for index, f in enumerate(fields(Footprint)) if f.name != "transient"}
+COLUMN = {
+    f.name: index for index, f in enumerate(fields(Footprint)) if f.name not in ("largest", "transient")
+}
 
 
 class CostModel:
@@ -118,7 +144,7 @@ class CostModel:
             forward_s=sum(c.forward_s for c in own) + sum(costs[name].forward_s for name in cheap),
             input_grad_s=sum(c.input_grad_s for c in own),
             weight_grad_s=sum(c.weight_grad_s for c in own),
-            memory=StageMemory(**{kind: round(size) for kind, size in parts.items()}),
+            memory=StageMemory(**{kind: round(float(size)) for kind, size in parts.items()}),
         )
 
     def footprint(self, stages: StageGraph, index: int) -> Footprint:
@@ -133,7 +159,8 @@ class CostModel:
             if c.source == index:
                 sent[c.value.name] = c.value.needs_grad or sent.get(c.value.name, False)
         size = {name: graph.value[name].bytes for name in (*received, *sent)}
-        residuals, transient = self._newest(stage.ops, inside)
+        positions = [self.wiring.position[name] for name in stage.ops if name in self.wiring.position]
+        residuals, forward, backward = self.sweep.of_stage(positions)
         saved = {v for name in stage.ops for v in self.saves.get(name, ())}
         return Footprint(
             parameters=sum(p.bytes for p in parameters),
@@ -145,44 +172,46 @@ class CostModel:
             received_grads=sum(size[v] for v, back in received.items() if back),
             sent=sum(size[v] for v in sent),
             sent_grads=sum(size[v] for v, back in sent.items() if back),
-            transient=transient,
+            largest=max((p.bytes for p in parameters if p.trainable), default=0),
+            transient=(
+                max(0.0, forward - residuals - sum(size[v] for v in sent)),
+                max(0.0, backward - residuals - sum(size[v] for v, back in received.items() if back)),
+            ),
         )
 
-    def _newest(self, ops: Sequence[str], inside: set[str]) -> tuple[int, float]:
-        """Residuals of one micro-batch, and what it needs beyond them at its worst moment."""
-        graph = self.graph
-        own = [name for name in ops if name in self.wiring.position]
-        alive = self.liveness.of_stage([self.wiring.position[name] for name in own])
-        kept: set[str] = set()
-        held, most = 0, 0.0
-        for name, around in zip(own, alive, strict=True):
-            made = {v for v in self.saves[name] if self._makes(v, inside)} - kept
-            kept |= made
-            held += self.profile.costs[name].extra_saved_bytes + sum(graph.value[v].bytes for v in made)
-            most = max(most, held + float(around))
-        return held, most - held
-
-    def _makes(self, value: str, inside: set[str]) -> bool:
-        """Whether a stage makes a value itself; what comes from cheap ops every stage makes."""
-        maker = self.graph.producer.get(value)
-        return maker is not None and (self.graph.op[maker].cheap or maker in inside)
-
     def _memory_parts(self, f: Footprint, in_flight: Any) -> dict[str, Any]:
-        """Bytes by the kinds of `StageMemory`, elementwise."""
+        """Bytes by the kinds of `StageMemory` at the peak, elementwise."""
         options = self.options
         batch = sum(value.bytes for value in self.graph.inputs) * options.microbatches
-        held = np.where(f.kept > 0, in_flight, np.minimum(in_flight, 1)) + options.receive_ahead
+        (forward, at_forward), (backward, at_backward) = self._moments(f, in_flight)
+        earlier = forward + at_forward >= backward + at_backward
+        boundary = np.where(earlier, forward, backward)
+        held = f.residuals * in_flight
+        transient = np.where(earlier, at_forward, at_backward)
         return {
-            "parameters": f.parameters,
+            "parameters": f.parameters * weight_versions(options.weights, in_flight),
             "gradients": f.trainable,
             "optimizer": f.trainable * options.optimizer_bytes,
             "buffers": f.buffers + batch,
-            "residuals": f.residuals * in_flight,
-            "boundary": np.minimum(held, options.microbatches) * f.received
-            + min(1 + options.receive_ahead, options.microbatches) * f.sent_grads
-            + options.sends_in_flight * (f.sent + f.received_grads),
-            "transient": f.transient,
+            "residuals": held,
+            "boundary": boundary,
+            "transient": transient + np.maximum(f.largest - held - boundary - transient, 0),
         }
+
+    def _moments(self, f: Footprint, in_flight: Any) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+        """(boundary, transient) when most micro-batches are in flight: in the newest one's forward, and in
+        the backward that follows it."""
+        options = self.options
+        most, ahead = options.microbatches, options.receive_ahead
+        forward, backward = f.transient if np.ndim(f.transient) else (f.transient, f.transient)
+        kept = np.where(f.kept > 0, in_flight, 0)
+        waiting = options.sends_in_flight * np.maximum(f.sent, f.received_grads)
+        here = np.minimum(np.maximum(kept, 1) + ahead, most) * f.received
+        there = np.minimum(kept + ahead, most) * f.received
+        return (
+            (here + min(ahead, most) * f.sent_grads + f.sent + waiting, forward),
+            (there + min(1 + ahead, most) * f.sent_grads + f.received_grads + waiting, backward),
+        )
 
     def turn_s(self, stages: StageGraph, index: int) -> float:
         """Seconds that one micro-batch occupies a stage of any cut."""
@@ -204,14 +233,18 @@ class CostModel:
         sums = self._sums.row(start, stop)
         held = sums[COLUMN["residuals"]]
         held += self._extra[start + 1 : stop + 1] - self._extra[start]
-        if exact:
-            alive = self.liveness.of_intervals(start, ends)
-            transient = np.max(alive + held[:, None], axis=0) - held[here]
-        else:
-            transient = (np.maximum.accumulate(held + self.liveness.bound[start:stop]) - held)[here]
+        largest = np.maximum.accumulate(self._largest[start:stop])[here]
         columns = {name: sums[index, here] for name, index in COLUMN.items()}
+        if exact:
+            _, forward, backward = self.sweep.of_intervals(start, ends)
+            made = np.stack([columns["sent"], columns["received_grads"]]) + held[here]
+            transient = np.maximum(np.stack([forward, backward]) - made, 0.0)
+        else:
+            ahead, back = self.sweep.bounds[:, start:stop]
+            rising = np.maximum.accumulate(held + back) - held
+            transient = np.stack([np.maximum.accumulate(ahead), rising])[:, here]
         seconds = self.prefix_s[:, ends] - self.prefix_s[:, start : start + 1]
-        return Footprint(**columns, transient=transient), seconds + sums[len(COLUMN) :, here]
+        return Footprint(**columns, largest=largest, transient=transient), seconds + sums[len(COLUMN) :, here]
 
     def turns(self, footprint: Footprint, seconds: Array, ranks: Indices) -> Array:
         """Seconds that one micro-batch occupies each interval on each rank: (ranks, intervals)."""
@@ -286,8 +319,18 @@ class CostModel:
         return np.concatenate([[0.0], np.cumsum(extra, dtype=np.float64)])
 
     @cached_property
-    def liveness(self) -> Liveness:
-        return Liveness(self.wiring, self.saves, self.profile)
+    def _largest(self) -> Array:
+        """Per op the bytes of the largest trainable parameter that it reads; unused ones are the first's."""
+        found = np.zeros(len(self))
+        for parameter in self.graph.parameters:
+            if parameter.trainable:
+                users = list(self.wiring.users[parameter.name] or (0,))
+                found[users] = np.maximum(found[users], parameter.bytes)
+        return found
+
+    @cached_property
+    def sweep(self) -> Sweep:
+        return Sweep(tensors_of(self.wiring, self.saves, self.profile))
 
     @cached_property
     def _sums(self) -> IntervalSums:

@@ -22,7 +22,8 @@ def stage_costs(model: CostModel, stages: StageGraph, parts: Sequence[StagePlan]
 def _stage_cost(model: CostModel, stages: StageGraph, index: int, part: StagePlan) -> StageCost:
     footprint = model.footprint(stages, index)
     memory = part.memory
-    transient = memory.transient
+    forward, backward = map(round, footprint.transient)
+    batch = sum(value.bytes for value in model.graph.inputs) * model.options.microbatches
     return StageCost(
         forward_s=part.forward_s,
         backward_s=part.input_grad_s + part.weight_grad_s,
@@ -30,12 +31,13 @@ def _stage_cost(model: CostModel, stages: StageGraph, index: int, part: StagePla
         weight_grad_s=part.weight_grad_s,
         step_s=_step_s(model, index, part),
         residual_bytes=int(footprint.residuals),
+        keeps_inputs=footprint.kept > 0,
         carried_bytes=_carried_bytes(model, stages, index),
         static_bytes={
             "parameters": memory.parameters, "gradients": memory.gradients,
-            "optimizer": memory.optimizer, "buffers": memory.buffers,
+            "optimizer": memory.optimizer, "buffers": memory.buffers - batch, "batch": batch,
         },
-        transient_bytes={F: transient, B: transient, I: transient, W: transient, STEP: 0},
+        transient_bytes={F: forward, B: backward, I: backward, W: backward, STEP: int(footprint.largest)},
         tied_bytes={
             name: model.graph.parameter[name].bytes for name in stages.params[index] if name in stages.tied
         },

@@ -38,6 +38,9 @@ class Kernel:
     """(position, bytes)"""
     extra_saved_bytes: int
     transient_bytes: int
+    grad_transient_bytes: int = 0
+    passed_args: tuple[int, ...] = ()
+    """Positions of the arguments whose gradient is the output's own."""
 
 
 class Timer:
@@ -125,12 +128,14 @@ def measure_kernel(
 
     found, backward_scratch = _scratch(timer.device, backward([*values, *weights]))
     moved = [t for t in _tensors(found) if not _shares_storage([t], grads)]
+    learning = [i for role in ("value", "weight") for i, own in enumerate(roles) if own == role]
+    passed = tuple(i for i, t in zip(learning, found, strict=True) if _shares_storage(t, grads))
     of_values = seconds(values) if moved else 0.0
     of_all = max(of_values, seconds([*values, *weights])) if weights and moved else of_values
     return Kernel(
         forward_s=forward, input_grad_s=of_values, weight_grad_s=of_all - of_values,
         saved_args=saved_args, saved_outputs=saved_outputs, extra_saved_bytes=extra,
-        transient_bytes=max(scratch, backward_scratch),
+        transient_bytes=scratch, grad_transient_bytes=backward_scratch, passed_args=passed,
     )  # fmt: skip
 
 

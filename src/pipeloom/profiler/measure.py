@@ -104,6 +104,8 @@ def _cost(op: Op, node: fx.Node, kernel: Kernel, arguments: Arguments, base: Map
     return OpCost(
         forward_s=kernel.forward_s, input_grad_s=kernel.input_grad_s, weight_grad_s=kernel.weight_grad_s,
         saves=tuple(saves), extra_saved_bytes=extra, transient_bytes=kernel.transient_bytes,
+        grad_transient_bytes=kernel.grad_transient_bytes,
+        passes=tuple(arguments.name(sources[i]) for i in kernel.passed_args),
     )  # fmt: skip
 
 

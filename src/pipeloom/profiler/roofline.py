@@ -22,7 +22,7 @@ from math import prod
 
 from ..ir.cluster import Device
 from ..ir.errors import ConfigError
-from ..ir.graph import DTYPE_BYTES, Op, OpGraph, Value, tensor_bytes
+from ..ir.graph import DTYPE_BYTES, Op, OpGraph, Parameter, Value, tensor_bytes
 from ..ir.profile import OpCost, Profile, batch_text
 from ..ir.storage import storages, views_of_state
 from .flops import attention_flops, convolution_flops, matmul_flops
@@ -82,7 +82,9 @@ class _Estimate:
             forward_s=0.0 if rule.kind == "free" else self.seconds(operands.forward(), rule.kind, dtype),
             input_grad_s=self.seconds(input_grad, rule.kind, dtype) if input_grad != _NONE else 0.0,
             weight_grad_s=self.seconds(weight_grad, rule.kind, dtype) if weight_grad != _NONE else 0.0,
-            saves=saves, extra_saved_bytes=extra, transient_bytes=operands.scratch() if grads else 0,
+            saves=saves, extra_saved_bytes=extra, transient_bytes=operands.scratch(),
+            grad_transient_bytes=operands.grad_scratch() if grads else 0,
+            passes=operands.passed() if grads else (),
         )  # fmt: skip
 
     def seconds(self, work: _Work, kind: str, dtype: str) -> float:
@@ -117,8 +119,11 @@ class _Operands:
     @cached_property
     def params(self) -> list[tuple[tuple[int, ...], int, bool]]:
         """(shape, bytes, trainable) of the parameters."""
-        found = [self.of.graph.parameter[name] for name in self.op.params]
-        return [(p.shape, p.bytes, p.trainable) for p in found]
+        return [(p.shape, p.bytes, p.trainable) for p in self._parameters]
+
+    @property
+    def _parameters(self) -> list[Parameter]:
+        return [self.of.graph.parameter[name] for name in self.op.params]
 
     @cached_property
     def flops(self) -> int:
@@ -164,14 +169,26 @@ class _Operands:
             into_values = _Work(2.5 * self.flops, 2 * self.forward().bytes)
         return into_values, into_params
 
-    def _gradient(self, shape: tuple[int, ...], size: int, arriving: int) -> _Work:
-        """The gradient of one operand."""
+    def _passes(self, shape: tuple[int, ...]) -> bool:
+        """Whether the gradient of an operand of this shape is that of the output."""
         out = self.op.outputs[0].shape
         if self.rule.kind == "free":
-            same = len(self.op.outputs) == 1 and prod(shape) == prod(out)
-            return _NONE if same else _Work(0, size + arriving)
-        if self.rule.passes and shape == out:
+            return len(self.op.outputs) == 1 and prod(shape) == prod(out)
+        return self.rule.passes and prod(shape) == prod(out)
+
+    def passed(self) -> tuple[str, ...]:
+        """The inputs whose gradient is the output's own."""
+        made = self.op.outputs[0].dtype
+        values = [(v.name, v.shape, v.dtype) for v in self.values if v.needs_grad]
+        values += [(p.name, p.shape, p.dtype) for p in self._parameters if p.trainable]
+        return tuple(name for name, shape, dtype in values if dtype == made and self._passes(shape))
+
+    def _gradient(self, shape: tuple[int, ...], size: int, arriving: int) -> _Work:
+        """The gradient of one operand."""
+        if self._passes(shape):
             return _NONE
+        if self.rule.kind == "free":
+            return _Work(0, size + arriving)
         product = self.rule.kind in ("matmul", "convolution") and len(shape) > 1
         kept = sum(v.bytes for v in self.values) if self.rule.keeps != "nothing" else 0
         return _Work(self.flops if product else 0, arriving + kept + size)
@@ -260,6 +277,10 @@ class _Operands:
         return tensor_bytes(query.shape[:-1], "float32") + masks
 
     def scratch(self) -> int:
+        """Scratch of the forward: the scores of attention in separate products."""
+        return self._scores.bytes if self.rule.kind == "attention" and self.unfused else 0
+
+    def grad_scratch(self) -> int:
         """Scratch of the backward: by rule, and where a gradient is summed over broadcast dimensions."""
         out = self.op.outputs[0]
         by_rule = int(self.rule.scratch * self._first.bytes)

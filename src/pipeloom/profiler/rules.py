@@ -69,16 +69,17 @@ _TABLE: dict[Rule, str] = {
         clamp_max erf erfc logit log_sigmoid log_sigmoid_forward glu var var_mean std_mean cumprod
         softshrink hardshrink digamma lgamma _adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_avg_pool1d
         adaptive_avg_pool2d adaptive_avg_pool3d im2col""",
-    Rule("elementwise", "input", scratch=2.0): "pow square",
+    Rule("elementwise", "input", scratch=1.0): "pow square",
     Rule("elementwise", "output"): "relu sigmoid tanh exp exp2 expm1 sqrt reciprocal",
-    Rule("elementwise", "output", scratch=2.0): "rsqrt",
+    Rule("elementwise", "output", scratch=1.0): "rsqrt",
     Rule("elementwise", "inputs"): """
         maximum minimum fmax fmin max min amax amin prod norm linalg_vector_norm logsumexp std atan2 hypot
         smooth_l1_loss l1_loss mse_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits
         kl_div prelu _prelu_kernel lerp addcdiv fmod remainder cdist cosine_similarity""",
     Rule("elementwise", "factors"): "mul addcmul outer cross",
     Rule("elementwise", "divisor"): "div true_divide",
-    Rule("elementwise", passes=True): "add sub clone contiguous _to_copy to lift_fresh_copy detach_copy",
+    Rule("elementwise", passes=True): """
+        add sub clone contiguous reshape _to_copy to lift_fresh_copy detach_copy""",
     Rule("elementwise"): """
         neg sum mean nansum cat stack hstack vstack cumsum flip roll repeat repeat_interleave
         constant_pad_nd pad tril triu sign floor ceil round trunc argsort argmax argmin eq ne lt le gt ge any
