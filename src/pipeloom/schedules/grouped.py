@@ -35,9 +35,13 @@ def interleaved_1f1b(s: Shape) -> list[Recipe]:
     g = int(options(s, group=s.ranks)["group"])
     forward, backward = (lambda r: turns(s, r, F, g)), (lambda r: turns(s, r, B, g))
     ahead = lambda r: 2 * last(s, r) + (len(s.own[r]) - 1) * g  # noqa: E731
-    rows = phases(s, warm_up=ahead, repeat="FB", kinds="FB", forward=forward, backward=backward)
+    published = Recipe(
+        rows=phases(s, warm_up=ahead, repeat="FB", kinds="FB", forward=forward, backward=backward)
+    )
+    if s.even and s.microbatches % g == 0:
+        return [published]
     most = s.ranks + (s.ranks - 1) / s.chunks
-    return [Recipe(rows=rows), Recipe(clock=path_clock(s, kinds="FB"), memory=most)]
+    return [published, Recipe(clock=path_clock(s, kinds="FB"), memory=most)]
 
 
 def gis(s: Shape) -> list[Recipe]:

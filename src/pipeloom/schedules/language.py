@@ -17,15 +17,15 @@ A family may return several recipes: the fastest for these costs that keeps to i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from ..ir.action import Action, F, Kind, W
 from ..ir.check import check
 from ..ir.errors import ScheduleError
 from ..ir.operation import Operation
 from ..ir.schedule import Schedule
 from .choose import best, fastest, make
+from .patterns import phases, turns
 from .recipe import Recipe
 from .shape import Shape, path_clock
 
@@ -52,56 +52,6 @@ def order(shape: Shape, recipes: Recipe | Sequence[Recipe], *, name: str = "mine
     )  # fmt: skip
     check(schedule, shape.stages)
     return schedule
-
-
-def phases(
-    shape: Shape, *, warm_up: Callable[[int], int], repeat: str, kinds: str = "FIW",
-    forward: Callable[[int], Sequence[Action]] | None = None,
-    backward: Callable[[int], Sequence[Action]] | None = None,
-) -> tuple[tuple[Action, ...], ...]:  # fmt: skip
-    """Rows by phases: some forwards, then a pattern until they are used up, then the rest.
-
-    warm_up: rank -> forwards before the pattern begins.  repeat: such as "FB", "FIW" or "FI".
-    forward, backward: rank -> its actions in the order of the phases; one micro-batch after the other,
-        the stages of the rank in their order, unless given. W follows the order of I.
-
-    >>> from pipeloom.schedules import shape_of
-    >>> for row in phases(shape_of(2, microbatches=2), warm_up=lambda r: 1 - r, repeat="FB", kinds="FB"):
-    ...     print(*row)
-    0F0 0F1 0B0 0B1
-    1F0 1B0 1F1 1B1
-    """
-    last = Kind(kinds[1])
-    rows: list[tuple[Action, ...]] = []
-    for rank in range(shape.ranks):
-        forwards = list(forward(rank) if forward else turns(shape, rank, F))
-        backwards = list(backward(rank) if backward else turns(shape, rank, last))
-        queues: dict[str, Iterator[Action]] = {
-            "F": iter(forwards), str(last): iter(backwards),
-            "W": iter([Action(a.stage, W, a.microbatch) for a in backwards]),
-        }  # fmt: skip
-        row = [next(queues["F"]) for _ in range(min(warm_up(rank), len(forwards)))]
-        for _ in range(len(forwards) - len(row)):
-            row += [next(queues[letter]) for letter in repeat]
-        drain = repeat.replace("F", "")
-        for action in queues[str(last)]:
-            row.append(action)
-            if "W" in drain:
-                row.append(next(queues["W"]))
-        rows.append(tuple(row))
-    return tuple(rows)
-
-
-def turns(shape: Shape, rank: int, kind: Kind, group: int | None = None) -> list[Action]:
-    """Actions of a rank, `group` micro-batches at a time per stage: forwards from its first stage on,
-    backwards from its last."""
-    size = group or shape.microbatches
-    own = shape.own[rank] if kind == F else tuple(reversed(shape.own[rank]))
-    found = []
-    for low in range(0, shape.microbatches, size):
-        high = min(low + size, shape.microbatches)
-        found += [Action(stage, kind, b) for stage in own for b in range(low, high)]
-    return found
 
 
 def timings(shape: Shape, recipe: Recipe) -> list[Recipe]:

@@ -1,0 +1,113 @@
+"""Rows by phases: made as columns, so that long ones take no longer than what is done with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, overload
+
+import numpy as np
+
+from ..ir.action import Action, F, Kind, W
+from ..ir.columns import CODE, Columns, Longs, Rows, columns_of, compute_columns
+from ..ir.errors import ScheduleError
+from .shape import Shape
+
+
+class Line(Sequence[Action]):
+    """Actions of one kind as two arrays; they are made where somebody looks at them."""
+
+    def __init__(self, kind: Kind, stage: Longs, microbatch: Longs) -> None:
+        self.kind, self.stage, self.microbatch = kind, stage, microbatch
+
+    def __len__(self) -> int:
+        return len(self.stage)
+
+    @overload
+    def __getitem__(self, at: int) -> Action: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[Action]: ...
+    def __getitem__(self, at: int | slice) -> Any:
+        if isinstance(at, slice):
+            pairs = zip(self.stage[at].tolist(), self.microbatch[at].tolist(), strict=True)
+            return [Action(stage, self.kind, b) for stage, b in pairs]
+        return Action(int(self.stage[at]), self.kind, int(self.microbatch[at]))
+
+    def __add__(self, other: Sequence[Action]) -> list[Action]:
+        return [*self, *other]
+
+
+def turns(shape: Shape, rank: int, kind: Kind, group: int | None = None) -> Line:
+    """Actions of a rank, `group` micro-batches at a time per stage: forwards from its first stage on,
+    backwards from its last."""
+    size = group or shape.microbatches
+    own = np.array(shape.own[rank] if kind == F else shape.own[rank][::-1], np.int64)
+    # One entry per group, stage and place in the group; the last group may be shorter.
+    low = np.arange(0, shape.microbatches, size)[:, None, None]
+    microbatch = np.broadcast_to(low + np.arange(size), (len(low), len(own), size)).reshape(-1)
+    stage = np.broadcast_to(own[:, None], (len(low), len(own), size)).reshape(-1)
+    there = microbatch < shape.microbatches
+    return Line(kind, stage[there], microbatch[there])
+
+
+def phases(
+    shape: Shape, *, warm_up: Callable[[int], int], repeat: str, kinds: str = "FIW",
+    forward: Callable[[int], Sequence[Action]] | None = None,
+    backward: Callable[[int], Sequence[Action]] | None = None,
+) -> Rows[Action]:  # fmt: skip
+    """Rows by phases: some forwards, then a pattern until they are used up, then the rest.
+
+    warm_up: rank -> forwards before the pattern begins.  repeat: such as "FB", "FIW" or "FI".
+    forward, backward: rank -> its actions in the order of the phases; one micro-batch after the other,
+        the stages of the rank in their order, unless given. W follows the order of I.
+    Raises: ScheduleError if the pattern asks for more than there is.
+
+    >>> from pipeloom.schedules import shape_of
+    >>> for row in phases(shape_of(2, microbatches=2), warm_up=lambda r: 1 - r, repeat="FB", kinds="FB"):
+    ...     print(*row)
+    0F0 0F1 0B0 0B1
+    1F0 1B0 1F1 1B1
+    """
+    last = Kind(kinds[1])
+    parts: list[Columns] = []
+    for rank in range(shape.ranks):
+        ahead = _columns(forward(rank) if forward else turns(shape, rank, F))
+        back = _columns(backward(rank) if backward else turns(shape, rank, last))
+        late = compute_columns(np.full(len(back), CODE[W]), back.stage, back.microbatch, back.offsets)
+        parts.append(_row({"F": ahead, str(last): back, "W": late}, warm_up(rank), repeat, str(last)))
+    names = ("kind", "stage", "microbatch")
+    kind, stage, microbatch = (np.concatenate([getattr(part, name) for part in parts]) for name in names)
+    offsets = np.concatenate([[0], np.cumsum([len(part) for part in parts])])
+    return Rows(compute_columns(kind, stage, microbatch, offsets))
+
+
+def _row(queues: dict[str, Columns], warm_up: int, repeat: str, last: str) -> Columns:
+    """The row of a rank. Each letter takes the next of its queue."""
+    warm_up = min(warm_up, len(queues["F"]))
+    times = -(-(len(queues["F"]) - warm_up) // max(1, repeat.count("F")))
+    left = max(0, len(queues[last]) - times * repeat.count(last))
+    drain = last + ("W" if "W" in repeat else "")
+    word = "F" * warm_up + repeat * times + drain * left
+    letters = np.frombuffer(word.encode(), np.uint8)
+    order = np.zeros(len(letters), np.int64)
+    base = 0
+    for letter, queue in queues.items():
+        at = np.flatnonzero(letters == ord(letter))
+        if len(at) > len(queue):
+            raise ScheduleError(
+                f"the pattern {repeat!r} takes {len(at)} times {letter}, and there are {len(queue)}",
+                hint="repeat as many F as I or B",
+            )
+        order[at] = base + np.arange(len(at))
+        base += len(queue)
+    kind, stage, microbatch = (
+        np.concatenate([getattr(q, name) for q in queues.values()])[order]
+        for name in ("kind", "stage", "microbatch")
+    )
+    return compute_columns(kind, stage, microbatch, np.array([0, len(order)]))
+
+
+def _columns(actions: Sequence[Action]) -> Columns:
+    if isinstance(actions, Line):
+        kind = np.full(len(actions), CODE[actions.kind])
+        return compute_columns(kind, actions.stage, actions.microbatch, np.array([0, len(actions)]))
+    return columns_of([actions])
