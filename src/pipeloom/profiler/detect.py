@@ -19,7 +19,8 @@ from .detected import Measured, measured
 from .kernel import Timer
 from .reference import ON_CPU, ON_GPU, shares
 
-DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+BF16 = torch.bfloat16
+DTYPES = (torch.float32, torch.float64, BF16, torch.float16)
 PRODUCT_S = 0.5
 """Seconds for the products of one dtype."""
 
@@ -35,9 +36,10 @@ def detect_device(where: torch.device) -> tuple[Device, list[Measured]]:
     Memory: on a GPU what is free, on the CPU all of the machine's.
     """
     cuda = where.type == "cuda"
+    has_bf16 = not cuda or torch.cuda.is_bf16_supported(including_emulation=False)
     timer = Timer(where, thread_time)
     with _one_thread():
-        products = [measured_product(dtype, timer) for dtype in DTYPES]
+        products = [measured_product(dtype, timer) for dtype in DTYPES if has_bf16 or dtype is not BF16]
         bandwidth = measured("memory_bytes_per_s", _bandwidths(timer), "B/s")
         launch = measured("launch_s", _launches(where), "s")
     device = Device(
@@ -47,9 +49,9 @@ def detect_device(where: torch.device) -> tuple[Device, list[Measured]]:
         memory_bytes_per_s=bandwidth.value,
         launch_s=launch.value,
     )
-    half = torch.bfloat16 if not cuda or torch.cuda.is_bf16_supported() else torch.float16
+    autocast = (BF16 if has_bf16 else torch.float16) if cuda else None
     classes = shares(
-        device, where, sizes=ON_GPU if cuda else ON_CPU, autocast=half if cuda else None, budget_s=SHARES_S
+        device, where, sizes=ON_GPU if cuda else ON_CPU, autocast=autocast, budget_s=SHARES_S
     )
     efficiency = {found.name: found.value for found in classes}
     efficiency["default"] = efficiency["elementwise"]
