@@ -10,11 +10,12 @@ import pytest
 from edits import Case, dag_cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from residuals import treated, uneven
 from slow_check import broken_program_rule, rule_of
 from slow_simulator import Slow
 
 from pipeloom import schedules
-from pipeloom.ir.action import Action, B, F, I, Kind, Transfer
+from pipeloom.ir.action import Action, Kind, Transfer
 from pipeloom.ir.check import check_program
 from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.costs import StageCost, equal_costs
@@ -215,40 +216,6 @@ def test_residuals_are_lent_or_offloaded_but_not_both() -> None:
     assert caught.value.hint == "drop 0EVICT0 and its FETCH, or 0OFFLOAD0 and what belongs to it"
 
 
-def treated(program: Program, dice: Random, *, valid: bool = True) -> Program:
-    """A program with actions on residuals at random places; if not `valid`, now and then at wrong ones."""
-    rows = []
-    for row in program.rows:
-        made = list(row)
-        backs = [a for a in row if isinstance(a, Action) and a.kind in (B, I)]
-        for back in backs:
-            kinds = dice.choice(
-                ((), ("RECOMPUTE",), ("OFFLOAD", "RELOAD"), ("OFFLOAD", "RELOAD", "RECOMPUTE"))
-            )
-            low = made.index(replace(back, kind=F)) + 1
-            for kind in kinds:
-                at = dice.randint(low, made.index(back))
-                if not valid and dice.random() < 0.05:
-                    at = dice.randint(0, len(made))
-                made.insert(at, replace(back, kind=Kind(kind)))
-                low = at + 1 if valid else min(at + 1, made.index(back))
-        rows.append(tuple(made))
-    return replace(program, rows=tuple(rows))
-
-
-def uneven(stages: int, dice: Random) -> tuple[StageCost, ...]:
-    """Random times: no two events of different ranks come at the same time by chance."""
-    return tuple(
-        StageCost(
-            forward_s=1 + dice.random(), backward_s=2 + dice.random(), input_grad_s=1 + dice.random(),
-            weight_grad_s=dice.random(), step_s=dice.random(), residual_bytes=100, carried_bytes=10,
-            offloaded_bytes=dice.randint(0, 50), recomputed_bytes=dice.randint(0, 50),
-            offload_s=3 * dice.random(), reload_s=3 * dice.random(), recompute_s=dice.random(),
-        )
-        for _ in range(stages)
-    )  # fmt: skip
-
-
 def links(ranks: int) -> Cluster:
     near = Link(bandwidth_bytes_per_s=17.0, latency_s=0.1, overhead_s=0.05)
     far = Link(bandwidth_bytes_per_s=11.0, latency_s=0.3)
@@ -291,7 +258,7 @@ def trained(case: Case) -> tuple[Program, StageGraph] | None:
     return (program, stages) if program.columns.trains else None
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(dag_cases(), st.integers(0, 2**32), st.integers(1, 3))
 def test_random_programs_run_as_a_plain_simulator_says(case: Case, seed: int, ahead: int) -> None:
     found = trained(case)
@@ -323,7 +290,7 @@ def test_random_programs_run_as_a_plain_simulator_says(case: Case, seed: int, ah
                 assert own[max(own)] == 0 and min(own.values()) >= 0
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(dag_cases(), st.integers(0, 2**32))
 def test_programs_are_refused_by_the_right_rule(case: Case, seed: int) -> None:
     found = trained(case)

@@ -7,8 +7,10 @@ resource come at the same time, as with random times.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from math import inf
+from typing import Any
 
 from pipeloom.ir.action import Action, Transfer
 from pipeloom.ir.cluster import Cluster
@@ -41,10 +43,10 @@ class Slow:
         self.sent: dict[str, float] = {}
         self.posted: dict[str, float] = {}
         self.received: dict[tuple[int, int], int] = defaultdict(int)
-        self.moved: dict[tuple[int, int], int] = defaultdict(int)
+        self.moved: dict[object, int] = defaultdict(int)
         self.free: dict[object, float] = defaultdict(float)
         self.issued: dict[tuple[int, str], list[Action]] = defaultdict(list)
-        self.begun: dict[tuple[int, str], int] = defaultdict(int)
+        self.begun: dict[object, int] = defaultdict(int)
 
     def run(self) -> dict[tuple[str, str], tuple[float, float]]:
         for pair in self.program.messages:
@@ -52,9 +54,7 @@ class Slow:
         while self.agenda:
             self.now = min(self.agenda)
             self.agenda.discard(self.now)
-            while any(
-                [*map(self.rank, range(len(self.at))), *map(self.pipe, self.program.messages), self.copies()]
-            ):
+            while any([self.rank(rank) for rank in range(len(self.at))]) or self.grant():
                 pass
         assert all(at == len(row) for at, row in zip(self.at, self.program.rows, strict=True)), "stuck"
         return self.done
@@ -121,7 +121,7 @@ class Slow:
             return True
         reload = Action(step.stage, "RELOAD", step.microbatch)  # type: ignore[arg-type]
         if step.kind in ("B", "I", "RECOMPUTE") and reload in self.program.rows[rank]:
-            if self.done.get(("h2d", str(reload)), (0.0, float("inf")))[1] > self.now:
+            if self.done.get(("h2d", str(reload)), (0.0, inf))[1] > self.now:
                 return False
         self.clock[rank] = self.take(("compute", str(step)), self.now, cost.seconds(step.kind))
         return True
@@ -131,35 +131,59 @@ class Slow:
             return sum(v.bytes for v in self.stages.between[send.stage, send.peer])
         return sum(v.bytes for v in self.stages.gradients(send.peer, send.stage))
 
-    def pipe(self, pair: tuple[int, int]) -> bool:
-        """Move the next message from one rank to another, if it may move now."""
-        sends = self.program.messages[pair]
-        if self.moved[pair] == len(sends) or self.free[pair] > self.now:
+    def grant(self) -> bool:
+        """Of all messages and copies that could move now, let the one first in the rows have its links."""
+        asking = [*self.messages(), *self.copies()]
+        if not asking:
             return False
-        send = sends[self.moved[pair]]
-        assert isinstance(send, Transfer)
-        ready = max(self.sent.get(str(send), float("inf")), self.posted.get(str(send), float("inf")))
-        if ready > self.now:
-            self.agenda |= {ready} - {float("inf")}
-            return False
-        seconds = self.cluster.link(*pair).transfer_s(self.bytes(send))
-        self.free[pair] = self.take(("send", str(send)), self.now, seconds)
-        self.moved[pair] += 1
+        _, _, stream, step, own, seconds, links = min(asking, key=lambda a: a[:2])
+        begin = max([self.now, *(self.free[link] for link, _ in links)])
+        for link, slot in links:
+            self.free[link] = begin + slot
+        self.free[own] = self.take((stream, str(step)), begin, seconds)
+        if stream == "send":
+            self.moved[own] += 1
+        else:
+            self.begun[own] += 1
         return True
 
-    def copies(self) -> bool:
-        """Begin the next copy of each rank and direction, if it may begin now."""
-        some = False
-        for (rank, stream), queue in list(self.issued.items()):
-            begun = self.begun[rank, stream]
-            if begun == len(queue) or self.free[rank, stream] > self.now:
+    def messages(self) -> Iterator[Any]:
+        """Those that could move now: rank, place in its row, stream, step, its own link, seconds, and the
+        shared links with the seconds that it takes of each."""
+        for pair, sends in self.program.messages.items():
+            if self.moved[pair] == len(sends) or self.free[pair] > self.now:
                 continue
-            step = queue[begun]
+            send = sends[self.moved[pair]]
+            assert isinstance(send, Transfer)
+            ready = max(self.sent.get(str(send), inf), self.posted.get(str(send), inf))
+            if ready > self.now:
+                self.agenda |= {ready} - {inf}
+                continue
+            size, node = self.bytes(send), self.cluster.node_link
+            seconds, links = self.cluster.link(*pair).transfer_s(size), []
+            ends = [self.cluster.devices[rank] for rank in pair]
+            grouped = ends[0].group is not None and ends[0].group == ends[1].group
+            if node is not None and ends[0].node != ends[1].node and not grouped:
+                seconds = max(seconds, node.transfer_s(size))
+                slot = size / node.bandwidth_bytes_per_s
+                links = [(("out of", ends[0].node), slot), (("into", ends[1].node), slot)]
+            row = self.program.rows[pair[0]]
+            yield pair[0], row.index(send), "send", send, pair, seconds, links
+
+    def copies(self) -> Iterator[Any]:
+        """The same for copies."""
+        for own, queue in self.issued.items():
+            rank, stream = own
+            if self.begun[own] == len(queue) or self.free[own] > self.now:
+                continue
+            step = queue[self.begun[own]]
             away = Action(step.stage, "OFFLOAD", step.microbatch)  # type: ignore[arg-type]
-            if stream == "h2d" and self.done.get(("d2h", str(away)), (0.0, float("inf")))[1] > self.now:
+            if stream == "h2d" and self.done.get(("d2h", str(away)), (0.0, inf))[1] > self.now:
                 continue
-            seconds = self.costs[step.stage].seconds(step.kind)
-            self.free[rank, stream] = self.take((stream, str(step)), self.now, seconds)
-            self.begun[rank, stream] += 1
-            some = True
-        return some
+            cost, switch = self.costs[step.stage], self.cluster.devices[rank].switch
+            seconds, links = cost.seconds(step.kind), []
+            if switch is not None and cost.offloaded_bytes:
+                uplink = self.cluster.switches[switch]
+                seconds = max(seconds, uplink.transfer_s(cost.offloaded_bytes))
+                links = [((switch, stream), cost.offloaded_bytes / uplink.bandwidth_bytes_per_s)]
+            yield rank, self.program.rows[rank].index(step), stream, step, own, seconds, links

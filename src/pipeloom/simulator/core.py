@@ -4,6 +4,13 @@ Every rank walks its row with a clock of its own until it must wait. Messages fr
 the order of the sender's row, so when one moves is known as soon as its send and its receive are. No global
 queue of events is needed: time grows linearly with the program.
 
+Links that several share are the exception: who gets one depends on who asks first, on whatever rank. There
+what could move at once asks for its links, and only when every rank waits or has ended is the earliest of the
+requests served. All that is asked later follows from that one, so it cannot be for an earlier time.
+
+First come, first served, at the link's full rate. Real links give two at a time half the rate each: then the
+last of them is through at the same time, and the others are later than here.
+
 Of the ranks that can go on, the one that was woken last goes first, whatever its clock. Neighbours then hand
 over to each other while what they share is still in the processor's cache, and the others collect messages in
 the meantime for a long run of their own. In the order of waking, 1F1B would touch every rank for every
@@ -12,117 +19,52 @@ micro-batch.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
-
-from ..ir.columns import RECV_B_, RECV_F_, REDUCE_, SEND_B_, SEND_F_, STEP_, Codes, Ints, Longs
+from ..ir.columns import OFFLOAD_, RECV_B_, RECV_F_, REDUCE_, RELOAD_, SEND_B_, SEND_F_, STEP_
 from ..ir.kernels import in_place, kernel
+from .state import COPY_LANES, STREAMS, Layout, State
 
-Floats = NDArray[np.float64]
-
-
-class Layout(NamedTuple):
-    """What runs. Entries are those of the program's columns; messages are numbered pipe by pipe, in the order
-    sent; a pipe leads from one rank to another. Empty arrays where a program has nothing of a kind.
-
-    message: per entry, -1 for no transfer.  line: per message.  pipe, seconds, busy: per line: time that a
-    message takes, and for which it keeps its sender.  first: of each pipe's messages, and their number.
-    duration: by (stage, kind); own_duration: per entry, where some differ from that.  stream: by kind, 0
-    computes, others run beside.  held: per entry the entry that cannot begin before it ends, or -1.
-    first_meet, meets: entries that begin together with an entry.
-    first_sum, sums: sums of each rank's REDUCE in order; by sum how many ranks meet, and how long it takes.
-    """
-
-    kind: Codes
-    stage: Ints
-    offsets: Longs
-    message: Ints
-    line: Ints
-    pipe: Ints
-    seconds: Floats
-    busy: Floats
-    first: Longs
-    target: Ints
-    duration: Floats
-    own_duration: Floats
-    stream: Ints
-    held: Ints
-    first_meet: Ints
-    meets: Ints
-    first_sum: Ints
-    sums: Ints
-    sum_ranks: Ints
-    sum_seconds: Floats
-    ahead: int
-
-
-class State(NamedTuple):
-    """What changes.
-
-    start, end: per entry; start may be empty, see `new_state`.
-    move_start, move_end: per message; before it moves, when it was sent and when its receive was posted.
-    at, clock, awaited, part, behind, streams: per rank: where it stands, its clock, the message that it waits
-        for, the part of its REDUCE that it is in, who waits behind it for the same thing, when its streams
-        are free.
-    counts, free: per pipe: messages sent, posted, moved and received; when it is free.
-    stack, ready: ranks that can go on, and how many they are.
-    """
-
-    start: Floats
-    end: Floats
-    move_start: Floats
-    move_end: Floats
-    at: Longs
-    clock: Floats
-    awaited: Longs
-    part: Longs
-    behind: Longs
-    streams: Floats
-    counts: Longs
-    free: Floats
-    sum_at: Floats
-    sum_here: Longs
-    sum_waiter: Longs
-    meet_at: Floats
-    meet_waiter: Longs
-    stack: Longs
-    ready: Longs
-
-
-STREAMS = 5
-"""Computing, and those that run beside it."""
 _SENT, _POSTED, _MOVED, _RECEIVED = 0, 1, 2, 3
-_NOT_YET = -1.0
-
-
-def new_state(layout: Layout, begin_s: Floats, *, starts: bool = True) -> State:
-    """Everything before the first event.
-
-    begin_s: when each rank starts.  starts: whether to note when entries start. Where nothing meets others or
-    runs beside computing, each starts when the one before it in its row ends, so that need not be stored.
-    """
-    entries, ranks, pipes = len(layout.kind), len(begin_s), len(layout.target)
-    sums, meeting = len(layout.sum_ranks), len(layout.first_meet)
-    return State(
-        start=np.zeros(entries if starts else 0), end=np.zeros(entries),
-        move_start=np.zeros(len(layout.line)), move_end=np.zeros(len(layout.line)),
-        at=layout.offsets[:-1].copy(), clock=begin_s.astype(np.float64), awaited=np.full(ranks, -1),
-        part=np.zeros(ranks, np.int64), behind=np.full(ranks, -1), streams=np.zeros((ranks, STREAMS)),
-        counts=np.zeros((pipes, 4), np.int64), free=np.zeros(pipes),
-        sum_at=np.zeros(sums), sum_here=np.zeros(sums, np.int64), sum_waiter=np.full(sums, -1),
-        meet_at=np.full(meeting, _NOT_YET), meet_waiter=np.full(meeting, -1),
-        stack=np.arange(ranks)[::-1].copy(), ready=np.array([ranks]),
-    )  # fmt: skip
 
 
 @in_place
 def run(p: Layout, s: State) -> bool:
-    """Go on until every rank ends or waits; whether all of them have ended."""
-    ranks = len(s.at)
+    """Go on until every rank ends or waits, where no link is shared; whether all of them have ended."""
+    _post_first(p, s)
+    _go_on(p, s)
+    return _all_ended(p, s)
+
+
+@in_place
+def run_sharing(p: Layout, s: State) -> bool:
+    """The same where links are shared: a kernel of its own, as the other is faster without this."""
+    _post_first(p, s)
+    going = True
+    while going:
+        _go_on(p, s)
+        _ask(p, s)
+        going = s.queue.size[0] > 0
+        if going:
+            _serve(p, s)
+    return _all_ended(p, s)
+
+
+@kernel
+def _post_first(p: Layout, s: State) -> None:
     for pipe in range(len(p.target)):
         _post(p, s, pipe, p.ahead, s.clock[p.target[pipe]])
+
+
+@kernel
+def _all_ended(p: Layout, s: State) -> bool:
+    done = True
+    for rank in range(len(s.at)):
+        done = done and s.at[rank] == p.offsets[rank + 1]
+    return done
+
+
+@kernel
+def _go_on(p: Layout, s: State) -> None:
+    """Let all ranks go on until each ends or waits."""
     while s.ready[0]:
         s.ready[0] -= 1
         rank = s.stack[s.ready[0]]
@@ -151,6 +93,8 @@ def run(p: Layout, s: State) -> bool:
                 s.counts[pipe, _RECEIVED] += 1
                 _post(p, s, pipe, s.counts[pipe, _RECEIVED] + p.ahead, clock)
             elif code == REDUCE_ or code == STEP_:
+                if len(p.sharing.lanes) and not _all_copied(s, rank):
+                    break
                 for stream in range(1, STREAMS):
                     clock = max(clock, s.streams[rank, stream])
                 if len(s.start) and s.part[rank] == 0:
@@ -163,7 +107,11 @@ def run(p: Layout, s: State) -> bool:
                         break
                     clock = s.clock[rank]
                 s.end[entry] = clock
+            elif (code == OFFLOAD_ or code == RELOAD_) and _issued(p, s, rank, entry, clock):
+                pass  # it asks for its link, and the rank goes on
             else:
+                if len(p.sharing.lanes) and not _is_back(p, s, rank, entry):
+                    break
                 if len(p.first_meet) and not _together(p, s, rank, entry, clock):
                     break
                 clock = _computed(p, s, rank, entry, clock)
@@ -171,10 +119,6 @@ def run(p: Layout, s: State) -> bool:
         s.at[rank] = entry
         if entry == end or p.kind[entry] != REDUCE_:
             s.clock[rank] = clock
-    done = True
-    for rank in range(ranks):
-        done = done and s.at[rank] == p.offsets[rank + 1]
-    return done
 
 
 @kernel
@@ -212,6 +156,9 @@ def _wake(s: State, rank: int) -> None:
 @kernel
 def _move(p: Layout, s: State, pipe: int) -> None:
     """Move what is sent and has a receive posted; wake the receiver if that is what it waits for."""
+    if len(p.sharing.gates) and p.sharing.gates[pipe, 0] >= 0:
+        _note(s, pipe)
+        return
     first, moved, free = p.first[pipe], s.counts[pipe, _MOVED], s.free[pipe]
     until = min(s.counts[pipe, _SENT], s.counts[pipe, _POSTED])
     while moved < until:
@@ -261,7 +208,7 @@ def _together(p: Layout, s: State, rank: int, entry: int, clock: float) -> bool:
     """Whether all have come that begin together with an entry."""
     low, high = p.first_meet[entry], p.first_meet[entry + 1]
     if low < high and s.meet_at[entry] < 0:
-        s.meet_at[entry] = clock
+        s.meet_at[entry] = max(clock, s.start[entry])  # not before what holds it has ended
         waiter = s.meet_waiter[entry]
         while waiter >= 0:
             _wake(s, waiter)
@@ -299,3 +246,164 @@ def _summed(p: Layout, s: State, rank: int) -> bool:
         s.part[rank] += 1
     s.part[rank] = 0
     return True
+
+
+@kernel
+def _note(s: State, number: int) -> None:
+    """Remember a pipe, or behind all pipes a lane of a rank: something has come to it."""
+    if not s.queue.noted[number]:
+        s.queue.noted[number] = True
+        s.queue.news[s.queue.size[1]] = number
+        s.queue.size[1] += 1
+
+
+@kernel
+def _issued(p: Layout, s: State, rank: int, entry: int, clock: float) -> bool:
+    """Note that a rank has come to a copy; false if its link is its own."""
+    lane = p.kind[entry] - OFFLOAD_
+    if not len(p.sharing.lanes) or p.sharing.lanes[rank, lane] < 0:
+        return False
+    s.queue.issued[entry] = clock
+    _note(s, len(p.target) + COPY_LANES * rank + lane)
+    return True
+
+
+@kernel
+def _ask(p: Layout, s: State) -> None:
+    """Let what has come to pipes and lanes ask for links, as far as it could move or begin."""
+    pipes = len(p.target)
+    while s.queue.size[1]:
+        s.queue.size[1] -= 1
+        number = s.queue.news[s.queue.size[1]]
+        s.queue.noted[number] = False
+        if s.queue.asked[number]:
+            continue
+        time, entry = 0.0, -1
+        if number < pipes:
+            moved = s.counts[number, _MOVED]
+            if moved < min(s.counts[number, _SENT], s.counts[number, _POSTED]):
+                message = p.first[number] + moved
+                time = max(s.move_start[message], s.move_end[message], s.free[number])
+                entry = p.sharing.sender[message]
+        else:
+            rank, lane = divmod(number - pipes, COPY_LANES)
+            head = s.queue.head[rank, lane]
+            if head >= 0 and s.queue.issued[head] >= 0:
+                needed = p.sharing.needs[head]
+                if needed < 0 or s.queue.copied[needed]:
+                    free = s.streams[rank, p.stream[OFFLOAD_ + lane]]
+                    time = max(s.queue.issued[head], free, s.start[head])
+                    entry = head
+        if entry >= 0:
+            s.queue.asked[number] = True
+            _request(s, time, entry)
+
+
+@kernel
+def _is_back(p: Layout, s: State, rank: int, entry: int) -> bool:
+    """Whether the RELOAD that an action waits for has its times."""
+    needed = p.sharing.needs[entry]
+    if needed < 0 or s.queue.copied[needed]:
+        return True
+    s.queue.awaited[rank] = needed
+    return False
+
+
+@kernel
+def _all_copied(s: State, rank: int) -> bool:
+    """Whether all copies of a rank have their times."""
+    if s.queue.head[rank, 0] < 0 and s.queue.head[rank, 1] < 0:
+        return True
+    s.queue.awaited[rank] = -2
+    return False
+
+
+@kernel
+def _serve(p: Layout, s: State) -> None:
+    """Give the earliest request its links, as soon as they are free."""
+    time, entry = s.queue.time[0], s.queue.entry[0]
+    _drop_first(s)
+    code = p.kind[entry]
+    if code == SEND_F_ or code == SEND_B_:
+        message = p.message[entry]
+        line = p.line[message]
+        pipe = p.pipe[line]
+        leaves, enters = p.sharing.gates[pipe, 0], p.sharing.gates[pipe, 1]
+        begin = max(time, s.queue.free[leaves], s.queue.free[enters])
+        s.queue.free[leaves] = s.queue.free[enters] = begin + p.sharing.slot[line]
+        s.move_start[message], s.move_end[message] = begin, begin + p.seconds[line]
+        s.free[pipe] = s.move_end[message]
+        s.counts[pipe, _MOVED] += 1
+        target = p.target[pipe]
+        if s.awaited[target] == message:
+            s.awaited[target] = -1
+            _wake(s, target)
+        s.queue.asked[pipe] = False
+        _note(s, pipe)
+    else:
+        _copy(p, s, entry, time)
+
+
+@kernel
+def _copy(p: Layout, s: State, entry: int, time: float) -> None:
+    """Copy residuals as soon as the link is free, from when it was asked for."""
+    code, stage = p.kind[entry], p.stage[entry]
+    rank = p.sharing.home[stage]
+    lane = code - OFFLOAD_
+    link = p.sharing.lanes[rank, lane]
+    begin = max(time, s.queue.free[link])
+    s.queue.free[link] = begin + p.sharing.copy_slot[stage, lane]
+    end = begin + (p.own_duration[entry] if len(p.own_duration) else p.duration[stage, code])
+    s.start[entry], s.end[entry] = begin, end
+    s.streams[rank, p.stream[code]] = end
+    s.queue.copied[entry] = True
+    if p.held[entry] >= 0:
+        s.start[p.held[entry]] = max(s.start[p.held[entry]], end)
+    s.queue.head[rank, lane] = p.sharing.next_copy[entry]
+    number = len(p.target) + COPY_LANES * rank
+    s.queue.asked[number + lane] = False
+    for other in range(COPY_LANES):  # a RELOAD may have waited for this OFFLOAD
+        _note(s, number + other)
+    if s.queue.awaited[rank] == entry or s.queue.awaited[rank] == -2:
+        s.queue.awaited[rank] = -1
+        _wake(s, rank)
+
+
+@kernel
+def _before(s: State, a: int, b: int) -> bool:
+    """Whether one place of the heap goes before another: by time, then by entry."""
+    one, other = s.queue.time[a], s.queue.time[b]
+    return bool(one < other or (one == other and s.queue.entry[a] < s.queue.entry[b]))
+
+
+@kernel
+def _swap(s: State, a: int, b: int) -> None:
+    s.queue.time[a], s.queue.time[b] = s.queue.time[b], s.queue.time[a]
+    s.queue.entry[a], s.queue.entry[b] = s.queue.entry[b], s.queue.entry[a]
+
+
+@kernel
+def _request(s: State, time: float, entry: int) -> None:
+    """Add a request to the heap."""
+    at = s.queue.size[0]
+    s.queue.time[at], s.queue.entry[at] = time, entry
+    s.queue.size[0] += 1
+    while at and _before(s, at, (at - 1) // 2):
+        _swap(s, at, (at - 1) // 2)
+        at = (at - 1) // 2
+
+
+@kernel
+def _drop_first(s: State) -> None:
+    """Take the earliest request from the heap."""
+    s.queue.size[0] -= 1
+    _swap(s, 0, s.queue.size[0])
+    at = 0
+    while 2 * at + 1 < s.queue.size[0]:
+        child = 2 * at + 1
+        if child + 1 < s.queue.size[0] and _before(s, child + 1, child):
+            child += 1
+        if not _before(s, child, at):
+            break
+        _swap(s, at, child)
+        at = child

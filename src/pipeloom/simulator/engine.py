@@ -17,10 +17,11 @@ from ..ir.schedule import Program
 from ..ir.spans import Spans
 from ..ir.stages import StageGraph
 from ..ir.timeline import Curves, Timeline
-from .core import Layout, new_state, run
+from .core import run, run_sharing
 from .layout import STREAMS, layout_of
 from .layout import all_reduce_s as all_reduce_s
 from .memory import memory_of
+from .state import Layout, new_state
 
 
 def simulate(
@@ -64,7 +65,7 @@ def simulate(
     check_shape(program, stages)
     layout = layout_of(program, stages, costs, cluster, ahead=receive_ahead, own_s=own_s or {})
     state = new_state(layout, begin, starts=_needs_starts(program, layout))
-    if not run(layout, state):
+    if not (run_sharing if layout.sharing.links else run)(layout, state):
         check_program(program, stages)
         raise AssertionError("the simulator is stuck on a program that the checks let pass")
     memory = memory_of(program, stages, costs, layout, state, begin_s=begin)

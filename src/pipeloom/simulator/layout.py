@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -32,7 +33,8 @@ from ..ir.stages import StageGraph
 from ..ir.ties import Reduction, reductions
 from ..ir.walk import starts_of
 from ..ir.wiring import Lines
-from .core import Floats, Layout
+from .sharing import copy_s, sharing_of, transfer_s
+from .state import Floats, Layout
 
 STREAMS = ("compute", "send", "host", "d2h", "h2d")
 """Streams by their number in a layout."""
@@ -49,7 +51,6 @@ def layout_of(
     columns, wiring = program.columns, program.wiring(flow)
     size = line_bytes(wiring.lines, stages)
     pipe, ends = _pipes(wiring.lines, program.placement)
-    links = [cluster.link(*pair) for pair in ends]
     counts = np.zeros(len(ends) + 1, np.int64)
     np.add.at(counts, pipe + 1, np.count_nonzero(wiring.sent >= 0, axis=1))
     counts[0] = 0  # lines within a rank carry nothing
@@ -60,6 +61,7 @@ def layout_of(
         _number(columns.kind, ends_of, pipe, first[:-1].copy(), message, line)
         wiring.numbers = message, line
     message, line = wiring.numbers
+    durations = _durations(program, costs, cluster)
     first_meet, meets = _meets(program, flow)
     sums = reductions(stages, program.placement)
     named = {r.name: r for row in sums for r in row}
@@ -67,17 +69,17 @@ def layout_of(
     rows = [[number[r.name] for r in row] for row in (*sums, *((),) * (columns.ranks - len(sums)))]
     return Layout(
         kind=columns.kind, stage=columns.stage, offsets=columns.offsets, message=message, line=line,
-        pipe=pipe, seconds=_by_line(pipe, [link.transfer_s for link in links], size),
-        busy=_by_line(pipe, [link.occupied_s for link in links], size),
+        pipe=pipe, seconds=_by_line(pipe, [partial(transfer_s, cluster, *pair) for pair in ends], size),
+        busy=_by_line(pipe, [cluster.link(*pair).occupied_s for pair in ends], size),
         first=first, target=np.array([target for _, target in ends], np.int32),
-        duration=_durations(columns, costs), own_duration=_own_durations(program, costs, own_s),
+        duration=durations, own_duration=_own_durations(program, costs, own_s, durations),
         stream=_streams(columns),
         held=_held(program), first_meet=first_meet, meets=meets,
         first_sum=starts_of([len(row) for row in rows]),
         sums=np.array([n for row in rows for n in row], np.int32),
         sum_ranks=np.array([len(r.ranks) for r in named.values()], np.int32),
         sum_seconds=np.array([_sum_s(r, costs, cluster, columns.ranks) for r in named.values()], np.float64),
-        ahead=ahead,
+        ahead=ahead, sharing=sharing_of(program, costs, cluster, ends, message, size),
     )  # fmt: skip
 
 
@@ -125,23 +127,30 @@ def _number(
             message[entry] = message[sent[line[entry], microbatch[entry]]]
 
 
-def _durations(columns: Columns, costs: Sequence[StageCost]) -> Floats:
+def _durations(program: Program, costs: Sequence[StageCost], cluster: Cluster) -> Floats:
     """By (stage, kind)."""
+    columns = program.columns
     table = np.zeros((len(costs), len(columns.kinds)))
     for code, kind in enumerate(columns.kinds):
         if code == STEP_:
             table[:, code] = [cost.step_s for cost in costs]
         elif code < SEND_F_ or code > STEP_:
             table[:, code] = [action_seconds(costs, Action(s, kind, 0)) for s in range(len(costs))]
+    if columns.treats_residuals:
+        table[:, [OFFLOAD_, RELOAD_]] = [
+            copy_s(cost, cluster, rank) for cost, rank in zip(costs, program.placement, strict=True)
+        ]
     return table
 
 
-def _own_durations(program: Program, costs: Sequence[StageCost], own_s: Mapping[Action, float]) -> Floats:
+def _own_durations(
+    program: Program, costs: Sequence[StageCost], own_s: Mapping[Action, float], durations: Floats
+) -> Floats:
     """Per entry, where pairs share their time or actions have times of their own; else empty."""
     if not program.pairs and not own_s:
         return np.zeros(0)
     columns = program.columns
-    own: Floats = _durations(columns, costs)[columns.stage, columns.kind]
+    own: Floats = durations[columns.stage, columns.kind]
     for action, seconds in {**pair_shares(costs, program.pairs), **own_s}.items():
         table = program.places.of(columns.kinds.index(action.kind))
         own[table[action.stage, action.microbatch]] = seconds
@@ -227,8 +236,8 @@ def all_reduce_s(size: int, ranks: tuple[int, ...], cluster: Cluster, *, all_ran
         return 0.0
     if count < all_ranks:
         lowest, *others = ranks
-        both_ways = [link for r in others for link in (cluster.link(r, lowest), cluster.link(lowest, r))]
-        return sum(link.transfer_s(size) for link in both_ways)
-    ring = [cluster.link(a, b) for a, b in zip(ranks, (*ranks[1:], ranks[0]), strict=True)]
+        both_ways = [pair for r in others for pair in ((r, lowest), (lowest, r))]
+        return sum(transfer_s(cluster, *pair, size) for pair in both_ways)
     piece = -(-size // count)
-    return 2 * (count - 1) * max(link.transfer_s(piece) for link in ring)
+    ring = zip(ranks, (*ranks[1:], ranks[0]), strict=True)
+    return 2 * (count - 1) * max(transfer_s(cluster, *pair, piece) for pair in ring)

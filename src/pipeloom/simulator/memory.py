@@ -35,9 +35,9 @@ from ..ir.schedule import Program
 from ..ir.stages import StageGraph
 from ..ir.timeline import MemoryCurve
 from ..ir.walk import starts_of
-from .core import Floats, Layout, State
 from .layout import line_bytes
 from .replay import RESIDUALS, Books, Lent, replay
+from .state import Floats, Layout, State
 
 KINDS = (*STATIC_KINDS, "residuals", "boundary", "transient")
 """The last three in the order of `replay`."""

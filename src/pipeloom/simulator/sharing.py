@@ -1,0 +1,124 @@
+"""Sharing: which messages and copies go through links that several ranks share.
+
+A message between two nodes goes out through the network link of one and in through that of the other
+(`Cluster.node_link`), at the same time; a copy between a device and the host goes through the uplink of its
+switch. Each takes a shared link for its bytes at the link's rate, and as long as the slowest of its links in
+all. What waits for one of its two links keeps its place at the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..ir.cluster import Cluster
+from ..ir.columns import OFFLOAD_, RECOMPUTE_, RELOAD_, SEND_B_, SEND_F_, Columns, Ints, Longs
+from ..ir.costs import StageCost
+from ..ir.schedule import Program
+from .state import COPY_LANES, Sharing
+
+_NO_INTS, _NO_FLOATS = np.zeros(0, np.int32), np.zeros(0)
+_NONE = Sharing(
+    gates=np.zeros((0, 2), np.int32), slot=_NO_FLOATS, sender=_NO_INTS, home=_NO_INTS,
+    lanes=np.zeros((0, COPY_LANES), np.int32), copy_slot=np.zeros((0, COPY_LANES)),
+    first_copy=np.zeros((0, COPY_LANES), np.int32), next_copy=_NO_INTS, needs=_NO_INTS, links=0,
+)  # fmt: skip
+
+
+def sharing_of(
+    program: Program, costs: Sequence[StageCost], cluster: Cluster, ends: Sequence[tuple[int, int]],
+    message: Ints, size: Longs,
+) -> Sharing:  # fmt: skip
+    """What is shared; `_NONE` where nothing is, and then the event loop does nothing for it.
+
+    ends: the ranks at both ends of each pipe.  message: of each entry.  size: bytes of a message, by line.
+    """
+    found = _NONE
+    gates = _gates(cluster, ends)
+    if cluster.node_link is not None and (gates >= 0).any():
+        rate = cluster.node_link.bandwidth_bytes_per_s
+        sender = _senders(program.columns, message)
+        found = found._replace(gates=gates, slot=size / rate, sender=sender, links=int(gates.max()) + 1)
+    if program.columns.treats_residuals and any(device.switch for device in cluster.devices):
+        found = _with_copies(found, program, costs, cluster)
+    return found
+
+
+def crosses(cluster: Cluster, a: int, b: int) -> bool:
+    """Whether messages between two ranks go through the network links of their nodes."""
+    one, other = cluster.devices[a], cluster.devices[b]
+    own = one.group is not None and one.group == other.group
+    return cluster.node_link is not None and one.node != other.node and not own
+
+
+def transfer_s(cluster: Cluster, a: int, b: int, size: int) -> float:
+    """Seconds of a message from rank a to rank b if nothing else is on its way.
+
+    >>> from ..ir.cluster import Device, Link
+    >>> far, slow = Link(bandwidth_bytes_per_s=4.0), Link(bandwidth_bytes_per_s=1.0)
+    >>> two = tuple(Device(name="any", memory_bytes=1, node=node) for node in (0, 1))
+    >>> transfer_s(Cluster(devices=two, within_node=far, node_link=slow), 0, 1, 8)
+    8.0
+    """
+    own = cluster.link(a, b).transfer_s(size)
+    if cluster.node_link is None or not crosses(cluster, a, b):
+        return own
+    return max(own, cluster.node_link.transfer_s(size))
+
+
+def copy_s(cost: StageCost, cluster: Cluster, rank: int) -> tuple[float, float]:
+    """Seconds of OFFLOAD and of RELOAD of a stage on a rank if nothing else is copied."""
+    switch = cluster.devices[rank].switch
+    if switch is None or not cost.offloaded_bytes:
+        return cost.offload_s, cost.reload_s
+    least = cluster.switches[switch].transfer_s(cost.offloaded_bytes)
+    return max(cost.offload_s, least), max(cost.reload_s, least)
+
+
+def _gates(cluster: Cluster, ends: Sequence[tuple[int, int]]) -> Ints:
+    """Per pipe: twice the node that it leaves, and twice the node that it enters plus 1."""
+    nodes = {node: at for at, node in enumerate(sorted({device.node for device in cluster.devices}))}
+    place = [nodes[device.node] for device in cluster.devices]
+    rows = [(2 * place[a], 2 * place[b] + 1) if crosses(cluster, a, b) else (-1, -1) for a, b in ends]
+    return np.array(rows, np.int32).reshape(-1, 2)
+
+
+def _senders(columns: Columns, message: Ints) -> Ints:
+    sends = np.flatnonzero((columns.kind == SEND_F_) | (columns.kind == SEND_B_))
+    sender = np.zeros(len(sends), np.int32)
+    sender[message[sends]] = sends
+    return sender
+
+
+def _with_copies(found: Sharing, program: Program, costs: Sequence[StageCost], cluster: Cluster) -> Sharing:
+    columns, places = program.columns, program.places
+    names = {name: at for at, name in enumerate(sorted(cluster.switches))}
+    switches = [cluster.devices[rank].switch for rank in range(columns.ranks)]
+    lanes = np.full((columns.ranks, COPY_LANES), -1, np.int32)
+    first_copy = lanes.copy()
+    next_copy, needs = (np.full(len(columns), -1, np.int32) for _ in range(2))
+    slot = np.zeros((len(costs), COPY_LANES))
+    for stage, (cost, rank) in enumerate(zip(costs, program.placement, strict=True)):
+        if (switch := switches[rank]) is not None:
+            slot[stage] = cost.offloaded_bytes / cluster.switches[switch].bandwidth_bytes_per_s
+    for rank, switch in enumerate(switches):
+        if switch is None:
+            continue
+        low, high = columns.offsets[rank : rank + 2].tolist()
+        for lane in range(COPY_LANES):
+            lanes[rank, lane] = found.links + COPY_LANES * names[switch] + lane
+            row = low + np.flatnonzero(columns.kind[low:high] == OFFLOAD_ + lane)
+            first_copy[rank, lane] = row[0] if len(row) else -1
+            next_copy[row[:-1]] = row[1:]
+    away, back, again = (places.of(code) for code in (OFFLOAD_, RELOAD_, RECOMPUTE_))
+    user = np.where(again >= 0, again, places.gradients())
+    shared = np.array([switches[rank] is not None for rank in program.placement])[:, None]
+    for table, waiting in ((away, back), (back, user)):
+        both = (table >= 0) & (waiting >= 0) & shared
+        needs[waiting[both]] = table[both]
+    return found._replace(
+        home=np.array(program.placement, np.int32), lanes=lanes, copy_slot=slot, first_copy=first_copy,
+        next_copy=next_copy, needs=needs,
+        links=found.links + COPY_LANES * len(names),
+    )  # fmt: skip

@@ -1,0 +1,215 @@
+"""Links that several ranks share: first come, first served."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+from edits import Case, dag_cases
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from residuals import treated, uneven
+from slow_simulator import Slow
+
+from pipeloom import schedules
+from pipeloom.ir import kernels
+from pipeloom.ir.check import check_program
+from pipeloom.ir.cluster import Cluster, Device, Link
+from pipeloom.ir.costs import StageCost, equal_costs
+from pipeloom.ir.flow import dag
+from pipeloom.ir.schedule import parse_program
+from pipeloom.ir.stages import chain
+from pipeloom.ir.timeline import Timeline
+from pipeloom.lowering import lower
+from pipeloom.simulator import simulate
+from pipeloom.simulator.layout import all_reduce_s
+
+INSTANT = Link(bandwidth_bytes_per_s=float("inf"))
+
+
+def nodes(*of: int, **more: object) -> Cluster:
+    """Ranks on nodes; nothing but what `more` says takes time."""
+    devices = tuple(Device(name="any", memory_bytes=1, node=node) for node in of)
+    return Cluster(devices=devices, within_node=INSTANT, **more)  # type: ignore[arg-type]
+
+
+def times(timeline: Timeline, *streams: str) -> dict[str, tuple[float, float]]:
+    return {e.action: (e.start_s, e.end_s) for e in timeline.events if e.stream in streams}
+
+
+def test_messages_out_of_one_node_follow_each_other() -> None:
+    """Ranks 0 and 1 send 4 bytes each to a node of their own, over one network link of 4 bytes/s."""
+    stages = dag(4, [(0, 2), (1, 3)], loss_stage=3)
+    rows = ("0F0 0SEND_F0>2", "1F0 1SEND_F0>3", "2RECV_F0<0 2F0", "3RECV_F0<1 3F0")
+    program = parse_program(1, (0, 1, 2, 3), rows)
+    costs = (*(replace(equal_costs(1)[0], forward_s=s) for s in (1.5, 1.0)), *equal_costs(2))
+    link = Link(bandwidth_bytes_per_s=4.0)
+    apart = simulate(program, stages, costs, nodes(0, 0, 1, 2, between_nodes=link))
+    assert times(apart, "send") == {"0SEND_F0>2": (1.5, 2.5), "1SEND_F0>3": (1.0, 2.0)}
+    shared = simulate(program, stages, costs, nodes(0, 0, 1, 2, between_nodes=link, node_link=link))
+    assert times(shared, "send") == {"1SEND_F0>3": (1.0, 2.0), "0SEND_F0>2": (2.0, 3.0)}
+    into = simulate(program, stages, costs, nodes(0, 1, 2, 2, between_nodes=link, node_link=link))
+    assert times(into, "send") == times(shared, "send")
+    own = simulate(program, stages, costs, nodes(0, 1, 2, 3, between_nodes=link, node_link=link))
+    assert times(own, "send") == times(apart, "send")
+
+
+def test_a_fast_shared_link_carries_several_slow_ones() -> None:
+    """Each pair of ranks takes 1 s; the node's link, four times as fast, 0.25 s of its time."""
+    stages = dag(4, [(0, 2), (1, 3)], loss_stage=3)
+    rows = ("0F0 0SEND_F0>2", "1F0 1SEND_F0>3", "2RECV_F0<0 2F0", "3RECV_F0<1 3F0")
+    program = parse_program(1, (0, 1, 2, 3), rows)
+    slow, fast = Link(bandwidth_bytes_per_s=4.0), Link(bandwidth_bytes_per_s=16.0)
+    where = nodes(0, 0, 1, 1, between_nodes=slow, node_link=fast)
+    timeline = simulate(program, stages, equal_costs(4), where)
+    assert times(timeline, "send") == {"0SEND_F0>2": (1.0, 2.0), "1SEND_F0>3": (1.25, 2.25)}
+
+
+def test_messages_in_and_out_do_not_meet() -> None:
+    stages = dag(4, [(0, 2), (3, 1)], loss_stage=1)
+    rows = ("0F0 0SEND_F0>2", "1RECV_F0<3 1F0", "2RECV_F0<0 2F0", "3F0 3SEND_F0>1")
+    program = parse_program(1, (0, 1, 2, 3), rows)
+    link = Link(bandwidth_bytes_per_s=4.0)
+    timeline = simulate(program, stages, equal_costs(4), nodes(0, 0, 1, 1, node_link=link))
+    assert times(timeline, "send") == {"0SEND_F0>2": (1.0, 2.0), "3SEND_F0>1": (1.0, 2.0)}
+
+
+def test_a_group_across_nodes_has_links_of_its_own() -> None:
+    link = Link(bandwidth_bytes_per_s=4.0)
+    devices = tuple(Device(name="any", memory_bytes=1, node=n, group="rack") for n in (0, 1))
+    where = Cluster(devices=devices, within_node=link, node_link=link, groups={"rack": INSTANT})
+    program = lower(schedules.build("gpipe", chain(2), (0, 1), 1), chain(2))
+    assert simulate(program, chain(2), equal_costs(2), where).step_s == 6.0
+
+
+COST = StageCost(
+    forward_s=1.0, backward_s=2.0, input_grad_s=1.0, weight_grad_s=1.0, residual_bytes=8, offloaded_bytes=8,
+    offload_s=1.0, reload_s=1.0,
+)  # fmt: skip
+ROW = "{0}F0 {0}OFFLOAD0 {0}RELOAD0 {0}B0 {0}STEP"
+
+
+def on_switches(*names: str, **switches: Link) -> Cluster:
+    devices = tuple(Device(name="any", memory_bytes=1, switch=name) for name in names)
+    return Cluster(devices=devices, within_node=INSTANT, switches=switches)
+
+
+def test_copies_of_devices_on_one_switch_follow_each_other() -> None:
+    program = parse_program(1, (0, 1), tuple(ROW.format(stage) for stage in (0, 1)))
+    uplink = Link(bandwidth_bytes_per_s=4.0)  # 2 s a copy
+    costs = (COST, replace(COST, forward_s=1.25))
+    shared = simulate(program, dag(2, []), costs, on_switches("a", "a", a=uplink))
+    assert times(shared, "d2h", "h2d") == {
+        "0OFFLOAD0": (1.0, 3.0), "1OFFLOAD0": (3.0, 5.0), "0RELOAD0": (3.0, 5.0), "1RELOAD0": (5.0, 7.0),
+    }  # fmt: skip
+    assert times(shared, "compute")["1B0"] == (7.0, 9.0)
+    apart = simulate(program, dag(2, []), costs, on_switches("a", "b", a=uplink, b=uplink))
+    assert times(apart, "d2h", "h2d") == {
+        "0OFFLOAD0": (1.0, 3.0), "1OFFLOAD0": (1.25, 3.25), "0RELOAD0": (3.0, 5.0), "1RELOAD0": (3.25, 5.25),
+    }  # fmt: skip
+
+
+def test_a_fast_uplink_lets_copies_overlap() -> None:
+    program = parse_program(1, (0, 1), tuple(ROW.format(stage) for stage in (0, 1)))
+    costs = (COST, replace(COST, forward_s=1.25))
+    shared = simulate(program, dag(2, []), costs, on_switches("a", "a", a=Link(bandwidth_bytes_per_s=16.0)))
+    assert times(shared, "d2h") == {"0OFFLOAD0": (1.0, 2.0), "1OFFLOAD0": (1.5, 2.5)}
+
+
+def test_a_step_waits_for_copies_that_have_not_begun() -> None:
+    """Rank 1 has nothing to compute but F and B of one micro-batch, and its uplink is busy with rank 0's."""
+    rows = ("0F0 0OFFLOAD0 0RELOAD0 0B0 0STEP", "1F0 1OFFLOAD0 1RELOAD0 1RECOMPUTE0 1I0 1W0 1STEP")
+    program = parse_program(1, (0, 1), rows)
+    check_program(program, dag(2, []))
+    costs = (replace(COST, forward_s=0.5), replace(COST, recompute_s=0.5))
+    timeline = simulate(program, dag(2, []), costs, on_switches("a", "a", a=Link(bandwidth_bytes_per_s=2.0)))
+    found = times(timeline, "compute", "d2h", "h2d")
+    assert found["1OFFLOAD0"] == (4.5, 8.5)
+    assert found["1RELOAD0"] == (8.5, 12.5)
+    assert found["1RECOMPUTE0"] == (12.5, 13.0)
+    assert found["1STEP"] == (15.0, 15.0)
+
+
+def test_sums_over_ranks_take_the_links_of_nodes_into_account() -> None:
+    slow = Link(bandwidth_bytes_per_s=1.0)
+    assert all_reduce_s(8, (0, 1), nodes(0, 1, node_link=slow), all_ranks=2) == 8.0
+    assert all_reduce_s(8, (0, 1), nodes(0, 1, 1, node_link=slow), all_ranks=3) == 16.0
+
+
+def random_cluster(ranks: int, dice: Random) -> Cluster:
+    per_node = dice.randint(1, 3)
+    switched = dice.random() < 0.7
+    devices = tuple(
+        Device(
+            name="any", memory_bytes=1, node=rank // per_node, group=dice.choice((None, "g")),
+            switch=f"s{rank // per_node}{dice.randint(0, 1)}" if switched and dice.random() < 0.8 else None,
+        )
+        for rank in range(ranks)
+    )  # fmt: skip
+
+    def link(most: float) -> Link:
+        return Link(bandwidth_bytes_per_s=dice.uniform(2, most), latency_s=dice.random() / 10)
+
+    names = {device.switch for device in devices if device.switch}
+    return Cluster(
+        devices=devices, within_node=replace(link(60), overhead_s=0.05), between_nodes=link(20),
+        groups={"g": link(80)}, switches={name: link(60) for name in sorted(names)},
+        node_link=link(20) if dice.random() < 0.8 else None,
+    )  # fmt: skip
+
+
+@settings(max_examples=80, deadline=None)
+@given(dag_cases(), st.integers(0, 2**32), st.integers(1, 3))
+def test_random_programs_run_as_a_plain_simulator_says(case: Case, seed: int, ahead: int) -> None:
+    dice = Random(seed)
+    stages = replace(case.stages, params=((),) * len(case.stages.stages))
+    program = lower(case.schedule, stages)
+    if program.columns.trains:
+        program = treated(program, dice)
+    costs = uneven(len(stages.stages), dice)
+    where = random_cluster(len(program.rows), dice)
+    timeline = simulate(program, stages, costs, where, receive_ahead=ahead)
+    expected = Slow(program, stages, costs, where, ahead).run()
+    seen = {(e.stream, e.action): (e.start_s, e.end_s) for e in timeline.events if e.stream != "recv"}
+    assert seen == expected
+
+
+@settings(max_examples=40, deadline=None)
+@given(dag_cases(), st.integers(0, 2**32), st.integers(1, 3))
+def test_shared_links_that_take_no_time_change_nothing(case: Case, seed: int, ahead: int) -> None:
+    dice = Random(seed)
+    stages = replace(case.stages, params=((),) * len(case.stages.stages))
+    program = lower(case.schedule, stages)
+    if program.columns.trains:
+        program = treated(program, dice)
+    costs = uneven(len(stages.stages), dice)
+    some = random_cluster(len(program.rows), dice)
+    plain = replace(some, node_link=None, devices=tuple(replace(d, switch=None) for d in some.devices))
+    shared = replace(
+        some, node_link=INSTANT, switches={f"{d.node}": INSTANT for d in some.devices},
+        devices=tuple(replace(d, switch=f"{d.node}") for d in some.devices),
+    )  # fmt: skip
+    one = simulate(program, stages, costs, plain, receive_ahead=ahead)
+    other = simulate(program, stages, costs, shared, receive_ahead=ahead)
+    assert one.events == other.events
+    assert one.memory == other.memory
+
+
+def test_compiled_kernels_say_what_the_plain_ones_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    dice = Random(3)
+    stages = dag(6, [(a, b) for a in range(6) for b in range(a + 1, 6)])
+    made = schedules.build("1f1b", stages, (0, 1, 2, 3, 0, 1), 8, split_backward=True)
+    program = treated(lower(made, stages), dice)
+    costs = uneven(6, dice)
+    devices = tuple(Device(name="any", memory_bytes=1, node=r // 2, switch=f"s{r // 2}") for r in range(4))
+    slow = Link(bandwidth_bytes_per_s=3.0, latency_s=0.1)
+    where = Cluster(
+        devices=devices, within_node=slow, node_link=slow, switches={"s0": slow, "s1": slow}
+    )  # fmt: skip
+    plain = simulate(program, stages, costs, where)
+    monkeypatch.setattr(kernels, "COMPILED_FROM", 0)
+    compiled = simulate(program, stages, costs, where)
+    assert compiled.events == plain.events
+    assert compiled.memory == plain.memory
+    assert plain.step_s > simulate(program, stages, costs, replace(where, node_link=None)).step_s
