@@ -71,6 +71,7 @@ class _Halving:
     widen: bool
     known: dict[tuple[int, int, int, int], _Solved] = field(default_factory=dict)
     rough: dict[tuple[int, int, int, int], Key] = field(default_factory=dict)
+    before: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def solve(self, i: int, j: int, a: int, b: int) -> _Solved:
         """What lies between the places i and j, cut into the stages a..b-1."""
@@ -94,13 +95,32 @@ class _Halving:
         ends = sorted((self._compute_balanced(i, j, a, mid, b), self._memory_balanced(i, j, a, mid, b)))
         low = min(max(ends[0] - self.width, first), last)
         high = min(max(ends[1] + self.width, first), last)
-        at = first_turned(turned, low, high, (first, last) if self.widen else (low, high))
+        limits = (first, last) if self.widen else (low, high)
+        # Where these stages were cut before, of pieces that differed a little, is a good place to begin.
+        if (before := self.before.get((a, b))) is not None:
+            low = high = min(max(before, low), high)
+        at = first_turned(turned, low, high, limits)
+        self.before[a, b] = at
         near = 0 if apart else self.width
-        around = range(max(first, at - 1 - near), min(last, at + near) + 1)
-        return min((self._joined(i, p, j, a, mid, b) for p in around), key=lambda found: found.key)
+        best = self._joined(i, at, j, a, mid, b)
+        for p in range(max(first, at - 1 - near), min(last, at + near) + 1):
+            # What is slower by its compute alone need not be solved.
+            if p != at and self._least(i, p, j, a, mid, b) < best.key:
+                best = min(best, self._joined(i, p, j, a, mid, b), key=lambda found: found.key)
+        return best
 
     def _key(self, i: int, j: int, a: int, b: int) -> Key:
         return self.solve(i, j, a, b).key
+
+    def _least(self, i: int, p: int, j: int, a: int, mid: int, b: int) -> Key:
+        """A key that no solution with this cut is below; exact for the halves that are solved already."""
+        left = self.known.get((i, p, a, mid))
+        right = self.known.get((p, j, mid, b))
+        least = self.problem.least_of
+        return max(
+            (0.0, least(i, p, range(a, mid))) if left is None else left.key,
+            (0.0, least(p, j, range(mid, b))) if right is None else right.key,
+        )
 
     def _joined(self, i: int, p: int, j: int, a: int, mid: int, b: int) -> _Solved:
         left, right = self.solve(i, p, a, mid), self.solve(p, j, mid, b)
