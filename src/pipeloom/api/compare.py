@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ir.errors import PeerError, VerifyError
+from ..ir.memory import KEEP_ALL
 from ..ir.plan import Plan, StagePlan
 from ..runtime.batches import rows_of, split_batch
 from ..runtime.local_channel import LocalChannel, local_channels
@@ -125,8 +126,9 @@ def _uncut(plan: Plan) -> Plan:
     ops = tuple(op for stage in plan.stages for op in stage.ops)
     row = " ".join(f"0F{m} 0B{m}" for m in range(plan.microbatches))
     return replace(
-        plan, stages=(StagePlan(ops=ops),), placement=(0,), schedule="1f1b", schedule_rows=(row,), caps=()
-    )
+        plan, stages=(StagePlan(ops=ops),), placement=(0,), schedule="1f1b", schedule_rows=(row,), caps=(),
+        memory=KEEP_ALL,
+    )  # fmt: skip
 
 
 def _run_threads(job: Job, plan: Plan, options: Options, batch: Mapping[str, Tensor]) -> _Numbers:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -26,13 +28,17 @@ from ..runtime.failure import Watch
 from ..runtime.ledger import table
 from ..runtime.posting import PostedChannel
 from ..runtime.recorder import Clock
-from ..runtime.rehearsal import drawn, time_actions, with_times
+from ..runtime.rehearsal import Rehearsal, Walk, with_times
+from ..runtime.tiers import Tier
 from ..runtime.weights import MakeOptimizer, Weights
 from ..runtime.worker import Variant
 from ..simulator import simulate
 
-DRAWS = 15
-"""Simulated steps of which a prediction is the middle one."""
+ENOUGH_S = 1.0
+"""A forecast is made from at least as many walks as fit into this time, ..."""
+
+LEAST_WALKS, MOST_WALKS = 3, 100
+"""... within these limits. One more before them warms up."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -40,6 +46,7 @@ class Forecast:
     """One rank's part in predicting a step; all ranks call the same method.
 
     sample: one micro-batch.  rounds: of the schedule per step.  clips: gradients, by their global norm.
+    tier: where residuals go that the plan offloads.
     """
 
     plan: Plan
@@ -54,14 +61,18 @@ class Forecast:
     watch: Watch
     clock: Clock
     device: torch.device
+    tier: Tier | None
 
     def untimed(self) -> Timeline:
         """A step with exact memory and times in units of a forward.
 
         Raises: InfeasibleError if a rank needs more than its cap.
         """
-        cluster = self._cluster(Link(bandwidth_bytes_per_s=1e15))
-        timeline = simulate(self.program, self.variant.stages, self._gather(self._memory()), cluster)
+        cluster = self.cluster(Link(bandwidth_bytes_per_s=1e15))
+        costs: dict[int, StageCost] = {}
+        for found in self.channel.all_gather_object(self.memory()):
+            costs |= found
+        timeline = simulate(self.program, self.variant.stages, by_stage(costs), cluster)
         for rank, (cap, peak) in enumerate(zip(self.plan.caps, timeline.peaks, strict=False)):
             if (need := sum(peak.values())) > cap:
                 raise InfeasibleError(
@@ -70,36 +81,8 @@ class Forecast:
                 )
         return timeline
 
-    def timed(self, cluster: Cluster | None) -> Timeline:
-        """A step with measured times: of several simulated ones, with times drawn at random, the middle one.
-
-        cluster: None to measure the link between ranks 0 and 1.
-        """
-        step_s = time_optimizer(self.weights, self.clock)
-        if self.clips:
-            step_s += time_clipping(self.weights, self.channel, self.clock)
-        mine = self._memory()
-        self.channel.all_reduce(torch.zeros(1, device=self.device))  # all start together
-        spans = time_actions(
-            self.program, self.variant, self.sample, self.weights,
-            rank=self.channel.rank, clock=self.clock, watch=self.watch,
-        )  # fmt: skip
-        share = step_s / len(mine)
-        costs = self._gather({index: with_times(cost, index, spans, share) for index, cost in mine.items()})
-        spans = {key: took for found in self.channel.all_gather_object(spans) for key, took in found.items()}
-        if cluster is None:
-            sizes = [v.bytes for values in self.variant.stages.between.values() for v in values]
-            size = max(sizes, default=0)
-            cluster = self._cluster(measure_link(self.channel, size, self.clock, self.device))
-        steps = [
-            simulate(
-                self.program, self.variant.stages, costs, cluster, own_s=drawn(self.program, spans, seed)
-            )
-            for seed in range(DRAWS)
-        ]
-        return sorted(steps, key=lambda step: step.step_s)[DRAWS // 2]
-
-    def _memory(self) -> dict[int, StageCost]:
+    def memory(self) -> dict[int, StageCost]:
+        """This rank's stages: exact bytes, times in units of a forward."""
         ratio = optimizer_ratio(self.optimizer)
         batch_bytes = self.plan.microbatches * self.rounds * sum(t.nbytes for t in self.sample.values())
         return {
@@ -110,12 +93,78 @@ class Forecast:
             for index, functions in self.variant.functions.items()
         }  # fmt: skip
 
-    def _gather(self, mine: dict[int, StageCost]) -> tuple[StageCost, ...]:
-        """Costs of all stages, each from its own rank."""
-        everyone = [item for costs in self.channel.all_gather_object(mine) for item in costs.items()]
-        return tuple(cost for _, cost in sorted(everyone, key=lambda item: item[0]))
-
-    def _cluster(self, link: Link) -> Cluster:
+    def cluster(self, link: Link) -> Cluster:
+        """This run's ranks, joined by a link."""
         caps = self.plan.caps or (2**63,) * self.channel.ranks
         devices = tuple(Device(name=self.device.type, memory_bytes=cap) for cap in caps)
         return Cluster(devices=devices, within_node=link)
+
+
+class Rehearsals:
+    """Predicts a step again and again, each time at the pace that the machine has then.
+
+    What hardly changes is measured once, when this is made: the optimizer, clipping and the link. The actions
+    are timed each time, on every rank alone, but on all of them at once, as they share caches, memory and
+    cores in a step too. Every rank makes one, and calls the same methods.
+
+    cluster: None to measure the link between ranks 0 and 1.
+    """
+
+    def __init__(self, forecast: Forecast, cluster: Cluster | None) -> None:
+        self._facts = forecast
+        channel, clock, weights = forecast.channel, forecast.clock, forecast.weights
+        self._update_s = time_optimizer(weights, clock)
+        if forecast.clips:
+            self._update_s += time_clipping(weights, channel, clock)
+        self._memory = forecast.memory()
+        if cluster is None:
+            sizes = [v.bytes for values in forecast.variant.stages.between.values() for v in values]
+            size = max(sizes, default=0)
+            cluster = forecast.cluster(measure_link(channel, size, clock, forecast.device))
+        self._cluster = cluster
+        self._rehearsal = Rehearsal(
+            forecast.program, forecast.variant, forecast.sample, weights,
+            rank=channel.rank, clock=clock, watch=forecast.watch, tier=forecast.tier,
+        )  # fmt: skip
+        self._walk_s = 0.0
+        walks = self._walk_several()
+        self._walk_s = statistics.median(sum(walk.values()) for walk in walks)
+        steps = sorted((self._simulated(walk) for walk in walks), key=lambda step: step.step_s)
+        self.first = steps[len(steps) // 2]
+        """Of several steps, simulated with the times of one walk each, the middle one."""
+
+    def again(self) -> Timeline:
+        """A step simulated with the times of one walk, made now. Not within a step."""
+        return self._simulated(self._walk())
+
+    def _walk_several(self) -> list[Walk]:
+        self._walk()
+        walks = [self._walk()]
+        took = torch.tensor([sum(walks[0].values())], device=self._facts.device)
+        self._facts.channel.all_reduce(took)
+        enough = math.ceil(ENOUGH_S * self._facts.channel.ranks / max(float(took), 1e-6))
+        count = min(max(LEAST_WALKS, enough), MOST_WALKS)
+        return walks + [self._walk() for _ in range(1, count)]
+
+    def _walk(self) -> Walk:
+        self._facts.channel.all_reduce(torch.zeros(1, device=self._facts.device))  # all start together
+        return self._rehearsal.walk()
+
+    def _simulated(self, mine: Walk) -> Timeline:
+        """A step of all ranks. An action takes as long as it took: the step waits for the slower of two ranks
+        again and again, so with mean times it would look shorter."""
+        pace = sum(mine.values()) / self._walk_s if self._walk_s else 1.0
+        update_s = self._update_s * pace / len(self._memory)
+        timed = {index: with_times(cost, index, mine, update_s) for index, cost in self._memory.items()}
+        own_s: Walk = {}
+        costs: dict[int, StageCost] = {}
+        for found, walk in self._facts.channel.all_gather_object((timed, mine)):
+            costs |= found
+            own_s |= walk
+        return simulate(
+            self._facts.program, self._facts.variant.stages, by_stage(costs), self._cluster, own_s=own_s
+        )
+
+
+def by_stage(costs: Mapping[int, StageCost]) -> tuple[StageCost, ...]:
+    return tuple(cost for _, cost in sorted(costs.items()))

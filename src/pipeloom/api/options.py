@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch.optim import Optimizer
@@ -19,6 +20,8 @@ class Options:
     step.  autocast: dtype of mixed precision.  compiled: run stages through torch.compile.
     accumulate: rounds of the schedule per optimizer step; a batch is spread over all of them.
     timeout_s: limit of each wait.  keep_gradients: keep a copy of each step's gradients for inspection.
+    offload_dir: where a CPU rank puts the residuals that the plan offloads; the system's temporary folder
+    unless given. Their files have no names and vanish with the process.
     """
 
     device: str = "cpu"
@@ -30,6 +33,7 @@ class Options:
     accumulate: int = 1
     timeout_s: float = 300.0
     keep_gradients: bool = False
+    offload_dir: Path | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

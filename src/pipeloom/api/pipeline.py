@@ -18,12 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..ir.cluster import Cluster
 from ..ir.errors import BatchError, CaptureError, PlanError
 from ..ir.plan import Plan, load_plan
-from ..ir.rules_updates import forwards_in_order
 from ..ir.schedule import Program
 from ..ir.timeline import Timeline
 from ..lowering import lower
 from ..runtime import checkpoint
-from ..runtime.allocator import keep_freed_memory
+from ..runtime.allocator import give_back_freed_memory, keep_freed_memory
 from ..runtime.batches import agree_on_shapes, rows_of, signature_of, split_batch
 from ..runtime.checkpoint_state import TrainState
 from ..runtime.connect import connect, watch_ranks
@@ -41,9 +40,10 @@ from ..tracer.job import Job
 from ..tracer.random import microbatch_seed
 from ..tracer.sample import sample_batch
 from .evaluating import Evaluating
-from .forecast import Forecast
+from .forecast import Forecast, Rehearsals
 from .options import Options, StepReport
-from .runnable import require_runnable, require_same_plan, require_training
+from .runnable import refuse_torn_updates, require_runnable, require_same_plan, require_training
+from .tiers import own_tier
 from .variants import make_variant
 
 
@@ -79,7 +79,7 @@ class Pipeline:
     ) -> None:  # fmt: skip
         self.options = options or Options()
         plan = plan if isinstance(plan, Plan) else load_plan(plan)
-        require_runnable(plan.schedule)
+        require_runnable(plan.schedule, plan.weights)
         self.device = self._own_device()
         self.group: dist.ProcessGroup | None = None
         self.local: LocalChannel | None = channel
@@ -98,11 +98,11 @@ class Pipeline:
             )
         options = self.options
         if self.device.type == "cpu":
-            keep_freed_memory()
+            (give_back_freed_memory if plan.memory.offloads else keep_freed_memory)()
         captured = capture(job, plan.microbatch_size, autocast=options.autocast)
-        _refuse_torn_updates(plan, captured)
+        refuse_torn_updates(plan, captured)
         stages = plan.stage_graph(captured.graph)
-        train = lower(plan.as_schedule, plan.replicated(stages))
+        train = lower(plan.as_schedule, plan.replicated(stages), policy=plan.memory)
         self.parts = _Parts(job=job, plan=plan, captured=captured, train=train)
         self.channel = self._channel(self.parts.train)
         self.own_stages = tuple(s for s, rank in enumerate(plan.placement) if rank == self.rank)
@@ -119,15 +119,18 @@ class Pipeline:
             self.ledger.set(kind, size)
         clock = CudaClock() if self.device.type == "cuda" else HostClock()
         self.recorder = Recorder(self.rank, clock)
+        self.tier = own_tier(plan, self.own_stages, self.device, options.offload_dir, self.rank)
         self.worker = Worker(
             rank=self.rank, program=self.parts.train, weights=self.weights, channel=self.channel,
             ledger=self.ledger, recorder=self.recorder, watch=self.watch, clip_norm=options.clip_norm,
+            tier=self.tier,
         )  # fmt: skip
         self.expected = self._forecast().untimed()
         optimizer = self.weights.optimizer
         self.scheduler = options.scheduler(optimizer) if options.scheduler and optimizer else None
         self.steps = 0
         self.report: StepReport | None = None
+        self._rehearsals: Rehearsals | None = None
 
     def _own_device(self) -> torch.device:
         if self.options.device == "cuda":
@@ -175,7 +178,7 @@ class Pipeline:
         plan = self.parts.plan
         self.parts.variants[signature] = make_variant(
             captured, plan, plan.stage_graph(captured.graph), self.own_stages,
-            device=self.device.type, compiled=self.options.compiled,
+            device=self.device.type, compiled=self.options.compiled, policy=plan.memory,
         )  # fmt: skip
         return self.parts.variants[signature]
 
@@ -280,7 +283,17 @@ class Pipeline:
         cluster: its links are used; by default the link between ranks 0 and 1 is measured.
         """
         with self._telling_others():
-            return self._forecast().timed(cluster)
+            self._rehearsals = Rehearsals(self._forecast(), cluster)
+            return self._rehearsals.first
+
+    def rehearse(self) -> Timeline:
+        """Simulate a step at the machine's pace of this moment; as `predict`, which it is the first time.
+
+        Every rank calls it, between two steps. It takes about as long as one, and changes nothing."""
+        if self._rehearsals is None:
+            return self.predict()
+        with self._telling_others():
+            return self._rehearsals.again()
 
     def _forecast(self) -> Forecast:
         parts, plan = self.parts, self.parts.plan
@@ -291,6 +304,7 @@ class Pipeline:
             weights=self.weights, optimizer=parts.job.optimizer, rounds=self.options.accumulate,
             clips=self.options.clip_norm is not None,
             channel=self.channel, watch=self.watch, clock=self.recorder.clock, device=self.device,
+            tier=self.tier,
         )  # fmt: skip
 
     def measured(self) -> Timeline:
@@ -302,11 +316,13 @@ class Pipeline:
         starts = self.channel.all_gather_object((platform.node(), self.recorder.started_s))
         one_machine = len({node for node, _ in starts}) == 1
         late_s = self.recorder.started_s - min(at for _, at in starts) if one_machine else 0.0
-        mine = (self.recorder.events(late_s), self.recorder.curve(late_s), self.ledger.at_peak)
+        curves = (self.recorder.curve(late_s), *self.recorder.host_curves(late_s))
+        mine = (self.recorder.events(late_s), curves, self.ledger.at_peak)
         seen = self.channel.all_gather_object(mine)
         return Timeline(
             source="measured", ranks=self.ranks, events=tuple(e for events, _, _ in seen for e in events),
-            memory=tuple(curve for _, curve, _ in seen), peaks=tuple(peak for _, _, peak in seen),
+            memory=tuple(curve for _, curves, _ in seen for curve in curves),
+            peaks=tuple(peak for _, _, peak in seen),
         )  # fmt: skip
 
     def save(self, directory: Path, *, extra: Mapping[str, Any] | None = None, keep: int = 2) -> Path:
@@ -347,7 +363,7 @@ class Pipeline:
 
     def close(self) -> None:
         """Wait for the other ranks and disconnect."""
-        self.watch.__exit__(None, None, None)
+        self.__exit__(None, None, None)
 
     def __enter__(self) -> Pipeline:
         return self
@@ -355,23 +371,12 @@ class Pipeline:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self.tier is not None:
+            self.tier.close()
         self.watch.__exit__(kind, error, trace)
 
     def _telling_others(self) -> _Telling:
         return _Telling(self.watch)
-
-
-def _refuse_torn_updates(plan: Plan, captured: Captured) -> None:
-    """Replicas of a stage would each update the buffers of its forward, and end with different ones; so
-    would micro-batches in another order."""
-    if plan.replicas > 1 and (names := sorted(captured.graph.together)):
-        raise PlanError(
-            f"schedule {plan.schedule} runs each stage on two ranks, but the forward updates {names[0]}",
-            hint="choose a schedule of one direction",
-        )
-    stage_of = {op: index for index, stage in enumerate(plan.stages) for op in stage.ops}
-    users = [(op, name) for name, ops in captured.graph.together.items() for op in ops]
-    forwards_in_order(plan.as_schedule, {stage_of[op]: name for op, name in users if op in stage_of})
 
 
 class _Telling:

@@ -12,8 +12,10 @@ from ..ir.codec import to_json
 from ..ir.errors import PlanError, ScheduleError
 from ..ir.memory import WeightPolicy
 from ..ir.plan import Plan
+from ..ir.rules_updates import forwards_in_order
 from ..runtime.connect import gather_text
 from ..runtime.local_channel import LocalChannel
+from ..tracer.captured import Captured
 
 
 def require_runnable(schedule: str, weights: WeightPolicy = "flush") -> None:
@@ -70,3 +72,16 @@ def require_training(plan: Plan) -> None:
             f"schedule {plan.schedule} has no backwards: it cannot train",
             hint="evaluate with it (Pipeline.evaluate), or plan for another schedule",
         )
+
+
+def refuse_torn_updates(plan: Plan, captured: Captured) -> None:
+    """Replicas of a stage would each update the buffers of its forward, and end with different ones; so
+    would micro-batches in another order. Raises: PlanError, ScheduleError."""
+    if plan.replicas > 1 and (names := sorted(captured.graph.together)):
+        raise PlanError(
+            f"schedule {plan.schedule} runs each stage on two ranks, but the forward updates {names[0]}",
+            hint="choose a schedule of one direction",
+        )
+    stage_of = {op: index for index, stage in enumerate(plan.stages) for op in stage.ops}
+    users = [(op, name) for name, ops in captured.graph.together.items() for op in ops]
+    forwards_in_order(plan.as_schedule, {stage_of[op]: name for op, name in users if op in stage_of})

@@ -9,6 +9,7 @@
     ├── ScheduleError        a schedule breaks a rule
     │   └── DeadlockError    no rank can move
     ├── MemoryCapError       a run passed its device's cap
+    ├── OffloadError         residuals could not be moved off the device or back
     ├── BatchError           a batch does not have the shape the pipeline was built for
     ├── CommunicationError   a transfer failed or waited too long
     ├── PeerError            another rank failed; carries that rank's traceback
@@ -75,6 +76,10 @@ class DeadlockError(ScheduleError):
 
 class MemoryCapError(PipeloomError):
     """A run passed its device's memory cap."""
+
+
+class OffloadError(PipeloomError):
+    """Residuals could not be moved off the device or back."""
 
 
 class BatchError(PipeloomError):

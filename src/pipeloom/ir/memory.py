@@ -42,7 +42,15 @@ class MemoryPolicy:
         >>> MemoryPolicy(stages=({"relu": "recompute"},)).treatment(0, "relu")
         'recompute'
         """
-        return self.stages[stage].get(residual, "keep") if stage < len(self.stages) else "keep"
+        return self.of_stage(stage).get(residual, "keep")
+
+    def of_stage(self, stage: int) -> Mapping[str, Treatment]:
+        return self.stages[stage] if stage < len(self.stages) else {}
+
+    @property
+    def offloads(self) -> bool:
+        """Whether any residual of any stage leaves its device."""
+        return any("offload" in stage.values() for stage in self.stages)
 
     def treated(self, stage: int, treatment: Treatment) -> frozenset[str]:
         """The residuals of a stage that are treated so, of those that are named.
@@ -50,8 +58,10 @@ class MemoryPolicy:
         >>> sorted(MemoryPolicy(stages=({"relu": "recompute", "mm": "keep"},)).treated(0, "recompute"))
         ['relu']
         """
-        named = self.stages[stage] if stage < len(self.stages) else {}
-        return frozenset(name for name, given in named.items() if given == treatment)
+        return frozenset(name for name, given in self.of_stage(stage).items() if given == treatment)
+
+
+KEEP_ALL = MemoryPolicy()
 
 
 def residual_names(graph: OpGraph) -> dict[str, str]:

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from ..ir.check import check, check_program
 from ..ir.columns import Rows
-from ..ir.memory import MemoryPolicy
+from ..ir.memory import KEEP_ALL, MemoryPolicy
 from ..ir.schedule import Program, Schedule
 from ..ir.stages import StageGraph
 from .memory import PREFETCH, add_memory
@@ -17,9 +17,6 @@ from .pairs import join_pairs
 from .transfers import add_transfers
 
 Pass: TypeAlias = Callable[[Program, StageGraph], Program]
-
-KEEP_ALL = MemoryPolicy()
-
 
 def passes(policy: MemoryPolicy, prefetch: int) -> tuple[Pass, ...]:
     """In order. Memory actions stand around whole pairs, so they come once those are closed up."""

@@ -14,14 +14,25 @@ import sys
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 _KEEP_BYTES = 1 << 30
 _GROW_BYTES = 64 << 20
+_LARGE_BYTES = 128 << 10
 
 
 def keep_freed_memory() -> bool:
     """Let this process's allocator keep what is freed. Returns whether it could be told so (glibc only)."""
+    return _tell(mmap_from=_KEEP_BYTES, trim_from=_KEEP_BYTES, grow_by=_GROW_BYTES)
+
+
+def give_back_freed_memory() -> bool:
+    """Let it give back what is freed at once: for plans that offload, whose point is memory, not speed.
+    Returns as `keep_freed_memory`."""
+    return _tell(mmap_from=_LARGE_BYTES, trim_from=_LARGE_BYTES, grow_by=_LARGE_BYTES)
+
+
+def _tell(*, mmap_from: int, trim_from: int, grow_by: int) -> bool:
     if not sys.platform.startswith("linux"):
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False
-    settings = ((_M_MMAP_THRESHOLD, _KEEP_BYTES), (_M_TRIM_THRESHOLD, _KEEP_BYTES), (_M_TOP_PAD, _GROW_BYTES))
+    settings = ((_M_MMAP_THRESHOLD, mmap_from), (_M_TRIM_THRESHOLD, trim_from), (_M_TOP_PAD, grow_by))
     return all([mallopt(option, size) == 1 for option, size in settings])

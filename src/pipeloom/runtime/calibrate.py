@@ -11,7 +11,7 @@ import statistics
 import torch
 from torch import nn
 
-from ..ir.action import REDUCE, STEP, B, F, I, W
+from ..ir.action import RECOMPUTE, REDUCE, STEP, B, F, I, W
 from ..ir.cluster import Link
 from ..ir.costs import StageCost
 from ..ir.graph import Value
@@ -26,8 +26,15 @@ from .weights import MakeOptimizer, Weights, default_optimizer, optimizer_tensor
 REPEATS = 25
 """Echoes of each size, of which the first warms up."""
 
-COLD_BYTES = 1 << 25
-"""Written before each echo: what a step sends comes after an action that has used all of the caches."""
+WORK = (1 << 24, 384, 2)
+"""Done before each message, as a step's come after an action: bytes written, and the size and number of
+matrix products. Data and code then have left the caches, the processor is busy with wide arithmetic, and a
+message takes about twice as long as after a pause."""
+
+UNDISTURBED = 0.1
+"""Of the echoes, sorted by time, the one at this share counts. What other processes of the machine do to a
+message is not added to a step: a rank kept waiting for a core now computes undisturbed for longer afterwards,
+and the rehearsed actions have their share of it already."""
 
 STEPS = 6
 """Timed optimizer steps."""
@@ -55,11 +62,14 @@ def stage_memory(
     params = {name: weights.params[name] for name in functions.params}
     sent, back = crossing_bytes(stages, index)
     residual = sum(functions.residual_bytes.values())
+    dropped = sum(functions.residual_bytes[name] for name in functions.recomputed)
+    away = sum(functions.residual_bytes[name] for name in functions.offloaded)
     trained = sum(p.nbytes for p in params.values() if p.requires_grad)
     peak = functions.peak_bytes
     return StageCost(
         forward_s=1.0, backward_s=2.0, input_grad_s=1.0, weight_grad_s=1.0,
-        residual_bytes=residual, carried_bytes=functions.carried_bytes,
+        residual_bytes=residual, recomputed_bytes=dropped, offloaded_bytes=away,
+        carried_bytes=functions.carried_bytes,
         keeps_inputs=not functions.kept_inputs.isdisjoint(functions.received),
         static_bytes={
             "parameters": sum(p.nbytes for p in params.values()), "gradients": trained,
@@ -68,7 +78,8 @@ def stage_memory(
             "batch": batch_bytes,
         },
         transient_bytes={
-            F: max(0, peak["forward"] - residual - sent), B: max(0, peak.get("backward", 0) - back),
+            F: max(0, peak["forward"] - (residual - dropped) - sent),
+            RECOMPUTE: max(0, peak.get("recompute", 0) - dropped), B: max(0, peak.get("backward", 0) - back),
             I: max(0, peak.get("input_grad", 0) - back), W: max(0, peak.get("weight_grad", 0)),
             STEP: weights.step_bytes, REDUCE: 0,
         },
@@ -117,15 +128,17 @@ def time_clipping(weights: Weights, channel: PostedChannel, clock: Clock) -> flo
 def measure_link(channel: PostedChannel, size: int, clock: Clock, device: torch.device) -> Link:
     """The link between ranks 0 and 1, from echoes of 8 bytes and of `size` bytes.
 
-    Every rank calls it; all get the same answer.
+    Every rank calls it; all get the same answer. A rank that waits for a message pays for its arrival last,
+    so that is not part of the latency.
     """
     size = max(size // 4, 4096) * 4
     small, large = (_echo(channel, length, clock, device) for length in (8, size))
-    (one_way, sending), (one_way_large, sending_large) = channel.broadcast_object((small, large))
-    rate = (size - 8) / max(one_way_large - one_way, 1e-9)
+    (one_way, own), (one_way_large, own_large) = channel.broadcast_object((small, large))
+    own_rate = max(0.0, own_large - own) / (size - 8)
+    rate = max((one_way_large - one_way) / (size - 8) - own_rate, 1e-15)
     return Link(
-        bandwidth_bytes_per_s=rate, latency_s=one_way, overhead_s=sending,
-        overhead_s_per_byte=max(0.0, sending_large - sending) / (size - 8),
+        bandwidth_bytes_per_s=1 / rate, latency_s=max(0.0, one_way - own), overhead_s=own,
+        overhead_s_per_byte=own_rate,
     )  # fmt: skip
 
 
@@ -140,22 +153,42 @@ def _echo(
     back = [Message(key=f"back{i}", source=1, target=0, values=(value,)) for i in range(REPEATS)]
     data = torch.zeros(value.shape, device=device)
     channel.begin(there if channel.rank == 1 else back if channel.rank == 0 else [])
-    took, sending = [], []
-    cold = torch.empty(COLD_BYTES, dtype=torch.uint8, device=device)
-    for out, home in zip(there, back, strict=True):
+    sums, sending = [], []
+    written, width, products = WORK
+    cold = torch.empty(written, dtype=torch.uint8, device=device)
+    matrix = torch.zeros(width, width, device=device)
+
+    def work_and_send(message: Message) -> tuple[float, float]:
         cold.fill_(1)
+        for _ in range(products):
+            torch.mm(matrix, matrix)
         fresh = data.clone()  # as a step sends what was just made
         start = clock.mark()
+        channel.send(message, [fresh])
+        sent = clock.mark()
+        return clock.seconds(start), clock.seconds(sent)
+
+    def take(message: Message) -> float:
+        channel.receive(message)
+        channel.release(message)
+        return clock.seconds(clock.mark())
+
+    for out, home in zip(there, back, strict=True):
         if channel.rank == 0:
-            channel.send(out, [fresh])
-            sent = clock.mark()
-            channel.receive(home)
-            channel.release(home)
-            took.append((clock.seconds(clock.mark()) - clock.seconds(start)) / 2)
-            sending.append(clock.seconds(sent) - clock.seconds(start))
+            begin, sent = work_and_send(out)
+            sums.append(take(home) - begin)
         elif channel.rank == 1:
-            channel.receive(out)
-            channel.release(out)
-            channel.send(home, [fresh])
+            came = take(out)
+            begin, sent = work_and_send(home)
+            sums.append(came - begin)
+        if channel.rank < 2:
+            sending.append(sent - begin)
     channel.end()
-    return (statistics.median(took[1:]), statistics.median(sending[1:])) if took else (0.0, 0.0)
+    # The time between arrival and reply is on rank 1's clock: only the sum of both ranks' times is known.
+    mine, theirs, *_ = channel.all_gather_object((sums[1:], sending[1:]))
+    one_way = [(a + b) / 2 for a, b in zip(mine[0], theirs[0], strict=True)]
+    return _undisturbed(one_way), _undisturbed([*mine[1], *theirs[1]])
+
+
+def _undisturbed(times: list[float]) -> float:
+    return sorted(times)[int(UNDISTURBED * len(times))]

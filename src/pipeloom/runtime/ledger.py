@@ -2,7 +2,7 @@
 
 Counted: parameters, gradients, optimizer state, buffers, the batch, residuals, boundary messages, and the
 scratch of the action that runs (transient). Not counted: the interpreter, libraries, and the workspace
-that a single kernel allocates and frees inside itself.
+that a single kernel allocates and frees inside itself. What is offloaded is counted apart, as host memory.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ class Ledger:
     """Bytes alive on one rank.
 
     cap_bytes: a limit that ends the run when it is passed; None for no limit.
+    host, host_peak: bytes of offloaded residuals in host memory or files, now and at most.
     """
 
     def __init__(self, rank: int, cap_bytes: int | None = None) -> None:
@@ -31,6 +32,11 @@ class Ledger:
         self.total = 0
         self.peak = 0
         self.at_peak: dict[str, int] = dict(self.levels)
+        self.host = self.host_peak = 0
+
+    def set_host(self, size: int) -> None:
+        """Offloaded residuals now take `size` bytes."""
+        self.host, self.host_peak = size, max(self.host_peak, size)
 
     def set(self, kind: str, size: int, doing: str = "") -> None:
         """This kind now takes `size` bytes.

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from ..ir.action import B, F, I, Kind, W
+from ..ir.action import RECOMPUTE, B, F, I, Kind, W
 from ..ir.costs import StageCost
 from ..ir.graph import Value
 from ..ir.schedule import Program
@@ -50,6 +50,8 @@ class PacedFunctions:
     sent: tuple[str, ...] = field(init=False)
     residual_bytes: Mapping[str, int] = field(default_factory=dict)
     examples: Mapping[str, Tensor] = field(default_factory=dict)
+    offloaded: frozenset[str] = frozenset()
+    recomputed: frozenset[str] = frozenset()
     kept_inputs: frozenset[str] = frozenset()
     differentiable: bool = True
     carried_bytes: int = 0
@@ -68,6 +70,10 @@ class PacedFunctions:
         self._take(F)
         made = {value.name: _zeros(value) for value in self.outputs}
         return (made if self.loss is None else {**made, self.loss: torch.zeros(())}), {}
+
+    def recompute(self, state: Mapping[str, Tensor], residuals: Tensors) -> Tensors:
+        self._take(RECOMPUTE)
+        return {}
 
     def backward(
         self, state: Mapping[str, Tensor], residuals: Tensors, grads: Mapping[str, Tensor], sink: Sink

@@ -63,12 +63,17 @@ class Recorder:
         self.zero = self.clock.mark()
         self.marks: list[tuple[str, str, object, object]] = []
         self.levels: list[tuple[object, int]] = []
+        self.host_levels: list[tuple[object, int]] = []
 
     @contextmanager
     def record(self, stream: str, action: str) -> Iterator[None]:
         start = self.clock.mark()
         yield
         self.marks.append((stream, action, start, self.clock.mark()))
+
+    def copied(self, stream: str, action: str, start: object, end: object) -> None:
+        """A copy ran beside the actions, between two marks."""
+        self.marks.append((stream, action, start, end))
 
     def burst(self, size: int) -> None:
         """During the action recorded last, up to `size` bytes were held."""
@@ -77,6 +82,10 @@ class Recorder:
     def level(self, size: int) -> None:
         """The rank holds `size` bytes from now on."""
         self.levels.append((self.clock.mark(), size))
+
+    def host_level(self, size: int) -> None:
+        """The rank has `size` bytes of residuals on the host from now on."""
+        self.host_levels.append((self.clock.mark(), size))
 
     def events(self, late_s: float = 0.0) -> tuple[Event, ...]:
         """late_s: how much later than the first rank this one began; times count from that rank's start."""
@@ -88,10 +97,17 @@ class Recorder:
         )
 
     def curve(self, late_s: float = 0.0) -> MemoryCurve:
-        """late_s: as in `events`."""
+        """Of the device. late_s: as in `events`."""
+        return self._curve("device", self.levels, late_s)
+
+    def host_curves(self, late_s: float = 0.0) -> tuple[MemoryCurve, ...]:
+        """Of offloaded residuals; none if there were none. late_s: as in `events`."""
+        return (self._curve("host", self.host_levels, late_s),) if self.host_levels else ()
+
+    def _curve(self, tier: str, levels: list[tuple[object, int]], late_s: float) -> MemoryCurve:
         zero = self.clock.seconds(self.zero) - late_s
         return MemoryCurve(
-            rank=self.rank,
-            times_s=tuple(max(0.0, self.clock.seconds(mark) - zero) for mark, _ in self.levels),
-            sizes=tuple(size for _, size in self.levels),
-        )
+            rank=self.rank, tier=tier,
+            times_s=tuple(max(0.0, self.clock.seconds(mark) - zero) for mark, _ in levels),
+            sizes=tuple(size for _, size in levels),
+        )  # fmt: skip

@@ -6,9 +6,7 @@ them finds less of its data in the caches than one that repeats one of them.
 
 from __future__ import annotations
 
-import random
 import statistics
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -17,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ir.action import Action, B, F, I, Kind, W, parse_action
+from ..ir.action import OFFLOAD, RECOMPUTE, RELOAD, Action, B, F, I, Kind, W, parse_action
 from ..ir.costs import StageCost
 from ..ir.graph import Value
 from ..ir.operation import OPERATIONS
@@ -26,19 +24,15 @@ from .channel import Message
 from .failure import Watch
 from .ledger import Ledger
 from .recorder import Clock, Recorder
+from .tiers import Tier
 from .weights import Weights
 from .worker import Microbatch, Variant, Worker
 
-WALKS = 3
-"""Of which the first warms up."""
+Walk = dict[Action, float]
+"""Seconds of each of a rank's compute actions and copies."""
 
-KEPT = 100
-
-ENOUGH_S = 1.0
-"""Shorter walks are repeated until this much time has passed."""
-
-Spans = dict[tuple[int, Kind], list[float]]
-"""(stage, kind of action) -> seconds of each time it was done, at most `KEPT` of them."""
+COPIES = ("d2h", "h2d")
+"""Streams that run beside the actions."""
 
 
 class MadeUp:
@@ -55,6 +49,8 @@ class MadeUp:
         self.ranks = ranks
         self._examples = examples
         self._device = device
+        # Of its own: what the user draws between two steps must not depend on rehearsals.
+        self._generator = torch.Generator(device)
 
     def begin(self, incoming: Sequence[Message]) -> None:
         pass
@@ -86,71 +82,76 @@ class MadeUp:
             return example.to(self._device, copy=True)
         dtype = getattr(torch, value.dtype)
         if dtype.is_floating_point:
-            return torch.randn(value.shape, device=self._device).mul_(0.1).to(dtype)
+            made = torch.randn(value.shape, device=self._device, generator=self._generator)
+            return made.mul_(0.1).to(dtype)
         return torch.zeros(value.shape, dtype=dtype, device=self._device)
 
 
-def time_actions(
-    program: Program, variant: Variant, sample: Mapping[str, Tensor], weights: Weights,
-    *, rank: int, clock: Clock, watch: Watch,
-) -> Spans:  # fmt: skip
-    """Times of the actions of this rank's stages. Leaves the weights as they are.
-
-    An action takes until the rank goes on to the next one, so what the worker does between them counts.
+class Rehearsal:
+    """Walks a rank's row as often as asked, between any two steps, and leaves no trace in its weights.
 
     sample: the batch inputs of one micro-batch.
     """
-    device = next(iter(sample.values())).device
-    examples = {k: v for functions in variant.functions.values() for k, v in functions.examples.items()}
-    recorder = Recorder(rank, clock)
-    worker = Worker(
-        rank=rank, program=program, weights=weights, ledger=Ledger(rank), recorder=recorder, watch=watch,
-        channel=MadeUp(rank, len(program.rows), examples, device),
-    )  # fmt: skip
-    count = program.microbatches * variant.stages.replicas
-    microbatches = [
-        Microbatch(variant=variant, inputs=sample, weight=1 / count, seed=index) for index in range(count)
-    ]
-    buffers = dict(weights.buffers)
-    found: Spans = {}
-    start, walks = time.perf_counter(), 0
-    while walks < WALKS or time.perf_counter() - start < ENOUGH_S:
-        recorder.begin()
-        worker.run(microbatches, update=False)
-        for event, after in pairwise(recorder.events() if walks else ()):
-            if event.stream == "compute":
-                action = parse_action(event.action)
-                found.setdefault((action.stage, action.kind), []).append(after.start_s - event.start_s)
-        walks += 1
-    weights.discard_gradients()
-    for name, buffer in buffers.items():
-        weights.replace_buffer(name, buffer)
-    watch.status = ""
-    return {key: spans[-KEPT:] for key, spans in found.items()}
+
+    def __init__(
+        self, program: Program, variant: Variant, sample: Mapping[str, Tensor], weights: Weights,
+        *, rank: int, clock: Clock, watch: Watch, tier: Tier | None = None,
+    ) -> None:  # fmt: skip
+        device = next(iter(sample.values())).device
+        examples = {k: v for functions in variant.functions.values() for k, v in functions.examples.items()}
+        self._weights = weights
+        self._watch = watch
+        self._recorder = Recorder(rank, clock)
+        self._worker = Worker(
+            rank=rank, program=program, weights=weights, ledger=Ledger(rank), recorder=self._recorder,
+            watch=watch, channel=MadeUp(rank, len(program.rows), examples, device), tier=tier,
+        )  # fmt: skip
+        count = program.microbatches * variant.stages.replicas
+        self._microbatches = [
+            Microbatch(variant=variant, inputs=sample, weight=1 / count, seed=index) for index in range(count)
+        ]
+
+    def walk(self) -> Walk:
+        """Do all actions of the row once; weights, buffers, optimizer and random numbers stay as they are.
+
+        An action takes until the rank goes on to the next one, so what the worker does between them counts.
+        The sums of gradients are used, and empty again in the end, as they are between two steps.
+        """
+        assert not self._weights.grads.touched, "a rehearsal within a step would add to its gradients"
+        buffers = dict(self._weights.buffers)
+        self._recorder.begin()
+        self._worker.run(self._microbatches, update=False)
+        walk = {
+            parse_action(event.action): after.start_s - event.start_s
+            for event, after in pairwise(e for e in self._recorder.events() if e.stream not in COPIES)
+            if event.stream == "compute"
+        }
+        walk |= {
+            parse_action(event.action): event.duration_s
+            for event in self._recorder.events() if event.stream in COPIES
+        }  # fmt: skip
+        self._weights.discard_gradients()
+        for name, buffer in buffers.items():
+            self._weights.replace_buffer(name, buffer)
+        self._watch.status = ""
+        return walk
 
 
-def with_times(cost: StageCost, stage: int, spans: Spans, step_s: float) -> StageCost:
+def with_times(cost: StageCost, stage: int, walk: Walk, step_s: float) -> StageCost:
     """The cost of a stage with mean times; an action that the program lacks takes none.
 
     step_s: seconds of the optimizer for this stage.
     """
-    mean = {kind: statistics.fmean(took) for (s, kind), took in spans.items() if s == stage}
+    spans: dict[Kind, list[float]] = {}
+    for action, span in walk.items():
+        if action.stage == stage:
+            spans.setdefault(action.kind, []).append(span)
+    mean = {kind: statistics.fmean(took) for kind, took in spans.items()}
     ingoing, rest = mean.get(I, 0.0), mean.get(W, 0.0)
     return replace(
         cost, forward_s=mean.get(F, 0.0), backward_s=mean.get(B, ingoing + rest),
         input_grad_s=ingoing, weight_grad_s=rest, step_s=step_s,
+        recompute_s=mean.get(RECOMPUTE, 0.0),
+        offload_s=mean.get(OFFLOAD, 0.0), reload_s=mean.get(RELOAD, 0.0),
         other_s={kind: span for kind, span in mean.items() if kind in OPERATIONS},
     )  # fmt: skip
-
-
-def drawn(program: Program, spans: Spans, seed: int) -> dict[Action, float]:
-    """A time for each action of the program, one of those that its kind took, at random.
-
-    A step waits for the slower of two ranks again and again, so with means alone it would look shorter.
-    """
-    choose = random.Random(seed).choice
-    return {
-        action: choose(spans[action.stage, action.kind])
-        for row in program.rows for action in row
-        if isinstance(action, Action) and (action.stage, action.kind) in spans
-    }  # fmt: skip

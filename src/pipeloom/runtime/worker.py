@@ -6,13 +6,13 @@ It knows actions, stage functions and a channel; not how a schedule was made, no
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..ir.action import (
+    RECOMPUTE,
     RECV_B,
     RECV_F,
     REDUCE,
@@ -32,58 +32,22 @@ from ..ir.action import (
 from ..ir.graph import Value
 from ..ir.operation import OPERATIONS
 from ..ir.schedule import Program
-from ..ir.stages import StageGraph
 from ..ir.ties import reductions
-from ..tracer.stage import StageFunctions, Tensors, made_bytes
+from ..tracer.stage import StageFunctions, made_bytes
 from .channel import Channel, Message
 from .failure import Watch
+from .flight import Flight
+from .flight import Microbatch as Microbatch
+from .flight import Variant as Variant
 from .ledger import Ledger, crossing_bytes
 from .operations import Operations
 from .recorder import Recorder
+from .residuals import Residuals
+from .tiers import Tier
 from .weights import Weights, clip_factor
 
 Key = tuple[int, int]
 """(stage, micro-batch)."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Variant:
-    """The stages for one size of micro-batch: same cut, other shapes.
-
-    functions: of this rank's stages; those of a stage's replicas are the same.
-    """
-
-    stages: StageGraph
-    functions: Mapping[int, StageFunctions]
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Microbatch:
-    """One micro-batch of a step.
-
-    weight: its share of the step's loss; the shares of a step add up to 1.
-    """
-
-    variant: Variant
-    inputs: Mapping[str, Tensor]
-    weight: float
-    seed: int
-
-
-@dataclass(eq=False)
-class _InFlight:
-    """What a stage keeps of one micro-batch between its actions."""
-
-    inputs: dict[str, Tensor] = field(default_factory=dict)
-    outputs: dict[str, Tensor] = field(default_factory=dict)
-    sends_left: int = 0
-    local_bytes: int = 0
-    residuals: Tensors = field(default_factory=dict)
-    residual_bytes: int = 0
-    grads: dict[str, Tensor] = field(default_factory=dict)
-    input_grads: dict[str, Tensor] = field(default_factory=dict)
-    carried: Tensors = field(default_factory=dict)
-    received: list[Message] = field(default_factory=list)
 
 
 class Worker:
@@ -91,7 +55,7 @@ class Worker:
 
     def __init__(
         self, *, rank: int, program: Program, weights: Weights, channel: Channel, ledger: Ledger,
-        recorder: Recorder, watch: Watch, clip_norm: float | None = None,
+        recorder: Recorder, watch: Watch, clip_norm: float | None = None, tier: Tier | None = None,
     ) -> None:  # fmt: skip
         self.rank = rank
         self.program = program
@@ -106,7 +70,7 @@ class Worker:
         self.update = True
         self.losses: dict[int, Tensor] = {}
         self.microbatches: Sequence[Microbatch] = ()
-        self.flights: dict[Key, _InFlight] = {}
+        self.flights: dict[Key, Flight] = {}
         self.local_bytes = 0
         self.messages: dict[tuple[int, Transfer], Message] = {}
         self.handlers: dict[Kind, Callable[[Any], None]] = {
@@ -116,6 +80,8 @@ class Worker:
         }  # fmt: skip
         self.operations = Operations(self)
         self.handlers |= dict.fromkeys(OPERATIONS, self.operations.begin)
+        self.residuals = Residuals(self, tier)
+        self.handlers |= self.residuals.handlers
 
     def run(
         self, microbatches: Sequence[Microbatch], *, program: Program | None = None,
@@ -139,6 +105,7 @@ class Worker:
             for instruction in row:
                 self.watch.status = str(instruction)
                 self.operations.settle(instruction)
+                self.residuals.settle()
                 self.handlers[instruction.kind](instruction)
                 self._note_boundary(instruction)
             with self.recorder.record("recv", "END"):
@@ -173,8 +140,8 @@ class Worker:
             return stages.between[send.stage, send.peer]
         return stages.gradients(send.peer, send.stage)
 
-    def _flight(self, action: Action | Transfer) -> _InFlight:
-        return self.flights.setdefault((action.stage, action.microbatch), _InFlight())
+    def _flight(self, action: Action | Transfer) -> Flight:
+        return self.flights.setdefault((action.stage, action.microbatch), Flight())
 
     def _number(self, action: Action | Transfer) -> int:
         stages = self.microbatches[0].variant.stages
@@ -183,16 +150,16 @@ class Worker:
     def _microbatch(self, action: Action | Transfer) -> Microbatch:
         return self.microbatches[self._number(action)]
 
-    def _functions(self, action: Action) -> StageFunctions:
+    def functions(self, action: Action) -> StageFunctions:
         return self._microbatch(action).variant.functions[action.stage]
 
-    def _state(self, action: Action) -> Mapping[str, Tensor]:
+    def state(self, action: Action) -> Mapping[str, Tensor]:
         return self.weights.state(self._number(action))
 
     def forward(self, action: Action) -> None:
         microbatch, flight = self._microbatch(action), self._flight(action)
-        functions = self._functions(action)
-        state = self._state(action)
+        functions = self.functions(action)
+        state = self.state(action)
         inputs = flight.inputs | {name: microbatch.inputs[name] for name in functions.batch}
         with self.recorder.record("compute", str(action)):
             if not self.training:
@@ -201,7 +168,7 @@ class Worker:
                 outputs, flight.residuals = functions.forward(state, inputs, microbatch.seed)
         if self.training:
             flight.residual_bytes = made_bytes(flight.residuals)
-            self._note_scratch(action, "forward", residuals=flight.residual_bytes)
+            self.note_scratch(action, "forward", residuals=flight.residual_bytes)
             self.ledger.add("residuals", flight.residual_bytes, str(action))
         for name in [n for n in outputs if n.startswith("buffer:")]:
             self.weights.replace_buffer(name.removeprefix("buffer:"), outputs.pop(name))
@@ -223,7 +190,7 @@ class Worker:
         for target in stages.successors[action.stage]:
             values = stages.between[action.stage, target]
             if self.placement[target] == self.rank:
-                neighbour = self.flights.setdefault((target, action.microbatch), _InFlight())
+                neighbour = self.flights.setdefault((target, action.microbatch), Flight())
                 neighbour.inputs.update((v.name, outputs[v.name]) for v in values)
                 neighbour.local_bytes += sum(v.bytes for v in values)
                 self.local_bytes += sum(v.bytes for v in values)
@@ -232,28 +199,30 @@ class Worker:
                 flight.outputs.update((v.name, outputs[v.name]) for v in values)
 
     def backward(self, action: Action) -> None:
-        flight, functions = self._flight(action), self._functions(action)
+        flight, functions = self._flight(action), self.functions(action)
         if not functions.differentiable:
             return self._skip_backward(flight)
+        self.residuals.gather(flight)
         grads = self._output_grads(action, functions)
-        state = self._state(action)
+        state = self.state(action)
         with self.recorder.record("compute", str(action)):
             made = functions.backward(state, flight.residuals, grads, self.weights.grads)
-        self._note_scratch(action, "backward")
+        self.note_scratch(action, "backward")
         self._free_residuals(flight)
         flight.grads = {}
         self._release(flight)
         self._give_back(action, made)
 
     def backward_input(self, action: Action) -> None:
-        flight, functions = self._flight(action), self._functions(action)
+        flight, functions = self._flight(action), self.functions(action)
         if not functions.differentiable:
             return self._skip_backward(flight)
+        self.residuals.gather(flight)
         grads = self._output_grads(action, functions)
-        state = self._state(action)
+        state = self.state(action)
         with self.recorder.record("compute", str(action)):
             made, flight.carried = functions.backward_input(state, flight.residuals, grads)
-        self._note_scratch(action, "input_grad")
+        self.note_scratch(action, "input_grad")
         self._free_residuals(flight)
         flight.residual_bytes = made_bytes(flight.carried)
         self.ledger.add("residuals", flight.residual_bytes, str(action))
@@ -261,26 +230,26 @@ class Worker:
         self._give_back(action, made)
 
     def backward_weight(self, action: Action) -> None:
-        flight, functions = self._flight(action), self._functions(action)
+        flight, functions = self._flight(action), self.functions(action)
         if not functions.differentiable:
             return
-        state = self._state(action)
+        state = self.state(action)
         with self.recorder.record("compute", str(action)):
             functions.backward_weight(state, flight.carried, self.weights.grads)
-        self._note_scratch(action, "weight_grad")
+        self.note_scratch(action, "weight_grad")
         self._free_residuals(flight)
         self._release(flight)
 
-    def _skip_backward(self, flight: _InFlight) -> None:
+    def _skip_backward(self, flight: Flight) -> None:
         flight.residuals = {}
         self._free_residuals(flight)
         self._release(flight)
 
-    def _free_residuals(self, flight: _InFlight) -> None:
+    def _free_residuals(self, flight: Flight) -> None:
         self.ledger.add("residuals", -flight.residual_bytes)
         flight.residual_bytes = 0
 
-    def _release(self, flight: _InFlight) -> None:
+    def _release(self, flight: Flight) -> None:
         for message in flight.received:
             self.channel.release(message)
         flight.received = []
@@ -291,7 +260,7 @@ class Worker:
         """Gradients of all outputs; zero for one whose readers gave none."""
         values = {v.name: v for v in self._crossing(action) if v.needs_grad}
         grads = self._flight(action).grads
-        state = next(iter(self._state(action).values()), torch.empty(0))
+        state = next(iter(self.state(action).values()), torch.empty(0))
         for name in functions.sent:
             if name in values and name not in grads:
                 dtype = getattr(torch, values[name].dtype)
@@ -380,11 +349,11 @@ class Worker:
     def _any_stage(self) -> int:
         return self.placement.index(self.rank)
 
-    def _note_scratch(self, action: Action, function: str, **made: int) -> None:
+    def note_scratch(self, action: Action, function: str, **made: int) -> None:
         """made: bytes by kind that outlive the action, besides what it makes for other stages."""
-        peak = self._functions(action).peak_bytes[function]
+        peak = self.functions(action).peak_bytes[function]
         values, grads = crossing_bytes(self._microbatch(action).variant.stages, action.stage)
-        made["boundary"] = {F: values, W: 0}.get(action.kind, grads)
+        made["boundary"] = {F: values, W: 0, RECOMPUTE: 0}.get(action.kind, grads)
         self.recorder.burst(self.ledger.total + peak)
         self.ledger.during(str(action), peak, made)
 

@@ -1,0 +1,137 @@
+"""What a rank does with residuals between F and B: OFFLOAD, RELOAD and RECOMPUTE.
+
+Copies run beside the computation. The ledger learns of their progress between two actions: residuals count
+until the copy to the tier has ended, and again from the start of the copy back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from ..ir.action import OFFLOAD, RECOMPUTE, RELOAD, Action, Kind
+from ..tracer.stage import StageFunctions, made_bytes
+from .failure import Watch
+from .flight import Flight
+from .ledger import Ledger
+from .recorder import Recorder
+from .tiers import Tier, Trip
+
+
+class Row(Protocol):
+    """What a rank's worker offers."""
+
+    ledger: Ledger
+    recorder: Recorder
+    watch: Watch
+
+    @property
+    def flights(self) -> Mapping[tuple[int, int], Flight]: ...
+
+    def functions(self, action: Action) -> StageFunctions: ...
+
+    def state(self, action: Action) -> Mapping[str, Tensor]: ...
+
+    def note_scratch(self, action: Action, function: str, **made: int) -> None: ...
+
+
+@dataclass(eq=False)
+class _Journey:
+    """A trip as the ledger knows it. out, back: the actions; counted_*: whether its bytes were entered."""
+
+    trip: Trip
+    flight: Flight
+    out: Action
+    back: Action | None = None
+    counted_out: bool = False
+    counted_back: bool = False
+
+
+class Residuals:
+    """Handlers of the actions on residuals.
+
+    tier: where they go; None for a program that offloads nothing.
+    """
+
+    def __init__(self, row: Row, tier: Tier | None) -> None:
+        self._row = row
+        self._tier = tier
+        self._journeys: dict[int, _Journey] = {}
+
+    @property
+    def handlers(self) -> dict[Kind, Callable[[Any], None]]:
+        return {OFFLOAD: self.offload, RELOAD: self.reload, RECOMPUTE: self.recompute}
+
+    def offload(self, action: Action) -> None:
+        flight = self._flight(action)
+        names = self._row.functions(action).offloaded
+        leaving = {s: t for s, t in flight.residuals.items() if s.kind == "made" and s.name in names}
+        assert self._tier is not None, "whoever plans to offload gives the worker a tier"
+        for slot in leaving:
+            del flight.residuals[slot]
+        flight.trip = self._tier.leave(str(action), leaving)
+        self._journeys[id(flight)] = _Journey(flight.trip, flight, action)
+        self._note_host()
+
+    def reload(self, action: Action) -> None:
+        flight = self._flight(action)
+        assert self._tier is not None and flight.trip is not None, "the checks of programs prove it"
+        self._tier.come_back(flight.trip)
+        self._journeys[id(flight)].back = action
+        self.settle()
+
+    def recompute(self, action: Action) -> None:
+        flight, functions = self._flight(action), self._row.functions(action)
+        self.gather(flight)
+        state = self._row.state(action)
+        with self._row.recorder.record("compute", str(action)):
+            made = functions.recompute(state, flight.residuals)
+        flight.residuals |= made
+        size = made_bytes(made)
+        self._row.note_scratch(action, "recompute", residuals=size)
+        flight.residual_bytes += size
+        self._row.ledger.add("residuals", size, str(action))
+
+    def gather(self, flight: Flight) -> None:
+        """Wait for what a micro-batch has on the tier: what comes next reads it."""
+        if flight.trip is None:
+            return
+        journey = self._journeys[id(flight)]
+        assert self._tier is not None
+        with self._row.recorder.record("recv", str(journey.back)):
+            flight.residuals |= self._tier.arrived(flight.trip, self._row.watch.check)
+        self.settle()
+        if flight.trip.returned is not None:
+            self._row.recorder.copied("h2d", str(journey.back), *flight.trip.returned)
+        del self._journeys[id(flight)]
+        flight.trip = None
+        self._note_host()
+
+    def settle(self) -> None:
+        """Enter what copies have done since the last time."""
+        for journey in self._journeys.values():
+            assert self._tier is not None
+            size = journey.trip.bytes
+            if not journey.counted_out and self._tier.is_away(journey.trip):
+                journey.counted_out = True
+                self._count(journey, -size, journey.out)
+                if journey.trip.left is not None:
+                    self._row.recorder.copied("d2h", str(journey.out), *journey.trip.left)
+            if journey.counted_out and journey.back is not None and not journey.counted_back:
+                journey.counted_back = True
+                self._count(journey, size, journey.back)
+
+    def _count(self, journey: _Journey, change: int, action: Action) -> None:
+        journey.flight.residual_bytes += change
+        self._row.ledger.add("residuals", change, str(action))
+
+    def _note_host(self) -> None:
+        assert self._tier is not None
+        self._row.ledger.set_host(self._tier.held_bytes)
+        self._row.recorder.host_level(self._tier.held_bytes)
+
+    def _flight(self, action: Action) -> Flight:
+        return self._row.flights[action.stage, action.microbatch]
