@@ -5,9 +5,13 @@ import json
 import pytest
 from click.testing import CliRunner, Result
 
+import pipeloom
 from pipeloom.cli import main
+from pipeloom.ir.errors import ConfigError
 from pipeloom.planner import find_cluster, load_cluster
 from pipeloom.planner.builtin import built_in, built_in_devices
+from pipeloom.train.config import Config
+from pipeloom.train.workload import default_job
 
 
 def run(*arguments: str) -> Result:
@@ -68,3 +72,11 @@ def test_profile_takes_a_cluster_by_name():
     )
     found = json.loads(result.output)
     assert (found["device"], found["source"]) == ("a100-40-sxm", "roofline")
+
+
+def test_a_plan_for_devices_by_name_keeps_to_their_memory():
+    job = default_job(Config())
+    made = pipeloom.plan(job, stages=2, microbatch_size=1, cluster="2 x rtx-2080ti with 1GiB")
+    assert made.caps == (2**30, 2**30)
+    with pytest.raises(ConfigError, match="no built-in device is called 'rtx-2081'"):
+        pipeloom.plan(job, stages=2, microbatch_size=1, cluster="2 x rtx-2081")

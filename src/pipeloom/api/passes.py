@@ -15,7 +15,7 @@ from ..ir.plan import Plan
 from ..ir.profile import Profile
 from ..ir.timeline import Timeline
 from ..ir.units import parse_bytes
-from ..planner import PlanOptions, cpu_cluster
+from ..planner import PlanOptions, cpu_cluster, find_cluster
 from ..planner.batches import Sample
 from ..profiler.roofline import roofline
 from .placing import simulate_plan
@@ -62,7 +62,7 @@ def estimate(graph: OpGraph, cluster: Cluster) -> dict[str, Profile]:
 
 def plan(
     job: Job, *, stages: int, microbatches: int = 8, microbatch_size: int, schedule: str = "1f1b",
-    split_backward: bool = False, memory: str | int | None = None, cluster: Cluster | None = None,
+    split_backward: bool = False, memory: str | int | None = None, cluster: Cluster | str | None = None,
     strategy: str = "exact", captured: Captured | None = None, profiled: Profile | None = None,
     treatments: Sequence[Treatment] | None = None, weights: WeightPolicy | None = None,
     global_batch: int | None = None,
@@ -72,12 +72,15 @@ def plan(
     stages: one per device; where the schedule wants several on each, or replicas, the number of devices.
     microbatches: per step.  global_batch: rows per step, which then says how many micro-batches there are.
     memory: cap per device, such as "300MiB"; it wins over the cluster's, and without either the plan has no
-    caps.  cluster: plan for these devices by roofline instead of measuring here.
+    caps.  cluster: plan for these devices by roofline instead of measuring here; also as text, such as
+    "8 x a100-40" or the path of a cluster file.
     captured, profiled: results of `capture` and `profile`, if they are at hand.
     treatments: what may be done with residuals, see `PlanOptions`.  weights: how they are updated.
 
     Raises: CaptureError, PlanError; InfeasibleError if nothing fits under the caps, with what would.
     """
+    if isinstance(cluster, str):
+        cluster = find_cluster(cluster)
     how = planning(
         job, stages=stages, microbatches=microbatches, schedule=schedule, split_backward=split_backward,
         memory=memory, cluster=cluster, strategy=strategy, treatments=treatments, weights=weights,
