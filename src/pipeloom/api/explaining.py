@@ -21,5 +21,5 @@ def explain_steps(
     Raises: PlanError if the plan was made for another model.
     """
     stages = plan.replicated(plan.stage_graph(graph))
-    program = lower(plan.as_schedule, stages)
+    program = lower(plan.as_schedule, stages, policy=plan.memory)
     return [explain(program, timeline, stages) for timeline in timelines if timeline and timeline.events]

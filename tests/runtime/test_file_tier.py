@@ -1,0 +1,200 @@
+"""Residuals in files: what comes back, what leaves memory, and what can go wrong with a disk."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipeloom.ir.errors import ConfigError, OffloadError, PeerError
+from pipeloom.runtime.file_tier import FileTier
+from pipeloom.runtime.tiers import Trip
+from pipeloom.tracer.split import Slot
+from pipeloom.tracer.stage import Tensors
+
+
+@pytest.fixture
+def tier(tmp_path: Path) -> Iterator[FileTier]:
+    made = FileTier(tmp_path, 3)
+    yield made
+    made.close()
+
+
+def never() -> None:
+    return None
+
+
+def residuals() -> Tensors:
+    whole = torch.arange(24, dtype=torch.float32).reshape(4, 6)
+    return {
+        Slot("made", "dense"): whole,
+        Slot("made", "transposed"): torch.arange(6.0).reshape(2, 3).t(),
+        Slot("made", "part"): torch.arange(100, dtype=torch.int64)[10:20],
+        Slot("made", "half"): torch.randn(5).bfloat16(),
+        Slot("made", "mask"): torch.tensor([True, False]),
+        Slot("made", "scalar"): torch.tensor(2.5),
+        Slot("made", "empty"): torch.empty(0, 3),
+    }
+
+
+def there_and_back(tier: FileTier, tensors: Tensors) -> Tensors:
+    trip = tier.leave("1OFFLOAD2", tensors)
+    tier.come_back(trip)
+    return tier.arrived(trip, never)
+
+
+def test_everything_comes_back_as_it_was(tier: FileTier) -> None:
+    given = residuals()
+    before = {slot: t.clone(memory_format=torch.preserve_format) for slot, t in given.items()}
+    found = there_and_back(tier, given)
+    assert not given and found.keys() == before.keys()
+    for slot, tensor in found.items():
+        assert torch.equal(tensor, before[slot]) and tensor.dtype == before[slot].dtype
+        if slot.name != "part":  # a clone of a part has a storage of its own size
+            assert tensor.stride() == before[slot].stride()
+
+
+def test_places_are_used_again(tier: FileTier) -> None:
+    for _ in range(3):
+        there_and_back(tier, residuals())
+    size = os.fstat(tier._file.fileno()).st_size
+    trips = [tier.leave("0OFFLOAD0", residuals()) for _ in range(2)]
+    for trip in trips:
+        tier.come_back(trip)
+        tier.arrived(trip, never)
+    assert os.fstat(tier._file.fileno()).st_size == 2 * size
+
+
+def test_what_is_there_is_counted(tier: FileTier) -> None:
+    one, two = ({Slot("made", "a"): torch.zeros(1000)} for _ in range(2))
+    trips: list[Trip] = [tier.leave("0OFFLOAD0", one), tier.leave("0OFFLOAD1", two)]
+    assert (tier.held_bytes, tier.peak_bytes) == (8000, 8000)
+    for trip in trips:
+        tier.come_back(trip)
+        tier.arrived(trip, never)
+        assert tier.is_away(trip) and trip.left is not None and trip.returned is not None
+    assert (tier.held_bytes, tier.peak_bytes) == (0, 8000)
+
+
+def test_tensors_are_freed_once_they_are_written(tier: FileTier) -> None:
+    import weakref
+
+    tensors: Tensors = {Slot("made", "a"): torch.zeros(1000)}
+    alive = weakref.ref(tensors[Slot("made", "a")].untyped_storage())
+    trip = tier.leave("0OFFLOAD0", tensors)
+    trip.away.wait(10)  # type: ignore[attr-defined]
+    assert alive() is None
+
+
+def test_nothing_is_left_in_the_directory(tmp_path: Path) -> None:
+    tier = FileTier(tmp_path / "new" / "one", 0)
+    tier.leave("0OFFLOAD0", residuals())
+    assert not list((tmp_path / "new" / "one").iterdir())
+    tier.close()
+    tier.close()
+
+
+def test_a_directory_that_is_none_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="rank 3 cannot offload to .*file/deep: Not a directory") as caught:
+        FileTier(tmp_path / "file" / "deep", 3)
+    assert "--offload-dir" in str(caught.value.hint)
+
+
+def test_a_full_disk_is_said_before_anything_is_written(
+    tier: FileTier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    tensors = residuals()
+    with pytest.raises(OffloadError) as caught:
+        tier.leave("1OFFLOAD2", tensors)
+    assert str(caught.value).startswith(
+        f"rank 3 cannot write 24.0 KiB at 1OFFLOAD2: No space left on device; {tmp_path} has "
+    )
+    assert "make room there" in str(caught.value.hint)
+    assert len(tensors) == 7  # they are where they were
+
+
+def test_a_disk_that_fails_while_writing_is_said_at_the_next_look(
+    tier: FileTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "pwrite", broken)
+    trip = tier.leave("1OFFLOAD2", {Slot("made", "a"): torch.zeros(1000)})
+    tier.come_back(trip)
+    with pytest.raises(OffloadError, match="rank 3 cannot move 3.9 KiB at 1OFFLOAD2: Input/output error"):
+        tier.arrived(trip, never)
+    with pytest.raises(OffloadError):
+        tier.is_away(trip)
+
+
+def test_a_file_that_was_cut_short_is_said(tier: FileTier) -> None:
+    trip = tier.leave("1OFFLOAD2", {Slot("made", "a"): torch.zeros(3000)})
+    trip.away.wait(10)
+    os.ftruncate(tier._file.fileno(), 5000)
+    tier.come_back(trip)
+    with pytest.raises(OffloadError, match="offloaded 11.7 KiB at 1OFFLOAD2, but of a only 4.9 KiB are left"):
+        tier.arrived(trip, never)
+
+
+def test_a_directory_that_vanishes_does_not_matter(tmp_path: Path) -> None:
+    place = tmp_path / "gone"
+    tier = FileTier(place, 0)
+    place.rmdir()
+    given = residuals()
+    expected = given[Slot("made", "dense")].clone()
+    assert torch.equal(there_and_back(tier, given)[Slot("made", "dense")], expected)
+    tier.close()
+
+
+def test_a_wait_ends_when_another_rank_fails(tier: FileTier) -> None:
+    def check() -> None:
+        raise PeerError("rank 1 failed")
+
+    trip = tier.leave("1OFFLOAD2", {Slot("made", "a"): torch.zeros(10)})  # nobody asks for it back
+    with pytest.raises(PeerError):
+        tier.arrived(trip, check)
+
+
+LIMITED = textwrap.dedent(
+    """
+    import resource, signal, sys
+    from pathlib import Path
+    import torch
+    from pipeloom.ir.errors import OffloadError
+    from pipeloom.runtime.file_tier import FileTier
+    from pipeloom.tracer.split import Slot
+
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+    tier = FileTier(Path(sys.argv[1]), 0)
+    tier.leave("0OFFLOAD0", {Slot("made", "a"): torch.zeros(1 << 17)})
+    try:
+        tier.leave("0OFFLOAD1", {Slot("made", "a"): torch.zeros(1 << 18)})
+    except OffloadError as error:
+        print(error)
+    tier.close()
+    """
+)
+
+
+def test_a_real_limit(tmp_path: Path) -> None:
+    """The system's own refusal, in a process that may write files of 1 MiB."""
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITED, str(tmp_path)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("rank 0 cannot write 1.0 MiB at 0OFFLOAD1: File too large; ")
+    assert "512.0 KiB of residuals are there" in done.stdout
