@@ -69,10 +69,15 @@ def test_a_run_leaves_everything_behind(folder: Path) -> None:
     figures = json.loads(done.stdout)
     assert set(figures) == {
         "run", "name", "steps", "first_step", "stages", "schedule", "microbatches", "train_loss",
-        "validation_loss", "predicted", "measured", "step_error",
+        "validation_loss", "forecast", "predicted", "measured", "step_error", "step_error_quartiles",
+        "rehearsals",
     }  # fmt: skip
     assert (figures["run"], figures["steps"], figures["stages"]) == ("runs/tiny-1", 6, 2)
     assert figures["validation_loss"][1] < figures["validation_loss"][0]
+    (rehearsal,) = figures["rehearsals"]
+    assert (rehearsal["step"], rehearsal["steps"]) == (3, 5)
+    ratio = rehearsal["predicted_step_s"] / rehearsal["measured_step_s"]
+    assert figures["step_error"] == pytest.approx(ratio - 1) and figures["step_error_quartiles"] is None
     assert set(figures["measured"]) == {"step_s", "bubble", "peak_bytes"}
     assert len(figures["predicted"]["peak_bytes"]) == len(figures["measured"]["peak_bytes"]) == 2
     out = folder / "runs" / "tiny-1"
@@ -87,6 +92,8 @@ def test_a_run_leaves_everything_behind(folder: Path) -> None:
     # Progress goes to standard error here, in plain lines.
     assert "step 6/6  loss" in done.stderr and "\x1b" not in done.stderr and "\r" not in done.stderr
     assert "predicted:" in done.stderr and "report: runs/tiny-1/report.html" in done.stderr
+    told = "one rehearsal after 3 steps, against the steps around it: predicted step time off by "
+    assert told in done.stderr and told in (out / "report.html").read_text()
 
     again = run(folder, "--set", "name=tiny", "--resume", "--steps", "6")
     assert again.returncode == 0, again.stderr

@@ -1,54 +1,143 @@
-"""Timing a rank's actions with the worker itself must leave no trace in its weights."""
+"""Rehearsing with the worker itself, before training and between steps, must leave no trace."""
 
 from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import runs
 import torch
 import zoo
+from every_schedule import gpt_job, plan_of
 
-from pipeloom import Pipeline
+from pipeloom import Job, Options, Pipeline
 from pipeloom.api.forecast import Forecast
+from pipeloom.ir.action import W
+from pipeloom.ir.plan import Plan
 from pipeloom.runtime.local_channel import LocalChannel
-from pipeloom.runtime.rehearsal import drawn, time_actions
+from pipeloom.runtime.operations import OperationContext
+from pipeloom.runtime.rehearsal import Rehearsal
+from pipeloom.schedules import Operation, Recipe, declare, phases, shape_of
+from pipeloom.schedules.registry import Entry
 
 
-def rehearse(name: str, *, schedule: str, split: bool) -> list[set[tuple[int, str]]]:
-    """What each rank of two timed."""
-    job = zoo.job(name)
-    plan = runs.even_plan(job, 2, schedule=schedule, microbatches=2, split=split)
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times do not matter here."""
+    monkeypatch.setattr("pipeloom.api.forecast.ENOUGH_S", 0.0)
+    monkeypatch.setattr("pipeloom.runtime.calibrate.REPEATS", 3)
 
-    def rank(index: int, channel: LocalChannel) -> set[tuple[int, str]]:
+
+def rehearsal_of(pipeline: Pipeline) -> Rehearsal:
+    forecast: Forecast = pipeline._forecast()
+    return Rehearsal(
+        forecast.program, forecast.variant, forecast.sample, pipeline.weights,
+        rank=pipeline.rank, clock=forecast.clock, watch=forecast.watch,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_every_action_is_timed_and_nothing_is_left(split: bool) -> None:
+    """The convolution network has BatchNorm, whose buffers a forward changes."""
+    job = zoo.job("convnet")
+    plan = runs.even_plan(job, 2, schedule="1f1b", microbatches=2, split=split)
+
+    def rank(index: int, channel: LocalChannel) -> None:
         with Pipeline(job, plan, channel=channel) as pipeline:
-            return timed(pipeline)
+            weights = pipeline.weights
+            before = {key: tensor.clone() for key, tensor in weights.state(0).items()}
+            walk = rehearsal_of(pipeline).walk()
+            assert set(walk) == set(plan.as_schedule.rows[index])
+            assert min(walk.values()) > 0
+            after = weights.state(0)
+            assert set(after) == set(before)
+            assert all(torch.equal(before[key], after[key]) for key in before)
+            assert not weights.grads.touched
+
+    with runs.shared_captures():
+        runs.threads(2, rank)
+
+
+def adam(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-2)
+
+
+def training(job: Job, plan: Plan, *, rehearses: bool, **options: Any) -> list[tuple[Any, ...]]:
+    """Everything that three steps leave on each of two ranks."""
+
+    def rank(index: int, channel: LocalChannel) -> tuple[Any, ...]:
+        made = Options(clip_norm=0.5, keep_gradients=True, **options)
+        with Pipeline(job, plan, options=made, channel=channel) as pipeline:
+            losses = []
+            for number in range(3):
+                if rehearses:
+                    predicted = pipeline.rehearse()
+                    assert predicted.source == "predicted" and predicted.step_s > 0
+                rows = plan.microbatches * plan.microbatch_size * made.accumulate
+                losses.append(pipeline.step(job.batch(number, rows)))
+                if rehearses:
+                    pipeline.rehearse()
+            optimizer = pipeline.weights.optimizer
+            return (
+                losses, dict(pipeline.weights.state(0)), pipeline.weights.last_gradients,
+                copy.deepcopy(optimizer.state_dict()) if optimizer else None,
+                pipeline.ledger.peak, pipeline.ledger.at_peak, pipeline.report.peak_bytes,
+            )  # fmt: skip
 
     with runs.shared_captures():
         return runs.threads(2, rank)
 
 
-def timed(pipeline: Pipeline) -> set[tuple[int, str]]:
-    """(stage, kind) of what was timed; checks that weights and gradients are as before."""
-    weights = pipeline.weights
-    before = {key: tensor.clone() for key, tensor in weights.state(0).items()}
-    forecast: Forecast = pipeline._forecast()
-    spans = time_actions(
-        forecast.program, forecast.variant, forecast.sample, weights,
-        rank=pipeline.rank, clock=forecast.clock, watch=forecast.watch,
-    )  # fmt: skip
-    assert all(min(took) > 0 for took in spans.values())
-    chosen = drawn(forecast.program, spans, seed=0)
-    actions = [action for row in forecast.plan.as_schedule.rows for action in row]
-    assert set(chosen) == {action for action in actions if (action.stage, action.kind) in spans}
-    assert all(took in spans[action.stage, action.kind] for action, took in chosen.items())
-    after = weights.state(0)
-    assert set(after) == set(before)
-    assert all(torch.equal(before[key], after[key]) for key in before)
-    assert not weights.grads.touched
-    return set(spans)
+def require_same(job: Job, plan: Plan, **options: Any) -> None:
+    generator = torch.get_rng_state()
+    plain = training(job, plan, rehearses=False, **options)
+    rehearsed = training(job, plan, rehearses=True, **options)
+    for one, other in zip(plain, rehearsed, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+    assert torch.equal(generator, torch.get_rng_state())
 
 
-@pytest.mark.parametrize(("split", "kinds"), [(False, "FB"), (True, "FIW")])
-def test_every_action_is_timed_and_nothing_is_left(split: bool, kinds: str) -> None:
-    """The convolution network has BatchNorm, whose buffers a forward changes."""
-    found = rehearse("convnet", schedule="1f1b", split=split)
-    assert found == [{(stage, kind) for kind in kinds} for stage in range(2)]
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("gpipe", "zb_h1", "zb_v", "chimera")]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "dualpipe", *SLOW])
+def test_training_is_the_same_with_rehearsals(schedule: str) -> None:
+    job = replace(gpt_job(), optimizer=adam)
+    require_same(job, plan_of(job, schedule, 2, microbatches=4))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("split", [False, True])
+def test_buffers_and_random_numbers_are_the_same_with_rehearsals(split: bool) -> None:
+    job = replace(zoo.job("convnet"), optimizer=adam)
+    require_same(job, runs.even_plan(job, 2, microbatches=2, split=split))
+    dropout = replace(zoo.with_dropout("gpt2"), optimizer=adam)
+    require_same(dropout, runs.even_plan(dropout, 2, microbatches=2, split=split), accumulate=2)
+
+
+def test_a_handler_that_remembers_is_rehearsed_with_a_memory_of_its_own() -> None:
+    """It delays every second gradient by a step; a rehearsal in between must not get in its way."""
+    calls: list[int] = []
+
+    def delay(context: OperationContext) -> None:
+        calls.append(context.rank)
+        for name, gradient in context.gradients.items() if context.last else ():
+            earlier = context.state.get(name, torch.zeros(()))
+            context.state[name] = gradient / 2
+            gradient.sub_(context.state[name]).add_(earlier)
+
+    operation = declare(Operation(letters="DELAY", meaning="delay", after=W, handler=delay))
+
+    def recipe(s: Any) -> Recipe:
+        rows = phases(s, warm_up=lambda rank: s.ranks - 1 - rank, repeat="FI")
+        return Recipe(kinds="FIW", rows=rows, memory=s.ranks, insert=(operation,))
+
+    job = replace(zoo.job("gpt"), optimizer=adam)
+    plan = runs.even_plan(job, 2, microbatches=3, split=True)
+    stages = plan.stage_graph(runs.capture_of(job).graph)
+    rows, _, pairs = Entry(recipe=recipe).make(replace(shape_of(2, microbatches=3), stages=stages))
+    made = replace(plan.as_schedule, rows=tuple(map(tuple, rows)), pairs=pairs)
+    require_same(job, replace(plan, schedule_rows=tuple(str(made).splitlines())))
+    assert len(calls) > 2 * 2 * 3 * 3

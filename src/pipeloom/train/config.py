@@ -138,6 +138,8 @@ class Config:
     job: "file.py:function" or "package.module:function" returning a `pipeloom.Job`; unset for the built-in
     GPT (then `model` and `data` are used).
     checkpoint_every: steps between checkpoints; one is always written at the end.
+    rehearsals: how often, at most, the run predicts a step anew between two steps, to be held against the
+        steps around it; each takes nearly as long as a step. 0 for none.
     """
 
     name: str = "gpt"
@@ -148,6 +150,7 @@ class Config:
     validation_batches: int = 4
     checkpoint_every: int = 100
     keep_checkpoints: int = 2
+    rehearsals: int = 21
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -159,6 +162,7 @@ class Config:
             validation_batches=self.validation_batches, checkpoint_every=self.checkpoint_every,
             keep_checkpoints=self.keep_checkpoints,
         )  # fmt: skip
+        _require(self.rehearsals >= 0, f"rehearsals is {self.rehearsals}", "use 0 or more")
         _require(
             bool(self.name) and Path(self.name).name == self.name,
             f"name is {self.name!r}", "use a plain word: it names the run directory",

@@ -58,6 +58,7 @@ def write_config(config: Config) -> str:
     validation_batches = 4
     checkpoint_every = 100
     keep_checkpoints = 2
+    rehearsals = 21
     """
     import tomli_w  # here, since only `pipeloom train` writes a config
 
@@ -68,7 +69,7 @@ def known_keys(kind: Any = Config, prefix: str = "") -> list[str]:
     """Every dotted key, in the order of the dataclasses.
 
     >>> known_keys()[7:10]
-    ['keep_checkpoints', 'model.layers', 'model.width']
+    ['keep_checkpoints', 'rehearsals', 'model.layers']
     """
     found = []
     for name, inner in get_type_hints(kind).items():

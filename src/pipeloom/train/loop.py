@@ -16,14 +16,9 @@ from ..ir.timeline import Timeline
 from .config import Config
 from .display import Display, Shown, display_for
 from .metrics import Metrics
+from .pace import Comparison, Pace
 from .rates import rate_share
 from .workload import Batch, Workload
-
-TIMED_STEPS = 15
-"""Of these the one with the middle step time is reported: a single one may be disturbed."""
-
-WARM_UP_STEPS = 3
-"""Steps before those. The prediction is not long ago then: machines that others use too change their pace."""
 
 
 class Report(Protocol):
@@ -50,6 +45,7 @@ class Trainable(Protocol):
     def step(self, batch: Batch, /) -> float: ...
     def evaluate(self, batch: Batch, /) -> float: ...
     def measured(self) -> Timeline: ...
+    def rehearse(self) -> Timeline: ...
     def save(self, directory: Path, /, *, extra: Mapping[str, Any], keep: int) -> Path: ...
     def load(self, directory: Path, /) -> dict[str, Any]: ...
 
@@ -59,12 +55,14 @@ class Outcome:
     """How a run ended.
 
     first_step: steps done when it began.  losses: step -> loss, of the run's whole life (rank 0).
-    timeline: the measured step of middle duration among the last ones; None if no step was made.
+    comparison: of rehearsals with the steps around them; None if there was no rehearsal.
+    timeline: the measured step that stands for the run; None if no step was made.
     """
 
     first_step: int
     steps: int
     losses: Mapping[str, list[tuple[int, float]]]
+    comparison: Comparison | None
     timeline: Timeline | None
 
 
@@ -91,17 +89,19 @@ def train(
         display = stack.enter_context(
             display_for(console or Console(), rank=pipeline.rank, steps=config.steps, done=first)
         )
-        timelines = _steps(pipeline, config, workload, out, metrics, display)
+        pace = _steps(pipeline, config, workload, out, metrics, display)
         losses = {} if metrics is None else _losses(metrics)
-    return Outcome(first_step=first, steps=pipeline.steps, losses=losses, timeline=_middle(timelines))
+    return Outcome(
+        first_step=first, steps=pipeline.steps, losses=losses, comparison=pace.comparison,
+        timeline=pace.measured,
+    )  # fmt: skip
 
 
 def _steps(
     pipeline: Trainable, config: Config, workload: Workload, out: Path,
     metrics: Metrics | None, display: Display,
-) -> list[Timeline]:  # fmt: skip
-    timelines = []
-    timed = _timed_steps(pipeline.steps, config.steps)
+) -> Pace:  # fmt: skip
+    pace = Pace(pipeline, first=pipeline.steps, end=config.steps, rehearsals=config.rehearsals)
     validation = None
     if pipeline.steps == 0:
         validation = validate(pipeline, config, workload)
@@ -109,6 +109,7 @@ def _steps(
             metrics.write({"step": 0, "validation_loss": validation})
     for step in range(pipeline.steps, config.steps):
         batch = workload.train(step)
+        rehearsed_s = pace.before(step)
         loss = pipeline.step(batch)
         if not math.isfinite(loss):
             raise PipeloomError(
@@ -116,29 +117,19 @@ def _steps(
                 hint="lower optimizer.learning_rate; `--resume` goes back to the newest checkpoint",
             )
         done, last = step + 1, step + 1 == config.steps
-        if step in timed:
-            timelines.append(pipeline.measured())
+        pace.after(step)
         validates = last or done % config.validate_every == 0
         if validates:
             validation = validate(pipeline, config, workload)
         if metrics is not None:
             figures = _figures(pipeline, config, workload, batch, loss)
-            metrics.write({**figures, "validation_loss": validation if validates else None})
+            told = {"rehearsed_step_s": rehearsed_s, "validation_loss": validation if validates else None}
+            metrics.write(figures | told)
             display.show(_shown(figures, validation))
         if last or done % config.checkpoint_every == 0:
             extra = {"data": workload.data, "step": done}
             pipeline.save(out / "checkpoint", extra=extra, keep=config.keep_checkpoints)
-    return timelines
-
-
-def _timed_steps(first: int, end: int) -> range:
-    """Steps whose timelines are kept.
-
-    >>> _timed_steps(0, 400), _timed_steps(0, 6)
-    (range(3, 18), range(0, 6))
-    """
-    start = max(first, min(first + WARM_UP_STEPS, end - TIMED_STEPS))
-    return range(start, min(start + TIMED_STEPS, end))
+    return pace
 
 
 def validate(pipeline: Trainable, config: Config, workload: Workload) -> float:
@@ -175,9 +166,3 @@ def _losses(metrics: Metrics) -> dict[str, list[tuple[int, float]]]:
     lines = metrics.read()
     names = {"train": "loss", "validation": "validation_loss"}
     return {name: [(line["step"], line[key]) for line in lines if key in line] for name, key in names.items()}
-
-
-def _middle(timelines: list[Timeline]) -> Timeline | None:
-    """The one of median step time."""
-    by_time = sorted(timelines, key=lambda timeline: timeline.step_s)
-    return by_time[len(by_time) // 2] if by_time else None

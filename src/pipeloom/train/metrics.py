@@ -5,6 +5,7 @@
 
 `validation_loss` stands only on steps after which validation ran, and on a line for step 0, which has
 nothing else: the untrained model's. `learning_rate` and `grad_norm` stand only where they are known.
+`rehearsed_step_s`, on steps before which the run rehearsed, is what the step was predicted to take.
 """
 
 from __future__ import annotations

@@ -51,48 +51,73 @@ def contents(modules: Sequence[str]) -> str:
     return ", ".join(names) if len(names) <= 4 else f"{names[0]} … {names[-1]}"
 
 
+def predicted_step(outcome: Outcome, forecast: Timeline) -> Timeline:
+    """The prediction to show beside the measured step: of the same window, else the forecast."""
+    return forecast if outcome.comparison is None else outcome.comparison.middle.predicted
+
+
 def summary(
-    config: Config, out: Path, outcome: Outcome, predicted: Timeline | None, plan: Plan
+    config: Config, out: Path, outcome: Outcome, forecast: Timeline, plan: Plan
 ) -> dict[str, Any]:
     """The figures of a run as one JSON object.
 
     run: its directory.  steps, first_step: steps done, and done before this start.  stages, schedule,
     microbatches: as planned.  train_loss, validation_loss: [first, last] in nats per token, null before
-    there is one.  predicted, measured: step_s, bubble and peak_bytes (per rank) of one step, null if there
-    is none.  step_error: predicted less measured step time, as a share of measured.
+    there is one.  forecast, predicted, measured: step_s, bubble and peak_bytes (per rank) of one step, null
+    if there is none: the forecast is made before the first step, the other two belong to one rehearsal and
+    the step that it is held against.  step_error: predicted less measured step time, as a share of measured.
+    step_error_quartiles: of the errors of all rehearsals, null for fewer than four.  rehearsals: of each the
+    steps done (step), step_s predicted and measured, and the number of steps (steps) that the measured one
+    is the middle of.
     """
-    measured = outcome.timeline
+    predicted, measured, comparison = predicted_step(outcome, forecast), outcome.timeline, outcome.comparison
     return {
         "run": str(out), "name": config.name, "steps": outcome.steps, "first_step": outcome.first_step,
         "stages": len(plan.stages), "schedule": plan.schedule, "microbatches": plan.microbatches,
         "train_loss": _ends(outcome.losses["train"]), "validation_loss": _ends(outcome.losses["validation"]),
-        "predicted": _step(predicted), "measured": _step(measured),
-        "step_error": predicted.step_s / measured.step_s - 1 if predicted and measured else None,
+        "forecast": _step(forecast), "predicted": _step(predicted), "measured": _step(measured),
+        "step_error": predicted.step_s / measured.step_s - 1 if measured else None,
+        "step_error_quartiles": comparison and comparison.quartiles,
+        "rehearsals": [
+            {"step": w.step, "predicted_step_s": w.predicted.step_s, "measured_step_s": w.measured.step_s,
+             "steps": w.steps}
+            for w in (comparison.windows if comparison else ())
+        ],
     }  # fmt: skip
 
 
+def compared(outcome: Outcome, forecast: Timeline) -> str:
+    """What was held against what, in a sentence."""
+    before = f"forecast before the first step: {forecast.step_s * 1e3:.0f} ms"
+    return before if outcome.comparison is None else f"{outcome.comparison}; {before}"
+
+
 def write_files(
-    config: Config, out: Path, outcome: Outcome, *, predicted: Timeline | None,
+    config: Config, out: Path, outcome: Outcome, *, forecast: Timeline,
     rows: Sequence[viewer.StageRow], figures: Mapping[str, Any], caps: Sequence[int],
     explanations: Sequence[Explanation] = (),
 ) -> None:  # fmt: skip
     """trace.json, report.html and summary.json."""
+    predicted = predicted_step(outcome, forecast)
     timelines = [t for t in (predicted, outcome.timeline) if t is not None]
     viewer.write_trace(out / "trace.json", timelines)
     viewer.write_report(
         out / "report.html", title=f"{config.name}: {outcome.steps} steps", predicted=predicted,
         measured=outcome.timeline, stages=rows, losses=outcome.losses,
         config=msgspec.to_builtins(config), caps=caps, explanations=explanations,
+        note=compared(outcome, forecast),
     )  # fmt: skip
     (out / "summary.json").write_text(json.dumps(figures, indent=1) + "\n")
 
 
 def print_end(
-    console: Console, out: Path, outcome: Outcome, predicted: Timeline | None, rows: Sequence[viewer.StageRow]
+    console: Console, out: Path, outcome: Outcome, forecast: Timeline, rows: Sequence[viewer.StageRow]
 ) -> None:
     """Predicted against measured, the losses, and where everything is."""
+    predicted = predicted_step(outcome, forecast)
     viewer.print_report(console, predicted=predicted, measured=outcome.timeline, stages=rows)
     console.print()
+    console.print(compared(outcome, forecast), highlight=False, soft_wrap=True)
     for name, points in outcome.losses.items():
         if points:
             (first, before), (last, after) = points[0], points[-1]

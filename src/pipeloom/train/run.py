@@ -34,7 +34,7 @@ from .config import Config
 from .config_text import read_config, write_config
 from .loop import train
 from .rates import scheduler_of
-from .report import print_end, stage_rows, summary, write_files
+from .report import predicted_step, print_end, stage_rows, summary, write_files
 from .rundir import find_run, new_run
 from .workload import Workload, gpt_workload, job_workload
 
@@ -222,18 +222,19 @@ def _train_rank(settled: Settled) -> None:
         accumulate=config.pipeline.accumulate,
     )  # fmt: skip
     with Pipeline(workload.job, planned, options=options) as pipeline:
-        predicted = pipeline.predict()
+        forecast = pipeline.predict()
         outcome = train(pipeline, config, workload, out, resume=settled.request.resume, console=console)
         if pipeline.rank != 0:
             return
         rows = stage_rows(pipeline.parts.captured.graph, planned)
-        figures = summary(config, out, outcome, predicted, planned)
-        reasons = explain_steps(planned, pipeline.parts.captured.graph, (predicted, outcome.timeline))
+        figures = summary(config, out, outcome, forecast, planned)
+        shown = predicted_step(outcome, forecast), outcome.timeline
+        reasons = explain_steps(planned, pipeline.parts.captured.graph, shown)
         write_files(
-            config, out, outcome, predicted=predicted, rows=rows, figures=figures, caps=planned.caps,
+            config, out, outcome, forecast=forecast, rows=rows, figures=figures, caps=planned.caps,
             explanations=reasons,
         )  # fmt: skip
-        print_end(console, out, outcome, predicted, rows)
+        print_end(console, out, outcome, forecast, rows)
     if settled.request.as_json:
         print(json.dumps(figures, indent=1))
 

@@ -59,12 +59,14 @@ def write_report(
     caps: Sequence[int] = (),
     explanations: Sequence[Explanation] = (),
     size_unit: SizeUnit | None = None,
+    note: str = "",
 ) -> None:
     """Write the page, whole or not at all.
 
     losses: name ("train", "validation") -> (step, loss) in order.  config: settings, nested or flat.
     caps: bytes each rank may hold.  explanations: of the timelines with the same source.
-    size_unit: what memory is counted in, instead of bytes.  What is not given is left out of the page.
+    size_unit: what memory is counted in, instead of bytes.  note: a sentence on how the two were compared.
+    What is not given is left out of the page.
     Raises: ConfigError if the file cannot be written.
     """
     import jinja2
@@ -87,6 +89,7 @@ def write_report(
     )
     page = environment.get_template("report.html").render(
         title=title,
+        note=note,
         cards=_cards(predicted, measured, losses, explanations, size_unit),
         legend=legend(drawn),
         explained=bool(drawn and explanations),

@@ -1,0 +1,100 @@
+"""When a run rehearses, and what it holds each rehearsal against."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeloom.ir.timeline import Event, Timeline
+from pipeloom.train.pace import AFTER, BEFORE, Comparison, Pace, Window, rehearsal_steps
+
+
+def step(source: str, seconds: float) -> Timeline:
+    event = Event(rank=0, stream="compute", action="0F0", start_s=0.0, end_s=seconds)
+    return Timeline(source=source, ranks=1, events=(event,))
+
+
+class Machine:
+    """Its pace drifts: step n and what is rehearsed before it take pace(n) seconds; one step is disturbed."""
+
+    def __init__(self, disturbed: int = -1) -> None:
+        self.now, self.disturbed, self.measurements = 0, disturbed, 0
+
+    def pace(self) -> float:
+        return 1.0 + self.now / 50
+
+    def rehearse(self) -> Timeline:
+        return step("predicted", self.pace())
+
+    def measured(self) -> Timeline:
+        self.measurements += 1
+        return step("measured", 9.0 if self.now == self.disturbed else self.pace())
+
+
+def run(machine: Machine, first: int, end: int, rehearsals: int = 21) -> Pace:
+    pace = Pace(machine, first=first, end=end, rehearsals=rehearsals)
+    for machine.now in range(first, end):
+        predicted = pace.before(machine.now)
+        assert predicted in (None, machine.pace())
+        pace.after(machine.now)
+    return pace
+
+
+def test_a_drifting_pace_is_no_error_of_the_prediction() -> None:
+    """From the first step to the last the machine slows down ninefold; one step is disturbed besides."""
+    comparison = run(Machine(disturbed=203), 0, 400).comparison
+    assert comparison is not None and len(comparison.windows) == 21
+    assert abs(comparison.middle.error) < 0.01
+    assert comparison.windows[0].predicted.step_s < comparison.windows[-1].predicted.step_s / 5
+    assert all(abs(window.error) < 0.05 for window in comparison.windows)
+
+
+def test_only_steps_around_rehearsals_are_measured() -> None:
+    machine = Machine()
+    run(machine, 0, 400)
+    assert machine.measurements == 21 * (BEFORE + AFTER)
+
+
+@given(first=st.integers(0, 1000), steps=st.integers(1, 600), most=st.integers(1, 40))
+def test_rehearsals_are_few_apart_and_within_the_run(first: int, steps: int, most: int) -> None:
+    planned = rehearsal_steps(first, first + steps, most)
+    assert len(planned) % 2 == 1 and len(planned) <= max(1, most)
+    assert first <= planned[0] and planned[-1] < first + steps
+    assert all(later - one >= BEFORE + AFTER for one, later in zip(planned, planned[1:], strict=False))
+    if steps >= 8:
+        assert len(planned) <= max(1, steps // 8)
+
+
+@given(first=st.integers(0, 50), steps=st.integers(1, 60))
+def test_every_rehearsal_has_steps_around_it(first: int, steps: int) -> None:
+    comparison = run(Machine(), first, first + steps).comparison
+    assert comparison is not None
+    assert [w.step for w in comparison.windows] == list(rehearsal_steps(first, first + steps, 21))
+    full = BEFORE + AFTER
+    assert all(window.steps == min(full, steps) for window in comparison.windows if steps >= 8 or steps == 1)
+
+
+def test_without_rehearsals_the_last_step_stands_for_the_run() -> None:
+    machine = Machine()
+    pace = run(machine, 0, 10, rehearsals=0)
+    assert pace.comparison is None and machine.measurements == 1
+    assert pace.measured is not None and pace.measured.step_s == 1.0 + 9 / 50
+    nothing = run(Machine(), 10, 10)
+    assert nothing.comparison is None and nothing.measured is None
+
+
+def test_what_was_compared_is_told() -> None:
+    def window(at: int, error: float) -> Window:
+        return Window(step=at, steps=5, predicted=step("predicted", 1 + error), measured=step("measured", 1))
+
+    one = Comparison(windows=(window(5, -0.021),))
+    assert one.quartiles is None
+    assert str(one) == (
+        "one rehearsal after 5 steps, against the steps around it: predicted step time off by -2.1%"
+    )
+    errors = (0.3, -0.1, 0.0, 0.02, 0.01)
+    many = Comparison(windows=tuple(window(10 * i, error) for i, error in enumerate(errors)))
+    assert many.middle.step == 40 and many.quartiles == pytest.approx((0.0, 0.02))
+    assert str(many) == (
+        "5 rehearsals after 0 to 40 steps, each against the steps around it: predicted step time off by "
+        "+1.0% in the middle one, by +0.0% to +2.0% in the middle half"
+    )
