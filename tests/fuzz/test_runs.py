@@ -13,7 +13,8 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from edits import EDITS, OFTEN, edited_rows
+import torch
+from edits import ADDED, EDITS, OFTEN, Case, edited_rows, with_operations, with_pairs
 from every_schedule import SYNCHRONOUS, gpt_job, plan_of
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
@@ -23,16 +24,19 @@ from runs import Numbers, assert_same, capture_of, pipelined, plain, plan_for, s
 from pipeloom import Job, Options, Pipeline
 from pipeloom.ir.check import check, check_program
 from pipeloom.ir.errors import PeerError, ScheduleError
+from pipeloom.ir.operation import OPERATIONS
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.schedule import Schedule
 from pipeloom.ir.stages import StageGraph
 from pipeloom.lowering import lower
+from pipeloom.runtime.operations import OperationContext
 
 CALM = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
 QUICK = settings(max_examples=5, derandomize=True, **CALM)
 LONG = settings(max_examples=300, **CALM)
 TOLERANCE = 1e-11
 COUNT = 4
+SWAP = next(operation for operation in ADDED if operation.meets is not None)
 
 WALKS = st.lists(st.sampled_from([*OFTEN, *OFTEN, "rename", "split", "rotate"]), min_size=1, max_size=25)
 
@@ -81,11 +85,32 @@ def gpt() -> tuple[Job, Numbers]:
     return _GPT[0]
 
 
+SWAPPED: list[float] = []
+"""What ranks got where stages 0 and 1 meet; before the first step calls are rehearsed, each alone."""
+
+
+def swap(context: OperationContext) -> None:
+    mine = torch.full((1,), float(context.stage + 1))
+    context.all_reduce(mine)
+    SWAPPED.append(float(mine))
+
+
 def prove_schedule(data: st.DataObject) -> None:
+    """Any schedule, perhaps with operations and pairs, edited while it stays valid."""
     job, expected = gpt()
     name = data.draw(st.sampled_from(SYNCHRONOUS))
-    plan = edited_plan(data.draw, job, plan_of(job, name, 2, microbatches=COUNT))
-    assert_same(trained(job, plan), expected, tolerance=TOLERANCE)
+    plan = plan_of(job, name, 2, microbatches=COUNT)
+    made, stages = plan.as_schedule, stages_of(job, plan)
+    added = data.draw(st.sampled_from([with_operations, with_pairs, None]))
+    if added is not None:
+        made = added(data.draw, Case(stages, made)).schedule
+        plan = replace(plan, schedule_rows=tuple(str(made).splitlines()))
+    plan = edited_plan(data.draw, job, plan)
+    SWAPPED.clear()
+    with patch.dict(OPERATIONS, {SWAP.kind: replace(SWAP, handler=swap)}):
+        assert_same(trained(job, plan), expected, tolerance=TOLERANCE)
+    meetings = sum(a.kind == SWAP.kind for row in plan.as_schedule.rows for a in row)
+    assert SWAPPED.count(3.0) == meetings
 
 
 def prove_program(data: st.DataObject) -> None:

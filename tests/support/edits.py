@@ -8,12 +8,14 @@ from functools import cache
 from typing import Any
 
 from hypothesis import strategies as st
+from slow_check import makes, stuck, wants
 
 from pipeloom import schedules
 from pipeloom.ir.action import Action, B, F, I, Kind, StageAction, Transfer, W
 from pipeloom.ir.errors import ScheduleError
 from pipeloom.ir.flow import dag
-from pipeloom.ir.schedule import Program, Schedule
+from pipeloom.ir.operation import Operation, declare
+from pipeloom.ir.schedule import Pair, Program, Schedule
 from pipeloom.ir.stages import StageGraph, chain
 
 
@@ -97,8 +99,74 @@ def shard_cases(draw: st.DrawFn) -> Case:
     return Case(stages, schedules.build(name, stages, placement, count, split_backward=split))
 
 
+ADDED = (
+    declare(Operation(letters="NOTE", meaning="behind each F", after=F, seconds=0.5)),
+    declare(Operation(letters="PACK", meaning="behind every second W", after=W, every=2, share=0.25)),
+    declare(Operation(letters="WARM", meaning="in front of each B", before=B, ahead=1, stream="host")),
+    declare(
+        Operation(
+            letters="SWAP", meaning="stages 0 and 1 meet", after=F, stages=lambda s: s < 2, seconds=1.0,
+            meets=lambda s: (1 - s,),
+        )
+    ),
+)  # fmt: skip
+"""Operations that a user may have declared."""
+
+
+def _beside(draw: st.DrawFn, row: list[Action], rank: int, operation: Operation, tied: set[Pair]) -> None:
+    """Put an operation somewhere on the right side of each anchor of a row, but not into a pair."""
+    for anchor in [a for a in row if operation.stands_at(a.kind)]:
+        if operation.runs(anchor.stage, rank, anchor.microbatch):
+            at, follows = row.index(anchor), operation.after is not None
+            span = range(at + 1, len(row) + 1) if follows else range(at + 1)
+            free = [i for i in span if not 0 < i < len(row) or (row[i - 1], row[i]) not in tied]
+            near = st.just(free[0 if follows else -1])
+            where = draw(near | st.sampled_from(free))
+            row.insert(where, Action(anchor.stage, operation.kind, anchor.microbatch))
+
+
+def with_operations(draw: st.DrawFn, case: Case) -> Case:
+    """Operations in a schedule; those that meet others in a way that blocks are left out."""
+    for operation in draw(st.lists(st.sampled_from(ADDED), min_size=1, max_size=3, unique=True)):
+        rows = [list(row) for row in case.schedule.rows]
+        if operation.meets is None or len(case.stages.stages) > 1:
+            for rank, row in enumerate(rows):
+                _beside(draw, row, rank, operation, set(case.schedule.pairs))
+        added = replace(case.schedule, rows=tuple(map(tuple, rows)))
+        if not stuck(added, case.stages):
+            case = Case(case.stages, added)
+    return case
+
+
+def with_pairs(draw: st.DrawFn, case: Case) -> Case:
+    """Some neighbours of a schedule as pairs, of one stage or of two, that block nothing."""
+    for _ in range(draw(st.integers(1, 4))):
+        used = {a for pair in case.schedule.pairs for a in pair}
+        near = [pair for row in case.schedule.rows for pair in zip(row, row[1:], strict=False)]
+        near = [(a, b) for a, b in near if not {a, b} & used and not makes(a) & wants(b, case.stages)]
+        if near:
+            apart = [(a, b) for a, b in near if a.stage != b.stage]
+            pair = draw(st.sampled_from(near) | st.sampled_from(apart or near))
+            paired = replace(case.schedule, pairs=(*case.schedule.pairs, pair))
+            if not stuck(paired, case.stages):
+                case = Case(case.stages, paired)
+    return case
+
+
+@st.composite
+def operation_cases(draw: st.DrawFn) -> Case:
+    return with_operations(draw, draw(st.one_of(library_cases(), dag_cases())))
+
+
+@st.composite
+def paired_cases(draw: st.DrawFn) -> Case:
+    return with_pairs(draw, draw(st.one_of(library_cases(), dag_cases())))
+
+
 def cases() -> st.SearchStrategy[Case]:
-    return st.one_of(library_cases(), library_cases(), dag_cases(), shard_cases())
+    return st.one_of(
+        library_cases(), library_cases(), dag_cases(), shard_cases(), operation_cases(), paired_cases()
+    )
 
 
 Table = list[list[Any]]
@@ -205,6 +273,7 @@ def other_kind(draw: st.DrawFn, rows: Table) -> None:
     rank, at = _place(draw, rows)
     step = rows[rank][at]
     kinds = [F, B, I, W, Kind("EVICT"), Kind("FETCH"), Kind("OFFLOAD"), Kind("RELOAD"), Kind("RECOMPUTE")]
+    kinds += [operation.kind for operation in ADDED]
     if isinstance(step, StageAction):
         kinds = [Kind("STEP"), Kind("REDUCE")]
     elif isinstance(step, Transfer):
@@ -235,16 +304,16 @@ OFTEN = ("next_to_next", "swap", "move", "reverse")
 
 NAMES = st.lists(st.sampled_from(sorted(EDITS)) | st.sampled_from(OFTEN), min_size=1, max_size=3)
 
-ORDERING = {"order", "slices", "evictions", "deadlock", "pairs"}
+ORDERING = {"order", "slices", "evictions", "deadlock", "pairs", "operations"}
 COUNTING = {"completeness", "shards", *ORDERING}
 MAY_BREAK: dict[str, set[str]] = {
     "next_to_next": ORDERING, "swap": ORDERING, "move": ORDERING, "reverse": ORDERING, "rotate": ORDERING,
     "swap_ranks": {"placement", *ORDERING}, "move_away": {"placement", *ORDERING},
     "swap_rows": {"placement"}, "delete": COUNTING, "duplicate": {"completeness"},
     "empty": {"completeness", "pairs"},
-    "rename": {"kinds", "slices", "pairs"}, "other_microbatch": {"kinds", *COUNTING},
+    "rename": {"kinds", "slices", "pairs", "operations"}, "other_microbatch": {"kinds", *COUNTING},
     "other_stage": {"placement", *COUNTING}, "other_kind": {"kinds", *COUNTING}, "other_peer": set(),
-    "split": {"pairs", "shards"},
+    "split": {"pairs", "shards", "operations"},
 }  # fmt: skip
 """The rules that one edit of a valid schedule can break."""
 
@@ -261,16 +330,18 @@ def edited_rows(draw: st.DrawFn, rows: Any, names: list[str]) -> Any:
 @st.composite
 def edited_schedules(draw: st.DrawFn, of: st.SearchStrategy[Case] | None = None) -> tuple[Case, list[str]]:
     """A case after one to three edits, and their names."""
-    case = draw(of or cases())
+    case = draw(cases() if of is None else of)
     names = draw(NAMES)
     rows = edited_rows(draw, case.schedule.rows, names)
     return Case(case.stages, replace(case.schedule, rows=rows)), names
 
 
 @st.composite
-def edited_programs(draw: st.DrawFn, make: Callable[[Case], Program]) -> tuple[Case, Program]:
+def edited_programs(
+    draw: st.DrawFn, make: Callable[[Case], Program], of: st.SearchStrategy[Case] | None = None
+) -> tuple[Case, Program]:
     """What a case is lowered to, after one to three edits."""
-    case = draw(cases())
+    case = draw(cases() if of is None else of)
     program = make(case)
     names = draw(NAMES)
     return case, replace(program, rows=edited_rows(draw, program.rows, names))

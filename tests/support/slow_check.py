@@ -12,10 +12,13 @@ from dataclasses import replace
 
 from pipeloom.ir.action import Action, StageAction, Transfer
 from pipeloom.ir.errors import DeadlockError, ScheduleError
+from pipeloom.ir.operation import OPERATIONS
 from pipeloom.ir.schedule import Program, Schedule
 from pipeloom.ir.stages import StageGraph
 
-COMPUTE = ("F", "B", "I", "W", "EVICT", "FETCH")
+ADDED = "NOTE", "PACK", "WARM", "SWAP"
+"""The operations of `edits`."""
+COMPUTE = ("F", "B", "I", "W", "EVICT", "FETCH", *ADDED)
 TREATED = ("OFFLOAD", "RELOAD", "RECOMPUTE")
 """What a program may do with residuals, and a schedule may not."""
 BACKWARD = ("B", "I", "W")
@@ -24,7 +27,7 @@ MESSAGES = {
     "placement": r"the placement names|is placed on rank|but the stages are 0 to",
     "ranks": r"no stage: the stages are on",
     "kinds": r"whose kind is not a compute action|runs \d+[A-Z]+\d+, but the micro-batches are 0 to",
-    "completeness": r"runs (\d+(F|B|I|W|EVICT|FETCH|OFFLOAD|RELOAD|RECOMPUTE)\d+) twice"
+    "completeness": r"runs (\d+(F|B|I|W|EVICT|FETCH|OFFLOAD|RELOAD|RECOMPUTE|NOTE|PACK|WARM|SWAP)\d+) twice"
     r"|never runs \d+[FBIW]\d+|runs both",
     "order": r"runs \S+ before \S+, which it needs$",
     "shards": r"which are one stage on several ranks$|which has the same stage, runs",
@@ -34,6 +37,8 @@ MESSAGES = {
     "residuals": r"no backward reads its residuals|and never \d+RELOAD|nothing of it was offloaded"
     r"|which comes first of the two$|lends the same residuals",
     "pairs": r"of the pair|is in two pairs|is a pair$|as a pair, but",
+    "operations": r"never runs \d+(NOTE|PACK|WARM|SWAP)\d+$|is not declared for it"
+    r"|runs \d+(NOTE|PACK|WARM|SWAP)\d+ (before|after) \d+[FBIW]\d+$",
     "ends": r"does not hold stage|pass that way from stage to stage|but holds both stages"
     r"|runs \d+(SEND|RECV)_\S+, but the micro-batches are 0 to",
     "pairing": r"\d(SEND|RECV)_\S+ twice|never runs \d+(SEND|RECV)",
@@ -46,11 +51,11 @@ MESSAGES = {
 
 SCHEDULE_RULES = (
     "placement", "ranks", "kinds", "completeness", "shards", "order", "slices", "deadlock", "evictions",
-    "pairs",
+    "pairs", "operations",
 )  # fmt: skip
 PROGRAM_RULES = (
-    "placement", "kinds", "completeness", "shards", "order", "residuals", "evictions", "pairs", "ends",
-    "pairing", "data", "optimizer", "deadlock",
+    "placement", "kinds", "completeness", "shards", "order", "residuals", "evictions", "pairs",
+    "operations", "ends", "pairing", "data", "optimizer", "deadlock",
 )  # fmt: skip
 """In the order in which they are proved: the first broken one is reported."""
 
@@ -70,7 +75,7 @@ def broken_rule(schedule: Schedule, stages: StageGraph) -> str | None:
         "placement": _misplaced, "ranks": _idle, "kinds": _unknown, "completeness": _incomplete,
         "shards": _bad_shards, "order": _out_of_order, "slices": _slices_mixed, "evictions": _lost,
         "deadlock": lambda s, g: bool(stuck(s, g, together=False)),
-        "pairs": lambda s, g: bool(_bad_pairs(s, g)),
+        "pairs": lambda s, g: bool(_bad_pairs(s, g)), "operations": lambda s, g: _badly_added(s),
     }  # fmt: skip
     for rule in SCHEDULE_RULES:
         if tests[rule](schedule, stages):
@@ -114,6 +119,9 @@ def wants(action: Action, g: StageGraph) -> set[tuple[int, str, int]]:
     if action.kind in ("B", "I"):
         readers = {t for s, t in g.between if s == stage and any(v.needs_grad for v in g.between[s, t])}
         return {(stage, "F", b)} | {(reader, "G", b) for reader in readers}
+    if action.kind in ADDED:
+        after = OPERATIONS[action.kind].after
+        return set() if after is None else {(stage, "F" if after == "F" else "G", b)}
     return {(stage, "G" if action.kind == "W" else "F", b)}
 
 
@@ -147,8 +155,9 @@ def _slices_mixed(s: Schedule, g: StageGraph) -> bool:
 def _lost(s: Schedule, g: StageGraph) -> bool:
     for rank, row in enumerate(s.rows):
         for stage, b in {(a.stage, a.microbatch) for a in row if a.kind in ("EVICT", "FETCH")}:
-            word = "".join({"EVICT": "e", "FETCH": "f"}.get(a.kind, "g") for a in row
-                           if (a.stage, a.microbatch) == (stage, b) and a.kind != "F")  # fmt: skip
+            letters = {"EVICT": "e", "FETCH": "f", "F": "", **dict.fromkeys(ADDED, "")}
+            mine = (a.kind for a in row if (a.stage, a.microbatch) == (stage, b))
+            word = "".join(letters.get(kind, "g") for kind in mine)
             if rank == len(s.rows) - 1 - rank or not re.fullmatch("(ef)*g*", word):
                 return True
     return False
@@ -180,6 +189,33 @@ def _bad_pairs(s: Schedule, g: StageGraph) -> bool:
     return any(pair not in neighbours or makes(pair[0]) & wants(pair[1], g) for pair in s.pairs)
 
 
+def _badly_added(s: Schedule) -> bool:
+    """An operation that a schedule has somewhere stands on its side of every anchor, and nowhere else."""
+    there = {a.kind for row in s.rows for a in row if a.kind in ADDED}
+    for rank, row in enumerate(s.rows):
+        place = {a: at for at, a in enumerate(row)}
+        for operation in (OPERATIONS[kind] for kind in there):
+            stands_at = {"F": "F", "B": "BI", "I": "BI", "W": "WB"}[operation.anchor]
+            for anchor, at in place.items():
+                mine = Action(anchor.stage, operation.kind, anchor.microbatch)
+                if anchor.kind in stands_at and operation.runs(anchor.stage, rank, anchor.microbatch):
+                    if mine not in place or (place[mine] > at) != (operation.after is not None):
+                        return True
+        if any(a.kind in ADDED and not OPERATIONS[a.kind].runs(a.stage, rank, a.microbatch) for a in row):
+            return True
+    return False
+
+
+def _met(action: Action, g: StageGraph) -> list[Action]:
+    """What begins together with an action on other ranks."""
+    others: Sequence[int] = ()
+    if action.kind in ("F", "B", "I"):
+        others = next((group for group in g.shards if action.stage in group), ())
+    elif action.kind in ADDED and (meets := OPERATIONS[action.kind].meets) is not None:
+        others = meets(action.stage)
+    return [Action(other, action.kind, action.microbatch) for other in others]
+
+
 def _bad_shards(s: Schedule, g: StageGraph) -> bool:
     split = {(a.stage, a.microbatch) for row in s.rows for a in row if a.kind == "I"}
     return any(
@@ -192,10 +228,9 @@ def _bad_shards(s: Schedule, g: StageGraph) -> bool:
 def stuck(s: Schedule, g: StageGraph, *, together: bool = True) -> dict[int, Action]:
     """Run every rank as far as it goes: rank -> the action at which it stays for ever.
 
-    together: two that are a pair begin together, and so do shards of a stage.
+    together: two that are a pair begin together, and so do shards of a stage and operations that meet.
     """
     second = dict(s.pairs) if together else {}
-    groups = {stage: group for group in g.shards for stage in group} if together else {}
     begun: set[Action] = set()
     done: set[Hashable] = set()
     at = [0] * len(s.rows)
@@ -210,8 +245,7 @@ def stuck(s: Schedule, g: StageGraph, *, together: bool = True) -> dict[int, Act
                     break
                 moved = moved or action not in begun
                 begun.add(action)
-                others = groups.get(action.stage, ()) if action.kind in ("F", "B", "I") else ()
-                if not all(Action(other, action.kind, action.microbatch) in begun for other in others):
+                if together and not all(other in begun for other in _met(action, g)):
                     break
                 done |= makes(action)
                 at[rank] += 1
@@ -235,11 +269,13 @@ def broken_program_rule(p: Program, g: StageGraph) -> str | None:
         "shards": lambda: _bad_shards(compute, g),
         "order": lambda: _out_of_order(untreated, g), "residuals": lambda: _badly_treated(compute),
         "evictions": lambda: _lost(compute, g),
-        "pairs": lambda: _bad_pairs(compute, g),
+        "pairs": lambda: _bad_pairs(compute, g), "operations": lambda: _badly_added(compute),
         "ends": lambda: _stray(p, g), "pairing": lambda: _unpaired(p), "data": lambda: _missing_data(p, g),
         "optimizer": lambda: _bad_optimizer(p, g), "deadlock": lambda: bool(program_stuck(p, g)),
     }  # fmt: skip
-    if g.shards and not any(tests[rule]() for rule in PROGRAM_RULES[1:7]) and stuck(compute, g):
+    waits = g.shards or p.pairs or any(_met(a, g) for row in compute.rows for a in row)
+    early = PROGRAM_RULES[1 : PROGRAM_RULES.index("ends")]
+    if waits and not any(tests[rule]() for rule in early) and stuck(compute, g):
         return "deadlock"
     return next((rule for rule in PROGRAM_RULES[1:] if tests[rule]()), None)
 
@@ -309,8 +345,10 @@ def _bad_optimizer(p: Program, g: StageGraph) -> bool:
 def program_stuck(p: Program, g: StageGraph) -> dict[int, object]:
     """Run a program with sends that never wait: rank -> the step at which it stays for ever.
 
-    A REDUCE adds one tied parameter after the other, by name; each waits for all its ranks.
+    A REDUCE adds one tied parameter after the other, by name; each waits for all its ranks. What meets others
+    begins when they can.
     """
+    begun: set[Action] = set()
     homes = {name: {p.placement[s] for s in g.tied[name]} for name in sorted(g.tied)}
     sums = [[(name, ranks) for name, ranks in homes.items() if r in ranks] for r in range(len(p.rows))]
     done: set[Hashable] = set()
@@ -320,6 +358,9 @@ def program_stuck(p: Program, g: StageGraph) -> dict[int, object]:
     def ready(rank: int, step: object) -> bool:
         if isinstance(step, Transfer) and not step.sends:
             return step.other_end in done
+        if isinstance(step, Action):
+            begun.add(step)
+            return all(other in begun for other in _met(step, g))
         if isinstance(step, StageAction) and step.kind == "REDUCE":
             while part[rank] < len(sums[rank]):
                 name, ranks = sums[rank][part[rank]]
@@ -330,7 +371,7 @@ def program_stuck(p: Program, g: StageGraph) -> dict[int, object]:
         return True
 
     before: Sequence[int] = []
-    while before != (now := [*at, *part, len(done)]):
+    while before != (now := [*at, *part, len(done), len(begun)]):
         before = now
         for rank, row in enumerate(p.rows):
             while at[rank] < len(row) and ready(rank, row[at[rank]]):

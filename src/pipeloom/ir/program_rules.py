@@ -28,6 +28,7 @@ from .action import (
 from .columns import B_, F_, I_, RECV_B_, RECV_F_, REDUCE_, STEP_, Ints
 from .errors import ScheduleError
 from .flow import Flow
+from .operation import OPERATIONS
 from .schedule import Program
 from .stages import StageGraph
 from .ties import reductions
@@ -197,11 +198,11 @@ def _closes(program: Program, rank: int, found: list[Instruction], begin: int) -
 
 def progress(program: Program, stages: StageGraph, flow: Flow) -> None:
     """Run all ranks with asynchronous sends: every RECV and every REDUCE meets its other ends, and so do
-    the shards of a stage on several ranks."""
+    the shards of a stage on several ranks, and operations that meet others."""
     columns, wiring = program.columns, program.wiring(flow)
     receives = (columns.kind == RECV_F_) | (columns.kind == RECV_B_)
     counts = receives.astype(np.int32)
-    meets = {**_meetings(program, stages), **_shards(program, flow)}
+    meets = {**_meetings(program, stages), **_together(program, flow)}
     for entry, others in meets.items():
         counts[entry] = len(others)
     first = starts_of(counts)
@@ -213,17 +214,22 @@ def progress(program: Program, stages: StageGraph, flow: Flow) -> None:
     prove_progress(columns, first, needed)
 
 
-def _shards(program: Program, flow: Flow) -> dict[int, list[int]]:
-    """Entry of each F, B and I of a shard -> the entries in front of those that it begins together with."""
+def _together(program: Program, flow: Flow) -> dict[int, list[int]]:
+    """Entry of each F, B and I of a shard, and of each operation that meets others -> the entries in front of
+    those that it begins together with."""
+    groups = [(code, stage, others) for code in (F_, B_, I_) for stage, others in flow.shards.items()]
+    for code, kind in enumerate(program.columns.kinds):
+        operation = OPERATIONS.get(kind)
+        if operation is not None and operation.meets is not None:
+            groups += [(code, s, tuple(operation.meets(s))) for s in range(len(program.placement))]
     found: dict[int, list[int]] = {}
     starts = set(program.columns.offsets.tolist())
-    for stage, others in flow.shards.items():
-        for code in (F_, B_, I_):
-            table = program.places.of(code)
-            for microbatch, entry in enumerate(table[stage].tolist()):
-                if entry >= 0:
-                    ends = [int(table[other, microbatch]) for other in others]
-                    found[entry] = [end - 1 for end in ends if end not in starts]
+    for code, stage, others in groups:
+        table = program.places.of(code)
+        for microbatch, entry in enumerate(table[stage].tolist()):
+            if entry >= 0:
+                ends = [int(table[other, microbatch]) for other in others]
+                found[entry] = [end - 1 for end in ends if end not in starts]
     return found
 
 
