@@ -50,11 +50,31 @@ class Books(NamedTuple):
         return self.pipes_out[self.first_out[rank] : self.first_out[rank + 1]]
 
 
+class Work(NamedTuple):
+    """What one pass over a row needs, all zero before the first.
+
+    counts: per pipe the messages posted, received and gone.  sums: bytes of each kind, the most of all kinds
+    together, the number of changes, and the pipe of the message that is through next.  next_gone: when it is.
+    """
+
+    counts: Longs
+    sums: Longs
+    next_gone: Floats
+
+
+_POSTED, _RECEIVED, _GONE = 0, 1, 2
+_PEAK, _COUNT, _NEXT = 3, 4, 5
+
+
 def replay(
     p: Layout, s: State, b: Books, ranks: tuple[int, int], at_peak: Longs, curve: tuple[Floats, Longs]
 ) -> int:
     """Go through the changes of some ranks; fills `at_peak` for each, and `curve`, if it has room, with the
     bytes from each time on beside what is static. Returns how many changes there were on the last rank."""
+    if not len(s.start):
+        work = Work(np.zeros((3, len(p.target)), np.int64), np.zeros(6, np.int64), np.zeros(1))
+        _in_order(p, s, b, ranks, work, (at_peak, *curve))
+        return int(work.sums[_COUNT])
     most = int(np.diff(p.offsets[ranks[0] : ranks[1] + 1]).max(initial=0))
     made = np.zeros(2 * most + 1), np.zeros((2 * most + 1, 3), np.int64)
     pipes = np.zeros(len(p.target), np.int64), np.zeros(len(p.target), np.int64)
@@ -63,6 +83,117 @@ def replay(
         own = _own(p, s, b, rank, made, pipes)
         count = _with_others(p, s, b, (rank, own), made, (at_peak, *curve))
     return count
+
+
+@in_place
+def _in_order(
+    p: Layout, s: State, b: Books, ranks: tuple[int, int], work: Work, out: tuple[Longs, Floats, Longs]
+) -> None:
+    """All changes of some ranks in one pass: their rows are in the order of time."""
+    for rank in range(ranks[0], ranks[1]):
+        _row_in_order(p, s, b, rank, work, out)
+
+
+@kernel
+def _row_in_order(
+    p: Layout, s: State, b: Books, rank: int, work: Work, out: tuple[Longs, Floats, Longs]
+) -> None:
+    for number in range(len(work.sums)):
+        work.sums[number] = 0
+    _find_gone(p, s, b, rank, work)
+    clock = b.begin_s[rank]
+    for at in range(b.first_in[rank], b.first_in[rank + 1]):
+        _buffers(p, s, b, (rank, b.pipes_in[at], p.ahead), clock, work, out)
+    for entry in range(p.offsets[rank], p.offsets[rank + 1]):
+        code, end = p.kind[entry], s.end[entry]
+        if code == RECV_F_ or code == RECV_B_:
+            message = p.message[entry]
+            pipe = p.pipe[p.line[message]]
+            work.counts[_RECEIVED, pipe] += 1
+            _buffers(p, s, b, (rank, pipe, message - p.first[pipe] + 1), clock, work, out)
+            _buffers(p, s, b, (rank, pipe, work.counts[_RECEIVED, pipe] + p.ahead), end, work, out)
+        elif code < SEND_F_ or code > RECV_B_:
+            stage = p.stage[entry]
+            _book(p, s, b, (b.begin, rank, stage, code), clock, work, out)
+            _book(p, s, b, (b.finish, rank, stage, code), end, work, out)
+        clock = end
+    _let_go(p, s, b, rank, np.inf, work, out)
+
+
+@kernel
+def _buffers(
+    p: Layout, s: State, b: Books, goal: tuple[int, int, int], time: float, work: Work,
+    out: tuple[Longs, Floats, Longs],
+) -> None:  # fmt: skip
+    """A buffer for each receive that is posted; goal: rank, pipe, how many of its messages then have one."""
+    rank, pipe, upto = goal
+    until = min(upto, p.first[pipe + 1] - p.first[pipe])
+    while work.counts[_POSTED, pipe] < until:
+        _let_go(p, s, b, rank, time, work, out)
+        size = b.line_bytes[p.line[p.first[pipe] + work.counts[_POSTED, pipe]]]
+        work.counts[_POSTED, pipe] += 1
+        work.sums[BOUNDARY] += size
+        _note(rank, time, work, out)
+
+
+@kernel
+def _book(
+    p: Layout, s: State, b: Books, what: tuple[Longs, int, int, int], time: float, work: Work,
+    out: tuple[Longs, Floats, Longs],
+) -> None:  # fmt: skip
+    """What a table says of a (stage, kind) on a rank, if anything."""
+    table, rank, stage, code = what
+    residuals, boundary = table[stage, code, RESIDUALS], table[stage, code, BOUNDARY]
+    transient = table[stage, code, TRANSIENT]
+    if residuals or boundary or transient:
+        _let_go(p, s, b, rank, time, work, out)
+        work.sums[RESIDUALS] += residuals
+        work.sums[BOUNDARY] += boundary
+        work.sums[TRANSIENT] += transient
+        _note(rank, time, work, out)
+
+
+@kernel
+def _let_go(
+    p: Layout, s: State, b: Books, rank: int, time: float, work: Work, out: tuple[Longs, Floats, Longs]
+) -> None:
+    """Messages of a rank that are through by `time`."""
+    while work.next_gone[0] <= time:
+        pipe = work.sums[_NEXT]
+        if pipe < 0:
+            break
+        work.sums[BOUNDARY] -= b.line_bytes[p.line[p.first[pipe] + work.counts[_GONE, pipe]]]
+        work.counts[_GONE, pipe] += 1
+        _note(rank, work.next_gone[0], work, out)
+        _find_gone(p, s, b, rank, work)
+
+
+@kernel
+def _find_gone(p: Layout, s: State, b: Books, rank: int, work: Work) -> None:
+    """The message of a rank that is through next; of several at the same time, that of the first pipe."""
+    work.next_gone[0] = np.inf
+    work.sums[_NEXT] = -1
+    for at in range(b.first_out[rank], b.first_out[rank + 1]):
+        pipe = b.pipes_out[at]
+        message = p.first[pipe] + work.counts[_GONE, pipe]
+        if message < p.first[pipe + 1] and (work.sums[_NEXT] < 0 or s.move_end[message] < work.next_gone[0]):
+            work.next_gone[0] = s.move_end[message]
+            work.sums[_NEXT] = pipe
+
+
+@kernel
+def _note(rank: int, time: float, work: Work, out: tuple[Longs, Floats, Longs]) -> None:
+    """Keep a rank's first peak, and the curve where it is asked for."""
+    at_peak, curve_time, curve_size = out
+    held = work.sums[RESIDUALS] + work.sums[BOUNDARY] + work.sums[TRANSIENT]
+    if held > work.sums[_PEAK]:
+        work.sums[_PEAK] = held
+        for part in range(3):
+            at_peak[rank, part] = work.sums[part]
+    if len(curve_time):
+        curve_time[work.sums[_COUNT]] = time
+        curve_size[work.sums[_COUNT]] = held
+    work.sums[_COUNT] += 1
 
 
 @kernel

@@ -22,8 +22,8 @@ class Sharing(NamedTuple):
         how long a message takes of each.  sender: by message, the entry that sends it.
     home: rank by stage.  lanes: by (rank, 0 for OFFLOAD or 1 for RELOAD) the shared link of its copies, -1
         for none.  copy_slot: by (stage, 0 or 1), how long a copy takes of it.  first_copy: by (rank, 0 or 1)
-        the first such entry, or -1.  next_copy: per such entry the next one.  needs: per entry the RELOAD that
-        RECOMPUTE, B or I, and the OFFLOAD that a RELOAD waits for, or -1.
+        the first such entry, or -1.  next_copy: per such entry the next one.  needs: per entry the RELOAD
+        that RECOMPUTE, B or I, and the OFFLOAD that a RELOAD waits for, or -1.
     """
 
     gates: Ints
