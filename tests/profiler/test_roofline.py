@@ -1,6 +1,7 @@
 """Estimated costs against arithmetic by hand. What autograd keeps is tested in test_families."""
 
 import warnings
+from dataclasses import replace
 
 import pytest
 
@@ -112,6 +113,16 @@ def test_attention(attributes, share):
     assert made.forward_s == pytest.approx(flops / (0.25 * 1e9) + 1e-3)
     assert made.input_grad_s == pytest.approx(2.5 * flops / (0.25 * 1e9) + 1e-3)
     assert made.saves == ("q", "k", "v", "y") and made.extra_saved_bytes == 2 * 4 * 32 * 4
+
+
+def test_a_causal_mask_saves_nothing_on_the_cpu():
+    inputs, out = [value(n, 2, 4, 32, 16) for n in "qkv"], value("y", 2, 4, 32, 16)
+    target, cpu = "aten.scaled_dot_product_attention.default", replace(DEVICE, name="cpu")
+    whole, causal = (
+        cost(target, inputs, out, device=cpu, attributes=text)
+        for text in ("((%, %, %), {})", "((%, %, %, None, 0.0, True), {})")
+    )
+    assert causal.forward_s == whole.forward_s and causal.input_grad_s == whole.input_grad_s
 
 
 def test_unknown_ops_are_named():
