@@ -30,7 +30,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -101,6 +101,17 @@ class Footprint:
     sent_grads: Any
     largest: Any
     transient: Any
+
+
+class Moment(NamedTuple):
+    """Bytes at one moment of a step, besides what is there all the time and residuals."""
+
+    boundary: Any
+    transient: Any
+
+    @property
+    def total(self) -> Any:
+        return self.boundary + self.transient
 
 
 COLUMN = {
@@ -181,26 +192,29 @@ class CostModel:
 
     def _memory_parts(self, f: Footprint, in_flight: Any) -> dict[str, Any]:
         """Bytes by the kinds of `StageMemory` at the peak, elementwise."""
-        options = self.options
-        batch = sum(value.bytes for value in self.graph.inputs) * options.microbatches
-        (forward, at_forward), (backward, at_backward) = self._moments(f, in_flight)
-        earlier = forward + at_forward >= backward + at_backward
-        boundary = np.where(earlier, forward, backward)
+        forward, backward = self.moments(f, in_flight)
+        earlier = forward.total >= backward.total
         held = f.residuals * in_flight
-        transient = np.where(earlier, at_forward, at_backward)
-        return {
-            "parameters": f.parameters * weight_versions(options.weights, in_flight),
-            "gradients": f.trainable,
-            "optimizer": f.trainable * options.optimizer_bytes,
-            "buffers": f.buffers + batch,
+        boundary = np.where(earlier, forward.boundary, backward.boundary)
+        transient = np.where(earlier, forward.transient, backward.transient)
+        return self.static_parts(f, in_flight) | {
             "residuals": held,
             "boundary": boundary,
             "transient": transient + np.maximum(f.largest - held - boundary - transient, 0),
         }
 
-    def _moments(self, f: Footprint, in_flight: Any) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
-        """(boundary, transient) when most micro-batches are in flight: in the newest one's forward, and in
-        the backward that follows it."""
+    def static_parts(self, f: Footprint, in_flight: Any) -> dict[str, Any]:
+        """Of these, what is there for the whole step."""
+        batch = sum(value.bytes for value in self.graph.inputs) * self.options.microbatches
+        return {
+            "parameters": f.parameters * weight_versions(self.options.weights, in_flight),
+            "gradients": f.trainable,
+            "optimizer": f.trainable * self.options.optimizer_bytes,
+            "buffers": f.buffers + batch,
+        }
+
+    def moments(self, f: Footprint, in_flight: Any) -> tuple[Moment, Moment]:
+        """When most micro-batches are in flight: in the newest one's forward, in the backward after it."""
         options = self.options
         most, ahead = options.microbatches, options.receive_ahead
         forward, backward = f.transient if np.ndim(f.transient) else (f.transient, f.transient)
@@ -209,16 +223,19 @@ class CostModel:
         here = np.minimum(np.maximum(kept, 1) + ahead, most) * f.received
         there = np.minimum(kept + ahead, most) * f.received
         return (
-            (here + min(ahead, most) * f.sent_grads + f.sent + waiting, forward),
-            (there + min(1 + ahead, most) * f.sent_grads + f.received_grads + waiting, backward),
+            Moment(here + min(ahead, most) * f.sent_grads + f.sent + waiting, forward),
+            Moment(there + min(1 + ahead, most) * f.sent_grads + f.received_grads + waiting, backward),
         )
 
     def turn_s(self, stages: StageGraph, index: int) -> float:
         """Seconds that one micro-batch occupies a stage of any cut."""
         plan = self.stage(stages, index, 1)
         compute = plan.forward_s + plan.input_grad_s + plan.weight_grad_s
-        rank = np.array([index])
-        return float(self._turn_s(self.footprint(stages, index), np.array([compute]), rank)[0, 0])
+        return self.turn_of(self.footprint(stages, index), compute, index)
+
+    def turn_of(self, footprint: Footprint, compute_s: float, rank: int) -> float:
+        """The same for a stage of known footprint and computing time."""
+        return float(self._turn_s(footprint, np.array([compute_s]), np.array([rank]))[0, 0])
 
     # --- intervals of ops -------------------------------------------------------------------------
 
@@ -312,6 +329,28 @@ class CostModel:
         names = [op.name for op in self.wiring.ops]
         costs = [[p.costs[n].forward_s + p.costs[n].backward_s for n in names] for p in self.distinct]
         return np.concatenate([np.zeros((len(costs), 1)), np.cumsum(costs, axis=1)], axis=1)
+
+    @cached_property
+    def forward_s(self) -> Array:
+        """Seconds of each op's forward: (distinct profiles, ops)."""
+        return np.array([[p.costs[op.name].forward_s for op in self.wiring.ops] for p in self.distinct])
+
+    @cached_property
+    def cheap_s(self) -> Array:
+        """Seconds in which cheap ops make each storage (see tensors.py): (distinct profiles, storages)."""
+        graph, found = self.graph, np.zeros((len(self.distinct), len(self.sweep.tensors.names)))
+        number = {name: index for index, name in enumerate(self.sweep.tensors.names)}
+        before: dict[str, frozenset[str]] = {}
+        for op in graph.ops:
+            if op.cheap:
+                makers = {graph.producer.get(v, "") for v in op.inputs}
+                before[op.name] = frozenset({op.name}).union(*(before.get(m, frozenset()) for m in makers))
+                for value in op.outputs:
+                    if value.name in number:
+                        for kind, profile in enumerate(self.distinct):
+                            took = sum(profile.costs[name].forward_s for name in before[op.name])
+                            found[kind, number[value.name]] = took
+        return found
 
     @cached_property
     def _extra(self) -> Array:

@@ -2,25 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from ..ir.action import STEP, B, F, I, W
+from ..ir.action import RECOMPUTE, STEP, B, F, I, W
 from ..ir.costs import StageCost
-from ..ir.plan import StagePlan
+from ..ir.memory import Treatment
+from ..ir.plan import StageMemory, StagePlan
 from ..ir.stages import StageGraph
 from .cost import CostModel
+from .memopt import treated_stage
+from .treated import Treated
+
+Treatments = Mapping[str, Treatment]
 
 
-def stage_costs(model: CostModel, stages: StageGraph, parts: Sequence[StagePlan]) -> tuple[StageCost, ...]:
+def stage_plan(
+    model: CostModel, stages: StageGraph, index: int, in_flight: int, treatments: Treatments
+) -> StagePlan:
+    """As `CostModel.stage`, with treatments of residuals, by their names."""
+    plain = model.stage(stages, index, in_flight)
+    found = _treated(model, stages, index, treatments)
+    if found is None:
+        return plain
+    return replace(
+        plain, recompute_s=found.recompute_s, offload_s=found.offload_s, reload_s=found.reload_s,
+        memory=StageMemory(**{k: round(v) for k, v in found.memory_parts(model, in_flight).items()}),
+    )  # fmt: skip
+
+
+def stage_costs(
+    model: CostModel, stages: StageGraph, parts: Sequence[StagePlan], treatments: Sequence[Treatments] = ()
+) -> tuple[StageCost, ...]:
     """What the simulator needs to know of each stage.
 
-    parts: the stages as `model.stage` gives them.
+    parts: the stages as `model.stage`, or `stage_plan`, gives them.  treatments: by stage, () for none.
     """
-    return tuple(_stage_cost(model, stages, index, part) for index, part in enumerate(parts))
+    given = treatments or ({},) * len(parts)
+    return tuple(
+        _stage_cost(model, stages, index, part, own)
+        for index, (part, own) in enumerate(zip(parts, given, strict=True))
+    )
 
 
-def _stage_cost(model: CostModel, stages: StageGraph, index: int, part: StagePlan) -> StageCost:
+def _treated(model: CostModel, stages: StageGraph, index: int, treatments: Treatments) -> Treated | None:
+    """None if everything is kept.
+
+    Raises: PlanError if a name is not that of a residual of the stage that planners know.
+    """
+    if all(treatment == "keep" for treatment in treatments.values()):
+        return None
     footprint = model.footprint(stages, index)
+    place = model.wiring.position
+    positions = [place[name] for name in stages.stages[index].ops if name in place]
+    return treated_stage(model, footprint, positions, index, treatments)
+
+
+def _stage_cost(
+    model: CostModel, stages: StageGraph, index: int, part: StagePlan, treatments: Treatments
+) -> StageCost:
+    found = _treated(model, stages, index, treatments)
+    footprint = found.footprint if found else model.footprint(stages, index)
     memory = part.memory
     forward, backward = map(round, footprint.transient)
     batch = sum(value.bytes for value in model.graph.inputs) * model.options.microbatches
@@ -31,13 +73,19 @@ def _stage_cost(model: CostModel, stages: StageGraph, index: int, part: StagePla
         weight_grad_s=part.weight_grad_s,
         step_s=_step_s(model, index, part),
         residual_bytes=int(footprint.residuals),
-        keeps_inputs=footprint.kept > 0,
+        offloaded_bytes=int(found.offloaded) if found else 0,
+        recomputed_bytes=int(found.recomputed) if found else 0,
+        recompute_s=part.recompute_s, offload_s=part.offload_s, reload_s=part.reload_s,
+        keeps_inputs=bool(footprint.kept > 0),
         carried_bytes=_carried_bytes(model, stages, index),
         static_bytes={
             "parameters": memory.parameters, "gradients": memory.gradients,
             "optimizer": memory.optimizer, "buffers": memory.buffers - batch, "batch": batch,
         },
-        transient_bytes={F: forward, B: backward, I: backward, W: backward, STEP: int(footprint.largest)},
+        transient_bytes={
+            F: forward, B: backward, I: backward, W: backward, STEP: int(footprint.largest),
+            RECOMPUTE: round(found.again) if found else 0,
+        },
         tied_bytes={
             name: model.graph.parameter[name].bytes for name in stages.params[index] if name in stages.tied
         },

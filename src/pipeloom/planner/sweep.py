@@ -10,12 +10,12 @@ they belong at once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 
 import numpy as np
 
-from ..ir.kernels import kernel
+from ..ir.kernels import Kernel, P, R, kernel
 from .intervals import Array, Indices
 from .tensors import STATE, Rows, Tensors
 
@@ -167,46 +167,63 @@ def _sweeps(start, ends, forward, backward, work, found):  # type: ignore[no-unt
 
 
 COMPILE_AFTER = 30_000
-"""Ops that a process sweeps in plain Python, in about a second, before the sweep is compiled."""
+"""Ops that a process sweeps in plain Python, in about a second, before the kernels are compiled."""
+
+_swept = [0]
+
+
+def run(what: Kernel[P, R], ops: int = 0) -> Callable[P, R]:
+    """The function to call in place of a kernel that is about to go over so many ops."""
+    _swept[0] += ops
+    return what.plain if _swept[0] < COMPILE_AFTER else what.compiled
 
 
 class Sweep:
     """Sweeps over stages of one graph. Time of each grows with the tensors that its ops touch."""
 
-    swept = 0
-    """Ops, by all sweeps of this process."""
-
     def __init__(self, tensors: Tensors) -> None:
         self.tensors = tensors
         t = tensors
-        self._forward = (*t.reads, *t.makes, *t.saves, t.extra, t.size, t.made, t.last, t.scratch)
+        self.forward = (*t.reads, *t.makes, *t.saves, t.extra, t.size, t.made, t.last, t.scratch)
         self._backward = (
             *t.makes_grads, *t.gives, t.passes, t.grad_size, t.grad_made, t.grad_last, t.grad_scratch,
         )  # fmt: skip
         grads = 2 * len(t.passes) + 2
-        self._work = (
-            np.zeros(len(t.size), np.int64), np.zeros(len(t.size), np.int64),
-            (
-                np.zeros(len(t.grad_size), np.int64), np.zeros(len(t.grad_size), np.int64),
-                np.zeros(grads), np.zeros(grads, np.int64), np.zeros(len(t.passes) + 1, np.int64),
-            ),
+        self.last_in, self.saver = (np.zeros(len(t.size), np.int64) for _ in range(2))
+        self._grads = (
+            np.zeros(len(t.grad_size), np.int64), np.zeros(len(t.grad_size), np.int64),
+            np.zeros(grads), np.zeros(grads, np.int64), np.zeros(len(t.passes) + 1, np.int64),
         )  # fmt: skip
 
     def of_intervals(self, start: int, ends: Indices) -> Array:
         """Of ops [start, end), for each end: residual bytes, most in the forward, most in the backward."""
         found = np.zeros((3, len(ends)))
-        Sweep.swept += int((ends - start).sum())
-        run = _sweeps.plain if Sweep.swept < COMPILE_AFTER else _sweeps.compiled
-        run(start, np.asarray(ends, dtype=np.int64), self._forward, self._backward, self._work, found)
+        work = self.last_in, self.saver, self._grads
+        sweep = run(_sweeps, int((ends - start).sum()))
+        sweep(start, np.asarray(ends, dtype=np.int64), self.forward, self._backward, work, found)
         return found
 
     def of_stage(self, positions: Sequence[int]) -> tuple[float, float, float]:
         """The same three figures of any set of ops (ascending)."""
+        sweep, start, end = self.apart(positions)
+        return tuple(sweep.of_intervals(start, np.array([end]))[:, 0].tolist())
+
+    def apart(self, positions: Sequence[int]) -> tuple[Sweep, int, int]:
+        """A sweep in which these ops are an interval, and its start and end."""
         start, end = positions[0], positions[-1] + 1
         if end - start == len(positions):
-            return tuple(self.of_intervals(start, np.array([end]))[:, 0].tolist())
-        apart = Sweep(self.tensors.in_front(positions))
-        return tuple(apart.of_intervals(0, np.array([len(positions)]))[:, 0].tolist())
+            return self, start, end
+        return Sweep(self.tensors.in_front(positions)), 0, len(positions)
+
+    def owners(self, start: int, end: int) -> tuple[Indices, Indices, float]:
+        """Of each storage that [start, end) touches the last reader and the first saver in it, -1 for none;
+        and what the stage has before its first op. Good until the next call."""
+        _, before = run(_owners)(start, end, self.forward, self.last_in, self.saver)
+        return self.last_in, self.saver, float(before)
+
+    def in_forward(self, start: int, end: int, before: float) -> float:
+        """The most in the forward, with the owners as they are now."""
+        return float(run(_in_forward)(start, end, self.forward, self.last_in, self.saver, before))
 
     @cached_property
     def bounds(self) -> Array:

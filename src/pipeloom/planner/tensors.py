@@ -12,7 +12,9 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
+from ..ir.memory import residual_names
 from ..ir.profile import Profile
 from ..ir.storage import views_of_state
 from .intervals import Array, Indices
@@ -78,6 +80,10 @@ class Tensors:
     grad_scratch: Array
     names: tuple[str, ...]
     """Of the storages."""
+    residuals: tuple[str, ...]
+    """Of the storages, as residuals (see ir.memory); "" for one that a planner cannot name."""
+    fixed: NDArray[np.bool_]
+    """Ops that must not run again: they draw random numbers, or read or update a buffer that changes."""
 
     def __len__(self) -> int:
         return len(self.extra)
@@ -93,6 +99,7 @@ class Tensors:
             self, reads=_take(self.reads, order), makes=_take(self.makes, order),
             saves=_take(self.saves, order), makes_grads=_take(self.makes_grads, order),
             gives=_take(self.gives, order), passes=self.passes[grads], extra=self.extra[order],
+            fixed=self.fixed[order],
             scratch=self.scratch[order], grad_scratch=self.grad_scratch[order],
             made=place[self.made], grad_made=place[self.grad_made],
             last=_last_of(self.reads, place, len(self.size)),
@@ -146,10 +153,12 @@ def tensors_of(wiring: Wiring, saves: Mapping[str, Sequence[str]], profile: Prof
     costs = [profile.costs[op.name] for op in ops]
     passed = [name in cost.passes for cost, own in zip(costs, gives, strict=True) for name in own]
     here = np.arange(len(ops) + 1)
+    known, changing = residual_names(graph), set(graph.together)
     grad_last = _last_of(given, here, len(grad))
     grad_last[[grad[v.name] for v in learning if v.name == graph.loss]] = OUTSIDE
     return Tensors(
-        names=names, reads=reads,
+        names=names, reads=reads, residuals=tuple(known.get(v, "") for v in names),
+        fixed=np.array([op.random or bool(changing.intersection((*op.buffers, *op.updates))) for op in ops]),
         makes=rows(storages(v.name for v in op.outputs if base[v.name] == v.name) for op in ops),
         saves=rows([number[v] for v in saves[op.name] if v in number] for op in ops),
         extra=_floats(c.extra_saved_bytes for c in costs),

@@ -1,0 +1,218 @@
+"""Memory optimisation of one stage: it keeps its cap, wastes nothing, and is close to the best choice."""
+
+from dataclasses import replace
+from itertools import product
+from math import inf
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_stages import random_model
+
+from pipeloom.ir.action import RECOMPUTE
+from pipeloom.ir.cluster import Cluster, Link
+from pipeloom.ir.errors import PlanError
+from pipeloom.ir.graph import Buffer
+from pipeloom.ir.stages import cut
+from pipeloom.planner.cost import CostModel
+from pipeloom.planner.memopt import Optimised, optimise, treated_stage
+from pipeloom.planner.stagecosts import stage_costs, stage_plan
+from pipeloom.planner.treated import host_copies
+
+
+def peak_of(model: CostModel, treatments: dict, in_flight: int, end: int | None = None) -> float:
+    """Bytes of ops 0 .. end as stage 0, by the way that plans are costed."""
+    ops = [op.name for op in model.wiring.ops]
+    split = len(ops) if end is None else end
+    graph = cut(model.graph, {name: int(place >= split) for place, name in enumerate(ops)})
+    return stage_plan(model, graph, 0, in_flight, treatments).memory.total
+
+
+def seconds_of(model: CostModel, treatments: dict, end: int) -> float:
+    footprint, seconds = model.row(0, np.array([end]))
+    own = model.footprint(_two_stages(model, end), 0)
+    found = treated_stage(model, own, range(end), 0, treatments)
+    return found.seconds(model, 0, float(seconds[0, 0]), float(model.forward_s[0, :end].sum()))
+
+
+def _two_stages(model: CostModel, end: int):
+    ops = [op.name for op in model.wiring.ops]
+    return cut(model.graph, {name: int(place >= end) for place, name in enumerate(ops)})
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 10**6), ops=st.integers(4, 20), in_flight=st.integers(1, 8),
+    share=st.floats(0.3, 1.0), method=st.sampled_from(["greedy", "exact"]),
+)  # fmt: skip
+def test_what_fits_keeps_its_cap_and_every_pick_is_needed(seed, ops, in_flight, share, method):
+    model = random_model(seed, ops)
+    end = ops - 1
+    free = optimise(model, 0, end, 0, in_flight=in_flight, cap=inf)
+    assert free.treatments == {} and free.peak_bytes == peak_of(model, {}, in_flight, end)
+    cap = share * free.peak_bytes
+    found = optimise(model, 0, end, 0, in_flight=in_flight, cap=cap, method=method)
+    if not found.fits:
+        assert found.peak_bytes > cap
+        return
+    assert found.peak_bytes <= cap and found.seconds >= free.seconds * (1 - 1e-12)
+    assert peak_of(model, found.treatments, in_flight, end) == pytest.approx(found.peak_bytes, abs=1)
+    assert seconds_of(model, found.treatments, end) == pytest.approx(found.seconds)
+    random_ops = {op.name for op in model.graph.ops if op.random}
+    assert not random_ops & {name for name, how in found.treatments.items() if how == "recompute"}
+    for name in found.treatments:
+        fewer = {other: how for other, how in found.treatments.items() if other != name}
+        faster = seconds_of(model, fewer, end) < found.seconds
+        assert not faster or peak_of(model, fewer, in_flight, end) > cap, name
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 10**6), in_flight=st.integers(2, 8), share=st.floats(0.4, 0.95))
+def test_against_all_choices_of_a_small_stage(seed, in_flight, share):
+    model = random_model(seed, 8)
+    end = 7
+    cap = share * optimise(model, 0, end, 0, in_flight=in_flight, cap=inf).peak_bytes
+    names = _candidates(model, end)
+    if len(names) > 5:
+        return  # 3 ** 6 choices take too long
+    best = min((_seconds_under(cap, model, end, in_flight, how) for how in _choices(names)), default=inf)
+    greedy = optimise(model, 0, end, 0, in_flight=in_flight, cap=cap)
+    exact = optimise(model, 0, end, 0, in_flight=in_flight, cap=cap, method="exact")
+    assert exact.seconds == pytest.approx(best) or exact.seconds == inf == best
+    assert greedy.fits == exact.fits
+    assert not greedy.fits or best * (1 - 1e-9) <= greedy.seconds <= 1.5 * best
+
+
+def _choices(names: list[str]):
+    for hows in product(("keep", "recompute", "offload"), repeat=len(names)):
+        yield {name: how for name, how in zip(names, hows, strict=True) if how != "keep"}
+
+
+def _seconds_under(cap: float, model: CostModel, end: int, in_flight: int, treatments: dict) -> float:
+    footprint = model.footprint(_two_stages(model, end), 0)
+    try:
+        found = treated_stage(model, footprint, range(end), 0, treatments)
+    except PlanError:
+        return inf  # a chain that cannot be
+    if sum(found.memory_parts(model, in_flight).values()) > cap:
+        return inf
+    compute_s, forward_s = float(model.prefix_s[0, end]), float(model.forward_s[0, :end].sum())
+    return found.seconds(model, 0, compute_s, forward_s)
+
+
+def _candidates(model: CostModel, end: int) -> list[str]:
+    saved = {v for op in model.wiring.ops[:end] for v in model.saves[op.name]}
+    return [op.name for op in model.wiring.ops[:end] if op.name in saved]
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 10**6), in_flight=st.integers(2, 8))
+def test_a_higher_cap_costs_little_more_at_most(seed, in_flight):
+    model = random_model(seed, 16)
+    free = optimise(model, 0, 15, 0, in_flight=in_flight, cap=inf)
+    shares = np.linspace(0.3, 1.0, 12)
+    times = [optimise(model, 0, 15, 0, in_flight=in_flight, cap=s * free.peak_bytes).seconds for s in shares]
+    for tighter, looser in zip(times, times[1:], strict=False):
+        assert looser <= 1.2 * tighter
+    best = [
+        optimise(model, 0, 15, 0, in_flight=in_flight, cap=s * free.peak_bytes, method="exact").seconds
+        for s in shares[::3]
+    ]
+    for tighter, looser in zip(best, best[1:], strict=False):
+        assert looser <= tighter * (1 + 1e-6)
+
+
+def test_swaps_are_taken_only_while_hidden_and_then_what_is_worth_most():
+    """Twelve residuals of which a few fit beside computing."""
+    fast, slow = random_model(3, 30, host_bytes_per_s=1e6), random_model(3, 30, host_bytes_per_s=1e-3)
+    for model, expected in ((fast, {"offload"}), (slow, {"recompute"})):
+        free = optimise(model, 0, 29, 0, in_flight=8, cap=inf)
+        found = optimise(model, 0, 29, 0, in_flight=8, cap=0.85 * free.peak_bytes)
+        assert found.fits and set(found.treatments.values()) == expected
+        assert (found.seconds == free.seconds) == (expected == {"offload"})
+    alone = optimise(fast, 0, 29, 0, in_flight=8, cap=0.85 * free.peak_bytes, treatments=("recompute",))
+    assert set(alone.treatments.values()) == {"recompute"}
+
+
+def test_one_micro_batch_in_flight_gains_nothing_in_the_backward():
+    """All that is dropped is there again when the backward begins."""
+    model = random_model(3, 30)
+    free = optimise(model, 0, 29, 0, in_flight=1, cap=inf)
+    tight = optimise(model, 0, 29, 0, in_flight=1, cap=0.9 * free.peak_bytes)
+    assert not tight.fits and tight.peak_bytes <= free.peak_bytes
+
+
+def test_nothing_random_or_stateful_is_in_a_chain():
+    model = random_model(3, 30, host_bytes_per_s=None)
+    ops = tuple(replace(op, random=True) for op in model.graph.ops)
+    graph = replace(model.graph, ops=ops)
+    everywhere = CostModel(graph, [replace(model.profile, graph=graph.fingerprint)] * 8, model.cluster,
+                           model.options)  # fmt: skip
+    ops = tuple(replace(op, random=False, buffers=("b",), updates=("b",)) for op in model.graph.ops)
+    buffer = Buffer(name="b", shape=(1,), dtype="float32")
+    graph = replace(model.graph, ops=ops, buffers=(buffer,))
+    stateful = CostModel(graph, [replace(model.profile, graph=graph.fingerprint)] * 8, model.cluster,
+                         model.options)  # fmt: skip
+    for fixed in (everywhere, stateful):
+        free = optimise(fixed, 0, 29, 0, in_flight=8, cap=inf)
+        assert not optimise(fixed, 0, 29, 0, in_flight=8, cap=0.95 * free.peak_bytes).fits
+
+
+def test_a_switch_is_shared_by_its_devices():
+    model = random_model(3, 30, host_bytes_per_s=100.0)
+    device = replace(model.cluster.devices[0], switch="s")
+    uplink = {"s": Link(bandwidth_bytes_per_s=120.0)}
+    lone = replace(device, switch=None)
+    for sharing, expected in ((1, 100.0), (2, 60.0), (8, 15.0)):
+        devices = (device,) * sharing + (lone,) * (8 - sharing)
+        cluster = Cluster(devices=devices, within_node=model.cluster.within_node, switches=uplink)
+        copies = host_copies(cluster, 0)
+        assert copies is not None and 1 / copies.back_s_per_byte == pytest.approx(expected)
+
+
+def test_the_host_has_room_for_all_micro_batches_in_flight():
+    roomy, cramped = (random_model(3, 30, host_bytes_per_s=1e6, host_memory=room) for room in (0, 200))
+    cap = 0.85 * optimise(roomy, 0, 29, 0, in_flight=8, cap=inf).peak_bytes
+    size = {op.name: op.output_bytes for op in roomy.graph.ops}
+    for model, most in ((roomy, inf), (cramped, 200)):
+        found = optimise(model, 0, 29, 0, in_flight=8, cap=cap)
+        away = sum(size[name] for name, how in found.treatments.items() if how == "offload")
+        assert found.fits and 8 * away <= most
+
+
+def test_costs_of_a_treated_stage():
+    model = random_model(3, 30, host_bytes_per_s=8.0)
+    free = optimise(model, 0, 29, 0, in_flight=8, cap=inf)
+    found = optimise(model, 0, 29, 0, in_flight=8, cap=0.7 * free.peak_bytes)
+    assert set(found.treatments.values()) == {"recompute", "offload"}
+    stages = _two_stages(model, 29)
+    parts = [stage_plan(model, stages, 0, 8, found.treatments), model.stage(stages, 1, 1)]
+    cost, other = stage_costs(model, stages, parts, [found.treatments, {}])
+    size = {op.name: op.output_bytes for op in model.graph.ops}
+    for how, total in (("offload", cost.offloaded_bytes), ("recompute", cost.recomputed_bytes)):
+        assert total == sum(size[name] for name, own in found.treatments.items() if own == how) > 0
+    assert cost.residual_bytes == stage_costs(model, stages, parts)[0].residual_bytes
+    assert cost.recompute_s == parts[0].recompute_s > 0 and cost.reload_s == cost.offloaded_bytes / 8
+    assert cost.transient_bytes[RECOMPUTE] >= 0 and other.recompute_s == 0
+
+
+def test_unknown_or_impossible_treatments_are_refused():
+    model = random_model(3, 30, host_bytes_per_s=None)
+    stages = _two_stages(model, 29)
+    name = _candidates(model, 29)[0]
+    with pytest.raises(PlanError, match="keeps no residual named"):
+        stage_plan(model, stages, 0, 2, {f"{name}0": "recompute"})
+    with pytest.raises(PlanError, match="no link to a host"):
+        stage_plan(model, stages, 0, 2, {name: "offload"})
+    frozen = next(op.name for op in model.graph.ops if op.random and op.name in _candidates(model, 29))
+    with pytest.raises(PlanError, match="random"):
+        stage_plan(model, stages, 0, 2, {frozen: "recompute"})
+
+
+def test_an_evaluator_of_stages():
+    model = random_model(3, 30)
+    free = optimise(model, 0, 29, 0, in_flight=8, cap=inf)
+    evaluate = Optimised(model, [0.7 * free.peak_bytes] * 8, [8] * 8)
+    assert evaluate(0, 29, 0).fits and evaluate(0, 29, 0).treatments
+    assert not Optimised(model, [0.7 * free.peak_bytes] * 8, [8] * 8, ())(0, 29, 0).fits

@@ -1,0 +1,53 @@
+"""Random stages with all that decides about residuals, for tests of memory optimisation and its bench."""
+
+from __future__ import annotations
+
+import random
+
+from pipeloom.ir.cluster import Cluster, Device, Link
+from pipeloom.ir.graph import Op, OpGraph, Parameter, Value
+from pipeloom.ir.profile import OpCost, Profile
+from pipeloom.planner.cost import CostModel, CostOptions
+
+
+def random_model(
+    seed: int, ops: int, *,
+    microbatches: int = 16, host_bytes_per_s: float | None = 40.0, host_memory: int = 0,
+) -> CostModel:  # fmt: skip
+    """The cost model of one random graph on 8 equal devices, in a world of bytes per second.
+
+    Most ops read the one before; some also an earlier value. A good half save their result or an input; some
+    draw random numbers, some pass their gradient on.
+    """
+    draw = random.Random(seed)
+    made: list[Op] = []
+    costs: dict[str, OpCost] = {}
+    values = [Value(name="x", shape=(8,), dtype="float32")]
+    for index in range(ops):
+        earlier = [values[-1].name, *([draw.choice(values).name] if draw.random() < 0.3 else [])]
+        inputs = tuple(dict.fromkeys(earlier))
+        out = Value(name=f"v{index}", shape=(draw.randint(1, 40),), dtype="float32", needs_grad=True)
+        op = Op(
+            name=f"v{index}", target="aten.some.default", inputs=inputs, outputs=(out,),
+            params=("w",) if draw.random() < 0.3 else (), random=draw.random() < 0.1,
+        )  # fmt: skip
+        made.append(op)
+        values.append(out)
+        saves = [v for v in (*inputs, out.name) if draw.random() < 0.4]
+        forward = draw.uniform(0.2, 2.0)
+        costs[op.name] = OpCost(
+            forward_s=forward, input_grad_s=forward, weight_grad_s=forward, saves=tuple(saves),
+            extra_saved_bytes=draw.choice((0, 0, 8)), transient_bytes=draw.choice((0, 0, 40)),
+            passes=inputs[:1] if draw.random() < 0.3 else (),
+        )  # fmt: skip
+    weight = Parameter(name="w", shape=(5,), dtype="float32")
+    graph = OpGraph(
+        name="random", inputs=(values[0],), ops=tuple(made), parameters=(weight,), buffers=(),
+        loss=values[-1].name,
+    )  # fmt: skip
+    profile = Profile(device="d", source="random", graph=graph.fingerprint, batch=(), costs=costs)
+    host = None if host_bytes_per_s is None else Link(bandwidth_bytes_per_s=host_bytes_per_s)
+    device = Device(name="d", memory_bytes=1 << 40, host_link=host, host_memory_bytes=host_memory)
+    cluster = Cluster(devices=(device,) * 8, within_node=Link(bandwidth_bytes_per_s=1e9))
+    options = CostOptions(microbatches=microbatches, optimizer_bytes=1.0)
+    return CostModel(graph, [profile] * 8, cluster, options)
