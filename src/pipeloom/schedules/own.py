@@ -5,7 +5,8 @@
 
 The function takes a `Shape` and returns a `Recipe` or several. Instead of a function the name may be that
 of an `Entry`, which also says where the stages go. Operations that the file declares are known from then on.
-A CSV file of actions, such as torch.distributed.pipelining writes, is a name too; it says all there is.
+A file of actions is a name too, and says all there is: .csv, such as torch.distributed.pipelining writes, or
+.txt with a row of actions per rank.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from typing import Any
 
 from ..ir.errors import ScheduleError
 
+LISTED = (".csv", ".txt")
+"""How the names of files end that list every action."""
+
 _HINT = "name a function that takes a Shape and returns a Recipe, as file.py:function"
 
 
@@ -29,7 +33,7 @@ def names_own(name: str) -> bool:
     >>> names_own("mine.py:zigzag"), names_own("mine.csv"), names_own("gis_g:group=3")
     (True, True, False)
     """
-    return name.endswith(".csv") or name.partition(":")[0].endswith(".py")
+    return name.endswith(LISTED) or name.partition(":")[0].endswith(".py")
 
 
 def parts(name: str) -> tuple[str, str]:
@@ -38,7 +42,7 @@ def parts(name: str) -> tuple[str, str]:
     >>> parts("gis_g:group=3"), parts("mine.py:zigzag:group=2")
     (('gis_g', 'group=3'), ('mine.py:zigzag', 'group=2'))
     """
-    if name.endswith(".csv"):
+    if name.endswith(LISTED):
         return name, ""
     if not names_own(name):
         base, _, options = name.partition(":")

@@ -21,7 +21,7 @@ from ..ir.stages import StageGraph, chain
 from . import forward_only, gpipe, grouped, one_f_one_b, two_ways, variants, vee, zb
 from .csv import read_schedule
 from .language import Recipe, fastest
-from .own import load_own, names_own, parts
+from .own import LISTED, load_own, names_own, parts
 from .placements import RankTable, both_ways, loop, spread, wave
 from .shape import Shape
 
@@ -99,8 +99,12 @@ _FAMILIES: dict[str, Family | Entry] = {
     "v_half": Entry(recipe=vee.v_half, place="wave", about="V with half the memory"),
     "v_min": Entry(recipe=vee.v_min, place="wave", about="V with a third of the memory"),
     "1f1b_v": Entry(recipe=vee.one_f_one_b_v, place="wave", about="V with two thirds of the memory"),
-    "dualpipe": Entry(recipe=two_ways.dualpipe, place="both ways", about="two directions, W apart"),
-    "dualpipev": Entry(recipe=two_ways.dualpipev, place="wave", about="dualpipe cut in half"),
+    "dualpipe": Entry(
+        recipe=two_ways.dualpipe, place="both ways", about="two directions, F and B in pairs unless `pairs=0`"
+    ),
+    "dualpipev": Entry(
+        recipe=two_ways.dualpipev, place="wave", about="dualpipe cut in half, in pairs unless `pairs=0`"
+    ),
     "chimera": Entry(recipe=two_ways.chimera, place="both ways", about="two directions"),
     "hanayo": Entry(recipe=two_ways.hanayo, place="wave", about="waves"),
     "gis": Entry(recipe=grouped.gis, place="loop", about="interleaved with the memory of 1F1B"),
@@ -271,20 +275,22 @@ def _key(name: str) -> str:
     return name if names_own(name) else name.lower().replace("-", "_")
 
 
-def _from_csv(file: Path) -> Entry:
+def _from_file(file: Path) -> Entry:
     """An order that is given: its ranks, stages and micro-batches are those of the file."""
     given = read_schedule(file)
 
     def table(ranks: int) -> RankTable:
         if ranks != given.ranks:
-            raise ScheduleError(f"{file} is for {given.ranks} ranks, not {ranks}", hint="use as many")
+            raise ScheduleError(
+                f"{file} is for {given.ranks} ranks, not {ranks}", hint=f"use as many: -p {given.ranks}"
+            )
         return given.placement
 
     def rows(shape: Shape) -> Schedule:
         if shape.microbatches != given.microbatches:
             raise ScheduleError(
                 f"{file} is for {given.microbatches} micro-batches, not {shape.microbatches}",
-                hint="use as many",
+                hint=f"use as many: -m {given.microbatches}",
             )
         return given
 
@@ -292,8 +298,8 @@ def _from_csv(file: Path) -> Entry:
 
 
 def _family(name: str) -> Family | Entry:
-    if name.endswith(".csv"):
-        return _from_csv(Path(name))
+    if name.endswith(LISTED):
+        return _from_file(Path(name))
     if names_own(name):
         found = load_own(name)
         return found if isinstance(found, Entry) else Entry(recipe=found, about="your own")
