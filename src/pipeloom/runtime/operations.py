@@ -26,8 +26,9 @@ from .weights import Weights
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class OperationContext:
-    """What a handler may see and do. It runs inside the step, without autograd. The rehearsal that times a
-    rank's actions before the first step calls it too, with a state of its own and a channel to nowhere.
+    """What a handler may see and do. It runs inside the step, without autograd. Rehearsals, which time a
+    rank's actions before the first step and now and then between steps, call it too, with a state of their
+    own and a channel to nowhere: what a handler keeps anywhere else mixes with theirs.
 
     rank, ranks: of this process, and how many there are.  stage, microbatch: what the action names.
     microbatches: of a step.  last: whether this is the operation's last micro-batch of the step.
