@@ -117,6 +117,25 @@ def test_buffers_and_random_numbers_are_the_same_with_rehearsals(split: bool) ->
     require_same(dropout, runs.even_plan(dropout, 2, microbatches=2, split=split), accumulate=2)
 
 
+def test_a_step_of_several_rounds_is_predicted_whole() -> None:
+    """Each round has all actions; only the last one updates."""
+    job = zoo.job("gpt")
+    plan = runs.even_plan(job, 2, microbatches=2)
+
+    def rank(index: int, channel: LocalChannel) -> list[list[str]]:
+        with Pipeline(job, plan, options=Options(accumulate=3), channel=channel) as pipeline:
+            predicted = pipeline.predict()
+            pipeline.step(job.batch(0, 12))
+            return [
+                sorted(e.action for e in timeline.events if e.stream == "compute" and e.rank == index)
+                for timeline in (predicted, pipeline.measured())
+            ]
+
+    with runs.shared_captures():
+        for predicted, measured in runs.threads(2, rank):
+            assert predicted == measured and len(predicted) == 3 * 4 + 1
+
+
 def test_a_handler_that_remembers_is_rehearsed_with_a_memory_of_its_own() -> None:
     """It delays every second gradient by a step; a rehearsal in between must not get in its way."""
     calls: list[int] = []

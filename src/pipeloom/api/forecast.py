@@ -5,17 +5,18 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from ..ir.action import StageAction
 from ..ir.cluster import Cluster, Device, Link
 from ..ir.costs import StageCost
 from ..ir.errors import InfeasibleError
 from ..ir.plan import Plan
 from ..ir.schedule import Program
-from ..ir.timeline import Timeline
+from ..ir.timeline import Event, Timeline
 from ..ir.units import format_bytes
 from ..runtime.calibrate import (
     measure_link,
@@ -161,9 +162,30 @@ class Rehearsals:
         for found, walk in self._facts.channel.all_gather_object((timed, mine)):
             costs |= found
             own_s |= walk
-        return simulate(
-            self._facts.program, self._facts.variant.stages, by_stage(costs), self._cluster, own_s=own_s
-        )
+        return self._rounds(by_stage(costs), own_s)
+
+    def _rounds(self, costs: tuple[StageCost, ...], own_s: Walk) -> Timeline:
+        """All rounds of a step, each rank going on to the next as it ends one; the last one updates."""
+        stages, program = self._facts.variant.stages, self._facts.program
+        events: list[Event] = []
+        begin_s = [0.0] * len(program.rows)
+        for left in range(self._facts.rounds - 1, -1, -1):
+            step = simulate(
+                without_update(program) if left else program, stages, costs, self._cluster,
+                begin_s=begin_s, own_s=own_s,
+            )  # fmt: skip
+            if self._facts.rounds == 1:
+                return step
+            events += step.events
+            for event in step.events:
+                begin_s[event.rank] = max(begin_s[event.rank], event.end_s)
+        return replace(step, events=tuple(events))
+
+
+def without_update(program: Program) -> Program:
+    """The program of a round that other rounds of the same step follow."""
+    rows = tuple(tuple(i for i in row if not isinstance(i, StageAction)) for row in program.rows)
+    return replace(program, rows=rows)
 
 
 def by_stage(costs: Mapping[int, StageCost]) -> tuple[StageCost, ...]:
