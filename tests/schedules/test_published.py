@@ -77,9 +77,7 @@ def third(p: int) -> float:
         ("po", 4, lambda p: p * 5 / 8 + min(p - 3, 3) / 4, by_ranks(0.118, 0.132, 0.144, 0.151)),
     ),
 )
-def test_long_contexts_are_timed_anew(
-    name: str, chunks: int, peak: float, p: int, published: float
-) -> None:
+def test_long_contexts_are_timed_anew(name: str, chunks: int, peak: float, p: int, published: float) -> None:
     """The published V-Half and V-Min assume equal times and lose up to 17 points of bubble."""
     s = shape(name, p, 4 * p, chunks, times=LONG_CONTEXT)
     made = made_for(name, s)
@@ -107,18 +105,18 @@ def test_the_profile_of_a_real_model(name: str, chunks: int, peak: float, p: int
 @pytest.mark.parametrize(
     ("p", "step", "span"),
     [
-        # Until the last rank ends: the released generator has 0.0602, 0.0643, so ours is the same.
-        # Span: published 0.033. Ours is 0.0337: rank 1 has one W more to do after its last I.
-        (8, 0.0603, 0.034),
-        pytest.param(16, 0.0644, 0.038, marks=pytest.mark.slow),
-        pytest.param(32, 0.0675, 0.041, marks=pytest.mark.slow),
+        # The released generator has 0.0602, 0.0643 and 0.0326, 0.0378, 0.041; the same is the least there is
+        # for 8 and 16 that was found.
+        (8, 0.0603, 0.0326),
+        pytest.param(16, 0.0643, 0.0378, marks=pytest.mark.slow),
+        pytest.param(32, 0.0663, 0.0405, marks=pytest.mark.slow),
     ],
 )
 def test_zb_v_with_the_profile_of_a_real_model(p: int, step: float, span: float) -> None:
     s = shape("zb_v", p, 3 * p, 2, times=PROFILE, transfer_s=TRANSFER_S)
     made = made_for("zb_v", s)
     assert idle(made, s) <= step
-    assert idle(made, s, span=True) <= span + ROUNDED
+    assert idle(made, s, span=True) <= span + ROUNDED / 10
     assert max(made.outcome.peak) <= p
 
 
@@ -127,10 +125,9 @@ def test_zb_v_with_the_profile_of_a_real_model(p: int, step: float, span: float)
     ("limit", "step", "span"),
     [
         # Published: limit -> until the last rank ends, span: 1 -> .150, .1421; 1.25 -> .134, .0867;
-        # 1.5 -> .132, .0604; 2 -> .110, .0038; 3 -> .110, 0. Ours takes the shortest step, which between
-        # 1 and 3 costs some span: .1173, .1059 and .0068.
-        (1.0, 0.1421, 0.1421), (1.25, 0.121, 0.118), (1.5, 0.110, 0.106), (2.0, 0.110, 0.0068),
-        (3.0, 0.110, 0.0),
+        # 1.5 -> .132, .0604; 2 -> .110, .0038; 3 -> .110, 0.
+        (1.0, 0.1421, 0.1421), (1.25, 0.1105, 0.0867), (1.5, 0.1105, 0.0604), (2.0, 0.1098, 0.0038),
+        (3.0, 0.1098, 0.0),
     ],
 )  # fmt: skip
 def test_limits_in_bytes_of_a_real_model(limit: float, step: float, span: float) -> None:
@@ -142,8 +139,8 @@ def test_limits_in_bytes_of_a_real_model(limit: float, step: float, span: float)
     s = replace(s, costs=(cost,) * p, limit_bytes=limit * p * held)
     made = made_for("zb_2p", s)
     assert max(made.outcome.peak) <= limit * p * held
-    assert idle(made, s) <= step + ROUNDED
-    assert idle(made, s, span=True) <= span + ROUNDED
+    assert idle(made, s) <= step + ROUNDED / 10
+    assert idle(made, s, span=True) <= span + ROUNDED / 10
 
 
 @pytest.mark.parametrize("times", [LONG_CONTEXT, (1.0, 0.6, 1.4), PROFILE])

@@ -144,6 +144,27 @@ def test_gis_in_groups(g: int, v: int) -> None:
         assert (outcome.step_s - s.microbatches * s.period_s) / v <= published + 1e-9
 
 
+@pytest.mark.parametrize("v", [2, 4])
+@pytest.mark.parametrize("m", [16, 32])
+@pytest.mark.parametrize("g", [4, 5, 6, 7, 8])
+def test_gis_in_groups_that_do_not_share_the_micro_batches_evenly(g: int, m: int, v: int) -> None:
+    """Also then within the peak and the bubble that are published for whole groups."""
+    p = 8
+    s = shape(f"gis_g:group={g}", p, m, v)
+    outcome = made_for("gis_g", s).outcome
+    assert max(outcome.peak) <= (g * (v - 1) + p) / v
+    bubble = (outcome.step_s - s.microbatches * s.period_s) / v
+    assert bubble <= (2 * (p - 1) + (p - g) * (v - 1)) / v + 1e-9
+
+
+@pytest.mark.parametrize("m", [1, 5, 9, 17])
+def test_gis_with_a_few_micro_batches_too_many_or_too_few(m: int) -> None:
+    """The rows for whole groups without some micro-batches still run, never longer."""
+    whole = 8 * -(-m // 8)
+    steps = [made_for("gis", shape("gis:join=1", 8, count, 2)).outcome.step_s for count in (m, whole)]
+    assert steps[0] <= steps[1]
+
+
 def test_gis_refuses_groups_that_would_stall() -> None:
     for group in (3, 9):
         with pytest.raises(ScheduleError, match=f"group {group} for 8 ranks"):

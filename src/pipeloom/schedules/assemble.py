@@ -41,7 +41,7 @@ def assemble(shape: Shape, recipe: Recipe) -> tuple[Task, tuple[Operation, ...]]
         key=recipe.priority, clock=recipe.clock, depth=_depth(shape), row_of=rows, memory=limits,
         open_rank=tuple(map(recipe.in_flight, range(shape.ranks))) if recipe.in_flight else (),
         open_stage=tuple(map(recipe.in_flight_stage, stages)) if recipe.in_flight_stage else (),
-        before=recipe.before, patience=recipe.patience, early=recipe.early,
+        before=recipe.before, patience=recipe.patience, early=recipe.early, level=recipe.level,
         overlap=recipe.overlap if isinstance(recipe.overlap, tuple) else (recipe.overlap, recipe.overlap),
         together=recipe.together, paired=_pairs(shape, recipe, rows or ()),
         joint=lambda a, b: pair_seconds(shape.costs, (a, b)),

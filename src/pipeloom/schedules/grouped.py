@@ -19,7 +19,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import gcd
 
-from ..ir.action import B, F, I, Kind, W
+from ..ir.action import Action, B, F, I, Kind, W
+from ..ir.columns import Rows
 from .language import Recipe, Shape, options, path_clock, phases, timings, turns
 from .periodic import Periodic
 
@@ -64,18 +65,29 @@ def gis_h(s: Shape) -> list[Recipe]:
 
 def _gis(s: Shape, g: int) -> Iterator[Recipe]:
     join = options(s, group=g, join=0.0)["join"]
-    rows = phases(
-        s, warm_up=lambda r: g * (len(s.own[r]) - 1) + last(s, r), repeat="FIW",
-        forward=lambda r: turns(s, r, F, g), backward=lambda r: turns(s, r, I, g),
-    )  # fmt: skip
     memory = (g * (s.chunks - 1) + s.ranks) / s.chunks
-    published = Recipe(kinds="FIW", rows=rows, fill="", memory=memory)
+    # Groups that share the micro-batches evenly may end better than whole ones and a rest.
+    alike = -(-s.microbatches // -(-s.microbatches // g))
+    sizes = dict.fromkeys((alike, g) if 2 * alike >= s.ranks else (g,))
+    every = [Recipe(kinds="FIW", rows=_grouped(s, size), fill="", memory=memory) for size in sizes]
     if not join:
-        yield from timings(s, replace(published, fill="W"))
+        for published in every:
+            yield from timings(s, replace(published, fill="W"))
         if not s.even:
             clock = path_clock(s, (g / s.ranks,), real=True)
             yield Recipe(kinds="FIW", clock=clock, memory=memory, overlap=1.0)
-    yield published
+    yield from every
+
+
+def _grouped(s: Shape, g: int) -> Rows[Action]:
+    """The rows for whole groups, without the micro-batches that are too many: what is left can still run, and
+    no later than before."""
+    whole = replace(s, microbatches=-(-s.microbatches // g) * g)
+    rows = phases(
+        whole, warm_up=lambda r: g * (len(s.own[r]) - 1) + last(s, r), repeat="FIW",
+        forward=lambda r: turns(whole, r, F, g), backward=lambda r: turns(whole, r, I, g),
+    )  # fmt: skip
+    return Rows(rows.columns.where(rows.columns.microbatch < s.microbatches))
 
 
 def po(s: Shape) -> list[Recipe]:

@@ -65,6 +65,7 @@ class Tables(NamedTuple):
     row_at: Ints
     strict: bool
     safe: bool
+    level: bool
     early: int
     patience: float
     overlap: tuple[float, float]
@@ -74,7 +75,8 @@ class Tables(NamedTuple):
 class State(NamedTuple):
     """What changes. Per stream its next action: position, micro-batch, key, when it could start (`ready`) and
     what holds it back besides, and whether it fills gaps by now; per action what it still waits for and when
-    the rest is there; per rank when it is free, what it holds, what fillers owe it, and how far it is; the
+    the rest is there; per rank when it is free, how long it was idle between its actions (and last the most
+    of all), what it holds, what fillers owe it, and how far it is; the
     rows, as in `Tables.row_at`; `event` and `event_rank` are a heap of when which rank looks around, `events`
     says how many there are."""
 
@@ -87,6 +89,7 @@ class State(NamedTuple):
     missing: Ints
     arrival: Floats
     free: Floats
+    idle: Floats
     used: Floats
     owed: Floats
     peak: Floats
@@ -187,6 +190,8 @@ def choose(t: Tables, s: State, rank: int, now: float, fill: bool) -> int:
     room = t.seconds[filler] * (1 - t.overlap[0 if s.unopened[rank] > 0 else 1])
     if fill and (full or soon >= now + room - EPS):
         return filler
+    if fill and t.level and s.idle[rank] + soon - s.free[rank] > s.idle[len(s.free)] + EPS:
+        return filler
     return FILLABLE
 
 
@@ -195,6 +200,9 @@ def begin(t: Tables, s: State, index: int, now: float, end: float, free: float) 
     """Run the next action of a stream: its results are there at `end`, its rank is free again at `free`."""
     rank, b = t.rank[index], s.batch[index]
     s.left[rank] -= t.seconds[index]
+    if s.written[rank] > 0:
+        s.idle[rank] += now - s.free[rank]
+        s.idle[len(s.free)] = max(s.idle[len(s.free)], s.idle[rank])
     s.free[rank] = free
     entry = t.row_at[rank] + s.written[rank]
     s.row[entry], s.row_batch[entry], s.start[entry] = index, b, now

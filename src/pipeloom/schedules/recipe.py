@@ -36,6 +36,7 @@ class Recipe:
         backward) or "none".
     patience, overlap: see `task.Task`; overlap may be two numbers: until the last forward of the rank has
         begun, and from then on.
+    level: see `task.Task`.
     together(a, b): b may run with a as one unit, as F of one micro-batch with B of another. With rows:
         neighbours for which it holds do so; else where both could run now.
     insert: operations that a user declared. Each goes next to its anchor, unless `rows` has it somewhere, or
@@ -58,6 +59,7 @@ class Recipe:
     early: str = "all"
     patience: float = 0.0
     overlap: float | tuple[float, float] = 0.0
+    level: bool = False
     together: Callable[[Action, Action], bool] | None = None
     insert: tuple[Operation, ...] = ()
     slices: int = 1

@@ -52,9 +52,9 @@ def tables_of(task: Task, within_s: float) -> tuple[Tables, State]:
         own_at=_offsets(np.bincount(rank, minlength=task.ranks)), own=np.argsort(rank, kind="stable"),
         limit=_limits(task.memory, task.ranks), open_rank=_limits(task.open_rank, task.ranks),
         open_stage=_limits(task.open_stage, stages), before=before, after=after, row_at=_offsets(per_rank),
-        strict=task.row_of is not None, safe=task.clock is not None, early=_EARLY[task.early],
-        patience=float(task.patience), overlap=(float(task.overlap[0]), float(task.overlap[1])),
-        within=float(within_s),
+        strict=task.row_of is not None, safe=task.clock is not None, level=task.level,
+        early=_EARLY[task.early], patience=float(task.patience),
+        overlap=(float(task.overlap[0]), float(task.overlap[1])), within=float(within_s),
     )  # fmt: skip
     return t, _state(task, t, lengths)
 
@@ -74,8 +74,9 @@ def _state(task: Task, t: Tables, lengths: Longs) -> State:
     return State(
         next=_none(count), batch=_none(count) - 1, key=_none(count), ready=np.full(count, inf),
         hold=np.zeros(count), fills=t.filler.copy(), missing=missing.reshape(-1),
-        arrival=np.zeros(count * size), free=np.zeros(task.ranks), used=np.zeros(task.ranks),
-        owed=np.zeros(task.ranks), peak=np.zeros(task.ranks), left=left, opened=_none(task.ranks),
+        arrival=np.zeros(count * size), free=np.zeros(task.ranks), idle=np.zeros(task.ranks + 1),
+        used=np.zeros(task.ranks), owed=np.zeros(task.ranks), peak=np.zeros(task.ranks), left=left,
+        opened=_none(task.ranks),
         opened_stage=_none(len(t.open_stage)), unopened=unopened, closed=np.zeros(task.ranks, np.bool_),
         head=_none(task.ranks), done=np.zeros(len(t.line), np.bool_), woken=_none(task.ranks),
         marked=np.zeros(task.ranks, np.bool_), written=_none(task.ranks), row=_none(actions),

@@ -60,6 +60,7 @@ class Task:
     before: before(a, b) is true if `a` must run before `b`, both on one rank.
     patience: share of its own time for which an action waits for a more urgent one that is on its way;
     overlap: share of a filler that may stick out of the gap it fills, before and in the drain.
+    level: a filler also sticks out where the gap would leave its rank idle for longer than any other so far.
     early: which F may run ahead of their place in the safe order: "all", "warm" (until the rank's first B or
         I) or "none".
     together: together(a, b) is true if b may run with a as one unit, which takes joint(a, b) seconds. By a
@@ -78,6 +79,7 @@ class Task:
     before: Callable[[Action, Action], bool] | None = None
     patience: float = 0.0
     overlap: tuple[float, float] = (0.0, 0.0)
+    level: bool = False
     early: str = "all"
     together: Callable[[Action, Action], bool] | None = None
     paired: Mapping[Action, Action] = field(default_factory=dict)

@@ -71,6 +71,7 @@ def zb_v_recipes(s: Shape, memory: float) -> list[Recipe]:
     patterns = timings(s, pattern) if all(len(own) == 2 for own in s.own) else []
     if patterns and not s.even:
         patterns += [replace(pattern, overlap=overlap) for overlap in ((1.0, 0.0), (0.0, 0.75))]
+        patterns += [replace(pattern, level=True, overlap=(share, 0.0)) for share in (0.0, 0.1)]
     if patterns and memory >= s.ranks:
         return patterns
     clocks = recipes(s, memory, [

@@ -12,8 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ..ir.action import I
+from ..ir.action import F, I
 from .language import Recipe, Shape, options, path_clock, phases
+from .task import EPS
 
 
 def zb_h1(s: Shape) -> list[Recipe]:
@@ -46,3 +47,25 @@ def _family(s: Shape, memory: float) -> Iterator[Recipe]:
     clock = path_clock(s, (2.0,), (2.0,), real=True)
     for early in ("all", "warm"):
         yield Recipe(kinds="FIW", clock=clock, memory=memory, early=early, overlap=1.0)
+    yield from _level(s, memory)
+
+
+def _level(s: Shape, memory: float) -> Iterator[Recipe]:
+    """Forwards until the first gradient is back, then F before I; W so that ranks are idle for equally long.
+
+    The longest gap cannot be shorter than what the memory leaves of that round trip; the others stay below
+    it. W that sticks out of its gap as long as there are forwards makes the step shorter and the span longer.
+    """
+    clock = path_clock(s, real=True).first
+
+    def round_trip(rank: int) -> int:
+        stage = s.own[rank][-1]
+        return int((clock[stage, I] - clock[stage, F]) / s.seconds(stage, F) + EPS)
+
+    level = Recipe(
+        kinds="FIW", priority=lambda a: (a.kind != F, a.microbatch), memory=memory, in_flight=round_trip,
+        level=True,
+    )  # fmt: skip
+    yield level
+    yield replace(level, overlap=(0.25, 0.0))
+    yield replace(level, overlap=(0.75, 0.25), patience=0.5)
