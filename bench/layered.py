@@ -1,4 +1,4 @@
-"""Transformer-like OpGraphs of any length, made without PyTorch: 12 ops per layer, embedding, head and loss."""
+"""Transformer-like OpGraphs of any length, made without PyTorch: 12 ops per layer, and 4 more."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from pipeloom.ir.graph import Op, OpGraph, Parameter, Value
 LAYER_OPS = 12
 
 
-def layered(layers: int, *, hidden: int = 1024, length: int = 512, rows: int = 4, dtype: str = "bfloat16") -> OpGraph:
+def layered(
+    layers: int, *, hidden: int = 1024, length: int = 512, rows: int = 4, dtype: str = "bfloat16"
+) -> OpGraph:
     """A graph of 4 + 12 * layers ops, named as a captured Llama's would be."""
     made = _Making(hidden, length, rows, dtype)
     x = made.op("embed", "aten.embedding.default", ["ids"], hidden, "embed", weight=(32_000, hidden))

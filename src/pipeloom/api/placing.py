@@ -22,7 +22,7 @@ from ..ir.units import format_bytes
 from ..lowering import lower
 from ..planner import PlanOptions, make_plan
 from ..planner.cost import CostModel, CostOptions
-from ..planner.stagecosts import stage_costs
+from ..planner.stagecosts import stage_costs, stage_plan
 from ..simulator import simulate
 
 Costs = Profile | Mapping[str, Profile]
@@ -108,12 +108,15 @@ def costs_of(plan: Plan, graph: OpGraph, costs: Costs, cluster: Cluster) -> tupl
     options = CostOptions(
         microbatches=plan.microbatches,
         optimizer_bytes=sum(s.memory.optimizer for s in plan.stages) / trained if trained else 0.0,
+        weights=plan.weights,
     )
     model = CostModel(graph, profiles, replace(cluster, devices=devices), options)
     stages = plan.replicated(plan.stage_graph(graph))
-    # Neither times nor the bytes of a StageCost depend on how many micro-batches are in flight.
-    parts = tuple(model.stage(stages, s, 1) for s in range(len(plan.stages)))
-    each = stage_costs(model, stages, parts) * plan.replicas
+    policy = [plan.memory.stages[s] if s < len(plan.memory.stages) else {} for s in range(len(plan.stages))]
+    # Of what a StageCost says, only weight versions depend on how many micro-batches are in flight.
+    in_flight = schedules.in_flight(plan.as_schedule)
+    parts = [stage_plan(model, stages, s, max(1, in_flight[s]), own) for s, own in enumerate(policy)]
+    each = stage_costs(model, stages, parts, policy) * plan.replicas
     return _counting_once(each, plan, stages, graph, options.optimizer_bytes)
 
 

@@ -9,6 +9,7 @@ right while the left half is faster, and memory is optimised tensor by tensor wh
 The second assumption fails under tight memory (the interval may then hold no cut that fits), so:
 
     neighbours   `width` places on either side of the interval belong to it, and around the best cut
+    band         where crossing bytes vary, all cuts near those found are tried together
     widening     if the bisection ends at an edge of the interval that still improves, it goes on beyond it,
                  in steps that double
 """
@@ -25,6 +26,11 @@ from .problem import Cuts, Key, Partition, Problem
 from .search import Search
 
 WIDTH = 2
+
+BAND = 4
+"""Where what crosses a cut varies from place to place, neither half's time only grows with its ops; then all
+cuts up to so many widths from those found are tried together (bands.py)."""
+
 TOGETHER = 8
 """Stages up to which halves are solved at each step of the bisection; larger halves are compared by what
 parametric search (probe.py) reaches in them, and solved only at the cut that was chosen."""
@@ -50,9 +56,11 @@ def binary(problem: Problem, *, width: int = WIDTH, widen: bool = True) -> Parti
     halving = _Halving(problem, width, widen)
     found = halving.solve(0, problem.last, 0, problem.stages)
     best = Partition(found.key[1], found.cuts) if found.key[0] == 0 else Partition()
-    if problem.stages <= TOGETHER:
+    even = len({problem.crossing(point) for point in problem.points[1:-1]}) <= 1
+    if not widen or (even and problem.stages <= TOGETHER):
         return best
-    better = banded(problem, around(problem, found.cuts, max(width, 1)), below=best.seconds)
+    near = max(width, 1) if even else max(width, 1) * BAND
+    better = banded(problem, around(problem, found.cuts, near), below=best.seconds)
     return better if better.cuts else best
 
 

@@ -5,18 +5,16 @@ With memory optimisation the least is what remains when everything is freed that
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
-from math import ceil, inf
+from math import ceil
 
 import numpy as np
 
 from ..ir.errors import InfeasibleError
 from ..ir.units import format_bytes
-from .evaluation import Evaluation
-from .probe import fill, fits_at_all
+from .probe import filled
 from .search import Search
 
 MANY = 16
@@ -36,19 +34,11 @@ def explain_infeasible(
     largest: the largest micro-batch size with a plan, None if unknown.
     """
     share, cuts = least_share(search)
-    hints = []
-    if cuts:
-        stage, need = binding_stage(search, cuts)
-        binds = (
-            f"in the one that needs least, stage {stage} needs {format_bytes(need)}, its device's cap is "
-            f"{format_bytes(search.caps[stage])}"
-        )
-        exactly = "at least" if not (search.large or search.optimises) else "about"
-        caps = sorted({ceil(cap * share) for cap in search.caps})
-        least = " to ".join(format_bytes(cap) for cap in (caps if len(caps) < 2 else (caps[0], caps[-1])))
-        hints.append(f"give {'each device' if len(caps) == 1 else 'devices'} {exactly} {least}")
-    else:
-        binds = "some stage holds too much whatever is freed"
+    stage, need = binding_stage(scaled(search, share), cuts)
+    exactly = "at least" if not (search.large or search.optimises) else "about"
+    caps = sorted({ceil(cap * share) for cap in search.caps})
+    least = " to ".join(format_bytes(cap) for cap in (caps if len(caps) < 2 else (caps[0], caps[-1])))
+    hints = [f"give {'each device' if len(caps) == 1 else 'devices'} {exactly} {least}"]
     if stages := fewest_stages(search, more):
         hints.append(f"use {stages} stages")
     if not search.optimises:
@@ -57,9 +47,17 @@ def explain_infeasible(
     hints.append(f"use micro-batches of at most {size} rows" if size else "use smaller micro-batches")
     freed = ", even with all freed that may be" if search.optimises else ""
     return InfeasibleError(
-        f"no cut of {len(search.model)} ops into {len(search.caps)} stages fits{freed}: {binds}",
+        f"no cut of {len(search.model)} ops into {len(search.caps)} stages fits{freed}: in the one that "
+        f"needs least, stage {stage} needs {format_bytes(need)}, its device's cap is "
+        f"{format_bytes(search.caps[stage])}{_closely(need, search.caps[stage])}",
         hint=", or ".join(hints),
     )
+
+
+def _closely(need: int, cap: int) -> str:
+    """The difference, where both are printed alike."""
+    alike = format_bytes(need) == format_bytes(cap) and need > cap
+    return f", {format_bytes(need - cap)} less" if alike else ""
 
 
 def does_not_fit(search: Search, cuts: tuple[int, ...], name: str) -> InfeasibleError:
@@ -73,12 +71,10 @@ def does_not_fit(search: Search, cuts: tuple[int, ...], name: str) -> Infeasible
 
 
 def needs(search: Search, cuts: tuple[int, ...]) -> list[int]:
-    """Bytes of each stage of a cut: with every residual kept, or, where they may be freed, the least."""
+    """Bytes of each stage of a cut, with residuals freed as the search's caps demand, if they may be."""
     if search.optimises:
-        least = search.with_least_memory.evaluate
-        return [
-            round(least(start, end, stage).peak_bytes) for stage, (start, end) in enumerate(pairwise(cuts))
-        ]
+        bounds = enumerate(pairwise(cuts))
+        return [round(search.evaluate(start, end, stage).peak_bytes) for stage, (start, end) in bounds]
     found = []
     for stage, (start, end) in enumerate(pairwise(cuts)):
         footprint, _ = search.model.row(start, np.array([end]))
@@ -93,25 +89,28 @@ def binding_stage(search: Search, cuts: tuple[int, ...]) -> tuple[int, int]:
 
 
 def least_share(search: Search) -> tuple[float, tuple[int, ...]]:
-    """The share of the caps with which some cut fits, and that cut; (inf, ()) if none is found.
+    """The share of the caps with which some cut fits, and that cut.
 
-    Above 1 where nothing fits. Where memory is optimised the least of each stage is known, and its largest
-    share is minimised as seconds are elsewhere.
+    Above 1 where nothing fits. Where memory is optimised it is found by bisection, filling stage after stage
+    under smaller and smaller caps, starting from what is needed with every residual kept.
     """
+    high, cuts = search.smallest()
     if not search.optimises:
-        return search.smallest()
-    least, caps = search.with_least_memory, search.caps
+        return high, cuts
+    low = 0.0
+    while high - low > ROUGHLY * high:
+        middle = (low + high) / 2
+        smaller = scaled(search, middle)
+        if found := filled(smaller.problem):
+            high, cuts = middle, smaller.problem.positions(found)
+        else:
+            low = middle
+    return high, cuts
 
-    def share(start: int, end: int, stage: int) -> Evaluation:
-        peak = least.evaluate(start, end, stage).peak_bytes
-        return Evaluation(seconds=peak / caps[stage] if peak < inf else inf, peak_bytes=peak)
 
-    # Nothing is known of a share before it is asked for, so the bound from compute is 0.
-    problem = replace(search.problem, evaluate=share, compute_s=lambda start, end, stage: 0.0)
-    _, whole = search.smallest()
-    start = tuple(bisect_left(problem.points, cut) for cut in whole)
-    found = fill(problem, tolerance=ROUGHLY, mend=False, start=start)
-    return found.seconds, problem.positions(found.cuts)
+def scaled(search: Search, share: float) -> Search:
+    """The same under caps of this share of its own."""
+    return replace(search, caps=tuple(max(1, ceil(cap * share)) for cap in search.caps))
 
 
 def fewest_stages(search: Search, more: Callable[[int], Search | None]) -> int | None:
@@ -136,4 +135,4 @@ def fewest_stages(search: Search, more: Callable[[int], Search | None]) -> int |
 
 def fits(search: Search) -> bool:
     """Whether some cut fits; where memory is optimised, as far as filling stage after stage shows."""
-    return fits_at_all(search.problem) if search.optimises else search.smallest()[0] <= 1
+    return bool(filled(search.problem)) if search.optimises else search.smallest()[0] <= 1

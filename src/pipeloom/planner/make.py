@@ -11,16 +11,18 @@ from ..ir.cluster import Cluster
 from ..ir.costs import StageCost
 from ..ir.errors import InfeasibleError, PlanError
 from ..ir.graph import OpGraph
+from ..ir.memory import MemoryPolicy
 from ..ir.plan import Plan, StagePlan
 from ..ir.profile import Profile
 from ..ir.stages import cut
 from ..lowering import lower
 from ..simulator import simulate
+from .evaluation import Evaluation
 from .infeasible import does_not_fit, explain_infeasible, needs
 from .registry import planner
 from .request import PlanOptions, Request
 from .search import Search
-from .stagecosts import stage_costs
+from .stagecosts import stage_costs, stage_plan
 
 ROUNDS = 5
 """Searches until the schedule and the simulated peaks of the found cut agree with what was searched with."""
@@ -90,18 +92,18 @@ class _Found:
         self.stages = cut(request.graph, stage_of)
         self.schedule = request.build(self.stages)
         self.in_flight = schedules.in_flight(self.schedule)
-        self.parts: tuple[StagePlan, ...] = tuple(
-            self._stage(s, i, j) for s, (i, j) in enumerate(pairwise(cuts))
-        )
-        self.costs: tuple[StageCost, ...] = stage_costs(search.model, self.stages, self.parts)
-        program = lower(self.schedule, self.stages)
+        found = [search.evaluate(i, j, s) for s, (i, j) in enumerate(pairwise(cuts))]
+        self.policy = MemoryPolicy(stages=tuple(e.treatments for e in found) if search.optimises else ())
+        parts = [self._stage(s, e) for s, e in enumerate(found)]
+        self.costs = stage_costs(search.model, self.stages, parts, self.policy.stages)
+        self.parts = tuple(map(_with_residuals, parts, self.costs))
+        program = lower(self.schedule, self.stages, policy=self.policy)
         self.timeline = simulate(program, self.stages, self.costs, search.model.cluster)
 
-    def _stage(self, stage: int, start: int, end: int) -> StagePlan:
+    def _stage(self, stage: int, found: Evaluation) -> StagePlan:
         in_flight = self.in_flight[stage]
-        part = self.search.model.stage(self.stages, stage, in_flight)
-        found = self.search.evaluate(start, end, stage)
-        return replace(part, turn_s=found.seconds, kept_bytes=part.memory.residuals // max(1, in_flight))
+        part = stage_plan(self.search.model, self.stages, stage, in_flight, found.treatments)
+        return replace(part, turn_s=found.seconds)
 
     def tighter(self) -> Search | None:
         """The search to repeat, if the schedule keeps more in flight or the simulator sees a cap passed."""
@@ -134,9 +136,17 @@ class _Found:
             batch=model.profile.batch,
             caps=tuple(device.memory_bytes for device in model.cluster.devices),
             predicted_step_s=self.timeline.step_s,
+            memory=self.policy,
             weights=self.request.weights,
             notes=self._notes(),
         )
+
+
+def _with_residuals(part: StagePlan, cost: StageCost) -> StagePlan:
+    """The stage with what becomes of its residuals."""
+    away, again = cost.offloaded_bytes, cost.recomputed_bytes
+    kept = cost.residual_bytes - away - again
+    return replace(part, kept_bytes=kept, recomputed_bytes=again, offloaded_bytes=away)
 
 
 def _microbatch_size(graph: OpGraph) -> int:

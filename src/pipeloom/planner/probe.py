@@ -46,21 +46,17 @@ def fill(
     follow: int = FOLLOW,
     tolerance: float = 1e-9,
     mend: bool = True,
-    start: Cuts = (),
 ) -> Partition:
     """The best partition that parametric search finds; see the module's docstring.
 
     window: places on either side that are looked at where crossing bytes vary.  follow: ends of each stage
         that are followed there.  tolerance: relative, of the slowest stage's time, at which to stop.
-    start: cuts from which the search begins, instead of filling with no limit, if they fit.
     mend: try other cuts where crossing bytes vary, as the module's docstring says; if not, filling is all.
     """
     even = len({problem.crossing(point) for point in problem.points[1:-1]}) <= 1
     mend = mend and not even
     window, follow = (window, follow) if mend else (0, 1)
-    best = problem.weigh(start) if start else Partition()
-    if not best.cuts:
-        best = _within(problem, inf, window, follow)[0]
+    best = _within(problem, inf, window, follow)[0]
     if not best.cuts:
         few = problem.last**2 * problem.stages <= SMALL
         return banded(problem, everywhere(problem)) if mend and few else best
@@ -80,9 +76,9 @@ def fill(
     return better if better.cuts else best
 
 
-def fits_at_all(problem: Problem) -> bool:
-    """Whether filling each stage as far as memory allows leads to the end."""
-    return bool(_within(problem, inf, WINDOW, FOLLOW)[0].cuts)
+def filled(problem: Problem) -> Cuts:
+    """The cuts that come of filling each stage as far as memory allows; () if it does not lead to the end."""
+    return _within(problem, inf, WINDOW, FOLLOW)[0].cuts
 
 
 @dataclass(frozen=True)

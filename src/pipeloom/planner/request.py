@@ -92,7 +92,7 @@ class Request:
         devices = self.cluster.devices[:stages]
         options = CostOptions(
             microbatches=self.microbatches, optimizer_bytes=self.options.optimizer_bytes,
-            overlap=self.options.overlap,
+            overlap=self.options.overlap, weights=self.weights,
         )  # fmt: skip
         profiles = [_profile_of(self.profile, device.name, self.graph) for device in devices]
         return Search(

@@ -20,6 +20,7 @@ from ..ir.memory import Treatment
 from .cost import CostModel, Footprint
 from .evaluation import Evaluator, KeepEverything, Memoised
 from .intervals import Array, Indices
+from .memopt import Optimised
 from .problem import Problem
 
 Row = Callable[[int, Indices, Indices], Array]
@@ -91,17 +92,15 @@ class Search:
     @cached_property
     def evaluate(self) -> Evaluator:
         """What planners ask of an interval of ops."""
+        if self.optimises:
+            freeing = Optimised(self.model, self.caps, self.in_flight, self.treatments)
+            return Memoised(freeing, self.watch)
         return Memoised(KeepEverything(self.model, self.caps, self.in_flight), self.watch)
 
     @property
     def optimises(self) -> bool:
         """Whether residuals may be recomputed or offloaded."""
         return bool(self.treatments)
-
-    @cached_property
-    def with_least_memory(self) -> Search:
-        """The same under caps that nothing keeps to: evaluations then say what a stage needs at least."""
-        return replace(self, caps=(1,) * len(self.caps))
 
     @property
     def tolerance(self) -> float:
