@@ -1,6 +1,7 @@
 """Memory optimisation of one stage: it keeps its cap, wastes nothing, and is close to the best choice."""
 
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from math import inf
 
@@ -10,15 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_stages import random_model
 
+from pipeloom import schedules
 from pipeloom.ir.action import RECOMPUTE
 from pipeloom.ir.cluster import Cluster, Link
 from pipeloom.ir.errors import PlanError
 from pipeloom.ir.graph import Buffer
+from pipeloom.ir.memory import MemoryPolicy
 from pipeloom.ir.stages import cut
+from pipeloom.lowering import lower
 from pipeloom.planner.cost import CostModel
 from pipeloom.planner.memopt import Optimised, optimise, treated_stage
 from pipeloom.planner.stagecosts import stage_costs, stage_plan
 from pipeloom.planner.treated import host_copies
+from pipeloom.simulator import simulate
 
 
 def peak_of(model: CostModel, treatments: dict, in_flight: int, end: int | None = None) -> float:
@@ -98,6 +103,8 @@ def _seconds_under(cap: float, model: CostModel, end: int, in_flight: int, treat
     if sum(found.memory_parts(model, in_flight).values()) > cap:
         return inf
     compute_s, forward_s = float(model.prefix_s[0, end]), float(model.forward_s[0, :end].sum())
+    if found.offload_s > forward_s:
+        return inf  # copies to the host would pile up
     return found.seconds(model, 0, compute_s, forward_s)
 
 
@@ -195,6 +202,30 @@ def test_costs_of_a_treated_stage():
     assert cost.residual_bytes == stage_costs(model, stages, parts)[0].residual_bytes
     assert cost.recompute_s == parts[0].recompute_s > 0 and cost.reload_s == cost.offloaded_bytes / 8
     assert cost.transient_bytes[RECOMPUTE] >= 0 and other.recompute_s == 0
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("seed", range(6))
+def test_the_simulator_needs_no_more(seed, schedule):
+    """Messages apart: how long one waits for its receiver depends on the other stages."""
+    count, each, microbatches = 4 + 2 * (seed % 2), 8, 12
+    model = random_model(seed, count * each, microbatches=microbatches, equal_times=True,
+                         host_bytes_per_s=(5.0, 40.0, 1e4)[seed % 3])  # fmt: skip
+    stages = cut(model.graph, {op.name: place // each for place, op in enumerate(model.wiring.ops)})
+    made = schedules.build(schedule, stages, tuple(range(count)), microbatches)
+    in_flight = schedules.in_flight(made)
+    found = []
+    for stage, q in enumerate(in_flight):
+        own = partial(optimise, model, stage * each, (stage + 1) * each, stage, in_flight=q)
+        caps = [share * own(cap=inf).peak_bytes for share in (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)]
+        found.append(next(tight for cap in caps if (tight := own(cap=cap)).fits).treatments)
+    parts = [stage_plan(model, stages, s, q, found[s]) for s, q in enumerate(in_flight)]
+    costs = stage_costs(model, stages, parts, found)
+    program = lower(made, stages, policy=MemoryPolicy(stages=tuple(found)))
+    assert any(found) and ("RECOMPUTE" in str(program) or "OFFLOAD" in str(program))
+    peaks = simulate(program, stages, costs, model.cluster).peaks
+    for peak, part in zip(peaks, parts, strict=True):
+        assert sum(peak.values()) - peak["boundary"] <= part.memory.total - part.memory.boundary
 
 
 def test_unknown_or_impossible_treatments_are_refused():

@@ -13,11 +13,12 @@ from pipeloom.planner.cost import CostModel, CostOptions
 def random_model(
     seed: int, ops: int, *,
     microbatches: int = 16, host_bytes_per_s: float | None = 40.0, host_memory: int = 0,
+    equal_times: bool = False,
 ) -> CostModel:  # fmt: skip
     """The cost model of one random graph on 8 equal devices, in a world of bytes per second.
 
     Most ops read the one before; some also an earlier value. A good half save their result or an input; some
-    draw random numbers, some pass their gradient on.
+    draw random numbers, some pass their gradient on.  equal_times: of all ops.
     """
     draw = random.Random(seed)
     made: list[Op] = []
@@ -34,7 +35,7 @@ def random_model(
         made.append(op)
         values.append(out)
         saves = [v for v in (*inputs, out.name) if draw.random() < 0.4]
-        forward = draw.uniform(0.2, 2.0)
+        forward = 1.0 if equal_times else draw.uniform(0.2, 2.0)
         costs[op.name] = OpCost(
             forward_s=forward, input_grad_s=forward, weight_grad_s=forward, saves=tuple(saves),
             extra_saved_bytes=draw.choice((0, 0, 8)), transient_bytes=draw.choice((0, 0, 40)),

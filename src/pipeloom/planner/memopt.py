@@ -34,12 +34,14 @@ BOTH: tuple[Treatment, ...] = ("recompute", "offload")
 ROUNDS = 6
 """Times that more is freed because another moment has become the worst."""
 
-_SOLVERS: dict[str, Callable[[Residuals, Task], Indices | None]] = {"greedy": greedy, "exact": exact}
+Solver = Callable[[Residuals, Task], Indices | None]
+_SOLVERS: dict[str, Solver] = {"greedy": greedy, "exact": exact}
 
 
 def optimise(
     model: CostModel, start: int, end: int, stage: int, *,
-    in_flight: int, cap: float, treatments: Sequence[Treatment] = BOTH, method: Method = "greedy",
+    in_flight: int, cap: float, treatments: Sequence[Treatment] = BOTH,
+    method: Method | Solver = "greedy",
 ) -> Evaluation:  # fmt: skip
     """Ops [start, end) as stage `stage` on the rank of that number: the fastest way found to keep its cap.
 
@@ -61,7 +63,7 @@ def optimise(
         copies=host_copies(model.cluster, stage), rank=stage, in_flight=in_flight,
         treatments=tuple(treatments),
     )  # fmt: skip
-    return decide.under(cap, _SOLVERS[method])
+    return decide.under(cap, _SOLVERS[method] if isinstance(method, str) else method)
 
 
 def _one(footprint: Footprint) -> Footprint:
@@ -147,12 +149,12 @@ class _Stage:
         again = (1 if only_forward else q - 1) if "recompute" in self.treatments else 0
         hidden, most, s_per_byte = 0.0, 0.0, 0.0
         if away and copies is not None:
-            hidden = min(
-                max(0.0, float(self.forward_s.sum()) - copies.back_latency_s) / copies.back_s_per_byte,
-                max(0.0, self.compute_s - copies.away_latency_s) / copies.away_s_per_byte,
-            )
-            most = copies.memory_bytes / q if copies.memory_bytes else inf
-            s_per_byte = max(copies.back_s_per_byte, copies.away_s_per_byte)
+            window = float(self.forward_s.sum())
+            hidden = max(0.0, window - copies.back_latency_s) / copies.back_s_per_byte
+            most = max(0.0, window - copies.away_latency_s) / copies.away_s_per_byte
+            if copies.memory_bytes:
+                most = min(most, copies.memory_bytes / q)
+            s_per_byte = copies.back_s_per_byte
         most = min(most, float(self.residuals.size.sum()))
         return Task(
             need=need, per_recomputed=float(again), per_offloaded=float(away), hidden=min(hidden, most),
@@ -160,9 +162,15 @@ class _Stage:
         )  # fmt: skip
 
     def everything(self, task: Task) -> Indices:
-        """Every residual treated by what frees more of it."""
-        again = (task.may > 0) & (task.per_recomputed >= max(task.per_offloaded, 1))
-        return np.where(again, RECOMPUTE, OFFLOAD if task.per_offloaded else KEEP).astype(np.int64)
+        """As much treated as can be: offloaded what cannot be made again, while there is room for it."""
+        sizes = self.residuals.size
+        choice = np.where((task.may > 0) & (task.per_recomputed > 0), RECOMPUTE, KEEP).astype(np.int64)
+        left = task.most if task.per_offloaded > 0 else 0.0
+        for k in np.argsort(sizes, kind="stable"):
+            if choice[k] == KEEP and sizes[k] <= left:
+                choice[k] = OFFLOAD
+                left -= sizes[k]
+        return choice
 
     def named(self, choice: Indices) -> dict[str, Treatment]:
         words: dict[int, Treatment] = {RECOMPUTE: "recompute", OFFLOAD: "offload"}
@@ -191,7 +199,7 @@ class Optimised:
     caps: Sequence[int]
     in_flight: Sequence[int]
     treatments: Sequence[Treatment] = BOTH
-    method: Method = "greedy"
+    method: Method | Solver = "greedy"
 
     def __call__(self, start: int, end: int, stage: int, /) -> Evaluation:
         return optimise(

@@ -10,9 +10,10 @@ Three copies of O: of the newest micro-batch, of the one before while it is on i
 the one whose backward is next, which is fetched one action ahead. R is there once, as RECOMPUTE makes all of
 it in front of the backward. With one micro-batch in flight only the forward's moment gets better.
 
-Time of the stage for one micro-batch: recomputing is added to the other computing; so is what a reload takes
-beyond the action that it is fetched behind, which is a forward. The copies of a turn must fit into the turn.
-A device has its share of what its switch can carry if all the others there copy as well.
+Nothing waits for an offload, and forwards may follow each other at once: so that copies do not pile up, one
+may take no longer than a forward. A reload that takes longer than the forward behind which it is fetched
+holds the backward up by the rest; recomputing is added to the other computing. A device has its share of what
+its switch can carry if all the others there copy as well. The host has room for all micro-batches in flight.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ class Treated:
         if not model.options.overlap:
             return model.turn_of(self.footprint, busy + self.offload_s + self.reload_s, rank)
         turn = model.turn_of(self.footprint, busy + max(0.0, self.reload_s - forward_s), rank)
-        return max(turn, self.offload_s, self.reload_s)
+        return max(turn, self.reload_s)
 
 
 def _parts(residuals: float, moment: Moment) -> dict[str, float]:
