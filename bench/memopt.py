@@ -1,0 +1,133 @@
+"""How far the greedy memory optimisation of a stage is from the best choice, and how long both take.
+
+    python bench/memopt.py [--random 200] [--families gpt2 bert llama t5 mixtral convnet]
+
+Random stages (tests/support/random_stages.py) and stages of captured models, under caps between what they
+hold with everything kept and the least that they can hold. Written to bench/results/memopt.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from math import inf
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+from machine import describe_machine
+
+from pipeloom.ir.cluster import Cluster, Link
+from pipeloom.planner import cpu_cluster
+from pipeloom.planner.cost import CostModel, CostOptions
+from pipeloom.planner.memopt import optimise
+from pipeloom.profiler.roofline import roofline
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
+import random_stages  # noqa: E402
+
+RESULTS = Path(__file__).parent / "results" / "memopt.json"
+FAMILIES = ("gpt2", "bert", "llama", "t5", "mixtral", "convnet")
+SHARES = (0.1, 0.3, 0.5, 0.7, 0.9)
+"""Where a cap lies between the least that a stage can hold (0) and all (1)."""
+
+Case = tuple[str, CostModel, int, int, int]
+"""(name, model, start, end, micro-batches in flight)"""
+
+
+def random_cases(count: int) -> Iterator[Case]:
+    for seed in range(count):
+        ops = 10 + 5 * (seed % 20)
+        model = random_stages.random_model(seed, ops, host_bytes_per_s=(5.0, 40.0, 200.0)[seed % 3])
+        yield f"random {seed}", model, 0, ops - 1, 2 + seed % 7
+
+
+def family_cases(families: list[str]) -> Iterator[Case]:
+    """Halves and quarters of small models; the link carries a part of the residuals in time."""
+    import zoo
+
+    from pipeloom.tracer.capture import capture
+
+    for name in families:
+        graph = capture(zoo.job(name), 2).graph
+        device = replace(cpu_cluster(1).devices[0], host_link=Link(bandwidth_bytes_per_s=5e7))
+        cluster = Cluster(devices=(device,) * 8, within_node=Link(bandwidth_bytes_per_s=2e9))
+        profile = roofline(graph, device)
+        model = CostModel(graph, [profile] * 8, cluster, CostOptions(microbatches=16, optimizer_bytes=0.0))
+        ops = len(model)
+        for start, end in ((0, ops // 2), (ops // 4, ops // 2), (ops // 2, 3 * ops // 4)):
+            for in_flight in (4, 8):
+                yield f"{name} [{start}, {end})", model, start, end, in_flight
+
+
+def rows_of(case: Case) -> Iterator[dict[str, Any]]:
+    name, model, start, end, in_flight = case
+    free = optimise(model, start, end, 0, in_flight=in_flight, cap=inf)
+    least = optimise(model, start, end, 0, in_flight=in_flight, cap=free.peak_bytes * 1e-3).peak_bytes
+    for share in SHARES:
+        cap = least + share * (free.peak_bytes - least)
+        row: dict[str, Any] = {
+            "case": name, "ops": end - start, "in_flight": in_flight, "share": share, "free_s": free.seconds,
+        }
+        for method in ("greedy", "exact"):
+            began = time.perf_counter()
+            found = optimise(model, start, end, 0, in_flight=in_flight, cap=cap, method=method)
+            row[f"{method}_took_s"] = time.perf_counter() - began
+            row[f"{method}_s"] = found.seconds if found.fits else None
+            row[f"{method}_treated"] = len(found.treatments)
+        yield row
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Gaps in the stage's time, and in what is exposed of it, where both found a choice."""
+    both = [r for r in rows if r["greedy_s"] is not None and r["exact_s"] is not None]
+    gaps = [r["greedy_s"] / r["exact_s"] - 1 for r in both]
+    exposed = [
+        (r["greedy_s"] - r["exact_s"]) / (r["exact_s"] - r["free_s"])
+        for r in both if r["exact_s"] > r["free_s"] * (1 + 1e-9)
+    ]  # fmt: skip
+    return {
+        "cases": len(rows), "both_fit": len(both),
+        "only_exact_fits": sum(r["greedy_s"] is None and r["exact_s"] is not None for r in rows),
+        "only_greedy_fits": sum(r["exact_s"] is None and r["greedy_s"] is not None for r in rows),
+        "stage_time_gap_mean": mean(gaps), "stage_time_gap_worst": max(gaps),
+        "greedy_is_best": sum(gap <= 1e-6 for gap in gaps) / len(gaps),
+        "exposed_gap_mean": mean(exposed), "exposed_gap_worst": max(exposed),
+        "greedy_took_s_median": median(r["greedy_took_s"] for r in rows),
+        "exact_took_s_median": median(r["exact_took_s"] for r in rows),
+    }  # fmt: skip
+
+
+def growth() -> list[dict[str, Any]]:
+    """Time of the greedy on random stages of more and more ops."""
+    found = []
+    for ops in (100, 200, 400, 800, 1600, 3200):
+        model = random_stages.random_model(1, ops)
+        free = optimise(model, 0, ops - 1, 0, in_flight=8, cap=inf)
+        took = []
+        for _ in range(5):
+            began = time.perf_counter()
+            made = optimise(model, 0, ops - 1, 0, in_flight=8, cap=0.6 * free.peak_bytes)
+            took.append(time.perf_counter() - began)
+        found.append({"ops": ops, "treated": len(made.treatments), "took_s": min(took)})
+    return found
+
+
+def main(count: int, families: list[str]) -> None:
+    kinds = {"random": list(random_cases(count)), "models": list(family_cases(families))}
+    rows = {kind: [row for case in cases for row in rows_of(case)] for kind, cases in kinds.items()}
+    result = {kind: summary(own) for kind, own in rows.items()} | {"growth": growth()}
+    print(json.dumps(result, indent=1))
+    RESULTS.write_text(json.dumps({"machine": describe_machine(), **result, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--random", type=int, default=200)
+    parser.add_argument("--families", nargs="*", default=list(FAMILIES))
+    given = parser.parse_args()
+    main(given.random, given.families)
