@@ -15,6 +15,7 @@ from ..ir.profile import Profile
 from ..ir.schedule import Schedule
 from ..ir.stages import StageGraph, chain
 from .cost import CostModel, CostOptions
+from .layers import layers
 from .registry import Planner
 from .search import Search
 
@@ -87,6 +88,12 @@ class Request:
                 hint=f"ask for {own}, or for another schedule",
             )
 
+    @cached_property
+    def layers(self) -> Mapping[str, int]:
+        """Op -> number of its layer."""
+        ops = [op for op in self.graph.ops if not op.cheap]
+        return {op.name: n for n, piece in enumerate(layers(ops)) for op in ops[piece.start : piece.end]}
+
     def search(self, stages: int) -> Search:
         """The search for so many stages on the first devices of the cluster."""
         devices = self.cluster.devices[:stages]
@@ -101,6 +108,7 @@ class Request:
             in_flight=schedules.in_flight(self.build(chain(stages))),
             treatments=self.treatments,
             watch=self.watch,
+            layers=self.layers if self.planner.granularity == "layer" else {},
         )
 
     def build(self, stages: StageGraph) -> Schedule:

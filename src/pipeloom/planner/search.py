@@ -8,8 +8,8 @@ comes, best[s][i] is final for every s, so each row of values is made once and u
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -20,7 +20,8 @@ from ..ir.memory import Treatment
 from .cost import CostModel, Footprint
 from .evaluation import Evaluator, KeepEverything, Memoised
 from .intervals import Array, Indices
-from .memopt import Optimised
+from .memopt import Method, Optimised, Solver
+from .memopt_layers import by_layers
 from .problem import Problem
 
 Row = Callable[[int, Indices, Indices], Array]
@@ -80,6 +81,7 @@ class Search:
     coarse: with more ops than this, searches over fewer cut positions bound the full one.
     treatments: what may be done with residuals besides keeping them.
     watch: told how many stages were weighed so far.
+    layers: op -> number of the layer whose residuals are all treated alike; empty: each by itself.
     """
 
     model: CostModel
@@ -88,12 +90,14 @@ class Search:
     coarse: int = 400
     treatments: tuple[Treatment, ...] = ()
     watch: Callable[[int], None] | None = None
+    layers: Mapping[str, int] = field(default_factory=dict)
 
     @cached_property
     def evaluate(self) -> Evaluator:
         """What planners ask of an interval of ops."""
         if self.optimises:
-            freeing = Optimised(self.model, self.caps, self.in_flight, self.treatments)
+            method: Method | Solver = by_layers(self.layers) if self.layers else "greedy"
+            freeing = Optimised(self.model, self.caps, self.in_flight, self.treatments, method)
             return Memoised(freeing, self.watch)
         return Memoised(KeepEverything(self.model, self.caps, self.in_flight), self.watch)
 
@@ -128,10 +132,6 @@ class Search:
         """Bytes per second of the slowest link between neighbours; inf for one stage."""
         ranks = range(len(self.caps) - 1)
         return min((self.model.cluster.link(r, r + 1).bandwidth_bytes_per_s for r in ranks), default=np.inf)
-
-    def by_layer(self, places: Sequence[int]) -> Problem:
-        """Cuts in these positions only, and treatments of whole layers between them."""
-        return self.problem.coarser(places)
 
     def fastest(self) -> tuple[float, tuple[int, ...]]:
         """The cut whose slowest stage is fastest among those that fit, and that stage's seconds.

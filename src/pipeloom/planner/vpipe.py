@@ -33,7 +33,7 @@ def vpipe(search: Search) -> Cuts:
     places = borders(layers(search.model.wiring.ops), allowed)
     if len(places) <= len(search.caps):
         places = allowed
-    problem = search.by_layer(places)
+    problem = search.problem.coarser(places)
     rules = Rules(mode="paper", bandwidth=search.slowest_link)
     start = partition(layers_between(search, places), len(search.caps), rules)
     found = moved(problem, (0, *(end for _, end, _ in start.stages)))
