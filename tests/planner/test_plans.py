@@ -1,0 +1,221 @@
+"""Plans of every planner: under their caps as simulated, whole, and what the options say."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from layered import layered
+
+from pipeloom import planner
+from pipeloom.ir.action import OFFLOAD, RECOMPUTE, RELOAD
+from pipeloom.ir.cluster import Cluster
+from pipeloom.ir.errors import InfeasibleError, PlanError
+from pipeloom.ir.graph import OpGraph
+from pipeloom.ir.plan import Plan, load_plan
+from pipeloom.ir.profile import Profile
+from pipeloom.lowering import lower
+from pipeloom.planner import PlanOptions, find_cluster, make_plan
+from pipeloom.planner.batches import Sample, interpolated, largest_size
+from pipeloom.planner.cost import CostModel, CostOptions
+from pipeloom.planner.registry import PLANNERS
+from pipeloom.planner.stagecosts import stage_costs
+from pipeloom.planner.whatif import what_if
+from pipeloom.profiler.roofline import roofline
+from pipeloom.simulator import simulate
+
+GiB = 2**30
+FREEING = [name for name, known in PLANNERS.items() if known.optimises != "never"]
+
+
+def case(layers: int, stages: int, cap: float, rows: int = 16) -> tuple[OpGraph, Profile, Cluster]:
+    """A transformer graph on A100 cards with `cap` GiB each."""
+    graph = layered(layers, rows=rows)
+    cluster = find_cluster(f"{stages} x a100-40")
+    devices = tuple(replace(device, memory_bytes=int(cap * GiB)) for device in cluster.devices)
+    return graph, roofline(graph, cluster.devices[0]), replace(cluster, devices=devices)
+
+
+def planned(name: str, layers: int, stages: int, cap: float, **options) -> tuple[Plan, OpGraph, Cluster]:
+    graph, profile, cluster = case(layers, stages, cap)
+    made = make_plan(
+        graph, profile, cluster, stages=stages, schedule="1f1b", microbatches=2 * stages, strategy=name,
+        options=PlanOptions(**options),
+    )  # fmt: skip
+    return made, graph, cluster
+
+
+def peaks(plan: Plan, graph: OpGraph, cluster: Cluster) -> list[int]:
+    """Simulated from the plan alone, by rank."""
+    profile = roofline(graph, cluster.devices[0])
+    model = CostModel(
+        graph, [profile] * len(plan.stages), cluster, CostOptions(microbatches=plan.microbatches)
+    )
+    stages = plan.stage_graph(graph)
+    costs = stage_costs(model, stages, plan.stages, plan.memory.stages)
+    program = lower(plan.as_schedule, stages, policy=plan.memory)
+    step = simulate(program, stages, costs, cluster)
+    assert step.step_s == pytest.approx(plan.predicted_step_s)
+    return [step.peak_bytes(rank) for rank in range(len(plan.stages))]
+
+
+@pytest.mark.parametrize("name", PLANNERS)
+def test_every_planner_keeps_to_a_cap_and_assigns_every_op_in_order(name):
+    plan, graph, cluster = planned(name, 6, 3, 8.0)
+    assert [name for stage in plan.stages for name in stage.ops] == [op.name for op in graph.ops]
+    assert all(stage.turn_s > 0 for stage in plan.stages)
+    assert max(peaks(plan, graph, cluster)) <= 8 * GiB
+
+
+@pytest.mark.parametrize("name", FREEING)
+@pytest.mark.parametrize(("stages", "cap"), [(2, 1.95), (3, 1.6), (4, 1.3)])
+def test_plans_that_free_memory_keep_to_the_cap_as_simulated(name, stages, cap):
+    options = {"treatments": ("recompute", "offload")} if name == "exact" else {}
+    plan, graph, cluster = planned(name, 6, stages, cap, **options)
+    kept_to = peaks(plan, graph, cluster)
+    assert max(kept_to) <= cap * GiB
+    treated = sum(stage.recomputed_bytes + stage.offloaded_bytes for stage in plan.stages)
+    assert treated > 0
+    known = {t for stage in plan.memory.stages for t in stage.values()}
+    assert known <= {"keep", "recompute", "offload"}
+    with pytest.raises(InfeasibleError):
+        planned("exact", 6, stages, cap)  # with every residual kept nothing fits
+
+
+@pytest.mark.parametrize(("stages", "cap"), [(2, 1.7), (3, 1.4), (4, 1.3)])
+def test_searches_come_close_to_the_exact_planner_with_memory_optimisation(stages, cap):
+    turn = {
+        name: max(s.turn_s for s in planned(name, 5, stages, cap, treatments=("recompute",))[0].stages)
+        for name in ("exact", "dawnpiper", "probe", "vpipe")
+    }
+    assert turn["exact"] <= min(turn.values()) * (1 + 1e-9)
+    assert turn["dawnpiper"] <= 1.05 * turn["exact"] and turn["probe"] <= 1.05 * turn["exact"]
+
+
+def test_only_what_is_allowed_is_done():
+    plan, graph, _ = planned("dawnpiper", 6, 3, 1.35, treatments=("recompute",))
+    assert {t for stage in plan.memory.stages for t in stage.values()} == {"recompute"}
+    program = lower(plan.as_schedule, plan.stage_graph(graph), policy=plan.memory)
+    kinds = {getattr(step, "kind", None) for row in program.rows for step in row}
+    assert RECOMPUTE in kinds and not kinds & {OFFLOAD, RELOAD}
+
+
+def test_a_plan_with_treatments_is_saved_and_read(tmp_path):
+    plan, *_ = planned("dawnpiper", 6, 3, 1.35)
+    plan.save(tmp_path / "plan.json")
+    assert load_plan(tmp_path / "plan.json") == plan
+
+
+def test_vpipe_treats_the_residuals_of_a_layer_alike():
+    plan, graph, _ = planned("vpipe", 6, 3, 1.35)
+    for stage in plan.memory.stages:
+        found: dict[str, set[str]] = {}
+        for residual, treatment in stage.items():
+            layer = ".".join(graph.op[residual.partition(".")[0]].module.split(".")[:2])
+            found.setdefault(layer, set()).add(treatment)
+        assert all(len(treatments) == 1 for treatments in found.values())
+
+
+def test_weight_stashing_takes_versions():
+    plain = planned("dawnpiper", 6, 3, 8.0)[0]
+    stashed = planned("dawnpiper", 6, 3, 8.0, weights="stash")[0]
+    two = planned("dawnpiper", 6, 3, 8.0, weights="2bw")[0]
+    assert (plain.weights, stashed.weights, two.weights) == ("flush", "stash", "2bw")
+    for plan, versions in ((plain, (1, 1, 1)), (stashed, (3, 2, 1)), (two, (2, 2, 2))):
+        for stage, copies in zip(plan.stages, versions, strict=True):
+            assert stage.memory.parameters == copies * stage.memory.gradients
+    assert "steady_step_s" in stashed.notes
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "says"),
+    [
+        ("equal", {"treatments": ("recompute",)}, "keeps every residual"),
+        ("dawnpipr", {}, "did you mean dawnpiper"),
+    ],
+)
+def test_what_cannot_be_is_refused(name, options, says):
+    with pytest.raises(PlanError, match=says):
+        planned(name, 4, 2, 8.0, **options)
+
+
+def test_offloading_without_a_link_to_the_host_is_refused():
+    graph, profile, cluster = case(4, 2, 8.0)
+    bare = replace(cluster, devices=tuple(
+        replace(d, host_link=None, host_link_back=None, switch=None) for d in cluster.devices
+    ))  # fmt: skip
+    arguments = {"stages": 2, "schedule": "1f1b", "microbatches": 4, "strategy": "dawnpiper"}
+    with pytest.raises(PlanError, match="has no link to the host"):
+        make_plan(graph, profile, bare, **arguments, options=PlanOptions(treatments=("offload",)))
+    assert make_plan(graph, profile, bare, **arguments)  # by itself it then only recomputes
+
+
+def test_async_schedules_have_weights_of_their_own():
+    graph, profile, cluster = case(4, 2, 8.0)
+    arguments = {"stages": 2, "schedule": "async_1f1b", "microbatches": 4}
+    assert make_plan(graph, profile, cluster, **arguments).weights == "stash"
+    with pytest.raises(PlanError, match="updates weights by stash, not by 2bw"):
+        make_plan(graph, profile, cluster, **arguments, options=PlanOptions(weights="2bw"))
+
+
+def test_infeasible_with_memory_optimisation_says_what_would_do():
+    with pytest.raises(InfeasibleError) as caught:
+        planned("dawnpiper", 6, 2, 0.6)
+    text = str(caught.value)
+    assert "even with all freed that may be" in text and "give each device about" in text
+    least = float(text.split("about ")[1].split(" GiB")[0])
+    assert planned("dawnpiper", 6, 2, 1.06 * least)
+    with pytest.raises(InfeasibleError):
+        planned("dawnpiper", 6, 2, 0.9 * least)
+
+
+def test_more_memory_and_more_bandwidth():
+    graph, profile, cluster = case(6, 3, 1.35)
+
+    def again(other: Cluster) -> Plan:
+        return make_plan(
+            graph, profile, other, stages=3, schedule="1f1b", microbatches=6, strategy="dawnpiper"
+        )
+
+    changes = {c.what: c for c in what_if(again(cluster), cluster, again)}
+    assert set(changes) == {
+        "10 % more memory", "10 % more bandwidth between devices", "10 % more bandwidth to the host"
+    }  # fmt: skip
+    assert changes["10 % more memory"].gain > 0.01
+    assert all(c.gain > -0.02 for c in changes.values())
+
+
+def test_sizes_between_two_that_were_captured():
+    def sample(rows: int) -> Sample:
+        graph = layered(3, rows=rows)
+        return Sample(size=rows, graph=graph, profiles={"a": roofline(graph, CARD)})
+
+    CARD = find_cluster("1 x a100-40").devices[0]
+    between = interpolated(sample(4), sample(8), 6)
+    true = sample(6)
+    assert between.graph == true.graph
+    assert between.profiles["a"].batch == true.profiles["a"].batch
+    for name, cost in true.profiles["a"].costs.items():
+        own = between.profiles["a"].costs[name]
+        assert own.forward_s == pytest.approx(cost.forward_s, rel=0.05)
+        assert own.extra_saved_bytes == cost.extra_saved_bytes and own.saves == cost.saves
+
+
+def test_largest_size_asks_little():
+    asked = []
+
+    def fits(size: int) -> bool:
+        asked.append(size)
+        return size <= 23
+
+    assert largest_size(range(1, 1000), fits) == 23
+    assert len(asked) <= 12
+    assert largest_size([3, 5], lambda size: False) is None
+
+
+def test_explain_and_limits_say_what_the_time_goes_into():
+    plan, graph, _ = planned("dawnpiper", 6, 3, 1.35)
+    rows = planner.explain(plan, graph)
+    assert rows[0]["layers"].startswith("layers.0") and rows[-1]["layers"].endswith("layers.5")
+    assert all(a["last_op"] != b["first_op"] for a, b in pairwise(rows))
+    said = " ".join(planner.limits(plan))
+    assert "is the slowest" in said and "full to 95% of the cap" in said
