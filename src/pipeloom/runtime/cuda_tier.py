@@ -75,6 +75,10 @@ class CudaTier:
         assert isinstance(trip, CudaTrip)
         return trip.away is not None and _passed(trip.away)
 
+    def finish_leaving(self, trip: Trip, check: Callable[[], None]) -> None:
+        assert isinstance(trip, CudaTrip) and trip.away is not None
+        trip.away.synchronize()
+
     def come_back(self, trip: Trip) -> None:
         """The memory is taken on the computing stream: it is memory that the computation is done with."""
         assert isinstance(trip, CudaTrip)

@@ -70,6 +70,7 @@ class FileTier:
         self._end = 0
         self._free: dict[int, list[int]] = {}
         self._closed = False
+        self._lock = threading.Lock()
         self._out: SimpleQueue[FileTrip | None] = SimpleQueue()
         self._in: SimpleQueue[FileTrip | None] = SimpleQueue()
         work = ((self._out, self._write), (self._in, self._read))
@@ -82,8 +83,7 @@ class FileTier:
         trip = FileTrip(layouts, action=action, raw=[bytes_of(tensor) for tensor in residuals.values()])
         trip.place = self._take(_room(trip), action)
         residuals.clear()
-        self.held_bytes += trip.bytes
-        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
+        self._hold(trip.bytes)
         self._out.put(trip)
         return trip
 
@@ -91,6 +91,12 @@ class FileTier:
         assert isinstance(trip, FileTrip)
         self._require(trip)
         return trip.away.is_set()
+
+    def finish_leaving(self, trip: Trip, check: Callable[[], None]) -> None:
+        assert isinstance(trip, FileTrip)
+        while not trip.away.wait(NOTICE_S):
+            check()
+        self._require(trip)
 
     def come_back(self, trip: Trip) -> None:
         assert isinstance(trip, FileTrip)
@@ -101,8 +107,6 @@ class FileTier:
         while not trip.back.wait(NOTICE_S):
             check()
         self._require(trip)
-        self.held_bytes -= trip.bytes
-        self._free.setdefault(_room(trip), []).append(trip.place)
         found = {layout.slot: layout.around(raw) for layout, raw in zip(trip.layouts, trip.raw, strict=True)}
         trip.raw.clear()
         return found
@@ -169,7 +173,15 @@ class FileTier:
                 )
         self._forget_pages(trip)
         trip.returned = (begin, time.perf_counter())
+        self._hold(-trip.bytes)
+        self._free.setdefault(_room(trip), []).append(trip.place)
         trip.back.set()
+
+    def _hold(self, change: int) -> None:
+        """Both the caller's thread and the one that reads change it."""
+        with self._lock:
+            self.held_bytes += change
+            self.peak_bytes = max(self.peak_bytes, self.held_bytes)
 
     def _forget_pages(self, trip: FileTrip) -> None:
         """Tell the system that it need not cache them: it would hold what was to leave its memory."""

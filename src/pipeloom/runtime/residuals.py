@@ -12,13 +12,15 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from ..ir.action import OFFLOAD, RECOMPUTE, RELOAD, Action, Kind
+from ..ir.action import OFFLOAD, RECOMPUTE, RELOAD, Action, B, F, I, Instruction, Kind, W
 from ..tracer.stage import StageFunctions, made_bytes
 from .failure import Watch
 from .flight import Flight
 from .ledger import Ledger
 from .recorder import Recorder
 from .tiers import Tier, Trip
+
+_FUNCTION = {F: "forward", B: "backward", I: "input_grad", W: "weight_grad", RECOMPUTE: "recompute"}
 
 
 class Row(Protocol):
@@ -108,10 +110,32 @@ class Residuals:
             self._row.recorder.copied("h2d", str(journey.back), *flight.trip.returned)
         del self._journeys[id(flight)]
         flight.trip = None
-        self._note_host()
+
+    def make_room(self, instruction: Instruction) -> None:
+        """Wait for copies to the tier to end where the next action would otherwise pass the cap: a plan
+        counts on their bytes being gone in time, and a disk may be slower than when it was planned."""
+        cap = self._row.ledger.cap_bytes
+        if cap is None or not isinstance(instruction, Action):
+            return
+        need = self._needed(instruction)
+        for journey in self._journeys.values():
+            if self._row.ledger.total + need > cap and not journey.counted_out:
+                assert self._tier is not None
+                with self._row.recorder.record("recv", str(journey.out)):
+                    self._tier.finish_leaving(journey.trip, self._row.watch.check)
+                self.settle()
+
+    def _needed(self, action: Action) -> int:
+        """Bytes that an action takes on top of what is there."""
+        if action.kind in _FUNCTION:
+            return self._row.functions(action).peak_bytes.get(_FUNCTION[action.kind], 0)
+        trip = self._flight(action).trip if action.kind == RELOAD else None
+        return 0 if trip is None else trip.bytes
 
     def settle(self) -> None:
         """Enter what copies have done since the last time."""
+        if self._tier is not None and self._tier.held_bytes != self._row.ledger.host:
+            self._note_host()
         for journey in self._journeys.values():
             assert self._tier is not None
             size = journey.trip.bytes

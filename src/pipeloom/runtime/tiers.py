@@ -89,6 +89,10 @@ class Tier(Protocol):
         """Whether the device is rid of them. Raises: OffloadError if the copy failed."""
         ...
 
+    def finish_leaving(self, trip: Trip, check: Callable[[], None]) -> None:
+        """Wait until they are away; `check` is called now and then and may raise. Raises as `is_away`."""
+        ...
+
     def come_back(self, trip: Trip) -> None:
         """Begin to copy back, once they are away."""
         ...

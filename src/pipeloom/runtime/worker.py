@@ -106,6 +106,7 @@ class Worker:
                 self.watch.status = str(instruction)
                 self.operations.settle(instruction)
                 self.residuals.settle()
+                self.residuals.make_room(instruction)
                 self.handlers[instruction.kind](instruction)
                 self._note_boundary(instruction)
             with self.recorder.record("recv", "END"):

@@ -216,7 +216,10 @@ def stage_functions(
     require_possible(index, treatments, residuals)
     if trained:
         parts = _parts(splitter, treatments)
-    functions = {name: _function(part, attributes, compiled) for name, part in parts.items()}
+    functions = {
+        name: _function(part, attributes, compiled, gives_up=name != "recompute")
+        for name, part in parts.items()
+    }
     needed = [slot for name in ("backward", "recompute") if name in parts for slot in parts[name].inputs]
     return GraphFunctions(
         index=index, params=stages.params[index], buffers=stages.buffers[index],
@@ -288,10 +291,10 @@ def _forward_only(module: StageModule) -> Part:
     return Part(graph, tuple(inputs), tuple(Slot("out", o) for o in module.outputs))
 
 
-def _function(part: Part, attributes: object, compiled: bool) -> Function:
-    gives_up = ("made", "carried")
+def _function(part: Part, attributes: object, compiled: bool, *, gives_up: bool) -> Function:
+    """gives_up: whether the caller gives up the residuals that it passes."""
     owned = {
-        node.name: slot.kind in gives_up
+        node.name: gives_up and slot.kind in ("made", "carried")
         for node, slot in zip(part.graph.find_nodes(op="placeholder"), part.inputs, strict=True)
     }
     footprint = predict(part.graph, owned)
