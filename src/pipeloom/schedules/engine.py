@@ -75,7 +75,12 @@ class _Ruled:
 
     def __init__(self, task: Task, t: Tables, s: State) -> None:
         self.task, self.t, self.s = task, t, s
-        self.stream_of = {(stream.stage, stream.kind): i for i, stream in enumerate(task.streams)}
+        # Place of the first action of a fixed pair -> stream and micro-batch of the second.
+        self.second: dict[int, tuple[int, int]] = {}
+        stream_of = {(stream.stage, stream.kind): i for i, stream in enumerate(task.streams)}
+        for one, two in task.paired.items():
+            place = stream_of[one.stage, one.kind] * t.size + one.microbatch
+            self.second[place] = stream_of[two.stage, two.kind], two.microbatch
         self.pairs: list[Pair] = []
         self.may_open = inner_loop.may_open.interpreted
         self.begin = inner_loop.begin.interpreted
@@ -121,23 +126,23 @@ class _Ruled:
 
     def _partner_ready(self, index: int) -> float:
         """When the other action of a fixed pair has what it needs; 0 without one."""
-        second = self.task.paired.get(self._head(index))
+        second = self.second.get(index * self.t.size + self.s.batch[index])
         if second is None:
             return 0.0
-        other, b = self.stream_of[second.stage, second.kind], second.microbatch
+        other, b = second
         full = self.t.opens[other] and not self.may_open(self.t, self.s, other, b)
         place = other * self.t.size + b
         return inf if full or self.s.missing[place] else float(self.s.arrival[place])
 
     def _begin(self, rank: int, index: int, now: float) -> None:
         task, t, s = self.task, self.t, self.s
-        pair, action = [index], self._head(index)
-        if action in task.paired:
-            second = task.paired[action]
-            pair = [index, self.stream_of[second.stage, second.kind]]
+        pair = [index]
+        fixed = self.second.get(index * t.size + s.batch[index])
+        if fixed is not None:
+            pair = [index, fixed[0]]
         elif task.together is not None and task.row_of is None and not s.fills[index]:
             pair = self._companions(rank, index, now)
-        before, after = map(sum, zip(*map(self._around, pair), strict=True))
+        before, after = (sum(self._around(i)[side] for i in pair) for side in (0, 1))
         if len(pair) == 1:
             end = now + before + t.seconds[index]
         else:
