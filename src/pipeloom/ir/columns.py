@@ -113,6 +113,19 @@ class Columns:
             else:
                 yield Action(stage, kind, microbatch)
 
+    def texts(self, entries: Longs | None = None) -> list[str]:
+        """Some entries, or all of them, as text: many at a time, without an object for each."""
+        columns = (self.kind, self.stage, self.microbatch, self.peer)
+        chosen = columns if entries is None else tuple(column[entries] for column in columns)
+        # Kind -> what stands around the micro-batch, and whether a peer follows.
+        arrows = [">" if k in (SEND_F, SEND_B) else "<" if k in (RECV_F, RECV_B) else "" for k in self.kinds]
+        return [
+            f"{stage}{self.kinds[code]}{microbatch}{arrows[code]}{peer}" if arrows[code]
+            else f"{stage}{self.kinds[code]}" if code in (REDUCE_, STEP_)
+            else f"{stage}{self.kinds[code]}{microbatch}"
+            for code, stage, microbatch, peer in zip(*(c.tolist() for c in chosen), strict=True)
+        ]  # fmt: skip
+
     def where(self, keep: Bools) -> Columns:
         """Only the entries that `keep` is true for."""
         low, high = self.offsets[:-1].tolist(), self.offsets[1:].tolist()

@@ -64,14 +64,12 @@ class Spans(Sequence[Event]):
         start[sends], end[sends] = (moves[self._message[sends]] for moves in self._moves)
         order = shown[np.argsort(start[shown], kind="stable")]
         ranks = np.searchsorted(columns.offsets, order, side="right") - 1
-        rows = zip(order.tolist(), ranks.tolist(), start[order].tolist(), end[order].tolist(), strict=True)
+        kinds, texts = columns.kind[order].tolist(), columns.texts(order)
+        rows = zip(kinds, texts, ranks.tolist(), start[order].tolist(), end[order].tolist(), strict=True)
         return tuple(
-            Event(
-                rank=rank, stream=self._stream[columns.kind[entry]], action=str(columns.at(entry)),
-                start_s=begin, end_s=until,
-            )
-            for entry, rank, begin, until in rows
-        )  # fmt: skip
+            Event(rank=rank, stream=self._stream[code], action=text, start_s=begin, end_s=until)
+            for code, text, rank, begin, until in rows
+        )
 
     def totals(self, ranks: int) -> Totals:
         """What `Timeline.totals` adds up, without making an event."""

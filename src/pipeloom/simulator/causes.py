@@ -10,6 +10,10 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
 
 from ..ir.action import (
     OFFLOAD,
@@ -22,10 +26,10 @@ from ..ir.action import (
     F,
     I,
     Kind,
-    Transfer,
-    parse_instruction,
+    parse_action,
 )
 from ..ir.added_rules import met
+from ..ir.columns import RECV_B_, RECV_F_, SEND_B_, SEND_F_, Columns
 from ..ir.explanation import PathStep
 from ..ir.flow import flow_of
 from ..ir.milestones import gives, needs
@@ -42,6 +46,12 @@ ON_RESIDUALS = (F, OFFLOAD, RELOAD, RECOMPUTE, B, I)
 """What makes, treats and reads the residuals of a micro-batch, in order."""
 
 
+def _other_ends(columns: Columns) -> list[str]:
+    """Per entry of a RECV the text of its SEND; of others nothing of use."""
+    kind = np.where(columns.kind == RECV_F_, SEND_F_, SEND_B_).astype(columns.kind.dtype)
+    return replace(columns, kind=kind, stage=columns.peer, peer=columns.stage).texts()
+
+
 class Causes:
     """Looks up what an item waited for. Takes time linear in timeline and program to make."""
 
@@ -49,41 +59,60 @@ class Causes:
         self._flow = flow_of(stages)
         self._causes: dict[Item, Item | None] = {}
         self._roots: dict[Item, Item | None] = {}
+        self._read: dict[str, Action | None] = {}
+        self._messages: dict[tuple[str, Item], Item | None] = {}
         self._read_program(program, stages)
         self._read_timeline(timeline)
 
     def _read_program(self, program: Program, stages: StageGraph) -> None:
-        self._actions: dict[str, Action] = {}
-        self._receives: dict[str, list[Transfer]] = defaultdict(list)
+        """Notes texts only: what few actions are looked at closely is read from them later."""
+        columns = program.columns
+        self._actions: dict[str, int] = {}
+        """Compute action -> its entry in the columns."""
+        self._columns = columns
+        present = (OPERATIONS.get(kind) for kind in columns.kinds)
+        self._meets = bool(self._flow.shards) or any(o and o.meets is not None for o in present)
+        self._receives: dict[str, list[str]] = {}
+        """Compute action or copy -> the messages that it waits for, by the text of their SEND."""
         self._user: dict[str, str] = {}
         self._maker: dict[str, str] = {}
         self._issuer: dict[str, str] = {}
         """OFFLOAD or RELOAD -> the compute action in front of it."""
-        self._before: dict[str, Transfer] = {}
+        self._before: dict[str, str] = {}
         """Message -> the one that its link carries before it."""
-        for row in program.rows:
-            newest, waiting = "", list[Transfer]()
-            for step in row:
-                if isinstance(step, Transfer):
-                    if step.sends:
-                        self._maker[str(step)] = newest
-                    else:
-                        waiting.append(step.other_end)
+        self._received: dict[str, str] = {}
+        """Message -> the text of its RECV."""
+        compute = columns.is_compute.tolist()
+        texts, codes, peers = columns.texts(), columns.kind.tolist(), columns.peer.tolist()
+        other_end = _other_ends(columns)
+        for begin, end in pairwise(columns.offsets.tolist()):
+            newest, waiting = "", list[str]()
+            sent: dict[int, str] = {}
+            for entry in range(begin, end):
+                text, code = texts[entry], codes[entry]
+                if code in (SEND_F_, SEND_B_):
+                    self._maker[text] = newest
+                    to_rank = program.placement[peers[entry]]
+                    if to_rank in sent:
+                        self._before[text] = sent[to_rank]
+                    sent[to_rank] = text
                     continue
-                if isinstance(step, Action):
-                    self._actions[str(step)] = step
-                    if step.kind in COPIES:
-                        self._issuer[str(step)] = newest
-                        self._receives[str(step)] += waiting
+                if code in (RECV_F_, RECV_B_):
+                    self._received[other_end[entry]] = text
+                    waiting.append(other_end[entry])
+                    continue
+                if waiting:
+                    self._receives[text] = waiting
+                if compute[entry]:
+                    self._actions[text] = entry
+                    if columns.kinds[code] in COPIES:
+                        self._issuer[text] = newest
+                        waiting = waiting.copy()
                         continue
-                    newest = str(step)
-                self._receives[str(step)] += waiting
-                self._user.update((str(message), str(step)) for message in waiting)
-                waiting = []
-        for sends in program.messages.values():
-            for one, following in zip(sends, sends[1:], strict=False):
-                assert isinstance(one, Transfer)
-                self._before[str(following)] = one
+                    newest = text
+                if waiting:
+                    self._user.update(dict.fromkeys(waiting, text))
+                    waiting = []
         self._placement = program.placement
         self._partners = [
             sorted({rank for reduction in row for rank in reduction.ranks})
@@ -123,7 +152,6 @@ class Causes:
             Ends([Item("copy", e.rank, e.action, 0, e.start_s, e.end_s, 0) for e in row]) for row in copies
         ]
         self._place_copies(moved)
-        self._arrived = [Ends(row) for row in self._arrivals(timeline.ranks)]
         self.busy_s = [sum(i.end_s - i.start_s for i in row) for row in self.rows]
 
     def _place_copies(self, moved: dict[Key, Event]) -> None:
@@ -138,14 +166,23 @@ class Causes:
             lanes[e.rank, e.stream].append(item)
         self._lanes = {lane: Ends(items) for lane, items in lanes.items()}
 
-    def _arrivals(self, ranks: int) -> list[list[Item]]:
-        found: list[list[Item]] = [[] for _ in range(ranks)]
+    @cached_property
+    def _arrived(self) -> list[Ends]:
+        """Messages by the rank that they go to; few timelines ask for them."""
+        found: list[list[Item]] = [[] for _ in self.rows]
         for text, turn in self._moved:
             user = self._made.get((self._user.get(text, ""), turn))
-            step = parse_instruction(text) if user else None
-            if user and isinstance(step, Transfer) and (item := self.message(step, user)):
+            if user and (item := self.message(text, user)):
                 found[user.rank].append(item)
-        return found
+        return [Ends(row) for row in found]
+
+    def _action(self, text: str) -> Action | None:
+        if text not in self._read:
+            entry, columns = self._actions.get(text), self._columns
+            self._read[text] = None if entry is None else Action(
+                int(columns.stage[entry]), columns.kinds[columns.kind[entry]], int(columns.microbatch[entry])
+            )  # fmt: skip
+        return self._read[text]
 
     def before(self, item: Item) -> Item | None:
         """The compute action before this one on its rank."""
@@ -184,7 +221,7 @@ class Causes:
             yield from self._reduction(item)
             lanes = (self._lanes.get((item.rank, stream)) for stream in COPIES.values())
             yield from (copy for lane in lanes if lane and (copy := lane.until(item.start_s)))
-        if (action := self._actions.get(item.action)) is not None:
+        if (self._copies or self._meets) and (action := self._action(item.action)) is not None:
             if reload := self._reload(action, item.turn):
                 yield reload
             for other in met(action, OPERATIONS, self._flow):
@@ -205,7 +242,7 @@ class Causes:
 
     def _issued(self, copy: Item) -> Iterator[Item]:
         """What a copy to the host or back waits for: its rank, its stream, and of a RELOAD its OFFLOAD."""
-        action = self._actions[copy.action]
+        action = parse_action(copy.action)
         if issuer := self._made.get((self._issuer[copy.action], copy.turn)):
             yield issuer
         for message in self._receives.get(copy.action, ()):
@@ -216,21 +253,26 @@ class Causes:
         if earlier := self._lanes[copy.rank, COPIES[action.kind]].until(copy.start_s):
             yield earlier
 
-    def message(self, message: Transfer, user: Item) -> Item | None:
-        """A message on its way to the action `user`; None if the timeline does not have it.
+    def message(self, text: str, user: Item) -> Item | None:
+        """A message, by the text of its SEND, on its way to `user`; None if the timeline does not have it.
 
         A run notes when its receiver waited for it, but not when it moved: it is then taken to be on its
         way from the end of the action that made it, or from when the receiver began to wait if that was
         later, as it may have lain there before.
         """
-        text, turn = str(message), user.turn
+        if (text, user) not in self._messages:
+            self._messages[text, user] = self._message(text, user)
+        return self._messages[text, user]
+
+    def _message(self, text: str, user: Item) -> Item | None:
+        turn = user.turn
         made = self._made.get((self._maker.get(text, ""), turn))
         if made is None:
             return None
         start_s = end_s = made.end_s
         if (moved := self._moved.get((text, turn))) is not None:
             start_s, end_s = moved.start_s, moved.end_s
-        elif (waited := self._waited.get((str(message.other_end), turn))) is not None:
+        elif (waited := self._waited.get((self._received[text], turn))) is not None:
             end_s = waited.end_s
             start_s = min(max(made.end_s, waited.start_s), end_s)
         return Item("transfer", made.rank, text, turn, start_s, end_s, user.place, user.rank)
@@ -245,7 +287,7 @@ class Causes:
         latest_s = maker.end_s
         moved = (message.action, message.turn) in self._moved
         before = self._before.get(message.action)
-        if moved and before is not None and (user := self._made.get((self._user[str(before)], message.turn))):
+        if moved and before is not None and (user := self._made.get((self._user[before], message.turn))):
             if earlier := self.message(before, user):
                 yield earlier
                 latest_s = max(latest_s, earlier.end_s)
@@ -273,7 +315,7 @@ class Causes:
 
     def data(self, item: Item, earlier: Item) -> bool:
         """Whether an action, or a copy, needs what an earlier one of its rank made."""
-        one, other = self._actions.get(item.action), self._actions.get(earlier.action)
+        one, other = self._action(item.action), self._action(earlier.action)
         if one is None or other is None or item.turn != earlier.turn:
             return False
         same = (one.stage, one.microbatch) == (other.stage, other.microbatch)

@@ -75,31 +75,36 @@ def _idle(causes: Causes, rank: int, step_s: float, last: Item | None) -> Iterat
         now_s = max(now_s, item.end_s)
     if now_s < step_s:
         other, on_rank = ("", -1) if last is None or last.rank == rank else (last.action, last.rank)
-        yield Idle(
-            rank=rank, start_s=now_s, end_s=step_s, reason="drain", waits_for=other, on_rank=on_rank
-        )
+        yield Idle(rank=rank, start_s=now_s, end_s=step_s, reason="drain", waits_for=other, on_rank=on_rank)
 
 
 def _wait(causes: Causes, item: Item, since_s: float) -> list[Idle]:
     """The wait of a rank from `since_s` until `item` begins, cut where the reason changes."""
-    whole = Idle(rank=item.rank, start_s=since_s, end_s=item.start_s, reason="overhead", action=item.action)
     cause = causes.cause(item)
+    waits_for, on_rank, root_text, root_rank = "", -1, "", -1
     if cause is not None and cause.kind == "transfer":
         maker = causes.maker(cause)
-        whole = replace(whole, waits_for=maker.action, on_rank=maker.rank)
+        waits_for, on_rank = maker.action, maker.rank
     elif cause is not None and (cause.rank != item.rank or cause.kind == "copy"):
-        whole = replace(whole, waits_for=cause.action, on_rank=cause.rank)
+        waits_for, on_rank = cause.action, cause.rank
+
+    def piece(start_s: float, end_s: float, reason: Reason) -> Idle:
+        return Idle(
+            rank=item.rank, start_s=start_s, end_s=end_s, reason=reason, action=item.action,
+            waits_for=waits_for, on_rank=on_rank, root=root_text, root_rank=root_rank,
+        )  # fmt: skip
+
     if causes.before(item) is None:
-        return [replace(whole, reason="warm-up")]
-    if cause is None or cause == causes.before(item):
-        return [whole]
+        return [piece(since_s, item.start_s, "warm-up")]
+    if cause is None or cause is causes.before(item):
+        return [piece(since_s, item.start_s, "overhead")]
     root = causes.root(cause)
     if root is not None:
-        whole = replace(whole, root=root.action, root_rank=root.rank)
+        root_text, root_rank = root.action, root.rank
     reason = _reason(causes, item, root)
     pieces: list[Idle] = []
     if cause.end_s < item.start_s:
-        pieces.append(replace(whole, start_s=max(since_s, cause.end_s)))
+        pieces.append(piece(max(since_s, cause.end_s), item.start_s, "overhead"))
     for step in causes.back(cause, min(cause.end_s, item.start_s)):
         if step.end_s <= since_s:
             break
@@ -111,7 +116,7 @@ def _wait(causes: Causes, item: Item, since_s: float) -> list[Idle]:
         if pieces and pieces[-1].reason == why:
             pieces[-1] = replace(pieces[-1], start_s=max(since_s, step.start_s))
         else:
-            pieces.append(replace(whole, start_s=max(since_s, step.start_s), end_s=step.end_s, reason=why))
+            pieces.append(piece(max(since_s, step.start_s), step.end_s, why))
     return pieces[::-1]
 
 

@@ -11,7 +11,7 @@ Key: TypeAlias = tuple[str, int]
 """(an instruction's text, how often it came before): a step may run a program several times."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # looked up very often, and each is made once
 class Item:
     """Something that took time: an action, a message on its way, a sum over ranks, a copy.
 
