@@ -83,6 +83,24 @@ def test_it_is_strict() -> None:
         csv.read_schedule(Path("no such file.csv"))
 
 
+@pytest.mark.parametrize("ending", [".csv", ".txt"])
+def test_a_file_is_a_schedules_name(ending: str, tmp_path: Path) -> None:
+    """Pairs included; its shape is the only one that it is for."""
+    stages, placement = schedules.usual("dualpipev", 2)
+    ours = schedules.build("dualpipev", stages, placement, 4)
+    file = tmp_path / f"mine{ending}"
+    file.write_text(f"{ours}\n" if ending == ".txt" else csv.schedule_text(ours))
+    stages, placement = schedules.usual(str(file), 2)
+    read = schedules.build(str(file), stages, placement, 4)
+    assert (read.rows, placement) == (ours.rows, ours.placement)
+    assert set(read.pairs) == set(ours.pairs) != set()
+    with pytest.raises(ScheduleError, match="is for 2 ranks, not 3") as caught:
+        schedules.usual(str(file), 3)
+    assert caught.value.hint == "use as many: -p 2"
+    with pytest.raises(ScheduleError, match="is for 4 micro-batches, not 8"):
+        schedules.build(str(file), stages, placement, 8)
+
+
 def test_what_torch_writes_besides_is_passed_over() -> None:
     text = "0UNSHARD,0F0,0F1,,(0F2;0B0)OVERLAP_F_B,0B1,0B2,0REDUCE_GRAD,0RESHARD\n"
     assert str(csv.parse_schedule(text)) == "0F0 0F1 0F2&0B0 0B1 0B2"
