@@ -162,7 +162,7 @@ def _print(rows: list[dict[str, Any]], plan: Plan, said: list[str], changes: lis
     from ..ir.units import format_bytes
 
     treated = any(row["recomputed_bytes"] or row["offloaded_bytes"] for row in rows)
-    heads = ["stage", "rank", "ops", "layers", "forward ms", "backward ms", "parameters"]
+    heads = ["stage", "rank", "ops", "layers", "F ms", "B ms", "parameters"]
     heads += ["kept", "recomputed", "offloaded"] if treated else ["residuals"]
     table = _table((*heads, "peak", "cap"))
     for row in rows:
@@ -197,5 +197,6 @@ def _table(heads: tuple[str, ...], *, right: bool = True) -> Any:
 
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for head in heads:
-        table.add_column(head, justify="right" if right and head != "layers" else "left")
+        side: Any = "right" if right and head != "layers" else "left"
+        table.add_column(head, justify=side, no_wrap=right)
     return table

@@ -19,7 +19,7 @@ def explain(plan: Plan, graph: OpGraph | None = None) -> list[dict[str, Any]]:
     """One row per stage: what it runs, how long, and what it holds. Times in seconds, sizes in bytes.
 
     Of residuals `kept_bytes`, `recomputed_bytes` and `offloaded_bytes` are those of one micro-batch, and
-    `residuals_bytes` what is held at the peak.  graph: to say which layers it has, as "h.0 .. h.3".
+    `residuals_bytes` what is held at the peak.  graph: to say which layers it has, as "h.0 .. 3".
     """
     rows = []
     for stage, part in enumerate(plan.stages):
@@ -53,9 +53,12 @@ def explain(plan: Plan, graph: OpGraph | None = None) -> list[dict[str, Any]]:
 
 
 def layers_in(part: StagePlan, graph: OpGraph) -> str:
-    """The repeated layers that a stage has ops of, first and last; "" if none."""
+    """The repeated layers that a stage has ops of, first and last, as "h.0 .. 3"; "" if none."""
     found = list(dict.fromkeys(filter(None, (layer_of(graph.op[name].module) for name in part.ops))))
-    return " .. ".join(dict.fromkeys((found[0], found[-1]))) if found else ""
+    if len(found) < 2:
+        return "".join(found)
+    (container, _, _), (other, _, number) = found[0].rpartition("."), found[-1].rpartition(".")
+    return f"{found[0]} .. {number if container == other else found[-1]}"
 
 
 def limits(plan: Plan) -> list[str]:
