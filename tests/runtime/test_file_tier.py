@@ -99,6 +99,7 @@ def test_nothing_is_left_in_the_directory(tmp_path: Path) -> None:
     assert not list((tmp_path / "new" / "one").iterdir())
     tier.close()
     tier.close()
+    assert not (tmp_path / "new" / "one").exists()
 
 
 def test_a_directory_that_is_none_is_refused(tmp_path: Path) -> None:

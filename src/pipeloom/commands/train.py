@@ -38,6 +38,11 @@ from .common import FILE, Size, json_option
 @click.option("--steps", type=click.IntRange(1), help="Train until this step.")
 @click.option("--device-memory", type=Size(), help="Cap per rank, as 300MiB: what does not fit is refused.")
 @click.option(
+    "--offload-dir",
+    type=click.Path(file_okay=False),
+    help="Where a plan's offloaded residuals lie, instead of the run directory.",
+)
+@click.option(
     "--out",
     type=click.Path(path_type=Path, file_okay=False),
     help="Run directory, instead of runs/<name>-<n>.",
@@ -74,7 +79,7 @@ def train(
 
 KEYS = {
     "data": "data.paths", "job": "job", "stages": "pipeline.stages", "schedule": "pipeline.schedule",
-    "steps": "steps", "device_memory": "pipeline.device_memory",
+    "steps": "steps", "device_memory": "pipeline.device_memory", "offload_dir": "pipeline.offload_dir",
 }  # fmt: skip
 """Options that are short forms of a setting."""
 

@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
@@ -53,13 +54,14 @@ class FileTrip(Trip):
 class FileTier:
     """See `Tier`.
 
-    directory: where the file is; made if it is not there.
+    directory: where the file is; made if it is not there, and then removed in the end.
     Raises: ConfigError if no file can be made there.
     """
 
     def __init__(self, directory: Path, rank: int) -> None:
         self.held_bytes = self.peak_bytes = 0
         self._directory, self._rank = directory, rank
+        self._made = not directory.exists()
         try:
             directory.mkdir(parents=True, exist_ok=True)
             self._file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115  closed in `close`
@@ -120,6 +122,9 @@ class FileTier:
         for thread in self._threads:
             thread.join()
         self._file.close()
+        if self._made:
+            with suppress(OSError):  # another rank is there still, or it is gone already
+                self._directory.rmdir()
 
     def _take(self, size: int, action: str) -> int:
         """A place in the file: one that was used before, or a new one at its end."""
@@ -127,7 +132,7 @@ class FileTier:
             return self._free[size].pop()
         place = self._end
         try:
-            if size:
+            if size and hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(self._file.fileno(), place, size)
         except OSError as error:
             raise self._failed(action, f"write {format_bytes(size)}", error) from None

@@ -96,6 +96,7 @@ class PipelineConfig:
     microbatches, microbatch_size: the schedule runs so many sequences.  accumulate: times per step.
     device: "cpu" or "cuda".  autocast: "bfloat16" or "float16" for mixed precision; unset for none.
     device_memory: cap per rank, as "300MiB"; unset for no cap.
+    offload_dir: folder for residuals that the plan offloads from a CPU; unset for one in the run directory.
     plan: a plan file to follow instead of planning; it decides stages, schedule and micro-batches.
     """
 
@@ -109,6 +110,7 @@ class PipelineConfig:
     device: str = "cpu"
     autocast: str | None = None
     device_memory: str | None = None
+    offload_dir: str | None = None
     plan: str | None = None
 
     def __post_init__(self) -> None:

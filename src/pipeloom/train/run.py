@@ -220,6 +220,7 @@ def _train_rank(settled: Settled) -> None:
         device=config.pipeline.device, seed=config.seed, clip_norm=config.optimizer.clip_norm or None,
         scheduler=scheduler_of(config), autocast=_autocast(config), compiled=config.pipeline.compile,
         accumulate=config.pipeline.accumulate,
+        offload_dir=Path(config.pipeline.offload_dir or out / "offload"),
     )  # fmt: skip
     with Pipeline(workload.job, planned, options=options) as pipeline:
         forecast = pipeline.predict()
