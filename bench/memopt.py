@@ -94,9 +94,9 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "cases": len(rows), "both_fit": len(both),
         "only_exact_fits": sum(r["greedy_s"] is None and r["exact_s"] is not None for r in rows),
         "only_greedy_fits": sum(r["exact_s"] is None and r["greedy_s"] is not None for r in rows),
-        "stage_time_gap_mean": mean(gaps), "stage_time_gap_worst": max(gaps),
-        "greedy_is_best": sum(gap <= 1e-6 for gap in gaps) / len(gaps),
-        "exposed_gap_mean": mean(exposed), "exposed_gap_worst": max(exposed),
+        "stage_time_gap_mean": mean(gaps or [0.0]), "stage_time_gap_worst": max(gaps, default=0.0),
+        "greedy_is_best": sum(gap <= 1e-6 for gap in gaps), "exposed": len(exposed),
+        "exposed_gap_mean": mean(exposed or [0.0]), "exposed_gap_worst": max(exposed, default=0.0),
         "greedy_took_s_median": median(r["greedy_took_s"] for r in rows),
         "exact_took_s_median": median(r["exact_took_s"] for r in rows),
     }  # fmt: skip
