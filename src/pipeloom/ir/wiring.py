@@ -64,14 +64,15 @@ class Wiring:
     that follows no line.  sent, received: entries of shape (lines, micro-batches), -1 where there is none; of
     something that stands twice the last.  sound: whether the checks have found everything in range and both
     ends of every message.  numbers: kept here by the simulator, which numbers messages in the order sent: the
-    message of each entry, and the line of each message."""
+    message of each entry, the line of each message, the steps of its event loop, and whether messages are
+    received in the order sent."""
 
     lines: Lines
     line: Ints
     sent: Ints
     received: Ints
     sound: bool = False
-    numbers: tuple[Ints, Ints] | None = None
+    numbers: tuple[Ints, Ints, Ints, bool] | None = None
 
 
 def wire(columns: Columns, microbatches: int, flow: Flow) -> Wiring:

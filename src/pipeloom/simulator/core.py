@@ -19,25 +19,26 @@ micro-batch.
 
 from __future__ import annotations
 
-from ..ir.columns import OFFLOAD_, RECV_B_, RECV_F_, REDUCE_, RELOAD_, SEND_B_, SEND_F_, STEP_
+from ..ir.columns import OFFLOAD_, REDUCE_, RELOAD_, SEND_B_, SEND_F_, STEP_
 from ..ir.kernels import in_place, kernel
-from .state import COPY_LANES, STREAMS, Layout, State
+from .state import COMPUTES, COPY_LANES, RECEIVES, SENDS, STREAMS, Layout, State
 
 _SENT, _POSTED, _MOVED, _RECEIVED = 0, 1, 2, 3
 
 
 @in_place
-def run(p: Layout, s: State) -> bool:
-    """Go on until every rank ends or waits, where no link is shared; whether all of them have ended."""
-    _post_first(p, s)
+def run(p: Layout, s: State) -> None:
+    """Go on until every rank ends or waits, where no link is shared."""
+    for pipe in range(len(p.target)):
+        _post(p, s, pipe, p.ahead, s.clock[p.target[pipe]])
     _go_on(p, s)
-    return _all_ended(p, s)
 
 
 @in_place
-def run_sharing(p: Layout, s: State) -> bool:
+def run_sharing(p: Layout, s: State) -> None:
     """The same where links are shared: a kernel of its own, as the other is faster without this."""
-    _post_first(p, s)
+    for pipe in range(len(p.target)):
+        _post(p, s, pipe, p.ahead, s.clock[p.target[pipe]])
     going = True
     while going:
         _go_on(p, s)
@@ -45,51 +46,44 @@ def run_sharing(p: Layout, s: State) -> bool:
         going = s.queue.size[0] > 0
         if going:
             _serve(p, s)
-    return _all_ended(p, s)
-
-
-@kernel
-def _post_first(p: Layout, s: State) -> None:
-    for pipe in range(len(p.target)):
-        _post(p, s, pipe, p.ahead, s.clock[p.target[pipe]])
-
-
-@kernel
-def _all_ended(p: Layout, s: State) -> bool:
-    done = True
-    for rank in range(len(s.at)):
-        done = done and s.at[rank] == p.offsets[rank + 1]
-    return done
 
 
 @kernel
 def _go_on(p: Layout, s: State) -> None:
     """Let all ranks go on until each ends or waits."""
+    at_once = not len(s.start) and not len(p.first_meet) and not len(p.own_duration)
     while s.ready[0]:
         s.ready[0] -= 1
         rank = s.stack[s.ready[0]]
         entry, clock, end = s.at[rank], s.clock[rank], p.offsets[rank + 1]
         while entry < end:
+            step = p.step[entry]
+            what, number = step & 3, step >> 2
+            if what == COMPUTES and at_once:
+                clock += p.flat[number]
+                s.end[entry] = clock
+                entry += 1
+                continue
             code = p.kind[entry]
-            if code == SEND_F_ or code == SEND_B_:
-                message = p.message[entry]
-                line = p.line[message]
+            if what == SENDS:
+                pipe = p.pipe[number]
+                message = p.first[pipe] + s.counts[pipe, _SENT]
                 if len(s.start):
                     s.start[entry] = clock
                 s.move_start[message] = clock
-                s.counts[p.pipe[line], _SENT] += 1
-                _move(p, s, p.pipe[line])
-                clock += p.busy[line]
+                s.counts[pipe, _SENT] += 1
+                _move(p, s, pipe)
+                clock += p.busy[number]
                 s.end[entry] = clock
-            elif code == RECV_F_ or code == RECV_B_:
-                message = p.message[entry]
-                if not _arrived(p, s, rank, message, clock):
+            elif what == RECEIVES:
+                pipe = p.pipe[number]
+                message = p.first[pipe] + s.counts[pipe, _RECEIVED] if p.in_turn else p.message[entry]
+                if not _arrived(p, s, rank, pipe, message, clock):
                     break
                 if len(s.start):
                     s.start[entry] = clock
-                clock = max(clock, s.move_end[message]) + p.busy[p.line[message]]
+                clock = max(clock, s.move_end[message]) + p.busy[number]
                 s.end[entry] = clock
-                pipe = p.pipe[p.line[message]]
                 s.counts[pipe, _RECEIVED] += 1
                 _post(p, s, pipe, s.counts[pipe, _RECEIVED] + p.ahead, clock)
             elif code == REDUCE_ or code == STEP_:
@@ -161,10 +155,11 @@ def _move(p: Layout, s: State, pipe: int) -> None:
         return
     first, moved, free = p.first[pipe], s.counts[pipe, _MOVED], s.free[pipe]
     until = min(s.counts[pipe, _SENT], s.counts[pipe, _POSTED])
+    pace = p.pace[pipe]
     while moved < until:
         message = first + moved
         begin = max(s.move_start[message], s.move_end[message], free)
-        free = begin + p.seconds[p.line[message]]
+        free = begin + (pace if pace >= 0 else p.seconds[p.line[message]])
         s.move_start[message] = begin
         s.move_end[message] = free
         moved += 1
@@ -190,10 +185,9 @@ def _post(p: Layout, s: State, pipe: int, count: int, clock: float) -> None:
 
 
 @kernel
-def _arrived(p: Layout, s: State, rank: int, message: int, clock: float) -> bool:
+def _arrived(p: Layout, s: State, rank: int, pipe: int, message: int, clock: float) -> bool:
     """Whether it is known when a message arrives. All receives up to it are posted, whatever the order of
     waiting."""
-    pipe = p.pipe[p.line[message]]
     place = message - p.first[pipe]
     if s.counts[pipe, _POSTED] <= place:
         _post(p, s, pipe, place + 1, clock)
@@ -370,40 +364,34 @@ def _copy(p: Layout, s: State, entry: int, time: float) -> None:
 
 
 @kernel
-def _before(s: State, a: int, b: int) -> bool:
-    """Whether one place of the heap goes before another: by time, then by entry."""
-    one, other = s.queue.time[a], s.queue.time[b]
-    return bool(one < other or (one == other and s.queue.entry[a] < s.queue.entry[b]))
-
-
-@kernel
-def _swap(s: State, a: int, b: int) -> None:
-    s.queue.time[a], s.queue.time[b] = s.queue.time[b], s.queue.time[a]
-    s.queue.entry[a], s.queue.entry[b] = s.queue.entry[b], s.queue.entry[a]
+def _before(time: float, entry: int, other_time: float, other_entry: int) -> bool:
+    """Whether one request goes before another: by time, then by entry."""
+    return bool(time < other_time or (time == other_time and entry < other_entry))
 
 
 @kernel
 def _request(s: State, time: float, entry: int) -> None:
     """Add a request to the heap."""
-    at = s.queue.size[0]
-    s.queue.time[at], s.queue.entry[at] = time, entry
+    times, entries, at = s.queue.time, s.queue.entry, s.queue.size[0]
     s.queue.size[0] += 1
-    while at and _before(s, at, (at - 1) // 2):
-        _swap(s, at, (at - 1) // 2)
+    while at and _before(time, entry, times[(at - 1) // 2], entries[(at - 1) // 2]):
+        times[at], entries[at] = times[(at - 1) // 2], entries[(at - 1) // 2]
         at = (at - 1) // 2
+    times[at], entries[at] = time, entry
 
 
 @kernel
 def _drop_first(s: State) -> None:
     """Take the earliest request from the heap."""
     s.queue.size[0] -= 1
-    _swap(s, 0, s.queue.size[0])
-    at = 0
-    while 2 * at + 1 < s.queue.size[0]:
+    times, entries, size, at = s.queue.time, s.queue.entry, s.queue.size[0], 0
+    time, entry = times[size], entries[size]
+    while 2 * at + 1 < size:
         child = 2 * at + 1
-        if child + 1 < s.queue.size[0] and _before(s, child + 1, child):
+        if child + 1 < size and _before(times[child + 1], entries[child + 1], times[child], entries[child]):
             child += 1
-        if not _before(s, child, at):
+        if not _before(times[child], entries[child], time, entry):
             break
-        _swap(s, at, child)
+        times[at], entries[at] = times[child], entries[child]
         at = child
+    times[at], entries[at] = time, entry

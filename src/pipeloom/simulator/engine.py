@@ -65,7 +65,8 @@ def simulate(
     check_shape(program, stages)
     layout = layout_of(program, stages, costs, cluster, ahead=receive_ahead, own_s=own_s or {})
     state = new_state(layout, begin, starts=_needs_starts(program, layout))
-    if not (run_sharing if layout.sharing.links else run)(layout, state):
+    (run_sharing if layout.sharing.links else run)(layout, state)
+    if not (state.at == layout.offsets[1:]).all():
         check_program(program, stages)
         raise AssertionError("the simulator is stuck on a program that the checks let pass")
     memory = memory_of(program, stages, costs, layout, state, begin_s=begin)

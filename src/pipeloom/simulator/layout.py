@@ -34,7 +34,7 @@ from ..ir.ties import Reduction, reductions
 from ..ir.walk import starts_of
 from ..ir.wiring import Lines
 from .sharing import copy_s, sharing_of, transfer_s
-from .state import Floats, Layout
+from .state import COMPUTES, OTHER, RECEIVES, SENDS, Floats, Layout
 
 STREAMS = ("compute", "send", "host", "d2h", "h2d")
 """Streams by their number in a layout."""
@@ -59,8 +59,12 @@ def layout_of(
         message, line = np.full(len(columns), -1, np.int32), np.empty(first[-1], np.int32)
         ends_of = (columns.microbatch, wiring.line, wiring.sent)
         _number(columns.kind, ends_of, pipe, first[:-1].copy(), message, line)
-        wiring.numbers = message, line
-    message, line = wiring.numbers
+        step, kinds = np.full(len(columns), OTHER, np.int32), len(columns.kinds)
+        entries = (columns.kind, columns.stage, wiring.line, message)
+        in_turn = bool(_pack(entries, kinds, (pipe, first[:-1].copy()), step))
+        wiring.numbers = message, line, step, in_turn
+    message, line, step, in_turn = wiring.numbers
+    seconds = _by_line(pipe, [partial(transfer_s, cluster, *pair) for pair in ends], size)
     durations = _durations(program, costs, cluster)
     first_meet, meets = _meets(program, flow)
     sums = reductions(stages, program.placement)
@@ -68,12 +72,12 @@ def layout_of(
     number = {name: at for at, name in enumerate(named)}
     rows = [[number[r.name] for r in row] for row in (*sums, *((),) * (columns.ranks - len(sums)))]
     return Layout(
-        kind=columns.kind, stage=columns.stage, offsets=columns.offsets, message=message, line=line,
-        pipe=pipe, seconds=_by_line(pipe, [partial(transfer_s, cluster, *pair) for pair in ends], size),
+        kind=columns.kind, stage=columns.stage, offsets=columns.offsets, step=step, in_turn=in_turn,
+        message=message, line=line, pipe=pipe, seconds=seconds, pace=_paces(pipe, seconds, len(ends)),
         busy=_by_line(pipe, [cluster.link(*pair).occupied_s for pair in ends], size),
         first=first, target=np.array([target for _, target in ends], np.int32),
-        duration=durations, own_duration=_own_durations(program, costs, own_s, durations),
-        stream=_streams(columns),
+        duration=durations, flat=durations.ravel(),
+        own_duration=_own_durations(program, costs, own_s, durations), stream=_streams(columns),
         held=_held(program), first_meet=first_meet, meets=meets,
         first_sum=starts_of([len(row) for row in rows]),
         sums=np.array([n for row in rows for n in row], np.int32),
@@ -125,6 +129,40 @@ def _number(
     for entry in range(len(kind)):
         if kind[entry] == RECV_F_ or kind[entry] == RECV_B_:
             message[entry] = message[sent[line[entry], microbatch[entry]]]
+
+
+@in_place
+def _pack(
+    entries: tuple[Codes, Ints, Ints, Ints], kinds: int, pipes: tuple[Ints, Longs], step: Ints
+) -> bool:
+    """Fill in the steps, see `Layout`. Returns whether all receives stand in the order sent.
+
+    entries: kind, stage, line and message of each.  pipes: of each line, and the next message of each.
+    """
+    kind, stage, line, message = entries
+    pipe, following = pipes
+    in_turn = True
+    for entry in range(len(kind)):
+        code = kind[entry]
+        if code == SEND_F_ or code == SEND_B_:
+            step[entry] = 4 * line[entry] + SENDS
+        elif code == RECV_F_ or code == RECV_B_:
+            step[entry] = 4 * line[entry] + RECEIVES
+            at = pipe[line[entry]]
+            in_turn = in_turn and message[entry] == following[at]
+            following[at] += 1
+        elif code < SEND_F_ or code > RECOMPUTE_:
+            step[entry] = 4 * (stage[entry] * kinds + code) + COMPUTES
+    return in_turn
+
+
+def _paces(pipe: Ints, seconds: Floats, pipes: int) -> Floats:
+    """By pipe the time of a message, or -1 where its lines differ."""
+    found: list[set[float]] = [set() for _ in range(pipes)]
+    for at, time in zip(pipe.tolist(), seconds.tolist(), strict=True):
+        if at >= 0:
+            found[at].add(time)
+    return np.array([min(times) if len(times) == 1 else -1.0 for times in found], np.float64)
 
 
 def _durations(program: Program, costs: Sequence[StageCost], cluster: Cluster) -> Floats:

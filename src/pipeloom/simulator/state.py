@@ -11,6 +11,8 @@ from ..ir.columns import Bools, Codes, Ints, Longs
 
 Floats = NDArray[np.float64]
 
+COMPUTES, SENDS, RECEIVES, OTHER = range(4)
+"""What an entry is, in the two lowest bits of its `Layout.step`."""
 COPY_LANES = 2
 """OFFLOADs of a rank, and RELOADs."""
 
@@ -42,10 +44,14 @@ class Layout(NamedTuple):
     """What runs. Entries are those of the program's columns; messages are numbered pipe by pipe, in the order
     sent; a pipe leads from one rank to another. Empty arrays where a program has nothing of a kind.
 
+    step: per entry all that most of them need, in one number: above what it is, for COMPUTES its place in
+    `flat`, for SENDS and RECEIVES its line; 0 for OTHER.  in_turn: whether ranks receive in the order sent.
     message: per entry, -1 for no transfer.  line: per message.  pipe, seconds, busy: per line: time that a
-    message takes, and for which it keeps its sender.  first: of each pipe's messages, and their number.
-    duration: by (stage, kind); own_duration: per entry, where some differ from that.  stream: by kind, 0
-    computes, others run beside.  held: per entry the entry that cannot begin before it ends, or -1.
+    message takes, and for which it keeps its sender.  pace: by pipe, that time if all its messages take the
+    same, else -1.  first: of each pipe's messages, and their number.
+    duration: by (stage, kind); flat: the same in one row; own_duration: per entry, where some differ from
+    that.  stream: by kind, 0 computes, others run beside.  held: per entry the entry that cannot begin before
+    it ends, or -1.
     first_meet, meets: entries that begin together with an entry.
     first_sum, sums: sums of each rank's REDUCE in order; by sum how many ranks meet, and how long it takes.
     """
@@ -53,14 +59,18 @@ class Layout(NamedTuple):
     kind: Codes
     stage: Ints
     offsets: Longs
+    step: Ints
+    in_turn: bool
     message: Ints
     line: Ints
     pipe: Ints
     seconds: Floats
     busy: Floats
+    pace: Floats
     first: Longs
     target: Ints
     duration: Floats
+    flat: Floats
     own_duration: Floats
     stream: Ints
     held: Ints
