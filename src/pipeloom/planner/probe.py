@@ -29,6 +29,9 @@ from .search import Search
 WINDOW = 8
 FOLLOW = 3
 STEPS = 60
+ABOVE = (0.02, 0.08, 0.25, 0.7, 2.0, 6.0, inf)
+"""Shares above perfect division at which the first partition is sought."""
+
 SMALL = 40_000
 """Places squared times stages up to which all cuts may be tried if filling finds none."""
 
@@ -56,11 +59,18 @@ def fill(
     even = len({problem.crossing(point) for point in problem.points[1:-1]}) <= 1
     mend = mend and not even
     window, follow = (window, follow) if mend else (0, 1)
-    best = _within(problem, inf, window, follow)[0]
+    low = problem.least_of(0, problem.last, range(problem.stages))
+    best = Partition()
+    # Upwards from what perfect division would take: long intervals, which are dear to weigh, come last.
+    for tau in [low * (1 + above) for above in ABOVE] if low > 0 else [inf]:
+        if tau >= low:
+            best, blocked = _within(problem, tau, window, follow)
+            if best.cuts:
+                break
+            low = max(tau, blocked) if even else tau
     if not best.cuts:
         few = problem.last**2 * problem.stages <= SMALL
         return banded(problem, everywhere(problem)) if mend and few else best
-    low = problem.least_of(0, problem.last, range(problem.stages))
     for _ in range(STEPS):
         if best.seconds <= low * (1 + tolerance):
             break
