@@ -1,68 +1,91 @@
 """Residuals of a CUDA rank in pinned host memory, copied on two streams beside the computation.
 
-Host buffers are pinned once and used again for residuals of the same size: pinning takes far longer than a
-copy. Nothing here waits for the device but `leave`, and only for the copy before the last: the host issues
-kernels far ahead of the device, and would otherwise ask for the memory of several micro-batches before the
-copies have given any back.
+Host memory is pinned once, in chunks that any residuals use again: pinning takes far longer than a copy. The
+host issues kernels far ahead of the device. It waits here so as not to ask for more memory than a plan counts
+on: in `leave` until the copy before has given back its own, in `come_back` until the memory of the same
+residuals is free.
+
+Order on the device: a copy away waits for the computation so far, so also for the copies back that it waited
+for; hence chunks that `arrived` gave back may be written at once. A copy back waits for the computation so
+far, which may still read the memory that is to be filled, and the computation waits for it in `arrived`;
+hence that memory needs no `record_stream`, which would keep it, once freed, until all *later* copies on that
+stream have ended. What is copied away does need it: it is freed before its copy has ended.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from ..ir.cluster import MiB
 from ..ir.errors import OffloadError
 from ..ir.units import format_bytes
 from ..tracer.stage import Tensors
 from .tiers import Layout, Trip, bytes_of
 
 ALIGNED = 512
-"""Bytes at whose multiples tensors begin in a host buffer."""
+"""Bytes at whose multiples tensors begin on the host."""
+
+CHUNK = 16 * MiB
+"""Bytes pinned at once. PyTorch pins the next power of two, so that a gigabyte and a bit would take two."""
 
 
 @dataclass(eq=False)
 class CudaTrip(Trip):
-    """host: the buffer.  away, back: events behind the copies.  landed: what is being copied back."""
+    """host: its chunks.  away, back: events behind the copies.  landed: what is being copied back."""
 
-    host: Tensor = field(default_factory=lambda: torch.empty(0))
+    host: list[Tensor] = field(default_factory=list)
     away: torch.cuda.Event | None = None
     back: torch.cuda.Event | None = None
     landed: Tensors = field(default_factory=dict)
 
-    def spans(self) -> list[tuple[Layout, Tensor]]:
-        """Each tensor and its part of the buffer."""
-        found, at = [], 0
+    @property
+    def host_bytes(self) -> int:
+        return sum(_aligned(layout.bytes) for layout in self.layouts)
+
+    def pieces(self) -> Iterator[tuple[Layout, slice, Tensor]]:
+        """Each tensor in pieces: where its bytes are in it, and their part of a chunk."""
+        begin = 0
         for layout in self.layouts:
-            found.append((layout, self.host[at : at + layout.bytes]))
-            at += _aligned(layout.bytes)
-        return found
+            done = 0
+            while done < layout.bytes:
+                chunk, at = divmod(begin + done, CHUNK)
+                size = min(layout.bytes - done, CHUNK - at)
+                yield layout, slice(done, done + size), self.host[chunk][at : at + size]
+                done += size
+            begin += _aligned(layout.bytes)
 
 
 class CudaTier:
-    """See `Tier`. Marks of trips are events, as those of `CudaClock` are."""
+    """See `Tier`. Marks of trips are events, as those of `CudaClock` are.
+
+    pinned_bytes: of host memory, used now or not.
+    """
 
     def __init__(self, rank: int) -> None:
-        self.held_bytes = self.peak_bytes = 0
+        self.held_bytes = self.peak_bytes = self.pinned_bytes = 0
         self._rank = rank
         self._out, self._in = _stream(), _stream()
-        self._free: dict[int, list[tuple[torch.cuda.Event, Tensor]]] = {}
+        self._free: list[Tensor] = []
+        self._coming: set[CudaTrip] = set()  # kept from being freed under a copy if the run is given up
         self._last: CudaTrip | None = None
 
     def leave(self, action: str, residuals: Tensors) -> CudaTrip:
         layouts = tuple(Layout.of(slot, tensor) for slot, tensor in residuals.items())
         trip = CudaTrip(layouts)
-        trip.host = self._take(sum(_aligned(layout.bytes) for layout in layouts), action)
+        trip.host = self._take(trip.host_bytes, action)
         if self._last is not None and self._last.away is not None:
             self._last.away.synchronize()
         self._out.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._out):
             begin = _mark()
-            for (_, part), tensor in zip(trip.spans(), residuals.values(), strict=True):
-                part.copy_(bytes_of(tensor), non_blocking=True)
-                tensor.record_stream(self._out)  # its memory is not used again before the copy has ended
+            for layout, span, part in trip.pieces():
+                part.copy_(bytes_of(residuals[layout.slot])[span], non_blocking=True)
+            for tensor in residuals.values():
+                tensor.record_stream(self._out)
             trip.away = _mark()
         trip.left = (begin, trip.away)
         residuals.clear()
@@ -81,18 +104,16 @@ class CudaTier:
 
     def come_back(self, trip: Trip) -> None:
         """The memory is taken on the computing stream: it is memory that the computation is done with."""
-        assert isinstance(trip, CudaTrip)
+        assert isinstance(trip, CudaTrip) and trip.away is not None
+        trip.away.synchronize()
         for layout in trip.layouts:
-            raw = torch.empty(layout.bytes, dtype=torch.uint8, device=layout.device)
-            raw.record_stream(self._in)
-            trip.landed[layout.slot] = raw
-        assert trip.away is not None
-        self._in.wait_event(trip.away)
+            trip.landed[layout.slot] = torch.empty(layout.bytes, dtype=torch.uint8, device=layout.device)
+        self._coming.add(trip)
         self._in.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._in):
             begin = _mark()
-            for layout, part in trip.spans():
-                trip.landed[layout.slot].copy_(part, non_blocking=True)
+            for layout, span, part in trip.pieces():
+                trip.landed[layout.slot][span].copy_(part, non_blocking=True)
             trip.back = _mark()
         trip.returned = (begin, trip.back)
 
@@ -103,29 +124,32 @@ class CudaTier:
         torch.cuda.current_stream().wait_event(trip.back)
         found = {layout.slot: layout.around(trip.landed[layout.slot]) for layout in trip.layouts}
         trip.landed = {}
+        self._coming.discard(trip)
         self.held_bytes -= trip.bytes
-        self._free.setdefault(len(trip.host), []).append((trip.back, trip.host))
+        self._free += trip.host
+        trip.host = []
         return found
 
     def close(self) -> None:
         for stream in (self._out, self._in):
             stream.synchronize()
+        self._coming.clear()
         self._free.clear()
 
-    def _take(self, size: int, action: str) -> Tensor:
-        """A pinned buffer whose last copy back has ended, or a new one."""
-        known = self._free.get(size, [])
-        for index, (back, _) in enumerate(known):
-            if _passed(back):
-                return known.pop(index)[1]
+    def _take(self, size: int, action: str) -> list[Tensor]:
+        """Chunks for so many bytes: those used before, and new ones."""
+        count = -(-size // CHUNK)
         try:
-            return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            while len(self._free) < count:
+                self._free.append(torch.empty(CHUNK, dtype=torch.uint8, pin_memory=True))
+                self.pinned_bytes += CHUNK
         except RuntimeError as error:
             raise OffloadError(
                 f"rank {self._rank} cannot pin {format_bytes(size)} of host memory at {action}: {error}; "
                 f"{format_bytes(self.held_bytes)} of residuals are there",
                 hint="plan with fewer offloaded residuals, or with more host memory",
             ) from None
+        return [self._free.pop() for _ in range(count)]
 
 
 def _stream() -> torch.cuda.Stream:

@@ -1,0 +1,71 @@
+"""Bookkeeping of the tier in pinned memory, with stand-ins for streams and events: what copies where, which
+memory is used again. Order on a real device: tests/gpu."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import Tensor
+
+from pipeloom.runtime import cuda_tier
+from pipeloom.runtime.cuda_tier import CHUNK, CudaTier
+from pipeloom.tracer.split import Slot
+
+
+class Anything:
+    """A stream or event whose work is done at once."""
+
+    def synchronize(self) -> None: ...
+
+    def wait_stream(self, other: object) -> None: ...
+
+    def wait_event(self, event: object) -> None: ...
+
+
+@pytest.fixture
+def tier(monkeypatch: pytest.MonkeyPatch) -> CudaTier:
+    real = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, pin_memory=False, **how: real(*size, **how))
+    monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: None)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    monkeypatch.setattr(torch.cuda, "current_stream", Anything)
+    monkeypatch.setattr(cuda_tier, "_stream", Anything)
+    monkeypatch.setattr(cuda_tier, "_mark", Anything)
+    monkeypatch.setattr(cuda_tier, "_passed", lambda event: True)
+    return CudaTier(0)
+
+
+def residuals(*lengths: int) -> dict[Slot, Tensor]:
+    dice = torch.Generator().manual_seed(len(lengths))
+    return {Slot("made", f"r{i}"): torch.randn(n, generator=dice) for i, n in enumerate(lengths)}
+
+
+def test_what_left_comes_back(tier: CudaTier) -> None:
+    transposed = torch.arange(12.0).reshape(3, 4).T
+    sent = residuals(0, 5, CHUNK // 2, CHUNK // 4 - 7) | {Slot("made", "view"): transposed}
+    expected = {slot: t.clone() for slot, t in sent.items()}
+    trip = tier.leave("0OFFLOAD0", sent)
+    assert not sent and tier.held_bytes == trip.bytes
+    tier.come_back(trip)
+    found = tier.arrived(trip, lambda: None)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[slot], t) for slot, t in expected.items())
+    assert found[Slot("made", "view")].stride() == transposed.stride()
+    assert tier.held_bytes == 0
+
+
+def test_pinned_memory_is_used_again_whatever_the_sizes(tier: CudaTier) -> None:
+    for length in (CHUNK, CHUNK // 2, 3, 3 * CHUNK // 4):
+        trips = [tier.leave(f"0OFFLOAD{m}", residuals(length)) for m in range(2)]
+        for trip in trips:
+            tier.come_back(trip)
+            tier.arrived(trip, lambda: None)
+    assert tier.pinned_bytes == 2 * 4 * CHUNK
+    assert tier.peak_bytes == 2 * 4 * CHUNK
+
+
+def test_little_more_is_pinned_than_is_held(tier: CudaTier) -> None:
+    trip = tier.leave("0OFFLOAD0", residuals(17 * CHUNK // 16))
+    assert trip.bytes <= tier.pinned_bytes < trip.bytes + CHUNK
