@@ -29,9 +29,10 @@ _FREE, _NEEDS_INPUT, _STUCK = 0, 1, 2
 
 
 @kernel
-def _chains(start, end, forward, saver, fixed, found, marks):  # type: ignore[no-untyped-def]
+def _chains(start, end, forward, owned, found, marks):  # type: ignore[no-untyped-def]
     """Write the chain of each residual, and whether it can be made again. Returns the length of all."""
     reads_first, reads, _, _, _, _, _, _, made, _, _ = forward
+    saver, fixed = owned
     wanted, state, first, ops = found
     seen, pending = marks
     length = 0
@@ -151,7 +152,7 @@ def residuals_of(
     ops = np.zeros(LONGEST * len(own) + 1, np.int64)
     marks = np.full(len(tensors), -1, np.int64), np.zeros(len(tensors), np.int64)
     count = run(_chains, end - start)(
-        start, end, sweep.forward, saver, tensors.fixed, (wanted, state, first, ops), marks
+        start, end, sweep.forward, (saver, tensors.fixed), (wanted, state, first, ops), marks
     )
     return Residuals(
         names=tuple(tensors.residuals[s] for s in own), storage=wanted, size=tensors.size[wanted],

@@ -104,11 +104,11 @@ def _first_givers(start, end, backward, current, giver):  # type: ignore[no-unty
 
 
 @kernel
-def _in_backward(start, end, forward, backward, saver, grads, level):  # type: ignore[no-untyped-def]
+def _in_backward(start, end, forward, backward, work, level):  # type: ignore[no-untyped-def]
     """The same of the backward, from all residuals on."""
     _, _, _, _, saves_first, saves, extra, size, _, _, _ = forward
     outs_first, outs, gives_first, gives, passes, grad_size, grad_made, _, grad_scratch = backward
-    current, giver, tensor_size, holders, given = grads
+    _, saver, (current, giver, tensor_size, holders, given) = work
     _first_givers(start, end, backward, current, giver)
     tensors = GIVEN + 1
     most = level
@@ -157,13 +157,13 @@ def _in_backward(start, end, forward, backward, saver, grads, level):  # type: i
 @kernel
 def _sweeps(start, ends, forward, backward, work, found):  # type: ignore[no-untyped-def]
     """One sweep per end; `found` gets a column of three figures for each."""
-    last_in, saver, grads = work
+    last_in, saver, _ = work
     for index in range(len(ends)):
         end = ends[index]
         residual, before = _owners(start, end, forward, last_in, saver)
         found[0, index] = residual
         found[1, index] = _in_forward(start, end, forward, last_in, saver, before)
-        found[2, index] = _in_backward(start, end, forward, backward, saver, grads, residual)
+        found[2, index] = _in_backward(start, end, forward, backward, work, residual)
 
 
 COMPILE_AFTER = 30_000
