@@ -141,8 +141,10 @@ def gpu_links(devices: Sequence[torch.device]) -> tuple[dict[tuple[int, int], Li
         links[a, b] = Link(bandwidth_bytes_per_s=rate, latency_s=latency)
         rates.append(rate)
         latencies.append(latency)
+    if not rates:
+        return {}, []
     rows = [measured("between GPUs", rates, "B/s"), measured("between GPUs, latency", latencies, "s")]
-    return links, rows if rates else []
+    return links, rows
 
 
 def _peer_copy(a: torch.device, b: torch.device, size: int) -> Callable[[], Tensor]:
