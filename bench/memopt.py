@@ -19,6 +19,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+import numpy as np
 from machine import describe_machine
 
 from pipeloom.ir.cluster import Cluster, Link
@@ -67,7 +68,9 @@ def family_cases(families: list[str]) -> Iterator[Case]:
 def rows_of(case: Case) -> Iterator[dict[str, Any]]:
     name, model, start, end, in_flight = case
     free = optimise(model, start, end, 0, in_flight=in_flight, cap=inf)
-    least = optimise(model, start, end, 0, in_flight=in_flight, cap=free.peak_bytes * 1e-3).peak_bytes
+    footprint, _ = model.row(start, np.array([end]))
+    static = float(np.sum([np.ravel(part)[0] for part in model.static_parts(footprint, in_flight).values()]))
+    least = optimise(model, start, end, 0, in_flight=in_flight, cap=static).peak_bytes
     for share in SHARES:
         cap = least + share * (free.peak_bytes - least)
         row: dict[str, Any] = {
