@@ -29,13 +29,13 @@ WIDTH = 2
 
 BAND = 4
 """Where what crosses a cut varies from place to place, neither half's time only grows with its ops; then all
-cuts up to so many widths from those found are tried together (bands.py)."""
+cuts up to so many widths from those found are tried together (bands.py); one width with many stages."""
 
 TOGETHER = 8
 """Stages up to which halves are solved at each step of the bisection; larger halves are compared by what
 parametric search (probe.py) reaches in them, and solved only at the cut that was chosen."""
 
-ROUGHLY = 0.01
+ROUGHLY = 0.03
 """Relative tolerance of that."""
 
 
@@ -59,7 +59,7 @@ def binary(problem: Problem, *, width: int = WIDTH, widen: bool = True) -> Parti
     even = len({problem.crossing(point) for point in problem.points[1:-1]}) <= 1
     if not widen or (even and problem.stages <= TOGETHER):
         return best
-    near = max(width, 1) if even else max(width, 1) * BAND
+    near = max(width, 1) * (1 if even or problem.stages > TOGETHER else BAND)
     better = banded(problem, around(problem, found.cuts, near), below=best.seconds)
     return better if better.cuts else best
 
