@@ -220,8 +220,9 @@ class CostModel:
         forward, backward = f.transient if np.ndim(f.transient) else (f.transient, f.transient)
         kept = np.where(f.kept > 0, in_flight, 0)
         waiting = options.sends_in_flight * np.maximum(f.sent, f.received_grads)
-        here = np.minimum(np.maximum(kept, 1) + ahead, most) * f.received
-        there = np.minimum(kept + ahead, most) * f.received
+        later = np.minimum(ahead, np.maximum(most - in_flight, 0))  # of those not yet begun
+        here = (np.maximum(kept, 1) + later) * f.received
+        there = (kept + later) * f.received
         return (
             Moment(here + min(ahead, most) * f.sent_grads + f.sent + waiting, forward),
             Moment(there + min(1 + ahead, most) * f.sent_grads + f.received_grads + waiting, backward),
