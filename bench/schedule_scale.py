@@ -1,7 +1,7 @@
 """How schedules grow: generate, check, lower and simulate 1F1B of four sizes, each in a process of its own.
 
 For each size: seconds of each step, peak resident memory of the process, and compute actions per second of
-the simulator, when its kernels have just been loaded and then again (warm). A small run before fills the
+the simulator, when its kernels have just been loaded and then again (warm, the first timeline let go). A small run before fills the
 cache of compiled code, so that no size pays for compiling.
 
     python bench/schedule_scale.py [--ranks 128 256 512 1024] [--per-rank 8]
@@ -55,12 +55,14 @@ def measure(ranks: int, microbatches: int) -> dict[str, Any]:
     summary = timed("summarise", lambda: summarise(timeline))
     total_s = time.perf_counter() - begin
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    step_s, bubble = summary.step_s, summary.bubble
+    del timeline, summary  # their memory serves the next one, as where many plans are simulated in a row
     timed("simulate_warm", lambda: simulate(program, stages, costs, cluster))
     actions = len(made.columns)
     return {
         "ranks": ranks, "microbatches": microbatches, "compute_actions": actions,
         "instructions": len(program.columns), **took, "total_s": round(total_s, 2),
-        "peak_gib": round(peak / 2**30, 2), "step_s": summary.step_s, "bubble": summary.bubble,
+        "peak_gib": round(peak / 2**30, 2), "step_s": step_s, "bubble": bubble,
         "actions_per_s_warm": round(actions / took["simulate_warm_s"]),
         "actions_per_cpu_s_warm": round(actions / took["simulate_warm_cpu_s"]),
     }  # fmt: skip
