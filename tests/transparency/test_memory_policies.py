@@ -121,7 +121,7 @@ def test_random_policies(
 
 @pytest.mark.slow
 @settings(
-    max_examples=60, deadline=None, phases=(Phase.explicit, Phase.generate),
+    max_examples=30, deadline=None, phases=(Phase.explicit, Phase.generate),
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )  # fmt: skip
 @given(
