@@ -1,8 +1,9 @@
 """How schedules grow: generate, check, lower and simulate 1F1B of four sizes, each in a process of its own.
 
 For each size: seconds of each step, peak resident memory of the process, and compute actions per second of
-the simulator, when its kernels have just been loaded and then again (warm, the first timeline let go). A small run before fills the
-cache of compiled code, so that no size pays for compiling.
+the simulator, when its kernels have just been loaded and then again (warm: with the memory of the first
+timeline, as where many are simulated in a row). A small run before fills the cache of compiled code, so that
+no size pays for compiling.
 
     python bench/schedule_scale.py [--ranks 128 256 512 1024] [--per-rank 8]
 """
@@ -51,12 +52,15 @@ def measure(ranks: int, microbatches: int) -> dict[str, Any]:
     begin = time.perf_counter()
     made = timed("generate_and_check", lambda: schedules.build("1f1b", stages, placement, microbatches))
     program = timed("check_and_lower", lambda: lower(made, stages))
-    timeline = timed("simulate", lambda: simulate(program, stages, costs, cluster))
-    summary = timed("summarise", lambda: summarise(timeline))
+
+    def simulated() -> tuple[float, float]:
+        timeline = timed("simulate", lambda: simulate(program, stages, costs, cluster))
+        summary = timed("summarise", lambda: summarise(timeline))
+        return summary.step_s, summary.bubble
+
+    step_s, bubble = simulated()
     total_s = time.perf_counter() - begin
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    step_s, bubble = summary.step_s, summary.bubble
-    del timeline, summary  # their memory serves the next one, as where many plans are simulated in a row
     timed("simulate_warm", lambda: simulate(program, stages, costs, cluster))
     actions = len(made.columns)
     return {
