@@ -36,11 +36,12 @@ fmt: $(READY)  ## put imports in order and format
 	$(BIN)/ruff format .
 
 # The environment above has torch's CPU build, so this target takes the machine's own Python with its CUDA build.
-gpu-check:  ## the tests that need a CUDA device, with the python named by GPU_PYTHON
+gpu-check:  ## the tests that need a CUDA device and bench/gpu_check.py, with the python named by GPU_PYTHON
 	@$(GPU_PYTHON) -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' 2>/dev/null || { \
 	  echo "gpu-check: $(GPU_PYTHON) has no torch that sees a CUDA device, so nothing was checked."; \
 	  echo "Name a python that has one: make gpu-check GPU_PYTHON=/path/to/python"; exit 1; }
 	PYTHONPATH="src:$$PYTHONPATH" $(GPU_PYTHON) -m pytest -m gpu -rs tests/gpu $(ARGS)
+	PYTHONPATH="src:$$PYTHONPATH" $(GPU_PYTHON) bench/gpu_check.py
 
 bench: $(READY)  ## throughput against one process and against torch.distributed.pipelining
 	$(BIN)/python bench/throughput.py $(ARGS)
