@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import cached_property
+from pathlib import Path
 from types import FunctionType
 from typing import Any, Generic, ParamSpec, TypeVar, cast
+from zlib import crc32
 
 import numpy as np
 
@@ -52,6 +54,7 @@ class Kernel(Generic[P, R]):
         import numba
 
         function = self._linked(lambda inner: inner.inlined)
+        function.__qualname__ += f"_{self._version}"
         options: dict[str, Any] = {"nogil": True, "_nrt": not self._in_place}
         try:
             made = numba.njit(cache=True, **options)(function)
@@ -72,15 +75,21 @@ class Kernel(Generic[P, R]):
         return cast(Callable[P, R], numba.njit(inline="always")(self._linked(lambda inner: inner.inlined)))
 
     def _linked(self, form: Callable[[Kernel[..., Any]], Any]) -> Any:
-        """The function with a form of each kernel that it names in place of the kernel."""
+        """A copy of the function with a form of each kernel that it names in place of the kernel."""
         function: Any = self.plain
         used = {name: function.__globals__.get(name) for name in function.__code__.co_names}
         inner = {name: form(found) for name, found in used.items() if isinstance(found, Kernel)}
-        if inner:
-            copy = FunctionType(function.__code__, {**function.__globals__, **inner}, function.__name__)
-            copy.__qualname__, copy.__module__ = function.__qualname__, function.__module__
-            function = copy
-        return function
+        copy = FunctionType(function.__code__, {**function.__globals__, **inner}, function.__name__)
+        copy.__qualname__, copy.__module__ = function.__qualname__, function.__module__
+        copy.__defaults__ = function.__defaults__
+        return copy
+
+    @property
+    def _version(self) -> str:
+        """Of the source file. numba names cache files by it, and so never reads one of another version: it
+        would load types from where they no longer are."""
+        source = Path(self.plain.__code__.co_filename)
+        return f"{crc32(source.read_bytes()) if source.is_file() else 0:08x}"
 
 
 def _largest(args: Iterable[object]) -> int:
