@@ -297,7 +297,7 @@ def main() -> int:
         print("gpu_check: this Python's torch sees no CUDA device, so nothing was checked.", file=sys.stderr)
         return 1
     if find_spec("transformers") is None:
-        print("gpu_check: this Python has no transformers, which the stage is from: install it.", file=sys.stderr)
+        print("gpu_check: the stage is from transformers, which this Python lacks.", file=sys.stderr)
         return 1
     own = SIZES[options.device]
     size = replace(own, layers=options.layers or own.layers, rows=options.rows or own.rows)
