@@ -69,7 +69,7 @@ class Random(nn.Module):
                 case "older":
                     x = torch.sigmoid(x) * kept[len(kept) // 2]
                 case "view":
-                    x = x.view(-1, 2, WIDTH // 2).transpose(1, 2).reshape(-1, WIDTH).exp()
+                    x = x.view(-1, 2, WIDTH // 2).transpose(1, 2).reshape(-1, WIDTH).sin()
                 case "shared":
                     x = self.shared(x)
                 case _:
