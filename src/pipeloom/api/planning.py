@@ -110,14 +110,17 @@ class Planning:
 def largest_below(planning: Planning, known: Sample, take: Take) -> int | None:
     """The largest size below a known one that has a plan; None if none has.
 
-    By interpolation between `known` and a micro-batch of the least size.
+    By interpolation between `known` and a micro-batch of the least size. One row is looked at as it is:
+    models may do without some ops then.
     """
     sizes = [size for size in planning.sizes() if size < known.size]
-    if not sizes:
-        return None
-    least = take(sizes[0])
     quiet = replace(planning, watch=None)
-    return largest_size(sizes, lambda size: quiet.fits(interpolated(least, known, size)))
+    if several := [size for size in sizes if size > 1]:
+        least = take(several[0])
+        found = largest_size(several, lambda size: quiet.fits(interpolated(least, known, size)))
+        if found is not None:
+            return found
+    return 1 if 1 in sizes and quiet.fits(take(1)) else None
 
 
 def largest_plan(planning: Planning, start: int, take: Take) -> tuple[Plan, Sample]:
@@ -131,10 +134,11 @@ def largest_plan(planning: Planning, start: int, take: Take) -> tuple[Plan, Samp
     take = cache(take)
     sizes = planning.sizes()
     at = min(range(len(sizes)), key=lambda index: abs(sizes[index] - start))
-    if len(sizes) == 1:
-        only = take(sizes[0])
-        return planning.plan(only.graph, only.profiles, only.size), only
-    first, second = take(sizes[at]), take(sizes[at + 1 if at + 1 < len(sizes) else at - 1])
+    if len(sizes) <= 2:
+        some = next(filter(planning.fits, map(take, reversed(sizes))), take(sizes[0]))
+        return planning.plan(some.graph, some.profiles, some.size), some
+    near = max(at, 1)  # of one row, models may do without some ops: shapes are interpolated above it
+    first, second = take(sizes[near]), take(sizes[near + 1 if near + 1 < len(sizes) else near - 1])
     found = largest_size(sizes, lambda size: planning.fits(interpolated(first, second, size)), start=at)
     index = sizes.index(found) if found is not None else 0
     while index > 0:

@@ -1,0 +1,47 @@
+"""Of one row, a captured model may lack ops that it has of several (GPT-2 does): sizes are not interpolated
+from there. The search for the largest micro-batch ended with a message about samples of different models."""
+
+from dataclasses import replace
+
+import pytest
+from layered import layered
+
+from pipeloom.api.passes import estimate
+from pipeloom.api.planning import Planning, largest_below, largest_plan
+from pipeloom.ir.units import parse_bytes
+from pipeloom.planner import find_cluster
+from pipeloom.planner.batches import Sample
+
+
+def planning(**options) -> Planning:
+    cluster = find_cluster("2 x a100-40")
+    devices = tuple(replace(device, memory_bytes=parse_bytes("2GiB")) for device in cluster.devices)
+    return Planning(
+        stages=2, microbatches=4, cluster=replace(cluster, devices=devices), strategy="balanced", **options
+    )
+
+
+def take(size: int) -> Sample:
+    graph = layered(2 if size == 1 else 3, rows=size, hidden=512, length=256)
+    return Sample(size=size, graph=graph, profiles=estimate(graph, planning().cluster))
+
+
+@pytest.mark.parametrize("start", [1, 2, 4])
+def test_the_largest_plan_is_found_from_any_size(start):
+    plan, sample = largest_plan(planning(), start, take)
+    assert plan.microbatch_size == sample.size > 1
+    assert planning().fits(take(sample.size)) and not planning().fits(take(sample.size + 1))
+
+
+@pytest.mark.parametrize("global_batch", [1, 3, 8])
+def test_with_a_global_batch(global_batch):
+    plan, _ = largest_plan(planning(global_batch=8 * global_batch), 1, take)
+    assert plan.microbatch_size * plan.microbatches == 8 * global_batch
+    plan, _ = largest_plan(planning(global_batch=global_batch), 1, take)
+    assert plan.microbatch_size in (1, global_batch)
+
+
+def test_the_largest_below_a_known_size():
+    most = largest_plan(planning(), 2, take)[0].microbatch_size
+    assert largest_below(planning(), take(4 * most), take) == most
+    assert largest_below(planning(), take(2), take) == 1
