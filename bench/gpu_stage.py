@@ -104,16 +104,21 @@ class Choice:
 class Setup:
     """The stage captured at one size, its plan, and the cost models that predict it.
 
-    cluster: one device.  profile: measured on it.
+    cluster: one device.  budget_s: seconds to measure the ops' profile for.
     """
 
-    def __init__(self, size: Size, device: str, autocast: torch.dtype | None, cluster: Cluster) -> None:
+    def __init__(
+        self, size: Size, device: str, autocast: torch.dtype | None, cluster: Cluster,
+        *, budget_s: float = 6.0,
+    ) -> None:  # fmt: skip
         self.size, self.device, self.autocast, self.cluster = size, device, autocast, cluster
         self.job = job_of(size)
         self.captured = capture(self.job, size.rows, autocast=autocast)
         graph = self.captured.graph
         self.stages = cut(graph, {op.name: 0 for op in graph.ops if not op.cheap})
-        profiled = measure(self.captured, device, batch=self.job.batch(0, size.rows))
+        profiled = measure(
+            self.captured, device, batch=self.job.batch(0, size.rows), budget_s=budget_s
+        )
         self.models = {"profile": self._model(profiled), "roofline": self._model(self._estimate())}
 
     def _estimate(self) -> Profile:
