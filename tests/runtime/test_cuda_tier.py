@@ -31,6 +31,7 @@ def tier(monkeypatch: pytest.MonkeyPatch) -> CudaTier:
     monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: None)
     monkeypatch.setattr(torch.cuda, "stream", nullcontext)
     monkeypatch.setattr(torch.cuda, "current_stream", Anything)
+    monkeypatch.setattr(cuda_tier, "_on_device", lambda tensor: tensor.dim() > 0)
     monkeypatch.setattr(cuda_tier, "_stream", Anything)
     monkeypatch.setattr(cuda_tier, "_mark", Anything)
     monkeypatch.setattr(cuda_tier, "_passed", lambda event: True)
@@ -54,6 +55,15 @@ def test_what_left_comes_back(tier: CudaTier) -> None:
     assert all(torch.equal(found[slot], t) for slot, t in expected.items())
     assert found[Slot("made", "view")].stride() == transposed.stride()
     assert tier.held_bytes == 0
+
+
+def test_what_is_on_the_host_stays_there(tier: CudaTier) -> None:
+    """The host would write to a chunk at once, though a copy from it may be pending."""
+    seed = torch.tensor(7)
+    trip = tier.leave("0OFFLOAD0", {Slot("made", "seed"): seed, **residuals(10)})
+    assert trip.bytes == 40
+    tier.come_back(trip)
+    assert tier.arrived(trip, lambda: None)[Slot("made", "seed")] is seed
 
 
 def test_pinned_memory_is_used_again_whatever_the_sizes(tier: CudaTier) -> None:

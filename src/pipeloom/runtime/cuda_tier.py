@@ -35,12 +35,16 @@ CHUNK = 16 * MiB
 
 @dataclass(eq=False)
 class CudaTrip(Trip):
-    """host: its chunks.  away, back: events behind the copies.  landed: what is being copied back."""
+    """host: its chunks.  away, back: events behind the copies.  landed: what is being copied back.
+
+    stayed: what is in the host's memory anyway, as the seeds that attention keeps.
+    """
 
     host: list[Tensor] = field(default_factory=list)
     away: torch.cuda.Event | None = None
     back: torch.cuda.Event | None = None
     landed: Tensors = field(default_factory=dict)
+    stayed: Tensors = field(default_factory=dict)
 
     @property
     def host_bytes(self) -> int:
@@ -74,8 +78,9 @@ class CudaTier:
         self._last: CudaTrip | None = None
 
     def leave(self, action: str, residuals: Tensors) -> CudaTrip:
+        stayed = {slot: residuals.pop(slot) for slot in list(residuals) if not _on_device(residuals[slot])}
         layouts = tuple(Layout.of(slot, tensor) for slot, tensor in residuals.items())
-        trip = CudaTrip(layouts)
+        trip = CudaTrip(layouts, stayed=stayed)
         trip.host = self._take(trip.host_bytes, action)
         if self._last is not None and self._last.away is not None:
             self._last.away.synchronize()
@@ -123,7 +128,8 @@ class CudaTier:
         assert trip.back is not None
         torch.cuda.current_stream().wait_event(trip.back)
         found = {layout.slot: layout.around(trip.landed[layout.slot]) for layout in trip.layouts}
-        trip.landed = {}
+        found |= trip.stayed
+        trip.landed, trip.stayed = {}, {}
         self._coming.discard(trip)
         self.held_bytes -= trip.bytes
         self._free += trip.host
@@ -150,6 +156,10 @@ class CudaTier:
                 hint="plan with fewer offloaded residuals, or with more host memory",
             ) from None
         return [self._free.pop() for _ in range(count)]
+
+
+def _on_device(tensor: Tensor) -> bool:
+    return tensor.is_cuda
 
 
 def _stream() -> torch.cuda.Stream:
