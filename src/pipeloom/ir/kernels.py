@@ -25,7 +25,7 @@ COMPILED_FROM = 20_000
 
 
 class Kernel(Generic[P, R]):
-    """A function that runs compiled for large arrays, and with it the kernels of its own file that it calls.
+    """A function that runs compiled for large arrays, and with it the kernels that it calls.
 
     >>> @kernel
     ... def total(values):
@@ -74,11 +74,17 @@ class Kernel(Generic[P, R]):
 
         return cast(Callable[P, R], numba.njit(inline="always")(self._linked(lambda inner: inner.inlined)))
 
+    @property
+    def _inner(self) -> dict[str, Kernel[..., Any]]:
+        """The kernels that it calls, by the names under which it knows them."""
+        function: Any = self.plain
+        used = {name: function.__globals__.get(name) for name in function.__code__.co_names}
+        return {name: found for name, found in used.items() if isinstance(found, Kernel)}
+
     def _linked(self, form: Callable[[Kernel[..., Any]], Any]) -> Any:
         """A copy of the function with a form of each kernel that it names in place of the kernel."""
         function: Any = self.plain
-        used = {name: function.__globals__.get(name) for name in function.__code__.co_names}
-        inner = {name: form(found) for name, found in used.items() if isinstance(found, Kernel)}
+        inner = {name: form(found) for name, found in self._inner.items()}
         copy = FunctionType(function.__code__, {**function.__globals__, **inner}, function.__name__)
         copy.__qualname__, copy.__module__ = function.__qualname__, function.__module__
         copy.__defaults__ = function.__defaults__
@@ -86,10 +92,13 @@ class Kernel(Generic[P, R]):
 
     @property
     def _version(self) -> str:
-        """Of the source file. numba names cache files by it, and so never reads one of another version: it
-        would load types from where they no longer are."""
-        source = Path(self.plain.__code__.co_filename)
-        return f"{crc32(source.read_bytes()) if source.is_file() else 0:08x}"
+        """Of the source files. numba names cache files by it, and so never reads one of another version: it
+        would run old code, or load types from where they no longer are."""
+        files = sorted(file for file in self._files() if file.is_file())
+        return f"{crc32(b''.join(file.read_bytes() for file in files)):08x}"
+
+    def _files(self) -> set[Path]:
+        return {Path(self.plain.__code__.co_filename)}.union(*(k._files() for k in self._inner.values()))
 
 
 def _largest(args: Iterable[object]) -> int:

@@ -21,6 +21,8 @@ from __future__ import annotations
 
 from ..ir.columns import OFFLOAD_, REDUCE_, RELOAD_, SEND_B_, SEND_F_, STEP_
 from ..ir.kernels import in_place, kernel
+from .meetings import summed, together, wake
+from .requests import drop_first, request
 from .state import COMPUTES, COPY_LANES, RECEIVES, SENDS, STREAMS, Layout, State
 
 _SENT, _POSTED, _MOVED, _RECEIVED = 0, 1, 2, 3
@@ -87,32 +89,43 @@ def _go_on(p: Layout, s: State) -> None:
                 s.counts[pipe, _RECEIVED] += 1
                 _post(p, s, pipe, s.counts[pipe, _RECEIVED] + p.ahead, clock)
             elif code == REDUCE_ or code == STEP_:
-                if len(p.sharing.lanes) and not _all_copied(s, rank):
+                closed = _closed(p, s, rank, entry, clock)
+                if closed < 0:
                     break
-                for stream in range(1, STREAMS):
-                    clock = max(clock, s.streams[rank, stream])
-                if len(s.start) and s.part[rank] == 0:
-                    s.start[entry] = clock
-                if code == STEP_:
-                    clock += p.duration[p.stage[entry], code]
-                else:
-                    s.clock[rank] = clock
-                    if not _summed(p, s, rank):
-                        break
-                    clock = s.clock[rank]
-                s.end[entry] = clock
+                clock = closed
             elif (code == OFFLOAD_ or code == RELOAD_) and _issued(p, s, rank, entry, clock):
                 pass  # it asks for its link, and the rank goes on
             else:
                 if len(p.sharing.lanes) and not _is_back(p, s, rank, entry):
                     break
-                if len(p.first_meet) and not _together(p, s, rank, entry, clock):
+                if len(p.first_meet) and not together(p, s, rank, entry, clock):
                     break
                 clock = _computed(p, s, rank, entry, clock)
             entry += 1
         s.at[rank] = entry
         if entry == end or p.kind[entry] != REDUCE_:
             s.clock[rank] = clock
+
+
+@kernel
+def _closed(p: Layout, s: State, rank: int, entry: int, clock: float) -> float:
+    """Run a REDUCE or STEP: the rank's clock behind it, below 0 where it must wait."""
+    s.clock[rank] = clock
+    if len(p.sharing.lanes) and not _all_copied(s, rank):
+        return -1.0
+    for stream in range(1, STREAMS):
+        clock = max(clock, s.streams[rank, stream])
+    if len(s.start) and s.part[rank] == 0:
+        s.start[entry] = clock
+    if p.kind[entry] == STEP_:
+        clock += p.duration[p.stage[entry], STEP_]
+    else:
+        s.clock[rank] = clock
+        if not summed(p, s, rank):
+            return -1.0
+        clock = s.clock[rank]
+    s.end[entry] = clock
+    return float(clock)
 
 
 @kernel
@@ -142,12 +155,6 @@ def _computed(p: Layout, s: State, rank: int, entry: int, clock: float) -> float
 
 
 @kernel
-def _wake(s: State, rank: int) -> None:
-    s.stack[s.ready[0]] = rank
-    s.ready[0] += 1
-
-
-@kernel
 def _move(p: Layout, s: State, pipe: int) -> None:
     """Move what is sent and has a receive posted; wake the receiver if that is what it waits for."""
     if len(p.sharing.gates) and p.sharing.gates[pipe, 0] >= 0:
@@ -169,7 +176,7 @@ def _move(p: Layout, s: State, pipe: int) -> None:
     awaited = s.awaited[target]
     if first <= awaited < first + moved:
         s.awaited[target] = -1
-        _wake(s, target)
+        wake(s, target)
 
 
 @kernel
@@ -195,51 +202,6 @@ def _arrived(p: Layout, s: State, rank: int, pipe: int, message: int, clock: flo
         return True
     s.awaited[rank] = message
     return False
-
-
-@kernel
-def _together(p: Layout, s: State, rank: int, entry: int, clock: float) -> bool:
-    """Whether all have come that begin together with an entry."""
-    low, high = p.first_meet[entry], p.first_meet[entry + 1]
-    if low < high and s.meet_at[entry] < 0:
-        s.meet_at[entry] = max(clock, s.start[entry])  # not before what holds it has ended
-        waiter = s.meet_waiter[entry]
-        while waiter >= 0:
-            _wake(s, waiter)
-            waiter = s.behind[waiter]
-    for m in range(low, high):
-        other = p.meets[m]
-        if s.meet_at[other] < 0:
-            s.behind[rank] = s.meet_waiter[other]
-            s.meet_waiter[other] = rank
-            return False
-    return True
-
-
-@kernel
-def _summed(p: Layout, s: State, rank: int) -> bool:
-    """Go through a rank's sums; each starts when the last of its ranks has come. `part` is even where the
-    rank comes to a sum, odd where it waits in it."""
-    low = p.first_sum[rank]
-    while low + s.part[rank] // 2 < p.first_sum[rank + 1]:
-        number = p.sums[low + s.part[rank] // 2]
-        if s.part[rank] % 2 == 0:
-            s.part[rank] += 1
-            s.sum_at[number] = max(s.sum_at[number], s.clock[rank])
-            s.sum_here[number] += 1
-            if s.sum_here[number] == p.sum_ranks[number]:
-                waiter = s.sum_waiter[number]
-                while waiter >= 0:
-                    _wake(s, waiter)
-                    waiter = s.behind[waiter]
-        if s.sum_here[number] < p.sum_ranks[number]:
-            s.behind[rank] = s.sum_waiter[number]
-            s.sum_waiter[number] = rank
-            return False
-        s.clock[rank] = s.sum_at[number] + p.sum_seconds[number]
-        s.part[rank] += 1
-    s.part[rank] = 0
-    return True
 
 
 @kernel
@@ -290,7 +252,7 @@ def _ask(p: Layout, s: State) -> None:
                     entry = head
         if entry >= 0:
             s.queue.asked[number] = True
-            _request(s, time, entry)
+            request(s, time, entry)
 
 
 @kernel
@@ -316,7 +278,7 @@ def _all_copied(s: State, rank: int) -> bool:
 def _serve(p: Layout, s: State) -> None:
     """Give the earliest request its links, as soon as they are free."""
     time, entry = s.queue.time[0], s.queue.entry[0]
-    _drop_first(s)
+    drop_first(s)
     code = p.kind[entry]
     if code == SEND_F_ or code == SEND_B_:
         message = p.message[entry]
@@ -331,7 +293,7 @@ def _serve(p: Layout, s: State) -> None:
         target = p.target[pipe]
         if s.awaited[target] == message:
             s.awaited[target] = -1
-            _wake(s, target)
+            wake(s, target)
         s.queue.asked[pipe] = False
         _note(s, pipe)
     else:
@@ -360,38 +322,4 @@ def _copy(p: Layout, s: State, entry: int, time: float) -> None:
         _note(s, number + other)
     if s.queue.awaited[rank] == entry or s.queue.awaited[rank] == -2:
         s.queue.awaited[rank] = -1
-        _wake(s, rank)
-
-
-@kernel
-def _before(time: float, entry: int, other_time: float, other_entry: int) -> bool:
-    """Whether one request goes before another: by time, then by entry."""
-    return bool(time < other_time or (time == other_time and entry < other_entry))
-
-
-@kernel
-def _request(s: State, time: float, entry: int) -> None:
-    """Add a request to the heap."""
-    times, entries, at = s.queue.time, s.queue.entry, s.queue.size[0]
-    s.queue.size[0] += 1
-    while at and _before(time, entry, times[(at - 1) // 2], entries[(at - 1) // 2]):
-        times[at], entries[at] = times[(at - 1) // 2], entries[(at - 1) // 2]
-        at = (at - 1) // 2
-    times[at], entries[at] = time, entry
-
-
-@kernel
-def _drop_first(s: State) -> None:
-    """Take the earliest request from the heap."""
-    s.queue.size[0] -= 1
-    times, entries, size, at = s.queue.time, s.queue.entry, s.queue.size[0], 0
-    time, entry = times[size], entries[size]
-    while 2 * at + 1 < size:
-        child = 2 * at + 1
-        if child + 1 < size and _before(times[child + 1], entries[child + 1], times[child], entries[child]):
-            child += 1
-        if not _before(times[child], entries[child], time, entry):
-            break
-        times[at], entries[at] = times[child], entries[child]
-        at = child
-    times[at], entries[at] = time, entry
+        wake(s, rank)

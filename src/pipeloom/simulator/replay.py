@@ -100,36 +100,38 @@ def _row_in_order(
 ) -> None:
     for number in range(len(work.sums)):
         work.sums[number] = 0
+    of = (p, s, b)
     _find_gone(p, s, b, rank, work)
     clock = b.begin_s[rank]
     for at in range(b.first_in[rank], b.first_in[rank + 1]):
-        _buffers(p, s, b, (rank, b.pipes_in[at], p.ahead), clock, work, out)
+        _buffers(of, (rank, b.pipes_in[at], p.ahead), clock, work, out)
     for entry in range(p.offsets[rank], p.offsets[rank + 1]):
         code, end = p.kind[entry], s.end[entry]
         if code == RECV_F_ or code == RECV_B_:
             message = p.message[entry]
             pipe = p.pipe[p.line[message]]
             work.counts[_RECEIVED, pipe] += 1
-            _buffers(p, s, b, (rank, pipe, message - p.first[pipe] + 1), clock, work, out)
-            _buffers(p, s, b, (rank, pipe, work.counts[_RECEIVED, pipe] + p.ahead), end, work, out)
+            _buffers(of, (rank, pipe, message - p.first[pipe] + 1), clock, work, out)
+            _buffers(of, (rank, pipe, work.counts[_RECEIVED, pipe] + p.ahead), end, work, out)
         elif code < SEND_F_ or code > RECV_B_:
             stage = p.stage[entry]
-            _book(p, s, b, (b.begin, rank, stage, code), clock, work, out)
-            _book(p, s, b, (b.finish, rank, stage, code), end, work, out)
+            _book(of, (b.begin, rank, stage, code), clock, work, out)
+            _book(of, (b.finish, rank, stage, code), end, work, out)
         clock = end
-    _let_go(p, s, b, rank, np.inf, work, out)
+    _let_go(of, rank, np.inf, work, out)
 
 
 @kernel
 def _buffers(
-    p: Layout, s: State, b: Books, goal: tuple[int, int, int], time: float, work: Work,
+    of: tuple[Layout, State, Books], goal: tuple[int, int, int], time: float, work: Work,
     out: tuple[Longs, Floats, Longs],
 ) -> None:  # fmt: skip
     """A buffer for each receive that is posted; goal: rank, pipe, how many of its messages then have one."""
+    p, _, b = of
     rank, pipe, upto = goal
     until = min(upto, p.first[pipe + 1] - p.first[pipe])
     while work.counts[_POSTED, pipe] < until:
-        _let_go(p, s, b, rank, time, work, out)
+        _let_go(of, rank, time, work, out)
         size = b.line_bytes[p.line[p.first[pipe] + work.counts[_POSTED, pipe]]]
         work.counts[_POSTED, pipe] += 1
         work.sums[BOUNDARY] += size
@@ -138,7 +140,7 @@ def _buffers(
 
 @kernel
 def _book(
-    p: Layout, s: State, b: Books, what: tuple[Longs, int, int, int], time: float, work: Work,
+    of: tuple[Layout, State, Books], what: tuple[Longs, int, int, int], time: float, work: Work,
     out: tuple[Longs, Floats, Longs],
 ) -> None:  # fmt: skip
     """What a table says of a (stage, kind) on a rank, if anything."""
@@ -146,7 +148,7 @@ def _book(
     residuals, boundary = table[stage, code, RESIDUALS], table[stage, code, BOUNDARY]
     transient = table[stage, code, TRANSIENT]
     if residuals or boundary or transient:
-        _let_go(p, s, b, rank, time, work, out)
+        _let_go(of, rank, time, work, out)
         work.sums[RESIDUALS] += residuals
         work.sums[BOUNDARY] += boundary
         work.sums[TRANSIENT] += transient
@@ -155,9 +157,10 @@ def _book(
 
 @kernel
 def _let_go(
-    p: Layout, s: State, b: Books, rank: int, time: float, work: Work, out: tuple[Longs, Floats, Longs]
+    of: tuple[Layout, State, Books], rank: int, time: float, work: Work, out: tuple[Longs, Floats, Longs]
 ) -> None:
     """Messages of a rank that are through by `time`."""
+    p, s, b = of
     while work.next_gone[0] <= time:
         pipe = work.sums[_NEXT]
         if pipe < 0:
