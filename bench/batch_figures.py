@@ -112,6 +112,7 @@ def reasons(cells: Sequence[Cell]) -> list[str]:
             f"{planner}: the fullest stage is the first in {first} of {len(rows)} plans and the last in "
             f"{last}; on average it holds {shares}"
         )
+    said += _most_freed(cells)
     best = compared(cells)
     for name in ("batch, dawnpiper / vpipe", "batch, dawnpiper / pipedream"):
         if name in best:
@@ -127,6 +128,24 @@ def reasons(cells: Sequence[Cell]) -> list[str]:
     return said
 
 
+def _most_freed(cells: Sequence[Cell]) -> list[str]:
+    """How near the batches come to what freeing can give at most."""
+    many = [cell for cell in cells if cell["planners"]["pipedream"]["batch"] >= MANY]
+    ratio = batch_ratio("dawnpiper", "pipedream")
+    found = [(value, cell["devices"]) for cell in many if (value := ratio(cell)) is not None]
+    if not found:
+        return []
+    mean, most = geometric_mean([value for value, _ in found]), max(found)
+    return [
+        "what a backward reads is brought back for a whole micro-batch before it begins, by planners of ops "
+        "and of layers alike: all but one of the micro-batches in flight are freed, and a stage has as many "
+        f"in flight as there are devices at most. Where pipedream has a plan for {MANY} rows or more, "
+        f"dawnpiper has one for {mean:.2f} times as many on average, at most {most[0]:.2f} times on "
+        f"{most[1]} devices; with few rows, ratios of whole numbers are larger"
+    ]
+
+
+MANY = 10
 KINDS = ("state", "residuals", "boundary", "transient")
 """Of what is held at the peak: parameters with their gradients, optimizer state and versions, and buffers;
 residuals; messages; scratch of one action."""

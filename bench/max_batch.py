@@ -70,6 +70,10 @@ def samples(first: Sample, second: Sample, cluster: Cluster) -> Take:
     return take
 
 
+def shapes(at: Sample) -> dict[str, tuple[int, ...]]:
+    return {name: value.shape for name, value in at.graph.value.items()}
+
+
 def estimated(size: int, graph: OpGraph, cluster: Cluster) -> Sample:
     return Sample(size=size, graph=graph, profiles=estimate(graph, cluster))
 
@@ -162,12 +166,12 @@ def _add_speeds(made: dict[str, Any], cluster: Cluster, weights: str, take: Take
 
 
 def cells(model: str, take: Take, devices: list[int]) -> Iterator[dict[str, Any]]:
-    """Under tight caps for the first number of devices only, which is enough to tell."""
+    """Under tight caps on 4 devices only, which is enough to tell."""
     for count in devices:
         cluster = find_cluster(f"{count} x a100-40")
         for weights in SCHEDULES:
             caps = {"A100-40GB": cluster.devices[0].memory_bytes}
-            if count == devices[0]:
+            if count == DEVICES[0]:
                 least = least_cap(cluster, weights, "pipedream", take)
                 caps |= {f"x{factor}": ceil(factor * least) for factor in TIGHT}
             for cap, size in caps.items():
@@ -197,8 +201,11 @@ def on_model(key: str, devices: list[int]) -> Iterator[dict[str, Any]]:
     if size:
         again = estimated(size, capture(job, size).graph, cluster)
         plan = planned(planning(cluster, "flush", "dawnpiper"), lambda _: again, size)
-        as_is = again.graph.ops == take(size).graph.ops
-        checked = {"rows": size, "has_a_plan": plan is not None, "shapes_as_interpolated": as_is}
+        checked = {
+            "rows": size, "has_a_plan": plan is not None,
+            "shapes_as_interpolated": shapes(again) == shapes(take(size)),
+            "samples_per_s": samples_per_s(plan) if plan else 0.0,
+        }  # fmt: skip
         yield {"captured_again": checked, "cpu_s": round(time.process_time() - begin, 1)}
 
 
@@ -235,10 +242,13 @@ def print_comparison(found: list[dict[str, Any]]) -> None:
 # --- main -----------------------------------------------------------------------------------------
 
 
-def apart(model: str, devices: list[int], keep: Callable[[str, Any], None]) -> None:
-    """One model in a process of its own; what it has found is kept line by line."""
+def apart(
+    model: str, devices: list[int], before: list[dict[str, Any]], keep: Callable[[str, Any], None]
+) -> None:
+    """One model in a process of its own; what it has found is kept line by line, beside cells found before
+    for other numbers of devices."""
     call = [sys.executable, __file__, "--one", model, "--devices", *map(str, devices)]
-    found: dict[str, Any] = {"cells": []}
+    found: dict[str, Any] = {"cells": [made for made in before if made["devices"] not in devices]}
     with subprocess.Popen(call, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
@@ -251,12 +261,6 @@ def apart(model: str, devices: list[int], keep: Callable[[str, Any], None]) -> N
         raise SystemExit(f"simulating {model} ended with status {process.returncode}")
 
 
-def simulated(models: list[str], devices: list[int], jobs: int, keep: Callable[[str, Any], None]) -> None:
-    """Models beside each other."""
-    with ThreadPoolExecutor(jobs) as pool:
-        list(pool.map(lambda model: apart(model, devices, keep), models))
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", choices=("simulated", "run"))
@@ -264,36 +268,43 @@ def main() -> int:
     parser.add_argument("--devices", nargs="+", type=int, default=list(DEVICES), help="simulated ones")
     parser.add_argument("--ranks", nargs="+", type=int, default=[2])
     parser.add_argument("--jobs", type=int, default=2, help="models simulated at the same time")
+    parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--one", choices=MODELS, help="simulate one model in this process and print JSON")
     options = parser.parse_args()
     if options.one:
         for part in on_model(options.one, options.devices):
             print(json.dumps(part), flush=True)
         return 0
-    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    results["machine"] = describe_machine()
-    guard = Lock()
+    guard, target = Lock(), options.output
 
-    def keep(part: str) -> Callable[[str, Any], None]:
-        def keep_one(name: str, found: Any) -> None:
-            with guard:
-                results.setdefault(part, {})[name] = found
-                RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-
-        return keep_one
+    def change(part: str, made: dict[str, Any]) -> dict[str, Any]:
+        """What is written, with these entries of a part."""
+        with guard:
+            results: dict[str, Any] = json.loads(target.read_text()) if target.exists() else {}
+            results["machine"] = describe_machine()
+            results[part] = results.get(part, {}) | made
+            target.write_text(json.dumps(results, indent=1) + "\n")
+        return results
 
     passed = True
     if options.only in (None, "simulated"):
-        simulated(options.models, options.devices, options.jobs, keep("simulated"))
-        found = [made for model in results["simulated"].values() for made in model["cells"]]
-        results["compared"] = {name: compared(group) for name, group in groups(found).items()}
-        results["reasons"] = reasons(found)
+        known = change("simulated", {})["simulated"]
+
+        def one(model: str) -> None:
+            before = known.get(model, {}).get("cells", [])
+            apart(model, options.devices, before, lambda name, made: change("simulated", {name: made}))
+
+        with ThreadPoolExecutor(options.jobs) as pool:
+            list(pool.map(one, options.models))
+        known = change("simulated", {})["simulated"]
+        found = [made for model in known.values() for made in model["cells"]]
+        change("compared", {name: compared(group) for name, group in groups(found).items()})
+        change("reasons", {"said": reasons(found)})
         print_comparison(found)
     if options.only in (None, "run"):
         from batch_ranks import run_models
 
-        passed = run_models(options.models, options.ranks, keep("run"))
-    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+        passed = run_models(options.models, options.ranks, lambda name, found: change("run", {name: found}))
     return 0 if passed else 1
 
 
