@@ -24,6 +24,7 @@ from runs import Numbers, assert_same, capture_of, pipelined, plain, plan_for, s
 from pipeloom import Job, Options, Pipeline
 from pipeloom.ir.check import check, check_program
 from pipeloom.ir.errors import PeerError, ScheduleError
+from pipeloom.ir.memory import MemoryPolicy
 from pipeloom.ir.operation import OPERATIONS
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.schedule import Schedule
@@ -126,7 +127,8 @@ def prove_program(data: st.DataObject) -> None:
     )  # fmt: skip
     edited = replace(program, rows=rows)
 
-    def ours(schedule: Schedule, graph: StageGraph) -> Any:
+    def ours(schedule: Schedule, graph: StageGraph, *, policy: MemoryPolicy) -> Any:
+        assert policy == MemoryPolicy()
         return edited
 
     with patch("pipeloom.api.pipeline.lower", ours):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ..ir.graph import Op
 
-_NUMBERED = re.compile(r"^(?:.*?\.)?\d+(?=\.|$)")
+_NUMBERED = re.compile(r"^(?:.*?\.)??\d+(?=\.|$)")
 
 
 @dataclass(frozen=True)

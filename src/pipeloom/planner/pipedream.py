@@ -107,7 +107,7 @@ def layers_between(search: Search, places: Sequence[int]) -> list[Layer]:
             Layer(
                 name=own[0].module or own[0].name,
                 forward_s=sum(c.forward_s for c in costs), backward_s=sum(c.backward_s for c in costs),
-                activation_bytes=float(model.crossing_bytes[end]) or float(own[-1].output_bytes),
+                activation_bytes=float(own[-1].output_bytes),
                 parameter_bytes=sum(model.graph.parameter[name].bytes for name in fresh),
             )
         )  # fmt: skip
