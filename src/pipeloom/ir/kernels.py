@@ -20,8 +20,11 @@ import numpy as np
 P = ParamSpec("P")
 R = TypeVar("R")
 
-COMPILED_FROM = 20_000
+COMPILED_FROM = 8_000
 """Elements of the largest array from which a kernel runs compiled: loading numba takes as long as that."""
+
+LOADED_FROM = 200
+"""The same for a kernel that has run compiled in this process."""
 
 
 class Kernel(Generic[P, R]):
@@ -44,7 +47,7 @@ class Kernel(Generic[P, R]):
         self.__wrapped__ = function
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        if _largest(args) < COMPILED_FROM:
+        if _largest(args) < (LOADED_FROM if "compiled" in self.__dict__ else COMPILED_FROM):
             return self.plain(*args, **kwargs)
         return self.compiled(*args, **kwargs)
 
