@@ -2,35 +2,19 @@
 
 from __future__ import annotations
 
+import products
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from pipeloom import Job, Options, Pipeline, Plan, schedules
+from pipeloom import Options, Pipeline, Plan, schedules
 from pipeloom.api.passes import capture
 from pipeloom.ir.plan import StagePlan
 from pipeloom.ir.stages import cut
 
 MICROBATCHES, ROWS, WIDTH = 4, 16, 512
 
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = x + torch.tanh(layer(x))
-        return nn.functional.mse_loss(x, y)
-
-
-def batch(seed: int, rows: int) -> dict[str, Tensor]:
-    g = torch.Generator().manual_seed(seed)
-    return {"x": torch.randn(rows, WIDTH, generator=g), "y": torch.randn(rows, WIDTH, generator=g)}
-
-
-JOB = Job(model=Net, batch=batch, optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
+JOB = products.job(WIDTH)
 
 
 def two_stages_on_one_rank() -> Plan:
@@ -47,10 +31,10 @@ def two_stages_on_one_rank() -> Plan:
 
 def eager() -> tuple[float, dict[str, Tensor]]:
     torch.manual_seed(0)
-    model = Net().cuda()
+    model = JOB.model().cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     total = 0.0
-    data = {name: t.cuda() for name, t in batch(1, MICROBATCHES * ROWS).items()}
+    data = {name: t.cuda() for name, t in JOB.batch(1, MICROBATCHES * ROWS).items()}
     for x, y in zip(data["x"].split(ROWS), data["y"].split(ROWS), strict=True):
         loss = model(x, y) / MICROBATCHES
         loss.backward()
@@ -61,7 +45,7 @@ def eager() -> tuple[float, dict[str, Tensor]]:
 
 def test_a_step_equals_eager_pytorch() -> None:
     with Pipeline(JOB, two_stages_on_one_rank(), options=Options(device="cuda")) as pipeline:
-        loss = pipeline.step(batch(1, MICROBATCHES * ROWS))
+        loss = pipeline.step(JOB.batch(1, MICROBATCHES * ROWS))
         params = {name: p.detach().cpu() for name, p in pipeline.weights.params.items()}
     expected, updated = eager()
     assert loss == pytest.approx(expected, rel=1e-5)
@@ -71,7 +55,7 @@ def test_a_step_equals_eager_pytorch() -> None:
 
 def test_the_ledger_agrees_with_the_allocator() -> None:
     with Pipeline(JOB, two_stages_on_one_rank(), options=Options(device="cuda")) as pipeline:
-        data = batch(1, MICROBATCHES * ROWS)
+        data = JOB.batch(1, MICROBATCHES * ROWS)
         pipeline.step(data)
         torch.cuda.reset_peak_memory_stats()
         pipeline.ledger.restart_peak()
@@ -83,6 +67,6 @@ def test_the_ledger_agrees_with_the_allocator() -> None:
 
 def test_the_timeline_is_in_device_time() -> None:
     with Pipeline(JOB, two_stages_on_one_rank(), options=Options(device="cuda")) as pipeline:
-        pipeline.step(batch(1, MICROBATCHES * ROWS))
+        pipeline.step(JOB.batch(1, MICROBATCHES * ROWS))
         timeline = pipeline.measured()
     assert 0 < timeline.busy_s(0) <= timeline.step_s

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import products
 import pytest
 import torch
-from torch import Tensor, nn
 
-from pipeloom import Job, Options, Pipeline, Plan, schedules
+from pipeloom import Options, Pipeline, Plan, schedules
 from pipeloom.api.passes import capture
 from pipeloom.ir.memory import MemoryPolicy, Treatment
 from pipeloom.ir.plan import StagePlan
@@ -20,24 +20,7 @@ from pipeloom.tracer.functions import stage_residuals
 MICROBATCHES, ROWS, WIDTH, STEPS = 6, 8192, 1024, 10
 """32 MiB per tensor: copies take longer than the products beside them, so that a missing wait is seen."""
 
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = x + torch.tanh(layer(x))
-        return nn.functional.mse_loss(x, y)
-
-
-def batch(seed: int, rows: int) -> dict[str, Tensor]:
-    g = torch.Generator().manual_seed(seed)
-    return {"x": torch.randn(rows, WIDTH, generator=g), "y": torch.randn(rows, WIDTH, generator=g)}
-
-
-JOB = Job(model=Net, batch=batch, optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
+JOB = products.job(WIDTH)
 
 
 def plan_of(treatments: tuple[Treatment, ...]) -> Plan:
@@ -68,7 +51,7 @@ def test_many_steps_equal_those_with_everything_kept(treatments: tuple[Treatment
     plan = plan_of(treatments)
     for own in (replace(plan, memory=MemoryPolicy()), plan):
         with Pipeline(JOB, own, options=Options(device="cuda")) as pipeline:
-            losses = [pipeline.step(batch(seed, MICROBATCHES * ROWS)) for seed in range(STEPS)]
+            losses = [pipeline.step(JOB.batch(seed, MICROBATCHES * ROWS)) for seed in range(STEPS)]
             found.append((losses, {n: p.detach().cpu() for n, p in pipeline.weights.params.items()}))
     (expected, params), (losses, ours) = found
     assert losses == pytest.approx(expected, rel=1e-6)
@@ -81,7 +64,7 @@ def test_memory_falls_as_the_ledger_says() -> None:
     plan = plan_of(("offload",))
     for name, own in (("keep", replace(plan, memory=MemoryPolicy())), ("offload", plan)):
         with Pipeline(JOB, own, options=Options(device="cuda")) as pipeline:
-            data = batch(1, MICROBATCHES * ROWS)
+            data = JOB.batch(1, MICROBATCHES * ROWS)
             pipeline.step(data)
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
@@ -101,7 +84,7 @@ def test_memory_falls_as_the_ledger_says() -> None:
 def test_copies_run_beside_the_computation() -> None:
     with Pipeline(JOB, plan_of(("offload", "keep", "keep")), options=Options(device="cuda")) as pipeline:
         for seed in range(2):
-            pipeline.step(batch(seed, MICROBATCHES * ROWS))
+            pipeline.step(JOB.batch(seed, MICROBATCHES * ROWS))
         events = pipeline.measured().events
     away = [e for e in events if e.stream == "d2h"]
     back = [e for e in events if e.stream == "h2d"]

@@ -18,8 +18,8 @@ from pipeloom.ir.check import check_program
 from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.costs import StageCost, equal_costs
 from pipeloom.ir.flow import dag
-from pipeloom.ir.schedule import parse_program
-from pipeloom.ir.stages import chain
+from pipeloom.ir.schedule import Program, parse_program
+from pipeloom.ir.stages import StageGraph, chain
 from pipeloom.ir.timeline import Timeline
 from pipeloom.lowering import lower
 from pipeloom.simulator import simulate
@@ -159,15 +159,20 @@ def random_cluster(ranks: int, dice: Random) -> Cluster:
     )  # fmt: skip
 
 
-@settings(max_examples=80, deadline=None)
-@given(dag_cases(), st.integers(0, 2**32), st.integers(1, 3))
-def test_random_programs_run_as_a_plain_simulator_says(case: Case, seed: int, ahead: int) -> None:
-    dice = Random(seed)
+def treated_case(case: Case, dice: Random) -> tuple[Program, StageGraph, tuple[StageCost, ...]]:
+    """A program that treats some residuals, where it trains; without tied parameters."""
     stages = replace(case.stages, params=((),) * len(case.stages.stages))
     program = lower(case.schedule, stages)
     if program.columns.trains:
         program = treated(program, dice)
-    costs = uneven(len(stages.stages), dice)
+    return program, stages, uneven(len(stages.stages), dice)
+
+
+@settings(max_examples=80, deadline=None)
+@given(dag_cases(), st.integers(0, 2**32), st.integers(1, 3))
+def test_random_programs_run_as_a_plain_simulator_says(case: Case, seed: int, ahead: int) -> None:
+    dice = Random(seed)
+    program, stages, costs = treated_case(case, dice)
     where = random_cluster(len(program.rows), dice)
     timeline = simulate(program, stages, costs, where, receive_ahead=ahead)
     expected = Slow(program, stages, costs, where, ahead).run()
@@ -179,11 +184,7 @@ def test_random_programs_run_as_a_plain_simulator_says(case: Case, seed: int, ah
 @given(dag_cases(), st.integers(0, 2**32), st.integers(1, 3))
 def test_shared_links_that_take_no_time_change_nothing(case: Case, seed: int, ahead: int) -> None:
     dice = Random(seed)
-    stages = replace(case.stages, params=((),) * len(case.stages.stages))
-    program = lower(case.schedule, stages)
-    if program.columns.trains:
-        program = treated(program, dice)
-    costs = uneven(len(stages.stages), dice)
+    program, stages, costs = treated_case(case, dice)
     some = random_cluster(len(program.rows), dice)
     plain = replace(some, node_link=None, devices=tuple(replace(d, switch=None) for d in some.devices))
     shared = replace(

@@ -182,8 +182,9 @@ class Slow:
                 continue
             cost, switch = self.costs[step.stage], self.cluster.devices[rank].switch
             seconds, links = cost.seconds(step.kind), []
-            if switch is not None and cost.offloaded_bytes:
+            if switch is not None:  # a copy of nothing takes its turn too
                 uplink = self.cluster.switches[switch]
-                seconds = max(seconds, uplink.transfer_s(cost.offloaded_bytes))
+                if cost.offloaded_bytes:
+                    seconds = max(seconds, uplink.transfer_s(cost.offloaded_bytes))
                 links = [((switch, stream), cost.offloaded_bytes / uplink.bandwidth_bytes_per_s)]
             yield rank, self.program.rows[rank].index(step), stream, step, own, seconds, links

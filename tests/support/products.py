@@ -1,0 +1,34 @@
+"""A chain of matrix products with skips, of any width: little code, much to keep."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from pipeloom import Job
+
+
+class Products(nn.Module):
+    """Six layers. Shapes: x and y (rows, width)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(6))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return nn.functional.mse_loss(x, y)
+
+
+def job(width: int) -> Job:
+    def batch(seed: int, rows: int) -> dict[str, Tensor]:
+        g = torch.Generator().manual_seed(seed)
+        return {"x": torch.randn(rows, width, generator=g), "y": torch.randn(rows, width, generator=g)}
+
+    return Job(
+        model=partial(Products, width), batch=batch,
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+    )  # fmt: skip
