@@ -1,5 +1,6 @@
 """One rank of test_checkpoint_ranks.py: `checkpoint_worker.py RANK FOLDER` prints one JSON object."""
 
+import gc
 import json
 import os
 import sys
@@ -105,3 +106,4 @@ if __name__ == "__main__":
     )
     print(json.dumps(main(own_rank, own_folder)))
     dist.destroy_process_group()
+    gc.collect()  # cycles hold the groups, whose threads must end before the interpreter does

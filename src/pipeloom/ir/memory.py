@@ -33,9 +33,15 @@ step. See `rules_versions`."""
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPolicy:
-    """For each stage: residual name -> treatment. What is not named is kept."""
+    """For each stage: residual name -> treatment. What is not named is kept.
+
+    ahead: stages that recompute in an action of their own in front of the backward, while its gradient is on
+    the way, and then hold all that one micro-batch recomputes at once. Other stages recompute inside the
+    backward, each residual in front of the first op that reads it.
+    """
 
     stages: tuple[Mapping[str, Treatment], ...] = field(default=())
+    ahead: tuple[int, ...] = ()
 
     def treatment(self, stage: int, residual: str) -> Treatment:
         """

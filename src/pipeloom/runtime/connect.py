@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 from datetime import timedelta
 
@@ -106,9 +107,15 @@ def _initialise(device: torch.device, timeout: timedelta) -> None:
 
 
 def _disconnect() -> None:
-    """End gloo's threads while the interpreter still runs: they may hold Python objects."""
+    """End gloo's threads while the interpreter still runs: they may hold Python objects.
+
+    A group's threads end with its last reference, and what has used a group (a checkpoint, an error's
+    traceback) often stands in a cycle that holds one. A thread that lives on and then drops a tensor while
+    the interpreter is being torn down aborts the process.
+    """
     if dist.is_initialized():
         dist.destroy_process_group()
+        gc.collect()
 
 
 def _launcher_store(timeout: timedelta) -> TCPStore | None:
