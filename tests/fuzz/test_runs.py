@@ -33,7 +33,7 @@ from pipeloom.lowering import lower
 from pipeloom.runtime.operations import OperationContext
 
 CALM = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
-QUICK = settings(max_examples=5, derandomize=True, **CALM)
+QUICK = settings(max_examples=5, **CALM)
 LONG = settings(max_examples=300, **CALM)
 TOLERANCE = 1e-11
 COUNT = 4

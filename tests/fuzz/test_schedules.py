@@ -23,7 +23,7 @@ from pipeloom.lowering import lower
 from pipeloom.simulator import simulate
 
 CALM = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
-QUICK = settings(max_examples=120, deadline=None, derandomize=True, suppress_health_check=CALM)
+QUICK = settings(max_examples=120, deadline=None, suppress_health_check=CALM)
 LONG = settings(max_examples=5_000, deadline=None, suppress_health_check=CALM)
 
 

@@ -23,7 +23,7 @@ from pipeloom.ir.stages import chain
 from pipeloom.schedules.csv import parse_schedule, read_schedule
 
 CALM = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-QUICK = settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=CALM)
+QUICK = settings(max_examples=150, deadline=None, suppress_health_check=CALM)
 LONG = settings(max_examples=5_000, deadline=None, suppress_health_check=CALM)
 
 NUMBERS = st.sampled_from(

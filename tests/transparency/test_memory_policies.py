@@ -106,7 +106,7 @@ def assert_equal_to_the_last_bit(found: Numbers, expected: Numbers) -> None:
 
 
 @settings(
-    max_examples=4, deadline=None, derandomize=True, phases=(Phase.explicit, Phase.generate),
+    max_examples=4, deadline=None, phases=(Phase.explicit, Phase.generate),
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )  # fmt: skip
 @given(
