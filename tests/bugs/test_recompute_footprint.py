@@ -11,6 +11,6 @@ def test_what_is_made_again_comes_on_top() -> None:
     captured = capture_of(zoo.job("gpt"))
     graph = cut(captured.graph, even(captured.graph, 1))
     names = [name for place, name in enumerate(stage_residuals(captured, graph, 0)) if place % 2]
-    functions = stage_functions(captured, graph, 0, treatments=dict.fromkeys(names, "recompute"))
+    functions = stage_functions(captured, graph, 0, treatments=dict.fromkeys(names, "recompute"), ahead=True)
     made = sum(functions.residual_bytes[name] for name in names)
     assert functions.peak_bytes["recompute"] >= made

@@ -15,7 +15,7 @@ from pipeloom.ir.schedule import Program, Schedule, parse_pairs, parse_program, 
 from pipeloom.ir.stages import chain
 from pipeloom.lowering import lower
 
-BOTH = MemoryPolicy(stages=({"a": "offload", "b": "recompute", "c": "keep"}, {"a": "offload"}))
+BOTH = MemoryPolicy(stages=({"a": "offload", "b": "recompute", "c": "keep"}, {"a": "offload"}), ahead=(0, 1))
 
 
 def lowered(name: str, microbatches: int, *, split: bool = False, prefetch: int = 1) -> str:
@@ -65,9 +65,20 @@ def test_around_a_pair_they_stand_as_around_one_action() -> None:
 def test_replicas_are_treated_as_their_first() -> None:
     stages = replicate(chain(1), 2)
     schedule = schedules.build("gpipe", stages, (0, 1), 1)
-    policy = MemoryPolicy(stages=({"a": "recompute"},))
+    policy = MemoryPolicy(stages=({"a": "recompute"},), ahead=(0,))
     rows = ("0F0 0RECOMPUTE0 0B0 0STEP", "1F0 1RECOMPUTE0 1B0 1STEP")
     assert str(lower(schedule, stages, policy=policy)) == "\n".join(rows)
+
+
+def test_what_recomputes_inside_its_backward_has_no_action_for_it() -> None:
+    schedule = schedules.build("1f1b", chain(2), (0, 1), 3)
+    inside = MemoryPolicy(stages=({"a": "recompute"}, {"a": "recompute"}), ahead=(1,))
+    program = lower(schedule, chain(2), policy=inside)
+    again = [step.stage for row in program.rows for step in row if step.kind == RECOMPUTE]
+    assert again == [1, 1, 1]
+    assert _without(program) == lower(schedule, chain(2)).rows
+    inside = MemoryPolicy(stages=({"a": "recompute"},))
+    assert lower(schedule, chain(2), policy=inside) == lower(schedule, chain(2))
 
 
 def test_without_residuals_to_treat_the_program_is_the_same() -> None:
@@ -88,7 +99,7 @@ def test_every_schedule(name: str, prefetch: int) -> None:
     where = tuple(range(count)) if count == 2 else (0, 1, 1, 0) if name.endswith("v") else (0, 1, 0, 1)
     stages = chain(count)
     treated = ({"a": "offload", "b": "recompute"}, {"a": "offload"}, {"b": "recompute"}, {})
-    policy = MemoryPolicy(stages=treated[:count])
+    policy = MemoryPolicy(stages=treated[:count], ahead=(0, 1))
     schedule = schedules.build(name, stages, where, microbatches)
     program = lower(schedule, stages, policy=policy, prefetch=prefetch)
     assert _without(program) == tuple(tuple(row) for row in lower(schedule, stages).rows)
@@ -97,7 +108,7 @@ def test_every_schedule(name: str, prefetch: int) -> None:
         at = {k: place.get(Action(stage, k, microbatch)) for k in (F, B, I, OFFLOAD, RELOAD, RECOMPUTE)}
         back = at[B] if at[B] is not None else at[I]
         assert (at[OFFLOAD] is not None) == ("a" in treated[stage])
-        assert (at[RECOMPUTE] is not None) == ("b" in treated[stage])
+        assert (at[RECOMPUTE] is not None) == ("b" in treated[stage] and stage in policy.ahead)
         known = [at[F], at[OFFLOAD], at[RELOAD], at[RECOMPUTE] if prefetch == 0 else None, back]
         found = [a for a in known if a is not None]
         assert found == sorted(found)
@@ -115,7 +126,7 @@ def _without(program: Program) -> tuple[tuple[object, ...], ...]:
 
 def test_large_programs_are_treated_as_small_ones() -> None:
     schedule = schedules.build("1f1b", chain(8), tuple(range(8)), 512)
-    policy = MemoryPolicy(stages=({"a": "offload", "b": "recompute"},) * 8)
+    policy = MemoryPolicy(stages=({"a": "offload", "b": "recompute"},) * 8, ahead=tuple(range(8)))
     plain, treated = lower(schedule, chain(8)), lower(schedule, chain(8), policy=policy)
     assert len(treated.columns) == len(plain.columns) + 3 * 8 * 512
     assert np.all(np.diff(treated.columns.offsets) > 0)

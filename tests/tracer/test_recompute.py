@@ -33,8 +33,13 @@ def state_of(captured: Captured) -> dict[str, Tensor]:
     return captured.blueprint.materialise(0, names) | dict(captured.constants)
 
 
-def one_stage(job: Job, policy: Policy, **how: bool) -> tuple[Tensor, Sums, Tensors, dict[str, int]]:
-    """Loss, gradients, what the forward kept and what was made again; of the uncut model."""
+def one_stage(
+    job: Job, policy: Policy, *, split: bool = False, **how: bool
+) -> tuple[Tensor, Sums, Tensors, dict[str, int]]:
+    """Loss, gradients, what was made again ahead of the backward, and sizes; of the uncut model.
+
+    split: run I and W.
+    """
     captured = capture_of(job)
     functions = stage_functions(
         captured, cut(captured.graph, even(captured.graph, 1)), 0, treatments=policy, **how
@@ -48,7 +53,14 @@ def one_stage(job: Job, policy: Policy, **how: bool) -> tuple[Tensor, Sums, Tens
                 state[name.removeprefix("buffer:")] = outputs[name]
             again = functions.recompute(state, residuals) if functions.recomputed else {}
             residuals |= again
-            functions.backward(state, residuals, {functions.loss: torch.ones(())}, sums)
+            if split:
+                _, carried = functions.backward_input(state, residuals, {functions.loss: torch.ones(())})
+                assert made_bytes(carried) == functions.carried_bytes
+                functions.backward_weight(state, carried, sums)
+                assert not carried
+            else:
+                functions.backward(state, residuals, {functions.loss: torch.ones(())}, sums)
+            assert not residuals
     return outputs[functions.loss], sums, again, {"kept": kept} | dict(functions.peak_bytes)
 
 
@@ -65,12 +77,16 @@ def test_gradients_are_the_same_to_the_last_bit(name: str) -> None:
     loss, gradients, _, _ = one_stage(job, {})
     can = [r for r in facts(job).values() if not r.obstacle]
     choose = random.Random(name)
-    for share in (0.5, 1.0):
+    ways = ((0.5, True, False), (0.5, False, False), (0.5, False, True), (1.0, False, False))
+    for share, ahead, split in ways:
         dropped = [r for r in can if choose.random() < share]
-        found, sums, again, sizes = one_stage(job, {r.name: "recompute" for r in dropped})
-        assert {slot.name for slot in again} == {r.name for r in dropped}
-        assert made_bytes(again) == sum(r.bytes for r in dropped)
-        assert sizes["kept"] == sum(r.bytes for r in facts(job).values()) - made_bytes(again)
+        found, sums, again, sizes = one_stage(
+            job, {r.name: "recompute" for r in dropped}, split=split, ahead=ahead
+        )
+        assert {slot.name for slot in again} == ({r.name for r in dropped} if ahead else set())
+        gone = sum(r.bytes for r in dropped)
+        assert made_bytes(again) == (gone if ahead else 0)
+        assert sizes["kept"] == sum(r.bytes for r in facts(job).values()) - gone
         assert torch.equal(found, loss) and sums.keys() == gradients.keys()
         assert all(torch.equal(sums[n], g) for n, g in gradients.items())
 

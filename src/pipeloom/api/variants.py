@@ -24,9 +24,10 @@ def make_variant(
     origins = dict.fromkeys(stages.origin(s) for s in own_stages)
     made = {
         s: stage_functions(
-            captured, stages, s, device=device, compiled=compiled, treatments=policy.of_stage(s)
+            captured, stages, s, device=device, compiled=compiled,
+            treatments=policy.of_stage(s), ahead=s in policy.ahead,
         )
         for s in origins
-    }
+    }  # fmt: skip
     functions = {s: made[stages.origin(s)] for s in own_stages}
     return Variant(stages=plan.replicated(stages), functions=functions)

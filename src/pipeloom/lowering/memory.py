@@ -4,7 +4,8 @@
     RELOAD     in front of the compute action before B, but behind OFFLOAD: the copy runs beside that action
     RECOMPUTE  in front of the RECVs of B: it runs while the gradient is on its way
 
-Split backwards have them before I; what W needs stays from then on.
+A stage has RECOMPUTEs if the policy has it recompute ahead; another one does so inside B, or I and W. Split
+backwards have these actions before I; what W needs stays from then on.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def add_memory(
     count = len(program.placement)
     origins = [stages.origin(stage) for stage in range(count)]
     away = np.array([bool(policy.treated(origin, "offload")) for origin in origins])
-    again = np.array([bool(policy.treated(origin, "recompute")) for origin in origins])
+    again = np.array([o in policy.ahead and bool(policy.treated(o, "recompute")) for o in origins])
     if not old.trains or not (away | again).any():
         return program
     units = _Units(program)

@@ -186,13 +186,14 @@ def _of_kind(results: Tensors, kind: str) -> dict[str, Tensor]:
 @one_thread
 def stage_functions(
     captured: Captured, stages: StageGraph, index: int, *, device: str = "cpu", compiled: bool = False,
-    treatments: Mapping[str, Treatment] = NOTHING,
+    treatments: Mapping[str, Treatment] = NOTHING, ahead: bool = False,
 ) -> StageFunctions:  # fmt: skip
     """Build the functions of one stage.
 
     device: where it will run ("cpu", "cuda").  compiled: pass the functions through torch.compile
         (Inductor); parts that draw random numbers stay eager, so that they draw the same ones.
-    treatments: residual -> what becomes of it.
+    treatments: residual -> what becomes of it.  ahead: whether what it drops is made again by `recompute`,
+        not inside its backward.
     Raises: PlanError if the stage has no such residual, or cannot recompute it.
     """
     if captured.cut is not None:
@@ -215,18 +216,18 @@ def stage_functions(
         residuals = splitter.residuals()
     require_possible(index, treatments, residuals)
     if trained:
-        parts = _parts(splitter, treatments)
+        parts = _parts(splitter, treatments, ahead)
     functions = {
-        name: _function(part, attributes, compiled, gives_up=name != "recompute")
-        for name, part in parts.items()
+        name: _function(part, attributes, compiled, freed=_freed(name, parts)) for name, part in parts.items()
     }
+    dropped = _treated(treatments, "recompute")
     needed = [slot for name in ("backward", "recompute") if name in parts for slot in parts[name].inputs]
     return GraphFunctions(
         index=index, params=stages.params[index], buffers=stages.buffers[index],
         batch=tuple(by_kind["batch"]), received=tuple(by_kind["value"]), sent=sent,
         loss=captured.graph.loss if captured.graph.loss in module.outputs else None,
-        residual_bytes={name: residual.bytes for name, residual in residuals.items()},
-        offloaded=_treated(treatments, "offload"), recomputed=_treated(treatments, "recompute"),
+        residual_bytes={n: r.bytes for n, r in residuals.items() if ahead or n not in dropped},
+        offloaded=_treated(treatments, "offload"), recomputed=dropped if ahead else frozenset(),
         kept_inputs=frozenset(s.name for s in needed if s.kind == "input"),
         kept_buffers=frozenset(s.name for s in needed if s.kind == "old"),
         functions=functions,
@@ -269,8 +270,8 @@ def _splitter(
     return Splitter(joint, state, updated, not compiled), joint.attributes
 
 
-def _parts(splitter: Splitter, treatments: Mapping[str, Treatment]) -> dict[str, Part]:
-    parts = splitter.parts(_treated(treatments, "recompute"))
+def _parts(splitter: Splitter, treatments: Mapping[str, Treatment], ahead: bool) -> dict[str, Part]:
+    parts = splitter.parts(_treated(treatments, "recompute"), ahead=ahead)
     named = {
         "forward": parts.forward, "backward": parts.backward,
         "input_grad": parts.input_grad, "weight_grad": parts.weight_grad,
@@ -291,10 +292,18 @@ def _forward_only(module: StageModule) -> Part:
     return Part(graph, tuple(inputs), tuple(Slot("out", o) for o in module.outputs))
 
 
-def _function(part: Part, attributes: object, compiled: bool, *, gives_up: bool) -> Function:
-    """gives_up: whether the caller gives up the residuals that it passes."""
+def _freed(name: str, parts: Mapping[str, Part]) -> frozenset[Slot]:
+    """The residuals that a part's run frees, each at its last use: not those that others read afterwards."""
+    if name == "recompute":
+        return frozenset()
+    left = parts["weight_grad"].inputs if name == "input_grad" else ()
+    return frozenset(s for s in parts[name].inputs if s.kind in ("made", "carried")).difference(left)
+
+
+def _function(part: Part, attributes: object, compiled: bool, *, freed: frozenset[Slot]) -> Function:
+    """freed: inputs that the caller gives up."""
     owned = {
-        node.name: gives_up and slot.kind in ("made", "carried")
+        node.name: slot in freed
         for node, slot in zip(part.graph.find_nodes(op="placeholder"), part.inputs, strict=True)
     }
     footprint = predict(part.graph, owned)

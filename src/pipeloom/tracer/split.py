@@ -3,6 +3,10 @@
 What the backward needs from the forward becomes a residual: always the tensor that owns the storage, never
 a view of it, so that no storage is counted or kept twice; views are made again where they are used.
 Parameters and buffers are not residuals: they are passed again.
+
+What the forward drops is made again either ahead of the backward, by a graph of its own and all at once, or
+inside the backward: each in front of the first op that reads it, and gone behind the last. A split backward
+makes in I what I needs and hands on what W reads of that; the rest is made in W.
 """
 
 from __future__ import annotations
@@ -51,7 +55,7 @@ class Part:
 
 @dataclass(eq=False)
 class Parts:
-    """recompute: makes the residuals that the forward drops; None if it drops none."""
+    """recompute: makes the residuals that the forward drops; None if none are made ahead of the backward."""
 
     forward: Part
     backward: Part
@@ -86,6 +90,7 @@ class Splitter:
     ) -> None:
         self.joint = joint
         self.nodes = list(joint.graph.nodes)
+        self.place = {node: at for at, node in enumerate(self.nodes)}
         self.state = state
         self.updated = updated
         self.accumulate = accumulate
@@ -110,37 +115,51 @@ class Splitter:
 
     def residuals(self) -> dict[str, Residual]:
         """What the backward needs of the forward, and how each can be made again."""
-        slots = self._backward().inputs
-        by_name = {name: node for node, name in self.names.items()}
-        made = {by_name[slot.name]: slot.name for slot in slots if slot.kind == "made"}
+        made = {node: self.names[node] for node in self._made()}
         return describe_residuals(self.joint, made, self.state, self.updated)
 
-    def parts(self, dropped: Collection[str] = ()) -> Parts:
-        """dropped: residuals that the forward does not keep."""
+    def parts(self, dropped: Collection[str] = (), *, ahead: bool = False) -> Parts:
+        """dropped: residuals that the forward does not keep.  ahead: whether `recompute` makes them, not the
+        graphs that read them."""
         backward = self._ran_in_backward(self.joint.grads.values())
         ingoing = self._ran_in_backward(self.input_grads.values())
-        ingoing |= {n for n in backward if n.target is getitem and n.args[0] in ingoing}
+        ingoing |= _results_of(ingoing, backward)
         rest = self._ran_in_backward(self.weight_grads.values()) - ingoing
-        whole = self._backward()
-        weight = self._part(rest, self._grad_slots("weight_grad"))
-        outputs = [(Slot("out", name), node) for name, node in self.joint.outputs.items()]
-        by_name = {name: node for node, name in self.names.items()}
-        made = [(s, by_name[s.name]) for s in whole.inputs if s.kind == "made"]
-        kept = [(slot, node) for slot, node in made if slot.name not in dropped]
-        again = [(slot, node) for slot, node in made if slot.name in dropped]
+        kept = [node for node in self._made() if self.names[node] not in dropped]
+        again = [node for node in self._made() if self.names[node] in dropped]
+        repeated = chain(again, set(kept))
+        early, late = (set(), set()) if ahead else self._moments(ingoing, rest, again, kept)
+        outgoing, own = self._grad_slots("input_grad"), self._grad_slots("weight_grad")
+        weight = self._part(rest, own, again=late, carried=early)
         carried = {s.name for s in weight.inputs if s.kind == "carried"}
-        handed = [(Slot("carried", n.name), n) for n in self.nodes if n.name in carried and n in ingoing]
-        repeated = chain([node for _, node in again], {node for _, node in kept})
+        handed = [(Slot("carried", n.name), n) for n in self.nodes if n.name in carried]
+        outputs = [(Slot("out", name), node) for name, node in self.joint.outputs.items()]
         return Parts(
-            forward=self._part(self.forward_nodes, outputs + kept),
-            backward=whole,
-            input_grad=self._part(ingoing, self._grad_slots("input_grad") + handed),
+            forward=self._part(self.forward_nodes, outputs + self._as_made(kept)),
+            backward=self._part(backward, outgoing + own, again=early | late),
+            input_grad=self._part(ingoing, outgoing + handed, again=early),
             weight_grad=weight,
-            recompute=self._part(repeated, again, state=True) if again else None,
+            recompute=self._part(repeated, self._as_made(again), state=True) if again and ahead else None,
         )
 
-    def _backward(self) -> Part:
-        return self._part(self._ran_in_backward(self.joint.grads.values()), self._grad_slots())
+    def _moments(
+        self, ingoing: set[fx.Node], rest: set[fx.Node], again: list[fx.Node], kept: list[fx.Node]
+    ) -> tuple[set[fx.Node], set[fx.Node]]:
+        """What I makes again, and what W does. W begins with what I has made, so that nothing runs twice."""
+        read = self._read(ingoing, self._grad_slots("input_grad"))
+        early = chain([n for n in again if n in read], set(kept))
+        read = self._read(rest, self._grad_slots("weight_grad"))
+        late = chain([n for n in again if n in read], early.union(kept))
+        early |= _results_of(early, late)
+        return early, late - early
+
+    def _made(self) -> list[fx.Node]:
+        """The residuals."""
+        backward = self._ran_in_backward(self.joint.grads.values())
+        return [n for n in self._read(backward, self._grad_slots()) if n in self.forward_nodes]
+
+    def _as_made(self, nodes: list[fx.Node]) -> list[tuple[Slot, fx.Node]]:
+        return [(Slot("made", self.names[node]), node) for node in nodes]
 
     def _ran_in_backward(self, grads: Iterable[fx.Node]) -> set[fx.Node]:
         stop = self.forward_nodes.__contains__
@@ -151,8 +170,8 @@ class Splitter:
         slots += [(Slot("weight_grad", name), node) for name, node in self.weight_grads.items()]
         return [(slot, node) for slot, node in slots if not kinds or slot.kind in kinds]
 
-    def _slot(self, node: fx.Node, in_backward: bool) -> Slot:
-        """What a node stands for where another graph reads it."""
+    def _slot(self, node: fx.Node, in_backward: bool, carried: Collection[fx.Node]) -> Slot:
+        """What a node stands for where another graph reads it. carried: see `_part`."""
         if node in self.joint.tangents:
             return Slot("grad", self.joint.tangents[node])
         if node in self.joint.inputs:
@@ -160,23 +179,28 @@ class Splitter:
             if name not in self.state:
                 return Slot("input", name)
             return Slot("old" if in_backward and name in self.updated else "state", name)
-        if node in self.forward_nodes:
+        if node in self.forward_nodes and node not in carried:
             return Slot("made", self.names[node])
         return Slot("carried", node.name)
 
     def _part(
-        self, members: set[fx.Node], outputs: list[tuple[Slot, fx.Node]], *, state: bool = False
-    ) -> Part:
-        """state: whether updated buffers are read as they are, not as they were at the forward."""
+        self, members: set[fx.Node], outputs: list[tuple[Slot, fx.Node]], *, state: bool = False,
+        again: Collection[fx.Node] = (), carried: Collection[fx.Node] = (),
+    ) -> Part:  # fmt: skip
+        """A graph of these nodes.
+
+        state: whether updated buffers are read as they are, not as they were at the forward; the nodes that
+        are made `again` inside always read them so.  carried: nodes of the forward that I hands on.
+        """
         state = state or members is self.forward_nodes
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
         slots: list[Slot] = []
-        placeholders = [n for n in self._read(members, outputs) if n.op == "placeholder" or n not in members]
-        for node in placeholders:
+        old = set() if state else set(self._read(members, outputs))
+        for node in self._read(members.union(again), outputs):
             copies[node] = graph.placeholder(f"in_{len(slots)}")
             copies[node].meta = {"val": node.meta.get("val")}
-            slots.append(self._slot(node, in_backward=not state))
+            slots.append(self._slot(node, node in old, carried))
         added: dict[fx.Node, list[str]] = {}
         if self.accumulate and any(slot.kind == "weight_grad" for slot, _ in outputs):
             slots.append(Slot("sink", "gradients"))
@@ -187,11 +211,15 @@ class Splitter:
             outputs = [(slot, node) for slot, node in outputs if slot.kind != "weight_grad"]
 
         def copy(node: fx.Node) -> fx.Node:
-            """A node's copy; a view from outside is made again from the tensor it views."""
-            if node not in copies:
-                for source in node.all_input_nodes:
-                    copy(source)
-                copies[node] = graph.node_copy(node, lambda n: copies[n])
+            """A node's copy, behind what it needs and nothing has needed so far: nodes that are made again,
+            and views of what comes from outside."""
+            needed = ancestors([node], copies.__contains__)
+            for each in sorted(needed, key=self.place.__getitem__):
+                results = [n for n in each.users if n.target is getitem and n in again]
+                # At once, since a call's results stay alive together until the last of them is taken.
+                for one in (each, *results):
+                    if one not in copies:
+                        copies[one] = graph.node_copy(one, copies.__getitem__)
             return copies[node]
 
         for node in self.nodes:
@@ -215,7 +243,7 @@ class Splitter:
                 pending.extend(s for s in node.all_input_nodes if s not in members)
             else:
                 found.add(node)
-        return [n for n in self.nodes if n in found]
+        return sorted(found, key=self.place.__getitem__)
 
     def _results(self, graph: fx.Graph, outputs: list[tuple[Slot, fx.Node]]) -> list[Argument]:
         """Give each output but residuals and carried tensors a storage of its own, and the gradients
@@ -238,6 +266,11 @@ class Splitter:
             seen.add(root(node))
             results.append(node)
         return results
+
+
+def _results_of(calls: Collection[fx.Node], nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """Those of the nodes that take a result out of what one of the calls returns."""
+    return {node for node in nodes if node.target is getitem and node.args[0] in calls}
 
 
 def _dense(val: object) -> bool:

@@ -28,8 +28,10 @@ class StageFunctions(Protocol):
 
     params, buffers: FQNs it reads.  batch: batch inputs it reads.  received, sent: crossing values.
     loss: name of the loss among the outputs, on the stage that makes it.
-    residual_bytes: name -> bytes of the tensors that its backward reads of its forward.
-    offloaded, recomputed: names of those that leave the device in between, and that its forward drops.
+    residual_bytes: name -> bytes of the tensors that its backward is given of its forward; none that the
+        forward drops and the backward itself makes again.
+    offloaded, recomputed: names of those that leave the device in between, and that the forward drops for
+        `recompute` to make again.
     carried_bytes: made by the stage and alive between `backward_input` and `backward_weight`.
     kept_inputs: received values and batch inputs that the backward reads again.
     examples: received values that a trial run needs as they are, such as indices; others may be made up.
