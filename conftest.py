@@ -1,6 +1,6 @@
 """How Hypothesis chooses examples: the same ones every time, unless a run is asked to search.
 
-This file lies at the root, not in tests/, because a profile has to be known for whatever paths pytest is given.
+This file lies at the root, not in tests/, since a profile has to be known for whatever paths pytest is given.
 `@settings(...)` of a test inherits the profile in force, so no test sets `derandomize` or `database` itself.
 """
 

@@ -20,7 +20,7 @@ def test_the_hugging_face_example_is_short() -> None:
 def test_the_hugging_face_example_learns_under_torchrun() -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     done = subprocess.run(
-        [*torchrun, str(EXAMPLES / "hf_gpt2.py")], capture_output=True, text=True, check=False, timeout=300
+        [*torchrun, str(EXAMPLES / "hf_gpt2.py")], capture_output=True, text=True, check=False, timeout=900
     )
     assert done.returncode == 0, done.stderr
     losses = [float(line.rpartition(" ")[2]) for line in done.stdout.splitlines()]
@@ -40,7 +40,7 @@ def test_the_own_model_learns(tmp_path: Path) -> None:
     settings = ["steps=300", "pipeline.microbatch_size=16", "optimizer.clip_norm=0"]
     done = subprocess.run(
         [*command, "--stages", "3", *(w for s in settings for w in ("--set", s))],
-        cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300,
+        cwd=tmp_path, capture_output=True, text=True, check=False, timeout=900,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "runs" / "spiral-1" / "report.html").is_file()

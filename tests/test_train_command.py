@@ -54,7 +54,7 @@ def folder(prepared: Path, tmp_path: Path) -> Iterator[Path]:
 
 def run(folder: Path, *words: str, command: list[str] = COMMAND) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*command, *words], cwd=folder, capture_output=True, text=True, check=False, timeout=300
+        [*command, *words], cwd=folder, capture_output=True, text=True, check=False, timeout=900
     )
 
 

@@ -14,6 +14,7 @@ from pipeloom.ir.errors import PlanError
 from pipeloom.runtime.local_channel import LocalChannel
 
 GATHER = """
+import gc
 import torch.distributed as dist
 from pipeloom.runtime.connect import gather_text
 dist.init_process_group("gloo")
@@ -21,6 +22,7 @@ texts = [gather_text(dist.group.WORLD, f"{time}-{dist.get_rank()}") for time in 
 assert texts == [["first-0", "first-1"], ["second-0", "second-1"]], texts
 dist.barrier()
 dist.destroy_process_group()
+gc.collect()
 """
 
 
@@ -40,6 +42,6 @@ def test_different_plans_are_refused_on_all_ranks() -> None:
 def test_processes_tell_each_other_texts() -> None:
     command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "--no-python"]
     done = subprocess.run(
-        [sys.executable, *command, sys.executable, "-c", GATHER], capture_output=True, text=True, timeout=120
+        [sys.executable, *command, sys.executable, "-c", GATHER], capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr

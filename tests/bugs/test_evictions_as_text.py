@@ -10,5 +10,5 @@ print(*parse_rows(("0F0 0EVICT0 0FETCH0 0B0",))[0])
 
 
 def test_a_fresh_process_reads_them() -> None:
-    done = subprocess.run([sys.executable, "-c", READS], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", READS], capture_output=True, text=True, timeout=600)
     assert (done.stdout, done.returncode) == ("0F0 0EVICT0 0FETCH0 0B0\n", 0), done.stderr

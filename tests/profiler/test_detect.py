@@ -57,14 +57,24 @@ def test_the_reference_learns():
 
 
 def test_a_product_that_takes_twice_as_long_has_half_the_rate():
-    class Slow(Timer):
-        def samples(self, run, budget_s):
-            return [took * 2 for took in super().samples(run, budget_s)]
+    class Said(Timer):
+        """Runs what is to be measured, and takes the times that it is told."""
 
-    fast, slow = (detect.measured_product(torch.float32, timer(CPU), budget_s=0.2) for timer in (Timer, Slow))
+        def __init__(self, *seconds):
+            super().__init__(CPU)
+            self.seconds = list(seconds)
+
+        def samples(self, run, budget_s):
+            run()
+            return self.seconds
+
+    fast, slow = (
+        detect.measured_product(torch.float32, timer, budget_s=0.2)
+        for timer in (Said(1.0, 2.0, 4.0), Said(2.0, 4.0, 8.0))
+    )
     assert fast.name == "flops_per_s.float32" and fast.unit == "FLOP/s"
-    assert fast.low <= fast.value <= fast.high
-    assert slow.value < fast.high
+    assert (fast.low, fast.high) == (fast.value / 2, fast.value * 2)
+    assert slow.value == fast.value / 2
 
 
 def test_launches_are_short():

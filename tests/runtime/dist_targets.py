@@ -16,6 +16,7 @@ from pipeloom.ir.graph import Value
 from pipeloom.runtime.channel import Message
 from pipeloom.runtime.connect import connect, watch_ranks
 from pipeloom.runtime.dist_channel import DistChannel
+from pipeloom.runtime.failure import Watch
 from pipeloom.runtime.nccl import NcclTransport
 from pipeloom.runtime.posting import PostedChannel
 
@@ -33,7 +34,7 @@ def number(source: int, target: int) -> Message:
 
 
 @contextmanager
-def channel_on(group: dist.ProcessGroup, timeout_s: float = 60.0) -> Iterator[DistChannel]:
+def channel_on(group: dist.ProcessGroup, timeout_s: float = 1000.0) -> Iterator[DistChannel]:
     with watch_ranks(group) as watch:
         yield DistChannel(group, watch, device=CPU, timeout_s=timeout_s)
 
@@ -106,7 +107,7 @@ def _large_messages(channel: PostedChannel) -> None:
 
 
 def _until_freed(channel: PostedChannel) -> None:
-    end = time.monotonic() + 20
+    end = time.monotonic() + 300
     while channel.sending_bytes:
         assert time.monotonic() < end, "the sent tensors were not freed before the end of the step"
         channel.begin([])  # every call looks for finished sends
@@ -175,7 +176,7 @@ def _meshes(world: dist.ProcessGroup) -> None:
 def _directed_groups(world: dist.ProcessGroup) -> None:
     """What is done for NCCL, done with gloo: one group per direction, sums beside them."""
     with watch_ranks(world) as watch:
-        transport = NcclTransport(world, watch, device=CPU, timeout_s=60.0, backend="gloo")
+        transport = NcclTransport(world, watch, device=CPU, timeout_s=1000.0, backend="gloo")
         channel = PostedChannel(transport, watch, device=CPU)
         _all_to_all(channel)
         _sums_and_objects(channel)
@@ -220,12 +221,17 @@ def wait() -> None:
 def deadlock() -> None:
     """Ranks 0 and 1 wait for each other, rank 2 for rank 0."""
     with watch_ranks(connect(CPU)) as watch:
-        channel = DistChannel(connect(CPU), watch, device=CPU, timeout_s=2.0 if watch.rank == 0 else 60.0)
+        channel = DistChannel(connect(CPU), watch, device=CPU, timeout_s=2.0 if watch.rank == 0 else 1000.0)
         wanted = number([1, 0, 0][channel.rank], channel.rank)
         channel.begin([wanted])
         watch.status = f"{channel.rank}F0"
-        channel.all_gather_object(None)
+        while watch.rank == 0 and not _others_wait(watch):
+            time.sleep(0.05)
         channel.receive(wanted)
+
+
+def _others_wait(watch: Watch) -> bool:
+    return all(state is not None and state.waits_for for state in watch._board.states()[1:])
 
 
 if __name__ == "__main__":

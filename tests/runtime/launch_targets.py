@@ -37,9 +37,12 @@ def stubborn(folder: str) -> None:
 
 
 def fail_on_1(folder: str) -> None:
-    """Rank 1 fails; the others would run forever and ignore SIGTERM."""
+    """Rank 1 fails once rank 0 is there, which would run forever and ignores SIGTERM."""
     if os.environ["RANK"] != "1":
         stubborn(folder)
+    note = Path(folder, "0")
+    while not (note.exists() and note.read_text()):
+        time.sleep(0.02)
     raise_it()
 
 

@@ -25,7 +25,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict]]:
         for rank in range(3)
     ]
     try:
-        printed = [rank.communicate(timeout=120)[0] for rank in ranks]
+        printed = [rank.communicate(timeout=600)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

@@ -14,7 +14,7 @@ def test_a_blocked_wait_is_interrupted() -> None:
     ctrl_c.start()
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
-    assert interrupted.wait(20)
+    assert interrupted.wait(300)
     ctrl_c.stop()
     assert signal.set_wakeup_fd(-1) == -1, "the descriptor is given back"
 

@@ -1,6 +1,8 @@
 """The channel's behaviour, with the ranks as threads."""
 
+import re
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -11,7 +13,8 @@ from hypothesis import strategies as st
 from pipeloom.ir.errors import CommunicationError, PeerError
 from pipeloom.ir.graph import Value
 from pipeloom.runtime.channel import Message
-from pipeloom.runtime.local_channel import LocalChannel, local_channels
+from pipeloom.runtime.local_channel import LocalChannel, LocalTransport, _Meeting, local_channels
+from pipeloom.runtime.noticeboard import local_boards
 
 Body = Callable[[LocalChannel], object]
 
@@ -31,7 +34,7 @@ def in_threads(channels: list[LocalChannel], body: Body) -> list[object]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(300)
         assert not thread.is_alive()
     return ended
 
@@ -205,18 +208,23 @@ def test_ranks_that_wait_for_each_other_are_told_so() -> None:
         wanted = floats(f"{other}SEND_F0>{channel.rank}", other, channel.rank, (1,))
         channel.begin([wanted])
         channel.watch.status = f"{channel.rank}F0"
-        channel.all_gather_object(None)
+        if channel.rank == 0:  # the other one waits before the short limit begins
+            while not ((state := boards[0].states()[1]) and state.waits_for):
+                time.sleep(0.01)
         channel.receive(wanted)
 
-    errors = in_threads(local_channels(2, timeout_s=0.5), body)
-    first = next(error for error in errors if type(error) is CommunicationError)
-    me = errors.index(first)
-    other = 1 - me
-    assert f"rank {me} waited 0.5" in str(first)
-    assert f"s for {other}SEND_F0>{me} from rank {other}" in str(first)
-    assert f"{other}     {other}F0   {me}SEND_F0>{other} from rank {me}, for" in str(first)
+    boards, meeting = local_boards(2), _Meeting()
+    limits_s = (0.5, 300.0)
+    channels = [
+        LocalChannel(LocalTransport(board, meeting), timeout_s=limit)
+        for board, limit in zip(boards, limits_s, strict=True)
+    ]
+    first, second = in_threads(channels, body)
+    assert type(first) is CommunicationError
+    assert re.match(r"rank 0 waited \d+(\.\d+)? s for 1SEND_F0>0 from rank 1\n", str(first))
+    assert "1     1F0   0SEND_F0>1 from rank 0, for" in str(first)
     assert "they wait for each other" in str(first)
-    assert isinstance(errors[other], CommunicationError | PeerError)
+    assert isinstance(second, PeerError)
 
 
 def test_one_threads_exception_ends_the_others_waits() -> None:

@@ -26,7 +26,8 @@ def test_a_transfer_that_does_not_end_fails_the_rank(capfd: pytest.CaptureFixtur
     lookout = Lookout(watch, timeout_s=0.1)
     lookout.add(Transfer(ends=True), "message 6 from rank 1")
     lookout.add(Transfer(ends=False), "message 7 from rank 1")
-    assert known.wait(20)
+    assert known.wait(300)
+    lookout._thread.join(300)  # it prints once the failure is known
     lookout.close()
     assert other.failure is not None and other.failure.rank == 0
     assert other.failure.summary.endswith("s for message 7 from rank 1")

@@ -16,7 +16,7 @@ BOOM = Failure(rank=1, summary="ValueError: boom", traceback="Traceback ...")
 
 @pytest.fixture
 def store() -> dist.TCPStore:
-    limit = timedelta(seconds=10)
+    limit = timedelta(seconds=300)
     return dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=limit, wait_for_workers=False)
 
 
@@ -49,7 +49,7 @@ def test_a_failure_reaches_all_ranks_and_the_first_one_wins(boards: list[StoreBo
     boards[0].start(State, failed)
     assert boards[1].announce(BOOM) == BOOM
     assert boards[2].announce(Failure(rank=2, summary="later")) == BOOM
-    assert told.wait(10)
+    assert told.wait(300)
     assert heard == [BOOM]
     assert boards[0].failure == BOOM
 
@@ -57,14 +57,14 @@ def test_a_failure_reaches_all_ranks_and_the_first_one_wins(boards: list[StoreBo
 def test_waiting_for_a_failure_asks_the_store_itself(boards: list[StoreBoard]) -> None:
     assert boards[0].await_failure(0.01) is None
     boards[1].announce(BOOM)
-    assert boards[0].await_failure(10) == BOOM
+    assert boards[0].await_failure(300) == BOOM
 
 
 def test_a_rank_that_falls_silent_has_failed(boards: list[StoreBoard]) -> None:
     boards[1].start(State, print)
     boards[1].stop()  # it no longer posts, and has not said that it finished
     boards[0].start(State, print)
-    failure = boards[2].await_failure(20)
+    failure = boards[2].await_failure(300)
     assert failure is not None and failure.rank == 1
     assert failure.summary.startswith("no sign of life for 0.5 s")
 
@@ -77,11 +77,11 @@ def test_a_rank_that_finished_may_fall_silent(boards: list[StoreBoard]) -> None:
 
 
 def test_a_store_that_goes_away_is_a_failure() -> None:
-    limit = timedelta(seconds=10)
+    limit = timedelta(seconds=300)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=limit, wait_for_workers=False)
     board = StoreBoard(store, 0, 2, interval_s=0.05)
     del store
-    failure = board.await_failure(10)
+    failure = board.await_failure(300)
     assert failure is not None and failure.rank is None
     assert failure.summary.startswith("the store that joins the ranks cannot be reached: ")
     assert board.states() == [None, None]
@@ -114,7 +114,7 @@ def test_a_broken_wait_that_nobody_explains_says_so(
         "rank 0 lost its connection while it waited for 1SEND_B0>0 from rank 1, "
         "and no rank said why: closed by peer"
     )
-    assert boards[2].await_failure(10) is not None, "the others are told"
+    assert boards[2].await_failure(300) is not None, "the others are told"
 
 
 def test_a_broken_wait_leaves_the_interrupt_to_the_side_thread(boards: list[StoreBoard]) -> None:
@@ -124,7 +124,7 @@ def test_a_broken_wait_leaves_the_interrupt_to_the_side_thread(boards: list[Stor
     watch.on_failure(released.set)
 
     def block() -> None:
-        assert released.wait(20)
+        assert released.wait(300)
         raise ConnectionError("interrupted")
 
     with pytest.raises(PeerError, match="rank 1 failed: ValueError: boom"), watch:

@@ -224,7 +224,7 @@ def test_ranks_in_processes_exchange_data(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pipeloom", "train", "--schedule", "exchanging.py:order"]
     done = subprocess.run(
         [*command, "--stages", "2", "--set", "steps=1", "--set", "pipeline.microbatches=2"],
-        cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300,
+        cwd=tmp_path, capture_output=True, text=True, check=False, timeout=900,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     # The rehearsal before the first step calls handlers too, with a channel that leads nowhere.

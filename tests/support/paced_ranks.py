@@ -56,11 +56,11 @@ def assert_in_order(timeline: Timeline, program: Program, stages: StageGraph) ->
 
 def paced_step(name: str, file: Path) -> None:
     """What one rank runs; rank 0 writes the ranks whose actions it has seen."""
-    group = connect(torch.device("cpu"), timeout_s=60)
+    group = connect(torch.device("cpu"), timeout_s=300)
     program, stages = program_of(name)
     costs = costs_of(stages)
     with watch_ranks(group) as watch:
-        channel = DistChannel(group, watch, device=torch.device("cpu"), timeout_s=60)
+        channel = DistChannel(group, watch, device=torch.device("cpu"), timeout_s=300)
         timeline = PacedRank(program, stages, costs, channel, watch).step()
     assert_in_order(timeline, program, stages)
     if channel.rank == 0:

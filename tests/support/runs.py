@@ -112,7 +112,7 @@ class Numbers:
     norms: list[float | None] = field(default_factory=list)
 
 
-def threads(count: int, work: Callable[[int, LocalChannel], Any], *, timeout_s: float = 60.0) -> list[Any]:
+def threads(count: int, work: Callable[[int, LocalChannel], Any], *, timeout_s: float = 300.0) -> list[Any]:
     """Run `work(rank, channel)` in one thread per rank; the first rank's own error is raised here."""
     results: dict[int, Any] = {}
     errors: dict[int, BaseException] = {}

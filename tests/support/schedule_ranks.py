@@ -24,7 +24,7 @@ STEPS = 2
 def compare_each(names: Sequence[str], microbatches: int, dtype: str, file: Path) -> None:
     """Train and evaluate with every schedule. Rank 0 writes {name: {what: largest relative difference}}."""
     torch.set_num_threads(1)
-    ranks = connect(torch.device("cpu"), timeout_s=120).size()
+    ranks = connect(torch.device("cpu"), timeout_s=300).size()
     job = gpt_job(layers=2, width=32, dtype=getattr(torch, dtype))
     batches = [job.batch(seed, 2 * microbatches) for seed in range(STEPS)]
     expected = plain(job, batches, microbatches, evaluate=batches[:1])

@@ -108,7 +108,7 @@ def torchs_in_ours(names: list[str], microbatches: int, folder: Path) -> None:
 
 def _meet() -> tuple[int, int]:
     torch.set_num_threads(1)
-    group = connect(torch.device("cpu"), timeout_s=60)
+    group = connect(torch.device("cpu"), timeout_s=300)
     return group.rank(), group.size()
 
 

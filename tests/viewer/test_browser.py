@@ -16,6 +16,9 @@ pytestmark = pytest.mark.skipif(
     CHROMIUM is None, reason="no Chromium on this machine (Debian: apt-get install chromium)"
 )
 
+PATIENCE_MS = 300_000
+"""Only what hangs takes so long."""
+
 FLAGS = [
     "--no-sandbox",
     "--disable-gpu",
@@ -60,7 +63,7 @@ def wait_until(page: "sync_api.Page", condition: str) -> None:
     page.evaluate(
         f"""new Promise((done, fail) => {{
           let frames = 0;
-          const again = () => ++frames > 1000 ? fail("never") : requestAnimationFrame(look);
+          const again = () => ++frames > 20_000 ? fail("never") : requestAnimationFrame(look);
           const look = () => ({condition}) ? done() : again();
           look();
         }})"""
@@ -78,7 +81,7 @@ class Visit:
         page.on("pageerror", lambda error: self.complaints.append(str(error)))
         page.on("request", lambda request: self.requests.append(request.url))
         page.goto(url)
-        page.wait_for_selector("body[data-drawn=yes]", timeout=60_000)
+        page.wait_for_selector("body[data-drawn=yes]", timeout=PATIENCE_MS)
 
     def hover(self, action: str, panel: str = "y") -> str:
         self.page.mouse.move(*self.page.evaluate(MIDDLE_OF_BLOCK, [action, panel]))
@@ -118,7 +121,7 @@ def open_report(
     make_timeline: Callable[..., Timeline], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Open]:
     with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS, timeout=PATIENCE_MS)
 
         def visit(
             *, ranks: int = 2, mbs: int = 8, width: int = 1280, scheme: str = "light", explained: bool = False
@@ -137,6 +140,7 @@ def open_report(
             context = browser.new_context(
                 offline=True, color_scheme=scheme, viewport={"width": width, "height": 900}
             )
+            context.set_default_timeout(PATIENCE_MS)
             return Visit(context.new_page(), path.as_uri())
 
         yield visit

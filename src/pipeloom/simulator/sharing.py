@@ -3,7 +3,8 @@
 A message between two nodes goes out through the network link of one and in through that of the other
 (`Cluster.node_link`), at the same time; a copy between a device and the host goes through the uplink of its
 switch. Each takes a shared link for its bytes at the link's rate, and as long as the slowest of its links in
-all. What waits for one of its two links keeps its place at the other; what carries no bytes takes its turn too.
+all. What waits for one of its two links keeps its place at the other; what carries no bytes takes its turn
+too.
 """
 
 from __future__ import annotations
