@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeAlias
@@ -72,12 +72,19 @@ class Schedule:
 
 
 def _text(rows: Sequence[Sequence[Instruction]], pairs: tuple[Pair, ...]) -> str:
-    first = {str(pair[0]) for pair in pairs}
-    if not first:
+    if not pairs:
         return "\n".join(" ".join(map(str, row)) for row in rows)
-    return "\n".join(
-        "".join(f"{word}{'&' if word in first else ' '}" for word in map(str, row)).rstrip() for row in rows
-    )
+    joined = {(str(first), str(second)) for first, second in pairs}
+    return "\n".join(_line([str(step) for step in row], joined) for row in rows)
+
+
+def _line(words: Sequence[str], joined: Set[tuple[str, str]]) -> str:
+    """A pair is printed where its two follow each other: rows that no check has seen may repeat an action."""
+    parts, inside = [], False
+    for word, following in zip(words, [*words[1:], ""], strict=False):
+        inside = not inside and (word, following) in joined
+        parts.append(f"{word}{'&' if inside else ' '}")
+    return "".join(parts).rstrip()
 
 
 def parse_rows(lines: tuple[str, ...]) -> tuple[tuple[Action, ...], ...]:
