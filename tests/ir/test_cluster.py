@@ -51,3 +51,33 @@ def test_what_is_refused(devices, fields, words):
 def test_an_efficiency_of_nothing_is_refused():
     with pytest.raises(ConfigError, match="a share of 0.0 of its peak in matmul"):
         card(efficiency={"matmul": 0.0})
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize("bad", [NAN, INF, -1.0])
+@pytest.mark.parametrize(
+    "field", ["latency_s", "overhead_s", "overhead_s_per_byte", "bandwidth_bytes_per_s"]
+)
+def test_a_link_has_no_number_that_would_make_times_meaningless(field, bad):
+    fields = {"bandwidth_bytes_per_s": 1e9, field: bad}
+    if fields["bandwidth_bytes_per_s"] == INF:
+        assert Link(**fields).transfer_s(10**9) == 0.0
+        return
+    with pytest.raises(ConfigError, match=str(bad)):
+        Link(**fields)
+
+
+@pytest.mark.parametrize("bad", [NAN, INF, -1.0])
+@pytest.mark.parametrize("field", ["memory_bytes_per_s", "launch_s", "host_memory_bytes", "memory_bytes"])
+def test_a_device_has_finite_numbers(field, bad):
+    with pytest.raises(ConfigError, match=str(bad)):
+        Device(**{"name": "card", "memory_bytes": 1, field: bad})
+
+
+@pytest.mark.parametrize("bad", [NAN, INF, -1.0])
+@pytest.mark.parametrize("field", ["flops_per_s", "efficiency"])
+def test_a_device_has_finite_rates(field, bad):
+    with pytest.raises(ConfigError, match=str(bad)):
+        card(**{field: {"float32": bad}})

@@ -19,7 +19,8 @@ OP_CLASSES = ("matmul", "attention", "convolution", "normalisation", "elementwis
 class Link:
     """One direction of a connection between two devices.
 
-    latency_s, bandwidth_bytes_per_s: of a message, from the start of its send until it is there.
+    latency_s, bandwidth_bytes_per_s: of a message, from the start of its send until it is there. A bandwidth
+        of `inf` means that its size costs no time.
     overhead_s, overhead_s_per_byte: time in which a message keeps its sender, and its receiver, from
         computing.
     """
@@ -30,16 +31,16 @@ class Link:
     overhead_s_per_byte: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.overhead_s < 0 or self.overhead_s_per_byte < 0:
+        if not (_amount(self.overhead_s) and _amount(self.overhead_s_per_byte)):
             per_byte = self.overhead_s_per_byte
             raise ConfigError(
                 f"a message occupies its ranks for {self.overhead_s} s and {per_byte} s per byte",
-                hint="use at least 0",
+                hint="use finite times of at least 0",
             )
-        if self.bandwidth_bytes_per_s <= 0 or self.latency_s < 0:
+        if not (self.bandwidth_bytes_per_s > 0 and _amount(self.latency_s)):
             raise ConfigError(
                 f"link has bandwidth {self.bandwidth_bytes_per_s} B/s and latency {self.latency_s} s",
-                hint="bandwidth must be above 0 and latency at least 0",
+                hint="bandwidth must be above 0, and latency finite and at least 0",
             )
 
     def transfer_s(self, size: int) -> float:
@@ -95,17 +96,27 @@ class Device:
                 hint="add host_link; host_link_back only says how the other direction differs",
             )
         for name, share in self.efficiency.items():
-            if share <= 0:
+            if not 0 < share < float("inf"):
                 raise ConfigError(
                     f"device {self.name} achieves a share of {share} of its peak in {name}",
                     hint="write a share above 0, at most 1 as a rule",
                 )
-        if self.memory_bytes <= 0:
+        if not 0 < self.memory_bytes < float("inf"):
             raise ConfigError(
                 f"device {self.name} has {self.memory_bytes} bytes of memory",
                 hint="give each device a positive memory size",
             )
+        for name, amount in self._amounts():
+            if not _amount(amount):
+                raise ConfigError(
+                    f"device {self.name} has {name} = {amount}",
+                    hint="rates, times and sizes are finite and at least 0",
+                )
 
+    def _amounts(self) -> list[tuple[str, float]]:
+        names = ("memory_bytes_per_s", "launch_s", "host_memory_bytes", "node")
+        rates = [(f"flops_per_s[{dtype}]", rate) for dtype, rate in self.flops_per_s.items()]
+        return [(name, getattr(self, name)) for name in names] + rates
 
     @property
     def reload_link(self) -> Link | None:
@@ -159,6 +170,11 @@ class Cluster:
         if one.node == other.node or self.between_nodes is None:
             return self.within_node
         return self.between_nodes
+
+
+def _amount(value: float) -> bool:
+    """Whether it is finite and not negative; NaN is neither."""
+    return 0 <= value < float("inf")
 
 
 def _known(what: str, names: Iterable[str | None], links: Mapping[str, Link]) -> None:
