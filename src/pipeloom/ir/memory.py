@@ -20,8 +20,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from difflib import get_close_matches
+from typing import Literal, get_args
 
+from .errors import PlanError
 from .graph import OpGraph
 
 Treatment = Literal["keep", "recompute", "offload"]
@@ -38,10 +40,36 @@ class MemoryPolicy:
     ahead: stages that recompute in an action of their own in front of the backward, while its gradient is on
     the way, and then hold all that one micro-batch recomputes at once. Other stages recompute inside the
     backward, each residual in front of the first op that reads it.
+
+    Raises: PlanError if a treatment is none of `Treatment`, or `ahead` names what cannot be a stage.
     """
 
     stages: tuple[Mapping[str, Treatment], ...] = field(default=())
     ahead: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        known = get_args(Treatment)
+        for stage, treatments in enumerate(self.stages):
+            for name, given in treatments.items():
+                if given not in known:
+                    near = get_close_matches(str(given), known, n=1)
+                    raise PlanError(
+                        f"residual {name} of stage {stage} is treated as {given!r}",
+                        hint=f"did you mean {near[0]}?" if near else f"use {', '.join(known)}",
+                    )
+        for stage in self.ahead:
+            if stage < 0:
+                raise PlanError(f"stage {stage} is to recompute ahead", hint="stages count from 0")
+
+    def require_stages(self, count: int) -> None:
+        """Raises: PlanError if the policy says something about a stage that a cut into so many lacks."""
+        last = max(len(self.stages) - 1, *self.ahead, -1)
+        if last >= count:
+            what = "recompute ahead in" if last in self.ahead else "treat residuals of"
+            raise PlanError(
+                f"the memory policy is to {what} stage {last}, but the plan has {count} stages",
+                hint=f"stages count from 0: leave out what it says about stages from {count} on",
+            )
 
     def treatment(self, stage: int, residual: str) -> Treatment:
         """

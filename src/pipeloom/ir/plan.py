@@ -75,6 +75,8 @@ class Plan:
     caps: bytes each rank may hold, empty for no cap.  microbatches: per step, of all replicas together.
     placement: the rank of each stage; one that is several times as long as the stages places replicas of
         them, each with its share of the micro-batches (see `ir.replicas`).
+
+    Raises: PlanError if `memory` says something about a stage that the plan does not have.
     """
 
     schema: int = SCHEMA
@@ -93,6 +95,9 @@ class Plan:
     width: int = 1
     predicted_step_s: float = 0.0
     notes: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.memory.require_stages(len(self.stages))
 
     @cached_property
     def replicas(self) -> int:

@@ -32,7 +32,8 @@ def lower(
     Takes time linear in the number of actions, but for sorting what a policy inserts.
 
     policy: what becomes of residuals; by the stage of the first replica.  prefetch: see `add_memory`.
-    Raises: ScheduleError if the schedule breaks a rule; DeadlockError if its order blocks.
+    Raises: ScheduleError if the schedule breaks a rule; DeadlockError if its order blocks; PlanError if the
+        policy names a stage that there is not.
 
     >>> from pipeloom.ir.schedule import parse_rows
     >>> from pipeloom.ir.stages import chain
@@ -43,6 +44,7 @@ def lower(
     1RECV_F0<0 1F0 1B0 1SEND_B0>0 1STEP
     """
     check(schedule, stages)
+    policy.require_stages(len(stages.stages) // stages.replicas)
     program = Program(
         microbatches=schedule.microbatches, placement=schedule.placement, rows=Rows(schedule.columns),
         pairs=schedule.pairs,
