@@ -1,0 +1,48 @@
+"""A deep chain of layers of one width: each activation of the same size, so that levels can be counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from functools import partial
+
+import torch
+import zoo
+from torch import Tensor, nn
+
+from pipeloom import Job
+from pipeloom.ir.memory import Treatment
+
+DEPTH, WIDTH, ROWS = 12, 8, 512
+ACTIVATION = ROWS * WIDTH * 4
+"""Bytes of what one layer makes, for `ROWS` rows."""
+
+
+class Deep(nn.Module):
+    """Shapes: x and y (rows, width)."""
+
+    def __init__(self, act: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.act = act
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = self.act(layer(x))
+        return (x * y).mean()
+
+
+def _batch(seed: int, rows: int) -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(rows, WIDTH, generator=g) for name in "xy"}
+
+
+TANH = Job(model=partial(Deep, torch.tanh), batch=_batch, optimizer=zoo.sgd)
+"""Each layer leaves one residual, its output."""
+
+GELU = Job(model=partial(Deep, nn.functional.gelu), batch=_batch, optimizer=zoo.sgd)
+"""Each layer leaves two: what gelu reads, and what it makes for the next layer's weights."""
+
+
+def checkpoints(residuals: Collection[str], distance: int) -> dict[str, Treatment]:
+    """Keep every so many of the residuals, the last one among them."""
+    return {name: "recompute" for i, name in enumerate(residuals) if i % distance != distance - 1}
