@@ -10,6 +10,7 @@ from edits import Case, dag_cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from residuals import treated, uneven
+from shared_links import INSTANT, nodes, on_switches, random_cluster, treated_case
 from slow_simulator import Slow
 
 from pipeloom import schedules
@@ -18,20 +19,12 @@ from pipeloom.ir.check import check_program
 from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.costs import StageCost, equal_costs
 from pipeloom.ir.flow import dag
-from pipeloom.ir.schedule import Program, parse_program
-from pipeloom.ir.stages import StageGraph, chain
+from pipeloom.ir.schedule import parse_program
+from pipeloom.ir.stages import chain
 from pipeloom.ir.timeline import Timeline
 from pipeloom.lowering import lower
 from pipeloom.simulator import simulate
 from pipeloom.simulator.layout import all_reduce_s
-
-INSTANT = Link(bandwidth_bytes_per_s=float("inf"))
-
-
-def nodes(*of: int, **more: object) -> Cluster:
-    """Ranks on nodes; nothing but what `more` says takes time."""
-    devices = tuple(Device(name="any", memory_bytes=1, node=node) for node in of)
-    return Cluster(devices=devices, within_node=INSTANT, **more)  # type: ignore[arg-type]
 
 
 def times(timeline: Timeline, *streams: str) -> dict[str, tuple[float, float]]:
@@ -90,11 +83,6 @@ COST = StageCost(
 ROW = "{0}F0 {0}OFFLOAD0 {0}RELOAD0 {0}B0 {0}STEP"
 
 
-def on_switches(*names: str, **switches: Link) -> Cluster:
-    devices = tuple(Device(name="any", memory_bytes=1, switch=name) for name in names)
-    return Cluster(devices=devices, within_node=INSTANT, switches=switches)
-
-
 def test_copies_of_devices_on_one_switch_follow_each_other() -> None:
     program = parse_program(1, (0, 1), tuple(ROW.format(stage) for stage in (0, 1)))
     uplink = Link(bandwidth_bytes_per_s=4.0)  # 2 s a copy
@@ -135,37 +123,6 @@ def test_sums_over_ranks_take_the_links_of_nodes_into_account() -> None:
     slow = Link(bandwidth_bytes_per_s=1.0)
     assert all_reduce_s(8, (0, 1), nodes(0, 1, node_link=slow), all_ranks=2) == 8.0
     assert all_reduce_s(8, (0, 1), nodes(0, 1, 1, node_link=slow), all_ranks=3) == 16.0
-
-
-def random_cluster(ranks: int, dice: Random) -> Cluster:
-    per_node = dice.randint(1, 3)
-    switched = dice.random() < 0.7
-    devices = tuple(
-        Device(
-            name="any", memory_bytes=1, node=rank // per_node, group=dice.choice((None, "g")),
-            switch=f"s{rank // per_node}{dice.randint(0, 1)}" if switched and dice.random() < 0.8 else None,
-        )
-        for rank in range(ranks)
-    )  # fmt: skip
-
-    def link(most: float) -> Link:
-        return Link(bandwidth_bytes_per_s=dice.uniform(2, most), latency_s=dice.random() / 10)
-
-    names = {device.switch for device in devices if device.switch}
-    return Cluster(
-        devices=devices, within_node=replace(link(60), overhead_s=0.05), between_nodes=link(20),
-        groups={"g": link(80)}, switches={name: link(60) for name in sorted(names)},
-        node_link=link(20) if dice.random() < 0.8 else None,
-    )  # fmt: skip
-
-
-def treated_case(case: Case, dice: Random) -> tuple[Program, StageGraph, tuple[StageCost, ...]]:
-    """A program that treats some residuals, where it trains; without tied parameters."""
-    stages = replace(case.stages, params=((),) * len(case.stages.stages))
-    program = lower(case.schedule, stages)
-    if program.columns.trains:
-        program = treated(program, dice)
-    return program, stages, uneven(len(stages.stages), dice)
 
 
 @settings(max_examples=80, deadline=None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..ir.cluster import Cluster
 from ..ir.explanation import Explanation
 from ..ir.graph import OpGraph
 from ..ir.plan import Plan
@@ -13,13 +14,15 @@ from ..simulator import explain
 
 
 def explain_steps(
-    plan: Plan, graph: OpGraph, timelines: Sequence[Timeline | None]
+    plan: Plan, graph: OpGraph, timelines: Sequence[Timeline | None], cluster: Cluster | None = None
 ) -> list[Explanation]:
     """One explanation per timeline that there is.
 
     graph: of the model that the plan was made for.  timelines: steps of the plan, predicted or measured.
+    cluster: what it runs on, to know of links that ranks share.
     Raises: PlanError if the plan was made for another model.
     """
     stages = plan.replicated(plan.stage_graph(graph))
     program = lower(plan.as_schedule, stages, policy=plan.memory)
-    return [explain(program, timeline, stages) for timeline in timelines if timeline and timeline.events]
+    shown = [timeline for timeline in timelines if timeline and timeline.events]
+    return [explain(program, timeline, stages, cluster) for timeline in shown]

@@ -43,6 +43,8 @@ class Setting:
     microbatches: of a step, of both directions together, each whole.  chunks: stages per rank, 0 for as many
     as the schedule usually has.  work: times, see `Work`; or a file that says them.
     transfer_s: seconds of a message between ranks; or per boundary of two stages.
+    per_node: ranks of a node; messages between nodes share one link out of each and one into it, and keep it
+    for as long as they take. 0: every message has a link of its own.
     memory: most residuals that a rank may hold: micro-batches, or bytes with a unit if the file says sizes.
     pair_factor: what a pair of actions takes of the sum of their times.
     """
@@ -52,6 +54,7 @@ class Setting:
     chunks: int = 0
     work: Work | Path = Work()
     transfer_s: float | tuple[float, ...] = 0.0
+    per_node: int = 0
     memory: str = ""
     pair_factor: float = 1.0
 
@@ -71,6 +74,7 @@ class Drawn:
     stages: StageGraph
     microbatches: int
     program: Program = field(repr=False)
+    cluster: Cluster = field(repr=False)
     timeline: Timeline = field(repr=False)
     summary: Summary
     peaks: tuple[float, ...]
@@ -177,7 +181,7 @@ def weights(drawn: Drawn, updates: Updates) -> tuple[StageVersions, ...]:
 
 def explain(drawn: Drawn) -> Explanation:
     """Why its ranks are idle, and its critical path."""
-    return explain_timeline(drawn.program, drawn.timeline, drawn.stages)
+    return explain_timeline(drawn.program, drawn.timeline, drawn.stages, drawn.cluster)
 
 
 def csv_text(drawn: Drawn, *, transfers: bool = False) -> str:
@@ -278,20 +282,30 @@ def _drawn(made: Schedule, stages: StageGraph, costs: tuple[StageCost, ...], set
         one = max(units)
         show = format_bytes if sized else (lambda size: f"{size / one:g} micro-batches")
         peak_bytes(made, _without_messages(stages), costs, caps, show=show)
-    wired, link = stages, Link(bandwidth_bytes_per_s=inf, latency_s=0.0)
-    if isinstance(setting.transfer_s, tuple):
-        wired, bandwidth = with_transfers(stages, setting.transfer_s)
-        link = Link(bandwidth_bytes_per_s=bandwidth)
-    elif setting.transfer_s:
-        link = Link(bandwidth_bytes_per_s=inf, latency_s=setting.transfer_s)
+    wired, cluster = _wired(stages, made.ranks, setting)
     program = lower(made, wired)
-    device = Device(name="any", memory_bytes=1)
-    cluster = Cluster(devices=(device,) * made.ranks, within_node=link)
     timeline = simulate(program, wired, costs, cluster)
     held = [peak.get("residuals", 0) for peak in timeline.peaks]
     return Drawn(
         schedule=made, stages=wired, microbatches=made.microbatches * stages.replicas // made.slices,
-        program=program, timeline=timeline, summary=summarise(timeline),
+        program=program, cluster=cluster, timeline=timeline, summary=summarise(timeline),
         peaks=tuple(size / unit for size, unit in zip(held, units, strict=True)),
         peaks_bytes=tuple(held) if sized else (),
     )  # fmt: skip
+
+
+def _wired(stages: StageGraph, ranks: int, setting: Setting) -> tuple[StageGraph, Cluster]:
+    """The stages with messages of some size, and links on which these take the times that are given."""
+    times, shared = setting.transfer_s, None
+    link = Link(bandwidth_bytes_per_s=inf)
+    if setting.per_node and isinstance(times, float):
+        times = (times,) * (stages.cuts - 1)
+    if isinstance(times, tuple):
+        stages, bandwidth = with_transfers(stages, times)
+        link = Link(bandwidth_bytes_per_s=bandwidth)
+        shared = link if setting.per_node else None
+    elif times:
+        link = Link(bandwidth_bytes_per_s=inf, latency_s=times)
+    size = setting.per_node or ranks
+    devices = tuple(Device(name="any", memory_bytes=1, node=rank // size) for rank in range(ranks))
+    return stages, Cluster(devices=devices, within_node=link, node_link=shared)

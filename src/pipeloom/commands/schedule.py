@@ -143,7 +143,7 @@ def explain(*, name: str, setting: Setting, as_json: bool) -> None:
 
     With --json: name, step_s, bubble, span_s, span_bubble, idle_s, reasons (reason -> rank-seconds, adding up
     to idle_s), sources: a list of reason, rank, seconds, share, text; path: a list of kind, rank, action,
-    start_s, end_s; and path_text: the path as it is printed.
+    start_s, end_s, waiting (what waits for the link that it holds); and path_text: the path as it is printed.
     """
     from .. import viewer
     from ..api import scheduling
@@ -154,7 +154,7 @@ def explain(*, name: str, setting: Setting, as_json: bool) -> None:
         _print_explanation(name, drawn)
         return
     figures = _figures(drawn)
-    pieces = ("kind", "rank", "action", "start_s", "end_s")
+    pieces = ("kind", "rank", "action", "start_s", "end_s", "waiting")
     parts = ("reason", "rank", "seconds", "share", "text")
     print_json({
         "name": name, **{key: figures[key] for key in ("step_s", "bubble", "span_s", "span_bubble")},

@@ -62,6 +62,11 @@ TIMES = (
         help="Time of a message between ranks; several: one per boundary of two stages.",
     ),
     click.option(
+        "--per-node", type=click.IntRange(1),
+        help="Ranks of a node: messages between nodes then wait for each other on one link out of "
+        "each and one into it. Without it, every message has a link of its own.",
+    ),
+    click.option(
         "--times", type=FILE,
         help="Take F, I and W from a saved plan (per stage) or profile (spread evenly) instead.",
     ),
@@ -102,7 +107,7 @@ def shape_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def times_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """-F, -I, -W, -T, --times, --pair-factor and --memory, handed to the command as one `setting`."""
+    """-F, -I, -W, -T and the options behind them, handed to the command as one `setting`."""
     return _with_setting(command, TIMES)
 
 
@@ -110,8 +115,8 @@ def _with_setting(command: Callable[..., Any], options: Sequence[Callable[..., A
     @wraps(command)
     def with_setting(
         *, forward_s: Any, input_grad_s: Any, weight_grad_s: Any, transfer_s: Any, times: Path | None,
-        memory: str, pair_factor: float, ranks: int = 1, microbatches: int = 1, chunks: int | None = None,
-        **others: Any,
+        memory: str, pair_factor: float, per_node: int | None, ranks: int = 1, microbatches: int = 1,
+        chunks: int | None = None, **others: Any,
     ) -> Any:  # fmt: skip
         from ..api.scheduling import Setting, Work
 
@@ -123,7 +128,7 @@ def _with_setting(command: Callable[..., Any], options: Sequence[Callable[..., A
             )
         setting = Setting(
             ranks=ranks, microbatches=microbatches, chunks=chunks or 0, work=times or Work(**given),
-            transfer_s=transfer_s, memory=memory, pair_factor=pair_factor,
+            transfer_s=transfer_s, per_node=per_node or 0, memory=memory, pair_factor=pair_factor,
         )  # fmt: skip
         return command(setting=setting, **others)
 

@@ -49,7 +49,7 @@ def simulate(
     devices = described or cpu_cluster(len(set(plan.placement)))
     timeline = passes.simulate(plan, graph, costs, devices)
     if html is not None:
-        reasons = explain_steps(plan, graph, [timeline])
+        reasons = explain_steps(plan, graph, [timeline], devices)
         title = f"{graph.name}: {plan.schedule}, simulated"
         viewer.write_report(html, title=title, predicted=timeline, explanations=reasons)
     if trace is not None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 Reason: TypeAlias = Literal[
-    "warm-up", "fill", "imbalance", "order", "transfer", "copy", "reduce", "overhead", "drain"
+    "warm-up", "fill", "imbalance", "order", "transfer", "link", "copy", "reduce", "overhead", "drain"
 ]
 
 REASONS: Mapping[Reason, str] = {
@@ -16,6 +16,7 @@ REASONS: Mapping[Reason, str] = {
     "imbalance": "it waits for a rank that has more work in a step",
     "order": "it waits for a rank that runs other actions first and has no more work in a step",
     "transfer": "what it waits for has been computed, and is on its way between ranks",
+    "link": "what it waits for waits itself for a link that ranks share, and that carries something else",
     "copy": "it waits for a copy from or to host memory",
     "reduce": "it waits for other ranks, or for the sum over ranks, before the optimizer",
     "overhead": "all that it needs is there, and the action has not begun",
@@ -34,7 +35,9 @@ class Idle:
     waits_for, on_rank: the action, and its rank, whose result that action waits for; where nothing is
         waited for: empty, and -1.
     root, root_rank: what it comes from in the end, found by following back from `waits_for` whatever was
-        itself waiting: an action whose rank was busy; empty, and -1, where there is none.
+        itself waiting: an action whose rank was busy, or a message or copy whose link was; empty, and -1,
+        where there is none.
+    waiting: of a "link", the message or copy that waits for it; `root` is what holds it.
     """
 
     rank: int
@@ -46,6 +49,7 @@ class Idle:
     on_rank: int = -1
     root: str = ""
     root_rank: int = -1
+    waiting: str = ""
 
     @property
     def duration_s(self) -> float:
@@ -58,6 +62,8 @@ class PathStep:
 
     kind: "compute"; "transfer", with the sender in `rank` and the receiver in `to_rank`; "reduce"; "copy";
         or "overhead", where nothing that is known of held the next piece up.
+    waiting: of a message or copy that holds a shared link, what waits for it; the piece ends when the link
+        is free.
     """
 
     kind: Literal["compute", "transfer", "reduce", "copy", "overhead"]
@@ -66,6 +72,7 @@ class PathStep:
     start_s: float
     end_s: float
     to_rank: int = -1
+    waiting: str = ""
 
     @property
     def duration_s(self) -> float:

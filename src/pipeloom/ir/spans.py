@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,16 @@ from .kernels import in_place
 from .timeline import Event, Totals
 
 Floats = NDArray[np.float64]
+
+
+class Listed(NamedTuple):
+    """Events by start, one list for each of their fields. Times in seconds."""
+
+    streams: list[str]
+    ranks: list[int]
+    actions: list[str]
+    starts: list[float]
+    ends: list[float]
 
 
 class Spans(Sequence[Event]):
@@ -56,19 +66,24 @@ class Spans(Sequence[Event]):
         sends: Bools = (kind == SEND_F_) | (kind == SEND_B_)
         return sends
 
-    @cached_property
-    def _events(self) -> tuple[Event, ...]:
+    def listed(self) -> Listed:
+        """All events as lists, without an object for each."""
         columns, shown = self._columns, self._shown
         start, end = self._start.copy(), self._end.copy()
         sends = self._sends
         start[sends], end[sends] = (moves[self._message[sends]] for moves in self._moves)
         order = shown[np.argsort(start[shown], kind="stable")]
         ranks = np.searchsorted(columns.offsets, order, side="right") - 1
-        kinds, texts = columns.kind[order].tolist(), columns.texts(order)
-        rows = zip(kinds, texts, ranks.tolist(), start[order].tolist(), end[order].tolist(), strict=True)
+        return Listed(
+            streams=[self._stream[code] for code in columns.kind[order].tolist()], ranks=ranks.tolist(),
+            actions=columns.texts(order), starts=start[order].tolist(), ends=end[order].tolist(),
+        )  # fmt: skip
+
+    @cached_property
+    def _events(self) -> tuple[Event, ...]:
         return tuple(
-            Event(rank=rank, stream=self._stream[code], action=text, start_s=begin, end_s=until)
-            for code, text, rank, begin, until in rows
+            Event(rank=rank, stream=stream, action=text, start_s=begin, end_s=until)
+            for stream, rank, text, begin, until in zip(*self.listed(), strict=True)
         )
 
     def totals(self, ranks: int) -> Totals:

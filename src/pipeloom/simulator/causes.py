@@ -7,7 +7,7 @@ there, a copy or a sum over ranks was not done.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -29,6 +29,7 @@ from ..ir.action import (
     parse_action,
 )
 from ..ir.added_rules import met
+from ..ir.cluster import Cluster
 from ..ir.columns import RECV_B_, RECV_F_, SEND_B_, SEND_F_, Columns
 from ..ir.explanation import PathStep
 from ..ir.flow import flow_of
@@ -37,7 +38,9 @@ from ..ir.operation import OPERATIONS
 from ..ir.schedule import Program
 from ..ir.stages import StageGraph
 from ..ir.ties import reductions
-from ..ir.timeline import Event, Timeline
+from ..ir.timeline import Timeline
+from .happened import Happened
+from .holders import Holders
 from .items import Ends, Item, Key
 
 COPIES = {OFFLOAD: "d2h", RELOAD: "h2d"}
@@ -55,14 +58,19 @@ def _other_ends(columns: Columns) -> list[str]:
 class Causes:
     """Looks up what an item waited for. Takes time linear in timeline and program to make."""
 
-    def __init__(self, program: Program, timeline: Timeline, stages: StageGraph) -> None:
+    def __init__(
+        self, program: Program, timeline: Timeline, stages: StageGraph, cluster: Cluster | None = None
+    ) -> None:
+        """cluster: where it ran, to know of links that several ranks share."""
         self._flow = flow_of(stages)
         self._causes: dict[Item, Item | None] = {}
         self._roots: dict[Item, Item | None] = {}
         self._read: dict[str, Action | None] = {}
         self._messages: dict[tuple[str, Item], Item | None] = {}
         self._read_program(program, stages)
-        self._read_timeline(timeline)
+        found = Happened(timeline)
+        self._holders = Holders(program, found, stages, self._flow, cluster) if cluster else None
+        self._read_timeline(found)
 
     def _read_program(self, program: Program, stages: StageGraph) -> None:
         """Notes texts only: what few actions are looked at closely is read from them later."""
@@ -119,51 +127,20 @@ class Causes:
             for row in reductions(stages, program.placement)
         ]
 
-    def _read_timeline(self, timeline: Timeline) -> None:
-        events = sorted(timeline.events, key=lambda e: (e.start_s, e.end_s))
-        ranks = range(timeline.ranks)
-        self.rows: list[list[Item]] = [[] for _ in ranks]
-        self._made: dict[Key, Item] = {}
-        self._moved: dict[Key, Event] = {}
-        self._waited: dict[Key, Event] = {}
-        self._sums: list[list[Event]] = [[] for _ in ranks]
-        copies: list[list[Event]] = [[] for _ in ranks]
-        moved: dict[Key, Event] = {}
-        turns: Counter[tuple[str, int, str]] = Counter()
-        for e in events:
-            turn = turns[e.stream, e.rank, e.action]
-            turns[e.stream, e.rank, e.action] += 1
-            if e.stream == "compute":
-                row = self.rows[e.rank]
-                row.append(Item("compute", e.rank, e.action, turn, e.start_s, e.end_s, len(row)))
-                self._made[e.action, turn] = row[-1]
-            elif e.stream == "send" and "SEND" in e.action:
-                self._moved[e.action, turn] = e
-            elif e.stream in COPIES.values():
-                moved[e.action, turn] = e
-            elif e.stream in ("send", "host"):
-                copies[e.rank].append(e)
-            elif "RECV" in e.action:
-                self._waited[e.action, turn] = e
-            elif e.action != "END":
-                self._sums[e.rank].append(e)
+    def _read_timeline(self, found: Happened) -> None:
+        self.rows, self._made = found.rows, found.made
+        self._moved, self._waited, self._sums = found.moved, found.waited, found.sums
         self._computed = [Ends(row) for row in self.rows]
-        self._copied = [
-            Ends([Item("copy", e.rank, e.action, 0, e.start_s, e.end_s, 0) for e in row]) for row in copies
-        ]
-        self._place_copies(moved)
+        self._copied = [Ends(row) for row in found.beside]
         self.busy_s = [sum(i.end_s - i.start_s for i in row) for row in self.rows]
-
-    def _place_copies(self, moved: dict[Key, Event]) -> None:
-        """What is copied to the host and back; beside other copies, each stream on its own."""
         self._copies: dict[Key, Item] = {}
+        """What is copied to the host and back; beside other copies, each stream on its own."""
         lanes: dict[tuple[int, str], list[Item]] = defaultdict(list)
-        for (text, turn), e in moved.items():
+        for (text, turn), (rank, stream, times) in found.away.items():
             issuer = self._made.get((self._issuer.get(text, ""), turn))
-            place = issuer.place + 1 if issuer else 0
-            item = Item("copy", e.rank, text, turn, e.start_s, e.end_s, place)
+            item = Item("copy", rank, text, turn, *times, issuer.place + 1 if issuer else 0)
             self._copies[text, turn] = item
-            lanes[e.rank, e.stream].append(item)
+            lanes[rank, stream].append(item)
         self._lanes = {lane: Ends(items) for lane, items in lanes.items()}
 
     @cached_property
@@ -206,6 +183,8 @@ class Causes:
             found = [i for rank in self._peers(item) if (i := self._computed[rank].until(item.start_s))]
         elif (item.action, item.turn) in self._copies:
             found = list(self._issued(item))
+            if holder := self._holder(item, max((i.end_s for i in found), default=0.0)):
+                found.append(holder)
         else:
             found = [i for i in (self._computed[item.rank].until(item.start_s),) if i]
         return max(found, key=lambda i: i.end_s, default=None)
@@ -271,10 +250,10 @@ class Causes:
             return None
         start_s = end_s = made.end_s
         if (moved := self._moved.get((text, turn))) is not None:
-            start_s, end_s = moved.start_s, moved.end_s
+            start_s, end_s = moved
         elif (waited := self._waited.get((self._received[text], turn))) is not None:
-            end_s = waited.end_s
-            start_s = min(max(made.end_s, waited.start_s), end_s)
+            end_s = waited[1]
+            start_s = min(max(made.end_s, waited[0]), end_s)
         return Item("transfer", made.rank, text, turn, start_s, end_s, user.place, user.rank)
 
     def maker(self, message: Item) -> Item:
@@ -291,6 +270,10 @@ class Causes:
             if earlier := self.message(before, user):
                 yield earlier
                 latest_s = max(latest_s, earlier.end_s)
+        holder = self._holder(message, latest_s)
+        if holder is not None:
+            yield holder
+            latest_s = holder.end_s
         if latest_s < message.start_s:
             # Its receive was posted late, or it lay there until its rank came for it.
             if done := self._computed[message.to_rank].until(message.start_s, most=message.place):
@@ -298,13 +281,26 @@ class Causes:
             if moved and (other := self._arrived[message.to_rank].until(message.start_s)):
                 yield other
 
+    def _holder(self, item: Item, since_s: float) -> Item | None:
+        """What held a shared link that a message or a copy waited for from `since_s` on."""
+        if self._holders is None:
+            return None
+        found = self._holders.before((item.action, item.turn), item.start_s, since_s)
+        if found is None:
+            return None
+        (text, turn), until_s = found
+        held = self._copies.get((text, turn))
+        if held is None and (user := self._made.get((self._user.get(text, ""), turn))):
+            held = self.message(text, user)
+        return None if held is None else replace(held, end_s=until_s, waiting=item.action)
+
     def _reduction(self, item: Item) -> Iterator[Item]:
         """The sum over ranks before a STEP: from when the last of its ranks came to it."""
         previous = self.before(item)
         begin_s = previous.end_s if previous else 0.0
         for e in reversed(self._sums[item.rank]):
             if begin_s <= e.start_s and e.end_s <= item.start_s:
-                sum_up = Item("reduce", item.rank, e.action, 0, e.start_s, e.end_s, item.place)
+                sum_up = replace(e, place=item.place)
                 came = [i.end_s for r in self._peers(sum_up) if (i := self._computed[r].until(e.end_s))]
                 yield replace(sum_up, start_s=min(max(came, default=e.start_s), e.end_s))
                 return
@@ -353,23 +349,30 @@ class Causes:
             return placed and cause.kind in ("compute", "copy") and not self.data(item, cause)
         return item.kind == cause.kind == "compute" and not self.data(item, cause)
 
-    def back(self, item: Item | None, at_s: float) -> Iterator[PathStep]:
-        """What led to `item`, which ends at `at_s`: pieces without a hole, the latest first, down to 0."""
+    def back(self, item: Item | None, at_s: float) -> Iterator[tuple[Item, float, float, bool]]:
+        """What led to `item`, which ends at `at_s`: pieces without a hole, the latest first, down to 0.
+
+        Yields: an item, its piece's start and end, and whether that is the item itself; if not, it is time
+        between what the item waited for and its start.
+        """
         while item is not None:
             start_s = min(item.start_s, at_s)
             if at_s > start_s:
-                yield PathStep(
-                    kind=item.kind, rank=item.rank, action=item.action, start_s=start_s, end_s=at_s,
-                    to_rank=item.to_rank,
-                )  # fmt: skip
+                yield item, start_s, at_s, True
             earlier = self.cause(item)
             # Clocks of ranks may differ: nothing is taken to end after what waited for it has begun.
             end_s = min(earlier.end_s, start_s) if earlier is not None else 0.0
             if start_s > end_s:
-                yield PathStep(
-                    kind="overhead", rank=item.rank, action=item.action, start_s=end_s, end_s=start_s
-                )
+                yield item, end_s, start_s, False
             at_s, item = end_s, earlier
+
+    def path(self, item: Item, at_s: float) -> Iterator[PathStep]:
+        """The same as pieces of a critical path."""
+        for i, start_s, end_s, itself in self.back(item, at_s):
+            yield PathStep(
+                kind=i.kind if itself else "overhead", rank=i.rank, action=i.action, start_s=start_s,
+                end_s=end_s, to_rank=i.to_rank if itself else -1, waiting=i.waiting if itself else "",
+            )  # fmt: skip
 
     def last(self) -> Item | None:
         """The compute action that ends last; of several, one that took time."""

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ..ir.action import STEP
+from ..ir.cluster import Cluster
 from ..ir.explanation import Explanation, Idle, Reason
 from ..ir.schedule import Program
 from ..ir.stages import StageGraph
@@ -21,10 +22,13 @@ MORE = 1e-9
 """A rank has more work than another if it has more by this share."""
 
 
-def explain(program: Program, timeline: Timeline, stages: StageGraph) -> Explanation:
+def explain(
+    program: Program, timeline: Timeline, stages: StageGraph, cluster: Cluster | None = None
+) -> Explanation:
     """Give each moment in which a rank computes nothing a reason, and find the critical path.
 
     program: what ran, possibly several times over.  timeline: one step of it, predicted or measured.
+    cluster: what it ran on: without it waiting for a link that several ranks share is not known as such.
 
     A wait is put down to `imbalance` only as far as the busiest rank has more work than the waiting one.
 
@@ -41,13 +45,13 @@ def explain(program: Program, timeline: Timeline, stages: StageGraph) -> Explana
     >>> [step.action for step in found.path]
     ['0F0', '1F0', '1B0', '0B0']
     """
-    causes = Causes(program, timeline, stages)
+    causes = Causes(program, timeline, stages, cluster)
     step_s = timeline.step_s
     last = causes.last()
     idle: list[Idle] = []
     for rank in range(timeline.ranks):
         idle += _idle(causes, rank, step_s, last)
-    path = list(causes.back(last, step_s)) if last is not None else []
+    path = list(causes.path(last, step_s)) if last is not None else []
     if last is not None and last.end_s < step_s:
         tail = replace(path[0], kind="overhead", start_s=last.end_s)
         path[:1] = [tail, replace(path[0], end_s=last.end_s)]
@@ -81,17 +85,19 @@ def _idle(causes: Causes, rank: int, step_s: float, last: Item | None) -> Iterat
 def _wait(causes: Causes, item: Item, since_s: float) -> list[Idle]:
     """The wait of a rank from `since_s` until `item` begins, cut where the reason changes."""
     cause = causes.cause(item)
-    waits_for, on_rank, root_text, root_rank = "", -1, "", -1
+    waits_for, on_rank = "", -1
     if cause is not None and cause.kind == "transfer":
         maker = causes.maker(cause)
         waits_for, on_rank = maker.action, maker.rank
     elif cause is not None and (cause.rank != item.rank or cause.kind == "copy"):
         waits_for, on_rank = cause.action, cause.rank
 
-    def piece(start_s: float, end_s: float, reason: Reason) -> Idle:
+    def piece(start_s: float, end_s: float, reason: Reason, root: Item | None = None) -> Idle:
+        text, rank, waiting = ("", -1, "") if root is None else (root.action, root.rank, root.waiting)
         return Idle(
             rank=item.rank, start_s=start_s, end_s=end_s, reason=reason, action=item.action,
-            waits_for=waits_for, on_rank=on_rank, root=root_text, root_rank=root_rank,
+            waits_for=waits_for, on_rank=on_rank, root=text, root_rank=rank,
+            waiting=waiting if reason == "link" else "",
         )  # fmt: skip
 
     if causes.before(item) is None:
@@ -99,30 +105,32 @@ def _wait(causes: Causes, item: Item, since_s: float) -> list[Idle]:
     if cause is None or cause is causes.before(item):
         return [piece(since_s, item.start_s, "overhead")]
     root = causes.root(cause)
-    if root is not None:
-        root_text, root_rank = root.action, root.rank
     reason = _reason(causes, item, root)
+    closes = item.action.endswith(STEP)
     pieces: list[Idle] = []
     if cause.end_s < item.start_s:
-        pieces.append(piece(max(since_s, cause.end_s), item.start_s, "overhead"))
-    for step in causes.back(cause, min(cause.end_s, item.start_s)):
-        if step.end_s <= since_s:
+        pieces.append(piece(max(since_s, cause.end_s), item.start_s, "overhead", root))
+    for step, start_s, end_s, itself in causes.back(cause, min(cause.end_s, item.start_s)):
+        if end_s <= since_s:
             break
         why: Reason = reason
-        if step.kind in ("transfer", "reduce", "copy"):
-            why = step.kind
-        if item.action.endswith(STEP):
+        if itself and step.kind != "compute":
+            why = "link" if step.waiting else step.kind
+        if closes:
             why = "reduce"
+        start_s = max(since_s, start_s)
         if pieces and pieces[-1].reason == why:
-            pieces[-1] = replace(pieces[-1], start_s=max(since_s, step.start_s))
+            pieces[-1] = replace(pieces[-1], start_s=start_s)
         else:
-            pieces.append(piece(max(since_s, step.start_s), step.end_s, why))
+            pieces.append(piece(start_s, end_s, why, step if itself and step.waiting else root))
     return pieces[::-1]
 
 
 def _reason(causes: Causes, item: Item, root: Item | None) -> Reason:
     if root is None:
         return "fill"
+    if root.waiting:
+        return "link"
     if root.kind == "transfer":
         return "transfer"
     if root.kind == "copy":

@@ -11,12 +11,14 @@ Key: TypeAlias = tuple[str, int]
 """(an instruction's text, how often it came before): a step may run a program several times."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)  # looked up very often, and each is made once
+@dataclass(slots=True, eq=False)  # looked up very often, and each is made once; not frozen, as that is slow
 class Item:
     """Something that took time: an action, a message on its way, a sum over ranks, a copy.
 
     place: which of its rank's compute actions it is; of a message, the place of the action that waits; of a
         copy, how many compute actions stand in front of it.
+    waiting: of something that holds a shared link, the message or copy that waits for it; then it ends when
+        it lets go of the link.
     """
 
     kind: Literal["compute", "transfer", "reduce", "copy"]
@@ -27,6 +29,7 @@ class Item:
     end_s: float
     place: int
     to_rank: int = -1
+    waiting: str = ""
 
 
 class Ends:

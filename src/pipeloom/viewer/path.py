@@ -118,10 +118,10 @@ def _legs(path: Sequence[PathStep]) -> Iterator[Leg]:
     now: Leg | None = None
     for step in path:
         what = label(step.action)
-        if step.kind == "transfer" and now is not None:
+        if step.kind == "transfer" and now is not None and not (step.waiting or now.group == "link"):
             now = replace(now, end_s=step.end_s, transfer_s=now.transfer_s + step.duration_s)
             continue
-        group = what.group if step.kind == "compute" else step.kind
+        group = "link" if step.waiting else what.group if step.kind == "compute" else step.kind
         if now is not None and step.kind == "compute" and _goes_on(now, group, what.stage, what.microbatch):
             assert what.stage is not None
             now = replace(
@@ -131,7 +131,9 @@ def _legs(path: Sequence[PathStep]) -> Iterator[Leg]:
             continue
         if now is not None:
             yield now
-        text = step.action if step.kind == "compute" else f"{step.kind} before {step.action}"
+        text = step.action if step.kind in ("compute", "transfer") else f"{step.kind} before {step.action}"
+        if step.waiting:
+            text = f"{step.action} on the link that {step.waiting} waits for"
         now = Leg(
             group=group, microbatch=what.microbatch, ranks=(step.rank,), first=text, last=text,
             stages=() if what.stage is None or step.kind != "compute" else (what.stage,),

@@ -32,6 +32,9 @@ def sentence(idle: Idle) -> str:
         return f"{who} waits for {what}, which is on its way: no rank is too busy to take it on"
     if idle.reason == "transfer":
         return f"{who} waits for {what}: a message is on its way"
+    if idle.reason == "link":
+        held = f"which {idle.root} of rank {idle.root_rank} holds"
+        return f"{who} waits for {what}: {idle.waiting} waits for a shared link, {held}"
     more = ", and has more work in a step" if idle.reason == "imbalance" else ""
     return f"{who} waits for {what}: it is late as rank {idle.root_rank} was busy with {idle.root}{more}"
 
@@ -71,6 +74,9 @@ def _kind_of_wait(idle: Idle) -> str:
         return f"rank {idle.rank}, before {label(idle.action).group}"
     if idle.reason in ("fill", "transfer"):
         return f"rank {idle.rank} waits for {what}"
+    if idle.reason == "link":
+        held = f"{label(idle.root).group} of rank {idle.root_rank}"
+        return f"rank {idle.rank} waits for {what}, held up on a shared link by {held}"
     if idle.root_rank == idle.rank:
         return f"rank {idle.rank} waits for {what}, whose input it made late itself"
     via = "" if idle.root_rank == idle.on_rank else f", held up by rank {idle.root_rank}"

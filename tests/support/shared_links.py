@@ -1,0 +1,59 @@
+"""Clusters whose ranks share links, and programs to run on them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+from edits import Case
+from residuals import treated, uneven
+
+from pipeloom.ir.cluster import Cluster, Device, Link
+from pipeloom.ir.costs import StageCost
+from pipeloom.ir.schedule import Program
+from pipeloom.ir.stages import StageGraph
+from pipeloom.lowering import lower
+
+INSTANT = Link(bandwidth_bytes_per_s=float("inf"))
+
+
+def nodes(*of: int, **more: object) -> Cluster:
+    """Ranks on nodes; nothing but what `more` says takes time."""
+    devices = tuple(Device(name="any", memory_bytes=1, node=node) for node in of)
+    return Cluster(devices=devices, within_node=INSTANT, **more)  # type: ignore[arg-type]
+
+
+def on_switches(*names: str, **switches: Link) -> Cluster:
+    devices = tuple(Device(name="any", memory_bytes=1, switch=name) for name in names)
+    return Cluster(devices=devices, within_node=INSTANT, switches=switches)
+
+
+def random_cluster(ranks: int, dice: Random) -> Cluster:
+    per_node = dice.randint(1, 3)
+    switched = dice.random() < 0.7
+    devices = tuple(
+        Device(
+            name="any", memory_bytes=1, node=rank // per_node, group=dice.choice((None, "g")),
+            switch=f"s{rank // per_node}{dice.randint(0, 1)}" if switched and dice.random() < 0.8 else None,
+        )
+        for rank in range(ranks)
+    )  # fmt: skip
+
+    def link(most: float) -> Link:
+        return Link(bandwidth_bytes_per_s=dice.uniform(2, most), latency_s=dice.random() / 10)
+
+    names = {device.switch for device in devices if device.switch}
+    return Cluster(
+        devices=devices, within_node=replace(link(60), overhead_s=0.05), between_nodes=link(20),
+        groups={"g": link(80)}, switches={name: link(60) for name in sorted(names)},
+        node_link=link(20) if dice.random() < 0.8 else None,
+    )  # fmt: skip
+
+
+def treated_case(case: Case, dice: Random) -> tuple[Program, StageGraph, tuple[StageCost, ...]]:
+    """A program that treats some residuals, where it trains; without tied parameters."""
+    stages = replace(case.stages, params=((),) * len(case.stages.stages))
+    program = lower(case.schedule, stages)
+    if program.columns.trains:
+        program = treated(program, dice)
+    return program, stages, uneven(len(stages.stages), dice)
