@@ -132,3 +132,21 @@ def test_a_plan_for_another_model_is_refused() -> None:
     plan = replace(plan_for(JOB, 2), graph="0123456789abcdef")
     with pytest.raises(PlanError, match="made for model 0123456789abcdef, not for net"):
         verify(JOB, plan)
+
+
+class NotFinite(Net):
+    """Its loss is right, the gradient of one entry of its last weight is not a number."""
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        loss = super().forward(x, y)["loss"]
+        return {"loss": loss + 0.0 * torch.sqrt(self.last.bias[0] - self.last.bias[0]).sum()}
+
+
+def test_numbers_that_are_none_pass_for_nothing() -> None:
+    """`max` passed over NaN, so a gradient that is no number was called equal."""
+    job = Job(model=NotFinite, batch=batch, name="not finite")
+    found = verify(job, plan_for(job, 2))
+    assert found.loss <= found.tolerance
+    assert found.gradients["last.bias"] == float("inf") and not found.passed
+    with pytest.raises(VerifyError, match=r"gradient of last\.bias differs by inf"):
+        found.require()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from math import inf, isfinite
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +31,8 @@ whichever is more: a gradient that is zero but for rounding has no digits to com
 class Comparison:
     """Largest relative differences between the pipeline and one process.
 
-    gradients, parameters: by FQN.  reference: what the one process ran.
+    gradients, parameters: by FQN.  reference: what the one process ran. A difference is infinite where either
+    side has a value that is not finite: of such numbers nothing can be said.
     """
 
     loss: float
@@ -41,7 +43,7 @@ class Comparison:
 
     @property
     def worst(self) -> float:
-        return max(self.loss, *self.gradients.values(), *self.parameters.values())
+        return max((self.loss, *self.gradients.values(), *self.parameters.values()))
 
     @property
     def passed(self) -> bool:
@@ -81,7 +83,7 @@ def verify(
     else:
         expected, what = _run_eager(job, plan, options, batch), "the module itself, eager"
     return Comparison(
-        loss=abs(found.loss - expected.loss) / max(abs(expected.loss), 1e-12),
+        loss=_relative(abs(found.loss - expected.loss), max(abs(expected.loss), 1e-12)),
         gradients=_differences(found.gradients, expected.gradients),
         parameters=_differences(found.parameters, _updated(job, expected.initial, found.gradients)),
         tolerance=tolerance, reference=what,
@@ -111,14 +113,21 @@ def _updated(job: Job, initial: Mapping[str, Tensor], gradients: Mapping[str, Te
 
 
 def _differences(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
-    largest = max((float(t.abs().max()) for t in expected.values() if t.numel()), default=0.0)
-    missing = {name: float("inf") for name in expected.keys() ^ found.keys()}
+    sizes = {name: float(t.abs().max()) for name, t in expected.items() if t.numel()}
+    largest = max(filter(isfinite, sizes.values()), default=0.0)
+    missing = {name: inf for name in expected.keys() ^ found.keys()}
     return missing | {
-        name: float((found[name].double() - t.double()).abs().max())
-        / max(float(t.abs().max()), NOISE * largest, 1e-30)
-        for name, t in expected.items()
-        if name in found and t.numel()
+        name: _relative(
+            float((found[name].double() - expected[name].double()).abs().max()),
+            max(size, NOISE * largest, 1e-30),
+        )
+        for name, size in sizes.items()
+        if name in found
     }
+
+
+def _relative(difference: float, size: float) -> float:
+    return difference / size if isfinite(difference) and isfinite(size) else inf
 
 
 def _uncut(plan: Plan) -> Plan:

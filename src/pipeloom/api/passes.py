@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
-from ..ir.cluster import Cluster
-from ..ir.errors import PlanError
+from ..ir.cluster import Cluster, Device
+from ..ir.errors import ConfigError, PlanError
 from ..ir.graph import OpGraph
 from ..ir.memory import Treatment, WeightPolicy
 from ..ir.plan import Plan
@@ -16,7 +16,7 @@ from ..ir.profile import Profile
 from ..ir.timeline import Timeline
 from ..ir.units import parse_bytes
 from ..planner import PlanOptions, cpu_cluster, find_cluster
-from ..planner.batches import Sample
+from ..planner.batches import Sample, shared_rows
 from ..profiler.roofline import roofline
 from .placing import simulate_plan
 from .planning import Planning, largest_below, largest_plan
@@ -56,8 +56,24 @@ def profile(captured: Captured, *, device: str = "cpu") -> Profile:
 
 
 def estimate(graph: OpGraph, cluster: Cluster) -> dict[str, Profile]:
-    """Profiles by roofline for every kind of device of a cluster, which need not be there."""
-    return {d.name: roofline(graph, d) for d in cluster.devices}
+    """Profiles by roofline for every kind of device of a cluster, which need not be there.
+
+    Raises: ConfigError if devices of one name compute at different rates.
+    """
+    kinds: dict[str, Device] = {}
+    for device in cluster.devices:
+        known = kinds.setdefault(device.name, device)
+        if _rates(known) != _rates(device):
+            raise ConfigError(
+                f"the cluster has devices named {device.name} that compute at different rates",
+                hint="give each kind of device a name of its own",
+            )
+    return {name: roofline(graph, device) for name, device in kinds.items()}
+
+
+def _rates(device: Device) -> tuple[object, ...]:
+    """What the time of an op depends on."""
+    return device.flops_per_s, device.memory_bytes_per_s, device.efficiency, device.launch_s
 
 
 def plan(
@@ -126,6 +142,8 @@ def planning(
     """How `plan` plans; see there. watch: told how many stages were weighed so far."""
     from ..runtime.calibrate import optimizer_ratio
 
+    _refuse_words("treatment", treatments or (), get_args(Treatment))
+    _refuse_words("weight policy", () if weights is None else (weights,), get_args(WeightPolicy))
     described = cluster is not None
     if cluster is None:
         cluster = cpu_cluster(stages, memory=memory)
@@ -142,17 +160,38 @@ def planning(
     )  # fmt: skip
 
 
+def _refuse_words(what: str, given: Iterable[str], known: Sequence[str]) -> None:
+    for word in given:
+        if word not in known:
+            raise PlanError(f"{word!r} is no {what}", hint=f"use {' or '.join(known)}")
+
+
 def sample(
     job: Job, size: int, cluster: Cluster | None, captured: Captured | None = None,
     profiled: Profile | None = None,
 ) -> Sample:  # fmt: skip
-    """A job captured at one micro-batch size, and its costs: by roofline on a cluster, or measured here."""
+    """A job captured at one micro-batch size, and its costs: by roofline on a cluster, or measured here.
+
+    Raises: PlanError if what is given is of another size, or is to stand for several kinds of devices.
+    """
+    if size < 1:
+        raise PlanError(f"micro-batches of {size} rows", hint="use at least 1")
+    kinds = {d.name for d in cluster.devices} if cluster is not None else set()
+    if profiled is not None and len(kinds) > 1:
+        raise PlanError(
+            f"one profile, of device {profiled.device}, for the kinds {', '.join(sorted(kinds))}",
+            hint="leave the profile out, and each kind is estimated from its figures",
+        )
     captured = captured or capture(job, size)
+    if (rows := shared_rows(captured.graph)) not in (None, size):
+        raise PlanError(
+            f"the captured model has micro-batches of {rows} rows, the plan is for {size}",
+            hint=f"capture it with {size} rows, or plan for {rows}",
+        )
     if profiled is None and cluster is not None:
         return Sample(size=size, graph=captured.graph, profiles=estimate(captured.graph, cluster))
     measured = profiled or profile(captured)
-    devices = () if cluster is None else cluster.devices
-    names = {"cpu", measured.device, *(device.name for device in devices)}
+    names = {"cpu", measured.device, *kinds}
     return Sample(size=size, graph=captured.graph, profiles=dict.fromkeys(sorted(names), measured))
 
 
@@ -171,5 +210,11 @@ def simulate(
             raise PlanError(
                 f"the profile was made for model {given.graph}, the plan for {plan.graph}",
                 hint="profile the plan's model",
+            )
+        if given.batch and plan.batch and given.batch != plan.batch:
+            raise PlanError(
+                f"the profile is of micro-batches {', '.join(given.batch)}, the plan for "
+                f"{', '.join(plan.batch)}",
+                hint="profile with the plan's micro-batch size",
             )
     return simulate_plan(plan, graph, costs, cluster)

@@ -6,7 +6,7 @@ stages are placed, and the schedule is built for the times that they take.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from .. import schedules
@@ -22,6 +22,7 @@ from ..ir.units import format_bytes
 from ..lowering import lower
 from ..planner import PlanOptions, make_plan
 from ..planner.cost import CostModel, CostOptions
+from ..planner.request import profile_of
 from ..planner.stagecosts import stage_costs, stage_plan
 from ..simulator import simulate
 
@@ -49,11 +50,13 @@ def stages_for(schedule: str, ranks: int) -> int:
 
 
 def place(
-    plan: Plan, graph: OpGraph, schedule: str, ranks: int, *, times: schedules.Times | None = None
-) -> Plan:
+    plan: Plan, graph: OpGraph, schedule: str, ranks: int, *, times: schedules.Times | None = None,
+    split_backward: bool = False,
+) -> Plan:  # fmt: skip
     """The same stages on `ranks` ranks, in the usual placement of another schedule.
 
     times: of the stages, for schedules that order by time; equal ones by default.
+    split_backward: also where the schedule does not by itself.
     Raises: PlanError if the stages or the micro-batches of the plan are not as many as the schedule needs.
     """
     shape, placement = schedules.usual(schedule, ranks)
@@ -71,24 +74,48 @@ def place(
     placed = replace(plan, placement=placement, caps=())
     stages = placed.replicated(placed.stage_graph(graph))
     count = plan.microbatches // shape.replicas
-    made = schedules.build(schedule, stages, placement, count, times=times)
+    made = schedules.build(
+        schedule, stages, placement, count, times=times, split_backward=split_backward
+    )
     return replace(placed, schedule=made.name, schedule_rows=tuple(str(made).splitlines()))
 
 
 def plan_placed(
     graph: OpGraph, costs: Costs, cluster: Cluster, *,
     ranks: int, schedule: str, microbatches: int, strategy: str, options: PlanOptions,
+    explained: bool = True, largest: Callable[[], int | None] | None = None,
+    watch: Callable[[int], None] | None = None,
 ) -> Plan:  # fmt: skip
-    """Cut, place and build.
+    """Cut, place and build. explained, largest, watch: see `make_plan`.
 
     Raises: InfeasibleError if a rank needs more than its device has, as simulated.
     """
-    apart = make_plan(
-        graph, costs, _one_device_each(cluster, schedule, ranks), stages=stages_for(schedule, ranks),
-        schedule="1f1b", microbatches=microbatches, strategy=strategy, options=options,
-    )  # fmt: skip
-    each = costs_of(place(apart, graph, schedule, ranks), graph, costs, cluster)
-    found = place(apart, graph, schedule, ranks, times=schedules.Times(costs=each))
+    own = schedules.entry(schedule).weights
+    if options.weights not in (None, own):
+        raise PlanError(
+            f"schedule {schedule} updates weights by {own}, not by {options.weights}",
+            hint=f"ask for {own}, or for another schedule",
+        )
+    stages = stages_for(schedule, ranks)
+    try:
+        apart = make_plan(
+            graph, costs, _one_device_each(cluster, schedule, ranks), stages=stages, schedule="1f1b",
+            microbatches=microbatches, strategy=strategy, options=replace(options, weights=own),
+            explained=explained, largest=largest, watch=watch,
+        )  # fmt: skip
+    except InfeasibleError as error:
+        share = len(schedules.usual(schedule, ranks)[1]) // ranks
+        raise InfeasibleError(
+            f"{schedule} puts {share} stages on each rank, each with 1/{share} of its device's memory. "
+            f"Of that share: {error.message}",
+            hint=f"{error.hint} (a device's memory is {share} times such a share)",
+        ) from None
+
+    def placed(times: schedules.Times | None) -> Plan:
+        return place(apart, graph, schedule, ranks, times=times, split_backward=options.split_backward)
+
+    each = costs_of(placed(None), graph, costs, cluster)
+    found = placed(schedules.Times(costs=each))
     step = simulate_plan(found, graph, costs, cluster)
     caps = tuple(device.memory_bytes for device in cluster.devices[:ranks])
     for rank, cap in enumerate(caps):
@@ -101,9 +128,17 @@ def plan_placed(
 
 
 def costs_of(plan: Plan, graph: OpGraph, costs: Costs, cluster: Cluster) -> tuple[StageCost, ...]:
-    """What each stage of a plan, replicas included, takes on the device of its rank."""
+    """What each stage of a plan, replicas included, takes on the device of its rank.
+
+    Raises: PlanError if the cluster has too few devices, or one without a profile.
+    """
+    if (ranks := max(plan.placement) + 1) > len(cluster.devices):
+        raise PlanError(
+            f"the plan is for {ranks} devices, the cluster has {len(cluster.devices)}",
+            hint="name a cluster of as many devices, or plan for this one",
+        )
     devices = tuple(cluster.devices[rank] for rank in plan.placement[: len(plan.stages)])
-    profiles = [costs if isinstance(costs, Profile) else costs[d.name] for d in devices]
+    profiles = [profile_of(costs, d.name, graph) for d in devices]
     trained = sum(s.memory.gradients for s in plan.stages)
     options = CostOptions(
         microbatches=plan.microbatches,

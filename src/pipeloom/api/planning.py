@@ -66,6 +66,7 @@ class Planning:
             found = plan_placed(
                 graph, costs, self.cluster, ranks=self.stages, schedule=self.schedule,
                 microbatches=microbatches, strategy=self.strategy, options=self.options,
+                explained=explained, largest=largest, watch=self.watch,
             )  # fmt: skip
         return replace(found, microbatch_size=size, caps=found.caps if self.capped else ())
 
@@ -73,6 +74,8 @@ class Planning:
         """Micro-batches per step of `size` rows. Raises: ConfigError if they do not make up the batch."""
         if self.global_batch is None:
             return self.microbatches
+        if self.global_batch < 1:
+            raise ConfigError(f"a global batch of {self.global_batch} rows", hint="use at least 1")
         count, rest = divmod(self.global_batch, size)
         if rest or not count:
             divisors = [d for d in range(1, self.global_batch + 1) if self.global_batch % d == 0]
@@ -110,13 +113,16 @@ class Planning:
 def largest_below(planning: Planning, known: Sample, take: Take) -> int | None:
     """The largest size below a known one that has a plan; None if none has.
 
-    By interpolation between `known` and a micro-batch of the least size. One row is looked at as it is:
-    models may do without some ops then.
+    By interpolation between `known` and a micro-batch of the least size; None too if these are of different
+    ops. One row is looked at as it is: models may do without some ops then.
     """
     sizes = [size for size in planning.sizes() if size < known.size]
     quiet = replace(planning, watch=None)
-    if several := [size for size in sizes if size > 1]:
-        least = take(several[0])
+    several = [size for size in sizes if size > 1]
+    least = take(several[0]) if several else known
+    if least.graph.fingerprint != known.graph.fingerprint:
+        return None  # the model's ops depend on the size: there is nothing to interpolate
+    if several:
         found = largest_size(several, lambda size: quiet.fits(interpolated(least, known, size)))
         if found is not None:
             return found
@@ -127,8 +133,8 @@ def largest_plan(planning: Planning, start: int, take: Take) -> tuple[Plan, Samp
     """The plan with the largest micro-batches that fit, and the model at that size.
 
     start: a size to look around.  take: captures and profiles.
-    Sizes are judged by interpolation between two that were taken; the one found is taken too, and so are
-    smaller ones until one fits.
+    Sizes are judged by interpolation between two that were taken, unless the model has other ops at one of
+    them; the one found is taken too, and so are smaller ones until one fits.
     Raises: InfeasibleError if not even the smallest size fits.
     """
     take = cache(take)
@@ -139,7 +145,12 @@ def largest_plan(planning: Planning, start: int, take: Take) -> tuple[Plan, Samp
         return planning.plan(some.graph, some.profiles, some.size), some
     near = max(at, 1)  # of one row, models may do without some ops: shapes are interpolated above it
     first, second = take(sizes[near]), take(sizes[near + 1 if near + 1 < len(sizes) else near - 1])
-    found = largest_size(sizes, lambda size: planning.fits(interpolated(first, second, size)), start=at)
+    alike = first.graph.fingerprint == second.graph.fingerprint
+
+    def at_size(size: int) -> Sample:
+        return interpolated(first, second, size) if alike else take(size)
+
+    found = largest_size(sizes, lambda size: planning.fits(at_size(size)), start=at)
     index = sizes.index(found) if found is not None else 0
     while index > 0:
         sample = take(sizes[index])

@@ -56,6 +56,12 @@ def interpolated(first: Sample, second: Sample, size: int) -> Sample:
     return Sample(size=size, graph=graph, profiles=profiles)
 
 
+def shared_rows(graph: OpGraph) -> int | None:
+    """The first dimension that all of the batch's tensors have; None where they differ."""
+    sizes = {value.shape[:1] for value in graph.inputs}
+    return next(iter(sizes))[0] if len(sizes) == 1 and () not in sizes else None
+
+
 def _whole(x: int, y: int, part: float) -> int:
     return x if x == y else max(0, round(x + (y - x) * part))
 

@@ -78,6 +78,12 @@ def _cluster(table: Mapping[str, Any]) -> Cluster:
     devices = tuple(d for index, row in enumerate(rows) for d in _devices(row, f"device {index + 1}"))
     if "within_node" not in table:
         raise ConfigError("no [within_node] table", hint='add one with bandwidth = "12GB", for instance')
+    nodes = {device.node for device in devices}
+    if len(nodes) > 1 and "between_nodes" not in table:
+        raise ConfigError(
+            f"devices are in {len(nodes)} nodes and there is no [between_nodes] table",
+            hint='add one with bandwidth = "12GB", for instance',
+        )
     return Cluster(
         devices=devices,
         within_node=link_of(table["within_node"], "within_node"),

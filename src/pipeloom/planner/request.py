@@ -11,7 +11,7 @@ from ..ir.cluster import Cluster
 from ..ir.errors import PlanError
 from ..ir.graph import OpGraph
 from ..ir.memory import Treatment, WeightPolicy
-from ..ir.profile import Profile
+from ..ir.profile import Profile, batch_text
 from ..ir.schedule import Schedule
 from ..ir.stages import StageGraph, chain
 from .cost import CostModel, CostOptions
@@ -101,7 +101,7 @@ class Request:
             microbatches=self.microbatches, optimizer_bytes=self.options.optimizer_bytes,
             overlap=self.options.overlap, weights=self.weights,
         )  # fmt: skip
-        profiles = [_profile_of(self.profile, device.name, self.graph) for device in devices]
+        profiles = [profile_of(self.profile, device.name, self.graph) for device in devices]
         return Search(
             model=CostModel(self.graph, profiles, replace(self.cluster, devices=devices), options),
             caps=tuple(device.memory_bytes for device in devices),
@@ -125,7 +125,8 @@ class Request:
         return replace(self, cluster=replace(self.cluster, devices=devices[:1] * stages)).search(stages)
 
 
-def _profile_of(profile: Profile | Mapping[str, Profile], device: str, graph: OpGraph) -> Profile:
+def profile_of(profile: Profile | Mapping[str, Profile], device: str, graph: OpGraph) -> Profile:
+    """The profile of a graph on a device. Raises: PlanError if it is missing, or of something else."""
     if not isinstance(profile, Profile):
         if device not in profile:
             raise PlanError(
@@ -136,5 +137,11 @@ def _profile_of(profile: Profile | Mapping[str, Profile], device: str, graph: Op
         raise PlanError(
             f"the profile was made for model {profile.graph}, not for {graph.name} ({graph.fingerprint})",
             hint="profile this model",
+        )
+    if profile.batch and profile.batch != (batch := batch_text(graph.inputs)):
+        raise PlanError(
+            f"the profile is of micro-batches {', '.join(profile.batch)}, the model was captured with "
+            f"{', '.join(batch)}",
+            hint="profile with the micro-batch size that the plan is for",
         )
     return profile
