@@ -87,7 +87,7 @@ def test_nodes_need_a_link_between_them(tmp_path) -> None:
 
 def test_stages_of_one_rank_share_its_memory() -> None:
     job = zoo.job("gpt")
-    with pytest.raises(InfeasibleError, match="zb_v puts 2 stages on each rank, each with 1/2 of its device's"):
+    with pytest.raises(InfeasibleError, match="zb_v puts 2 stages on each rank, each with 1/2 of its"):
         plan(job, cluster=cpu_cluster(2), memory="100KiB", schedule="zb_v", captured=capture_of(job), **HOW)
 
 
@@ -97,4 +97,5 @@ def test_a_split_backward_is_split_wherever_the_stages_are_placed() -> None:
         job, cluster=cpu_cluster(2), schedule="interleaved_1f1b", split_backward=True,
         captured=capture_of(job), **HOW,
     )  # fmt: skip
-    assert any("I0" in row for row in made.schedule_rows) and not any("B" in row for row in made.schedule_rows)
+    rows = " ".join(made.schedule_rows)
+    assert "I0" in rows and "B" not in rows
