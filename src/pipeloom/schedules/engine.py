@@ -181,25 +181,49 @@ class _Ruled:
 
 
 def _stuck(task: Task, t: Tables, s: State) -> DeadlockError:
-    return DeadlockError(
-        "the limits block this order: " + "; ".join(list(_waits(task, t, s))[:16]),
-        hint="limit each chunk on its own (in_flight_stage), so the last one has room, or order by a "
-        "clock=, which keeps room for the forwards that let memory go",
-    )
+    full, waits = zip(*_waits(task, t, s), strict=True)
+    if any(full):
+        return DeadlockError(
+            "the limits block this order: " + "; ".join(waits[:16]),
+            hint="limit each chunk on its own (in_flight_stage), so the last one has room, or order by a "
+            "clock=, which keeps room for the forwards that let memory go",
+        )
+    at_fault = "the rows" if task.row_of is not None else "what before= holds back"
+    return DeadlockError("no rank can move: " + "; ".join(waits[:16]), hint=f"reorder {at_fault}")
 
 
-def _waits(task: Task, t: Tables, s: State) -> Iterator[str]:
-    """What each rank waits for that has not run all."""
+def _waits(task: Task, t: Tables, s: State) -> Iterator[tuple[bool, str]]:
+    """Of each rank that has not run all whether a limit holds it up, and in words what does."""
     for rank in range(task.ranks):
         own = t.own[t.own_at[rank] : t.own_at[rank + 1]]
         heads = [int(i) for i in own if s.batch[i] >= 0]
-        ready = [i for i in heads if s.missing[i * t.size + s.batch[i]] == 0]
-        if ready:
-            action = task.streams[ready[0]].action(int(s.batch[ready[0]]))
-            yield (
-                f"rank {rank} has {action} at hand but its limit is full "
-                f"({s.opened[rank]} micro-batches open)"
-            )
+        at = t.line_at[rank] + s.head[rank]
+        if task.row_of is not None and at < t.line_at[rank + 1]:
+            heads = [int(t.line[at])]
+        heads.sort(key=lambda i: s.missing[i * t.size + s.batch[i]] > 0)  # those at hand first
+        full = [i for i in heads if _is_full(t, s, i)]
+        if full:
+            action = task.streams[full[0]].action(int(s.batch[full[0]]))
+            opened = f"{s.opened[rank]} micro-batches open"
+            yield True, f"rank {rank} has {action} at hand but its limit is full ({opened})"
         elif heads:
-            action = task.streams[heads[0]].action(int(s.batch[heads[0]]))
-            yield f"rank {rank} waits to run {action}"
+            index, b = heads[0], int(s.batch[heads[0]])
+            needed = [
+                str(other.action(b))
+                for i, other in enumerate(task.streams)
+                if any(user == index for user, _ in other.feeds) and not _has_run(t, s, i, b)
+            ]
+            what = f"needs {needed[0]}" if needed else "is held back"
+            yield False, f"rank {rank} at {task.streams[index].action(b)} {what}"
+
+
+def _is_full(t: Tables, s: State, index: int) -> bool:
+    """Whether only a limit keeps the next action of a stream from running."""
+    b = s.batch[index]
+    at_hand = s.missing[index * t.size + b] == 0
+    return bool(at_hand and t.opens[index] and not inner_loop.may_open.interpreted(t, s, index, b))
+
+
+def _has_run(t: Tables, s: State, index: int, b: int) -> bool:
+    begin = t.order_at[index]
+    return b in list(t.order[begin : begin + s.next[index]])

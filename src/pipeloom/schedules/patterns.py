@@ -59,7 +59,7 @@ def phases(
     warm_up: rank -> forwards before the pattern begins.  repeat: such as "FB", "FIW" or "FI".
     forward, backward: rank -> its actions in the order of the phases; one micro-batch after the other,
         the stages of the rank in their order, unless given. W follows the order of I.
-    Raises: ScheduleError if the pattern asks for more than there is.
+    Raises: ScheduleError if the pattern asks for more than there is, or for a kind that `kinds` lacks.
 
     >>> from pipeloom.schedules import shape_of
     >>> for row in phases(shape_of(2, microbatches=2), warm_up=lambda r: 1 - r, repeat="FB", kinds="FB"):
@@ -67,6 +67,13 @@ def phases(
     0F0 0F1 0B0 0B1
     1F0 1B0 1F1 1B1
     """
+    if kinds not in ("FB", "FI", "FIW"):
+        raise ScheduleError(f"phases with kinds={kinds!r}", hint="use 'FB' or 'FIW'; 'FI' where W fills gaps")
+    if unknown := [letter for letter in repeat if letter not in kinds]:
+        raise ScheduleError(
+            f"the pattern {repeat!r} has {unknown[0]!r}, but kinds={kinds!r}",
+            hint="repeat only letters of kinds=, which is 'FIW' unless given: 'FB' for whole backwards",
+        )
     last = Kind(kinds[1])
     parts: list[Columns] = []
     for rank in range(shape.ranks):

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ..ir.action import F, Kind
+from ..ir.action import Action, F, Kind
 from ..ir.columns import CODE, KINDS, Columns, Longs
 from ..ir.errors import ScheduleError
 from .inner_loop import ALL, NONE, WARM, State, Tables
@@ -141,17 +141,56 @@ def _by_rows(task: Task, rows: Columns, orders: list[Longs], size: int) -> tuple
             f"the row of rank {rows.rank_of(at)} has {action}, but stage {action.stage} has no {action.kind}",
             hint="add the kind to kinds= or insert=, or drop the action",
         )
+    _refuse_strays(task, rows, line, orders, size)
     position = np.arange(len(line)) - np.repeat(rows.offsets[:-1], np.diff(rows.offsets))
     place = np.full((len(orders), size), -1, np.int64)
-    inside = (rows.microbatch >= 0) & (rows.microbatch < size)
-    place[line[inside], rows.microbatch[inside]] = position[inside]
+    place[line, rows.microbatch] = position
     for index, s in enumerate(task.streams):
-        if not s.filler and (place[index, orders[index]] < 0).any():
-            lacking = orders[index][np.argmax(place[index, orders[index]] < 0)]
+        own = place[index, orders[index]]
+        if not s.filler and (own < 0).any():
+            lacking = s.action(int(orders[index][np.argmax(own < 0)]))
+            raise ScheduleError(f"the rows never run {lacking}", hint=f"add it to the row of rank {s.rank}")
+        if (np.diff(own) < 0).any():
+            at = int(np.argmax(np.diff(own) < 0))
+            first, then = (s.action(int(b)) for b in orders[index][at : at + 2])
             raise ScheduleError(
-                f"the rows never run {s.action(int(lacking))}", hint=f"add it to the row of rank {s.rank}"
+                f"the row of rank {s.rank} has {then} in front of {first}",
+                hint=f"a stage runs the {s.kind} of its micro-batches in one order: {first}, then {then}",
             )
     return place.reshape(-1), rows.offsets, line
+
+
+def _refuse_strays(task: Task, rows: Columns, line: Longs, orders: list[Longs], size: int) -> None:
+    """Entries that would never get their turn: in the wrong row, of no micro-batch, beside a B, or twice."""
+
+    def refuse(bad: NDArray[np.bool_], problem: Callable[[Action], str], hint: str) -> None:
+        if bad.any():
+            at = int(np.argmax(bad))
+            action, where = rows.at(at), f"the row of rank {rows.rank_of(at)}"
+            assert isinstance(action, Action)
+            raise ScheduleError(f"{where} has {action}{problem(action)}", hint=hint)
+
+    home = np.array([s.rank for s in task.streams], np.int64)
+    rank = np.repeat(np.arange(len(rows.offsets) - 1), np.diff(rows.offsets))
+    refuse(
+        home[line] != rank, lambda a: f", but stage {a.stage} is on another rank",
+        "move it to the row of that rank, or place the stage here",
+    )  # fmt: skip
+    refuse(
+        (rows.microbatch < 0) | (rows.microbatch >= size), lambda a: f", but there are {size} micro-batches",
+        "drop it: micro-batches count from 0",
+    )
+    runs = np.zeros((len(orders), size), np.bool_)
+    for index, order in enumerate(orders):
+        runs[index, order] = True
+    refuse(
+        ~runs[line, rows.microbatch], lambda a: ", which its stage does not run at this micro-batch",
+        "a micro-batch has B, or I and W; an operation only those that its every= says",
+    )  # fmt: skip
+    _, first = np.unique(line * size + rows.microbatch, return_index=True)
+    again = np.ones(len(line), np.bool_)
+    again[first] = False
+    refuse(again, lambda a: " a second time", "run every action once")
 
 
 def _by_clock(task: Task, orders: list[Longs], size: int) -> tuple[Longs, Longs, Longs]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from math import inf
 
 from ..ir.action import F, I
 from .language import Recipe, Shape, options, path_clock, phases
@@ -58,9 +59,11 @@ def _level(s: Shape, memory: float) -> Iterator[Recipe]:
     """
     clock = path_clock(s, real=True).first
 
-    def round_trip(rank: int) -> int:
+    def round_trip(rank: int) -> float:
+        """How many forwards fit into it; any number of those that take no time."""
         stage = s.own[rank][-1]
-        return int((clock[stage, I] - clock[stage, F]) / s.seconds(stage, F) + EPS)
+        took = s.seconds(stage, F)
+        return int((clock[stage, I] - clock[stage, F]) / took + EPS) if took else inf
 
     level = Recipe(
         kinds="FIW", priority=lambda a: (a.kind != F, a.microbatch), memory=memory, in_flight=round_trip,
