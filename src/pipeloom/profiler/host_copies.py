@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import shutil
 import tempfile
@@ -28,7 +27,7 @@ SHARED = 0.75
 
 
 def file_tier(directory: Path) -> tuple[Link, Link, list[Measured]]:
-    """Links to and from a memory-mapped file in a directory, which is where the CPU offloads to.
+    """Links to and from a file in a directory, written and read as the CPU offloads.
 
     Written data counts once it is on the disk, and is read from there: a cache in memory would save none.
     Raises: ConfigError if the directory does not take a file of `FILE_BYTES`.
@@ -37,13 +36,12 @@ def file_tier(directory: Path) -> tuple[Link, Link, list[Measured]]:
     writes, reads = [], []
     try:
         with tempfile.TemporaryFile(dir=directory) as file:
-            os.posix_fallocate(file.fileno(), 0, FILE_BYTES)
-            with mmap.mmap(file.fileno(), FILE_BYTES) as mapped:
-                for _ in range(REPEATS):
-                    writes.append(FILE_BYTES / _seconds(lambda: _write(mapped, source)))
-                    mapped.madvise(mmap.MADV_DONTNEED)
-                    os.posix_fadvise(file.fileno(), 0, FILE_BYTES, os.POSIX_FADV_DONTNEED)
-                    reads.append(FILE_BYTES / _seconds(lambda: _read(mapped, target)))
+            number = file.fileno()
+            os.posix_fallocate(number, 0, FILE_BYTES)
+            for _ in range(REPEATS):
+                writes.append(FILE_BYTES / _seconds(lambda: _write(number, source)))
+                os.posix_fadvise(number, 0, FILE_BYTES, os.POSIX_FADV_DONTNEED)
+                reads.append(FILE_BYTES / _seconds(lambda: _read(number, target)))
     except OSError as error:
         raise ConfigError(
             f"cannot keep a file of {FILE_BYTES // MiB} MiB in {directory}: {error.strerror}",
@@ -64,14 +62,19 @@ def _seconds(run: Callable[[], object]) -> float:
     return perf_counter() - start
 
 
-def _write(mapped: mmap.mmap, source: Tensor) -> None:
-    view = torch.frombuffer(mapped, dtype=torch.uint8)
-    view.copy_(source)
-    mapped.flush()
+def _write(file: int, source: Tensor) -> None:
+    left, at = memoryview(source.numpy().data), 0
+    while left:
+        at += (done := os.pwrite(file, left, at))
+        left = left[done:]
+    os.fdatasync(file)
 
 
-def _read(mapped: mmap.mmap, target: Tensor) -> None:
-    target.copy_(torch.frombuffer(mapped, dtype=torch.uint8))
+def _read(file: int, target: Tensor) -> None:
+    left, at = memoryview(target.numpy().data), 0
+    while left:
+        at += (done := os.preadv(file, [left], at))
+        left = left[done:]
 
 
 def pinned_copies(where: torch.device) -> tuple[Link, Link, list[Measured]]:
