@@ -25,6 +25,7 @@ from ..ir.columns import (
     Longs,
 )
 from ..ir.costs import StageCost, action_seconds, pair_shares
+from ..ir.errors import PlanError
 from ..ir.flow import Flow, flow_of
 from ..ir.kernels import in_place
 from ..ir.operation import ANCHORS, OPERATIONS
@@ -190,9 +191,25 @@ def _own_durations(
     columns = program.columns
     own: Floats = durations[columns.stage, columns.kind]
     for action, seconds in {**pair_shares(costs, program.pairs), **own_s}.items():
-        table = program.places.of(columns.kinds.index(action.kind))
-        own[table[action.stage, action.microbatch]] = seconds
+        if not 0 <= seconds < float("inf"):
+            raise PlanError(f"{action} is to take {seconds} s", hint="give finite times from 0 on")
+        own[_entry(program, action)] = seconds
     return own
+
+
+def _entry(program: Program, action: Action) -> int:
+    """Where the program has an action that takes time by itself. Raises: PlanError if nowhere."""
+    kinds, (stages, microbatches) = program.columns.kinds, (len(program.placement), program.microbatches)
+    known = action.kind in kinds and 0 <= action.stage < stages and 0 <= action.microbatch < microbatches
+    code = kinds.index(action.kind) if known else STEP_
+    if not SEND_F_ <= code <= STEP_:
+        entry = int(program.places.of(code)[action.stage, action.microbatch])
+        if entry >= 0:
+            return entry
+    raise PlanError(
+        f"{action} is given a time of its own, but is no action of the program that takes one",
+        hint="name compute actions, operations, OFFLOAD, RELOAD or RECOMPUTE of the program",
+    )
 
 
 def _streams(columns: Columns) -> Ints:
