@@ -323,6 +323,7 @@ class Pipeline:
             source="measured", ranks=self.ranks, events=tuple(e for events, _, _ in seen for e in events),
             memory=tuple(curve for _, curves, _ in seen for curve in curves),
             peaks=tuple(peak for _, _, peak in seen),
+            pairs=tuple((str(first), str(second)) for first, second in self.parts.train.pairs),
         )  # fmt: skip
 
     def save(self, directory: Path, *, extra: Mapping[str, Any] | None = None, keep: int = 2) -> Path:

@@ -102,6 +102,7 @@ class Timeline:
     """One step of all ranks.
 
     source: "predicted" or "measured".  peaks: per rank, bytes by kind at that rank's peak.
+    pairs: actions that run as one unit, each as the texts of its two.
     """
 
     source: str
@@ -109,6 +110,7 @@ class Timeline:
     events: Sequence[Event]
     memory: Sequence[MemoryCurve] = ()
     peaks: tuple[Mapping[str, int], ...] = field(default=())
+    pairs: tuple[tuple[str, str], ...] = ()
 
     @cached_property
     def totals(self) -> Totals:
@@ -133,6 +135,20 @@ class Timeline:
     def step_s(self) -> float:
         """Seconds from the start to the end of the last event."""
         return self.totals.step_s
+
+    @cached_property
+    def paired(self) -> tuple[tuple[Event, Event], ...]:
+        """The events of `pairs`, in the order of time."""
+        if not self.pairs:
+            return ()
+        second = dict(self.pairs)
+        wanted = {*second, *second.values()}
+        found: dict[str, list[Event]] = {}
+        for e in sorted(self.events, key=lambda e: e.start_s):
+            if e.stream == "compute" and e.action in wanted:
+                found.setdefault(e.action, []).append(e)
+        made = (zip(found.get(a, ()), found.get(b, ()), strict=False) for a, b in self.pairs)
+        return tuple(sorted((pair for both in made for pair in both), key=lambda pair: pair[0].start_s))
 
     def busy_s(self, rank: int) -> float:
         """Seconds that a rank computes."""

@@ -79,6 +79,7 @@ def simulate(
         streams[code] = "send"
     return Timeline(
         source="predicted", ranks=program.columns.ranks, peaks=peaks,
+        pairs=tuple((str(first), str(second)) for first, second in program.pairs),
         events=Spans(
             program.columns, streams, (state.start, state.end, begin), layout.message,
             (state.move_start, state.move_end),

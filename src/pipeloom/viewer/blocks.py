@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..ir.explanation import Explanation
 from ..ir.timeline import Event, Timeline
 from .axes import Figure, dress, time_axis
 from .gaps import LANES, SHORTEST, gaps, path_lines
-from .labels import chunks, colour, group_name, label
+from .labels import Label, chunks, colour, group_name, label, partners
 from .units import show_share, show_time, time_unit
+
+PAIR = "pair"
+"""Name of the trace that frames pairs."""
 
 ROW_PX, NARROW_ROW_PX, GAP_PX, TOP_PX = 54, 30, 44, 26
 
@@ -39,6 +42,8 @@ def timelines_figure(timelines: Sequence[Timeline], explanations: Sequence[Expla
             figure.add_bar(**gaps(explanation, span_s), row=panel, col=1)
         for bars in _bars(timeline, span_s):
             figure.add_bar(**bars, row=panel, col=1)
+        if timeline.paired:
+            figure.add_bar(**_outlines(timeline, span_s), row=panel, col=1)
         for explanation in (e for e in explanations if e.source == timeline.source):
             for line in path_lines(explanation, span_s):
                 figure.add_scatter(**line, row=panel, col=1)
@@ -91,14 +96,37 @@ def _bars(timeline: Timeline, span_s: float) -> list[dict[str, Any]]:
             groups.setdefault((lane, label(event.action).group), []).append(event)
     shades, scale = chunks(timeline), time_unit(span_s)[1]
     edge = 0.8 if len(timeline.events) <= 1500 else 0.2
-    lanes = list(LANES)
+    lanes, other = list(LANES), partners(timeline)
     return [
-        _bar(events, lane, group, scale) | {"marker": _marker(events, group, shades, edge)}
+        _bar(events, (lane, group), scale, other) | {"marker": _marker(events, group, shades, edge)}
         for (lane, group), events in sorted(groups.items(), key=lambda item: lanes.index(item[0][0]))
     ]
 
 
-def _bar(events: Sequence[Event], lane: str, group: str, scale: float) -> dict[str, Any]:
+def _outlines(timeline: Timeline, span_s: float) -> dict[str, Any]:
+    """One bar trace: a frame around the two blocks of each pair."""
+    low, high = LANES["compute"]
+    scale = time_unit(span_s)[1]
+    return {
+        "orientation": "h",
+        "name": PAIR,
+        "showlegend": False,
+        "y": [one.rank for one, _ in timeline.paired],
+        "base": [round(one.start_s * scale, 4) for one, _ in timeline.paired],
+        "x": [round((other.end_s - one.start_s) * scale, 4) for one, other in timeline.paired],
+        "offset": low,
+        "width": high - low,
+        "customdata": [(f"{one.action}&{other.action}",) for one, other in timeline.paired],
+        "hoverinfo": "skip",
+        "marker": {"color": "rgba(0,0,0,0)", "line": {"width": 1.6, "color": "#10192b"}, "cornerradius": 3},
+    }
+
+
+def _bar(
+    events: Sequence[Event], where: tuple[str, str], scale: float, partner: Mapping[str, str]
+) -> dict[str, Any]:
+    """where: lane and group.  partner: each action of a pair -> the other one."""
+    lane, group = where
     low, high = LANES[lane]
     labels = [label(e.action) for e in events]
     return {
@@ -116,7 +144,7 @@ def _bar(events: Sequence[Event], lane: str, group: str, scale: float) -> dict[s
         "textangle": 0,
         "insidetextfont": {"color": "#10192b", "size": 11},
         "customdata": [
-            (e.action, what.meaning, show_time(e.start_s), show_time(e.duration_s))
+            (e.action, _said(what, partner), show_time(e.start_s), show_time(e.duration_s))
             for e, what in zip(events, labels, strict=True)
         ],
         "hovertemplate": (
@@ -126,6 +154,11 @@ def _bar(events: Sequence[Event], lane: str, group: str, scale: float) -> dict[s
     }
 
 
+def _said(what: Label, partner: Mapping[str, str]) -> str:
+    other = partner.get(what.action)
+    return what.meaning if other is None else f"{what.meaning}, in a pair with {other}"
+
+
 def _marker(events: Sequence[Event], group: str, shades: dict[int, int], edge: float) -> dict[str, Any]:
     used = [shades.get(label(e.action).stage or 0, 0) for e in events]
     one = used.count(0) == len(used)
@@ -133,4 +166,3 @@ def _marker(events: Sequence[Event], group: str, shades: dict[int, int], edge: f
         "color": colour(group) if one else [colour(group, shade) for shade in used],
         "line": {"width": edge, "color": "rgba(255,255,255,0.75)"},
     }
-

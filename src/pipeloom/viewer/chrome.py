@@ -1,7 +1,7 @@
 """Timeline -> the trace-event JSON that Perfetto and chrome://tracing read.
 
-One process per rank and timeline, one thread per stream, a range `PP:0F3` per action, a counter per memory
-tier. Times are in microseconds, as the format wants.
+One process per rank and timeline, one thread per stream, a range `PP:0F3` per action, one `PP:0F3&0B1` around
+both of a pair, a counter per memory tier. Times are in microseconds, as the format wants.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ def chrome_trace(timelines: Sequence[Timeline]) -> dict[str, Any]:
     first = 0
     for timeline in timelines:
         events += _processes(timeline, first)
+        events += _pairs(timeline, first)
         events += _ranges(timeline, first)
         events += _counters(timeline, first)
         first += timeline.ranks
@@ -78,6 +79,23 @@ def _ranges(timeline: Timeline, first: int) -> Iterator[TraceEvent]:
             "ts": round(event.start_s * 1e6, 3),
             "dur": round(event.duration_s * 1e6, 3),
             "args": {"stage": what.stage, "microbatch": what.microbatch, "meaning": what.meaning},
+        }
+
+
+def _pairs(timeline: Timeline, first: int) -> Iterator[TraceEvent]:
+    """A range around both actions of each pair; viewers show what lies inside under it."""
+    threads = _threads(timeline)
+    for one, other in timeline.paired:
+        begin, end = (round(at_s * 1e6, 3) for at_s in (one.start_s, other.end_s))
+        yield {
+            "ph": "X",
+            "name": f"PP:{one.action}&{other.action}",
+            "cat": "pair",
+            "pid": first + one.rank,
+            "tid": threads[one.stream],
+            "ts": begin,
+            "dur": round(end - begin, 3),
+            "args": {"meaning": "a pair, run as one unit"},
         }
 
 

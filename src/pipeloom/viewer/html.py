@@ -93,6 +93,7 @@ def write_report(
         cards=_cards(predicted, measured, losses, explanations, size_unit),
         legend=legend(drawn),
         explained=bool(drawn and explanations),
+        paired=any(t.paired for t in drawn),
         chunks=any(any(chunks(t).values()) for t in drawn),
         idle=_idle_table(explanations) if any(e.idle for e in explanations) else None,
         figures={name: _embedded(figure) if figure else "" for name, figure in figures.items()},

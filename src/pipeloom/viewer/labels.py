@@ -93,6 +93,15 @@ def chunks(timeline: Timeline) -> dict[int, int]:
     return {stage: i for stages in found.values() for i, stage in enumerate(sorted(stages))}
 
 
+def partners(timeline: Timeline) -> dict[str, str]:
+    """Each action of a pair -> the other one.
+
+    >>> partners(Timeline(source="predicted", ranks=1, events=(), pairs=(("0F1", "0B0"),)))
+    {'0F1': '0B0', '0B0': '0F1'}
+    """
+    return {one: other for pair in timeline.pairs for one, other in (pair, pair[::-1])}
+
+
 def group_name(group: str) -> str:
     """
     >>> group_name("I"), group_name("STEP"), group_name("clip")

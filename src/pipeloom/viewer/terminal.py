@@ -20,6 +20,7 @@ from .units import show_count, show_error, show_share, show_time, time_unit
 
 IDLE = "·"
 FILL = "─"
+JOINED = "&"
 DASH = "–"
 SHORT = {
     "parameters": "params", "gradients": "grads", "optimizer": "optim",
@@ -35,7 +36,8 @@ def gantt(
 
     Where ranks have several stages, these stand in front (`2F3`) if every block has room for it; if not, the
     letters of all but a rank's first stage are small (`f3`). `·` is idle time. Where several actions share a
-    column, it shows the longest. Charts with the same `span_s` (seconds) have the same scale.
+    column, it shows the longest. The two of a pair are underlined, with `&` in between where there is room.
+    Charts with the same `span_s` (seconds) have the same scale.
 
     columns: of a whole line, instead of `width`.  beside: heading -> one text per rank, to the right.
     """
@@ -88,15 +90,27 @@ def _row(
     timeline: Timeline, rank: int, width: int, span_s: float, place: Mapping[int, int], numbered: bool
 ) -> Text:
     events = [e for e in timeline.events if e.rank == rank and e.stream == "compute"]
-    row = Text()
-    for event, cells in groupby(_columns(events, span_s, width)):
-        size = len(list(cells))
+    second = dict(timeline.pairs)
+    joined = {*second, *second.values()}
+    row, open_for = Text(), ""
+    blocks = [(event, len(list(cells))) for event, cells in groupby(_columns(events, span_s, width))]
+    for (event, size), (following, _) in zip(blocks, (*blocks[1:], (None, 0)), strict=True):
         if event is None:
             row.append(IDLE * size, style="dim")
-        else:
-            what = label(event.action)
-            chunk = place.get(what.stage, 0) if what.stage is not None else 0
-            row.append(_block(what, size, chunk, numbered), style=f"black on {colour(what.group, chunk)}")
+            continue
+        what = label(event.action)
+        chunk = place.get(what.stage, 0) if what.stage is not None else 0
+        text = _block(what, size, chunk, numbered)
+        if event.action == open_for and text.endswith(FILL):
+            text = JOINED + text[:-1]
+        open_for = ""
+        if following is not None and second.get(event.action) == following.action:
+            if text.endswith(FILL):
+                text = text[:-1] + JOINED
+            else:
+                open_for = following.action  # the mark goes to the front of the other block, if it has room
+        line = "underline " if event.action in joined else ""
+        row.append(text, style=f"{line}black on {colour(what.group, chunk)}")
     return row
 
 
@@ -143,6 +157,11 @@ def _legend(timeline: Timeline, place: Mapping[int, int], numbered: bool) -> Tex
             letter = first if numbered else first.lower()
             legend.append(f" {letter} ", style=f"black on {colour(first, chunk)}")
         legend.append(" in a further stage of the rank")
+    if timeline.pairs:
+        one, other = (label(action).group for action in timeline.pairs[0])
+        legend.append("   ")
+        legend.append(f"{one}{JOINED}{other}", style="underline")
+        legend.append(" a pair, run as one unit")
     return legend
 
 
