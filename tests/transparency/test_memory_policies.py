@@ -92,7 +92,8 @@ def drawn_policy(data: st.DataObject, found: list[dict[str, Residual]]) -> Memor
         stages=tuple(
             {name: data.draw(treatments(r), label=f"{s}/{name}") for name, r in residuals.items()}
             for s, residuals in enumerate(found)
-        )
+        ),
+        ahead=tuple(s for s in range(len(found)) if data.draw(st.booleans(), label=f"{s} ahead")),
     )
 
 
@@ -154,7 +155,7 @@ def compare_random(
     assert_equal_to_the_last_bit(pipelined(job, replace(plan, memory=policy), batches), expected)
 
 
-def all_away(job: Job, stages: int, **how: object) -> Plan:
+def all_away(job: Job, stages: int, *, ahead: tuple[int, ...] = (), **how: object) -> Plan:
     """Every second residual offloaded, every other one recomputed where it can be."""
     captured = capture_of(job)
     stage_of = even(captured.graph, stages)
@@ -166,7 +167,8 @@ def all_away(job: Job, stages: int, **how: object) -> Plan:
                 for place, (name, residual) in enumerate(stage_residuals(captured, graph, s).items())
             }
             for s in range(stages)
-        )
+        ),
+        ahead=ahead,
     )
     return replace(plan_for(captured, stage_of, microbatches=4, **how), memory=policy)  # type: ignore[arg-type]
 
@@ -178,13 +180,45 @@ FAMILIES = ["gpt", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHE
 @pytest.mark.parametrize("dropout", [False, True])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_families(name: str, dropout: bool) -> None:
+    """One of two stages recomputes ahead of its backward, the other one inside."""
+    compare_family(name, dropout, ahead=(0,))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dropout", [False, True])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families_with_split_backwards(name: str, dropout: bool) -> None:
+    compare_family(name, dropout, ahead=(1,), schedule="zb_h1", split=True)
+
+
+def compare_family(name: str, dropout: bool, *, ahead: tuple[int, ...], **how: object) -> None:
     if dropout and name not in zoo.DROPOUT:
         return
     job = zoo.with_dropout(name) if dropout else zoo.job(name)
-    plan = all_away(job, 2)
+    plan = all_away(job, 2, ahead=ahead, **how)
     batches = [job.batch(seed, 8) for seed in (1, 2)]
     expected = pipelined(job, replace(plan, memory=MemoryPolicy()), batches)
     assert_equal_to_the_last_bit(pipelined(job, plan, batches, evaluate=batches), expected)
+
+
+@pytest.mark.slow
+@settings(
+    max_examples=3, deadline=None, phases=(Phase.explicit, Phase.generate),
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)  # fmt: skip
+@pytest.mark.parametrize("name", ["gpt", *OTHERS])
+@given(data=st.data())
+def test_random_policies_of_families(name: str, data: st.DataObject) -> None:
+    job = zoo.job(name)
+    schedule, split, placement = data.draw(st.sampled_from(SCHEDULES))
+    captured = capture_of(job)
+    stage_of = even(captured.graph, len(placement))
+    stages = cut(captured.graph, stage_of)
+    plan = plan_for(captured, stage_of, microbatches=4, schedule=schedule, split=split, placement=placement)
+    policy = drawn_policy(data, [stage_residuals(captured, stages, s) for s in range(len(placement))])
+    batches = [job.batch(seed, 8) for seed in (1, 2)]
+    expected = pipelined(job, plan, batches)
+    assert_equal_to_the_last_bit(pipelined(job, replace(plan, memory=policy), batches), expected)
 
 
 @pytest.mark.slow
@@ -266,9 +300,7 @@ def copies_are_through_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", pytest.param("1f1b", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "name", ["gpt", *(pytest.param(n, marks=pytest.mark.slow) for n in zoo.FAMILIES)]
-)
+@pytest.mark.parametrize("name", ["gpt", *(pytest.param(n, marks=pytest.mark.slow) for n in zoo.FAMILIES)])
 def test_the_peak_is_as_simulated(
     name: str, schedule: str, messages_are_through_at_once: None, copies_are_through_at_once: None
 ) -> None:
