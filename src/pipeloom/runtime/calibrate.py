@@ -6,6 +6,7 @@ How long the stages' own actions take: see `rehearsal.py`.
 
 from __future__ import annotations
 
+import copy
 import statistics
 
 import torch
@@ -88,27 +89,34 @@ def stage_memory(
 
 
 def time_optimizer(weights: Weights, clock: Clock) -> float:
-    """Seconds of one optimizer step. Parameters and state are put back; 0 if it already has state."""
+    """Seconds of one optimizer step. It runs on copies of the optimizer's state, so for this time there are
+    two; parameters, state and random numbers stay as they are."""
     optimizer = weights.optimizer
-    if optimizer is None or optimizer.state:
+    if optimizer is None:
         return 0.0
-    kept = {name: p.detach().clone() for name, p in weights.params.items()}
-    groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    params = weights.params.values()
+    values = [p.detach().clone() for p in params]
+    groups = [dict(group) for group in optimizer.param_groups]
+    state, gradients = dict(optimizer.state), weights.last_gradients
+    optimizer.state.update(copy.deepcopy(state, {id(p): p for p in params}))
     took = []
-    for _ in range(STEPS):
-        for name in weights.grads.sums:
-            weights.grads.total(name)
-        start = clock.mark()
-        weights.step()
-        took.append(clock.seconds(clock.mark()) - clock.seconds(start))
+    with torch.random.fork_rng({p.device for p in params if p.is_cuda}):
+        for _ in range(STEPS):
+            for name in weights.grads.sums:
+                weights.grads.total(name)
+            start = clock.mark()
+            weights.step()
+            took.append(clock.seconds(clock.mark()) - clock.seconds(start))
     optimizer.state.clear()
+    optimizer.state.update(state)
     for group, before in zip(optimizer.param_groups, groups, strict=True):
+        group.clear()
         group.update(before)
     with torch.no_grad():
-        for name, p in weights.params.items():
-            p.copy_(kept[name])
-    weights.last_gradients = {}
-    return statistics.median(took[1:])  # the first one makes the state
+        for p, value in zip(params, values, strict=True):
+            p.copy_(value)
+    weights.last_gradients = gradients
+    return statistics.median(took[1:])  # the first one may make the state
 
 
 def time_clipping(weights: Weights, channel: PostedChannel, clock: Clock) -> float:
