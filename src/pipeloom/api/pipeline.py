@@ -32,6 +32,7 @@ from ..runtime.ledger import Ledger
 from ..runtime.local_channel import LocalChannel, local_channels
 from ..runtime.posting import PostedChannel
 from ..runtime.recorder import CudaClock, HostClock, Recorder
+from ..runtime.tiers import Tier
 from ..runtime.weights import Weights
 from ..runtime.worker import Microbatch, Variant, Worker
 from ..tracer.capture import capture
@@ -85,6 +86,7 @@ class Pipeline:
         self.local: LocalChannel | None = channel
         self.watch = self._join(plan, group, channel)
         self.rank, self.ranks = self.watch.rank, self.watch.ranks
+        self.tier: Tier | None = None
         self.watch.__enter__()
         with self._telling_others():
             self._build(job, plan)
@@ -119,15 +121,16 @@ class Pipeline:
             self.ledger.set(kind, size)
         clock = CudaClock() if self.device.type == "cuda" else HostClock()
         self.recorder = Recorder(self.rank, clock)
+        self.expected = self._forecast().untimed()
+        optimizer = self.weights.optimizer
+        self.scheduler = options.scheduler(optimizer) if options.scheduler and optimizer else None
+        # Last of what can fail, so that its file and threads end with the pipeline.
         self.tier = own_tier(plan, self.own_stages, self.device, options.offload_dir, self.rank)
         self.worker = Worker(
             rank=self.rank, program=self.parts.train, weights=self.weights, channel=self.channel,
             ledger=self.ledger, recorder=self.recorder, watch=self.watch, clip_norm=options.clip_norm,
             tier=self.tier,
         )  # fmt: skip
-        self.expected = self._forecast().untimed()
-        optimizer = self.weights.optimizer
-        self.scheduler = options.scheduler(optimizer) if options.scheduler and optimizer else None
         self.steps = 0
         self.report: StepReport | None = None
         self._rehearsals: Rehearsals | None = None
@@ -372,9 +375,11 @@ class Pipeline:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self.tier is not None:
-            self.tier.close()
-        self.watch.__exit__(kind, error, trace)
+        try:
+            if self.tier is not None:
+                self.tier.close()
+        finally:
+            self.watch.__exit__(kind, error, trace)
 
     def _telling_others(self) -> _Telling:
         return _Telling(self.watch)

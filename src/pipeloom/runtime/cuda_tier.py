@@ -15,6 +15,7 @@ stream have ended. What is copied away does need it: it is freed before its copy
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -137,8 +138,11 @@ class CudaTier:
         return found
 
     def close(self) -> None:
+        """A device that has failed copies nothing any more; whoever waited for it has said so."""
         for stream in (self._out, self._in):
-            stream.synchronize()
+            with suppress(RuntimeError):  # how torch.cuda reports the device's failure, again at every call
+                stream.synchronize()
+        self._last = None
         self._coming.clear()
         self._free.clear()
 

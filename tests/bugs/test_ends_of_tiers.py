@@ -1,0 +1,93 @@
+"""Where residuals go must be given back however a pipeline ends, and must not hide why it ended."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import runs
+import torch
+import zoo
+
+from pipeloom import Options, Pipeline
+from pipeloom.ir.errors import InfeasibleError
+from pipeloom.ir.memory import MemoryPolicy
+from pipeloom.ir.plan import Plan
+from pipeloom.ir.stages import cut
+from pipeloom.runtime import cuda_tier
+from pipeloom.runtime.cuda_tier import CudaTier
+from pipeloom.runtime.file_tier import FileTier
+from pipeloom.tracer.functions import stage_residuals
+
+JOB = zoo.job("skips")
+
+
+def offloading() -> Plan:
+    captured = runs.capture_of(JOB, 2)
+    plan = runs.plan_for(captured, runs.even(captured.graph, 1), microbatches=2)
+    stage_of = {op: index for index, stage in enumerate(plan.stages) for op in stage.ops}
+    residuals = stage_residuals(captured, cut(captured.graph, stage_of), 0)
+    return replace(plan, memory=MemoryPolicy(stages=(dict.fromkeys(residuals, "offload"),)))
+
+
+@contextmanager
+def nothing_left(folder: Path) -> Iterator[None]:
+    before = set(threading.enumerate())
+    yield
+    assert not [t for t in threading.enumerate() if t not in before and t.is_alive()]
+    assert not folder.exists()
+
+
+def test_a_plan_that_does_not_fit_leaves_no_tier(tmp_path: Path) -> None:
+    plan, folder = offloading(), tmp_path / "away"
+    with Pipeline(JOB, plan, options=Options(offload_dir=folder)) as pipeline:
+        need = sum(pipeline.expected.peaks[0].values())
+    plan = replace(plan, caps=(need - 1,))
+    with nothing_left(folder), pytest.raises(InfeasibleError):
+        Pipeline(JOB, plan, options=Options(offload_dir=folder))
+
+
+def test_a_scheduler_that_fails_leaves_no_tier(tmp_path: Path) -> None:
+    def scheduler(optimizer: torch.optim.Optimizer) -> Any:
+        raise ValueError("the user's own mistake")
+
+    plan, folder = offloading(), tmp_path / "away"
+    with nothing_left(folder), pytest.raises(ValueError, match="the user's own mistake"):
+        Pipeline(JOB, plan, options=Options(offload_dir=folder, scheduler=scheduler))
+
+
+def test_a_tier_that_cannot_be_closed_leaves_the_other_ranks_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipeline = Pipeline(JOB, offloading(), options=Options(offload_dir=tmp_path))
+    left: list[object] = []
+    monkeypatch.setattr(type(pipeline.watch), "__exit__", lambda watch, *why: left.append(why[1]))
+    close = FileTier.close
+
+    def broken(tier: FileTier) -> None:
+        close(tier)
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(FileTier, "close", broken)
+    with pytest.raises(OSError, match="the disk is gone"), pipeline:
+        raise ValueError("the user's own mistake")
+    assert len(left) == 1 and isinstance(left[0], ValueError)
+
+
+def test_a_broken_device_is_not_said_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken:
+        def synchronize(self) -> None:
+            raise RuntimeError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr(cuda_tier, "_stream", Broken)
+    tier = CudaTier(0)
+    tier._last = cuda_tier.CudaTrip(())
+    tier._coming.add(tier._last)
+    tier._free.append(torch.empty(1))
+    tier.close()
+    assert tier._last is None and not tier._coming and not tier._free
