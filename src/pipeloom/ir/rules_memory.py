@@ -4,6 +4,13 @@ What a rank holds at each action follows from its row alone, but for messages on
 that a partner lends it: how long these stay depends on times, so here they count only where they are held
 for certain. The peak found here is the least there can be; the simulator adds the rest, and the two agree
 where messages take no room and nothing is lent.
+
+Of a program that offloads, copies count as if they took no time: OFFLOAD frees its bytes, and RELOAD takes
+them, where it stands. The simulator holds them longer while an OFFLOAD is under way; and it may hold less
+where a RELOAD waits for the one before it, at most until the action that needs it. So what is held for
+certain is the peak of the program with each RELOAD right in front of its RECOMPUTE, B or I. Residuals that are
+recomputed in an action count from that RECOMPUTE on; those made again inside B, or I and W, are in its
+transient bytes.
 """
 
 from __future__ import annotations
@@ -14,17 +21,34 @@ from typing import TypeAlias
 
 import numpy as np
 
-from .action import REDUCE, STEP, Action, B, F, I, Kind, StageAction, W
+from .action import (
+    OFFLOAD,
+    RECOMPUTE,
+    REDUCE,
+    RELOAD,
+    STEP,
+    Action,
+    B,
+    F,
+    I,
+    Kind,
+    StageAction,
+    W,
+)
 from .check import check
-from .columns import Longs
+from .columns import F_, RECOMPUTE_, Bools, Longs
 from .costs import StageCost
 from .errors import ScheduleError
 from .eviction import EVICT, FETCH
 from .flow import Flow, flow_of
 from .operation import OPERATIONS
-from .schedule import Schedule
+from .places import Places
+from .schedule import Program, Schedule
 from .stages import StageGraph
 from .units import format_bytes
+
+TREATING = (OFFLOAD, RELOAD, RECOMPUTE)
+"""What a program does with residuals between forward and backward."""
 
 _Change: TypeAlias = tuple[int, int]
 """Bytes that an action adds when it starts, and what is left of them, or freed, when it ends."""
@@ -43,8 +67,12 @@ class Peak:
     at: Action | StageAction | None
 
 
-def peaks(schedule: Schedule, stages: StageGraph, costs: Sequence[StageCost]) -> tuple[Peak, ...]:
+def peaks(
+    schedule: Schedule | Program, stages: StageGraph, costs: Sequence[StageCost]
+) -> tuple[Peak, ...]:
     """For each rank its peak, in one pass over its row.
+
+    schedule: or a program, with what it does with residuals between forward and backward.
 
     >>> from pipeloom.ir.costs import equal_costs
     >>> from pipeloom.ir.flow import dag
@@ -55,7 +83,7 @@ def peaks(schedule: Schedule, stages: StageGraph, costs: Sequence[StageCost]) ->
     """
     account = _Account(schedule, stages, costs)
     found = []
-    for rank in range(schedule.ranks):
+    for rank in range(schedule.columns.ranks):
         static, sizes = account.static(rank), account.sizes(rank)
         best = Peak(rank=rank, bytes=static, static_bytes=static, at=None)
         if len(sizes):
@@ -69,7 +97,7 @@ def peaks(schedule: Schedule, stages: StageGraph, costs: Sequence[StageCost]) ->
 
 
 def peak_bytes(
-    schedule: Schedule, stages: StageGraph, costs: Sequence[StageCost], caps: Sequence[float],
+    schedule: Schedule | Program, stages: StageGraph, costs: Sequence[StageCost], caps: Sequence[float],
     *, show: Callable[[float], str] = format_bytes,
 ) -> None:  # fmt: skip
     """Every rank keeps to its cap at every action.
@@ -78,10 +106,10 @@ def peak_bytes(
     The schedule is complete and in order on each rank (see `check`).
     Raises: ScheduleError that names the first action that passes a cap, by how much, and the remedy.
     """
-    if len(caps) != schedule.ranks or len(costs) != schedule.stages:
+    ranks, count = schedule.columns.ranks, len(schedule.placement)
+    if len(caps) != ranks or len(costs) != count:
         raise ScheduleError(
-            f"{len(caps)} caps and {len(costs)} stage costs for {schedule.ranks} ranks and "
-            f"{schedule.stages} stages",
+            f"{len(caps)} caps and {len(costs)} stage costs for {ranks} ranks and {count} stages",
             hint="give one cap per rank and one StageCost per stage",
         )
     account = _Account(schedule, stages, costs)
@@ -118,16 +146,30 @@ def _over(
 class _Account:
     """What each action of a schedule changes in the memory of its rank."""
 
-    def __init__(self, schedule: Schedule, stages: StageGraph, costs: Sequence[StageCost]) -> None:
-        self.schedule = schedule
-        self.columns = schedule.columns
+    def __init__(
+        self, schedule: Schedule | Program, stages: StageGraph, costs: Sequence[StageCost]
+    ) -> None:
+        self.microbatches = schedule.microbatches
+        columns = schedule.columns
+        self.columns = columns if columns.is_compute.all() else columns.where(columns.is_compute)
         self.placement = schedule.placement
         self.stages = stages
         self.costs = costs
         self.flow: Flow = flow_of(stages)
         self.training = self.columns.trains
-        table = [[self._change(s, kind) for kind in self.columns.kinds] for s in range(schedule.stages)]
+        table = [[self._change(s, kind) for kind in self.columns.kinds] for s in range(len(self.placement))]
         self.starts, self.ends = np.moveaxis(np.array(table, np.int64), 2, 0)
+        self.dropped = np.array([cost.recomputed_bytes for cost in costs], np.int64)
+        self.bare = self._bare()
+
+    def _bare(self) -> Bools:
+        """Which entries are an F that keeps less, as a RECOMPUTE makes the rest again."""
+        bare = np.zeros(len(self.columns), np.bool_)
+        if self.columns.treats_residuals:
+            places = Places(self.columns, stages=len(self.placement), microbatches=self.microbatches)
+            forward = places.of(F_)
+            bare[forward[(forward >= 0) & (places.of(RECOMPUTE_) >= 0)]] = True
+        return bare
 
     def static(self, rank: int) -> int:
         return sum(
@@ -143,10 +185,15 @@ class _Account:
     def sizes(self, rank: int) -> Longs:
         """Bytes held while each action of a row runs."""
         part = slice(*self.columns.offsets[rank : rank + 2].tolist())
-        stage, kind = self.columns.stage[part], self.columns.kind[part]
-        ends = self.ends[stage, kind]
-        held: Longs = self.static(rank) + np.cumsum(ends) - ends + self.starts[stage, kind]
+        starts, ends = self._changes(part)
+        held: Longs = self.static(rank) + np.cumsum(ends) - ends + starts
         return held
+
+    def _changes(self, part: slice) -> tuple[Longs, Longs]:
+        """Bytes that some entries add when they start, and what is left of them, or freed, when they end."""
+        stage, kind = self.columns.stage[part], self.columns.kind[part]
+        dropped = np.where(self.bare[part], self.dropped[stage], 0)
+        return self.starts[stage, kind] - dropped, self.ends[stage, kind] - dropped
 
     def optimizer(self, rank: int) -> list[tuple[StageAction, int]]:
         """Bytes held while REDUCE and STEP run, at the end of a row; only those with scratch of their own."""
@@ -178,8 +225,11 @@ class _Account:
             return kept + sent + scratch, kept + left
         if kind == W:
             return scratch, -cost.carried_bytes - used
-        if kind == EVICT:
-            return scratch, -cost.residual_bytes
+        if kind in (EVICT, OFFLOAD):
+            return scratch, -(cost.residual_bytes if kind == EVICT else cost.offloaded_bytes)
+        if kind in (RELOAD, RECOMPUTE):
+            comes = cost.offloaded_bytes if kind == RELOAD else cost.recomputed_bytes
+            return comes + scratch, comes
         if kind == FETCH:
             return cost.residual_bytes + scratch, cost.residual_bytes
         operation = OPERATIONS.get(kind)
@@ -202,17 +252,19 @@ class _Account:
 
     def remedy(self, rank: int, position: int, cap: float) -> str:
         """What to do about the action at `position`: move in front of it what frees enough, if that helps."""
-        row = self.schedule.rows[rank]
+        row = self._row(rank)
+        first = int(self.columns.offsets[rank])
+        starts, ends = self._changes(slice(first, first + len(row)))
         smaller = "use smaller micro-batches or more stages"
         at = row[position]
-        alone = self.static(rank) + self._change(at.stage, at.kind)[0]
+        alone = self.static(rank) + int(starts[position])
         if alone > cap:
             return f"{smaller}: {at} alone does not fit, however few micro-batches are in flight"
         need = float(self.sizes(rank)[position]) - cap
         chosen: list[Action] = []
-        for action, freed in self._movable(row, position):
-            chosen.append(action)
-            need -= freed
+        for later in self._movable(row, position):
+            chosen.append(row[later])
+            need += float(ends[later])
             if need <= 0:
                 break
         which = " ".join(map(str, chosen))
@@ -227,24 +279,30 @@ class _Account:
 
     def _may_move(self, rank: int, position: int, chosen: list[Action]) -> bool:
         """Whether no other rank needs what `position` makes before it runs what the chosen ones wait for."""
-        row = self.schedule.rows[rank]
+        rows = [self._row(r) for r in range(self.columns.ranks)]
+        row = rows[rank]
         rest = [action for action in row[position:] if action not in chosen]
-        rows = list(self.schedule.rows)
         rows[rank] = (*row[:position], *chosen, *rest)
+        # What is done with residuals waits for no other rank, and stays in order.
+        ordered = tuple(tuple(a for a in row if a.kind not in TREATING) for row in rows)
+        moved = Schedule(name="", microbatches=self.microbatches, placement=self.placement, rows=ordered)
         try:
-            check(replace(self.schedule, rows=tuple(rows), pairs=()), self.stages)
+            check(moved, self.stages)
         except ScheduleError:
             return False
         return True
 
-    def _movable(self, row: Sequence[Action], position: int) -> list[tuple[Action, int]]:
-        """Later actions of a row that could run before `position`, in order, and the bytes that each frees.
+    def _row(self, rank: int) -> tuple[Action, ...]:
+        return self.columns.row(rank)  # type: ignore[return-value]  # only compute actions are left in it
 
-        Those whose forward stands earlier; an I before its W.
+    def _movable(self, row: Sequence[Action], position: int) -> list[int]:
+        """Places of later actions of a row that could run before `position`, in order.
+
+        Those whose forward stands earlier; an I before its W, and in front of it what it needs to be back.
         """
         done = {(a.stage, a.microbatch) for a in row[:position] if a.kind == F}
-        found = []
-        for action in row[position:]:
-            if action.kind in (B, I, W) and (action.stage, action.microbatch) in done:
-                found.append((action, -self._change(action.stage, action.kind)[1]))
-        return found
+        kinds = (B, I, W, *TREATING)
+        return [
+            place for place in range(position + 1, len(row))
+            if row[place].kind in kinds and (row[place].stage, row[place].microbatch) in done
+        ]  # fmt: skip
