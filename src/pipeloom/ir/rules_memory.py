@@ -10,8 +10,8 @@ them, where it stands. The simulator holds them longer while an OFFLOAD is under
 where a RELOAD waits for the one before it, at most until the action that needs it. So what is certain is the
 peak of the program with each RELOAD right in front of its RECOMPUTE, B or I.
 
-Residuals that are recomputed in an action count from that RECOMPUTE on; those made again inside B, or I and W,
-are in its transient bytes.
+Residuals that are recomputed in an action count from that RECOMPUTE on; those made again inside B, or I and
+W, are in its transient bytes.
 """
 
 from __future__ import annotations
