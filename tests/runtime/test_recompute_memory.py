@@ -1,0 +1,80 @@
+"""Memory of ranks that recompute inside their backwards: as foreseen, and less even of one micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import pytest
+from deep import ACTIVATION, ROWS, TANH, WIDTH, checkpoints
+from ledgers import sends_are_through_at_once
+from runs import capture_of, even, plan_for, shared_captures, threads
+
+from pipeloom import Options, Pipeline
+from pipeloom.ir.action import RECOMPUTE
+from pipeloom.ir.codec import from_json, to_json
+from pipeloom.ir.memory import MemoryPolicy
+from pipeloom.ir.plan import Plan
+from pipeloom.ir.stages import cut
+from pipeloom.lowering import lower
+from pipeloom.runtime.local_channel import LocalChannel
+from pipeloom.tracer.functions import stage_residuals
+
+
+@pytest.fixture(autouse=True)
+def messages_are_through_at_once() -> Iterator[None]:
+    with sends_are_through_at_once(), shared_captures():
+        yield
+
+
+def plan_of(*, microbatches: int, ahead: tuple[int, ...] = (), split: bool = False) -> Plan:
+    """Two stages of six layers, of whose residuals each keeps two."""
+    captured = capture_of(TANH, ROWS)
+    stage_of = even(captured.graph, 2)
+    stages = cut(captured.graph, stage_of)
+    plan = plan_for(
+        captured, stage_of, microbatches=microbatches, microbatch_size=ROWS, schedule="gpipe", split=split
+    )
+    policies = tuple(checkpoints(stage_residuals(captured, stages, s), 3) for s in range(2))
+    return replace(plan, memory=MemoryPolicy(stages=policies, ahead=ahead))
+
+
+def peaks(plan: Plan) -> list[tuple[Mapping[str, int], Mapping[str, int]]]:
+    """Of each rank, by kind: foreseen before the first step, and the ledger's."""
+
+    def work(rank: int, channel: LocalChannel) -> tuple[Mapping[str, int], Mapping[str, int]]:
+        with Pipeline(TANH, plan, options=Options(), channel=channel) as pipeline:
+            for seed in range(2):
+                pipeline.step(TANH.batch(seed, plan.microbatches * ROWS))
+            return pipeline.expected.peaks[rank], dict(pipeline.ledger.at_peak)
+
+    return threads(2, work)
+
+
+@pytest.mark.parametrize(("ahead", "split"), [((), False), ((), True), ((0,), False), ((0, 1), True)])
+def test_the_ledger_sees_what_was_foreseen(ahead: tuple[int, ...], split: bool) -> None:
+    """Where W has the peak, a weight's gradient is on top of a message of I: that is gone by then here."""
+    weight = WIDTH * WIDTH * 4 if split else 0
+    for foreseen, seen in peaks(plan_of(microbatches=4, ahead=ahead, split=split)):
+        assert sum(seen.values()) <= sum(foreseen.values()) <= sum(seen.values()) + weight
+
+
+def test_of_one_micro_batch_memory_is_saved_too() -> None:
+    plan = plan_of(microbatches=1)
+    inside, ahead, kept = (
+        [sum(seen.values()) for _, seen in peaks(replace(plan, memory=memory))]
+        for memory in (plan.memory, replace(plan.memory, ahead=(0, 1)), MemoryPolicy())
+    )
+    assert ahead == kept
+    for less, more in zip(inside, kept, strict=True):
+        assert more - less >= 2 * ACTIVATION
+
+
+def test_a_plan_that_says_nothing_recomputes_inside() -> None:
+    plan = plan_of(microbatches=4)
+    text = to_json(plan, indent=0)
+    assert text.count(',"ahead":[]') == 1
+    old = from_json(text.replace(',"ahead":[]', ""), Plan, what="an old plan")
+    assert old == plan
+    program = lower(old.as_schedule, old.stage_graph(capture_of(TANH, ROWS).graph), policy=old.memory)
+    assert not any(step.kind == RECOMPUTE for row in program.rows for step in row)
