@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from pipeloom.ir.errors import ConfigError, OffloadError, PeerError
-from pipeloom.runtime.file_tier import FileTier
+from pipeloom.runtime.file_tier import FileTier, lies_in_memory
 from pipeloom.runtime.tiers import Trip
 from pipeloom.tracer.split import Slot
 from pipeloom.tracer.stage import Tensors
@@ -99,7 +100,15 @@ def test_nothing_is_left_in_the_directory(tmp_path: Path) -> None:
     assert not list((tmp_path / "new" / "one").iterdir())
     tier.close()
     tier.close()
-    assert not (tmp_path / "new" / "one").exists()
+    assert not list((tmp_path / "new" / "one").iterdir())
+
+
+def test_a_rank_that_ends_first_leaves_the_directory_to_the_others(tmp_path: Path) -> None:
+    first, second = FileTier(tmp_path / "shared", 0), FileTier(tmp_path / "shared", 1)
+    first.close()
+    assert (tmp_path / "shared").is_dir()
+    there_and_back(second, residuals())
+    second.close()
 
 
 def test_a_directory_that_is_none_is_refused(tmp_path: Path) -> None:
@@ -150,6 +159,42 @@ def test_a_file_that_was_cut_short_is_said(tier: FileTier) -> None:
         tier.arrived(trip, never)
 
 
+OUT_OF_MEMORY = "[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory"
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [(RuntimeError(OUT_OF_MEMORY), "can't allocate memory"), (MemoryError(), "out of memory")],
+)
+def test_no_memory_to_read_into_is_said(
+    tier: FileTier, monkeypatch: pytest.MonkeyPatch, error: Exception, words: str
+) -> None:
+    def full(*_: object, **__: object) -> Tensor:
+        raise error
+
+    trip = tier.leave("1OFFLOAD2", {Slot("made", "a"): torch.zeros(1000)})
+    tier.finish_leaving(trip, never)
+    monkeypatch.setattr(torch, "empty", full)
+    tier.come_back(trip)
+    with pytest.raises(OffloadError) as caught:
+        tier.arrived(trip, never)
+    assert str(caught.value).startswith("rank 3 cannot bring back 3.9 KiB offloaded at 1OFFLOAD2: ")
+    assert words in caught.value.message and "leave this machine more memory" in str(caught.value.hint)
+    assert "resume from the last checkpoint: what was learnt since then is lost" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize(("kind", "found"), [("tmpfs", True), ("ramfs", True), ("ext4", False)])
+def test_folders_in_memory_are_told_by_their_mount(tmp_path: Path, kind: str, found: bool) -> None:
+    here = tmp_path / "a b"
+    here.mkdir()
+    mounts = tmp_path / "mounts"
+    escaped = str(here).replace(" ", "\\040")
+    mounts.write_text(f"none /not/there tmpfs rw 0 0\nnone {escaped} {kind} rw 0 0\n")
+    assert lies_in_memory(here, mounts) is found
+    assert lies_in_memory(here / "not" / "yet" / "there", mounts) is found
+    assert not lies_in_memory(here, tmp_path / "no mounts, as elsewhere than on Linux")
+
+
 def test_a_directory_that_vanishes_does_not_matter(tmp_path: Path) -> None:
     place = tmp_path / "gone"
     tier = FileTier(place, 0)
@@ -175,7 +220,7 @@ LIMITED = textwrap.dedent(
     from pathlib import Path
     import torch
     from pipeloom.ir.errors import OffloadError
-    from pipeloom.runtime.file_tier import FileTier
+    from pipeloom.runtime.file_tier import FileTier, lies_in_memory
     from pipeloom.tracer.split import Slot
 
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,17 +11,28 @@ import torch
 
 from ..ir.plan import Plan
 from ..runtime.cuda_tier import CudaTier
-from ..runtime.file_tier import FileTier
+from ..runtime.file_tier import FileTier, lies_in_memory
 from ..runtime.tiers import Tier
 
 
 def own_tier(
     plan: Plan, own_stages: Sequence[int], device: torch.device, directory: Path | None, rank: int
 ) -> Tier | None:
-    """None if no stage of this rank offloads anything. directory: for a CPU rank; None for the system's."""
-    origins = {stage % len(plan.stages) for stage in own_stages}
-    if not any(plan.memory.treated(stage, "offload") for stage in origins):
+    """None if no stage of this rank offloads anything. directory: for a CPU rank; None for the system's.
+
+    Warns, once per run, where files in that directory would take memory instead of freeing it.
+    """
+    count = len(plan.stages)
+    away = [s for s in range(len(plan.placement)) if plan.memory.treated(s % count, "offload")]
+    if set(away).isdisjoint(own_stages):
         return None
     if device.type == "cuda":
         return CudaTier(rank)
-    return FileTier(directory or Path(tempfile.gettempdir()), rank)
+    folder = directory or Path(tempfile.gettempdir())
+    if rank == min(plan.placement[stage] for stage in away) and lies_in_memory(folder):
+        warnings.warn(
+            f"offloaded residuals go to {folder}, which lies in memory (tmpfs): offloading frees none there; "
+            "name a folder on a disk with --offload-dir (Options.offload_dir)",
+            stacklevel=4,  # whoever made the pipeline
+        )
+    return FileTier(folder, rank)

@@ -9,6 +9,7 @@ interpreter's lock while they copy.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tempfile
 import threading
@@ -54,14 +55,13 @@ class FileTrip(Trip):
 class FileTier:
     """See `Tier`.
 
-    directory: where the file is; made if it is not there, and then removed in the end.
+    directory: where the file is; made if it is not there, and left there, as other ranks may be using it.
     Raises: ConfigError if no file can be made there.
     """
 
     def __init__(self, directory: Path, rank: int) -> None:
         self.held_bytes = self.peak_bytes = 0
         self._directory, self._rank = directory, rank
-        self._made = not directory.exists()
         try:
             directory.mkdir(parents=True, exist_ok=True)
             self._file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115  closed in `close`
@@ -122,9 +122,6 @@ class FileTier:
         for thread in self._threads:
             thread.join()
         self._file.close()
-        if self._made:
-            with suppress(OSError):  # another rank is there still, or it is gone already
-                self._directory.rmdir()
 
     def _take(self, size: int, action: str) -> int:
         """A place in the file: one that was used before, or a new one at its end."""
@@ -196,6 +193,14 @@ class FileTier:
     def _require(self, trip: FileTrip) -> None:
         if isinstance(trip.error, OSError):
             raise self._failed(trip.action, f"move {format_bytes(trip.bytes)}", trip.error) from None
+        if isinstance(trip.error, RuntimeError | MemoryError):  # as PyTorch and Python say it
+            what = "write" if trip.left is None else "bring back"
+            raise OffloadError(
+                f"rank {self._rank} cannot {what} {format_bytes(trip.bytes)} offloaded at {trip.action}: "
+                f"{str(trip.error) or 'out of memory'}",
+                hint="leave this machine more memory: end other programs, start fewer ranks on it, or plan "
+                f"with smaller micro-batches or a lower cap; {_RESUME}",
+            ) from None
         if trip.error is not None:
             raise trip.error
 
@@ -204,12 +209,32 @@ class FileTier:
         return OffloadError(
             f"rank {self._rank} cannot {what} at {action}: {error.strerror or error}; {self._directory} has "
             f"{format_bytes(left)} free, {format_bytes(self.held_bytes)} of residuals are there",
-            hint=f"make room there, {_ELSEWHERE}, or plan with fewer offloaded residuals; no update of the "
-            "weights was lost: resume from the last checkpoint",
+            hint=f"make room there, {_ELSEWHERE}, or plan with fewer offloaded residuals; {_RESUME}",
         )
 
 
 _ELSEWHERE = "name another directory with --offload-dir (Options.offload_dir)"
+_RESUME = "then resume from the last checkpoint: what was learnt since then is lost"
+
+
+def lies_in_memory(directory: Path, mounts: Path = Path("/proc/mounts")) -> bool:
+    """Whether files there take the machine's memory, as far as the system says: Linux does, in `mounts`.
+
+    directory: it, or the nearest of its parents that is there, is looked at.
+    """
+    try:
+        there = next(place for place in (directory, *directory.absolute().parents) if place.exists())
+        device = there.stat().st_dev
+        lines = mounts.read_text(errors="surrogateescape").splitlines()
+    except OSError:
+        return False
+    for _, point, kind, *_ in map(str.split, lines):
+        if kind in ("tmpfs", "ramfs"):
+            path = re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), point)  # a space is \040 there
+            with suppress(OSError):  # one that we may not look into is not the one that we write to
+                if os.stat(path).st_dev == device:
+                    return True
+    return False
 
 
 def _whole_pages(size: int) -> int:
