@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
+import transformers
+import zoo
 from deep import ACTIVATION, DEPTH, GELU, ROWS, TANH, checkpoints
 from memory import Allocated, allocations
 from runs import capture_of, even
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipeloom import Job
 from pipeloom.ir.memory import Treatment
@@ -73,6 +77,40 @@ def test_a_deep_chain_peaks_at_its_checkpoints_and_one_segment() -> None:
         assert functions.peak_bytes["backward"] == predicted == seen["backward"].peak
     ahead = stage_functions(captured, stages, 0, treatments=policy, ahead=True)
     assert kept_bytes(ahead) + ahead.peak_bytes["backward"] == (DEPTH + gradients) * ACTIVATION
+
+
+class Blocks(nn.Module):
+    """Eight blocks of GPT-2, 64 wide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        config = transformers.GPT2Config(
+            vocab_size=zoo.VOCABULARY, n_positions=64, n_embd=64, n_layer=8, n_head=4,
+            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False,
+        )  # fmt: skip
+        self.model = transformers.GPT2LMHeadModel(config)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        return self.model(input_ids=input_ids, labels=labels).loss
+
+
+@pytest.mark.slow
+def test_a_transformer_peaks_at_a_quarter() -> None:
+    """What flows past the blocks is kept, every second sum of it, and nothing else that can be made again."""
+    job = Job(model=Blocks, batch=partial(zoo.token_batch, length=64))
+    captured = capture_of(job, 4)
+    stages = cut(captured.graph, even(captured.graph, 1))
+    residuals = stage_residuals(captured, stages, 0)
+    sums = [name for name in residuals if re.fullmatch(r"add(_\d+)?", name)]
+    dropped: dict[str, Treatment] = {
+        n: "recompute" for n, r in residuals.items() if not r.obstacle and n not in sums[1::2]
+    }
+    kept, ahead, inside = (
+        stage_functions(captured, stages, 0, treatments=policy, ahead=moment)
+        for policy, moment in (({}, False), (dropped, True), (dropped, False))
+    )
+    everything, at_once, lazily = (kept_bytes(f) + f.peak_bytes["backward"] for f in (kept, ahead, inside))
+    assert at_once == everything and lazily < everything / 4
 
 
 def test_what_has_one_reader_is_there_for_that_alone() -> None:
