@@ -174,7 +174,7 @@ class Pipeline:
             {n: nn.Parameter(made[n].to(self.device), graph.parameter[n].trainable) for n in params},
             {n: made[n].to(self.device) for n in buffers},
             self.parts.job.optimizer,
-            keep_gradients=self.options.keep_gradients,
+            keep_gradients=self.options.keep_gradients, device=self.device,
         )
 
     def _variant(self, captured: Captured, signature: tuple[str, ...]) -> Variant:

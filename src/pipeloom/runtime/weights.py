@@ -49,6 +49,7 @@ class Weights:
     """What the stages of one rank own.
 
     keep_gradients: copy each step's gradients to `last_gradients` before the optimizer sees them.
+    device: of the rank, which may own nothing.
     `state(microbatch)` is the mapping that an action on this micro-batch reads; with the flush policy it is
     the same for all micro-batches of a step.
     """
@@ -56,6 +57,7 @@ class Weights:
     def __init__(
         self, params: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor],
         optimizer: MakeOptimizer | None, *, keep_gradients: bool = False,
+        device: torch.device | str = "cpu",
     ) -> None:  # fmt: skip
         self.params = dict(params)
         self.buffers = dict(buffers)
@@ -64,6 +66,7 @@ class Weights:
         make = optimizer or default_optimizer
         self.optimizer = make(trained) if trained else None
         self.keep_gradients = keep_gradients
+        self._device = device
         self.last_gradients: dict[str, Tensor] = {}
         self._state: dict[str, Tensor] = {**self.params, **self.buffers}
 
@@ -77,7 +80,9 @@ class Weights:
     def norm_squares(self, names: Iterable[str]) -> Tensor:
         """Sum of squares of some gradients, in float64 (float32 where there is no float64)."""
         norms = [torch.linalg.vector_norm(self.grads.sums[n]) for n in names if n in self.grads.touched]
-        return torch.stack(norms).double().square().sum() if norms else torch.zeros((), dtype=torch.float64)
+        if norms:
+            return torch.stack(norms).double().square().sum()
+        return torch.zeros((), dtype=torch.float64, device=self._device)
 
     def scale_gradients(self, factor: float) -> None:
         for name in self.grads.touched:
