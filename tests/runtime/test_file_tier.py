@@ -189,7 +189,7 @@ def test_folders_in_memory_are_told_by_their_mount(tmp_path: Path, kind: str, fo
     here.mkdir()
     mounts = tmp_path / "mounts"
     escaped = str(here).replace(" ", "\\040")
-    mounts.write_text(f"none /not/there tmpfs rw 0 0\nnone {escaped} {kind} rw 0 0\n")
+    mounts.write_text(f"none {escaped}/nowhere tmpfs rw 0 0\nnone {escaped} {kind} rw 0 0\n")
     assert lies_in_memory(here, mounts) is found
     assert lies_in_memory(here / "not" / "yet" / "there", mounts) is found
     assert not lies_in_memory(here, tmp_path / "no mounts, as elsewhere than on Linux")

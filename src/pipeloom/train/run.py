@@ -99,8 +99,7 @@ def settle(request: Request) -> Settled:
             config = _named(read_config(out / "config.toml", request.overrides))
             if not any(text.startswith("steps=") for text in request.overrides):
                 config = _further(config, out, request.console)
-        parts = ("pipeline", "model", "job")
-        replan = any(getattr(config, part) != getattr(before, part) for part in parts)
+        replan = _planned_from(config) != _planned_from(before)
     if replan and config.pipeline.plan is not None:
         config = follow_plan(config, load_plan(Path(config.pipeline.plan)), request.overrides)
     require_runnable(config.pipeline.schedule)
@@ -117,6 +116,12 @@ def settle(request: Request) -> Settled:
     except OSError as error:
         raise ConfigError(f"cannot write into {out}: {error.strerror}", hint="choose another --out") from None
     return Settled(request=request, config=config, out=out)
+
+
+def _planned_from(config: Config) -> tuple[object, ...]:
+    """What planning reads. A resumed run may change all the rest and keep its plan."""
+    pipeline = replace(config.pipeline, accumulate=1, compile=False, offload_dir=None)
+    return pipeline, config.model, config.job
 
 
 def _named(config: Config) -> Config:
@@ -220,7 +225,7 @@ def _train_rank(settled: Settled) -> None:
         device=config.pipeline.device, seed=config.seed, clip_norm=config.optimizer.clip_norm or None,
         scheduler=scheduler_of(config), autocast=_autocast(config), compiled=config.pipeline.compile,
         accumulate=config.pipeline.accumulate,
-        offload_dir=Path(config.pipeline.offload_dir or out / "offload"),
+        offload_dir=Path(config.pipeline.offload_dir or out),
     )  # fmt: skip
     with Pipeline(workload.job, planned, options=options) as pipeline:
         forecast = pipeline.predict()
