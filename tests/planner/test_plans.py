@@ -51,7 +51,8 @@ def peaks(plan: Plan, graph: OpGraph, cluster: Cluster) -> list[int]:
         graph, [profile] * len(plan.stages), cluster, CostOptions(microbatches=plan.microbatches)
     )
     stages = plan.stage_graph(graph)
-    costs = stage_costs(model, stages, plan.stages, plan.memory.stages)
+    policy = plan.memory
+    costs = stage_costs(model, stages, plan.stages, policy.stages, ahead=policy.ahead)
     program = lower(plan.as_schedule, stages, policy=plan.memory)
     step = simulate(program, stages, costs, cluster)
     assert step.step_s == pytest.approx(plan.predicted_step_s)
@@ -96,7 +97,7 @@ def test_only_what_is_allowed_is_done():
     assert {t for stage in plan.memory.stages for t in stage.values()} == {"recompute"}
     program = lower(plan.as_schedule, plan.stage_graph(graph), policy=plan.memory)
     kinds = {getattr(step, "kind", None) for row in program.rows for step in row}
-    assert RECOMPUTE in kinds and not kinds & {OFFLOAD, RELOAD}
+    assert (RECOMPUTE in kinds) == bool(plan.memory.ahead) and not kinds & {OFFLOAD, RELOAD}
 
 
 def test_a_plan_with_treatments_is_saved_and_read(tmp_path):

@@ -150,8 +150,12 @@ def costs_of(plan: Plan, graph: OpGraph, costs: Costs, cluster: Cluster) -> tupl
     policy = [plan.memory.stages[s] if s < len(plan.memory.stages) else {} for s in range(len(plan.stages))]
     # Of what a StageCost says, only weight versions depend on how many micro-batches are in flight.
     in_flight = schedules.in_flight(plan.as_schedule)
-    parts = [stage_plan(model, stages, s, max(1, in_flight[s]), own) for s, own in enumerate(policy)]
-    each = stage_costs(model, stages, parts, policy) * plan.replicas
+    ahead = plan.memory.ahead
+    parts = [
+        stage_plan(model, stages, s, max(1, in_flight[s]), own, ahead=s in ahead)
+        for s, own in enumerate(policy)
+    ]
+    each = stage_costs(model, stages, parts, policy, ahead=ahead) * plan.replicas
     return _counting_once(each, plan, stages, graph, options.optimizer_bytes)
 
 

@@ -40,9 +40,9 @@ class Kernel(Generic[P, R]):
     10
     """
 
-    def __init__(self, function: Callable[P, R], *, in_place: bool = False) -> None:
+    def __init__(self, function: Callable[P, R], *, in_place: bool = False, apart: bool = False) -> None:
         self.plain = function
-        self._in_place = in_place
+        self._in_place, self._apart = in_place, apart
         self.__doc__ = function.__doc__
         self.__wrapped__ = function
 
@@ -72,8 +72,12 @@ class Kernel(Generic[P, R]):
 
     @cached_property
     def inlined(self) -> Callable[P, R]:
-        """To be compiled into another kernel: a call would count references to all arrays passed to it."""
+        """To be compiled into another kernel: a call would count references to all arrays passed to it.
+        One that stands `apart` is called."""
         import numba
+
+        if self._apart:
+            return self.compiled
 
         return cast(Callable[P, R], numba.njit(inline="always")(self._linked(lambda inner: inner.inlined)))
 
@@ -115,6 +119,14 @@ _HOLDS = (np.ndarray, tuple)
 def kernel(function: Callable[P, R]) -> Kernel[P, R]:
     """Make a kernel of a function. It may use only numbers, arrays, tuples of them, and loops."""
     return Kernel(function)
+
+
+def apart(function: Callable[P, R]) -> Kernel[P, R]:
+    """Make a kernel of a long function that others call in several places, or that takes long in itself.
+
+    It is compiled once, and not into each of those places.
+    """
+    return Kernel(function, apart=True)
 
 
 def in_place(function: Callable[P, R]) -> Kernel[P, R]:

@@ -8,7 +8,6 @@ from itertools import pairwise
 
 from .. import schedules
 from ..ir.cluster import Cluster
-from ..ir.costs import StageCost
 from ..ir.errors import InfeasibleError, PlanError
 from ..ir.graph import OpGraph
 from ..ir.memory import MemoryPolicy
@@ -93,17 +92,27 @@ class _Found:
         self.schedule = request.build(self.stages)
         self.in_flight = schedules.in_flight(self.schedule)
         found = [search.evaluate(i, j, s) for s, (i, j) in enumerate(pairwise(cuts))]
-        self.policy = MemoryPolicy(stages=tuple(e.treatments for e in found) if search.optimises else ())
-        parts = [self._stage(s, e) for s, e in enumerate(found)]
-        self.costs = stage_costs(search.model, self.stages, parts, self.policy.stages)
-        self.parts = tuple(map(_with_residuals, parts, self.costs))
+        parts = [self._stages(s, e) for s, e in enumerate(found)]
+        ahead = tuple(s for s, (_, restored) in enumerate(parts) if restored is not None)
+        treatments = tuple(e.treatments for e in found) if search.optimises else ()
+        self.policy = MemoryPolicy(stages=treatments, ahead=ahead)
+        self.parts = tuple(restored or inside for inside, restored in parts)
+        self.costs = stage_costs(search.model, self.stages, self.parts, treatments, ahead=ahead)
         program = lower(self.schedule, self.stages, policy=self.policy)
         self.timeline = simulate(program, self.stages, self.costs, search.model.cluster)
 
-    def _stage(self, stage: int, found: Evaluation) -> StagePlan:
-        in_flight = self.in_flight[stage]
-        part = stage_plan(self.search.model, self.stages, stage, in_flight, found.treatments)
-        return replace(part, turn_s=found.seconds)
+    def _stages(self, stage: int, found: Evaluation) -> tuple[StagePlan, StagePlan | None]:
+        """A stage that recomputes inside its backward, if at all; and ahead of it, if that keeps its cap."""
+        model, in_flight = self.search.model, self.in_flight[stage]
+        inside, ahead = (
+            replace(
+                stage_plan(model, self.stages, stage, in_flight, found.treatments, ahead=early),
+                turn_s=found.seconds,
+            )
+            for early in (False, True)
+        )
+        fits = inside.recomputed_bytes and ahead.memory.total <= self.search.caps[stage]
+        return inside, ahead if fits else None
 
     def tighter(self) -> Search | None:
         """The search to repeat, if the schedule keeps more in flight or the simulator sees a cap passed."""
@@ -140,13 +149,6 @@ class _Found:
             weights=self.request.weights,
             notes=self._notes(),
         )
-
-
-def _with_residuals(part: StagePlan, cost: StageCost) -> StagePlan:
-    """The stage with what becomes of its residuals."""
-    away, again = cost.offloaded_bytes, cost.recomputed_bytes
-    kept = cost.residual_bytes - away - again
-    return replace(part, kept_bytes=kept, recomputed_bytes=again, offloaded_bytes=away)
 
 
 def _microbatch_size(graph: OpGraph) -> int:

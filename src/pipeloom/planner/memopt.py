@@ -1,8 +1,7 @@
 """Per-tensor memory optimisation of one stage: keep, recompute or offload each residual, under a cap.
 
-The backward's moment is linear in the choice, so the bytes to be freed are a number, and a choice is the
-greedy one (memopt_greedy) or the best (memopt_exact). Then the stage is swept again with it: where the
-forward or the recomputation has become the worst moment, more is freed, until all are under the cap.
+A choice is the greedy one (memopt_greedy) or the best (memopt_exact), by the stage's moments (again.py): what
+is dropped is made again inside the backward, each residual in front of the first op that reads it.
 
 Source: DawnPiper's cost-model based memory optimisation (2505.05856), reconstructed from its abstract.
 """
@@ -20,21 +19,19 @@ import numpy as np
 
 from ..ir.errors import PlanError
 from ..ir.memory import Treatment
+from .again import Moments
 from .cost import CostModel, Footprint
 from .evaluation import Evaluation
 from .intervals import Array, Indices
 from .memopt_exact import exact
-from .memopt_greedy import Task, greedy
-from .residuals import KEEP, OFFLOAD, RECOMPUTE, Residuals, choice_of, residuals_of
+from .memopt_greedy import Found, Task, greedy
+from .residuals import OFFLOAD, RECOMPUTE, Residuals, choice_of, residuals_of
 from .sweep import Sweep
-from .treated import COPIES, HostCopies, Treated, host_copies, treated
+from .treated import COPIES, HostCopies, Treated, host_copies, moments_of, treated
 
 Method = Literal["greedy", "exact"]
 BOTH: tuple[Treatment, ...] = ("recompute", "offload")
-ROUNDS = 6
-"""Times that more is freed because another moment has become the worst."""
-
-Solver = Callable[[Residuals, Task], Indices | None]
+Solver = Callable[[Task], Found]
 _SOLVERS: dict[str, Solver] = {"greedy": greedy, "exact": exact}
 
 
@@ -55,7 +52,7 @@ def optimise(
     if peak <= cap:
         return Evaluation(seconds=model.turn_of(own, compute_s, stage), peak_bytes=peak)
     fixed = {k: float(v) for k, v in model.static_parts(own, in_flight).items()}
-    if sum(fixed.values()) > cap or not treatments:
+    if sum(fixed.values()) + own.largest > cap or not treatments:
         return Evaluation(seconds=inf, peak_bytes=peak)
     forward = model.forward_s[model.kind[stage], start:end]
     decide = _Stage(
@@ -90,63 +87,25 @@ class _Stage:
     treatments: tuple[Treatment, ...]
 
     @cached_property
-    def residuals(self) -> Residuals:
+    def moments(self) -> Moments:
         besides = self.model.cheap_s[self.model.kind[self.rank]]
-        return residuals_of(*self.place, self.forward_s, besides, self.footprint.kept > 0)
+        found = residuals_of(*self.place, self.forward_s, besides, self.footprint.kept > 0)
+        return moments_of(self.model, self.footprint, found, self.in_flight, self.place)
 
-    def under(self, cap: float, solve: Callable[[Residuals, Task], Indices | None]) -> Evaluation:
+    def under(self, cap: float, solve: Solver) -> Evaluation:
         """The evaluation with treatments that keep the cap."""
         static = float(sum(self.model.static_parts(self.footprint, self.in_flight).values()))
-        choice = np.zeros(len(self.residuals), np.int64)
-        need, raised = 0.0, -1
-        for _ in range(ROUNDS):
-            levels = self.levels(choice)
-            if max(levels) + static <= cap:
-                break
-            need += max(levels) + static - cap
-            only_forward = self.in_flight == 1 and levels[-1] + static <= cap
-            task = self.task(need, only_forward=only_forward)
-            better, raised = solve(self.residuals, task), raised + 1
-            if better is None:
-                choice, raised = self.everything(task), raised + 1
-                break
-            choice = better
-        peak = max(self.levels(choice)) + static
-        if peak > cap:
+        found = solve(self.task(cap - static))
+        peak = static + max(found.peak, float(self.footprint.largest))
+        if found.fails:
             return Evaluation(seconds=inf, peak_bytes=peak)
-        if raised > 0:
-            choice = self.pruned(choice, cap - static)
-        turn = self.with_choice(choice).seconds(
-            self.model, self.rank, self.compute_s, float(self.forward_s.sum())
-        )
-        return Evaluation(
-            seconds=turn, treatments=self.named(choice), peak_bytes=max(self.levels(choice)) + static
-        )
+        chosen = treated(self.footprint, self.moments, found.choice, self.copies, ahead=False)
+        turn = chosen.seconds(self.model, self.rank, self.compute_s, float(self.forward_s.sum()))
+        return Evaluation(seconds=turn, treatments=self.named(found.choice), peak_bytes=peak)
 
-    def levels(self, choice: Indices) -> list[float]:
-        """Bytes besides static ones at each moment; the backward's last."""
-        moments = self.with_choice(choice).moments(self.model, self.in_flight)
-        return [sum(parts.values()) for parts in moments]
-
-    def pruned(self, choice: Indices, allowance: float) -> Indices:
-        """Without what is not needed, the dearest first. Sweeps once per treated residual."""
-        alone = np.array([self.residuals.recompute_s(_only(choice, k)) for k in range(len(choice))])
-        for k in np.argsort(-alone, kind="stable"):
-            if choice[k] != KEEP:
-                fewer = choice.copy()
-                fewer[k] = KEEP
-                if max(self.levels(fewer)) <= allowance:
-                    choice = fewer
-        return choice
-
-    def with_choice(self, choice: Indices) -> Treated:
-        return treated(self.footprint, self.residuals, choice, self.copies, self.place)
-
-    def task(self, need: float, *, only_forward: bool) -> Task:
-        """only_forward: with one micro-batch in flight the forward is over, where what it drops is gone."""
+    def task(self, allowance: float) -> Task:
         q, copies = self.in_flight, self.copies
         away = q - min(q, COPIES) if "offload" in self.treatments and copies is not None else 0
-        again = (1 if only_forward else q - 1) if "recompute" in self.treatments else 0
         hidden, most, s_per_byte = 0.0, 0.0, 0.0
         if away and copies is not None:
             window = float(self.forward_s.sum())
@@ -155,37 +114,21 @@ class _Stage:
             if copies.memory_bytes:
                 most = min(most, copies.memory_bytes / q)
             s_per_byte = copies.back_s_per_byte
-        most = min(most, float(self.residuals.size.sum()))
+        residuals = self.moments.residuals
+        most = min(most, float(residuals.size.sum()))
+        may = residuals.may & ("recompute" in self.treatments)
         return Task(
-            need=need, per_recomputed=float(again), per_offloaded=float(away), hidden=min(hidden, most),
-            most=most, s_per_byte=s_per_byte, may=self.residuals.may.astype(np.int64),
+            moments=self.moments, allowance=allowance, per_offloaded=float(away), hidden=min(hidden, most),
+            most=most, s_per_byte=s_per_byte, may=may.astype(np.int64),
         )  # fmt: skip
-
-    def everything(self, task: Task) -> Indices:
-        """As much treated as can be: offloaded what cannot be made again, while there is room for it."""
-        sizes = self.residuals.size
-        choice = np.where((task.may > 0) & (task.per_recomputed > 0), RECOMPUTE, KEEP).astype(np.int64)
-        left = task.most if task.per_offloaded > 0 else 0.0
-        for k in np.argsort(sizes, kind="stable"):
-            if choice[k] == KEEP and sizes[k] <= left:
-                choice[k] = OFFLOAD
-                left -= sizes[k]
-        return choice
 
     def named(self, choice: Indices) -> dict[str, Treatment]:
         words: dict[int, Treatment] = {RECOMPUTE: "recompute", OFFLOAD: "offload"}
         return {
             name: words[int(kind)]
-            for name, kind in zip(self.residuals.names, choice, strict=True)
+            for name, kind in zip(self.moments.residuals.names, choice, strict=True)
             if int(kind) in words
         }
-
-
-def _only(choice: Indices, k: int) -> Indices:
-    """A choice in which no other residual than k is treated."""
-    found = np.zeros_like(choice)
-    found[k] = choice[k]
-    return found
 
 
 @dataclass(frozen=True)
@@ -222,8 +165,8 @@ def treated_stage(
     residuals = residuals_of(sweep, start, end, forward, besides, footprint.kept > 0)
     copies = host_copies(model.cluster, stage)
     _refuse(residuals, treatments, stage, copies)
-    choice = choice_of(residuals, treatments)
-    return treated(footprint, residuals, choice, copies, (sweep, start, end))
+    moments = moments_of(model, footprint, residuals, 1, (sweep, start, end))
+    return treated(footprint, moments, choice_of(residuals, treatments), copies)
 
 
 def _refuse(

@@ -1,25 +1,33 @@
-"""Which residuals to recompute or offload so that enough bytes are freed: the greedy choice.
+"""Which residuals to recompute or offload so that a stage keeps its cap: the greedy choice.
 
     1. Offload what fits beside the stage's computing, first what would take longest per byte to make again.
-    2. Then pick again and again the largest benefit per second: bytes freed at the peak, over the seconds
-       that recomputing it adds (ops that already run again cost nothing more), or over those that its reload
-       takes beyond what is hidden.
+    2. Then, at the moment of the peak, pick the largest benefit per second: bytes freed at that moment, over
+       the seconds that recomputing adds (ops that already run again cost nothing more), or over those that a
+       reload takes beyond what is hidden. Sweep again, and so on.
     3. A pick that frees all that is left may be better than the next pick and those after it: the cheapest
-       such end is kept, at every step.
+       such end is tried as well.
     4. Picks that are no longer needed are dropped, the dearest first.
 
-Time grows with (picks) x (residuals).
+What recomputing frees depends on what else is dropped. A residual from which others are made again is a
+checkpoint: without it, what lies on both sides of it is made again at once, at a moment that may then need
+more than the cap. Such a pick is taken back: no moment may rise above the cap, or further above it. Among
+equals the earliest is picked, so that checkpoints stay where fewest lie in front of them: the stretches
+between them grow shorter from the first to the last, as is best.
+
+Time grows with (picks) x (ops and chains of the stage).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from ..ir.kernels import kernel
+from .again import DROPPED, Moments
 from .intervals import Indices
-from .residuals import KEEP, OFFLOAD, RECOMPUTE, Residuals
+from .memopt_picks import ADDED, BANNED, BESIDES, CHOICE, MAY, PEAK, SECONDS, SIZE, STORAGE, TOP, pick_all
+from .residuals import KEEP, OFFLOAD
 from .sweep import run
 
 
@@ -27,13 +35,14 @@ from .sweep import run
 class Task:
     """What to reach. Sizes in bytes.
 
-    need: to be freed.  per_recomputed, per_offloaded: copies freed per residual treated so.
+    allowance: what the stage may hold besides static bytes.  per_offloaded: copies freed per residual that is
+        offloaded; 0 where none may be.
     hidden: bytes whose copies cost no time.  most: that may be offloaded at all.
     s_per_byte: of what is offloaded beyond `hidden`.  may: residual -> whether it may be recomputed.
     """
 
-    need: float
-    per_recomputed: float
+    moments: Moments
+    allowance: float
     per_offloaded: float
     hidden: float
     most: float
@@ -41,143 +50,72 @@ class Task:
     may: Indices
 
 
-def greedy(residuals: Residuals, task: Task) -> Indices | None:
-    """A choice that frees what is needed; None if there is none."""
-    count = len(residuals)
-    chains = (*residuals.chain, residuals.seconds, residuals.besides, residuals.size)
-    limits = np.array([
-        task.need, task.per_recomputed, task.per_offloaded, task.hidden, task.most, task.s_per_byte,
-    ])  # fmt: skip
-    alone = np.array([residuals.seconds[residuals.chain[k]].sum() for k in range(count)])
-    dear = np.where(task.may > 0, (alone + residuals.besides) / np.maximum(residuals.size, 1.0), np.inf)
-    order = np.lexsort((-residuals.size, -dear)).astype(np.int64)
-    choice, users = np.zeros(count, np.int64), np.zeros(len(residuals.seconds), np.int64)
-    state = choice, users, np.zeros(3)
-    picks = np.zeros(count + 1, np.int64)
-    fits = run(_greedy, 20 * count)(task.may, chains, limits, order, picks, state)
-    return choice if fits else None
+class Found(NamedTuple):
+    """A choice.
 
-
-@kernel
-def _added_s(k, chains, users):  # type: ignore[no-untyped-def]
-    """Seconds that making residual k again adds to what runs again already."""
-    first, ops, seconds, besides, _ = chains
-    found = besides[k]
-    for i in range(first[k], first[k + 1]):
-        if users[ops[i]] == 0:
-            found += seconds[ops[i]]
-    return found
-
-
-@kernel
-def _offload_s(away, limits):  # type: ignore[no-untyped-def]
-    """Seconds that offloading so many bytes adds."""
-    return max(0.0, away - limits[3]) * limits[5]
-
-
-@kernel
-def _apply(k, kind, sign, chains, limits, state):  # type: ignore[no-untyped-def]
-    """Treat residual k so (sign 1), or keep it again (sign -1).
-
-    state: (choice, ops that run again -> how often they are wanted, [bytes freed, seconds, bytes away]).
+    fails: whether it does not keep the allowance, but only needs little.  seconds: what it adds.  peak: bytes
+    besides static ones.
     """
-    first, ops, _, _, size = chains
-    choice, users, level = state
-    if kind == RECOMPUTE:
-        if sign < 0:
-            for i in range(first[k], first[k + 1]):
-                users[ops[i]] -= 1
-        level[1] += sign * _added_s(k, chains, users)
-        if sign > 0:
-            for i in range(first[k], first[k + 1]):
-                users[ops[i]] += 1
-        level[0] += sign * size[k] * limits[1]
-    else:
-        level[1] -= _offload_s(level[2], limits)
-        level[2] += sign * size[k]
-        level[1] += _offload_s(level[2], limits)
-        level[0] += sign * size[k] * limits[2]
-    choice[k] = kind if sign > 0 else KEEP
+
+    fails: bool
+    seconds: float
+    peak: float
+    choice: Indices
+
+    def better(self, other: Found) -> bool:
+        """Whether it fits and is faster, or else needs less."""
+        if self.fails and other.fails:
+            return self.peak < other.peak
+        return (self.fails, self.seconds) < (other.fails, other.seconds)
 
 
-@kernel
-def _prune(picks, count, chains, limits, state):  # type: ignore[no-untyped-def]
-    """Keep again what need not be treated: while there is any, the one that saves most time."""
-    size, choice, level = chains[4], state[0], state[2]
-    while True:
-        drop, saves = -1, -1.0
-        for i in range(count):
-            k = picks[i]
-            kind = choice[k]
-            if kind == KEEP or level[0] - size[k] * limits[kind] < limits[0]:
-                continue
-            before = level[1]
-            _apply(k, kind, -1, chains, limits, state)
-            found = before - level[1]
-            _apply(k, kind, 1, chains, limits, state)
-            if found > saves:
-                drop, saves = k, found
-        if drop < 0:
-            break
-        _apply(drop, choice[drop], -1, chains, limits, state)
+def greedy(task: Task) -> Found:
+    """A choice that keeps the allowance, or as little as was reached."""
+    residuals, peak = task.moments.residuals, task.moments.peak(np.full(len(task.may), KEEP))
+    begun = np.concatenate([[0.0], np.cumsum(residuals.seconds[residuals.chain.items])])
+    alone = begun[residuals.chain.first[1:]] - begun[residuals.chain.first[:-1]] + residuals.besides
+    dear = np.where(task.may > 0, alone / np.maximum(residuals.size, 1.0), np.inf)
+    hidden = _hidden(task, peak - task.allowance, np.lexsort((-residuals.size, -dear)))
+    found = _solved(task, hidden)
+    if not len(hidden) or not (found.fails or found.seconds > 0):
+        return found
+    other = _hidden(task, peak - task.allowance, np.argsort(-residuals.size, kind="stable"))
+    second = _solved(task, other)
+    return second if second.better(found) else found
 
 
-@kernel
-def _best(may, chains, limits, state, end):  # type: ignore[no-untyped-def]
-    """The residual and treatment worth most per second, -1 for none; in `end` the cheapest that would do."""
-    size, choice, users, level = chains[4], state[0], state[1], state[2]
-    pick, kind, ratio = -1, KEEP, -1.0
-    for k in range(len(size)):
-        for option in (RECOMPUTE, OFFLOAD):
-            if choice[k] != KEEP or limits[option] <= 0:
-                continue
-            if option == RECOMPUTE:
-                if may[k] == 0:
-                    continue
-                seconds = _added_s(k, chains, users)
-            else:
-                if level[2] + size[k] > limits[4]:
-                    continue
-                seconds = _offload_s(level[2] + size[k], limits) - _offload_s(level[2], limits)
-            gain = size[k] * limits[option]
-            if level[0] + gain >= limits[0] and level[1] + seconds < end[2]:
-                end[0], end[1], end[2] = k, option, level[1] + seconds
-                end[3] = 1
-            worth = gain / seconds if seconds > 0 else np.inf
-            if worth > ratio or (worth == ratio and size[k] > size[pick]):
-                pick, kind, ratio = k, option, worth
-    return pick, kind
+def seconds_of(task: Task, choice: Indices) -> float:
+    """What a choice adds to the stage's time."""
+    residuals = task.moments.residuals
+    away = float(residuals.size[choice == OFFLOAD].sum())
+    return residuals.recompute_s(choice) + max(0.0, away - task.hidden) * task.s_per_byte
 
 
-@kernel
-def _greedy(may, chains, limits, order, picks, state):  # type: ignore[no-untyped-def]
-    """Make the choice; False if there is none."""
-    need, size, choice, level = limits[0], chains[4], state[0], state[2]
-    count = 0
-    if limits[OFFLOAD] > 0:
-        for k in order:
-            if level[0] < need and level[2] + size[k] <= min(limits[3], limits[4]):
-                _apply(k, OFFLOAD, 1, chains, limits, state)
-                picks[count] = k
-                count += 1
-    end = np.array([-1.0, KEEP, np.inf, 0.0])
-    kept_until = -1
-    while level[0] < need:
-        end[3] = 0
-        pick, kind = _best(may, chains, limits, state, end)
-        if end[3] > 0:
-            kept_until = count
-        if pick < 0:
-            return False
-        _apply(pick, kind, 1, chains, limits, state)
-        picks[count] = pick
-        count += 1
-    if kept_until >= 0 and end[2] < level[1]:
-        while count > kept_until:
-            count -= 1
-            _apply(picks[count], choice[picks[count]], -1, chains, limits, state)
-        picks[count] = int(end[0])
-        _apply(picks[count], int(end[1]), 1, chains, limits, state)
-        count += 1
-    _prune(picks, count, chains, limits, state)
-    return True
+def _solved(task: Task, hidden: Indices) -> Found:
+    """hidden: what is offloaded to begin with."""
+    moments, residuals = task.moments, task.moments.residuals
+    count = len(residuals)
+    numbers, figures = np.zeros((BANNED + 1, count), np.int64), np.zeros((ADDED + 1, count))
+    numbers[STORAGE], numbers[TOP], numbers[MAY] = residuals.storage, residuals.top + moments.start, task.may
+    figures[SIZE], figures[BESIDES] = residuals.size, residuals.besides
+    limits = np.array([
+        task.allowance, task.per_offloaded, task.hidden, task.most, task.s_per_byte, 0.0, 0.0,
+    ])  # fmt: skip
+    chains = *residuals.chain, residuals.seconds, np.zeros(len(residuals.seconds), np.int64)
+    nothing = np.full(count, KEEP, np.int64)
+    moments.stage[3][DROPPED] = 0
+    plan = chains, numbers, figures, moments.sums(nothing), limits
+    fits = run(pick_all, 4 * count * (moments.end - moments.start))(hidden, moments.stage, plan)
+    return Found(not fits, float(limits[SECONDS]), float(limits[PEAK]), numbers[CHOICE])
+
+
+def _hidden(task: Task, need: float, order: Indices) -> Indices:
+    """What to offload because it costs no time, in this order, while it is needed."""
+    chosen: list[int] = []
+    away, most = 0.0, min(task.hidden, task.most) if task.per_offloaded > 0 else 0.0
+    for k in order.tolist():
+        size = float(task.moments.residuals.size[k])
+        if away * task.per_offloaded < need and away + size <= most:
+            chosen.append(k)
+            away += size
+    return np.array(chosen, dtype=np.int64)

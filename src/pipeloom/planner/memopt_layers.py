@@ -1,65 +1,80 @@
 """Treatments of whole layers, as planners of layer granularity choose them.
 
     1. Offload whole layers, the largest first, while their copies hide behind the stage's computing.
-    2. Then, layer by layer, recompute or offload all that may be, by bytes freed per second that it costs.
+    2. Then, layer by layer, recompute or offload all that may be, by bytes freed at the peak per second that
+       it costs.
 
 No layer is treated in part, and none is spared once it is no longer needed: that is the contrast with the
-choice per tensor.
+choice per tensor. A layer that is recomputed keeps what later layers read of it: it is made again from what
+the layer before has left, inside the backward like everything that is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .intervals import Indices
 from .memopt import Solver
-from .memopt_greedy import Task
-from .residuals import KEEP, OFFLOAD, RECOMPUTE, Residuals
+from .memopt_greedy import Found, Task, seconds_of
+from .residuals import KEEP, OFFLOAD, RECOMPUTE
 
 
-def by_layers(layer_of: Mapping[str, int]) -> Solver:
-    """A solver for `memopt.optimise`. layer_of: op -> number of its layer."""
+def by_layers(layer_of: Sequence[int]) -> Solver:
+    """A solver for `memopt.optimise`. layer_of: op, by its position -> number of its layer, -1 for none."""
+    number = np.array([*layer_of, -1])
 
-    def solve(residuals: Residuals, task: Task) -> Indices | None:
-        own = np.array([layer_of.get(name.partition(".")[0], -1) for name in residuals.names])
-        choice = np.full(len(residuals), KEEP, dtype=np.int64)
+    def solve(task: Task) -> Found:
+        residuals, peak = task.moments.residuals, task.moments.peak
+        made, last_in, _ = task.moments.lives
+        own, read = number[made], number[np.where(last_in < 0, made, last_in)]
+        inner = (own == read) & (task.may > 0)
         layers = [np.flatnonzero(own == layer) for layer in np.unique(own[own >= 0])]
-        freed = away = 0.0
-        if task.per_offloaded:
-            for layer in sorted(layers, key=lambda layer: -residuals.size[layer].sum()):
-                size = float(residuals.size[layer].sum())
-                if freed < task.need and away + size <= task.hidden:
-                    choice[layer] = OFFLOAD
-                    away, freed = away + size, freed + size * task.per_offloaded
-        open_layers = [layer for layer in layers if (choice[layer] == KEEP).all()]
-        picks = [pick for layer in open_layers for pick in _picks(residuals, task, layer)]
-        for _, gain, layer, treatment, size in sorted(picks, key=lambda pick: pick[0] / pick[1]):
-            if freed >= task.need:
-                break
-            if (choice[layer] != KEEP).any() or (treatment == OFFLOAD and away + size > task.most):
-                continue
-            inside = layer if treatment == OFFLOAD else layer[task.may[layer] > 0]
-            choice[inside] = treatment
-            away, freed = away + size * (treatment == OFFLOAD), freed + gain
-        return choice if freed >= task.need else None
+        choice = np.full(len(residuals), KEEP, dtype=np.int64)
+        level = peak(choice)
+        for layer in sorted(layers, key=lambda layer: -residuals.size[layer].sum()):
+            after = _treated(choice, layer, OFFLOAD)
+            if task.per_offloaded and level > task.allowance and _away(task, after) <= task.hidden:
+                choice, level = after, peak(after)
+        while level > task.allowance:
+            picks = [_worth(task, choice, level, pick) for pick in _picks(task, choice, layers, inner)]
+            picks = [pick for pick in picks if pick[0] > 0]
+            if not picks:
+                return Found(True, seconds_of(task, choice), level, choice)
+            _, choice = max(picks, key=lambda pick: pick[0])
+            level = peak(choice)
+        return Found(False, seconds_of(task, choice), level, choice)
 
     return solve
 
 
+def _treated(choice: Indices, which: Indices, treatment: int) -> Indices:
+    found = choice.copy()
+    found[which] = treatment
+    return found
+
+
+def _away(task: Task, choice: Indices) -> float:
+    return float(task.moments.residuals.size[choice == OFFLOAD].sum())
+
+
 def _picks(
-    residuals: Residuals, task: Task, layer: Indices
-) -> list[tuple[float, float, Indices, int, float]]:
-    """(seconds, bytes freed, residuals, treatment, bytes of one copy) of treating a layer either way."""
-    found = []
-    again = layer[task.may[layer] > 0]
-    if task.per_recomputed and len(again):
-        choice = np.full(len(residuals), KEEP, dtype=np.int64)
-        choice[again] = RECOMPUTE
-        size = float(residuals.size[again].sum())
-        found.append((residuals.recompute_s(choice), size * task.per_recomputed, layer, RECOMPUTE, size))
-    if task.per_offloaded:
-        size = float(residuals.size[layer].sum())
-        found.append((size * task.s_per_byte, size * task.per_offloaded, layer, OFFLOAD, size))
-    return [pick for pick in found if pick[1] > 0]
+    task: Task, choice: Indices, layers: list[Indices], inner: NDArray[np.bool_]
+) -> Iterator[Indices]:
+    """The choices with one more layer treated."""
+    for layer in layers:
+        if (choice[layer] == KEEP).all():
+            if inner[layer].any():
+                yield _treated(choice, layer[inner[layer]], RECOMPUTE)
+            after = _treated(choice, layer, OFFLOAD)
+            if task.per_offloaded and _away(task, after) <= task.most:
+                yield after
+
+
+def _worth(task: Task, choice: Indices, level: float, after: Indices) -> tuple[float, Indices]:
+    """Bytes freed at the peak per second that it costs, and the choice."""
+    seconds = seconds_of(task, after) - seconds_of(task, choice)
+    freed = level - task.moments.peak(after)
+    return (freed / seconds if seconds > 0 else freed * np.inf if freed > 0 else 0.0), after

@@ -69,7 +69,7 @@ def _chains(start, end, forward, owned, found, marks):  # type: ignore[no-untype
 
 
 @kernel
-def _most_again(ops, forward, saver, again, until):  # type: ignore[no-untyped-def]
+def _most_again(ops, forward, again, until):  # type: ignore[no-untyped-def]
     """The most that running ops (ascending) again needs besides what they are run for.
 
     again: whether a storage is one of those.  until: room for the last of the ops that reads a storage.
@@ -105,8 +105,10 @@ def _most_again(ops, forward, saver, again, until):  # type: ignore[no-untyped-d
 class Residuals:
     """Those of one stage that a planner can name.
 
-    names, size: of each.  chain: the ops of each (see the module), as positions from the stage's first op.
+    names, storage, size: of each.  chain: the ops of each (see the module), as positions from the stage's
+    first op.
     seconds: of its ops' forwards, by op.  besides: seconds of the cheap ops in each chain.
+    top: the last op that saves each, likewise a position from the stage's first.
     may: whether each can be made again.  needs_input: whether for that something is needed that the stage
     received.
     """
@@ -117,6 +119,7 @@ class Residuals:
     chain: Rows
     seconds: Array
     besides: Array
+    top: Indices
     may: NDArray[np.bool_]
     needs_input: NDArray[np.bool_]
 
@@ -143,7 +146,7 @@ def residuals_of(
     make it.  inputs_kept: the stage keeps what it received for its backward.
     """
     tensors = sweep.tensors
-    _, saver, _ = sweep.owners(start, end)
+    _, saver, _ = sweep.moments(start, end)
     saves = tensors.saves
     touched = np.unique(saves.items[saves.first[start] : saves.first[end]])
     own = [s for s in touched.tolist() if saver[s] >= 0 and tensors.residuals[s]]
@@ -154,26 +157,24 @@ def residuals_of(
     count = run(_chains, end - start)(
         start, end, sweep.forward, (saver, tensors.fixed), (wanted, state, first, ops), marks
     )
+    top = np.zeros(len(tensors.size), np.int64)
+    top[saves.items[saves.first[start] : saves.first[end]]] = np.repeat(
+        np.arange(end - start), np.diff(saves.first[start : end + 1])
+    )
     return Residuals(
         names=tuple(tensors.residuals[s] for s in own), storage=wanted, size=tensors.size[wanted],
-        chain=Rows(first, ops[:count] - start), seconds=seconds, besides=besides[wanted],
+        chain=Rows(first, ops[:count] - start), seconds=seconds, besides=besides[wanted], top=top[wanted],
         may=state < (_STUCK if inputs_kept else _NEEDS_INPUT), needs_input=state == _NEEDS_INPUT,
     )  # fmt: skip
 
 
-def treated_forward(
-    sweep: Sweep, start: int, end: int, residuals: Residuals, choice: Indices
-) -> tuple[float, float]:
-    """The most in the forward, where what is recomputed goes with its last reader; and in recomputing."""
-    _, saver, before = sweep.owners(start, end)
-    dropped = residuals.storage[choice == RECOMPUTE]
-    saver[dropped] = -1
-    forward = sweep.in_forward(start, end, before)
-    again = np.zeros(len(saver), dtype=np.bool_)
-    again[dropped] = True
+def scratch_ahead(sweep: Sweep, residuals: Residuals, start: int, choice: Indices) -> float:
+    """The most that running all chains at once needs besides what they are run for."""
+    again = np.zeros(len(sweep.tensors.size), dtype=np.bool_)
+    again[residuals.storage[choice == RECOMPUTE]] = True
     ops = residuals.chosen_ops(choice) + start
-    room = np.zeros(len(saver), np.int64)
-    return forward, float(run(_most_again)(ops, sweep.forward, saver, again, room))
+    room = np.zeros(len(again), np.int64)
+    return float(run(_most_again, len(ops))(ops, sweep.forward, again, room))
 
 
 def choice_of(residuals: Residuals, treatments: Mapping[str, str]) -> Indices:

@@ -96,7 +96,8 @@ class Search:
     def evaluate(self) -> Evaluator:
         """What planners ask of an interval of ops."""
         if self.optimises:
-            method: Method | Solver = by_layers(self.layers) if self.layers else "greedy"
+            layers = [self.layers.get(op.name, -1) for op in self.model.wiring.ops] if self.layers else []
+            method: Method | Solver = by_layers(layers) if layers else "greedy"
             freeing = Optimised(self.model, self.caps, self.in_flight, self.treatments, method)
             return Memoised(freeing, self.watch)
         return Memoised(KeepEverything(self.model, self.caps, self.in_flight), self.watch)

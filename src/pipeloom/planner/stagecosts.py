@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from ..ir.action import RECOMPUTE, STEP, B, F, I, W
@@ -18,29 +18,39 @@ Treatments = Mapping[str, Treatment]
 
 
 def stage_plan(
-    model: CostModel, stages: StageGraph, index: int, in_flight: int, treatments: Treatments
-) -> StagePlan:
-    """As `CostModel.stage`, with treatments of residuals, by their names."""
+    model: CostModel, stages: StageGraph, index: int, in_flight: int, treatments: Treatments, *,
+    ahead: bool = False,
+) -> StagePlan:  # fmt: skip
+    """As `CostModel.stage`, with treatments of residuals, by their names.
+
+    ahead: whether it recomputes in front of its backward, not inside.
+    """
     plain = model.stage(stages, index, in_flight)
     found = _treated(model, stages, index, treatments)
     if found is None:
-        return plain
+        return replace(plain, kept_bytes=round(model.footprint(stages, index).residuals))
     return replace(
         plain, recompute_s=found.recompute_s, offload_s=found.offload_s, reload_s=found.reload_s,
-        memory=StageMemory(**{k: round(v) for k, v in found.memory_parts(model, in_flight).items()}),
+        memory=StageMemory(**{
+            k: round(v) for k, v in found.memory_parts(model, in_flight, ahead=ahead).items()
+        }),
+        kept_bytes=round(found.footprint.residuals - found.offloaded - found.recomputed),
+        recomputed_bytes=round(found.recomputed), offloaded_bytes=round(found.offloaded),
     )  # fmt: skip
 
 
 def stage_costs(
-    model: CostModel, stages: StageGraph, parts: Sequence[StagePlan], treatments: Sequence[Treatments] = ()
-) -> tuple[StageCost, ...]:
+    model: CostModel, stages: StageGraph, parts: Sequence[StagePlan],
+    treatments: Sequence[Treatments] = (), *, ahead: Collection[int] = (),
+) -> tuple[StageCost, ...]:  # fmt: skip
     """What the simulator needs to know of each stage.
 
     parts: the stages as `model.stage`, or `stage_plan`, gives them.  treatments: by stage, () for none.
+    ahead: stages that recompute in front of their backward; for others that is part of its time and scratch.
     """
     given = treatments or ({},) * len(parts)
     return tuple(
-        _stage_cost(model, stages, index, part, own)
+        _stage_cost(model, stages, part, _treated(model, stages, index, own), (index, index in ahead))
         for index, (part, own) in enumerate(zip(parts, given, strict=True))
     )
 
@@ -59,23 +69,29 @@ def _treated(model: CostModel, stages: StageGraph, index: int, treatments: Treat
 
 
 def _stage_cost(
-    model: CostModel, stages: StageGraph, index: int, part: StagePlan, treatments: Treatments
+    model: CostModel, stages: StageGraph, part: StagePlan, found: Treated | None, place: tuple[int, bool]
 ) -> StageCost:
-    found = _treated(model, stages, index, treatments)
+    """found: its treatments, if there are any.  place: its number, and whether it recomputes ahead."""
+    index, ahead = place
     footprint = found.footprint if found else model.footprint(stages, index)
-    memory = part.memory
     forward, backward = map(round, footprint.transient)
+    again, inside_s = 0, part.recompute_s
+    residual = footprint.residuals - (found.recomputed if found else 0)
+    if found and ahead:
+        again, inside_s = int(found.recomputed), 0.0
+        backward, residual = round(found.restored), footprint.residuals
+    memory = part.memory
     batch = sum(value.bytes for value in model.graph.inputs) * model.options.microbatches
     return StageCost(
         forward_s=part.forward_s,
-        backward_s=part.input_grad_s + part.weight_grad_s,
-        input_grad_s=part.input_grad_s,
+        backward_s=part.input_grad_s + part.weight_grad_s + inside_s,
+        input_grad_s=part.input_grad_s + inside_s,
         weight_grad_s=part.weight_grad_s,
         step_s=_step_s(model, index, part),
-        residual_bytes=int(footprint.residuals),
+        residual_bytes=int(residual),
         offloaded_bytes=int(found.offloaded) if found else 0,
-        recomputed_bytes=int(found.recomputed) if found else 0,
-        recompute_s=part.recompute_s, offload_s=part.offload_s, reload_s=part.reload_s,
+        recomputed_bytes=again,
+        recompute_s=part.recompute_s - inside_s, offload_s=part.offload_s, reload_s=part.reload_s,
         keeps_inputs=bool(footprint.kept > 0),
         carried_bytes=_carried_bytes(model, stages, index),
         static_bytes={
@@ -84,7 +100,7 @@ def _stage_cost(
         },
         transient_bytes={
             F: forward, B: backward, I: backward, W: backward, STEP: int(footprint.largest),
-            RECOMPUTE: round(found.again) if found else 0,
+            RECOMPUTE: round(found.again) if found and ahead else 0,
         },
         tied_bytes={
             name: model.graph.parameter[name].bytes for name in stages.params[index] if name in stages.tied

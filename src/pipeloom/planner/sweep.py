@@ -61,15 +61,17 @@ def _owners(start, end, forward, last_in, saver):  # type: ignore[no-untyped-def
 
 
 @kernel
-def _in_forward(start, end, forward, last_in, saver, level):  # type: ignore[no-untyped-def]
-    """The most that is alive, from `level` on."""
+def _in_forward(start, end, forward, work, level):  # type: ignore[no-untyped-def]
+    """The most that is alive, from `level` on; in `levels[0]` that in each op."""
+    last_in, saver, levels, _ = work
     reads_first, reads, makes_first, makes, _, _, extra, size, made, last, scratch = forward
     most = level
     for p in range(start, end):
         for k in range(makes_first[p], makes_first[p + 1]):
             level += size[makes[k]]
         level += extra[p]
-        most = max(most, level + scratch[p])
+        levels[0, p] = level + scratch[p]
+        most = max(most, levels[0, p])
         for k in range(reads_first[p], reads_first[p + 1]):
             s = reads[k]
             own = made[s] < 0 or (start <= made[s] < end and last[s] < end)
@@ -105,10 +107,13 @@ def _first_givers(start, end, backward, current, giver):  # type: ignore[no-unty
 
 @kernel
 def _in_backward(start, end, forward, backward, work, level):  # type: ignore[no-untyped-def]
-    """The same of the backward, from all residuals on."""
+    """The same of the backward, from all residuals on.
+
+    `levels` gets what is alive before each op (1), and the most from there until residuals go (2), and after.
+    """
     _, _, _, _, saves_first, saves, extra, size, _, _, _ = forward
     outs_first, outs, gives_first, gives, passes, grad_size, grad_made, _, grad_scratch = backward
-    _, saver, (current, giver, tensor_size, holders, given) = work
+    _, saver, levels, (current, giver, tensor_size, holders, given) = work
     _first_givers(start, end, backward, current, giver)
     tensors = GIVEN + 1
     most = level
@@ -119,6 +124,8 @@ def _in_backward(start, end, forward, backward, work, level):  # type: ignore[no
                 passed = current[outs[k]]
         first = gives_first[p]
         learns = passed >= 0
+        levels[1, p] = level
+        levels[2, p] = level
         if learns:
             for k in range(first, gives_first[p + 1]):
                 given[k - first] = passed if passes[k] > 0 else tensors
@@ -129,20 +136,21 @@ def _in_backward(start, end, forward, backward, work, level):  # type: ignore[no
                     holders[tensors] = 1
                     tensors += 1
                     level += grad_size[gives[k]]
-            most = max(most, level + grad_scratch[p])
+            levels[2, p] = level + grad_scratch[p]
         for k in range(outs_first[p], outs_first[p + 1]):
             level -= _dropped(current[outs[k]], holders, tensor_size)
         level -= extra[p]
         for k in range(saves_first[p], saves_first[p + 1]):
             if saver[saves[k]] == p:
                 level -= size[saves[k]]
+        levels[3, p] = level
         for k in range(first, gives_first[p + 1] if learns else first):
             g = gives[k]
             if current[g] < 0:
                 current[g] = given[k - first]
             else:  # added up in a new tensor
                 level += grad_size[g]
-                most = max(most, level)
+                levels[3, p] = max(levels[3, p], level)
                 level -= _dropped(current[g], holders, tensor_size)
                 level -= _dropped(given[k - first], holders, tensor_size)
                 tensor_size[tensors] = grad_size[g]
@@ -151,18 +159,19 @@ def _in_backward(start, end, forward, backward, work, level):  # type: ignore[no
                 tensors += 1
             if grad_made[g] == STATE and giver[g] == p:
                 level -= _dropped(current[g], holders, tensor_size)
+        most = max(most, levels[2, p], levels[3, p])
     return most
 
 
 @kernel
 def _sweeps(start, ends, forward, backward, work, found):  # type: ignore[no-untyped-def]
     """One sweep per end; `found` gets a column of three figures for each."""
-    last_in, saver, _ = work
+    last_in, saver, _, _ = work
     for index in range(len(ends)):
         end = ends[index]
         residual, before = _owners(start, end, forward, last_in, saver)
         found[0, index] = residual
-        found[1, index] = _in_forward(start, end, forward, last_in, saver, before)
+        found[1, index] = _in_forward(start, end, forward, work, before)
         found[2, index] = _in_backward(start, end, forward, backward, work, residual)
 
 
@@ -190,6 +199,7 @@ class Sweep:
         )  # fmt: skip
         grads = 2 * len(t.passes) + 2
         self.last_in, self.saver = (np.zeros(len(t.size), np.int64) for _ in range(2))
+        self.levels = np.zeros((4, len(t)))
         self._grads = (
             np.zeros(len(t.grad_size), np.int64), np.zeros(len(t.grad_size), np.int64),
             np.zeros(grads), np.zeros(grads, np.int64), np.zeros(len(t.passes) + 1, np.int64),
@@ -198,7 +208,7 @@ class Sweep:
     def of_intervals(self, start: int, ends: Indices) -> Array:
         """Of ops [start, end), for each end: residual bytes, most in the forward, most in the backward."""
         found = np.zeros((3, len(ends)))
-        work = self.last_in, self.saver, self._grads
+        work = self.last_in, self.saver, self.levels, self._grads
         sweep = run(_sweeps, int((ends - start).sum()))
         sweep(start, np.asarray(ends, dtype=np.int64), self.forward, self._backward, work, found)
         return found
@@ -215,15 +225,12 @@ class Sweep:
             return self, start, end
         return Sweep(self.tensors.in_front(positions)), 0, len(positions)
 
-    def owners(self, start: int, end: int) -> tuple[Indices, Indices, float]:
+    def moments(self, start: int, end: int) -> tuple[Indices, Indices, Array]:
         """Of each storage that [start, end) touches the last reader and the first saver in it, -1 for none;
-        and what the stage has before its first op. Good until the next call."""
-        _, before = run(_owners)(start, end, self.forward, self.last_in, self.saver)
-        return self.last_in, self.saver, float(before)
-
-    def in_forward(self, start: int, end: int, before: float) -> float:
-        """The most in the forward, with the owners as they are now."""
-        return float(run(_in_forward)(start, end, self.forward, self.last_in, self.saver, before))
+        and what is alive in each op: in its forward, before its backward, until its backward is done with
+        residuals, and after. All good until the next call."""
+        self.of_intervals(start, np.array([end]))
+        return self.last_in, self.saver, self.levels
 
     @cached_property
     def bounds(self) -> Array:

@@ -3,12 +3,16 @@
 With q micro-batches in flight, of K bytes that are kept, O that are offloaded and R that are recomputed:
 
     forward      q K + min(q, 3) O           and what is dropped in it, as scratch until its last reader
+    backward     q K + min(q, 3) O           and its own scratch: gradients and what is made again, less what
+                                             of K, O and that has gone (again.py)
+
+Where a stage recomputes ahead, in an action of its own in front of the backward:
+
     recompute    q K + min(q, 3) O + R       and the scratch of the ops that run again
-    backward     q K + min(q, 3) O + R       and its own scratch
+    backward     q K + min(q, 3) O + R       and its own scratch, as if everything had been kept
 
 Three copies of O: of the newest micro-batch, of the one before while it is on its way to the host, and of
-the one whose backward is next, which is fetched one action ahead. R is there once, as RECOMPUTE makes all of
-it in front of the backward. With one micro-batch in flight only the forward's moment gets better.
+the one whose backward is next, which is fetched one action ahead.
 
 Nothing waits for an offload, and forwards may follow each other at once: so that copies do not pile up, one
 may take no longer than a forward. A reload that takes longer than the forward behind which it is fetched
@@ -24,9 +28,10 @@ from typing import Any
 import numpy as np
 
 from ..ir.cluster import Cluster, Link
+from .again import Moments
 from .cost import CostModel, Footprint, Moment
 from .intervals import Indices
-from .residuals import OFFLOAD, RECOMPUTE, Residuals, treated_forward
+from .residuals import RECOMPUTE, Residuals, scratch_ahead
 from .sweep import Sweep
 
 COPIES = 3
@@ -76,31 +81,39 @@ def host_copies(cluster: Cluster, rank: int) -> HostCopies | None:
 class Treated:
     """One stage with a choice of treatments, for one micro-batch. Bytes and seconds.
 
-    footprint: its transient parts are those with the treatments.  again: scratch of RECOMPUTE.
+    footprint: its transient parts are those with the treatments, where it recomputes inside the backward.
+    restored, again: where it recomputes ahead, scratch of the backward, and of RECOMPUTE.
     """
 
     footprint: Footprint
     offloaded: float
     recomputed: float
+    restored: float
     again: float
     recompute_s: float
     offload_s: float
     reload_s: float
 
-    def moments(self, model: CostModel, in_flight: int) -> tuple[dict[str, float], ...]:
-        """Bytes by the kinds of `StageMemory` besides static ones: in forward, recomputation, backward."""
+    def moments(
+        self, model: CostModel, in_flight: int, *, ahead: bool = False
+    ) -> tuple[dict[str, float], ...]:
+        """Bytes by the kinds of `StageMemory` besides static ones: in forward and backward, and between them
+        in recomputing ahead."""
         kept = self.footprint.residuals - self.offloaded - self.recomputed
         held = float(in_flight * kept + min(in_flight, COPIES) * self.offloaded)
         forward, backward = model.moments(self.footprint, in_flight)
+        if not (ahead and self.recomputed):
+            return _parts(held, forward), _parts(held, backward)
         waiting = float(backward.boundary) - self.footprint.sent_grads - self.footprint.received_grads
-        found = [_parts(held, forward), _parts(held + self.recomputed, backward)]
-        if self.recomputed:
-            found.insert(1, _parts(held + self.recomputed, Moment(waiting, self.again)))
-        return tuple(found)
+        return (
+            _parts(held, forward),
+            _parts(held + self.recomputed, Moment(waiting, self.again)),
+            _parts(held + self.recomputed, Moment(backward.boundary, self.restored)),
+        )
 
-    def memory_parts(self, model: CostModel, in_flight: int) -> dict[str, float]:
+    def memory_parts(self, model: CostModel, in_flight: int, *, ahead: bool = False) -> dict[str, float]:
         """Bytes by the kinds of `StageMemory` at the peak."""
-        worst = max(self.moments(model, in_flight), key=lambda parts: sum(parts.values()))
+        worst = max(self.moments(model, in_flight, ahead=ahead), key=lambda parts: sum(parts.values()))
         worst["transient"] += max(0.0, self.footprint.largest - sum(worst.values()))
         return {k: float(v) for k, v in model.static_parts(self.footprint, in_flight).items()} | worst
 
@@ -119,24 +132,44 @@ def _parts(residuals: float, moment: Moment) -> dict[str, float]:
     }  # fmt: skip
 
 
-def treated(
-    footprint: Footprint, residuals: Residuals, choice: Indices, copies: HostCopies | None,
+def moments_of(
+    model: CostModel, footprint: Footprint, residuals: Residuals, in_flight: int,
     place: tuple[Sweep, int, int],
+) -> Moments:  # fmt: skip
+    """The moments of a stage for any choice; place: the sweep, start and end of its ops."""
+    sweep, start, end = place
+    forward, backward = model.moments(footprint, in_flight)
+    sent, returned = footprint.sent, footprint.received_grads
+    edges = (
+        forward.boundary - sent, backward.boundary - returned, sent, returned,
+        in_flight - 1, min(in_flight, COPIES) - 1,
+    )  # fmt: skip
+    return Moments(
+        sweep=sweep, start=start, end=end, residuals=residuals, held=float(footprint.residuals),
+        edges=tuple(map(float, edges)),
+    )  # fmt: skip
+
+
+def treated(
+    footprint: Footprint, moments: Moments, choice: Indices, copies: HostCopies | None, *,
+    ahead: bool = True,
 ) -> Treated:  # fmt: skip
-    """A stage with a choice; place: the sweep, start and end of its ops."""
-    sizes = residuals.size
-    offloaded = float(sizes[choice == OFFLOAD].sum())
-    recomputed = float(sizes[choice == RECOMPUTE].sum())
+    """A stage with a choice.  ahead: whether what recomputing ahead needs is to be known."""
+    residuals = moments.residuals
+    _, recomputed, offloaded, *_ = moments.sums(choice).tolist()
     again, own = 0.0, footprint
     if recomputed:
-        most, again = treated_forward(*place, residuals, choice)
-        dropped = max(0.0, most - (footprint.residuals - recomputed) - footprint.sent)
-        transient: Any = (dropped, float(footprint.transient[1]))
+        forward, backward = moments.most(choice)
+        kept = footprint.residuals - recomputed
+        transient: Any = (
+            max(0.0, forward - kept - footprint.sent), max(0.0, backward - kept - footprint.received_grads),
+        )  # fmt: skip
         inputs = bool((residuals.needs_input & (choice == RECOMPUTE)).any())
         own = replace(footprint, transient=transient, kept=np.maximum(footprint.kept, int(inputs)))
+        again = scratch_ahead(moments.sweep, residuals, moments.start, choice) if ahead else 0.0
     return Treated(
         footprint=own, offloaded=offloaded, recomputed=recomputed, again=again,
-        recompute_s=residuals.recompute_s(choice),
+        restored=float(footprint.transient[1]), recompute_s=residuals.recompute_s(choice),
         offload_s=copies.away_s(offloaded) if copies else 0.0,
         reload_s=copies.back_s(offloaded) if copies else 0.0,
-    )
+    )  # fmt: skip
