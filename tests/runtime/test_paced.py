@@ -1,12 +1,14 @@
 """Paced ranks run the real worker: actions in the order of the program, none before what it needs."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from paced_ranks import assert_in_order, costs_of, paced_step, program_of
+from paced_ranks import SECONDS, assert_in_order, costs_of, paced_step, program_of
 from runs import threads
 
+from pipeloom.ir.memory import MemoryPolicy
 from pipeloom.ir.timeline import Timeline
 from pipeloom.runtime.launch import launch
 from pipeloom.runtime.local_channel import LocalChannel
@@ -25,6 +27,22 @@ def test_ranks_as_threads(name: str) -> None:
 
     for timeline in threads(2, work):
         assert_in_order(timeline, program, stages)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb_h1"])
+def test_a_stage_that_recomputes_ahead(name: str) -> None:
+    policy = MemoryPolicy(stages=({"a": "recompute"}, {"a": "recompute"}), ahead=(0,))
+    program, stages = program_of(name, policy)
+    costs = tuple(replace(cost, recompute_s=SECONDS) for cost in costs_of(stages))
+
+    def work(rank: int, channel: LocalChannel) -> Timeline:
+        with channel.watch as watch:
+            return PacedRank(program, stages, costs, channel, watch).step()
+
+    for timeline in threads(2, work):
+        again = [e for e in timeline.events if "RECOMPUTE" in e.action]
+        assert sorted(e.action for e in again) == [f"0RECOMPUTE{m}" for m in range(4)]
+        assert all(e.duration_s >= SECONDS for e in again)
 
 
 @pytest.mark.slow

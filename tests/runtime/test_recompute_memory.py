@@ -16,6 +16,7 @@ from pipeloom.ir.codec import from_json, to_json
 from pipeloom.ir.memory import MemoryPolicy
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.stages import cut
+from pipeloom.ir.timeline import Timeline
 from pipeloom.lowering import lower
 from pipeloom.runtime.local_channel import LocalChannel
 from pipeloom.tracer.functions import stage_residuals
@@ -68,6 +69,24 @@ def test_of_one_micro_batch_memory_is_saved_too() -> None:
     assert ahead == kept
     for less, more in zip(inside, kept, strict=True):
         assert more - less >= 2 * ACTIVATION
+
+
+def test_rehearsed_are_the_actions_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the stage that recomputes ahead; the other one's take their time within B."""
+    monkeypatch.setattr("pipeloom.api.forecast.ENOUGH_S", 0.0)
+    monkeypatch.setattr("pipeloom.runtime.calibrate.REPEATS", 3)
+    plan = plan_of(microbatches=2, ahead=(1,))
+
+    def work(rank: int, channel: LocalChannel) -> tuple[Timeline, Timeline]:
+        with Pipeline(TANH, plan, options=Options(), channel=channel) as pipeline:
+            predicted = pipeline.predict()
+            pipeline.step(TANH.batch(0, plan.microbatches * ROWS))
+            return predicted, pipeline.measured()
+
+    for timeline in threads(2, work)[0]:
+        actions = [event.action for event in timeline.events if event.stream == "compute"]
+        assert sorted(a for a in actions if "RECOMPUTE" in a) == ["1RECOMPUTE0", "1RECOMPUTE1"]
+        assert {"0B0", "0B1", "1B0", "1B1"} <= set(actions)
 
 
 def test_a_plan_that_says_nothing_recomputes_inside() -> None:

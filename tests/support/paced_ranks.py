@@ -12,6 +12,7 @@ from pipeloom.ir.action import parse_action
 from pipeloom.ir.check import gives, needs
 from pipeloom.ir.costs import StageCost, equal_costs
 from pipeloom.ir.flow import dag, flow_of
+from pipeloom.ir.memory import KEEP_ALL, MemoryPolicy
 from pipeloom.ir.replicas import replicate
 from pipeloom.ir.schedule import Program
 from pipeloom.ir.stages import StageGraph
@@ -24,18 +25,16 @@ from pipeloom.runtime.paced import PacedRank
 SECONDS = 1e-4
 
 
-def program_of(name: str) -> tuple[Program, StageGraph]:
+def program_of(name: str, policy: MemoryPolicy = KEEP_ALL) -> tuple[Program, StageGraph]:
     shape, placement = schedules.usual(name, 2)
     count = len(placement) // shape.replicas
     one = dag(count, [(s, s + 1) for s in range(count - 1)], value_bytes=1024)
     stages = replicate(one, shape.replicas)
-    return lower(schedules.build(name, stages, placement, 4), stages), stages
+    return lower(schedules.build(name, stages, placement, 4), stages, policy=policy), stages
 
 
 def costs_of(stages: StageGraph) -> tuple[StageCost, ...]:
-    return equal_costs(
-        len(stages.stages), forward_s=SECONDS, input_grad_s=2 * SECONDS, weight_grad_s=SECONDS
-    )
+    return equal_costs(len(stages.stages), forward_s=SECONDS, input_grad_s=2 * SECONDS, weight_grad_s=SECONDS)
 
 
 def assert_in_order(timeline: Timeline, program: Program, stages: StageGraph) -> None:

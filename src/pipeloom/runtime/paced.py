@@ -62,7 +62,7 @@ class PacedFunctions:
 
     @property
     def peak_bytes(self) -> Mapping[str, int]:
-        return dict.fromkeys(("forward", "backward", "input_grad", "weight_grad"), 0)
+        return dict.fromkeys(("forward", "recompute", "backward", "input_grad", "weight_grad"), 0)
 
     def forward(
         self, state: Mapping[str, Tensor], inputs: Mapping[str, Tensor], seed: int
