@@ -125,6 +125,53 @@ def test_sums_over_ranks_take_the_links_of_nodes_into_account() -> None:
     assert all_reduce_s(8, (0, 1), nodes(0, 1, 1, node_link=slow), all_ranks=3) == 16.0
 
 
+def sum_times(timeline: Timeline) -> dict[str, tuple[float, float]]:
+    return {e.action: (e.start_s, e.end_s) for e in timeline.events if "REDUCE" in e.action}
+
+
+def test_sums_of_different_ranks_follow_each_other_on_the_link_of_their_nodes() -> None:
+    """x is tied between ranks 0 and 2, y between 1 and 3; each pair is on two nodes."""
+    stages = dag(4, [], params={0: ("x",), 2: ("x",), 1: ("y",), 3: ("y",)})
+    rows = tuple(f"{s}F0 {s}B0 {s}REDUCE {s}STEP" for s in range(4))
+    program = parse_program(1, (0, 1, 2, 3), rows)
+    check_program(program, stages)
+    costs = tuple(
+        replace(equal_costs(1)[0], forward_s=s, tied_bytes={"x": 8, "y": 8}) for s in (1.0, 1.5, 1.0, 1.25)
+    )
+    link = Link(bandwidth_bytes_per_s=4.0)  # 2 s there and 2 s back
+    apart = simulate(program, stages, costs, nodes(0, 0, 1, 1, between_nodes=link))
+    assert sum_times(apart)["1REDUCE"] == (3.5, 7.5)
+    shared = simulate(program, stages, costs, nodes(0, 0, 1, 1, between_nodes=link, node_link=link))
+    assert sum_times(shared) == {
+        "0REDUCE": (3.0, 7.0), "2REDUCE": (3.0, 7.0), "3REDUCE": (3.25, 9.0), "1REDUCE": (3.5, 9.0),
+    }  # fmt: skip
+    assert times(shared, "compute")["3STEP"] == (9.0, 9.0)
+
+
+def test_a_message_waits_for_a_sum_that_holds_its_nodes_link() -> None:
+    """Ranks 0 and 2 sum while rank 1 sends its output to the node of rank 2."""
+    stages = dag(4, [(1, 3)], params={0: ("x",), 2: ("x",)}, loss_stage=3)
+    rows = (
+        "0F0 0B0 0REDUCE 0STEP", "1F0 1SEND_F0>3 1RECV_B0<3 1B0 1STEP", "2F0 2B0 2REDUCE 2STEP",
+        "3RECV_F0<1 3F0 3B0 3SEND_B0>1 3STEP",
+    )  # fmt: skip
+    program = parse_program(1, (0, 1, 2, 3), rows)
+    check_program(program, stages)
+    costs = tuple(replace(equal_costs(1)[0], forward_s=s, tied_bytes={"x": 8}) for s in (1.0, 4.0, 1.0, 1.0))
+    link = Link(bandwidth_bytes_per_s=4.0)
+    where = nodes(0, 0, 1, 2, between_nodes=link, node_link=link)
+    timeline = simulate(program, stages, costs, where)
+    assert sum_times(timeline)["0REDUCE"] == (3.0, 7.0)
+    assert times(timeline, "send")["1SEND_F0>3"] == (5.0, 6.0)  # the sum's bytes take 2 s of each link
+
+
+def test_a_ring_is_not_faster_than_the_links_of_the_nodes_that_it_crosses() -> None:
+    link = Link(bandwidth_bytes_per_s=4.0)
+    one_way, zigzag = nodes(0, 0, 1, 1, node_link=link), nodes(0, 1, 0, 1, node_link=link)
+    assert all_reduce_s(16, (0, 1, 2, 3), one_way, all_ranks=4) == 6.0
+    assert all_reduce_s(16, (0, 1, 2, 3), zigzag, all_ranks=4) == 12.0
+
+
 @settings(max_examples=80, deadline=None)
 @given(dag_cases(), st.integers(0, 2**32), st.integers(1, 3))
 def test_random_programs_run_as_a_plain_simulator_says(case: Case, seed: int, ahead: int) -> None:

@@ -51,9 +51,10 @@ def random_cluster(ranks: int, dice: Random) -> Cluster:
 
 
 def treated_case(case: Case, dice: Random) -> tuple[Program, StageGraph, tuple[StageCost, ...]]:
-    """A program that treats some residuals, where it trains; without tied parameters."""
-    stages = replace(case.stages, params=((),) * len(case.stages.stages))
-    program = lower(case.schedule, stages)
+    """A program that treats some residuals, where it trains, and sums the gradients of what is tied."""
+    program = lower(case.schedule, case.stages)
     if program.columns.trains:
         program = treated(program, dice)
-    return program, stages, uneven(len(stages.stages), dice)
+    size = {name: dice.randint(0, 60) for name in sorted(case.stages.tied)}
+    costs = tuple(replace(cost, tied_bytes=size) for cost in uneven(len(case.stages.stages), dice))
+    return program, case.stages, costs

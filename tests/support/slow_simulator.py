@@ -13,7 +13,7 @@ from math import inf
 from typing import Any
 
 from pipeloom.ir.action import Action, Transfer
-from pipeloom.ir.cluster import Cluster
+from pipeloom.ir.cluster import Cluster, Link
 from pipeloom.ir.costs import StageCost
 from pipeloom.ir.schedule import Program
 from pipeloom.ir.stages import StageGraph
@@ -23,7 +23,7 @@ COPIES = {"OFFLOAD": "d2h", "RELOAD": "h2d"}
 
 @dataclass
 class Slow:
-    """Runs a program without tied parameters, registered operations or stages on several ranks.
+    """Runs a program without registered operations or stages on several ranks.
 
     done: (stream, action) -> start and end; of messages by the SEND's text on stream "send".
     """
@@ -47,6 +47,8 @@ class Slow:
         self.free: dict[object, float] = defaultdict(float)
         self.issued: dict[tuple[int, str], list[Action]] = defaultdict(list)
         self.begun: dict[object, int] = defaultdict(int)
+        self.sums = {name: self.sum_of(name) for name in sorted(self.stages.tied)}
+        self.came: dict[str, set[int]] = {name: set() for name in self.sums}
 
     def run(self) -> dict[tuple[str, str], tuple[float, float]]:
         for pair in self.program.messages:
@@ -57,7 +59,7 @@ class Slow:
             while any([self.rank(rank) for rank in range(len(self.at))]) or self.grant():
                 pass
         assert all(at == len(row) for at, row in zip(self.at, self.program.rows, strict=True)), "stuck"
-        return self.done
+        return {key: times for key, times in self.done.items() if key[0] != "sum"}
 
     def take(self, key: tuple[str, str], start: float, seconds: float) -> float:
         end = start + seconds
@@ -111,12 +113,14 @@ class Slow:
 
     def compute(self, rank: int, step: object) -> bool:
         cost = self.costs[step.stage]  # type: ignore[attr-defined]
-        if not isinstance(step, Action):  # STEP
+        if not isinstance(step, Action):  # STEP or REDUCE
             waiting = [
                 (r, s) for r, s in self.issued if r == rank and self.begun[r, s] < len(self.issued[r, s])
             ]
             if waiting or any(self.free[rank, stream] > self.now for stream in COPIES.values()):
                 return False
+            if step.kind == "REDUCE":  # type: ignore[attr-defined]
+                return self.reduce(rank)
             self.clock[rank] = self.take(("compute", str(step)), self.now, cost.step_s)
             return True
         reload = Action(step.stage, "RELOAD", step.microbatch)  # type: ignore[arg-type]
@@ -126,6 +130,43 @@ class Slow:
         self.clock[rank] = self.take(("compute", str(step)), self.now, cost.seconds(step.kind))
         return True
 
+    def reduce(self, rank: int) -> bool:
+        """Come to the sums of a rank, one after the other in the order of their names."""
+        for name, (ranks, _, _) in self.sums.items():
+            if rank in ranks:
+                self.came[name].add(rank)
+                if self.done.get(("sum", name), (0.0, inf))[1] > self.now:
+                    return False
+        return True
+
+    def sum_of(self, name: str) -> tuple[set[int], float, dict[object, float]]:
+        """Its ranks, its seconds with nothing else on its way, and seconds that it takes of shared links."""
+        ranks = sorted({self.program.placement[s] for s in self.stages.tied[name]})
+        size = max(self.costs[s].tied_bytes.get(name, 0) for s in self.stages.tied[name])
+        seconds, links = 0.0, dict[object, float]()
+        ring = len(ranks) == len(self.program.rows)
+        hops = [(a, ranks[(i + 1) % len(ranks)]) for i, a in enumerate(ranks)] if ring else [
+            hop for r in ranks[1:] for hop in ((r, ranks[0]), (ranks[0], r))
+        ]  # fmt: skip
+        if len(ranks) == 1:
+            return set(ranks), 0.0, links
+        piece, times = (-(-size // len(ranks)), 2 * (len(ranks) - 1)) if ring else (size, 1)
+        for a, b in hops:
+            alone, node = self.cluster.link(a, b).transfer_s(piece), self.node_link(a, b)
+            if node is not None:
+                alone = max(alone, node.transfer_s(piece))
+                ends = [self.cluster.devices[rank].node for rank in (a, b)]
+                for link in (("out of", ends[0]), ("into", ends[1])):
+                    links[link] = links.get(link, 0.0) + times * piece / node.bandwidth_bytes_per_s
+            seconds = max(seconds, times * alone) if ring else seconds + alone
+        return set(ranks), max([seconds, *links.values()]) if ring else seconds, links
+
+    def node_link(self, a: int, b: int) -> Link | None:
+        """What messages between two ranks share with others."""
+        one, other = (self.cluster.devices[rank] for rank in (a, b))
+        grouped = one.group is not None and one.group == other.group
+        return None if grouped or one.node == other.node else self.cluster.node_link
+
     def bytes(self, send: Transfer) -> int:
         if send.kind == "SEND_F":
             return sum(v.bytes for v in self.stages.between[send.stage, send.peer])
@@ -133,7 +174,7 @@ class Slow:
 
     def grant(self) -> bool:
         """Of all messages and copies that could move now, let the one first in the rows have its links."""
-        asking = [*self.messages(), *self.copies()]
+        asking = [*self.messages(), *self.copies(), *self.summed()]
         if not asking:
             return False
         _, _, stream, step, own, seconds, links = min(asking, key=lambda a: a[:2])
@@ -159,16 +200,21 @@ class Slow:
             if ready > self.now:
                 self.agenda |= {ready} - {inf}
                 continue
-            size, node = self.bytes(send), self.cluster.node_link
+            size, node = self.bytes(send), self.node_link(*pair)
             seconds, links = self.cluster.link(*pair).transfer_s(size), []
             ends = [self.cluster.devices[rank] for rank in pair]
-            grouped = ends[0].group is not None and ends[0].group == ends[1].group
-            if node is not None and ends[0].node != ends[1].node and not grouped:
+            if node is not None:
                 seconds = max(seconds, node.transfer_s(size))
                 slot = size / node.bandwidth_bytes_per_s
                 links = [(("out of", ends[0].node), slot), (("into", ends[1].node), slot)]
             row = self.program.rows[pair[0]]
             yield pair[0], row.index(send), "send", send, pair, seconds, links
+
+    def summed(self) -> Iterator[Any]:
+        """The same for sums that all their ranks have come to; behind all that asks at the same time."""
+        for place, (name, (ranks, seconds, links)) in enumerate(self.sums.items()):
+            if self.came[name] == ranks and ("sum", name) not in self.done:
+                yield inf, place, "sum", name, ("sum", name), seconds, list(links.items())
 
     def copies(self) -> Iterator[Any]:
         """The same for copies."""

@@ -132,8 +132,8 @@ class Cluster:
     switches: by `Device.switch`, one direction of its uplink to the host. Copies of all its devices to the
         host share it, and so do those from the host in the other direction; a single copy goes no faster
         than its device's own link.
-    node_link: all messages that leave one node share it, and so do all that enter in the other direction;
-        None if nothing is shared.
+    node_link: all messages that leave one node share it, and so do all that enter in the other direction,
+        those of sums over ranks too; None if nothing is shared.
 
     >>> card = Device(name="card", memory_bytes=GiB, group="pair")
     >>> slow, fast = Link(bandwidth_bytes_per_s=10e9), Link(bandwidth_bytes_per_s=100e9)

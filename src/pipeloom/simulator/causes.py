@@ -278,8 +278,14 @@ class Causes:
             # Its receive was posted late, or it lay there until its rank came for it.
             if done := self._computed[message.to_rank].until(message.start_s, most=message.place):
                 yield done
+                latest_s = max(latest_s, done.end_s)
             if moved and (other := self._arrived[message.to_rank].until(message.start_s)):
                 yield other
+                latest_s = max(latest_s, other.end_s)
+        if self._holders is not None and latest_s < message.start_s:
+            key = message.action, message.turn
+            if moved and (e := self._holders.summing(key, message.start_s)):
+                yield replace(self._summed(e, message.place, message.start_s), waiting=message.action)
 
     def _holder(self, item: Item, since_s: float) -> Item | None:
         """What held a shared link that a message or a copy waited for from `since_s` on."""
@@ -300,10 +306,13 @@ class Causes:
         begin_s = previous.end_s if previous else 0.0
         for e in reversed(self._sums[item.rank]):
             if begin_s <= e.start_s and e.end_s <= item.start_s:
-                sum_up = replace(e, place=item.place)
-                came = [i.end_s for r in self._peers(sum_up) if (i := self._computed[r].until(e.end_s))]
-                yield replace(sum_up, start_s=min(max(came, default=e.start_s), e.end_s))
+                yield self._summed(e, item.place, e.end_s)
                 return
+
+    def _summed(self, e: Item, place: int, end_s: float) -> Item:
+        """A sum over ranks up to `end_s`, from when the last of its ranks came to it."""
+        came = [i.end_s for r in self._peers(e) if (i := self._computed[r].until(end_s))]
+        return replace(e, place=place, start_s=min(max(came, default=e.start_s), end_s), end_s=end_s)
 
     def _peers(self, sum_up: Item) -> Sequence[int]:
         """The ranks of a REDUCE; all of them for any other sum, such as that of the gradients' norm."""

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from ..ir.columns import OFFLOAD_, REDUCE_, RELOAD_, SEND_B_, SEND_F_, STEP_
 from ..ir.kernels import in_place, kernel
-from .meetings import summed, together, wake
+from .meetings import begin_sum, summed, together, wake
 from .requests import drop_first, request
 from .state import COMPUTES, COPY_LANES, RECEIVES, SENDS, STREAMS, Layout, State
 
@@ -279,6 +279,9 @@ def _serve(p: Layout, s: State) -> None:
     """Give the earliest request its links, as soon as they are free."""
     time, entry = s.queue.time[0], s.queue.entry[0]
     drop_first(s)
+    if entry >= len(p.kind):
+        _serve_sum(p, s, entry - len(p.kind), time)
+        return
     code = p.kind[entry]
     if code == SEND_F_ or code == SEND_B_:
         message = p.message[entry]
@@ -298,6 +301,20 @@ def _serve(p: Layout, s: State) -> None:
         _note(s, pipe)
     else:
         _copy(p, s, entry, time)
+
+
+@kernel
+def _serve_sum(p: Layout, s: State, number: int, time: float) -> None:
+    """Begin a sum as soon as all links that it goes through are free."""
+    low, high = p.sharing.first_gate[number], p.sharing.first_gate[number + 1]
+    begin = time
+    for at in range(low, high):
+        begin = max(begin, s.queue.free[p.sharing.sum_gates[at]])
+    for at in range(low, high):
+        s.queue.free[p.sharing.sum_gates[at]] = begin + p.sharing.sum_slots[at]
+    s.sum_at[number] = begin
+    s.sum_here[number] += 1
+    begin_sum(s, number)
 
 
 @kernel

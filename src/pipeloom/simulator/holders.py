@@ -2,7 +2,8 @@
 
 Links serve first what asked first, one after the other. So what a wait ends with is whatever the link served
 last before: a message holds the links of both nodes for its bytes at their rate; a copy, whose bytes no
-timeline tells, holds its switch until the next one begins.
+timeline tells, holds its switch until the next one begins. A sum over ranks, of which a timeline only tells
+when each rank came to it and when it was done, is taken to hold its links where nothing else did.
 """
 
 from __future__ import annotations
@@ -13,15 +14,18 @@ from typing import TypeAlias
 
 import numpy as np
 
+from ..ir.action import REDUCE
 from ..ir.cluster import Cluster
 from ..ir.columns import SEND_B_, SEND_F_
 from ..ir.flow import Flow
 from ..ir.schedule import Program
 from ..ir.stages import StageGraph
+from ..ir.ties import reductions
 from .happened import COPY_STREAMS, Happened, Times
-from .items import Key
+from .items import Item, Key
 from .layout import line_bytes
 from .sharing import crosses
+from .sums import held_s
 
 Link: TypeAlias = tuple[str, int | str]
 """("out of" or "into", a node); or (a copy stream, a switch)."""
@@ -56,6 +60,13 @@ class Holders:
             entries.sort(key=lambda entry: entry[0])
             self._served[link] = [times for times, _ in entries], [key for _, key in entries]
 
+        self._sums: list[tuple[Item, set[Link]]] = []
+        """What sums over ranks there were, with the links that they go through."""
+        for row, items in zip(reductions(stages, program.placement), found.sums, strict=False):
+            every = program.columns.ranks
+            links: set[Link] = {link for tie in row for link in held_s(1, tie.ranks, cluster, all_ranks=every)}
+            self._sums += [(item, links) for item in items if links and REDUCE in item.action]
+
     def _read_lines(self, program: Program, stages: StageGraph, flow: Flow, cluster: Cluster) -> None:
         assert cluster.node_link is not None
         columns, wiring = program.columns, program.wiring(flow)
@@ -71,6 +82,14 @@ class Holders:
             a, b = (cluster.devices[rank].node for rank in ends[line])
             self._links[text] = ("out of", a), ("into", b)
             self._held[text] = float(held[line])
+
+    def summing(self, key: Key, start_s: float) -> Item | None:
+        """A sum over ranks that went on until a message began, or longer, and goes through a link of it."""
+        links = self._links.get(key[0], ())
+        for item, held in self._sums if links else ():
+            if item.start_s < start_s <= item.end_s and not held.isdisjoint(links):
+                return item
+        return None
 
     def before(self, key: Key, start_s: float, since_s: float) -> tuple[Key, float] | None:
         """What held a link of a message or copy that waited from `since_s` to `start_s`, and until when; of

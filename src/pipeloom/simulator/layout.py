@@ -31,11 +31,13 @@ from ..ir.kernels import in_place
 from ..ir.operation import ANCHORS, OPERATIONS
 from ..ir.schedule import Program
 from ..ir.stages import StageGraph
-from ..ir.ties import Reduction, reductions
+from ..ir.ties import reductions
 from ..ir.walk import starts_of
 from ..ir.wiring import Lines
 from .sharing import copy_s, sharing_of, transfer_s
 from .state import COMPUTES, OTHER, RECEIVES, SENDS, Floats, Layout
+from .sums import all_reduce_s as all_reduce_s
+from .sums import sums_of
 
 STREAMS = ("compute", "send", "host", "d2h", "h2d")
 """Streams by their number in a layout."""
@@ -68,10 +70,7 @@ def layout_of(
     seconds = _by_line(pipe, [partial(transfer_s, cluster, *pair) for pair in ends], size)
     durations = _durations(program, costs, cluster)
     first_meet, meets = _meets(program, flow)
-    sums = reductions(stages, program.placement)
-    named = {r.name: r for row in sums for r in row}
-    number = {name: at for at, name in enumerate(named)}
-    rows = [[number[r.name] for r in row] for row in (*sums, *((),) * (columns.ranks - len(sums)))]
+    sums = sums_of(reductions(stages, program.placement), costs, cluster, columns.ranks)
     return Layout(
         kind=columns.kind, stage=columns.stage, offsets=columns.offsets, step=step, in_turn=in_turn,
         message=message, line=line, pipe=pipe, seconds=seconds, pace=_paces(pipe, seconds, len(ends)),
@@ -80,11 +79,9 @@ def layout_of(
         duration=durations, flat=durations.ravel(),
         own_duration=_own_durations(program, costs, own_s, durations), stream=_streams(columns),
         held=_held(program), first_meet=first_meet, meets=meets,
-        first_sum=starts_of([len(row) for row in rows]),
-        sums=np.array([n for row in rows for n in row], np.int32),
-        sum_ranks=np.array([len(r.ranks) for r in named.values()], np.int32),
-        sum_seconds=np.array([_sum_s(r, costs, cluster, columns.ranks) for r in named.values()], np.float64),
-        ahead=ahead, sharing=sharing_of(program, costs, cluster, ends, message, size),
+        first_sum=sums.first, sums=sums.numbers, sum_ranks=sums.ranks, sum_seconds=sums.seconds,
+        ahead=ahead,
+        sharing=sharing_of(program, costs, cluster, (ends, message, size), sums.held(cluster)),
     )  # fmt: skip
 
 
@@ -271,28 +268,3 @@ def _meets(program: Program, flow: Flow) -> tuple[Ints, Ints]:
     for mine, at, theirs in found:
         meets[first[mine] + at] = theirs
     return first, meets
-
-
-def _sum_s(reduction: Reduction, costs: Sequence[StageCost], cluster: Cluster, ranks: int) -> float:
-    size = max(costs[stage].tied_bytes.get(reduction.name, 0) for stage in reduction.stages)
-    return all_reduce_s(size, reduction.ranks, cluster, all_ranks=ranks)
-
-
-def all_reduce_s(size: int, ranks: tuple[int, ...], cluster: Cluster, *, all_ranks: int) -> float:
-    """Seconds for the sum of `size` bytes over `ranks`, at the pace of the slowest link between them.
-
-    Over all ranks it is a ring: each of n ranks passes on 2 (n - 1) pieces of size / n.
-    Over some of them the lowest collects and returns everything, one rank after the other.
-    Source of the ring: Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of
-    workstations".
-    """
-    count = len(ranks)
-    if count < 2:
-        return 0.0
-    if count < all_ranks:
-        lowest, *others = ranks
-        both_ways = [pair for r in others for pair in ((r, lowest), (lowest, r))]
-        return sum(transfer_s(cluster, *pair, size) for pair in both_ways)
-    piece = -(-size // count)
-    ring = zip(ranks, (*ranks[1:], ranks[0]), strict=True)
-    return 2 * (count - 1) * max(transfer_s(cluster, *pair, piece) for pair in ring)

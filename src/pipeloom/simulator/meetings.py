@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..ir.kernels import kernel
+from .requests import request
 from .state import Layout, State
 
 
@@ -32,8 +33,25 @@ def together(p: Layout, s: State, rank: int, entry: int, clock: float) -> bool:
 
 
 @kernel
+def gated(p: Layout, number: int) -> bool:
+    """Whether a sum goes through links that are shared, and so waits for these too."""
+    gates = p.sharing.first_gate
+    return bool(len(gates) and gates[number] < gates[number + 1])
+
+
+@kernel
+def begin_sum(s: State, number: int) -> None:
+    """Wake all that wait for a sum."""
+    waiter = s.sum_waiter[number]
+    while waiter >= 0:
+        wake(s, waiter)
+        waiter = s.behind[waiter]
+
+
+@kernel
 def summed(p: Layout, s: State, rank: int) -> bool:
-    """Go through a rank's sums; each starts when the last of its ranks has come. `part` is even where the
+    """Go through a rank's sums; each starts when the last of its ranks has come; where it goes through shared
+    links, when it is served, and is then counted as one more that has come. `part` is even where the
     rank comes to a sum, odd where it waits in it."""
     low = p.first_sum[rank]
     while low + s.part[rank] // 2 < p.first_sum[rank + 1]:
@@ -43,11 +61,11 @@ def summed(p: Layout, s: State, rank: int) -> bool:
             s.sum_at[number] = max(s.sum_at[number], s.clock[rank])
             s.sum_here[number] += 1
             if s.sum_here[number] == p.sum_ranks[number]:
-                waiter = s.sum_waiter[number]
-                while waiter >= 0:
-                    wake(s, waiter)
-                    waiter = s.behind[waiter]
-        if s.sum_here[number] < p.sum_ranks[number]:
+                if gated(p, number):
+                    request(s, s.sum_at[number], len(p.kind) + number)
+                else:
+                    begin_sum(s, number)
+        if s.sum_here[number] < p.sum_ranks[number] + gated(p, number):
             s.behind[rank] = s.sum_waiter[number]
             s.sum_waiter[number] = rank
             return False

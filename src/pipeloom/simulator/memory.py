@@ -82,14 +82,15 @@ class Memory:
 
 
     def host_curve(self, rank: int) -> MemoryCurve:
-        """Bytes over time that one rank has on the host; at equal times what goes goes first."""
+        """Bytes over time that one rank has on the host; at equal times in the order of the row."""
         p = self.layout
         low, high = int(p.offsets[rank]), int(p.offsets[rank + 1])
         kind, stage = p.kind[low:high], p.stage[low:high]
         comes, goes = kind == OFFLOAD_, kind == RELOAD_
         times = np.concatenate((self.state.end[low:high][goes], self.state.start[low:high][comes]))
         sizes = np.concatenate((-self.offloaded[stage[goes]], self.offloaded[stage[comes]]))
-        order = np.argsort(times, kind="stable")
+        place = np.concatenate((np.flatnonzero(goes), np.flatnonzero(comes)))
+        order = np.lexsort((place, times))
         return MemoryCurve(
             rank=rank, tier="host", times_s=(0.0, *times[order].tolist()),
             sizes=(0, *np.cumsum(sizes[order]).tolist()),

@@ -9,7 +9,7 @@ too.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -17,30 +17,41 @@ from ..ir.cluster import Cluster
 from ..ir.columns import OFFLOAD_, RECOMPUTE_, RELOAD_, SEND_B_, SEND_F_, Columns, Ints, Longs
 from ..ir.costs import StageCost
 from ..ir.schedule import Program
+from ..ir.walk import starts_of
 from .state import COPY_LANES, Sharing
 
 _NO_INTS, _NO_FLOATS = np.zeros(0, np.int32), np.zeros(0)
 _NONE = Sharing(
     gates=np.zeros((0, 2), np.int32), slot=_NO_FLOATS, sender=_NO_INTS, home=_NO_INTS,
     lanes=np.zeros((0, COPY_LANES), np.int32), copy_slot=np.zeros((0, COPY_LANES)),
-    first_copy=np.zeros((0, COPY_LANES), np.int32), next_copy=_NO_INTS, needs=_NO_INTS, links=0,
+    first_copy=np.zeros((0, COPY_LANES), np.int32), next_copy=_NO_INTS, needs=_NO_INTS,
+    first_gate=_NO_INTS, sum_gates=_NO_INTS, sum_slots=_NO_FLOATS, links=0,
 )  # fmt: skip
 
 
 def sharing_of(
-    program: Program, costs: Sequence[StageCost], cluster: Cluster, ends: Sequence[tuple[int, int]],
-    message: Ints, size: Longs,
+    program: Program, costs: Sequence[StageCost], cluster: Cluster,
+    messages: tuple[Sequence[tuple[int, int]], Ints, Longs], sums: Sequence[Mapping[tuple[str, int], float]],
 ) -> Sharing:  # fmt: skip
     """What is shared; `_NONE` where nothing is, and then the event loop does nothing for it.
 
-    ends: the ranks at both ends of each pipe.  message: of each entry.  size: bytes of a message, by line.
+    messages: the ranks at both ends of each pipe; the message of each entry; bytes of a message, by line.
+    sums: by sum over ranks, what it takes of the links of nodes, in seconds (see `sums.held_s`).
     """
     found = _NONE
+    ends, message, size = messages
     gates = _gates(cluster, ends)
-    if cluster.node_link is not None and (gates >= 0).any():
+    if cluster.node_link is not None and ((gates >= 0).any() or any(sums)):
         rate = cluster.node_link.bandwidth_bytes_per_s
         sender = _senders(program.columns, message)
-        found = found._replace(gates=gates, slot=size / rate, sender=sender, links=int(gates.max()) + 1)
+        nodes = {node: at for at, node in enumerate(sorted({device.node for device in cluster.devices}))}
+        taken = [(2 * nodes[node] + (way == "into"), s) for held in sums for (way, node), s in held.items()]
+        found = found._replace(
+            gates=gates, slot=size / rate, sender=sender, links=2 * len(nodes),
+            first_gate=starts_of([len(held) for held in sums]),
+            sum_gates=np.array([gate for gate, _ in taken], np.int32),
+            sum_slots=np.array([seconds for _, seconds in taken], np.float64),
+        )  # fmt: skip
     if program.columns.treats_residuals and any(device.switch for device in cluster.devices):
         found = _with_copies(found, program, costs, cluster)
     return found

@@ -26,6 +26,8 @@ class Sharing(NamedTuple):
         for none.  copy_slot: by (stage, 0 or 1), how long a copy takes of it.  first_copy: by (rank, 0 or 1)
         the first such entry, or -1.  next_copy: per such entry the next one.  needs: per entry the RELOAD
         that RECOMPUTE, B or I, and the OFFLOAD that a RELOAD waits for, or -1.
+    first_gate, sum_gates, sum_slots: by sum over ranks, the shared links that it goes through, and how long
+        it takes of each.
     """
 
     gates: Ints
@@ -37,6 +39,9 @@ class Sharing(NamedTuple):
     first_copy: Ints
     next_copy: Ints
     needs: Ints
+    first_gate: Ints
+    sum_gates: Ints
+    sum_slots: Floats
     links: int
 
 
@@ -87,7 +92,7 @@ class Layout(NamedTuple):
 class Queue(NamedTuple):
     """Requests for shared links, and who waits for them.
 
-    time, entry: a heap of requests, by time and then by entry: a SEND or a copy.
+    time, entry: a heap of requests, by time and then by entry: a SEND or a copy; behind all entries, a sum.
     news: pipes, and behind them lanes of ranks, to which something has come.  size: of the heap, of `news`.
     asked, noted: per pipe, then per lane of each rank, whether its next one is in the heap, and whether it is
     in `news`.  free: when each shared link is free.
@@ -170,7 +175,7 @@ def new_state(layout: Layout, begin_s: Floats, *, starts: bool = True) -> State:
 
 def _new_queue(sharing: Sharing, pipes: int) -> Queue:
     copies, ranks = len(sharing.next_copy), len(sharing.lanes)
-    room = pipes + COPY_LANES * ranks if sharing.links else 0
+    room = pipes + COPY_LANES * ranks + len(sharing.first_gate) if sharing.links else 0
     return Queue(
         time=np.zeros(room), entry=np.zeros(room, np.int64), news=np.zeros(room, np.int64),
         size=np.zeros(2, np.int64), asked=np.zeros(room, np.bool_), noted=np.zeros(room, np.bool_),
