@@ -79,3 +79,14 @@ def test_pinned_memory_is_used_again_whatever_the_sizes(tier: CudaTier) -> None:
 def test_little_more_is_pinned_than_is_held(tier: CudaTier) -> None:
     trip = tier.leave("0OFFLOAD0", residuals(17 * CHUNK // 16))
     assert trip.bytes <= tier.pinned_bytes < trip.bytes + CHUNK
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_what_is_given_up_leaves_its_place_to_others(tier: CudaTier, asked: bool) -> None:
+    trip = tier.leave("0OFFLOAD0", residuals(CHUNK // 4))
+    if asked:
+        tier.come_back(trip)
+    tier.give_up(trip)
+    assert tier.held_bytes == 0 and not tier._coming and not trip.landed
+    tier.leave("0OFFLOAD0", residuals(CHUNK // 4))
+    assert tier.pinned_bytes == CHUNK

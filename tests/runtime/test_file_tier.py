@@ -73,6 +73,18 @@ def test_places_are_used_again(tier: FileTier) -> None:
     assert os.fstat(tier._file.fileno()).st_size == 2 * size
 
 
+@pytest.mark.parametrize("asked", [False, True])
+def test_what_is_given_up_leaves_its_place_to_others(tier: FileTier, asked: bool) -> None:
+    trip = tier.leave("0OFFLOAD0", {Slot("made", "a"): torch.zeros(1000)})
+    if asked:
+        tier.come_back(trip)
+    tier.give_up(trip)
+    assert trip.back.wait(60)
+    assert (tier.held_bytes, tier.peak_bytes) == (0, 4000)
+    there_and_back(tier, {Slot("made", "a"): torch.zeros(1000)})
+    assert os.fstat(tier._file.fileno()).st_size == 4096
+
+
 def test_what_is_there_is_counted(tier: FileTier) -> None:
     one, two = ({Slot("made", "a"): torch.zeros(1000)} for _ in range(2))
     trips: list[Trip] = [tier.leave("0OFFLOAD0", one), tier.leave("0OFFLOAD1", two)]

@@ -130,12 +130,23 @@ class CudaTier:
         torch.cuda.current_stream().wait_event(trip.back)
         found = {layout.slot: layout.around(trip.landed[layout.slot]) for layout in trip.layouts}
         found |= trip.stayed
+        self._give_back(trip)
+        return found
+
+    def give_up(self, trip: Trip) -> None:
+        """Waits for its copies, after which others may write to its chunks."""
+        assert isinstance(trip, CudaTrip)
+        for event in (trip.away, trip.back):
+            if event is not None:
+                event.synchronize()
+        self._give_back(trip)
+
+    def _give_back(self, trip: CudaTrip) -> None:
         trip.landed, trip.stayed = {}, {}
         self._coming.discard(trip)
         self.held_bytes -= trip.bytes
         self._free += trip.host
         trip.host = []
-        return found
 
     def close(self) -> None:
         """A device that has failed copies nothing any more; whoever waited for it has said so."""

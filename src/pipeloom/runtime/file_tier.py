@@ -35,7 +35,10 @@ NOTICE_S = 0.2
 
 @dataclass(eq=False)
 class FileTrip(Trip):
-    """place: offset in the file.  raw: the bytes to write, later those read.  error: why a copy failed."""
+    """place: offset in the file.  raw: the bytes to write, later those read.  error: why a copy failed.
+
+    asked, unwanted: whether it is to come back, and whether only its place is.
+    """
 
     action: str = ""
     place: int = 0
@@ -43,6 +46,8 @@ class FileTrip(Trip):
     away: threading.Event = field(default_factory=threading.Event)
     back: threading.Event = field(default_factory=threading.Event)
     error: Exception | None = None
+    asked: bool = False
+    unwanted: bool = False
 
     def spans(self) -> Iterator[tuple[Layout, int]]:
         """Each tensor and its offset in the file."""
@@ -102,7 +107,14 @@ class FileTier:
 
     def come_back(self, trip: Trip) -> None:
         assert isinstance(trip, FileTrip)
+        trip.asked = True
         self._in.put(trip)
+
+    def give_up(self, trip: Trip) -> None:
+        assert isinstance(trip, FileTrip)
+        trip.unwanted = True
+        if not trip.asked:
+            self.come_back(trip)
 
     def arrived(self, trip: Trip, check: Callable[[], None]) -> Tensors:
         assert isinstance(trip, FileTrip)
@@ -164,7 +176,7 @@ class FileTier:
         if trip.error is not None:
             return
         begin = time.perf_counter()
-        for layout, place in trip.spans():
+        for layout, place in () if trip.unwanted else trip.spans():
             trip.raw.append(torch.empty(layout.bytes, dtype=torch.uint8))
             done = _copy(_read_into, self._file.fileno(), trip.raw[-1], place)
             if done < layout.bytes:

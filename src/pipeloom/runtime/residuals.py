@@ -85,6 +85,13 @@ class Residuals:
         self._journeys[id(flight)].back = action
         self.settle()
 
+    def give_up(self) -> None:
+        """Forget what is on the tier, as the micro-batches are that it belongs to."""
+        for journey in self._journeys.values():
+            assert self._tier is not None
+            self._tier.give_up(journey.trip)
+        self._journeys = {}
+
     def recompute(self, action: Action) -> None:
         flight, functions = self._flight(action), self._row.functions(action)
         self.gather(flight)

@@ -104,6 +104,10 @@ class Tier(Protocol):
         """
         ...
 
+    def give_up(self, trip: Trip) -> None:
+        """Nobody will take what comes back, if it was asked for: its place is free again, sooner or later."""
+        ...
+
     def close(self) -> None:
         """Give everything back."""
         ...

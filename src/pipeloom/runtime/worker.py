@@ -98,7 +98,7 @@ class Worker:
         self.microbatches, self.training, self.update = microbatches, training, update
         self.placement, self.share = current.placement, current.microbatches
         self.losses = {}
-        self.flights = {}
+        self._give_up()
         row = current.rows[self.rank]
         with torch.no_grad():
             self.channel.begin(self._incoming(current))
@@ -115,6 +115,14 @@ class Worker:
         assert not any(f.residuals or f.carried for f in self.flights.values()) or not training
         self.flights = {}
         return self.losses
+
+    def _give_up(self) -> None:
+        """Forget what a step that was broken off has left: nothing will ask for it."""
+        self.residuals.give_up()
+        for flight in self.flights.values():
+            self._free_residuals(flight)
+        self.local_bytes = 0
+        self.flights = {}
 
     def _incoming(self, program: Program) -> list[Message]:
         return [
