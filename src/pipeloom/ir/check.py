@@ -132,9 +132,11 @@ def _known_kinds(schedule: Schedule, built_in: Collection[int]) -> None:
         return
     rank, action = _at(schedule, entry)
     if not known[columns.kind[entry]]:
+        treats = OFFLOAD_ <= columns.kind[entry] <= RECOMPUTE_
+        policy = "drop it: the memory policy of a plan says what is offloaded and recomputed"
         raise ScheduleError(
             f"rank {rank} runs {action}, whose kind is not a compute action",
-            hint="use F, B, I, W, or register the kind; transfers are derived",
+            hint=policy if treats else "use F, B, I, W, or register the kind; transfers are derived",
         )
     raise ScheduleError(
         f"rank {rank} runs {action}, but the micro-batches are 0 to {schedule.microbatches - 1}",

@@ -63,8 +63,9 @@ class Holders:
         self._sums: list[tuple[Item, set[Link]]] = []
         """What sums over ranks there were, with the links that they go through."""
         for row, items in zip(reductions(stages, program.placement), found.sums, strict=False):
-            every = program.columns.ranks
-            links: set[Link] = {link for tie in row for link in held_s(1, tie.ranks, cluster, all_ranks=every)}
+            links: set[Link] = set()
+            for tie in row:
+                links |= held_s(1, tie.ranks, cluster, all_ranks=program.columns.ranks).keys()
             self._sums += [(item, links) for item in items if links and REDUCE in item.action]
 
     def _read_lines(self, program: Program, stages: StageGraph, flow: Flow, cluster: Cluster) -> None:
