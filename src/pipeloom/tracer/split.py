@@ -125,8 +125,9 @@ class Splitter:
         ingoing = self._ran_in_backward(self.input_grads.values())
         ingoing |= _results_of(ingoing, backward)
         rest = self._ran_in_backward(self.weight_grads.values()) - ingoing
-        kept = [node for node in self._made() if self.names[node] not in dropped]
-        again = [node for node in self._made() if self.names[node] in dropped]
+        made = self._made()
+        kept = [node for node in made if self.names[node] not in dropped]
+        again = [node for node in made if self.names[node] in dropped]
         repeated = chain(again, set(kept))
         early, late = (set(), set()) if ahead else self._moments(ingoing, rest, again, kept)
         outgoing, own = self._grad_slots("input_grad"), self._grad_slots("weight_grad")
@@ -145,11 +146,11 @@ class Splitter:
     def _moments(
         self, ingoing: set[fx.Node], rest: set[fx.Node], again: list[fx.Node], kept: list[fx.Node]
     ) -> tuple[set[fx.Node], set[fx.Node]]:
-        """What I makes again, and what W does. W begins with what I has made, so that nothing runs twice."""
+        """What I makes again, and what W does, which begins with what I has made: nothing runs twice."""
         read = self._read(ingoing, self._grad_slots("input_grad"))
-        early = chain([n for n in again if n in read], set(kept))
+        early = chain(set(again).intersection(read), set(kept))
         read = self._read(rest, self._grad_slots("weight_grad"))
-        late = chain([n for n in again if n in read], early.union(kept))
+        late = chain(set(again).intersection(read), early.union(kept))
         early |= _results_of(early, late)
         return early, late - early
 
