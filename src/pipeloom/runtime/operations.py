@@ -34,7 +34,11 @@ class OperationContext:
     microbatches: of a step.  last: whether this is the operation's last micro-batch of the step.
     gradients: sums so far of the stage's parameters, by name; a handler may write into them.
     residuals: what the forward left for the backward of this micro-batch. A handler that takes a tensor out
-        puts it back before the backward.  residual_bytes: their size.
+        puts it back before the backward. What the plan's memory policy treats is in it only at times: what it
+        offloads until OFFLOAD, and again from the RECOMPUTE or backward on that waits for its RELOAD; what it
+        recomputes from RECOMPUTE on, or never, as a stage that recomputes inside its backward makes it there.
+        So a handler takes out what it finds, and no name for granted.
+    residual_bytes: what the device holds of them; in the ledger a copy's bytes count until it has ended.
     state: empty at first; what a handler puts here it finds again at the next call on this stage.
     partners: the ranks of the stages that it meets, its own included.
     """
