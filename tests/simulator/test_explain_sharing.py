@@ -45,7 +45,7 @@ def test_a_message_that_waits_for_its_nodes_link_names_what_held_it() -> None:
         ("transfer", "1SEND_F0>3", 2.0, 3.0, ""), ("compute", "3F0", 3.0, 4.0, ""),
     ]  # fmt: skip
     assert " ".join(map(str, fold(found.path))) == (
-        "0F0 0SEND_F0>2 on the link that 1SEND_F0>3 waits for 1SEND_F0>3 3F0"
+        "0F0, 0SEND_F0>2 on the link that 1SEND_F0>3 waits for 1SEND_F0>3 3F0"
     )
     assert "rank 3 waits for F of rank 1, held up on a shared link by SEND of rank 0" in {
         source.text for source in sources(found)

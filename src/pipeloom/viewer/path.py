@@ -82,9 +82,8 @@ class Fold:
         >>> print(*fold(path))
         3F0 3B0, 5 times, to 3F4 3B4
         """
-        text = ", ".join(map(str, self.legs)) if any(len(g.stages) > 1 for g in self.legs) else " ".join(
-            map(str, self.legs)
-        )
+        phrases = any(len(leg.stages) > 1 or leg.group == "link" for leg in self.legs)
+        text = (", " if phrases else " ").join(map(str, self.legs))
         if self.times == 1:
             return text
         end = " ".join(leg.last for leg in self.last)
