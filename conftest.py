@@ -1,8 +1,10 @@
-"""How Hypothesis chooses examples: the same ones every time, unless a run is asked to search.
+"""What must not depend on who runs the tests: the examples that Hypothesis draws, and whether Ctrl-C counts.
 
 This file lies at the root, not in tests/, since a profile has to be known for whatever paths pytest is given.
 `@settings(...)` of a test inherits the profile in force, so no test sets `derandomize` or `database` itself.
 """
+
+import signal
 
 from hypothesis import HealthCheck, settings
 
@@ -12,3 +14,7 @@ STEADY = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "pr
 settings.register_profile("quick", derandomize=True, database=None, **STEADY)
 settings.register_profile("search", derandomize=False, **STEADY)
 settings.load_profile("quick")  # `--hypothesis-profile=search` loads the other one after this
+
+# What a script starts in the background ignores Ctrl-C, and so does all that it starts in turn.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)

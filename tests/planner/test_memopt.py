@@ -7,7 +7,7 @@ from math import inf
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from random_stages import chain_model, random_model
 
@@ -78,6 +78,8 @@ def test_what_fits_keeps_its_cap_and_every_pick_is_needed(seed, ops, in_flight, 
 
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 10**6), in_flight=st.integers(2, 8), share=st.floats(0.4, 0.95))
+@example(seed=177524, in_flight=5, share=0.5504109945549174)  # the exact method found nothing that fits
+@example(seed=953947, in_flight=4, share=0.7625681474909034)
 def test_against_all_choices_of_a_small_stage(seed, in_flight, share):
     model = random_model(seed, 8)
     end = 7
