@@ -322,8 +322,7 @@ def test_the_peak_is_as_simulated(
 
     for expected, measured, expected_host, host, one in threads(2, work):
         assert abs(expected - measured) <= 0.03 * measured
-        # The forecast's copies take no time: of two at one moment it sees only what has come last.
-        assert expected_host <= host <= expected_host + one
+        assert expected_host == host
 
 
 def test_a_cap_holds_though_copies_are_slow(
