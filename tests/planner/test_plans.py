@@ -100,6 +100,25 @@ def test_only_what_is_allowed_is_done():
     assert (RECOMPUTE in kinds) == bool(plan.memory.ahead) and not kinds & {OFFLOAD, RELOAD}
 
 
+@pytest.mark.parametrize("name", FREEING)
+def test_less_than_one_micro_batch_in_full(name):
+    """One stage has one micro-batch in flight: only what is made again late, and not ahead, needs less."""
+    (stage,) = planned(name, 4, 1, 30.0, treatments=("recompute",))[0].stages
+    cap = (stage.memory.total - 0.4 * stage.memory.residuals) / GiB
+    plan, graph, cluster = planned(name, 4, 1, cap, treatments=("recompute",))
+    assert plan.stages[0].recomputed_bytes and plan.memory.ahead == ()
+    assert peaks(plan, graph, cluster)[0] <= plan.caps[0] < stage.memory.total
+
+
+def test_stages_with_room_for_it_recompute_ahead():
+    """Whole layers free more than is needed."""
+    plan, graph, cluster = planned("vpipe", 6, 3, 1.35, treatments=("recompute",))
+    assert plan.memory.ahead
+    for place in plan.memory.ahead:
+        assert plan.stages[place].recomputed_bytes
+    assert all(peak <= cap for peak, cap in zip(peaks(plan, graph, cluster), plan.caps, strict=True))
+
+
 def test_a_plan_with_treatments_is_saved_and_read(tmp_path):
     plan, *_ = planned("dawnpiper", 6, 3, 1.35)
     plan.save(tmp_path / "plan.json")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import inf
 from unittest.mock import patch
 
 from runs import capture_of, even, plan_for, threads
@@ -12,9 +13,14 @@ from torch import Tensor
 
 from pipeloom import Job, Options, Pipeline, schedules
 from pipeloom.ir.graph import OpGraph
+from pipeloom.ir.memory import MemoryPolicy, Treatment
 from pipeloom.ir.plan import StageMemory
+from pipeloom.ir.stages import StageGraph
 from pipeloom.planner import cpu_cluster
 from pipeloom.planner.cost import CostModel, CostOptions
+from pipeloom.planner.evaluation import Evaluation
+from pipeloom.planner.memopt import optimise
+from pipeloom.planner.stagecosts import stage_plan
 from pipeloom.profiler.roofline import roofline
 from pipeloom.runtime import posting
 from pipeloom.runtime.local_channel import LocalChannel, LocalTransport
@@ -60,15 +66,28 @@ def calm(graph: OpGraph, stages: int) -> dict[str, int]:
     return {op.name: sum(c <= place for c in cuts) - 1 for place, op in enumerate(model.wiring.ops)}
 
 
-def compare(job: Job, stages: int, schedule: str, *, evenly: bool = False) -> list[Peaks]:
+def compare(
+    job: Job, stages: int, schedule: str, *,
+    evenly: bool = False, share: float | None = None, ahead: bool = False,
+) -> list[Peaks]:  # fmt: skip
     """Run two steps on threads; one entry per stage. evenly: cut by the number of ops alone.
 
+    share: residuals are recomputed until each stage needs no more than this between the least that the
+    optimisation reaches (0) and all it needs (1).  ahead: in an action of its own.
     The optimizer is expected to keep one number per parameter (SGD with momentum).
     """
     captured = capture_of(job, SIZE)
     graph = captured.graph
     stage_of = (even if evenly else calm)(graph, stages)
     plan = plan_for(captured, stage_of, microbatches=MICROBATCHES, microbatch_size=SIZE, schedule=schedule)
+
+    model, cut = _model(graph, stages), plan.stage_graph(graph)
+    in_flight = schedules.in_flight(plan.as_schedule)
+    treatments: list[dict[str, Treatment]] = [{} for _ in range(stages)]
+    if share is not None:
+        treatments = [_recomputed(model, cut, stage, q, share) for stage, q in enumerate(in_flight)]
+    policy = MemoryPolicy(stages=tuple(treatments), ahead=tuple(range(stages)) if ahead else ())
+    plan = replace(plan, memory=policy)
 
     def work(rank: int, channel: LocalChannel) -> dict[str, int]:
         with Pipeline(job, plan, options=Options(), channel=channel) as pipeline:
@@ -78,12 +97,31 @@ def compare(job: Job, stages: int, schedule: str, *, evenly: bool = False) -> li
 
     with sends_are_through_at_once():
         measured = threads(stages, work)
-    model = _model(graph, stages)
-    cut = plan.stage_graph(graph)
     return [
-        Peaks(predicted=model.stage(cut, stage, q).memory, measured=seen)
-        for stage, (q, seen) in enumerate(zip(schedules.in_flight(plan.as_schedule), measured, strict=True))
+        Peaks(predicted=stage_plan(model, cut, stage, q, given, ahead=ahead).memory, measured=seen)
+        for stage, (q, given, seen) in enumerate(zip(in_flight, treatments, measured, strict=True))
     ]
+
+
+def _recomputed(
+    model: CostModel, cut: StageGraph, stage: int, in_flight: int, share: float
+) -> dict[str, Treatment]:
+    """What to recompute of a stage."""
+    place = [model.wiring.position[n] for n in cut.stages[stage].ops if n in model.wiring.position]
+    start, end = place[0], place[-1] + 1
+    assert end - start == len(place)
+
+    def under(cap: float) -> Evaluation:
+        return optimise(
+            model, start, end, stage, in_flight=in_flight, cap=cap, treatments=("recompute",)
+        )  # fmt: skip
+
+    most = under(inf).peak_bytes
+    footprint = model.footprint(cut, stage)
+    static = sum(model.static_parts(footprint, in_flight).values())
+    least = under(float(static + footprint.largest)).peak_bytes
+    caps = [least + step * (most - least) for step in (share, (1 + share) / 2, 1.0)]
+    return dict(next(found for cap in caps if (found := under(cap)).fits).treatments)
 
 
 def _model(graph: OpGraph, stages: int) -> CostModel:

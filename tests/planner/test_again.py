@@ -1,0 +1,84 @@
+"""Sweeps of stages that make residuals again inside their backward, against a plain reference; its use."""
+
+from math import inf
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_stages import chain_model, random_model
+from slow_levels import SlowStage
+
+from pipeloom.ir.stages import cut
+from pipeloom.planner import again
+from pipeloom.planner.again import Moments
+from pipeloom.planner.cost import CostModel
+from pipeloom.planner.memopt import optimise
+from pipeloom.planner.residuals import KEEP, RECOMPUTE, residuals_of
+from pipeloom.planner.treated import moments_of
+
+
+def moments(model: CostModel, end: int, in_flight: int = 1) -> Moments:
+    stages = cut(model.graph, {op.name: int(place >= end) for place, op in enumerate(model.wiring.ops)})
+    footprint, place = model.footprint(stages, 0), (model.sweep, 0, end)
+    residuals = residuals_of(*place, model.forward_s[0, :end], model.cheap_s[0], footprint.kept > 0)
+    return moments_of(model, footprint, residuals, in_flight, place)
+
+
+@settings(max_examples=150, deadline=None)
+@given(seed=st.integers(0, 10**6), ops=st.integers(3, 30), data=st.data())
+def test_levels_are_those_of_a_plain_reference(seed, ops, data):
+    model, end = random_model(seed, ops), ops - 1
+    found = moments(model, end)
+    residuals = found.residuals
+    which = data.draw(st.lists(st.booleans(), min_size=len(residuals), max_size=len(residuals)))
+    choice = np.where(np.array(which, dtype=bool) & residuals.may, RECOMPUTE, KEEP)
+    dropped = frozenset(n for n, kind in zip(residuals.names, choice, strict=True) if kind == RECOMPUTE)
+    plain, slow = SlowStage(model, end, frozenset()), SlowStage(model, end, dropped)
+    most = found.most(choice)
+    levels = found.stage[4][:, :end]
+    assert levels[again.FORWARD].tolist() == slow.forward()
+    assert levels[again.KEPT_FORWARD].tolist() == plain.forward()
+    before = {step.at: (held, after) for step, held, after in plain.backward()}
+    expected = np.zeros(end)
+    for step, held, after in slow.backward():
+        place = step.at
+        kept, later = before[place]
+        if step.kind == "again":
+            here = levels[again.KEPT_BEFORE, place] - kept + held
+        else:
+            here = max(
+                levels[again.KEPT_UNTIL, place] - kept + held, levels[again.KEPT_AFTER, place] - later + after
+            )
+        expected[place] = max(expected[place], here)
+    assert levels[again.BACKWARD].tolist() == expected.tolist()
+    assert most == (max(slow.forward()), expected.max())
+    assert [op for op in range(end) if found.stage[3][again.AT, op] >= 0] == sorted(
+        model.wiring.position[step.op] for step in slow.steps if step.kind == "again"
+    )
+
+
+@pytest.mark.parametrize("ops", [10, 21])
+def test_checkpoints_of_a_chain(ops):
+    """Equal ops, one micro-batch in flight: few are kept, and the stretches between them get shorter."""
+    model = chain_model(ops)
+    free = optimise(model, 0, ops, 0, in_flight=1, cap=inf)
+    for cap in np.arange(2000, free.peak_bytes, 800):
+        found = optimise(model, 0, ops, 0, in_flight=1, cap=cap)
+        best = optimise(model, 0, ops, 0, in_flight=1, cap=cap, method="exact")
+        assert found.fits == best.fits and found.seconds == best.seconds, cap
+        if found.fits:
+            assert found.peak_bytes <= cap
+            assert found.seconds == pytest.approx(free.seconds + len(found.treatments))
+            kept = [place for place in range(ops) if f"v{place}" not in found.treatments]
+            stretches = np.diff([-1, *kept])
+            assert (np.diff(stretches) <= 0).all(), kept
+
+
+def test_the_least_that_a_chain_can_hold():
+    """Checkpoints make it that of the root of twice the ops, and a few besides."""
+    ops, each = 45, 400
+    model = chain_model(ops)
+    caps = range(each, 30 * each, each)
+    least = next(cap for cap in caps if optimise(model, 0, ops, 0, in_flight=1, cap=cap).fits)
+    assert least <= each * (np.sqrt(2 * ops) + 4)
