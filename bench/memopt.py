@@ -3,8 +3,9 @@
     python bench/memopt.py [--random 200] [--limit 30] [--families gpt2 bert llama t5 mixtral convnet]
 
 What the exact one has not found after its limit (memopt_exact.LIMIT_S) is the greedy choice: such cases count
-as `unproven`. Random stages (tests/support/random_stages.py) and stages of captured models, under caps between what they
-hold with everything kept and the least that they can hold. Written to bench/results/memopt.json.
+as `unproven`. Random stages (tests/support/random_stages.py) and stages of captured models, under caps
+between what they hold with everything kept and the least that the greedy reaches. Written to
+bench/results/memopt.json.
 """
 
 from __future__ import annotations
