@@ -28,7 +28,7 @@ from .intervals import Array, Indices
 from .residuals import OFFLOAD, RECOMPUTE, Residuals
 from .sweep import Sweep, run
 
-Stage = tuple[int, int, tuple[Any, ...], Indices, Array]
+Stage = tuple[int, int, tuple[Any, ...], Indices, Array, int]
 
 AT, HEAD, FOLLOWING, PENDING, SEARCHED = range(5)
 """Rows of the marks, by op: in front of whose backward it runs again, -1 for never; the first op that does so
@@ -59,7 +59,7 @@ def _forget(s, marks):  # type: ignore[no-untyped-def]
 @kernel
 def _first_needs(stage):  # type: ignore[no-untyped-def]
     """Find where ops run again, and what they read when."""
-    start, end, forward, marks, _ = stage
+    start, end, forward, marks, _, ahead = stage
     reads_first, reads, makes_first, makes, saves_first, saves, _, _, made, _, _ = forward
     for p in range(start, end):
         marks[AT, p] = -1
@@ -74,7 +74,7 @@ def _first_needs(stage):  # type: ignore[no-untyped-def]
         count = 0
         for k in range(saves_first[p], saves_first[p + 1]):
             m = made[saves[k]]
-            if marks[DROPPED, saves[k]] > 0 and m >= start and marks[AT, m] < 0:
+            if ahead == 0 and marks[DROPPED, saves[k]] > 0 and m >= start and marks[AT, m] < 0:
                 marks[AT, m] = p
                 marks[PENDING, count] = m
                 count += 1
@@ -106,7 +106,7 @@ def _first_needs(stage):  # type: ignore[no-untyped-def]
 @kernel
 def _forward_levels(stage):  # type: ignore[no-untyped-def]
     """What is dropped goes with its last reader, unless it is sent."""
-    start, end, forward, marks, levels = stage
+    start, end, forward, marks, levels, _ = stage
     reads_first, reads, makes_first, makes, _, _, _, size, made, last, _ = forward
     gone = 0.0
     for p in range(start, end):
@@ -127,7 +127,7 @@ def _run_again(c, p, level, stage):  # type: ignore[no-untyped-def]
 
     level: that before it, as a difference to everything kept.  Returns that in it, and that after it.
     """
-    start, end, forward, marks, _ = stage
+    start, end, forward, marks, _, _ = stage
     reads_first, reads, makes_first, makes, _, _, extra, size, made, _, scratch = forward
     for k in range(reads_first[c], reads_first[c + 1]):
         s = reads[k]
@@ -153,13 +153,14 @@ def _run_again(c, p, level, stage):  # type: ignore[no-untyped-def]
 
 @kernel
 def _backward_levels(stage):  # type: ignore[no-untyped-def]
-    """What is dropped is there from when it is made until the backward of its first saver, or longer."""
-    start, end, forward, marks, levels = stage
+    """What is dropped is there from when it is made until the backward of its first saver, or longer; and all
+    the time where it is restored ahead."""
+    start, end, forward, marks, levels, ahead = stage
     saves_first, saves, size, made = forward[4], forward[5], forward[7], forward[8]
     level = 0.0
     for p in range(start, end):
         for k in range(saves_first[p], saves_first[p + 1]):
-            if marks[DROPPED, saves[k]] > 0 and marks[SAVER, saves[k]] == p:
+            if ahead == 0 and marks[DROPPED, saves[k]] > 0 and marks[SAVER, saves[k]] == p:
                 level -= size[saves[k]]
     for p in range(end - 1, start - 1, -1):
         most = 0.0
@@ -170,7 +171,7 @@ def _backward_levels(stage):  # type: ignore[no-untyped-def]
             c = marks[FOLLOWING, c]
         for k in range(saves_first[p], saves_first[p + 1]):
             s = saves[k]
-            if marks[DROPPED, s] > 0 and made[s] < 0 and marks[THERE, s] < 0:
+            if ahead == 0 and marks[DROPPED, s] > 0 and made[s] < 0 and marks[THERE, s] < 0:
                 marks[THERE, s] = 1
                 level += size[s]
         most = max(most, levels[KEPT_UNTIL, p] + level)
@@ -185,7 +186,7 @@ def _backward_levels(stage):  # type: ignore[no-untyped-def]
 def levels_of(stage):  # type: ignore[no-untyped-def]
     """Write what one micro-batch holds in the forward of each op and around its backward. Returns the most of
     both."""
-    start, end, _, _, levels = stage
+    start, end, _, _, levels, _ = stage
     _first_needs(stage)
     _forward_levels(stage)
     _backward_levels(stage)
@@ -218,6 +219,7 @@ class Moments:
     """The moments of one stage, for any choice of treatments of its residuals.
 
     held: bytes of all residuals, those included that have no name.  edges: the six sums from `EDGE` on.
+    ahead: all that is dropped is restored in front of the backward; the scratch of that is left out.
     """
 
     sweep: Sweep
@@ -226,10 +228,11 @@ class Moments:
     residuals: Residuals
     held: float
     edges: tuple[float, ...]
+    ahead: bool = False
 
     @cached_property
     def stage(self) -> Stage:
-        """The stage as kernels see it: its start and end, what it does forward, marks and levels."""
+        """The stage as kernels see it: its start and end, what it does forward, marks, levels, ahead."""
         last_in, saver, levels = self.sweep.moments(self.start, self.end)
         ops, storages = len(self.sweep.tensors), len(last_in)
         marks = np.zeros((DROPPED + 1, max(ops, storages) + 1), np.int64)
@@ -237,7 +240,7 @@ class Moments:
         own = np.zeros((EARLIER + 2, ops))
         here = slice(self.start, self.end)
         own[:FORWARD, here] = levels[:, here]
-        return self.start, self.end, self.sweep.forward, marks, own
+        return self.start, self.end, self.sweep.forward, marks, own, int(self.ahead)
 
     @property
     def lives(self) -> tuple[Indices, Indices, Indices]:

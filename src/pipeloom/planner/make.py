@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import NamedTuple
 
 from .. import schedules
 from ..ir.cluster import Cluster
@@ -14,6 +15,7 @@ from ..ir.memory import MemoryPolicy
 from ..ir.plan import Plan, StagePlan
 from ..ir.profile import Profile
 from ..ir.stages import cut
+from ..ir.timeline import Timeline
 from ..lowering import lower
 from ..simulator import simulate
 from .evaluation import Evaluation
@@ -81,6 +83,19 @@ def _over(search: Search, cuts: tuple[int, ...]) -> bool:
     return any(need > cap for need, cap in zip(needs(search, cuts), search.caps, strict=True))
 
 
+class _Costed(NamedTuple):
+    """Stages with treatments, and their simulated step; by how many bytes each rank passes its cap."""
+
+    policy: MemoryPolicy
+    parts: tuple[StagePlan, ...]
+    timeline: Timeline
+    over: Sequence[int]
+
+    @property
+    def key(self) -> tuple[int, float]:
+        return sum(self.over), self.timeline.step_s
+
+
 class _Found:
     """A cut that the search calls good, as stages, schedule and simulated step."""
 
@@ -92,17 +107,28 @@ class _Found:
         self.schedule = request.build(self.stages)
         self.in_flight = schedules.in_flight(self.schedule)
         found = [search.evaluate(i, j, s) for s, (i, j) in enumerate(pairwise(cuts))]
-        parts = [self._stages(s, e) for s, e in enumerate(found)]
-        ahead = tuple(s for s, (_, restored) in enumerate(parts) if restored is not None)
-        treatments = tuple(e.treatments for e in found) if search.optimises else ()
-        self.policy = MemoryPolicy(stages=treatments, ahead=ahead)
-        self.parts = tuple(restored or inside for inside, restored in parts)
-        self.costs = stage_costs(search.model, self.stages, self.parts, treatments, ahead=ahead)
-        program = lower(self.schedule, self.stages, policy=self.policy)
-        self.timeline = simulate(program, self.stages, self.costs, search.model.cluster)
+        chosen = self._costed([self._stage(s, e) for s, e in enumerate(found)], found)
+        if self._again(found) > set(chosen.policy.ahead):
+            chosen = min(chosen, self._all_ahead(found), key=lambda costed: costed.key)
+        self.policy, self.parts, self.timeline, self.over = chosen
 
-    def _stages(self, stage: int, found: Evaluation) -> tuple[StagePlan, StagePlan | None]:
-        """A stage that recomputes inside its backward, if at all; and ahead of it, if that keeps its cap."""
+    def _again(self, found: Sequence[Evaluation]) -> set[int]:
+        """The stages that recompute something."""
+        return {s for s, e in enumerate(found) if "recompute" in e.treatments.values()}
+
+    def _all_ahead(self, found: Sequence[Evaluation]) -> _Costed:
+        """With every stage that recomputes doing so ahead, where that can keep its cap: it has to free more
+        for that, but what it does while its gradient is on the way costs no time."""
+        other, freeing = list(found), self.search.freeing(ahead=True)
+        for stage in self._again(found):
+            start, end = self.cuts[stage : stage + 2]
+            better = freeing(start, end, stage)
+            if better.fits and self._stage(stage, better)[1]:
+                other[stage] = better
+        return self._costed([self._stage(s, e) for s, e in enumerate(other)], other)
+
+    def _stage(self, stage: int, found: Evaluation) -> tuple[StagePlan, bool]:
+        """A stage, and whether it recomputes ahead: if it recomputes at all, and keeps its cap then."""
         model, in_flight = self.search.model, self.in_flight[stage]
         inside, ahead = (
             replace(
@@ -111,17 +137,31 @@ class _Found:
             )
             for early in (False, True)
         )
-        fits = inside.recomputed_bytes and ahead.memory.total <= self.search.caps[stage]
-        return inside, ahead if fits else None
+        fits = bool(inside.recomputed_bytes) and ahead.memory.total <= self.search.caps[stage]
+        return (ahead if fits else inside), fits
+
+    def _costed(self, stages: Sequence[tuple[StagePlan, bool]], found: Sequence[Evaluation]) -> _Costed:
+        """The stages with what they take, and their step."""
+        model = self.search.model
+        parts = tuple(part for part, _ in stages)
+        treatments = tuple(e.treatments for e in found) if self.search.optimises else ()
+        ahead = tuple(s for s, (_, early) in enumerate(stages) if early)
+        policy = MemoryPolicy(stages=treatments, ahead=ahead)
+        costs = stage_costs(model, self.stages, parts, treatments, ahead=ahead)
+        program = lower(self.schedule, self.stages, policy=policy)
+        timeline = simulate(program, self.stages, costs, model.cluster)
+        over = [
+            max(0, timeline.peak_bytes(rank) - device.memory_bytes)
+            for rank, device in enumerate(model.cluster.devices)
+        ]
+        return _Costed(policy, parts, timeline, over)
 
     def tighter(self) -> Search | None:
         """The search to repeat, if the schedule keeps more in flight or the simulator sees a cap passed."""
-        caps = tuple(device.memory_bytes for device in self.search.model.cluster.devices)
-        over = [max(0, self.timeline.peak_bytes(rank) - cap) for rank, cap in enumerate(caps)]
         most = tuple(max(pair) for pair in zip(self.in_flight, self.search.in_flight, strict=True))
-        if most == self.search.in_flight and not any(over):
+        if most == self.search.in_flight and not any(self.over):
             return None
-        left = tuple(max(1, cap - extra) for cap, extra in zip(self.search.caps, over, strict=True))
+        left = tuple(max(1, cap - extra) for cap, extra in zip(self.search.caps, self.over, strict=True))
         return replace(self.search, caps=left, in_flight=most)
 
     def _notes(self) -> dict[str, str]:

@@ -38,11 +38,12 @@ _SOLVERS: dict[str, Solver] = {"greedy": greedy, "exact": exact}
 def optimise(
     model: CostModel, start: int, end: int, stage: int, *,
     in_flight: int, cap: float, treatments: Sequence[Treatment] = BOTH,
-    method: Method | Solver = "greedy",
+    method: Method | Solver = "greedy", ahead: bool = False,
 ) -> Evaluation:  # fmt: skip
     """Ops [start, end) as stage `stage` on the rank of that number: the fastest way found to keep its cap.
 
     in_flight: micro-batches whose residuals it holds.  cap: bytes.  treatments: what may be done.
+    ahead: what is recomputed is restored in front of the backward, and all there in it.
     Returns: seconds are inf if no choice fits; peak_bytes is then the least that any reaches.
     """
     footprint, seconds = model.row(start, np.array([end]))
@@ -58,7 +59,7 @@ def optimise(
     decide = _Stage(
         model=model, footprint=own, place=(model.sweep, start, end), compute_s=compute_s, forward_s=forward,
         copies=host_copies(model.cluster, stage), rank=stage, in_flight=in_flight,
-        treatments=tuple(treatments),
+        treatments=tuple(treatments), ahead=ahead,
     )  # fmt: skip
     return decide.under(cap, _SOLVERS[method] if isinstance(method, str) else method)
 
@@ -85,12 +86,13 @@ class _Stage:
     rank: int
     in_flight: int
     treatments: tuple[Treatment, ...]
+    ahead: bool
 
     @cached_property
     def moments(self) -> Moments:
         besides = self.model.cheap_s[self.model.kind[self.rank]]
         found = residuals_of(*self.place, self.forward_s, besides, self.footprint.kept > 0)
-        return moments_of(self.model, self.footprint, found, self.in_flight, self.place)
+        return moments_of(self.model, self.footprint, found, self.in_flight, self.place, ahead=self.ahead)
 
     def under(self, cap: float, solve: Solver) -> Evaluation:
         """The evaluation with treatments that keep the cap."""
@@ -143,11 +145,12 @@ class Optimised:
     in_flight: Sequence[int]
     treatments: Sequence[Treatment] = BOTH
     method: Method | Solver = "greedy"
+    ahead: bool = False
 
     def __call__(self, start: int, end: int, stage: int, /) -> Evaluation:
         return optimise(
             self.model, start, end, stage, in_flight=self.in_flight[stage], cap=self.caps[stage],
-            treatments=self.treatments, method=self.method,
+            treatments=self.treatments, method=self.method, ahead=self.ahead,
         )  # fmt: skip
 
 

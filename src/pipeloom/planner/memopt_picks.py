@@ -47,7 +47,7 @@ ALLOWANCE, PER_OFFLOADED, HIDDEN, MOST, S_PER_BYTE, SECONDS, PEAK = range(7)
 def _worst_moment(stage, sums):  # type: ignore[no-untyped-def]
     """The row and the op of the moment that needs most; the stage's end for one between ops. Levels from
     `EARLIER` on become what each needs."""
-    start, end, _, _, levels = stage
+    start, end, _, _, levels, _ = stage
     others, own = of_others(sums), sums[HELD] - sums[AGAIN]
     row, op, most = FORWARD, end, others + own + sums[MESSAGE] + sums[EDGE]
     if others + own + sums[MESSAGE + 1] + sums[EDGE + 1] > most:
@@ -64,7 +64,7 @@ def _worst_moment(stage, sums):  # type: ignore[no-untyped-def]
 @kernel
 def _does_good(row, op, stage, plan):  # type: ignore[no-untyped-def]
     """Whether that moment needs less than before, and none more than both before and the limit."""
-    start, end, _, _, levels = stage
+    start, end, _, _, levels, _ = stage
     sums, allowance = plan[3], plan[4][ALLOWANCE]
     others, slack = of_others(sums), 1e-9 * abs(allowance)
     for side in range(2):
@@ -81,7 +81,7 @@ def _does_good(row, op, stage, plan):  # type: ignore[no-untyped-def]
 @apart
 def _freed(k, row, op, stage, plan):  # type: ignore[no-untyped-def]
     """Bytes that dropping residual k frees at a moment, less what is then made again earlier for it."""
-    start, end, forward, marks, _ = stage
+    start, end, forward, marks, _, ahead = stage
     reads_first, reads, makes_first, makes, _, _, _, size, made, last, _ = forward
     _, numbers, figures, sums, _ = plan
     s = numbers[STORAGE, k]
@@ -90,6 +90,8 @@ def _freed(k, row, op, stage, plan):  # type: ignore[no-untyped-def]
     if row == FORWARD:
         gone = made[s] < op and marks[LAST_IN, s] < op and last[s] < end
         return found + figures[SIZE, k] if gone else found
+    if ahead > 0:
+        return found
     if max(numbers[TOP, k], marks[FIRST_AT, s]) < op:
         return found + figures[SIZE, k]
     count = 0

@@ -96,11 +96,14 @@ class Search:
     def evaluate(self) -> Evaluator:
         """What planners ask of an interval of ops."""
         if self.optimises:
-            layers = [self.layers.get(op.name, -1) for op in self.model.wiring.ops] if self.layers else []
-            method: Method | Solver = by_layers(layers) if layers else "greedy"
-            freeing = Optimised(self.model, self.caps, self.in_flight, self.treatments, method)
-            return Memoised(freeing, self.watch)
+            return Memoised(self.freeing(), self.watch)
         return Memoised(KeepEverything(self.model, self.caps, self.in_flight), self.watch)
+
+    def freeing(self, *, ahead: bool = False) -> Evaluator:
+        """Evaluations with memory optimisation. ahead: stages recompute in front of their backward."""
+        layers = [self.layers.get(op.name, -1) for op in self.model.wiring.ops] if self.layers else []
+        method: Method | Solver = by_layers(layers) if layers else "greedy"
+        return Optimised(self.model, self.caps, self.in_flight, self.treatments, method, ahead)
 
     @property
     def optimises(self) -> bool:

@@ -134,7 +134,7 @@ def _parts(residuals: float, moment: Moment) -> dict[str, float]:
 
 def moments_of(
     model: CostModel, footprint: Footprint, residuals: Residuals, in_flight: int,
-    place: tuple[Sweep, int, int],
+    place: tuple[Sweep, int, int], *, ahead: bool = False,
 ) -> Moments:  # fmt: skip
     """The moments of a stage for any choice; place: the sweep, start and end of its ops."""
     sweep, start, end = place
@@ -146,7 +146,7 @@ def moments_of(
     )  # fmt: skip
     return Moments(
         sweep=sweep, start=start, end=end, residuals=residuals, held=float(footprint.residuals),
-        edges=tuple(map(float, edges)),
+        edges=tuple(map(float, edges)), ahead=ahead,
     )  # fmt: skip
 
 
