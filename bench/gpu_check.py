@@ -14,9 +14,10 @@ Policies: everything kept; then recomputation, offloading and both under caps th
 peak, chosen by planner.memopt from a profile measured here on devices measured here. Where no choice keeps a
 cap, the lowest that one keeps is taken, and the row says so. A step runs under the planned cap and 3 %.
 
-Per policy: peaks of the ledger and of the allocator over the predicted one; times of F, B and RECOMPUTE, by
-the measured profile and by roofline; gradients of the first step against the kept run's; and the share of
-copying that hides behind compute, 1 - (step - kept step - recomputation) / (copies to the host and back).
+Per policy: peaks of the ledger and of the allocator over the predicted one; times of F and of B, which
+recomputes, by the measured profile and by roofline; gradients of the first step against the kept run's; and the share of
+copying that hides behind compute, 1 - (step - kept step - recomputation by the profile) / (copies to the host
+and back).
 
 Exit status 1 if gradients differ by more than two kept runs do, or a run fails.
 """
@@ -121,7 +122,7 @@ def run(setup: Setup, plan: Plan, steps: int, directory: Path) -> Run:
 
 
 def kind(event: Event) -> str:
-    """What an event is: "F", "B", "RECOMPUTE", "d2h", "h2d", "wait" for a copy, or anything else."""
+    """What an event is: "F", "B", "d2h", "h2d", "wait" for a copy, or anything else."""
     name = re.sub(r"\d+", "", event.action)
     if event.stream == "recv":
         return "wait" if name in ("OFFLOAD", "RELOAD") else ""
@@ -133,11 +134,11 @@ def total_s(timeline: Timeline, *kinds: str) -> float:
 
 
 def action_times(timeline: Timeline) -> dict[str, float]:
-    """Median seconds of one F, B, RECOMPUTE and copy each way."""
+    """Median seconds of one F, B and copy each way."""
     spans: dict[str, list[float]] = defaultdict(list)
     for event in timeline.events:
         spans[kind(event)].append(event.duration_s)
-    return {name: median(spans[name]) for name in ("F", "B", "RECOMPUTE", "d2h", "h2d") if name in spans}
+    return {name: median(spans[name]) for name in ("F", "B", "d2h", "h2d") if name in spans}
 
 
 def difference(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
@@ -154,7 +155,7 @@ def row_of(setup: Setup, choice: Choice, plan: Plan, found: Run, kept: Run) -> d
     by_profile, by_roofline = (setup.predicted(plan, by) for by in ("profile", "roofline"))
     expected = plan.stages[0].memory.total
     copies_s = total_s(found.timeline, "d2h", "h2d")
-    exposed_s = found.step_s - kept.step_s - total_s(found.timeline, "RECOMPUTE")
+    exposed_s = found.step_s - kept.step_s - plan.microbatches * plan.stages[0].recompute_s
     given = list(choice.treatments.values())
     return {
         "policy": choice.name, "cap_share_asked": choice.asked,
@@ -251,8 +252,8 @@ def card(device: str) -> dict[str, Any]:
 
 def show(dtype: str, rows: Sequence[Mapping[str, Any]]) -> None:
     table = Table(
-        "policy", "cap", "ledger", "model/\nledger", "model/\nallocator", "F ms", "B ms", "recompute ms",
-        "step ms", "hidden", "gradients\ndiffer by", title=f"{dtype}; times: measured / predicted",
+        "policy", "cap", "ledger", "model/\nledger", "model/\nallocator", "F ms", "B ms", "step ms",
+        "hidden", "gradients\ndiffer by", title=f"{dtype}; times: measured / predicted",
     )  # fmt: skip
 
     def number(value: float | None, text: str = "{:.3f}") -> str:
@@ -265,7 +266,7 @@ def show(dtype: str, rows: Sequence[Mapping[str, Any]]) -> None:
         took, guess = row["action_s"]["measured"], row["action_s"]["profile"]
         times = [
             f"{1e3 * took[k]:.2f} / {1e3 * guess.get(k, 0.0):.2f}" if k in took else "-"
-            for k in ("F", "B", "RECOMPUTE")
+            for k in ("F", "B")
         ]
         table.add_row(
             row["policy"], number(row["cap_share"], "{:.2f}"), format_bytes(row["peak_bytes"]["ledger"]),

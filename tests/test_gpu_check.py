@@ -37,7 +37,7 @@ def test_policies_run_as_planned(tmp_path: Path) -> None:
         assert {"F", "B"} <= row["action_s"]["measured"].keys() == row["action_s"]["profile"].keys()
     for row in (again, away, both):
         assert row["peak_bytes"]["ledger"] < kept["peak_bytes"]["ledger"]
-    assert again["recomputed"] and "RECOMPUTE" in again["action_s"]["measured"] and again["hidden"] is None
+    assert again["recomputed"] and again["hidden"] is None
     assert away["offloaded"] and away["copies_s"] > 0 and away["hidden"] is not None
     assert away["host_bytes"]["ledger"] > 0
 
