@@ -15,9 +15,9 @@ peak, chosen by planner.memopt from a profile measured here on devices measured 
 cap, the lowest that one keeps is taken, and the row says so. A step runs under the planned cap and 3 %.
 
 Per policy: peaks of the ledger and of the allocator over the predicted one; times of F and of B, which
-recomputes, by the measured profile and by roofline; gradients of the first step against the kept run's; and the share of
-copying that hides behind compute, 1 - (step - kept step - recomputation by the profile) / (copies to the host
-and back).
+recomputes, by the measured profile and by roofline; gradients of the first step against the kept run's; and
+the share of copying that hides behind compute, 1 - (step - kept step - recomputation by the profile) /
+(copies to the host and back).
 
 Exit status 1 if gradients differ by more than two kept runs do, or a run fails.
 """
