@@ -14,8 +14,9 @@ from pipeloom.api.placing import stages_for
 from pipeloom.ir.errors import InfeasibleError, PlanError, ScheduleError
 from pipeloom.ir.graph import OpGraph
 from pipeloom.ir.plan import Plan
+from pipeloom.ir.units import format_bytes
 from pipeloom.lowering import lower
-from pipeloom.planner import cpu_cluster
+from pipeloom.planner import cpu_cluster, explain, limits
 from pipeloom.schedules.csv import program_text
 
 SEVERAL = ["zb_v", "interleaved_1f1b", "dualpipe"]
@@ -115,3 +116,15 @@ def test_a_file_for_other_numbers_is_refused(gpt: Job, tmp_path: Path) -> None:
         planned(gpt, str(file))
     with pytest.raises(ScheduleError, match="cannot read .*none.csv"):
         planned(gpt, str(tmp_path / "none.csv"))
+
+
+def test_ranks_of_several_stages_are_filled_by_all_of_them(gpt: Job) -> None:
+    """Each stage was held against the whole rank's cap, by what it would hold under 1F1B."""
+    found = planned(gpt, "zb_v", memory="1MiB")
+    graph, cluster = graph_of(gpt), cpu_cluster(2, memory="1MiB")
+    step = passes.simulate(found, graph, passes.estimate(graph, cluster), cluster)
+    assert found.peaks == tuple(step.peak_bytes(rank) for rank in range(2))
+    filled = [row["filled"] for row in explain(found)]
+    assert filled == [found.peaks[rank] / 2**20 for rank in found.placement]
+    spare = format_bytes(min(2**20 - peak for peak in found.peaks))
+    assert f"every rank has at least {spare} to spare" in limits(found)[-1]

@@ -76,7 +76,7 @@ def test_explain_has_one_row_per_stage():
     first, second = planner.explain(plan)
     assert (first["rank"], first["first_op"], second["last_op"]) == (0, "op0", "op4")
     assert first["peak_bytes"] == plan.stages[0].memory.total
-    assert first["filled"] == first["peak_bytes"] / 2**30
+    assert first["filled"] == plan.peaks[0] / 2**30
 
 
 def test_more_stages_than_ops():

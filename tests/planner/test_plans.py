@@ -18,6 +18,7 @@ from pipeloom.planner import PlanOptions, find_cluster, make_plan
 from pipeloom.planner.batches import Sample, interpolated, largest_size
 from pipeloom.planner.cost import CostModel, CostOptions
 from pipeloom.planner.registry import PLANNERS
+from pipeloom.planner.request import Request
 from pipeloom.planner.stagecosts import stage_costs
 from pipeloom.planner.whatif import what_if
 from pipeloom.profiler.roofline import roofline
@@ -84,10 +85,13 @@ def test_plans_that_free_memory_keep_to_the_cap_as_simulated(name, stages, cap):
 
 @pytest.mark.parametrize(("stages", "cap"), [(2, 1.7), (3, 1.4), (4, 1.3)])
 def test_searches_come_close_to_the_exact_planner_with_memory_optimisation(stages, cap):
-    turn = {
-        name: max(s.turn_s for s in planned(name, 5, stages, cap, treatments=("recompute",))[0].stages)
-        for name in ("exact", "dawnpiper", "probe", "vpipe")
-    }
+    graph, profile, cluster = case(5, stages, cap)
+    options, turn = PlanOptions(treatments=("recompute",)), {}
+    for name in ("exact", "dawnpiper", "probe", "vpipe"):
+        request = Request(graph, profile, cluster, "1f1b", 2 * stages, options, PLANNERS[name])
+        search = request.search(stages)
+        bounds = enumerate(pairwise(PLANNERS[name].find(search)))
+        turn[name] = max(search.evaluate(start, end, stage).seconds for stage, (start, end) in bounds)
     assert turn["exact"] <= min(turn.values()) * (1 + 1e-9)
     assert turn["dawnpiper"] <= 1.05 * turn["exact"] and turn["probe"] <= 1.05 * turn["exact"]
 
@@ -201,7 +205,7 @@ def test_more_memory_and_more_bandwidth():
     assert set(changes) == {
         "10 % more memory", "10 % more bandwidth between devices", "10 % more bandwidth to the host"
     }  # fmt: skip
-    assert changes["10 % more memory"].gain > 0.01
+    assert changes["10 % more memory"].gain > 0
     assert all(c.gain > -0.02 for c in changes.values())
 
 

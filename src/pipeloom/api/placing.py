@@ -124,7 +124,8 @@ def plan_placed(
                 f"rank {rank} needs {format_bytes(need)} for {schedule}, its cap is {format_bytes(cap)}",
                 hint="use smaller micro-batches, more ranks, or a schedule that holds less: v_half, v_min",
             )
-    return replace(found, caps=caps, predicted_step_s=step.step_s, notes={})
+    peaks = tuple(step.peak_bytes(rank) for rank in range(ranks))
+    return replace(found, caps=caps, peaks=peaks, predicted_step_s=step.step_s, notes={})
 
 
 def costs_of(plan: Plan, graph: OpGraph, costs: Costs, cluster: Cluster) -> tuple[StageCost, ...]:

@@ -72,7 +72,8 @@ class Plan:
 
     graph: fingerprint of the OpGraph.  schedule_rows: one line of actions per rank.
     planner: name of the strategy that made it.  batch: shapes it was made for (see Profile.batch).
-    caps: bytes each rank may hold, empty for no cap.  microbatches: per step, of all replicas together.
+    caps: bytes each rank may hold, empty for no cap.  peaks: those that it holds in the simulated step.
+    microbatches: per step, of all replicas together.
     placement: the rank of each stage; one that is several times as long as the stages places replicas of
         them, each with its share of the micro-batches (see `ir.replicas`).
 
@@ -90,6 +91,7 @@ class Plan:
     microbatch_size: int = 1
     batch: tuple[str, ...] = ()
     caps: tuple[int, ...] = ()
+    peaks: tuple[int, ...] = ()
     memory: MemoryPolicy = field(default_factory=MemoryPolicy)
     weights: WeightPolicy = "flush"
     width: int = 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -18,13 +17,15 @@ FULL = 0.95
 def explain(plan: Plan, graph: OpGraph | None = None) -> list[dict[str, Any]]:
     """One row per stage: what it runs, how long, and what it holds. Times in seconds, sizes in bytes.
 
-    Of residuals `kept_bytes`, `recomputed_bytes` and `offloaded_bytes` are those of one micro-batch, and
+    `filled` is of its rank's cap, by all that the rank holds in the simulated step where that is known. Of
+    residuals `kept_bytes`, `recomputed_bytes` and `offloaded_bytes` are those of one micro-batch, and
     `residuals_bytes` what is held at the peak.  graph: to say which layers it has, as "h.0 .. 3".
     """
     rows = []
     for stage, part in enumerate(plan.stages):
         rank = plan.placement[stage]
         cap = plan.caps[rank] if plan.caps else None
+        peak = plan.peaks[rank] if plan.peaks else part.memory.total
         rows.append(
             {
                 "stage": stage,
@@ -46,7 +47,7 @@ def explain(plan: Plan, graph: OpGraph | None = None) -> list[dict[str, Any]]:
                 "offloaded_bytes": part.offloaded_bytes,
                 "peak_bytes": part.memory.total,
                 "cap_bytes": cap,
-                "filled": part.memory.total / cap if cap else None,
+                "filled": peak / cap if cap else None,
             }
         )
     return rows
@@ -76,15 +77,23 @@ def limits(plan: Plan) -> list[str]:
     if (waits := times[slowest] - compute - part.recompute_s) > 1e-3 * times[slowest]:
         said.append(f"{waits * 1e3:.3g} ms of that wait for transfers and copies")
     if plan.caps:
-        said += _full(plan, [plan.caps[rank] for rank in plan.placement])
+        said += _full(plan)
     return said
 
 
-def _full(plan: Plan, caps: Sequence[int]) -> list[str]:
-    pairs = list(zip(plan.stages, caps, strict=False))
-    full = [str(s) for s, (part, cap) in enumerate(pairs) if part.memory.total >= FULL * cap]
+def _full(plan: Plan) -> list[str]:
+    """Which ranks are full; stages, where each has a rank of its own."""
+    alone = sorted(plan.placement) == list(range(len(plan.stages)))
+    what = "stage" if alone else "rank"
+    held = [0] * len(plan.caps)
+    for part, rank in zip(plan.stages * plan.replicas, plan.placement, strict=True):
+        held[rank] += part.memory.total
+    held = list(plan.peaks) or held
+    number = {rank: stage for stage, rank in enumerate(plan.placement)} if alone else {}
+    full = [number.get(rank, rank) for rank, cap in enumerate(plan.caps) if held[rank] >= FULL * cap]
     if not full:
-        spare = min(cap - part.memory.total for part, cap in pairs)
-        return [f"memory does not bind: every stage has at least {format_bytes(spare)} to spare"]
-    which = f"stage {full[0]} is" if len(full) == 1 else f"stages {', '.join(full)} are"
+        spare = min(cap - size for cap, size in zip(plan.caps, held, strict=True))
+        return [f"memory does not bind: every {what} has at least {format_bytes(spare)} to spare"]
+    listed = ", ".join(map(str, sorted(full)))
+    which = f"{what} {listed} is" if len(full) == 1 else f"{what}s {listed} are"
     return [f"{which} full to {FULL:.0%} of the cap or more"]

@@ -12,7 +12,9 @@ from math import ceil
 
 import numpy as np
 
+from ..ir.cluster import Cluster
 from ..ir.errors import InfeasibleError
+from ..ir.timeline import Timeline
 from ..ir.units import format_bytes
 from .probe import filled
 from .search import Search
@@ -26,12 +28,13 @@ ROUGHLY = 0.01
 
 
 def explain_infeasible(
-    search: Search, more: Callable[[int], Search | None], largest: Callable[[], int | None] | None = None
-) -> InfeasibleError:
+    search: Search, more: Callable[[int], Search | None], largest: Callable[[], int | None] | None = None,
+    *, advice: str = "",
+) -> InfeasibleError:  # fmt: skip
     """The error for a search that found nothing.
 
     more: number of stages -> the search with so many, on devices like these; None if they differ.
-    largest: the largest micro-batch size with a plan, None if unknown.
+    largest: the largest micro-batch size with a plan, None if unknown.  advice: what else would help.
     """
     share, cuts = least_share(search)
     stage, need = binding_stage(scaled(search, share), cuts)
@@ -41,10 +44,8 @@ def explain_infeasible(
     hints = [f"give {'each device' if len(caps) == 1 else 'devices'} {exactly} {least}"]
     if stages := fewest_stages(search, more):
         hints.append(f"use {stages} stages")
-    if not search.optimises:
-        hints.append("let residuals be recomputed or offloaded (planner dawnpiper)")
-    size = largest() if largest is not None else None
-    hints.append(f"use micro-batches of at most {size} rows" if size else "use smaller micro-batches")
+    hints += [advice] if advice else []
+    hints.append(_smaller(largest))
     freed = ", even with all freed that may be" if search.optimises else ""
     return InfeasibleError(
         f"no cut of {len(search.model)} ops into {len(search.caps)} stages fits{freed}: in the one that "
@@ -52,6 +53,28 @@ def explain_infeasible(
         f"{format_bytes(search.caps[stage])}{_closely(need, search.caps[stage])}",
         hint=", or ".join(hints),
     )
+
+
+def passes_caps(
+    step: Timeline, cluster: Cluster, schedule: str, largest: Callable[[], int | None] | None = None
+) -> InfeasibleError:
+    """The error where stages fit by estimate, and no cut does once its schedule is simulated.
+
+    step: the closest.
+    """
+    over = [step.peak_bytes(rank) - device.memory_bytes for rank, device in enumerate(cluster.devices)]
+    rank = max(range(len(over)), key=over.__getitem__)
+    return InfeasibleError(
+        f"no cut found keeps its caps when {schedule} is simulated: in the closest, rank {rank} holds "
+        f"{format_bytes(step.peak_bytes(rank))}, its device's cap is "
+        f"{format_bytes(cluster.devices[rank].memory_bytes)}",
+        hint=f"give the devices {format_bytes(over[rank])} more, or {_smaller(largest)}",
+    )
+
+
+def _smaller(largest: Callable[[], int | None] | None) -> str:
+    size = largest() if largest is not None else None
+    return f"use micro-batches of at most {size} rows" if size else "use smaller micro-batches"
 
 
 def _closely(need: int, cap: int) -> str:

@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import NamedTuple
 
 from .. import schedules
 from ..ir.cluster import Cluster
 from ..ir.errors import InfeasibleError, PlanError
 from ..ir.graph import OpGraph
-from ..ir.memory import MemoryPolicy
+from ..ir.memory import MemoryPolicy, Treatment
 from ..ir.plan import Plan, StagePlan
 from ..ir.profile import Profile
 from ..ir.stages import cut
 from ..ir.timeline import Timeline
 from ..lowering import lower
 from ..simulator import simulate
+from .batches import shared_rows
 from .evaluation import Evaluation
-from .infeasible import does_not_fit, explain_infeasible, needs
-from .registry import planner
+from .infeasible import does_not_fit, explain_infeasible, needs, passes_caps, scaled
+from .registry import Planner, planner
 from .request import PlanOptions, Request
 from .search import Search
 from .stagecosts import stage_costs, stage_plan
 
 ROUNDS = 5
-"""Searches until the schedule and the simulated peaks of the found cut agree with what was searched with."""
+"""Searches until the schedule and the simulated peaks of the found cut agree with what was searched with; of
+large graphs all that are made."""
+
+LOWERED = (0.95, 0.9, 0.8, 0.7)
+"""Shares of all caps that are searched with where that does not come to an end."""
 
 
 def make_plan(
@@ -48,7 +53,8 @@ def make_plan(
     """
     _refuse_nonsense(graph, cluster, stages)
     known = planner(strategy)
-    request = Request(graph, profile, cluster, schedule, microbatches, options, known, watch)
+    used = replace(cluster, devices=cluster.devices[:stages])
+    request = Request(graph, profile, used, schedule, microbatches, options, known, watch)
     request.refuse_what_cannot_be()
     search = request.search(stages)
     if stages > (places := len(search.model.cut_points) - 1):
@@ -56,26 +62,63 @@ def make_plan(
             f"{stages} stages, but ops that share an updated buffer stay together, which leaves {places}",
             hint=f"use at most {places} stages",
         )
-    for _ in range(ROUNDS):
-        cuts = known.find(search)
-        if not cuts:
-            raise _infeasible(request, search, explained, largest)
-        if not known.keeps_caps and _over(search, cuts):
-            raise does_not_fit(search, cuts, strategy)
-        found = _Found(request, search, cuts)
-        tighter = found.tighter()
-        if tighter is None:
+    cuts = known.find(search)
+    if cuts and not known.keeps_caps and _over(search, cuts):
+        raise does_not_fit(search, cuts, strategy)
+    if not cuts:
+        if explained:
+            raise explain_infeasible(search, request.wider, largest, advice=request.advice)
+        raise InfeasibleError(f"no cut into {stages} stages fits", hint="use smaller micro-batches")
+    tried: list[_Found] = []
+    most = ROUNDS if search.large else None
+    for found in islice(_candidates(_Found(request, search, cuts), known), most):
+        tried.append(found)
+        if found.tighter() is None:
             return found.plan(strategy)
-        search = tighter
-    raise _infeasible(request, search, explained, largest)
+    raise passes_caps(
+        min((found.timeline for found in tried), key=lambda step: _excess(step, used)), used, schedule,
+        largest if explained else None,
+    )  # fmt: skip
 
 
-def _infeasible(
-    request: Request, search: Search, explained: bool, largest: Callable[[], int | None] | None
-) -> InfeasibleError:
-    if explained:
-        return explain_infeasible(search, request.wider, largest)
-    return InfeasibleError(f"no cut into {len(search.caps)} stages fits", hint="use smaller micro-batches")
+def _candidates(first: _Found, known: Planner) -> Iterator[_Found]:
+    """Cuts to simulate until one keeps its caps there, as the model of a stage has estimated: first with the
+    caps of the ranks that passed theirs lowered by that; then with all caps lowered alike, as far as a cut is
+    found; then with fewer ways to free memory, whose estimates are simpler."""
+    request, search = first.request, first.search
+    yield first
+    for treatments in _fewer(search.treatments):
+        most = tuple(map(max, first.in_flight, search.in_flight))
+        own = replace(search, treatments=treatments, in_flight=most)
+        found = first if treatments == search.treatments else _found(request, own, known)
+        for _ in range(ROUNDS):
+            if found is None:
+                break
+            yield found
+            tighter = found.tighter()
+            assert tighter is not None, "whoever asks for the next one has seen this one pass a cap"
+            found = _found(request, tighter, known)
+        for share in LOWERED:
+            if found := _found(request, scaled(own, share), known):
+                yield found
+
+
+def _found(request: Request, search: Search, known: Planner) -> _Found | None:
+    cuts = known.find(search)
+    if not cuts or (not known.keeps_caps and _over(search, cuts)):
+        return None
+    return _Found(request, search, cuts)
+
+
+def _fewer(treatments: tuple[Treatment, ...]) -> list[tuple[Treatment, ...]]:
+    """All of them, without offloading, and none."""
+    without = tuple(t for t in treatments if t != "offload")
+    return list(dict.fromkeys((treatments, without, ())))
+
+
+def _excess(step: Timeline, cluster: Cluster) -> int:
+    """Bytes by which all ranks together pass their caps."""
+    return sum(max(0, step.peak_bytes(rank) - d.memory_bytes) for rank, d in enumerate(cluster.devices))
 
 
 def _over(search: Search, cuts: tuple[int, ...]) -> bool:
@@ -181,20 +224,15 @@ class _Found:
             schedule=self.schedule.name,
             schedule_rows=tuple(str(self.schedule).splitlines()),
             microbatches=self.request.microbatches,
-            microbatch_size=_microbatch_size(self.request.graph),
+            microbatch_size=shared_rows(self.request.graph) or 1,
             batch=model.profile.batch,
             caps=tuple(device.memory_bytes for device in model.cluster.devices),
+            peaks=tuple(self.timeline.peak_bytes(rank) for rank in range(self.timeline.ranks)),
             predicted_step_s=self.timeline.step_s,
             memory=self.policy,
             weights=self.request.weights,
             notes=self._notes(),
         )
-
-
-def _microbatch_size(graph: OpGraph) -> int:
-    """The first dimension that the batch's inputs share; 1 where they do not."""
-    sizes = {value.shape[:1] for value in graph.inputs}
-    return next(iter(sizes))[0] if len(sizes) == 1 and () not in sizes else 1
 
 
 def _refuse_nonsense(graph: OpGraph, cluster: Cluster, stages: int) -> None:

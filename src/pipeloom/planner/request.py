@@ -68,6 +68,15 @@ class Request:
         linked = all(device.host_link is not None for device in self.cluster.devices)
         return ("recompute", "offload") if linked else ("recompute",)
 
+    @property
+    def advice(self) -> str:
+        """How to free memory, where that is not done already; "" where it is."""
+        if self.treatments:
+            return ""
+        own = self.planner.optimises != "never"
+        how = "--treat both" if own else "planner dawnpiper"
+        return f"let residuals be recomputed or offloaded ({how})"
+
     def refuse_what_cannot_be(self) -> None:
         """Raises: PlanError if what is asked for contradicts the planner, the devices or the schedule."""
         if self.treatments and self.planner.optimises == "never":
