@@ -35,7 +35,7 @@ def test_the_next_step_starts_from_nothing(kind: Any, tmp_path: Path) -> None:
         worker, tier = pipeline.worker, pipeline.tier
         assert isinstance(tier, FileTier)
         pipeline.step(JOB.batch(0, 8))
-        levels, peak = dict(pipeline.ledger.levels), tier.peak_bytes
+        levels = dict(pipeline.ledger.levels)
         for _ in range(2):
             handlers = dict(worker.handlers)
             worker.handlers[kind] = stop
@@ -45,4 +45,5 @@ def test_the_next_step_starts_from_nothing(kind: Any, tmp_path: Path) -> None:
             pipeline.step(JOB.batch(2, 8))
             assert pipeline.ledger.levels == levels and pipeline.ledger.host == tier.held_bytes == 0
         assert pipeline.ledger.peak == sum(pipeline.ledger.at_peak.values())
-        assert tier.peak_bytes <= 2 * peak
+        # However slow copies are, there are never more than a step's and those of the one broken off before.
+        assert tier.peak_bytes <= 2 * plan.microbatches * sum(r.bytes for r in residuals.values())
