@@ -1,7 +1,8 @@
 """Speed: pipeloom's 1F1B against torch.distributed.pipelining's 1F1B and against one process.
 
 All train the same model on the same micro-batches, on ranks of one thread each, in turns within one run, so
-that a machine shared with others disturbs them alike. Ratios are medians over the rounds. "pipeloom" is cut
+that a machine shared with others disturbs them alike; in an order drawn for each round, as what ran before
+matters. Ratios are medians over the rounds. "pipeloom" is cut
 between the same blocks as torch's pipeline; "planned" is cut by pipeloom's planner.
 
     python bench/throughput.py [--microbatches 8 16] [--rounds 12]
@@ -15,6 +16,7 @@ import statistics
 import time
 from contextlib import ExitStack
 from pathlib import Path
+from random import Random
 
 import torch
 import torch.distributed as dist
@@ -106,7 +108,7 @@ def measure(microbatches: int, rounds: int) -> dict[str, object] | None:
         reports = []
         for index in range(rounds + 2):
             batch = batch_of(index, microbatches * MICROBATCH)
-            for name in seconds:
+            for name in Random(index).sample([*seconds], len(seconds)):
                 dist.barrier()
                 start = time.perf_counter()
                 if name == "pipeloom":
