@@ -2,8 +2,8 @@
 
 All train the same model on the same micro-batches, on ranks of one thread each, in turns within one run, so
 that a machine shared with others disturbs them alike; in an order drawn for each round, as what ran before
-matters. Ratios are medians over the rounds. "pipeloom" is cut
-between the same blocks as torch's pipeline; "planned" is cut by pipeloom's planner.
+matters. Ratios are medians over the rounds. "pipeloom" is cut between the same blocks as torch's pipeline;
+"planned" is cut by pipeloom's planner.
 
     python bench/throughput.py [--microbatches 8 16] [--rounds 12]
 """
