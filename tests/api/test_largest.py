@@ -30,6 +30,7 @@ def test_one_row_more_is_refused(name: str) -> None:
     assert f"{size} row" in str(refused.value.hint)
 
 
+@pytest.mark.slow
 def test_treatments_allow_larger_ones() -> None:
     sizes = [
         largest("gpt2", "6MiB", cluster=find_cluster("2 x a100-40"), treatments=treatments)[0].microbatch_size
