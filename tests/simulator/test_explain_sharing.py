@@ -9,7 +9,7 @@ import pytest
 from edits import Case, dag_cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shared_links import nodes, on_switches, random_cluster, treated_case
+from shared_links import nodes, on_switches, random_cluster, sum_beside_a_message, treated_case
 
 from pipeloom.api.scheduling import Setting, draw_schedule
 from pipeloom.api.scheduling import explain as drawn_reasons
@@ -104,14 +104,7 @@ def test_a_copy_that_waits_for_its_switch_names_what_held_it() -> None:
 
 
 def test_a_message_that_waits_for_a_sum_names_it() -> None:
-    """Ranks 0 and 2 sum while rank 1 sends its output to a rank that the same link leads to."""
-    stages = dag(4, [(1, 3)], params={0: ("x",), 2: ("x",)}, loss_stage=3)
-    rows = (
-        "0F0 0B0 0REDUCE 0STEP", "1F0 1SEND_F0>3 1RECV_B0<3 1B0 1STEP", "2F0 2B0 2REDUCE 2STEP",
-        "3RECV_F0<1 3F0 3B0 3SEND_B0>1 3STEP",
-    )  # fmt: skip
-    program = parse_program(1, (0, 1, 2, 3), rows)
-    costs = tuple(replace(equal_costs(1)[0], forward_s=s, tied_bytes={"x": 8}) for s in (1.0, 4.0, 1.0, 1.0))
+    program, stages, costs = sum_beside_a_message()
     where = nodes(0, 0, 1, 2, between_nodes=SECOND, node_link=SECOND)
     found = explain(program, simulate(program, stages, costs, where), stages, where)
     held = [(p.kind, p.action, p.start_s, p.end_s) for p in found.path if p.waiting == "1SEND_F0>3"]

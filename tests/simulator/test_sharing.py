@@ -10,7 +10,7 @@ from edits import Case, dag_cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from residuals import treated, uneven
-from shared_links import INSTANT, nodes, on_switches, random_cluster, treated_case
+from shared_links import INSTANT, nodes, on_switches, random_cluster, sum_beside_a_message, treated_case
 from slow_simulator import Slow
 
 from pipeloom import schedules
@@ -149,15 +149,8 @@ def test_sums_of_different_ranks_follow_each_other_on_the_link_of_their_nodes() 
 
 
 def test_a_message_waits_for_a_sum_that_holds_its_nodes_link() -> None:
-    """Ranks 0 and 2 sum while rank 1 sends its output to the node of rank 2."""
-    stages = dag(4, [(1, 3)], params={0: ("x",), 2: ("x",)}, loss_stage=3)
-    rows = (
-        "0F0 0B0 0REDUCE 0STEP", "1F0 1SEND_F0>3 1RECV_B0<3 1B0 1STEP", "2F0 2B0 2REDUCE 2STEP",
-        "3RECV_F0<1 3F0 3B0 3SEND_B0>1 3STEP",
-    )  # fmt: skip
-    program = parse_program(1, (0, 1, 2, 3), rows)
+    program, stages, costs = sum_beside_a_message()
     check_program(program, stages)
-    costs = tuple(replace(equal_costs(1)[0], forward_s=s, tied_bytes={"x": 8}) for s in (1.0, 4.0, 1.0, 1.0))
     link = Link(bandwidth_bytes_per_s=4.0)
     where = nodes(0, 0, 1, 2, between_nodes=link, node_link=link)
     timeline = simulate(program, stages, costs, where)

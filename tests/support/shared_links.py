@@ -9,8 +9,9 @@ from edits import Case
 from residuals import treated, uneven
 
 from pipeloom.ir.cluster import Cluster, Device, Link
-from pipeloom.ir.costs import StageCost
-from pipeloom.ir.schedule import Program
+from pipeloom.ir.costs import StageCost, equal_costs
+from pipeloom.ir.flow import dag
+from pipeloom.ir.schedule import Program, parse_program
 from pipeloom.ir.stages import StageGraph
 from pipeloom.lowering import lower
 
@@ -58,3 +59,15 @@ def treated_case(case: Case, dice: Random) -> tuple[Program, StageGraph, tuple[S
     size = {name: dice.randint(0, 60) for name in sorted(case.stages.tied)}
     costs = tuple(replace(cost, tied_bytes=size) for cost in uneven(len(case.stages.stages), dice))
     return program, case.stages, costs
+
+
+def sum_beside_a_message() -> tuple[Program, StageGraph, tuple[StageCost, ...]]:
+    """Ranks 0 and 2 sum 8 bytes while rank 1 sends its output to rank 3."""
+    stages = dag(4, [(1, 3)], params={0: ("x",), 2: ("x",)}, loss_stage=3)
+    rows = (
+        "0F0 0B0 0REDUCE 0STEP", "1F0 1SEND_F0>3 1RECV_B0<3 1B0 1STEP", "2F0 2B0 2REDUCE 2STEP",
+        "3RECV_F0<1 3F0 3B0 3SEND_B0>1 3STEP",
+    )  # fmt: skip
+    program = parse_program(1, (0, 1, 2, 3), rows)
+    costs = tuple(replace(equal_costs(1)[0], forward_s=s, tied_bytes={"x": 8}) for s in (1.0, 4.0, 1.0, 1.0))
+    return program, stages, costs

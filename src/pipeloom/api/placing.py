@@ -22,7 +22,7 @@ from ..ir.units import format_bytes
 from ..lowering import lower
 from ..planner import PlanOptions, make_plan
 from ..planner.cost import CostModel, CostOptions
-from ..planner.request import profile_of
+from ..planner.request import profile_of, refuse_other_weights
 from ..planner.stagecosts import stage_costs, stage_plan
 from ..simulator import simulate
 
@@ -91,11 +91,7 @@ def plan_placed(
     Raises: InfeasibleError if a rank needs more than its device has, as simulated.
     """
     own = schedules.entry(schedule).weights
-    if options.weights not in (None, own):
-        raise PlanError(
-            f"schedule {schedule} updates weights by {own}, not by {options.weights}",
-            hint=f"ask for {own}, or for another schedule",
-        )
+    refuse_other_weights(schedule, options.weights or own)
     stages = stages_for(schedule, ranks)
     try:
         apart = make_plan(

@@ -24,9 +24,6 @@ _PART = re.compile(
     r"(?:(?P<nodes>\d+) nodes? of )?(?:(?P<count>\d+) ?[x*×] ?)?(?P<name>.+?)(?: with (?P<size>.+))?",
     re.IGNORECASE,
 )
-LONGEST = 256
-"""Characters that a file's name can have; a longer text names no file."""
-
 _HINT = 'write it as "8 x a100-40" or "2 nodes of 8 x h100", or give the path of a cluster file'
 
 
@@ -40,7 +37,7 @@ def find_cluster(text: str) -> Cluster:
     Raises: ConfigError with what is wrong and the nearest names.
     """
     path = Path(text)
-    if path.suffix == ".toml" or os.sep in text or (len(text) < LONGEST and path.is_file()):
+    if path.suffix == ".toml" or os.sep in text or os.path.isfile(text):  # False for a name that is too long
         return load_cluster(path)
     parts = [_part(part) for part in text.split("+")]
     total = sum(part.nodes * part.count for part in parts)

@@ -91,11 +91,8 @@ class Request:
                 hint="give the device a host_link in the cluster file, or allow recompute only",
             )
         own = schedules.entry(self.schedule).weights
-        if own != "flush" and self.weights != own:
-            raise PlanError(
-                f"schedule {self.schedule} updates weights by {own}, not by {self.weights}",
-                hint=f"ask for {own}, or for another schedule",
-            )
+        if own != "flush":
+            refuse_other_weights(self.schedule, self.weights)
 
     @cached_property
     def layers(self) -> Mapping[str, int]:
@@ -132,6 +129,16 @@ class Request:
         if any(device != devices[0] for device in devices):
             return None
         return replace(self, cluster=replace(self.cluster, devices=devices[:1] * stages)).search(stages)
+
+
+def refuse_other_weights(schedule: str, asked: WeightPolicy) -> None:
+    """Raises: PlanError if a schedule updates weights in another way than asked."""
+    own = schedules.entry(schedule).weights
+    if asked != own:
+        raise PlanError(
+            f"schedule {schedule} updates weights by {own}, not by {asked}",
+            hint=f"ask for {own}, or for another schedule",
+        )
 
 
 def profile_of(profile: Profile | Mapping[str, Profile], device: str, graph: OpGraph) -> Profile:
