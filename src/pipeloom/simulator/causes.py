@@ -208,6 +208,13 @@ class Causes:
                     yield last
         if copy := self._copied[item.rank].until(item.start_s):
             yield copy
+        yield from self._room(item)
+
+    def _room(self, item: Item) -> Iterator[Item]:
+        """The OFFLOAD that ended last before an action or a RELOAD: it may have waited for the room."""
+        lane = self._lanes.get((item.rank, COPIES[OFFLOAD]))
+        if lane and (away := lane.until(item.start_s)):
+            yield away
 
     def _copy(self, kind: Kind, of: Action, turn: int) -> Item | None:
         return self._copies.get((str(replace(of, kind=kind)), turn))
@@ -227,8 +234,8 @@ class Causes:
         for message in self._receives.get(copy.action, ()):
             if moved := self.message(message, copy):
                 yield moved
-        if action.kind == RELOAD and (away := self._copy(OFFLOAD, action, copy.turn)):
-            yield away
+        if action.kind == RELOAD:
+            yield from self._room(copy)  # the one of its own residuals may be that too
         if earlier := self._lanes[copy.rank, COPIES[action.kind]].until(copy.start_s):
             yield earlier
 

@@ -67,6 +67,10 @@ def _go_on(p: Layout, s: State) -> None:
                 entry += 1
                 continue
             code = p.kind[entry]
+            if len(p.room) and p.room[entry] >= 0:
+                if not _is_away(p, s, rank, p.room[entry]):
+                    break
+                clock = max(clock, s.end[p.room[entry]])
             if what == SENDS:
                 pipe = p.pipe[number]
                 message = p.first[pipe] + s.counts[pipe, _SENT]
@@ -262,6 +266,15 @@ def _is_back(p: Layout, s: State, rank: int, entry: int) -> bool:
     if needed < 0 or s.queue.copied[needed]:
         return True
     s.queue.awaited[rank] = needed
+    return False
+
+
+@kernel
+def _is_away(p: Layout, s: State, rank: int, away: int) -> bool:
+    """Whether the OFFLOAD whose room an action needs has its times."""
+    if not len(p.sharing.lanes) or p.sharing.lanes[rank, 0] < 0 or s.queue.copied[away]:
+        return True
+    s.queue.awaited[rank] = away
     return False
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from ..ir.action import Action
 from ..ir.check import check_program, check_shape
 from ..ir.cluster import Cluster
-from ..ir.columns import RECV_B_, RECV_F_, REDUCE_, SEND_B_, SEND_F_
+from ..ir.columns import OFFLOAD_, RECV_B_, RECV_F_, REDUCE_, SEND_B_, SEND_F_
 from ..ir.costs import StageCost
 from ..ir.errors import PlanError
 from ..ir.eviction import EVICT, FETCH
@@ -20,13 +20,15 @@ from ..ir.timeline import Curves, Timeline
 from .core import run, run_sharing
 from .layout import STREAMS, layout_of
 from .layout import all_reduce_s as all_reduce_s
-from .memory import memory_of
-from .state import Layout, new_state
+from .memory import Memory, memory_of
+from .room import next_room
+from .state import Floats, Layout, new_state
 
 
 def simulate(
     program: Program, stages: StageGraph, costs: tuple[StageCost, ...], cluster: Cluster,
     *, receive_ahead: int = 2, begin_s: Sequence[float] = (), own_s: Mapping[Action, float] | None = None,
+    caps: Sequence[int] = (),
 ) -> Timeline:  # fmt: skip
     """Predict one step.
 
@@ -35,6 +37,8 @@ def simulate(
     receive_ahead: receives that a rank keeps posted for each rank that sends to it, each with a buffer.
     begin_s: when each rank starts, in seconds after time 0 of the timeline; all at 0 unless given.
     own_s: seconds of single actions of the program, instead of what their stage's costs say.
+    caps: bytes that each rank keeps, if it can, as the runtime does: an action that would pass them waits for
+        OFFLOADs that its rank has come to and that have not ended, the oldest first. None unless given.
 
     A message occupies its sender and its receiver for `Link.occupied_s`. It moves when it is sent, its
     receive is posted and the link of that pair of ranks is free, and takes `Link.transfer_s`. Events: compute
@@ -59,17 +63,21 @@ def simulate(
     7.0
     """
     _refuse_mismatch(program, stages, costs, cluster)
+    _refuse_caps(caps, program.columns.ranks)
     if receive_ahead < 1:
         raise PlanError(f"{receive_ahead} receives posted ahead", hint="post at least 1")
     begin = _begin(begin_s, program.columns.ranks)
     check_shape(program, stages)
     layout = layout_of(program, stages, costs, cluster, ahead=receive_ahead, own_s=own_s or {})
-    state = new_state(layout, begin, starts=_needs_starts(program, layout))
-    (run_sharing if layout.sharing.links else run)(layout, state)
-    if not (state.at == layout.offsets[1:]).all():
-        check_program(program, stages)
-        raise AssertionError("the simulator is stuck on a program that the checks let pass")
-    memory = memory_of(program, stages, costs, layout, state, begin_s=begin)
+    memory = _run(program, stages, costs, layout, begin)
+    if len(caps) and OFFLOAD_ in program.columns.kind:
+        runs = 1
+        while not np.array_equal(room := next_room(program, memory, caps, runs), layout.room):
+            if not len(layout.room) and (room < 0).all():
+                break
+            layout, runs = layout._replace(room=room), runs + 1
+            memory = _run(program, stages, costs, layout, begin)
+    state = memory.state
     peaks = memory.peaks()
     host_curve = memory.host_curve if program.columns.treats_residuals else None
     streams = [STREAMS[number] for number in layout.stream.tolist()]
@@ -88,10 +96,26 @@ def simulate(
     )  # fmt: skip
 
 
+def _run(
+    program: Program, stages: StageGraph, costs: Sequence[StageCost], layout: Layout, begin: Floats
+) -> Memory:
+    state = new_state(layout, begin, starts=_needs_starts(program, layout))
+    (run_sharing if layout.sharing.links else run)(layout, state)
+    if not (state.at == layout.offsets[1:]).all():
+        check_program(program, stages)
+        raise AssertionError("the simulator is stuck on a program that the checks let pass")
+    return memory_of(program, stages, costs, layout, state, begin_s=begin)
+
+
 def _needs_starts(program: Program, layout: Layout) -> bool:
     """Whether anything may start later than what is before it in its row ends."""
     lends = not {EVICT, FETCH}.isdisjoint(program.columns.kinds)
     return lends or bool(len(layout.held) or len(layout.first_meet) or layout.stream.any())
+
+
+def _refuse_caps(caps: Sequence[int], ranks: int) -> None:
+    if len(caps) not in (0, ranks):
+        raise PlanError(f"{len(caps)} caps for {ranks} ranks", hint="give one per rank, or none at all")
 
 
 def _begin(begin_s: Sequence[float], ranks: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:

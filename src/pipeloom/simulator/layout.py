@@ -78,7 +78,7 @@ def layout_of(
         first=first, target=np.array([target for _, target in ends], np.int32),
         duration=durations, flat=durations.ravel(),
         own_duration=_own_durations(program, costs, own_s, durations), stream=_streams(columns),
-        held=_held(program), first_meet=first_meet, meets=meets,
+        held=_held(program), room=_NONE, first_meet=first_meet, meets=meets,
         first_sum=sums.first, sums=sums.numbers, sum_ranks=sums.ranks, sum_seconds=sums.seconds,
         ahead=ahead,
         sharing=sharing_of(program, costs, cluster, (ends, message, size), sums.held(cluster)),

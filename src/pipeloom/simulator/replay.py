@@ -209,7 +209,7 @@ def _with_others(
     time, change = made
     at_peak, curve_time, curve_size = out
     order = np.argsort(time[:count], kind="mergesort") if _jumps(time, count) else np.arange(count)
-    gone_at, gone = _through(p, s, b, rank)
+    gone_at, gone = through(p, s, b, rank)
     curve = (curve_time, curve_size)
     return int(_merged((time, change, order), (gone_at, gone), b.lent, rank, at_peak, curve))
 
@@ -297,7 +297,7 @@ def _post(
 
 
 @kernel
-def _through(p: Layout, s: State, b: Books, rank: int) -> tuple[Floats, Longs]:
+def through(p: Layout, s: State, b: Books, rank: int) -> tuple[Floats, Longs]:
     """When each message of a rank is through, and its bytes, by time: pipes merged one after the other."""
     low, high = b.first_out[rank], b.first_out[rank + 1]
     total = 0

@@ -56,7 +56,7 @@ class Layout(NamedTuple):
     same, else -1.  first: of each pipe's messages, and their number.
     duration: by (stage, kind); flat: the same in one row; own_duration: per entry, where some differ from
     that.  stream: by kind, 0 computes, others run beside.  held: per entry the entry that cannot begin before
-    it ends, or -1.
+    it ends, or -1.  room: per entry the OFFLOAD that its rank waits for in front of it, see `room`, or -1.
     first_meet, meets: entries that begin together with an entry.
     first_sum, sums: sums of each rank's REDUCE in order; by sum how many ranks meet, and how long it takes.
     """
@@ -79,6 +79,7 @@ class Layout(NamedTuple):
     own_duration: Floats
     stream: Ints
     held: Ints
+    room: Ints
     first_meet: Ints
     meets: Ints
     first_sum: Ints
