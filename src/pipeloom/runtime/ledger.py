@@ -8,6 +8,7 @@ that a single kernel allocates and frees inside itself. What is offloaded is cou
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NoReturn
 
 from ..ir.errors import MemoryCapError
 from ..ir.stages import StageGraph
@@ -74,6 +75,16 @@ class Ledger:
         self.peak = self.total
         self.at_peak = dict(self.levels)
 
+    def refuse(self, size: int, doing: str) -> NoReturn:
+        """Raises: MemoryCapError, as `doing` would take `size` bytes more than there may be."""
+        assert self.cap_bytes is not None, "only a cap can be passed"
+        raise MemoryCapError(
+            f"rank {self.rank} needs {format_bytes(size)} for {doing} and holds {format_bytes(self.total)}, "
+            f"its cap is {format_bytes(self.cap_bytes)}, and no copy under way would make room\n"
+            f"{table(self.levels)}",
+            hint=_SMALLER,
+        )
+
     def _new_peak(self, doing: str) -> None:
         self.peak = self.total
         self.at_peak = dict(self.levels)
@@ -81,8 +92,11 @@ class Ledger:
             raise MemoryCapError(
                 f"rank {self.rank} holds {format_bytes(self.total)} at {doing or 'start-up'}, "
                 f"its cap is {format_bytes(self.cap_bytes)}\n{table(self.levels)}",
-                hint="use smaller micro-batches, more stages or a higher cap",
+                hint=_SMALLER,
             )
+
+
+_SMALLER = "use smaller micro-batches, more stages or a higher cap"
 
 
 def crossing_bytes(stages: StageGraph, index: int) -> tuple[int, int]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections.abc import Iterator
 from contextlib import contextmanager
+from operator import itemgetter
 from typing import Protocol
 
 import torch
@@ -64,6 +66,7 @@ class Recorder:
         self.marks: list[tuple[str, str, object, object]] = []
         self.levels: list[tuple[object, int]] = []
         self.host_levels: list[tuple[object, int]] = []
+        self.late: list[tuple[object, object, int]] = []
 
     @contextmanager
     def record(self, stream: str, action: str) -> Iterator[None]:
@@ -83,6 +86,10 @@ class Recorder:
         """The rank holds `size` bytes from now on."""
         self.levels.append((self.clock.mark(), size))
 
+    def freed(self, size: int, when: object) -> None:
+        """The rank notices now that it has not held `size` bytes since the mark `when`."""
+        self.late.append((when, self.clock.mark(), size))
+
     def host_level(self, size: int) -> None:
         """The rank has `size` bytes of residuals on the host from now on."""
         self.host_levels.append((self.clock.mark(), size))
@@ -98,16 +105,29 @@ class Recorder:
 
     def curve(self, late_s: float = 0.0) -> MemoryCurve:
         """Of the device. late_s: as in `events`."""
-        return self._curve("device", self.levels, late_s)
+        return self._curve("device", self._corrected(), late_s)
 
     def host_curves(self, late_s: float = 0.0) -> tuple[MemoryCurve, ...]:
         """Of offloaded residuals; none if there were none. late_s: as in `events`."""
-        return (self._curve("host", self.host_levels, late_s),) if self.host_levels else ()
+        return (self._curve("host", self._timed(self.host_levels), late_s),) if self.host_levels else ()
 
-    def _curve(self, tier: str, levels: list[tuple[object, int]], late_s: float) -> MemoryCurve:
+    def _timed(self, levels: list[tuple[object, int]]) -> list[tuple[float, int]]:
+        return [(self.clock.seconds(mark), size) for mark, size in levels]
+
+    def _corrected(self) -> list[tuple[float, int]]:
+        """Levels of the device without the bytes that were still counted when they were gone."""
+        levels = self._timed(self.levels)
+        for gone, noticed, size in self.late:
+            begin, end = self.clock.seconds(gone), self.clock.seconds(noticed)
+            levels = [(at, held - size if begin <= at < end else held) for at, held in levels]
+            place = bisect_left(levels, begin, key=itemgetter(0))
+            if place:
+                levels.insert(place, (begin, levels[place - 1][1] - size))
+        return levels
+
+    def _curve(self, tier: str, levels: list[tuple[float, int]], late_s: float) -> MemoryCurve:
         zero = self.clock.seconds(self.zero) - late_s
         return MemoryCurve(
-            rank=self.rank, tier=tier,
-            times_s=tuple(max(0.0, self.clock.seconds(mark) - zero) for mark, _ in levels),
+            rank=self.rank, tier=tier, times_s=tuple(max(0.0, at - zero) for at, _ in levels),
             sizes=tuple(size for _, size in levels),
         )  # fmt: skip

@@ -29,6 +29,7 @@ class Row(Protocol):
     ledger: Ledger
     recorder: Recorder
     watch: Watch
+    training: bool
 
     @property
     def flights(self) -> Mapping[tuple[int, int], Flight]: ...
@@ -119,25 +120,31 @@ class Residuals:
         flight.trip = None
 
     def make_room(self, instruction: Instruction) -> None:
-        """Wait for copies to the tier to end where the next action would otherwise pass the cap: a plan
-        counts on their bytes being gone in time, and a disk may be slower than when it was planned."""
+        """Wait for copies to the tier to end, the oldest first, while the next action would pass the cap.
+
+        The simulator waits the same way (`simulator.room`), so that it knows of these waits.
+        Raises: MemoryCapError if the action would pass the cap even so.
+        """
         cap = self._row.ledger.cap_bytes
-        if cap is None or not isinstance(instruction, Action):
+        if cap is None or self._tier is None or not self._row.training or not isinstance(instruction, Action):
             return
-        need = self._needed(instruction)
-        for journey in self._journeys.values():
-            if self._row.ledger.total + need > cap and not journey.counted_out:
-                assert self._tier is not None
-                with self._row.recorder.record("recv", str(journey.out)):
-                    self._tier.finish_leaving(journey.trip, self._row.watch.check)
-                self.settle()
+        leaving = iter([journey for journey in self._journeys.values() if not journey.counted_out])
+        while self._row.ledger.total + (need := self._needed(instruction)) > cap:
+            journey = next(leaving, None)
+            if journey is None:
+                self._row.ledger.refuse(need, str(instruction))
+            with self._row.recorder.record("recv", str(journey.out)):
+                self._tier.finish_leaving(journey.trip, self._row.watch.check)
+            self.settle()
 
     def _needed(self, action: Action) -> int:
         """Bytes that an action takes on top of what is there."""
         if action.kind in _FUNCTION:
             return self._row.functions(action).peak_bytes.get(_FUNCTION[action.kind], 0)
-        trip = self._flight(action).trip if action.kind == RELOAD else None
-        return 0 if trip is None else trip.bytes
+        if action.kind != RELOAD:
+            return 0
+        journey = self._journeys[id(self._flight(action))]
+        return journey.trip.bytes if journey.counted_out else 0  # else it waits for its own copy away
 
     def settle(self) -> None:
         """Enter what copies have done since the last time."""
@@ -150,6 +157,7 @@ class Residuals:
                 journey.counted_out = True
                 self._count(journey, -size, journey.out)
                 if journey.trip.left is not None:
+                    self._row.recorder.freed(size, journey.trip.left[1])
                     self._row.recorder.copied("d2h", str(journey.out), *journey.trip.left)
             if journey.counted_out and journey.back is not None and not journey.counted_back:
                 journey.counted_back = True

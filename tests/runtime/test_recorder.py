@@ -1,0 +1,66 @@
+"""Memory curves of a run: what a rank learns late has its own time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import runs
+from deep import ROWS, TANH
+
+from pipeloom import Options, Pipeline
+from pipeloom.ir.memory import MemoryPolicy
+from pipeloom.ir.stages import cut
+from pipeloom.runtime.recorder import Recorder
+from pipeloom.tracer.functions import stage_residuals
+
+
+@dataclass
+class Ticking:
+    """A clock that shows what it is set to."""
+
+    now: float = 0.0
+
+    def mark(self) -> object:
+        return self.now
+
+    def seconds(self, mark: object) -> float:
+        assert isinstance(mark, float)
+        return mark
+
+
+def test_bytes_go_when_their_copy_ends() -> None:
+    clock = Ticking()
+    recorder = Recorder(0, clock)
+    recorder.level(100)
+    clock.now = 2.0
+    with recorder.record("compute", "0F1"):
+        clock.now = 6.0
+    recorder.burst(150)
+    recorder.level(130)
+    clock.now = 7.0
+    recorder.freed(40, 4.0)  # in the middle of the action
+    recorder.freed(20, 5.0)
+    recorder.level(70)
+    curve = recorder.curve()
+    assert list(zip(curve.times_s, curve.sizes, strict=True)) == [
+        (0.0, 100), (2.0, 150), (4.0, 110), (5.0, 90), (6.0, 70), (7.0, 70),
+    ]  # fmt: skip
+
+
+def test_the_curve_of_a_run_falls_where_its_copies_end(tmp_path: Path) -> None:
+    captured = runs.capture_of(TANH, ROWS)
+    plan = runs.even_plan(TANH, 1, microbatches=4, microbatch_size=ROWS, schedule="gpipe")
+    residuals = stage_residuals(captured, cut(captured.graph, runs.even(captured.graph, 1)), 0)
+    plan = replace(plan, memory=MemoryPolicy(stages=(dict.fromkeys(residuals, "offload"),)))
+    size = sum(r.bytes for r in residuals.values())
+    with runs.shared_captures(), Pipeline(TANH, plan, options=Options(offload_dir=tmp_path)) as pipeline:
+        pipeline.step(TANH.batch(0, 4 * ROWS))
+        timeline = pipeline.measured()
+    curve = next(c for c in timeline.memory if c.tier == "device")
+    assert list(curve.times_s) == sorted(curve.times_s) and min(curve.sizes) > 0
+    levels = list(zip(curve.times_s, curve.sizes, strict=True))
+    for event in timeline.events:
+        if event.stream == "d2h":
+            place = curve.times_s.index(event.end_s)
+            assert levels[place - 1][1] - levels[place][1] == size
