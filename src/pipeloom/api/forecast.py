@@ -126,6 +126,7 @@ class Rehearsals:
         self._rehearsal = Rehearsal(
             forecast.program, forecast.variant, forecast.sample, weights,
             rank=channel.rank, clock=clock, watch=forecast.watch, tier=forecast.tier,
+            cap_bytes=forecast.plan.caps[channel.rank] if forecast.plan.caps else None,
         )  # fmt: skip
         self._walk_s = 0.0
         walks = self._walk_several()
@@ -172,7 +173,7 @@ class Rehearsals:
         for left in range(self._facts.rounds - 1, -1, -1):
             step = simulate(
                 without_update(program) if left else program, stages, costs, self._cluster,
-                begin_s=begin_s, own_s=own_s,
+                begin_s=begin_s, own_s=own_s, caps=self._facts.plan.caps,
             )  # fmt: skip
             if self._facts.rounds == 1:
                 return step

@@ -112,8 +112,8 @@ def plan_placed(
 
     each = costs_of(placed(None), graph, costs, cluster)
     found = placed(schedules.Times(costs=each))
-    step = simulate_plan(found, graph, costs, cluster)
     caps = tuple(device.memory_bytes for device in cluster.devices[:ranks])
+    step = simulate_plan(replace(found, caps=caps), graph, costs, cluster)
     for rank, cap in enumerate(caps):
         if (need := step.peak_bytes(rank)) > cap:
             raise InfeasibleError(
@@ -179,7 +179,7 @@ def simulate_plan(plan: Plan, graph: OpGraph, costs: Costs, cluster: Cluster) ->
     """One step of a plan, predicted."""
     stages = plan.replicated(plan.stage_graph(graph))
     program = lower(plan.as_schedule, stages, policy=plan.memory)
-    return simulate(program, stages, costs_of(plan, graph, costs, cluster), cluster)
+    return simulate(program, stages, costs_of(plan, graph, costs, cluster), cluster, caps=plan.caps)
 
 
 def _one_device_each(cluster: Cluster, schedule: str, ranks: int) -> Cluster:

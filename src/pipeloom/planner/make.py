@@ -192,7 +192,8 @@ class _Found:
         policy = MemoryPolicy(stages=treatments, ahead=ahead)
         costs = stage_costs(model, self.stages, parts, treatments, ahead=ahead)
         program = lower(self.schedule, self.stages, policy=policy)
-        timeline = simulate(program, self.stages, costs, model.cluster)
+        caps = [device.memory_bytes for device in model.cluster.devices]
+        timeline = simulate(program, self.stages, costs, model.cluster, caps=caps)
         over = [
             max(0, timeline.peak_bytes(rank) - device.memory_bytes)
             for rank, device in enumerate(model.cluster.devices)

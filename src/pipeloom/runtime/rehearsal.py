@@ -41,12 +41,12 @@ class MadeUp:
     examples: values by name, for those that may not be just any numbers, such as indices.
     """
 
-    held_bytes = 0
     sending_bytes = 0
 
     def __init__(self, rank: int, ranks: int, examples: Mapping[str, Tensor], device: torch.device) -> None:
         self.rank = rank
         self.ranks = ranks
+        self.held_bytes = 0
         self._examples = examples
         self._device = device
         # Of its own: what the user draws between two steps must not depend on rehearsals.
@@ -59,10 +59,11 @@ class MadeUp:
         pass
 
     def receive(self, message: Message) -> list[Tensor]:
+        self.held_bytes += message.bytes
         return [self._make(value) for value in message.values]
 
     def release(self, message: Message) -> None:
-        pass
+        self.held_bytes -= message.bytes
 
     def end(self) -> None:
         pass
@@ -90,20 +91,22 @@ class MadeUp:
 class Rehearsal:
     """Walks a rank's row as often as asked, between any two steps, and leaves no trace in its weights.
 
-    sample: the batch inputs of one micro-batch.
+    sample: the batch inputs of one micro-batch.  cap_bytes: what the rank may hold, in a rehearsal too.
     """
 
     def __init__(
         self, program: Program, variant: Variant, sample: Mapping[str, Tensor], weights: Weights,
-        *, rank: int, clock: Clock, watch: Watch, tier: Tier | None = None,
+        *, rank: int, clock: Clock, watch: Watch, tier: Tier | None = None, cap_bytes: int | None = None,
     ) -> None:  # fmt: skip
         device = next(iter(sample.values())).device
         examples = {k: v for functions in variant.functions.values() for k, v in functions.examples.items()}
         self._weights = weights
         self._watch = watch
         self._recorder = Recorder(rank, clock)
+        self._ledger = Ledger(rank, cap_bytes)
+        self._ledger.set("batch", sum(t.nbytes for t in sample.values()))
         self._worker = Worker(
-            rank=rank, program=program, weights=weights, ledger=Ledger(rank), recorder=self._recorder,
+            rank=rank, program=program, weights=weights, ledger=self._ledger, recorder=self._recorder,
             watch=watch, channel=MadeUp(rank, len(program.rows), examples, device), tier=tier,
         )  # fmt: skip
         count = program.microbatches * variant.stages.replicas
@@ -119,6 +122,8 @@ class Rehearsal:
         """
         assert not self._weights.grads.touched, "a rehearsal within a step would add to its gradients"
         buffers = dict(self._weights.buffers)
+        for kind, size in self._weights.sizes.items():
+            self._ledger.set(kind, size)
         self._recorder.begin()
         self._worker.run(self._microbatches, update=False)
         walk = {

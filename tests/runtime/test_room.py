@@ -1,0 +1,155 @@
+"""A rank with a cap waits for copies to end, in a rehearsal as in a step, and just where it was predicted to.
+
+Disks here are as slow as can be: a copy ends when somebody waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import runs
+from deep import ACTIVATION, ROWS, TANH
+from ledgers import sends_are_through_at_once
+
+from pipeloom import Options, Pipeline
+from pipeloom.api.forecast import by_stage
+from pipeloom.ir.cluster import Link
+from pipeloom.ir.errors import MemoryCapError
+from pipeloom.ir.memory import MemoryPolicy
+from pipeloom.ir.plan import Plan
+from pipeloom.ir.stages import cut
+from pipeloom.ir.timeline import Timeline
+from pipeloom.runtime.file_tier import FileTier
+from pipeloom.runtime.local_channel import LocalChannel
+from pipeloom.runtime.tiers import Trip
+from pipeloom.simulator import simulate
+from pipeloom.tracer.functions import stage_residuals
+
+COUNT = 6
+
+
+@pytest.fixture(autouse=True)
+def one_capture() -> Iterator[None]:
+    with runs.shared_captures():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies follow each other: the end of one is the end of those before it."""
+    monkeypatch.setattr("pipeloom.api.forecast.ENOUGH_S", 0.0)
+    monkeypatch.setattr("pipeloom.runtime.calibrate.REPEATS", 3)
+    order: dict[int, list[Trip]] = {}
+    ended: set[int] = set()
+    leave, is_away = FileTier.leave, FileTier.is_away
+    finish, arrived = FileTier.finish_leaving, FileTier.arrived
+
+    def begin(self: FileTier, action: str, residuals: Any) -> Any:
+        trip = leave(self, action, residuals)
+        order.setdefault(id(self), []).append(trip)
+        return trip
+
+    def end(self: FileTier, trip: Trip) -> None:
+        mine = order[id(self)]
+        ended.update(id(each) for each in mine[: mine.index(trip) + 1])
+
+    def wait(self: FileTier, trip: Trip, check: Callable[[], None]) -> None:
+        end(self, trip)
+        finish(self, trip, check)
+
+    def come(self: FileTier, trip: Trip, check: Callable[[], None]) -> Any:
+        end(self, trip)
+        return arrived(self, trip, check)
+
+    monkeypatch.setattr(FileTier, "leave", begin)
+    monkeypatch.setattr(FileTier, "is_away", lambda self, trip: id(trip) in ended and is_away(self, trip))
+    monkeypatch.setattr(FileTier, "finish_leaving", wait)
+    monkeypatch.setattr(FileTier, "arrived", come)
+
+
+def offloading(stages: int) -> tuple[Plan, int]:
+    """A plan that offloads everything, and the bytes of one micro-batch on the first stage."""
+    captured = runs.capture_of(TANH, ROWS)
+    plan = runs.even_plan(TANH, stages, microbatches=COUNT, microbatch_size=ROWS, schedule="gpipe")
+    parts = cut(captured.graph, runs.even(captured.graph, stages))
+    residuals = [stage_residuals(captured, parts, s) for s in range(stages)]
+    policy = MemoryPolicy(stages=tuple(dict.fromkeys(found, "offload") for found in residuals))
+    return replace(plan, memory=policy), sum(r.bytes for r in residuals[0].values())
+
+
+def waits(timeline: Timeline) -> dict[str, str]:
+    """Compute action or RELOAD -> the OFFLOAD whose end it waited for, by what each says in its own way."""
+    compute = sorted((e for e in timeline.events if e.stream in ("compute", "h2d")), key=lambda e: e.start_s)
+    if timeline.source == "predicted":
+        ends = {e.end_s: e.action for e in timeline.events if e.stream == "d2h"}
+        return {e.action: ends[e.start_s] for e in compute if e.start_s in ends}
+    found = {}
+    for event in timeline.events:
+        if event.stream == "recv" and "OFFLOAD" in event.action:
+            following = next(e for e in compute if e.stream == "compute" and e.start_s >= event.end_s)
+            found[following.action] = event.action
+    return found
+
+
+@pytest.mark.parametrize("room", [0.0, 0.5, 2.5])
+def test_it_waits_where_the_simulator_does(room: float, tmp_path: Path) -> None:
+    plan, size = offloading(1)
+    with Pipeline(TANH, plan, options=Options(offload_dir=tmp_path)) as pipeline:
+        least = pipeline.expected.peak_bytes(0)
+        for step in range(2):  # the first one makes the optimizer's state
+            pipeline.step(TANH.batch(step, ROWS * COUNT))
+        without = pipeline.ledger.peak
+    cap = least + round(room * size)
+    assert without > least + 2.5 * size
+    with Pipeline(TANH, replace(plan, caps=(cap,)), options=Options(offload_dir=tmp_path)) as pipeline:
+        forecast = pipeline._forecast()
+        costs = tuple(replace(c, offload_s=1e6) for c in by_stage(forecast.memory()))
+        where = forecast.cluster(Link(bandwidth_bytes_per_s=1e15))
+        predicted = simulate(forecast.program, forecast.variant.stages, costs, where, caps=(cap,))
+        assert predicted.peak_bytes(0) <= cap
+        for step in range(2):
+            pipeline.step(TANH.batch(step, ROWS * COUNT))
+        assert pipeline.ledger.peak <= cap
+        forwards = {a: w for a, w in waits(predicted).items() if "F" in a}
+        assert forwards and forwards == {a: w for a, w in waits(pipeline.measured()).items() if "F" in a}
+
+
+def test_rehearsals_keep_the_cap(tmp_path: Path) -> None:
+    plan, size = offloading(2)
+
+    def expected(rank: int, channel: LocalChannel) -> list[int]:
+        with Pipeline(TANH, plan, options=Options(offload_dir=tmp_path), channel=channel) as pipeline:
+            return [pipeline.expected.peak_bytes(r) for r in range(2)]
+
+    def rank(index: int, channel: LocalChannel) -> tuple[int, int, int]:
+        capped = replace(plan, caps=caps)
+        with Pipeline(TANH, capped, options=Options(offload_dir=tmp_path), channel=channel) as pipeline:
+            pipeline.step(TANH.batch(0, ROWS * COUNT))
+            predicted = pipeline.rehearse()
+            rehearsals = pipeline._rehearsals
+            assert rehearsals is not None
+            pipeline.step(TANH.batch(1, ROWS * COUNT))
+            walked = rehearsals._rehearsal._ledger.peak
+            return predicted.peak_bytes(index), walked, pipeline.ledger.peak
+
+    assert size > 4 * ACTIVATION
+    with sends_are_through_at_once():
+        caps = tuple(peak + size // 2 for peak in runs.threads(2, expected)[0])
+        for cap, peaks in zip(caps, runs.threads(2, rank), strict=True):
+            assert max(peaks) <= cap, (peaks, cap)
+
+
+def test_what_no_copy_makes_room_for_is_refused_before_it_runs(tmp_path: Path) -> None:
+    plan, _ = offloading(1)
+    with Pipeline(TANH, plan, options=Options(offload_dir=tmp_path)) as pipeline:
+        pipeline.step(TANH.batch(0, ROWS * COUNT))
+        cap = pipeline.ledger.cap_bytes = pipeline.ledger.total + 1000
+        with pytest.raises(MemoryCapError) as caught:
+            pipeline.step(TANH.batch(1, ROWS * COUNT))
+        assert caught.value.message.startswith("rank 0 needs ") and " for 0F0 and holds " in str(caught.value)
+        assert "no copy under way would make room" in caught.value.message
+        assert pipeline.ledger.total <= cap
