@@ -144,8 +144,8 @@ def test_gradients_that_views_and_additions_pass_on_are_no_new_tensors(make_clus
 def test_gradients_of_a_tied_parameter_are_added_in_the_first_of_its_backwards(make_cluster):
     graph, profile = two_linears()
     model = CostModel(graph, [profile], make_cluster([1]), CostOptions(microbatches=2))
-    # Both gradients of w and their sum; the residuals are gone, and the gradient of a is no longer needed.
-    assert model.footprint(cut(graph, {"a": 0, "v": 0, "b": 0}), 0).transient[1] == 3 * 400 - 48
+    # Both gradients of w, one of which becomes the sum, and that of a's output; the residuals are gone.
+    assert model.footprint(cut(graph, {"a": 0, "v": 0, "b": 0}), 0).transient[1] == 2 * 400 + 40 - 48
 
 
 def test_a_value_read_twice_gets_its_gradient_added_up(make_cluster):
@@ -166,8 +166,10 @@ def test_a_value_read_twice_gets_its_gradient_added_up(make_cluster):
         model = CostModel(graph, [made], make_cluster([1]), CostOptions(microbatches=1))
         return model.footprint(cut(graph, dict.fromkeys("abcd", 0)), 0).transient[1]
 
-    assert transient() == 3 * 40  # when b's backward is done: a's gradient from c, that from b, their sum
-    assert transient(("d", "bc")) == 3 * 40
+    assert transient() == 3 * 40  # in b's backward: its own gradient, a's from c, and a's from b, added to it
+    assert transient(("d", "bc")) == 2 * 40  # b's own is the loss's
+    assert transient(("b", "a"), ("d", "bc")) == 40  # a's from b is the loss's too: added to a's from c
+    assert transient(("b", "a"), ("c", "a")) == 2 * 40  # a's two are b's and c's
     assert transient(("b", "a"), ("c", "a"), ("d", "bc")) == 40  # the sum alone
 
 

@@ -3,9 +3,9 @@
 Forward, op by op: what it makes is there until its last reader in the stage, or to the end if an op saves it
 or it is sent. Backward, in the opposite order: a residual goes with the backward of the first op that saved
 it. A value's gradient begins with the last reader's backward, as a new tensor or as that of the reader's
-output passed on; each further reader's is added into a new tensor; it goes with the backward of the value's
-maker. Gradients that come from other stages lie in messages' buffers, those of parameters are added where
-they belong at once.
+output passed on; each further reader's is added up with it, in one of the two, or in a new tensor if both are
+held elsewhere too; it goes with the backward of the value's maker. Gradients that come from other stages lie
+in messages' buffers, those of parameters are added where they belong at once.
 """
 
 from __future__ import annotations
@@ -147,6 +147,11 @@ def _in_backward(start, end, forward, backward, work, level):  # type: ignore[no
         for k in range(first, gives_first[p + 1] if learns else first):
             g = gives[k]
             if current[g] < 0:
+                current[g] = given[k - first]
+            elif current[g] > GIVEN and holders[current[g]] == 1:  # added up in place
+                level -= _dropped(given[k - first], holders, tensor_size)
+            elif given[k - first] > GIVEN and holders[given[k - first]] == 1:
+                level -= _dropped(current[g], holders, tensor_size)
                 current[g] = given[k - first]
             else:  # added up in a new tensor
                 level += grad_size[g]

@@ -22,6 +22,7 @@ from torch import Tensor, fx
 from torch.fx.node import Argument
 
 from ..ir.memory import Residual
+from .in_place import add_in_place
 from .joint import Joint
 from .naming import residual_names
 from .random import draws, seed_draws
@@ -81,8 +82,8 @@ class Splitter:
 
     state: FQNs of parameters and buffers.  updated: those of buffers that the forward replaces: the
     backward gets them as they were, as a residual.
-    accumulate: add weight gradients to a sink as soon as they are made, so that no two stay alive;
-    otherwise they are outputs.
+    accumulate: add weight gradients to a sink as soon as they are made, so that no two stay alive, and other
+    gradients in place; otherwise graphs are functional, and weight gradients outputs.
     """
 
     def __init__(
@@ -229,6 +230,8 @@ class Splitter:
             for name in added.get(node, ()):
                 graph.call_function(add_gradient, (sink, name, copy(node)))
         graph.output(tuple(self._results(graph, [(slot, copy(node)) for slot, node in outputs])))
+        if self.accumulate:
+            add_in_place(graph, {copies[node] for node in members - self.forward_nodes})
         if seed_draws(graph, {copies[n]: key for n, key in self.keys.items() if n in copies}):
             slots.append(Slot("random", "seed"))
         return Part(graph, tuple(slots), tuple(slot for slot, _ in outputs))

@@ -1,0 +1,77 @@
+"""Sums of gradients that are made where one of the two already lies, as autograd's engine makes them.
+
+A functional graph has a third tensor for each sum of two gradients of one value. Where nothing reads one of
+the two afterwards, its memory can hold the sum: a tensor less at that moment, and no new memory to fill.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import Tensor, fx
+from torch.utils._pytree import tree_map_only
+
+from .meta import tensors_of
+
+_ADD = torch.ops.aten.add.Tensor
+_ADD_IN_PLACE = torch.ops.aten.add_.Tensor
+
+
+def add_in_place(graph: fx.Graph, sums: Collection[fx.Node]) -> None:
+    """Change those of the `sums` that can be made in place, and the fake results that tell where tensors lie.
+
+    What comes from outside, is read again, or is handed out stays as it is, and so does what is only a
+    part of its storage.
+    """
+    foreign: set[object] = set()
+    last: dict[object, fx.Node] = {}
+    inside: dict[object, list[fx.Node]] = {}
+    for node in graph.nodes:
+        for storage in _storages(node):
+            inside.setdefault(storage, []).append(node)
+            if node.op != "call_function":
+                foreign.add(storage)
+        for source in node.all_input_nodes:
+            last |= dict.fromkeys(_storages(source), node)
+    for node in graph.nodes:
+        if node not in sums or node.target is not _ADD or node.kwargs:
+            continue
+        for own, other in (node.args, node.args[::-1]):
+            if isinstance(own, fx.Node) and isinstance(other, fx.Node) and _fits(own, other, node):
+                (here,), (there,) = _storages(own), _storages(node)
+                if here in foreign or last[here] is not node:
+                    continue
+                node.target, node.args = _ADD_IN_PLACE, (own, other)
+                for each in inside[there]:
+                    _move(each, there, own.meta["val"])
+                inside[here] += inside.pop(there)
+                last[here] = last.pop(there, node)
+                break
+
+
+def _fits(own: fx.Node, other: fx.Node, result: fx.Node) -> bool:
+    """Whether the sum of `own` and `other` can lie where `own` does."""
+    a, b, c = own.meta.get("val"), other.meta.get("val"), result.meta.get("val")
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor) or not isinstance(c, Tensor):
+        return False
+    alike = a.shape == c.shape and a.stride() == c.stride() and a.dtype == c.dtype
+    whole = a.untyped_storage().nbytes() == a.numel() * a.element_size()
+    apart = a.untyped_storage()._cdata != b.untyped_storage()._cdata
+    return alike and whole and apart
+
+
+def _storages(node: fx.Node) -> set[object]:
+    return {t.untyped_storage()._cdata for t in tensors_of(node.meta.get("val"))}
+
+
+def _move(node: fx.Node, storage: object, home: Tensor) -> None:
+    """Let a fake result that lies in `storage` lie in that of `home`."""
+
+    def moved(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage()._cdata != storage:
+            return tensor
+        return home.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    with home.fake_mode:  # type: ignore[attr-defined]
+        node.meta["val"] = tree_map_only(Tensor, moved, node.meta["val"])
