@@ -1,49 +1,246 @@
-"""What a step that was broken off had offloaded kept its place, and went on changing the ledger."""
+"""A step that was broken off left gradients, offloaded residuals and bytes in the ledger to the next one."""
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import runs
+import torch
 import zoo
 
 from pipeloom import Options, Pipeline
-from pipeloom.ir.action import RELOAD, B
+from pipeloom.ir.action import RELOAD, STEP, B, F
+from pipeloom.ir.errors import PipeloomError
 from pipeloom.ir.memory import MemoryPolicy
 from pipeloom.ir.stages import cut
 from pipeloom.runtime.file_tier import FileTier
+from pipeloom.runtime.local_channel import LocalChannel
+from pipeloom.runtime.operations import OperationContext
+from pipeloom.schedules import Operation, declare
 from pipeloom.tracer.functions import stage_residuals
 
 JOB = zoo.job("skips")
 
 
+@contextmanager
+def interrupted(pipeline: Pipeline, kind: Any, at: int) -> Iterator[None]:
+    """Ctrl-C, as in a notebook, in front of the action of a kind that comes after `at` others."""
+    handlers, seen = dict(pipeline.worker.handlers), [0]
+
+    def stop(action: object) -> None:
+        seen[0] += 1
+        if seen[0] > at:
+            raise KeyboardInterrupt
+        handlers[kind](action)
+
+    pipeline.worker.handlers[kind] = stop
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            yield
+    finally:
+        pipeline.worker.handlers = handlers
+
+
 @pytest.mark.parametrize("kind", [RELOAD, B])
 def test_the_next_step_starts_from_nothing(kind: Any, tmp_path: Path) -> None:
-    """Ctrl-C, as in a notebook, in front of the first action of a kind."""
+    """What it had offloaded kept its place, and went on changing the ledger."""
     captured = runs.capture_of(JOB, 2)
     plan = runs.even_plan(JOB, 1, microbatches=4, schedule="gpipe")
     residuals = stage_residuals(captured, cut(captured.graph, runs.even(captured.graph, 1)), 0)
     plan = replace(plan, memory=MemoryPolicy(stages=(dict.fromkeys(residuals, "offload"),)))
-
-    def stop(action: object) -> None:
-        raise KeyboardInterrupt
-
     with Pipeline(JOB, plan, options=Options(offload_dir=tmp_path)) as pipeline:
-        worker, tier = pipeline.worker, pipeline.tier
+        tier = pipeline.tier
         assert isinstance(tier, FileTier)
         pipeline.step(JOB.batch(0, 8))
         levels = dict(pipeline.ledger.levels)
         for _ in range(2):
-            handlers = dict(worker.handlers)
-            worker.handlers[kind] = stop
-            with pytest.raises(KeyboardInterrupt):
+            with interrupted(pipeline, kind, 0):
                 pipeline.step(JOB.batch(1, 8))
-            worker.handlers = handlers
             pipeline.step(JOB.batch(2, 8))
             assert pipeline.ledger.levels == levels and pipeline.ledger.host == tier.held_bytes == 0
         assert pipeline.ledger.peak == sum(pipeline.ledger.at_peak.values())
         # However slow copies are, there are never more than a step's and those of the one broken off before.
         assert tier.peak_bytes <= 2 * plan.microbatches * sum(r.bytes for r in residuals.values())
+
+
+def trained(broken: Callable[[Pipeline], None] | None, *, accumulate: int = 1) -> tuple[Any, ...]:
+    """What two steps leave on one rank, with or without a broken one between them. BatchNorm has buffers."""
+    job = zoo.job("convnet")
+    plan = runs.even_plan(job, 1, microbatches=3, schedule="gpipe")
+    options = Options(keep_gradients=True, accumulate=accumulate)
+    with runs.shared_captures(), Pipeline(job, plan, options=options) as pipeline:
+        losses = [pipeline.step(job.batch(0, 6 * accumulate))]
+        levels = dict(pipeline.ledger.levels)
+        if broken is not None:
+            broken(pipeline)
+        losses.append(pipeline.step(job.batch(2, 6 * accumulate)))
+        assert pipeline.ledger.levels == levels
+        return losses, dict(pipeline.weights.state(0)), pipeline.weights.last_gradients
+
+
+@pytest.mark.parametrize(
+    ("kind", "at", "accumulate"), [(F, 2, 1), (B, 1, 1), (B, 4, 2), (STEP, 0, 1)]
+)  # fmt: skip
+def test_nothing_of_it_is_in_the_next_gradients(kind: Any, at: int, accumulate: int) -> None:
+    def broken(pipeline: Pipeline) -> None:
+        with interrupted(pipeline, kind, at):
+            pipeline.step(pipeline.parts.job.batch(1, 6 * accumulate))
+
+    torch.testing.assert_close(
+        trained(broken, accumulate=accumulate), trained(None, accumulate=accumulate), rtol=0, atol=0
+    )
+
+
+def test_an_error_that_the_user_catches_leaves_nothing_either() -> None:
+    def broken(pipeline: Pipeline) -> None:
+        pipeline.ledger.cap_bytes = pipeline.ledger.total + 1
+        with pytest.raises(PipeloomError, match="its cap is"):
+            pipeline.step(pipeline.parts.job.batch(1, 6))
+        pipeline.ledger.cap_bytes = None
+
+    torch.testing.assert_close(trained(broken), trained(None), rtol=0, atol=0)
+
+
+def test_a_rehearsal_leaves_nothing_either() -> None:
+    def broken(pipeline: Pipeline) -> None:
+        pipeline.rehearse()
+        assert pipeline._rehearsals is not None
+        worker = pipeline._rehearsals._rehearsal._worker
+        own, pipeline.worker = pipeline.worker, worker
+        with interrupted(pipeline, B, 1):
+            pipeline.rehearse()
+        pipeline.worker = own
+
+    torch.testing.assert_close(trained(broken), trained(None), rtol=0, atol=0)
+
+
+def test_what_operations_have_begun_ends_before_the_next_step() -> None:
+    done: list[str] = []
+
+    def handler(context: OperationContext) -> Callable[[], None]:
+        done.append(f"begin {context.microbatch}")
+        return lambda: done.append(f"end {context.microbatch}")
+
+    declare(Operation(letters="LATER", meaning="ends at the end of the step", after=F, handler=handler))
+    plan = replace(
+        runs.even_plan(JOB, 1, microbatches=2), schedule_rows=("0F0 0LATER0 0B0 0F1 0LATER1 0B1",)
+    )
+    with Pipeline(JOB, plan) as pipeline:
+        with interrupted(pipeline, F, 1):
+            pipeline.step(JOB.batch(1, 4))
+        assert done == ["begin 0"]
+        pipeline.step(JOB.batch(2, 4))
+    assert done == ["begin 0", "end 0", "begin 0", "begin 1", "end 0", "end 1"]
+
+
+def test_a_torn_update_needs_a_checkpoint(tmp_path: Path) -> None:
+    plan = runs.even_plan(JOB, 1, microbatches=2)
+
+    def tear() -> None:
+        next(iter(pipeline.weights.params.values())).data.zero_()
+        raise KeyboardInterrupt
+
+    with Pipeline(JOB, plan) as pipeline:
+        pipeline.step(JOB.batch(0, 4))
+        pipeline.save(tmp_path)
+        expected = {n: p.detach().clone() for n, p in pipeline.weights.params.items()}
+        update, pipeline.weights.step = pipeline.weights.step, tear  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            pipeline.step(JOB.batch(1, 4))
+        pipeline.weights.step = update  # type: ignore[method-assign]
+        for call in (lambda: pipeline.step(JOB.batch(1, 4)), lambda: pipeline.save(tmp_path)):
+            with pytest.raises(PipeloomError) as caught:
+                call()
+            assert caught.value.message == (
+                "step 2 was broken off (KeyboardInterrupt) in the middle of its update: "
+                "some parameters may be updated and others not"
+            )
+            assert caught.value.hint == "load the newest checkpoint, or make the pipeline again"
+        pipeline.load(tmp_path)
+        for name, param in pipeline.weights.params.items():
+            assert torch.equal(param, expected[name])
+        pipeline.step(JOB.batch(1, 4))
+
+
+def test_two_ranks_refuse_to_go_on() -> None:
+    """Each has stopped somewhere else, so there is no place to start from; and nobody waits for anybody."""
+    plan = runs.even_plan(JOB, 2, microbatches=2)
+
+    def rank(index: int, channel: LocalChannel) -> list[str]:
+        said = []
+        pipeline = Pipeline(JOB, plan, channel=channel)
+        pipeline.step(JOB.batch(0, 4))
+        if index == 0:
+            with interrupted(pipeline, B, 1):
+                pipeline.step(JOB.batch(1, 4))
+        calls = (lambda: pipeline.step(JOB.batch(1, 4)), lambda: pipeline.evaluate(JOB.batch(1, 4)))
+        for call in (*calls, *calls):
+            with pytest.raises(PipeloomError) as caught:
+                call()
+            said.append(str(caught.value).partition("\n")[0])
+        with pytest.raises(PipeloomError), pipeline:
+            raise caught.value
+        return said
+
+    with runs.shared_captures():
+        first, second = runs.threads(2, rank, timeout_s=60.0)
+    assert set(first) == {
+        "rank 0 cannot go on: step 2 was broken off (KeyboardInterrupt), and messages to and from it are lost"
+    }
+    assert second[0].startswith("rank 0 failed: KeyboardInterrupt")
+    assert set(second[1:]) == {
+        "rank 1 cannot go on: step 2 was broken off (rank 0 failed: KeyboardInterrupt), and messages to and from "
+        "it are lost"
+    }
+
+
+CHILD = textwrap.dedent(
+    """
+    import json, signal
+    from dataclasses import replace
+    import runs, zoo
+    from pipeloom import Options, Pipeline
+    from pipeloom.ir.action import B
+
+    job = zoo.job("skips")
+    plan = runs.even_plan(job, 1, microbatches=4)
+    losses = []
+    for breaks in (True, False):
+        with runs.shared_captures(), Pipeline(job, plan) as pipeline:
+            losses.append([pipeline.step(job.batch(0, 8))])
+            if breaks:
+                backward = pipeline.worker.handlers[B]
+                def after(action):
+                    backward(action)
+                    signal.raise_signal(signal.SIGINT)
+                pipeline.worker.handlers[B] = after
+                try:
+                    pipeline.step(job.batch(1, 8))
+                except KeyboardInterrupt:
+                    losses.append("interrupted")
+                pipeline.worker.handlers[B] = backward
+            losses[0 if breaks else -1] += [pipeline.step(job.batch(n, 8)) for n in (2, 3)]
+    print(json.dumps(losses))
+    """
+)
+
+
+def test_a_process_goes_on_after_ctrl_c() -> None:
+    support = Path(runs.__file__).parent
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD], capture_output=True, text=True, timeout=600,
+        env=os.environ | {"PYTHONPATH": str(support)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    with_it, word, without = json.loads(done.stdout)
+    assert word == "interrupted" and with_it == without

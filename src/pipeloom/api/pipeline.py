@@ -40,6 +40,7 @@ from ..tracer.captured import Captured
 from ..tracer.job import Job
 from ..tracer.random import microbatch_seed
 from ..tracer.sample import sample_batch
+from .calls import Calls, telling_others
 from .evaluating import Evaluating
 from .forecast import Forecast, Rehearsals
 from .options import Options, StepReport
@@ -88,8 +89,9 @@ class Pipeline:
         self.rank, self.ranks = self.watch.rank, self.watch.ranks
         self.tier: Tier | None = None
         self.watch.__enter__()
-        with self._telling_others():
+        with telling_others(self.watch):
             self._build(job, plan)
+        self.calls = Calls(self.watch, self.worker)
 
     def _build(self, job: Job, plan: Plan) -> None:
         require_same_plan(plan, self.group or self.local)
@@ -194,8 +196,8 @@ class Pipeline:
         Raises: BatchError on all ranks if the batch cannot be split or the ranks have different ones.
         """
         start = time.perf_counter()
-        with self._telling_others():
-            require_training(self.parts.plan)
+        require_training(self.parts.plan)
+        with self.calls.call(f"step {self.steps + 1}"):
             rounds = self._microbatches(batch, training=True)
             self.recorder.begin()
             losses = [
@@ -214,7 +216,7 @@ class Pipeline:
 
     def evaluate(self, batch: Mapping[str, Tensor]) -> float:
         """The loss of one batch in evaluation mode, on every rank. Nothing is updated."""
-        with self._telling_others():
+        with self.calls.call("an evaluation"):
             total = torch.zeros(1, dtype=torch.float64, device=self.device)
             for microbatches in self._microbatches(batch, training=False):
                 losses = self.worker.run(microbatches, program=self.evaluating.program, training=False)
@@ -285,7 +287,7 @@ class Pipeline:
 
         cluster: its links are used; by default the link between ranks 0 and 1 is measured.
         """
-        with self._telling_others():
+        with self.calls.call("a prediction"):
             self._rehearsals = Rehearsals(self._forecast(), cluster)
             return self._rehearsals.first
 
@@ -295,7 +297,7 @@ class Pipeline:
         Every rank calls it, between two steps. It takes about as long as one, and changes nothing."""
         if self._rehearsals is None:
             return self.predict()
-        with self._telling_others():
+        with self.calls.call("a rehearsal"):
             return self._rehearsals.again()
 
     def _forecast(self) -> Forecast:
@@ -334,7 +336,7 @@ class Pipeline:
 
         extra: JSON-able values to get back from `load`, such as the position in the data.
         """
-        with self._telling_others():
+        with self.calls.call("saving a checkpoint"):
             state = {"user": dict(extra or {}), "seed": self.options.seed}
             if self.scheduler is not None:
                 state["scheduler"] = self.scheduler.state_dict()
@@ -347,7 +349,7 @@ class Pipeline:
 
         Raises: CheckpointError on all ranks if there is none, it is damaged or of another model.
         """
-        with self._telling_others():
+        with self.calls.call("loading a checkpoint", heals=True):
             self.steps, state = checkpoint.load(directory, self._train_state(), group=self.group)
             if self.scheduler is not None and "scheduler" in state:
                 self.scheduler.load_state_dict(state["scheduler"])
@@ -380,20 +382,3 @@ class Pipeline:
                 self.tier.close()
         finally:
             self.watch.__exit__(kind, error, trace)
-
-    def _telling_others(self) -> _Telling:
-        return _Telling(self.watch)
-
-
-class _Telling:
-    """An exception inside tells the other ranks before it goes on."""
-
-    def __init__(self, watch: Watch) -> None:
-        self.watch = watch
-
-    def __enter__(self) -> None:
-        self.watch.check()
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, Exception):
-            self.watch.fail(error)

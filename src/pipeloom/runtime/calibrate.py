@@ -100,22 +100,25 @@ def time_optimizer(weights: Weights, clock: Clock) -> float:
     state, gradients = dict(optimizer.state), weights.last_gradients
     optimizer.state.update(copy.deepcopy(state, {id(p): p for p in params}))
     took = []
-    with torch.random.fork_rng({p.device for p in params if p.is_cuda}):
-        for _ in range(STEPS):
-            for name in weights.grads.sums:
-                weights.grads.total(name)
-            start = clock.mark()
-            weights.step()
-            took.append(clock.seconds(clock.mark()) - clock.seconds(start))
-    optimizer.state.clear()
-    optimizer.state.update(state)
-    for group, before in zip(optimizer.param_groups, groups, strict=True):
-        group.clear()
-        group.update(before)
-    with torch.no_grad():
-        for p, value in zip(params, values, strict=True):
-            p.copy_(value)
-    weights.last_gradients = gradients
+    try:
+        with torch.random.fork_rng({p.device for p in params if p.is_cuda}):
+            for _ in range(STEPS):
+                for name in weights.grads.sums:
+                    weights.grads.total(name)
+                start = clock.mark()
+                weights.step()
+                took.append(clock.seconds(clock.mark()) - clock.seconds(start))
+    finally:
+        optimizer.state.clear()
+        optimizer.state.update(state)
+        for group, before in zip(optimizer.param_groups, groups, strict=True):
+            group.clear()
+            group.update(before)
+        with torch.no_grad():
+            for p, value in zip(params, values, strict=True):
+                p.copy_(value)
+        weights.last_gradients = gradients
+        weights.discard_gradients()
     return statistics.median(took[1:])  # the first one may make the state
 
 

@@ -120,7 +120,7 @@ class Watch:
             self._noticed.set()
         if isinstance(error, PeerError) and self._board.failure is not None:
             return self._board.failure
-        summary = f"{type(error).__name__}: {error}".splitlines()[0]
+        summary = f"{type(error).__name__}: {error}".splitlines()[0].removesuffix(": ")
         text = "".join(traceback.format_exception(error))
         return self._board.announce(Failure(rank=self.rank, summary=summary, traceback=text))
 

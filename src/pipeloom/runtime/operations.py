@@ -150,6 +150,12 @@ class Operations:
                     self._count(-OPERATIONS[action.kind].released(action.stage), action)
             self._begun = left
 
+    def give_up(self) -> None:
+        """Wait for what handlers have begun; nobody needs its result."""
+        while self._begun:
+            _, wait = self._begun.pop()
+            wait()
+
     def _context(self, operation: Operation, action: Action) -> OperationContext:
         row, stage = self._row, action.stage
         flight = row.flights.get((stage, action.microbatch))

@@ -125,7 +125,12 @@ class Rehearsal:
         for kind, size in self._weights.sizes.items():
             self._ledger.set(kind, size)
         self._recorder.begin()
-        self._worker.run(self._microbatches, update=False)
+        try:
+            self._worker.run(self._microbatches, update=False)
+        finally:
+            self._worker.forget()
+            for name, buffer in buffers.items():
+                self._weights.replace_buffer(name, buffer)
         walk = {
             parse_action(event.action): after.start_s - event.start_s
             for event, after in pairwise(e for e in self._recorder.events() if e.stream not in COPIES)
@@ -135,9 +140,6 @@ class Rehearsal:
             parse_action(event.action): event.duration_s
             for event in self._recorder.events() if event.stream in COPIES
         }  # fmt: skip
-        self._weights.discard_gradients()
-        for name, buffer in buffers.items():
-            self._weights.replace_buffer(name, buffer)
         self._watch.status = ""
         return walk
 

@@ -68,6 +68,7 @@ class Worker:
         self.grad_norm: float | None = None
         self.training = True
         self.update = True
+        self.updating = False
         self.losses: dict[int, Tensor] = {}
         self.microbatches: Sequence[Microbatch] = ()
         self.flights: dict[Key, Flight] = {}
@@ -98,7 +99,6 @@ class Worker:
         self.microbatches, self.training, self.update = microbatches, training, update
         self.placement, self.share = current.placement, current.microbatches
         self.losses = {}
-        self._give_up()
         row = current.rows[self.rank]
         with torch.no_grad():
             self.channel.begin(self._incoming(current))
@@ -116,13 +116,21 @@ class Worker:
         self.flights = {}
         return self.losses
 
-    def _give_up(self) -> None:
-        """Forget what a step that was broken off has left: nothing will ask for it."""
+    def forget(self) -> None:
+        """Forget what a step that was broken off has left, gradients too: nothing will ask for it.
+
+        Waits for operations that it has begun, as they may still write to gradients.
+        """
+        self.operations.give_up()
         self.residuals.give_up()
         for flight in self.flights.values():
-            self._free_residuals(flight)
+            self._release(flight)
         self.local_bytes = 0
         self.flights = {}
+        self.weights.discard_gradients()
+        for kind in ("residuals", "transient"):
+            self.ledger.set(kind, 0)
+        self._note_boundary(None)
 
     def _incoming(self, program: Program) -> list[Message]:
         return [
@@ -334,6 +342,7 @@ class Worker:
             return
         if self.clip_norm is not None:
             self._clip(self.clip_norm)
+        self.updating = True
         with self.recorder.record("compute", str(action)):
             self.weights.step()
         self.ledger.set("optimizer", self.weights.sizes["optimizer"], str(action))

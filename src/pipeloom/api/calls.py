@@ -1,0 +1,80 @@
+"""Calls of a pipeline's methods: what happens when one is broken off, by an error or by Ctrl-C.
+
+    several ranks   the others are told, and every later call is refused: messages of the broken one may still
+                    be under way, and each rank has stopped somewhere else
+    one rank        the next call starts clean: no gradient, residual or operation of the broken one is left,
+                    and buffers are what they were before it; but if its optimizer may have updated some
+                    parameters and not others, only `load` is allowed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from ..ir.errors import PeerError, PipeloomError
+from ..runtime.failure import Watch
+from ..runtime.worker import Worker
+
+
+@contextmanager
+def telling_others(watch: Watch) -> Iterator[None]:
+    """An error inside tells the other ranks before it goes on."""
+    watch.check()
+    try:
+        yield
+    except Exception as error:
+        watch.fail(error)
+        raise
+
+
+class Calls:
+    """Wraps all that a pipeline does with its worker, one call after the other."""
+
+    def __init__(self, watch: Watch, worker: Worker) -> None:
+        self._watch, self._worker = watch, worker
+        self._broken = ""
+        self._torn = False
+        self._buffers: dict[str, Tensor] = {}
+
+    @contextmanager
+    def call(self, what: str, *, heals: bool = False) -> Iterator[None]:
+        """Do `what`, such as "step 3". heals: it makes parameters, buffers and optimizer anew.
+
+        Raises: PipeloomError if an earlier call was broken off and this one cannot go on from there;
+            PeerError if another rank failed.
+        """
+        self._recover(heals)
+        self._watch.check()
+        self._buffers = dict(self._worker.weights.buffers)
+        try:
+            yield
+        except BaseException as error:
+            first = str(error).partition("\n")[0]
+            by = first if isinstance(error, PeerError) else f"{type(error).__name__}: {first}".rstrip(": ")
+            self._broken, self._torn = f"{what} was broken off ({by})", self._worker.updating
+            if self._watch.ranks > 1:
+                self._watch.fail(error)
+            raise
+        self._worker.updating = False
+
+    def _recover(self, heals: bool) -> None:
+        """Clear away what a broken call has left, or refuse to go on."""
+        if not self._broken:
+            return
+        if self._watch.ranks > 1:
+            raise PipeloomError(
+                f"rank {self._watch.rank} cannot go on: {self._broken}, and messages to and from it are lost",
+                hint="start all ranks again, and load the newest checkpoint",
+            )
+        if self._torn and not heals:
+            raise PipeloomError(
+                f"{self._broken} in the middle of its update: some parameters may be updated and others not",
+                hint="load the newest checkpoint, or make the pipeline again",
+            )
+        self._worker.forget()
+        for name, buffer in self._buffers.items():
+            self._worker.weights.replace_buffer(name, buffer)
+        self._broken, self._torn, self._worker.updating = "", False, False
