@@ -199,8 +199,8 @@ def test_two_ranks_refuse_to_go_on() -> None:
     }
     assert second[0].startswith("rank 0 failed: KeyboardInterrupt")
     assert set(second[1:]) == {
-        "rank 1 cannot go on: step 2 was broken off (rank 0 failed: KeyboardInterrupt), and messages to and from "
-        "it are lost"
+        "rank 1 cannot go on: step 2 was broken off (rank 0 failed: KeyboardInterrupt), and messages to and "
+        "from it are lost"
     }
 
 
