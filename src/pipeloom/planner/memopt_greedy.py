@@ -6,7 +6,9 @@
        reload takes beyond what is hidden. Sweep again, and so on.
     3. A pick that frees all that is left may be better than the next pick and those after it: the cheapest
        such end is tried as well.
-    4. Picks that are no longer needed are dropped, the dearest first.
+    4. Picks that are no longer needed are dropped, first those that save most seconds per byte.
+    5. Where that fails, or costs more than a little, the same from choices of checkpoints
+       (memopt_segments.py); the best of all is taken.
 
 What recomputing frees depends on what else is dropped. A residual from which others are made again is a
 checkpoint: without it, what lies on both sides of it is made again at once, at a moment that may then need
@@ -27,8 +29,18 @@ import numpy as np
 from .again import DROPPED, Moments
 from .intervals import Indices
 from .memopt_picks import ADDED, BANNED, BESIDES, CHOICE, MAY, PEAK, SECONDS, SIZE, STORAGE, TOP, pick_all
+from .memopt_segments import choices
 from .residuals import KEEP, OFFLOAD
 from .sweep import run
+
+FINISHED = 3
+"""Of the choices of checkpoints that fit, how many are finished greedily."""
+
+SMALL = 32
+"""Residuals of a stage up to which all are, if none fits."""
+
+CHEAP = 0.01
+"""Share of the stage's forward below which what a choice adds is not worth another try."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,17 +83,41 @@ class Found(NamedTuple):
 
 def greedy(task: Task) -> Found:
     """A choice that keeps the allowance, or as little as was reached."""
+    found = _from_nothing(task)
+    little = CHEAP * float(task.moments.residuals.seconds.sum())
+    return found if not found.fails and found.seconds <= little else _from_checkpoints(task, found)
+
+
+def _from_nothing(task: Task) -> Found:
+    """From everything kept, with what is offloaded for nothing chosen in two ways."""
     residuals, peak = task.moments.residuals, task.moments.peak(np.full(len(task.may), KEEP))
     begun = np.concatenate([[0.0], np.cumsum(residuals.seconds[residuals.chain.items])])
     alone = begun[residuals.chain.first[1:]] - begun[residuals.chain.first[:-1]] + residuals.besides
     dear = np.where(task.may > 0, alone / np.maximum(residuals.size, 1.0), np.inf)
-    hidden = _hidden(task, peak - task.allowance, np.lexsort((-residuals.size, -dear)))
-    found = _solved(task, hidden)
-    if not len(hidden) or not (found.fails or found.seconds > 0):
+    need = peak - task.allowance
+    nothing = np.full(len(task.may), KEEP, np.int64)
+    found = _solved(task, first := _offloaded(task, nothing, need, np.lexsort((-residuals.size, -dear))))
+    if not first.any() or not (found.fails or found.seconds > 0):
         return found
-    other = _hidden(task, peak - task.allowance, np.argsort(-residuals.size, kind="stable"))
-    second = _solved(task, other)
+    second = _solved(task, _offloaded(task, nothing, need, np.argsort(-residuals.size, kind="stable")))
     return second if second.better(found) else found
+
+
+def _from_checkpoints(task: Task, found: Found) -> Found:
+    """The better of what was found and of what comes of choosing checkpoints first: of the fastest choices that
+    fit; where none does, of those that need least, all of them if the stage is small."""
+    order = np.argsort(-task.moments.residuals.size, kind="stable")
+    begun = []
+    for choice in choices(task.moments, task.may):
+        own = _offloaded(task, choice, np.inf, order)
+        peak = task.moments.peak(own)
+        begun.append(Found(peak > task.allowance, seconds_of(task, own), peak, own))
+    begun.sort(key=lambda one: (one.fails, one.peak if one.fails else one.seconds))
+    fitting = [one for one in begun if not one.fails][:FINISHED]
+    for one in fitting or begun[: len(begun) if len(task.may) <= SMALL else 1]:
+        other = _solved(task, one.choice)
+        found = other if other.better(found) else found
+    return found
 
 
 def seconds_of(task: Task, choice: Indices) -> float:
@@ -91,8 +127,8 @@ def seconds_of(task: Task, choice: Indices) -> float:
     return residuals.recompute_s(choice) + max(0.0, away - task.hidden) * task.s_per_byte
 
 
-def _solved(task: Task, hidden: Indices) -> Found:
-    """hidden: what is offloaded to begin with."""
+def _solved(task: Task, begin: Indices) -> Found:
+    """What the greedy choice makes of a choice to begin with."""
     moments, residuals = task.moments, task.moments.residuals
     count = len(residuals)
     numbers, figures = np.zeros((BANNED + 1, count), np.int64), np.zeros((ADDED + 1, count))
@@ -102,20 +138,19 @@ def _solved(task: Task, hidden: Indices) -> Found:
         task.allowance, task.per_offloaded, task.hidden, task.most, task.s_per_byte, 0.0, 0.0,
     ])  # fmt: skip
     chains = *residuals.chain, residuals.seconds, np.zeros(len(residuals.seconds), np.int64)
-    nothing = np.full(count, KEEP, np.int64)
     moments.stage[3][DROPPED] = 0
-    plan = chains, numbers, figures, moments.sums(nothing), limits
-    fits = run(pick_all, 4 * count * (moments.end - moments.start))(hidden, moments.stage, plan)
+    plan = chains, numbers, figures, moments.sums(np.full(count, KEEP, np.int64)), limits
+    fits = run(pick_all, 4 * count * (moments.end - moments.start))(begin, moments.stage, plan)
     return Found(not fits, float(limits[SECONDS]), float(limits[PEAK]), numbers[CHOICE])
 
 
-def _hidden(task: Task, need: float, order: Indices) -> Indices:
-    """What to offload because it costs no time, in this order, while it is needed."""
-    chosen: list[int] = []
+def _offloaded(task: Task, choice: Indices, need: float, order: Indices) -> Indices:
+    """The choice, and of what it keeps offloaded what costs no time, in this order, while it is needed."""
+    found, sizes = choice.copy(), task.moments.residuals.size
     away, most = 0.0, min(task.hidden, task.most) if task.per_offloaded > 0 else 0.0
-    for k in order.tolist():
-        size = float(task.moments.residuals.size[k])
+    for k in order[choice[order] == KEEP].tolist() if most > 0 else []:
+        size = float(sizes[k])
         if away * task.per_offloaded < need and away + size <= most:
-            chosen.append(k)
+            found[k] = OFFLOAD
             away += size
-    return np.array(chosen, dtype=np.int64)
+    return found

@@ -247,7 +247,7 @@ def _relieve(stage, plan):  # type: ignore[no-untyped-def]
 
 @apart
 def _spare(stage, plan):  # type: ignore[no-untyped-def]
-    """Keep again what need not be treated, the dearest first, until nothing more may be."""
+    """Keep again what need not be treated, until nothing more may be: first what saves most per byte."""
     _, numbers, figures, sums, limits = plan
     changed = True
     while changed:
@@ -258,7 +258,8 @@ def _spare(stage, plan):  # type: ignore[no-untyped-def]
             if numbers[CHOICE, k] != KEEP:
                 before = limits[SECONDS]
                 _treat(k, stage, plan)
-                figures[WORTH, k] = max(0.0, before - limits[SECONDS])
+                saved = max(0.0, before - limits[SECONDS])
+                figures[WORTH, k] = saved / max(figures[SIZE, k], 1.0)
                 _treat(k, stage, plan)
         pick = _best(plan)
         while pick >= 0:
@@ -274,12 +275,13 @@ def _spare(stage, plan):  # type: ignore[no-untyped-def]
 
 
 @apart
-def pick_all(hidden, stage, plan):  # type: ignore[no-untyped-def]
-    """Make the choice; False if it does not keep the allowance."""
+def pick_all(begin, stage, plan):  # type: ignore[no-untyped-def]
+    """Make the choice, with one to begin with; False if it does not keep the allowance."""
     _, numbers, _, sums, limits = plan
-    for k in hidden:
-        numbers[OPTION, k] = OFFLOAD
-        _treat(k, stage, plan)
+    for k in range(len(begin)):
+        if begin[k] != KEEP:
+            numbers[OPTION, k] = begin[k]
+            _treat(k, stage, plan)
     limits[PEAK] = peak_of(stage, sums)
     fresh = True
     while limits[PEAK] > limits[ALLOWANCE]:

@@ -1,0 +1,49 @@
+"""The greedy choice of residuals ended with checkpoints in the wrong places, and fitted nothing that could be."""
+
+from math import inf
+
+import pytest
+from random_stages import chain_model, random_model
+
+from pipeloom.planner.memopt import optimise
+from pipeloom.planner.memopt_greedy import greedy
+from pipeloom.planner.memopt_segments import choices
+from pipeloom.planner.residuals import KEEP
+
+
+@pytest.mark.parametrize(
+    ("seed", "ops", "in_flight", "share"),
+    [
+        (801710, 21, 1, 0.7011181581941688),
+        (635027, 14, 1, 0.7301799819670336),
+        (782070, 20, 4, 0.4470034551904057),
+        (812158, 7, 1, 0.9398580033433368),
+    ],
+)
+def test_what_the_exact_choice_fits_fits(seed, ops, in_flight, share):
+    """Five of 568 random stages were said not to fit."""
+    model = random_model(seed, ops)
+    free = optimise(model, 0, ops - 1, 0, in_flight=in_flight, cap=inf)
+    best, found = (
+        optimise(model, 0, ops - 1, 0, in_flight=in_flight, cap=share * free.peak_bytes, method=method)
+        for method in ("exact", "greedy")
+    )
+    assert best.fits and found.fits
+    assert best.seconds * (1 - 1e-9) <= found.seconds <= 1.2 * best.seconds
+
+
+def test_checkpoints_are_chosen_together():
+    """A chain of equal ops: some choice keeps no more than about the root of twice its results."""
+    ops = 45
+    sizes = []
+
+    def look(task):
+        sizes.extend((task.moments.peak(c), int((c == KEEP).sum())) for c in choices(task.moments, task.may))
+        return greedy(task)
+
+    model = chain_model(ops)
+    optimise(model, 0, ops, 0, in_flight=1, cap=20 * 400, method=look)
+    least, kept = min(sizes)
+    assert least <= 400 * ((2 * ops) ** 0.5 + 4)
+    assert 1 < kept < 2 * (2 * ops) ** 0.5
+    assert len(set(sizes)) > 3
