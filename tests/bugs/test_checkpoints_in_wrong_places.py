@@ -1,4 +1,4 @@
-"""The greedy choice of residuals ended with checkpoints in the wrong places, and fitted nothing that could be."""
+"""The greedy choice of residuals ended with checkpoints in the wrong places, and did not fit what can fit."""
 
 from math import inf
 

@@ -104,8 +104,8 @@ def _from_nothing(task: Task) -> Found:
 
 
 def _from_checkpoints(task: Task, found: Found) -> Found:
-    """The better of what was found and of what comes of choosing checkpoints first: of the fastest choices that
-    fit; where none does, of those that need least, all of them if the stage is small."""
+    """The better of what was found and of what comes of choosing checkpoints first: of the fastest choices
+    that fit; where none does, of the one that needs least, and of all if the stage is small."""
     order = np.argsort(-task.moments.residuals.size, kind="stable")
     begun = []
     for choice in choices(task.moments, task.may):

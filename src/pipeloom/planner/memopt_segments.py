@@ -5,7 +5,8 @@ with checkpoints in the wrong places: large ones, or too many. Here the checkpoi
 A checkpoint at op p keeps every residual that is made in front of p and that something behind it needs: a
 backward, or the chain of a residual made there. All between two checkpoints is dropped that may be.
 
-    least(p) = min over i < p of  least(i) + bytes kept at p,   where least(i) + bytes dropped in [i, p) <= limit
+    least(p) = min over i < p of  least(i) + bytes kept at p
+               where  least(i) + bytes dropped in [i, p) <= limit
 
 least(i) is what is kept in front of i, and so is there while [i, p) is made again: with one micro-batch in
 flight that decides, so that the stretches get shorter towards the end. With more in flight every checkpoint
