@@ -5,13 +5,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeloom.ir.errors import ConfigError
-from pipeloom.ir.units import UNITS, format_bytes, parse_bytes
+from pipeloom.ir.units import UNITS, enough_bytes, format_bytes, parse_bytes
 
 
 @pytest.mark.parametrize(
     ("text", "size"),
     [("1", 1), ("1B", 1), (" 2 KiB ", 2048), ("1.5MiB", 1572864), ("2kB", 2000),
-     ("0.5GB", 500_000_000), (7, 7)],
+     ("0.5GB", 500_000_000), ("24.2MiB", 25_375_539), (7, 7)],
 )  # fmt: skip
 def test_what_is_read(text, size):
     assert parse_bytes(text) == size
@@ -23,7 +23,7 @@ def test_what_is_read(text, size):
         ("", "cannot read '' as a size"), ("GiB", "cannot read"), ("-1GiB", "cannot read"),
         ("1e9", "cannot read"), ("1GiB2", "cannot read"), ("1,5GiB", "cannot read"), ("inf", "cannot read"),
         ("1Gib", "unknown unit 'Gib'"), ("3 parsecs", "unknown unit 'parsecs'"), ("0MiB", "no size above 0"),
-        ("0.3B", "not a whole number of bytes"), (-5, "cannot read"), (0, "no size above 0"),
+        ("0.3B", "less than a byte"), (-5, "cannot read"), (0, "no size above 0"),
         (True, "cannot read True"), (None, "cannot read None"), (1.5, "cannot read 1.5"),
     ],
 )  # fmt: skip
@@ -39,3 +39,9 @@ def test_numbers_and_units(number, unit):
 
 def test_for_people():
     assert [format_bytes(n) for n in (0, 1023, 1024, 10**9)] == ["0 B", "1023 B", "1.0 KiB", "953.7 MiB"]
+
+
+@given(size=st.integers(1, 10**14))
+def test_what_is_printed_can_be_typed_in_again(size):
+    assert parse_bytes(format_bytes(size)) == pytest.approx(size, rel=0.051)
+    assert size <= parse_bytes(enough_bytes(size)) <= size * 1.11

@@ -2,8 +2,16 @@ from dataclasses import replace
 
 import pytest
 
-from pipeloom.ir.timeline import Timeline
-from pipeloom.viewer.facts import Comparison, StageRow, facts, memory_kinds, stage_comparisons, stage_seconds
+from pipeloom.ir.timeline import MemoryCurve, Timeline
+from pipeloom.viewer.facts import (
+    Comparison,
+    StageRow,
+    facts,
+    memory_kinds,
+    peak_of,
+    stage_comparisons,
+    stage_seconds,
+)
 
 MiB = 1024**2
 
@@ -13,7 +21,7 @@ def test_errors_are_shares_of_the_measured(two_ranks: Timeline) -> None:
         two_ranks,
         source="measured",
         events=tuple(replace(e, start_s=e.start_s * 2, end_s=e.end_s * 2) for e in two_ranks.events),
-        memory=tuple(replace(c, sizes=tuple(s * 3 for s in c.sizes)) for c in two_ranks.memory),
+        peaks=tuple({kind: size * 3 for kind, size in peak.items()} for peak in two_ranks.peaks),
     )
     known = facts(two_ranks, slower)
     assert (known.step.predicted, known.step.measured, known.step.error) == (9.5, 19.0, -0.5)
@@ -21,7 +29,7 @@ def test_errors_are_shares_of_the_measured(two_ranks: Timeline) -> None:
     first, second = known.peaks
     assert (first.predicted, first.measured) == (30 * MiB, 90 * MiB)
     assert first.error == pytest.approx(-2 / 3)
-    assert second.error == 0.0
+    assert second.error == pytest.approx(-2 / 3)
     assert known.worst_peak == first
 
 
@@ -60,3 +68,11 @@ def test_a_split_backward_counts_both_halves(two_ranks: Timeline) -> None:
 def test_memory_kinds_stand_in_the_plans_order(two_ranks: Timeline) -> None:
     odd = replace(two_ranks, peaks=({"cache": 1, "residuals": 2, "gradients": 0, "parameters": 3},))
     assert memory_kinds([odd]) == ("parameters", "residuals", "cache")
+
+
+def test_the_peak_of_a_rank_is_what_its_kinds_add_up_to(two_ranks: Timeline) -> None:
+    """A measured step that holds less than an earlier one had a smaller peak than the sum of its row."""
+    low = MemoryCurve(rank=0, tier="device", times_s=(0.0,), sizes=(29 * MiB,))
+    measured = replace(two_ranks, source="measured", memory=(low,))
+    assert [p.measured for p in facts(None, measured).peaks] == [30 * MiB, 10 * MiB]
+    assert peak_of(replace(measured, peaks=()), 0) == 29 * MiB

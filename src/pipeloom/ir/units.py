@@ -22,8 +22,12 @@ def parse_bytes(size: str | int) -> int:
     >>> parse_bytes("300MiB"), parse_bytes("1.5 GiB"), parse_bytes("2GB"), parse_bytes(4096)
     (314572800, 1610612736, 2000000000, 4096)
 
-    Raises: ConfigError unless the whole text is a positive number with a known unit, and a whole
-        number of bytes.
+    Sizes are printed rounded, so that they may be typed in again, part of a byte does not count:
+
+    >>> parse_bytes("24.2MiB")
+    25375539
+
+    Raises: ConfigError unless the whole text is a positive number with a known unit, of at least one byte.
     """
     if isinstance(size, bool) or not isinstance(size, (str, int)):
         raise ConfigError(f"cannot read {size!r} as a size", hint=_HINT)
@@ -38,8 +42,8 @@ def parse_bytes(size: str | int) -> int:
     exact = Decimal(number) * UNITS[unit]
     if exact <= 0:
         raise ConfigError(f"{size!r} is no size above 0", hint=_HINT)
-    if exact != int(exact):
-        raise ConfigError(f"{size!r} is not a whole number of bytes", hint=_HINT)
+    if exact < 1:
+        raise ConfigError(f"{size!r} is less than a byte", hint=_HINT)
     return int(exact)
 
 
@@ -49,7 +53,24 @@ def format_bytes(size: float) -> str:
     >>> format_bytes(314572800), format_bytes(999), format_bytes(43 * 2**30)
     ('300.0 MiB', '999 B', '43.0 GiB')
     """
-    for unit in ("TiB", "GiB", "MiB", "KiB"):
-        if abs(size) >= UNITS[unit]:
-            return f"{size / UNITS[unit]:.1f} {unit}"
-    return f"{size:.0f} B"
+    unit = _unit_of(size)
+    return f"{size:.0f} B" if unit == "B" else f"{size / UNITS[unit]:.1f} {unit}"
+
+
+def enough_bytes(size: int) -> str:
+    """A size that is advised, rounded up: who gives what it says gives at least so much.
+
+    >>> enough_bytes(25375540), enough_bytes(25 * 2**20), enough_bytes(999)
+    ('24.3 MiB', '25.0 MiB', '999 B')
+    """
+    unit = _unit_of(size)
+    if unit == "B":
+        return f"{size} B"
+    tenths = -(-size * 10 // UNITS[unit])
+    if parse_bytes(f"{tenths / 10} {unit}") < size:  # part of a byte was cut off
+        tenths += 1
+    return f"{tenths / 10:.1f} {unit}"
+
+
+def _unit_of(size: float) -> str:
+    return next((unit for unit in ("TiB", "GiB", "MiB", "KiB") if abs(size) >= UNITS[unit]), "B")

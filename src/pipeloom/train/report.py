@@ -61,14 +61,14 @@ def summary(
 ) -> dict[str, Any]:
     """The figures of a run as one JSON object.
 
-    run: its directory.  steps, first_step: steps done, and done before this start.  stages, schedule,
-    microbatches: as planned.  train_loss, validation_loss: [first, last] in nats per token, null before
-    there is one.  forecast, predicted, measured: step_s, bubble and peak_bytes (per rank) of one step, null
+    run: its directory. steps, first_step: steps done, and done before this start. stages, schedule,
+    microbatches: as planned. train_loss, validation_loss: [first, last] in nats per token, null before
+    there is one. forecast, predicted, measured: step_s, bubble and peak_bytes (per rank) of one step, null
     if there is none: the forecast is made before the first step, the other two belong to one rehearsal and
-    the step that it is held against.  step_error: predicted less measured step time, as a share of measured.
-    step_error_quartiles: of the errors of all rehearsals, null for fewer than four.  rehearsals: of each the
-    steps done (step), step_s predicted and measured, and the number of steps (steps) that the measured one
-    is the middle of.
+    the step that it is held against, but for measured bytes, the most since the run began. step_error:
+    predicted less measured step time, as a share of measured. step_error_quartiles: of the errors of all
+    rehearsals, null for fewer than four. rehearsals: of each the steps done (step), step_s predicted and
+    measured, and the number of steps (steps) that the measured one is the middle of.
     """
     predicted, measured, comparison = predicted_step(outcome, forecast), outcome.timeline, outcome.comparison
     return {
@@ -141,5 +141,5 @@ def _ends(points: Sequence[tuple[int, float]]) -> list[float] | None:
 def _step(timeline: Timeline | None) -> dict[str, Any] | None:
     if timeline is None:
         return None
-    peaks = [timeline.peak_bytes(rank) for rank in range(timeline.ranks)]
+    peaks = [viewer.peak_of(timeline, rank) for rank in range(timeline.ranks)]
     return {"step_s": timeline.step_s, "bubble": timeline.bubble, "peak_bytes": peaks}

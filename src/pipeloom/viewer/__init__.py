@@ -5,7 +5,7 @@ torch.
 """
 
 from .chrome import chrome_trace, write_trace
-from .facts import StageRow
+from .facts import StageRow, peak_of
 from .html import write_report
 from .path import fold
 from .reasons import merged, sentence, sources
@@ -20,6 +20,7 @@ __all__ = [
     "gantt",
     "memory_table",
     "merged",
+    "peak_of",
     "print_report",
     "sentence",
     "sources",

@@ -68,7 +68,7 @@ class Facts:
 def facts(predicted: Timeline | None, measured: Timeline | None) -> Facts:
     ranks = max(t.ranks for t in (predicted, measured, _NOTHING) if t is not None)
     peaks = (
-        Comparison(name=f"rank {r}", predicted=_peak(predicted, r), measured=_peak(measured, r))
+        Comparison(name=f"rank {r}", predicted=peak_of(predicted, r), measured=peak_of(measured, r))
         for r in range(ranks)
     )
     return Facts(
@@ -89,13 +89,18 @@ def facts(predicted: Timeline | None, measured: Timeline | None) -> Facts:
 _NOTHING = Timeline(source="predicted", ranks=0, events=())
 
 
-def _peak(timeline: Timeline | None, rank: int) -> int | None:
-    """The curve's peak, else the sum of the kinds; None where the timeline knows no memory."""
+def peak_of(timeline: Timeline | None, rank: int) -> int | None:
+    """The sum of the kinds, else the curve's peak; None where the timeline knows no memory.
+
+    Of a measured step the kinds are those at the peak of the run so far, which its own curve may not reach:
+    in another step a message may have stayed for longer.
+    """
     if timeline is None or rank >= timeline.ranks:
         return None
-    if any(c.rank == rank and c.tier == "device" for c in timeline.memory):
-        return timeline.peak_bytes(rank)
-    return sum(timeline.peaks[rank].values()) if rank < len(timeline.peaks) else None
+    if rank < len(timeline.peaks) and timeline.peaks[rank]:
+        return sum(timeline.peaks[rank].values())
+    known = any(c.rank == rank and c.tier == "device" for c in timeline.memory)
+    return timeline.peak_bytes(rank) if known else None
 
 
 def memory_kinds(timelines: Sequence[Timeline]) -> tuple[str, ...]:
