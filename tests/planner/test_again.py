@@ -1,5 +1,7 @@
 """Sweeps of stages that make residuals again inside their backward, against a plain reference; its use."""
 
+import random
+from dataclasses import replace
 from math import inf
 
 import numpy as np
@@ -25,10 +27,22 @@ def moments(model: CostModel, end: int, in_flight: int = 1) -> Moments:
     return moments_of(model, footprint, residuals, in_flight, place)
 
 
+def letting_go(model: CostModel, seed: int) -> CostModel:
+    """The same, but some backwards make their gradients in two parts."""
+    draw, costs = random.Random(seed), dict(model.profile.costs)
+    for name, cost in costs.items():
+        if draw.random() < 0.5:
+            lets_go = draw.choice(("", *cost.saves))
+            first, rest = draw.randint(1, 200), draw.randint(1, 200)
+            costs[name] = replace(cost, lets_go=lets_go, grad_first_bytes=first, grad_rest_bytes=rest)
+    profile = replace(model.profile, costs=costs)
+    return CostModel(model.graph, [profile] * len(model.kind), model.cluster, model.options)
+
+
 @settings(max_examples=150, deadline=None)
 @given(seed=st.integers(0, 10**6), ops=st.integers(3, 30), data=st.data())
 def test_levels_are_those_of_a_plain_reference(seed, ops, data):
-    model, end = random_model(seed, ops), ops - 1
+    model, end = letting_go(random_model(seed, ops), seed), ops - 1
     found = moments(model, end)
     residuals = found.residuals
     which = data.draw(st.lists(st.booleans(), min_size=len(residuals), max_size=len(residuals)))
@@ -47,9 +61,8 @@ def test_levels_are_those_of_a_plain_reference(seed, ops, data):
         if step.kind == "again":
             here = levels[again.KEPT_BEFORE, place] - kept + held
         else:
-            here = max(
-                levels[again.KEPT_UNTIL, place] - kept + held, levels[again.KEPT_AFTER, place] - later + after
-            )
+            until = levels[again.KEPT_WHOLE if slow.stays(place) else again.KEPT_UNTIL, place]
+            here = max(until - kept + held, levels[again.KEPT_AFTER, place] - later + after)
         expected[place] = max(expected[place], here)
     assert levels[again.BACKWARD].tolist() == expected.tolist()
     assert most == (max(slow.forward()), expected.max())

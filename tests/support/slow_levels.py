@@ -83,6 +83,14 @@ class SlowStage:
             found.append((step, here, held + self._bytes(alive)))
         return found
 
+    def stays(self, place: int) -> bool:
+        """Whether what the backward of an op lets go of early is read again later."""
+        value = self.costs[self.ops[place].name].lets_go
+        return any(value in self._reads(step) for step in self.steps[self._backward_at(place) + 1 :])
+
+    def _backward_at(self, place: int) -> int:
+        return self.steps.index(Step("backward", self.ops[place].name, place))
+
     def forward(self) -> list[float]:
         """Bytes of tensors in each op; what is sent stays to the end."""
         last = {v: place for place, op in enumerate(self.ops) for v in op.inputs}

@@ -34,12 +34,13 @@ AT, HEAD, FOLLOWING, PENDING, SEARCHED = range(5)
 """Rows of the marks, by op: in front of whose backward it runs again, -1 for never; the first op that does so
 in front of it; the one after that; room for searches; the last search that came by."""
 
-FIRST_AT, LAST_AT, LAST_OP, THERE, LAST_IN, SAVER, DROPPED = range(5, 12)
+FIRST_AT, LAST_AT, LAST_OP, THERE, LAST_IN, SAVER, DROPPED, LETS_GO = range(5, 13)
 """By storage: in front of whose backward ops that run again read it first, and last; the last of these ops;
-whether a cheap op has made it; its last reader and first saver in the stage; whether it is dropped."""
+whether a cheap op has made it; its last reader and first saver in the stage; whether it is dropped. By op
+again: the storage that its backward lets go of early, -1 for none."""
 
-KEPT_FORWARD, KEPT_BEFORE, KEPT_UNTIL, KEPT_AFTER, FORWARD, BACKWARD, EARLIER = range(7)
-"""Rows of the levels, by op: the four of the sweep that keeps everything, those with the choice, and from the
+KEPT_FORWARD, KEPT_BEFORE, KEPT_UNTIL, KEPT_AFTER, KEPT_WHOLE, FORWARD, BACKWARD, EARLIER = range(8)
+"""Rows of the levels, by op: the five of the sweep that keeps everything, those with the choice, and from the
 last on room for two that are compared with these."""
 
 HELD, AGAIN, AWAY, EDGE, MESSAGE, OTHERS = 0, 1, 2, 3, 5, 7
@@ -174,7 +175,9 @@ def _backward_levels(stage):  # type: ignore[no-untyped-def]
             if ahead == 0 and marks[DROPPED, s] > 0 and made[s] < 0 and marks[THERE, s] < 0:
                 marks[THERE, s] = 1
                 level += size[s]
-        most = max(most, levels[KEPT_UNTIL, p] + level)
+        early = marks[LETS_GO, p]
+        stays = early >= 0 and marks[SAVER, early] == p and 0 <= marks[LAST_AT, early] < p
+        most = max(most, levels[KEPT_WHOLE if stays else KEPT_UNTIL, p] + level)
         for k in range(saves_first[p], saves_first[p + 1]):
             s = saves[k]
             if marks[SAVER, s] == p and 0 <= marks[LAST_AT, s] < p:
@@ -235,8 +238,9 @@ class Moments:
         """The stage as kernels see it: its start and end, what it does forward, marks, levels, ahead."""
         last_in, saver, levels = self.sweep.moments(self.start, self.end)
         ops, storages = len(self.sweep.tensors), len(last_in)
-        marks = np.zeros((DROPPED + 1, max(ops, storages) + 1), np.int64)
+        marks = np.zeros((LETS_GO + 1, max(ops, storages) + 1), np.int64)
         marks[LAST_IN, :storages], marks[SAVER, :storages] = last_in, saver
+        marks[LETS_GO, :ops] = self.sweep.tensors.lets_go
         own = np.zeros((EARLIER + 2, ops))
         here = slice(self.start, self.end)
         own[:FORWARD, here] = levels[:, here]

@@ -2,10 +2,11 @@
 
 Forward, op by op: what it makes is there until its last reader in the stage, or to the end if an op saves it
 or it is sent. Backward, in the opposite order: a residual goes with the backward of the first op that saved
-it. A value's gradient begins with the last reader's backward, as a new tensor or as that of the reader's
-output passed on; each further reader's is added up with it, in one of the two, or in a new tensor if both are
-held elsewhere too; it goes with the backward of the value's maker. Gradients that come from other stages lie
-in messages' buffers, those of parameters are added where they belong at once.
+it, or in the middle of that if the op then lets go of it. A value's gradient begins with the last reader's
+backward, as a new tensor or as that of the reader's output passed on; each further reader's is added up with
+it, in one of the two, or in a new tensor if both are held elsewhere too; it goes with the backward of the
+value's maker. Gradients that come from other stages lie in messages' buffers, those of parameters are added
+where they belong at once.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ def _dropped(tensor, holders, tensor_size):  # type: ignore[no-untyped-def]
 @kernel
 def _first_givers(start, end, backward, current, giver):  # type: ignore[no-untyped-def]
     """Which gradients are given from outside, and the first op of the stage that makes a part of each."""
-    outs_first, outs, gives_first, gives, _, _, _, grad_last, _ = backward
+    outs_first, outs, gives_first, gives, _, _, _, grad_last, _, _, _ = backward
     for p in range(end - 1, start - 1, -1):
         for k in range(gives_first[p], gives_first[p + 1]):
             current[gives[k]] = -1
@@ -109,10 +110,12 @@ def _first_givers(start, end, backward, current, giver):  # type: ignore[no-unty
 def _in_backward(start, end, forward, backward, work, level):  # type: ignore[no-untyped-def]
     """The same of the backward, from all residuals on.
 
-    `levels` gets what is alive before each op (1), and the most from there until residuals go (2), and after.
+    `levels` gets what is alive before each op (1), the most from there until residuals go (2), and after (3);
+    and (4) the most until then if the op lets go of nothing early.
     """
     _, _, _, _, saves_first, saves, extra, size, _, _, _ = forward
-    outs_first, outs, gives_first, gives, passes, grad_size, grad_made, _, grad_scratch = backward
+    outs_first, outs, gives_first, gives, passes, grad_size, grad_made, _, _, _, _ = backward
+    _, _, _, _, _, _, _, _, grad_scratch, begun, lets_go = backward
     _, saver, levels, (current, giver, tensor_size, holders, given) = work
     _first_givers(start, end, backward, current, giver)
     tensors = GIVEN + 1
@@ -126,7 +129,9 @@ def _in_backward(start, end, forward, backward, work, level):  # type: ignore[no
         learns = passed >= 0
         levels[1, p] = level
         levels[2, p] = level
+        levels[4, p] = level
         if learns:
+            early = level + begun[p]
             for k in range(first, gives_first[p + 1]):
                 given[k - first] = passed if passes[k] > 0 else tensors
                 if passes[k] > 0:
@@ -136,13 +141,19 @@ def _in_backward(start, end, forward, backward, work, level):  # type: ignore[no
                     holders[tensors] = 1
                     tensors += 1
                     level += grad_size[gives[k]]
-            levels[2, p] = level + grad_scratch[p]
+            levels[4, p] = max(early, level + grad_scratch[p])
+            gone = size[lets_go[p]] if lets_go[p] >= 0 and saver[lets_go[p]] == p else 0.0
+            levels[2, p] = max(early, level + grad_scratch[p] - gone)
         for k in range(outs_first[p], outs_first[p + 1]):
             level -= _dropped(current[outs[k]], holders, tensor_size)
         level -= extra[p]
         for k in range(saves_first[p], saves_first[p + 1]):
             if saver[saves[k]] == p:
                 level -= size[saves[k]]
+        for k in range(first, gives_first[p + 1] if learns else first):
+            if grad_made[gives[k]] == STATE and current[gives[k]] < 0 and giver[gives[k]] == p:
+                level -= _dropped(given[k - first], holders, tensor_size)
+                given[k - first] = GIVEN
         levels[3, p] = level
         for k in range(first, gives_first[p + 1] if learns else first):
             g = gives[k]
@@ -201,10 +212,11 @@ class Sweep:
         self.forward = (*t.reads, *t.makes, *t.saves, t.extra, t.size, t.made, t.last, t.scratch)
         self._backward = (
             *t.makes_grads, *t.gives, t.passes, t.grad_size, t.grad_made, t.grad_last, t.grad_scratch,
+            t.first, t.lets_go,
         )  # fmt: skip
         grads = 2 * len(t.passes) + 2
         self.last_in, self.saver = (np.zeros(len(t.size), np.int64) for _ in range(2))
-        self.levels = np.zeros((4, len(t)))
+        self.levels = np.zeros((5, len(t)))
         self._grads = (
             np.zeros(len(t.grad_size), np.int64), np.zeros(len(t.grad_size), np.int64),
             np.zeros(grads), np.zeros(grads, np.int64), np.zeros(len(t.passes) + 1, np.int64),
@@ -246,15 +258,17 @@ class Sweep:
         saved = t.saves.items[t.made[t.saves.items] >= 0]  # others may be saved in another stage only
         unsaved = np.setdiff1d(np.arange(len(t.size)), saved)
         first = _first_of(t.gives, np.where(t.grad_made >= 0, t.grad_made, len(t)))
+        most = len(t) - 1
         spans = (
-            (0, np.maximum(t.made[unsaved], 0), np.maximum(t.last, t.made)[unsaved], t.size[unsaved]),
-            (1, first, np.minimum(t.grad_last, len(t) - 1), t.grad_size),
+            (0, np.maximum(t.made, 0)[unsaved], np.clip(t.last, t.made, most)[unsaved], t.size[unsaved]),
+            (1, first, np.minimum(t.grad_last, most), t.grad_size),
         )
         for row, begin, last, size in spans:
             alive = last >= begin
             np.add.at(change[row], begin[alive], size[alive])
             np.add.at(change[row], last[alive] + 1, -size[alive])
-        found = np.cumsum(change, axis=1)[:, :-1] + np.stack([t.scratch, t.grad_scratch])
+        besides = np.stack([t.scratch, np.maximum(t.first, t.grad_scratch)])
+        found = np.cumsum(change, axis=1)[:, :-1] + besides
         op = np.repeat(np.arange(len(t)), np.diff(t.gives.first))
         np.add.at(found[1], op, 2 * t.grad_size[t.gives.items])
         return np.asarray(found)

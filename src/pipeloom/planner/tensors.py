@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ..ir.graph import Op, OpGraph
 from ..ir.memory import residual_names
 from ..ir.profile import Profile
 from ..ir.storage import views_of_state
@@ -27,7 +28,8 @@ STATE = -2
 """Maker of parameters."""
 
 OUTSIDE = 1 << 60
-"""A reader behind every stage: that of the loss, whose gradient is given."""
+"""A reader behind every stage: that of the loss, whose gradient is given, and that of a buffer's next state,
+which the forward hands out at its end."""
 
 
 class Rows(NamedTuple):
@@ -60,7 +62,10 @@ class Tensors:
         too.  passes: along `gives.items`, whether that gradient is the output's own, and no new tensor.
     grad_size, grad_made, grad_last: of each value with a gradient, and each parameter (whose maker is
         `STATE`); the last reader is one through which a gradient flows.
-    scratch, grad_scratch: op -> bytes that its forward, and its backward, need besides.
+    scratch, grad_scratch: op -> bytes that its forward, and its backward, need besides. The latter may be
+        below 0: a gradient of a parameter is added where it belongs before the others are made.
+    first: op -> most bytes that its backward makes before it lets go of a storage, which is `lets_go`, -1 for
+        none; 0 where it makes all at once.
     """
 
     reads: Rows
@@ -78,6 +83,8 @@ class Tensors:
     grad_last: Indices
     scratch: Array
     grad_scratch: Array
+    first: Array
+    lets_go: Indices
     names: tuple[str, ...]
     """Of the storages."""
     residuals: tuple[str, ...]
@@ -101,11 +108,10 @@ class Tensors:
             gives=_take(self.gives, order), passes=self.passes[grads], extra=self.extra[order],
             fixed=self.fixed[order],
             scratch=self.scratch[order], grad_scratch=self.grad_scratch[order],
+            first=self.first[order], lets_go=self.lets_go[order],
             made=place[self.made], grad_made=place[self.grad_made],
-            last=_last_of(self.reads, place, len(self.size)),
-            grad_last=np.where(
-                self.grad_last == OUTSIDE, OUTSIDE, _last_of(self.gives, place, len(self.grad_size))
-            ),
+            last=_in_order(self.last, self.reads, place),
+            grad_last=_in_order(self.grad_last, self.gives, place),
         )  # fmt: skip
 
 
@@ -119,6 +125,11 @@ def _take(lists: Rows, order: Indices) -> Rows:
     lengths = np.diff(lists.first)[order]
     first = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     return Rows(first, lists.items[_rows_in_order(lists, order)])
+
+
+def _in_order(last: Indices, lists: Rows, place: Indices) -> Indices:
+    """Last readers in another order; those behind every stage stay there."""
+    return np.where(last == OUTSIDE, OUTSIDE, _last_of(lists, place, len(last)))
 
 
 def _last_of(lists: Rows, place: Indices, count: int) -> Indices:
@@ -152,10 +163,16 @@ def tensors_of(wiring: Wiring, saves: Mapping[str, Sequence[str]], profile: Prof
     given = rows([grad[name] for name in names] for names in gives)
     costs = [profile.costs[op.name] for op in ops]
     passed = [name in cost.passes for cost, own in zip(costs, gives, strict=True) for name in own]
+    made_new = [
+        sum(sizes[name] for name in own if name not in cost.passes)
+        for cost, own in zip(costs, gives, strict=True)
+    ]
     here = np.arange(len(ops) + 1)
     known, changing = residual_names(graph), set(graph.together)
     grad_last = _last_of(given, here, len(grad))
     grad_last[[grad[v.name] for v in learning if v.name == graph.loss]] = OUTSIDE
+    last = _last_of(reads, here, len(names))
+    last[storages(v for op in ops for v in _next_states(op, graph))] = OUTSIDE
     return Tensors(
         names=names, reads=reads, residuals=tuple(known.get(v, "") for v in names),
         fixed=np.array([op.random or bool(changing.intersection((*op.buffers, *op.updates))) for op in ops]),
@@ -164,15 +181,30 @@ def tensors_of(wiring: Wiring, saves: Mapping[str, Sequence[str]], profile: Prof
         extra=_floats(c.extra_saved_bytes for c in costs),
         size=_floats(graph.value[v].bytes for v in names),
         made=np.array([wiring.made_at(v) for v in names], dtype=np.int64),
-        last=_last_of(reads, here, len(names)),
+        last=last,
         makes_grads=rows([grad[v.name] for v in op.outputs if v.name in grad] for op in ops),
         gives=given, passes=np.array(passed, dtype=np.int64),
         grad_size=_floats(sizes.values()),
         grad_made=np.array([wiring.made_at(v.name) for v in learning] + [STATE] * len(trained), np.int64),
         grad_last=grad_last,
         scratch=_floats(c.transient_bytes for c in costs),
-        grad_scratch=_floats(c.grad_transient_bytes for c in costs),
+        grad_scratch=_floats(
+            c.grad_rest_bytes - new if c.grad_first_bytes else c.grad_transient_bytes
+            for c, new in zip(costs, made_new, strict=True)
+        ),
+        first=_floats(c.grad_first_bytes for c in costs),
+        lets_go=np.array([number.get(base.get(c.lets_go, ""), -1) for c in costs], dtype=np.int64),
     )  # fmt: skip
+
+
+def _next_states(op: Op, graph: OpGraph) -> list[str]:
+    """The outputs of an op that are next states of buffers: the last ones of the buffers' shapes."""
+    found: list[str] = []
+    for name in reversed(op.updates):
+        shape = graph.buffer[name].shape
+        left = [v.name for v in op.outputs if v.shape == shape and v.name not in found]
+        found += left[-1:]
+    return found
 
 
 def _floats(numbers: Iterable[float]) -> Array:

@@ -15,11 +15,12 @@ from time import perf_counter
 import torch
 from torch import Tensor, fx
 
-from ..ir.graph import Op
+from ..ir.graph import Op, OpGraph
 from ..ir.profile import OpCost, Profile, batch_text
 from ..ir.storage import storages
 from .arguments import Arguments, Captured
 from .kernel import Kernel, Timer, engine_s, measure_kernel
+from .order import order_of
 
 
 def measure(
@@ -56,7 +57,9 @@ def measure(
                 measured[signatures[op.name]] = kernel
     base = storages(captured.graph)
     costs = {
-        op.name: _cost(op, nodes[op.name], measured[signatures[op.name]], arguments, base)
+        op.name: _cost(
+            op, captured.graph, nodes[op.name], measured[signatures[op.name]], arguments, base
+        )
         for op in captured.graph.ops
     }
     return Profile(
@@ -85,8 +88,11 @@ def _layout(node: fx.Node, arguments: Arguments) -> Hashable:
     return tuple(val.shape), val.stride(), val.dtype, arguments.role(node)
 
 
-def _cost(op: Op, node: fx.Node, kernel: Kernel, arguments: Arguments, base: Mapping[str, str]) -> OpCost:
-    """A kernel's measurements under the names of one of the ops that it stands for."""
+def _cost(
+    op: Op, graph: OpGraph, node: fx.Node, kernel: Kernel, arguments: Arguments, base: Mapping[str, str]
+) -> OpCost:
+    """A kernel's measurements under the names of one of the ops that it stands for. The order of gradients is
+    that of the table: alone, an op lets go of nothing."""
     if not any(value.needs_grad for value in op.outputs):
         return OpCost(forward_s=kernel.forward_s, transient_bytes=kernel.transient_bytes)
     sources = list(dict.fromkeys(node.all_input_nodes))
@@ -101,11 +107,13 @@ def _cost(op: Op, node: fx.Node, kernel: Kernel, arguments: Arguments, base: Map
             saves[base[results[position]]] = None
         else:
             extra += size
+    order = order_of(op, graph, base, tuple(saves))
     return OpCost(
         forward_s=kernel.forward_s, input_grad_s=kernel.input_grad_s, weight_grad_s=kernel.weight_grad_s,
         saves=tuple(saves), extra_saved_bytes=extra, transient_bytes=kernel.transient_bytes,
         grad_transient_bytes=kernel.grad_transient_bytes,
         passes=tuple(arguments.name(sources[i]) for i in kernel.passed_args),
+        lets_go=order.lets_go, grad_first_bytes=order.first, grad_rest_bytes=order.rest,
     )  # fmt: skip
 
 

@@ -26,6 +26,7 @@ from ..ir.graph import DTYPE_BYTES, Op, OpGraph, Parameter, Value, tensor_bytes
 from ..ir.profile import OpCost, Profile, batch_text
 from ..ir.storage import storages, views_of_state
 from .flops import attention_flops, convolution_flops, matmul_flops
+from .order import AT_ONCE, order_of
 from .rules import RULES, UNKNOWN, VIEW, Rule, base_name
 
 
@@ -77,6 +78,7 @@ class _Estimate:
         operands = _Operands(self, op, rule)
         saves, extra = operands.kept() if grads else ((), 0)
         input_grad, weight_grad = operands.backward() if grads else (_NONE, _NONE)
+        order = order_of(op, self.graph, self.base, saves) if grads else AT_ONCE
         dtype = op.outputs[0].dtype
         return OpCost(
             forward_s=0.0 if rule.kind == "free" else self.seconds(operands.forward(), rule.kind, dtype),
@@ -85,6 +87,7 @@ class _Estimate:
             saves=saves, extra_saved_bytes=extra, transient_bytes=operands.scratch(),
             grad_transient_bytes=operands.grad_scratch() if grads else 0,
             passes=operands.passed() if grads else (),
+            lets_go=order.lets_go, grad_first_bytes=order.first, grad_rest_bytes=order.rest,
         )  # fmt: skip
 
     def seconds(self, work: _Work, kind: str, dtype: str) -> float:

@@ -16,6 +16,7 @@ Keeps = Literal["nothing", "input", "inputs", "output", "factors", "divisor", "i
 Extra = Literal[
     "nothing", "mask", "noise", "statistics", "channel statistics", "positions", "probabilities", "attention"
 ]
+Order = Literal["at once", "last factor", "divisor", "power"]
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Rule:
         output number; "probabilities" as much as the first input, and one number; "attention" see roofline.
     passes: the gradient of an input of the output's shape is the output's own gradient.
     scratch: scratch of the backward as a multiple of the first input.
+    order: in which the backward makes gradients, see `order.py`.
     """
 
     kind: Class = "elementwise"
@@ -38,12 +40,13 @@ class Rule:
     extra: Extra = "nothing"
     passes: bool = False
     scratch: float = 0.0
+    order: Order = "at once"
 
 
 _TABLE: dict[Rule, str] = {
+    Rule("matmul", "factors", order="last factor"): "linear matmul mm bmm",
     Rule("matmul", "factors"): """
-        linear matmul mm bmm addmm baddbmm addbmm dot mv addmv einsum bilinear _grouped_mm _scaled_mm
-        grouped_mm_fallback""",
+        addmm baddbmm addbmm dot mv addmv einsum bilinear _grouped_mm _scaled_mm grouped_mm_fallback""",
     Rule("convolution", "factors"): """
         convolution conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d""",
     Rule("attention", "queries", "attention"): """
@@ -69,15 +72,16 @@ _TABLE: dict[Rule, str] = {
         clamp_max erf erfc logit log_sigmoid log_sigmoid_forward glu var var_mean std_mean cumprod
         softshrink hardshrink digamma lgamma _adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_avg_pool1d
         adaptive_avg_pool2d adaptive_avg_pool3d im2col""",
-    Rule("elementwise", "input", scratch=1.0): "pow square",
+    Rule("elementwise", "input", scratch=1.0, order="power"): "pow square",
     Rule("elementwise", "output"): "relu sigmoid tanh exp exp2 expm1 sqrt reciprocal",
-    Rule("elementwise", "output", scratch=1.0): "rsqrt",
+    Rule("elementwise", "output", scratch=1.0, order="power"): "rsqrt",
     Rule("elementwise", "inputs"): """
         maximum minimum fmax fmin max min amax amin prod norm linalg_vector_norm logsumexp std atan2 hypot
         smooth_l1_loss l1_loss mse_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits
         kl_div prelu _prelu_kernel lerp addcdiv fmod remainder cdist cosine_similarity""",
-    Rule("elementwise", "factors"): "mul addcmul outer cross",
-    Rule("elementwise", "divisor"): "div true_divide",
+    Rule("elementwise", "factors", order="last factor"): "mul",
+    Rule("elementwise", "factors"): "addcmul outer cross",
+    Rule("elementwise", "divisor", order="divisor"): "div true_divide",
     Rule("elementwise", passes=True): """
         add sub clone contiguous reshape _to_copy to lift_fresh_copy detach_copy""",
     Rule("elementwise"): """

@@ -1,0 +1,68 @@
+"""In which order a backward makes gradients, and what it is done with in between.
+
+Autograd makes the gradients of an op's operands one after another. That of the last factor of a product comes
+first; once it is there, the first factor is read no more, and is gone before the other gradient is made:
+
+    x * y     g * x, without x g * y; then both are summed over broadcast dimensions
+    x @ y     x.T @ g, which is added where it belongs if y is a parameter; without x g @ y.T
+    x / y     x / y, without x (x / y) / y, -g, their product, g / y
+    x ** n    x ** (n - 1), without x n * x ** (n - 1), g times that; and rsqrt with its result for x
+
+A product with a bias makes that of its first factor first: then all gradients are there at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from ..ir.graph import Op, OpGraph, Parameter, Value
+from .rules import RULES, base_name
+
+
+class Order(NamedTuple):
+    """As `ir.profile.OpCost` has them: lets_go, grad_first_bytes and grad_rest_bytes."""
+
+    lets_go: str = ""
+    first: int = 0
+    rest: int = 0
+
+
+AT_ONCE = Order()
+
+
+def order_of(op: Op, graph: OpGraph, base: Mapping[str, str], saves: Sequence[str]) -> Order:
+    """The order in the backward of an op through which gradients flow.
+
+    base: value -> the one whose storage it shares.  saves: storages that the op keeps.
+    """
+    rule = RULES.get(base_name(op.target))
+    if op.view or rule is None or rule.order == "at once":
+        return AT_ONCE
+    size = op.outputs[0].bytes
+    if rule.order == "power":
+        return Order(saves[0], size, 2 * size) if len(saves) == 1 else AT_ONCE
+    factors = _factors(op, graph)
+    if len(factors) != 2 or isinstance(factors[0], Parameter):
+        return AT_ONCE
+    kept, last = base[factors[0].name], factors[1]
+    lets_go = kept if kept in saves and kept != base.get(last.name) else ""
+    if rule.kind == "matmul":
+        batch, other = factors[0].shape[:-2], last.shape[:-2]
+        if len(factors[0].shape) < 2 or len(last.shape) < 2 or other not in ((), batch):
+            return AT_ONCE
+        return Order(lets_go, last.bytes, factors[0].bytes + (0 if op.params else last.bytes))
+    if op.params:  # which of the two is the first is not known
+        return AT_ONCE
+    return Order(lets_go, size, (3 if rule.order == "divisor" else 2) * size)
+
+
+def _factors(op: Op, graph: OpGraph) -> tuple[Value | Parameter, ...]:
+    """The operands in their order, if gradients of the result's precision flow to all of them; else none."""
+    values = tuple(graph.value[name] for name in op.inputs)
+    params = tuple(graph.parameter[name] for name in op.params)
+    found: tuple[Value | Parameter, ...] = (*values, *params)
+    learn = all(v.needs_grad for v in values) and all(p.trainable for p in params)
+    alike = all(factor.dtype == op.outputs[0].dtype for factor in found)
+    places = op.attributes.split("{")[0].count("%")
+    return found if learn and alike and places in (0, len(found)) else ()

@@ -1,0 +1,87 @@
+"""Each part of a stage by the planner's model against the graphs that its rank runs."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import zoo
+from parts import Parts, model_of, parts_of, some_recomputed
+from runs import capture_of, even
+from torch import Tensor, nn
+
+from pipeloom import Job
+from pipeloom.ir.stages import cut
+
+Formula = Callable[[Tensor, Tensor], Tensor]
+
+
+class OfTwo(nn.Module):
+    """A loss of two tensors that parameters make, which nothing else saves."""
+
+    def __init__(self, formula: Formula, rows: int) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.rand(32, 32)), nn.Parameter(torch.rand(rows, 32))
+        self.formula = formula
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.formula(self.a + x.mean(), self.b + x.mean()).mean()
+
+
+def whole_stage(formula: Formula, rows: int) -> Parts:
+    job = Job(
+        model=lambda: OfTwo(formula, rows), batch=lambda seed, size: {"x": torch.rand(size, 4)},
+        loss=lambda outputs, batch: outputs,
+    )  # fmt: skip
+    captured = capture_of(job, 2)
+    stages = cut(captured.graph, {op.name: 0 for op in captured.graph.ops if not op.cheap})
+    return parts_of(captured, model_of(captured, 1), stages, 0, {})
+
+
+@pytest.mark.parametrize("rows", [32, 1])
+@pytest.mark.parametrize(
+    "formula",
+    [
+        lambda a, b: a * b,
+        lambda a, b: a * b * 2.0 * (a + b),
+        lambda a, b: a / b,
+        lambda a, b: b @ a,
+        lambda a, b: a @ b.mT,
+        lambda a, b: (a**3) * b,
+        lambda a, b: a.rsqrt() + b,
+        lambda a, b: a.square() + b.exp(),
+    ],
+)
+def test_a_backward_lets_go_of_what_it_is_done_with(formula: Formula, rows: int) -> None:
+    found = whole_stage(formula, rows)
+    assert found.residuals[0] == found.residuals[1]
+    assert found.backward[0] == pytest.approx(found.backward[1], abs=4 * 32 + 8)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_next_states_of_buffers_stay_until_the_forward_ends(share: float) -> None:
+    """With its residuals dropped, a stage with batch normalisation was said to need less than it did."""
+    captured = capture_of(zoo.job("convnet"), 2)
+    stages, model = cut(captured.graph, even(captured.graph, 2)), model_of(captured, 2)
+    for stage in range(2):
+        found = parts_of(captured, model, stages, stage, some_recomputed(model, stages, stage, share, 1))
+        assert found.residuals[0] == found.residuals[1]
+        assert found.forward[0] == pytest.approx(found.forward[1], abs=8)
+
+
+QUICK = ("gpt", "gpt2")
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(f, marks=() if f in QUICK else pytest.mark.slow) for f in ("gpt", *zoo.FAMILIES)]
+)
+def test_stages_of_families_with_any_treatments(family: str) -> None:
+    captured = capture_of(zoo.job(family), 2)
+    counts = (2,) if family in QUICK else (2, 3)
+    for count in counts:
+        stages, model = cut(captured.graph, even(captured.graph, count)), model_of(captured, count)
+        for stage in range(count):
+            for share in (0.0, 0.5, 1.0):
+                given = some_recomputed(model, stages, stage, share, stage)
+                for ahead in (False, True) if given else (False,):
+                    found = parts_of(captured, model, stages, stage, given, ahead=ahead)
+                    assert abs(found.error) <= 0.03, (count, stage, share, ahead, found)

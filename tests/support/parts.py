@@ -1,0 +1,85 @@
+"""What a stage takes by the planner's model, and by the graphs that its rank runs, part by part."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pipeloom.ir.action import B, F
+from pipeloom.ir.memory import Treatment
+from pipeloom.ir.stages import StageGraph
+from pipeloom.planner.clusters import cpu_cluster
+from pipeloom.planner.cost import CostModel, CostOptions
+from pipeloom.planner.residuals import residuals_of
+from pipeloom.planner.stagecosts import stage_costs, stage_plan
+from pipeloom.profiler.roofline import roofline
+from pipeloom.runtime.ledger import crossing_bytes
+from pipeloom.tracer.captured import Captured
+from pipeloom.tracer.functions import stage_functions
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """Bytes of one stage for one micro-batch, as `ir.costs.StageCost` has them.
+
+    whole: all that the stage holds with one micro-batch in flight, to weigh differences against.
+    """
+
+    residuals: tuple[int, int]
+    forward: tuple[int, int]
+    backward: tuple[int, int]
+    keeps_inputs: tuple[bool, bool]
+    whole: int
+
+    @property
+    def error(self) -> float:
+        """Of the worse moment, relative to the whole; above 0 where the model has too much."""
+        planned, real = (self.residuals[k] + max(self.forward[k], self.backward[k]) for k in (0, 1))
+        return (planned - real) / self.whole
+
+
+def model_of(captured: Captured, stages: int) -> CostModel:
+    cluster = cpu_cluster(stages)
+    profile = roofline(captured.graph, cluster.devices[0])
+    options = CostOptions(microbatches=4, optimizer_bytes=1.0, sends_in_flight=0)
+    return CostModel(captured.graph, [profile] * stages, cluster, options)
+
+
+def parts_of(
+    captured: Captured, model: CostModel, stages: StageGraph, index: int,
+    treatments: Mapping[str, Treatment], *, ahead: bool = False,
+) -> Parts:  # fmt: skip
+    """One stage with treatments of its residuals."""
+    given = [treatments if s == index else {} for s in range(len(stages.stages))]
+    plans = [stage_plan(model, stages, s, 1, own, ahead=ahead) for s, own in enumerate(given)]
+    planned = stage_costs(model, stages, plans, given, ahead=(index,) if ahead else ())[index]
+    real = stage_functions(captured, stages, index, treatments=treatments, ahead=ahead)
+    sent, back = crossing_bytes(stages, index)
+    residual = sum(real.residual_bytes.values())
+    kept = residual - sum(real.residual_bytes[name] for name in real.recomputed)
+    peak = real.peak_bytes
+    return Parts(
+        residuals=(planned.residual_bytes, residual),
+        forward=(planned.transient_bytes[F], max(0, peak["forward"] - kept - sent)),
+        backward=(planned.transient_bytes[B], max(0, peak.get("backward", 0) - back)),
+        keeps_inputs=(planned.keeps_inputs, not real.kept_inputs.isdisjoint(real.received)),
+        whole=plans[index].memory.total,
+    )
+
+
+def some_recomputed(
+    model: CostModel, stages: StageGraph, index: int, share: float, seed: int
+) -> dict[str, Treatment]:
+    """A random share of the residuals of a stage, an interval of ops, that can be made again."""
+    place = [model.wiring.position[n] for n in stages.stages[index].ops if n in model.wiring.position]
+    start, end = place[0], place[-1] + 1
+    footprint = model.footprint(stages, index)
+    found = residuals_of(
+        model.sweep, start, end, model.forward_s[0, start:end], model.cheap_s[0], footprint.kept > 0
+    )
+    draw = random.Random(seed)
+    return {
+        name: "recompute" for name, may in zip(found.names, found.may, strict=True)
+        if may and draw.random() < share
+    }  # fmt: skip
