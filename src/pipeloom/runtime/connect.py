@@ -5,6 +5,8 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import sys
+import threading
 from datetime import timedelta
 
 import torch
@@ -16,6 +18,9 @@ from ..ir.errors import ConfigError
 from .child import LISTENING_SOCKET
 from .failure import Watch
 from .noticeboard import StoreBoard
+
+_MEETING = threading.Event()
+"""Set once there may be a group whose threads are to end at exit."""
 
 EXIT_AFTER_S = 5.0
 """A rank that has not noticed a failure so long after it became known ends hard."""
@@ -33,6 +38,8 @@ def connect(
     timeout_s: limit for all ranks to appear, and of collective operations.
     Raises: ConfigError if no launcher's environment is found, the port is taken, or the mesh has no "pp".
     """
+    if device.type == "cpu" or not dist.is_initialized():
+        _MEETING.set()
     if isinstance(group, DeviceMesh):
         names = group.mesh_dim_names or ()
         if "pp" not in names:
@@ -45,7 +52,6 @@ def connect(
         return group
     if not dist.is_initialized():
         _initialise(device, timedelta(seconds=timeout_s))
-        atexit.register(_disconnect)
     world = dist.group.WORLD
     assert world is not None, "torch.distributed was just initialised"
     return world
@@ -106,16 +112,28 @@ def _initialise(device: torch.device, timeout: timedelta) -> None:
         ) from None
 
 
+@atexit.register  # when imported: handlers that a script registers after that come first
 def _disconnect() -> None:
     """End gloo's threads while the interpreter still runs: they may hold Python objects.
 
-    A group's threads end with its last reference, and what has used a group (a checkpoint, an error's
-    traceback) often stands in a cycle that holds one. A thread that lives on and then drops a tensor while
-    the interpreter is being torn down aborts the process.
+    A group's threads end with its last reference; `destroy_process_group` drops torch's own. What has used a
+    group (a checkpoint, an error's traceback) often stands in a cycle that holds one, and a script often has
+    a group, a mesh or a pipeline in a global. The interpreter would clear those in a moment, but too late: a
+    thread that lives on and then drops a tensor while the interpreter is being torn down aborts the process.
     """
+    if not _MEETING.is_set():
+        return
     if dist.is_initialized():
         dist.destroy_process_group()
-        gc.collect()
+    script = vars(sys.modules["__main__"])
+    script.update(dict.fromkeys(name for name, value in script.items() if _holds_group(value)))
+    gc.collect()
+
+
+def _holds_group(value: object) -> bool:
+    """Whether it is, or is ours and so may hold, a process group."""
+    ours = type(value).__module__.partition(".")[0] == __name__.partition(".")[0]
+    return ours or isinstance(value, dist.ProcessGroup | DeviceMesh)
 
 
 def _launcher_store(timeout: timedelta) -> TCPStore | None:
