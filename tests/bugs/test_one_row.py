@@ -8,6 +8,7 @@ from layered import layered
 
 from pipeloom.api.passes import estimate
 from pipeloom.api.planning import Planning, largest_below, largest_plan
+from pipeloom.ir.errors import InfeasibleError
 from pipeloom.ir.units import parse_bytes
 from pipeloom.planner import find_cluster
 from pipeloom.planner.batches import Sample
@@ -45,3 +46,14 @@ def test_the_largest_below_a_known_size():
     most = largest_plan(planning(), 2, take)[0].microbatch_size
     assert largest_below(planning(), take(4 * most), take) == most
     assert largest_below(planning(), take(2), take) == 1
+
+
+def test_no_size_is_advised_where_none_fits():
+    """The hint was to use smaller micro-batches, also where the weights alone were too much."""
+    tiny = replace(planning(), strategy="exact", cluster=find_cluster("2 x a100-40 with 1KiB"))
+    known = take(2)
+    assert largest_below(tiny, known, take) == 0
+    with pytest.raises(InfeasibleError) as caught:
+        tiny.plan(known.graph, known.profiles, 2, largest=lambda: largest_below(tiny, known, take))
+    assert caught.value.hint.startswith("give each device at least")
+    assert "micro-batches" not in caught.value.hint

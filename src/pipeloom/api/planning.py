@@ -111,9 +111,9 @@ class Planning:
 
 
 def largest_below(planning: Planning, known: Sample, take: Take) -> int | None:
-    """The largest size below a known one that has a plan; None if none has.
+    """The largest size below a known one that has a plan; 0 if none has.
 
-    By interpolation between `known` and a micro-batch of the least size; None too if these are of different
+    By interpolation between `known` and a micro-batch of the least size; None if these are of different
     ops. One row is looked at as it is: models may do without some ops then.
     """
     sizes = [size for size in planning.sizes() if size < known.size]
@@ -126,7 +126,7 @@ def largest_below(planning: Planning, known: Sample, take: Take) -> int | None:
         found = largest_size(several, lambda size: quiet.fits(interpolated(least, known, size)))
         if found is not None:
             return found
-    return 1 if 1 in sizes and quiet.fits(take(1)) else None
+    return 1 if 1 in sizes and quiet.fits(take(1)) else 0
 
 
 def largest_plan(planning: Planning, start: int, take: Take) -> tuple[Plan, Sample]:

@@ -15,7 +15,7 @@ import numpy as np
 from ..ir.cluster import Cluster
 from ..ir.errors import InfeasibleError
 from ..ir.timeline import Timeline
-from ..ir.units import format_bytes
+from ..ir.units import enough_bytes, format_bytes
 from .probe import filled
 from .search import Search
 
@@ -34,18 +34,18 @@ def explain_infeasible(
     """The error for a search that found nothing.
 
     more: number of stages -> the search with so many, on devices like these; None if they differ.
-    largest: the largest micro-batch size with a plan, None if unknown.  advice: what else would help.
+    largest: the largest micro-batch size with a plan, 0 if none has one, None if unknown.  advice: what else would help.
     """
     share, cuts = least_share(search)
     stage, need = binding_stage(scaled(search, share), cuts)
     exactly = "at least" if not (search.large or search.optimises) else "about"
     caps = sorted({ceil(cap * share) for cap in search.caps})
-    least = " to ".join(format_bytes(cap) for cap in (caps if len(caps) < 2 else (caps[0], caps[-1])))
+    least = " to ".join(enough_bytes(cap) for cap in (caps if len(caps) < 2 else (caps[0], caps[-1])))
     hints = [f"give {'each device' if len(caps) == 1 else 'devices'} {exactly} {least}"]
     if stages := fewest_stages(search, more):
         hints.append(f"use {stages} stages")
     hints += [advice] if advice else []
-    hints.append(_smaller(largest))
+    hints += _smaller(largest)
     freed = ", even with all freed that may be" if search.optimises else ""
     return InfeasibleError(
         f"no cut of {len(search.model)} ops into {len(search.caps)} stages fits{freed}: in the one that "
@@ -68,13 +68,17 @@ def passes_caps(
         f"no cut found keeps its caps when {schedule} is simulated: in the closest, rank {rank} holds "
         f"{format_bytes(step.peak_bytes(rank))}, its device's cap is "
         f"{format_bytes(cluster.devices[rank].memory_bytes)}",
-        hint=f"give the devices {format_bytes(over[rank])} more, or {_smaller(largest)}",
+        hint=", or ".join([f"give the devices {enough_bytes(over[rank])} more", *_smaller(largest)]),
     )
 
 
-def _smaller(largest: Callable[[], int | None] | None) -> str:
+def _smaller(largest: Callable[[], int | None] | None) -> list[str]:
+    """The advice to use smaller micro-batches; none where not even the smallest would do."""
     size = largest() if largest is not None else None
-    return f"use micro-batches of at most {size} rows" if size else "use smaller micro-batches"
+    if size == 0:
+        return []
+    rows = "1 row" if size == 1 else f"at most {size} rows"
+    return [f"use micro-batches of {rows}" if size else "use smaller micro-batches"]
 
 
 def _closely(need: int, cap: int) -> str:

@@ -73,9 +73,10 @@ class Request:
         """How to free memory, where that is not done already; "" where it is."""
         if self.treatments:
             return ""
+        linked = all(device.host_link is not None for device in self.cluster.devices)
+        freed, option = ("recomputed or offloaded", "both") if linked else ("recomputed", "recompute")
         own = self.planner.optimises != "never"
-        how = "--treat both" if own else "planner dawnpiper"
-        return f"let residuals be recomputed or offloaded ({how})"
+        return f"let residuals be {freed} ({f'--treat {option}' if own else 'planner dawnpiper'})"
 
     def refuse_what_cannot_be(self) -> None:
         """Raises: PlanError if what is asked for contradicts the planner, the devices or the schedule."""
