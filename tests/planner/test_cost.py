@@ -40,15 +40,19 @@ def test_rows_of_intervals_agree_with_stages(data, draw_graph, draw_profile, mak
     for s in range(stages):
         footprint, seconds = model.row(cuts[s], np.arange(cuts[s] + 1, ops + 1))
         here = cuts[s + 1] - cuts[s] - 1
-        expected = model.footprint(stage_graph, s)
+        expected = model.footprint(stage_graph, s, once=True)
         assert tuple(column[..., here].tolist() for column in columns(footprint)) == columns(expected)
         rough, _ = model.row(cuts[s], np.arange(cuts[s] + 1, ops + 1), exact=False)
         assert (rough.transient >= footprint.transient).all()
-        turns = model.turns(footprint, seconds, np.array([s]))
-        assert turns[0, here] == pytest.approx(model.turn_s(stage_graph, s))
-        in_flight = s + 1
+        each, in_flight = model.footprint(stage_graph, s), s + 1
+        turn_s = model.turns(footprint, seconds, np.array([s]))[0, here]
+        held = model.memory(footprint, np.array([in_flight]))[0, here]
         plan = model.stage(stage_graph, s, in_flight)
-        assert model.memory(footprint, np.array([in_flight]))[0, here] == plan.memory.total
+        if columns(each) == columns(expected):
+            assert turn_s == pytest.approx(model.turn_s(stage_graph, s)) and held == plan.memory.total
+        else:  # several stages read a value, each of which gets a message of its own
+            assert each.sent > expected.sent and turn_s <= model.turn_s(stage_graph, s) * (1 + 1e-9)
+            assert held <= plan.memory.total
 
 
 def linear(name: str, source: str, size: int, weight: str) -> Op:

@@ -20,9 +20,9 @@ The peak is at the worst moment of the last forward before the first backward, o
 its own transient part and its own messages. Where residuals are small, it is at the optimizer's step, which
 needs one more tensor of the largest parameter.
 
-A value that several later stages read is counted once among the messages of the stage that makes it; the
-simulator counts each message. The same numbers come out for any stage (`stage`) and, fast, for all
-contiguous intervals of ops with one start (`row`); a test holds the two together.
+A value that several later stages read is counted once among the messages of an interval of ops; for a stage
+of a cut, and in the simulator, each message counts. But for that, the same numbers come out for any
+stage (`stage`) and, fast, for all intervals of ops with one start (`row`); a test holds the two together.
 """
 
 from __future__ import annotations
@@ -158,18 +158,20 @@ class CostModel:
             memory=StageMemory(**{kind: round(float(size)) for kind, size in parts.items()}),
         )
 
-    def footprint(self, stages: StageGraph, index: int) -> Footprint:
-        """Bytes of one stage of any cut."""
+    def footprint(self, stages: StageGraph, index: int, *, once: bool = False) -> Footprint:
+        """Bytes of one stage of any cut.
+
+        once: a value that several stages read counts once, as for an interval whose readers may be anywhere.
+        """
         graph = self.graph
         stage = stages.stages[index]
         inside = {*stage.ops, *stage.clones}
         parameters = [graph.parameter[name] for name in stages.params[index]]
         received = {c.value.name: c.value.needs_grad for c in stages.crossings if c.target == index}
-        sent: dict[str, bool] = {}
-        for c in stages.crossings:
-            if c.source == index:
-                sent[c.value.name] = c.value.needs_grad or sent.get(c.value.name, False)
-        size = {name: graph.value[name].bytes for name in (*received, *sent)}
+        crossing = [c.value for c in stages.crossings if c.source == index]
+        each = {v.name: v for v in sorted(crossing, key=lambda v: v.needs_grad)}
+        sent = list(each.values()) if once else crossing
+        size = {name: graph.value[name].bytes for name in received}
         positions = [self.wiring.position[name] for name in stage.ops if name in self.wiring.position]
         residuals, forward, backward = self.sweep.of_stage(positions)
         saved = {v for name in stage.ops for v in self.saves.get(name, ())}
@@ -181,11 +183,11 @@ class CostModel:
             kept=sum(self.wiring.made_at(v) >= 0 and graph.producer[v] not in inside for v in saved),
             received=sum(size[v] for v in received),
             received_grads=sum(size[v] for v, back in received.items() if back),
-            sent=sum(size[v] for v in sent),
-            sent_grads=sum(size[v] for v, back in sent.items() if back),
+            sent=sum(v.bytes for v in sent),
+            sent_grads=sum(v.bytes for v in sent if v.needs_grad),
             largest=max((p.bytes for p in parameters if p.trainable), default=0),
             transient=(
-                max(0.0, forward - residuals - sum(size[v] for v in sent)),
+                max(0.0, forward - residuals - sum(v.bytes for v in sent)),
                 max(0.0, backward - residuals - sum(size[v] for v, back in received.items() if back)),
             ),
         )

@@ -8,6 +8,9 @@ first; once it is there, the first factor is read no more, and is gone before th
     x / y     x / y, without x (x / y) / y, -g, their product, g / y
     x ** n    x ** (n - 1), without x n * x ** (n - 1), g times that; and rsqrt with its result for x
 
+Attention in separate products makes the gradients of the values and of what softmax made; without the values
+and the first of these that of the scores; what comes then needs less.
+
 A product with a bias makes that of its first factor first: then all gradients are there at once.
 """
 
@@ -40,6 +43,8 @@ def order_of(op: Op, graph: OpGraph, base: Mapping[str, str], saves: Sequence[st
     if op.view or rule is None or rule.order == "at once":
         return AT_ONCE
     size = op.outputs[0].bytes
+    if rule.order == "scores":
+        return AT_ONCE if saves else _attention(op, graph)
     if rule.order == "power":
         return Order(saves[0], size, 2 * size) if len(saves) == 1 else AT_ONCE
     factors = _factors(op, graph)
@@ -55,6 +60,21 @@ def order_of(op: Op, graph: OpGraph, base: Mapping[str, str], saves: Sequence[st
     if op.params:  # which of the two is the first is not known
         return AT_ONCE
     return Order(lets_go, size, (3 if rule.order == "divisor" else 2) * size)
+
+
+def scores(op: Op, graph: OpGraph) -> Value:
+    """What attention applies softmax to: a number per query and key."""
+    query, key = graph.value[op.inputs[0]], graph.value[op.inputs[min(1, len(op.inputs) - 1)]]
+    return Value(name="scores", shape=(*query.shape[:-1], key.shape[-2]), dtype=query.dtype)
+
+
+def _attention(op: Op, graph: OpGraph) -> Order:
+    """In separate products: it saves copies only, which are its own."""
+    operands = [graph.value[name] for name in op.inputs[:3]]
+    if len(operands) < 3 or not all(v.needs_grad for v in operands):
+        return AT_ONCE
+    size = scores(op, graph).bytes
+    return Order("", operands[2].bytes + size, 2 * size)
 
 
 def _factors(op: Op, graph: OpGraph) -> tuple[Value | Parameter, ...]:

@@ -26,7 +26,7 @@ from ..ir.graph import DTYPE_BYTES, Op, OpGraph, Parameter, Value, tensor_bytes
 from ..ir.profile import OpCost, Profile, batch_text
 from ..ir.storage import storages, views_of_state
 from .flops import attention_flops, convolution_flops, matmul_flops
-from .order import AT_ONCE, order_of
+from .order import AT_ONCE, order_of, scores
 from .rules import RULES, UNKNOWN, VIEW, Rule, base_name
 
 
@@ -267,11 +267,9 @@ class _Operands:
     def on_cpu(self) -> bool:
         return self.of.device.name.startswith("cpu")
 
-    @property
+    @cached_property
     def _scores(self) -> Value:
-        """What softmax is applied to: a number per query and key."""
-        query, key = self.values[0], self.values[min(1, len(self.values) - 1)]
-        return Value(name="scores", shape=(*query.shape[:-1], key.shape[-2]), dtype=query.dtype)
+        return scores(self.op, self.of.graph)
 
     def _attention_bytes(self) -> int:
         """Fused: a float32 per row, and a boolean mask as numbers. Else copies of Q, K and V and what
@@ -285,8 +283,11 @@ class _Operands:
         return tensor_bytes(query.shape[:-1], "float32") + masks
 
     def scratch(self) -> int:
-        """Scratch of the forward: the scores of attention in separate products."""
-        return self._scores.bytes if self.rule.kind == "attention" and self.unfused else 0
+        """Scratch of the forward: of attention in separate products the scores twice, before the values are
+        copied and multiplied."""
+        if self.rule.kind != "attention" or not self.unfused:
+            return 0
+        return max(0, self._scores.bytes - self.values[min(2, len(self.values) - 1)].bytes - self.written)
 
     def grad_scratch(self) -> int:
         """Scratch of the backward: by rule, and where a gradient is summed over broadcast dimensions."""

@@ -16,7 +16,7 @@ Keeps = Literal["nothing", "input", "inputs", "output", "factors", "divisor", "i
 Extra = Literal[
     "nothing", "mask", "noise", "statistics", "channel statistics", "positions", "probabilities", "attention"
 ]
-Order = Literal["at once", "last factor", "divisor", "power"]
+Order = Literal["at once", "last factor", "divisor", "power", "scores"]
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ _TABLE: dict[Rule, str] = {
         addmm baddbmm addbmm dot mv addmv einsum bilinear _grouped_mm _scaled_mm grouped_mm_fallback""",
     Rule("convolution", "factors"): """
         convolution conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d""",
-    Rule("attention", "queries", "attention"): """
+    Rule("attention", "queries", "attention", order="scores"): """
         scaled_dot_product_attention _scaled_dot_product_flash_attention
         _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_efficient_attention""",
     Rule("normalisation", "input", "statistics"): "layer_norm native_layer_norm rms_norm _fused_rms_norm",
