@@ -51,30 +51,57 @@ def _processes(count: int, directory: Path | None, progress: Callable[[str], Non
     import torch
 
     from ..profiler.detect import detect_device
-    from ..profiler.host_copies import file_tier, free_disk
     from ..runtime.allocator import keep_freed_memory
     from ..runtime.local_link import local_links
 
-    switches: dict[str, Link] = {}
-    tier: list[Measured] = []
-    if directory is not None:
-        progress(f"files in {directory}")
-        out, back, tier = file_tier(directory)
     progress("messages between two processes")
     links = local_links()
     progress("the processor")
     keep_freed_memory()  # as ranks do
     device, rows = detect_device(torch.device("cpu"))
     device = replace(device, memory_bytes=device.memory_bytes // count)
-    if directory is not None:
-        room = free_disk(directory) // count
-        device = replace(
-            device, host_link=out, host_link_back=back, host_memory_bytes=room, switch="disk"
-        )
-        switches["disk"] = min((out, back), key=lambda link: link.bandwidth_bytes_per_s)
     link, sent = _middle(links)
-    cluster = Cluster(devices=(device,) * count, within_node=link, switches=switches)
+    cluster, tier = Cluster(devices=(device,) * count, within_node=link), list[Measured]()
+    if directory is not None:
+        progress(f"files in {directory}")
+        cluster, tier = with_files(cluster, directory)
     return Detected(cluster, (*rows, *tier, *sent))
+
+
+def with_files(cluster: Cluster, directory: Path) -> tuple[Cluster, list[Measured]]:
+    """The same processes of this machine with files in a directory to offload to: a disk that they share, as
+    fast as it is found to be now, which takes a few seconds.
+
+    directory: made if it is not there.
+    Raises: ConfigError if it takes no file.
+    """
+    from ..profiler.host_copies import file_tier, free_disk
+
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot offload to {directory}: {error.strerror}", hint="name a folder on a disk with room"
+        ) from None
+    out, back, rows = file_tier(directory)
+    room = free_disk(directory) // len(cluster.devices)
+    devices = tuple(
+        replace(device, host_link=out, host_link_back=back, host_memory_bytes=room, switch="disk")
+        for device in cluster.devices
+    )
+    switches = {"disk": min((out, back), key=lambda link: link.bandwidth_bytes_per_s)}
+    return replace(cluster, devices=devices, switches=switches), rows
+
+
+def disk_speed(cluster: Cluster) -> str:
+    """A sentence on a cluster `with_files`."""
+    device = cluster.devices[0]
+    assert device.host_link is not None and device.host_link_back is not None, "files were measured"
+    out, back = (link.bandwidth_bytes_per_s / 1e6 for link in (device.host_link, device.host_link_back))
+    return (
+        f"offloading: files, just measured, take {out:.0f} MB/s and give back {back:.0f} MB/s, which "
+        f"{len(cluster.devices)} processes share"
+    )
 
 
 def _middle(links: list[Link]) -> tuple[Link, list[Measured]]:

@@ -17,11 +17,15 @@ from ..ir.timeline import Timeline
 from ..ir.units import parse_bytes
 from ..planner import PlanOptions, cpu_cluster, find_cluster
 from ..planner.batches import Sample, shared_rows
+from ..planner.registry import planner
 from ..profiler.roofline import roofline
+from .detecting import with_files
 from .placing import simulate_plan
 from .planning import Planning, largest_below, largest_plan
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torch import Tensor, dtype
 
     from ..tracer.captured import Captured
@@ -81,7 +85,7 @@ def plan(
     split_backward: bool = False, memory: str | int | None = None, cluster: Cluster | str | None = None,
     strategy: str = "exact", captured: Captured | None = None, profiled: Profile | None = None,
     treatments: Sequence[Treatment] | None = None, weights: WeightPolicy | None = None,
-    global_batch: int | None = None,
+    global_batch: int | None = None, offload_dir: Path | None = None,
 ) -> Plan:  # fmt: skip
     """The plan for a job on this machine, or on a cluster described by figures.
 
@@ -92,6 +96,8 @@ def plan(
     "8 x a100-40" or the path of a cluster file.
     captured, profiled: results of `capture` and `profile`, if they are at hand.
     treatments: what may be done with residuals, see `PlanOptions`.  weights: how they are updated.
+    offload_dir: where ranks on this machine's CPU are to offload residuals (`Options.offload_dir`): how fast
+    that is gets measured, and what does not fit may be recomputed or offloaded unless `treatments` says more.
 
     Raises: CaptureError, PlanError; InfeasibleError if nothing fits under the caps, with what would.
     """
@@ -100,7 +106,7 @@ def plan(
     how = planning(
         job, stages=stages, microbatches=microbatches, schedule=schedule, split_backward=split_backward,
         memory=memory, cluster=cluster, strategy=strategy, treatments=treatments, weights=weights,
-        global_batch=global_batch,
+        global_batch=global_batch, offload_dir=offload_dir,
     )  # fmt: skip
     described = None if cluster is None else how.cluster
     return plan_one(how, job, microbatch_size, described, captured=captured, profiled=profiled)[0]
@@ -137,7 +143,8 @@ def planning(
     job: Job, *, stages: int, microbatches: int = 8, schedule: str = "1f1b", split_backward: bool = False,
     memory: str | int | None = None, cluster: Cluster | None = None, strategy: str = "exact",
     treatments: Sequence[Treatment] | None = None, weights: WeightPolicy | None = None,
-    global_batch: int | None = None, watch: Callable[[int], None] | None = None,
+    global_batch: int | None = None, offload_dir: Path | None = None,
+    watch: Callable[[int], None] | None = None,
 ) -> Planning:  # fmt: skip
     """How `plan` plans; see there. watch: told how many stages were weighed so far."""
     from ..runtime.calibrate import optimizer_ratio
@@ -145,8 +152,18 @@ def planning(
     _refuse_words("treatment", treatments or (), get_args(Treatment))
     _refuse_words("weight policy", () if weights is None else (weights,), get_args(WeightPolicy))
     described = cluster is not None
+    if described and offload_dir is not None:
+        raise ConfigError(
+            f"a cluster was given, and {offload_dir} to offload to on this machine",
+            hint="leave out one: clusters say how fast their devices offload, and `pipeloom cluster detect "
+            "--directory` describes this machine with a directory",
+        )
     if cluster is None:
         cluster = cpu_cluster(stages, memory=memory)
+    if offload_dir is not None:
+        cluster, _ = with_files(cluster, offload_dir)
+        if treatments is None and planner(strategy).optimises != "never":
+            treatments = ("recompute", "offload")
     elif memory is not None:
         size = parse_bytes(memory)
         cluster = replace(cluster, devices=tuple(replace(d, memory_bytes=size) for d in cluster.devices))

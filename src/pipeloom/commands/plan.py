@@ -41,6 +41,10 @@ TREATMENTS: dict[str, tuple[Treatment, ...]] = {
 @click.option("--max-batch", is_flag=True, help="Search the largest micro-batch size that fits.")
 @click.option("--device-memory", type=Size(), help="Cap per rank, as 300MiB.")
 @cluster_option("Plan for these devices, by roofline.")
+@click.option(
+    "--offload-dir", type=click.Path(path_type=Path, file_okay=False),
+    help="Folder on a disk where this machine's CPU may offload residuals to; how fast it is gets measured.",
+)
 @click.option("--profile", "profile_file", type=FILE, help="Use this saved profile instead of measuring.")
 @click.option("--strategy", default="exact", show_default=True, help="Planner, by name; see --strategies.")
 @click.option("--strategies", is_flag=True, help="List the planners and stop.")
@@ -77,6 +81,7 @@ def _plan(
     what_if: bool, **wanted: Any,
 ) -> None:  # fmt: skip
     from ..api import passes
+    from ..api.detecting import disk_speed
     from ..ir import codec
     from ..ir.profile import Profile
     from ..planner import explain, limits
@@ -115,7 +120,8 @@ def _plan(
             | {"limits": limits(found), "what_if": [vars(change) for change in changes], "stages": rows}
         )
     else:
-        _print(rows, found, limits(found), changes)
+        speed = [] if wanted["offload_dir"] is None else [disk_speed(how.cluster)]
+        _print(rows, found, [*speed, *limits(found)], changes)
 
 
 @contextmanager

@@ -40,7 +40,7 @@ from .common import FILE, Size, json_option
 @click.option(
     "--offload-dir",
     type=click.Path(file_okay=False),
-    help="Where a plan's offloaded residuals lie, instead of the run directory.",
+    help="Folder on a disk for residuals that do not fit in --device-memory, or that a plan file offloads.",
 )
 @click.option(
     "--out",

@@ -89,7 +89,8 @@ class Request:
         if "offload" in self.treatments and bare is not None:
             raise PlanError(
                 f"residuals cannot be offloaded from device {bare}, which has no link to the host",
-                hint="give the device a host_link in the cluster file, or allow recompute only",
+                hint="on this machine's CPU name a folder with --offload-dir; elsewhere give the device a "
+                "host_link in the cluster file; or allow recompute only",
             )
         own = schedules.entry(self.schedule).weights
         if own != "flush":

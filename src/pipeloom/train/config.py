@@ -96,7 +96,9 @@ class PipelineConfig:
     microbatches, microbatch_size: the schedule runs so many sequences.  accumulate: times per step.
     device: "cpu" or "cuda".  autocast: "bfloat16" or "float16" for mixed precision; unset for none.
     device_memory: cap per rank, as "300MiB"; unset for no cap.
-    offload_dir: folder for residuals that the plan offloads from a CPU; unset for the run directory.
+    offload_dir: folder for residuals that ranks on a CPU offload: where what does not fit under
+        `device_memory` may be recomputed or offloaded, by how fast that folder is found to be. Unset: only
+        what a plan file offloads is, to the run directory.
     plan: a plan file to follow instead of planning; it decides stages, schedule and micro-batches.
     """
 

@@ -205,6 +205,7 @@ def make_plan(config: Config, workload: Workload, console: Console) -> Plan:
             microbatch_size=settings.microbatch_size, schedule=settings.schedule,
             split_backward=settings.split_backward, memory=settings.device_memory, captured=captured,
             profiled=profile(captured, device=settings.device),
+            offload_dir=Path(settings.offload_dir) if settings.offload_dir else None,
         )  # fmt: skip
 
 
