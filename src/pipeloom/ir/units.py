@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from decimal import Decimal
+from decimal import ROUND_CEILING, Decimal
 
 from .errors import ConfigError
 
@@ -58,18 +58,19 @@ def format_bytes(size: float) -> str:
 
 
 def enough_bytes(size: int) -> str:
-    """A size that is advised, rounded up: who gives what it says gives at least so much.
+    """A size that is advised, rounded up by at most 1 %: who gives what it says gives at least so much.
 
-    >>> enough_bytes(25375540), enough_bytes(25 * 2**20), enough_bytes(999)
-    ('24.3 MiB', '25.0 MiB', '999 B')
+    >>> enough_bytes(25375540), enough_bytes(25 * 2**20), enough_bytes(2**30 + 1), enough_bytes(999)
+    ('24.3 MiB', '25.0 MiB', '1.01 GiB', '999 B')
     """
     unit = _unit_of(size)
     if unit == "B":
         return f"{size} B"
-    tenths = -(-size * 10 // UNITS[unit])
-    if parse_bytes(f"{tenths / 10} {unit}") < size:  # part of a byte was cut off
-        tenths += 1
-    return f"{tenths / 10:.1f} {unit}"
+    digits = 2 if size < 10 * UNITS[unit] else 1
+    rounded = (Decimal(size) / UNITS[unit]).quantize(Decimal(1).scaleb(-digits), rounding=ROUND_CEILING)
+    text = f"{rounded} {unit}"
+    # Reading it back cuts off a part of a byte, which may be the one that is needed.
+    return text if parse_bytes(text) >= size else f"{rounded + Decimal(1).scaleb(-digits)} {unit}"
 
 
 def _unit_of(size: float) -> str:

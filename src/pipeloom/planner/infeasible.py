@@ -34,7 +34,8 @@ def explain_infeasible(
     """The error for a search that found nothing.
 
     more: number of stages -> the search with so many, on devices like these; None if they differ.
-    largest: the largest micro-batch size with a plan, 0 if none has one, None if unknown.  advice: what else would help.
+    largest: the largest micro-batch size with a plan, 0 if none has one, None if unknown.
+    advice: what else would help.
     """
     share, cuts = least_share(search)
     stage, need = binding_stage(scaled(search, share), cuts)
