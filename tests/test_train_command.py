@@ -177,3 +177,10 @@ def test_bench(folder: Path) -> None:
         "microbatches", "microbatch_size", "steps",
     }  # fmt: skip
     assert figures["tokens_per_s"] == pytest.approx(2 * 128 / figures["step_s"])
+
+
+def test_a_cap_beside_a_plan_file_counts(folder: Path) -> None:
+    """It was left out where the plan came from a file: the run took what it wanted."""
+    done = run(folder, "config.toml", "--device-memory", "200KiB", "--out", "a")
+    assert done.returncode == 1 and "its cap is 200.0 KiB" in done.stderr
+    assert "Traceback" not in done.stderr and not (folder / "a" / "metrics.jsonl").exists()

@@ -26,6 +26,7 @@ from ..api.pipeline import Pipeline
 from ..api.runnable import require_runnable, require_training
 from ..ir.errors import ConfigError, PeerError, PipeloomError
 from ..ir.plan import Plan, load_plan
+from ..ir.units import parse_bytes
 from ..runtime.checkpoint_files import newest, read_index, verify_sizes
 from ..runtime.connect import connect
 from ..runtime.launch import launch
@@ -197,7 +198,7 @@ def make_plan(config: Config, workload: Workload, console: Console) -> Plan:
     """Read the plan that the config names, or capture, profile and plan."""
     settings = config.pipeline
     if settings.plan is not None:
-        return load_plan(Path(settings.plan))
+        return capped(load_plan(Path(settings.plan)), settings.device_memory)
     with console.status("capturing, profiling and planning"):
         captured = capture(workload.job, settings.microbatch_size, autocast=_autocast(config))
         return plan(
@@ -207,6 +208,18 @@ def make_plan(config: Config, workload: Workload, console: Console) -> Plan:
             profiled=profile(captured, device=settings.device),
             offload_dir=Path(settings.offload_dir) if settings.offload_dir else None,
         )  # fmt: skip
+
+
+def capped(given: Plan, memory: str | None) -> Plan:
+    """A plan file's plan under the caps that the config sets too; each rank's lower one counts.
+
+    The run refuses to start if it does not fit.
+    """
+    if memory is None:
+        return given
+    size = parse_bytes(memory)
+    ranks = len(set(given.placement))
+    return replace(given, caps=tuple(min(size, cap) for cap in given.caps or (size,) * ranks))
 
 
 def run_rank(settled: Settled) -> None:
