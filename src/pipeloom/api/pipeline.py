@@ -68,7 +68,11 @@ class Pipeline:
                 loss = pipeline.step(batch)
 
     Under torchrun or `pipeloom train` the ranks are processes; `group` may name an existing process group
-    or a DeviceMesh with a dimension "pp". A plan for one rank needs neither.
+    or a DeviceMesh with a dimension "pp". A plan for one rank needs neither. When a process on CPUs ends,
+    groups are destroyed and dropped from its script's globals, as gloo's threads must end first: what else
+    holds one is to be dropped by the script.
+
+    A step that is broken off, as by Ctrl-C, leaves nothing to the next one; several ranks refuse to go on.
 
     Raises: PlanError if the plan was made for another model or number of ranks; ScheduleError if the
         runtime lacks what its schedule needs; MemoryCapError if it needs more memory than its caps allow;
