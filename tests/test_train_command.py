@@ -7,13 +7,16 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from pipeloom.api.passes import plan
+from pipeloom.ir.plan import load_plan
 from pipeloom.planner import cpu_cluster
 from pipeloom.train.config_text import read_config
+from pipeloom.train.run import capped
 from pipeloom.train.workload import gpt_workload
 
 COMMAND = [sys.executable, "-m", "pipeloom", "train"]
@@ -179,8 +182,18 @@ def test_bench(folder: Path) -> None:
     assert figures["tokens_per_s"] == pytest.approx(2 * 128 / figures["step_s"])
 
 
-def test_a_cap_beside_a_plan_file_counts(folder: Path) -> None:
+def test_a_cap_beside_a_plan_file_is_the_lower_one(folder: Path) -> None:
     """It was left out where the plan came from a file: the run took what it wanted."""
+    given = load_plan(folder / "plan.json")
+    known = given.caps
+    assert capped(given, None).caps == known and len(known) == 2
+    assert capped(given, "200KiB").caps == (200 * 1024,) * 2
+    assert capped(given, "9TiB").caps == known
+    assert capped(replace(given, caps=()), "200KiB").caps == (200 * 1024,) * 2
+
+
+@pytest.mark.slow
+def test_a_cap_beside_a_plan_file_ends_the_run_before_it_starts(folder: Path) -> None:
     done = run(folder, "config.toml", "--device-memory", "200KiB", "--out", "a")
     assert done.returncode == 1 and "its cap is 200.0 KiB" in done.stderr
     assert "Traceback" not in done.stderr and not (folder / "a" / "metrics.jsonl").exists()

@@ -168,14 +168,13 @@ def _list(as_json: bool) -> None:
 def _print(rows: list[dict[str, Any]], plan: Plan, said: list[str], changes: list[Change]) -> None:
     from ..ir.units import format_bytes
 
-    treated = any(row["recomputed_bytes"] or row["offloaded_bytes"] for row in rows)
+    ways = [kind for kind in ("recomputed", "offloaded") if any(row[f"{kind}_bytes"] for row in rows)]
+    kinds = ("kept", *ways) if ways else ("residuals",)
     heads = ["stage", "rank", "ops", "layers", "F ms", "B ms", "parameters"]
-    heads += ["kept", "recomputed", "offloaded"] if treated else ["residuals"]
-    table = _table((*heads, "peak", "cap"))
+    table = _table((*heads, *kinds, "peak", "cap"))
     for row in rows:
         backward_s = row["input_grad_s"] + row["weight_grad_s"] + row["recompute_s"]
         cap = row["cap_bytes"]
-        kinds = ("kept", "recomputed", "offloaded") if treated else ("residuals",)
         table.add_row(
             str(row["stage"]), str(row["rank"]), str(row["ops"]), row["layers"],
             f"{row['forward_s'] * 1e3:.2f}", f"{backward_s * 1e3:.2f}", format_bytes(row["parameters_bytes"]),
@@ -183,7 +182,11 @@ def _print(rows: list[dict[str, Any]], plan: Plan, said: list[str], changes: lis
             "–" if cap is None else format_bytes(cap),
         )  # fmt: skip
     out = console()
+    if not out.is_terminal:  # a size that is cut short says nothing
+        out.width = max(out.width, out.measure(table, options=out.options.update(max_width=1000)).maximum)
     out.print(table)
+    if ways:
+        out.print(f"{', '.join(kinds)}: of one micro-batch's residuals", highlight=False)
     rows_each = f"{plan.microbatches} micro-batches of {plan.microbatch_size}"
     out.print(f"predicted step: {plan.predicted_step_s * 1e3:.1f} ms, {rows_each}", highlight=False)
     for sentence in said:
