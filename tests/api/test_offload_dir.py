@@ -11,7 +11,7 @@ from deep import ROWS, TANH
 from pipeloom import Options, Pipeline, plan
 from pipeloom.api.detecting import disk_speed, with_files
 from pipeloom.api.passes import planning
-from pipeloom.ir.cluster import MiB
+from pipeloom.ir.cluster import Link, MiB
 from pipeloom.ir.errors import ConfigError, PlanError
 from pipeloom.planner import cpu_cluster, find_cluster
 
@@ -22,7 +22,10 @@ def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipeloom.profiler.host_copies.FILE_BYTES", MiB)
 
 
-def test_what_does_not_fit_is_offloaded_there(tmp_path: Path) -> None:
+def test_what_does_not_fit_is_offloaded_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However slow the disk is now: what is offloaded at all depends on that."""
+    fast = Link(bandwidth_bytes_per_s=1e12)
+    monkeypatch.setattr("pipeloom.profiler.host_copies.file_tier", lambda directory: (fast, fast, []))
     folder = tmp_path / "not" / "there yet"
     captured = runs.capture_of(TANH, ROWS)
     how = {
