@@ -210,3 +210,29 @@ def test_transfers_are_hidden_behind_compute_or_added_to_it(make_cluster):
     added = CostModel(graph, [profile] * 2, cluster, CostOptions(microbatches=4, overlap=False))
     assert [hidden.turn_s(stages, s) for s in (0, 1)] == [3, 40]
     assert [added.turn_s(stages, s) for s in (0, 1)] == [3 + 80, 9 + 80]
+
+
+def test_no_cut_lies_between_attention_and_the_reshape_of_its_result(make_cluster):
+    """Attention writes its result transposed: the reshape would copy what comes in a message."""
+
+    def op(name: str, target: str, source: str, shape: tuple[int, ...], *, view: bool) -> Op:
+        out = Value(name=name, shape=shape, dtype="float32", needs_grad=True)
+        return Op(name=name, target=f"aten.{target}.default", inputs=(source,), outputs=(out,), view=view)
+
+    graph = OpGraph(
+        name="attention", inputs=(Value(name="x", shape=(2, 8, 6, 4), dtype="float32"),),
+        ops=(
+            op("a", "scaled_dot_product_attention", "x", (2, 8, 6, 4), view=False),
+            op("t", "transpose", "a", (2, 6, 8, 4), view=True),
+            op("r", "reshape", "t", (2, 6, 32), view=True),
+            op("b", "linear", "r", (2, 6, 32), view=False),
+            op("h", "reshape", "b", (2, 6, 8, 4), view=True),
+            op("u", "transpose", "h", (2, 8, 6, 4), view=True),
+            op("c", "gelu", "u", (2, 8, 6, 4), view=False),
+        ),
+        parameters=(), buffers=(), loss="c",
+    )  # fmt: skip
+    costs = {op.name: OpCost(forward_s=1) for op in graph.ops}
+    profile = Profile(device="cpu", source="hand", graph=graph.fingerprint, batch=(), costs=costs)
+    model = CostModel(graph, [profile], make_cluster([1]), CostOptions(microbatches=1))
+    assert model.cut_points.tolist() == [0, 3, 4, 5, 6, 7]

@@ -85,3 +85,33 @@ def test_stages_of_families_with_any_treatments(family: str) -> None:
                 for ahead in (False, True) if given else (False,):
                     found = parts_of(captured, model, stages, stage, given, ahead=ahead)
                     assert abs(found.error) <= 0.03, (count, stage, share, ahead, found)
+
+
+class WithBias(nn.Module):
+    """Attention whose scores have a bias that learns: on a CPU it runs as separate products."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Parameter(torch.rand(2, 4, length, 8)) for _ in range(3))
+        self.bias = nn.Parameter(torch.rand(2, 4, length, length))
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = [p + x.mean() for p in (self.q, self.k, self.v, self.bias)]
+        return nn.functional.scaled_dot_product_attention(*made[:3], attn_mask=made[3]).mean()
+
+
+@pytest.mark.parametrize("length", [4, 8, 32])
+def test_attention_in_separate_products(length: int) -> None:
+    """It was said to hold its scores, all gradients and what it saved at once."""
+    job = Job(
+        model=lambda: WithBias(length), batch=lambda seed, size: {"x": torch.rand(size, 4)},
+        loss=lambda outputs, batch: outputs,
+    )  # fmt: skip
+    captured = capture_of(job, 2)
+    stages = cut(captured.graph, {op.name: 0 for op in captured.graph.ops if not op.cheap})
+    found = parts_of(captured, model_of(captured, 1), stages, 0, {})
+    assert found.residuals[0] == found.residuals[1]
+    query, scores = 4 * 2 * 4 * length * 8, 4 * 2 * 4 * length * length
+    # The forward lets go of its operands one by one, the backward of the gradient that it is given.
+    assert -8 <= found.forward[0] - found.forward[1] <= 3 * query + scores
+    assert 0 <= found.backward[0] - found.backward[1] <= 2 * query

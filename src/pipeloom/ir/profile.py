@@ -19,9 +19,11 @@ class OpCost:
     transient_bytes: most bytes of scratch memory alive at once while it runs, outputs not counted.
     grad_transient_bytes: the same of its backward, gradients not counted.
     passes: names of the inputs whose gradient is that of the output itself, and no new tensor.
+    adds: names of the parameters whose gradient is a matrix product, which is added to their sum while it is
+        made: no new tensor.
     lets_go: of `saves`, one that its backward is done with before it makes the rest of the gradients; "" if
-        there is none.  grad_first_bytes: most bytes that it has made at once until then; 0 if it makes all
-        gradients at once.  grad_rest_bytes: the same afterwards, all gradients that are still there counted.
+        there is none.  grad_first_bytes: most bytes that it has made at once until then.  grad_rest_bytes:
+        the same afterwards, all gradients that are still there counted; 0 if it makes them all at once.
     """
 
     forward_s: float
@@ -32,6 +34,7 @@ class OpCost:
     transient_bytes: int = 0
     grad_transient_bytes: int = 0
     passes: tuple[str, ...] = ()
+    adds: tuple[str, ...] = ()
     lets_go: str = ""
     grad_first_bytes: int = 0
     grad_rest_bytes: int = 0

@@ -283,8 +283,11 @@ class CostModel:
     @cached_property
     def cut_points(self) -> Indices:
         """Positions in front of which a cut may be, both ends included: none between ops that share an
-        updated buffer."""
+        updated buffer, and none between a tensor and a reshape that is a view because of how the
+        tensor lies in memory (see `Wiring.laid_out`): behind the cut that would copy."""
         torn = np.zeros(len(self) + 1, dtype=np.bool_)
+        for made, view in self.wiring.laid_out:
+            torn[made + 1 : view + 1] = True
         for names in self.graph.together.values():
             positions = [self.wiring.position[name] for name in names]
             torn[min(positions) + 1 : max(positions) + 1] = True

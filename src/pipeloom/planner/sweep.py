@@ -18,7 +18,7 @@ import numpy as np
 
 from ..ir.kernels import Kernel, P, R, kernel
 from .intervals import Array, Indices
-from .tensors import STATE, Rows, Tensors
+from .tensors import ADDED, PASSED, STATE, Rows, Tensors
 
 GIVEN = 0
 """The gradient tensor that is held elsewhere."""
@@ -107,6 +107,31 @@ def _first_givers(start, end, backward, current, giver):  # type: ignore[no-unty
 
 
 @kernel
+def _give(p, passed, tensors, backward, work):  # type: ignore[no-untyped-def]
+    """Write which tensor holds the gradient that op p gives each input: what it is passed, or new ones.
+
+    tensors: the first free number.  Returns: the next free one, and the bytes of those that are new.
+    """
+    _, _, gives_first, gives, passes, grad_size, _, _, _, _, _ = backward
+    current, giver, tensor_size, holders, given = work[3]
+    first, made = gives_first[p], 0.0
+    for k in range(first, gives_first[p + 1]):
+        g = gives[k]
+        if passes[k] == PASSED:
+            given[k - first] = passed
+            holders[passed] += 1
+        elif passes[k] == ADDED and current[g] < 0 and giver[g] == p:
+            given[k - first] = GIVEN
+        else:
+            given[k - first] = tensors
+            tensor_size[tensors] = grad_size[g]
+            holders[tensors] = 1
+            tensors += 1
+            made += grad_size[g]
+    return tensors, made
+
+
+@kernel
 def _in_backward(start, end, forward, backward, work, level):  # type: ignore[no-untyped-def]
     """The same of the backward, from all residuals on.
 
@@ -114,7 +139,7 @@ def _in_backward(start, end, forward, backward, work, level):  # type: ignore[no
     and (4) the most until then if the op lets go of nothing early.
     """
     _, _, _, _, saves_first, saves, extra, size, _, _, _ = forward
-    outs_first, outs, gives_first, gives, passes, grad_size, grad_made, _, _, _, _ = backward
+    outs_first, outs, gives_first, gives, _, grad_size, grad_made, _, _, _, _ = backward
     _, _, _, _, _, _, _, _, grad_scratch, begun, lets_go = backward
     _, saver, levels, (current, giver, tensor_size, holders, given) = work
     _first_givers(start, end, backward, current, giver)
@@ -132,15 +157,8 @@ def _in_backward(start, end, forward, backward, work, level):  # type: ignore[no
         levels[4, p] = level
         if learns:
             early = level + begun[p]
-            for k in range(first, gives_first[p + 1]):
-                given[k - first] = passed if passes[k] > 0 else tensors
-                if passes[k] > 0:
-                    holders[passed] += 1
-                else:
-                    tensor_size[tensors] = grad_size[gives[k]]
-                    holders[tensors] = 1
-                    tensors += 1
-                    level += grad_size[gives[k]]
+            tensors, made = _give(p, passed, tensors, backward, work)
+            level += made
             levels[4, p] = max(early, level + grad_scratch[p])
             gone = size[lets_go[p]] if lets_go[p] >= 0 and saver[lets_go[p]] == p else 0.0
             levels[2, p] = max(early, level + grad_scratch[p] - gone)

@@ -32,6 +32,11 @@ OUTSIDE = 1 << 60
 which the forward hands out at its end."""
 
 
+NEW, PASSED, ADDED = 0, 1, 2
+"""What the gradient of an op's input is: a new tensor; the output's own; a product that is added where it
+belongs while it is made, unless another op of the stage reads the parameter too."""
+
+
 class Rows(NamedTuple):
     """Lists of numbers, one after another: row r is `items[first[r] : first[r + 1]]`."""
 
@@ -59,7 +64,7 @@ class Tensors:
     reads, makes, saves: op -> storages.  extra: bytes that an op saves besides.
     size, made, last: of each storage its bytes, its maker's position, and its last reader's.
     makes_grads: op -> its outputs that have a gradient.  gives: op -> its inputs that have one, parameters
-        too.  passes: along `gives.items`, whether that gradient is the output's own, and no new tensor.
+        too.  passes: along `gives.items`, what that gradient is, see `NEW`.
     grad_size, grad_made, grad_last: of each value with a gradient, and each parameter (whose maker is
         `STATE`); the last reader is one through which a gradient flows.
     scratch, grad_scratch: op -> bytes that its forward, and its backward, need besides. The latter may be
@@ -162,9 +167,12 @@ def tensors_of(wiring: Wiring, saves: Mapping[str, Sequence[str]], profile: Prof
     ]
     given = rows([grad[name] for name in names] for names in gives)
     costs = [profile.costs[op.name] for op in ops]
-    passed = [name in cost.passes for cost, own in zip(costs, gives, strict=True) for name in own]
+    passed = [
+        PASSED if name in cost.passes else ADDED if name in cost.adds else NEW
+        for cost, own in zip(costs, gives, strict=True) for name in own
+    ]  # fmt: skip
     made_new = [
-        sum(sizes[name] for name in own if name not in cost.passes)
+        sum(sizes[name] for name in own if name not in (*cost.passes, *cost.adds))
         for cost, own in zip(costs, gives, strict=True)
     ]
     here = np.arange(len(ops) + 1)
@@ -189,7 +197,7 @@ def tensors_of(wiring: Wiring, saves: Mapping[str, Sequence[str]], profile: Prof
         grad_last=grad_last,
         scratch=_floats(c.transient_bytes for c in costs),
         grad_scratch=_floats(
-            c.grad_rest_bytes - new if c.grad_first_bytes else c.grad_transient_bytes
+            c.grad_rest_bytes - new if c.grad_rest_bytes else c.grad_transient_bytes
             for c, new in zip(costs, made_new, strict=True)
         ),
         first=_floats(c.grad_first_bytes for c in costs),

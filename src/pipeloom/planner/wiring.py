@@ -73,6 +73,28 @@ class Wiring:
         return self.position.get(self.graph.producer.get(value, ""), -1)
 
     @cached_property
+    def laid_out(self) -> tuple[tuple[int, int], ...]:
+        """Of each reshape that is a view although a transposition lies between it and the tensor in whose
+        storage it lives, the positions of the tensor's maker and of the reshape.
+
+        It is one because the maker, such as attention, writes its result transposed. Messages are contiguous:
+        of a received tensor it makes a copy, which no cost of the whole graph tells.
+        """
+        found = []
+        turned: set[str] = set()
+        for op in self.graph.ops:
+            if not op.view or not op.inputs:
+                continue
+            kind = op.target.split(".")[1] if "." in op.target else op.target
+            source, out = op.inputs[0], op.outputs[0].name
+            if source in turned and kind in ("reshape", "view", "_unsafe_view"):
+                made, here = self.made_at(self.base[out]), self.position.get(op.name, -1)
+                found += [(made, here)] if 0 <= made < here else []
+            elif source in turned or kind in ("transpose", "permute", "t", "movedim", "swapaxes"):
+                turned.add(out)
+        return tuple(found)
+
+    @cached_property
     def base(self) -> dict[str, str]:
         """Value -> the value whose storage it shares in the end."""
         return storages(self.graph)

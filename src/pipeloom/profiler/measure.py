@@ -113,7 +113,7 @@ def _cost(
         saves=tuple(saves), extra_saved_bytes=extra, transient_bytes=kernel.transient_bytes,
         grad_transient_bytes=kernel.grad_transient_bytes,
         passes=tuple(arguments.name(sources[i]) for i in kernel.passed_args),
-        lets_go=order.lets_go, grad_first_bytes=order.first, grad_rest_bytes=order.rest,
+        adds=order.adds, lets_go=order.lets_go, grad_first_bytes=order.first, grad_rest_bytes=order.rest,
     )  # fmt: skip
 
 

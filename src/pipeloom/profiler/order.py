@@ -4,7 +4,7 @@ Autograd makes the gradients of an op's operands one after another. That of the 
 first; once it is there, the first factor is read no more, and is gone before the other gradient is made:
 
     x * y     g * x, without x g * y; then both are summed over broadcast dimensions
-    x @ y     x.T @ g, which is added where it belongs if y is a parameter; without x g @ y.T
+    x @ y     x.T @ g, which becomes part of the sum at once if y is a parameter; without x g @ y.T
     x / y     x / y, without x (x / y) / y, -g, their product, g / y
     x ** n    x ** (n - 1), without x n * x ** (n - 1), g times that; and rsqrt with its result for x
 
@@ -24,11 +24,12 @@ from .rules import RULES, base_name
 
 
 class Order(NamedTuple):
-    """As `ir.profile.OpCost` has them: lets_go, grad_first_bytes and grad_rest_bytes."""
+    """As `ir.profile.OpCost` has them: lets_go, grad_first_bytes and grad_rest_bytes, and adds."""
 
     lets_go: str = ""
     first: int = 0
     rest: int = 0
+    adds: tuple[str, ...] = ()
 
 
 AT_ONCE = Order()
@@ -40,8 +41,11 @@ def order_of(op: Op, graph: OpGraph, base: Mapping[str, str], saves: Sequence[st
     base: value -> the one whose storage it shares.  saves: storages that the op keeps.
     """
     rule = RULES.get(base_name(op.target))
-    if op.view or rule is None or rule.order == "at once":
+    if op.view or rule is None:
         return AT_ONCE
+    adds = _added(op, graph)
+    if rule.order == "at once":
+        return Order(adds=adds)
     size = op.outputs[0].bytes
     if rule.order == "scores":
         return AT_ONCE if saves else _attention(op, graph)
@@ -49,17 +53,29 @@ def order_of(op: Op, graph: OpGraph, base: Mapping[str, str], saves: Sequence[st
         return Order(saves[0], size, 2 * size) if len(saves) == 1 else AT_ONCE
     factors = _factors(op, graph)
     if len(factors) != 2 or isinstance(factors[0], Parameter):
-        return AT_ONCE
+        return Order(adds=adds)
     kept, last = base[factors[0].name], factors[1]
     lets_go = kept if kept in saves and kept != base.get(last.name) else ""
     if rule.kind == "matmul":
         batch, other = factors[0].shape[:-2], last.shape[:-2]
         if len(factors[0].shape) < 2 or len(last.shape) < 2 or other not in ((), batch):
             return AT_ONCE
+        if adds:
+            return Order(lets_go, 0, factors[0].bytes, adds)
         return Order(lets_go, last.bytes, factors[0].bytes + (0 if op.params else last.bytes))
     if op.params:  # which of the two is the first is not known
         return AT_ONCE
     return Order(lets_go, size, (3 if rule.order == "divisor" else 2) * size)
+
+
+def _added(op: Op, graph: OpGraph) -> tuple[str, ...]:
+    """The matrices whose gradient is the product of two others, in their own precision."""
+    if base_name(op.target) not in ("linear", "mm", "matmul", "addmm"):
+        return ()
+    params = [graph.parameter[name] for name in op.params]
+    return tuple(
+        p.name for p in params if p.trainable and len(p.shape) == 2 and p.dtype == op.outputs[0].dtype
+    )
 
 
 def scores(op: Op, graph: OpGraph) -> Value:

@@ -87,7 +87,7 @@ class _Estimate:
             saves=saves, extra_saved_bytes=extra, transient_bytes=operands.scratch(),
             grad_transient_bytes=operands.grad_scratch() if grads else 0,
             passes=operands.passed() if grads else (),
-            lets_go=order.lets_go, grad_first_bytes=order.first, grad_rest_bytes=order.rest,
+            adds=order.adds, lets_go=order.lets_go, grad_first_bytes=order.first, grad_rest_bytes=order.rest,
         )  # fmt: skip
 
     def seconds(self, work: _Work, kind: str, dtype: str) -> float:
