@@ -66,14 +66,14 @@ def test_a_right_pipeline_passes(schedule: str, split: bool) -> None:
 
 
 def test_a_wrong_gradient_fails_and_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = Gradients.add
+    right = Gradients.add_product
 
-    def wrong(self: Gradients, name: str, grad: Tensor) -> None:
-        right(self, name, grad * 1.001 if name == "last.weight" else grad)
+    def wrong(self: Gradients, name: str, left: Tensor, grad: Tensor) -> None:
+        right(self, name, left, grad * 1.001 if name == "last.weight" else grad)
 
     plan = plan_for(JOB, 2)
     pipelined = verify(JOB, plan)
-    monkeypatch.setattr(Gradients, "add", wrong)
+    monkeypatch.setattr(Gradients, "add_product", wrong)
     with pytest.raises(VerifyError, match=r"gradient of last.weight differs by 0.001"):
         # the reference adds its gradients with the same class, so keep it right
         monkeypatch.setattr("pipeloom.api.compare._run_eager", lambda *_: _numbers(plan))

@@ -1,14 +1,17 @@
-"""Sums of gradients that are made in place: which are, and that no number changes."""
+"""Sums of gradients that are made in place, and products that are added as they are made: which are, and that
+no number changes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from pipeloom.runtime.weights import Gradients
 from pipeloom.tracer.in_place import add_in_place
+from pipeloom.tracer.sink import add_gradient, add_product, add_products
 from pipeloom.tracer.tape import compile_graph, measure, predict
 
 aten = torch.ops.aten
@@ -141,3 +144,44 @@ def test_a_sum_whose_parts_are_read_later_keeps_its_own_memory_while_they_do() -
     graph = graph_of(write)
     assert targets(graph)[1:3] == [aten.add_.Tensor, aten.add.Tensor]
     run(graph)
+
+
+def calls_of(write: Callable[[fx.Graph, fx.Node, fx.Node, fx.Node], object]) -> list[object]:
+    """The calls of a graph that adds a product to the gradient of "w"; two runs of it add it twice."""
+    graph = fx.Graph()
+    sink, left, right = (graph.placeholder(name) for name in ("sink", "left", "right"))
+    graph.output((write(graph, sink, left, right),))
+    add_products(graph)
+    torch.manual_seed(0)
+    left_value, right_value = torch.randn(4, 8), torch.randn(8, 3)
+    gradients = Gradients({"w": nn.Parameter(torch.randn(4, 3))})
+    for _ in range(2):
+        compile_graph(graph, None)([gradients, left_value, right_value])
+    torch.testing.assert_close(gradients.total("w"), 2 * left_value @ right_value)
+    return targets(graph)
+
+
+def test_a_product_that_is_only_a_gradient_is_added_as_it_is_made() -> None:
+    def write(g: fx.Graph, sink: fx.Node, left: fx.Node, right: fx.Node) -> object:
+        made = g.call_function(aten.mm.default, (left, right))
+        return g.call_function(add_gradient, (sink, "w", made))
+
+    assert calls_of(write) == [add_product]
+
+
+def test_a_product_that_is_read_otherwise_too_is_made() -> None:
+    def write(g: fx.Graph, sink: fx.Node, left: fx.Node, right: fx.Node) -> object:
+        made = g.call_function(aten.mm.default, (left, right))
+        g.call_function(add_gradient, (sink, "w", made))
+        return made
+
+    assert calls_of(write) == [aten.mm.default, add_gradient]
+
+
+def test_the_first_product_of_a_step_overwrites_what_the_last_step_left() -> None:
+    gradients = Gradients({"w": nn.Parameter(torch.zeros(4, 3))})
+    left, right = torch.randn(4, 8), torch.randn(8, 3)
+    for _ in range(2):
+        gradients.clear()
+        gradients.add_product("w", left, right)
+        assert torch.equal(gradients.total("w"), left @ right)

@@ -22,10 +22,11 @@ from pipeloom.ir.stages import cut
 from pipeloom.tracer.functions import stage_functions
 from pipeloom.tracer.modules.path import Path, encode
 from pipeloom.tracer.modules.stage import ModuleFunctions
+from pipeloom.tracer.sink import Sink
 from pipeloom.tracer.stage import made_bytes
 
 
-class Sums(dict[str, Tensor]):
+class Sums(dict[str, Tensor], Sink):
     def add(self, name: str, grad: Tensor) -> None:
         self[name] = self[name] + grad if name in self else grad.clone()
 

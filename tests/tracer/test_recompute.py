@@ -16,12 +16,13 @@ from pipeloom.ir.memory import Residual, Treatment
 from pipeloom.ir.stages import cut
 from pipeloom.tracer.captured import Captured
 from pipeloom.tracer.functions import stage_functions, stage_residuals
+from pipeloom.tracer.sink import Sink
 from pipeloom.tracer.stage import Tensors, made_bytes
 
 Policy = dict[str, Treatment]
 
 
-class Sums(dict[str, Tensor]):
+class Sums(dict[str, Tensor], Sink):
     def add(self, name: str, grad: Tensor) -> None:
         self[name] = self[name] + grad if name in self else grad.clone()
 

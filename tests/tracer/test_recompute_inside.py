@@ -20,13 +20,17 @@ from pipeloom.ir.memory import Treatment
 from pipeloom.ir.stages import StageGraph, cut
 from pipeloom.tracer.captured import Captured
 from pipeloom.tracer.functions import stage_functions, stage_residuals
+from pipeloom.tracer.sink import Sink
 from pipeloom.tracer.stage import StageFunctions
 
 
-class Nowhere:
+class Nowhere(Sink):
     """A sink that keeps no gradient, so that only what a backward itself holds is counted."""
 
     def add(self, name: str, grad: Tensor) -> None:
+        pass
+
+    def add_product(self, name: str, left: Tensor, right: Tensor) -> None:
         pass
 
 

@@ -12,10 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..tracer.sink import Sink
+
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
-class Gradients:
+class Gradients(Sink):
     """Sums of gradients by FQN. The first of a step overwrites what was there."""
 
     def __init__(self, params: Mapping[str, nn.Parameter]) -> None:
@@ -32,6 +34,14 @@ class Gradients:
             self.sums[name].add_(grad)
         else:
             self.sums[name].copy_(grad)
+            self.touched.add(name)
+
+    def add_product(self, name: str, left: Tensor, right: Tensor) -> None:
+        """Add one micro-batch's gradient of a matrix as the product that it is."""
+        if name in self.touched:
+            self.sums[name].addmm_(left, right)
+        else:
+            torch.mm(left, right, out=self.sums[name])
             self.touched.add(name)
 
     def total(self, name: str) -> Tensor:

@@ -27,7 +27,7 @@ from .joint import Joint
 from .naming import residual_names
 from .random import draws, seed_draws
 from .recompute import ancestors, chain, describe_residuals
-from .sink import add_gradient
+from .sink import add_gradient, add_products
 from .views import is_view, root
 
 
@@ -232,6 +232,7 @@ class Splitter:
         graph.output(tuple(self._results(graph, [(slot, copy(node)) for slot, node in outputs])))
         if self.accumulate:
             add_in_place(graph, {copies[node] for node in members - self.forward_nodes})
+            add_products(graph)
         if seed_draws(graph, {copies[n]: key for n, key in self.keys.items() if n in copies}):
             slots.append(Slot("random", "seed"))
         return Part(graph, tuple(slots), tuple(slot for slot, _ in outputs))

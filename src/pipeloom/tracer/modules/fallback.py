@@ -18,6 +18,7 @@ from ..describe import model_buffers, model_parameters
 from ..initialise import Blueprint
 from ..job import Job
 from ..meta import autocast_region
+from ..sink import Sink
 from ..stage import made_bytes
 from .course import LOSS, Course
 from .materials import Materials, make
@@ -231,7 +232,7 @@ def initial_state(cut: ModuleCut, names: Sequence[str], device: torch.device) ->
     return make(cut.skeleton, names, device, seed=0)
 
 
-class Nowhere:
+class Nowhere(Sink):
     """A sink for gradients that nobody wants."""
 
     def add(self, name: str, grad: Tensor) -> None:
