@@ -65,9 +65,10 @@ def test_float64(name: str, stages: int, schedule: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["two_encoders", "counting"])
-def test_no_bit_differs(name: str) -> None:
-    """Where no value is read by two stages, all additions have the order of one process."""
-    check(name, double=True, tolerance=0.0, stages=3, schedule="gpipe", split=False)
+def test_only_last_bits_differ(name: str) -> None:
+    """Where no value is read by two stages, additions have the order of one process, but for those inside the
+    products that are added to a weight's gradient."""
+    check(name, double=True, tolerance=1e-13, stages=3, schedule="gpipe", split=False)
 
 
 @pytest.mark.slow
