@@ -2,10 +2,13 @@
 
 All train the same model on the same micro-batches, on ranks of one thread each, in turns within one run, so
 that a machine shared with others disturbs them alike; in an order drawn for each round, as what ran before
-matters. Ratios are medians over the rounds. "pipeloom" is cut between the same blocks as torch's pipeline;
-"planned" is cut by pipeloom's planner.
+matters. Where a pipeline's tensors come to lie in memory stays for as long as it lives, and changes its times
+by up to 20 % (two equal ones in one process): ratios are medians over the rounds of several launches, in each
+of which pipelines are made in another order. Those of each launch are given too, and those of the fastest
+steps, which other programs have disturbed least. "pipeloom" is cut between the same blocks as torch's
+pipeline; "planned" is cut by pipeloom's planner.
 
-    python bench/throughput.py [--microbatches 8 16] [--rounds 12]
+    python bench/throughput.py [--microbatches 8 16] [--launches 3] [--rounds 8]
 """
 
 from __future__ import annotations
@@ -14,9 +17,12 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from random import Random
+from tempfile import TemporaryDirectory
+from typing import Any, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -33,6 +39,19 @@ from pipeloom.ir.stages import cut
 from pipeloom.runtime.launch import launch
 
 RESULTS = Path(__file__).parent / "results"
+Batch = dict[str, Tensor]
+
+WARM_UP = 2
+"""Rounds of each launch that do not count."""
+
+PARTS = ("busy_s", "waited_s")
+
+
+class Launch(TypedDict):
+    """What one launch saw: seconds by name and round; for rounds of pipeloom's, shares of the wall time."""
+
+    seconds: dict[str, list[float]]
+    own: list[dict[str, Any]]
 
 
 def halves(microbatches: int) -> Plan:
@@ -94,51 +113,68 @@ class OneProcess:
         self.optimizer.step()
 
 
-def measure(microbatches: int, rounds: int) -> dict[str, object] | None:
-    """Run on each of two ranks; rank 0 returns the figures."""
+def measure(microbatches: int, rounds: int, seed: int) -> Launch | None:
+    """Run on each of two ranks; rank 0 returns what it saw. seed: of the order of turns."""
     torch.set_num_threads(1)
+    draw = Random(seed)
+    with Pipeline(job(), halves(microbatches)) as first:
+        rank = first.rank
+        own_plan = first.channel.broadcast_object(planned(microbatches) if rank == 0 else None)
     with ExitStack() as stack:
-        ours = stack.enter_context(Pipeline(job(), halves(microbatches)))
-        rank = ours.rank
-        own_plan = ours.channel.broadcast_object(planned(microbatches) if rank == 0 else None)
-        best = stack.enter_context(Pipeline(job(), own_plan))
-        theirs = TorchPipeline(rank, microbatches)
-        alone = OneProcess(microbatches) if rank == 0 else None
-        seconds: dict[str, list[float]] = {n: [] for n in ("pipeloom", "torch", "planned", "one process")}
+        make: dict[str, Callable[[], Callable[[Batch], object]]] = {
+            "pipeloom": lambda: stack.enter_context(Pipeline(job(), halves(microbatches))).step,
+            "planned": lambda: stack.enter_context(Pipeline(job(), own_plan)).step,
+            "torch": lambda: TorchPipeline(rank, microbatches).step,
+            "one process": lambda: OneProcess(microbatches).step if rank == 0 else lambda _: None,
+        }
+        step = {name: make[name]() for name in draw.sample([*make], len(make))}
+        seconds: dict[str, list[float]] = {name: [] for name in make}
         reports = []
-        for index in range(rounds + 2):
+        for index in range(rounds + WARM_UP):
             batch = batch_of(index, microbatches * MICROBATCH)
-            for name in Random(index).sample([*seconds], len(seconds)):
+            for name in draw.sample([*make], len(make)):
                 dist.barrier()
                 start = time.perf_counter()
-                if name == "pipeloom":
-                    ours.step(batch)
-                    reports.append(ours.report)
-                elif name == "torch":
-                    theirs.step(batch)
-                elif name == "planned":
-                    best.step(batch)
-                elif alone is not None:
-                    alone.step(batch)
+                step[name](batch)
                 dist.barrier()
                 seconds[name].append(time.perf_counter() - start)
+                if name == "pipeloom":
+                    reports.append(step[name].__self__.report)
         if rank != 0:
             return None
-    return summary(microbatches, {n: s[2:] for n, s in seconds.items()}, reports[2:])
+    own = [
+        {part: [s / w for s, w in zip(getattr(r, part), r.wall_s, strict=True)] for part in PARTS}
+        | {"overhead": r.overhead}
+        for r in reports[WARM_UP:]
+    ]
+    return Launch(seconds={n: s[WARM_UP:] for n, s in seconds.items()}, own=own)
 
 
-def summary(microbatches: int, seconds: dict[str, list[float]], reports: list) -> dict[str, object]:
-    def ratio(above: str, below: str) -> float:
-        pairs = zip(seconds[above], seconds[below], strict=True)
-        return statistics.median(a / b for a, b in pairs)
+def summary(microbatches: int, launches: list[Launch]) -> dict[str, object]:
+    def fastest(name: str) -> float:
+        return min(s for launch in launches for s in launch["seconds"][name])
+
+    def ratio(above: str, below: str) -> dict[str, object]:
+        each = [
+            [a / b for a, b in zip(launch["seconds"][above], launch["seconds"][below], strict=True)]
+            for launch in launches
+        ]
+        return {
+            "median": statistics.median(r for ratios in each for r in ratios),
+            "launches": [statistics.median(ratios) for ratios in each],
+            "of_the_fastest": fastest(above) / fastest(below),
+        }
 
     def share(part: str) -> list[float]:
-        per_rank = zip(*([getattr(r, part)[k] / r.wall_s[k] for k in (0, 1)] for r in reports), strict=True)
+        per_rank = zip(*(report[part] for launch in launches for report in launch["own"]), strict=True)
         return [statistics.median(values) for values in per_rank]
 
     return {
         "microbatches": microbatches,
-        "median_s": {name: statistics.median(values) for name, values in seconds.items()},
+        "median_s": {
+            name: statistics.median(s for launch in launches for s in launch["seconds"][name])
+            for name in launches[0]["seconds"]
+        },
         "pipeloom_over_one_process": ratio("one process", "pipeloom"),
         "planned_over_one_process": ratio("one process", "planned"),
         "torch_over_one_process": ratio("one process", "torch"),
@@ -147,15 +183,14 @@ def summary(microbatches: int, seconds: dict[str, list[float]], reports: list) -
         "limit": 2 * microbatches / (microbatches + 1),
         "compute_share": share("busy_s"),
         "wait_share": share("waited_s"),
-        "own_overhead": statistics.median(r.overhead for r in reports),
-    }
+        "own_overhead": statistics.median(own["overhead"] for launch in launches for own in launch["own"]),
+    }  # fmt: skip
 
 
-def rank_main(microbatches: list[int], rounds: int) -> None:
-    for count in microbatches:
-        figures = measure(count, rounds)
-        if figures is not None:
-            report(figures)
+def rank_main(microbatches: int, rounds: int, seed: int, path: Path) -> None:
+    seen = measure(microbatches, rounds, seed)
+    if seen is not None:
+        path.write_text(json.dumps(seen))
 
 
 def report(figures: dict[str, object]) -> None:
@@ -168,9 +203,21 @@ def report(figures: dict[str, object]) -> None:
     path.write_text(json.dumps(table, indent=1) + "\n")
 
 
+def main(counts: list[int], launches: int, rounds: int) -> None:
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "seen.json"
+        for microbatches in counts:
+            seen: list[Launch] = []
+            for index in range(launches):
+                launch(rank_main, 2, args=(microbatches, rounds, index, path))
+                seen.append(json.loads(path.read_text()))
+            report(summary(microbatches, seen))
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--microbatches", type=int, nargs="+", default=[8, 16])
-    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--launches", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=8, help="of each launch")
     arguments = parser.parse_args()
-    launch(rank_main, 2, args=(arguments.microbatches, arguments.rounds))
+    main(arguments.microbatches, arguments.launches, arguments.rounds)
