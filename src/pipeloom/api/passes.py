@@ -160,13 +160,13 @@ def planning(
         )
     if cluster is None:
         cluster = cpu_cluster(stages, memory=memory)
+    elif memory is not None:
+        size = parse_bytes(memory)
+        cluster = replace(cluster, devices=tuple(replace(d, memory_bytes=size) for d in cluster.devices))
     if offload_dir is not None:
         cluster, _ = with_files(cluster, offload_dir)
         if treatments is None and planner(strategy).optimises != "never":
             treatments = ("recompute", "offload")
-    elif memory is not None:
-        size = parse_bytes(memory)
-        cluster = replace(cluster, devices=tuple(replace(d, memory_bytes=size) for d in cluster.devices))
     options = PlanOptions(
         optimizer_bytes=optimizer_ratio(job.optimizer), split_backward=split_backward, weights=weights,
         treatments=None if treatments is None else tuple(treatments),
