@@ -10,6 +10,7 @@ import json
 import os
 import re
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -222,8 +223,20 @@ def capped(given: Plan, memory: str | None) -> Plan:
     return replace(given, caps=tuple(min(size, cap) for cap in given.caps or (size,) * ranks))
 
 
+def as_sentence(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    """A warning as users of a command see it: what it says, without the line of ours that gave it.
+
+    >>> as_sentence("the disk is slow", UserWarning, "run.py", 7)
+    'warning: the disk is slow\\n'
+    """
+    return f"warning: {message}\n"
+
+
 def run_rank(settled: Settled) -> None:
     """Everything that one rank does. What is wrong is one sentence, never our traceback."""
+    warnings.formatwarning = as_sentence
     try:
         _train_rank(settled)
     except PeerError:
