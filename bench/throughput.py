@@ -39,8 +39,6 @@ from pipeloom.ir.stages import cut
 from pipeloom.runtime.launch import launch
 
 RESULTS = Path(__file__).parent / "results"
-Batch = dict[str, Tensor]
-
 WARM_UP = 2
 """Rounds of each launch that do not count."""
 
@@ -121,13 +119,13 @@ def measure(microbatches: int, rounds: int, seed: int) -> Launch | None:
         rank = first.rank
         own_plan = first.channel.broadcast_object(planned(microbatches) if rank == 0 else None)
     with ExitStack() as stack:
-        make: dict[str, Callable[[], Callable[[Batch], object]]] = {
-            "pipeloom": lambda: stack.enter_context(Pipeline(job(), halves(microbatches))).step,
-            "planned": lambda: stack.enter_context(Pipeline(job(), own_plan)).step,
-            "torch": lambda: TorchPipeline(rank, microbatches).step,
-            "one process": lambda: OneProcess(microbatches).step if rank == 0 else lambda _: None,
+        make: dict[str, Callable[[], Any]] = {
+            "pipeloom": lambda: stack.enter_context(Pipeline(job(), halves(microbatches))),
+            "planned": lambda: stack.enter_context(Pipeline(job(), own_plan)),
+            "torch": lambda: TorchPipeline(rank, microbatches),
+            "one process": lambda: OneProcess(microbatches) if rank == 0 else None,
         }
-        step = {name: make[name]() for name in draw.sample([*make], len(make))}
+        made = {name: make[name]() for name in draw.sample([*make], len(make))}
         seconds: dict[str, list[float]] = {name: [] for name in make}
         reports = []
         for index in range(rounds + WARM_UP):
@@ -135,11 +133,11 @@ def measure(microbatches: int, rounds: int, seed: int) -> Launch | None:
             for name in draw.sample([*make], len(make)):
                 dist.barrier()
                 start = time.perf_counter()
-                step[name](batch)
+                if made[name] is not None:
+                    made[name].step(batch)
                 dist.barrier()
                 seconds[name].append(time.perf_counter() - start)
-                if name == "pipeloom":
-                    reports.append(step[name].__self__.report)
+            reports.append(made["pipeloom"].report)
         if rank != 0:
             return None
     own = [

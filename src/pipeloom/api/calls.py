@@ -59,6 +59,7 @@ class Calls:
                 self._watch.fail(error)
             raise
         self._worker.updating = False
+        self._buffers = {}  # what they were is not needed, and must not stay in memory
 
     def _recover(self, heals: bool) -> None:
         """Clear away what a broken call has left, or refuse to go on."""
