@@ -1,12 +1,12 @@
 """Speed: pipeloom's 1F1B against torch.distributed.pipelining's 1F1B and against one process.
 
-All train the same model on the same micro-batches, on ranks of one thread each, in turns within one run, so
-that a machine shared with others disturbs them alike; in an order drawn for each round, as what ran before
-matters. Where a pipeline's tensors come to lie in memory stays for as long as it lives, and changes its times
-by up to 20 % (two equal ones in one process): ratios are medians over the rounds of several launches, in each
-of which pipelines are made in another order. Those of each launch are given too, and those of the fastest
-steps, which other programs have disturbed least. "pipeloom" is cut between the same blocks as torch's
-pipeline; "planned" is cut by pipeloom's planner.
+All train the same model on the same micro-batches, on ranks of one thread each. Each party has its own
+processes, started as its users start them (`pipeloom.runtime.launch`, torchrun, python), and they take turns
+within one run, so that a machine shared with others disturbs them alike; in an order drawn for each round, as
+what ran before matters. Where a pipeline's tensors come to lie in memory stays for as long as it lives, and
+changes its times by up to 20 %: ratios are medians over the rounds of several launches. Those of each launch
+are given too, and those of the fastest steps, which other programs have disturbed least. "pipeloom" is cut
+between the same blocks as torch's pipeline; "planned" is cut by pipeloom's planner.
 
     python bench/throughput.py [--microbatches 8 16] [--launches 3] [--rounds 8]
 """
@@ -15,14 +15,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
+import subprocess
+import sys
+import threading
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
+from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
-from typing import Any, TypedDict
+from typing import Any, Protocol, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -39,10 +43,17 @@ from pipeloom.ir.stages import cut
 from pipeloom.runtime.launch import launch
 
 RESULTS = Path(__file__).parent / "results"
+PARTIES = ("pipeloom", "planned", "torch", "one process")
 WARM_UP = 2
 """Rounds of each launch that do not count."""
 
 PARTS = ("busy_s", "waited_s")
+
+
+class Party(Protocol):
+    """One of those compared, in each of its processes."""
+
+    def step(self, batch: dict[str, Tensor]) -> object: ...
 
 
 class Launch(TypedDict):
@@ -111,41 +122,118 @@ class OneProcess:
         self.optimizer.step()
 
 
-def measure(microbatches: int, rounds: int, seed: int) -> Launch | None:
-    """Run on each of two ranks; rank 0 returns what it saw. seed: of the order of turns."""
+def serve(party: Party, rank: int, microbatches: int, conductor: str) -> None:
+    """In each process of a party: take a step when told, together; rank 0 says how long it took."""
+    line = Client(conductor) if rank == 0 else None
+    if line is not None:
+        line.send(os.environ["PARTY"])
+    while (index := _told(line)) is not None:
+        batch = batch_of(index, microbatches * MICROBATCH)
+        _meet()
+        start = time.perf_counter()
+        party.step(batch)
+        _meet()
+        seconds = time.perf_counter() - start
+        report = getattr(party, "report", None)
+        shares = {} if report is None else {
+            part: [s / w for s, w in zip(getattr(report, part), report.wall_s, strict=True)] for part in PARTS
+        } | {"overhead": report.overhead}  # fmt: skip
+        if line is not None:
+            line.send((seconds, shares))
+
+
+def _told(line: Connection | None) -> int | None:
+    """The next round's number, from the conductor by way of rank 0; None when it is over."""
+    told = [None if line is None else line.recv()]
+    if dist.is_initialized():
+        dist.broadcast_object_list(told, src=0)
+    return told[0]
+
+
+def _meet() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def pipeloom_main(own_plan: Plan, microbatches: int, conductor: str) -> None:
     torch.set_num_threads(1)
+    with Pipeline(job(), own_plan) as pipeline:
+        serve(pipeline, pipeline.rank, microbatches, conductor)
+
+
+def torch_main(microbatches: int, conductor: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    serve(TorchPipeline(dist.get_rank(), microbatches), dist.get_rank(), microbatches, conductor)
+    dist.destroy_process_group()
+
+
+def one_main(microbatches: int, conductor: str) -> None:
+    torch.set_num_threads(1)
+    serve(OneProcess(microbatches), 0, microbatches, conductor)
+
+
+def party_main(name: str, microbatches: int, conductor: str) -> None:
+    """What a party's first process runs: pipeloom's starts its ranks; torchrun has started torch's."""
+    os.environ["PARTY"] = name
+    if name == "torch":
+        torch_main(microbatches, conductor)
+    elif name == "one process":
+        one_main(microbatches, conductor)
+    else:
+        own_plan = planned(microbatches) if name == "planned" else halves(microbatches)
+        launch(pipeloom_main, 2, args=(own_plan, microbatches, conductor))
+
+
+def start(name: str, microbatches: int, conductor: str) -> subprocess.Popen[bytes]:
+    python = [sys.executable]
+    if name == "torch":
+        python += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    words = ["--party", name, "--conductor", conductor, "--microbatches", str(microbatches)]
+    return subprocess.Popen([*python, __file__, *words], env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+def meet(listener: Listener, name: str, party: subprocess.Popen[bytes]) -> Connection:
+    """The line to a party's rank 0, once it is ready."""
+
+    def tell_if_it_ends() -> None:
+        if party.wait():
+            Client(str(listener.address)).send(f"{name} ended with status {party.returncode}")
+
+    threading.Thread(target=tell_if_it_ends, daemon=True).start()
+    line = listener.accept()
+    said = line.recv()
+    if said != name:
+        raise SystemExit(said)
+    return line
+
+
+def measure(microbatches: int, rounds: int, seed: int) -> Launch:
+    """Start the parties, one after the other, and let them take turns. seed: of the order of both."""
     draw = Random(seed)
-    with Pipeline(job(), halves(microbatches)) as first:
-        rank = first.rank
-        own_plan = first.channel.broadcast_object(planned(microbatches) if rank == 0 else None)
+    seconds: dict[str, list[float]] = {name: [] for name in PARTIES}
+    own = []
     with ExitStack() as stack:
-        make: dict[str, Callable[[], Any]] = {
-            "pipeloom": lambda: stack.enter_context(Pipeline(job(), halves(microbatches))),
-            "planned": lambda: stack.enter_context(Pipeline(job(), own_plan)),
-            "torch": lambda: TorchPipeline(rank, microbatches),
-            "one process": lambda: OneProcess(microbatches) if rank == 0 else None,
-        }
-        made = {name: make[name]() for name in draw.sample([*make], len(make))}
-        seconds: dict[str, list[float]] = {name: [] for name in make}
-        reports = []
+        folder = stack.enter_context(TemporaryDirectory())
+        listener = stack.enter_context(Listener(str(Path(folder) / "conductor")))
+        parties = []
+        lines: dict[str, Connection] = {}
+        for name in draw.sample(PARTIES, len(PARTIES)):
+            parties.append(stack.enter_context(start(name, microbatches, str(listener.address))))
+            stack.callback(parties[-1].terminate)
+            lines[name] = meet(listener, name, parties[-1])
         for index in range(rounds + WARM_UP):
-            batch = batch_of(index, microbatches * MICROBATCH)
-            for name in draw.sample([*make], len(make)):
-                dist.barrier()
-                start = time.perf_counter()
-                if made[name] is not None:
-                    made[name].step(batch)
-                dist.barrier()
-                seconds[name].append(time.perf_counter() - start)
-            reports.append(made["pipeloom"].report)
-        if rank != 0:
-            return None
-    own = [
-        {part: [s / w for s, w in zip(getattr(r, part), r.wall_s, strict=True)] for part in PARTS}
-        | {"overhead": r.overhead}
-        for r in reports[WARM_UP:]
-    ]
-    return Launch(seconds={n: s[WARM_UP:] for n, s in seconds.items()}, own=own)
+            for name in draw.sample(PARTIES, len(PARTIES)):
+                lines[name].send(index)
+                took, shares = lines[name].recv()
+                seconds[name].append(took)
+                if name == "pipeloom":
+                    own.append(shares)
+        for line in lines.values():
+            line.send(None)
+        for party in parties:
+            party.wait()
+    return Launch(seconds={n: s[WARM_UP:] for n, s in seconds.items()}, own=own[WARM_UP:])
 
 
 def summary(microbatches: int, launches: list[Launch]) -> dict[str, object]:
@@ -185,12 +273,6 @@ def summary(microbatches: int, launches: list[Launch]) -> dict[str, object]:
     }  # fmt: skip
 
 
-def rank_main(microbatches: int, rounds: int, seed: int, path: Path) -> None:
-    seen = measure(microbatches, rounds, seed)
-    if seen is not None:
-        path.write_text(json.dumps(seen))
-
-
 def report(figures: dict[str, object]) -> None:
     """Print the figures and add them to the results."""
     print(json.dumps(figures, indent=1))
@@ -202,14 +284,8 @@ def report(figures: dict[str, object]) -> None:
 
 
 def main(counts: list[int], launches: int, rounds: int) -> None:
-    with TemporaryDirectory() as folder:
-        path = Path(folder) / "seen.json"
-        for microbatches in counts:
-            seen: list[Launch] = []
-            for index in range(launches):
-                launch(rank_main, 2, args=(microbatches, rounds, index, path))
-                seen.append(json.loads(path.read_text()))
-            report(summary(microbatches, seen))
+    for microbatches in counts:
+        report(summary(microbatches, [measure(microbatches, rounds, index) for index in range(launches)]))
 
 
 if __name__ == "__main__":
@@ -217,5 +293,10 @@ if __name__ == "__main__":
     parser.add_argument("--microbatches", type=int, nargs="+", default=[8, 16])
     parser.add_argument("--launches", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=8, help="of each launch")
+    parser.add_argument("--party", choices=PARTIES, help=argparse.SUPPRESS)
+    parser.add_argument("--conductor", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    main(arguments.microbatches, arguments.launches, arguments.rounds)
+    if arguments.party:
+        party_main(arguments.party, arguments.microbatches[0], arguments.conductor)
+    else:
+        main(arguments.microbatches, arguments.launches, arguments.rounds)

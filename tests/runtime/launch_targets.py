@@ -22,6 +22,10 @@ def environment() -> None:
     print("to stderr", file=sys.stderr)
 
 
+def tunables() -> None:
+    print(os.environ["GLIBC_TUNABLES"])
+
+
 def sleep(folder: str) -> None:
     """Sleep, and have a child that sleeps too."""
     helper = subprocess.Popen([sys.executable, "-c", f"import time; time.sleep({FOREVER_S})"])

@@ -95,6 +95,22 @@ def test_further_variables_and_the_callers_own_are_kept(
     assert out == "0 0 1 127.0.0.1 3 more False\n"
 
 
+@pytest.mark.parametrize(
+    ("own", "seen"),
+    [
+        ("", "glibc.malloc.hugetlb=1"),
+        ("glibc.malloc.arena_max=2", "glibc.malloc.arena_max=2:glibc.malloc.hugetlb=1"),
+        ("glibc.malloc.hugetlb=0", "glibc.malloc.hugetlb=0"),
+    ],
+)
+def test_ranks_ask_for_huge_pages_unless_the_caller_has_decided(
+    start: Start, monkeypatch: pytest.MonkeyPatch, own: str, seen: str
+) -> None:
+    monkeypatch.setenv("GLIBC_TUNABLES", own)
+    out, _ = start("tunables", ranks=1).communicate(timeout=300)
+    assert out == f"{seen}\n"
+
+
 def test_a_script_may_launch_its_own_function(tmp_path: Path) -> None:
     script = tmp_path / "mine.py"
     script.write_text(

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 
 from ..ir.errors import ConfigError
+from .allocator import with_huge_pages
 from .child import LISTENING_SOCKET
 from .processes import GRACE_S, Processes, terminate_as_exit
 
@@ -88,6 +89,7 @@ def _environment(rank: int, ranks: int, listener: socket.socket) -> dict[str, st
     return {
         **defaults,
         **os.environ,
+        **with_huge_pages(os.environ.get("GLIBC_TUNABLES", "")),
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(ranks),
