@@ -6,7 +6,8 @@ within one run, so that a machine shared with others disturbs them alike; in an 
 what ran before matters. Where a pipeline's tensors come to lie in memory stays for as long as it lives, and
 changes its times by up to 20 %: ratios are medians over the rounds of several launches. Those of each launch
 are given too, and those of the fastest steps, which other programs have disturbed least. "pipeloom" is cut
-between the same blocks as torch's pipeline; "planned" is cut by pipeloom's planner.
+between the same blocks as torch's pipeline; "planned" is cut by pipeloom's planner. "two at once" are two of
+"one process": what the cores of this machine take from each other bounds every pipeline (`limit_here`).
 
     python bench/throughput.py [--microbatches 8 16] [--launches 3] [--rounds 8]
 """
@@ -43,7 +44,8 @@ from pipeloom.ir.stages import cut
 from pipeloom.runtime.launch import launch
 
 RESULTS = Path(__file__).parent / "results"
-PARTIES = ("pipeloom", "planned", "torch", "one process")
+PARTIES = ("pipeloom", "planned", "torch", "one process", "two at once")
+BY_TORCHRUN = ("torch", "two at once")
 WARM_UP = 2
 """Rounds of each launch that do not count."""
 
@@ -161,10 +163,12 @@ def pipeloom_main(own_plan: Plan, microbatches: int, conductor: str) -> None:
         serve(pipeline, pipeline.rank, microbatches, conductor)
 
 
-def torch_main(microbatches: int, conductor: str) -> None:
+def torchrun_main(name: str, microbatches: int, conductor: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    serve(TorchPipeline(dist.get_rank(), microbatches), dist.get_rank(), microbatches, conductor)
+    rank = dist.get_rank()
+    party = TorchPipeline(rank, microbatches) if name == "torch" else OneProcess(microbatches)
+    serve(party, rank, microbatches, conductor)
     dist.destroy_process_group()
 
 
@@ -174,10 +178,10 @@ def one_main(microbatches: int, conductor: str) -> None:
 
 
 def party_main(name: str, microbatches: int, conductor: str) -> None:
-    """What a party's first process runs: pipeloom's starts its ranks; torchrun has started torch's."""
+    """What a party's first process runs: pipeloom's starts its ranks; torchrun has started its own."""
     os.environ["PARTY"] = name
-    if name == "torch":
-        torch_main(microbatches, conductor)
+    if name in BY_TORCHRUN:
+        torchrun_main(name, microbatches, conductor)
     elif name == "one process":
         one_main(microbatches, conductor)
     else:
@@ -187,7 +191,7 @@ def party_main(name: str, microbatches: int, conductor: str) -> None:
 
 def start(name: str, microbatches: int, conductor: str) -> subprocess.Popen[bytes]:
     python = [sys.executable]
-    if name == "torch":
+    if name in BY_TORCHRUN:
         python += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     words = ["--party", name, "--conductor", conductor, "--microbatches", str(microbatches)]
     return subprocess.Popen([*python, __file__, *words], env={**os.environ, "OMP_NUM_THREADS": "1"})
@@ -240,7 +244,7 @@ def summary(microbatches: int, launches: list[Launch]) -> dict[str, object]:
     def fastest(name: str) -> float:
         return min(s for launch in launches for s in launch["seconds"][name])
 
-    def ratio(above: str, below: str) -> dict[str, object]:
+    def ratio(above: str, below: str) -> dict[str, Any]:
         each = [
             [a / b for a, b in zip(launch["seconds"][above], launch["seconds"][below], strict=True)]
             for launch in launches
@@ -250,6 +254,9 @@ def summary(microbatches: int, launches: list[Launch]) -> dict[str, object]:
             "launches": [statistics.median(ratios) for ratios in each],
             "of_the_fastest": fastest(above) / fastest(below),
         }
+
+    limit = 2 * microbatches / (microbatches + 1)
+    shared = ratio("one process", "two at once")
 
     def share(part: str) -> list[float]:
         per_rank = zip(*(report[part] for launch in launches for report in launch["own"]), strict=True)
@@ -266,7 +273,8 @@ def summary(microbatches: int, launches: list[Launch]) -> dict[str, object]:
         "torch_over_one_process": ratio("one process", "torch"),
         "pipeloom_over_torch": ratio("torch", "pipeloom"),
         "planned_over_torch": ratio("torch", "planned"),
-        "limit": 2 * microbatches / (microbatches + 1),
+        "limit": limit,
+        "limit_here": limit * shared["median"],
         "compute_share": share("busy_s"),
         "wait_share": share("waited_s"),
         "own_overhead": statistics.median(own["overhead"] for launch in launches for own in launch["own"]),
