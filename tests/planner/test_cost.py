@@ -236,3 +236,28 @@ def test_no_cut_lies_between_attention_and_the_reshape_of_its_result(make_cluste
     profile = Profile(device="cpu", source="hand", graph=graph.fingerprint, batch=(), costs=costs)
     model = CostModel(graph, [profile], make_cluster([1]), CostOptions(microbatches=1))
     assert model.cut_points.tolist() == [0, 3, 4, 5, 6, 7]
+
+
+def test_no_cut_lies_between_transposed_queries_and_the_reshape_of_what_attention_makes(make_cluster):
+    """Its result lies as its queries do: of received ones it is contiguous, and the reshape copies."""
+
+    def op(name: str, target: str, *sources: str, view: bool = False) -> Op:
+        split, turned, flat = (2, 6, 8, 4), (2, 8, 6, 4), (2, 6, 32)
+        shape = {"h": split, "back": split}.get(name, flat if target in ("linear", "reshape") else turned)
+        out = Value(name=name, shape=shape, dtype="float32", needs_grad=True)
+        return Op(name=name, target=f"aten.{target}.default", inputs=sources, outputs=(out,), view=view)
+
+    ops = (
+        op("q", "linear", "x"), op("h", "reshape", "q", view=True), op("t", "transpose", "h", view=True),
+        op("rotated", "mul", "t"), op("a", "scaled_dot_product_attention", "rotated"),
+        op("back", "transpose", "a", view=True), op("r", "reshape", "back", view=True),
+        op("b", "linear", "r"),
+    )  # fmt: skip
+    graph = OpGraph(
+        name="attention", inputs=(Value(name="x", shape=(2, 6, 32), dtype="float32"),), ops=ops,
+        parameters=(), buffers=(), loss="b",
+    )  # fmt: skip
+    costs = {op.name: OpCost(forward_s=1) for op in graph.ops}
+    profile = Profile(device="cpu", source="hand", graph=graph.fingerprint, batch=(), costs=costs)
+    model = CostModel(graph, [profile], make_cluster([1]), CostOptions(microbatches=1))
+    assert model.cut_points.tolist() == [0, 1, 2, 7, 8]
