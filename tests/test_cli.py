@@ -1,6 +1,7 @@
 """The command line: output, `--json` keys, exit statuses, and one sentence for each mistake."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -184,11 +185,40 @@ def test_verify_passes_and_fails(folder: Path) -> None:
         (["verify", "tiny_job.py:job", "--plan", "none.json"], 2, "error: cannot read Plan from none.json"),
         (["simulate", "none.json"], 2, "error: cannot read Plan from none.json"),
         (["simulate", "cluster.toml"], 2, "error: cluster.toml is not a valid Plan"),
+        ([*PLAN, "-o", "no/p.json"], 2, "error: cannot write no/p.json: there is no folder no\n"),
+        (["profile", "--save", "no/p.json"], 2, "error: cannot write no/p.json: there is no folder no\n"),
+        (["cluster", "detect", "-o", "no/c.toml"], 2, "cannot write no/c.toml: there is no folder no\n"),
+        (["train", "--out", "cluster.toml/a"], 2, "cannot make a run directory: cluster.toml: it is no folder"),
         (["profil"], 2, "No such command 'profil'"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_sentence(folder: Path, words: list[str], status: int, message: str) -> None:
     assert message in bad(status, *words)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["verify", "--plan", "none.json"], ["plan", "--profile", "none.json"], ["plan", "-o", "no/p.json"],
+        ["train", "none.toml"], ["train", "--set", "pipeline.plan=none.json"],
+    ],
+)  # fmt: skip
+def test_files_are_looked_at_before_torch_is_loaded(folder: Path, words: list[str]) -> None:
+    """A missing file was said after half a minute: after capture, or what was to be written after all."""
+    code = f"import sys; from pipeloom.cli import main\ntry: main({words})\nfinally: print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and done.stderr.startswith("error: cannot "), done.stderr
+    assert "torch" not in done.stdout.split()
+
+
+def test_what_is_no_plain_file_is_not_replaced(folder: Path) -> None:
+    """`-o /dev/null` put a plain file in the place of the device, where that is allowed."""
+    os.mkfifo("pipe")
+    pipe = os.open("pipe", os.O_RDWR)
+    good("cluster", "show", "cluster.toml", "-o", "pipe")
+    assert os.read(pipe, 1 << 16).startswith(b"# cluster.toml")
+    os.close(pipe)
+    assert Path("pipe").is_fifo() and not Path("pipe.partial").exists()
 
 
 def test_a_plan_of_another_model_is_refused(folder: Path) -> None:

@@ -199,5 +199,5 @@ def test_the_example_in_the_documentation(tmp_path):
 
 
 def test_a_file_that_cannot_be_written(tmp_path):
-    with pytest.raises(ConfigError, match="cannot write cluster .*: No such file"):
+    with pytest.raises(ConfigError, match="cannot write .*: No such file"):
         save_cluster(cpu_cluster(1), tmp_path / "missing" / "cluster.toml")

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from .common import MODEL_HELP, Size, json_option, model_argument, plan_options
+from .common import MODEL_HELP, Size, job_of, json_option, model_argument, plan_options
 
 
 @click.command(epilog=MODEL_HELP)
@@ -26,6 +26,8 @@ def bench(
     With --json: step_s (median), tokens_per_s, bubble, predicted_step_s, peak_bytes (per rank), stages,
     schedule, microbatches, microbatch_size, steps.
     """
+    if model is not None:
+        job_of(model)  # a file that is missing is said before all of torch is loaded
     from ..train.benchmark import Bench, run_bench
 
     settings = Bench(

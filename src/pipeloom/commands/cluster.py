@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .common import FILE, console, json_option, print_json
+from .common import NEW_FILE, console, json_option, print_json
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -53,7 +53,7 @@ def list_(*, as_json: bool) -> None:
 
 @cluster.command()
 @click.argument("name")
-@click.option("--output", "-o", type=FILE, help="Write the cluster to this file, to be changed by hand.")
+@click.option("--output", "-o", type=NEW_FILE, help="Write the cluster to this file, to be changed by hand.")
 @json_option
 def show(*, name: str, output: Path | None, as_json: bool) -> None:
     """Show every figure of NAME with its source: a device, a cluster as "8 x a100-40", or a cluster file.
@@ -86,7 +86,7 @@ def show(*, name: str, output: Path | None, as_json: bool) -> None:
     "--directory", type=click.Path(path_type=Path, file_okay=False, exists=True),
     help="Where files of offloaded tensors would be; for the CPU.",
 )  # fmt: skip
-@click.option("--output", "-o", type=FILE, help="Write the cluster to this file.")
+@click.option("--output", "-o", type=NEW_FILE, help="Write the cluster to this file.")
 @json_option
 def detect(
     *, device: str, devices: int | None, directory: Path | None, output: Path | None, as_json: bool

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 FILE = click.Path(path_type=Path, dir_okay=False)
+"""A file to read."""
+
 MODEL_HELP = (
     "MODEL is file.py:function or package.module:function returning a pipeloom.Job; "
     "without it, the built-in GPT."
@@ -41,6 +44,27 @@ class Commands(click.Group):
             if error.hint:
                 click.echo(f"hint: {error.hint}", err=True)
             ctx.exit(2 if isinstance(error, ConfigError) else 1)
+
+
+class NewFile(click.Path):
+    """A file to be written: where it cannot be, that is said before the work for it is done."""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path, dir_okay=False, writable=True)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        path = Path(super().convert(value, param, ctx))
+        folder = path.parent
+        if not folder.is_dir():
+            raise ConfigError(f"cannot write {path}: there is no folder {folder}", hint="make it first")
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise ConfigError(
+                f"cannot write {path}: writing into {folder} is not allowed", hint="name another file"
+            )
+        return path
+
+
+NEW_FILE = NewFile()
 
 
 class Size(click.ParamType[str]):
@@ -100,11 +124,14 @@ def json_option(command: Command) -> Command:
 
 def job_of(model: str | None) -> Job:
     """The job that MODEL names."""
-    from ..tracer.job_loader import load_job
+    if model is not None:
+        from ..tracer.job_loader import load_job
+
+        return load_job(model)
     from ..train.config import Config
     from ..train.workload import default_job
 
-    return default_job(Config()) if model is None else load_job(model)
+    return default_job(Config())
 
 
 def cluster_of(text: str | None) -> Cluster | None:

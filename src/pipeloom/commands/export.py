@@ -6,12 +6,12 @@ from pathlib import Path
 
 import click
 
-from .common import FILE
+from .common import NEW_FILE
 
 
 @click.command()
 @click.argument("directory", type=click.Path(path_type=Path, file_okay=False))
-@click.argument("file", type=FILE)
+@click.argument("file", type=NEW_FILE)
 def export(*, directory: Path, file: Path) -> None:
     """Write the model of a checkpoint to FILE, under its original parameter names.
 

@@ -13,6 +13,7 @@ from ..ir.errors import ConfigError
 from .common import (
     FILE,
     MODEL_HELP,
+    NEW_FILE,
     Size,
     cluster_of,
     cluster_option,
@@ -57,7 +58,7 @@ TREATMENTS: dict[str, tuple[Treatment, ...]] = {
     help="How weights are updated. By default as the schedule does it.",
 )  # fmt: skip
 @click.option("--what-if/--no-what-if", default=True, help="Plan again with 10 % more memory, bandwidth.")
-@click.option("--output", "-o", type=FILE, help="Write the plan to this JSON file.")
+@click.option("--output", "-o", type=NEW_FILE, help="Write the plan to this JSON file.")
 @json_option
 def plan(*, strategies: bool, as_json: bool, **wanted: Any) -> None:
     """Cut MODEL into stages and print what each runs, takes and holds, what limits the plan, and what a bit
@@ -80,23 +81,24 @@ def _plan(
     output: Path | None, as_json: bool, microbatch_size: int, treat: str | None, max_batch: bool,
     what_if: bool, **wanted: Any,
 ) -> None:  # fmt: skip
-    from ..api import passes
-    from ..api.detecting import disk_speed
     from ..ir import codec
     from ..ir.profile import Profile
-    from ..planner import explain, limits
 
     if device_memory is not None and cluster is not None:
         raise ConfigError(
             "--device-memory and --cluster were both given",
             hint="say each device's memory in the cluster, as in --cluster '4 x a100-40 with 20GiB'",
         )
-    job = job_of(model)
     profiled = None if profile_file is None else codec.load(profile_file, Profile)
     if max_batch and profiled is not None:
         raise ConfigError(
             "--max-batch and --profile were both given", hint="a profile is of one size: leave out one"
         )
+    job = job_of(model)
+    from ..api import passes  # what is wrong in the request is said before torch is loaded
+    from ..api.detecting import disk_speed
+    from ..planner import explain, limits
+
     with _watching() as watch:
         how = passes.planning(
             job, memory=device_memory, cluster=cluster_of(cluster), watch=watch,

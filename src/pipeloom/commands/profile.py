@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .common import (
-    FILE,
     MODEL_HELP,
+    NEW_FILE,
     cluster_of,
     cluster_option,
     console,
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     "--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Where to measure."
 )
 @cluster_option("Estimate by roofline for these devices instead.")
-@click.option("--save", type=FILE, help="Write the profile to this JSON file.")
-@click.option("--save-graph", type=FILE, help="Write the captured graph to this JSON file.")
+@click.option("--save", type=NEW_FILE, help="Write the profile to this JSON file.")
+@click.option("--save-graph", type=NEW_FILE, help="Write the captured graph to this JSON file.")
 @click.option("--top", type=click.IntRange(1), default=15, show_default=True, help="Rows of the table.")
 @json_option
 def profile(

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .common import FILE, console, json_option, print_json
-from .schedule_options import TIMES_HELP, shape_options, times_options, updates_options, writing
+from .common import FILE, NEW_FILE, console, json_option, print_json
+from .schedule_options import TIMES_HELP, shape_options, times_options, updates_options
 
 if TYPE_CHECKING:
     from ..api.scheduling import Drawn, Setting
@@ -47,8 +47,8 @@ def list_them(*, as_json: bool) -> None:
 @click.argument("name")
 @shape_options
 @updates_options
-@click.option("--html", type=FILE, help="Write a page with the drawing, the reason for each gap, and memory.")
-@click.option("--trace", type=FILE, help="Write a trace for Perfetto or chrome://tracing.")
+@click.option("--html", type=NEW_FILE, help="Write a page: the drawing, the reason for each gap, and memory.")
+@click.option("--trace", type=NEW_FILE, help="Write a trace for Perfetto or chrome://tracing.")
 @json_option
 def show(
     *, name: str, setting: Setting, updates: Updates | None, html: Path | None, trace: Path | None,
@@ -77,8 +77,8 @@ def show(
 @click.option("--operations", type=FILE, help="A Python file that declares operations which FILE has.")
 @times_options
 @updates_options
-@click.option("--html", type=FILE, help="Write a page with the drawing, the reason for each gap, and memory.")
-@click.option("--trace", type=FILE, help="Write a trace for Perfetto or chrome://tracing.")
+@click.option("--html", type=NEW_FILE, help="Write a page: the drawing, the reason for each gap, and memory.")
+@click.option("--trace", type=NEW_FILE, help="Write a trace for Perfetto or chrome://tracing.")
 @json_option
 def check(
     *, file: Path, replicas: int, operations: Path | None, setting: Setting, updates: Updates | None,
@@ -167,7 +167,7 @@ def explain(*, name: str, setting: Setting, as_json: bool) -> None:
 
 @schedule.command(epilog=f"{NAME_HELP} {TIMES_HELP}")
 @click.argument("name")
-@click.option("--output", "-o", type=FILE, help="File to write; standard output without it.")
+@click.option("--output", "-o", type=NEW_FILE, help="File to write; standard output without it.")
 @click.option("--transfers", is_flag=True, help="Write sends and receives too (torch's compute_comms).")
 @shape_options
 def export(*, name: str, output: Path | None, transfers: bool, setting: Setting) -> None:
@@ -183,8 +183,9 @@ def export(*, name: str, output: Path | None, transfers: bool, setting: Setting)
     if output is None:
         click.echo(text, nl=False)
     else:
-        with writing(output):
-            output.write_text(text)
+        from ..ir.files import write_whole
+
+        write_whole(output, text)
 
 
 def _figures(drawn: Drawn) -> dict[str, float | None]:
@@ -233,8 +234,7 @@ def _present(
             size_unit=None if drawn.peaks_bytes else unit,
         )  # fmt: skip
     if trace is not None:
-        with writing(trace):
-            viewer.write_trace(trace, [drawn.timeline])
+        viewer.write_trace(trace, [drawn.timeline])
     s, by_rank = drawn.summary, _by_rank(drawn)
     if as_json:
         shape = {

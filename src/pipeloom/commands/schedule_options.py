@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import wraps
 from math import isfinite
 from pathlib import Path
@@ -159,12 +158,3 @@ def updates_options(command: Callable[..., Any]) -> Callable[..., Any]:
     for option in reversed(UPDATES):
         found = option(found)
     return found
-
-
-@contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Failures to write `path` as one sentence."""
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}", hint="check the folder") from None

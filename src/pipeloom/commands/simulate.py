@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING
 import click
 
 from ..ir.errors import ConfigError
-from .common import FILE, MODEL_HELP, cluster_of, cluster_option, console, job_of, json_option, print_json
+from .common import (
+    FILE,
+    MODEL_HELP,
+    NEW_FILE,
+    cluster_of,
+    cluster_option,
+    console,
+    job_of,
+    json_option,
+    print_json,
+)
 
 if TYPE_CHECKING:
     from ..ir.cluster import Cluster
@@ -24,8 +34,8 @@ if TYPE_CHECKING:
 @click.option("--graph", "graph_file", type=FILE, help="Saved graph of the model, instead of MODEL.")
 @click.option("--profile", "profile_file", type=FILE, help="Saved profile, instead of measuring MODEL.")
 @cluster_option("Devices and links; by default processes of this machine.")
-@click.option("--html", type=FILE, help="Write a report page.")
-@click.option("--trace", type=FILE, help="Write a trace for Perfetto.")
+@click.option("--html", type=NEW_FILE, help="Write a report page.")
+@click.option("--trace", type=NEW_FILE, help="Write a trace for Perfetto.")
 @json_option
 def simulate(
     *, plan_file: Path, model: str | None, graph_file: Path | None, profile_file: Path | None,
@@ -89,14 +99,19 @@ def _costs(
 
     if graph_file is not None and model is not None:
         raise ConfigError("--graph and MODEL were both given", hint="give one of them")
-    captured = None if graph_file is not None else passes.capture(job_of(model), plan.microbatch_size)
-    graph = codec.load(graph_file, OpGraph) if captured is None else captured.graph  # type: ignore[arg-type]
-    if profile_file is not None:
-        return graph, codec.load(profile_file, Profile)
-    if cluster is not None:
-        return graph, passes.estimate(graph, cluster)
-    if captured is None:
+    if graph_file is not None and profile_file is None and cluster is None:
         raise ConfigError(
             "--graph alone does not say what ops cost", hint="add --profile or --cluster, or name the MODEL"
         )
+    profiled = None if profile_file is None else codec.load(profile_file, Profile)
+    if graph_file is not None:
+        captured, graph = None, codec.load(graph_file, OpGraph)
+    else:
+        captured = passes.capture(job_of(model), plan.microbatch_size)
+        graph = captured.graph
+    if profiled is not None:
+        return graph, profiled
+    if captured is None or cluster is not None:
+        assert cluster is not None, "a saved graph comes with a profile or a cluster"
+        return graph, passes.estimate(graph, cluster)
     return graph, passes.profile(captured)

@@ -70,12 +70,16 @@ def train(
     step_error_quartiles (of all rehearsals), rehearsals (of each: step, predicted_step_s, measured_step_s,
     and steps, of which the measured one is the middle).
     """
-    from ..train.run import Request, run
+    from ..ir.plan import load_plan
+    from ..train.config_text import read_config
 
-    request = Request(
-        file=config, overrides=(*_as_overrides(settings), *overrides), out=out, resume=resume, as_json=as_json
-    )
-    ctx.exit(run(request))
+    wanted = (*_as_overrides(settings), *overrides)
+    plan_file = read_config(config, wanted).pipeline.plan
+    if plan_file is not None and not resume:
+        load_plan(Path(plan_file))
+    from ..train.run import Request, run  # files that are missing are said before torch is loaded
+
+    ctx.exit(run(Request(file=config, overrides=wanted, out=out, resume=resume, as_json=as_json)))
 
 
 KEYS = {

@@ -32,15 +32,15 @@ def verify(
 
     With --json: passed, tolerance, reference, loss, gradients and parameters (by name, relative).
     """
-    from ..api import passes
-    from ..api.compare import verify as compare
     from ..ir.plan import load_plan
+
+    plan = None if plan_file is None else load_plan(plan_file)
+    job = job_of(model)
+    from ..api import passes  # a missing file is said before torch's compiler is loaded
+    from ..api.compare import verify as compare
     from ..planner import cpu_cluster
 
-    job = job_of(model)
-    if plan_file is not None:
-        plan = load_plan(plan_file)
-    else:  # times do not matter here, so none are measured
+    if plan is None:  # times do not matter here, so none are measured
         plan = passes.plan(job, cluster=cpu_cluster(wanted["stages"]), **wanted)
     found = compare(job, plan, tolerance=tolerance, seed=seed)
     if as_json:

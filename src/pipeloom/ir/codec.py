@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from .errors import ConfigError
+from .files import write_whole
 
 T = TypeVar("T")
 
@@ -39,10 +40,8 @@ def from_json(text: str | bytes, kind: type[T], *, what: str) -> T:
 
 
 def save(noun: object, path: Path) -> None:
-    """Write a noun to a file, whole or not at all."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(to_json(noun) + "\n")
-    partial.replace(path)
+    """Write a noun to a file, whole or not at all. Raises: ConfigError if the disk refuses."""
+    write_whole(path, to_json(noun) + "\n")
 
 
 def load(path: Path, kind: type[T]) -> T:

@@ -42,6 +42,7 @@ import tomli_w
 
 from ..ir.cluster import OP_CLASSES, Cluster, Device, Link
 from ..ir.errors import ConfigError
+from ..ir.files import write_whole
 from ..ir.graph import DTYPE_BYTES
 from ..ir.units import parse_bytes
 
@@ -211,10 +212,7 @@ def save_cluster(cluster: Cluster, path: Path, *, note: str = "") -> None:
         if links := getattr(cluster, key):
             table[key] = {name: _link_row(link) for name, link in links.items()}
     head = "".join(f"# {line}".rstrip() + "\n" for line in note.splitlines())
-    try:
-        path.write_text(head + tomli_w.dumps(table))
-    except OSError as error:
-        raise ConfigError(f"cannot write cluster {path}: {error.strerror}", hint="check the path") from None
+    write_whole(path, head + tomli_w.dumps(table))
 
 
 def _row(device: Device, count: int) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from .display import Display, Shown, display_for
 from .metrics import Metrics
 from .pace import Comparison, Pace
 from .rates import rate_share
+from .rundir import STARTED
 from .workload import Batch, Workload
 
 
@@ -85,7 +86,7 @@ def train(
     first = pipeline.steps
     with ExitStack() as stack:
         writes = pipeline.rank == 0
-        metrics = stack.enter_context(Metrics(out / "metrics.jsonl", after_step=first)) if writes else None
+        metrics = stack.enter_context(Metrics(out / STARTED, after_step=first)) if writes else None
         display = stack.enter_context(
             display_for(console or Console(), rank=pipeline.rank, steps=config.steps, done=first)
         )

@@ -16,6 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from ..ir.files import write_whole, writing
+
 
 class Metrics:
     """Appends to the file; made anew for a resumed run, it first drops the steps that will be run again."""
@@ -23,15 +25,15 @@ class Metrics:
     def __init__(self, path: Path, *, after_step: int) -> None:
         self.path = path
         kept = [line for line in self._lines() if json.loads(line)["step"] <= after_step]
-        partial = path.with_name(path.name + ".partial")
-        partial.write_text("".join(line + "\n" for line in kept))
-        partial.replace(path)
-        self._file = path.open("a")
+        write_whole(path, "".join(line + "\n" for line in kept))
+        with writing(path):
+            self._file = path.open("a")
 
     def write(self, values: Mapping[str, Any]) -> None:
-        """One step's figures; those that are None are left out."""
-        self._file.write(json.dumps({k: v for k, v in values.items() if v is not None}) + "\n")
-        self._file.flush()
+        """One step's figures; those that are None are left out. Raises: ConfigError if the disk refuses."""
+        with writing(self.path):
+            self._file.write(json.dumps({k: v for k, v in values.items() if v is not None}) + "\n")
+            self._file.flush()
 
     def read(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self._lines()]

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from .. import viewer
 from ..ir.explanation import Explanation
+from ..ir.files import write_whole
 from ..ir.graph import OpGraph
 from ..ir.plan import Plan
 from ..ir.timeline import Timeline
@@ -107,7 +108,7 @@ def write_files(
         config=msgspec.to_builtins(config), caps=caps, explanations=explanations,
         note=compared(outcome, forecast),
     )  # fmt: skip
-    (out / "summary.json").write_text(json.dumps(figures, indent=1) + "\n")
+    write_whole(out / "summary.json", json.dumps(figures, indent=1) + "\n")
 
 
 def print_end(

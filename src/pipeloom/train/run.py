@@ -26,6 +26,7 @@ from ..api.passes import capture, plan, profile
 from ..api.pipeline import Pipeline
 from ..api.runnable import require_runnable, require_training
 from ..ir.errors import ConfigError, PeerError, PipeloomError
+from ..ir.files import write_whole
 from ..ir.plan import Plan, load_plan
 from ..ir.units import parse_bytes
 from ..runtime.checkpoint_files import newest, read_index, verify_sizes
@@ -37,7 +38,7 @@ from .config_text import read_config, write_config
 from .loop import train
 from .rates import scheduler_of
 from .report import predicted_step, print_end, stage_rows, summary, write_files
-from .rundir import find_run, new_run
+from .rundir import Before, find_run, new_run, require_new
 from .workload import Workload, gpt_workload, job_workload
 
 T = TypeVar("T")
@@ -68,6 +69,7 @@ class Settled:
     request: Request
     config: Config
     out: Path
+    before: Before
 
 
 def run(request: Request) -> int:
@@ -80,19 +82,27 @@ def run(request: Request) -> int:
         group = connect(device)
         settled = _shared(group, lambda: settle(request))
         if not _shared(group, lambda: request.resume and _is_finished(settled)):
-            run_rank(settled)
+            try:
+                run_rank(settled)
+            finally:
+                if dist.get_rank(group) == 0:
+                    settled.before.put_back(settled.out)
         return 0
     settled = settle(request)
     if request.resume and _is_finished(settled):
         return 0
     ranks = len(set(load_plan(settled.out / "plan.json").placement))
-    return launch(run_rank, ranks, args=(settled,))
+    try:
+        return launch(run_rank, ranks, args=(settled,))
+    finally:
+        settled.before.put_back(settled.out)
 
 
 def settle(request: Request) -> Settled:
     """Decide config, directory and plan, and write the first and the last into the second."""
     config = _named(read_config(request.file, request.overrides))
     if not request.resume:
+        require_new(request.out)
         out, replan = None, True
     else:
         out = find_run(config.name, request.out)
@@ -110,14 +120,16 @@ def settle(request: Request) -> Settled:
     if found is not None:
         require_training(found)
     # Only now: a request that cannot be planned leaves no directory behind.
+    untouched = Before.of(out or request.out)
     out = out or new_run(config.name, request.out)
     try:
         if found is not None:
             found.save(out / "plan.json")
-        (out / "config.toml").write_text(write_config(config))
-    except OSError as error:
-        raise ConfigError(f"cannot write into {out}: {error.strerror}", hint="choose another --out") from None
-    return Settled(request=request, config=config, out=out)
+        write_whole(out / "config.toml", write_config(config))
+    except ConfigError:
+        untouched.put_back(out)
+        raise
+    return Settled(request=request, config=config, out=out, before=untouched)
 
 
 def _planned_from(config: Config) -> tuple[object, ...]:

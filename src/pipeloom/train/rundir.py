@@ -8,12 +8,39 @@ summary.json     the figures that `--json` prints
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from ..ir.errors import ConfigError
 
 RUNS = Path("runs")
+
+STARTED = "metrics.jsonl"
+"""The first file that training writes."""
+
+WRITTEN = ("config.toml", "plan.json")
+"""What is written before the ranks start."""
+
+
+def require_new(out: Path | None) -> None:
+    """Refuse a directory for a new run before work is done for it.
+
+    Raises: ConfigError if `out` holds a run already, or nothing may be written there.
+    """
+    if out is not None and (out / "config.toml").exists():
+        raise ConfigError(
+            f"{out} holds a run already", hint="add --resume to go on with it, or give another --out"
+        )
+    place = out or RUNS
+    folder = next(path for path in (place, *place.parents) if path.exists())
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        reason = "writing there is not allowed" if folder.is_dir() else "it is no folder"
+        raise ConfigError(
+            f"cannot make a run directory: {folder}: {reason}", hint="choose another --out"
+        )
 
 
 def new_run(name: str, out: Path | None) -> Path:
@@ -21,12 +48,9 @@ def new_run(name: str, out: Path | None) -> Path:
 
     Raises: ConfigError if `out` holds a run already, or the disk refuses.
     """
+    require_new(out)
     try:
         if out is not None:
-            if (out / "config.toml").exists():
-                raise ConfigError(
-                    f"{out} holds a run already", hint="add --resume to go on with it, or give another --out"
-                )
             out.mkdir(parents=True, exist_ok=True)
             return out
         RUNS.mkdir(exist_ok=True)
@@ -41,6 +65,49 @@ def new_run(name: str, out: Path | None) -> Path:
         raise ConfigError(
             f"cannot make a run directory: {error.filename}: {error.strerror}", hint="choose another --out"
         ) from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Before:
+    """A run directory before a start: if the ranks end before they train, it is put back, so that the next
+    try finds the place free, or the run as it was.
+
+    existed: the directory.  files: what a start writes, None for what was not there.  stamp: tells whether
+        `STARTED` was written since.
+    """
+
+    existed: bool
+    files: Mapping[str, bytes | None]
+    stamp: tuple[int, int] | None
+
+    @staticmethod
+    def of(out: Path | None) -> Before:
+        """out: None for a directory that is yet to be made."""
+        if out is None or not out.exists():
+            return Before(existed=False, files=dict.fromkeys(WRITTEN), stamp=None)
+        paths = {name: out / name for name in WRITTEN}
+        files = {name: path.read_bytes() if path.is_file() else None for name, path in paths.items()}
+        return Before(existed=True, files=files, stamp=_stamp(out))
+
+    def put_back(self, out: Path) -> None:
+        """Make `out` what it was, unless training began."""
+        if _stamp(out) != self.stamp:
+            return
+        for name, content in self.files.items():
+            if content is None:
+                (out / name).unlink(missing_ok=True)
+            else:
+                (out / name).write_bytes(content)
+        if not self.existed and not any(out.iterdir()):
+            out.rmdir()
+
+
+def _stamp(out: Path) -> tuple[int, int] | None:
+    try:
+        found = (out / STARTED).stat()
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_mtime_ns
 
 
 def find_run(name: str, out: Path | None) -> Path:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from ..ir.errors import ConfigError
 from ..ir.explanation import REASONS, Explanation
+from ..ir.files import write_whole
 from ..ir.timeline import Timeline
 from .axes import Figure
 from .blocks import legend, timelines_figure
@@ -103,18 +103,7 @@ def write_report(
         config=_flat(config or {}),
         plotly=get_plotlyjs(),
     )
-    _write(path, page)
-
-
-def _write(path: Path, page: str) -> None:
-    partial = path.with_name(path.name + ".partial")
-    try:
-        partial.write_text(page, encoding="utf-8")
-        partial.replace(path)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot write the report {path}: {error.strerror}", hint="check the folder"
-        ) from None
+    write_whole(path, page)
 
 
 def _embedded(figure: Figure) -> str:
