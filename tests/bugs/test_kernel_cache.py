@@ -18,7 +18,7 @@ def total(row):
         found += value
     return found
 
-print(total(Row(np.ones(30_000, np.int64))))
+print(total(Row(np.ones(1_000_000, np.int64))))
 """
 TYPES = """
 from typing import Any, NamedTuple
@@ -35,5 +35,5 @@ def test_a_cache_of_another_version_is_not_read(tmp_path: Path) -> None:
         done = subprocess.run(
             [sys.executable, "-c", "import work"], cwd=tmp_path, capture_output=True, text=True, check=False
         )
-        assert done.stdout == "30000\n", done.stderr
+        assert done.stdout == "1000000\n", done.stderr
         (tmp_path / f"{types}.py").unlink()

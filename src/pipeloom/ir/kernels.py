@@ -3,7 +3,7 @@
 A kernel is an ordinary Python function over numpy arrays and numbers. Called with small arrays it runs as it
 is, so that small schedules never wait for a compiler; with large ones it runs compiled by numba. The machine
 code is kept beside the source, or in the user's cache folder, or for this process only where neither can be
-written.
+written. Where there is none yet, it is made only for what would take longer without.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from functools import cached_property
 from pathlib import Path
+from time import process_time
 from types import FunctionType
 from typing import Any, Generic, ParamSpec, TypeVar, cast
 from zlib import crc32
@@ -25,6 +26,12 @@ COMPILED_FROM = 8_000
 
 LOADED_FROM = 200
 """The same for a kernel that has run compiled in this process."""
+
+MADE_FROM = 50
+"""How many times as large arrays must be where there is no machine code yet: making it takes seconds."""
+
+PATIENCE_S = 3.0
+"""Seconds that a kernel runs as it is in one process before its machine code is made all the same."""
 
 
 class Kernel(Generic[P, R]):
@@ -45,15 +52,33 @@ class Kernel(Generic[P, R]):
         self._in_place, self._apart = in_place, apart
         self.__doc__ = function.__doc__
         self.__wrapped__ = function
+        self._spent_s = 0.0
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        if _largest(args) < (LOADED_FROM if "compiled" in self.__dict__ else COMPILED_FROM):
+        largest, loaded = _largest(args), "compiled" in self.__dict__
+        if largest < (LOADED_FROM if loaded else COMPILED_FROM):
             return self.plain(*args, **kwargs)
-        return self.compiled(*args, **kwargs)
+        if loaded or self.at_hand or largest >= MADE_FROM * COMPILED_FROM or self._spent_s > PATIENCE_S:
+            return self.compiled(*args, **kwargs)
+        begin = process_time()
+        result = self.interpreted(*args, **kwargs)
+        self._spent_s += process_time() - begin
+        return result
+
+    @cached_property
+    def at_hand(self) -> bool:
+        """Whether machine code of it was kept by an earlier process."""
+        made: Any = self._to_compile
+        folder = made.stats.cache_path
+        return folder is not None and any(Path(folder).glob(f"*.{made.py_func.__qualname__}-*.nbi"))
 
     @cached_property
     def compiled(self) -> Callable[P, R]:
         """The machine code, made or loaded on first use."""
+        return self._to_compile
+
+    @cached_property
+    def _to_compile(self) -> Callable[P, R]:
         import numba
 
         function = self._linked(lambda inner: inner.inlined)

@@ -210,7 +210,10 @@ def _sweeps(start, ends, forward, backward, work, found):  # type: ignore[no-unt
 
 
 COMPILE_AFTER = 30_000
-"""Ops that a process sweeps in plain Python, in about a second, before the kernels are compiled."""
+"""Ops that a process sweeps in plain Python, in about a second, before compiled kernels are loaded."""
+
+MADE_AFTER = 300_000
+"""The same before they are compiled, if none were kept."""
 
 _swept = [0]
 
@@ -218,7 +221,9 @@ _swept = [0]
 def run(what: Kernel[P, R], ops: int = 0) -> Callable[P, R]:
     """The function to call in place of a kernel that is about to go over so many ops."""
     _swept[0] += ops
-    return what.plain if _swept[0] < COMPILE_AFTER else what.compiled
+    if _swept[0] < COMPILE_AFTER or (_swept[0] < MADE_AFTER and not what.at_hand):
+        return what.interpreted
+    return what.compiled
 
 
 class Sweep:
