@@ -47,16 +47,18 @@ class Kernel(Generic[P, R]):
     10
     """
 
-    def __init__(self, function: Callable[P, R], *, in_place: bool = False, apart: bool = False) -> None:
+    def __init__(
+        self, function: Callable[P, R], *, in_place: bool = False, apart: bool = False, within: bool = False
+    ) -> None:
         self.plain = function
-        self._in_place, self._apart = in_place, apart
+        self._in_place, self._apart, self._within = in_place, apart, within
         self.__doc__ = function.__doc__
         self.__wrapped__ = function
         self._spent_s = 0.0
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         largest, loaded = _largest(args), "compiled" in self.__dict__
-        if largest < (LOADED_FROM if loaded else COMPILED_FROM):
+        if self._within or largest < (LOADED_FROM if loaded else COMPILED_FROM):
             return self.plain(*args, **kwargs)
         if loaded or self.at_hand or largest >= MADE_FROM * COMPILED_FROM or self._spent_s > PATIENCE_S:
             return self.compiled(*args, **kwargs)
@@ -83,7 +85,8 @@ class Kernel(Generic[P, R]):
 
         function = self._linked(lambda inner: inner.inlined)
         function.__qualname__ += f"_{self._version}"
-        options: dict[str, Any] = {"nogil": True, "_nrt": not self._in_place}
+        options: dict[str, Any] = {"nogil": True, "_nrt": not self._in_place, "no_cfunc_wrapper": True}
+        options["no_cpython_wrapper"] = self._within
         try:
             made = numba.njit(cache=True, **options)(function)
         except RuntimeError:  # no folder for the cache can be written
@@ -149,9 +152,14 @@ def kernel(function: Callable[P, R]) -> Kernel[P, R]:
 def apart(function: Callable[P, R]) -> Kernel[P, R]:
     """Make a kernel of a long function that others call in several places, or that takes long in itself.
 
-    It is compiled once, and not into each of those places.
+    It is compiled once, and not into each of those places. It makes no array: see `in_place`.
     """
-    return Kernel(function, apart=True)
+    return Kernel(function, in_place=True, apart=True)
+
+
+def within(function: Callable[P, R]) -> Kernel[P, R]:
+    """The same where only kernels call it: what Python would call it by takes long to compile."""
+    return Kernel(function, in_place=True, apart=True, within=True)
 
 
 def in_place(function: Callable[P, R]) -> Kernel[P, R]:

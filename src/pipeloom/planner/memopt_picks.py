@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..ir.kernels import apart, kernel
+from ..ir.kernels import in_place, kernel, within
 from .again import (
     AGAIN,
     AT,
@@ -78,7 +78,7 @@ def _does_good(row, op, stage, plan):  # type: ignore[no-untyped-def]
     return True
 
 
-@apart
+@within
 def _freed(k, row, op, stage, plan):  # type: ignore[no-untyped-def]
     """Bytes that dropping residual k frees at a moment, less what is then made again earlier for it."""
     start, end, forward, marks, _, ahead = stage
@@ -134,7 +134,7 @@ def _away_s(more, plan):  # type: ignore[no-untyped-def]
     return (max(0.0, away + more - hidden) - max(0.0, away - hidden)) * plan[4][S_PER_BYTE]
 
 
-@apart
+@within
 def _treat(k, stage, plan):  # type: ignore[no-untyped-def]
     """Treat residual k as its option says; what was done to it becomes the option."""
     (first, ops, _, users), numbers, figures, sums, limits = plan
@@ -160,7 +160,7 @@ def _treat(k, stage, plan):  # type: ignore[no-untyped-def]
     numbers[OPTION, k] = now
 
 
-@apart
+@within
 def _weigh_options(row, op, stage, plan):  # type: ignore[no-untyped-def]
     """What treating each residual is worth per second at a moment, and how. One that frees all that is left
     in no more time than the best is worth more than any."""
@@ -191,7 +191,7 @@ def _weigh_options(row, op, stage, plan):  # type: ignore[no-untyped-def]
         figures[WORTH, ends] = np.inf
 
 
-@apart
+@within
 def _best(plan):  # type: ignore[no-untyped-def]
     """The residual whose worth is largest, -1 if none is worth anything."""
     figures = plan[2]
@@ -204,7 +204,7 @@ def _best(plan):  # type: ignore[no-untyped-def]
     return pick
 
 
-@apart
+@within
 def _take_best(row, op, stage, plan):  # type: ignore[no-untyped-def]
     """Apply the option that is worth most, of those that do good. Returns its residual, -1 for none."""
     _, numbers, figures, sums, limits = plan
@@ -221,7 +221,7 @@ def _take_best(row, op, stage, plan):  # type: ignore[no-untyped-def]
     return pick
 
 
-@apart
+@within
 def _relieve(stage, plan):  # type: ignore[no-untyped-def]
     """Keep again for good the residual without which the peak is lowest: a checkpoint. False if it is lower
     without none."""
@@ -245,7 +245,7 @@ def _relieve(stage, plan):  # type: ignore[no-untyped-def]
     return found
 
 
-@apart
+@within
 def _spare(stage, plan):  # type: ignore[no-untyped-def]
     """Keep again what need not be treated, until nothing more may be: first what saves most per byte."""
     _, numbers, figures, sums, limits = plan
@@ -274,7 +274,7 @@ def _spare(stage, plan):  # type: ignore[no-untyped-def]
             pick = _best(plan)
 
 
-@apart
+@in_place
 def pick_all(begin, stage, plan):  # type: ignore[no-untyped-def]
     """Make the choice, with one to begin with; False if it does not keep the allowance."""
     _, numbers, _, sums, limits = plan

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ..ir.kernels import kernel
+from ..ir.kernels import in_place
 from .again import Moments
 from .intervals import Array, Indices
 from .residuals import KEEP, RECOMPUTE
@@ -31,7 +31,7 @@ LIMITS = 40
 LEAST = 0.01
 
 
-@kernel
+@in_place
 def _until(start, chain, forward, number, until):  # type: ignore[no-untyped-def]
     """Write of each residual the last op that needs it, be that for making another residual again.
 
@@ -48,7 +48,7 @@ def _until(start, chain, forward, number, until):  # type: ignore[no-untyped-def
                     until[n] = max(until[n], last)
 
 
-@kernel
+@in_place
 def _best_places(dropped, kept, held, limit, found):  # type: ignore[no-untyped-def]
     """Choose checkpoints among places 1 .. n, the last of which is the stage's end.
 

@@ -16,7 +16,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ..ir.kernels import Kernel, P, R, kernel
+from ..ir.kernels import Kernel, P, R, in_place, kernel
 from .intervals import Array, Indices
 from .tensors import ADDED, PASSED, STATE, Rows, Tensors
 
@@ -197,7 +197,7 @@ def _in_backward(start, end, forward, backward, work, level):  # type: ignore[no
     return most
 
 
-@kernel
+@in_place
 def _sweeps(start, ends, forward, backward, work, found):  # type: ignore[no-untyped-def]
     """One sweep per end; `found` gets a column of three figures for each."""
     last_in, saver, _, _ = work

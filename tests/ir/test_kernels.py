@@ -1,0 +1,46 @@
+"""When a kernel runs compiled."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+MODULE = """
+import sys
+import numpy as np
+from pipeloom.ir import kernels
+
+@kernels.within
+def square(values, at):
+    return values[at] * values[at]
+
+@kernels.in_place
+def squares(values):
+    found = 0
+    for at in range(len(values)):
+        found += square(values, at)
+    return found
+
+kernels.PATIENCE_S = float(sys.argv[2])
+for _ in range(2):
+    print(squares(np.ones(int(sys.argv[1]), np.int64)), bool(vars(squares).get("compiled")))
+"""
+
+
+def ran(folder: Path, size: int, patience_s: float = 60.0) -> list[str]:
+    (folder / "squares.py").write_text(MODULE)
+    call = [sys.executable, "squares.py", str(size), str(patience_s)]
+    env = {**os.environ, "NUMBA_CACHE_DIR": str(folder / "cache")}
+    done = subprocess.run(call, cwd=folder, env=env, capture_output=True, text=True, check=False)
+    assert not done.returncode, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_machine_code_is_made_for_large_arrays_and_used_for_smaller_ones_once_there(tmp_path: Path) -> None:
+    assert ran(tmp_path, 10_000) == ["10000 False"] * 2
+    assert ran(tmp_path, 1_000_000) == ["1000000 True"] * 2
+    assert ran(tmp_path, 10_000) == ["10000 True"] * 2
+
+
+def test_machine_code_is_made_when_the_kernel_has_run_long_without(tmp_path: Path) -> None:
+    assert ran(tmp_path, 10_000, patience_s=0.0) == ["10000 False", "10000 True"]
