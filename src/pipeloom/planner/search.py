@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -121,6 +121,7 @@ class Search:
         prefix, crossing = self.model.prefix_s[self.model.kind], self.model.crossing_bytes
         everyone, caps = np.array(self.in_flight), np.array(self.caps, dtype=np.float64)
 
+        @cache  # half of what is asked is asked again
         def shares(start: int, end: int) -> Sequence[float]:
             rough, _ = self.model.row(start, np.array([end]), exact=False)
             return list(self.model.memory(rough, everyone)[:, 0] / caps)
