@@ -2,7 +2,8 @@
 
     python bench/memory_model.py [--families gpt2 bert llama t5 mixtral convnet gpt] [--stages 2 3 4]
 
-Plans of 2 to 4 stages, GPipe and 1F1B, 4 micro-batches of 2 rows; costs from the roofline model.
+Plans of 2 to 4 stages; GPipe, 1F1B and, with split backwards, ZB-H1; 4 micro-batches of 2 rows; costs from
+the roofline model.
 Each stage's error is (predicted - measured) / measured. Written to bench/results/memory_model.json.
 """
 
@@ -26,6 +27,7 @@ import zoo  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results" / "memory_model.json"
 FAMILIES = (*zoo.FAMILIES, "gpt")
+SCHEDULES = ("gpipe", "1f1b", "zb_h1")
 
 
 def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -45,7 +47,7 @@ def main(families: list[str], counts: list[int]) -> None:
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
     with runs.shared_captures():
-        for family, stages, schedule in product(families, counts, ("gpipe", "1f1b")):
+        for family, stages, schedule in product(families, counts, SCHEDULES):
             for stage, peaks in enumerate(ledgers.compare(zoo.job(family), stages, schedule)):
                 rows.append({
                     "family": family, "stages": stages, "schedule": schedule, "stage": stage,

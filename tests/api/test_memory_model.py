@@ -6,11 +6,6 @@ from ledgers import compare
 from runs import shared_captures
 
 TIGHT = 0.03
-LOOSE = 0.08
-"""For a cut through the middle of an attention: whether a reshape copies there depends on the layout in which
-its input arrives, and the model does not know it. That is one tensor of the micro-batch, up to seven percent
-of a quarter of a model of two small layers."""
-
 INSIDE = 0.04
 """For a stage that recomputes inside its backward: the model has all that one op's backward reads there at
 once. Where it is several calls, each makes again what it reads, and what the one before it read has gone."""
@@ -23,9 +18,9 @@ def errors(name: str, stages: int, schedule: str) -> list[float]:
 
 @pytest.mark.parametrize(
     ("name", "schedule"),
-    [("gpt2", "1f1b"), ("gpt", "gpipe"), ("convnet", "1f1b"),
+    [("gpt2", "1f1b"), ("gpt", "gpipe"), ("convnet", "1f1b"), ("gpt2", "zb_h1"),
      *(pytest.param(name, schedule, marks=pytest.mark.slow)
-       for name in (*zoo.FAMILIES, "gpt") for schedule in ("gpipe", "1f1b"))],
+       for name in (*zoo.FAMILIES, "gpt") for schedule in ("gpipe", "1f1b", "zb_h1"))],
 )  # fmt: skip
 def test_predicted_peaks_of_halves_are_those_of_the_ledger(name: str, schedule: str) -> None:
     found = errors(name, 2, schedule)
@@ -33,12 +28,11 @@ def test_predicted_peaks_of_halves_are_those_of_the_ledger(name: str, schedule: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
 @pytest.mark.parametrize("name", [*zoo.FAMILIES, "gpt"])
 def test_predicted_peaks_of_thirds_and_quarters(name: str, schedule: str) -> None:
     found = [*errors(name, 3, schedule), *errors(name, 4, schedule)]
-    assert max(map(abs, found)) <= LOOSE, found
-    assert sum(abs(error) <= TIGHT for error in found) >= 6, found
+    assert max(map(abs, found)) <= TIGHT, found
 
 
 @pytest.mark.parametrize(
@@ -48,9 +42,7 @@ def test_predicted_peaks_of_thirds_and_quarters(name: str, schedule: str) -> Non
        for name in (*zoo.FAMILIES, "gpt") for stages in (1, 2) for schedule in ("gpipe", "1f1b")
        for ahead in (False, True))],
 )  # fmt: skip
-def test_predicted_peaks_of_stages_that_recompute(
-    name: str, stages: int, schedule: str, ahead: bool
-) -> None:
+def test_predicted_peaks_of_stages_that_recompute(name: str, stages: int, schedule: str, ahead: bool) -> None:
     for share in (0.1, 0.5):
         with shared_captures():
             found = compare(zoo.job(name), stages, schedule, share=share, ahead=ahead)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import zoo
+from ledgers import calm
 from parts import Parts, model_of, parts_of, some_recomputed
 from runs import capture_of, even
 from torch import Tensor, nn
@@ -115,3 +116,17 @@ def test_attention_in_separate_products(length: int) -> None:
     # The forward lets go of its operands one by one, the backward of the gradient that it is given.
     assert -8 <= found.forward[0] - found.forward[1] <= 3 * query + scores
     assert 0 <= found.backward[0] - found.backward[1] <= 2 * query
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(f, marks=() if f in QUICK else pytest.mark.slow) for f in ("gpt", *zoo.FAMILIES)]
+)
+def test_what_the_halves_of_a_backward_hold_and_hand_on(family: str) -> None:
+    """What W reads was said to be twice as much, and I and W to need as much as the whole backward."""
+    captured = capture_of(zoo.job(family), 2)
+    for count in (2,) if family in QUICK else (2, 3):
+        stages, model = cut(captured.graph, calm(captured.graph, count)), model_of(captured, count)
+        for stage in range(count):
+            found = parts_of(captured, model, stages, stage, {})
+            for planned, real in (found.carried, found.ingoing, found.weights):
+                assert abs(planned - real) <= 0.01 * found.whole, found

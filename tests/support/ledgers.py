@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import inf
@@ -12,19 +12,23 @@ from runs import capture_of, even, plan_for, threads
 from torch import Tensor
 
 from pipeloom import Job, Options, Pipeline, schedules
+from pipeloom.ir.action import W
+from pipeloom.ir.cluster import Link
 from pipeloom.ir.graph import OpGraph
 from pipeloom.ir.memory import MemoryPolicy, Treatment
-from pipeloom.ir.plan import StageMemory
+from pipeloom.ir.plan import Plan, StageMemory, StagePlan
 from pipeloom.ir.stages import StageGraph
+from pipeloom.lowering import lower
 from pipeloom.planner import cpu_cluster
 from pipeloom.planner.cost import CostModel, CostOptions
 from pipeloom.planner.evaluation import Evaluation
 from pipeloom.planner.memopt import optimise
-from pipeloom.planner.stagecosts import stage_plan
+from pipeloom.planner.stagecosts import stage_costs, stage_plan
 from pipeloom.profiler.roofline import roofline
 from pipeloom.runtime import posting
 from pipeloom.runtime.local_channel import LocalChannel, LocalTransport
 from pipeloom.runtime.posting import Handle, Nothing
+from pipeloom.simulator import simulate
 
 MICROBATCHES, SIZE = 4, 2
 
@@ -74,7 +78,8 @@ def compare(
 
     share: residuals are recomputed until each stage needs no more than this between the least that the
     optimisation reaches (0) and all it needs (1).  ahead: in an action of its own.
-    The optimizer is expected to keep one number per parameter (SGD with momentum).
+    The optimizer is expected to keep one number per parameter (SGD with momentum). Of a schedule that splits
+    its backwards the peaks are those of the simulated step.
     """
     captured = capture_of(job, SIZE)
     graph = captured.graph
@@ -88,6 +93,13 @@ def compare(
         treatments = [_recomputed(model, cut, stage, q, share) for stage, q in enumerate(in_flight)]
     policy = MemoryPolicy(stages=tuple(treatments), ahead=tuple(range(stages)) if ahead else ())
     plan = replace(plan, memory=policy)
+    parts = [
+        stage_plan(model, cut, stage, q, given, ahead=ahead)
+        for stage, (q, given) in enumerate(zip(in_flight, treatments, strict=True))
+    ]
+    predicted = [part.memory for part in parts]
+    if any(action.kind == W for row in plan.as_schedule.rows for action in row):
+        predicted = _simulated(model, cut, plan, parts)
 
     def work(rank: int, channel: LocalChannel) -> dict[str, int]:
         with Pipeline(job, plan, options=Options(), channel=channel) as pipeline:
@@ -97,10 +109,22 @@ def compare(
 
     with sends_are_through_at_once():
         measured = threads(stages, work)
-    return [
-        Peaks(predicted=stage_plan(model, cut, stage, q, given, ahead=ahead).memory, measured=seen)
-        for stage, (q, given, seen) in enumerate(zip(in_flight, treatments, measured, strict=True))
-    ]
+    return [Peaks(predicted=memory, measured=seen) for memory, seen in zip(predicted, measured, strict=True)]
+
+
+def _simulated(
+    model: CostModel, cut: StageGraph, plan: Plan, parts: Sequence[StagePlan]
+) -> list[StageMemory]:
+    """The peaks of a step in which messages take no time."""
+    cluster = replace(model.cluster, within_node=Link(bandwidth_bytes_per_s=inf))
+    costs = stage_costs(model, cut, parts)
+    step = simulate(lower(plan.as_schedule, cut), cut, costs, cluster)
+    found = []
+    for peak in step.peaks:
+        sizes = dict(peak)
+        sizes["buffers"] += sizes.pop("batch")
+        found.append(StageMemory(**sizes))
+    return found
 
 
 def _recomputed(

@@ -6,7 +6,7 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pipeloom.ir.action import B, F
+from pipeloom.ir.action import B, F, I, W
 from pipeloom.ir.memory import Treatment
 from pipeloom.ir.stages import StageGraph
 from pipeloom.planner.clusters import cpu_cluster
@@ -30,6 +30,9 @@ class Parts:
     forward: tuple[int, int]
     backward: tuple[int, int]
     keeps_inputs: tuple[bool, bool]
+    carried: tuple[int, int]
+    ingoing: tuple[int, int]
+    weights: tuple[int, int]
     whole: int
 
     @property
@@ -64,6 +67,9 @@ def parts_of(
         forward=(planned.transient_bytes[F], max(0, peak["forward"] - kept - sent)),
         backward=(planned.transient_bytes[B], max(0, peak.get("backward", 0) - back)),
         keeps_inputs=(planned.keeps_inputs, not real.kept_inputs.isdisjoint(real.received)),
+        carried=(planned.carried_bytes, real.carried_bytes),
+        ingoing=(planned.transient_bytes[I], max(0, peak.get("input_grad", 0) - back)),
+        weights=(planned.transient_bytes[W], max(0, peak.get("weight_grad", 0))),
         whole=plans[index].memory.total,
     )
 

@@ -11,6 +11,7 @@ from ..ir.memory import Treatment
 from ..ir.plan import StageMemory, StagePlan
 from ..ir.stages import StageGraph
 from .cost import CostModel
+from .halves import Halves, halves_of
 from .memopt import treated_stage
 from .treated import Treated
 
@@ -41,16 +42,17 @@ def stage_plan(
 
 def stage_costs(
     model: CostModel, stages: StageGraph, parts: Sequence[StagePlan],
-    treatments: Sequence[Treatments] = (), *, ahead: Collection[int] = (),
+    treatments: Sequence[Treatments] = (), *, ahead: Collection[int] = (), split: bool = True,
 ) -> tuple[StageCost, ...]:  # fmt: skip
     """What the simulator needs to know of each stage.
 
     parts: the stages as `model.stage`, or `stage_plan`, gives them.  treatments: by stage, () for none.
     ahead: stages that recompute in front of their backward; for others that is part of its time and scratch.
+    split: whether a backward may be split; if none is, what I and W hold is not looked at.
     """
     given = treatments or ({},) * len(parts)
     return tuple(
-        _stage_cost(model, stages, part, _treated(model, stages, index, own), (index, index in ahead))
+        _stage_cost(model, stages, part, _treated(model, stages, index, own), (index, index in ahead), split)
         for index, (part, own) in enumerate(zip(parts, given, strict=True))
     )
 
@@ -69,8 +71,9 @@ def _treated(model: CostModel, stages: StageGraph, index: int, treatments: Treat
 
 
 def _stage_cost(
-    model: CostModel, stages: StageGraph, part: StagePlan, found: Treated | None, place: tuple[int, bool]
-) -> StageCost:
+    model: CostModel, stages: StageGraph, part: StagePlan, found: Treated | None, place: tuple[int, bool],
+    split: bool,
+) -> StageCost:  # fmt: skip
     """found: its treatments, if there are any.  place: its number, and whether it recomputes ahead."""
     index, ahead = place
     footprint = found.footprint if found else model.footprint(stages, index)
@@ -80,6 +83,11 @@ def _stage_cost(
     if found and ahead:
         again, inside_s = int(found.recomputed), 0.0
         backward, residual = round(found.restored), footprint.residuals
+    halves = _halves(model, stages, index) if split else Halves(0.0, 0.0, 0.0)
+    ingoing = max(0, round(halves.ingoing - footprint.received_grads))
+    weights = round(halves.weights)
+    if found:  # what is made again inside is not looked at by halves
+        ingoing, weights = max(ingoing, backward), max(weights, backward)
     memory = part.memory
     batch = sum(value.bytes for value in model.graph.inputs) * model.options.microbatches
     return StageCost(
@@ -93,13 +101,13 @@ def _stage_cost(
         recomputed_bytes=again,
         recompute_s=part.recompute_s - inside_s, offload_s=part.offload_s, reload_s=part.reload_s,
         keeps_inputs=bool(footprint.kept > 0),
-        carried_bytes=_carried_bytes(model, stages, index),
+        carried_bytes=round(halves.carried),
         static_bytes={
             "parameters": memory.parameters, "gradients": memory.gradients,
             "optimizer": memory.optimizer, "buffers": memory.buffers - batch, "batch": batch,
         },
         transient_bytes={
-            F: forward, B: backward, I: backward, W: backward, STEP: int(footprint.largest),
+            F: forward, B: backward, I: ingoing, W: weights, STEP: int(footprint.largest),
             RECOMPUTE: round(found.again) if found and ahead else 0,
         },
         tied_bytes={
@@ -115,15 +123,7 @@ def _step_s(model: CostModel, index: int, part: StagePlan) -> float:
     return moved / bandwidth if bandwidth > 0 else 0.0
 
 
-def _carried_bytes(model: CostModel, stages: StageGraph, index: int) -> int:
-    """Bytes between I and W of one micro-batch: for each op that has a weight gradient, the inputs that it
-    saved and the gradients of its outputs."""
-    graph = model.graph
-    kept: dict[str, int] = {}
-    for name in stages.stages[index].ops:
-        if model.profile.costs[name].weight_grad_s > 0:
-            op = graph.op[name]
-            made = {v.name for v in op.outputs}
-            kept |= {v: graph.value[v].bytes for v in model.saves.get(name, ()) if v not in made}
-            kept |= {f"gradient of {v.name}": v.bytes for v in op.outputs}
-    return sum(kept.values())
+def _halves(model: CostModel, stages: StageGraph, index: int) -> Halves:
+    place = model.wiring.position
+    positions = [place[name] for name in stages.stages[index].ops if name in place]
+    return halves_of(model.sweep, positions, [op.target for op in model.wiring.ops])
