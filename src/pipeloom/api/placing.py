@@ -22,6 +22,7 @@ from ..ir.units import format_bytes
 from ..lowering import lower
 from ..planner import PlanOptions, make_plan
 from ..planner.cost import CostModel, CostOptions
+from ..planner.infeasible import NoCutFits
 from ..planner.request import profile_of, refuse_other_weights
 from ..planner.stagecosts import stage_costs, stage_plan
 from ..simulator import simulate
@@ -83,10 +84,9 @@ def place(
 def plan_placed(
     graph: OpGraph, costs: Costs, cluster: Cluster, *,
     ranks: int, schedule: str, microbatches: int, strategy: str, options: PlanOptions,
-    explained: bool = True, largest: Callable[[], int | None] | None = None,
-    watch: Callable[[int], None] | None = None,
+    explained: bool = True, watch: Callable[[int], None] | None = None,
 ) -> Plan:  # fmt: skip
-    """Cut, place and build. explained, largest, watch: see `make_plan`.
+    """Cut, place and build. explained, watch: see `make_plan`.
 
     Raises: InfeasibleError if a rank needs more than its device has, as simulated.
     """
@@ -97,15 +97,15 @@ def plan_placed(
         apart = make_plan(
             graph, costs, _one_device_each(cluster, schedule, ranks), stages=stages, schedule="1f1b",
             microbatches=microbatches, strategy=strategy, options=replace(options, weights=own),
-            explained=explained, largest=largest, watch=watch,
+            explained=explained, watch=watch,
         )  # fmt: skip
     except InfeasibleError as error:
         share = len(schedules.usual(schedule, ranks)[1]) // ranks
-        raise InfeasibleError(
+        message = (
             f"{schedule} puts {share} stages on each rank, each with 1/{share} of its device's memory. "
-            f"Of that share: {error.message}",
-            hint=f"{error.hint} (a device's memory is {share} times such a share)",
-        ) from None
+            f"Of that share: {error.message}"
+        )
+        raise NoCutFits(message, share=error.share if isinstance(error, NoCutFits) else 0.0) from None
 
     def placed(times: schedules.Times | None) -> Plan:
         return place(apart, graph, schedule, ranks, times=times, split_backward=options.split_backward)
@@ -117,8 +117,7 @@ def plan_placed(
     for rank, cap in enumerate(caps):
         if (need := step.peak_bytes(rank)) > cap:
             raise InfeasibleError(
-                f"rank {rank} needs {format_bytes(need)} for {schedule}, its cap is {format_bytes(cap)}",
-                hint="use smaller micro-batches, more ranks, or a schedule that holds less: v_half, v_min",
+                f"rank {rank} needs {format_bytes(need)} for {schedule}, its cap is {format_bytes(cap)}"
             )
     peaks = tuple(step.peak_bytes(rank) for rank in range(ranks))
     return replace(found, caps=caps, peaks=peaks, predicted_step_s=step.step_s, notes={})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from .. import schedules
 from ..ir.cluster import Cluster
@@ -16,6 +16,7 @@ from ..ir.profile import Profile
 from ..planner import PlanOptions, make_plan
 from ..planner.batches import Sample, interpolated, largest_size
 from ..planner.whatif import Change, what_if
+from .advice import Attempts, advised
 from .placing import plan_placed
 
 Costs: TypeAlias = Profile | Mapping[str, Profile]
@@ -24,6 +25,9 @@ Take: TypeAlias = Callable[[int], Sample]
 
 MOST = 1 << 16
 """Rows of the largest micro-batch that is looked at."""
+
+SURE = 3
+"""Sizes that are captured as they are, from the largest downwards, before one is advised."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,20 +59,22 @@ class Planning:
         explained: look for what would fit, if nothing does.  largest: says which size would.
         Raises: PlanError; InfeasibleError if nothing fits under the caps.
         """
-        microbatches = self.microbatches_of(size)
-        if schedules.entry(self.schedule).place == "line":
-            found = make_plan(
-                graph, costs, self.cluster, stages=self.stages, schedule=self.schedule,
-                microbatches=microbatches, strategy=self.strategy, options=self.options,
-                explained=explained, largest=largest, watch=self.watch,
-            )  # fmt: skip
-        else:
-            found = plan_placed(
-                graph, costs, self.cluster, ranks=self.stages, schedule=self.schedule,
-                microbatches=microbatches, strategy=self.strategy, options=self.options,
-                explained=explained, largest=largest, watch=self.watch,
-            )  # fmt: skip
+        try:
+            found = self._made(graph, costs, self.microbatches_of(size), explained)
+        except InfeasibleError as error:
+            if not explained:
+                raise
+            raise advised(Attempts(replace(self, watch=None), graph, costs, size), error, largest) from None
         return replace(found, microbatch_size=size, caps=found.caps if self.capped else ())
+
+    def _made(self, graph: OpGraph, costs: Costs, microbatches: int, explained: bool) -> Plan:
+        how: dict[str, Any] = {
+            "schedule": self.schedule, "microbatches": microbatches, "strategy": self.strategy,
+            "options": self.options, "explained": explained, "watch": self.watch,
+        }  # fmt: skip
+        if schedules.entry(self.schedule).place == "line":
+            return make_plan(graph, costs, self.cluster, stages=self.stages, **how)
+        return plan_placed(graph, costs, self.cluster, ranks=self.stages, **how)
 
     def microbatches_of(self, size: int) -> int:
         """Micro-batches per step of `size` rows. Raises: ConfigError if they do not make up the batch."""
@@ -124,8 +130,10 @@ def largest_below(planning: Planning, known: Sample, take: Take) -> int | None:
         return None  # the model's ops depend on the size: there is nothing to interpolate
     if several:
         found = largest_size(several, lambda size: quiet.fits(interpolated(least, known, size)))
-        if found is not None:
-            return found
+        near = [] if found is None else [size for size in several if size <= found][-SURE:]
+        for size in reversed(near):  # interpolation may have been too bold
+            if quiet.fits(take(size)):
+                return size
     return 1 if 1 in sizes and quiet.fits(take(1)) else 0
 
 

@@ -6,20 +6,21 @@ from typing import Any
 
 import click
 
-from .common import MODEL_HELP, Size, job_of, json_option, model_argument, plan_options
+from .common import MODEL_HELP, Size, job_of, json_option, model_argument, plan_options, treat_option
 
 
 @click.command(epilog=MODEL_HELP)
 @model_argument
 @plan_options
 @click.option("--device-memory", type=Size(), help="Cap per rank, as 300MiB.")
+@treat_option
 @click.option("--steps", type=click.IntRange(1), default=10, show_default=True, help="Steps to time.")
 @click.option("--warmup", type=click.IntRange(0), default=2, show_default=True, help="Steps before them.")
 @json_option
 @click.pass_context
 def bench(
-    ctx: click.Context, /, *, model: str | None, device_memory: str | None, steps: int, warmup: int,
-    as_json: bool, **wanted: Any,
+    ctx: click.Context, /, *, model: str | None, device_memory: str | None, treat: str | None,
+    steps: int, warmup: int, as_json: bool, **wanted: Any,
 ) -> None:  # fmt: skip
     """Plan MODEL, run some steps in as many processes as stages, and print the speed.
 
@@ -31,6 +32,7 @@ def bench(
     from ..train.benchmark import Bench, run_bench
 
     settings = Bench(
-        model=model, device_memory=device_memory, steps=steps, warmup=warmup, as_json=as_json, **wanted
+        model=model, device_memory=device_memory, treat=treat, steps=steps, warmup=warmup, as_json=as_json,
+        **wanted,
     )
     ctx.exit(run_bench(settings))

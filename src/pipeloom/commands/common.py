@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from ..ir.errors import ConfigError, PipeloomError
+from ..ir.memory import TREATMENTS
 from ..ir.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -53,7 +54,8 @@ class NewFile(click.Path):
         super().__init__(path_type=Path, dir_okay=False, writable=True)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        path = Path(super().convert(value, param, ctx))
+        super().convert(value, param, ctx)
+        path = Path(value)
         folder = path.parent
         if not folder.is_dir():
             raise ConfigError(f"cannot write {path}: there is no folder {folder}", hint="make it first")
@@ -109,6 +111,14 @@ def plan_options(command: Command) -> Command:
     for option in reversed(PLAN_OPTIONS):
         command = option(command)
     return command
+
+
+def treat_option(command: Command) -> Command:
+    """--treat, as the argument `treat`: a name of `TREATMENTS`."""
+    return click.option(
+        "--treat", type=click.Choice(tuple(TREATMENTS)),
+        help="What may be done with residuals besides keeping them. By default what the planner does.",
+    )(command)  # fmt: skip
 
 
 def cluster_option(help: str) -> Callable[[Command], Command]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..ir.errors import ConfigError
+from ..ir.memory import TREATMENTS
 from .common import (
     FILE,
     MODEL_HELP,
@@ -23,17 +24,12 @@ from .common import (
     model_argument,
     plan_options,
     print_json,
+    treat_option,
 )
 
 if TYPE_CHECKING:
-    from ..ir.memory import Treatment
     from ..ir.plan import Plan
     from ..planner.whatif import Change
-
-TREATMENTS: dict[str, tuple[Treatment, ...]] = {
-    "none": (), "recompute": ("recompute",), "offload": ("offload",), "both": ("recompute", "offload"),
-}  # fmt: skip
-
 
 @click.command(epilog=MODEL_HELP)
 @model_argument
@@ -49,10 +45,7 @@ TREATMENTS: dict[str, tuple[Treatment, ...]] = {
 @click.option("--profile", "profile_file", type=FILE, help="Use this saved profile instead of measuring.")
 @click.option("--strategy", default="exact", show_default=True, help="Planner, by name; see --strategies.")
 @click.option("--strategies", is_flag=True, help="List the planners and stop.")
-@click.option(
-    "--treat", type=click.Choice(tuple(TREATMENTS)),
-    help="What may be done with residuals besides keeping them. By default what the planner does.",
-)  # fmt: skip
+@treat_option
 @click.option(
     "--weights", type=click.Choice(("flush", "stash", "2bw")),
     help="How weights are updated. By default as the schedule does it.",

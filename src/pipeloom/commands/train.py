@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from .common import FILE, Size, json_option
+from .common import FILE, Size, json_option, treat_option
 
 
 @click.command()
@@ -37,6 +37,7 @@ from .common import FILE, Size, json_option
 @click.option("--schedule", "-s", help="Schedule, by name.")
 @click.option("--steps", type=click.IntRange(1), help="Train until this step.")
 @click.option("--device-memory", type=Size(), help="Cap per rank, as 300MiB: what does not fit is refused.")
+@treat_option
 @click.option(
     "--offload-dir",
     type=click.Path(file_okay=False),
@@ -84,7 +85,8 @@ def train(
 
 KEYS = {
     "data": "data.paths", "job": "job", "stages": "pipeline.stages", "schedule": "pipeline.schedule",
-    "steps": "steps", "device_memory": "pipeline.device_memory", "offload_dir": "pipeline.offload_dir",
+    "steps": "steps", "device_memory": "pipeline.device_memory",
+    "treat": "pipeline.treat", "offload_dir": "pipeline.offload_dir",
 }  # fmt: skip
 """Options that are short forms of a setting."""
 

@@ -19,6 +19,17 @@ from ..ir.units import enough_bytes, format_bytes
 from .probe import filled
 from .search import Search
 
+
+class NoCutFits(InfeasibleError):
+    """No cut fits by estimate. share: of all caps, with which one does.  stages: how many would do."""
+
+    def __init__(
+        self, message: str, *, hint: str | None = None, share: float = 0.0, stages: int | None = None
+    ) -> None:
+        super().__init__(message, hint=hint)
+        self.share, self.stages = share, stages
+
+
 MANY = 16
 MORE_STAGES = 4
 """Up to so many times the stages are tried when the smallest number that fits is sought."""
@@ -43,16 +54,17 @@ def explain_infeasible(
     caps = sorted({ceil(cap * share) for cap in search.caps})
     least = " to ".join(enough_bytes(cap) for cap in (caps if len(caps) < 2 else (caps[0], caps[-1])))
     hints = [f"give {'each device' if len(caps) == 1 else 'devices'} {exactly} {least}"]
-    if stages := fewest_stages(search, more):
+    stages = fewest_stages(search, more)
+    if stages:
         hints.append(f"use {stages} stages")
     hints += [advice] if advice else []
     hints += _smaller(largest)
     freed = ", even with all freed that may be" if search.optimises else ""
-    return InfeasibleError(
+    return NoCutFits(
         f"no cut of {len(search.model)} ops into {len(search.caps)} stages fits{freed}: in the one that "
         f"needs least, stage {stage} needs {format_bytes(need)}, its device's cap is "
         f"{format_bytes(search.caps[stage])}{_closely(need, search.caps[stage])}",
-        hint=", or ".join(hints),
+        hint=", or ".join(hints), share=share, stages=stages,
     )
 
 

@@ -13,6 +13,7 @@ from ..api.passes import plan
 from ..api.pipeline import Pipeline
 from ..api.runnable import require_runnable, require_training
 from ..ir.errors import PeerError, PipeloomError
+from ..ir.memory import TREATMENTS
 from ..ir.units import format_bytes
 from ..runtime.launch import launch
 from ..tracer.job import Job
@@ -33,6 +34,7 @@ class Bench:
     microbatch_size: int
     split_backward: bool
     device_memory: str | None
+    treat: str | None
     steps: int
     warmup: int
     as_json: bool
@@ -51,6 +53,7 @@ def run_bench(settings: Bench) -> int:
         settings.job(), stages=settings.stages, microbatches=settings.microbatches,
         microbatch_size=settings.microbatch_size, schedule=settings.schedule,
         split_backward=settings.split_backward, memory=settings.device_memory,
+        treatments=None if settings.treat is None else TREATMENTS[settings.treat],
     )  # fmt: skip
     require_training(found)
     with tempfile.TemporaryDirectory(prefix="pipeloom-bench-") as folder:

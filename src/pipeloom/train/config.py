@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..ir.errors import ConfigError
+from ..ir.memory import TREATMENTS
 from ..ir.units import parse_bytes
 
 
@@ -96,6 +97,8 @@ class PipelineConfig:
     microbatches, microbatch_size: the schedule runs so many sequences.  accumulate: times per step.
     device: "cpu" or "cuda".  autocast: "bfloat16" or "float16" for mixed precision; unset for none.
     device_memory: cap per rank, as "300MiB"; unset for no cap.
+    treat: what may be done with residuals where they do not fit: "none", "recompute", "offload" or "both";
+        unset: what `offload_dir` says.
     offload_dir: folder for residuals that ranks on a CPU offload: where what does not fit under
         `device_memory` may be recomputed or offloaded, by how fast that folder is found to be. Unset: only
         what a plan file offloads is, to the run directory.
@@ -112,6 +115,7 @@ class PipelineConfig:
     device: str = "cpu"
     autocast: str | None = None
     device_memory: str | None = None
+    treat: str | None = None
     offload_dir: str | None = None
     plan: str | None = None
 
@@ -125,6 +129,10 @@ class PipelineConfig:
             self.autocast in (None, "bfloat16", "float16"),
             f"pipeline.autocast is {self.autocast!r}", 'use "bfloat16" or "float16"',
         )  # fmt: skip
+        _require(
+            self.treat is None or self.treat in TREATMENTS,
+            f"pipeline.treat is {self.treat!r}", f"use one of {', '.join(TREATMENTS)}",
+        )
         if self.device_memory is not None:
             parse_bytes(self.device_memory)
 

@@ -27,6 +27,7 @@ from ..api.pipeline import Pipeline
 from ..api.runnable import require_runnable, require_training
 from ..ir.errors import ConfigError, PeerError, PipeloomError
 from ..ir.files import write_whole
+from ..ir.memory import TREATMENTS
 from ..ir.plan import Plan, load_plan
 from ..ir.units import parse_bytes
 from ..runtime.checkpoint_files import newest, read_index, verify_sizes
@@ -213,13 +214,16 @@ def make_plan(config: Config, workload: Workload, console: Console) -> Plan:
     if settings.plan is not None:
         return capped(load_plan(Path(settings.plan)), settings.device_memory)
     with console.status("capturing, profiling and planning"):
-        captured = capture(workload.job, settings.microbatch_size, autocast=_autocast(config))
+        made: dict[str, Any] = {}
+        if settings.device != "cpu" or settings.autocast is not None:
+            captured = capture(workload.job, settings.microbatch_size, autocast=_autocast(config))
+            made = {"captured": captured, "profiled": profile(captured, device=settings.device)}
         return plan(
             workload.job, stages=settings.stages, microbatches=settings.microbatches,
             microbatch_size=settings.microbatch_size, schedule=settings.schedule,
-            split_backward=settings.split_backward, memory=settings.device_memory, captured=captured,
-            profiled=profile(captured, device=settings.device),
-            offload_dir=Path(settings.offload_dir) if settings.offload_dir else None,
+            split_backward=settings.split_backward, memory=settings.device_memory,
+            treatments=None if settings.treat is None else TREATMENTS[settings.treat],
+            offload_dir=Path(settings.offload_dir) if settings.offload_dir else None, **made,
         )  # fmt: skip
 
 

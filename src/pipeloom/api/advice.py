@@ -1,0 +1,158 @@
+"""What to do where no plan fits. Each piece of advice was followed before it is given, and led to a plan."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from math import ceil
+from typing import TYPE_CHECKING
+
+from ..ir.cluster import Cluster
+from ..ir.errors import InfeasibleError, PlanError, ScheduleError
+from ..ir.graph import OpGraph
+from ..ir.memory import Treatment
+from ..ir.plan import Plan
+from ..ir.units import enough_bytes, parse_bytes
+from ..planner.infeasible import NoCutFits
+from ..planner.registry import planner
+
+if TYPE_CHECKING:
+    from .planning import Costs, Planning
+
+MARGINS = (1.0, 1.01, 1.03, 1.1, 1.25)
+"""What is tried of the caps that fit by estimate: a simulated schedule may hold more than that."""
+
+MORE_STAGES = (1, 2, 3, 4, 6)
+"""Stages beyond those asked for that are tried where no search says how many."""
+
+LIMIT_S = 60.0
+"""Once so long was tried, only what is cheap to say is said."""
+
+WAYS: dict[tuple[Treatment, ...], str] = {
+    ("recompute",): "let residuals be recomputed (--treat recompute)",
+    ("recompute", "offload"): "let residuals be recomputed or offloaded (--treat both)",
+}
+FREES = "dawnpiper"
+"""A planner that frees memory, and the fastest of those to ask."""
+
+SMALL = 200
+"""Ops of a graph up to which the planner that was asked is asked again about treatments."""
+
+
+@dataclass(frozen=True)
+class Attempts:
+    """The request that failed, to be tried again with something changed."""
+
+    planning: Planning
+    graph: OpGraph
+    costs: Costs
+    size: int
+    begin_s: float = field(default_factory=time.monotonic)
+
+    def plan(self, other: Planning) -> Plan | None:
+        """The plan of a changed request; None if there is none either."""
+        try:
+            return other.plan(self.graph, self.costs, self.size, explained=False)
+        except (PlanError, ScheduleError):
+            return None
+
+    def holds(self, other: Planning) -> bool:
+        """Whether a changed request has a plan; taken for a no where finding out would take long."""
+        return time.monotonic() - self.begin_s < LIMIT_S and self.plan(other) is not None
+
+
+def advised(
+    attempts: Attempts, error: InfeasibleError, largest: Callable[[], int | None] | None
+) -> InfeasibleError:
+    """The error with what helps: more memory, more stages, freeing memory, smaller micro-batches.
+
+    error: of the request as it is.  largest: the largest micro-batch size with a plan, 0 if none, None if
+        unknown.
+    """
+    hints = [*_memory(attempts, error), *_stages(attempts, error), *_freeing(attempts)]
+    if size := largest() if largest is not None else None:
+        hints.append(f"use micro-batches of {'1 row' if size == 1 else f'at most {size} rows'}")
+    return InfeasibleError(error.message, hint=", or ".join(hints) or None)
+
+
+def _memory(attempts: Attempts, error: InfeasibleError) -> Iterator[str]:
+    """The least memory of each device: of what the search found, or else of a plan made without caps."""
+    planning = attempts.planning
+    caps = [device.memory_bytes for device in planning.cluster.devices[: planning.stages]]
+    least: list[float] = [cap * error.share for cap in caps] if isinstance(error, NoCutFits) else []
+    if not any(least):
+        free = attempts.plan(replace(planning, cluster=_given(planning.cluster, planning.stages, [1 << 60])))
+        peaks = () if free is None else free.peaks
+        least = [max(pair) for pair in zip(caps, peaks, strict=False)]
+        if len(set(caps)) == 1:
+            least = [max(least, default=0)] * len(least)
+    for margin in MARGINS if least else ():
+        wanted = _given(planning.cluster, planning.stages, [ceil(size * margin) for size in least])
+        if attempts.holds(replace(planning, cluster=wanted)):
+            yield _said(wanted, planning.stages)
+            return
+
+
+def _given(cluster: Cluster, stages: int, sizes: list[int]) -> Cluster:
+    """The cluster with these sizes, of the first devices, as they would be typed; one size: for all."""
+    sizes = [parse_bytes(enough_bytes(size)) for size in sizes]
+    each = sizes * stages if len(sizes) == 1 else sizes
+    own = tuple(replace(d, memory_bytes=m) for d, m in zip(cluster.devices, each, strict=False))
+    return replace(cluster, devices=own + cluster.devices[len(own) :])
+
+
+def _said(cluster: Cluster, stages: int) -> str:
+    """
+    >>> from pipeloom.planner import find_cluster
+    >>> _said(find_cluster("2 x a100-40 with 3GiB"), 2)
+    'give each device at least 3.00 GiB'
+    >>> _said(find_cluster("a100-40 with 3GiB + 2 x v100-32 with 2GiB"), 3)
+    'give a100-40-sxm at least 3.00 GiB and v100-32-sxm at least 2.00 GiB'
+    """
+    own = cluster.devices[:stages]
+    sizes = list(dict.fromkeys((device.name, enough_bytes(device.memory_bytes)) for device in own))
+    if len({size for _, size in sizes}) == 1:
+        return f"give each device at least {sizes[0][1]}"
+    if len({name for name, _ in sizes}) < len(sizes):  # devices of one name differ
+        sizes = [(f"device {n}", enough_bytes(device.memory_bytes)) for n, device in enumerate(own)]
+    return "give " + " and ".join(f"{name} at least {size}" for name, size in sizes)
+
+
+def _stages(attempts: Attempts, error: InfeasibleError) -> Iterator[str]:
+    """The smallest number of stages that was found to do, on devices like these."""
+    planning = attempts.planning
+    first = planning.cluster.devices[0]
+    if any(device != first for device in planning.cluster.devices):
+        return
+    known = error.stages if isinstance(error, NoCutFits) else None
+    guesses = [known, known + 1] if known else [planning.stages + more for more in MORE_STAGES]
+    for stages in guesses if known or not isinstance(error, NoCutFits) else ():
+        devices = planning.cluster.devices + (first,) * max(0, stages - len(planning.cluster.devices))
+        wider = replace(planning, stages=stages, cluster=replace(planning.cluster, devices=devices))
+        if attempts.holds(wider):
+            yield f"use {stages} stages"
+            return
+
+
+def _freeing(attempts: Attempts) -> Iterator[str]:
+    """What else may be done with residuals, or a planner that frees memory."""
+    planning = attempts.planning
+    known = planner(planning.strategy)
+    if known.optimises == "never":
+        if attempts.holds(replace(planning, strategy=FREES)):
+            yield f"use planner {FREES}, which frees memory"
+        return
+    linked = all(device.host_link is not None for device in planning.cluster.devices)
+    asked: tuple[str, ...] = () if known.optimises == "asked" else ("recompute", "offload")
+    if planning.options.treatments is not None:
+        asked = planning.options.treatments
+    # Of large graphs the fast one is asked: what it finds, the slow one finds too.
+    strategy = planning.strategy if len(attempts.graph.ops) <= SMALL else FREES
+    for ways, said in WAYS.items():
+        if not set(ways) > set(asked) or ("offload" in ways and not linked):
+            continue
+        options = replace(planning.options, treatments=ways)
+        if attempts.holds(replace(planning, options=options, strategy=strategy)):
+            yield said
+            return

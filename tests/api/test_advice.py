@@ -1,0 +1,100 @@
+"""Advice where no plan fits is followed here, and leads to a plan."""
+
+import re
+from dataclasses import replace
+
+import pytest
+import zoo
+
+from pipeloom.api import passes
+from pipeloom.api.planning import Planning
+from pipeloom.ir.errors import InfeasibleError
+from pipeloom.ir.memory import TREATMENTS
+from pipeloom.ir.units import parse_bytes
+from pipeloom.planner import find_cluster
+from pipeloom.planner.batches import Sample
+from pipeloom.tracer.captured import Captured
+
+SIZE = 4
+
+
+@pytest.fixture(scope="module")
+def captured() -> Captured:
+    return passes.capture(zoo.job("gpt2"), SIZE)
+
+
+def planning(cluster: str, **more: object) -> Planning:
+    options = {"stages": 2, "microbatches": 4, **more}
+    return passes.planning(zoo.job("gpt2"), cluster=find_cluster(cluster), **options)
+
+
+def refused(how: Planning, sample: Sample) -> InfeasibleError:
+    with pytest.raises(InfeasibleError) as caught:
+        how.plan(sample.graph, sample.profiles, sample.size)
+    return caught.value
+
+
+def followed(how: Planning, advice: str) -> Planning:
+    """The request as a piece of advice wants it."""
+    devices = how.cluster.devices
+    if stages := re.fullmatch(r"use (\d+) stages", advice):
+        count = int(stages[1])
+        return replace(how, stages=count, cluster=replace(how.cluster, devices=devices[:1] * count))
+    if way := re.search(r"--treat (\w+)", advice):
+        return replace(how, options=replace(how.options, treatments=TREATMENTS[way[1]]))
+    if other := re.match(r"use planner (\w+)", advice):
+        return replace(how, strategy=other[1])
+    sizes = dict(re.findall(r"(\S+(?: device)?) at least (\S+ \w+)", advice))
+    assert sizes, advice
+    given = [parse_bytes(sizes.get("each device") or sizes[device.name]) for device in devices]
+    own = tuple(replace(d, memory_bytes=size) for d, size in zip(devices, given, strict=True))
+    return replace(how, cluster=replace(how.cluster, devices=own))
+
+
+@pytest.mark.parametrize(
+    ("share", "how", "kinds"),
+    [
+        (0.9, {}, "give, use, let"),
+        (0.9, {"strategy": "equal"}, None),
+        (0.9, {"strategy": "pipedream"}, "give, use, use"),
+        (0.9, {"schedule": "zb_h1"}, "give, use, let"),
+        (0.9, {"treatments": ("offload",)}, None),
+        (0.6, {"schedule": "zb_v"}, None),
+        (0.001, {}, "give"),
+        (0.001, {"strategy": "dawnpiper"}, "give"),
+        (0.001, {"strategy": "balanced"}, "give"),
+    ],
+)  # fmt: skip
+def test_every_piece_leads_to_a_plan(
+    captured: Captured, share: float, how: dict[str, object], kinds: str | None
+) -> None:
+    free = planning("2 x a100-40", **how)
+    sample = passes.sample(zoo.job("gpt2"), SIZE, free.cluster, captured=captured)
+    most = max(free.plan(sample.graph, sample.profiles, SIZE).peaks)
+    tight = planning(f"2 x a100-40 with {int(share * most)}B", **how)
+    if tight.fits(sample):
+        tight = planning(f"2 x a100-40 with {int(share * most / 3)}B", **how)
+    pieces = str(refused(tight, sample).hint).split(", or ")
+    assert kinds is None or ", ".join(piece.split()[0] for piece in pieces) == kinds
+    for piece in pieces:
+        assert followed(tight, piece).fits(sample), piece
+
+
+def test_devices_that_differ_are_named(captured: Captured) -> None:
+    """The hint said "17.6 MiB to 30.2 MiB", and not of which."""
+    how = planning("a100-40 with 200KiB + v100-32 with 300KiB")
+    sample = passes.sample(zoo.job("gpt2"), SIZE, how.cluster, captured=captured)
+    hint = str(refused(how, sample).hint).split(", or ")[0]
+    assert re.fullmatch(r"give a100-40-sxm at least \S+ \S+ and v100-32-sxm at least \S+ \S+", hint)
+    assert followed(how, hint).fits(sample)
+
+
+def test_the_largest_micro_batch_is_named_by_planners_that_free_nothing() -> None:
+    job, how = zoo.job("gpt2"), planning("2 x a100-40", strategy="equal")
+    most = max(passes.plan_one(how, job, 2, how.cluster)[0].peaks)
+    tight = planning(f"2 x a100-40 with {most + 50_000}B", strategy="equal")
+    with pytest.raises(InfeasibleError) as caught:
+        passes.plan_one(tight, job, 16, tight.cluster)
+    size = re.search(r"use micro-batches of (?:at most )?(\d+) row", str(caught.value.hint))
+    assert size is not None
+    assert passes.plan_one(tight, job, int(size[1]), tight.cluster)[0].microbatch_size == int(size[1]) >= 2
