@@ -92,8 +92,11 @@ def _full(plan: Plan) -> list[str]:
     number = {rank: stage for stage, rank in enumerate(plan.placement)} if alone else {}
     full = [number.get(rank, rank) for rank, cap in enumerate(plan.caps) if held[rank] >= FULL * cap]
     if not full:
-        spare = min(cap - size for cap, size in zip(plan.caps, held, strict=True))
-        return [f"memory does not bind: every {what} has at least {format_bytes(spare)} to spare"]
+        rank = max(range(len(held)), key=lambda rank: held[rank] / plan.caps[rank])
+        size, cap = format_bytes(held[rank]), format_bytes(plan.caps[rank])
+        share = f"{held[rank] / plan.caps[rank]:.0%}"
+        which = f"the fullest is {what} {number.get(rank, rank)}, with {size} of {cap} ({share})"
+        return [f"no {what} is full: {which}{' in the simulated step' if plan.peaks else ''}"]
     listed = ", ".join(map(str, sorted(full)))
     which = f"{what} {listed} is" if len(full) == 1 else f"{what}s {listed} are"
     return [f"{which} full to {FULL:.0%} of the cap or more"]
