@@ -47,6 +47,7 @@ def exchange() -> None:
         assert (channel.rank, channel.ranks) == (rank, 3)
         _all_to_all(channel)
         _large_messages(channel)
+        _finished_when_asked(channel)
         _sums_and_objects(channel)
         _refusals(channel)
     _sub_group(rank)
@@ -104,6 +105,25 @@ def _large_messages(channel: PostedChannel) -> None:
         _until_freed(channel)
     channel.end()
     assert channel.sending_bytes == 0
+
+
+def _finished_when_asked(channel: PostedChannel) -> None:
+    """Small and large messages from rank 0 to rank 1, waited for before the step ends."""
+    sizes = (4, 1 << 18, 4)
+    values = [Value(name="x", shape=(size,), dtype="float32") for size in sizes]
+    messages = [message(f"0SEND_F{k}>1", 0, 1, value) for k, value in enumerate(values)]
+    channel.begin(messages if channel.rank == 1 else [])
+    if channel.rank == 0:
+        for m in messages:
+            channel.send(m, [torch.zeros(m.values[0].shape)])
+        while channel.finish_send():
+            pass
+        assert channel.sending_bytes == 0
+    if channel.rank == 1:
+        for m in messages:
+            assert not channel.receive(m)[0].any()
+            channel.release(m)
+    channel.end()
 
 
 def _until_freed(channel: PostedChannel) -> None:

@@ -154,6 +154,50 @@ def test_a_sent_tensor_is_counted_until_it_is_received() -> None:
     all_well(local_channels(2), body)
 
 
+def test_sends_are_finished_in_their_order_when_asked() -> None:
+    """Large ones and small ones, which are otherwise looked at only at the end of the step."""
+    large = (1 << 15,)
+    messages = [floats("a", 0, 1, (8,)), floats("b", 0, 1, large), floats("c", 0, 1, (8,), (8,))]
+    left = [[m.bytes for m in messages[k:]] for k in range(4)]
+
+    def body(channel: LocalChannel) -> None:
+        channel.begin(messages if channel.rank == 1 else [])
+        if channel.rank == 0:
+            for message in messages:
+                channel.send(message, [torch.ones(v.shape) for v in message.values])
+            turns = 0
+            while channel.held_bytes + channel.sending_bytes:
+                assert channel.finish_send()
+                turns += 1
+                assert channel.held_bytes + channel.sending_bytes <= sum(left[turns])
+            assert not channel.finish_send()
+        else:
+            for message in messages:
+                channel.receive(message)
+                channel.release(message)
+        channel.end()
+
+    all_well(local_channels(2, ahead=1), body)
+
+
+def test_what_a_receive_opens_is_known_before_it() -> None:
+    messages = [floats(f"m{k}", 0, 1, (k + 1,)) for k in range(5)]
+
+    def body(channel: LocalChannel) -> None:
+        channel.begin(messages if channel.rank == 1 else [])
+        for message in messages:
+            if channel.rank == 0:
+                channel.send(message, [torch.zeros(v.shape) for v in message.values])
+                continue
+            before, opened = channel.held_bytes, channel.opening_bytes(message)
+            channel.receive(message)
+            assert channel.held_bytes == before + opened
+            channel.release(message)
+        channel.end()
+
+    all_well(local_channels(2), body)
+
+
 def test_a_message_that_was_not_announced_is_refused() -> None:
     def body(channel: LocalChannel) -> None:
         channel.begin([])

@@ -88,6 +88,12 @@ class Channel(Protocol):
     def receive(self, message: Message) -> list[Tensor]:
         """Wait for a message and return its values, which are valid until `release`."""
 
+    def opening_bytes(self, message: Message) -> int:
+        """Bytes of further buffers that receiving this message would take."""
+
+    def finish_send(self) -> bool:
+        """Wait until the oldest send under way is through. Returns False if there is none."""
+
     def release(self, message: Message) -> None:
         """The values of a received message are no longer used: its buffer may be reused."""
 

@@ -101,8 +101,9 @@ class _Incoming:
 
 @dataclass
 class _Sent:
-    """A message under way. packed: its buffer is the pool's, not the caller's tensor."""
+    """A message under way. place: among all sends.  packed: its buffer is the pool's, not the caller's."""
 
+    place: int
     message: Message
     handle: Handle
     buffer: Tensor
@@ -115,7 +116,7 @@ class PostedChannel:
     device: where receive buffers live.  ahead: receives kept open per source.
     timeout_s: limit of each single wait.  on_change: called with `held_bytes` whenever it changes.
     A finished send is noticed at the next call of `begin`, `send`, `receive` or `end`, or when one asks what
-    is held; a small one at `end`.
+    is held; a small one at `end` or `finish_send`.
     """
 
     def __init__(
@@ -141,6 +142,7 @@ class PostedChannel:
         self._in_use: dict[str, Tensor] = {}
         self._sent: list[_Sent] = []
         self._small_sent: list[_Sent] = []
+        self._sends = 0
         self._sent_to: dict[int, int] = {}
         watch.on_failure(transport.interrupt)
         watch.on_exit(transport.close)
@@ -203,7 +205,8 @@ class PostedChannel:
             self._sending_bytes += message.bytes
         handle = self._transport.send(buffer, message.target, index)
         sent = self._small_sent if message.bytes <= SMALL_BYTES else self._sent
-        sent.append(_Sent(message, handle, buffer, packed))
+        self._sends += 1
+        sent.append(_Sent(self._sends, message, handle, buffer, packed))
 
     def receive(self, message: Message) -> list[Tensor]:
         """Wait for a message and return its values, which are valid until `release`.
@@ -229,6 +232,28 @@ class PostedChannel:
         self._post(line, line.received + self._ahead)
         return unpack(message, buffer)
 
+    def opening_bytes(self, message: Message) -> int:
+        """Bytes of the buffers that receiving this message opens for those behind it."""
+        line = self._incoming.get(message.source)
+        if line is None:
+            return 0
+        reached = max(line.place.get(message.key, -1), line.received + self._ahead) + 1
+        return sum(later.bytes for later in line.messages[line.posted : reached])
+
+    def finish_send(self) -> bool:
+        """Wait until the oldest send under way is through, a small one too. Returns False if there is none.
+
+        Raises: CommunicationError if it does not end in time; PeerError if another rank failed.
+        """
+        self._sweep()
+        oldest = min((*self._sent[:1], *self._small_sent[:1]), key=lambda sent: sent.place, default=None)
+        if oldest is None:
+            return False
+        self._wait_for(oldest)
+        self._sweep()
+        self._small_sent = self._still_going(self._small_sent)
+        return True
+
     def release(self, message: Message) -> None:
         """The values of a received message are no longer used: its buffer may be reused."""
         self._pool.give(self._in_use.pop(message.key))
@@ -246,8 +271,7 @@ class PostedChannel:
                 hint="receive every message that begin() names",
             )
         for sent in [*self._sent, *self._small_sent]:
-            target = sent.message.target
-            self._wait(f"rank {target} to receive {sent.message.key}", target, sent.handle)
+            self._wait_for(sent)
         self._sweep()
         self._small_sent = self._still_going(self._small_sent)
         for line in self._incoming.values():
@@ -308,6 +332,10 @@ class PostedChannel:
                 handle = self._transport.receive(buffer, message.source, line.before + line.posted)
             self._open[message.key] = (buffer, handle)
             line.posted += 1
+
+    def _wait_for(self, sent: _Sent) -> None:
+        target = sent.message.target
+        self._wait(f"rank {target} to receive {sent.message.key}", target, sent.handle)
 
     def _wait(self, what: str, rank: int, handle: Handle) -> None:
         self._watch.wait(what, (rank,), lambda: handle.wait(self._timeout_s))

@@ -62,6 +62,12 @@ class MadeUp:
         self.held_bytes += message.bytes
         return [self._make(value) for value in message.values]
 
+    def opening_bytes(self, message: Message) -> int:
+        return 0
+
+    def finish_send(self) -> bool:
+        return False
+
     def release(self, message: Message) -> None:
         self.held_bytes -= message.bytes
 

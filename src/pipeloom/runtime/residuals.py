@@ -12,7 +12,21 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from ..ir.action import OFFLOAD, RECOMPUTE, RELOAD, Action, B, F, I, Instruction, Kind, W
+from ..ir.action import (
+    OFFLOAD,
+    RECOMPUTE,
+    RECV_B,
+    RECV_F,
+    RELOAD,
+    Action,
+    B,
+    F,
+    I,
+    Instruction,
+    Kind,
+    Transfer,
+    W,
+)  # fmt: skip
 from ..tracer.stage import StageFunctions, made_bytes
 from .failure import Watch
 from .flight import Flight
@@ -31,10 +45,16 @@ class Row(Protocol):
     watch: Watch
     training: bool
 
+    made_bytes: Mapping[tuple[int, Kind], int]
+
     @property
     def flights(self) -> Mapping[tuple[int, int], Flight]: ...
 
     def functions(self, action: Action) -> StageFunctions: ...
+
+    def opening_bytes(self, transfer: Transfer) -> int: ...
+
+    def finish_send(self) -> bool: ...
 
     def state(self, action: Action) -> Mapping[str, Tensor]: ...
 
@@ -120,27 +140,45 @@ class Residuals:
         flight.trip = None
 
     def make_room(self, instruction: Instruction) -> None:
-        """Wait for copies to the tier to end, the oldest first, while the next action would pass the cap.
+        """While the next instruction would pass the cap, wait for copies to the tier to end, oldest first,
+        and when all have, for messages of this rank to be taken.
 
-        The simulator waits the same way (`simulator.room`), so that it knows of these waits.
-        Raises: MemoryCapError if the action would pass the cap even so.
+        The simulator waits for copies the same way (`simulator.room`), and lets messages go when they have
+        travelled. So what a plan's peak counts on has been taken once its receiver has come as far as in the
+        simulation, for which nothing later of this rank is needed: where that peak keeps the cap, these
+        waits end.
+        Raises: MemoryCapError if an action of a program that offloads would pass the cap even so.
         """
         cap = self._row.ledger.cap_bytes
-        if cap is None or self._tier is None or not self._row.training or not isinstance(instruction, Action):
+        if cap is None or not self._row.training:
             return
         leaving = iter([journey for journey in self._journeys.values() if not journey.counted_out])
         while self._row.ledger.total + (need := self._needed(instruction)) > cap:
             journey = next(leaving, None)
-            if journey is None:
-                self._row.ledger.refuse(need, str(instruction))
-            with self._row.recorder.record("recv", str(journey.out)):
-                self._tier.finish_leaving(journey.trip, self._row.watch.check)
-            self.settle()
+            if journey is not None:
+                self._finish_leaving(journey)
+            elif not self._row.finish_send():
+                if self._tier is not None:
+                    self._row.ledger.refuse(need, str(instruction))
+                return
 
-    def _needed(self, action: Action) -> int:
-        """Bytes that an action takes on top of what is there."""
+    def _finish_leaving(self, journey: _Journey) -> None:
+        assert self._tier is not None
+        with self._row.recorder.record("recv", str(journey.out)):
+            self._tier.finish_leaving(journey.trip, self._row.watch.check)
+        self.settle()
+
+    def _needed(self, action: Instruction) -> int:
+        """Bytes that an instruction takes on top of what is there."""
+        if isinstance(action, Transfer):
+            return self._row.opening_bytes(action) if action.kind in (RECV_F, RECV_B) else 0
+        if not isinstance(action, Action):
+            return 0
         if action.kind in _FUNCTION:
-            return self._row.functions(action).peak_bytes.get(_FUNCTION[action.kind], 0)
+            return max(
+                self._row.functions(action).peak_bytes.get(_FUNCTION[action.kind], 0),
+                self._row.made_bytes.get((action.stage, action.kind), 0),
+            )
         if action.kind != RELOAD:
             return 0
         journey = self._journeys[id(self._flight(action))]

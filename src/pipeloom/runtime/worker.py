@@ -73,6 +73,7 @@ class Worker:
         self.microbatches: Sequence[Microbatch] = ()
         self.flights: dict[Key, Flight] = {}
         self.local_bytes = 0
+        self.made_bytes: dict[tuple[int, Kind], int] = {}
         self.messages: dict[tuple[int, Transfer], Message] = {}
         self.handlers: dict[Kind, Callable[[Any], None]] = {
             F: self.forward, B: self.backward, I: self.backward_input, W: self.backward_weight,
@@ -314,6 +315,17 @@ class Worker:
         if not flight.sends_left:
             held.clear()
 
+    def opening_bytes(self, transfer: Transfer) -> int:
+        """Bytes of the buffers that a RECV opens."""
+        return self.channel.opening_bytes(self._message(transfer.other_end))
+
+    def finish_send(self) -> bool:
+        """Wait until the oldest message under way is taken. Returns False if there is none."""
+        with self.recorder.record("recv", "ROOM"):
+            found = self.channel.finish_send()
+        self._note_boundary(None)
+        return found
+
     def receive(self, transfer: Transfer) -> None:
         flight = self._flight(transfer)
         message = self._message(transfer.other_end)
@@ -372,6 +384,7 @@ class Worker:
         peak = self.functions(action).peak_bytes[function]
         values, grads = crossing_bytes(self._microbatch(action).variant.stages, action.stage)
         made["boundary"] = {F: values, W: 0, RECOMPUTE: 0}.get(action.kind, grads)
+        self.made_bytes[action.stage, action.kind] = sum(made.values())
         self.recorder.burst(self.ledger.total + peak)
         self.ledger.during(str(action), peak, made)
 

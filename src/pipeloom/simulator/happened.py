@@ -50,7 +50,7 @@ class Happened:
                 self.beside[rank].append(Item("copy", rank, text, 0, start_s, end_s, 0))
             elif "RECV" in text:
                 self.waited[text, turn] = start_s, end_s
-            elif text != "END":
+            elif text not in ("END", "ROOM"):
                 self.sums[rank].append(Item("reduce", rank, text, 0, start_s, end_s, 0))
 
 

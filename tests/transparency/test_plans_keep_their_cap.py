@@ -1,0 +1,125 @@
+"""Random models planned under random caps: the plan fits as simulated, and when it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import runs
+import torch
+import zoo
+from hypothesis import HealthCheck, Phase, event, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from pipeloom import Job, Options, Pipeline, Plan, plan
+from pipeloom.ir.cluster import Cluster, Link
+from pipeloom.ir.errors import InfeasibleError
+from pipeloom.ir.memory import Treatment
+from pipeloom.planner import cpu_cluster
+from pipeloom.planner.registry import PLANNERS
+from pipeloom.runtime.local_channel import LocalChannel
+
+WIDTH, ROWS, MICROBATCHES = 16, 64, 6
+KINDS = ("linear", "gelu", "tanh", "norm", "skip", "older", "attention", "dropout")
+FREEING = [name for name, planner in PLANNERS.items() if planner.optimises != "never"]
+
+
+class Layers(nn.Module):
+    """Layers in a row, each drawn. Shapes: x and y (rows, width)."""
+
+    def __init__(self, kinds: Sequence[str]) -> None:
+        super().__init__()
+        self.kinds = tuple(kinds)
+        self.own = nn.ModuleList(
+            nn.LayerNorm(WIDTH) if kind == "norm" else nn.Linear(WIDTH, WIDTH) for kind in kinds
+        )
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        values = [x]
+        for kind, layer in zip(self.kinds, self.own, strict=True):
+            values.append(self.value(kind, layer, values))
+        return (values[-1] * y).mean()
+
+    def value(self, kind: str, layer: nn.Module, values: list[Tensor]) -> Tensor:
+        x = values[-1]
+        match kind:
+            case "gelu":
+                return nn.functional.gelu(layer(x))
+            case "tanh":
+                return torch.tanh(layer(x))
+            case "skip":
+                return x + layer(x)
+            case "older":  # from far back, over any number of stages
+                return layer(x) + values[len(values) // 2]
+            case "attention":
+                return (x @ layer(x).t()).softmax(-1) @ x
+            case "dropout":
+                return nn.functional.dropout(layer(x), 0.2, self.training)
+            case _:
+                return layer(x)
+
+
+def batch(seed: int, rows: int) -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(rows, WIDTH, generator=g) for name in "xy"}
+
+
+def cluster_of(stages: int, cap: int | None) -> Cluster:
+    """Processors with a disk to offload to."""
+    ranks = cpu_cluster(stages, memory=cap)
+    disk = Link(bandwidth_bytes_per_s=1e9)
+    return replace(
+        ranks, devices=tuple(replace(d, host_link=disk, host_memory_bytes=1 << 30) for d in ranks.devices)
+    )
+
+
+def run(job: Job, made: Plan, folder: Path) -> list[int]:
+    """Two steps under the plan's caps; the peak of each rank in bytes."""
+
+    def work(rank: int, channel: LocalChannel) -> int:
+        with Pipeline(job, made, options=Options(offload_dir=folder), channel=channel) as pipeline:
+            for seed in range(2):
+                pipeline.step(job.batch(seed, MICROBATCHES * ROWS))
+            return pipeline.ledger.peak
+
+    with runs.shared_captures():
+        return runs.threads(len(made.stages), work)
+
+
+@settings(
+    max_examples=8, phases=[Phase.reuse, Phase.generate], deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(
+    kinds=st.lists(st.sampled_from(KINDS), min_size=4, max_size=12),
+    stages=st.integers(1, 3),
+    share=st.floats(0.3, 1.0),
+    strategy=st.sampled_from(FREEING),
+    treatments=st.sampled_from([("recompute",), ("offload",), ("recompute", "offload")]),
+    schedule=st.sampled_from(["1f1b", "gpipe"]),
+)
+def test_a_plan_fits_its_cap_when_it_runs(
+    tmp_path: Path, kinds: list[str], stages: int, share: float, strategy: str,
+    treatments: tuple[Treatment, ...], schedule: str,
+) -> None:  # fmt: skip
+    job = Job(model=partial(Layers, kinds), batch=batch, optimizer=zoo.sgd)
+    captured = runs.capture_of(job, ROWS)
+    how = {
+        "stages": stages, "microbatches": MICROBATCHES, "microbatch_size": ROWS, "schedule": schedule,
+        "captured": captured,
+    }  # fmt: skip
+    free = plan(job, **how, cluster=cluster_of(stages, 1 << 30))
+    cap = int(share * max(free.peaks))
+    try:
+        made = plan(
+            job, **how, cluster=cluster_of(stages, cap), strategy=strategy, treatments=treatments
+        )
+    except InfeasibleError:
+        event("nothing fits")
+        return
+    event(f"{strategy}, {'treated' if any(made.memory.stages) else 'kept'}")
+    assert max(made.peaks) <= cap and made.caps == (cap,) * stages
+    assert max(run(job, made, tmp_path)) <= cap
