@@ -12,6 +12,7 @@ from runs import capture_of, even, plan_for, threads
 from torch import Tensor
 
 from pipeloom import Job, Options, Pipeline, schedules
+from pipeloom.api import forecast
 from pipeloom.ir.action import W
 from pipeloom.ir.cluster import Link
 from pipeloom.ir.graph import OpGraph
@@ -42,7 +43,8 @@ def sends_are_through_at_once() -> Iterator[None]:
         real(self, buffer.clone(), target, index)
         return Nothing()
 
-    with patch.object(LocalTransport, "send", send), patch.object(posting, "SMALL_BYTES", 0):
+    none_held = patch.object(forecast, "SMALL_BYTES", None)
+    with patch.object(LocalTransport, "send", send), patch.object(posting, "SMALL_BYTES", 0), none_held:
         yield
 
 

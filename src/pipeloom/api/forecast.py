@@ -27,7 +27,7 @@ from ..runtime.calibrate import (
 )
 from ..runtime.failure import Watch
 from ..runtime.ledger import table
-from ..runtime.posting import PostedChannel
+from ..runtime.posting import SMALL_BYTES, PostedChannel
 from ..runtime.recorder import Clock
 from ..runtime.rehearsal import Rehearsal, Walk, with_times
 from ..runtime.tiers import Tier
@@ -73,7 +73,10 @@ class Forecast:
         costs: dict[int, StageCost] = {}
         for found in self.channel.all_gather_object(self.memory()):
             costs |= found
-        timeline = simulate(self.program, self.variant.stages, by_stage(costs), cluster)
+        caps = self.plan.caps if len(self.plan.caps) == self.channel.ranks else ()
+        timeline = simulate(
+            self.program, self.variant.stages, by_stage(costs), cluster, caps=caps, small_bytes=SMALL_BYTES
+        )
         for rank, (cap, peak) in enumerate(zip(self.plan.caps, timeline.peaks, strict=False)):
             if (need := sum(peak.values())) > cap:
                 raise InfeasibleError(
@@ -174,6 +177,7 @@ class Rehearsals:
             step = simulate(
                 without_update(program) if left else program, stages, costs, self._cluster,
                 begin_s=begin_s, own_s=own_s, caps=self._facts.plan.caps,
+                small_bytes=SMALL_BYTES,
             )  # fmt: skip
             if self._facts.rounds == 1:
                 return step

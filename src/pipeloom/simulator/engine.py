@@ -18,6 +18,7 @@ from ..ir.spans import Spans
 from ..ir.stages import StageGraph
 from ..ir.timeline import Curves, Timeline
 from .core import run, run_sharing
+from .held import held_longer
 from .layout import STREAMS, layout_of
 from .layout import all_reduce_s as all_reduce_s
 from .memory import Memory, memory_of
@@ -28,7 +29,7 @@ from .state import Floats, Layout, new_state
 def simulate(
     program: Program, stages: StageGraph, costs: tuple[StageCost, ...], cluster: Cluster,
     *, receive_ahead: int = 2, begin_s: Sequence[float] = (), own_s: Mapping[Action, float] | None = None,
-    caps: Sequence[int] = (),
+    caps: Sequence[int] = (), small_bytes: int | None = None,
 ) -> Timeline:  # fmt: skip
     """Predict one step.
 
@@ -39,6 +40,9 @@ def simulate(
     own_s: seconds of single actions of the program, instead of what their stage's costs say.
     caps: bytes that each rank keeps, if it can, as the runtime does: an action that would pass them waits for
         OFFLOADs that its rank has come to and that have not ended, the oldest first. None unless given.
+    small_bytes: how long senders hold messages: those up to this size until the end of the step, and others
+        until the action ends during which they got through, as the runtime does while that keeps the cap.
+        Unless given, all of them until they are through.
 
     A message occupies its sender and its receiver for `Link.occupied_s`. It moves when it is sent, its
     receive is posted and the link of that pair of ranks is free, and takes `Link.transfer_s`. Events: compute
@@ -77,6 +81,8 @@ def simulate(
                 break
             layout, runs = layout._replace(room=room), runs + 1
             memory = _run(program, stages, costs, layout, begin)
+    if small_bytes is not None:
+        memory = held_longer(memory, small_bytes, caps)
     state = memory.state
     peaks = memory.peaks()
     host_curve = memory.host_curve if program.columns.treats_residuals else None

@@ -54,13 +54,19 @@ class Memory:
     begin_s: Floats
     offloaded: Longs
     """Bytes that OFFLOAD copies, by stage."""
+    gone_s: Floats | None = None
+    """When each message's sender lets go of it; None for when it is through."""
+
+    @property
+    def _state(self) -> State:
+        return self.state if self.gone_s is None else self.state._replace(move_end=self.gone_s)
 
     def peaks(self) -> tuple[Mapping[str, int], ...]:
         """Per rank the bytes by kind at its first peak."""
         ranks = len(self.static)
         at_peak = np.zeros((ranks, 3), np.int64)
         none = np.zeros(0)
-        replay(self.layout, self.state, self.books, (0, ranks), at_peak, (none, none.astype(np.int64)))
+        replay(self.layout, self._state, self.books, (0, ranks), at_peak, (none, none.astype(np.int64)))
         return tuple(
             dict(zip(KINDS, (*static, *own), strict=True))
             for static, own in zip(self.static, at_peak.tolist(), strict=True)
@@ -73,13 +79,12 @@ class Memory:
         room += sum(int(p.first[pipe + 1] - p.first[pipe]) for pipe in self.books.outgoing(rank))
         times, sizes = np.zeros(room), np.zeros(room, np.int64)
         at_peak = np.zeros((len(self.static), 3), np.int64)
-        count = replay(self.layout, self.state, self.books, (rank, rank + 1), at_peak, (times, sizes))
+        count = replay(self.layout, self._state, self.books, (rank, rank + 1), at_peak, (times, sizes))
         held = sum(self.static[rank])
         return MemoryCurve(
             rank=rank, times_s=(0.0, *times[:count].tolist()),
             sizes=(held, *(held + size for size in sizes[:count].tolist())),
         )  # fmt: skip
-
 
     def host_curve(self, rank: int) -> MemoryCurve:
         """Bytes over time that one rank has on the host; at equal times in the order of the row."""
