@@ -116,14 +116,8 @@ def samples_per_s(plan: Plan) -> float:
 
 def largest(how: Planning, take: Take, start: int) -> Plan | None:
     """The plan with the largest micro-batches, sought from `start` rows upwards; None if not one row fits."""
-    plans: dict[int, Plan | None] = {}
-
-    def fits(size: int) -> bool:
-        plans[size] = planned(how, take, size)
-        return plans[size] is not None
-
-    found = largest_size(range(1, MOST + 1), fits, start=start - 1)
-    return None if found is None else plans[found]
+    found = largest_size(range(1, MOST + 1), lambda size: how.fits(take(size)), start=start - 1)
+    return None if found is None else planned(how, take, found)
 
 
 def cell(cluster: Cluster, weights: str, take: Take) -> dict[str, Any]:

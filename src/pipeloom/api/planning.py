@@ -99,8 +99,9 @@ class Planning:
 
     def fits(self, sample: Sample) -> bool:
         """Whether there is a plan."""
+        any_plan = replace(self, options=replace(self.options, fastest=False))
         try:
-            self.plan(sample.graph, sample.profiles, sample.size, explained=False)
+            any_plan.plan(sample.graph, sample.profiles, sample.size, explained=False)
         except (InfeasibleError, ScheduleError):  # the second: too few micro-batches for the schedule
             return False
         return True

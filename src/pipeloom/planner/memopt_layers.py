@@ -39,7 +39,8 @@ def by_layers(layer_of: Sequence[int]) -> Solver:
             if task.per_offloaded and level > task.allowance and _away(task, after) <= task.hidden:
                 choice, level = after, peak(after)
         while level > task.allowance:
-            picks = [_worth(task, choice, level, pick) for pick in _picks(task, choice, layers, inner)]
+            now = level, seconds_of(task, choice)
+            picks = [_worth(task, now, pick) for pick in _picks(task, choice, layers, inner)]
             picks = [pick for pick in picks if pick[0] > 0]
             if not picks:
                 return Found(True, seconds_of(task, choice), level, choice)
@@ -73,8 +74,8 @@ def _picks(
                 yield after
 
 
-def _worth(task: Task, choice: Indices, level: float, after: Indices) -> tuple[float, Indices]:
-    """Bytes freed at the peak per second that it costs, and the choice."""
-    seconds = seconds_of(task, after) - seconds_of(task, choice)
-    freed = level - task.moments.peak(after)
+def _worth(task: Task, now: tuple[float, float], after: Indices) -> tuple[float, Indices]:
+    """Bytes freed at the peak per second that it costs, and the choice. now: peak and seconds before."""
+    seconds = seconds_of(task, after) - now[1]
+    freed = now[0] - task.moments.peak(after)
     return (freed / seconds if seconds > 0 else freed * np.inf if freed > 0 else 0.0), after

@@ -27,6 +27,8 @@ class Planner:
     granularity: the smallest piece that it moves.  optimises: whether it may recompute and offload
         residuals: never, if asked, or unless told otherwise.  keeps_caps: it looks at memory by itself.
     source: where it is from.
+    also: planners whose plans it starts from besides its own search, so that none of them has a faster one.
+    polishes: it moves cuts by the simulated step at last (polish.py).
     """
 
     find: Callable[[Search], tuple[int, ...]]
@@ -35,6 +37,8 @@ class Planner:
     source: str
     optimises: Literal["never", "asked", "always"] = "never"
     keeps_caps: bool = True
+    also: tuple[str, ...] = ()
+    polishes: bool = False
 
 
 PLANNERS: dict[str, Planner] = {
@@ -43,6 +47,11 @@ PLANNERS: dict[str, Planner] = {
         about="the best contiguous cut; slow where residuals are optimised",
     ),
     "dawnpiper": Planner(
+        find=dawnpiper, granularity="op", optimises="always", also=("vpipe", "pipedream"), polishes=True,
+        source="arXiv 2505.05856, reconstructed from the abstract; and more",
+        about="dawnpiper-alone, vpipe and pipedream; the best, its cuts moved by the simulated step",
+    ),
+    "dawnpiper-alone": Planner(
         find=dawnpiper, granularity="op", optimises="always",
         source="arXiv 2505.05856, reconstructed from the abstract",
         about="halves the stages and bisects between balanced compute and balanced memory",
@@ -77,8 +86,9 @@ PLANNERS: dict[str, Planner] = {
 def names() -> tuple[str, ...]:
     """All planners that `make_plan` knows.
 
-    >>> names()
-    ('exact', 'dawnpiper', 'probe', 'vpipe', 'pipedream', 'pipedream-repo', 'equal', 'balanced')
+    >>> names()  # doctest: +NORMALIZE_WHITESPACE
+    ('exact', 'dawnpiper', 'dawnpiper-alone', 'probe', 'vpipe', 'pipedream',
+     'pipedream-repo', 'equal', 'balanced')
     """
     return tuple(PLANNERS)
 

@@ -30,6 +30,7 @@ class PlanOptions:
     treatments: what may be done with residuals besides keeping them; None: what the planner does by itself,
         offloading where the devices have a host link.
     weights: None for those of the schedule.
+    fastest: look for the fastest plan; if not, the first that keeps its caps will do.
     """
 
     optimizer_bytes: float = 2.0
@@ -37,6 +38,7 @@ class PlanOptions:
     overlap: bool = True
     treatments: tuple[Treatment, ...] | None = None
     weights: WeightPolicy | None = None
+    fastest: bool = True
 
 
 @dataclass(frozen=True)

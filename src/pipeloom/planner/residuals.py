@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..ir.kernels import kernel
+from ..ir.kernels import in_place
 from .intervals import Array, Indices
 from .sweep import Sweep, run
 from .tensors import Rows
@@ -28,7 +29,7 @@ KEEP, RECOMPUTE, OFFLOAD = 0, 1, 2
 _FREE, _NEEDS_INPUT, _STUCK = 0, 1, 2
 
 
-@kernel
+@in_place
 def _chains(start, end, forward, owned, found, marks):  # type: ignore[no-untyped-def]
     """Write the chain of each residual, and whether it can be made again. Returns the length of all."""
     reads_first, reads, _, _, _, _, _, _, made, _, _ = forward
@@ -68,7 +69,7 @@ def _chains(start, end, forward, owned, found, marks):  # type: ignore[no-untype
     return length
 
 
-@kernel
+@in_place
 def _most_again(ops, forward, again, until):  # type: ignore[no-untyped-def]
     """The most that running ops (ascending) again needs besides what they are run for.
 
@@ -128,8 +129,14 @@ class Residuals:
 
     def chosen_ops(self, choice: Indices) -> Indices:
         """The ops that run again, ascending."""
-        parts = [self.chain[k] for k in np.flatnonzero(choice == RECOMPUTE).tolist()]
-        return np.unique(np.concatenate([np.zeros(0, np.int64), *parts]))
+        again = np.zeros(len(self.seconds), dtype=np.bool_)
+        again[self.chain.items[(choice == RECOMPUTE)[self._chain_of]]] = True
+        return np.flatnonzero(again)
+
+    @cached_property
+    def _chain_of(self) -> Indices:
+        """The residual to whose chain each of `chain.items` belongs."""
+        return np.repeat(np.arange(len(self)), np.diff(self.chain.first))
 
     def recompute_s(self, choice: Indices) -> float:
         """Seconds that running them takes."""

@@ -99,6 +99,11 @@ class Search:
             return Memoised(self.freeing(), self.watch)
         return Memoised(KeepEverything(self.model, self.caps, self.in_flight), self.watch)
 
+    @cached_property
+    def ahead(self) -> Evaluator:
+        """The same of stages that recompute in front of their backward."""
+        return Memoised(self.freeing(ahead=True))
+
     def freeing(self, *, ahead: bool = False) -> Evaluator:
         """Evaluations with memory optimisation. ahead: stages recompute in front of their backward."""
         layers = [self.layers.get(op.name, -1) for op in self.model.wiring.ops] if self.layers else []
