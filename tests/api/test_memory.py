@@ -4,34 +4,23 @@ from collections.abc import Iterator
 
 import pytest
 import zoo
+from ledgers import sends_are_through_at_once
 from runs import even_plan, shared_captures, threads
-from torch import Tensor
 
 from pipeloom import Options, Pipeline
-from pipeloom.runtime import posting
-from pipeloom.runtime.local_channel import LocalChannel, LocalTransport
-from pipeloom.runtime.posting import Handle, Nothing
+from pipeloom.runtime.local_channel import LocalChannel
 
 
 @pytest.fixture
-def sends_are_through_at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """When a receiver takes a message, and so how long its sender keeps it, differs from run to run."""
-    real = LocalTransport.send
-
-    def send(self: LocalTransport, buffer: Tensor, target: int, index: int | None) -> Handle:
-        real(self, buffer.clone(), target, index)
-        return Nothing()
-
-    monkeypatch.setattr(LocalTransport, "send", send)
-    monkeypatch.setattr(posting, "SMALL_BYTES", 0)
-    with shared_captures():
+def at_once() -> Iterator[None]:
+    with sends_are_through_at_once(), shared_captures():
         yield
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("stages", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", zoo.FAMILIES)
-def test_peak_of_every_rank(name: str, stages: int, schedule: str, sends_are_through_at_once: None) -> None:
+def test_peak_of_every_rank(name: str, stages: int, schedule: str, at_once: None) -> None:
     job = zoo.job(name)
     plan = even_plan(job, stages, microbatches=4, schedule=schedule)
 

@@ -34,7 +34,7 @@ def held(timeline: Timeline, rank: int, at_s: float) -> int:
 def test_a_message_is_held_until_the_action_ends_in_which_it_got_through(
     small_bytes: int | None, bytes_held: int
 ) -> None:
-    """That of F0 is through at 1.5 s, in F1; besides it there are 8 bytes to receive in and 4 that F1 makes."""
+    """That of F0 is through at 1.5 s, in F1; besides it, 8 bytes to receive in, and the 4 that F1 makes."""
     assert held(run(3, small_bytes=small_bytes), 0, 1.75) == bytes_held
 
 
