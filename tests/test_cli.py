@@ -211,6 +211,20 @@ def test_files_are_looked_at_before_torch_is_loaded(folder: Path, words: list[st
     assert "torch" not in done.stdout.split()
 
 
+def test_output_that_cannot_be_written_is_one_sentence(folder: Path) -> None:
+    """A full disk under standard output gave our traceback."""
+    command = [sys.executable, "-m", "pipeloom", "schedule", "show", "1f1b"]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr == "error: cannot write the output: No space left on device\n"
+
+
+def test_ctrl_c_is_one_word(folder: Path) -> None:
+    (folder / "broken.py").write_text("def job():\n    raise KeyboardInterrupt\n")
+    assert bad(130, "verify", "broken.py:job") == "interrupted\n"
+
+
 def test_what_is_no_plain_file_is_not_replaced(folder: Path) -> None:
     """`-o /dev/null` put a plain file in the place of the device, where that is allowed."""
     os.mkfifo("pipe")

@@ -22,6 +22,13 @@ def environment() -> None:
     print("to stderr", file=sys.stderr)
 
 
+def talk(folder: str) -> None:
+    """Say much, and note the end."""
+    for number in range(20_000):
+        print("line", number)
+    say(folder)
+
+
 def tunables() -> None:
     print(os.environ["GLIBC_TUNABLES"])
 

@@ -212,3 +212,14 @@ def test_no_ranks_are_refused() -> None:
 def test_launching_imports_no_torch() -> None:
     code = "import sys, pipeloom.runtime.launch; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_ranks_go_on_when_nobody_reads_what_they_say(start: Start, tmp_path: Path) -> None:
+    """`pipeloom train | head -1` gave a traceback of the thread that prints."""
+    process = start("talk", str(tmp_path), ranks=2)
+    assert process.stdout is not None and process.stderr is not None
+    assert process.stdout.readline().endswith("line 0\n")
+    process.stdout.close()
+    assert process.wait(timeout=300) == 0
+    assert process.stderr.read() == ""
+    assert {path.name for path in tmp_path.iterdir()} == {"0", "1"}

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -34,7 +37,8 @@ MODEL_HELP = (
 class Commands(click.Group):
     """Prints what pipeloom raises on purpose as a sentence and a hint; anything else keeps its traceback.
 
-    Exit status: 2 for a wrong flag, file or key, as click does; 1 for everything else that went wrong.
+    Exit status: 2 for a wrong flag, file or key, as click does; 130 after Ctrl-C; 1 for everything else that
+    went wrong.
     """
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -45,6 +49,17 @@ class Commands(click.Group):
             if error.hint:
                 click.echo(f"hint: {error.hint}", err=True)
             ctx.exit(2 if isinstance(error, ConfigError) else 1)
+        except KeyboardInterrupt:
+            click.echo("interrupted", err=True)
+            ctx.exit(128 + signal.SIGINT)
+        except OSError as error:
+            if error.filename is not None or error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
+                raise
+            click.echo(f"error: cannot write the output: {error.strerror}", err=True)
+            # What is still in the buffer would be tried again when Python ends.
+            with open(os.devnull, "wb") as nowhere:
+                os.dup2(nowhere.fileno(), sys.stdout.fileno())
+            ctx.exit(1)
 
 
 class NewFile(click.Path):

@@ -181,7 +181,7 @@ class Processes:
     def _blame(self, rank: _Rank) -> None:
         self._cause = rank
         with self._printing:
-            print(rank.words(), file=sys.stderr, flush=True)
+            _write(sys.stderr, f"{rank.words()}\n")
 
     def _print(self, stream: IO[bytes] | None, out: TextIO, rank: int) -> None:
         """Print a rank's output as it comes, whole lines, those of ranks other than 0 with the rank."""
@@ -192,8 +192,7 @@ class Processes:
         def forward() -> None:
             for line in stream:
                 with self._printing:
-                    out.write(f"{prefix}{line.decode(errors='replace')}")
-                    out.flush()
+                    _write(out, f"{prefix}{line.decode(errors='replace')}")
 
         printer = threading.Thread(target=forward, name=f"pipeloom-print-{rank}", daemon=True)
         printer.start()
@@ -205,6 +204,16 @@ class Processes:
                 os.killpg(rank.process.pid, number)
             except ProcessLookupError:
                 pass
+
+
+def _write(out: TextIO, text: str) -> None:
+    """Print at once. Where nobody reads any more (`| head -1`) or the disk is full, ranks go on unheard."""
+    try:
+        out.write(text)
+        out.flush()
+    except OSError:
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), out.fileno())
 
 
 @contextmanager

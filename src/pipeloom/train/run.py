@@ -25,7 +25,7 @@ from ..api.options import Options
 from ..api.passes import capture, plan, profile
 from ..api.pipeline import Pipeline
 from ..api.runnable import require_runnable, require_training
-from ..ir.errors import ConfigError, PeerError, PipeloomError
+from ..ir.errors import CheckpointError, ConfigError, PeerError, PipeloomError
 from ..ir.files import write_whole
 from ..ir.memory import TREATMENTS
 from ..ir.plan import Plan, load_plan
@@ -95,6 +95,10 @@ def run(request: Request) -> int:
     ranks = len(set(load_plan(settled.out / "plan.json").placement))
     try:
         return launch(run_rank, ranks, args=(settled,))
+    except KeyboardInterrupt:
+        settled.before.put_back(settled.out)
+        print(_left(settled.out), file=sys.stderr)
+        raise
     finally:
         settled.before.put_back(settled.out)
 
@@ -144,6 +148,16 @@ def _named(config: Config) -> Config:
     if config.job is None or config.name != Config().name:
         return config
     return replace(config, name=re.sub(r"[^\w.-]+", "-", load_job(config.job).name))
+
+
+def _left(out: Path) -> str:
+    """What a run that was broken off leaves."""
+    if not out.exists():
+        return f"{out} had not begun to train, and is gone"
+    try:
+        return f"{out} is kept up to step {_steps_done(out)}: go on with --resume --out {out}"
+    except CheckpointError:
+        return f"{out} has no checkpoint yet, so it cannot be resumed: remove it, or start anew elsewhere"
 
 
 def _steps_done(out: Path) -> int:

@@ -91,7 +91,7 @@ class Before:
 
     def put_back(self, out: Path) -> None:
         """Make `out` what it was, unless training began."""
-        if _stamp(out) != self.stamp:
+        if not out.exists() or _stamp(out) != self.stamp:
             return
         for name, content in self.files.items():
             if content is None:
