@@ -137,9 +137,9 @@ def _most_freed(cells: Sequence[Cell]) -> list[str]:
         return []
     mean, most = geometric_mean([value for value, _ in found]), max(found)
     return [
-        "what a backward reads is brought back for a whole micro-batch before it begins, by planners of ops "
-        "and of layers alike: all but one of the micro-batches in flight are freed, and a stage has as many "
-        f"in flight as there are devices at most. Where pipedream has a plan for {MANY} rows or more, "
+        "what is recomputed is made again inside the backward, by planners of ops and of layers alike: one "
+        "micro-batch is never there in full, and what remains is checkpoints, the scratch of the widest ops "
+        f"and the state, which no treatment frees. Where pipedream has a plan for {MANY} rows or more, "
         f"dawnpiper has one for {mean:.2f} times as many on average, at most {most[0]:.2f} times on "
         f"{most[1]} devices; with few rows, ratios of whole numbers are larger"
     ]

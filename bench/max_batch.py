@@ -1,8 +1,8 @@
 """The largest micro-batches that planners find a plan for, simulated at real sizes and run at small ones.
 
-    python bench/max_batch.py                           both parts; about a quarter of an hour on two cores
-    python bench/max_batch.py --only simulated --models bert
-    python bench/max_batch.py --only run --ranks 2
+    python bench/max_batch.py                           both parts; some hours on two cores
+    python bench/max_batch.py --only simulated --minutes 50
+    python bench/max_batch.py --only run --ranks 2 4
 
 simulated  BERT-large, GPT-2 1.5B, T5-3B and AmoebaNet-D (18, 256) in float32 with AdamW on 4 and 8 x
            A100-40GB, by roofline; 4 micro-batches per device and step. Updates after a flush (1f1b) or with
@@ -12,21 +12,26 @@ run        small models on gloo ranks of this machine under the ledger's cap (be
 
 Models are captured at two sizes; other sizes are interpolated, and estimated by roofline again. dawnpiper's
 largest size on 4 devices is captured too, to see that its interpolation was right. Written to
-bench/results/max_batch.json, each part as soon as it is there.
+bench/results/max_batch.json, each cell as soon as it is there, the caps that an A100 has first. A call goes
+on with the cells that are missing; those that another version of the planners' code has made are dropped.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import json
+import pickle
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import lru_cache
-from math import ceil
+from functools import cache, lru_cache
+from hashlib import sha256
+from math import ceil, inf
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -34,6 +39,7 @@ from typing import Any
 from batch_figures import common_size, compared, fullest, groups, reasons
 from machine import describe_machine
 
+import pipeloom
 from pipeloom.api.passes import estimate
 from pipeloom.api.planning import MOST, Planning, Take
 from pipeloom.ir.cluster import Cluster
@@ -46,10 +52,16 @@ from pipeloom.planner.batches import Sample, interpolated, largest_size
 
 RESULTS = Path(__file__).parent / "results" / "max_batch.json"
 MODELS = ("bert", "gpt2", "t5", "amoebanet")
+NAMES = {
+    "bert": "BERT-large", "gpt2": "GPT-2 1.5B", "t5": "T5-3B", "amoebanet": "AmoebaNet-D (18, 256)",
+}  # fmt: skip
+"""As in models.py, which imports PyTorch."""
+
 PLANNERS = ("pipedream", "vpipe", "dawnpiper", "probe")
 SCHEDULES = {"flush": "1f1b", "stash": "async_1f1b"}
 DEVICES = (4, 8)
 TIGHT = (1.0, 1.3)
+FULL = "A100-40GB"
 PER_DEVICE = 4
 """Micro-batches of a step for each device."""
 
@@ -159,48 +171,72 @@ def _add_speeds(made: dict[str, Any], cluster: Cluster, weights: str, take: Take
                 rows[planner]["at"][str(size)] = samples_per_s(plan) if plan else 0.0
 
 
-def cells(model: str, take: Take, devices: list[int]) -> Iterator[dict[str, Any]]:
-    """Under tight caps on 4 devices only, which is enough to tell."""
-    for count in devices:
-        cluster = find_cluster(f"{count} x a100-40")
-        for weights in SCHEDULES:
-            caps = {"A100-40GB": cluster.devices[0].memory_bytes}
-            if count == DEVICES[0]:
-                least = least_cap(cluster, weights, "pipedream", take)
-                caps |= {f"x{factor}": ceil(factor * least) for factor in TIGHT}
-            for cap, size in caps.items():
-                name = f"{model}, {count} devices, {weights}, {cap} ({format_bytes(size)})"
-                known = {"name": name, "model": model, "devices": count, "cap": cap}
-                yield known | cell(with_cap(cluster, size), weights, take)
+def keys(devices: Sequence[int]) -> list[tuple[int, str, str]]:
+    """(devices, weights, cap) of a model's cells, the most important first. Under tight caps on 4 devices
+    only, which is enough to tell."""
+    full = [(count, weights, FULL) for count in devices for weights in SCHEDULES]
+    tight = [(DEVICES[0], weights, f"x{factor}") for weights in SCHEDULES for factor in TIGHT]
+    return full + (tight if DEVICES[0] in devices else [])
 
 
-def on_model(key: str, devices: list[int]) -> Iterator[dict[str, Any]]:
-    """Everything simulated of one model, in this process: what it is, its cells, and the check at last."""
+def one_cell(model: str, count: int, weights: str, cap: str, samples_at: Path) -> dict[str, Any]:
+    """A cell, in this process."""
+    cluster = find_cluster(f"{count} x a100-40")
+    take = samples(*pickle.loads(samples_at.read_bytes()), cluster)
+    size = cluster.devices[0].memory_bytes
+    if cap != FULL:
+        size = ceil(float(cap.removeprefix("x")) * least_cap(cluster, weights, "pipedream", take))
+    named = f"{NAMES[model]}, {count} devices, {weights}, {cap} ({format_bytes(size)})"
+    known = {"name": named, "model": NAMES[model], "devices": count, "cap": cap, "code": code()}
+    return known | cell(with_cap(cluster, size), weights, take)
+
+
+def captured(model: str, samples_at: Path) -> dict[str, Any]:
+    """Capture a model at two sizes, for the cells. Returns what it is."""
     from models import REAL
 
     from pipeloom import capture
 
-    begin, job = time.process_time(), REAL[key].job
-    cluster = find_cluster(f"{devices[0]} x a100-40")
-    first, second = (Sample(size=n, graph=capture(job, n).graph, profiles={}) for n in CAPTURED)
-    yield {
-        "ops": len(first.graph.ops), "parameters": sum(p.bytes for p in first.graph.parameters) // 4,
-        "length": REAL[key].length, "capture_cpu_s": round(time.process_time() - begin, 1),
+    begin, job = time.process_time(), REAL[model].job
+    found = [Sample(size=n, graph=capture(job, n).graph, profiles={}) for n in CAPTURED]
+    samples_at.write_bytes(pickle.dumps(found))
+    return {
+        "ops": len(found[0].graph.ops), "parameters": sum(p.bytes for p in found[0].graph.parameters) // 4,
+        "length": REAL[model].length, "capture_cpu_s": round(time.process_time() - begin, 1),
     }  # fmt: skip
-    take = samples(first, second, cluster)
-    size = 0
-    for made in cells(REAL[key].name, take, devices):
-        size = size or made["planners"]["dawnpiper"]["batch"]
-        yield {"cells": [made]}
-    if size:
-        again = estimated(size, capture(job, size).graph, cluster)
-        plan = planned(planning(cluster, "flush", "dawnpiper"), lambda _: again, size)
-        checked = {
-            "rows": size, "has_a_plan": plan is not None,
+
+
+def checked(model: str, size: int, samples_at: Path) -> dict[str, Any]:
+    """The model captured at the size that dawnpiper has found by interpolation."""
+    from models import REAL
+
+    from pipeloom import capture
+
+    cluster = find_cluster(f"{DEVICES[0]} x a100-40")
+    take = samples(*pickle.loads(samples_at.read_bytes()), cluster)
+    again = estimated(size, capture(REAL[model].job, size).graph, cluster)
+    plan = planned(planning(cluster, "flush", "dawnpiper"), lambda _: again, size)
+    return {
+        "captured_again": {
+            "rows": size, "has_a_plan": plan is not None, "code": code(),
             "shapes_as_interpolated": shapes(again) == shapes(take(size)),
             "samples_per_s": samples_per_s(plan) if plan else 0.0,
-        }  # fmt: skip
-        yield {"captured_again": checked, "cpu_s": round(time.process_time() - begin, 1)}
+        }
+    }  # fmt: skip
+
+
+@cache
+def code() -> str:
+    """The version of all that figures depend on: a hash of the code of these rooms, comments left out, and
+    of the devices' figures."""
+    made = sha256()
+    for room in ("planner", "simulator", "lowering", "profiler"):
+        for file in sorted((Path(pipeloom.__file__).parent / room).rglob("*.*")):
+            if file.suffix == ".py":
+                made.update(ast.dump(ast.parse(file.read_text())).encode())
+            elif file.suffix == ".toml":
+                made.update(file.read_bytes())
+    return made.hexdigest()[:12]
 
 
 # --- printing -------------------------------------------------------------------------------------
@@ -236,23 +272,115 @@ def print_comparison(found: list[dict[str, Any]]) -> None:
 # --- main -----------------------------------------------------------------------------------------
 
 
-def apart(
-    model: str, devices: list[int], before: list[dict[str, Any]], keep: Callable[[str, Any], None]
-) -> None:
-    """One model in a process of its own; what it has found is kept line by line, beside cells found before
-    for other numbers of devices."""
-    call = [sys.executable, __file__, "--one", model, "--devices", *map(str, devices)]
-    found: dict[str, Any] = {"cells": [made for made in before if made["devices"] not in devices]}
-    with subprocess.Popen(call, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            part = json.loads(line)
-            found |= part | {"cells": found["cells"] + part.get("cells", [])}
-            keep(model, found)
-            for made in part.get("cells", []):
+class Record:
+    """The file of results; written with every cell."""
+
+    def __init__(self, target: Path) -> None:
+        self.target, self.guard = target, Lock()
+
+    def read(self) -> dict[str, Any]:
+        return json.loads(self.target.read_text()) if self.target.exists() else {}
+
+    def change(self, part: str, made: dict[str, Any]) -> None:
+        """Write these entries of a part."""
+        with self.guard:
+            results = self.read()
+            results["machine"] = describe_machine()
+            results[part] = results.get(part, {}) | made
+            self._write(results)
+
+    def simulated(self, model: str, made: dict[str, Any]) -> None:
+        """Write what is known of a model, with another cell where there is one, and what all cells say."""
+        with self.guard:
+            results = self.read()
+            results["machine"] = describe_machine()
+            known = results.setdefault("simulated", {})
+            row = known.setdefault(model, {"cells": []})
+            cells = row["cells"] + made.get("cells", [])
+            order = keys(DEVICES)
+            cells.sort(key=lambda c: order.index((c["devices"], c["weights"], c["cap"])))
+            row.update(made | {"cells": cells})
+            self._compare(results)
+            self._write(results)
+
+    def drop_old(self) -> None:
+        """Leave out what other code has made."""
+        with self.guard:
+            results = self.read()
+            for row in results.get("simulated", {}).values():
+                row["cells"] = [made for made in row["cells"] if made.get("code") == code()]
+                if row.get("captured_again", {}).get("code") != code():
+                    row.pop("captured_again", None)
+                row.pop("cpu_s", None)
+            self._compare(results)
+            self._write(results)
+
+    def _compare(self, results: dict[str, Any]) -> None:
+        found = [made for row in results.get("simulated", {}).values() for made in row["cells"]]
+        results["compared"] = {name: compared(group) for name, group in groups(found).items()}
+        results["reasons"] = {"said": reasons(found), "cells": len(found)}
+
+    def _write(self, results: dict[str, Any]) -> None:
+        fresh = self.target.with_suffix(".new")
+        fresh.write_text(json.dumps(results, indent=1) + "\n")
+        fresh.replace(self.target)
+
+
+def apart(*arguments: str) -> dict[str, Any]:
+    """One thing in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, __file__, "--one", *arguments], stdout=subprocess.PIPE, text=True, check=True
+    )  # fmt: skip
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def simulate_all(record: Record, models: list[str], devices: list[int], jobs: int, minutes: float) -> None:
+    """All cells that are missing, some at a time; none begins after so many minutes."""
+    record.drop_old()
+    until = time.monotonic() + 60 * minutes
+    with tempfile.TemporaryDirectory() as folder:
+        guards = {model: Lock() for model in models}
+
+        def known(model: str) -> dict[str, Any]:
+            return dict(record.read().get("simulated", {}).get(model, {"cells": []}))
+
+        def samples_of(model: str) -> Path:
+            target = Path(folder) / model
+            with guards[model]:
+                if not target.exists():
+                    record.simulated(model, apart("capture", model, str(target)))
+            return target
+
+        def one(key: tuple[int, str, str], model: str) -> None:
+            there = [(made["devices"], made["weights"], made["cap"]) for made in known(model)["cells"]]
+            if key not in there and time.monotonic() < until:
+                made = apart("cell", model, *map(str, key), str(samples_of(model)))
+                record.simulated(model, {"cells": [made]})
                 print(row_of(made), flush=True)
-    if process.returncode:
-        raise SystemExit(f"simulating {model} ended with status {process.returncode}")
+
+        def check(model: str) -> None:
+            row = known(model)
+            first = next((m for m in row["cells"] if (m["devices"], m["weights"]) == (4, "flush")), None)
+            size = first["planners"]["dawnpiper"]["batch"] if first else 0
+            if size and "captured_again" not in row and time.monotonic() < until:
+                record.simulated(model, apart("check", model, str(size), str(samples_of(model))))
+
+        with ThreadPoolExecutor(jobs) as pool:
+            begun = [pool.submit(one, key, model) for key in keys(devices) for model in models]
+            begun += [pool.submit(check, model) for model in models]
+            for each in begun:
+                each.result()
+
+
+def in_this_process(kind: str, model: str, *rest: str) -> dict[str, Any]:
+    """What `apart` asks for."""
+    if kind == "cell":
+        count, weights, cap, at = rest
+        return one_cell(model, int(count), weights, cap, Path(at))
+    if kind == "check":
+        return checked(model, int(rest[0]), Path(rest[1]))
+    return captured(model, Path(rest[0]))
 
 
 def main() -> int:
@@ -261,44 +389,27 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
     parser.add_argument("--devices", nargs="+", type=int, default=list(DEVICES), help="simulated ones")
     parser.add_argument("--ranks", nargs="+", type=int, default=[2])
-    parser.add_argument("--jobs", type=int, default=2, help="models simulated at the same time")
+    parser.add_argument("--jobs", type=int, default=2, help="cells simulated at the same time")
+    parser.add_argument("--minutes", type=float, default=inf, help="begin no cell after that time")
     parser.add_argument("--output", type=Path, default=RESULTS)
-    parser.add_argument("--one", choices=MODELS, help="simulate one model in this process and print JSON")
+    parser.add_argument("--one", nargs="+", help="do one thing in this process and print JSON")
     options = parser.parse_args()
     if options.one:
-        for part in on_model(options.one, options.devices):
-            print(json.dumps(part), flush=True)
+        print(json.dumps(in_this_process(*options.one)), flush=True)
         return 0
-    guard, target = Lock(), options.output
-
-    def change(part: str, made: dict[str, Any]) -> dict[str, Any]:
-        """What is written, with these entries of a part."""
-        with guard:
-            results: dict[str, Any] = json.loads(target.read_text()) if target.exists() else {}
-            results["machine"] = describe_machine()
-            results[part] = results.get(part, {}) | made
-            target.write_text(json.dumps(results, indent=1) + "\n")
-        return results
-
-    passed = True
+    record, passed = Record(options.output), True
     if options.only in (None, "simulated"):
-        known = change("simulated", {})["simulated"]
-
-        def one(model: str) -> None:
-            before = known.get(model, {}).get("cells", [])
-            apart(model, options.devices, before, lambda name, made: change("simulated", {name: made}))
-
-        with ThreadPoolExecutor(options.jobs) as pool:
-            list(pool.map(one, options.models))
-        known = change("simulated", {})["simulated"]
+        simulate_all(record, options.models, options.devices, options.jobs, options.minutes)
+        known = record.read().get("simulated", {})
         found = [made for model in known.values() for made in model["cells"]]
-        change("compared", {name: compared(group) for name, group in groups(found).items()})
-        change("reasons", {"said": reasons(found)})
         print_comparison(found)
     if options.only in (None, "run"):
         from batch_ranks import run_models
 
-        passed = run_models(options.models, options.ranks, lambda name, found: change("run", {name: found}))
+        def keep(name: str, made: Any) -> None:
+            record.change("run", {name: made})
+
+        passed = run_models(options.models, options.ranks, keep)
     return 0 if passed else 1
 
 

@@ -81,20 +81,23 @@ def _cost(a: OpCost, b: OpCost, part: float) -> OpCost:
 def largest_size(sizes: Sequence[int], fits: Callable[[int], bool], *, start: int = 0) -> int | None:
     """The largest of some sizes (ascending) that fits, None if not even the first does.
 
-    Fitting sizes are all smaller than those that do not fit. Sizes are tried from index `start` upwards in
-    doubling steps, since large ones take longest.
+    Fitting sizes are all smaller than those that do not fit. Sizes are tried from index `start` on in
+    doubling steps, upwards if that fits and downwards if not, since sizes near it are the likeliest.
 
     >>> largest_size(range(1, 100), lambda size: size <= 37)
     37
     """
-    low, step, high = -1, 1, len(sizes)
+    low, high = -1, len(sizes)
     at = min(max(start, 0), len(sizes) - 1)
+    step, upwards = 1, None
     while low < at < high:
-        if not fits(sizes[at]):
-            high = at
+        good = fits(sizes[at])
+        low, high = (at, high) if good else (low, at)
+        upwards = good if upwards is None else upwards
+        if good != upwards:
             break
-        low = at
-        at, step = min(at + step, len(sizes) - 1), 2 * step
+        at = min(at + step, len(sizes) - 1) if good else max(at - step, 0)
+        step *= 2
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(sizes[middle]) else (low, middle)
