@@ -59,8 +59,10 @@ def binary(problem: Problem, *, width: int = WIDTH, widen: bool = True) -> Parti
     even = len({problem.crossing(point) for point in problem.points[1:-1]}) <= 1
     if not widen or (even and problem.stages <= TOGETHER):
         return best
+    filled = fill(problem)
+    best = filled if filled.seconds < best.seconds else best
     near = max(width, 1) * (1 if even or problem.stages > TOGETHER else BAND)
-    better = banded(problem, around(problem, found.cuts, near), below=best.seconds)
+    better = banded(problem, around(problem, best.cuts or found.cuts, near), below=best.seconds)
     return better if better.cuts else best
 
 
