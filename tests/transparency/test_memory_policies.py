@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import zoo
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from ledgers import sends_are_through_at_once
 from runs import Numbers, capture_of, even, pipelined, plan_for, threads
 from torch import Tensor, nn
 
@@ -19,10 +21,8 @@ from pipeloom.ir.errors import PlanError
 from pipeloom.ir.memory import MemoryPolicy, Residual, Treatment
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.stages import cut
-from pipeloom.runtime import posting
 from pipeloom.runtime.file_tier import FileTier, FileTrip
-from pipeloom.runtime.local_channel import LocalChannel, LocalTransport
-from pipeloom.runtime.posting import Handle, Nothing
+from pipeloom.runtime.local_channel import LocalChannel
 from pipeloom.tracer.functions import stage_residuals
 from pipeloom.tracer.stage import Tensors
 
@@ -270,16 +270,9 @@ class Unexportable(nn.Module):
 
 
 @pytest.fixture
-def messages_are_through_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When a receiver takes a message, and so how long its sender keeps it, differs from run to run."""
-    real = LocalTransport.send
-
-    def send(self: LocalTransport, buffer: Tensor, target: int, index: int | None) -> Handle:
-        real(self, buffer.clone(), target, index)
-        return Nothing()
-
-    monkeypatch.setattr(LocalTransport, "send", send)
-    monkeypatch.setattr(posting, "SMALL_BYTES", 0)
+def messages_are_through_at_once() -> Iterator[None]:
+    with sends_are_through_at_once():
+        yield
 
 
 @pytest.fixture
