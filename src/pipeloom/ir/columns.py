@@ -88,6 +88,11 @@ class Columns:
         return bool(((self.kind >= B_) & (self.kind <= W_)).any())
 
     @cached_property
+    def splits(self) -> bool:
+        """Whether any backward is split."""
+        return bool((self.kind == W_).any())
+
+    @cached_property
     def treats_residuals(self) -> bool:
         """Whether anything is offloaded or recomputed."""
         return bool(((self.kind >= OFFLOAD_) & (self.kind <= RECOMPUTE_)).any())

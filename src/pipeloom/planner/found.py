@@ -85,8 +85,9 @@ class Found:
         treatments = tuple(e.treatments for e in found) if self.search.optimises else ()
         ahead = tuple(s for s, (_, early) in enumerate(stages) if early)
         policy = MemoryPolicy(stages=treatments, ahead=ahead)
-        costs = stage_costs(model, self.stages, parts, treatments, ahead=ahead)
         program = lower(self.schedule, self.stages, policy=policy)
+        split = program.columns.splits
+        costs = stage_costs(model, self.stages, parts, treatments, ahead=ahead, split=split)
         caps = [device.memory_bytes for device in model.cluster.devices]
         timeline = simulate(program, self.stages, costs, model.cluster, caps=caps)
         over = [
