@@ -50,4 +50,5 @@ class Metrics:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._file.close()
+        with writing(self.path):  # a line that the disk refused is tried once more here
+            self._file.close()
