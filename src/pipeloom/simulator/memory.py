@@ -4,7 +4,8 @@
     residuals    from the start of F to the end of B; after I only what W needs, until the end of W.
                  What OFFLOAD copies to the host is here until it ends, and again from the start of RELOAD;
                  what F drops is here from the start of RECOMPUTE
-    boundary     a message: at its sender from the start of the action that makes it until it has arrived;
+    boundary     a message: at its sender from the start of the action that makes it until it has arrived,
+                 or, of forecasts, until its sender notices (see `held`);
                  at its receiver from the moment that the receive is posted, with its buffer, until the
                  receiver's B or W of that micro-batch ends.
                  Neighbours on one rank share one copy, from the maker's start to the user's end.
