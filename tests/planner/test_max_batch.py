@@ -1,5 +1,8 @@
 """Bench of largest micro-batches: its arithmetic, and small searches against one size after another."""
 
+import json
+
+import max_batch
 import pytest
 from batch_figures import PAPER, common_size, compared, geometric_mean, groups, reasons
 from layered import layered
@@ -87,3 +90,39 @@ def test_the_largest_has_a_plan_and_one_row_more_has_none(weights):
         assert sizes == list(range(1, most + 1))
         assert row[planner]["fullest"]["filled"] <= 1
     assert row["dawnpiper"]["batch"] >= row["vpipe"]["batch"] >= row["pipedream"]["batch"]
+
+
+def test_a_second_call_goes_on_with_what_is_missing(monkeypatch, tmp_path):
+    asked = []
+
+    def apart(kind: str, model: str, *rest: str) -> dict:
+        asked.append((kind, *rest[:-1]))
+        if kind == "check":
+            return {"captured_again": {"code": max_batch.code()}}
+        if kind == "capture":
+            return {"ops": 1}
+        count, weights, cap, _ = rest
+        known = {"devices": int(count), "weights": weights, "cap": cap, "code": max_batch.code()}
+        return ONE | {"name": " ".join(rest[:3])} | known
+
+    monkeypatch.setattr(max_batch, "apart", apart)
+    monkeypatch.setattr(max_batch, "row_of", lambda made: made["name"])
+    record = max_batch.Record(tmp_path / "results.json")
+    max_batch.simulate_all(record, ["bert"], [4, 8], 2, minutes=1)
+    every = max_batch.keys([4, 8])
+    assert len(every) == 8 and [cap for *_, cap in every[:4]] == [max_batch.FULL] * 4
+    row = record.read()["simulated"]["bert"]
+    assert [(c["devices"], c["weights"], c["cap"]) for c in row["cells"]] == every
+    assert sum(kind == "cell" for kind, *_ in asked) == 8 and "captured_again" in row
+
+    row["cells"].pop(3)
+    row["cells"][5]["code"] = "older"
+    lost = [every[3], every[6]]
+    record.target.write_text(json.dumps(record.read() | {"simulated": {"bert": row}}))
+    asked.clear()
+    max_batch.simulate_all(record, ["bert"], [4, 8], 1, minutes=0)
+    assert not asked and len(record.read()["simulated"]["bert"]["cells"]) == 6
+    max_batch.simulate_all(record, ["bert"], [4, 8], 1, minutes=1)
+    assert [(int(c), w, k) for kind, *rest in asked if kind == "cell" for c, w, k in [rest[:3]]] == lost
+    assert len(record.read()["simulated"]["bert"]["cells"]) == 8
+    assert record.read()["compared"]["all"]["batch, dawnpiper / vpipe"]["cells"] == 8

@@ -20,8 +20,8 @@ STEPS = (1, 2, 4)
 BUDGET = 120_000
 """Micro-batches times stages that all simulations of one search may have together."""
 
-MOST = 200
-"""Simulations at most."""
+MOST, MOST_OF_LARGE = 200, 60
+"""Moves that are tried at most, and of large graphs, whose stages take long to weigh."""
 
 GAIN = 1e-6
 """Share of the step that a move has to save."""
@@ -52,7 +52,8 @@ class _Climb:
     def __init__(self, best: Found) -> None:
         request = best.request
         self.best = best
-        self.left = min(MOST, BUDGET // (request.microbatches * len(best.search.caps)))
+        most = MOST_OF_LARGE if best.search.large else MOST
+        self.left = min(most, BUDGET // (request.microbatches * len(best.search.caps)))
         self.tried = {(id(best.search), best.cuts)}
 
     def try_(self, search: Search, cuts: Cuts) -> bool:
@@ -61,9 +62,9 @@ class _Climb:
         if key in self.tried or self.left <= 0:
             return False
         self.tried.add(key)
+        self.left -= 1
         if not all(search.evaluate(i, j, s).fits for s, (i, j) in enumerate(pairwise(cuts))):
             return False
-        self.left -= 1
         found = Found(self.best.request, search, cuts)
         if found.tighter() is not None or found.timeline.step_s >= (1 - GAIN) * self.best.timeline.step_s:
             return False
