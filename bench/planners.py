@@ -1,33 +1,43 @@
 """Planners against the exact one, and how long they search. Writes bench/results/planners.json.
 
     python bench/planners.py                 everything, in processes of their own
-    python bench/planners.py --only chains   one part: chains, graphs, growth, llama
+    python bench/planners.py --only graphs   one part: chains, graphs, growth, llama
 
 chains  500 tight synthetic chains (tests/support/chains.py: 2, 3, 4, 5, 8 stages, activations that follow
         times or do not, caps 1.0 to 1.3 times the smallest that has a plan): plans found, ratio to the best,
         stages weighed. Also without the widening of the theorem's interval, and with transfers.
-graphs  transformer graphs at op granularity with tensors recomputed and offloaded, caps 1.0 to 1.3 times
-        the smallest found: planners against the exact one.
+        1 minute.
+graphs  500 random graphs with the real cost and memory model, tensors recomputed and offloaded, 2 to 5
+        stages, caps 1.0 to 1.3 times the smallest found; half with transfers that cost time. Planners against
+        the exact one, and PipeDream's programme for the time that it takes. 8 minutes.
 growth  processor seconds over 100 to 10,000 ops on 8 devices, under a cap where residuals must be freed.
-llama   a 70B-parameter Llama on 64 devices, captured on fake tensors, at op granularity.
+        20 minutes, most of them for 10,000 ops.
+llama   a 70B-parameter Llama on 64 devices, captured on fake tensors, at op granularity; and again where no
+        kernel has been compiled yet. 3 minutes.
+
+Minutes are of one core. A part is measured in pieces; one that was cut short goes on behind the last piece
+that is done, unless the planners have changed since.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import resource
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from math import inf
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import Any, NamedTuple
+from zlib import crc32
 
 ROOT = Path(__file__).parent
 sys.path.append(str(ROOT.parent / "tests" / "support"))
@@ -35,7 +45,10 @@ sys.path.append(str(ROOT.parent / "tests" / "support"))
 import chains  # noqa: E402
 from layered import layered  # noqa: E402
 from machine import describe_machine  # noqa: E402
+from random_stages import random_model  # noqa: E402
 
+import pipeloom  # noqa: E402
+from pipeloom.ir.cluster import Cluster, Link  # noqa: E402
 from pipeloom.planner import find_cluster  # noqa: E402
 from pipeloom.planner.cost import CostModel, CostOptions  # noqa: E402
 from pipeloom.planner.dawnpiper import binary  # noqa: E402
@@ -46,6 +59,7 @@ from pipeloom.planner.registry import PLANNERS  # noqa: E402
 from pipeloom.planner.search import Search  # noqa: E402
 from pipeloom.profiler.roofline import roofline  # noqa: E402
 
+SOURCES = Path(pipeloom.__file__).parent
 BOTH = ("recompute", "offload")
 STAGES = (2, 3, 4, 5, 8)
 EACH = 50
@@ -58,7 +72,7 @@ SEARCHES: dict[str, Callable[[Problem], Partition]] = {
 }
 
 
-def summary(ratios: list[float], weighed: list[int]) -> dict[str, Any]:
+def summary(ratios: Sequence[float], weighed: Sequence[int]) -> dict[str, Any]:
     """What is said of one planner: cases, plans found, ratios of those found, stages weighed."""
     found = [ratio for ratio in ratios if ratio < inf]
     return {
@@ -103,14 +117,30 @@ def on_chains() -> dict[str, Any]:
 
 # --- graphs ---------------------------------------------------------------------------------------
 
+GRAPHS, PIECE = 500, 25
 
-def search_of(layers: int, stages: int, rows: int = 4) -> Search:
-    """Of a transformer graph on A100 cards, with no cap, every residual kept."""
-    graph = layered(layers, rows=rows)
-    cluster = find_cluster(f"{stages} x a100-40")
-    profile = roofline(graph, cluster.devices[0])
-    model = CostModel(graph, [profile] * stages, cluster, CostOptions(microbatches=4 * stages))
-    return Search(model=model, caps=(1 << 50,) * stages, in_flight=tuple(range(stages, 0, -1)))
+
+def random_graph(rng: random.Random) -> Search:
+    """With no cap: of a graph of ops drawn one by one, or of a small transformer of random sizes."""
+    stages, slow = rng.choice((2, 3, 4, 5)), rng.random() < 0.5
+    if rng.random() < 0.5:
+        model = random_model(
+            rng.randrange(10**6), rng.randint(16, 28), host_bytes_per_s=rng.choice((5, 40, 200))
+        )
+        link = Link(bandwidth_bytes_per_s=10 ** rng.uniform(1, 3) if slow else 1e15)
+        graph, profile, options = model.graph, model.profile, model.options
+        cluster = Cluster(devices=model.cluster.devices[:stages], within_node=link)
+    else:
+        graph = layered(
+            rng.randint(1, 2), hidden=128 * rng.randint(2, 12), length=128 * rng.randint(1, 12),
+            rows=rng.randint(1, 8),
+        )  # fmt: skip
+        cluster = find_cluster(f"{stages} x a100-40")
+        link = Link(bandwidth_bytes_per_s=10 ** rng.uniform(9, 11) if slow else 1e18)
+        cluster, profile = replace(cluster, within_node=link), roofline(graph, cluster.devices[0])
+        options = CostOptions(microbatches=4 * stages)
+    costs = CostModel(graph, [profile] * stages, cluster, options)
+    return Search(model=costs, caps=(1 << 50,) * stages, in_flight=tuple(range(stages, 0, -1)))
 
 
 def capped(search: Search, factor: float, treatments: tuple[Any, ...] = BOTH) -> Search:
@@ -120,42 +150,78 @@ def capped(search: Search, factor: float, treatments: tuple[Any, ...] = BOTH) ->
     return replace(search, caps=caps, treatments=treatments)
 
 
-def taken(search: Search, name: str) -> tuple[float, int, float]:
-    """(seconds of the slowest stage, stages weighed, processor seconds) of one planner."""
+class Taken(NamedTuple):
+    """What one planner made of a case: seconds of the slowest stage, stages weighed, processor seconds."""
+
+    slowest_s: float
+    weighed: int
+    cpu_s: float
+
+
+def taken(search: Search, name: str) -> Taken:
     own = replace(search)
     begin = time.process_time()
     cuts = PLANNERS[name].find(own)
     spent = time.process_time() - begin
     weighed = own.evaluate.asked  # type: ignore[attr-defined]
     if not cuts:
-        return inf, weighed, spent
-    return max(own.evaluate(i, j, s).seconds for s, (i, j) in enumerate(pairwise(cuts))), weighed, spent
+        return Taken(inf, weighed, spent)
+    stages = [own.evaluate(i, j, s) for s, (i, j) in enumerate(pairwise(cuts))]
+    return Taken(max(stage.seconds for stage in stages), weighed, spent)
 
 
-def on_graphs() -> dict[str, Any]:
-    rng = random.Random(0)
-    planners = ("dawnpiper", "probe", "vpipe")
-    ratios: dict[str, list[float]] = {name: [] for name in planners}
-    weighed: dict[str, list[int]] = {name: [] for name in planners}
-    spent: dict[str, list[float]] = {name: [] for name in (*planners, "exact")}
-    for layers, stages in ((3, 2), (4, 3), (5, 4)):
-        search = search_of(layers, stages)
-        for _ in range(4):
-            tight = capped(search, rng.uniform(1.0, 1.3))
-            best, _, seconds = taken(tight, "exact")
-            spent["exact"].append(seconds)
-            for name in planners:
-                found, count, seconds = taken(tight, name)
-                ratios[name].append(found / best if best < inf else inf)
-                weighed[name].append(count)
-                spent[name].append(seconds)
-    return {
-        "planners": {name: summary(ratios[name], weighed[name]) for name in planners},
-        "mean_cpu_s": {name: round(mean(times), 2) for name, times in spent.items()},
+def on_graphs(first: int) -> list[dict[str, Any]]:
+    """Some cases: whether transfers cost time, and what each planner made of them."""
+    rows = []
+    for seed in range(first, first + PIECE):
+        rng = random.Random(seed)
+        treatments = rng.choice((BOTH, BOTH, BOTH[:1]))
+        factor = rng.uniform(1.0, 1.3)
+        search = random_graph(rng)
+        tight = capped(search, factor, treatments)
+        made = {name: taken(tight, name) for name in ("exact", "dawnpiper", "probe", "vpipe", "pipedream")}
+        rows.append({"seed": seed, "transfers": search.slowest_link < 1e12, "made": made})
+    return rows
+
+
+def graphs_summary(pieces: Sequence[list[dict[str, Any]]]) -> dict[str, Any]:
+    rows = [
+        {**row, "made": {name: Taken(*made) for name, made in row["made"].items()}}
+        for piece in pieces for row in piece
+    ]  # fmt: skip
+    known = [row for row in rows if row["made"]["exact"].slowest_s < inf]
+    result: dict[str, Any] = {"cases": len(rows), "exact_found": len(known)}
+    kinds = {"without transfers": False, "with transfers": True}
+    for kind, transfers in kinds.items():
+        own = [row for row in known if row["transfers"] == transfers]
+        result[kind] = {
+            name: summary(
+                [row["made"][name].slowest_s / row["made"]["exact"].slowest_s for row in own],
+                [row["made"][name].weighed for row in own],
+            )
+            for name in ("dawnpiper", "probe", "vpipe")
+        }
+    result["mean_cpu_s"] = {
+        name: round(mean(row["made"][name].cpu_s for row in rows), 4) for name in rows[0]["made"]
     }
+    result["off"] = [
+        {"seed": row["seed"], "planner": name, "ratio": round(ratio, 4) if ratio < inf else None}
+        for row in known for name in ("dawnpiper", "probe")
+        if (ratio := row["made"][name].slowest_s / row["made"]["exact"].slowest_s) > 1.01
+    ]  # fmt: skip
+    return result
 
 
 # --- growth ---------------------------------------------------------------------------------------
+
+
+def search_of(layers: int, stages: int, rows: int = 4) -> Search:
+    """Of a transformer graph on A100 cards, with no cap, every residual kept."""
+    graph = layered(layers, rows=rows)
+    cluster = find_cluster(f"{stages} x a100-40")
+    profile = roofline(graph, cluster.devices[0])
+    model = CostModel(graph, [profile] * stages, cluster, CostOptions(microbatches=4 * stages))
+    return Search(model=model, caps=(1 << 50,) * stages, in_flight=tuple(range(stages, 0, -1)))
 
 
 def on_growth(layers: int) -> dict[str, Any]:
@@ -214,47 +280,88 @@ def on_llama(layers: int, stages: int, planner: str) -> dict[str, Any]:
         "parameters": sum(p.bytes for p in graph.parameters) // 4,
         "capture_s": round(captured - begin, 1), "profile_s": round(profiled - captured, 1),
         "plan_s": round(time.perf_counter() - profiled, 1),
-        "plan_cpu_s": round(time.process_time() - cpu, 1), "predicted_step_s": plan.predicted_step_s,
+        "plan_cpu_s": round(time.process_time() - cpu, 1), "cpu_s": round(time.process_time(), 1),
+        "predicted_step_s": plan.predicted_step_s,
         "recomputed_bytes": sum(s.recomputed_bytes for s in plan.stages),
         "offloaded_bytes": sum(s.offloaded_bytes for s in plan.stages),
         "fullest": max(s.memory.total / cap for s, cap in zip(plan.stages, plan.caps, strict=True)),
     }  # fmt: skip
 
 
-def apart(*arguments: str) -> Any:
-    """The same file in a process of its own."""
-    done = subprocess.run([sys.executable, __file__, *arguments], capture_output=True, text=True, check=True)
-    found = json.loads(done.stdout.splitlines()[-1])
-    print(json.dumps(found), flush=True)
-    return found
+# --- pieces ---------------------------------------------------------------------------------------
+
+LAYERS = (8, 25, 83, 250, 833)
+FRESH = "fresh"
+"""Last argument of a piece that finds no compiled kernels."""
+
+PIECES: dict[str, list[tuple[str, ...]]] = {
+    "chains": [("chains",)],
+    "graphs": [("graphs", str(first)) for first in range(0, GRAPHS, PIECE)],
+    "growth": [("growth", str(layers)) for layers in LAYERS],
+    "llama": [
+        ("llama", "80", "64", "probe"), ("llama", "80", "64", "dawnpiper"),
+        ("llama", "80", "64", "dawnpiper", FRESH),
+    ],
+}  # fmt: skip
+SUMMARIES: dict[str, Callable[[list[Any]], Any]] = {
+    "chains": lambda pieces: pieces[0], "graphs": graphs_summary, "growth": list, "llama": list,
+}  # fmt: skip
+
+
+def measured(kind: str, *rest: str) -> Any:
+    """One piece, in this process."""
+    return {
+        "chains": on_chains,
+        "graphs": lambda: on_graphs(int(rest[0])),
+        "growth": lambda: on_growth(int(rest[0])),
+        "llama": lambda: {**on_llama(int(rest[0]), int(rest[1]), rest[2]), "first_use": FRESH in rest},
+    }[kind]()  # fmt: skip
+
+
+def apart(piece: Sequence[str]) -> Any:
+    """One piece, in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        env = {**os.environ, **({"NUMBA_CACHE_DIR": folder} if FRESH in piece else {})}
+        call = [sys.executable, __file__, "--one", *piece]
+        done = subprocess.run(call, env=env, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def version() -> str:
+    """Of this file and of what searches."""
+    files = sorted((*SOURCES.glob("planner/*.py"), Path(__file__)))
+    return f"{crc32(b''.join(file.read_bytes() for file in files)):08x}"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", choices=("chains", "graphs", "growth", "llama"))
-    parser.add_argument("--one", nargs="+", help="measure one thing in this process and print JSON")
+    parser.add_argument("--only", choices=tuple(PIECES))
+    parser.add_argument("--one", nargs="+", help="measure one piece in this process and print JSON")
+    parser.add_argument("--results", type=Path, default=ROOT / "results" / "planners.json")
     options = parser.parse_args()
     if options.one:
-        kind, *rest = options.one
-        measured = {
-            "chains": on_chains, "graphs": on_graphs, "growth": lambda: on_growth(int(rest[0])),
-            "llama": lambda: on_llama(int(rest[0]), int(rest[1]), rest[2]),
-        }[kind]()  # fmt: skip
-        print(json.dumps(measured))
+        print(json.dumps(measured(*options.one)))
         return 0
-    parts: dict[str, Callable[[], Any]] = {
-        "chains": lambda: apart("--one", "chains"),
-        "graphs": lambda: apart("--one", "graphs"),
-        "growth": lambda: [apart("--one", "growth", str(k)) for k in (8, 25, 83, 250, 833)],
-        "llama": lambda: [apart("--one", "llama", "80", "64", name) for name in ("probe", "dawnpiper")],
-    }
-    target = ROOT / "results" / "planners.json"
+    target = options.results
     results = json.loads(target.read_text()) if target.exists() else {}
-    results["machine"] = describe_machine()
-    for name, measure in parts.items():
-        if options.only in (None, name):
-            results[name] = measure()
+    for part in [options.only] if options.only else PIECES:
+        machine = describe_machine()
+        begun = results.setdefault("begun", {}).get(part, {})
+        if begun.get("version") != version():
+            begun = {"version": version(), "pieces": []}
+        results["begun"][part] = begun
+        for piece in PIECES[part][len(begun["pieces"]) :]:
+            begin = time.perf_counter()
+            begun["pieces"].append(apart(piece))
+            print(*piece, f"{time.perf_counter() - begin:.0f} s", flush=True)
             target.write_text(json.dumps(results, indent=1) + "\n")
+        results[part] = SUMMARIES[part](begun["pieces"])
+        results.setdefault("machines", {})[part] = machine
+        del results["begun"][part]
+        if not results["begun"]:
+            del results["begun"]
+        target.write_text(json.dumps(results, indent=1) + "\n")
+        print(json.dumps(results[part]), flush=True)
     return 0
 
 
