@@ -8,7 +8,8 @@ import pytest
 
 from pipeloom.ir.action import parse_action, parse_instruction
 from pipeloom.ir.check import check
-from pipeloom.ir.errors import PlanError, ScheduleError
+from pipeloom.ir.codec import from_json
+from pipeloom.ir.errors import ConfigError, PlanError, ScheduleError
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.schedule import Schedule, parse_rows
 from pipeloom.ir.stages import chain
@@ -65,3 +66,12 @@ def test_a_plan_without_stages_is_refused() -> None:
     )  # fmt: skip
     with pytest.raises(PlanError, match="this plan has no stages"):
         _ = empty.as_schedule
+
+
+def test_a_long_value_in_a_plan_file_is_not_repeated() -> None:
+    with pytest.raises(ConfigError, match="`[$].stages`") as caught:
+        from_json(f'{{"graph": "g", "planner": "p", "stages": "{"9" * 5000}"}}', Plan, what="plan.json")
+    assert len(str(caught.value)) < 600
+    with pytest.raises(ConfigError, match="`[$].weights`") as caught:
+        from_json(f'{{"weights": "{"9" * 5000}"}}', Plan, what="plan.json")
+    assert len(str(caught.value)) < 600
