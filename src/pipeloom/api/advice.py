@@ -53,7 +53,8 @@ class Attempts:
     def plan(self, other: Planning) -> Plan | None:
         """The plan of a changed request; None if there is none either."""
         try:
-            return other.plan(self.graph, self.costs, self.size, explained=False)
+            any_plan = replace(other, options=replace(other.options, fastest=False))
+            return any_plan.plan(self.graph, self.costs, self.size, explained=False)
         except (PlanError, ScheduleError):
             return None
 

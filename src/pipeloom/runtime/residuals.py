@@ -45,7 +45,7 @@ class Row(Protocol):
     watch: Watch
     training: bool
 
-    made_bytes: Mapping[tuple[int, Kind], int]
+    made_bytes: dict[tuple[int, Kind], int]
 
     @property
     def flights(self) -> Mapping[tuple[int, int], Flight]: ...
