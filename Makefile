@@ -21,8 +21,8 @@ $(READY): pyproject.toml constraints.txt
 train: $(READY)  ## the main job: train a byte-level GPT in two processes, write a report
 	$(BIN)/pipeloom train $(ARGS)
 
-test: $(READY)  ## the quick tests, on two cores; Hypothesis draws the same examples every time
-	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu" --hypothesis-profile=quick $(ARGS)
+test: $(READY)  ## the quick tests, three at a time as many wait; Hypothesis draws the same examples every time
+	$(BIN)/python -m pytest -n 3 -m "not slow and not gpu" --hypothesis-profile=quick $(ARGS)
 
 test-all: $(READY)  ## all tests, the slow ones too; Hypothesis draws new examples
 	$(BIN)/python -m pytest -n 2 -m "not gpu" --hypothesis-profile=search $(ARGS)

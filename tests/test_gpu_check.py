@@ -23,6 +23,7 @@ def cluster() -> Cluster:
     return replace(one, devices=(device,))
 
 
+@pytest.mark.slow
 def test_policies_run_as_planned(tmp_path: Path) -> None:
     size = replace(SIZES["cpu"], layers=1, length=32)
     setup = Setup(size, "cpu", None, cluster(), budget_s=0.5)

@@ -98,6 +98,12 @@ def test_a_run_leaves_everything_behind(folder: Path) -> None:
     told = "one rehearsal after 3 steps, against the steps around it: predicted step time off by "
     assert told in done.stderr and told in (out / "report.html").read_text()
 
+
+@pytest.mark.slow
+def test_a_finished_run_goes_on_unless_its_checkpoint_is_corrupt(folder: Path) -> None:
+    done = run(folder, "config.toml")
+    assert done.returncode == 0, done.stderr
+    out = folder / "runs" / "tiny-1"
     again = run(folder, "--set", "name=tiny", "--resume", "--steps", "6")
     assert again.returncode == 0, again.stderr
     assert "runs/tiny-1 is finished: 6 of 6 steps are done" in again.stdout

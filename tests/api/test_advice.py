@@ -89,6 +89,7 @@ def test_devices_that_differ_are_named(captured: Captured) -> None:
     assert followed(how, hint).fits(sample)
 
 
+@pytest.mark.slow
 def test_the_largest_micro_batch_is_named_by_planners_that_free_nothing() -> None:
     job, how = zoo.job("gpt2"), planning("2 x a100-40", strategy="equal")
     most = max(passes.plan_one(how, job, 2, how.cluster)[0].peaks)

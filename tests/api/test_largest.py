@@ -15,7 +15,7 @@ def largest(name: str, memory: str, **more):
     return passes.plan_largest(how, zoo.job(name), 2, cluster)
 
 
-@pytest.mark.parametrize("name", ["skips", "convnet"])
+@pytest.mark.parametrize("name", ["skips", pytest.param("convnet", marks=pytest.mark.slow)])
 def test_one_row_more_is_refused(name: str) -> None:
     how = {"stages": 2, "microbatches": 2, "cluster": cpu_cluster(2)}
     few = plan(zoo.job(name), microbatch_size=2, **how)

@@ -17,7 +17,7 @@ def at_once() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("schedule", ["gpipe", pytest.param("1f1b", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("stages", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", zoo.FAMILIES)
 def test_peak_of_every_rank(name: str, stages: int, schedule: str, at_once: None) -> None:

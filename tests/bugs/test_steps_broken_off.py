@@ -235,6 +235,7 @@ CHILD = textwrap.dedent(
 )
 
 
+@pytest.mark.slow
 def test_a_process_goes_on_after_ctrl_c() -> None:
     support = Path(runs.__file__).parent
     done = subprocess.run(

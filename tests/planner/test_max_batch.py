@@ -78,7 +78,7 @@ def take(size: int):
     return estimated(size, layered(3, rows=size, hidden=512, length=256), CLUSTER)
 
 
-@pytest.mark.parametrize("weights", ["flush", "stash"])
+@pytest.mark.parametrize("weights", ["flush", pytest.param("stash", marks=pytest.mark.slow)])
 def test_the_largest_has_a_plan_and_one_row_more_has_none(weights):
     cap = least_cap(CLUSTER, weights, "pipedream", take, 2)
     capped = with_cap(CLUSTER, cap)

@@ -69,7 +69,7 @@ def test_next_states_of_buffers_stay_until_the_forward_ends(share: float) -> Non
         assert found.forward[0] == pytest.approx(found.forward[1], abs=8)
 
 
-QUICK = ("gpt", "gpt2")
+QUICK = ("gpt",)
 
 
 @pytest.mark.parametrize(

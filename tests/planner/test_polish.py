@@ -54,7 +54,9 @@ def test_no_start_is_faster_and_none_finds_a_plan_alone(
         assert all(peak <= cap for peak in best.peaks)
 
 
-@pytest.mark.parametrize(("layers", "stages", "rows"), [(2, 2, 2), (3, 3, 1), (2, 4, 8)])
+@pytest.mark.parametrize(
+    ("layers", "stages", "rows"), [(2, 2, 2), (3, 3, 1), pytest.param(2, 4, 8, marks=pytest.mark.slow)]
+)
 def test_more_memory_makes_no_plan_slower(layers, stages, rows):
     graph, cluster = layered(layers, rows=rows, hidden=512, length=256), find_cluster(f"{stages} x a100-40")
     profile = roofline(graph, cluster.devices[0])

@@ -18,7 +18,9 @@ JOBS = {name: zoo.job(name) for name in (*zoo.FAMILIES, "gpt", "two_encoders")} 
 _MADE: dict[str, tuple] = {}
 
 
-@pytest.fixture(params=JOBS)
+@pytest.fixture(
+    params=[pytest.param(n, marks=pytest.mark.slow) if n == "t5 with dropout" else n for n in JOBS]
+)
 def family(request):
     """(captured, measured, estimated), once per model."""
     if request.param not in _MADE:

@@ -52,6 +52,7 @@ def test_one_ranks_exception_ends_all_with_its_traceback_once() -> None:
     assert "Warning" not in err and "terminate" not in err
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_the_others() -> None:
     status, _, err = launched("killed", 2)
     assert status == 128 + 9
@@ -79,6 +80,7 @@ def under_torchrun(target: str, ranks: int) -> tuple[int, str, str]:
     return finished([*run, str(TARGETS), target])
 
 
+@pytest.mark.slow
 def test_under_torchrun_an_exception_ends_all_with_its_traceback_once() -> None:
     status, _, err = under_torchrun("fail_while_others_wait", 3)
     assert status != 0

@@ -13,7 +13,7 @@ from pipeloom.ir.plan import Plan
 
 SCHEDULES = st.sampled_from(["1f1b", "gpipe"])
 CALM = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
-QUICK = settings(max_examples=6, **CALM)
+QUICK = settings(max_examples=3, **CALM)
 LONG = settings(max_examples=80, **CALM)
 
 
