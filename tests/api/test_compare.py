@@ -121,6 +121,7 @@ def test_a_model_with_dropout_is_compared_with_its_uncut_graph() -> None:
     assert result.reference == "captured graph, uncut"
 
 
+@pytest.mark.slow
 def test_dropout_really_drops() -> None:
     job = replace(JOB, model=lambda: Net(dropout=0.5))
     assert verify(job, plan_for(job, 2), options=Options(seed=3)).loss < 1e-6

@@ -19,7 +19,7 @@ _MADE: dict[str, tuple] = {}
 
 
 @pytest.fixture(
-    params=[pytest.param(n, marks=pytest.mark.slow) if n == "t5 with dropout" else n for n in JOBS]
+    params=[pytest.param(n, marks=pytest.mark.slow) if n in ("t5 with dropout", "llama") else n for n in JOBS]
 )
 def family(request):
     """(captured, measured, estimated), once per model."""

@@ -99,6 +99,7 @@ for name in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", [("gpt", "counting"), pytest.param(zoo.NAMES, marks=pytest.mark.slow)])
 def test_every_process_captures_the_same_text(names: tuple[str, ...]) -> None:
     found = []

@@ -65,6 +65,7 @@ def run(captured: Captured, functions: StageFunctions, *, split: bool) -> dict[s
     return seen
 
 
+@pytest.mark.slow
 def test_a_deep_chain_peaks_at_its_checkpoints_and_one_segment() -> None:
     captured, stages = stages_of(TANH, 1)
     residuals = stage_residuals(captured, stages, 0)

@@ -33,7 +33,10 @@ QUICK = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "stages", "schedule", "split"), QUICK)
+@pytest.mark.parametrize(
+    ("name", "stages", "schedule", "split"),
+    [pytest.param(*case, marks=pytest.mark.slow) if case[0] == "t5" else case for case in QUICK],
+)
 def test_a_sample(name: str, stages: int, schedule: str, split: bool) -> None:
     check(name, double=False, tolerance=TOLERANCE, stages=stages, schedule=schedule, split=split)
 

@@ -84,7 +84,7 @@ def batch(seed: int, rows: int) -> dict[str, Tensor]:
 
 
 @settings(
-    max_examples=7, deadline=None, phases=(Phase.explicit, Phase.generate),
+    max_examples=5, deadline=None, phases=(Phase.explicit, Phase.generate),
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )  # fmt: skip
 @given(

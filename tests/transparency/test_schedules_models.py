@@ -11,6 +11,7 @@ from pipeloom import Options, verify
 SCHEDULES = ["interleaved_1f1b", "zb_v", "v_half", "hanayo", "chimera", "dualpipe"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [n if n == "dualpipe" else pytest.param(n, marks=pytest.mark.slow) for n in SCHEDULES]
 )

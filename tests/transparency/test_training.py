@@ -139,6 +139,7 @@ def test_several_stages_on_a_rank(gpt: Job, placement: tuple[int, ...]) -> None:
         assert_same(found, expected, tolerance=TOLERANCE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[] if n == "gpt" else pytest.mark.slow) for n in zoo.DROPOUT]
 )
@@ -186,6 +187,7 @@ def test_bfloat16_autocast_is_that_of_eager(name: str) -> None:
     assert expected.losses != plain(job, batches, 2).losses
 
 
+@pytest.mark.slow
 def test_options_have_no_effect_on_each_other(gpt: Job) -> None:
     compare(
         gpt, steps(gpt, 2, rows=9), microbatches=2, accumulate=2, clip_norm=0.2,
