@@ -193,8 +193,12 @@ def test_a_value_whose_size_depends_on_data_cannot_cross() -> None:
 
 
 def test_decisions_that_only_one_stage_knows_are_refused(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, logger="pipeloom"), pytest.raises(CutError) as caught:
-        run(Secretive, 2)
+    """Each stage has a model of its own, as in processes: stages that share one see what it remembers."""
+    with caplog.at_level(logging.WARNING, logger="pipeloom"):
+        (first, _), state = stages_of(job(Secretive), 2)
+        (_, second), _ = stages_of(job(Secretive), 2)
+    with pytest.raises(CutError) as caught:
+        chain([first, second], state, dict(job(Secretive).batch(0, 2)))
     assert "the forward decides on what only some stages know" in caught.value.message
     assert "blocks.0 changes its attribute second: stages that do not run it never see that" in caplog.text
 

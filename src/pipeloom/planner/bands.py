@@ -8,7 +8,9 @@ that follow. With bands as wide as the problem the result is exact, whatever the
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from itertools import pairwise
 from math import inf
 
 from .problem import Cuts, Partition, Problem
@@ -31,6 +33,26 @@ def around(problem: Problem, cuts: Cuts, width: int) -> Bands:
         [place for place in band if abs(place - cut) <= width]
         for band, cut in zip(bands, cuts, strict=True)
     ]  # fmt: skip
+
+
+def worthwhile(problem: Problem, below: float) -> Bands:
+    """The places that a partition whose stages all compute for less than `below` seconds can have cuts at:
+    the stages in front must get that far, and those behind must be able to take the rest."""
+    latest, earliest = [0], [problem.last]
+    for stage in range(problem.stages - 1):
+        latest.append(_reach(problem, latest[-1], stage, below))
+    for stage in range(problem.stages - 1, 0, -1):
+        earliest.append(_reach_back(problem, earliest[-1], stage, below))
+    limits = zip([0, *reversed(earliest)], [*latest, problem.last], strict=True)
+    return [
+        [place for place in band if a <= place <= b]
+        for band, (a, b) in zip(everywhere(problem), limits, strict=True)
+    ]  # fmt: skip
+
+
+def intervals(bands: Bands) -> int:
+    """How many intervals with both ends in the bands there are, at most."""
+    return sum(len(starts) * len(ends) for starts, ends in pairwise(bands))
 
 
 def banded(problem: Problem, bands: Bands, *, below: float = inf) -> Partition:
@@ -68,3 +90,14 @@ def _extended(
         if way is not None:
             found[end] = (best, (*reached[way][1], end))
     return found
+
+
+def _reach(problem: Problem, start: int, stage: int, below: float) -> int:
+    """The last place up to which a stage computes for less than `below` seconds; `start` if none is."""
+    ends = range(start + 1, problem.last + 1)
+    return start + bisect_left(ends, below, key=lambda end: problem.least_s(start, end, stage))
+
+
+def _reach_back(problem: Problem, end: int, stage: int, below: float) -> int:
+    """The first place from which a stage computes for less than `below` seconds; `end` if none is."""
+    return bisect_right(range(end), -below, key=lambda start: -problem.least_s(start, end, stage))

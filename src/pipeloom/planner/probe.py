@@ -8,9 +8,10 @@ the least time with which some stage could have taken one piece more, below whic
 
 What crosses a cut breaks the order: its bytes vary from one place to the next, and with them the transfers
 and the buffers of both stages. Then several ends of each stage are followed: the furthest, and around it
-those that least bytes cross (`follow`, `window`), and a dynamic programme in a band around the cuts that were
-found looks at their neighbours. That is a heuristic: bench/planners.py measures how far it is from `exact`.
-If filling finds nothing at all in such a problem, all cuts are tried where they are few.
+those that least bytes cross (`follow`, `window`), and a dynamic programme looks at what is left: at all
+cuts whose stages may be faster, by their compute alone, than those that were found, if these are few; the
+answer is then exact again. If they are many it looks at a band around the cuts that were found, which is a
+heuristic: bench/planners.py measures how far it is from `exact`.
 
 Source: for the search without memory, Pinar and Aykanat 2004, "Fast optimal load balancing algorithms for 1D
 partitioning", JPDC 64(8).
@@ -22,7 +23,7 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from math import inf
 
-from .bands import around, banded, everywhere
+from .bands import Bands, around, banded, intervals, worthwhile
 from .problem import Cuts, Partition, Problem, largest
 from .search import Search
 
@@ -32,8 +33,8 @@ STEPS = 60
 ABOVE = (0.02, 0.08, 0.25, 0.7, 2.0, 6.0, inf)
 """Shares above perfect division at which the first partition is sought."""
 
-SMALL = 40_000
-"""Places squared times stages up to which all cuts may be tried if filling finds none."""
+FEW = 20_000
+"""Intervals up to which all that are left may be tried."""
 
 
 def probe(search: Search) -> Cuts:
@@ -69,8 +70,7 @@ def fill(
                 break
             low = max(tau, blocked) if even else tau
     if not best.cuts:
-        few = problem.last**2 * problem.stages <= SMALL
-        return banded(problem, everywhere(problem)) if mend and few else best
+        return _all_left(problem, inf) if mend else best
     for _ in range(STEPS):
         if best.seconds <= low * (1 + tolerance):
             break
@@ -82,8 +82,16 @@ def fill(
             low = max(tau, min(blocked, best.seconds)) if even else tau
     if not mend:
         return best
-    better = banded(problem, around(problem, best.cuts, window), below=best.seconds)
+    better = _all_left(problem, best.seconds, around(problem, best.cuts, window))
     return better if better.cuts else best
+
+
+def _all_left(problem: Problem, below: float, otherwise: Bands = ()) -> Partition:
+    """The best partition faster than `below`, among all if few are left, else in the other bands; nothing if
+    there is none."""
+    left = worthwhile(problem, below)
+    bands = left if intervals(left) <= FEW else otherwise
+    return banded(problem, bands, below=below) if bands else Partition()
 
 
 def filled(problem: Problem) -> Cuts:
