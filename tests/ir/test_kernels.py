@@ -21,15 +21,15 @@ def squares(values):
         found += square(values, at)
     return found
 
-kernels.PATIENCE_S = float(sys.argv[2])
+kernels.S_PER_BYTE = float(sys.argv[2])
 for _ in range(2):
     print(squares(np.ones(int(sys.argv[1]), np.int64)), bool(vars(squares).get("compiled")))
 """
 
 
-def ran(folder: Path, size: int, patience_s: float = 60.0) -> list[str]:
+def ran(folder: Path, size: int, s_per_byte: float = 60.0) -> list[str]:
     (folder / "squares.py").write_text(MODULE)
-    call = [sys.executable, "squares.py", str(size), str(patience_s)]
+    call = [sys.executable, "squares.py", str(size), str(s_per_byte)]
     env = {**os.environ, "NUMBA_CACHE_DIR": str(folder / "cache")}
     done = subprocess.run(call, cwd=folder, env=env, capture_output=True, text=True, check=False)
     assert not done.returncode, done.stderr
@@ -43,4 +43,4 @@ def test_machine_code_is_made_for_large_arrays_and_used_for_smaller_ones_once_th
 
 
 def test_machine_code_is_made_when_the_kernel_has_run_long_without(tmp_path: Path) -> None:
-    assert ran(tmp_path, 10_000, patience_s=0.0) == ["10000 False", "10000 True"]
+    assert ran(tmp_path, 10_000, s_per_byte=0.0) == ["10000 False", "10000 True"]

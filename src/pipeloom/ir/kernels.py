@@ -8,6 +8,7 @@ written. Where there is none yet, it is made only for what would take longer wit
 
 from __future__ import annotations
 
+import dis
 from collections.abc import Callable, Iterable
 from functools import cached_property
 from pathlib import Path
@@ -30,8 +31,9 @@ LOADED_FROM = 200
 MADE_FROM = 50
 """How many times as large arrays must be where there is no machine code yet: making it takes seconds."""
 
-PATIENCE_S = 3.0
-"""Seconds that a kernel runs as it is in one process before its machine code is made all the same."""
+S_PER_BYTE = 1e-3
+"""Seconds that compiling takes, about, per byte of Python's code. A kernel that has run as it is for as long
+as compiling it takes is compiled all the same: the total is then at most twice the least."""
 
 
 class Kernel(Generic[P, R]):
@@ -60,7 +62,7 @@ class Kernel(Generic[P, R]):
         largest, loaded = _largest(args), "compiled" in self.__dict__
         if self._within or largest < (LOADED_FROM if loaded else COMPILED_FROM):
             return self.plain(*args, **kwargs)
-        if loaded or self.at_hand or largest >= MADE_FROM * COMPILED_FROM or self._spent_s > PATIENCE_S:
+        if loaded or self.at_hand or largest >= MADE_FROM * COMPILED_FROM or self._spent_s > self._making_s:
             return self.compiled(*args, **kwargs)
         begin = process_time()
         result = self.interpreted(*args, **kwargs)
@@ -73,6 +75,19 @@ class Kernel(Generic[P, R]):
         made: Any = self._to_compile
         folder = made.stats.cache_path
         return folder is not None and any(Path(folder).glob(f"*.{made.py_func.__qualname__}-*.nbi"))
+
+    @cached_property
+    def _making_s(self) -> float:
+        """Seconds that compiling it takes, roughly."""
+        return S_PER_BYTE * self._code_bytes
+
+    @cached_property
+    def _code_bytes(self) -> int:
+        """Of Python's code, with that of each kernel wherever it is inlined."""
+        function: Any = self.plain
+        named = (i.argval for i in dis.get_instructions(function) if i.opname == "LOAD_GLOBAL")
+        inlined = (found for name in named if (found := self._inner.get(name)) and not found._apart)
+        return len(function.__code__.co_code) + sum(found._code_bytes for found in inlined)
 
     @cached_property
     def compiled(self) -> Callable[P, R]:
@@ -109,7 +124,7 @@ class Kernel(Generic[P, R]):
 
         return cast(Callable[P, R], numba.njit(inline="always")(self._linked(lambda inner: inner.inlined)))
 
-    @property
+    @cached_property
     def _inner(self) -> dict[str, Kernel[..., Any]]:
         """The kernels that it calls, by the names under which it knows them."""
         function: Any = self.plain
