@@ -57,7 +57,7 @@ def followed(how: Planning, advice: str) -> Planning:
         (0.9, {}, "give, use, let"),
         (0.9, {"strategy": "equal"}, None),
         (0.9, {"strategy": "pipedream"}, "give, use, use"),
-        (0.9, {"schedule": "zb_h1"}, "give, use, let"),
+        pytest.param(0.9, {"schedule": "zb_h1"}, "give, use, let", marks=pytest.mark.slow),
         (0.9, {"treatments": ("offload",)}, None),
         (0.6, {"schedule": "zb_v"}, None),
         (0.001, {}, "give"),

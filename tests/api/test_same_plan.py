@@ -39,6 +39,7 @@ def test_different_plans_are_refused_on_all_ranks() -> None:
         assert runs.threads(2, rank) == ["refused", "refused"]
 
 
+@pytest.mark.slow
 def test_processes_tell_each_other_texts() -> None:
     command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "--no-python"]
     done = subprocess.run(

@@ -52,7 +52,9 @@ CASES: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=pytest.mark.slow) if c == "recurrent dropout" else c for c in CASES]
+)
 def test_evaluation_is_that_of_the_module(case: str) -> None:
     """Evaluation was the training graph with the flags of known calls turned off."""
     job = Job(model=CASES[case], batch=zoo.vector_batch, optimizer=zoo.sgd)

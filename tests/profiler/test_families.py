@@ -15,12 +15,11 @@ DROPOUT = ("gpt2", "t5")
 JOBS = {name: zoo.job(name) for name in (*zoo.FAMILIES, "gpt", "two_encoders")} | {
     f"{name} with dropout": zoo.with_dropout(name) for name in DROPOUT
 }
+LONG = ("t5", "t5 with dropout", "llama")
 _MADE: dict[str, tuple] = {}
 
 
-@pytest.fixture(
-    params=[pytest.param(n, marks=pytest.mark.slow) if n in ("t5 with dropout", "llama") else n for n in JOBS]
-)
+@pytest.fixture(params=[pytest.param(n, marks=pytest.mark.slow) if n in LONG else n for n in JOBS])
 def family(request):
     """(captured, measured, estimated), once per model."""
     if request.param not in _MADE:
