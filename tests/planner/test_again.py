@@ -88,6 +88,7 @@ def test_checkpoints_of_a_chain(ops):
             assert (np.diff(stretches) <= 0).all(), kept
 
 
+@pytest.mark.slow
 def test_the_least_that_a_chain_can_hold():
     """Checkpoints make it that of the root of twice the ops, and a few besides."""
     ops, each = 45, 400

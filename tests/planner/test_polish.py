@@ -31,6 +31,7 @@ def planned(graph, profile, cluster: Cluster, strategy: str, **options) -> Plan 
         return None
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), stages=st.integers(2, 3), cap=st.integers(1500, 6000), linked=st.booleans())
 def test_no_start_is_faster_and_none_finds_a_plan_alone(

@@ -219,6 +219,11 @@ def fail_while_others_wait() -> None:
             raise
 
 
+def exchange_then_fail() -> None:
+    exchange()
+    fail_while_others_wait()
+
+
 def killed() -> None:
     with channel_on(connect(CPU)) as channel:
         channel.begin([number(1, 0)] if channel.rank == 0 else [])

@@ -33,7 +33,6 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict]]:
     return folder, [json.loads(text) for text in printed]
 
 
-@pytest.mark.slow
 def test_two_stages_saved_load_as_three_and_train_on_identically(ran: tuple[Path, list[dict]]) -> None:
     for rank in ran[1]:
         assert (rank["step"], rank["extra"], rank["same"]) == (2, {"from": 0}, True)

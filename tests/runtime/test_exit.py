@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import runs
 
-OTHERS = ("mesh", "ours")
 SCRIPT = textwrap.dedent(
     """
     import atexit, os, sys
@@ -47,7 +46,8 @@ SCRIPT = textwrap.dedent(
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads /proc")
-@pytest.mark.parametrize("kept", ["group", *(pytest.param(n, marks=pytest.mark.slow) for n in OTHERS)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kept", ["group", "mesh", "ours"])
 def test_no_thread_of_gloo_is_left(kept: str) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

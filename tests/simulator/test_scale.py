@@ -51,6 +51,7 @@ def odd_timeline() -> Timeline:
     return simulate(lower(made, stages), stages, costs, cluster(4), begin_s=(0.0, 3.0, 0.0, 1.0))
 
 
+@pytest.mark.slow
 def test_compiled_kernels_say_what_the_plain_ones_do(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = odd_timeline()
     monkeypatch.setattr(kernels, "COMPILED_FROM", 0)
@@ -87,6 +88,7 @@ def test_a_deadlock_in_a_large_schedule_is_found_and_named() -> None:
     assert "wait in a circle" in caught.value.hint
 
 
+@pytest.mark.slow
 def test_no_object_is_made_for_an_action_of_a_large_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise AssertionError("a row of objects was made")

@@ -194,6 +194,7 @@ def test_shared_links_that_take_no_time_change_nothing(case: Case, seed: int, ah
     assert one.memory == other.memory
 
 
+@pytest.mark.slow
 def test_compiled_kernels_say_what_the_plain_ones_do(monkeypatch: pytest.MonkeyPatch) -> None:
     dice = Random(3)
     stages = dag(6, [(a, b) for a in range(6) for b in range(a + 1, 6)])

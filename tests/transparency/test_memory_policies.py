@@ -316,6 +316,7 @@ def test_the_peak_is_as_simulated(
         assert expected_host == host
 
 
+@pytest.mark.slow
 def test_a_cap_holds_though_copies_are_slow(
     messages_are_through_at_once: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -214,6 +214,7 @@ def test_a_narrow_page_does_not_scroll_sideways(open_report: Open) -> None:
     assert "0F0" in visit.hover("0F0")
 
 
+@pytest.mark.slow
 def test_thousands_of_blocks_draw_and_answer(open_report: Open) -> None:
     visit = open_report(ranks=8, mbs=96)
     blocks = visit.page.evaluate("document.querySelectorAll('.barlayer .point').length")

@@ -78,16 +78,22 @@ class Kernel(Generic[P, R]):
 
     @cached_property
     def _making_s(self) -> float:
-        """Seconds that compiling it takes, roughly."""
-        return S_PER_BYTE * self._code_bytes
+        """Seconds that compiling it takes, roughly: it and each kernel that stands apart, once."""
+        return S_PER_BYTE * (self._inlined_bytes + sum(found._inlined_bytes for found in self._others))
 
     @cached_property
-    def _code_bytes(self) -> int:
+    def _inlined_bytes(self) -> int:
         """Of Python's code, with that of each kernel wherever it is inlined."""
         function: Any = self.plain
         named = (i.argval for i in dis.get_instructions(function) if i.opname == "LOAD_GLOBAL")
         inlined = (found for name in named if (found := self._inner.get(name)) and not found._apart)
-        return len(function.__code__.co_code) + sum(found._code_bytes for found in inlined)
+        return len(function.__code__.co_code) + sum(found._inlined_bytes for found in inlined)
+
+    @cached_property
+    def _others(self) -> set[Kernel[..., Any]]:
+        """Those apart that it calls, and that these call."""
+        called = self._inner.values()
+        return {found for found in called if found._apart}.union(*(found._others for found in called))
 
     @cached_property
     def compiled(self) -> Callable[P, R]:
