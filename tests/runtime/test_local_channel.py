@@ -15,6 +15,7 @@ from pipeloom.ir.graph import Value
 from pipeloom.runtime.channel import Message
 from pipeloom.runtime.local_channel import LocalChannel, LocalTransport, _Meeting, local_channels
 from pipeloom.runtime.noticeboard import local_boards
+from pipeloom.runtime.posting import Handle
 
 Body = Callable[[LocalChannel], object]
 
@@ -104,6 +105,75 @@ def test_receives_are_posted_ahead_and_their_buffers_reused() -> None:
     all_well(channels, body)
     assert max(seen) == 3 * 16
     assert seen[-1] == 0
+
+
+@pytest.mark.parametrize(("ahead", "opened"), [(1, 2), (2, 2), (3, 3)])
+def test_the_next_receive_is_opened_after_what_is_computed_in_between(ahead: int, opened: int) -> None:
+    """Its buffer is taken at once. With none open it would not overlap that work, so it is opened at once."""
+    messages = [floats(f"m{k}", 0, 1, (4,)) for k in range(5)]
+    channels = local_channels(2, ahead=ahead)
+    transport = channels[1]._transport
+    receive, sources = transport.receive, []
+
+    def counted(buffer: torch.Tensor, source: int, index: int | None) -> Handle:
+        sources.append(source)
+        return receive(buffer, source, index)
+
+    transport.receive = counted  # type: ignore[method-assign]
+
+    def body(channel: LocalChannel) -> None:
+        if channel.rank == 0:
+            channel.begin([])
+            for message in messages:
+                channel.send(message, [torch.zeros(4)])
+        else:
+            channel.begin(messages)
+            assert len(sources) == ahead
+            channel.receive(messages[0])
+            assert channel.held_bytes == (1 + ahead) * 16
+            assert len(sources) == opened
+            channel.receive(messages[1])
+            assert len(sources) == min(opened + 1, 5)
+            for message in messages[2:]:
+                channel.receive(message)
+            for message in messages:
+                channel.release(message)
+        channel.end()
+
+    all_well(channels, body)
+    assert len(sources) == len(messages)
+
+
+@pytest.mark.parametrize("wait", ["finish_send", "all_gather_object", "all_reduce"])
+def test_a_wait_opens_the_receives_that_other_ranks_may_be_waiting_for(wait: str) -> None:
+    """Rank 0 waits for rank 1 to open its third receive, which holds up what rank 1 waits for."""
+    large = (1 << 16,)
+    there = [floats(f"there{k}", 0, 1, large) for k in range(3)]
+    back = [floats(f"back{k}", 1, 0, large) for k in range(3)]
+
+    def body(channel: LocalChannel) -> None:
+        mine, others = (there, back) if channel.rank == 0 else (back, there)
+        channel.begin(others)
+        for message in mine if channel.rank == 0 or wait == "finish_send" else []:
+            channel.send(message, [torch.zeros(large)])
+        if channel.rank == 1:
+            channel.receive(others[0])
+        if channel.rank == 0 or wait == "finish_send":
+            while channel.finish_send():
+                pass
+        if wait == "all_gather_object":
+            channel.all_gather_object(None)
+        elif wait == "all_reduce":
+            channel.all_reduce(torch.zeros(1))
+        for message in mine if channel.rank == 1 and wait != "finish_send" else []:
+            channel.send(message, [torch.zeros(large)])
+        for message in others[channel.rank :]:
+            channel.receive(message)
+        for message in others:
+            channel.release(message)
+        channel.end()
+
+    all_well(local_channels(2, timeout_s=5.0), body)
 
 
 def test_one_contiguous_value_is_sent_from_where_it_is() -> None:

@@ -1,7 +1,10 @@
 """The channel proper: what to post, keep, wait for and free; the moving of bytes is a `Transport`'s.
 
 Receives are posted ahead of need, since a transfer starts only once both ends are posted: with `ahead`
-receives open per source, the next messages arrive while this rank computes.
+receives open per source, the next messages arrive while this rank computes. When one of them is through, the
+buffer of the next is taken at once, but its receive is opened at the next call, after what this rank computes
+in between: near the end of a transfer the transport is busy with the messages behind it, and who opens a
+receive then waits for it, with gloo for up to 5 ms where all cores are busy.
 """
 
 from __future__ import annotations
@@ -87,13 +90,15 @@ class Broken:
 
 @dataclass
 class _Incoming:
-    """The messages of one source: `posted` of them have a receive open or behind them.
+    """The messages of one source.
 
-    before: messages of earlier steps.
+    before: messages of earlier steps.  taken: how many of this step's have or had a buffer.
+    posted: how many of these have, or had, a receive open.
     """
 
     before: int = 0
     messages: tuple[Message, ...] = ()
+    taken: int = 0
     posted: int = 0
     received: int = 0
     place: dict[str, int] = field(default_factory=dict)
@@ -138,6 +143,7 @@ class PostedChannel:
         self._timeout_s = timeout_s
         self._pool = BufferPool(device, on_change)
         self._incoming: dict[int, _Incoming] = {}
+        self._taken: dict[str, Tensor] = {}
         self._open: dict[str, tuple[Tensor, Handle]] = {}
         self._in_use: dict[str, Tensor] = {}
         self._sent: list[_Sent] = []
@@ -182,7 +188,8 @@ class PostedChannel:
             line = self._incoming.setdefault(source, _Incoming())
             line.messages = tuple(messages)
             line.place = {message.key: place for place, message in enumerate(messages)}
-            self._post(line, self._ahead)
+            self._take(line, self._ahead)
+        self._post()
 
     def send(self, message: Message, tensors: Sequence[Tensor]) -> None:
         """Send without waiting. The tensors must not be written to afterwards.
@@ -192,6 +199,7 @@ class PostedChannel:
         check_tensors(message, tensors)
         self._watch.check()
         self._sweep()
+        self._post()
         index = self._sent_to.get(message.target, 0)
         self._sent_to[message.target] = index + 1
         if not message.bytes:
@@ -223,13 +231,16 @@ class PostedChannel:
                 hint="name every message of the step in begin(), and receive it once",
             )
         self._sweep()
-        self._post(line, place + 1)
+        self._take(line, place + 1)
+        self._post()
         buffer, handle = self._open[message.key]
         self._wait(f"{message.key} from rank {message.source}", message.source, handle)
         del self._open[message.key]
         self._in_use[message.key] = buffer
         line.received += 1
-        self._post(line, line.received + self._ahead)
+        self._take(line, line.received + self._ahead)
+        if line.posted == line.received:
+            self._post()
         return unpack(message, buffer)
 
     def opening_bytes(self, message: Message) -> int:
@@ -238,7 +249,7 @@ class PostedChannel:
         if line is None:
             return 0
         reached = max(line.place.get(message.key, -1), line.received + self._ahead) + 1
-        return sum(later.bytes for later in line.messages[line.posted : reached])
+        return sum(later.bytes for later in line.messages[line.taken : reached])
 
     def finish_send(self) -> bool:
         """Wait until the oldest send under way is through, a small one too. Returns False if there is none.
@@ -246,6 +257,7 @@ class PostedChannel:
         Raises: CommunicationError if it does not end in time; PeerError if another rank failed.
         """
         self._sweep()
+        self._post()
         oldest = min((*self._sent[:1], *self._small_sent[:1]), key=lambda sent: sent.place, default=None)
         if oldest is None:
             return False
@@ -277,7 +289,7 @@ class PostedChannel:
         for line in self._incoming.values():
             line.before += len(line.messages)
             line.messages = ()
-            line.posted = line.received = 0
+            line.taken = line.posted = line.received = 0
 
     def all_reduce(self, tensor: Tensor, ranks: Sequence[int] | None = None) -> None:
         """Sum in place over `ranks` (all of them if None); each calls it, in the same order.
@@ -288,6 +300,7 @@ class PostedChannel:
         members = tuple(sorted(ranks)) if ranks is not None else tuple(range(self.ranks))
         if len(members) == 1:
             return
+        self._post()
         if len(members) == self.ranks:
             handle = self._transport.all_reduce(tensor)
             others = tuple(r for r in members if r != self.rank)
@@ -310,6 +323,7 @@ class PostedChannel:
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """One small picklable object from every rank, in rank order."""
+        self._post()
         found: list[Any] = []
         others = tuple(r for r in range(self.ranks) if r != self.rank)
         gather = self._transport.all_gather_object
@@ -322,16 +336,24 @@ class PostedChannel:
         """The small picklable object that rank `source` has."""
         return self.all_gather_object(value if self.rank == source else None)[source]
 
-    def _post(self, line: _Incoming, count: int) -> None:
-        """Open receives until `count` of the line's messages have one."""
-        while line.posted < min(count, len(line.messages)):
-            message = line.messages[line.posted]
-            buffer = self._pool.take(message.bytes)
-            handle: Handle = Nothing()
-            if message.bytes:
-                handle = self._transport.receive(buffer, message.source, line.before + line.posted)
-            self._open[message.key] = (buffer, handle)
-            line.posted += 1
+    def _take(self, line: _Incoming, count: int) -> None:
+        """Take buffers until `count` of the line's messages have one; `_post` opens their receives."""
+        while line.taken < min(count, len(line.messages)):
+            message = line.messages[line.taken]
+            self._taken[message.key] = self._pool.take(message.bytes)
+            line.taken += 1
+
+    def _post(self) -> None:
+        """Open the receives of all buffers taken."""
+        for line in self._incoming.values():
+            while line.posted < line.taken:
+                message = line.messages[line.posted]
+                buffer = self._taken.pop(message.key)
+                handle: Handle = Nothing()
+                if message.bytes:
+                    handle = self._transport.receive(buffer, message.source, line.before + line.posted)
+                self._open[message.key] = (buffer, handle)
+                line.posted += 1
 
     def _wait_for(self, sent: _Sent) -> None:
         target = sent.message.target
