@@ -19,6 +19,7 @@ from ..planner import PlanOptions, cpu_cluster, find_cluster
 from ..planner.batches import Sample, shared_rows
 from ..planner.registry import planner
 from ..profiler.roofline import roofline
+from .compiling import made_beside
 from .detecting import with_files
 from .placing import simulate_plan
 from .planning import Planning, largest_below, largest_plan
@@ -121,7 +122,7 @@ def plan_one(
     Raises: InfeasibleError that says which size would fit, if finding out does not take long.
     """
     begin = time.monotonic()
-    first = sample(job, size, cluster, captured, profiled)
+    first = _sample_for(how, job, size, cluster, captured, profiled)
     quick = time.monotonic() - begin < QUICK_S and captured is None and profiled is None
 
     def largest() -> int | None:
@@ -132,8 +133,25 @@ def plan_one(
 
 def plan_largest(how: Planning, job: Job, start: int, cluster: Cluster | None) -> tuple[Plan, Sample]:
     """The plan with the largest micro-batches that fit, sought around `start` rows; see `largest_plan`."""
-    return largest_plan(how, start, lambda size: sample(job, size, cluster))
+    return largest_plan(how, start, lambda size: _sample_for(how, job, size, cluster))
 
+
+def _sample_for(
+    how: Planning, job: Job, size: int, cluster: Cluster | None, captured: Captured | None = None,
+    profiled: Profile | None = None,
+) -> Sample:  # fmt: skip
+    """The `sample` of a search that follows. What is measured here has the machine to itself."""
+    if cluster is None or captured is not None:
+        return sample(job, size, cluster, captured, profiled)
+    with made_beside(how.strategy, how.options.treatments) as wait_for_code:
+        found = sample(job, size, cluster, profiled=profiled)
+        if len(found.graph.ops) >= COMPILED_OPS:
+            wait_for_code()
+    return found
+
+
+COMPILED_OPS = 1000
+"""Ops of a graph whose search takes longer than compiling what it calls."""
 
 QUICK_S = 15.0
 """Seconds of capturing and profiling up to which another size is looked at to say which one would fit."""
