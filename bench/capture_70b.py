@@ -23,24 +23,14 @@ LIMIT_S, LIMIT_BYTES = 120.0, 4 * 1024**3
 
 def measure(layers: int, length: int) -> dict[str, object]:
     """Capture once in this process. Peak memory is the process's, PyTorch itself included."""
-    import torch
-    import transformers as hf
+    from llama_70b import job
 
-    from pipeloom import Job, capture
+    from pipeloom import capture
     from pipeloom.ir.codec import from_json, to_json
     from pipeloom.ir.graph import OpGraph
 
-    config = hf.LlamaConfig(
-        hidden_size=8192, num_hidden_layers=layers, num_attention_heads=64, num_key_value_heads=8,
-        intermediate_size=28672, vocab_size=128256, max_position_embeddings=8192, use_cache=False,
-    )  # fmt: skip
-
-    def batch(seed: int, size: int) -> dict[str, torch.Tensor]:
-        ids = torch.randint(0, 1000, (size, length), generator=torch.Generator().manual_seed(seed))
-        return {"input_ids": ids, "labels": ids}
-
     start = time.perf_counter()
-    captured = capture(Job(model=lambda: hf.LlamaForCausalLM(config), batch=batch, name="llama-70b"), 1)
+    captured = capture(job(layers=layers, length=length), 1)
     captured_s = time.perf_counter() - start
     text = to_json(captured.graph)
     serialised_s = time.perf_counter() - start - captured_s

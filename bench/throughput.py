@@ -3,13 +3,14 @@
 All train the same model on the same micro-batches, on ranks of one thread each. Each party has its own
 processes, started as its users start them (`pipeloom.runtime.launch`, torchrun, python), and they take turns
 within one run, so that a machine shared with others disturbs them alike; in an order drawn for each round, as
-what ran before matters. Where a pipeline's tensors come to lie in memory stays for as long as it lives, and
-changes its times by up to 20 %: ratios are medians over the rounds of several launches. Those of each launch
-are given too, and those of the fastest steps, which other programs have disturbed least. "pipeloom" is cut
-between the same blocks as torch's pipeline; "planned" is cut by pipeloom's planner. "two at once" are two of
-"one process": what the cores of this machine take from each other bounds every pipeline (`limit_here`).
+what ran before matters. Where a pipeline's tensors come to lie in memory stays as long as it lives, and on
+shared cores the ratio of one round varies by 15 %: ratios are medians over many rounds of several launches.
+Those of each launch are given too, and those of the fastest steps, which other programs have disturbed least.
+"pipeloom" is cut between the same blocks as torch's pipeline; "planned" is cut by pipeloom's planner. "two at
+once" are two of "one process": what the cores of this machine take from each other bounds every pipeline
+(`limit_here`).
 
-    python bench/throughput.py [--microbatches 8 16] [--launches 3] [--rounds 8]
+    python bench/throughput.py [--microbatches 8 16] [--launches 4] [--rounds 14]
 """
 
 from __future__ import annotations
@@ -299,8 +300,8 @@ def main(counts: list[int], launches: int, rounds: int) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--microbatches", type=int, nargs="+", default=[8, 16])
-    parser.add_argument("--launches", type=int, default=3)
-    parser.add_argument("--rounds", type=int, default=8, help="of each launch")
+    parser.add_argument("--launches", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=14, help="of each launch")
     parser.add_argument("--party", choices=PARTIES, help=argparse.SUPPRESS)
     parser.add_argument("--conductor", help=argparse.SUPPRESS)
     arguments = parser.parse_args()

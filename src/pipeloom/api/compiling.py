@@ -2,8 +2,8 @@
 
 Making it takes up to a minute, once per installation; planning itself takes less. Which kernels a search
 calls, and for which types, only a search shows. So a process of its own plans a small model, in which every
-kernel is compiled at once, and `ir.kernels` keeps what it has made for all processes. As a program it is that
-process:
+kernel of the planner is compiled at once, and `ir.kernels` keeps what it has made for all processes. As a
+program it is that process:
 
     python -m pipeloom.api.compiling STRATEGY [TREATMENT ...]
 """
@@ -17,14 +17,13 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-from ..ir import kernels
 from ..ir.graph import Op, OpGraph, Parameter, Value
 from ..ir.memory import Treatment
 from ..planner import PlanOptions, find_cluster, make_plan, sweep
 from ..planner.registry import planner
 from ..profiler.roofline import roofline
 
-AFTER_S = 10.0
+AFTER_S = 5.0
 """Seconds of capturing after which a model is taken for one whose search will run compiled."""
 
 LIMIT_S = 120.0
@@ -74,7 +73,6 @@ def _cores() -> int:
 
 def make(strategy: str, treatments: Sequence[Treatment] | None = None) -> None:
     """Compile all that a search by this planner calls, in this process, which plans nothing else."""
-    kernels.COMPILED_FROM = kernels.LOADED_FROM = kernels.MADE_FROM = 0
     sweep.COMPILE_AFTER = sweep.MADE_AFTER = 0
     graph = small_model()
     options = PlanOptions(treatments=None if treatments is None else tuple(treatments))
