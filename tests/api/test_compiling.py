@@ -6,6 +6,7 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -54,7 +55,7 @@ def test_a_long_capture_has_the_code_made_and_may_wait_for_it(started: list[Star
         assert started[0].waited_s == []
         wait()
         assert started[0].waited_s == [compiling.LIMIT_S] and not started[0].ended
-    assert started[0].command[1:] == ["-m", "pipeloom.api.compiling", "dawnpiper", "recompute"]
+    assert started[0].command[1:] == ["-P", "-m", "pipeloom.api.compiling", "dawnpiper", "recompute"]
     assert started[0].ended
 
 
@@ -81,6 +82,19 @@ def test_nothing_is_made_for_searches_without_it_or_on_one_core(
     with compiling.made_beside("dawnpiper"):
         pass
     assert not started
+
+
+def test_nothing_is_compiled_where_it_cannot_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned: list[str] = []
+    monkeypatch.setattr(compiling, "make_plan", lambda *_, strategy, **__: planned.append(strategy))
+    monkeypatch.setattr(compiling.sweep, "COMPILE_AFTER", 1)
+    monkeypatch.setattr(compiling.sweep, "MADE_AFTER", 1)
+    monkeypatch.setattr(compiling.sweep, "_sweeps", SimpleNamespace(kept=False))
+    compiling.make("dawnpiper")
+    assert not planned
+    monkeypatch.setattr(compiling.sweep, "_sweeps", SimpleNamespace(kept=True))
+    compiling.make("dawnpiper")
+    assert set(planned) == {"dawnpiper"}
 
 
 LARGE = """

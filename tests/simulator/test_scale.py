@@ -114,13 +114,13 @@ def test_kernels_work_where_no_cache_can_be_written(tmp_path: Path) -> None:
         "    for value in values:\n"
         "        found += value\n"
         "    return found\n"
-        "print(total(np.ones(1_000_000, np.int64)))\n"
+        "print(total(np.ones(1_000_000, np.int64)), total.kept)\n"
     )
     (tmp_path / "__pycache__").write_text("a file, so that no folder can be made in its place")
     nowhere = {"NUMBA_CACHE_DIR": "", "HOME": str(file), "XDG_CACHE_HOME": str(file)}
     run = [sys.executable, "-c", f"import runpy; runpy.run_path({str(file)!r}, run_name='alone')"]
     done = subprocess.run(run, env={**os.environ, **nowhere}, capture_output=True, text=True, check=False)
-    assert done.stdout == "1000000\n", done.stderr
+    assert done.stdout == "1000000 False\n", done.stderr
 
 
 def test_small_schedules_load_no_compiler() -> None:

@@ -41,7 +41,7 @@ def made_beside(
     nothing is started.
     """
     started: list[subprocess.Popen[bytes]] = []
-    command = [sys.executable, "-m", __name__, strategy, *(treatments or ())]
+    command = [sys.executable, "-P", "-m", __name__, strategy, *(treatments or ())]
     timer = threading.Timer(AFTER_S, lambda: started.append(_start(command)))
     if (treatments or planner(strategy).optimises == "always") and _cores() > 1:
         timer.start()
@@ -72,7 +72,12 @@ def _cores() -> int:
 
 
 def make(strategy: str, treatments: Sequence[Treatment] | None = None) -> None:
-    """Compile all that a search by this planner calls, in this process, which plans nothing else."""
+    """Compile all that a search by this planner calls, in this process, which plans nothing else.
+
+    Does nothing where machine code cannot be kept.
+    """
+    if not sweep._sweeps.kept:
+        return
     sweep.COMPILE_AFTER = sweep.MADE_AFTER = 0
     graph = small_model()
     options = PlanOptions(treatments=None if treatments is None else tuple(treatments))

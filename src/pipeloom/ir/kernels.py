@@ -73,8 +73,13 @@ class Kernel(Generic[P, R]):
     def at_hand(self) -> bool:
         """Whether machine code of it was kept by an earlier process."""
         made: Any = self._to_compile
-        folder = made.stats.cache_path
-        return folder is not None and any(Path(folder).glob(f"*.{made.py_func.__qualname__}-*.nbi"))
+        return self.kept and any(Path(made.stats.cache_path).glob(f"*.{made.py_func.__qualname__}-*.nbi"))
+
+    @property
+    def kept(self) -> bool:
+        """Whether its machine code is kept for later processes: there is a folder for it."""
+        made: Any = self._to_compile
+        return made.stats.cache_path is not None
 
     @cached_property
     def _making_s(self) -> float:
