@@ -78,6 +78,8 @@ def test_nothing_is_made_for_searches_without_it_or_on_one_core(
 ) -> None:
     with compiling.made_beside("pipedream"):
         pass
+    with compiling.made_beside("dawnpiper", ()):
+        pass
     monkeypatch.setattr(compiling, "_cores", lambda: 1)
     with compiling.made_beside("dawnpiper"):
         pass

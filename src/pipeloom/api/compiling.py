@@ -43,7 +43,8 @@ def made_beside(
     started: list[subprocess.Popen[bytes]] = []
     command = [sys.executable, "-P", "-m", __name__, strategy, *(treatments or ())]
     timer = threading.Timer(AFTER_S, lambda: started.append(_start(command)))
-    if (treatments or planner(strategy).optimises == "always") and _cores() > 1:
+    treats = planner(strategy).optimises == "always" if treatments is None else bool(treatments)
+    if treats and _cores() > 1:
         timer.start()
 
     def wait() -> None:
