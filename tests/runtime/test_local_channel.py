@@ -48,6 +48,20 @@ def all_well(channels: list[LocalChannel], body: Body) -> list[object]:
     return ended
 
 
+def one_way(messages: list[Message], receive: Body) -> Body:
+    """Rank 0 sends the messages; rank 1, to which they are announced, does what `receive` does."""
+
+    def body(channel: LocalChannel) -> None:
+        channel.begin(messages if channel.rank == 1 else [])
+        if channel.rank == 1:
+            receive(channel)
+        for message in messages if channel.rank == 0 else []:
+            channel.send(message, [torch.zeros(v.shape) for v in message.values])
+        channel.end()
+
+    return body
+
+
 def floats(key: str, source: int, target: int, *shapes: tuple[int, ...]) -> Message:
     parts = tuple(Value(name=f"v{k}", shape=shape, dtype="float32") for k, shape in enumerate(shapes))
     return Message(key=key, source=source, target=target, values=parts)
@@ -88,21 +102,14 @@ def test_receives_are_posted_ahead_and_their_buffers_reused() -> None:
     seen: list[int] = []
     channels = local_channels(2, on_change=lambda rank, held: seen.append(held) if rank == 1 else None)
 
-    def body(channel: LocalChannel) -> None:
-        if channel.rank == 0:
-            channel.begin([])
-            for message in messages:
-                channel.send(message, [torch.zeros(4)])
-        else:
-            channel.begin(messages)
-            assert channel.held_bytes == 2 * 16, "two receives are posted ahead"
-            for message in messages:
-                channel.receive(message)
-                channel.release(message)
-            assert channel.idle_bytes == 3 * 16, "two posted and one in use were enough"
-        channel.end()
+    def receive(channel: LocalChannel) -> None:
+        assert channel.held_bytes == 2 * 16, "two receives are posted ahead"
+        for message in messages:
+            channel.receive(message)
+            channel.release(message)
+        assert channel.idle_bytes == 3 * 16, "two posted and one in use were enough"
 
-    all_well(channels, body)
+    all_well(channels, one_way(messages, receive))
     assert max(seen) == 3 * 16
     assert seen[-1] == 0
 
@@ -113,34 +120,27 @@ def test_the_next_receive_is_opened_after_what_is_computed_in_between(ahead: int
     messages = [floats(f"m{k}", 0, 1, (4,)) for k in range(5)]
     channels = local_channels(2, ahead=ahead)
     transport = channels[1]._transport
-    receive, sources = transport.receive, []
+    opening, sources = transport.receive, []
 
     def counted(buffer: torch.Tensor, source: int, index: int | None) -> Handle:
         sources.append(source)
-        return receive(buffer, source, index)
+        return opening(buffer, source, index)
 
     transport.receive = counted  # type: ignore[method-assign]
 
-    def body(channel: LocalChannel) -> None:
-        if channel.rank == 0:
-            channel.begin([])
-            for message in messages:
-                channel.send(message, [torch.zeros(4)])
-        else:
-            channel.begin(messages)
-            assert len(sources) == ahead
-            channel.receive(messages[0])
-            assert channel.held_bytes == (1 + ahead) * 16
-            assert len(sources) == opened
-            channel.receive(messages[1])
-            assert len(sources) == min(opened + 1, 5)
-            for message in messages[2:]:
-                channel.receive(message)
-            for message in messages:
-                channel.release(message)
-        channel.end()
+    def receive(channel: LocalChannel) -> None:
+        assert len(sources) == ahead
+        channel.receive(messages[0])
+        assert channel.held_bytes == (1 + ahead) * 16
+        assert len(sources) == opened
+        channel.receive(messages[1])
+        assert len(sources) == min(opened + 1, 5)
+        for message in messages[2:]:
+            channel.receive(message)
+        for message in messages:
+            channel.release(message)
 
-    all_well(channels, body)
+    all_well(channels, one_way(messages, receive))
     assert len(sources) == len(messages)
 
 
