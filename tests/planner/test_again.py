@@ -16,7 +16,9 @@ from pipeloom.planner import again
 from pipeloom.planner.again import Moments
 from pipeloom.planner.cost import CostModel
 from pipeloom.planner.memopt import optimise
-from pipeloom.planner.residuals import KEEP, RECOMPUTE, residuals_of
+from pipeloom.planner.memopt_greedy import Task, plan_of
+from pipeloom.planner.memopt_picks import LEAST, OPTION, PEAK, least_peaks, treat
+from pipeloom.planner.residuals import KEEP, OFFLOAD, RECOMPUTE, residuals_of
 from pipeloom.planner.treated import moments_of
 
 
@@ -69,6 +71,29 @@ def test_levels_are_those_of_a_plain_reference(seed, ops, data):
     assert [op for op in range(end) if found.stage[3][again.AT, op] >= 0] == sorted(
         model.wiring.position[step.op] for step in slow.steps if step.kind == "again"
     )
+
+
+@settings(max_examples=300, deadline=None)
+@given(seed=st.integers(0, 10**6), ops=st.integers(3, 40), in_flight=st.integers(1, 3))
+def test_no_residual_kept_again_lowers_the_peak_below_its_bound(seed, ops, in_flight):
+    model, draw = letting_go(random_model(seed, ops), seed), random.Random(seed)
+    found = replace(moments(model, ops - 1, in_flight), ahead=draw.random() < 0.1)
+    may = found.residuals.may.astype(np.int64)
+    kinds = [RECOMPUTE if ok and draw.random() < 0.8 else draw.choice((KEEP, OFFLOAD)) for ok in may]
+    task = Task(
+        moments=found, allowance=0.0, per_offloaded=1.0, hidden=0.0, most=inf, s_per_byte=0.0, may=may,
+    )  # fmt: skip
+    plan = plan_of(task)
+    _, numbers, figures, sums, limits = plan
+    for k, kind in enumerate(kinds):
+        numbers[OPTION, k] = kind
+        treat(k, found.stage, plan)
+    limits[PEAK] = again.peak_of(found.stage, sums)
+    least_peaks(found.stage, plan)
+    for k in np.flatnonzero(kinds):
+        fewer = np.array(kinds)
+        fewer[k] = KEEP
+        assert figures[LEAST, k] <= found.peak(fewer)
 
 
 @pytest.mark.parametrize("ops", [10, 21])

@@ -34,10 +34,11 @@ AT, HEAD, FOLLOWING, PENDING, SEARCHED = range(5)
 """Rows of the marks, by op: in front of whose backward it runs again, -1 for never; the first op that does so
 in front of it; the one after that; room for searches; the last search that came by."""
 
-FIRST_AT, LAST_AT, LAST_OP, THERE, LAST_IN, SAVER, DROPPED, LETS_GO = range(5, 13)
+FIRST_AT, LAST_AT, LAST_OP, THERE, LAST_IN, SAVER, DROPPED, GOES, LETS_GO, TOUCHED = range(5, 15)
 """By storage: in front of whose backward ops that run again read it first, and last; the last of these ops;
-whether a cheap op has made it; its last reader and first saver in the stage; whether it is dropped. By op
-again: the storage that its backward lets go of early, -1 for none."""
+whether a cheap op has made it; its last reader and first saver in the stage; whether it is dropped; the op of
+the forward behind which it then goes, -1 for never. By op again: the storage that its backward lets go of
+early, -1 for none. The last is a list: the storages that the stage touches, how many in its last column."""
 
 KEPT_FORWARD, KEPT_BEFORE, KEPT_UNTIL, KEPT_AFTER, KEPT_WHOLE, FORWARD, BACKWARD, EARLIER = range(8)
 """Rows of the levels, by op: the five of the sweep that keeps everything, those with the choice, and from the
@@ -50,27 +51,18 @@ many other micro-batches hold what is kept, and what is offloaded."""
 
 
 @kernel
-def _forget(s, marks):  # type: ignore[no-untyped-def]
-    """Nothing is known of a storage."""
-    marks[FIRST_AT, s] = -1
-    marks[LAST_AT, s] = -1
-    marks[THERE, s] = -1
-
-
-@kernel
 def _first_needs(stage):  # type: ignore[no-untyped-def]
     """Find where ops run again, and what they read when."""
     start, end, forward, marks, _, ahead = stage
-    reads_first, reads, makes_first, makes, saves_first, saves, _, _, made, _, _ = forward
+    reads_first, reads, _, _, saves_first, saves, _, _, made, _, _ = forward
     for p in range(start, end):
         marks[AT, p] = -1
         marks[HEAD, p] = -1
-        for k in range(reads_first[p], reads_first[p + 1]):
-            _forget(reads[k], marks)
-        for k in range(makes_first[p], makes_first[p + 1]):
-            _forget(makes[k], marks)
-        for k in range(saves_first[p], saves_first[p + 1]):
-            _forget(saves[k], marks)
+    for k in range(marks[TOUCHED, -1]):
+        s = marks[TOUCHED, k]
+        marks[FIRST_AT, s] = -1
+        marks[LAST_AT, s] = -1
+        marks[THERE, s] = -1
     for p in range(end - 1, start - 1, -1):
         count = 0
         for k in range(saves_first[p], saves_first[p + 1]):
@@ -108,18 +100,17 @@ def _first_needs(stage):  # type: ignore[no-untyped-def]
 def _forward_levels(stage):  # type: ignore[no-untyped-def]
     """What is dropped goes with its last reader, unless it is sent."""
     start, end, forward, marks, levels, _ = stage
-    reads_first, reads, makes_first, makes, _, _, _, size, made, last, _ = forward
-    gone = 0.0
+    size, gone = forward[7], 0.0
     for p in range(start, end):
+        levels[FORWARD, p] = 0.0
+    for k in range(marks[TOUCHED, -1]):
+        s = marks[TOUCHED, k]
+        if marks[DROPPED, s] > 0 and marks[GOES, s] >= 0:
+            levels[FORWARD, marks[GOES, s]] += size[s]
+    for p in range(start, end):
+        goes = levels[FORWARD, p]
         levels[FORWARD, p] = levels[KEPT_FORWARD, p] - gone
-        for k in range(reads_first[p], reads_first[p + 1]):
-            s = reads[k]
-            if marks[DROPPED, s] > 0 and marks[LAST_IN, s] == p and (made[s] < 0 or last[s] < end):
-                gone += size[s]
-        for k in range(makes_first[p], makes_first[p + 1]):
-            s = makes[k]
-            if marks[DROPPED, s] > 0 and marks[LAST_IN, s] < 0 and last[s] < end:
-                gone += size[s]
+        gone += goes
 
 
 @kernel
@@ -159,10 +150,10 @@ def _backward_levels(stage):  # type: ignore[no-untyped-def]
     start, end, forward, marks, levels, ahead = stage
     saves_first, saves, size, made = forward[4], forward[5], forward[7], forward[8]
     level = 0.0
-    for p in range(start, end):
-        for k in range(saves_first[p], saves_first[p + 1]):
-            if ahead == 0 and marks[DROPPED, saves[k]] > 0 and marks[SAVER, saves[k]] == p:
-                level -= size[saves[k]]
+    for k in range(marks[TOUCHED, -1] if ahead == 0 else 0):
+        s = marks[TOUCHED, k]
+        if marks[DROPPED, s] > 0 and marks[SAVER, s] >= 0:
+            level -= size[s]
     for p in range(end - 1, start - 1, -1):
         most = 0.0
         c = marks[HEAD, p]
@@ -238,13 +229,31 @@ class Moments:
         """The stage as kernels see it: its start and end, what it does forward, marks, levels, ahead."""
         last_in, saver, levels = self.sweep.moments(self.start, self.end)
         ops, storages = len(self.sweep.tensors), len(last_in)
-        marks = np.zeros((LETS_GO + 1, max(ops, storages) + 1), np.int64)
+        marks = np.zeros((TOUCHED + 1, max(ops, storages) + 1), np.int64)
         marks[LAST_IN, :storages], marks[SAVER, :storages] = last_in, saver
         marks[LETS_GO, :ops] = self.sweep.tensors.lets_go
+        touched = self._touched()
+        marks[TOUCHED, : len(touched)], marks[TOUCHED, -1] = touched, len(touched)
+        marks[GOES, touched] = self._goes(touched, last_in[touched])
         own = np.zeros((EARLIER + 2, ops))
         here = slice(self.start, self.end)
         own[:FORWARD, here] = levels[:, here]
         return self.start, self.end, self.sweep.forward, marks, own, int(self.ahead)
+
+    def _touched(self) -> Indices:
+        """The storages that the stage's ops read, make or save."""
+        t, ends = self.sweep.tensors, [self.start, self.end]
+        spans = ((rows.items, rows.first[ends]) for rows in (t.reads, t.makes, t.saves))
+        return np.unique(np.concatenate([items[a:b] for items, (a, b) in spans]))
+
+    def _goes(self, touched: Indices, last_in: Indices) -> Indices:
+        """The op of the stage's forward behind which each of these storages goes if it is dropped, -1 for
+        never: with its last reader; if it has none, with what makes it; not at all if it is sent."""
+        t = self.sweep.tensors
+        made, sent = t.made[touched], t.last[touched] >= self.end
+        read = (last_in >= 0) & ((made < 0) | ~sent)
+        unread = (last_in < 0) & (made >= self.start) & ~sent
+        return np.where(read, last_in, np.where(unread, made, -1))
 
     @property
     def lives(self) -> tuple[Indices, Indices, Indices]:

@@ -6,10 +6,10 @@ optimisation and without.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
 
@@ -42,28 +42,41 @@ class Evaluator(Protocol):
     def __call__(self, start: int, end: int, stage: int, /) -> Evaluation: ...
 
 
+Known: TypeAlias = dict[Hashable, dict[tuple[int, int], Evaluation]]
+"""All that a stage's evaluation depends on besides its ops -> (start, end) -> it."""
+
+
 class Memoised:
     """An evaluator that remembers; `asked` counts the intervals that were really worked out.
 
-    watch: told that count whenever it grows.
+    watch: told that count whenever it grows.  known: what is remembered, shared with others.
+    group: stage -> its key there.
     """
 
-    def __init__(self, evaluate: Evaluator, watch: Callable[[int], None] | None = None) -> None:
+    def __init__(
+        self, evaluate: Evaluator, watch: Callable[[int], None] | None = None,
+        known: Known | None = None, group: Callable[[int], Hashable] = lambda stage: stage,
+    ) -> None:  # fmt: skip
         self.evaluate = evaluate
         self.watch = watch
-        self.known: dict[tuple[int, int, int], Evaluation] = {}
+        self.known: Known = {} if known is None else known
+        self.group = group
+        self._of_stage: dict[int, dict[tuple[int, int], Evaluation]] = {}
 
     def __call__(self, start: int, end: int, stage: int, /) -> Evaluation:
-        key = (start, end, stage)
-        if key not in self.known:
-            self.known[key] = self.evaluate(start, end, stage)
+        known = self._of_stage.get(stage)
+        if known is None:
+            known = self._of_stage[stage] = self.known.setdefault(self.group(stage), {})
+        key = (start, end)
+        if key not in known:
+            known[key] = self.evaluate(start, end, stage)
             if self.watch is not None:
-                self.watch(len(self.known))
-        return self.known[key]
+                self.watch(self.asked)
+        return known[key]
 
     @property
     def asked(self) -> int:
-        return len(self.known)
+        return sum(map(len, self.known.values()))
 
 
 @dataclass(frozen=True)

@@ -22,13 +22,13 @@ Time grows with (picks) x (ops and chains of the stage).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from .again import DROPPED, Moments
 from .intervals import Indices
-from .memopt_picks import ADDED, BANNED, BESIDES, CHOICE, MAY, PEAK, SECONDS, SIZE, STORAGE, TOP, pick_all
+from .memopt_picks import BANNED, BESIDES, CHOICE, LEAST, MAY, PEAK, SECONDS, SIZE, STORAGE, TOP, pick_all
 from .memopt_segments import choices
 from .residuals import KEEP, OFFLOAD
 from .sweep import run
@@ -129,9 +129,17 @@ def seconds_of(task: Task, choice: Indices) -> float:
 
 def _solved(task: Task, begin: Indices) -> Found:
     """What the greedy choice makes of a choice to begin with."""
+    stage, plan = task.moments.stage, plan_of(task)
+    fits = run(pick_all, 4 * len(begin) * (task.moments.end - task.moments.start))(begin, stage, plan)
+    _, numbers, _, _, limits = plan
+    return Found(not fits, float(limits[SECONDS]), float(limits[PEAK]), numbers[CHOICE])
+
+
+def plan_of(task: Task) -> tuple[Any, ...]:
+    """What kernels see of a task besides its stage (see memopt_picks.py), with every residual kept."""
     moments, residuals = task.moments, task.moments.residuals
     count = len(residuals)
-    numbers, figures = np.zeros((BANNED + 1, count), np.int64), np.zeros((ADDED + 1, count))
+    numbers, figures = np.zeros((BANNED + 1, count), np.int64), np.zeros((LEAST + 1, count))
     numbers[STORAGE], numbers[TOP], numbers[MAY] = residuals.storage, residuals.top + moments.start, task.may
     figures[SIZE], figures[BESIDES] = residuals.size, residuals.besides
     limits = np.array([
@@ -139,9 +147,7 @@ def _solved(task: Task, begin: Indices) -> Found:
     ])  # fmt: skip
     chains = *residuals.chain, residuals.seconds, np.zeros(len(residuals.seconds), np.int64)
     moments.stage[3][DROPPED] = 0
-    plan = chains, numbers, figures, moments.sums(np.full(count, KEEP, np.int64)), limits
-    fits = run(pick_all, 4 * count * (moments.end - moments.start))(begin, moments.stage, plan)
-    return Found(not fits, float(limits[SECONDS]), float(limits[PEAK]), numbers[CHOICE])
+    return chains, numbers, figures, moments.sums(np.full(count, KEEP, np.int64)), limits
 
 
 def _offloaded(task: Task, choice: Indices, need: float, order: Indices) -> Indices:

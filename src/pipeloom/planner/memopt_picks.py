@@ -35,9 +35,9 @@ CHOICE, STORAGE, TOP, MAY, OPTION, BANNED = range(6)
 """Rows of numbers by residual: its treatment, its storage, the last op that saves it, whether it may be
 recomputed, what else may become of it, whether recomputing it is out of the question."""
 
-SIZE, BESIDES, WORTH, ADDED = range(4)
+SIZE, BESIDES, WORTH, ADDED, LEAST = range(5)
 """Rows of figures by residual: bytes, seconds of cheap ops of its chain; of what else may become of it bytes
-freed per second, and seconds added."""
+freed per second, and seconds added; a peak that the stage does not get below if it is kept again."""
 
 ALLOWANCE, PER_OFFLOADED, HIDDEN, MOST, S_PER_BYTE, SECONDS, PEAK = range(7)
 """The limits, as in `Task`; then what the choice adds to the stage's time, and its peak."""
@@ -135,7 +135,7 @@ def _away_s(more, plan):  # type: ignore[no-untyped-def]
 
 
 @within
-def _treat(k, stage, plan):  # type: ignore[no-untyped-def]
+def treat(k, stage, plan):  # type: ignore[no-untyped-def]
     """Treat residual k as its option says; what was done to it becomes the option."""
     (first, ops, _, users), numbers, figures, sums, limits = plan
     size, now, treatment = figures[SIZE, k], numbers[CHOICE, k], numbers[OPTION, k]
@@ -210,15 +210,67 @@ def _take_best(row, op, stage, plan):  # type: ignore[no-untyped-def]
     _, numbers, figures, sums, limits = plan
     pick = _best(plan)
     while pick >= 0:
-        _treat(pick, stage, plan)
+        treat(pick, stage, plan)
         limits[PEAK] = peak_of(stage, sums)
         if numbers[CHOICE, pick] == OFFLOAD or _does_good(row, op, stage, plan):
             break
-        _treat(pick, stage, plan)
+        treat(pick, stage, plan)
         figures[WORTH, pick] = -1.0
         numbers[BANNED, pick] = 1
         pick = _best(plan)
     return pick
+
+
+@kernel
+def _longer_held(k, at, stage, plan):  # type: ignore[no-untyped-def]
+    """Bytes that may be there behind the op `at` only because residual k is made again in front of its
+    backward: what its chain reads that is there so early, and that no backward so late reads."""
+    start, _, forward, marks, _, _ = stage
+    reads_first, reads, _, _, _, _, _, size, _, _, _ = forward
+    first, ops, _, _ = plan[0]
+    found = 0.0
+    for i in range(first[k], first[k + 1]):
+        for r in range(reads_first[start + ops[i]], reads_first[start + ops[i] + 1]):
+            s = reads[r]
+            if marks[SAVER, s] > at or (marks[SAVER, s] < 0 and marks[FIRST_AT, s] > at):
+                found += size[s]
+    return found
+
+
+@within
+def least_peaks(stage, plan):  # type: ignore[no-untyped-def]
+    """Write of each residual that is treated a peak that the stage does not get below if it is kept again.
+
+    Kept, it is there in the forward behind its last reader, and in the backward until what was the first
+    to need it made again; nothing else changes there but what was held for its chain.
+    """
+    start, end, forward, marks, levels, ahead = stage
+    made, last = forward[8], forward[9]
+    _, numbers, figures, sums, limits = plan
+    others, own = of_others(sums), sums[HELD] - sums[AGAIN]
+    for side in range(2):  # the most from each op on
+        most = -np.inf
+        for p in range(end - 1, start - 1, -1):
+            most = max(most, levels[FORWARD + side, p])
+            levels[EARLIER + side, p] = most
+    for k in range(figures.shape[1]):
+        s, size = numbers[STORAGE, k], figures[SIZE, k]
+        if numbers[CHOICE, k] == OFFLOAD:
+            figures[LEAST, k] = limits[PEAK] + (sums[OTHERS] - sums[OTHERS + 1]) * size
+        elif numbers[CHOICE, k] == RECOMPUTE:
+            ahead_most = max(levels[EARLIER, start], own + size + sums[MESSAGE])
+            gone = max(marks[LAST_IN, s], made[s]) + 1
+            if start < gone < end and (made[s] < 0 or last[s] < end):
+                ahead_most = max(ahead_most, levels[EARLIER, gone] + size)
+            back_most = own + size + sums[MESSAGE + 1]
+            if ahead > 0:
+                back_most = max(back_most, levels[EARLIER + 1, start])
+            elif made[s] >= start and marks[AT, made[s]] + 1 < end:
+                at = marks[AT, made[s]]
+                held = _longer_held(k, at, stage, plan)
+                back_most = max(back_most, levels[EARLIER + 1, at + 1] + size - held)
+            most = max(ahead_most + sums[EDGE], back_most + sums[EDGE + 1])
+            figures[LEAST, k] = others + sums[OTHERS] * size + most
 
 
 @within
@@ -226,29 +278,36 @@ def _relieve(stage, plan):  # type: ignore[no-untyped-def]
     """Keep again for good the residual without which the peak is lowest: a checkpoint. False if it is lower
     without none."""
     _, numbers, figures, sums, limits = plan
-    found = False
-    figures[WORTH] = -1.0
-    for k in range(figures.shape[1]):
-        if numbers[CHOICE, k] == RECOMPUTE:
-            numbers[OPTION, k] = KEEP
-            _treat(k, stage, plan)
-            lower = limits[PEAK] - peak_of(stage, sums)
-            _treat(k, stage, plan)
-            if lower > 1e-9 * limits[PEAK]:
-                figures[WORTH, k] = lower
-                found = True
-    if found:
-        pick = _best(plan)
+    least_peaks(stage, plan)
+    pick, lowest = -1, limits[PEAK] * (1 - 1e-9)
+    while True:
+        k, least = -1, np.inf
+        for other in range(figures.shape[1]):  # the likeliest first
+            if numbers[CHOICE, other] == RECOMPUTE and figures[LEAST, other] < least:
+                k, least = other, figures[LEAST, other]
+        if k < 0 or least > lowest or (pick < 0 and least == lowest):
+            break
+        figures[LEAST, k] = np.inf
+        numbers[OPTION, k] = KEEP
+        treat(k, stage, plan)
+        peak = peak_of(stage, sums)
+        treat(k, stage, plan)
+        if peak < lowest or (pick > k and peak == lowest):
+            pick, lowest = k, peak
+    if pick >= 0:
         numbers[BANNED, pick] = 2
-        _treat(pick, stage, plan)
+        numbers[OPTION, pick] = KEEP
+        treat(pick, stage, plan)
     limits[PEAK] = peak_of(stage, sums)
-    return found
+    return pick >= 0
 
 
 @within
 def _spare(stage, plan):  # type: ignore[no-untyped-def]
     """Keep again what need not be treated, until nothing more may be: first what saves most per byte."""
     _, numbers, figures, sums, limits = plan
+    most = limits[ALLOWANCE]
+    least_peaks(stage, plan)
     changed = True
     while changed:
         changed = False
@@ -257,20 +316,22 @@ def _spare(stage, plan):  # type: ignore[no-untyped-def]
             numbers[OPTION, k] = KEEP
             if numbers[CHOICE, k] != KEEP:
                 before = limits[SECONDS]
-                _treat(k, stage, plan)
+                treat(k, stage, plan)
                 saved = max(0.0, before - limits[SECONDS])
                 figures[WORTH, k] = saved / max(figures[SIZE, k], 1.0)
-                _treat(k, stage, plan)
+                treat(k, stage, plan)
         pick = _best(plan)
         while pick >= 0:
             figures[WORTH, pick] = -1.0
-            _treat(pick, stage, plan)
-            peak = peak_of(stage, sums)
-            if peak <= limits[ALLOWANCE]:
-                limits[PEAK] = peak
-                changed = True
-            else:
-                _treat(pick, stage, plan)
+            if figures[LEAST, pick] <= most + 1e-9 * abs(most):
+                treat(pick, stage, plan)
+                peak = peak_of(stage, sums)
+                if peak <= most:
+                    limits[PEAK] = peak
+                    changed = True
+                    least_peaks(stage, plan)
+                else:
+                    treat(pick, stage, plan)
             pick = _best(plan)
 
 
@@ -281,7 +342,7 @@ def pick_all(begin, stage, plan):  # type: ignore[no-untyped-def]
     for k in range(len(begin)):
         if begin[k] != KEEP:
             numbers[OPTION, k] = begin[k]
-            _treat(k, stage, plan)
+            treat(k, stage, plan)
     limits[PEAK] = peak_of(stage, sums)
     fresh = True
     while limits[PEAK] > limits[ALLOWANCE]:

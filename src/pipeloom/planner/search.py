@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from ..ir.memory import Treatment
 from .cost import CostModel, Footprint
-from .evaluation import Evaluator, KeepEverything, Memoised
+from .evaluation import Evaluator, KeepEverything, Known, Memoised
 from .intervals import Array, Indices
 from .memopt import Method, Optimised, Solver
 from .memopt_layers import by_layers
@@ -82,6 +82,7 @@ class Search:
     treatments: what may be done with residuals besides keeping them.
     watch: told how many stages were weighed so far.
     layers: op -> number of the layer whose residuals are all treated alike; empty: each by itself.
+    known: evaluations, shared by the searches that `replace` makes of one, of the same model and layers.
     """
 
     model: CostModel
@@ -91,18 +92,31 @@ class Search:
     treatments: tuple[Treatment, ...] = ()
     watch: Callable[[int], None] | None = None
     layers: Mapping[str, int] = field(default_factory=dict)
+    known: Known = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
     def evaluate(self) -> Evaluator:
         """What planners ask of an interval of ops."""
         if self.optimises:
-            return Memoised(self.freeing(), self.watch)
-        return Memoised(KeepEverything(self.model, self.caps, self.in_flight), self.watch)
+            return self._remembering(self.freeing(), ahead=False, watch=self.watch)
+        everything = KeepEverything(self.model, self.caps, self.in_flight)
+        return self._remembering(everything, ahead=False, watch=self.watch)
 
     @cached_property
     def ahead(self) -> Evaluator:
         """The same of stages that recompute in front of their backward."""
-        return Memoised(self.freeing(ahead=True))
+        return self._remembering(self.freeing(ahead=True), ahead=True)
+
+    def _remembering(
+        self, evaluate: Evaluator, *, ahead: bool, watch: Callable[[int], None] | None = None
+    ) -> Evaluator:
+        """An evaluator that also knows what searches that this one was made of have found of stages with
+        the same cap, micro-batches in flight and ways to free memory."""
+        how = ahead, self.treatments, bool(self.layers)
+        return Memoised(
+            evaluate, watch, self.known,
+            lambda stage: (stage, self.caps[stage], self.in_flight[stage], *how),
+        )  # fmt: skip
 
     def freeing(self, *, ahead: bool = False) -> Evaluator:
         """Evaluations with memory optimisation. ahead: stages recompute in front of their backward."""
