@@ -159,7 +159,7 @@ class Taken(NamedTuple):
 
 
 def taken(search: Search, name: str) -> Taken:
-    own = replace(search)
+    own = replace(search, known={})  # what others have weighed is not known
     begin = time.process_time()
     cuts = PLANNERS[name].find(own)
     spent = time.process_time() - begin

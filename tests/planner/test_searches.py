@@ -114,3 +114,22 @@ def test_five_hundred_tight_cases(stages):
             best = chains.oracle(chain)
             assert binary(chain.problem()).seconds == pytest.approx(best.seconds)
             assert fill(chain.problem()).seconds == pytest.approx(best.seconds)
+
+
+def test_searches_made_of_one_share_what_they_weighed(layered_search):
+    watched = []
+    first = replace(layered_search(["a", "b", "c", "d"], 2, 1000), watch=watched.append)
+    second = replace(first, caps=(1000, 500))
+    other = replace(first, in_flight=(3, 1))
+    for search in (first, second, other):
+        for stage in (0, 1):
+            search.evaluate(0, 2, stage)
+    assert watched == [1, 2, 3, 4]
+    assert second.evaluate(0, 2, 0) is first.evaluate(0, 2, 0)
+    assert second.evaluate(0, 2, 1) is not first.evaluate(0, 2, 1)
+    assert other.evaluate(0, 2, 0).peak_bytes > first.evaluate(0, 2, 0).peak_bytes
+    assert other.evaluate(0, 2, 1) is first.evaluate(0, 2, 1)
+    freeing = replace(first, treatments=("recompute",))
+    alone = layered_search(["a", "b", "c", "d"], 2, 1000)
+    assert all(own.evaluate(0, 2, 0) is not first.evaluate(0, 2, 0) for own in (freeing, alone))
+    assert freeing.ahead(0, 2, 0) is not freeing.evaluate(0, 2, 0)
