@@ -13,14 +13,14 @@ from pipeloom.planner.cost import CostModel, CostOptions
 def random_model(
     seed: int, ops: int, *,
     microbatches: int = 16, host_bytes_per_s: float | None = 40.0, host_memory: int = 0,
-    equal_times: bool = False,
+    equal_times: bool = False, several_outputs: bool = False,
 ) -> CostModel:  # fmt: skip
     """The cost model of one random graph on 8 equal devices, in a world of bytes per second.
 
     Most ops read the one before; some also an earlier value. A good half save their result or an input; some
-    draw random numbers, some pass their gradient on.  equal_times: of all ops.
+    draw random numbers, some pass their gradient on.  equal_times: of all ops.  several_outputs: of some ops.
     """
-    draw = random.Random(seed)
+    draw, more = random.Random(seed), random.Random(seed)
     made: list[Op] = []
     costs: dict[str, OpCost] = {}
     values = [Value(name="x", shape=(8,), dtype="float32")]
@@ -28,13 +28,18 @@ def random_model(
         earlier = [values[-1].name, *([draw.choice(values).name] if draw.random() < 0.3 else [])]
         inputs = tuple(dict.fromkeys(earlier))
         out = Value(name=f"v{index}", shape=(draw.randint(1, 40),), dtype="float32", needs_grad=True)
+        others = tuple(
+            Value(name=f"v{index}.{n}", shape=(more.randint(1, 40),), dtype="float32", needs_grad=True)
+            for n in range(more.choice((0, 0, 1, 2)) if several_outputs and index < ops - 1 else 0)
+        )
         op = Op(
-            name=f"v{index}", target="aten.some.default", inputs=inputs, outputs=(out,),
+            name=f"v{index}", target="aten.some.default", inputs=inputs, outputs=(out, *others),
             params=("w",) if draw.random() < 0.3 else (), random=draw.random() < 0.1,
         )  # fmt: skip
         made.append(op)
-        values.append(out)
+        values += op.outputs
         saves = [v for v in (*inputs, out.name) if draw.random() < 0.4]
+        saves += [v.name for v in others if more.random() < 0.4]
         forward = 1.0 if equal_times else draw.uniform(0.2, 2.0)
         costs[op.name] = OpCost(
             forward_s=forward, input_grad_s=forward, weight_grad_s=forward, saves=tuple(saves),

@@ -132,11 +132,10 @@ def _watching() -> Iterator[Callable[[int], None]]:
         before = [0, 0]
 
         def watch(count: int) -> None:
-            # Each search counts from 1 again.
+            # Searches of another size of micro-batches count from 1 again.
             before[0] += before[1] if count < before[1] else 0
             before[1] = count
-            if count % 16 == 0:
-                progress.update(task, completed=before[0] + count)
+            progress.update(task, completed=before[0] + count)
 
         yield watch
 

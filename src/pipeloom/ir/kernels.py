@@ -1,9 +1,10 @@
 """Kernels: loops over columns, compiled where there is enough to do.
 
 A kernel is an ordinary Python function over numpy arrays and numbers. Called with small arrays it runs as it
-is, so that small schedules never wait for a compiler; with large ones it runs compiled by numba. The machine
-code is kept beside the source, or in the user's cache folder, or for this process only where neither can be
-written. Where there is none yet, it is made only for what would take longer without.
+is, so that small schedules never wait for a compiler; with large ones, or once it has run for long, it runs
+compiled by numba. The machine code is kept beside the source, or in the user's cache folder, or for this
+process only where neither can be written. Where there is none yet, it is made only for what would take longer
+without.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import dis
 from collections.abc import Callable, Iterable
 from functools import cached_property
 from pathlib import Path
-from time import process_time
+from time import thread_time
 from types import FunctionType
 from typing import Any, Generic, ParamSpec, TypeVar, cast
 from zlib import crc32
@@ -25,8 +26,11 @@ R = TypeVar("R")
 COMPILED_FROM = 8_000
 """Elements of the largest array from which a kernel runs compiled: loading numba takes as long as that."""
 
+LOADING_S = 1.0
+"""Seconds that loading takes, about. A kernel that has run as it is for as long may as well be loaded."""
+
 LOADED_FROM = 200
-"""The same for a kernel that has run compiled in this process."""
+"""As `COMPILED_FROM`, for a kernel of which either is true: it was loaded, or ran for that long."""
 
 MADE_FROM = 50
 """How many times as large arrays must be where there is no machine code yet: making it takes seconds."""
@@ -59,15 +63,20 @@ class Kernel(Generic[P, R]):
         self._spent_s = 0.0
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        largest, loaded = _largest(args), "compiled" in self.__dict__
-        if self._within or largest < (LOADED_FROM if loaded else COMPILED_FROM):
-            return self.plain(*args, **kwargs)
-        if loaded or self.at_hand or largest >= MADE_FROM * COMPILED_FROM or self._spent_s > self._making_s:
+        if not self._within and self._runs_compiled(_largest(args)):
             return self.compiled(*args, **kwargs)
-        begin = process_time()
+        begin = thread_time()
         result = self.interpreted(*args, **kwargs)
-        self._spent_s += process_time() - begin
+        self._spent_s += thread_time() - begin
         return result
+
+    def _runs_compiled(self, largest: int) -> bool:
+        """Whether it does with arrays of that size."""
+        if "compiled" in self.__dict__:
+            return largest >= LOADED_FROM
+        if largest < (COMPILED_FROM if self._spent_s < LOADING_S else LOADED_FROM):
+            return False
+        return self.at_hand or largest >= MADE_FROM * COMPILED_FROM or self._spent_s > self._making_s
 
     @cached_property
     def at_hand(self) -> bool:

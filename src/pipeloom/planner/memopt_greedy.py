@@ -136,7 +136,7 @@ def _solved(task: Task, begin: Indices) -> Found:
 
 
 def plan_of(task: Task) -> tuple[Any, ...]:
-    """What kernels see of a task besides its stage (see memopt_picks.py), with every residual kept."""
+    """What kernels see of a task besides its stage (see memopt_picks.py). Sets every residual to kept."""
     moments, residuals = task.moments, task.moments.residuals
     count = len(residuals)
     numbers, figures = np.zeros((BANNED + 1, count), np.int64), np.zeros((LEAST + 1, count))

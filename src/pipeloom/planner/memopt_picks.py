@@ -226,13 +226,14 @@ def _longer_held(k, at, stage, plan):  # type: ignore[no-untyped-def]
     """Bytes that may be there behind the op `at` only because residual k is made again in front of its
     backward: what its chain reads that is there so early, and that no backward so late reads."""
     start, _, forward, marks, _, _ = stage
-    reads_first, reads, _, _, _, _, _, size, _, _, _ = forward
+    reads_first, reads, _, _, _, _, _, size, made, _, _ = forward
     first, ops, _, _ = plan[0]
     found = 0.0
     for i in range(first[k], first[k + 1]):
         for r in range(reads_first[start + ops[i]], reads_first[start + ops[i] + 1]):
             s = reads[r]
-            if marks[SAVER, s] > at or (marks[SAVER, s] < 0 and marks[FIRST_AT, s] > at):
+            there = marks[AT, made[s]] if made[s] >= start else marks[FIRST_AT, s]
+            if marks[SAVER, s] > at or (marks[SAVER, s] < 0 and there > at):
                 found += size[s]
     return found
 
@@ -241,14 +242,15 @@ def _longer_held(k, at, stage, plan):  # type: ignore[no-untyped-def]
 def least_peaks(stage, plan):  # type: ignore[no-untyped-def]
     """Write of each residual that is treated a peak that the stage does not get below if it is kept again.
 
-    Kept, it is there in the forward behind its last reader, and in the backward until what was the first
-    to need it made again; nothing else changes there but what was held for its chain.
+    Levels, marks and the peak must be those of the present choice. Kept, the residual is there in the forward
+    behind its last reader, and in the backward until the first op that needs it made again; what was held
+    there for its chain may be gone, nothing else. Levels from `EARLIER` on become the most from each op on.
     """
     start, end, forward, marks, levels, ahead = stage
     made, last = forward[8], forward[9]
     _, numbers, figures, sums, limits = plan
     others, own = of_others(sums), sums[HELD] - sums[AGAIN]
-    for side in range(2):  # the most from each op on
+    for side in range(2):
         most = -np.inf
         for p in range(end - 1, start - 1, -1):
             most = max(most, levels[FORWARD + side, p])
@@ -276,7 +278,7 @@ def least_peaks(stage, plan):  # type: ignore[no-untyped-def]
 @within
 def _relieve(stage, plan):  # type: ignore[no-untyped-def]
     """Keep again for good the residual without which the peak is lowest: a checkpoint. False if it is lower
-    without none."""
+    without none. Sweeps only where bounds leave it open; they are as exact as peaks, of whole bytes."""
     _, numbers, figures, sums, limits = plan
     least_peaks(stage, plan)
     pick, lowest = -1, limits[PEAK] * (1 - 1e-9)

@@ -82,7 +82,7 @@ class Search:
     treatments: what may be done with residuals besides keeping them.
     watch: told how many stages were weighed so far.
     layers: op -> number of the layer whose residuals are all treated alike; empty: each by itself.
-    known: evaluations, shared by the searches that `replace` makes of one, of the same model and layers.
+    known: evaluations, shared by the searches that `replace` makes of one, of the same model.
     """
 
     model: CostModel
@@ -112,7 +112,7 @@ class Search:
     ) -> Evaluator:
         """An evaluator that also knows what searches that this one was made of have found of stages with
         the same cap, micro-batches in flight and ways to free memory."""
-        how = ahead, self.treatments, bool(self.layers)
+        how = ahead, self.treatments, tuple(self.layers.items())
         return Memoised(
             evaluate, watch, self.known,
             lambda stage: (stage, self.caps[stage], self.in_flight[stage], *how),
