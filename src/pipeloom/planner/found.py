@@ -22,7 +22,8 @@ from .stagecosts import stage_costs, stage_plan
 
 
 class _Costed(NamedTuple):
-    """Stages with treatments, and their simulated step; by how many bytes each rank passes its cap."""
+    """Stages with treatments, and their simulated step; by how many bytes each rank may pass its cap, in that
+    step or in one with other times, in which more messages wait to be taken."""
 
     policy: MemoryPolicy
     parts: tuple[StagePlan, ...]
@@ -45,6 +46,7 @@ class Found:
         self.schedule = request.build(self.stages)
         self.in_flight = schedules.in_flight(self.schedule)
         found = [search.evaluate(i, j, s) for s, (i, j) in enumerate(pairwise(cuts))]
+        self._estimates = [e.peak_bytes for e in found]
         chosen = self._costed([self._stage(s, e) for s, e in enumerate(found)], found)
         if self._again(found) > set(chosen.policy.ahead):
             chosen = min(chosen, self._all_ahead(found), key=lambda costed: costed.key)
@@ -91,18 +93,20 @@ class Found:
         caps = [device.memory_bytes for device in model.cluster.devices]
         timeline = simulate(program, self.stages, costs, model.cluster, caps=caps)
         over = [
-            max(0, timeline.peak_bytes(rank) - device.memory_bytes)
-            for rank, device in enumerate(model.cluster.devices)
+            max(0, timeline.peak_bytes(rank) - caps[rank], part.memory.total - caps[rank])
+            for rank, part in enumerate(parts)
         ]
         return _Costed(policy, parts, timeline, over)
 
     def tighter(self) -> Search | None:
-        """The search to repeat, if the schedule keeps more in flight or the simulator sees a cap passed."""
+        """The search to repeat, if the schedule keeps more in flight or a cap may be passed: stages that do
+        so may then take by as much less than what the search has taken them to need."""
         most = tuple(max(pair) for pair in zip(self.in_flight, self.search.in_flight, strict=True))
         if most == self.search.in_flight and not any(self.over):
             return None
-        left = tuple(max(1, cap - extra) for cap, extra in zip(self.search.caps, self.over, strict=True))
-        return replace(self.search, caps=left, in_flight=most)
+        known = zip(self.search.caps, self._estimates, self.over, strict=True)
+        left = (int(min(cap, need) - extra) if extra else cap for cap, need, extra in known)
+        return replace(self.search, caps=tuple(max(1, cap) for cap in left), in_flight=most)
 
     def _notes(self) -> dict[str, str]:
         """Without a flush the pipeline stays full: then a step takes as long as the slowest stage."""

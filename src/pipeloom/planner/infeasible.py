@@ -5,7 +5,7 @@ With memory optimisation the least is what remains when everything is freed that
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from math import ceil
@@ -14,7 +14,6 @@ import numpy as np
 
 from ..ir.cluster import Cluster
 from ..ir.errors import InfeasibleError
-from ..ir.timeline import Timeline
 from ..ir.units import enough_bytes, format_bytes
 from .probe import filled
 from .search import Search
@@ -69,18 +68,17 @@ def explain_infeasible(
 
 
 def passes_caps(
-    step: Timeline, cluster: Cluster, schedule: str, largest: Callable[[], int | None] | None = None
+    over: Sequence[int], cluster: Cluster, schedule: str, largest: Callable[[], int | None] | None = None
 ) -> InfeasibleError:
     """The error where stages fit by estimate, and no cut does once its schedule is simulated.
 
-    step: the closest.
+    over: bytes by which each rank passes its cap in the cut that comes closest.
     """
-    over = [step.peak_bytes(rank) - device.memory_bytes for rank, device in enumerate(cluster.devices)]
     rank = max(range(len(over)), key=over.__getitem__)
+    cap = cluster.devices[rank].memory_bytes
     return InfeasibleError(
         f"no cut found keeps its caps when {schedule} is simulated: in the closest, rank {rank} holds "
-        f"{format_bytes(step.peak_bytes(rank))}, its device's cap is "
-        f"{format_bytes(cluster.devices[rank].memory_bytes)}",
+        f"{format_bytes(cap + over[rank])}, its device's cap is {format_bytes(cap)}",
         hint=", or ".join([f"give the devices {enough_bytes(over[rank])} more", *_smaller(largest)]),
     )
 

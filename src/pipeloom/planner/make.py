@@ -12,7 +12,6 @@ from ..ir.graph import OpGraph
 from ..ir.memory import Treatment
 from ..ir.plan import Plan
 from ..ir.profile import Profile
-from ..ir.timeline import Timeline
 from .found import Found
 from .infeasible import does_not_fit, explain_infeasible, needs, passes_caps, scaled
 from .polish import polished
@@ -105,8 +104,8 @@ def _refusal(
     """The error where no planner found anything. wanted: `explained` and `largest` of `make_plan`."""
     explained, largest = wanted
     if tried.found:
-        closest = min((found.timeline for found in tried.found), key=lambda s: _excess(s, request.cluster))
-        return passes_caps(closest, request.cluster, request.schedule, largest if explained else None)
+        closest = min(tried.found, key=lambda found: sum(found.over))
+        return passes_caps(closest.over, request.cluster, request.schedule, largest if explained else None)
     if tried.cuts:
         return does_not_fit(search, tried.cuts, strategy)
     if explained:
@@ -123,17 +122,21 @@ def _candidates(first: Found, known: Planner) -> Iterator[Found]:
     for treatments in _fewer(search.treatments):
         most = tuple(map(max, first.in_flight, search.in_flight))
         own = replace(search, treatments=treatments, in_flight=most)
-        found = first if treatments == search.treatments else _found(request, own, known)
+        next_one = _tighter(first) if treatments == search.treatments else own
         for _ in range(ROUNDS):
-            if found is None:
+            if (found := _found(request, next_one, known)) is None:
                 break
             yield found
-            tighter = found.tighter()
-            assert tighter is not None, "whoever asks for the next one has seen this one pass a cap"
-            found = _found(request, tighter, known)
+            next_one = _tighter(found)
         for share in LOWERED:
             if found := _found(request, scaled(own, share), known):
                 yield found
+
+
+def _tighter(found: Found) -> Search:
+    tighter = found.tighter()
+    assert tighter is not None, "whoever asks for the next one has seen this one pass a cap"
+    return tighter
 
 
 def _found(request: Request, search: Search, known: Planner) -> Found | None:
@@ -147,11 +150,6 @@ def _fewer(treatments: tuple[Treatment, ...]) -> list[tuple[Treatment, ...]]:
     """All of them, without offloading, and none."""
     without = tuple(t for t in treatments if t != "offload")
     return list(dict.fromkeys((treatments, without, ())))
-
-
-def _excess(step: Timeline, cluster: Cluster) -> int:
-    """Bytes by which all ranks together pass their caps."""
-    return sum(max(0, step.peak_bytes(rank) - d.memory_bytes) for rank, d in enumerate(cluster.devices))
 
 
 def _over(search: Search, cuts: tuple[int, ...]) -> bool:
