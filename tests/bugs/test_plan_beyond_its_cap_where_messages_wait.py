@@ -16,7 +16,7 @@ from pipeloom.planner import PlanOptions, make_plan
 
 
 @pytest.mark.parametrize("strategy", ["dawnpiper", "probe", "vpipe", "exact"])
-def test_stages_of_a_plan_keep_their_caps_whatever_the_times_are(strategy):
+def test_stages_of_a_plan_keep_their_caps_by_themselves_too(strategy):
     planned = 0
     for seed in range(5):
         draw = random.Random(seed)

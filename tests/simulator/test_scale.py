@@ -53,8 +53,11 @@ def odd_timeline() -> Timeline:
 
 @pytest.mark.slow
 def test_compiled_kernels_say_what_the_plain_ones_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("COMPILED_FROM", "LOADED_FROM"):
+        monkeypatch.setattr(kernels, name, 1 << 62)
     plain = odd_timeline()
-    monkeypatch.setattr(kernels, "COMPILED_FROM", 0)
+    for name in ("COMPILED_FROM", "LOADED_FROM"):
+        monkeypatch.setattr(kernels, name, 0)
     compiled = odd_timeline()
     assert compiled.events == plain.events
     assert compiled.peaks == plain.peaks

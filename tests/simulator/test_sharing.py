@@ -206,8 +206,11 @@ def test_compiled_kernels_say_what_the_plain_ones_do(monkeypatch: pytest.MonkeyP
     where = Cluster(
         devices=devices, within_node=slow, node_link=slow, switches={"s0": slow, "s1": slow}
     )  # fmt: skip
+    for name in ("COMPILED_FROM", "LOADED_FROM"):
+        monkeypatch.setattr(kernels, name, 1 << 62)
     plain = simulate(program, stages, costs, where)
-    monkeypatch.setattr(kernels, "COMPILED_FROM", 0)
+    for name in ("COMPILED_FROM", "LOADED_FROM"):
+        monkeypatch.setattr(kernels, name, 0)
     compiled = simulate(program, stages, costs, where)
     assert compiled.events == plain.events
     assert compiled.memory == plain.memory

@@ -132,7 +132,7 @@ def _watching() -> Iterator[Callable[[int], None]]:
         before = [0, 0]
 
         def watch(count: int) -> None:
-            # Searches of another size of micro-batches count from 1 again.
+            # A search for another request, as for another size of micro-batches, counts from 1 again.
             before[0] += before[1] if count < before[1] else 0
             before[1] = count
             progress.update(task, completed=before[0] + count)

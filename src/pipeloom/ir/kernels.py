@@ -74,7 +74,7 @@ class Kernel(Generic[P, R]):
         """Whether it does with arrays of that size."""
         if "compiled" in self.__dict__:
             return largest >= LOADED_FROM
-        if largest < (COMPILED_FROM if self._spent_s < LOADING_S else LOADED_FROM):
+        if largest < (COMPILED_FROM if self._spent_s < LOADING_S else min(LOADED_FROM, COMPILED_FROM)):
             return False
         return self.at_hand or largest >= MADE_FROM * COMPILED_FROM or self._spent_s > self._making_s
 

@@ -22,12 +22,16 @@ from .stagecosts import stage_costs, stage_plan
 
 
 class _Costed(NamedTuple):
-    """Stages with treatments, and their simulated step; by how many bytes each rank may pass its cap, in that
-    step or in one with other times, in which more messages wait to be taken."""
+    """Stages with treatments, and their simulated step.
+
+    estimates: bytes of each stage as the search took it.  over: by how many each rank passes its cap, in that
+    step or as its stage alone says, which does not depend on when messages are taken.
+    """
 
     policy: MemoryPolicy
     parts: tuple[StagePlan, ...]
     timeline: Timeline
+    estimates: Sequence[float]
     over: Sequence[int]
 
     @property
@@ -46,11 +50,10 @@ class Found:
         self.schedule = request.build(self.stages)
         self.in_flight = schedules.in_flight(self.schedule)
         found = [search.evaluate(i, j, s) for s, (i, j) in enumerate(pairwise(cuts))]
-        self._estimates = [e.peak_bytes for e in found]
         chosen = self._costed([self._stage(s, e) for s, e in enumerate(found)], found)
         if self._again(found) > set(chosen.policy.ahead):
             chosen = min(chosen, self._all_ahead(found), key=lambda costed: costed.key)
-        self.policy, self.parts, self.timeline, self.over = chosen
+        self.policy, self.parts, self.timeline, self._estimates, self.over = chosen
 
     def _again(self, found: Sequence[Evaluation]) -> set[int]:
         """The stages that recompute something."""
@@ -96,11 +99,11 @@ class Found:
             max(0, timeline.peak_bytes(rank) - caps[rank], part.memory.total - caps[rank])
             for rank, part in enumerate(parts)
         ]
-        return _Costed(policy, parts, timeline, over)
+        return _Costed(policy, parts, timeline, [e.peak_bytes for e in found], over)
 
     def tighter(self) -> Search | None:
-        """The search to repeat, if the schedule keeps more in flight or a cap may be passed: stages that do
-        so may then take by as much less than what the search has taken them to need."""
+        """The search to repeat, if the schedule keeps more in flight or a cap is passed: a stage that does so
+        may then take by as much less than what the search took it to need."""
         most = tuple(max(pair) for pair in zip(self.in_flight, self.search.in_flight, strict=True))
         if most == self.search.in_flight and not any(self.over):
             return None

@@ -70,14 +70,14 @@ def explain_infeasible(
 def passes_caps(
     over: Sequence[int], cluster: Cluster, schedule: str, largest: Callable[[], int | None] | None = None
 ) -> InfeasibleError:
-    """The error where stages fit by estimate, and no cut does once its schedule is simulated.
+    """The error where stages fit by the search's estimate, and no cut does once all its stages are known.
 
     over: bytes by which each rank passes its cap in the cut that comes closest.
     """
     rank = max(range(len(over)), key=over.__getitem__)
     cap = cluster.devices[rank].memory_bytes
     return InfeasibleError(
-        f"no cut found keeps its caps when {schedule} is simulated: in the closest, rank {rank} holds "
+        f"no cut found keeps its caps with {schedule}: in the closest, rank {rank} holds "
         f"{format_bytes(cap + over[rank])}, its device's cap is {format_bytes(cap)}",
         hint=", or ".join([f"give the devices {enough_bytes(over[rank])} more", *_smaller(largest)]),
     )

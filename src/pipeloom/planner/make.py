@@ -85,7 +85,7 @@ def _search_of(search: Search, request: Request, other: Planner) -> Search:
 
 
 def _kept(request: Request, search: Search, known: Planner, tried: _Tried) -> Found | None:
-    """The first cut of a planner that keeps its caps when it is simulated. tried: what it found, to fill."""
+    """The first cut of a planner that keeps its caps, its step simulated. tried: what it found, to fill."""
     tried.cuts = known.find(search)
     if not tried.cuts or (not known.keeps_caps and _over(search, tried.cuts)):
         return None
