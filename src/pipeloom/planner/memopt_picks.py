@@ -260,18 +260,18 @@ def least_peaks(stage, plan):  # type: ignore[no-untyped-def]
         if numbers[CHOICE, k] == OFFLOAD:
             figures[LEAST, k] = limits[PEAK] + (sums[OTHERS] - sums[OTHERS + 1]) * size
         elif numbers[CHOICE, k] == RECOMPUTE:
-            ahead_most = max(levels[EARLIER, start], own + size + sums[MESSAGE])
+            forward_most = max(levels[EARLIER, start], own + size + sums[MESSAGE])
             gone = max(marks[LAST_IN, s], made[s]) + 1
             if start < gone < end and (made[s] < 0 or last[s] < end):
-                ahead_most = max(ahead_most, levels[EARLIER, gone] + size)
-            back_most = own + size + sums[MESSAGE + 1]
+                forward_most = max(forward_most, levels[EARLIER, gone] + size)
+            backward_most = own + size + sums[MESSAGE + 1]
             if ahead > 0:
-                back_most = max(back_most, levels[EARLIER + 1, start])
+                backward_most = max(backward_most, levels[EARLIER + 1, start])
             elif made[s] >= start and marks[AT, made[s]] + 1 < end:
                 at = marks[AT, made[s]]
                 held = _longer_held(k, at, stage, plan)
-                back_most = max(back_most, levels[EARLIER + 1, at + 1] + size - held)
-            most = max(ahead_most + sums[EDGE], back_most + sums[EDGE + 1])
+                backward_most = max(backward_most, levels[EARLIER + 1, at + 1] + size - held)
+            most = max(forward_most + sums[EDGE], backward_most + sums[EDGE + 1])
             figures[LEAST, k] = others + sums[OTHERS] * size + most
 
 
