@@ -37,7 +37,7 @@ def refused(how: Planning, sample: Sample) -> InfeasibleError:
 def followed(how: Planning, advice: str) -> Planning:
     """The request as a piece of advice wants it."""
     devices = how.cluster.devices
-    if stages := re.fullmatch(r"use (\d+) stages", advice):
+    if stages := re.fullmatch(r"use (\d+) stages(?: on (\d+) devices)?", advice):
         count = int(stages[1])
         return replace(how, stages=count, cluster=replace(how.cluster, devices=devices[:1] * count))
     if way := re.search(r"--treat (\w+)", advice):
@@ -46,7 +46,8 @@ def followed(how: Planning, advice: str) -> Planning:
         return replace(how, strategy=other[1])
     sizes = dict(re.findall(r"(\S+(?: device)?) at least (\S+ \w+)", advice))
     assert sizes, advice
-    given = [parse_bytes(sizes.get("each device") or sizes[device.name]) for device in devices]
+    said = [sizes.get("each device") or sizes.get(device.name) for device in devices]
+    given = [parse_bytes(size or device.memory_bytes) for size, device in zip(said, devices, strict=True)]
     own = tuple(replace(d, memory_bytes=size) for d, size in zip(devices, given, strict=True))
     return replace(how, cluster=replace(how.cluster, devices=own))
 
@@ -85,8 +86,21 @@ def test_devices_that_differ_are_named(captured: Captured) -> None:
     how = planning("a100-40 with 200KiB + v100-32 with 300KiB")
     sample = passes.sample(zoo.job("gpt2"), SIZE, how.cluster, captured=captured)
     hint = str(refused(how, sample).hint).split(", or ")[0]
-    assert re.fullmatch(r"give a100-40-sxm at least \S+ \S+ and v100-32-sxm at least \S+ \S+", hint)
+    assert re.fullmatch(r"give each device at least \S+ \S+", hint)
     assert followed(how, hint).fits(sample)
+
+
+def test_only_devices_that_need_more_are_named(captured: Captured) -> None:
+    """The hint wanted 624 GiB of the larger device, as much more as the smaller one needs."""
+    how = planning("a100-40 + v100-32 with 1KiB")
+    sample = passes.sample(zoo.job("gpt2"), SIZE, how.cluster, captured=captured)
+    hint = str(refused(how, sample).hint).split(", or ")[0]
+    assert re.fullmatch(r"give v100-32-sxm at least \S+ \S+", hint)
+    enough = followed(how, hint)
+    assert enough.fits(sample)
+    large, small = enough.cluster.devices
+    tighter = replace(small, memory_bytes=int(small.memory_bytes / 1.05))
+    assert not replace(how, cluster=replace(how.cluster, devices=(large, tighter))).fits(sample)
 
 
 @pytest.mark.slow

@@ -1,4 +1,5 @@
 import json
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -119,7 +120,7 @@ def test_a_folder_that_is_not_there_is_said(two_ranks: Timeline, tmp_path: Path)
 def test_a_failed_write_leaves_the_old_page(two_ranks: Timeline, tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     path.write_text("old")
-    (tmp_path / "report.html.partial").mkdir()
+    (tmp_path / f"report.html.{os.getpid()}.partial").mkdir()
     with pytest.raises(ConfigError):
         write_report(path, title="x", predicted=two_ranks)
     assert path.read_text() == "old"

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from math import ceil
+from math import ceil, sqrt
 from typing import TYPE_CHECKING
 
 from ..ir.cluster import Cluster
@@ -20,8 +20,15 @@ from ..planner.registry import planner
 if TYPE_CHECKING:
     from .planning import Costs, Planning
 
-MARGINS = (1.0, 1.01, 1.03, 1.1, 1.25)
-"""What is tried of the caps that fit by estimate: a simulated schedule may hold more than that."""
+MARGINS = (1.0, 1.01, 1.03, 1.1, 1.25, 1.6, 2.0, 3.0, 4.0)
+"""What is tried of the caps that fit by estimate: a simulated schedule may hold more than that, and where
+stages share a device, each has an equal part of it, however unequal they are."""
+
+NEARLY = 1.25
+"""Of these, a larger one is too much: the least between it and the one before is sought."""
+
+CLOSELY = 1.02
+"""Up to this ratio the least memory is sought between one that does and one that does not."""
 
 MORE_STAGES = (1, 2, 3, 4, 6)
 """Stages beyond those asked for that are tried where no search says how many."""
@@ -88,35 +95,88 @@ def _memory(attempts: Attempts, error: InfeasibleError) -> Iterator[str]:
         least = [max(pair) for pair in zip(caps, peaks, strict=False)]
         if len(set(caps)) == 1:
             least = [max(least, default=0)] * len(least)
-    for margin in MARGINS if least else ():
-        wanted = _given(planning.cluster, planning.stages, [ceil(size * margin) for size in least])
-        if attempts.holds(replace(planning, cluster=wanted)):
-            yield _said(wanted, planning.stages)
-            return
+    wanted = _enough(attempts, least) if least else None
+    if wanted is not None:
+        yield _said(wanted, planning.cluster, planning.stages)
+
+
+def _enough(attempts: Attempts, least: Sequence[float]) -> Cluster | None:
+    """The cluster with as much memory as it takes; None if that was not found out.
+
+    least: of each device what fits by estimate. Unequal devices get as much as that asks for only where it
+    does not do to leave none of them with less than some size.
+    """
+    planning = attempts.planning
+    caps = [device.memory_bytes for device in planning.cluster.devices[: planning.stages]]
+
+    def scaled(margin: float) -> Cluster:
+        return _given(planning.cluster, planning.stages, [ceil(size * margin) for size in least])
+
+    def filled(size: float) -> Cluster:
+        return _given(planning.cluster, planning.stages, [ceil(size)])
+
+    def holds(cluster: Cluster) -> bool:
+        return attempts.holds(replace(planning, cluster=cluster))
+
+    margin = next((margin for margin in MARGINS if holds(scaled(margin))), None)
+    if margin is None:
+        return None
+    before = max((smaller for smaller in MARGINS if smaller < margin), default=margin)
+    wanted = scaled(_least(lambda share: holds(scaled(share)), before, margin) if margin > NEARLY else margin)
+    if len(set(caps)) == 1:
+        return wanted
+    most = max(device.memory_bytes for device in wanted.devices[: planning.stages])
+    level = filled(_least(lambda size: holds(filled(size)), min(caps), most))
+    return level if holds(level) else wanted
+
+
+def _least(does: Callable[[float], bool], low: float, high: float) -> float:
+    """The smallest number that does, nearly, between one that does not and one that does.
+
+    >>> 700 <= _least(lambda number: number >= 700, 1, 1e9) < 720
+    True
+    """
+    while high > low * CLOSELY:
+        middle = sqrt(low * high)
+        low, high = (low, middle) if does(middle) else (middle, high)
+    return high
 
 
 def _given(cluster: Cluster, stages: int, sizes: list[int]) -> Cluster:
-    """The cluster with these sizes, of the first devices, as they would be typed; one size: for all."""
+    """The cluster with at least these sizes, of the first devices, as they would be typed; one size: for
+    all."""
     sizes = [parse_bytes(enough_bytes(size)) for size in sizes]
     each = sizes * stages if len(sizes) == 1 else sizes
-    own = tuple(replace(d, memory_bytes=m) for d, m in zip(cluster.devices, each, strict=False))
+    own = tuple(
+        replace(device, memory_bytes=max(device.memory_bytes, size))
+        for device, size in zip(cluster.devices, each, strict=False)
+    )
     return replace(cluster, devices=own + cluster.devices[len(own) :])
 
 
-def _said(cluster: Cluster, stages: int) -> str:
-    """
+def _said(wanted: Cluster, cluster: Cluster, stages: int) -> str:
+    """What the devices of a cluster need to be as wanted. Those that are is not said.
+
     >>> from pipeloom.planner import find_cluster
-    >>> _said(find_cluster("2 x a100-40 with 3GiB"), 2)
-    'give each device at least 3.00 GiB'
-    >>> _said(find_cluster("a100-40 with 3GiB + 2 x v100-32 with 2GiB"), 3)
-    'give a100-40-sxm at least 3.00 GiB and v100-32-sxm at least 2.00 GiB'
+    >>> two, three = find_cluster("2 x a100-40"), find_cluster("a100-40 with 3GiB + 2 x v100-32 with 1GiB")
+    >>> _said(_given(two, 2, [50 << 30]), two, 2)
+    'give each device at least 50.0 GiB'
+    >>> _said(_given(three, 3, [4 << 30, 2 << 30, 2 << 30]), three, 3)
+    'give a100-40-sxm at least 4.00 GiB and v100-32-sxm at least 2.00 GiB'
+    >>> _said(_given(three, 3, [3 << 30, 2 << 30, 2 << 30]), three, 3)
+    'give v100-32-sxm at least 2.00 GiB'
     """
-    own = cluster.devices[:stages]
-    sizes = list(dict.fromkeys((device.name, enough_bytes(device.memory_bytes)) for device in own))
-    if len({size for _, size in sizes}) == 1:
+    more = {
+        rank: (device.name, enough_bytes(device.memory_bytes))
+        for rank, (device, own) in enumerate(zip(wanted.devices[:stages], cluster.devices, strict=False))
+        if device.memory_bytes > own.memory_bytes
+    }  # fmt: skip
+    sizes = list(dict.fromkeys(more.values()))
+    if len(more) == stages and len({size for _, size in sizes}) == 1:
         return f"give each device at least {sizes[0][1]}"
-    if len({name for name, _ in sizes}) < len(sizes):  # devices of one name differ
-        sizes = [(f"device {n}", enough_bytes(device.memory_bytes)) for n, device in enumerate(own)]
+    others = {device.name for rank, device in enumerate(cluster.devices[:stages]) if rank not in more}
+    if len({name for name, _ in sizes}) < len(sizes) or others & {name for name, _ in sizes}:
+        sizes = [(f"device {rank}", size) for rank, (_, size) in more.items()]  # of one name, and different
     return "give " + " and ".join(f"{name} at least {size}" for name, size in sizes)
 
 
@@ -132,7 +192,8 @@ def _stages(attempts: Attempts, error: InfeasibleError) -> Iterator[str]:
         devices = planning.cluster.devices + (first,) * max(0, stages - len(planning.cluster.devices))
         wider = replace(planning, stages=stages, cluster=replace(planning.cluster, devices=devices))
         if attempts.holds(wider):
-            yield f"use {stages} stages"
+            there = stages <= len(planning.cluster.devices)
+            yield f"use {stages} stages" if there else f"use {stages} stages on {stages} devices"
             return
 
 

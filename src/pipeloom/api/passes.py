@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from ..ir.cluster import Cluster, Device
-from ..ir.errors import ConfigError, PlanError
+from ..ir.errors import CaptureError, ConfigError, PlanError
 from ..ir.graph import OpGraph
 from ..ir.memory import Treatment, WeightPolicy
 from ..ir.plan import Plan
@@ -25,8 +26,6 @@ from .placing import simulate_plan
 from .planning import Planning, largest_below, largest_plan
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from torch import Tensor, dtype
 
     from ..tracer.captured import Captured
@@ -83,10 +82,11 @@ def _rates(device: Device) -> tuple[object, ...]:
 
 def plan(
     job: Job, *, stages: int, microbatches: int = 8, microbatch_size: int, schedule: str = "1f1b",
-    split_backward: bool = False, memory: str | int | None = None, cluster: Cluster | str | None = None,
-    strategy: str = "exact", captured: Captured | None = None, profiled: Profile | None = None,
+    split_backward: bool = False, memory: str | int | None = None,
+    cluster: Cluster | str | Path | None = None, strategy: str = "exact",
+    captured: Captured | None = None, profiled: Profile | None = None,
     treatments: Sequence[Treatment] | None = None, weights: WeightPolicy | None = None,
-    global_batch: int | None = None, offload_dir: Path | None = None,
+    global_batch: int | None = None, offload_dir: Path | str | None = None,
 ) -> Plan:  # fmt: skip
     """The plan for a job on this machine, or on a cluster described by figures.
 
@@ -102,8 +102,8 @@ def plan(
 
     Raises: CaptureError, PlanError; InfeasibleError if nothing fits under the caps, with what would.
     """
-    if isinstance(cluster, str):
-        cluster = find_cluster(cluster)
+    if cluster is not None and not isinstance(cluster, Cluster):
+        cluster = find_cluster(str(cluster))
     how = planning(
         job, stages=stages, microbatches=microbatches, schedule=schedule, split_backward=split_backward,
         memory=memory, cluster=cluster, strategy=strategy, treatments=treatments, weights=weights,
@@ -126,14 +126,31 @@ def plan_one(
     quick = time.monotonic() - begin < QUICK_S and captured is None and profiled is None
 
     def largest() -> int | None:
-        return largest_below(how, first, lambda other: sample(job, other, cluster)) if quick else None
+        if not quick:
+            return None
+        return largest_below(how, first, lambda other: _other_sample(how, job, other, cluster))
 
     return how.plan(first.graph, first.profiles, size, largest=largest), first
 
 
 def plan_largest(how: Planning, job: Job, start: int, cluster: Cluster | None) -> tuple[Plan, Sample]:
     """The plan with the largest micro-batches that fit, sought around `start` rows; see `largest_plan`."""
-    return largest_plan(how, start, lambda size: _sample_for(how, job, size, cluster))
+    return largest_plan(how, start, lambda size: _other_sample(how, job, size, cluster))
+
+
+def _other_sample(how: Planning, job: Job, size: int, cluster: Cluster | None) -> Sample:
+    """The `sample` of a size that the user did not ask for. Raises: CaptureError also where the job has no
+    batch of that size, whatever it says then."""
+    from ..tracer.sample import sample_batch
+
+    try:
+        sample_batch(job, 0, size)
+    except Exception as error:  # the user's code, which was not asked to be good for this size
+        raise CaptureError(
+            f"Job.batch of {job.name} failed for {size} rows: {type(error).__name__}: {error}",
+            hint="name another size to begin with, or let it make batches of any size",
+        ) from error
+    return _sample_for(how, job, size, cluster)
 
 
 def _sample_for(
@@ -161,7 +178,7 @@ def planning(
     job: Job, *, stages: int, microbatches: int = 8, schedule: str = "1f1b", split_backward: bool = False,
     memory: str | int | None = None, cluster: Cluster | None = None, strategy: str = "exact",
     treatments: Sequence[Treatment] | None = None, weights: WeightPolicy | None = None,
-    global_batch: int | None = None, offload_dir: Path | None = None,
+    global_batch: int | None = None, offload_dir: Path | str | None = None,
     watch: Callable[[int], None] | None = None,
 ) -> Planning:  # fmt: skip
     """How `plan` plans; see there. watch: told how many stages were weighed so far."""
@@ -182,7 +199,7 @@ def planning(
         size = parse_bytes(memory)
         cluster = replace(cluster, devices=tuple(replace(d, memory_bytes=size) for d in cluster.devices))
     if offload_dir is not None:
-        cluster, _ = with_files(cluster, offload_dir)
+        cluster, _ = with_files(cluster, Path(offload_dir))
         if treatments is None and planner(strategy).optimises != "never":
             treatments = ("recompute", "offload")
     options = PlanOptions(

@@ -93,6 +93,7 @@ def plan_placed(
     own = schedules.entry(schedule).weights
     refuse_other_weights(schedule, options.weights or own)
     stages = stages_for(schedule, ranks)
+    _refuse_too_many(stages, graph, schedule, ranks)
     try:
         apart = make_plan(
             graph, costs, _one_device_each(cluster, schedule, ranks), stages=stages, schedule="1f1b",
@@ -121,6 +122,17 @@ def plan_placed(
             )
     peaks = tuple(step.peak_bytes(rank) for rank in range(ranks))
     return replace(found, caps=caps, peaks=peaks, predicted_step_s=step.step_s, notes={})
+
+
+def _refuse_too_many(stages: int, graph: OpGraph, schedule: str, ranks: int) -> None:
+    """Raises: PlanError if the model has fewer ops than the schedule wants stages."""
+    ops = sum(not op.cheap for op in graph.ops)
+    if stages > ops:
+        fewer = next((n for n in range(ranks - 1, 0, -1) if stages_for(schedule, n) <= ops), None)
+        raise PlanError(
+            f"{schedule} on {ranks} ranks is for {stages} stages, the model has {ops} ops",
+            hint=f"use at most {fewer} ranks (--stages {fewer})" if fewer else "use another schedule",
+        )
 
 
 def costs_of(plan: Plan, graph: OpGraph, costs: Costs, cluster: Cluster) -> tuple[StageCost, ...]:

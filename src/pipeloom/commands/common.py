@@ -71,6 +71,8 @@ class NewFile(click.Path):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         super().convert(value, param, ctx)
         path = Path(value)
+        if not path.name:
+            raise ConfigError(f"cannot write {str(value)!r}: it names no file", hint="name a file")
         folder = path.parent
         if not folder.is_dir():
             raise ConfigError(f"cannot write {path}: there is no folder {folder}", hint="make it first")

@@ -102,9 +102,9 @@ def _plan(
             found, sample = passes.plan_largest(how, job, microbatch_size, described)
         else:
             found, sample = passes.plan_one(how, job, microbatch_size, described, profiled=profiled)
+        if output is not None:
+            found.save(output)
         changes = how.changes(found, sample) if what_if else []
-    if output is not None:
-        found.save(output)
     rows = explain(found, sample.graph)
     if as_json:
         keys = (

@@ -11,6 +11,11 @@ from .errors import ConfigError
 GiB = 1024**3
 MiB = 1024**2
 
+MOST_BYTES = 1 << 63
+MOST_DEVICES = 100_000
+LARGEST = 1e30
+"""Memory, devices and other figures beyond these are refused."""
+
 OP_CLASSES = ("matmul", "attention", "convolution", "normalisation", "elementwise", "default")
 """Classes of ops that differ in the share of the peak rate or bandwidth that they achieve."""
 
@@ -101,11 +106,17 @@ class Device:
                     f"device {self.name} achieves a share of {share} of its peak in {name}",
                     hint="write a share above 0, at most 1 as a rule",
                 )
-        if not 0 < self.memory_bytes < float("inf"):
+        if not 0 < self.memory_bytes <= MOST_BYTES:
             raise ConfigError(
                 f"device {self.name} has {self.memory_bytes} bytes of memory",
-                hint="give each device a positive memory size",
+                hint="give each device a positive memory size, at most 8 EiB",
             )
+        for dtype, rate in self.flops_per_s.items():
+            if rate == 0:
+                raise ConfigError(
+                    f"device {self.name} has flops_per_s[{dtype}] = 0",
+                    hint="give a rate above 0; leave out what it cannot compute in",
+                )
         for name, amount in self._amounts():
             if not _amount(amount):
                 raise ConfigError(
@@ -152,6 +163,10 @@ class Cluster:
     def __post_init__(self) -> None:
         if not self.devices:
             raise ConfigError("the cluster has no device", hint="add at least one")
+        if len(self.devices) > MOST_DEVICES:
+            raise ConfigError(
+                f"the cluster has {len(self.devices)} devices", hint=f"describe at most {MOST_DEVICES}"
+            )
         _known("group", (device.group for device in self.devices), self.groups)
         _known("switch", (device.switch for device in self.devices), self.switches)
         node: dict[str, int] = {}
@@ -173,8 +188,8 @@ class Cluster:
 
 
 def _amount(value: float) -> bool:
-    """Whether it is finite and not negative; NaN is neither."""
-    return 0 <= value < float("inf")
+    """Whether it is finite, not negative and no slip of the pen; NaN is none of these."""
+    return 0 <= value < LARGEST
 
 
 def _known(what: str, names: Iterable[str | None], links: Mapping[str, Link]) -> None:

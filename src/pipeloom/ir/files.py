@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,16 +24,18 @@ def writing(path: Path) -> Iterator[None]:
 def write_whole(path: Path, text: str) -> None:
     """Write text so that the file has all of it, or stays as it was.
 
-    What is no plain file (/dev/stdout, a named pipe) is written to as it is: it cannot be replaced.
+    What is no plain file (/dev/stdout, a named pipe) is written to as it is: it cannot be replaced. A link
+    stays one.
     Raises: ConfigError if the disk refuses; nothing stays behind then.
     """
-    partial = path.with_name(path.name + ".partial")
     with writing(path):
         if path.exists() and not path.is_file():
             path.write_text(text, encoding="utf-8")
             return
+        target = path.resolve()
+        partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
         try:
             partial.write_text(text, encoding="utf-8")
-            partial.replace(path)
+            partial.replace(target)
         finally:
             partial.unlink(missing_ok=True)

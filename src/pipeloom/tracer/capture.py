@@ -46,7 +46,7 @@ def capture(
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     made = like.blueprint if like is not None else blueprint(job.model, fake)
-    example = dict(batch) if batch is not None else sample_batch(job, 0, microbatch_size)
+    example = batch if batch is not None else sample_batch(job, 0, microbatch_size)
     _check_batch(example)
     _check_trainable(made.model, job)
     example = {key: tensor.clone() for key, tensor in example.items()}  # export merges equal tensors
@@ -100,6 +100,11 @@ def _check_trainable(model: nn.Module, job: Job) -> None:
 
 
 def _check_batch(batch: Mapping[str, Tensor]) -> None:
+    if not isinstance(batch, Mapping):
+        raise CaptureError(
+            f"Job.batch returned a {type(batch).__name__}, not a dictionary",
+            hint="let it return the arguments of the model's forward by name, as {'x': x, 'y': y}",
+        )
     for key, value in batch.items():
         if not isinstance(value, Tensor):
             raise CaptureError(

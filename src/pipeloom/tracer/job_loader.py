@@ -71,6 +71,9 @@ def _from_file(path: Path) -> ModuleType:
 
 
 def _from_name(name: str) -> ModuleType:
+    if not all(part.isidentifier() for part in name.split(".")):
+        near = f"did you mean {name}.py?" if Path(f"{name}.py").is_file() else _HINT
+        raise ConfigError(f"{name!r} is no name of a module", hint=near)
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))
     try:

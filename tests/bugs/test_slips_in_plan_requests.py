@@ -1,0 +1,95 @@
+"""Requests for plans that ended in a traceback, in the wrong number, or without the plan that was made."""
+
+from pathlib import Path
+
+import pytest
+import zoo
+from click.testing import CliRunner
+
+from pipeloom import Job, plan
+from pipeloom.cli import main
+from pipeloom.ir.cluster import Cluster, Device, Link
+from pipeloom.ir.errors import CaptureError, ConfigError, PlanError
+from pipeloom.planner import find_cluster
+
+
+def test_more_stages_per_rank_than_ops_are_said_in_ranks() -> None:
+    """"80 stages: use at most 19 stages", where 9 ranks with two stages each would do."""
+    how = {"microbatch_size": 2, "cluster": find_cluster("40 x cpu"), "schedule": "zb_v"}
+    with pytest.raises(PlanError, match="zb_v on 40 ranks is for 80 stages, the model has") as caught:
+        plan(zoo.job("skips"), stages=40, **how)
+    ranks = int(str(caught.value.hint).split("--stages ")[1].rstrip(")"))
+    assert plan(zoo.job("skips"), stages=ranks, **how).placement[0] == 0
+
+
+def test_a_batch_that_is_no_dictionary() -> None:
+    job = zoo.job("skips")
+    bare = Job(model=job.model, batch=lambda seed, rows: next(iter(job.batch(seed, rows).values())))  # type: ignore[return-value]
+    with pytest.raises(CaptureError, match="Job.batch returned a Tensor, not a dictionary"):
+        plan(bare, stages=2, microbatch_size=2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["plan", "-o", ""], "names no file"),
+        (["cluster", "show", "2 x a100-40", "-o", ""], "names no file"),
+        (["plan", "./mine:job"], "'./mine' is no name of a module"),
+        (["cluster", "show", "1000000 x a100-40"], "1000000 devices"),
+    ],
+)
+def test_said_in_a_sentence(arguments: list[str], said: str) -> None:
+    done = CliRunner().invoke(main, arguments)
+    assert done.exit_code == 2
+    assert said in done.output
+
+
+def test_a_path_of_a_file_is_suggested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").touch()
+    done = CliRunner().invoke(main, ["plan", "./mine:job"])
+    assert "did you mean ./mine.py?" in done.output
+
+
+def test_a_device_that_computes_at_no_rate_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"flops_per_s\[float32\] = 0"):
+        Device(name="card", memory_bytes=1, flops_per_s={"float32": 0.0})
+
+
+def test_a_latency_beyond_all_measure_is_refused() -> None:
+    with pytest.raises(ConfigError, match="latency 1e\\+308"):
+        Cluster(
+            devices=(Device(name="card", memory_bytes=1),),
+            within_node=Link(bandwidth_bytes_per_s=1.0, latency_s=1e308),
+        )
+
+
+def test_clusters_and_folders_are_taken_as_text_and_as_paths(tmp_path: Path) -> None:
+    file = tmp_path / "two.toml"
+    assert CliRunner().invoke(main, ["cluster", "show", "2 x a100-40", "-o", str(file)]).exit_code == 0
+    job = zoo.job("skips")
+    assert plan(job, stages=2, microbatch_size=2, cluster=file).stages
+    assert plan(job, stages=2, microbatch_size=2, memory="1GiB", offload_dir=str(tmp_path)).stages
+
+
+def test_a_plan_is_there_before_what_if_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while a bit more memory was tried lost the plan."""
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pipeloom.api.planning.what_if", interrupted)
+    file = tmp_path / "plan.json"
+    done = CliRunner().invoke(main, ["plan", "--cluster", "2 x a100-40", "-o", str(file)])
+    assert done.exit_code == 130
+    assert file.exists()
+
+
+def test_writing_leaves_links_and_other_files_alone(tmp_path: Path) -> None:
+    real, link, other = tmp_path / "real.toml", tmp_path / "link.toml", tmp_path / "link.toml.partial"
+    real.touch()
+    link.symlink_to(real)
+    other.write_text("mine")
+    assert CliRunner().invoke(main, ["cluster", "show", "2 x a100-40", "-o", str(link)]).exit_code == 0
+    assert link.is_symlink() and "a100" in real.read_text()
+    assert other.read_text() == "mine"
