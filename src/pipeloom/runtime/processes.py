@@ -190,9 +190,13 @@ class Processes:
         prefix = f"[rank {rank}] " if rank else ""
 
         def forward() -> None:
-            for line in stream:
-                with self._printing:
-                    _write(out, f"{prefix}{line.decode(errors='replace')}")
+            try:
+                for line in stream:
+                    with self._printing:
+                        _write(out, f"{prefix}{line.decode(_encoding(out), _ESCAPED)}")
+            finally:  # a pipe that nobody reads would fill and hold up the rank
+                for _ in stream:
+                    pass
 
         printer = threading.Thread(target=forward, name=f"pipeloom-print-{rank}", daemon=True)
         printer.start()
@@ -206,10 +210,19 @@ class Processes:
                 pass
 
 
+_ESCAPED = "backslashreplace"
+"""How Python's own standard error shows what it cannot."""
+
+
+def _encoding(out: TextIO) -> str:
+    """What a stream is written in, and so, as ranks inherit our environment, what they write in."""
+    return getattr(out, "encoding", None) or "utf-8"  # StringIO says None
+
+
 def _write(out: TextIO, text: str) -> None:
     """Print at once. Where nobody reads any more (`| head -1`) or the disk is full, ranks go on unheard."""
     try:
-        out.write(text)
+        out.write(text.encode(_encoding(out), _ESCAPED).decode(_encoding(out)))
         out.flush()
     except OSError:
         with open(os.devnull, "wb") as nowhere:
