@@ -19,17 +19,6 @@ from ..runtime.failure import Watch
 from ..runtime.worker import Worker
 
 
-@contextmanager
-def telling_others(watch: Watch) -> Iterator[None]:
-    """An error inside tells the other ranks before it goes on."""
-    watch.check()
-    try:
-        yield
-    except Exception as error:
-        watch.fail(error)
-        raise
-
-
 class Calls:
     """Wraps all that a pipeline does with its worker, one call after the other."""
 

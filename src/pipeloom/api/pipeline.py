@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -40,7 +41,7 @@ from ..tracer.captured import Captured
 from ..tracer.job import Job
 from ..tracer.random import microbatch_seed
 from ..tracer.sample import sample_batch
-from .calls import Calls, telling_others
+from .calls import Calls
 from .evaluating import Evaluating
 from .forecast import Forecast, Rehearsals
 from .options import Options, StepReport
@@ -93,8 +94,11 @@ class Pipeline:
         self.rank, self.ranks = self.watch.rank, self.watch.ranks
         self.tier: Tier | None = None
         self.watch.__enter__()
-        with telling_others(self.watch):
+        with ExitStack() as ended:  # where it cannot be built: the others are told, and no thread stays
+            ended.push(self)
+            self.watch.check()
             self._build(job, plan)
+            ended.pop_all()
         self.calls = Calls(self.watch, self.worker)
 
     def _build(self, job: Job, plan: Plan) -> None:
@@ -130,7 +134,6 @@ class Pipeline:
         self.expected = self._forecast().untimed()
         optimizer = self.weights.optimizer
         self.scheduler = options.scheduler(optimizer) if options.scheduler and optimizer else None
-        # Last of what can fail, so that its file and threads end with the pipeline.
         self.tier = own_tier(plan, self.own_stages, self.device, options.offload_dir, self.rank)
         self.worker = Worker(
             rank=self.rank, program=self.parts.train, weights=self.weights, channel=self.channel,
