@@ -26,6 +26,7 @@ from torch import Tensor
 from ..ir.errors import ConfigError, OffloadError
 from ..ir.units import format_bytes
 from ..tracer.stage import Tensors
+from .places import Places
 from .tiers import Layout, Trip, bytes_of
 
 PAGE = 4096
@@ -74,8 +75,7 @@ class FileTier:
             raise ConfigError(
                 f"rank {rank} cannot offload to {directory}: {error.strerror or error}", hint=_ELSEWHERE
             ) from None
-        self._end = 0
-        self._free: dict[int, list[int]] = {}
+        self._places = Places(self._reserve)
         self._closed = False
         self._lock = threading.Lock()
         self._out: SimpleQueue[FileTrip | None] = SimpleQueue()
@@ -136,17 +136,16 @@ class FileTier:
         self._file.close()
 
     def _take(self, size: int, action: str) -> int:
-        """A place in the file: one that was used before, or a new one at its end."""
-        if self._free.get(size):
-            return self._free[size].pop()
-        place = self._end
+        """A place in the file."""
         try:
-            if size and hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(self._file.fileno(), place, size)
+            with self._lock:
+                return self._places.take(size)
         except OSError as error:
             raise self._failed(action, f"write {format_bytes(size)}", error) from None
-        self._end += size
-        return place
+
+    def _reserve(self, end: int, size: int) -> None:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(self._file.fileno(), end, size)
 
     def _serve(self, queue: SimpleQueue[FileTrip | None], work: Callable[[FileTrip], None]) -> None:
         while (trip := queue.get()) is not None:
@@ -188,7 +187,8 @@ class FileTier:
         self._forget_pages(trip)
         trip.returned = (begin, time.perf_counter())
         self._hold(-trip.bytes)
-        self._free.setdefault(_room(trip), []).append(trip.place)
+        with self._lock:
+            self._places.give_back(trip.place, _room(trip))
         trip.back.set()
 
     def _hold(self, change: int) -> None:
