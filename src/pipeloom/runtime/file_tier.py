@@ -46,7 +46,7 @@ class FileTrip(Trip):
     raw: list[Tensor] = field(default_factory=list)
     away: threading.Event = field(default_factory=threading.Event)
     back: threading.Event = field(default_factory=threading.Event)
-    error: Exception | None = None
+    error: BaseException | None = None
     asked: bool = False
     unwanted: bool = False
 
@@ -152,9 +152,8 @@ class FileTier:
             if self._closed:
                 trip.error = OffloadError(f"{trip.action} was given up", hint="the run had ended")
             try:
-                if trip.error is None:
-                    work(trip)
-            except (OSError, RuntimeError, MemoryError, OffloadError) as error:
+                work(trip)
+            except BaseException as error:  # whatever it is: who waits for the copy is to raise it
                 trip.error = error
             if trip.error is not None:
                 trip.raw.clear()
@@ -163,6 +162,8 @@ class FileTier:
             del trip  # or the queue's wait for the next one would keep its tensors
 
     def _write(self, trip: FileTrip) -> None:
+        if trip.error is not None:
+            return
         begin = time.perf_counter()
         for (_, place), raw in zip(trip.spans(), trip.raw, strict=True):
             _copy(os.pwrite, self._file.fileno(), raw, place)
@@ -171,11 +172,20 @@ class FileTier:
         trip.left = (begin, time.perf_counter())
 
     def _read(self, trip: FileTrip) -> None:
+        """Read what is wanted, and give its place back however that ends."""
         trip.away.wait()
-        if trip.error is not None:
-            return
+        try:
+            if trip.error is None and not trip.unwanted:
+                self._fetch(trip)
+        finally:
+            self._hold(-trip.bytes)
+            with self._lock:
+                self._places.give_back(trip.place, _room(trip))
+        trip.back.set()
+
+    def _fetch(self, trip: FileTrip) -> None:
         begin = time.perf_counter()
-        for layout, place in () if trip.unwanted else trip.spans():
+        for layout, place in trip.spans():
             trip.raw.append(torch.empty(layout.bytes, dtype=torch.uint8))
             done = _copy(_read_into, self._file.fileno(), trip.raw[-1], place)
             if done < layout.bytes:
@@ -186,10 +196,6 @@ class FileTier:
                 )
         self._forget_pages(trip)
         trip.returned = (begin, time.perf_counter())
-        self._hold(-trip.bytes)
-        with self._lock:
-            self._places.give_back(trip.place, _room(trip))
-        trip.back.set()
 
     def _hold(self, change: int) -> None:
         """Both the caller's thread and the one that reads change it."""

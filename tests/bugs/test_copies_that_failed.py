@@ -1,0 +1,98 @@
+"""A copy that failed kept its place in the file and its bytes in the count for good; one that failed in a way
+that nobody had thought of ended its thread, and whoever waited for a copy waited for ever."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import runs
+import torch
+import zoo
+
+from pipeloom import Options, Pipeline
+from pipeloom.ir.errors import OffloadError
+from pipeloom.ir.memory import MemoryPolicy
+from pipeloom.ir.stages import cut
+from pipeloom.runtime.file_tier import PAGE, FileTier, FileTrip
+from pipeloom.tracer.functions import stage_residuals
+from pipeloom.tracer.split import Slot
+
+SLOT = Slot("made", "a")
+EIO = OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+@pytest.fixture
+def tier(tmp_path: Path) -> Iterator[FileTier]:
+    made = FileTier(tmp_path, 0)
+    yield made
+    made.close()
+
+
+def never() -> None:
+    return None
+
+
+def leave(tier: FileTier) -> FileTrip:
+    return tier.leave("0OFFLOAD0", {SLOT: torch.zeros(PAGE // 4)})
+
+
+def there_and_back(tier: FileTier) -> None:
+    trip = leave(tier)
+    tier.come_back(trip)
+    tier.arrived(trip, never)
+
+
+def failing(error: BaseException) -> Callable[..., Any]:
+    def fail(*_: object, **__: object) -> Any:
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize(("call", "asked"), [("pwrite", False), ("pwrite", True), ("preadv", True)])
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [(EIO, OffloadError), (MemoryError(), OffloadError), (TypeError("nobody thought of it"), TypeError)],
+)
+def test_it_is_said_and_its_place_and_bytes_are_given_back(
+    tier: FileTier, monkeypatch: pytest.MonkeyPatch, call: str, asked: bool, error: Exception,
+    kind: type[Exception],
+) -> None:  # fmt: skip
+    with monkeypatch.context() as broken:
+        broken.setattr(os, call, failing(error))
+        trip = leave(tier)
+        if asked:
+            tier.come_back(trip)
+        with pytest.raises(kind):
+            (tier.arrived if asked else tier.finish_leaving)(trip, never)
+    tier.give_up(trip)
+    there_and_back(tier)  # copies back follow each other, so the place is given back now
+    assert tier.held_bytes == 0
+    assert {leave(tier).place, leave(tier).place} == {0, PAGE}
+    assert os.fstat(tier._file.fileno()).st_size == 2 * PAGE
+
+
+def test_steps_after_one_that_failed_hold_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = zoo.job("skips")
+    captured = runs.capture_of(job, 2)
+    plan = runs.even_plan(job, 1, microbatches=4, schedule="gpipe")
+    residuals = stage_residuals(captured, cut(captured.graph, runs.even(captured.graph, 1)), 0)
+    plan = replace(plan, memory=MemoryPolicy(stages=(dict.fromkeys(residuals, "offload"),)))
+    with Pipeline(job, plan, options=Options(offload_dir=tmp_path)) as pipeline:
+        tier = pipeline.tier
+        assert isinstance(tier, FileTier)
+        pipeline.step(job.batch(0, 8))
+        for call in ("pwrite", "preadv"):
+            with monkeypatch.context() as broken:
+                broken.setattr(os, call, failing(EIO))
+                with pytest.raises(OffloadError, match="Input/output error"):
+                    pipeline.step(job.batch(1, 8))
+            pipeline.step(job.batch(2, 8))
+            assert tier.held_bytes == pipeline.ledger.host == 0
+        assert tier._places._free == [(tier._places.end, 0)]
