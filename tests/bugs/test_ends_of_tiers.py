@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -77,6 +79,42 @@ def test_a_tier_that_cannot_be_closed_leaves_the_other_ranks_told(
     with pytest.raises(OSError, match="the disk is gone"), pipeline:
         raise ValueError("the user's own mistake")
     assert len(left) == 1 and isinstance(left[0], ValueError)
+
+
+class LateError:
+    """A file whose last write fails when it is closed, as network disks say it."""
+
+    def __init__(self, tier: FileTier) -> None:
+        self._file, tier._file = tier._file, self  # type: ignore[assignment]
+
+    def fileno(self) -> int:
+        return self._file.fileno()
+
+    def close(self) -> None:
+        self._file.close()
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+@pytest.mark.parametrize("mistake", [False, True])
+def test_a_file_that_cannot_be_closed_neither_ends_a_good_run_nor_hides_an_error(
+    tmp_path: Path, mistake: bool
+) -> None:
+    """The OSError was raised in place of the user's own."""
+    error = pytest.raises(ValueError, match="the user's own mistake") if mistake else nullcontext()
+    with pytest.warns(UserWarning, match="rank 0: .* did not close .*: Input.output error; nothing"):
+        with error, Pipeline(JOB, offloading(), options=Options(offload_dir=tmp_path)) as pipeline:
+            assert isinstance(pipeline.tier, FileTier)
+            LateError(pipeline.tier)
+            pipeline.step(JOB.batch(0, 4))
+            if mistake:
+                raise ValueError("the user's own mistake")
+
+
+def test_the_directory_may_be_a_text(tmp_path: Path) -> None:
+    """It was refused with an AttributeError."""
+    with Pipeline(JOB, offloading(), options=Options(offload_dir=str(tmp_path / "away"))) as pipeline:
+        pipeline.step(JOB.batch(0, 4))
+    assert (tmp_path / "away").is_dir()
 
 
 def test_a_broken_device_is_not_said_twice(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ class Options:
     accumulate: int = 1
     timeout_s: float = 300.0
     keep_gradients: bool = False
-    offload_dir: Path | None = None
+    offload_dir: Path | str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from ..runtime.tiers import Tier
 
 
 def own_tier(
-    plan: Plan, own_stages: Sequence[int], device: torch.device, directory: Path | None, rank: int
+    plan: Plan, own_stages: Sequence[int], device: torch.device, directory: Path | str | None, rank: int
 ) -> Tier | None:
     """None if no stage of this rank offloads anything. directory: for a CPU rank; None for the system's.
 
@@ -28,7 +28,7 @@ def own_tier(
         return None
     if device.type == "cuda":
         return CudaTier(rank)
-    folder = directory or Path(tempfile.gettempdir())
+    folder = Path(directory or tempfile.gettempdir())
     if rank == min(plan.placement[stage] for stage in away) and lies_in_memory(folder):
         warnings.warn(
             f"offloaded residuals go to {folder}, which lies in memory (tmpfs): offloading frees none there; "

@@ -14,6 +14,7 @@ import shutil
 import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -133,7 +134,14 @@ class FileTier:
             queue.put(None)
         for thread in self._threads:
             thread.join()
-        self._file.close()
+        try:
+            self._file.close()
+        except OSError as error:  # all that was needed of it has been read
+            warnings.warn(
+                f"rank {self._rank}: {self._directory} did not close the file of offloaded residuals: "
+                f"{error.strerror or error}; nothing that was learnt is lost, but see if the disk is full",
+                stacklevel=3,
+            )
 
     def _take(self, size: int, action: str) -> int:
         """A place in the file."""
