@@ -47,7 +47,7 @@ class FileTrip(Trip):
     raw: list[Tensor] = field(default_factory=list)
     away: threading.Event = field(default_factory=threading.Event)
     back: threading.Event = field(default_factory=threading.Event)
-    error: BaseException | None = None
+    error: Exception | None = None
     asked: bool = False
     unwanted: bool = False
 
@@ -161,7 +161,7 @@ class FileTier:
                 trip.error = OffloadError(f"{trip.action} was given up", hint="the run had ended")
             try:
                 work(trip)
-            except BaseException as error:  # whatever it is: who waits for the copy is to raise it
+            except Exception as error:  # whatever it is: who waits for the copy is to raise it
                 trip.error = error
             if trip.error is not None:
                 trip.raw.clear()
