@@ -24,8 +24,8 @@ from models import SMALL
 
 from pipeloom import Pipeline
 from pipeloom.api.passes import sample
-from pipeloom.api.planning import Take, largest_plan
 from pipeloom.api.runnable import require_runnable
+from pipeloom.api.sizes import Take, largest_plan
 from pipeloom.ir.errors import InfeasibleError, MemoryCapError, ScheduleError
 from pipeloom.ir.plan import Plan, load_plan
 from pipeloom.ir.units import format_bytes

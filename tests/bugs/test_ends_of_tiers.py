@@ -63,6 +63,16 @@ def test_a_scheduler_that_fails_leaves_no_tier(tmp_path: Path) -> None:
         Pipeline(JOB, plan, options=Options(offload_dir=folder, scheduler=scheduler))
 
 
+def test_what_fails_behind_the_tier_leaves_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(**_: object) -> None:
+        raise ValueError("no worker")
+
+    monkeypatch.setattr("pipeloom.api.pipeline.Worker", fails)
+    plan, folder = offloading(), tmp_path / "away"
+    with nothing_left(folder), pytest.raises(ValueError, match="no worker"):
+        Pipeline(JOB, plan, options=Options(offload_dir=folder))
+
+
 def test_a_tier_that_cannot_be_closed_leaves_the_other_ranks_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

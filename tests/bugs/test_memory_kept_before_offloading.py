@@ -15,10 +15,11 @@ MIB = 1 << 20
 CHILD = textwrap.dedent(
     """
     import json
+    from resource import getpagesize
     from pipeloom.runtime.allocator import give_back_freed_memory, keep_freed_memory
 
     def resident():
-        return int(open("/proc/self/statm").read().split()[1]) * 4096
+        return int(open("/proc/self/statm").read().split()[1]) * getpagesize()
 
     told, before = keep_freed_memory(), resident()
     kept, pins = [], []

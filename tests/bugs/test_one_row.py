@@ -7,7 +7,8 @@ import pytest
 from layered import layered
 
 from pipeloom.api.passes import estimate
-from pipeloom.api.planning import Planning, largest_below, largest_plan
+from pipeloom.api.planning import Planning
+from pipeloom.api.sizes import largest_below, largest_plan
 from pipeloom.ir.errors import InfeasibleError
 from pipeloom.ir.units import parse_bytes
 from pipeloom.planner import find_cluster

@@ -8,7 +8,7 @@ from torch import nn
 
 from pipeloom import Job, plan
 from pipeloom.api import passes
-from pipeloom.ir.errors import CaptureError, InfeasibleError
+from pipeloom.ir.errors import ConfigError, InfeasibleError
 from pipeloom.planner import find_cluster
 
 Batch = dict[str, torch.Tensor]
@@ -24,41 +24,56 @@ def rows_of(seed: int, rows: int) -> Batch:
     return {"input": torch.randn(rows, 16, generator=generator)}
 
 
-def pairs(seed: int, rows: int) -> Batch:
-    """Rows come in twos."""
-    assert rows % 2 == 0, "an odd number of rows"
-    return rows_of(seed, rows)
+def multiples_of(number: int) -> Callable[[int, int], Batch]:
+    """A batch function that makes no other sizes."""
+
+    def batch(seed: int, rows: int) -> Batch:
+        assert rows % number == 0, f"not in groups of {number}"
+        return rows_of(seed, rows)
+
+    return batch
 
 
 def job(batch: Callable[[int, int], Batch] = rows_of) -> Job:
     return Job(model=normalised, batch=batch, loss=lambda outputs, _: outputs.square().mean())
 
 
-@pytest.mark.parametrize("batch", [rows_of, pairs])
-def test_what_does_not_fit_is_said_where_smaller_ones_cannot_be(batch: Callable[[int, int], Batch]) -> None:
+@pytest.mark.parametrize("number", [1, 2])
+def test_what_does_not_fit_is_said_where_smaller_ones_cannot_be(number: int) -> None:
     with pytest.raises(InfeasibleError, match="stage . needs") as caught:
-        plan(job(batch), stages=2, microbatch_size=4, cluster="2 x cpu with 1KiB")
+        plan(job(multiples_of(number)), stages=2, microbatch_size=4, cluster="2 x cpu with 1KiB")
     assert "at least" in str(caught.value.hint)
 
 
-def test_the_largest_one_is_found_among_those_that_can_be() -> None:
-    few = plan(job(pairs), stages=2, microbatch_size=4, microbatches=2, cluster="2 x cpu")
-    cluster = find_cluster(f"2 x cpu with {2 * max(few.peaks)}B")
-    how = passes.planning(job(pairs), stages=2, microbatches=2, cluster=cluster)
-    for start in (1, 4, 7):
-        found, sample = passes.plan_largest(how, job(pairs), start, cluster)
-        assert found.microbatch_size == sample.size > 4
-        assert sample.size % 2 == 0
+@pytest.mark.parametrize("number", [2, 5, 8])
+def test_the_largest_one_is_found_among_those_that_can_be(number: int) -> None:
+    own = job(multiples_of(number))
+    few = plan(own, stages=2, microbatch_size=number, microbatches=2, cluster="2 x cpu")
+    cluster = find_cluster(f"2 x cpu with {3 * max(few.peaks)}B")
+    how = passes.planning(own, stages=2, microbatches=2, cluster=cluster)
+    found, sample = passes.plan_largest(how, own, number, cluster)
+    assert found.microbatch_size == sample.size > number
+    with pytest.raises(InfeasibleError) as caught:
+        plan(own, stages=2, microbatches=2, microbatch_size=4 * sample.size, cluster=cluster)
+    assert f"use micro-batches of at most {sample.size} rows" in str(caught.value.hint)
     with pytest.raises(InfeasibleError):
-        plan(job(pairs), stages=2, microbatches=2, microbatch_size=sample.size + 2, cluster=cluster)
+        plan(own, stages=2, microbatches=2, microbatch_size=sample.size + number, cluster=cluster)
 
 
-def test_a_batch_that_never_can_be_is_said_with_its_reason() -> None:
+@pytest.mark.parametrize("start", [1, 3, 7])
+def test_it_may_begin_at_one_that_cannot_be(start: int) -> None:
+    own = job(multiples_of(2))
+    how = passes.planning(own, stages=2, cluster=find_cluster("2 x cpu with 64KiB"))
+    sizes = {passes.plan_largest(how, own, begin, how.cluster)[0].microbatch_size for begin in (start, 2)}
+    assert len(sizes) == 1
+
+
+def test_a_batch_that_never_can_be_says_so_itself() -> None:
     def none(seed: int, rows: int) -> Batch:
         raise LookupError("no data")
 
     how = passes.planning(job(none), stages=2, cluster=find_cluster("2 x cpu"))
-    with pytest.raises(CaptureError, match="Job.batch of model failed for 4 rows: LookupError: no data"):
+    with pytest.raises(LookupError, match="no data"):
         passes.plan_largest(how, job(none), 4, how.cluster)
 
 
@@ -78,5 +93,12 @@ def test_schedules_in_two_directions_pass_over_odd_numbers(schedule: str, whole:
 def test_a_large_global_batch_is_divided_at_once() -> None:
     how = passes.planning(job(), stages=2, cluster=find_cluster("2 x cpu"), global_batch=10**15)
     assert how.microbatches_of(1000) == 10**12
-    with pytest.raises(Exception, match="no multiple of 7 rows"):
+    with pytest.raises(ConfigError, match="no multiple of 7 rows"):
         how.microbatches_of(7)
+
+
+def test_a_batch_that_the_schedule_cannot_divide() -> None:
+    cluster = find_cluster("2 x cpu")
+    how = passes.planning(job(), stages=2, cluster=cluster, schedule="dualpipe", global_batch=9)
+    with pytest.raises(ConfigError, match="dualpipe cannot divide a global batch of 9 rows"):
+        passes.plan_largest(how, job(), 1, how.cluster)

@@ -9,8 +9,9 @@ from click.testing import CliRunner
 from pipeloom import Job, plan
 from pipeloom.cli import main
 from pipeloom.ir.cluster import Cluster, Device, Link
-from pipeloom.ir.errors import CaptureError, ConfigError, PlanError
+from pipeloom.ir.errors import CaptureError, ConfigError, InfeasibleError, PlanError
 from pipeloom.planner import find_cluster
+from pipeloom.tracer.job_loader import load_job
 
 
 def test_more_stages_per_rank_than_ops_are_said_in_ranks() -> None:
@@ -44,11 +45,26 @@ def test_said_in_a_sentence(arguments: list[str], said: str) -> None:
     assert said in done.output
 
 
+def test_a_cap_whose_unit_was_forgotten_is_what_is_said() -> None:
+    """Scaled as the smaller device needs, the larger one would have had more than there can be."""
+    job = zoo.job("gpt2")
+    with pytest.raises(InfeasibleError, match="its device's cap is 16 B"):
+        plan(job, stages=2, microbatch_size=2, cluster="v100-32 with 16 + a100-80", strategy="exact")
+
+
+def test_modules_may_have_names_that_are_no_identifiers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("01-mine.py").write_text("from zoo import job as of\n\ndef job():\n    return of('skips')\n")
+    assert load_job("01-mine:job").batch is not None
+
+
 def test_a_path_of_a_file_is_suggested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("mine.py").touch()
     done = CliRunner().invoke(main, ["plan", "./mine:job"])
-    assert "did you mean ./mine.py?" in done.output
+    assert "did you mean ./mine.py:job?" in done.output
 
 
 def test_a_device_that_computes_at_no_rate_is_refused() -> None:
@@ -93,3 +109,14 @@ def test_writing_leaves_links_and_other_files_alone(tmp_path: Path) -> None:
     assert CliRunner().invoke(main, ["cluster", "show", "2 x a100-40", "-o", str(link)]).exit_code == 0
     assert link.is_symlink() and "a100" in real.read_text()
     assert other.read_text() == "mine"
+
+
+@pytest.mark.parametrize(("target", "status"), [("missing/file.toml", 2), ("link.toml", 0)])
+def test_links_that_lead_nowhere(tmp_path: Path, target: str, status: int) -> None:
+    """To a folder that is not there, and to itself: the first is refused, the second becomes a file."""
+    link = tmp_path / "link.toml"
+    link.symlink_to(tmp_path / target)
+    done = CliRunner().invoke(main, ["cluster", "show", "2 x a100-40", "-o", str(link)])
+    assert done.exit_code == status
+    assert ("cannot write" in done.output) == bool(status)
+    assert link.exists() == (not status)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from math import ceil, sqrt
 from typing import TYPE_CHECKING
 
-from ..ir.cluster import Cluster
+from ..ir.cluster import MOST_BYTES, Cluster
 from ..ir.errors import InfeasibleError, PlanError, ScheduleError
 from ..ir.graph import OpGraph
 from ..ir.memory import Treatment
@@ -25,7 +25,7 @@ MARGINS = (1.0, 1.01, 1.03, 1.1, 1.25, 1.6, 2.0, 3.0, 4.0)
 stages share a device, each has an equal part of it, however unequal they are."""
 
 NEARLY = 1.25
-"""Of these, a larger one is too much: the least between it and the one before is sought."""
+"""Where only a larger one does, the least between it and the one before is sought."""
 
 CLOSELY = 1.02
 """Up to this ratio the least memory is sought between one that does and one that does not."""
@@ -35,6 +35,9 @@ MORE_STAGES = (1, 2, 3, 4, 6)
 
 LIMIT_S = 60.0
 """Once so long was tried, only what is cheap to say is said."""
+
+REFINED_S = 15.0
+"""So long the least memory is made smaller: other advice wants its time, too."""
 
 WAYS: dict[tuple[Treatment, ...], str] = {
     ("recompute",): "let residuals be recomputed (--treat recompute)",
@@ -67,7 +70,11 @@ class Attempts:
 
     def holds(self, other: Planning) -> bool:
         """Whether a changed request has a plan; taken for a no where finding out would take long."""
-        return time.monotonic() - self.begin_s < LIMIT_S and self.plan(other) is not None
+        return self.within(LIMIT_S) and self.plan(other) is not None
+
+    def within(self, seconds: float) -> bool:
+        """Whether less time than that was taken so far."""
+        return time.monotonic() - self.begin_s < seconds
 
 
 def advised(
@@ -118,28 +125,27 @@ def _enough(attempts: Attempts, least: Sequence[float]) -> Cluster | None:
     def holds(cluster: Cluster) -> bool:
         return attempts.holds(replace(planning, cluster=cluster))
 
+    def least_of(made: Callable[[float], Cluster], low: float, high: float, known: Cluster) -> Cluster:
+        """The cluster of the smallest number that does, nearly; the known one if no other is found."""
+        while high > low * CLOSELY and attempts.within(REFINED_S):
+            middle = sqrt(low * high)
+            if holds(cluster := made(middle)):
+                known, high = cluster, middle
+            else:
+                low = middle
+        return known
+
     margin = next((margin for margin in MARGINS if holds(scaled(margin))), None)
     if margin is None:
         return None
-    before = max((smaller for smaller in MARGINS if smaller < margin), default=margin)
-    wanted = scaled(_least(lambda share: holds(scaled(share)), before, margin) if margin > NEARLY else margin)
+    wanted = scaled(margin)
+    if margin > NEARLY:
+        before = max(smaller for smaller in MARGINS if smaller < margin)
+        wanted = least_of(scaled, before, margin, wanted)
     if len(set(caps)) == 1:
         return wanted
     most = max(device.memory_bytes for device in wanted.devices[: planning.stages])
-    level = filled(_least(lambda size: holds(filled(size)), min(caps), most))
-    return level if holds(level) else wanted
-
-
-def _least(does: Callable[[float], bool], low: float, high: float) -> float:
-    """The smallest number that does, nearly, between one that does not and one that does.
-
-    >>> 700 <= _least(lambda number: number >= 700, 1, 1e9) < 720
-    True
-    """
-    while high > low * CLOSELY:
-        middle = sqrt(low * high)
-        low, high = (low, middle) if does(middle) else (middle, high)
-    return high
+    return least_of(filled, min(caps), most, wanted)
 
 
 def _given(cluster: Cluster, stages: int, sizes: list[int]) -> Cluster:
@@ -148,7 +154,7 @@ def _given(cluster: Cluster, stages: int, sizes: list[int]) -> Cluster:
     sizes = [parse_bytes(enough_bytes(size)) for size in sizes]
     each = sizes * stages if len(sizes) == 1 else sizes
     own = tuple(
-        replace(device, memory_bytes=max(device.memory_bytes, size))
+        replace(device, memory_bytes=min(MOST_BYTES, max(device.memory_bytes, size)))
         for device, size in zip(cluster.devices, each, strict=False)
     )
     return replace(cluster, devices=own + cluster.devices[len(own) :])

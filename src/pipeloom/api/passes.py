@@ -23,7 +23,8 @@ from ..profiler.roofline import roofline
 from .compiling import made_beside
 from .detecting import with_files
 from .placing import simulate_plan
-from .planning import Planning, largest_below, largest_plan
+from .planning import Planning
+from .sizes import largest_below, largest_plan
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
@@ -122,7 +123,7 @@ def plan_one(
     Raises: InfeasibleError that says which size would fit, if finding out does not take long.
     """
     begin = time.monotonic()
-    first = _sample_for(how, job, size, cluster, captured, profiled)
+    first = _sample_for(how, job, size, cluster, captured=captured, profiled=profiled)
     quick = time.monotonic() - begin < QUICK_S and captured is None and profiled is None
 
     def largest() -> int | None:
@@ -135,33 +136,38 @@ def plan_one(
 
 def plan_largest(how: Planning, job: Job, start: int, cluster: Cluster | None) -> tuple[Plan, Sample]:
     """The plan with the largest micro-batches that fit, sought around `start` rows; see `largest_plan`."""
-    return largest_plan(how, start, lambda size: _other_sample(how, job, size, cluster))
+    try:
+        return largest_plan(how, start, lambda size: _other_sample(how, job, size, cluster))
+    except _NoBatch as error:
+        assert error.__cause__ is not None, "it was raised from what Job.batch raised"
+        raise error.__cause__ from None
+
+
+class _NoBatch(CaptureError):
+    """`Job.batch` failed; the cause says why."""
 
 
 def _other_sample(how: Planning, job: Job, size: int, cluster: Cluster | None) -> Sample:
-    """The `sample` of a size that the user did not ask for. Raises: CaptureError also where the job has no
-    batch of that size, whatever it says then."""
+    """The `sample` of a size that the user may not have asked for. Raises: CaptureError also where the job
+    has no batch of that size, whatever it says then."""
     from ..tracer.sample import sample_batch
 
     try:
-        sample_batch(job, 0, size)
-    except Exception as error:  # the user's code, which was not asked to be good for this size
-        raise CaptureError(
-            f"Job.batch of {job.name} failed for {size} rows: {type(error).__name__}: {error}",
-            hint="name another size to begin with, or let it make batches of any size",
-        ) from error
-    return _sample_for(how, job, size, cluster)
+        batch = sample_batch(job, 0, size)
+    except Exception as error:  # the user's code, which need not be good for this size
+        raise _NoBatch(f"{job.name} has no batch of {size} rows") from error
+    return _sample_for(how, job, size, cluster, batch=batch)
 
 
 def _sample_for(
-    how: Planning, job: Job, size: int, cluster: Cluster | None, captured: Captured | None = None,
-    profiled: Profile | None = None,
+    how: Planning, job: Job, size: int, cluster: Cluster | None, *, captured: Captured | None = None,
+    profiled: Profile | None = None, batch: Mapping[str, Tensor] | None = None,
 ) -> Sample:  # fmt: skip
     """The `sample` of a search that follows. What is measured here has the machine to itself."""
     if cluster is None or captured is not None:
-        return sample(job, size, cluster, captured, profiled)
+        return sample(job, size, cluster, captured, profiled, batch)
     with made_beside(how.strategy, how.options.treatments) as wait_for_code:
-        found = sample(job, size, cluster, profiled=profiled)
+        found = sample(job, size, cluster, profiled=profiled, batch=batch)
         if len(found.graph.ops) >= COMPILED_OPS:
             wait_for_code()
     return found
@@ -220,10 +226,11 @@ def _refuse_words(what: str, given: Iterable[str], known: Sequence[str]) -> None
 
 def sample(
     job: Job, size: int, cluster: Cluster | None, captured: Captured | None = None,
-    profiled: Profile | None = None,
+    profiled: Profile | None = None, batch: Mapping[str, Tensor] | None = None,
 ) -> Sample:  # fmt: skip
     """A job captured at one micro-batch size, and its costs: by roofline on a cluster, or measured here.
 
+    batch: one of that size, if it is at hand.
     Raises: PlanError if what is given is of another size, or is to stand for several kinds of devices.
     """
     if size < 1:
@@ -234,7 +241,7 @@ def sample(
             f"one profile, of device {profiled.device}, for the kinds {', '.join(sorted(kinds))}",
             hint="leave the profile out, and each kind is estimated from its figures",
         )
-    captured = captured or capture(job, size)
+    captured = captured or capture(job, size, batch=batch)
     if (rows := shared_rows(captured.graph)) not in (None, size):
         raise PlanError(
             f"the captured model has micro-batches of {rows} rows, the plan is for {size}",

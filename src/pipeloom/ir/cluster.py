@@ -14,7 +14,7 @@ MiB = 1024**2
 MOST_BYTES = 1 << 63
 MOST_DEVICES = 100_000
 LARGEST = 1e30
-"""Memory, devices and other figures beyond these are refused."""
+"""More memory and devices are refused, and times, rates and sizes of devices from the last on."""
 
 OP_CLASSES = ("matmul", "attention", "convolution", "normalisation", "elementwise", "default")
 """Classes of ops that differ in the share of the peak rate or bandwidth that they achieve."""
@@ -40,12 +40,12 @@ class Link:
             per_byte = self.overhead_s_per_byte
             raise ConfigError(
                 f"a message occupies its ranks for {self.overhead_s} s and {per_byte} s per byte",
-                hint="use finite times of at least 0",
+                hint="use times of at least 0 and below 1e30",
             )
         if not (self.bandwidth_bytes_per_s > 0 and _amount(self.latency_s)):
             raise ConfigError(
                 f"link has bandwidth {self.bandwidth_bytes_per_s} B/s and latency {self.latency_s} s",
-                hint="bandwidth must be above 0, and latency finite and at least 0",
+                hint="bandwidth must be above 0, and latency at least 0 and below 1e30",
             )
 
     def transfer_s(self, size: int) -> float:
@@ -121,7 +121,7 @@ class Device:
             if not _amount(amount):
                 raise ConfigError(
                     f"device {self.name} has {name} = {amount}",
-                    hint="rates, times and sizes are finite and at least 0",
+                    hint="rates, times and sizes are at least 0, and below 1e30",
                 )
 
     def _amounts(self) -> list[tuple[str, float]]:
@@ -188,7 +188,7 @@ class Cluster:
 
 
 def _amount(value: float) -> bool:
-    """Whether it is finite, not negative and no slip of the pen; NaN is none of these."""
+    """Whether it is at least 0 and below `LARGEST`; NaN is neither."""
     return 0 <= value < LARGEST
 
 

@@ -32,7 +32,7 @@ def write_whole(path: Path, text: str) -> None:
         if path.exists() and not path.is_file():
             path.write_text(text, encoding="utf-8")
             return
-        target = path.resolve()
+        target = Path(os.path.realpath(path))  # which takes links that lead to themselves, too
         partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
         try:
             partial.write_text(text, encoding="utf-8")

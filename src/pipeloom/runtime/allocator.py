@@ -32,8 +32,9 @@ def give_back_freed_memory() -> bool:
     """Let it give back what is freed at once, and now what it has kept so far: for plans that offload, whose
     point is memory, not speed. Returns as `keep_freed_memory`."""
     told = _tell(mmap_from=_LARGE_BYTES, trim_from=_LARGE_BYTES, grow_by=_LARGE_BYTES)
-    if told:
-        ctypes.CDLL(None).malloc_trim(0)
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if told else None
+    if trim is not None:
+        trim(0)
     return told
 
 
@@ -57,9 +58,8 @@ def with_huge_pages(tunables: str = "") -> dict[str, str]:
 def _tell(*, mmap_from: int, trim_from: int, grow_by: int) -> bool:
     if not sys.platform.startswith("linux"):
         return False
-    libc = ctypes.CDLL(None)
-    mallopt = getattr(libc, "mallopt", None)
-    if mallopt is None or not hasattr(libc, "malloc_trim"):
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
         return False
     settings = ((_M_MMAP_THRESHOLD, mmap_from), (_M_TRIM_THRESHOLD, trim_from), (_M_TOP_PAD, grow_by))
     return all([mallopt(option, size) == 1 for option, size in settings])

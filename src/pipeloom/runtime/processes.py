@@ -215,14 +215,16 @@ _ESCAPED = "backslashreplace"
 
 
 def _encoding(out: TextIO) -> str:
-    """What a stream is written in, and so, as ranks inherit our environment, what they write in."""
+    """What a stream is written in; ranks, which inherit our environment, mostly write in the same."""
     return getattr(out, "encoding", None) or "utf-8"  # StringIO says None
 
 
 def _write(out: TextIO, text: str) -> None:
     """Print at once. Where nobody reads any more (`| head -1`) or the disk is full, ranks go on unheard."""
     try:
-        out.write(text.encode(_encoding(out), _ESCAPED).decode(_encoding(out)))
+        if getattr(out, "errors", None) in (None, "strict"):
+            text = text.encode(_encoding(out), _ESCAPED).decode(_encoding(out))
+        out.write(text)
         out.flush()
     except OSError:
         with open(os.devnull, "wb") as nowhere:

@@ -6,6 +6,7 @@ import difflib
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -25,7 +26,7 @@ def load_job(spec: str) -> Job:
     where, colon, name = spec.rpartition(":")
     if not colon or not where or not name:
         raise ConfigError(f"model {spec!r} names no function", hint=_HINT)
-    module = _from_file(Path(where)) if where.endswith(".py") else _from_name(where)
+    module = _from_file(Path(where)) if where.endswith(".py") else _from_name(where, name)
     function = getattr(module, name, None)
     if not callable(function):
         what = "has no function" if function is None else "has something that is not a function under"
@@ -70,9 +71,9 @@ def _from_file(path: Path) -> ModuleType:
     return module
 
 
-def _from_name(name: str) -> ModuleType:
-    if not all(part.isidentifier() for part in name.split(".")):
-        near = f"did you mean {name}.py?" if Path(f"{name}.py").is_file() else _HINT
+def _from_name(name: str, function: str) -> ModuleType:
+    if os.sep in name or not all(name.split(".")):
+        near = f"did you mean {name}.py:{function}?" if Path(f"{name}.py").is_file() else _HINT
         raise ConfigError(f"{name!r} is no name of a module", hint=near)
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))
