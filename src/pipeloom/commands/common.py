@@ -73,7 +73,7 @@ class NewFile(click.Path):
         path = Path(value)
         if not path.name:
             raise ConfigError(f"cannot write {str(value)!r}: it names no file", hint="name a file")
-        folder = Path(os.path.realpath(path)).parent
+        folder = (Path(os.path.realpath(path)) if path.is_symlink() else path).parent
         if not folder.is_dir():
             raise ConfigError(f"cannot write {path}: there is no folder {folder}", hint="make it first")
         if not os.access(folder, os.W_OK | os.X_OK):
