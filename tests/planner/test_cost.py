@@ -212,52 +212,18 @@ def test_transfers_are_hidden_behind_compute_or_added_to_it(make_cluster):
     assert [added.turn_s(stages, s) for s in (0, 1)] == [3 + 80, 9 + 80]
 
 
-def test_no_cut_lies_between_attention_and_the_reshape_of_its_result(make_cluster):
-    """Attention writes its result transposed: the reshape would copy what comes in a message."""
-
-    def op(name: str, target: str, source: str, shape: tuple[int, ...], *, view: bool) -> Op:
-        out = Value(name=name, shape=shape, dtype="float32", needs_grad=True)
-        return Op(name=name, target=f"aten.{target}.default", inputs=(source,), outputs=(out,), view=view)
-
-    graph = OpGraph(
-        name="attention", inputs=(Value(name="x", shape=(2, 8, 6, 4), dtype="float32"),),
-        ops=(
-            op("a", "scaled_dot_product_attention", "x", (2, 8, 6, 4), view=False),
-            op("t", "transpose", "a", (2, 6, 8, 4), view=True),
-            op("r", "reshape", "t", (2, 6, 32), view=True),
-            op("b", "linear", "r", (2, 6, 32), view=False),
-            op("h", "reshape", "b", (2, 6, 8, 4), view=True),
-            op("u", "transpose", "h", (2, 8, 6, 4), view=True),
-            op("c", "gelu", "u", (2, 8, 6, 4), view=False),
-        ),
-        parameters=(), buffers=(), loss="c",
-    )  # fmt: skip
-    costs = {op.name: OpCost(forward_s=1) for op in graph.ops}
-    profile = Profile(device="cpu", source="hand", graph=graph.fingerprint, batch=(), costs=costs)
-    model = CostModel(graph, [profile], make_cluster([1]), CostOptions(microbatches=1))
-    assert model.cut_points.tolist() == [0, 3, 4, 5, 6, 7]
-
-
-def test_no_cut_lies_between_transposed_queries_and_the_reshape_of_what_attention_makes(make_cluster):
-    """Its result lies as its queries do: of received ones it is contiguous, and the reshape copies."""
-
-    def op(name: str, target: str, *sources: str, view: bool = False) -> Op:
-        split, turned, flat = (2, 6, 8, 4), (2, 8, 6, 4), (2, 6, 32)
-        shape = {"h": split, "back": split}.get(name, flat if target in ("linear", "reshape") else turned)
-        out = Value(name=name, shape=shape, dtype="float32", needs_grad=True)
-        return Op(name=name, target=f"aten.{target}.default", inputs=sources, outputs=(out,), view=view)
-
-    ops = (
-        op("q", "linear", "x"), op("h", "reshape", "q", view=True), op("t", "transpose", "h", view=True),
-        op("rotated", "mul", "t"), op("a", "scaled_dot_product_attention", "rotated"),
-        op("back", "transpose", "a", view=True), op("r", "reshape", "back", view=True),
-        op("b", "linear", "r"),
-    )  # fmt: skip
-    graph = OpGraph(
-        name="attention", inputs=(Value(name="x", shape=(2, 6, 32), dtype="float32"),), ops=ops,
-        parameters=(), buffers=(), loss="b",
-    )  # fmt: skip
-    costs = {op.name: OpCost(forward_s=1) for op in graph.ops}
-    profile = Profile(device="cpu", source="hand", graph=graph.fingerprint, batch=(), costs=costs)
-    model = CostModel(graph, [profile], make_cluster([1]), CostOptions(microbatches=1))
-    assert model.cut_points.tolist() == [0, 1, 2, 7, 8]
+def test_a_part_of_a_storage_is_sent_as_a_copy(make_cluster):
+    """Its storage is there until the copies are made; what fills a storage is sent as it is."""
+    graph, profile = two_linears()
+    halves = tuple(Value(name=f"part{i}", shape=(5,), dtype="float32", needs_grad=True) for i in (0, 1))
+    split = Op(name="v", target="aten.split.Tensor", inputs=("a",), outputs=halves, view=True)
+    joined = replace(linear("b", "part0", 20, "w"), inputs=("part0", "part1"))
+    graph = replace(graph, ops=(graph.ops[0], split, joined))
+    profile = replace(profile, graph=graph.fingerprint)
+    model = CostModel(graph, [profile] * 2, make_cluster([1, 1]), CostOptions(microbatches=4))
+    after, before = (cut(graph, {"a": 0, "v": v, "b": 1}) for v in (0, 1))
+    parts, whole = model.footprint(after, 0), model.footprint(before, 0)
+    assert (parts.sent, parts.whole, parts.transient[0]) == (40, 0, 40)
+    assert (whole.sent, whole.whole, whole.transient[0]) == (40, 40, 0)
+    row, _ = model.row(0, np.array([1, 2]))
+    assert row.whole.tolist() == [40, 0] and row.transient[0].tolist() == [0, 40]

@@ -8,15 +8,19 @@ from hypothesis import strategies as st
 from pipeloom.ir.errors import CommunicationError
 from pipeloom.ir.graph import Value
 from pipeloom.runtime.channel import ALIGNMENT, BufferPool, Message, check_tensors, pack, unpack
+from pipeloom.tracer.layout import lies_so
 
 DTYPES = ("float32", "float64", "bfloat16", "float16", "bool", "int64", "int32", "uint8", "complex64")
 
-values = st.builds(
-    Value,
-    name=st.text("abc", min_size=1, max_size=3),
-    shape=st.lists(st.integers(0, 5), max_size=3).map(tuple),
-    dtype=st.sampled_from(DTYPES),
-)
+
+
+@st.composite
+def values(draw: st.DrawFn) -> Value:
+    shape = tuple(draw(st.lists(st.integers(0, 5), max_size=3)))
+    return Value(
+        name=draw(st.text("abc", min_size=1, max_size=3)), shape=shape, dtype=draw(st.sampled_from(DTYPES)),
+        order=draw(st.sampled_from([(), tuple(draw(st.permutations(range(len(shape)))))])),
+    )  # fmt: skip
 
 
 def message(*parts: Value) -> Message:
@@ -27,7 +31,7 @@ def filled(value: Value) -> torch.Tensor:
     return torch.randint(0, 2, value.shape).to(getattr(torch, value.dtype))
 
 
-@given(st.lists(values, max_size=5))
+@given(st.lists(values(), max_size=5))
 def test_what_is_packed_is_unpacked(parts: list[Value]) -> None:
     this = message(*parts)
     tensors = [filled(value) for value in parts]
@@ -36,10 +40,11 @@ def test_what_is_packed_is_unpacked(parts: list[Value]) -> None:
     found = unpack(this, buffer)
     assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(tensors, found, strict=True))
     assert all(start % ALIGNMENT == 0 for start in this.offsets)
+    assert all(lies_so(view, value.order) for view, value in zip(found, parts, strict=True))
     assert all(view.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr() for view in found)
 
 
-@given(values)
+@given(values())
 def test_one_value_travels_without_padding(value: Value) -> None:
     assert message(value).bytes == value.bytes
 

@@ -37,12 +37,15 @@ class Value:
     """A tensor made by an op, or an input of the batch.
 
     `needs_grad`: a gradient of the loss with respect to this value flows in the backward pass.
+    `order`: its dimensions as they lie in memory, the one of the largest steps first; () if as they are
+    numbered. A value that crosses to another stage, and its gradient, lie there so, too.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     needs_grad: bool = False
+    order: tuple[int, ...] = ()
 
     @property
     def bytes(self) -> int:

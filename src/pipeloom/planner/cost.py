@@ -86,6 +86,8 @@ class Footprint:
     kept: how many received storages an op saves; with none, receive buffers are free after the forward.
     received, received_grads: values that cross in, and their gradients, which go back.
     sent, sent_grads: values that cross out, and their gradients, which come back.
+    whole: of the values that cross out those that fill a storage; others are sent as copies, which are there
+        beside the storage that they are parts of.
     largest: of the trainable parameters.
     transient: in the forward, and in the backward; see the module's docstring.
     """
@@ -99,6 +101,7 @@ class Footprint:
     received_grads: Any
     sent: Any
     sent_grads: Any
+    whole: Any
     largest: Any
     transient: Any
 
@@ -175,6 +178,7 @@ class CostModel:
         positions = [self.wiring.position[name] for name in stage.ops if name in self.wiring.position]
         residuals, forward, backward = self.sweep.of_stage(positions)
         saved = {v for name in stage.ops for v in self.saves.get(name, ())}
+        whole = sum(v.bytes for v in sent if self.wiring.is_whole(v))
         return Footprint(
             parameters=sum(p.bytes for p in parameters),
             trainable=sum(p.bytes for p in parameters if p.trainable),
@@ -185,9 +189,10 @@ class CostModel:
             received_grads=sum(size[v] for v, back in received.items() if back),
             sent=sum(v.bytes for v in sent),
             sent_grads=sum(v.bytes for v in sent if v.needs_grad),
+            whole=whole,
             largest=max((p.bytes for p in parameters if p.trainable), default=0),
             transient=(
-                max(0.0, forward - residuals - sum(v.bytes for v in sent)),
+                max(0.0, forward - residuals - whole),
                 max(0.0, backward - residuals - sum(size[v] for v, back in received.items() if back)),
             ),
         )
@@ -257,7 +262,7 @@ class CostModel:
         columns = {name: sums[index, here] for name, index in COLUMN.items()}
         if exact:
             _, forward, backward = self.sweep.of_intervals(start, ends)
-            made = np.stack([columns["sent"], columns["received_grads"]]) + held[here]
+            made = np.stack([columns["whole"], columns["received_grads"]]) + held[here]
             transient = np.maximum(np.stack([forward, backward]) - made, 0.0)
         else:
             ahead, back = self.sweep.bounds[:, start:stop]
@@ -283,11 +288,8 @@ class CostModel:
     @cached_property
     def cut_points(self) -> Indices:
         """Positions in front of which a cut may be, both ends included: none between ops that share an
-        updated buffer, and none between a tensor and a reshape that is a view because of how the
-        tensor lies in memory (see `Wiring.laid_out`): behind the cut that would copy."""
+        updated buffer."""
         torn = np.zeros(len(self) + 1, dtype=np.bool_)
-        for made, view in self.wiring.laid_out:
-            torn[made + 1 : view + 1] = True
         for names in self.graph.together.values():
             positions = [self.wiring.position[name] for name in names]
             torn[min(positions) + 1 : max(positions) + 1] = True

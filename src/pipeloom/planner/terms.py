@@ -51,6 +51,9 @@ def _crossings(wiring: Wiring, columns: Columns) -> Iterable[Term]:
                 yield from first_use_terms(where, columns[into], value.bytes, after=made)
                 yield -1, made, made, columns[out], value.bytes
                 yield -1, made, where[-1], columns[out], -value.bytes
+        if wiring.is_whole(value):
+            yield -1, made, made, columns["whole"], value.bytes
+            yield -1, made, readers[-1], columns["whole"], -value.bytes
 
 
 def _residuals(wiring: Wiring, saves: Mapping[str, Sequence[str]], columns: Columns) -> Iterable[Term]:

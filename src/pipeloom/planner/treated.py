@@ -139,7 +139,7 @@ def moments_of(
     """The moments of a stage for any choice; place: the sweep, start and end of its ops."""
     sweep, start, end = place
     forward, backward = model.moments(footprint, in_flight)
-    sent, returned = footprint.sent, footprint.received_grads
+    sent, returned = footprint.whole, footprint.received_grads
     edges = (
         forward.boundary - sent, backward.boundary - returned, sent, returned,
         in_flight - 1, min(in_flight, COPIES) - 1,
@@ -162,7 +162,7 @@ def treated(
         forward, backward = moments.most(choice)
         kept = footprint.residuals - recomputed
         transient: Any = (
-            max(0.0, forward - kept - footprint.sent), max(0.0, backward - kept - footprint.received_grads),
+            max(0.0, forward - kept - footprint.whole), max(0.0, backward - kept - footprint.received_grads),
         )  # fmt: skip
         inputs = bool((residuals.needs_input & (choice == RECOMPUTE)).any())
         own = replace(footprint, transient=transient, kept=np.maximum(footprint.kept, int(inputs)))

@@ -9,15 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from ..ir.graph import Op, OpGraph
+from ..ir.graph import Op, OpGraph, Value
 from ..ir.profile import Profile
 from ..ir.storage import storages, views_of_state
-
-_LAID_OUT_ALIKE = frozenset(
-    "add sub mul div neg cat dropout native_dropout _to_copy to clone".split()
-    + ["scaled_dot_product_attention", "_scaled_dot_product_flash_attention_for_cpu"]
-)  # fmt: skip
-"""Kinds of ops whose result lies in memory as an input of its shape does."""
 
 
 @dataclass(frozen=True)
@@ -79,45 +73,13 @@ class Wiring:
         return self.position.get(self.graph.producer.get(value, ""), -1)
 
     @cached_property
-    def laid_out(self) -> tuple[tuple[int, int], ...]:
-        """Of each reshape that is a view although a transposition lies between it and the tensor in whose
-        storage it lives, the positions of the op that laid the tensor out so, and of the reshape.
-
-        That op is the tensor's maker, such as attention; or, where attention does as its queries do, the view
-        that transposed them. Messages are contiguous: of a received tensor, or of attention to received
-        queries, the reshape makes a copy, which no cost of the whole graph tells.
-        """
-        found = []
-        turned: set[str] = set()
-        since: dict[str, int] = {}
-        """Value -> the position of the transposition that its layout follows from."""
-        for op in self.graph.ops:
-            kind = op.target.split(".")[1] if "." in op.target else op.target
-            place = self.position.get(op.name, -1)
-            shape = op.outputs[0].shape
-            alike = [since[v] for v in op.inputs if v in since and self.graph.value[v].shape == shape]
-            if not op.view:
-                if alike and kind in _LAID_OUT_ALIKE:
-                    since[op.outputs[0].name] = min(alike)
-                continue
-            if not op.inputs:
-                continue
-            source, out = op.inputs[0], op.outputs[0].name
-            turns = kind in ("transpose", "permute", "t", "movedim", "swapaxes")
-            if source in turned and kind in ("reshape", "view", "_unsafe_view"):
-                base = self.base[out]
-                begun = since.get(base, self.made_at(base))
-                found += [(begun, place)] if 0 <= begun < place else []
-            elif source in turned or turns:
-                turned.add(out)
-            if turns or source in since:
-                since[out] = since.get(source, place)
-        return tuple(found)
-
-    @cached_property
     def base(self) -> dict[str, str]:
         """Value -> the value whose storage it shares in the end."""
         return storages(self.graph)
+
+    def is_whole(self, value: Value) -> bool:
+        """Whether a value is as large as its storage. What is sent lies without gaps: a part is copied."""
+        return value.bytes == self.graph.value[self.base[value.name]].bytes
 
 
 def saved_by(wiring: Wiring, profile: Profile) -> dict[str, tuple[str, ...]]:

@@ -293,8 +293,10 @@ class _Operands:
         """Scratch of the backward: by rule, and where a gradient is summed over broadcast dimensions."""
         out = self.op.outputs[0]
         by_rule = int(self.rule.scratch * self._first.bytes)
+        learning = [v.shape for v in self.values if v.needs_grad]
+        learning += [shape for shape, _, trainable in self.params if trainable]
         summed = self.rule.kind == "elementwise" and self.rule.keeps in ("factors", "divisor") and any(
-            v.needs_grad and v.shape != out.shape for v in self.values
+            shape != out.shape for shape in learning
         )
         scores = self._scores.bytes if self.rule.kind == "attention" and self.unfused else 0
         return max(by_rule, out.bytes if summed else 0, scores)

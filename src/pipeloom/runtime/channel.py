@@ -2,7 +2,7 @@
 
 A message is the list of values that one SEND carries. On the wire it is one flat run of bytes, each value
 starting at a multiple of 64 bytes, so that a receiver hands out typed views of its buffer and copies
-nothing:
+nothing. A value lies in it as in one process, its dimensions in the same order (`tracer.layout`):
 
     values   h: float32[3]          mask: bool[5]
     bytes    0 ....... 12 (gap) ... 64 ..... 69
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..ir.errors import CommunicationError
 from ..ir.graph import Value
+from ..tracer.layout import seen_so
 
 ALIGNMENT = 64
 """Bytes: a cache line, and enough for every dtype."""
@@ -128,7 +129,7 @@ def check_tensors(message: Message, tensors: Sequence[Tensor]) -> None:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """A contiguous tensor seen as flat bytes, without a copy."""
+    """A tensor without gaps seen as flat bytes, as they lie in memory, without a copy."""
     return tensor.detach().view(-1).view(torch.uint8)
 
 
@@ -141,7 +142,7 @@ def pack(message: Message, tensors: Sequence[Tensor], buffer: Tensor) -> None:
 def unpack(message: Message, buffer: Tensor) -> list[Tensor]:
     """The values as typed views of a flat buffer of `message.bytes` bytes."""
     return [
-        buffer[start : start + value.bytes].view(dtype).view(value.shape)
+        seen_so(buffer[start : start + value.bytes].view(dtype), value.shape, value.order)
         for value, start, dtype in zip(message.values, message.offsets, message.dtypes, strict=True)
     ]
 

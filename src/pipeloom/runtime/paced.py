@@ -19,6 +19,7 @@ from ..ir.graph import Value
 from ..ir.schedule import Program
 from ..ir.stages import StageGraph
 from ..ir.timeline import Timeline
+from ..tracer.layout import zeros
 from ..tracer.sink import Sink
 from ..tracer.stage import StageFunctions, Tensors
 from .failure import Watch
@@ -68,7 +69,7 @@ class PacedFunctions:
         self, state: Mapping[str, Tensor], inputs: Mapping[str, Tensor], seed: int
     ) -> tuple[dict[str, Tensor], Tensors]:
         self._take(F)
-        made = {value.name: _zeros(value) for value in self.outputs}
+        made = {value.name: zeros(value) for value in self.outputs}
         return (made if self.loss is None else {**made, self.loss: torch.zeros(())}), {}
 
     def recompute(self, state: Mapping[str, Tensor], residuals: Tensors) -> Tensors:
@@ -93,14 +94,10 @@ class PacedFunctions:
 
     def _input_grads(self, kind: Kind) -> dict[str, Tensor]:
         self._take(kind)
-        return {value.name: _zeros(value) for value in self.inputs if value.needs_grad}
+        return {value.name: zeros(value) for value in self.inputs if value.needs_grad}
 
     def _take(self, kind: Kind) -> None:
         time.sleep(self.cost.seconds(kind))
-
-
-def _zeros(value: Value) -> Tensor:
-    return torch.zeros(value.shape, dtype=getattr(torch, value.dtype))
 
 
 def paced_functions(stages: StageGraph, costs: Sequence[StageCost], index: int) -> StageFunctions:

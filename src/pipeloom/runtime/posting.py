@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..ir.errors import CommunicationError
+from ..tracer.layout import in_memory, lies_so
 from .channel import BufferPool, Message, as_bytes, check_tensors, pack, unpack
 from .failure import Watch
 
@@ -157,7 +158,7 @@ class PostedChannel:
     def held_bytes(self) -> int:
         """Bytes of receive buffers (open, or received and not released) and of packed send buffers.
 
-        A message of one contiguous value is sent from the caller's own tensor: see `sending_bytes`.
+        One value that lies as it is to be sent is sent from the caller's own tensor: see `sending_bytes`.
         """
         self._sweep()
         return self._pool.held_bytes
@@ -204,12 +205,13 @@ class PostedChannel:
         self._sent_to[message.target] = index + 1
         if not message.bytes:
             return  # the receiver knows the shapes: nothing needs to travel
-        packed = len(tensors) > 1 or not tensors[0].is_contiguous()
+        order = message.values[0].order
+        packed = len(tensors) > 1 or not lies_so(tensors[0], order)
         if packed:
             buffer = self._pool.take(message.bytes)
             pack(message, tensors, buffer)
         else:
-            buffer = as_bytes(tensors[0])
+            buffer = as_bytes(in_memory(tensors[0], order))
             self._sending_bytes += message.bytes
         handle = self._transport.send(buffer, message.target, index)
         sent = self._small_sent if message.bytes <= SMALL_BYTES else self._sent

@@ -20,6 +20,7 @@ from ..ir.costs import StageCost
 from ..ir.graph import Value
 from ..ir.operation import OPERATIONS
 from ..ir.schedule import Program
+from ..tracer.layout import zeros
 from .channel import Message
 from .failure import Watch
 from .ledger import Ledger
@@ -87,11 +88,11 @@ class MadeUp:
         example = self._examples.get(value.name)
         if example is not None and tuple(example.shape) == value.shape:
             return example.to(self._device, copy=True)
-        dtype = getattr(torch, value.dtype)
-        if dtype.is_floating_point:
-            made = torch.randn(value.shape, device=self._device, generator=self._generator)
-            return made.mul_(0.1).to(dtype)
-        return torch.zeros(value.shape, dtype=dtype, device=self._device)
+        made = zeros(value, self._device)
+        if made.is_floating_point():
+            numbers = torch.randn(value.shape, device=self._device, generator=self._generator)
+            made.copy_(numbers.mul_(0.1))
+        return made
 
 
 class Rehearsal:

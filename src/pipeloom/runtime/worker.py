@@ -33,6 +33,7 @@ from ..ir.graph import Value
 from ..ir.operation import OPERATIONS
 from ..ir.schedule import Program
 from ..ir.ties import reductions
+from ..tracer.layout import zeros
 from ..tracer.stage import StageFunctions, made_bytes
 from .channel import Channel, Message
 from .failure import Watch
@@ -281,8 +282,7 @@ class Worker:
         state = next(iter(self.state(action).values()), torch.empty(0))
         for name in functions.sent:
             if name in values and name not in grads:
-                dtype = getattr(torch, values[name].dtype)
-                grads[name] = torch.zeros(values[name].shape, dtype=dtype, device=state.device)
+                grads[name] = zeros(values[name], state.device)
         return grads
 
     def _crossing(self, action: Action) -> list[Value]:
@@ -298,7 +298,7 @@ class Worker:
                 grad = made.get(value.name)
                 if grad is None:
                     device = next(iter(made.values())).device if made else "cpu"
-                    grad = torch.zeros(value.shape, dtype=getattr(torch, value.dtype), device=device)
+                    grad = zeros(value, device)
                 if self.placement[source] == self.rank:
                     _add(self.flights[source, action.microbatch].grads, value.name, grad)
                 else:

@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 
 from ..ir.errors import CaptureError
 from ..ir.graph import Buffer, Op, OpGraph, Parameter, Value
+from .layout import order_of
 from .random import draws
 
 _HEAVY = {"mm", "bmm", "addmm", "baddbmm", "matmul", "linear", "convolution", "conv2d", "einsum",
@@ -81,7 +82,7 @@ def _value(node: fx.Node, name: str | None = None) -> Value:
         )
     return Value(
         name=name or node.name, shape=tuple(val.shape), dtype=str(val.dtype).removeprefix("torch."),
-        needs_grad=bool(node.meta["needs_grad"]),
+        needs_grad=bool(node.meta["needs_grad"]), order=order_of(val),
     )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ No autograd graph is alive between calls. Results never share storage with input
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -18,6 +18,7 @@ from ..ir.memory import Residual, Treatment
 from ..ir.stages import StageGraph
 from .captured import Captured
 from .joint import StageModule, extract, trace_joint
+from .layout import Order, alone
 from .meta import tensors_of
 from .modules.fallback import module_functions
 from .once import one_thread
@@ -56,6 +57,7 @@ class GraphFunctions:
     """See `tracer.stage.StageFunctions`.
 
     kept_buffers: updated buffers whose previous state the backward reads.
+    orders: of the values that it sends, see `tracer.layout`.
     constants: tensors of the captured forward, by the names under which its ops read them.
     """
 
@@ -73,6 +75,7 @@ class GraphFunctions:
     kept_buffers: frozenset[str]
     functions: Mapping[str, Function]
     constants: Mapping[str, Tensor]
+    orders: Mapping[str, Order] = field(default_factory=dict)
     examples: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
@@ -106,7 +109,8 @@ class GraphFunctions:
         results = dict(zip(function.part.outputs, function(box), strict=True))
         outputs = {slot.name: t for slot, t in results.items() if slot.kind == "out"}
         if not self.differentiable:
-            outputs = _own_storage(outputs, (*state.values(), *inputs.values()))
+            taken = {t.untyped_storage()._cdata for t in (*state.values(), *inputs.values())}
+            outputs = {name: alone(t, self.orders.get(name, ()), taken) for name, t in outputs.items()}
         residuals: Tensors = {slot: t for slot, t in results.items() if slot.kind == "made"}
         residuals |= {Slot("input", name): inputs[name] for name in self.kept_inputs}
         residuals |= {Slot("old", name): state[name] for name in self.kept_buffers}
@@ -165,20 +169,6 @@ class GraphFunctions:
         return results
 
 
-def _own_storage(outputs: Mapping[str, Tensor], held: Iterable[Tensor]) -> dict[str, Tensor]:
-    """The outputs as the next stages were traced: contiguous, and none sharing memory with another tensor."""
-    seen = {t.untyped_storage()._cdata for t in held}
-    own = {}
-    for name, tensor in outputs.items():
-        storage = tensor.untyped_storage()
-        dense = storage.nbytes() == tensor.numel() * tensor.element_size()
-        if storage._cdata in seen or not dense or not tensor.is_contiguous():
-            tensor = tensor.clone(memory_format=torch.contiguous_format)
-        seen.add(tensor.untyped_storage()._cdata)
-        own[name] = tensor
-    return own
-
-
 def _of_kind(results: Tensors, kind: str) -> dict[str, Tensor]:
     return {slot.name: t for slot, t in results.items() if slot.kind == kind}
 
@@ -232,6 +222,7 @@ def stage_functions(
         kept_buffers=frozenset(s.name for s in needed if s.kind == "old"),
         functions=functions,
         constants={n: t.to(device) for n, t in captured.constants.items() if n in module.names},
+        orders={name: values[name].order for name in sent},
     )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.descriptors import (
     GradAOTOutput,
     ParamAOTInput,
@@ -27,6 +28,7 @@ from torch.fx import traceback
 
 from ..ir.stages import StageGraph
 from .captured import Captured
+from .layout import Order, alone, copied, zeros
 
 
 @dataclass(eq=False)
@@ -75,6 +77,8 @@ def extract(captured: Captured, stages: StageGraph, index: int, device: str) -> 
                 enter(source)
     for node in members:
         copies[node] = graph.node_copy(node, lambda n: copies[n])
+        if node.target is torch.ops.aten.reshape.default and not captured.graph.op[node.name].view:
+            copies[node].target = reshaped_copy
         results = tuple(user.args[1] for user in node.users if user.target is getitem)
         origin = {"op": _owner(node), "node": node.name, "results": results}
         copies[node].meta = dict(node.meta) | {"custom": origin}
@@ -85,6 +89,12 @@ def extract(captured: Captured, stages: StageGraph, index: int, device: str) -> 
     buffer_of = {fqn: name for name, fqn in captured.updates.items()}
     graph.output(tuple(copies[by_name[buffer_of.get(o.removeprefix("buffer:"), o)]] for o in outputs))
     return StageModule(fx.GraphModule(captured.module, graph), tuple(names), tuple(kinds), outputs)
+
+
+def reshaped_copy(tensor: Tensor, shape: list[int]) -> Tensor:
+    """A reshape that had to copy. It does so, too, where a stage receives the tensor without gaps."""
+    made: Tensor = torch.ops.aten._unsafe_view.default(copied(tensor, ()), shape)
+    return made
 
 
 def _owner(node: fx.Node) -> str:
@@ -109,6 +119,7 @@ class Joint:
     attributes: the module that holds what `get_attr` nodes name.
     inputs: placeholder -> name (as in StageModule.names).  tangents: placeholder -> name of the output
     whose gradient it is.  outputs: name -> node.  grads: name -> gradient node, for the inputs that have one.
+    orders: of values that do not lie as their dimensions are numbered, see `tracer.layout`.
     """
 
     graph: fx.Graph
@@ -117,19 +128,22 @@ class Joint:
     tangents: Mapping[fx.Node, str]
     outputs: Mapping[str, fx.Node]
     grads: Mapping[str, fx.Node]
+    orders: Mapping[str, Order]
 
 
 class _Callable(nn.Module):
     """The stage as a module that AOTAutograd can trace: parameters registered, the rest arguments."""
 
     def __init__(
-        self, stage: StageModule, params: dict[int, nn.Parameter], detached: frozenset[str]
-    ) -> None:
+        self, stage: StageModule, params: dict[int, nn.Parameter], detached: frozenset[str],
+        orders: Mapping[str, Order],
+    ) -> None:  # fmt: skip
         super().__init__()
         self.held = nn.ParameterList(params.values())
         self.where = dict(zip(params, range(len(params)), strict=True))
         self.stage = [stage]  # in a list, so that its tensors are not registered a second time
         self.detached = detached
+        self.orders = orders
 
     def forward(self, *args: Tensor) -> tuple[Tensor, ...]:
         stage = self.stage[0]
@@ -139,22 +153,11 @@ class _Callable(nn.Module):
         ]
         with traceback.preserve_node_meta():
             made = fx.Interpreter(stage.module).run(*inputs)
-        seen = {t.untyped_storage()._cdata for t in inputs}
+        taken = {t.untyped_storage()._cdata for t in inputs}
         return tuple(
-            _own_storage(t.detach() if name in self.detached else t, seen)
+            alone(t.detach() if name in self.detached else t, self.orders.get(name, ()), taken)
             for name, t in zip(stage.outputs, made, strict=True)
         )
-
-
-def _own_storage(tensor: Tensor, seen: set[int]) -> Tensor:
-    """A dense tensor that shares its storage with no input and no other output."""
-    storage = tensor.untyped_storage()
-    if storage._cdata in seen or storage.nbytes() != tensor.numel() * tensor.element_size():
-        tensor = tensor.clone(memory_format=torch.contiguous_format)
-    elif not tensor.is_contiguous():
-        tensor = tensor.contiguous()
-    seen.add(tensor.untyped_storage()._cdata)
-    return tensor
 
 
 def trace_joint(stage: StageModule, captured: Captured, device: str) -> Joint:
@@ -168,7 +171,10 @@ def trace_joint(stage: StageModule, captured: Captured, device: str) -> Joint:
             zip(stage.module.graph.find_nodes(op="placeholder"), stage.names, strict=True)
         ):
             val = node.meta["val"]
-            tensor = torch.empty(val.shape, dtype=val.dtype, device=device)
+            if stage.kinds[i] == "value":
+                tensor = zeros(captured.graph.value[name], device)
+            else:
+                tensor = torch.empty(val.shape, dtype=val.dtype, device=device)
             if stage.kinds[i] == "param":
                 trainable = captured.graph.parameter[name].trainable
                 params[i] = nn.Parameter(tensor, requires_grad=trainable)
@@ -178,20 +184,26 @@ def trace_joint(stage: StageModule, captured: Captured, device: str) -> Joint:
                 args.append(tensor)
                 arg_names.append(name)
     detached = frozenset(o for o in stage.outputs if not _needs_grad(o, captured))
-    module = _Callable(stage, params, detached)
+    orders = {name: value.order for name, value in captured.graph.value.items() if value.order}
+    module = _Callable(stage, params, detached, orders)
     param_names = [stage.names[i] for i in params]
     with ExitStack() as stack:
         stack.enter_context(fake)
+        # Gradients of what is sent come back as that lies in memory.
+        stack.enter_context(functorch_config.patch(guess_tangent_strides_as_outputs=True))
         exported = aot_export_joint_with_descriptors(stack, module, tuple(args))
         traced = exported.graph_module
-    return _identify(traced, stage, param_names, arg_names)
+    return _identify(traced, stage, param_names, arg_names, orders)
 
 
 def _needs_grad(output: str, captured: Captured) -> bool:
     return not output.startswith("buffer:") and captured.graph.value[output].needs_grad
 
 
-def _identify(traced: fx.GraphModule, stage: StageModule, params: list[str], args: list[str]) -> Joint:
+def _identify(
+    traced: fx.GraphModule, stage: StageModule, params: list[str], args: list[str],
+    orders: Mapping[str, Order],
+) -> Joint:  # fmt: skip
     def input_name(described: Any) -> str:
         if isinstance(described, ParamAOTInput):
             return params[int(described.target.rsplit(".", 1)[1])]
@@ -217,4 +229,4 @@ def _identify(traced: fx.GraphModule, stage: StageModule, params: list[str], arg
         elif node is not None:
             assert isinstance(described, GradAOTOutput), described
             grads[input_name(described.grad_of)] = node
-    return Joint(graph, traced, inputs, tangents, outputs, grads)
+    return Joint(graph, traced, inputs, tangents, outputs, grads, orders)

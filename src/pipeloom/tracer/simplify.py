@@ -6,6 +6,8 @@ through the dispatcher per micro-batch.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import fx
 
@@ -33,8 +35,8 @@ def simplify(joint: Joint) -> Joint:
         left_over = node in stands_for or node.target is _TRANSPOSE
         if left_over and not node.users:
             joint.graph.erase_node(node)
-    return Joint(
-        graph=joint.graph, attributes=joint.attributes, inputs=joint.inputs, tangents=joint.tangents,
+    return replace(
+        joint,
         outputs={name: final(node) for name, node in joint.outputs.items()},
         grads={name: final(node) for name, node in joint.grads.items()},
     )  # fmt: skip

@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from operator import getitem
 from typing import NamedTuple
 
-import torch
 from torch import Tensor, fx
 from torch.fx.node import Argument
 
 from ..ir.memory import Residual
 from .in_place import add_in_place
 from .joint import Joint
+from .layout import copied, lies_so
 from .naming import residual_names
 from .random import draws, seed_draws
 from .recompute import ancestors, chain, describe_residuals
@@ -252,22 +252,20 @@ class Splitter:
 
     def _results(self, graph: fx.Graph, outputs: list[tuple[Slot, fx.Node]]) -> list[Argument]:
         """Give each output but residuals and carried tensors a storage of its own, and the gradients
-        that are sent the contiguous layout that the next stage was traced with."""
+        that are sent the layout of their values, as the other stage was traced."""
         seen: set[fx.Node] = set()
         results: list[Argument] = []
         for slot, node in outputs:
             base = root(node)
             shared = base.op == "placeholder" or base in seen
-            strided = slot.kind == "input_grad" and not node.meta["val"].is_contiguous()
+            order = self.joint.orders.get(slot.name, ()) if slot.kind == "input_grad" else ()
+            strided = slot.kind == "input_grad" and not lies_so(node.meta["val"], order)
             expanded = slot.kind.endswith("_grad") and not _dense(node.meta["val"])
             if slot.kind not in ("made", "carried") and (shared or strided or expanded):
-                clone = graph.call_function(
-                    torch.ops.aten.clone.default, (node,), {"memory_format": torch.contiguous_format}
-                )
-                val = node.meta["val"]
-                with val.fake_mode:
-                    clone.meta = {"val": torch.empty(val.shape, dtype=val.dtype, device=val.device)}
-                node = clone
+                own = graph.call_function(copied, (node, order))
+                with node.meta["val"].fake_mode:
+                    own.meta = {"val": copied(node.meta["val"], order)}
+                node = own
             seen.add(root(node))
             results.append(node)
         return results

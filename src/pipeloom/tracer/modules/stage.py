@@ -15,6 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from ...ir.errors import CutError
 from ...ir.graph import Value
 from ..job import Job
+from ..layout import alone
 from ..meta import autocast_region
 from ..once import one_thread
 from ..sink import Sink
@@ -260,7 +261,7 @@ class ModuleFunctions:
         if handed.loss is not None:
             found[LOSS] = handed.loss
         taken = set(given)
-        return {name: _own_storage(tensor.detach(), taken) for name, tensor in found.items()}
+        return {name: alone(tensor.detach(), (), taken) for name, tensor in found.items()}
 
     @contextmanager
     def _ready(self, graph: _Graph, sink: Sink | None) -> Iterator[None]:
@@ -352,19 +353,9 @@ def _never_read(value: Value, device: torch.device) -> Tensor:
     return torch.full(value.shape, fill, dtype=dtype, device=device)
 
 
-def _own_storage(tensor: Tensor, taken: set[int]) -> Tensor:
-    """A dense, contiguous tensor whose storage nobody else in `taken` has."""
-    storage = tensor.untyped_storage()
-    whole = storage.nbytes() == tensor.numel() * tensor.element_size()
-    if storage._cdata in taken or not whole or not tensor.is_contiguous():
-        tensor = tensor.clone(memory_format=torch.contiguous_format)
-    taken.add(tensor.untyped_storage()._cdata)
-    return tensor
-
-
 def _alone(grad: Tensor, others: Iterable[Tensor]) -> Tensor:
     """A gradient to send: dense, and not the very tensor that came in."""
-    return _own_storage(grad.detach(), _storages(others))
+    return alone(grad.detach(), (), _storages(others))
 
 
 def _storages(tensors: Iterable[Tensor]) -> set[int]:

@@ -1,0 +1,86 @@
+"""How tensors lie in memory: a value that crosses to another stage lies there as it does in one process.
+
+What an op saves, and whether a reshape copies, depends on it. A value of which the storage holds more than it
+(a slice) is sent without gaps, its dimensions in the same order; one that repeats its numbers (an expanded
+tensor) as its dimensions are numbered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+from ..ir.graph import Value
+
+Order = tuple[int, ...]
+"""As `ir.graph.Value.order`."""
+
+
+def order_of(tensor: Tensor) -> Order:
+    """The order in which a tensor's dimensions lie in memory.
+
+    >>> order_of(torch.empty(2, 3, 4).transpose(1, 2)), order_of(torch.empty(2, 3, 4))
+    ((0, 2, 1), ())
+    >>> order_of(torch.empty(2, 3, 1).expand(2, 3, 4))
+    ()
+    """
+    if tensor.layout is not torch.strided or tensor.is_contiguous():
+        return ()
+    strides = tensor.stride()
+    if any(stride == 0 and size > 1 for stride, size in zip(strides, tensor.shape, strict=True)):
+        return ()
+    order = tuple(sorted(range(tensor.ndim), key=lambda dim: (-strides[dim], dim)))
+    return () if order == tuple(range(tensor.ndim)) else order
+
+
+def in_memory(tensor: Tensor, order: Order) -> Tensor:
+    """The tensor with its dimensions as they lie in memory."""
+    return tensor.permute(order) if order else tensor
+
+
+def lies_so(tensor: Tensor, order: Order) -> bool:
+    """Whether a tensor lies without gaps, its dimensions in this order."""
+    return in_memory(tensor, order).is_contiguous()
+
+
+def seen_so(row: Tensor, shape: Sequence[int], order: Order) -> Tensor:
+    """A row of numbers as a tensor of this shape that lies so; shares the row's memory.
+
+    >>> seen_so(torch.arange(6), (3, 2), (1, 0)).tolist()
+    [[0, 3], [1, 4], [2, 5]]
+    """
+    if not order:
+        return row.view(tuple(shape))
+    return row.view([shape[dim] for dim in order]).permute(_inverse(order))
+
+
+def copied(tensor: Tensor, order: Order) -> Tensor:
+    """A copy that lies so."""
+    made = in_memory(tensor, order).clone(memory_format=torch.contiguous_format)
+    return made.permute(_inverse(order)) if order else made
+
+
+def alone(tensor: Tensor, order: Order, taken: set[int]) -> Tensor:
+    """The tensor if it lies so and fills a storage that is not among those taken, else a copy that does.
+
+    taken: storages by their `_cdata`; that of the result is added.
+    """
+    storage = tensor.untyped_storage()
+    whole = storage.nbytes() == tensor.numel() * tensor.element_size()
+    if storage._cdata in taken or not whole or not lies_so(tensor, order):
+        tensor = copied(tensor, order)
+    taken.add(tensor.untyped_storage()._cdata)
+    return tensor
+
+
+def zeros(value: Value, device: torch.device | str | None = None) -> Tensor:
+    """Zeros that lie as a value and its gradient do."""
+    row = torch.zeros(prod(value.shape), dtype=getattr(torch, value.dtype), device=device)
+    return seen_so(row, value.shape, value.order)
+
+
+def _inverse(order: Order) -> Order:
+    return tuple(sorted(range(len(order)), key=order.__getitem__))
