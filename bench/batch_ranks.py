@@ -1,9 +1,10 @@
 """Largest micro-batches, really run: small models on gloo ranks of this machine, under the ledger's cap.
 
 For each planner: the plan with the largest micro-batches that fit runs some steps, with every rank's peak
-under its cap; one row more is refused by the planner, and the ledger stops the run when a batch has it. A
-plan made without a cap, with everything kept, is refused by the forecast of the ranks before they train; so
-are plans with stashed weights.
+under its cap; one row more is refused by the planner, and the ledger stops the run when a batch has it. Where
+the same cut carries it all the same (a planner that does not look at memory may cut worse for more rows), the
+plan that the planner makes for it without a cap is run, and is to be stopped. A plan made without a cap, with
+everything kept, is refused by the forecast of the ranks before they train; so are plans with stashed weights.
 """
 
 from __future__ import annotations
@@ -73,7 +74,13 @@ def run_model(key: str, ranks: int) -> dict[str, Any]:
             plan, _ = largest_plan(how, start, take)
             start = plan.microbatch_size
             ran = run(key, plan, Path(folder) / planner)
-            refused = planned(how, take, plan.microbatch_size + 1) is None
+            more = plan.microbatch_size + 1
+            refused = planned(how, take, more) is None
+            if not ran["stopped_by"]:
+                own = planned(replace(how, cluster=with_cap(cluster, 1 << 50)), take, more)
+                assert own is not None, "under a cap of a pebibyte everything fits"
+                forced = run(key, replace(own, caps=(cap,) * ranks), Path(folder) / f"{planner}, more")
+                ran["own_plan_stopped_by"] = forced["stopped_by"]
             found[planner] = row_of(plan, ran, refused=refused)
         free = with_cap(cluster, 1 << 50)
         kept = planned(planning(free, "flush", "dawnpiper"), take, start + 1)
@@ -93,7 +100,7 @@ def row_of(plan: Plan, ran: dict[str, Any], *, refused: bool) -> dict[str, Any]:
         "recomputed_bytes": sum(s.recomputed_bytes for s in plan.stages),
         "offloaded_bytes": sum(s.offloaded_bytes for s in plan.stages),
         "estimated_samples_per_s": samples_per_s(plan), **ran, "one_more_refused": refused,
-        "passed": fits and refused and bool(ran["stopped_by"]),
+        "passed": fits and refused and bool(ran["stopped_by"] or ran["own_plan_stopped_by"]),
     }  # fmt: skip
 
 
@@ -168,5 +175,10 @@ def line_of(model: str, ranks: int, planner: str, row: dict[str, Any]) -> str:
         f"{model}, {ranks} ranks, {planner}: {row['batch']} rows, {row['steps']} steps, peak "
         f"{format_bytes(peak)} ({peak / max(row['planned_peak_bytes']) - 1:+.1%} of the plan); "
         f"{row['batch'] + 1} rows: {'refused' if row['one_more_refused'] else 'PLANNED'}, run all the same: "
-        f"{row['stopped_by'] or 'NOT STOPPED'}"
+        f"{row['stopped_by'] or own_plan(row)}"
     )
+
+
+def own_plan(row: dict[str, Any]) -> str:
+    """What became of one row more where the plan for fewer rows can carry it."""
+    return f"not stopped; with the planner's own plan for it: {row['own_plan_stopped_by'] or 'NOT STOPPED'}"
