@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..ir.cluster import Cluster, Device, Link
+from ..ir.cluster import Cluster, Device, Link, refuse_too_many
 from ..ir.errors import ConfigError
 from ..profiler.detected import Measured, joined, measured
 
@@ -42,6 +42,7 @@ def detect(
     """
     if devices is not None and devices < 1:
         raise ConfigError(f"{devices} devices to measure", hint="use at least 1")
+    refuse_too_many(devices or 0)
     if kind == "cuda":
         return _gpus(devices, directory, progress)
     return _processes(devices or len(os.sched_getaffinity(0)), directory, progress)

@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from ..ir.cluster import Cluster, Device
-from ..ir.errors import CaptureError, ConfigError, PlanError
+from ..ir.cluster import MOST_DEVICES, Cluster, Device
+from ..ir.errors import CaptureError, ConfigError, PlanError, shown
 from ..ir.graph import OpGraph
 from ..ir.memory import Treatment, WeightPolicy
 from ..ir.plan import Plan
@@ -190,6 +190,8 @@ def planning(
     """How `plan` plans; see there. watch: told how many stages were weighed so far."""
     from ..runtime.calibrate import optimizer_ratio
 
+    if stages > MOST_DEVICES:
+        raise ConfigError(f"{shown(stages)} stages", hint=f"use at most {MOST_DEVICES}")
     _refuse_words("treatment", treatments or (), get_args(Treatment))
     _refuse_words("weight policy", () if weights is None else (weights,), get_args(WeightPolicy))
     described = cluster is not None

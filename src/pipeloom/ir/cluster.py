@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 
-from .errors import ConfigError
+from .errors import ConfigError, shown
+from .units import LARGEST
 
 GiB = 1024**3
 MiB = 1024**2
 
 MOST_BYTES = 1 << 63
 MOST_DEVICES = 100_000
-LARGEST = 1e30
-"""More memory and devices are refused, and times, rates and sizes of devices from the last on."""
+"""More memory and devices are refused."""
 
 OP_CLASSES = ("matmul", "attention", "convolution", "normalisation", "elementwise", "default")
 """Classes of ops that differ in the share of the peak rate or bandwidth that they achieve."""
@@ -37,14 +38,15 @@ class Link:
 
     def __post_init__(self) -> None:
         if not (_amount(self.overhead_s) and _amount(self.overhead_s_per_byte)):
-            per_byte = self.overhead_s_per_byte
+            once, per_byte = shown(self.overhead_s), shown(self.overhead_s_per_byte)
             raise ConfigError(
-                f"a message occupies its ranks for {self.overhead_s} s and {per_byte} s per byte",
+                f"a message occupies its ranks for {once} s and {per_byte} s per byte",
                 hint="use times of at least 0 and below 1e30",
             )
-        if not (self.bandwidth_bytes_per_s > 0 and _amount(self.latency_s)):
+        bandwidth = self.bandwidth_bytes_per_s
+        if not (bandwidth > 0 and _amount(self.latency_s)) or sys.float_info.max < bandwidth < float("inf"):
             raise ConfigError(
-                f"link has bandwidth {self.bandwidth_bytes_per_s} B/s and latency {self.latency_s} s",
+                f"link has bandwidth {shown(bandwidth)} B/s and latency {shown(self.latency_s)} s",
                 hint="bandwidth must be above 0, and latency at least 0 and below 1e30",
             )
 
@@ -101,14 +103,14 @@ class Device:
                 hint="add host_link; host_link_back only says how the other direction differs",
             )
         for name, share in self.efficiency.items():
-            if not 0 < share < float("inf"):
+            if not 0 < share < LARGEST:
                 raise ConfigError(
-                    f"device {self.name} achieves a share of {share} of its peak in {name}",
+                    f"device {self.name} achieves a share of {shown(share)} of its peak in {name}",
                     hint="write a share above 0, at most 1 as a rule",
                 )
         if not 0 < self.memory_bytes <= MOST_BYTES:
             raise ConfigError(
-                f"device {self.name} has {self.memory_bytes} bytes of memory",
+                f"device {self.name} has {shown(self.memory_bytes)} bytes of memory",
                 hint="give each device a positive memory size, at most 8 EiB",
             )
         for dtype, rate in self.flops_per_s.items():
@@ -120,7 +122,7 @@ class Device:
         for name, amount in self._amounts():
             if not _amount(amount):
                 raise ConfigError(
-                    f"device {self.name} has {name} = {amount}",
+                    f"device {self.name} has {name} = {shown(amount)}",
                     hint="rates, times and sizes are at least 0, and below 1e30",
                 )
 
@@ -163,10 +165,7 @@ class Cluster:
     def __post_init__(self) -> None:
         if not self.devices:
             raise ConfigError("the cluster has no device", hint="add at least one")
-        if len(self.devices) > MOST_DEVICES:
-            raise ConfigError(
-                f"the cluster has {len(self.devices)} devices", hint=f"describe at most {MOST_DEVICES}"
-            )
+        refuse_too_many(len(self.devices))
         _known("group", (device.group for device in self.devices), self.groups)
         _known("switch", (device.switch for device in self.devices), self.switches)
         node: dict[str, int] = {}
@@ -185,6 +184,14 @@ class Cluster:
         if one.node == other.node or self.between_nodes is None:
             return self.within_node
         return self.between_nodes
+
+
+def refuse_too_many(devices: int) -> None:
+    """Raises: ConfigError if a cluster of so many is refused: to be asked before they are made."""
+    if devices > MOST_DEVICES:
+        raise ConfigError(
+            f"the cluster has {shown(devices)} devices", hint=f"describe at most {MOST_DEVICES}"
+        )
 
 
 def _amount(value: float) -> bool:

@@ -21,6 +21,9 @@ Each message names who, what and how much; `hint` says what to do next.
 
 from __future__ import annotations
 
+from decimal import Decimal
+from reprlib import Repr
+
 
 class PipeloomError(Exception):
     """Base of all errors meant for the user.
@@ -100,3 +103,31 @@ class CheckpointError(PipeloomError):
 
 class VerifyError(PipeloomError):
     """The pipeline's numbers differ from those of one process."""
+
+
+LONG_BITS = 100
+"""Whole numbers of more bits are shown rounded: a message has no room for hundreds of digits."""
+
+
+class _Shown(Repr):
+    """As `repr`, with only the ends of what is long, and whole numbers of any size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = 60
+        self.maxdict = self.maxlist = 12
+
+    def repr_int(self, x: int, level: int) -> str:
+        return repr(x) if x.bit_length() <= LONG_BITS else f"{Decimal(x):.2e}"
+
+
+_SHOWN = _Shown()
+
+
+def shown(value: object) -> str:
+    """A value as messages show it.
+
+    >>> shown("left"), shown(10**9), shown(10**400), shown({"float32": 10**400})
+    ("'left'", '1000000000', '1.00e+400', "{'float32': 1.00e+400}")
+    """
+    return str(float(value)) if isinstance(value, float) else _SHOWN.repr(value)

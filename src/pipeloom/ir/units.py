@@ -5,15 +5,19 @@ from __future__ import annotations
 import re
 from decimal import ROUND_CEILING, Decimal
 
-from .errors import ConfigError
+from .errors import ConfigError, shown
 
 UNITS = {
     "": 1, "B": 1,
     "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
     "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40,
 }  # fmt: skip
+LARGEST = 1e30
+"""Sizes, times and rates from here on are refused."""
+
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 _HINT = "write a number and a unit, as in 300MiB, 1.5GiB or 2GB"
+_BELOW = "sizes are below 1e30 bytes"
 
 
 def parse_bytes(size: str | int) -> int:
@@ -27,23 +31,29 @@ def parse_bytes(size: str | int) -> int:
     >>> parse_bytes("24.2MiB")
     25375539
 
-    Raises: ConfigError unless the whole text is a positive number with a known unit, of at least one byte.
+    Raises: ConfigError unless the whole text is a positive number with a known unit, of at least one byte
+        and below `LARGEST`.
     """
     if isinstance(size, bool) or not isinstance(size, (str, int)):
-        raise ConfigError(f"cannot read {size!r} as a size", hint=_HINT)
+        raise ConfigError(f"cannot read {shown(size)} as a size", hint=_HINT)
+    if isinstance(size, int) and size >= LARGEST:  # Python writes out no number of many thousand digits
+        raise ConfigError(f"{shown(size)} is too large for a size", hint=_BELOW)
     match = _SIZE.fullmatch(str(size).strip())
     if match is None:
-        raise ConfigError(f"cannot read {size!r} as a size", hint=_HINT)
+        raise ConfigError(f"cannot read {shown(size)} as a size", hint=_HINT)
     number, unit = match.groups()
     if unit not in UNITS:
         raise ConfigError(
-            f"{size!r} has the unknown unit {unit!r}", hint=f"use one of {', '.join(u for u in UNITS if u)}"
+            f"{shown(size)} has the unknown unit {shown(unit)}",
+            hint=f"use one of {', '.join(u for u in UNITS if u)}",
         )
     exact = Decimal(number) * UNITS[unit]
     if exact <= 0:
-        raise ConfigError(f"{size!r} is no size above 0", hint=_HINT)
+        raise ConfigError(f"{shown(size)} is no size above 0", hint=_HINT)
     if exact < 1:
-        raise ConfigError(f"{size!r} is less than a byte", hint=_HINT)
+        raise ConfigError(f"{shown(size)} is less than a byte", hint=_HINT)
+    if exact >= Decimal(LARGEST):
+        raise ConfigError(f"{shown(size)} is too large for a size", hint=_BELOW)
     return int(exact)
 
 

@@ -35,16 +35,17 @@ from collections.abc import Mapping
 from dataclasses import fields
 from difflib import get_close_matches
 from itertools import groupby
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import tomli_w
 
-from ..ir.cluster import OP_CLASSES, Cluster, Device, Link
-from ..ir.errors import ConfigError
+from ..ir.cluster import MOST_DEVICES, OP_CLASSES, Cluster, Device, Link, refuse_too_many
+from ..ir.errors import ConfigError, shown
 from ..ir.files import write_whole
 from ..ir.graph import DTYPE_BYTES
-from ..ir.units import parse_bytes
+from ..ir.units import LARGEST, parse_bytes
 
 _TOP = ("name", "device", "within_node", "between_nodes", "groups", "switches", "node_link")
 _LINK = ("bandwidth", "latency_s", "overhead_s", "overhead_s_per_byte")
@@ -52,6 +53,8 @@ _DEVICE = (
     "name", "count", "memory", "flops_per_s", "memory_bytes_per_s", "efficiency", "launch_s", "node",
     "group", "switch", "host_link", "host_link_back", "host_memory",
 )  # fmt: skip
+
+_AMOUNT = "write a number that is at least 0 and below 1e30"
 
 
 def load_cluster(path: Path) -> Cluster:
@@ -65,6 +68,10 @@ def load_cluster(path: Path) -> Cluster:
         raise ConfigError(f"cannot read cluster {path}: {error.strerror}", hint="check the path") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}", hint="mend that line") from None
+    except ValueError:  # a number of more digits than Python reads
+        raise ConfigError(
+            f"{path} has a number of thousands of digits", hint="write rates, times and sizes below 1e30"
+        ) from None
     try:
         return _cluster(table)
     except ConfigError as error:
@@ -76,7 +83,9 @@ def _cluster(table: Mapping[str, Any]) -> Cluster:
     rows = table.get("device", [])
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows) or not rows:
         raise ConfigError("no [[device]] table", hint="add one table per kind of device")
-    devices = tuple(d for index, row in enumerate(rows) for d in _devices(row, f"device {index + 1}"))
+    kinds = [_kind(row, f"device {index + 1}") for index, row in enumerate(rows)]
+    refuse_too_many(sum(count for _, count in kinds))
+    devices = tuple(device for device, count in kinds for _ in range(count))
     if "within_node" not in table:
         raise ConfigError("no [within_node] table", hint='add one with bandwidth = "12GB", for instance')
     nodes = {device.node for device in devices}
@@ -107,14 +116,15 @@ def _optional(table: Mapping[str, Any], key: str, where: str = "") -> Link | Non
     return link_of(table[key], key + where) if key in table else None
 
 
-def _devices(row: Mapping[str, Any], where: str) -> tuple[Device, ...]:
+def _kind(row: Mapping[str, Any], where: str) -> tuple[Device, int]:
+    """The devices of a table: what each of them is, and how many there are."""
     _refuse_unknown(row, _DEVICE, where)
     for key in ("name", "memory"):
         if key not in row:
             raise ConfigError(f"{where} has no {key}", hint=f"add {key} to its table")
     device = Device(
         name=str(row["name"]),
-        memory_bytes=_at(where, parse_bytes, row["memory"]),
+        memory_bytes=_bytes(row, "memory", where),
         flops_per_s=_rates(row, "flops_per_s", where, tuple(DTYPE_BYTES)),
         memory_bytes_per_s=_number(row, "memory_bytes_per_s", where),
         efficiency=_rates(row, "efficiency", where, OP_CLASSES),
@@ -124,12 +134,16 @@ def _devices(row: Mapping[str, Any], where: str) -> tuple[Device, ...]:
         switch=_name(row, "switch", where),
         host_link=_optional(row, "host_link", f" of {where}"),
         host_link_back=_optional(row, "host_link_back", f" of {where}"),
-        host_memory_bytes=_at(where, parse_bytes, row["host_memory"]) if "host_memory" in row else 0,
+        host_memory_bytes=_bytes(row, "host_memory", where) if "host_memory" in row else 0,
     )
-    count = _whole(row, "count", where, default=1)
+    count = _whole(row, "count", where, default=1, below=inf)
     if count < 1:
         raise ConfigError(f"{where} has count {count}", hint="use at least 1, or drop the table")
-    return (device,) * count
+    if count > MOST_DEVICES:
+        raise ConfigError(
+            f"{where} has count {shown(count)}", hint=f"describe at most {MOST_DEVICES} devices"
+        )
+    return device, count
 
 
 def link_of(row: Any, where: str) -> Link:
@@ -140,7 +154,7 @@ def link_of(row: Any, where: str) -> Link:
     if "bandwidth" not in row:
         raise ConfigError(f"{where} has no bandwidth", hint='add bandwidth = "12GB", bytes per second')
     bandwidth = row["bandwidth"]
-    per_second = float(bandwidth) if isinstance(bandwidth, float) else _at(where, parse_bytes, bandwidth)
+    per_second = float(bandwidth) if isinstance(bandwidth, float) else _bytes(row, "bandwidth", where)
     rest = {key: _number(row, key, where) for key in _LINK if key != "bandwidth"}
     try:
         return Link(bandwidth_bytes_per_s=per_second, **rest)
@@ -151,7 +165,7 @@ def link_of(row: Any, where: str) -> Link:
 def _name(row: Mapping[str, Any], key: str, where: str) -> str | None:
     name = row.get(key)
     if name is not None and (not isinstance(name, str) or not name):
-        raise ConfigError(f"{where}: {key} is {name!r}", hint='write a name, as "left"')
+        raise ConfigError(f"{where}: {key} is {shown(name)}", hint='write a name, as "left"')
     return name
 
 
@@ -163,28 +177,30 @@ def _refuse_unknown(table: Mapping[str, Any], known: tuple[str, ...], where: str
             raise ConfigError(f"{where} has the unknown key {key!r}", hint=hint)
 
 
-def _at(where: str, read: Any, value: Any) -> int:
+def _bytes(row: Mapping[str, Any], key: str, where: str) -> int:
     try:
-        return int(read(value))
+        return parse_bytes(row[key])
     except ConfigError as error:
-        raise ConfigError(f"{where}: {error.message}", hint=error.hint) from None
+        raise ConfigError(f"{key} of {where}: {error.message}", hint=error.hint) from None
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < LARGEST
 
 
 def _number(row: Mapping[str, Any], key: str, where: str) -> float:
     value = row.get(key, 0.0)
     if not _is_number(value):
-        raise ConfigError(f"{where}: {key} is {value!r}", hint="write a number that is at least 0")
+        raise ConfigError(f"{where}: {key} is {shown(value)}", hint=_AMOUNT)
     return float(value)
 
 
-def _whole(row: Mapping[str, Any], key: str, where: str, *, default: int) -> int:
+def _whole(
+    row: Mapping[str, Any], key: str, where: str, *, default: int, below: float = LARGEST
+) -> int:
     value = row.get(key, default)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ConfigError(f"{where}: {key} is {value!r}", hint="write a whole number")
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < below:
+        raise ConfigError(f"{where}: {key} is {shown(value)}", hint="write a whole number, below 1e30")
     return value
 
 
@@ -193,7 +209,8 @@ def _rates(row: Mapping[str, Any], key: str, where: str, known: tuple[str, ...])
     if isinstance(rates, dict):
         _refuse_unknown(rates, known, f"{key} of {where}")
     if not isinstance(rates, dict) or not all(_is_number(rate) for rate in rates.values()):
-        raise ConfigError(f"{where}: {key} is {rates!r}", hint=f"write {key} = {{ name = number, ... }}")
+        hint = f"write {key} = {{ name = number, ... }}, each at least 0 and below 1e30"
+        raise ConfigError(f"{where}: {key} is {shown(rates)}", hint=hint)
     return {name: float(rate) for name, rate in rates.items()}
 
 

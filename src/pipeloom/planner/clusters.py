@@ -14,8 +14,8 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..ir.cluster import Cluster, Device, Link
-from ..ir.errors import ConfigError
+from ..ir.cluster import MOST_DEVICES, Cluster, Device, Link, refuse_too_many
+from ..ir.errors import ConfigError, shown
 from ..ir.units import parse_bytes
 from .builtin import BuiltIn, built_in
 from .cluster_files import load_cluster
@@ -25,6 +25,9 @@ _PART = re.compile(
     re.IGNORECASE,
 )
 _HINT = 'write it as "8 x a100-40" or "2 nodes of 8 x h100", or give the path of a cluster file'
+
+DIGITS = 30
+"""Of a number of nodes or devices, at most."""
 
 
 def find_cluster(text: str) -> Cluster:
@@ -50,7 +53,7 @@ def cpu_cluster(devices: int, *, memory: str | int | None = None) -> Cluster:
     memory: cap of each; by default an equal share of the machine's memory.
     """
     if devices < 1:
-        raise ConfigError(f"a cluster of {devices} devices", hint="use at least 1")
+        raise ConfigError(f"a cluster of {shown(devices)} devices", hint="use at least 1")
     size = None if memory is None else parse_bytes(memory)
     return _Layout([_Part(1, devices, built_in("cpu"), size)], devices).cluster()
 
@@ -87,7 +90,7 @@ def _part(text: str) -> _Part:
     found = _PART.fullmatch(" ".join(text.split()))
     if found is None:
         raise ConfigError(f"cannot read {text.strip()!r} as a part of a cluster", hint=_HINT)
-    nodes, count = (int(found[key] or 1) for key in ("nodes", "count"))
+    nodes, count = (_count(found[key] or "1") for key in ("nodes", "count"))
     if not nodes or not count:
         raise ConfigError(f"{text.strip()!r} has no device", hint="use at least 1 node and 1 device in each")
     try:
@@ -97,6 +100,15 @@ def _part(text: str) -> _Part:
             f"{error.message}, and no file {text.strip()!r} exists", hint=f"{error.hint}; {_HINT}"
         ) from None
     return _Part(nodes, count, kind, None if found["size"] is None else parse_bytes(found["size"]))
+
+
+def _count(digits: str) -> int:
+    if len(digits) > DIGITS:
+        raise ConfigError(
+            f"{shown(digits)}: a number of devices with {len(digits)} digits",
+            hint=f"describe at most {MOST_DEVICES}",
+        )
+    return int(digits)
 
 
 @dataclass(frozen=True)
@@ -111,6 +123,7 @@ class _Layout:
 
     def cluster(self) -> Cluster:
         """One link within nodes if all parts have the same, else each node's as that of a group."""
+        refuse_too_many(self.total)
         devices: list[Device] = []
         groups: dict[str, Link] = {}
         switches: dict[str, Link] = {}

@@ -1,0 +1,160 @@
+"""Numbers of devices, and of digits, that nobody means: they took all memory, or ended in a traceback."""
+
+import re
+import tracemalloc
+from pathlib import Path
+
+import pytest
+import zoo
+from click.testing import CliRunner
+
+from pipeloom import plan
+from pipeloom.api.detecting import detect
+from pipeloom.cli import main
+from pipeloom.ir.cluster import Cluster, Device, Link
+from pipeloom.ir.errors import ConfigError, PlanError
+from pipeloom.ir.units import parse_bytes
+from pipeloom.planner import cpu_cluster, find_cluster, load_cluster
+
+MANY = 10**10
+HUGE = 10**400
+CARD = '[[device]]\nname = "card"\nmemory = "1GiB"\n'
+LINK = '[within_node]\nbandwidth = "12GB"\n'
+
+
+@pytest.fixture
+def little_memory():
+    """What is refused before it is made takes next to none."""
+    tracemalloc.start()
+    yield
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 100 << 20
+
+
+def file_of(tmp_path: Path, text: str) -> Path:
+    file = tmp_path / "cluster.toml"
+    file.write_text(text)
+    return file
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (f"{MANY} x a100-40", "the cluster has 10000000000 devices"),
+        (f"{MANY} nodes of 8 x h100", "the cluster has 80000000000 devices"),
+        ("60000 x a100-40 + 60000 x v100-32", "the cluster has 120000 devices"),
+        (f"{MANY} x cpu", "the cluster has 10000000000 devices"),
+        (f"{HUGE} x a100-40", "a number of devices with 401 digits"),
+        (f"{'9' * 5000} nodes of 2 x a100-40", "a number of devices with 5000 digits"),
+        (f"2 x a100-40 with {HUGE}GiB", "0000GiB' is too large for a size"),
+        (f"2 x a100-40 with {'9' * 5000}", "9999' is too large for a size"),
+    ],
+)  # fmt: skip
+@pytest.mark.usefixtures("little_memory")
+def test_clusters_by_name(text: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)) as caught:
+        find_cluster(text)
+    assert len(str(caught.value)) < 200
+    assert str(caught.value.hint) in ("describe at most 100000", "sizes are below 1e30 bytes")
+
+
+@pytest.mark.parametrize("count", [MANY, HUGE, 10**5000], ids=["11", "401", "5001"])
+@pytest.mark.usefixtures("little_memory")
+def test_processes_of_this_machine(count: int) -> None:
+    with pytest.raises(ConfigError, match="devices\nhint: describe at most 100000"):
+        cpu_cluster(count)
+    with pytest.raises(ConfigError, match="devices\nhint: describe at most 100000"):
+        cpu_cluster(count, memory="1GiB")
+    with pytest.raises(ConfigError, match="devices\nhint: describe at most 100000"):
+        detect(devices=count)
+
+
+def test_as_many_as_there_may_be() -> None:
+    assert len(find_cluster("100000 x a100-40").devices) == len(cpu_cluster(100_000).devices) == 100_000
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
+@pytest.mark.parametrize("cluster", [[], ["--cluster", "2 x a100-40"]])
+def test_stages_on_the_command_line(schedule: str, cluster: list[str]) -> None:
+    done = CliRunner().invoke(main, ["plan", "--stages", str(MANY), "-s", schedule, *cluster])
+    assert done.exit_code == 2
+    assert "10000000000 stages" in done.output and "use at most 100000" in done.output
+    done = CliRunner().invoke(main, ["verify", "--stages", str(MANY), "-s", schedule])
+    assert done.exit_code == 2
+    assert "the cluster has 10000000000 devices" in done.output
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
+def test_as_many_stages_as_devices_may_be(schedule: str) -> None:
+    """For "at most 9 ranks" all numbers of ranks from 100000 down were tried."""
+    with pytest.raises(PlanError, match="100000"):
+        plan(zoo.job("skips"), stages=100_000, microbatch_size=2, cluster="2 x cpu", schedule=schedule)
+
+
+@pytest.mark.parametrize("count", [str(MANY), "1" + "0" * 400, "0x" + "f" * 5000])
+@pytest.mark.usefixtures("little_memory")
+def test_counts_in_files(tmp_path: Path, count: str) -> None:
+    file = file_of(tmp_path, f"{CARD}count = {count}\n{LINK}")
+    with pytest.raises(ConfigError, match=r"device 1 has count (10000000000|\d\.\d\de\+\d+)\n") as caught:
+        load_cluster(file)
+    assert str(file) in str(caught.value) and len(caught.value.message) < len(str(file)) + 50
+    assert caught.value.hint == "describe at most 100000 devices"
+
+
+def test_counts_of_several_tables(tmp_path: Path) -> None:
+    file = file_of(tmp_path, (CARD + "count = 60000\n") * 2 + LINK)
+    with pytest.raises(ConfigError, match=r"cluster.toml: the cluster has 120000 devices"):
+        load_cluster(file)
+    file.write_text((CARD + "count = 50000\n") * 2 + LINK)
+    assert len(load_cluster(file).devices) == 100_000
+
+
+@pytest.mark.parametrize("value", [f"{HUGE}", "0x" + "f" * 5000], ids=["decimal", "hexadecimal"])
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ("memory = VALUE", "memory of device 1: "),
+        ("host_memory = VALUE", "host_memory of device 1: "),
+        ("host_memory = [VALUE]", "host_memory of device 1: cannot read "),
+        ("memory_bytes_per_s = VALUE", "device 1: memory_bytes_per_s is "),
+        ("launch_s = VALUE", "device 1: launch_s is "),
+        ("node = VALUE", "device 1: node is "),
+        ("group = VALUE", "device 1: group is "),
+        ("flops_per_s = { float32 = VALUE }", "device 1: flops_per_s is {'float32': "),
+        ("efficiency = { matmul = VALUE }", "device 1: efficiency is {'matmul': "),
+        ("host_link = { bandwidth = VALUE }", "bandwidth of host_link of device 1: "),
+        ("host_link = { bandwidth = 1, latency_s = VALUE }", "host_link of device 1: latency_s is "),
+    ],
+)  # fmt: skip
+def test_numbers_of_hundreds_of_digits_in_files(tmp_path: Path, row: str, said: str, value: str) -> None:
+    device = CARD.replace('memory = "1GiB"\n', "") if row.startswith("memory =") else CARD
+    file = file_of(tmp_path, f"{device}{row.replace('VALUE', value)}\n{LINK}")
+    with pytest.raises(ConfigError, match=re.escape(f"{file}: {said}")) as caught:
+        load_cluster(file)
+    assert re.search(r"\d\.\d\de\+\d{3}|1000000\.\.\.0000000", caught.value.message) and caught.value.hint
+    assert len(caught.value.message) < len(str(file)) + 120
+
+
+def test_numbers_that_python_does_not_read(tmp_path: Path) -> None:
+    file = file_of(tmp_path, f"{CARD}launch_s = {'9' * 5000}\n{LINK}")
+    with pytest.raises(ConfigError, match=r"cluster.toml has a number of thousands of digits"):
+        load_cluster(file)
+
+
+@pytest.mark.parametrize("value", [HUGE, 10**5000], ids=["401", "5001"])
+def test_the_same_from_python(value: int) -> None:
+    for what in (
+        {"memory_bytes": value}, {"flops_per_s": {"float32": value}}, {"efficiency": {"matmul": value}},
+        {"launch_s": value}, {"node": value}, {"host_memory_bytes": value},
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=r"1\.00e\+"):
+            Device(**{"name": "card", "memory_bytes": 1, **what})
+    for link in ({"bandwidth_bytes_per_s": value}, {"latency_s": value}, {"overhead_s": value}):
+        with pytest.raises(ConfigError, match=r"1\.00e\+"):
+            Link(**{"bandwidth_bytes_per_s": 1.0, **link})
+    with pytest.raises(ConfigError, match=r"1\.00e\+\d+ is too large for a size"):
+        parse_bytes(value)
+    assert Cluster(
+        devices=(Device(name="card", memory_bytes=1),), within_node=Link(bandwidth_bytes_per_s=float("inf"))
+    )
