@@ -37,7 +37,7 @@ def refused(how: Planning, sample: Sample) -> InfeasibleError:
 def followed(how: Planning, advice: str) -> Planning:
     """The request as a piece of advice wants it."""
     devices = how.cluster.devices
-    if stages := re.fullmatch(r"use (\d+) stages(?: on (\d+) devices)?", advice):
+    if stages := re.fullmatch(r"use (\d+) (?:stages|ranks \(--stages \d+\))(?: on \d+ devices)?", advice):
         count = int(stages[1])
         return replace(how, stages=count, cluster=replace(how.cluster, devices=devices[:1] * count))
     if way := re.search(r"--treat (\w+)", advice):

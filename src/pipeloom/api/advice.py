@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 from math import ceil, sqrt
 from typing import TYPE_CHECKING
 
-from ..ir.cluster import MOST_BYTES, Cluster
+from .. import schedules
+from ..ir.cluster import MOST_BYTES, Cluster, Device
 from ..ir.errors import InfeasibleError, PlanError, ScheduleError
 from ..ir.graph import OpGraph
 from ..ir.memory import Treatment
@@ -195,12 +196,31 @@ def _stages(attempts: Attempts, error: InfeasibleError) -> Iterator[str]:
     known = error.stages if isinstance(error, NoCutFits) else None
     guesses = [known, known + 1] if known else [planning.stages + more for more in MORE_STAGES]
     for stages in guesses if known or not isinstance(error, NoCutFits) else ():
-        devices = planning.cluster.devices + (first,) * max(0, stages - len(planning.cluster.devices))
+        devices = _as_many(planning, stages)
         wider = replace(planning, stages=stages, cluster=replace(planning.cluster, devices=devices))
         if attempts.holds(wider):
-            there = stages <= len(planning.cluster.devices)
-            yield f"use {stages} stages" if there else f"use {stages} stages on {stages} devices"
+            yield _said_stages(planning, stages)
             return
+
+
+def _as_many(planning: Planning, stages: int) -> tuple[Device, ...]:
+    """At least so many devices like those of a cluster; of this machine's, each then has a smaller share."""
+    devices = planning.cluster.devices
+    if not planning.local:
+        return devices + devices[:1] * (stages - len(devices))
+    first = devices[0]
+    disk = first.host_memory_bytes * len(devices) // stages
+    memory = first.memory_bytes if planning.capped else first.memory_bytes * len(devices) // stages
+    return (replace(first, memory_bytes=max(1, memory), host_memory_bytes=disk),) * stages
+
+
+def _said_stages(planning: Planning, stages: int) -> str:
+    """The advice to use more stages, in ranks where the schedule puts several on each. Processes of this
+    machine are there; other devices may have to be found."""
+    line = schedules.entry(planning.schedule).place == "line"
+    flag = f" (--stages {stages})" if planning.local or not line else ""
+    there = planning.local or stages <= len(planning.cluster.devices)
+    return f"use {stages} {'stages' if line else 'ranks'}{flag}{'' if there else f' on {stages} devices'}"
 
 
 def _freeing(attempts: Attempts) -> Iterator[str]:

@@ -216,7 +216,8 @@ def planning(
     )  # fmt: skip
     return Planning(
         stages=stages, microbatches=microbatches, schedule=schedule, strategy=strategy, cluster=cluster,
-        capped=described or memory is not None, global_batch=global_batch, options=options, watch=watch,
+        capped=described or memory is not None, local=not described, global_batch=global_batch,
+        options=options, watch=watch,
     )  # fmt: skip
 
 

@@ -23,8 +23,10 @@ from ..lowering import lower
 from ..planner import PlanOptions, make_plan
 from ..planner.cost import CostModel, CostOptions
 from ..planner.infeasible import NoCutFits
+from ..planner.make import TooManyStages
 from ..planner.request import profile_of, refuse_other_weights
 from ..planner.stagecosts import stage_costs, stage_plan
+from ..planner.wiring import Wiring
 from ..simulator import simulate
 
 Costs = Profile | Mapping[str, Profile]
@@ -93,13 +95,17 @@ def plan_placed(
     own = schedules.entry(schedule).weights
     refuse_other_weights(schedule, options.weights or own)
     stages = stages_for(schedule, ranks)
-    _refuse_too_many(stages, graph, schedule, ranks)
+    if stages > (ops := sum(not op.cheap for op in graph.ops)):
+        places = len(Wiring(graph).cut_points) - 1
+        raise _too_many(f"{stages} stages, the model has {ops} ops", places, schedule, ranks, cluster)
     try:
         apart = make_plan(
             graph, costs, _one_device_each(cluster, schedule, ranks), stages=stages, schedule="1f1b",
             microbatches=microbatches, strategy=strategy, options=replace(options, weights=own),
             explained=explained, watch=watch,
         )  # fmt: skip
+    except TooManyStages as error:
+        raise _too_many(error.message, error.places, schedule, ranks, cluster) from None
     except InfeasibleError as error:
         share = len(schedules.usual(schedule, ranks)[1]) // ranks
         message = (
@@ -124,15 +130,18 @@ def plan_placed(
     return replace(found, caps=caps, peaks=peaks, predicted_step_s=step.step_s, notes={})
 
 
-def _refuse_too_many(stages: int, graph: OpGraph, schedule: str, ranks: int) -> None:
-    """Raises: PlanError if the model has fewer ops than the schedule wants stages."""
-    ops = sum(not op.cheap for op in graph.ops)
-    if stages > ops:
-        fewer = next((n for n in range(ranks - 1, 0, -1) if stages_for(schedule, n) <= ops), None)
-        raise PlanError(
-            f"{schedule} on {ranks} ranks is for {stages} stages, the model has {ops} ops",
-            hint=f"use at most {fewer} ranks (--stages {fewer})" if fewer else "use another schedule",
-        )
+def _too_many(why: str, places: int, schedule: str, ranks: int, cluster: Cluster) -> PlanError:
+    """The error where a schedule wants more stages than a model can be cut into.
+
+    why: begins with how many it wants.  places: how many there can be.
+    """
+    most = min(ranks - 1, places, len(cluster.devices))
+    fewer = next((n for n in range(most, 0, -1) if stages_for(schedule, n) <= places), None)
+    return PlanError(
+        f"{schedule} on {ranks} ranks is for {why}",
+        hint=f"use at most {fewer} {'ranks' if fewer > 1 else 'rank'} (--stages {fewer})"
+        if fewer else "use another schedule",
+    )  # fmt: skip
 
 
 def costs_of(plan: Plan, graph: OpGraph, costs: Costs, cluster: Cluster) -> tuple[StageCost, ...]:

@@ -28,6 +28,7 @@ class Planning:
     stages: one per device; where the schedule wants several on each, or replicas, the number of devices.
     microbatches: per step.  capped: plans name the devices' memory as their caps.
     global_batch: rows per step; where the micro-batch size varies, so does the number of micro-batches.
+    local: the devices are processes of this machine, as many as there are stages, and share what it has.
     watch: told how many stages were weighed so far.
     """
 
@@ -37,6 +38,7 @@ class Planning:
     schedule: str = "1f1b"
     strategy: str = "exact"
     capped: bool = True
+    local: bool = False
     global_batch: int | None = None
     options: PlanOptions = field(default_factory=PlanOptions)
     watch: Callable[[int], None] | None = None

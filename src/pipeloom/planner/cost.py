@@ -285,15 +285,10 @@ class CostModel:
         f = footprint
         return self._edge_s(f.received, ranks, -1, 0) + self._edge_s(f.received_grads, ranks, 0, -1)
 
-    @cached_property
+    @property
     def cut_points(self) -> Indices:
-        """Positions in front of which a cut may be, both ends included: none between ops that share an
-        updated buffer."""
-        torn = np.zeros(len(self) + 1, dtype=np.bool_)
-        for names in self.graph.together.values():
-            positions = [self.wiring.position[name] for name in names]
-            torn[min(positions) + 1 : max(positions) + 1] = True
-        return np.nonzero(~torn)[0]
+        """See `Wiring.cut_points`."""
+        return self.wiring.cut_points
 
     @cached_property
     def crossing_bytes(self) -> Array:

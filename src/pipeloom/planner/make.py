@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from ..ir.cluster import Cluster
-from ..ir.errors import InfeasibleError, PlanError
+from ..ir.errors import InfeasibleError, PlanError, shown
 from ..ir.graph import OpGraph
 from ..ir.memory import Treatment
 from ..ir.plan import Plan
@@ -18,6 +18,16 @@ from .polish import polished
 from .registry import Planner, planner
 from .request import PlanOptions, Request
 from .search import Search
+from .wiring import Wiring
+
+
+class TooManyStages(PlanError):
+    """The model cannot be cut into so many. places: the most that it can."""
+
+    def __init__(self, message: str, *, hint: str | None = None, places: int = 0) -> None:
+        super().__init__(message, hint=hint)
+        self.places = places
+
 
 ROUNDS = 5
 """Searches until the schedule and the simulated peaks of the found cut agree with what was searched with; of
@@ -51,10 +61,10 @@ def make_plan(
     request.refuse_what_cannot_be()
     search = request.search(stages)
     if stages > (places := len(search.model.cut_points) - 1):
-        raise PlanError(
+        raise TooManyStages(
             f"{stages} stages, but ops that share an updated buffer stay together, which leaves {places}",
-            hint=f"use at most {places} stages",
-        )
+            hint=_at_most(places, cluster), places=places,
+        )  # fmt: skip
     tried = _Tried()
     kept = []
     for other in (known, *map(planner, known.also)):
@@ -162,8 +172,17 @@ def _refuse_nonsense(graph: OpGraph, cluster: Cluster, stages: int) -> None:
     if stages < 1:
         raise PlanError(f"{stages} stages", hint="use at least 1")
     if stages > ops:
-        raise PlanError(f"{stages} stages for {ops} ops", hint=f"use at most {ops} stages")
+        places = len(Wiring(graph).cut_points) - 1
+        raise TooManyStages(
+            f"{shown(stages)} stages for {ops} ops", hint=_at_most(places, cluster), places=places
+        )
     if stages > len(cluster.devices):
         raise PlanError(
             f"{stages} stages for {len(cluster.devices)} devices", hint="use fewer stages, or add devices"
         )
+
+
+def _at_most(places: int, cluster: Cluster) -> str:
+    """What is advised where the model has too few places to be cut at: nothing that is refused next."""
+    most = min(places, len(cluster.devices))
+    return f"use at most {most} {'stages' if most > 1 else 'stage'}"

@@ -9,9 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+
 from ..ir.graph import Op, OpGraph, Value
 from ..ir.profile import Profile
 from ..ir.storage import storages, views_of_state
+from .intervals import Indices
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,16 @@ class Wiring:
     def made_at(self, value: str) -> int:
         """Position of a value's maker; -1 for what every stage has or makes itself (batch, cheap ops)."""
         return self.position.get(self.graph.producer.get(value, ""), -1)
+
+    @cached_property
+    def cut_points(self) -> Indices:
+        """Positions in front of which a cut may be, both ends included: none between ops that share an
+        updated buffer."""
+        torn = np.zeros(len(self.ops) + 1, dtype=np.bool_)
+        for names in self.graph.together.values():
+            positions = [self.position[name] for name in names]
+            torn[min(positions) + 1 : max(positions) + 1] = True
+        return np.nonzero(~torn)[0]
 
     @cached_property
     def base(self) -> dict[str, str]:
