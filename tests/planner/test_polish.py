@@ -12,6 +12,7 @@ from pipeloom.ir.errors import InfeasibleError
 from pipeloom.ir.plan import Plan
 from pipeloom.planner import PlanOptions, find_cluster, make_plan
 from pipeloom.planner.registry import PLANNERS
+from pipeloom.planner.search import Search
 from pipeloom.profiler.roofline import roofline
 
 NEVER_SLOWER_THAN = PLANNERS["dawnpiper"].also
@@ -53,6 +54,21 @@ def test_no_start_is_faster_and_none_finds_a_plan_alone(
             assert best.predicted_step_s <= theirs.predicted_step_s
     if best is not None:
         assert all(peak <= cap for peak in best.peaks)
+
+
+def test_where_any_plan_will_do_the_longest_search_comes_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(search: Search) -> tuple[int, ...]:
+        raise AssertionError("probe has a plan")
+
+    graph, cluster = layered(3, rows=2, hidden=512, length=256), find_cluster("2 x a100-40")
+    profile = roofline(graph, cluster.devices[0])
+    theirs = planned(graph, profile, cluster, "probe")
+    own = PLANNERS["dawnpiper"]
+    monkeypatch.setitem(PLANNERS, "dawnpiper", replace(own, find=never, also=("probe",)))
+    found = planned(graph, profile, cluster, "dawnpiper", fastest=False)
+    assert theirs is not None and found is not None and found.stages == theirs.stages
+    with pytest.raises(AssertionError, match="probe has a plan"):
+        planned(graph, profile, cluster, "dawnpiper")
 
 
 @pytest.mark.parametrize(

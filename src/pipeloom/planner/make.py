@@ -67,7 +67,8 @@ def make_plan(
         )  # fmt: skip
     tried = _Tried()
     kept = []
-    for other in (known, *map(planner, known.also)):
+    planners = (known, *map(planner, known.also))
+    for other in planners if options.fastest else reversed(planners):
         own = search if other is known else _search_of(search, request, other)
         if (found := _kept(request, own, other, tried if other is known else _Tried())) is not None:
             kept.append(found)

@@ -27,7 +27,8 @@ class Planner:
     granularity: the smallest piece that it moves.  optimises: whether it may recompute and offload
         residuals: never, if asked, or unless told otherwise.  keeps_caps: it looks at memory by itself.
     source: where it is from.
-    also: planners whose plans it starts from besides its own search, so that none of them has a faster one.
+    also: planners whose plans it starts from besides its own search, so that none of them has a faster one;
+        the slowest to search first.
     polishes: it moves cuts by the simulated step at last (polish.py).
     """
 
@@ -47,9 +48,9 @@ PLANNERS: dict[str, Planner] = {
         about="the best contiguous cut; slow where residuals are optimised",
     ),
     "dawnpiper": Planner(
-        find=dawnpiper, granularity="op", optimises="always", also=("vpipe", "pipedream"), polishes=True,
-        source="arXiv 2505.05856, reconstructed from the abstract; and more",
-        about="dawnpiper-alone, vpipe and pipedream; the best, its cuts moved by the simulated step",
+        find=dawnpiper, granularity="op", optimises="always", also=("probe", "vpipe", "pipedream"),
+        source="arXiv 2505.05856, reconstructed from the abstract; and more", polishes=True,
+        about="dawnpiper-alone, probe, vpipe, pipedream; the best, its cuts moved by the simulated step",
     ),
     "dawnpiper-alone": Planner(
         find=dawnpiper, granularity="op", optimises="always",
