@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import ast
 import json
 from collections.abc import Sequence
 from functools import cache
-from hashlib import sha256
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
 from batch_figures import compared, groups, reasons
-from machine import describe_machine
-
-import pipeloom
+from machine import code_of, describe_machine
 
 SCHEDULES = {"flush": "1f1b", "stash": "async_1f1b"}
 DEVICES = (4, 8)
 TIGHT = (1.0, 1.3)
 FULL = "A100-40GB"
-_PARSING = Lock()
-"""Python 3.11 may fail when two threads parse at a time: "AST constructor recursion depth mismatch"."""
 
 
 def keys(devices: Sequence[int]) -> list[tuple[int, str, str]]:
@@ -34,17 +28,8 @@ def keys(devices: Sequence[int]) -> list[tuple[int, str, str]]:
 
 @cache
 def code() -> str:
-    """The version of all that figures depend on: a hash of the code of these rooms, comments left out, and
-    of the devices' figures."""
-    made = sha256()
-    with _PARSING:
-        for room in ("planner", "simulator", "lowering", "profiler"):
-            for file in sorted((Path(pipeloom.__file__).parent / room).rglob("*.*")):
-                if file.suffix == ".py":
-                    made.update(ast.dump(ast.parse(file.read_text())).encode())
-                elif file.suffix == ".toml":
-                    made.update(file.read_bytes())
-    return made.hexdigest()[:12]
+    """The version of all that figures depend on."""
+    return code_of(("planner", "simulator", "lowering", "profiler"))
 
 
 class Record:

@@ -37,17 +37,15 @@ from math import inf
 from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
-from zlib import crc32
 
 ROOT = Path(__file__).parent
 sys.path.append(str(ROOT.parent / "tests" / "support"))
 
 import chains  # noqa: E402
 from layered import layered  # noqa: E402
-from machine import describe_machine  # noqa: E402
+from machine import code_of, describe_machine  # noqa: E402
 from random_stages import random_model  # noqa: E402
 
-import pipeloom  # noqa: E402
 from pipeloom.ir.cluster import Cluster, Link  # noqa: E402
 from pipeloom.planner import find_cluster  # noqa: E402
 from pipeloom.planner.cost import CostModel, CostOptions  # noqa: E402
@@ -59,7 +57,6 @@ from pipeloom.planner.registry import PLANNERS  # noqa: E402
 from pipeloom.planner.search import Search  # noqa: E402
 from pipeloom.profiler.roofline import roofline  # noqa: E402
 
-SOURCES = Path(pipeloom.__file__).parent
 BOTH = ("recompute", "offload")
 STAGES = (2, 3, 4, 5, 8)
 EACH = 50
@@ -329,8 +326,7 @@ def apart(piece: Sequence[str]) -> Any:
 
 def version() -> str:
     """Of this file and of what searches."""
-    files = sorted((*SOURCES.glob("planner/*.py"), Path(__file__)))
-    return f"{crc32(b''.join(file.read_bytes() for file in files)):08x}"
+    return code_of(("planner",), [Path(__file__)])
 
 
 def main() -> int:
