@@ -99,7 +99,7 @@ def test_what_is_written_reads_back(tmp_path_factory: pytest.TempPathFactory, co
             "hint: data.paths is a list of texts, by default []",
         ),
         ("model = 3\n", "config.toml line 1: model: expected object, got int\nhint: model is a table"),
-        ("steps = \n", "config.toml is not TOML: Invalid value (at line 1, column 9)\nhint: "),
+        ("steps = \n", "config.toml is not valid TOML: Invalid value (at line 1, column 9)\nhint: "),
         ("steps = 0\n", "steps is 0\nhint: use a value above 0"),
         (
             "[model]\nheads = 5\n",
@@ -108,6 +108,9 @@ def test_what_is_written_reads_back(tmp_path_factory: pytest.TempPathFactory, co
         ("[model]\ndropout = 1.0\n", "model.dropout is 1.0\nhint: use at least 0 and below 1"),
         ('[pipeline]\ndevice_memory = "300 apples"\n', "'300 apples' has the unknown unit 'apples'\nhint: "),
         ('name = "a/b"\n', "name is 'a/b'\nhint: use a plain word"),
+        ("steps = 1" + 5000 * "0" + "\n", "config.toml has a number of thousands of digits\nhint: "),
+        ("steps = " + 5000 * "[" + 5000 * "]" + "\n", "config.toml is nested too deeply\nhint: "),
+        ("steps = 1" + 400 * "0" + "\n", "config.toml line 1: steps is 1.00e+400\nhint: use"),
     ],
 )
 def test_a_wrong_file_is_one_clear_sentence(tmp_path: Path, text: str, message: str) -> None:
@@ -124,6 +127,7 @@ def test_a_wrong_file_is_one_clear_sentence(tmp_path: Path, text: str, message: 
         ("model.width", "--set 'model.width' has no value\nhint: write --set key=value"),
         ("steps=many", "--set steps=many: steps: expected int, got str\nhint: steps is a whole number"),
         ("zzzzzzzzz=1", "--set zzzzzzzzz=1: there is no setting zzzzzzzzz\nhint: the keys are name, job"),
+        (f"steps={10**400}", "--set steps: steps is 1.00e+400\nhint: use a whole number below 2^63"),
         ("pipeline.compile=1", "--set pipeline.compile=1: pipeline.compile: expected bool, got int"),
     ],
 )

@@ -30,7 +30,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import fields
 from difflib import get_close_matches
@@ -45,6 +44,7 @@ from ..ir.cluster import MOST_DEVICES, OP_CLASSES, Cluster, Device, Link, refuse
 from ..ir.errors import ConfigError, shown
 from ..ir.files import write_whole
 from ..ir.graph import DTYPE_BYTES
+from ..ir.toml import parse_toml
 from ..ir.units import LARGEST, parse_bytes
 
 _TOP = ("name", "device", "within_node", "between_nodes", "groups", "switches", "node_link")
@@ -63,15 +63,12 @@ def load_cluster(path: Path) -> Cluster:
     Raises: ConfigError if it is missing, no TOML, or has a key or value that is not understood.
     """
     try:
-        table = tomllib.loads(path.read_text())
+        text = path.read_text()
     except OSError as error:
         raise ConfigError(f"cannot read cluster {path}: {error.strerror}", hint="check the path") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}", hint="mend that line") from None
-    except ValueError:  # a number of more digits than Python reads
-        raise ConfigError(
-            f"{path} has a number of thousands of digits", hint="write rates, times and sizes below 1e30"
-        ) from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}", hint="write it in UTF-8") from None
+    table = parse_toml(text, str(path))
     try:
         return _cluster(table)
     except ConfigError as error:

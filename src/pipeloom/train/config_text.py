@@ -5,18 +5,21 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
-import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_type_hints
 
 import msgspec
 
-from ..ir.errors import ConfigError
+from ..ir.errors import LONG_BITS, ConfigError, shown
+from ..ir.toml import parse_toml
 from .config import Config
 
 _TABLE = re.compile(r"\s*\[([A-Za-z0-9_.\- ]+)\]")
 _KEY = re.compile(r"\s*([A-Za-z0-9_\-]+)\s*(?:\.|=)")
+LARGEST_BITS = 63
+"""Of whole numbers, as tensors count."""
+
 _AT = re.compile(r" - at `\$\.(.+)`$")
 
 
@@ -27,14 +30,21 @@ def read_config(file: Path | None, overrides: Sequence[str] = ()) -> Config:
         the wrong type or out of range.
     """
     text = "" if file is None else _read(file)
-    plain = _parse(text, file)
-    for key in _keys(plain):
-        _refuse_unknown(key, _where(file, text, key))
-    origin = {key: _where(file, text, key) for key in _keys(plain)}
+    plain = parse_toml(text, str(file))
+    origin = {key: _where(file, text, key) for key, _ in _items(plain)}
+    for key, place in origin.items():
+        _refuse_unknown(key, place)
     for override in overrides:
         key, value = _parse_override(override)
         _put(plain, key, value)
         origin[key] = f"--set {override}"
+    for key, value in _items(plain):
+        if isinstance(value, int) and value.bit_length() > LARGEST_BITS:
+            place = origin.get(key, "--set")
+            place = place if value.bit_length() <= LONG_BITS else place.partition("=")[0]
+            raise ConfigError(
+                f"{place}: {key} is {shown(value)}", hint=f"use a whole number below 2^{LARGEST_BITS}"
+            )
     try:
         return msgspec.convert(plain, Config)
     except msgspec.ValidationError as error:
@@ -89,13 +99,6 @@ def _read(file: Path) -> str:
         raise ConfigError(f"config file {file} is not text", hint="write TOML in UTF-8") from None
 
 
-def _parse(text: str, file: Path | None) -> dict[str, Any]:
-    try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{file} is not TOML: {error}", hint="see https://toml.io for the format") from None
-
-
 def _parse_override(override: str) -> tuple[str, Any]:
     """`key=value` with the value in TOML; a text may stand without quotes, and nothing unsets.
 
@@ -113,21 +116,21 @@ def _parse_override(override: str) -> tuple[str, Any]:
     if kind in (str, str | None) and not raw.startswith(('"', "'")):
         return key, raw
     try:
-        value = tomllib.loads(f"value = {raw}")["value"]
-    except tomllib.TOMLDecodeError:
+        value = parse_toml(f"value = {raw}", key)["value"]
+    except ConfigError:
         value = raw
     if kind == tuple[str, ...] and not isinstance(value, list):
         value = [raw if not isinstance(value, str) else value]
     return key, value
 
 
-def _keys(plain: dict[str, Any], prefix: str = "") -> Iterator[str]:
-    """Dotted keys of what a file sets; a table where no table belongs counts as a key."""
+def _items(plain: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and values of what a file sets; a table where no table belongs counts as a value."""
     for name, value in plain.items():
         if isinstance(value, dict) and value:
-            yield from _keys(value, f"{prefix}{name}.")
+            yield from _items(value, f"{prefix}{name}.")
         else:
-            yield prefix + name
+            yield prefix + name, value
 
 
 def _refuse_unknown(key: str, place: str) -> None:
