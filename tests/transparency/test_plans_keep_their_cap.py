@@ -25,7 +25,7 @@ from pipeloom.planner.registry import PLANNERS
 from pipeloom.runtime.local_channel import LocalChannel
 
 WIDTH, ROWS, MICROBATCHES = 16, 64, 6
-KINDS = ("linear", "gelu", "tanh", "norm", "skip", "older", "attention", "dropout")
+KINDS = ("linear", "gelu", "tanh", "norm", "skip", "older", "attention", "heads", "halves", "dropout")
 FREEING = [name for name, planner in PLANNERS.items() if planner.optimises != "never"]
 
 
@@ -58,6 +58,13 @@ class Layers(nn.Module):
                 return layer(x) + values[len(values) // 2]
             case "attention":
                 return (x @ layer(x).t()).softmax(-1) @ x
+            case "heads":  # transposed, and back by a reshape
+                rows = layer(x).view(len(x), 2, WIDTH // 2).transpose(0, 1)
+                mixed = (rows @ rows.transpose(1, 2)).softmax(-1) @ rows
+                return mixed.transpose(0, 1).reshape(x.shape)
+            case "halves":  # parts of a storage, as rotary embeddings make them
+                first, second = layer(x).chunk(2, dim=1)
+                return torch.cat([-second, first], dim=1) * x
             case "dropout":
                 return nn.functional.dropout(layer(x), 0.2, self.training)
             case _:
