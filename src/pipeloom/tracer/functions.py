@@ -17,7 +17,7 @@ from ..ir.errors import PlanError
 from ..ir.memory import Residual, Treatment
 from ..ir.stages import StageGraph
 from .captured import Captured
-from .joint import StageModule, extract, trace_joint
+from .joint import StageModule, extract, orders_of, trace_joint
 from .layout import Order, alone
 from .meta import tensors_of
 from .modules.fallback import module_functions
@@ -57,7 +57,7 @@ class GraphFunctions:
     """See `tracer.stage.StageFunctions`.
 
     kept_buffers: updated buffers whose previous state the backward reads.
-    orders: of the values that it sends, see `tracer.layout`.
+    orders: of the values that it sends and of next states of buffers, see `tracer.layout`.
     constants: tensors of the captured forward, by the names under which its ops read them.
     """
 
@@ -222,7 +222,7 @@ def stage_functions(
         kept_buffers=frozenset(s.name for s in needed if s.kind == "old"),
         functions=functions,
         constants={n: t.to(device) for n, t in captured.constants.items() if n in module.names},
-        orders={name: values[name].order for name in sent},
+        orders=orders_of(module, captured),
     )  # fmt: skip
 
 

@@ -28,7 +28,7 @@ from torch.fx import traceback
 
 from ..ir.stages import StageGraph
 from .captured import Captured
-from .layout import Order, alone, copied, zeros
+from .layout import Order, alone, copied, order_of, zeros
 
 
 @dataclass(eq=False)
@@ -174,7 +174,7 @@ def trace_joint(stage: StageModule, captured: Captured, device: str) -> Joint:
             if stage.kinds[i] == "value":
                 tensor = zeros(captured.graph.value[name], device)
             else:
-                tensor = torch.empty(val.shape, dtype=val.dtype, device=device)
+                tensor = torch.empty_strided(val.shape, val.stride(), dtype=val.dtype, device=device)
             if stage.kinds[i] == "param":
                 trainable = captured.graph.parameter[name].trainable
                 params[i] = nn.Parameter(tensor, requires_grad=trainable)
@@ -184,7 +184,7 @@ def trace_joint(stage: StageModule, captured: Captured, device: str) -> Joint:
                 args.append(tensor)
                 arg_names.append(name)
     detached = frozenset(o for o in stage.outputs if not _needs_grad(o, captured))
-    orders = {name: value.order for name, value in captured.graph.value.items() if value.order}
+    orders = orders_of(stage, captured)
     module = _Callable(stage, params, detached, orders)
     param_names = [stage.names[i] for i in params]
     with ExitStack() as stack:
@@ -194,6 +194,17 @@ def trace_joint(stage: StageModule, captured: Captured, device: str) -> Joint:
         exported = aot_export_joint_with_descriptors(stack, module, tuple(args))
         traced = exported.graph_module
     return _identify(traced, stage, param_names, arg_names, orders)
+
+
+def orders_of(stage: StageModule, captured: Captured) -> dict[str, Order]:
+    """How the values of a graph lie, and the next states of a stage's buffers: as the buffers do."""
+    found = {name: value.order for name, value in captured.graph.value.items()}
+    for node, name, kind in zip(
+        stage.module.graph.find_nodes(op="placeholder"), stage.names, stage.kinds, strict=True
+    ):
+        if kind == "buffer":
+            found[f"buffer:{name}"] = order_of(node.meta["val"])
+    return {name: order for name, order in found.items() if order}
 
 
 def _needs_grad(output: str, captured: Captured) -> bool:

@@ -42,6 +42,7 @@ def from_program(
     for spec, node in zip(program.graph_signature.input_specs, placeholders, strict=True):
         if spec.kind is InputKind.USER_INPUT:
             targets[node.name] = next(batch_keys)
+            node.meta["val"] = node.meta["val"].contiguous()  # as `runtime.batches` gives it to stages
             continue
         assert spec.target is not None
         target = spec.target.removeprefix("model.")
