@@ -24,6 +24,12 @@ _ASSERTIONS = {
     torch.ops.aten._assert_scalar.default,
 }
 
+_INSTEAD = {  # for tensors of any strides, and without the mark of a conjugate that is not made yet
+    torch.ops.aten.view.default: torch.ops.aten.reshape.default,
+    torch.ops.aten._conj.default: torch.ops.aten._conj_physical.default,
+    torch.ops.aten._neg_view.default: torch.ops.aten.neg.default,
+}
+
 
 def from_program(
     program: ExportedProgram, job: Job, made: Blueprint, keys: list[str], *, training: bool = True
@@ -104,15 +110,15 @@ def _canonical_names(model: nn.Module) -> dict[str, str]:
 
 
 def _tidy(graph: fx.Graph, keep: set[str], loss: Any, updates: list[str]) -> None:
-    """Drop assertions, copies that copy nothing and dead code; make `view` valid for any strides."""
+    """Drop assertions, copies that copy nothing and dead code; replace what suits some tensors only."""
     by_name = {node.name: node for node in graph.nodes}
     output = graph.output_node()
     output.args = ((*(by_name[name] for name in updates), by_name[str(loss)]),)
     for node in list(graph.nodes):
         if node.op == "call_function" and node.target in _ASSERTIONS:
             graph.erase_node(node)
-        elif node.target is torch.ops.aten.view.default:
-            node.target = torch.ops.aten.reshape.default
+        elif node.target in _INSTEAD:
+            node.target = _INSTEAD[node.target]
         elif node not in output.args[0] and (source := _copied(node)) is not None:
             node.replace_all_uses_with(source)
     graph.eliminate_dead_code()

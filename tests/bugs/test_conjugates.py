@@ -1,0 +1,36 @@
+"""PyTorch marks conjugates, and imaginary parts of them, instead of making them. Such values could not be
+sent, and what reads the mark (`imag`, `view_as_real`) failed in a stage that had received the numbers."""
+
+import torch
+import zoo
+from runs import assert_same, capture_of, pipelined, plain, plan_for
+from torch import Tensor, nn
+
+from pipeloom import Job
+
+
+class Waves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.into = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.view_as_complex(self.into(x).reshape(-1, 2, 2)).t()
+        power = (h @ h.conj().t()).imag.sin()
+        made = torch.view_as_real(h.mH.resolve_conj()).cos()
+        return power.mean() + h.conj().imag.tanh().sum() + made.mean()
+
+
+def batch(seed: int, rows: int) -> dict[str, Tensor]:
+    return {"x": torch.randn(rows, 4, generator=torch.Generator().manual_seed(seed))}
+
+
+def test_conjugates_are_sent() -> None:
+    job = Job(model=Waves, batch=batch, optimizer=zoo.sgd, name="waves")
+    captured = capture_of(job)
+    batches = [batch(seed, 4) for seed in range(2)]
+    expected = plain(job, batches, 2)
+    names = [op.name for op in captured.graph.ops if not op.cheap]
+    for place in range(1, len(names)):
+        plan = plan_for(captured, {n: int(at >= place) for at, n in enumerate(names)}, microbatches=2)
+        assert_same(pipelined(job, plan, batches), expected, tolerance=1e-5)
