@@ -67,7 +67,10 @@ def from_program(
         if spec.kind is OutputKind.BUFFER_MUTATION and training:
             name = (spec.target or "").removeprefix("model.")
             updates[_made_for(spec.arg.name, graph, updates)] = canonical.get(name, name)
+    _refuse_double_names(keys, {*canonical, *constants}, job.name)
     _tidy(graph, set(targets), program.graph_signature.user_outputs[0], list(updates))
+    renamed = _rename(graph, {*canonical, *constants, *keys})
+    updates = {renamed.get(made, made): name for made, name in updates.items()}
     module = fx.GraphModule(program.graph_module, graph)
     propagate(module, targets, made.model, training=training)
     op_graph = describe(module, targets, updates, made.model, constants, job.name)
@@ -76,6 +79,28 @@ def from_program(
         blueprint=made,
         constants={n: t for n, t in constants.items() if n not in made.others},
     )  # fmt: skip
+
+
+def _refuse_double_names(keys: list[str], state: set[str], name: str) -> None:
+    """Inputs, parameters and buffers share one space of names."""
+    for key in keys:
+        if key in state:
+            raise CaptureError(
+                f"{name} has a batch entry {key!r}, and a parameter or buffer of that name",
+                hint="give one of the two another name",
+            )
+
+
+def _rename(graph: fx.Graph, taken: set[str]) -> dict[str, str]:
+    """Give values other names than parameters, buffers and inputs have. Returns: old name -> new one."""
+    renamed: dict[str, str] = {}
+    for node in graph.nodes:
+        if node.op == "call_function" and node.name in taken:
+            old = node.name
+            while node.name in taken:
+                node._rename(f"{node.name}_value")
+            renamed[old] = node.name
+    return renamed
 
 
 def _made_for(name: str, graph: fx.Graph, taken: Mapping[str, str]) -> str:

@@ -59,6 +59,7 @@ class Recorder(Forward):
         self.forced = list(forced)
         self.trunks = trunks
         self.within = [""]
+        self.batch: frozenset[str] = frozenset()
         self.known: Any = WeakTensorKeyDictionary()
         self.storages: dict[int, str] = {}
         self.meter = Meter()
@@ -67,6 +68,7 @@ class Recorder(Forward):
 
     def record(self, job: Job, batch: Mapping[str, Tensor]) -> Course:
         """Run model and loss on a micro-batch."""
+        self.batch = frozenset(batch)
         for key, tensor in batch.items():
             self._name(tensor, f"batch:{key}", tainted=False)
         with self._watching_trunks(), torch.enable_grad():
@@ -276,7 +278,7 @@ class Recorder(Forward):
         drew = self._python_drew()
         if run.remembered:
             self.course.remembered[unit.fqn] = run.remembered
-        outputs, flat = run.hand_over(name)
+        outputs, flat = run.hand_over(f"{name}:0" if name in self.batch else name)
         for output in outputs:
             if output.kind != "same":
                 self._change(run.handed[output.name], output.name, tainted=True, sized=sized)
