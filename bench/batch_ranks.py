@@ -31,6 +31,7 @@ from pipeloom.ir.errors import InfeasibleError, MemoryCapError, ScheduleError
 from pipeloom.ir.plan import Plan, load_plan
 from pipeloom.ir.units import format_bytes
 from pipeloom.planner import find_cluster
+from pipeloom.planner.registry import PLANNERS as PLANNERS_BY_NAME
 from pipeloom.runtime.launch import launch
 
 STEPS = 2
@@ -76,11 +77,11 @@ def run_model(key: str, ranks: int) -> dict[str, Any]:
             ran = run(key, plan, Path(folder) / planner)
             more = plan.microbatch_size + 1
             refused = planned(how, take, more) is None
-            if not ran["stopped_by"]:
+            if not ran["stopped_by"] and PLANNERS_BY_NAME[planner].optimises == "never":
                 own = planned(replace(how, cluster=with_cap(cluster, 1 << 50)), take, more)
                 assert own is not None, "under a cap of a pebibyte everything fits"
                 forced = run(key, replace(own, caps=(cap,) * ranks), Path(folder) / f"{planner}, more")
-                ran["own_plan_stopped_by"] = forced["stopped_by"]
+                ran["own_plan_stopped_by"] = "" if forced["steps"] else forced["stopped_by"]
             found[planner] = row_of(plan, ran, refused=refused)
         free = with_cap(cluster, 1 << 50)
         kept = planned(planning(free, "flush", "dawnpiper"), take, start + 1)
@@ -88,7 +89,7 @@ def run_model(key: str, ranks: int) -> dict[str, Any]:
         forced = run(key, replace(kept, caps=(cap,) * ranks), Path(folder) / "forced")
     return {
         "model": SMALL[key].name, "ranks": ranks, "cap_bytes": cap, "planners": found,
-        "kept_all": {"batch": start + 1, "stopped_by": forced["stopped_by"]},
+        "kept_all": {"batch": start + 1, "stopped_by": "" if forced["steps"] else forced["stopped_by"]},
         "asynchronous": asynchronous(capped, take),
     }  # fmt: skip
 
@@ -100,7 +101,7 @@ def row_of(plan: Plan, ran: dict[str, Any], *, refused: bool) -> dict[str, Any]:
         "recomputed_bytes": sum(s.recomputed_bytes for s in plan.stages),
         "offloaded_bytes": sum(s.offloaded_bytes for s in plan.stages),
         "estimated_samples_per_s": samples_per_s(plan), **ran, "one_more_refused": refused,
-        "passed": fits and refused and bool(ran["stopped_by"] or ran["own_plan_stopped_by"]),
+        "passed": fits and refused and bool(ran["stopped_by"] or ran.get("own_plan_stopped_by")),
     }  # fmt: skip
 
 
@@ -181,4 +182,5 @@ def line_of(model: str, ranks: int, planner: str, row: dict[str, Any]) -> str:
 
 def own_plan(row: dict[str, Any]) -> str:
     """What became of one row more where the plan for fewer rows can carry it."""
-    return f"not stopped; with the planner's own plan for it: {row['own_plan_stopped_by'] or 'NOT STOPPED'}"
+    stopped = row.get("own_plan_stopped_by") or "NOT STOPPED"
+    return f"not stopped; with the planner's own plan for it: {stopped}"

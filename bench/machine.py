@@ -15,7 +15,7 @@ import torch
 
 import pipeloom
 
-WORDS = frozenset({"cluster_files.py", "clusters.py", "explaining.py", "whatif.py"})
+WORDS = frozenset({"cluster_files.py", "explaining.py", "whatif.py"})
 """Files of the planners that read what users write and word what is found: no figure depends on them."""
 
 _PARSING = Lock()

@@ -1,15 +1,20 @@
 """Values arrived as their dimensions are numbered, not as they lay. Ops then saved what came in a message,
 whose buffer stayed until the backward: a rank needed more than its plan said (T5, cut inside attention)."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import zoo
 from cut_memory import stage_bytes
-from runs import assert_same, capture_of, pipelined, plain, plan_for
+from runs import assert_same, capture_of, pipelined, plain, plan_for, threads
 from torch import Tensor, nn
 
 from pipeloom import Job
+from pipeloom.ir.errors import CommunicationError
 from pipeloom.ir.stages import cut
+from pipeloom.runtime.batches import agree_on_layouts
+from pipeloom.runtime.local_channel import LocalChannel
 from pipeloom.tracer.captured import Captured
 
 ROWS = 2
@@ -84,3 +89,46 @@ def test_a_product_with_a_weight_needs_room_for_what_is_summed_into_its_gradient
     captured = capture_of(Job(model=Scaled, batch=batch, name="scaled"), ROWS)
     stage, _ = stage_bytes(captured, cut(captured.graph, split_at(captured, 2)))
     assert stage.own.backward <= stage.planned.backward <= stage.own.backward + 8 * 4
+
+
+def test_a_value_that_is_copied_before_it_is_handed_over_keeps_its_layout() -> None:
+    """A stage that begins with the end of a reshape gives a view of what it received; the next stage on the
+    same rank got a contiguous copy, and could not see it as the matrix that it was traced with."""
+
+    class Again(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.into = nn.Linear(8, 24)
+
+        def forward(self, x: Tensor) -> Tensor:
+            rows, length, _ = x.shape
+            heads = self.into(x).view(rows, length, 2, 12).transpose(1, 2)
+            turned = heads.reshape(2 * rows, length, 12).transpose(1, 2)
+            return turned.transpose(1, 2).reshape(-1, 4).square().mean()
+
+    job = Job(model=Again, batch=batch, optimizer=zoo.sgd, name="again")
+    captured = capture_of(job, ROWS)
+    names = places(captured)
+    begin, end = names.index("_unsafe_view"), names.index("transpose_1") + 1
+    plan = plan_for(captured, split_at(captured, begin, end), microbatches=2, placement=(0, 1, 1))
+    batches = [batch(0, 2 * ROWS)]
+    assert_same(pipelined(job, plan, batches), plain(job, batches, 2), tolerance=1e-5)
+
+
+def test_ranks_that_have_captured_other_layouts_are_refused() -> None:
+    """They took each other's numbers in the wrong order."""
+    captured = capture_of(TURNED, ROWS)
+    place = places(captured).index("transpose")
+    stages = cut(captured.graph, split_at(captured, place + 1))
+    turned = next(c for c in stages.crossings if c.value.order)
+    others = (replace(turned, value=replace(turned.value, order=())),)
+    rest = tuple(c for c in stages.crossings if c is not turned)
+    differing = [stages, replace(stages, crossings=rest + others)]
+
+    def work(rank: int, channel: LocalChannel) -> None:
+        agree_on_layouts(channel, stages)
+        agree_on_layouts(channel, differing[rank])
+
+    said = rf"{turned.value.name} lies in memory otherwise for rank 1 than for rank 0.*in the order \[0, 2, 1"
+    with pytest.raises(CommunicationError, match=said):
+        threads(2, work)

@@ -14,7 +14,8 @@ from ..ir.plan import Plan
 from ..ir.schedule import Program
 from ..ir.stages import StageGraph
 from ..lowering import lower
-from ..runtime.batches import signature_of
+from ..runtime.batches import agree_on_layouts, signature_of
+from ..runtime.posting import PostedChannel
 from ..runtime.worker import Variant
 from ..tracer.captured import Captured
 from ..tracer.evaluation import capture_evaluation, cut_evaluation
@@ -38,6 +39,7 @@ class Evaluating:
     device: str
     autocast: torch.dtype | None
     like_training: Callable[[Mapping[str, Tensor]], Variant]
+    channel: PostedChannel
     program: Program | None = None
     _variants: dict[tuple[str, ...], Variant] = field(default_factory=dict)
 
@@ -64,6 +66,7 @@ class Evaluating:
             return self.like_training(part)
         evaluated = capture_evaluation(self.job, self.captured, part, autocast=self.autocast)
         stages = cut_evaluation(evaluated.graph, self.captured.graph, self.stages)
+        agree_on_layouts(self.channel, stages)
         return make_variant(evaluated, self.plan, stages, self.own_stages, device=self.device)
 
     def _lowered(self, stages: StageGraph) -> Program:

@@ -24,7 +24,7 @@ from ..ir.timeline import Timeline
 from ..lowering import lower
 from ..runtime import checkpoint
 from ..runtime.allocator import give_back_freed_memory, keep_freed_memory
-from ..runtime.batches import agree_on_shapes, rows_of, signature_of, split_batch
+from ..runtime.batches import agree_on_layouts, agree_on_shapes, rows_of, signature_of, split_batch
 from ..runtime.checkpoint_state import TrainState
 from ..runtime.connect import connect, watch_ranks
 from ..runtime.dist_channel import DistChannel
@@ -122,6 +122,7 @@ class Pipeline:
         self.evaluating = Evaluating(
             job=job, plan=plan, captured=captured, stages=stages, own_stages=self.own_stages,
             device=self.device.type, autocast=options.autocast, like_training=self._variant_for,
+            channel=self.channel,
         )  # fmt: skip
         self._variant(captured, signature_of(sample_batch(job, 0, plan.microbatch_size)))
         cap = plan.caps[self.rank] if plan.caps else None
@@ -188,8 +189,10 @@ class Pipeline:
 
     def _variant(self, captured: Captured, signature: tuple[str, ...]) -> Variant:
         plan = self.parts.plan
+        stages = plan.stage_graph(captured.graph)
+        agree_on_layouts(self.channel, stages)
         self.parts.variants[signature] = make_variant(
-            captured, plan, plan.stage_graph(captured.graph), self.own_stages,
+            captured, plan, stages, self.own_stages,
             device=self.device.type, compiled=self.options.compiled, policy=plan.memory,
         )  # fmt: skip
         return self.parts.variants[signature]

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..ir.errors import BatchError
+from ..ir.errors import BatchError, CommunicationError
+from ..ir.stages import StageGraph
 from .posting import PostedChannel
 
 
@@ -66,3 +67,29 @@ def agree_on_shapes(channel: PostedChannel, shapes: tuple[str, ...], device: tor
         f"rank {channel.rank} has a batch of {', '.join(shapes)}, and other ranks have other shapes",
         hint="give all ranks the same batch",
     )
+
+
+def agree_on_layouts(channel: PostedChannel, stages: StageGraph) -> None:
+    """What crosses has to lie in memory alike for all ranks: a message is a row of numbers. Each rank
+    captures by itself, and which kernels it sees is up to its PyTorch. Every rank calls it, for the same
+    stages.
+
+    Raises: CommunicationError, on all ranks, that names a value which lies otherwise on one of them.
+    """
+    mine = {c.value.name: (c.value.shape, c.value.dtype, c.value.order) for c in stages.crossings}
+    first, *others = channel.all_gather_object(mine)
+    for rank, theirs in enumerate(others, start=1):
+        if odd := next((name for name in first | theirs if first.get(name) != theirs.get(name)), None):
+            raise CommunicationError(
+                f"{odd} lies in memory otherwise for rank {rank} than for rank 0, where the model was "
+                f"captured: {_said(theirs.get(odd))}, and {_said(first.get(odd))}",
+                hint="start all ranks with the same versions and settings of PyTorch, such as which kernels "
+                "attention may use",
+            )
+
+
+def _said(value: tuple[tuple[int, ...], str, tuple[int, ...]] | None) -> str:
+    if value is None:
+        return "no such value"
+    shape, dtype, order = value
+    return f"{dtype}{list(shape)} in the order {list(order or range(len(shape)))}"

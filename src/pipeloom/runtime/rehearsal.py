@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from math import prod
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from ..ir.costs import StageCost
 from ..ir.graph import Value
 from ..ir.operation import OPERATIONS
 from ..ir.schedule import Program
-from ..tracer.layout import zeros
+from ..tracer.layout import seen_so, zeros
 from .channel import Message
 from .failure import Watch
 from .ledger import Ledger
@@ -88,11 +89,11 @@ class MadeUp:
         example = self._examples.get(value.name)
         if example is not None and tuple(example.shape) == value.shape:
             return example.to(self._device, copy=True)
-        made = zeros(value, self._device)
-        if made.is_floating_point():
-            numbers = torch.randn(value.shape, device=self._device, generator=self._generator)
-            made.copy_(numbers.mul_(0.1))
-        return made
+        dtype = getattr(torch, value.dtype)
+        if not dtype.is_floating_point:
+            return zeros(value, self._device)
+        row = torch.randn(prod(value.shape), device=self._device, generator=self._generator)
+        return seen_so(row.mul_(0.1).to(dtype), value.shape, value.order)
 
 
 class Rehearsal:

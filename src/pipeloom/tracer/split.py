@@ -251,14 +251,14 @@ class Splitter:
         return sorted(found, key=self.place.__getitem__)
 
     def _results(self, graph: fx.Graph, outputs: list[tuple[Slot, fx.Node]]) -> list[Argument]:
-        """Give each output but residuals and carried tensors a storage of its own, and the gradients
-        that are sent the layout of their values, as the other stage was traced."""
+        """Give each output but residuals and carried tensors a storage of its own, and what is sent the
+        layout of the value, as the other stage was traced."""
         seen: set[fx.Node] = set()
         results: list[Argument] = []
         for slot, node in outputs:
             base = root(node)
             shared = base.op == "placeholder" or base in seen
-            order = self.joint.orders.get(slot.name, ()) if slot.kind == "input_grad" else ()
+            order = self.joint.orders.get(slot.name, ()) if slot.kind in ("input_grad", "out") else ()
             strided = slot.kind == "input_grad" and not lies_so(node.meta["val"], order)
             expanded = slot.kind.endswith("_grad") and not _dense(node.meta["val"])
             if slot.kind not in ("made", "carried") and (shared or strided or expanded):

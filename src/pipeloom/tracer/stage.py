@@ -24,7 +24,8 @@ class StageFunctions(Protocol):
         evaluate(state, inputs)                  -> outputs
 
     `state` maps FQNs to parameters and buffers; a weight version is only which mapping is passed. Results
-    never share storage with inputs or parameters.
+    never share storage with inputs or parameters. Crossing values and their gradients lie in memory, without
+    gaps, as `Value.order` says.
 
     params, buffers: FQNs it reads.  batch: batch inputs it reads.  received, sent: crossing values.
     loss: name of the loss among the outputs, on the stage that makes it.

@@ -17,6 +17,7 @@ from ...ir.stages import StageGraph
 from ..describe import model_buffers, model_parameters
 from ..initialise import Blueprint
 from ..job import Job
+from ..layout import zeros
 from ..meta import autocast_region
 from ..sink import Sink
 from ..stage import made_bytes
@@ -219,12 +220,11 @@ def _example(cut: ModuleCut, value: Value, device: torch.device) -> Tensor:
     if value.name.startswith(PATH):
         calls = [cut.units.index(call.unit) for call in cut.course.calls]
         return encode(Path(cut.course.decisions, calls), value, device)
-    dtype = getattr(torch, value.dtype)
     sample = cut.course.samples.get(value.name)
     if sample is not None:
         return sample.to(device)
-    made = torch.zeros(value.shape, dtype=dtype, device=device)
-    return made.normal_(0.0, 0.1) if dtype.is_floating_point else made
+    made = zeros(value, device)
+    return made.normal_(0.0, 0.1) if made.is_floating_point() else made
 
 
 def initial_state(cut: ModuleCut, names: Sequence[str], device: torch.device) -> dict[str, Tensor]:

@@ -143,7 +143,7 @@ class ModuleFunctions:
             if names:
                 torch.autograd.backward([graph.outputs[n] for n in names], [grads[n] for n in names])
             found = {name: tensor.grad for name, tensor in graph.received.items()}
-            made = {n: _alone(grad, grads.values()) for n, grad in found.items() if grad is not None}
+            made = {n: _to_send(grad, grads.values()) for n, grad in found.items() if grad is not None}
             graph.clear()
         return made
 
@@ -161,7 +161,7 @@ class ModuleFunctions:
             if names and wanted:
                 found = _gradients([graph.outputs[n] for n in names], list(wanted.values()), graph.grads)
                 pairs = zip(wanted, found, strict=True)
-                made = {n: _alone(grad, grads.values()) for n, grad in pairs if grad is not None}
+                made = {n: _to_send(grad, grads.values()) for n, grad in pairs if grad is not None}
         return made, carried
 
     @one_thread
@@ -353,7 +353,7 @@ def _never_read(value: Value, device: torch.device) -> Tensor:
     return torch.full(value.shape, fill, dtype=dtype, device=device)
 
 
-def _alone(grad: Tensor, others: Iterable[Tensor]) -> Tensor:
+def _to_send(grad: Tensor, others: Iterable[Tensor]) -> Tensor:
     """A gradient to send: dense, and not the very tensor that came in."""
     return alone(grad.detach(), (), _storages(others))
 
