@@ -2,6 +2,9 @@
 
 Tracing leaves a `detach` for each saved result and transposes weights back and forth; each costs a trip
 through the dispatcher per micro-batch.
+
+And `view` becomes `reshape`, as it was called: some kernels (batch normalisation of a transposed tensor, for
+one) lay what they make otherwise than the fake ones that tracing ran, and then it takes a copy.
 """
 
 from __future__ import annotations
@@ -14,13 +17,16 @@ from torch import fx
 from .joint import Joint
 
 _RENAMES = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
+_VIEW = torch.ops.aten.view.default
 _TRANSPOSE = torch.ops.aten.t.default
 
 
 def simplify(joint: Joint) -> Joint:
-    """The same graph, changed in place: no `detach`, no `t` of `t`."""
+    """The same graph, changed in place: no `detach`, no `t` of `t`, and no `view` that could fail."""
     stands_for: dict[fx.Node, fx.Node] = {}
     for node in list(joint.graph.nodes):
+        if node.target is _VIEW:
+            node.target = torch.ops.aten.reshape.default
         same = _same_tensor(node)
         if same is not None:
             node.replace_all_uses_with(same)
