@@ -28,7 +28,7 @@ def keys(devices: Sequence[int]) -> list[tuple[int, str, str]]:
 
 @cache
 def code() -> str:
-    """The version of all that figures depend on."""
+    """The version of the rooms that decide figures."""
     return code_of(("planner", "simulator", "lowering", "profiler"))
 
 

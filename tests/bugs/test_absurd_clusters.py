@@ -49,6 +49,7 @@ def file_of(tmp_path: Path, text: str) -> Path:
         (f"{'9' * 5000} nodes of 2 x a100-40", "a number of devices with 5000 digits"),
         (f"2 x a100-40 with {HUGE}GiB", "0000GiB' is too large for a size"),
         (f"2 x a100-40 with {'9' * 5000}", "9999' is too large for a size"),
+        (f"2 x a100-40 with {'9' * 1_000_001}", "9999' has 1000001 digits"),
     ],
 )  # fmt: skip
 @pytest.mark.usefixtures("little_memory")

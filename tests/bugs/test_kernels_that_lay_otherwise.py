@@ -4,7 +4,7 @@ the trace then takes a copy: steps ended with "view size is not compatible with 
 import pytest
 import torch
 import zoo
-from runs import assert_same, capture_of, pipelined, plain, plan_for
+from cuts import assert_same_at_every_cut
 from torch import Tensor, nn
 
 from pipeloom import Job
@@ -39,10 +39,4 @@ def batch(seed: int, rows: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize("model", [Series, Rolled])
 def test_numbers_are_those_of_one_process_wherever_it_is_cut(model: type[nn.Module]) -> None:
     job = Job(model=lambda: model().double(), batch=batch, optimizer=zoo.sgd, name="layouts")
-    captured = capture_of(job)
-    batches = [batch(seed, 4) for seed in range(2)]
-    expected = plain(job, batches, 2)
-    names = [op.name for op in captured.graph.ops if not op.cheap]
-    for place in range(1, len(names)):
-        plan = plan_for(captured, {n: int(at >= place) for at, n in enumerate(names)}, microbatches=2)
-        assert_same(pipelined(job, plan, batches), expected, tolerance=1e-9)
+    assert_same_at_every_cut(job, [batch(seed, 4) for seed in range(2)], tolerance=1e-9)

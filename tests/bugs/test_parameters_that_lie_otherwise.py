@@ -5,14 +5,12 @@ before being sent."""
 import torch
 import zoo
 from cut_memory import stage_bytes
+from cuts import ROWS, split_at
 from runs import assert_same, capture_of, pipelined, plain, plan_for
 from torch import Tensor, nn
 
 from pipeloom import Job
 from pipeloom.ir.stages import cut
-from pipeloom.tracer.captured import Captured
-
-ROWS = 2
 
 
 class Turned(nn.Module):
@@ -45,11 +43,6 @@ class ChannelsLast(nn.Module):
 
 def images(seed: int, rows: int) -> dict[str, Tensor]:
     return {"x": torch.randn(rows, 3, 6, 6, generator=torch.Generator().manual_seed(seed))}
-
-
-def split_at(captured: Captured, *cuts: int) -> dict[str, int]:
-    names = [op.name for op in captured.graph.ops if not op.cheap]
-    return {name: sum(at >= place for place in cuts) for at, name in enumerate(names)}
 
 
 def test_numbers_are_those_of_one_process() -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 import zoo
 from cut_memory import stage_bytes
+from cuts import ROWS, assert_same_at_every_cut, places, split_at
 from runs import assert_same, capture_of, pipelined, plain, plan_for, threads
 from torch import Tensor, nn
 
@@ -15,9 +16,6 @@ from pipeloom.ir.errors import CommunicationError
 from pipeloom.ir.stages import cut
 from pipeloom.runtime.batches import agree_on_layouts
 from pipeloom.runtime.local_channel import LocalChannel
-from pipeloom.tracer.captured import Captured
-
-ROWS = 2
 
 
 class Turned(nn.Module):
@@ -46,14 +44,6 @@ def batch(seed: int, rows: int) -> dict[str, Tensor]:
 TURNED = Job(model=Turned, batch=batch, optimizer=zoo.sgd, name="turned")
 
 
-def places(captured: Captured) -> list[str]:
-    return [op.name for op in captured.graph.ops if not op.cheap]
-
-
-def split_at(captured: Captured, *cuts: int) -> dict[str, int]:
-    return {name: sum(at >= place for place in cuts) for at, name in enumerate(places(captured))}
-
-
 @pytest.mark.parametrize(
     ("job", "step"), [(TURNED, 1), pytest.param(zoo.job("t5"), 5, marks=pytest.mark.slow)]
 )
@@ -67,12 +57,8 @@ def test_at_every_cut_stages_keep_what_the_plan_says(job: Job, step: int) -> Non
 
 
 def test_numbers_are_those_of_one_process_wherever_it_is_cut() -> None:
-    captured = capture_of(TURNED, ROWS)
     batches = [batch(seed, 2 * ROWS) for seed in range(2)]
-    expected = plain(TURNED, batches, 2)
-    for place in range(1, len(places(captured)) - 1):
-        plan = plan_for(captured, split_at(captured, place, place + 1), microbatches=2)
-        assert_same(pipelined(TURNED, plan, batches), expected, tolerance=1e-5)
+    assert_same_at_every_cut(TURNED, batches, tolerance=1e-5, alone=True)
 
 
 def test_a_product_with_a_weight_needs_room_for_what_is_summed_into_its_gradient() -> None:

@@ -34,15 +34,15 @@ def from_json(text: str | bytes, kind: type[T], *, what: str) -> T:
         return msgspec.json.decode(text, type=kind)
     except msgspec.DecodeError as error:
         raise ConfigError(
-            f"{what} is not a valid {kind.__name__}: {_short(str(error))}",
+            f"{what} is not a valid {kind.__name__}: {shortened(str(error))}",
             hint="write it again with this version of pipeloom",
         ) from None
 
 
-def _short(text: str, most: int = 400) -> str:
+def shortened(text: str, most: int = 400) -> str:
     """A message without the middle of the long value that it quotes; its end says where that stands.
 
-    >>> _short("Invalid enum value '0F99999999999999' - at `$.weights`", most=48)
+    >>> shortened("Invalid enum value '0F99999999999999' - at `$.weights`", most=48)
     "Invalid enum value '0F9 … 9999' - at `$.weights`"
     """
     half = most // 2 - 1

@@ -17,6 +17,9 @@ LARGEST = 1e30
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 _HINT = "write a number and a unit, as in 300MiB, 1.5GiB or 2GB"
+DIGITS = 100_000
+"""Of a size as text, at most: more than 999,999 are too many for `Decimal`."""
+
 _BELOW = "sizes are below 1e30 bytes"
 
 
@@ -47,6 +50,8 @@ def parse_bytes(size: str | int) -> int:
             f"{shown(size)} has the unknown unit {shown(unit)}",
             hint=f"use one of {', '.join(u for u in UNITS if u)}",
         )
+    if len(number) > DIGITS:
+        raise ConfigError(f"{shown(size)} has {len(number)} digits", hint=_BELOW)
     exact = Decimal(number) * UNITS[unit]
     if exact <= 0:
         raise ConfigError(f"{shown(size)} is no size above 0", hint=_HINT)

@@ -11,7 +11,8 @@ from typing import Any, get_type_hints
 
 import msgspec
 
-from ..ir.errors import LONG_BITS, ConfigError, shown
+from ..ir.codec import shortened
+from ..ir.errors import ConfigError, shown
 from ..ir.toml import parse_toml
 from .config import Config
 
@@ -37,13 +38,12 @@ def read_config(file: Path | None, overrides: Sequence[str] = ()) -> Config:
     for override in overrides:
         key, value = _parse_override(override)
         _put(plain, key, value)
-        origin[key] = f"--set {override}"
+        origin[key] = f"--set {shortened(override, most=80)}"
     for key, value in _items(plain):
         if isinstance(value, int) and value.bit_length() > LARGEST_BITS:
-            place = origin.get(key, "--set")
-            place = place if value.bit_length() <= LONG_BITS else place.partition("=")[0]
             raise ConfigError(
-                f"{place}: {key} is {shown(value)}", hint=f"use a whole number below 2^{LARGEST_BITS}"
+                f"{origin.get(key, '--set')}: {key} is {shown(value)}",
+                hint=f"use a whole number between -2^{LARGEST_BITS} and 2^{LARGEST_BITS}",
             )
     try:
         return msgspec.convert(plain, Config)
