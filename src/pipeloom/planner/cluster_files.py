@@ -197,7 +197,8 @@ def _whole(
 ) -> int:
     value = row.get(key, default)
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < below:
-        raise ConfigError(f"{where}: {key} is {shown(value)}", hint="write a whole number, at least 0 and below 1e30")
+        hint = "write a whole number, at least 0 and below 1e30"
+        raise ConfigError(f"{where}: {key} is {shown(value)}", hint=hint)
     return value
 
 
