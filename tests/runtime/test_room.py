@@ -25,6 +25,7 @@ from pipeloom.ir.stages import cut
 from pipeloom.ir.timeline import Timeline
 from pipeloom.runtime.file_tier import FileTier
 from pipeloom.runtime.local_channel import LocalChannel
+from pipeloom.runtime.rehearsal import Rehearsal, Walk
 from pipeloom.runtime.tiers import Trip
 from pipeloom.simulator import simulate
 from pipeloom.tracer.functions import stage_residuals
@@ -118,6 +119,21 @@ def test_it_waits_where_the_simulator_does(room: float, tmp_path: Path) -> None:
         assert forwards and forwards == {a: w for a, w in waits(pipeline.measured()).items() if "F" in a}
 
 
+@pytest.fixture
+def even_pace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Actions and the link take what is said here: if the link stalls while it is measured, messages pile up
+    in the prediction."""
+    walk = Rehearsal.walk
+
+    def evenly(self: Rehearsal) -> Walk:
+        return {action: 1e3 if action.kind == "OFFLOAD" else 1.0 for action in walk(self)}
+
+    monkeypatch.setattr(Rehearsal, "walk", evenly)
+    link = Link(bandwidth_bytes_per_s=1e15)
+    monkeypatch.setattr("pipeloom.api.forecast.measure_link", lambda *_: link)
+
+
+@pytest.mark.usefixtures("even_pace")
 def test_rehearsals_keep_the_cap(tmp_path: Path) -> None:
     plan, size = offloading(2)
 
@@ -130,6 +146,7 @@ def test_rehearsals_keep_the_cap(tmp_path: Path) -> None:
         with Pipeline(TANH, capped, options=Options(offload_dir=tmp_path), channel=channel) as pipeline:
             pipeline.step(TANH.batch(0, ROWS * COUNT))
             predicted = pipeline.rehearse()
+            assert waits(predicted)
             rehearsals = pipeline._rehearsals
             assert rehearsals is not None
             pipeline.step(TANH.batch(1, ROWS * COUNT))
