@@ -48,7 +48,7 @@ def order_of(op: Op, graph: OpGraph, base: Mapping[str, str], saves: Sequence[st
         return Order(adds=adds)
     size = op.outputs[0].bytes
     if rule.order == "scores":
-        return AT_ONCE if saves else _attention(op, graph)
+        return _attention(op, graph) if op.outputs[0].name not in saves else AT_ONCE
     if rule.order == "power":
         return Order(saves[0], size, 2 * size) if len(saves) == 1 else AT_ONCE
     factors = _factors(op, graph)

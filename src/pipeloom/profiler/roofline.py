@@ -18,6 +18,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from math import prod
 
 from ..ir.cluster import Device
@@ -215,7 +216,9 @@ class _Operands:
         if keeps == "indices":
             return self._names(floating=False) + [v.name for v in op.outputs if not _is_floating(v)]
         if keeps == "queries":
-            return [] if self.unfused else [*self._names(floating=True), op.outputs[0].name]
+            if self.unfused:
+                return [] if self._copies_values else [self.values[2].name]
+            return [*self._names(floating=True), op.outputs[0].name]
         if keeps == "factors":
             factors = op.inputs if self.rule.kind == "elementwise" else self._names(floating=True)
             return [name for name in factors if self._another_learns(name)]
@@ -253,6 +256,7 @@ class _Operands:
             "statistics": 2 * rows * DTYPE_BYTES["float32"],
             "channel statistics": 2 * channels * DTYPE_BYTES["float32"],
             "positions": tensor_bytes(out.shape, "int64"),
+            "places": tensor_bytes(out.shape, "int64") if all(map(_is_floating, self.op.outputs)) else 0,
             "probabilities": first.bytes + DTYPE_BYTES["float32"],
             "attention": self._attention_bytes() if self.rule.kind == "attention" else 0,
         }[self.rule.extra]
@@ -267,16 +271,25 @@ class _Operands:
     def on_cpu(self) -> bool:
         return self.of.device.name.startswith("cpu")
 
+    @property
+    def _copies_values(self) -> bool:
+        """Whether attention in separate products copies V: if batch and heads do not lie together."""
+        values = self.values[min(2, len(self.values) - 1)]
+        order = values.order or tuple(range(len(values.shape)))
+        places = [order.index(d) for d in range(len(order) - 2) if values.shape[d] > 1]
+        together = all(b == a + 1 for a, b in pairwise(places))
+        return len(self.values) < 3 or not together
+
     @cached_property
     def _scores(self) -> Value:
         return scores(self.op, self.of.graph)
 
     def _attention_bytes(self) -> int:
-        """Fused: a float32 per row, and a boolean mask as numbers. Else copies of Q, K and V and what
-        softmax and dropout make of the scores."""
+        """Fused: a float32 per row, and a boolean mask as numbers. Else copies of Q and K, of V if it has to
+        be copied, and what softmax and dropout make of the scores."""
         query = self.values[0]
         if self.unfused:
-            copies = sum(v.bytes for v in self.values[:3])
+            copies = sum(v.bytes for v in self.values[: 3 if self._copies_values else 2])
             dropped = self._scores.bytes + prod(self._scores.shape) if self.op.random else 0
             return copies + self._scores.bytes + dropped
         masks = sum(tensor_bytes(v.shape, query.dtype) for v in self.values[3:] if v.dtype == "bool")

@@ -14,7 +14,8 @@ from typing import Literal
 Class = Literal["matmul", "attention", "convolution", "normalisation", "elementwise", "free"]
 Keeps = Literal["nothing", "input", "inputs", "output", "factors", "divisor", "indices", "queries"]
 Extra = Literal[
-    "nothing", "mask", "noise", "statistics", "channel statistics", "positions", "probabilities", "attention"
+    "nothing", "mask", "noise", "statistics", "channel statistics", "positions", "places", "probabilities",
+    "attention",
 ]
 Order = Literal["at once", "last factor", "divisor", "power", "scores"]
 
@@ -29,7 +30,8 @@ class Rule:
         floating-point numbers; "queries" attention: see roofline.
     extra: kept besides: "mask" a byte per number; "noise" a number per number; "statistics" two float32 per
         row of the last dimension; "channel statistics" two float32 per channel; "positions" an int64 per
-        output number; "probabilities" as much as the first input, and one number; "attention" see roofline.
+        output number; "places" the same, unless it is an output itself; "probabilities" as much as the first
+        input, and one number; "attention" see roofline.
     passes: the gradient of an input of the output's shape is the output's own gradient.
     scratch: scratch of the backward as a multiple of the first input.
     order: in which the backward makes gradients, see `order.py`.
@@ -59,9 +61,11 @@ _TABLE: dict[Rule, str] = {
     Rule("normalisation", "output"): "softmax _softmax log_softmax _log_softmax _safe_softmax",
     Rule("normalisation", "indices", "probabilities", scratch=1.0): "cross_entropy_loss",
     Rule("elementwise", "indices"): """
-        embedding index index_select gather scatter scatter_add scatter_reduce index_add index_put
-        index_copy where masked_fill masked_scatter masked_select take take_along_dim topk sort nll_loss
-        nll_loss_forward nll_loss2d nll_loss2d_forward nll_loss_nd""",
+        embedding scatter scatter_add scatter_reduce index_add index_put index_copy where masked_fill
+        masked_scatter masked_select nll_loss nll_loss_forward nll_loss2d nll_loss2d_forward nll_loss_nd""",
+    Rule("elementwise", "indices", scratch=1.0): "index index_select gather take_along_dim",
+    Rule("elementwise", "indices", "places", scratch=1.0): "sort topk",
+    Rule("elementwise", "inputs", scratch=1.0): "take",
     Rule("elementwise", "nothing", "mask"): "native_dropout bernoulli",
     Rule("elementwise", "nothing", "noise"): "dropout feature_dropout alpha_dropout",
     Rule("elementwise", "input", "positions"): """

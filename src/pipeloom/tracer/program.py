@@ -17,6 +17,7 @@ from .describe import describe
 from .initialise import Blueprint
 from .job import Job
 from .meta import propagate
+from .operands import unfold_copies
 
 _ASSERTIONS = {
     torch.ops.aten._assert_tensor_metadata.default,
@@ -69,10 +70,16 @@ def from_program(
             updates[_made_for(spec.arg.name, graph, updates)] = canonical.get(name, name)
     _refuse_double_names(keys, {*canonical, *constants}, job.name)
     _tidy(graph, set(targets), program.graph_signature.user_outputs[0], list(updates))
-    renamed = _rename(graph, {*canonical, *constants, *keys})
-    updates = {renamed.get(made, made): name for made, name in updates.items()}
     module = fx.GraphModule(program.graph_module, graph)
     propagate(module, targets, made.model, training=training)
+    if unfolded := unfold_copies(graph):
+        _suit_all(graph)
+        module.recompile()
+        propagate(module, targets, made.model, training=training)
+    renamed = _rename(graph, {*canonical, *constants, *keys})
+    updates = {
+        renamed.get(now := unfolded.get(name, name), now): buffer for name, buffer in updates.items()
+    }
     op_graph = describe(module, targets, updates, made.model, constants, job.name)
     return Captured(
         graph=op_graph, module=module, targets=targets, updates=updates,
@@ -136,20 +143,24 @@ def _canonical_names(model: nn.Module) -> dict[str, str]:
 
 def _tidy(graph: fx.Graph, keep: set[str], loss: Any, updates: list[str]) -> None:
     """Drop assertions, copies that copy nothing and dead code; replace what suits some tensors only."""
+    _suit_all(graph)
     by_name = {node.name: node for node in graph.nodes}
     output = graph.output_node()
     output.args = ((*(by_name[name] for name in updates), by_name[str(loss)]),)
     for node in list(graph.nodes):
         if node.op == "call_function" and node.target in _ASSERTIONS:
             graph.erase_node(node)
-        elif node.target in _INSTEAD:
-            node.target = _INSTEAD[node.target]
         elif node not in output.args[0] and (source := _copied(node)) is not None:
             node.replace_all_uses_with(source)
     graph.eliminate_dead_code()
     for node in graph.find_nodes(op="placeholder"):
         if node.name not in keep or not node.users:
             graph.erase_node(node)
+
+
+def _suit_all(graph: fx.Graph) -> None:
+    for node in graph.nodes:
+        node.target = _INSTEAD.get(node.target, node.target)
 
 
 def _copied(node: fx.Node) -> fx.Node | None:
