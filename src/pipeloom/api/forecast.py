@@ -89,13 +89,15 @@ class Forecast:
         """This rank's stages: exact bytes, times in units of a forward."""
         ratio = optimizer_ratio(self.optimizer)
         batch_bytes = self.plan.microbatches * self.rounds * sum(t.nbytes for t in self.sample.values())
-        return {
-            index: stage_memory(
+        found: dict[int, StageCost] = {}
+        counted: set[str] = set()
+        for index, functions in self.variant.functions.items():
+            found[index] = stage_memory(
                 functions, self.variant.stages, self.weights, ratio,
-                batch_bytes // len(self.variant.functions),
-            )
-            for index, functions in self.variant.functions.items()
-        }  # fmt: skip
+                batch_bytes=0 if found else batch_bytes, counted=counted,
+            )  # fmt: skip
+            counted.update(functions.params, functions.buffers)
+        return found
 
     def cluster(self, link: Link) -> Cluster:
         """This run's ranks, joined by a link."""

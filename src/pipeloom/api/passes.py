@@ -24,7 +24,7 @@ from .compiling import made_beside
 from .detecting import with_files
 from .placing import simulate_plan
 from .planning import Planning
-from .sizes import largest_below, largest_plan
+from .sizes import Taken, largest_below, largest_plan
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
@@ -131,7 +131,8 @@ def plan_one(
             return None
         return largest_below(how, first, lambda other: _other_sample(how, job, other, cluster))
 
-    return how.plan(first.graph, first.profiles, size, largest=largest), first
+    plan = how.plan(first.graph, first.profiles, size, largest=largest, captured=first.captured)
+    return plan, first
 
 
 def plan_largest(how: Planning, job: Job, start: int, cluster: Cluster | None) -> tuple[Plan, Sample]:
@@ -162,7 +163,7 @@ def _other_sample(how: Planning, job: Job, size: int, cluster: Cluster | None) -
 def _sample_for(
     how: Planning, job: Job, size: int, cluster: Cluster | None, *, captured: Captured | None = None,
     profiled: Profile | None = None, batch: Mapping[str, Tensor] | None = None,
-) -> Sample:  # fmt: skip
+) -> Taken:  # fmt: skip
     """The `sample` of a search that follows. What is measured here has the machine to itself."""
     if cluster is None or captured is not None:
         return sample(job, size, cluster, captured, profiled, batch)
@@ -230,7 +231,7 @@ def _refuse_words(what: str, given: Iterable[str], known: Sequence[str]) -> None
 def sample(
     job: Job, size: int, cluster: Cluster | None, captured: Captured | None = None,
     profiled: Profile | None = None, batch: Mapping[str, Tensor] | None = None,
-) -> Sample:  # fmt: skip
+) -> Taken:  # fmt: skip
     """A job captured at one micro-batch size, and its costs: by roofline on a cluster, or measured here.
 
     batch: one of that size, if it is at hand.
@@ -251,10 +252,12 @@ def sample(
             hint=f"capture it with {size} rows, or plan for {rows}",
         )
     if profiled is None and cluster is not None:
-        return Sample(size=size, graph=captured.graph, profiles=estimate(captured.graph, cluster))
+        estimated = estimate(captured.graph, cluster)
+        return Taken(size=size, graph=captured.graph, profiles=estimated, captured=captured)
     measured = profiled or profile(captured)
     names = {"cpu", measured.device, *kinds}
-    return Sample(size=size, graph=captured.graph, profiles=dict.fromkeys(sorted(names), measured))
+    profiles = dict.fromkeys(sorted(names), measured)
+    return Taken(size=size, graph=captured.graph, profiles=profiles, captured=captured)
 
 
 def simulate(

@@ -179,16 +179,19 @@ def costs_of(plan: Plan, graph: OpGraph, costs: Costs, cluster: Cluster) -> tupl
 def _counting_once(
     costs: tuple[StageCost, ...], plan: Plan, stages: StageGraph, graph: OpGraph, optimizer_bytes: float
 ) -> tuple[StageCost, ...]:
-    """A parameter that several stages of one rank read is there once: the first of them counts it."""
-    held: dict[int, set[str]] = {rank: set() for rank in plan.placement}
+    """A parameter that several stages of one rank read is there once, and so is the batch: the first of them
+    counts it."""
+    held: dict[int, set[str]] = {}
     found = []
     for cost, rank, names in zip(costs, plan.placement, stages.params, strict=True):
+        batch = cost.static_bytes.get("batch", 0) if rank in held else 0
+        held.setdefault(rank, set())
         again = [graph.parameter[name] for name in names if name in held[rank]]
         held[rank].update(names)
         trained = sum(p.bytes for p in again if p.trainable)
         saved = {
             "parameters": sum(p.bytes for p in again), "gradients": trained,
-            "optimizer": round(trained * optimizer_bytes),
+            "optimizer": round(trained * optimizer_bytes), "batch": batch,
         }  # fmt: skip
         static = {kind: max(0, size - saved.get(kind, 0)) for kind, size in cost.static_bytes.items()}
         found.append(replace(cost, static_bytes=static))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from .. import schedules
 from ..ir.cluster import Cluster
@@ -16,10 +16,15 @@ from ..planner import PlanOptions, make_plan
 from ..planner.batches import Sample
 from ..planner.whatif import Change, what_if
 from .advice import Attempts, advised
+from .keeping import PassesAsTraced, keeping_caps
 from .placing import plan_placed
-from .sizes import MOST, divisors
+from .sizes import MOST, Taken, divisors
+
+if TYPE_CHECKING:
+    from ..tracer.captured import Captured
 
 Costs: TypeAlias = Profile | Mapping[str, Profile]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Planning:
@@ -46,19 +51,40 @@ class Planning:
     def plan(
         self, graph: OpGraph, costs: Costs, size: int, *,
         explained: bool = True, largest: Callable[[], int | None] | None = None,
+        captured: Captured | None = None,
     ) -> Plan:  # fmt: skip
         """The plan for micro-batches of `size` rows.
 
         explained: look for what would fit, if nothing does.  largest: says which size would.
+        captured: where the graph is from, so that its stages can be traced: a plan for CPUs then keeps its
+            caps by these too.
         Raises: PlanError; InfeasibleError if nothing fits under the caps.
         """
+        count = self.microbatches_of(size)
+
+        def made(cluster: Cluster) -> Plan:
+            return replace(self, cluster=cluster)._made(graph, costs, count, explained)
+
         try:
-            found = self._made(graph, costs, self.microbatches_of(size), explained)
+            if captured is not None and self._runs_as_traced(captured):
+                from .traced import traced_peaks
+
+                found = keeping_caps(
+                    made, self.cluster, lambda plan: traced_peaks(plan, captured, costs, self.cluster)
+                )
+            else:
+                found = made(self.cluster)
         except InfeasibleError as error:
-            if not explained:
+            if not explained or isinstance(error, PassesAsTraced):
                 raise
             raise advised(Attempts(replace(self, watch=None), graph, costs, size), error, largest) from None
         return replace(found, microbatch_size=size, caps=found.caps if self.capped else ())
+
+    def _runs_as_traced(self, captured: Captured) -> bool:
+        """Whether ranks will run the stages that can be traced here: on CPUs, from a graph of ops."""
+        on_cpus = all(device.name.startswith("cpu") for device in self.cluster.devices)
+        runs = self.options.weights in (None, "flush") and schedules.entry(self.schedule).weights == "flush"
+        return self.capped and on_cpus and runs and not captured.graph.fallback
 
     def _made(self, graph: OpGraph, costs: Costs, microbatches: int, explained: bool) -> Plan:
         how: dict[str, Any] = {
@@ -97,7 +123,10 @@ class Planning:
         """Whether there is a plan."""
         any_plan = replace(self, options=replace(self.options, fastest=False))
         try:
-            any_plan.plan(sample.graph, sample.profiles, sample.size, explained=False)
+            any_plan.plan(
+                sample.graph, sample.profiles, sample.size, explained=False,
+                captured=sample.captured if isinstance(sample, Taken) else None,
+            )  # fmt: skip
         except (InfeasibleError, ScheduleError):  # the second: too few micro-batches for the schedule
             return False
         return True

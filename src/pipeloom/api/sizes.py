@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import islice
 from math import isqrt
@@ -14,7 +14,16 @@ from ..ir.plan import Plan
 from ..planner.batches import Sample, interpolated, largest_size
 
 if TYPE_CHECKING:
+    from ..tracer.captured import Captured
     from .planning import Planning
+
+
+@dataclass(frozen=True, kw_only=True)
+class Taken(Sample):
+    """A sample with what its stages can be traced from."""
+
+    captured: Captured
+
 
 Take: TypeAlias = Callable[[int], Sample]
 """Micro-batch size -> the model captured and profiled at it."""
@@ -134,4 +143,5 @@ def largest_plan(planning: Planning, start: int, take: Take) -> tuple[Plan, Samp
     while index + 1 < len(sizes) and fits(index + 1):
         index += 1
     sample = usable.at(index) or next(iter(known), None) or take(sizes[at])
-    return planning.plan(sample.graph, sample.profiles, sample.size), sample
+    captured = sample.captured if isinstance(sample, Taken) else None
+    return planning.plan(sample.graph, sample.profiles, sample.size, captured=captured), sample

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 import statistics
+from collections.abc import Collection
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -51,39 +53,48 @@ def optimizer_ratio(make: MakeOptimizer | None) -> float:
     return held / param.nbytes
 
 
-def stage_memory(
-    functions: StageFunctions, stages: StageGraph, weights: Weights, optimizer_bytes: float,
-    batch_bytes: int,
-) -> StageCost:  # fmt: skip
-    """A StageCost with exact bytes, and times of 1 s for F, I and W and 2 s for B.
-
-    optimizer_bytes: state per byte of trainable parameter.  batch_bytes: of the whole batch.
-    """
-    index = functions.index
-    params = {name: weights.params[name] for name in functions.params}
-    sent, back = crossing_bytes(stages, index)
+def graph_memory(functions: StageFunctions, stages: StageGraph) -> StageCost:
+    """A StageCost with the bytes of a stage's graphs alone, and times of 1 s for F, I and W and 2 s for B."""
+    sent, back = crossing_bytes(stages, functions.index)
     residual = sum(functions.residual_bytes.values())
     dropped = sum(functions.residual_bytes[name] for name in functions.recomputed)
     away = sum(functions.residual_bytes[name] for name in functions.offloaded)
-    trained = sum(p.nbytes for p in params.values() if p.requires_grad)
     peak = functions.peak_bytes
     return StageCost(
         forward_s=1.0, backward_s=2.0, input_grad_s=1.0, weight_grad_s=1.0,
         residual_bytes=residual, recomputed_bytes=dropped, offloaded_bytes=away,
         carried_bytes=functions.carried_bytes,
         keeps_inputs=not functions.kept_inputs.isdisjoint(functions.received),
-        static_bytes={
-            "parameters": sum(p.nbytes for p in params.values()), "gradients": trained,
-            "optimizer": int(trained * optimizer_bytes),
-            "buffers": sum(weights.buffers[n].nbytes for n in functions.buffers),
-            "batch": batch_bytes,
-        },
         transient_bytes={
             F: max(0, peak["forward"] - (residual - dropped) - sent),
             RECOMPUTE: max(0, peak.get("recompute", 0) - dropped), B: max(0, peak.get("backward", 0) - back),
             I: max(0, peak.get("input_grad", 0) - back), W: max(0, peak.get("weight_grad", 0)),
-            STEP: weights.step_bytes, REDUCE: 0,
         },
+    )  # fmt: skip
+
+
+def stage_memory(
+    functions: StageFunctions, stages: StageGraph, weights: Weights, optimizer_bytes: float,
+    *, batch_bytes: int, counted: Collection[str] = (),
+) -> StageCost:  # fmt: skip
+    """`graph_memory` with all else that a rank holds for the stage.
+
+    optimizer_bytes: state per byte of trainable parameter.  batch_bytes: of the whole batch.
+    counted: parameters and buffers that another stage of the rank counts.
+    """
+    params = {name: weights.params[name] for name in functions.params}
+    own = [param for name, param in params.items() if name not in counted]
+    trained = sum(p.nbytes for p in own if p.requires_grad)
+    made = graph_memory(functions, stages)
+    return replace(
+        made,
+        static_bytes={
+            "parameters": sum(p.nbytes for p in own), "gradients": trained,
+            "optimizer": int(trained * optimizer_bytes),
+            "buffers": sum(weights.buffers[n].nbytes for n in functions.buffers if n not in counted),
+            "batch": batch_bytes,
+        },
+        transient_bytes={**made.transient_bytes, STEP: weights.step_bytes, REDUCE: 0},
         tied_bytes={n: params[n].nbytes for n in stages.tied if n in params and params[n].requires_grad},
     )  # fmt: skip
 
