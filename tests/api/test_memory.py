@@ -31,12 +31,13 @@ def test_peak_of_every_rank(name: str, stages: int, schedule: str, at_once: None
             for seed in range(2):
                 pipeline.step(job.batch(seed, 8))
             sent = sum(v.bytes for v in pipeline.stages.between.get((rank, rank + 1), ()))
+            sent += sum(v.bytes for v in pipeline.stages.gradients(rank - 1, rank))
             return dict(pipeline.expected.peaks[rank]), pipeline.ledger.at_peak, sent
 
     for expected, measured, sent in threads(stages, work):
         for kind in ("parameters", "gradients", "optimizer", "buffers", "batch"):
             assert expected[kind] == measured[kind], kind
-        # Where stages take unequal times, the forecast may have one message wait for its receiver.
+        # The forecast may have one message wait for its receiver, unless two ranks take equal times.
         over = sum(expected.values()) - sum(measured.values())
-        most = sent if schedule == "1f1b" else 0
+        most = 0 if (schedule, stages) == ("gpipe", 2) else sent
         assert 0 <= over <= most + 0.01 * sum(measured.values()), (expected, measured)

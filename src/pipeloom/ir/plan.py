@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 
 from . import codec
-from .errors import PlanError
+from .errors import PlanError, shown
 from .graph import OpGraph
 from .memory import MemoryPolicy, WeightPolicy
 from .replicas import replicate
@@ -132,7 +132,8 @@ class Plan:
         """Cut `graph` as planned. Raises: PlanError if the plan was made for another model."""
         if graph.fingerprint != self.graph:
             raise PlanError(
-                f"this plan was made for model {self.graph}, not for {graph.name} ({graph.fingerprint})",
+                f"this plan was made for model {shown(self.graph)}, not for {graph.name} "
+                f"({graph.fingerprint})",
                 hint="plan again for this model, or pass the model the plan was made for",
             )
         stage_of = {op: index for index, stage in enumerate(self.stages) for op in stage.ops}

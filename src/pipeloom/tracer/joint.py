@@ -45,6 +45,8 @@ class StageModule:
     kinds: tuple[str, ...]
     """For each name: "param", "buffer", "batch" or "value"."""
     outputs: tuple[str, ...]
+    learning: frozenset[str]
+    """The outputs that a gradient comes back for: some that have one are only read where none flows."""
 
 
 def extract(captured: Captured, stages: StageGraph, index: int, device: str) -> StageModule:
@@ -88,7 +90,11 @@ def extract(captured: Captured, stages: StageGraph, index: int, device: str) -> 
     by_name = {n.name: n for n in captured.module.graph.nodes}
     buffer_of = {fqn: name for name, fqn in captured.updates.items()}
     graph.output(tuple(copies[by_name[buffer_of.get(o.removeprefix("buffer:"), o)]] for o in outputs))
-    return StageModule(fx.GraphModule(captured.module, graph), tuple(names), tuple(kinds), outputs)
+    learning = {v.name for target in stages.successors[index] for v in stages.gradients(index, target)}
+    learning |= {captured.graph.loss} & {name for name in outputs if _needs_grad(name, captured)}
+    return StageModule(
+        fx.GraphModule(captured.module, graph), tuple(names), tuple(kinds), outputs, frozenset(learning)
+    )
 
 
 def reshaped_copy(tensor: Tensor, shape: list[int]) -> Tensor:
@@ -183,7 +189,7 @@ def trace_joint(stage: StageModule, captured: Captured, device: str) -> Joint:
                     tensor.requires_grad_(captured.graph.value[name].needs_grad)
                 args.append(tensor)
                 arg_names.append(name)
-    detached = frozenset(o for o in stage.outputs if not _needs_grad(o, captured))
+    detached = frozenset(stage.outputs) - stage.learning
     orders = orders_of(stage, captured)
     module = _Callable(stage, params, detached, orders)
     param_names = [stage.names[i] for i in params]
