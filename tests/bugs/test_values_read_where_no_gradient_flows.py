@@ -1,5 +1,5 @@
-"""A value has a gradient, but its readers in other stages take none of it: no message brings one back, and the
-backward of its own stage asked for it (`KeyError`)."""
+"""A value has a gradient, but its readers in other stages take none of it: no message brings one back, and
+the backward of its own stage asked for it (`KeyError`)."""
 
 import torch
 import zoo
