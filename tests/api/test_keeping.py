@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -16,12 +17,14 @@ from torch import Tensor, nn
 from pipeloom import Job, Options, Pipeline
 from pipeloom.api import passes
 from pipeloom.api.keeping import TRIES, PassesAsTraced, keeping_caps
+from pipeloom.api.sizes import Taken
 from pipeloom.api.traced import traced_peaks
 from pipeloom.ir.cluster import Cluster, Link
 from pipeloom.ir.errors import InfeasibleError
 from pipeloom.ir.memory import Treatment
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.profile import Profile
+from pipeloom.ir.units import parse_bytes
 from pipeloom.planner import cpu_cluster
 from pipeloom.runtime.local_channel import LocalChannel
 
@@ -73,10 +76,40 @@ def test_a_plan_keeps_its_cap_by_its_traced_stages_too() -> None:
     assert_same(pipelined(JOB, plan, batches), plain(JOB, batches, COUNT), tolerance=1e-6)
 
 
-def test_where_no_plan_does_it_says_what_would_be_needed() -> None:
-    with pytest.raises(PassesAsTraced, match="rank 0 holds 218.4 KiB when its stage is traced") as caught:
+def test_where_no_plan_does_the_advice_holds_as_traced() -> None:
+    with pytest.raises(InfeasibleError, match="rank 0 holds 218.4 KiB when its stage is traced") as caught:
         planned(210_000, checked=True)
-    assert "with 218.4 KiB each" in caught.value.hint
+    assert caught.value.hint is not None
+    advised = re.match(r"give each device at least ([\d.]+ KiB)", caught.value.hint)
+    assert advised is not None, caught.value.hint
+    cap = parse_bytes(advised[1])
+    held = traced_peaks(
+        planned(cap, checked=True), capture_of(JOB, ROWS), costs_of(JOB, ROWS), cpu_cluster(2)
+    )
+    assert max(held) <= cap
+
+
+def test_more_memory_is_compared_with_plans_that_keep_it() -> None:
+    cap = 240_000
+    captured, cluster = capture_of(JOB, ROWS), cpu_cluster(2, memory=cap)
+    how = passes.planning(
+        JOB, stages=2, microbatches=COUNT, cluster=cluster, strategy="dawnpiper", treatments=["recompute"]
+    )
+    sample = Taken(size=ROWS, graph=captured.graph, profiles=costs_of(JOB, ROWS), captured=captured)
+    more = next(c for c in how.changes(planned(cap, checked=True), sample) if "memory" in c.what)
+    best = planned(round(1.1 * cap), checked=True)
+    assert more.step_s == pytest.approx(best.predicted_step_s, rel=0.02)
+
+
+@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "dualpipe"])
+def test_a_cap_too_small_for_several_stages_is_said_to_be(schedule: str) -> None:
+    """Half of one byte was said to be a device without memory."""
+    captured, cluster = capture_of(JOB, ROWS), cpu_cluster(2, memory=1)
+    how = passes.planning(
+        JOB, stages=2, microbatches=COUNT, cluster=cluster, strategy="dawnpiper", schedule=schedule
+    )
+    with pytest.raises(InfeasibleError):
+        how.plan(captured.graph, costs_of(JOB, ROWS), ROWS, explained=False, captured=captured)
 
 
 @pytest.mark.parametrize(
@@ -138,8 +171,8 @@ def test_the_cap_is_lowered_by_what_was_not_seen() -> None:
 
 def test_what_is_far_below_its_cap_is_not_traced() -> None:
     cluster = cpu_cluster(1, memory=1000)
-    plan = keeping_caps(_plans([600], []), cluster, lambda plan: pytest.fail("it was traced"))
-    assert plan.peaks == (600,)
+    plan = keeping_caps(_plans([250], []), cluster, lambda plan: pytest.fail("it was traced"))
+    assert plan.peaks == (250,)
 
 
 def test_the_first_error_is_that_of_the_planner() -> None:

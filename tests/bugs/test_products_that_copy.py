@@ -3,6 +3,7 @@ copied instead: stages kept up to 30 % more, and what a plan named to be recompu
 
 from __future__ import annotations
 
+from itertools import combinations
 from typing import cast
 
 import pytest
@@ -18,6 +19,7 @@ from pipeloom import plan as make_plan
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.stages import cut
 from pipeloom.planner import cpu_cluster
+from pipeloom.tracer.evaluation import capture_evaluation, cut_evaluation
 
 WIDTH, LENGTH, HEADS = 16, 12, 4
 
@@ -103,17 +105,25 @@ def job_of(model: type[Base]) -> Job:
 JOBS = [job_of(model) for model in (Attention, Shared, Einsum, Mixer, Encoder)]
 
 
+@pytest.mark.parametrize("step", [5, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("job", [*JOBS, job_of(Dropping)], ids=lambda job: job.name)
-def test_stages_keep_what_the_plan_says(job: Job) -> None:
+def test_stages_keep_what_the_plan_says(job: Job, step: int) -> None:
     captured = capture_of(job, ROWS)
     names = places(captured)
-    for place in range(1, len(names)):
+    for place in range(1, len(names), step):
         for stage in stage_bytes(captured, cut(captured.graph, split_at(captured, place))):
             assert stage.own.residuals == stage.planned.residuals, (names[place], stage)
             assert stage.own.inputs <= stage.planned.inputs, (names[place], stage)
 
 
-@pytest.mark.parametrize("job", JOBS, ids=lambda job: job.name)
+@pytest.mark.parametrize(
+    "job",
+    [
+        job if job.name in ("Attention", "Mixer") else pytest.param(job, marks=pytest.mark.slow)
+        for job in JOBS
+    ],
+    ids=lambda job: job.name,
+)
 def test_numbers_are_those_of_one_process_wherever_it_is_cut(job: Job) -> None:
     batches = [batch(seed, 2 * ROWS) for seed in range(2)]
     assert_same_at_every_cut(job, batches, tolerance=1e-6)
@@ -141,3 +151,12 @@ def test_plans_that_recompute_keep_their_cap(job: Job) -> None:
     tight = next(plan for plan in plans if any(stage.recomputed_bytes for stage in plan.stages))
     batches = [batch(seed, rows * count) for seed in range(2)]
     assert_same(pipelined(job, tight, batches), plain(job, batches, count), tolerance=1e-6)
+
+
+@pytest.mark.parametrize("job", JOBS, ids=lambda job: job.name)
+def test_evaluation_is_cut_where_training_was(job: Job) -> None:
+    """Products were taken apart in training only, where their matrices learn: stages had nothing to do."""
+    trained = capture_of(job, ROWS)
+    evaluated = capture_evaluation(job, trained, batch(0, ROWS))
+    for cuts in combinations(range(1, len(places(trained))), 2):
+        cut_evaluation(evaluated.graph, trained.graph, cut(trained.graph, split_at(trained, *cuts)))

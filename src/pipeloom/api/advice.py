@@ -19,6 +19,7 @@ from ..planner.infeasible import NoCutFits
 from ..planner.registry import planner
 
 if TYPE_CHECKING:
+    from ..tracer.captured import Captured
     from .planning import Costs, Planning
 
 MARGINS = (1.0, 1.01, 1.03, 1.1, 1.25, 1.6, 2.0, 3.0, 4.0)
@@ -59,13 +60,14 @@ class Attempts:
     graph: OpGraph
     costs: Costs
     size: int
+    captured: Captured | None = None
     begin_s: float = field(default_factory=time.monotonic)
 
     def plan(self, other: Planning) -> Plan | None:
         """The plan of a changed request; None if there is none either."""
         try:
             any_plan = replace(other, options=replace(other.options, fastest=False))
-            return any_plan.plan(self.graph, self.costs, self.size, explained=False)
+            return any_plan.plan(self.graph, self.costs, self.size, explained=False, captured=self.captured)
         except (PlanError, ScheduleError):
             return None
 

@@ -13,13 +13,14 @@ from dataclasses import replace
 from ..ir.cluster import Cluster
 from ..ir.errors import InfeasibleError
 from ..ir.plan import Plan
-from ..ir.units import enough_bytes, format_bytes
+from ..ir.units import format_bytes
 
 TRIES = 7
 """Plans that are made at most, all but the first under lower caps."""
 
-CLOSE = 0.6
-"""Plans that hold no more than this share of each cap are not traced."""
+CLOSE = 0.25
+"""Plans that hold no more than this share of each cap are not traced. Stages with ops that the table does not
+know, such as `lstm`, were found to hold 2.5 times what was planned."""
 
 
 class PassesAsTraced(InfeasibleError):
@@ -57,9 +58,7 @@ def keeping_caps(
     rank, most = max(enumerate(first), key=lambda pair: pair[1] - caps[pair[0]])
     raise PassesAsTraced(
         f"as planned, all fits, but rank {rank} holds {format_bytes(most)} when its stage is traced, and its "
-        f"device's cap is {format_bytes(caps[rank])}; planning for less found no plan that keeps it",
-        hint=f"give the devices more memory (with {enough_bytes(max(first))} each the plan fits), or use "
-        "smaller micro-batches or more stages",
+        f"device's cap is {format_bytes(caps[rank])}; planning for less found no plan that keeps it"
     )
 
 

@@ -214,5 +214,5 @@ def _one_device_each(cluster: Cluster, schedule: str, ranks: int) -> Cluster:
     own = []
     for rank in placement[: len(placement) // shape.replicas]:
         device = cluster.devices[rank]
-        own.append(replace(device, memory_bytes=device.memory_bytes // placement.count(rank)))
+        own.append(replace(device, memory_bytes=max(1, device.memory_bytes // placement.count(rank))))
     return replace(cluster, devices=tuple(own))

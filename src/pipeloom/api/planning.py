@@ -16,9 +16,9 @@ from ..planner import PlanOptions, make_plan
 from ..planner.batches import Sample
 from ..planner.whatif import Change, what_if
 from .advice import Attempts, advised
-from .keeping import PassesAsTraced, keeping_caps
+from .keeping import keeping_caps
 from .placing import plan_placed
-from .sizes import MOST, Taken, divisors
+from .sizes import MOST, captured_of, divisors
 
 if TYPE_CHECKING:
     from ..tracer.captured import Captured
@@ -75,9 +75,10 @@ class Planning:
             else:
                 found = made(self.cluster)
         except InfeasibleError as error:
-            if not explained or isinstance(error, PassesAsTraced):
+            if not explained:
                 raise
-            raise advised(Attempts(replace(self, watch=None), graph, costs, size), error, largest) from None
+            tried = Attempts(replace(self, watch=None), graph, costs, size, captured)
+            raise advised(tried, error, largest) from None
         return replace(found, microbatch_size=size, caps=found.caps if self.capped else ())
 
     def _runs_as_traced(self, captured: Captured) -> bool:
@@ -125,7 +126,7 @@ class Planning:
         try:
             any_plan.plan(
                 sample.graph, sample.profiles, sample.size, explained=False,
-                captured=sample.captured if isinstance(sample, Taken) else None,
+                captured=captured_of(sample),
             )  # fmt: skip
         except (InfeasibleError, ScheduleError):  # the second: too few micro-batches for the schedule
             return False
@@ -133,10 +134,10 @@ class Planning:
 
     def changes(self, plan: Plan, sample: Sample) -> list[Change]:
         """What a bit more memory or bandwidth would make of a plan."""
-        return what_if(
-            plan,
-            self.cluster,
-            lambda other: replace(self, cluster=other).plan(
-                sample.graph, sample.profiles, sample.size, explained=False
-            ),
-        )
+
+        def planned(cluster: Cluster) -> Plan:
+            other = replace(self, cluster=cluster)
+            captured = captured_of(sample)
+            return other.plan(sample.graph, sample.profiles, sample.size, explained=False, captured=captured)
+
+        return what_if(plan, self.cluster, planned)

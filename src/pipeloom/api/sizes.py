@@ -25,6 +25,11 @@ class Taken(Sample):
     captured: Captured
 
 
+def captured_of(sample: Sample) -> Captured | None:
+    """None for one that was interpolated."""
+    return sample.captured if isinstance(sample, Taken) else None
+
+
 Take: TypeAlias = Callable[[int], Sample]
 """Micro-batch size -> the model captured and profiled at it."""
 
@@ -143,5 +148,5 @@ def largest_plan(planning: Planning, start: int, take: Take) -> tuple[Plan, Samp
     while index + 1 < len(sizes) and fits(index + 1):
         index += 1
     sample = usable.at(index) or next(iter(known), None) or take(sizes[at])
-    captured = sample.captured if isinstance(sample, Taken) else None
-    return planning.plan(sample.graph, sample.profiles, sample.size, captured=captured), sample
+    found = planning.plan(sample.graph, sample.profiles, sample.size, captured=captured_of(sample))
+    return found, sample

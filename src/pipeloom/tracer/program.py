@@ -71,8 +71,9 @@ def from_program(
     _refuse_double_names(keys, {*canonical, *constants}, job.name)
     _tidy(graph, set(targets), program.graph_signature.user_outputs[0], list(updates))
     module = fx.GraphModule(program.graph_module, graph)
-    propagate(module, targets, made.model, training=training)
-    if unfolded := unfold_copies(graph):
+    propagate(module, targets, made.model)  # products copy what learns, in evaluation mode too
+    unfolded = unfold_copies(graph)
+    if unfolded or not training:
         _suit_all(graph)
         module.recompile()
         propagate(module, targets, made.model, training=training)
