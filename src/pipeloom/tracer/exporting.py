@@ -1,7 +1,8 @@
 """A module -> a functional ATen program, by torch.export; and a refusal of what export would silently change.
 
 torch.export traces the forward only. A gradient that the user's code defines itself (a custom
-`autograd.Function`, a hook) is lost without a word, so it is looked for while tracing.
+`autograd.Function`, a hook) is lost without a word, and so is a tensor that the forward puts in the place of
+a buffer. Both are looked for while tracing.
 """
 
 from __future__ import annotations
@@ -77,10 +78,12 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
 
 @contextmanager
 def _what_export_loses_refused(name: str) -> Iterator[None]:
-    """Raise CaptureError where the forward defines gradients itself, or stops them inside autocast."""
+    """Raise CaptureError where the forward defines gradients itself, stops them inside autocast, or puts
+    another tensor in the place of a buffer."""
     apply = vars(torch.autograd.Function)["apply"].__func__
     set_grad: Callable[..., None] = torch.set_grad_enabled.__init__
     enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
+    set_attribute = nn.Module.__setattr__
     depth = 0
 
     def refused(what: str) -> Callable[..., Any]:
@@ -101,6 +104,13 @@ def _what_export_loses_refused(name: str) -> Iterator[None]:
             refused("no_grad inside autocast")()
         set_grad(self, mode)
 
+    def checked_setattr(self: nn.Module, name: str, value: Any) -> None:
+        """`self.count = self.count + 1`: export forgets it, other than `self.count += 1`."""
+        known = self.__dict__.get("_buffers", {}).get(name, self.__dict__.get(name))
+        if isinstance(known, Tensor) and isinstance(value, Tensor) and value is not known:
+            refused(f"a new tensor as {name}, instead of changing the one that is there,")()
+        set_attribute(self, name, value)
+
     def counted_enter(self: torch.autocast) -> Any:
         nonlocal depth
         depth += 1
@@ -118,6 +128,7 @@ def _what_export_loses_refused(name: str) -> Iterator[None]:
             (torch.autocast, "__enter__", counted_enter),
             (torch.autocast, "__exit__", counted_leave),
             (Tensor, "register_hook", refused("a hook on a tensor")),
+            (nn.Module, "__setattr__", checked_setattr),
             (torch.autograd, "grad", refused("autograd.grad")),
             (torch.autograd, "backward", refused("autograd.backward")),
         ):
