@@ -1,5 +1,5 @@
-"""A forward that puts a new tensor in the place of a buffer was trained with the old one for ever: torch.export
-forgets such assignments."""
+"""A forward that puts a new tensor in the place of a buffer was trained with the old one for ever:
+torch.export forgets such assignments."""
 
 import pytest
 import torch
