@@ -131,7 +131,7 @@ def test_dropout_really_drops() -> None:
 
 def test_a_plan_for_another_model_is_refused() -> None:
     plan = replace(plan_for(JOB, 2), graph="0123456789abcdef")
-    with pytest.raises(PlanError, match="made for model 0123456789abcdef, not for net"):
+    with pytest.raises(PlanError, match="made for model '0123456789abcdef', not for net"):
         verify(JOB, plan)
 
 

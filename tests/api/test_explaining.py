@@ -35,5 +35,5 @@ def test_a_predicted_step_is_explained_from_its_plan(name: str) -> None:
 def test_another_models_plan_is_refused() -> None:
     job = gpt_job()
     plan, graph = plan_of(job, "1f1b", 2, microbatches=4), capture_of(job, 1).graph
-    with pytest.raises(PlanError, match="this plan was made for model other"):
+    with pytest.raises(PlanError, match="this plan was made for model 'other'"):
         explain_steps(replace(plan, graph="other"), graph, [])
