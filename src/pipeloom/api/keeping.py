@@ -18,13 +18,9 @@ from ..ir.units import format_bytes
 TRIES = 7
 """Plans that are made at most, all but the first under lower caps."""
 
-CLOSE = 0.25
+FAR_BELOW = 0.25
 """Plans that hold no more than this share of each cap are not traced. Stages with ops that the table does not
 know, such as `lstm`, were found to hold 2.5 times what was planned."""
-
-
-class PassesAsTraced(InfeasibleError):
-    """Plans were found, but none whose traced stages keep their caps."""
 
 
 def keeping_caps(
@@ -33,7 +29,7 @@ def keeping_caps(
     """The first plan whose traced stages keep the devices' memory.
 
     make: plans under the memory of a cluster.  traced: bytes that each rank of a plan holds.
-    Raises: as `make` under the true caps; PassesAsTraced.
+    Raises: as `make` under the true caps; InfeasibleError if no plan was found whose traced stages keep them.
     """
     caps = [device.memory_bytes for device in cluster.devices]
     tighter = list(caps)
@@ -56,7 +52,7 @@ def keeping_caps(
             unseen = held[rank] - plan.peaks[rank]
             tighter[rank] = max(1, min(tighter[rank] - 1, caps[rank] - unseen))
     rank, most = max(enumerate(first), key=lambda pair: pair[1] - caps[pair[0]])
-    raise PassesAsTraced(
+    raise InfeasibleError(
         f"as planned, all fits, but rank {rank} holds {format_bytes(most)} when its stage is traced, and its "
         f"device's cap is {format_bytes(caps[rank])}; planning for less found no plan that keeps it"
     )
@@ -64,5 +60,5 @@ def keeping_caps(
 
 def _held(plan: Plan, traced: Callable[[Plan], Sequence[int]]) -> tuple[int, ...]:
     """What is planned, where that is far below the caps."""
-    far = all(peak <= CLOSE * cap for peak, cap in zip(plan.peaks, plan.caps, strict=True))
+    far = all(peak <= FAR_BELOW * cap for peak, cap in zip(plan.peaks, plan.caps, strict=True))
     return plan.peaks if far else tuple(traced(plan))
