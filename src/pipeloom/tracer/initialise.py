@@ -36,6 +36,10 @@ class Blueprint:
     others: dict[str, Tensor] = field(default_factory=dict)
     why_whole: str = ""
 
+    def __post_init__(self) -> None:
+        """Keep what the constructor made: a forward may put other tensors in the place of buffers."""
+        self.made = _named_tensors(self.model)
+
     @one_thread
     def materialise(self, seed: int, wanted: Iterable[str]) -> dict[str, Tensor]:
         """The named parameters and buffers as `torch.manual_seed(seed); build()` makes them.
@@ -48,7 +52,7 @@ class Blueprint:
             if self.why_whole:
                 real = _named_tensors(self.build())
                 return {name: real[name].detach() for name in wanted}
-            named: Mapping[str, Tensor] = _named_tensors(self.model) | self.others
+            named: Mapping[str, Tensor] = _named_tensors(self.model) | self.made | self.others
             return Replay(self.record, {name: named[name] for name in wanted}).run()
 
 
