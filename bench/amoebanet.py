@@ -164,9 +164,13 @@ class AmoebaNetD(nn.Module):
 
 
 def job(
-    layers: int = 18, filters: int = 208, *, pixels: int = 224, classes: int = 1000,
+    layers: int = 18,
+    filters: int = 208,
+    *,
+    pixels: int = 224,
+    classes: int = 1000,
     dtype: torch.dtype = torch.float32,
-) -> Job:  # fmt: skip
+) -> Job:
     """AmoebaNet-D on made-up images."""
 
     def batch(seed: int, rows: int) -> dict[str, Tensor]:
@@ -177,6 +181,7 @@ def job(
         }
 
     return Job(
-        model=lambda: AmoebaNetD(layers, filters, classes).to(dtype), batch=batch,
+        model=lambda: AmoebaNetD(layers, filters, classes).to(dtype),
+        batch=batch,
         name=f"AmoebaNet-D ({layers}, {filters})",
-    )  # fmt: skip
+    )

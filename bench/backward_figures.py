@@ -55,8 +55,9 @@ class Measured:
         """
         work = [
             self.runs(stage, kind) * (self.seconds(stage, kind) or 0.0)
-            for stage in range(len(self.ops)) for kind in BACKWARD
-        ]  # fmt: skip
+            for stage in range(len(self.ops))
+            for kind in BACKWARD
+        ]
         return sum(work) / self.microbatches
 
 
@@ -86,8 +87,9 @@ def split_cost(name: str, all_measured: Mapping[str, Measured]) -> dict[str, obj
         sources.add(source)
     return {
         "split_over_full": split / full if full else None,
-        "compared_with": sorted(sources), "stages_left_out": missing,
-    }  # fmt: skip
+        "compared_with": sorted(sources),
+        "stages_left_out": missing,
+    }
 
 
 def _full(measured: Measured, ops: Sequence[str]) -> float | None:

@@ -79,11 +79,14 @@ def compared(cells: Sequence[Cell]) -> dict[str, dict[str, Any]]:
         if found:
             best, worst = max(found), min(found)
             table[name] = {
-                "best": round(best[0], 3), "best_in": best[1],
+                "best": round(best[0], 3),
+                "best_in": best[1],
                 "mean": round(geometric_mean([value for value, _ in found]), 3),
-                "worst": round(worst[0], 3), "worst_in": worst[1], "cells": len(found),
+                "worst": round(worst[0], 3),
+                "worst_in": worst[1],
+                "cells": len(found),
                 "paper_up_to": PAPER.get(name),
-            }  # fmt: skip
+            }
     return table
 
 

@@ -88,21 +88,27 @@ def run_model(key: str, ranks: int) -> dict[str, Any]:
         assert kept is not None, "under a cap of a pebibyte everything fits"
         forced = run(key, replace(kept, caps=(cap,) * ranks), Path(folder) / "forced")
     return {
-        "model": SMALL[key].name, "ranks": ranks, "cap_bytes": cap, "planners": found,
+        "model": SMALL[key].name,
+        "ranks": ranks,
+        "cap_bytes": cap,
+        "planners": found,
         "kept_all": {"batch": start + 1, "stopped_by": "" if forced["steps"] else forced["stopped_by"]},
         "asynchronous": asynchronous(capped, take),
-    }  # fmt: skip
+    }
 
 
 def row_of(plan: Plan, ran: dict[str, Any], *, refused: bool) -> dict[str, Any]:
     fits = ran["steps"] == STEPS and max(ran["peak_bytes"]) <= plan.caps[0]
     return {
-        "batch": plan.microbatch_size, "planned_peak_bytes": [s.memory.total for s in plan.stages],
+        "batch": plan.microbatch_size,
+        "planned_peak_bytes": [s.memory.total for s in plan.stages],
         "recomputed_bytes": sum(s.recomputed_bytes for s in plan.stages),
         "offloaded_bytes": sum(s.offloaded_bytes for s in plan.stages),
-        "estimated_samples_per_s": samples_per_s(plan), **ran, "one_more_refused": refused,
+        "estimated_samples_per_s": samples_per_s(plan),
+        **ran,
+        "one_more_refused": refused,
         "passed": fits and refused and bool(ran["stopped_by"] or ran.get("own_plan_stopped_by")),
-    }  # fmt: skip
+    }
 
 
 def run(key: str, plan: Plan, folder: Path) -> dict[str, Any]:
@@ -133,9 +139,11 @@ def train(key: str, folder: Path) -> None:
                 assert pipeline.report is not None, "there is one after a step"
                 took.append(pipeline.report.step_s)
             seen = {
-                "steps": STEPS, "losses": losses, "peak_bytes": list(pipeline.report.peak_bytes),
+                "steps": STEPS,
+                "losses": losses,
+                "peak_bytes": list(pipeline.report.peak_bytes),
                 "samples_per_s": rows / min(took),
-            }  # fmt: skip
+            }
             if pipeline.rank == 0:
                 (folder / "report.json").write_text(json.dumps(seen))
             pipeline.step(job.batch(STEPS, rows + plan.microbatches))

@@ -37,11 +37,16 @@ def measure(layers: int, length: int) -> dict[str, object]:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     assert from_json(text, OpGraph, what="the graph") == captured.graph
     return {
-        "layers": layers, "length": length, "ops": len(captured.graph.ops),
+        "layers": layers,
+        "length": length,
+        "ops": len(captured.graph.ops),
         "parameters": sum(p.bytes for p in captured.graph.parameters) // 4,
-        "capture_s": round(captured_s, 1), "serialise_s": round(serialised_s, 2),
-        "json_bytes": len(text), "peak_bytes": peak, "fallback": captured.graph.fallback,
-    }  # fmt: skip
+        "capture_s": round(captured_s, 1),
+        "serialise_s": round(serialised_s, 2),
+        "json_bytes": len(text),
+        "peak_bytes": peak,
+        "fallback": captured.graph.fallback,
+    }
 
 
 def main() -> int:

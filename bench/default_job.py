@@ -46,13 +46,15 @@ def one_run(folder: Path, steps: int) -> dict[str, object]:
     return {
         "wall_s": round(time.perf_counter() - start, 1),
         "validation_loss": figures["validation_loss"],
-        "predicted_step_s": figures["predicted"]["step_s"], "measured_step_s": figures["measured"]["step_s"],
+        "predicted_step_s": figures["predicted"]["step_s"],
+        "measured_step_s": figures["measured"]["step_s"],
         "forecast_step_s": figures["forecast"]["step_s"],
-        "step_error": figures["step_error"], "step_error_quartiles": figures["step_error_quartiles"],
+        "step_error": figures["step_error"],
+        "step_error_quartiles": figures["step_error_quartiles"],
         "rehearsals": len(figures["rehearsals"]),
         "peak_bytes": figures["measured"]["peak_bytes"],
         "peak_errors": [guess / real - 1 for guess, real in peaks],
-    }  # fmt: skip
+    }
 
 
 def main(runs: int, steps: int) -> int:
@@ -64,11 +66,13 @@ def main(runs: int, steps: int) -> int:
         rows.append(row | {"load": round(os.getloadavg()[0], 2)})
         print(json.dumps(rows[-1]), flush=True)
     table = {
-        "machine": machine, "steps": steps, "runs": rows,
+        "machine": machine,
+        "steps": steps,
+        "runs": rows,
         "median_step_error": statistics.median(abs(row["step_error"]) for row in rows),
         "largest_step_error": max(abs(row["step_error"]) for row in rows),
         "largest_peak_error": max(abs(error) for row in rows for error in row["peak_errors"]),
-    }  # fmt: skip
+    }
     RESULTS.write_text(json.dumps(table, indent=1) + "\n")
     within = table["largest_step_error"] <= STEP_LIMIT and table["largest_peak_error"] <= MEMORY_LIMIT
     print(

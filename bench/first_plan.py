@@ -44,15 +44,24 @@ def measure(layers: int, devices: int, strategy: str, beside: bool) -> dict[str,
     waited = time.perf_counter()
     cluster = find_cluster(f"{devices // 8} nodes of 8 x h100")
     plan = make_plan(
-        graph, roofline(graph, cluster.devices[0]), cluster, stages=devices, schedule="1f1b",
-        microbatches=2 * devices, strategy=strategy, options=PlanOptions(optimizer_bytes=2.0),
-    )  # fmt: skip
+        graph,
+        roofline(graph, cluster.devices[0]),
+        cluster,
+        stages=devices,
+        schedule="1f1b",
+        microbatches=2 * devices,
+        strategy=strategy,
+        options=PlanOptions(optimizer_bytes=2.0),
+    )
     end = time.perf_counter()
     return {
-        "ops": len(graph.ops), "capture_s": round(captured - begin, 1),
-        "waited_s": round(waited - captured, 1), "search_s": round(end - waited, 1),
-        "together_s": round(end - begin, 1), "predicted_step_s": plan.predicted_step_s,
-    }  # fmt: skip
+        "ops": len(graph.ops),
+        "capture_s": round(captured - begin, 1),
+        "waited_s": round(waited - captured, 1),
+        "search_s": round(end - waited, 1),
+        "together_s": round(end - begin, 1),
+        "predicted_step_s": plan.predicted_step_s,
+    }
 
 
 def main() -> None:

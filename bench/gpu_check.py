@@ -60,6 +60,7 @@ from pipeloom.profiler.host_copies import file_tier, free_disk
 RESULTS = Path(__file__).parent / "results" / "gpu_check.json"
 CAPS = (0.7, 0.5, 0.4)
 
+
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """What a policy took. Sizes in bytes, times in seconds, None where the device cannot tell.
@@ -107,17 +108,21 @@ def run(setup: Setup, plan: Plan, steps: int, directory: Path) -> Run:
             timelines.append(pipeline.measured())
         middle = sorted(timelines, key=lambda t: t.step_s)[len(timelines) // 2]
         found = Run(
-            ledger_bytes=pipeline.ledger.peak, host_bytes=pipeline.ledger.host_peak,
-            step_s=middle.step_s, timeline=middle, gradients=gradients,
-        )  # fmt: skip
+            ledger_bytes=pipeline.ledger.peak,
+            host_bytes=pipeline.ledger.host_peak,
+            step_s=middle.step_s,
+            timeline=middle,
+            gradients=gradients,
+        )
         if cuda:
             stats = torch.cuda.memory_stats()
             found = replace(
-                found, allocator_bytes=stats["active_bytes.all.peak"] - before,
+                found,
+                allocator_bytes=stats["active_bytes.all.peak"] - before,
                 tensors_bytes=torch.cuda.max_memory_allocated() - before,
                 reserved_bytes=torch.cuda.max_memory_reserved(),
                 pinned_bytes=getattr(pipeline.tier, "pinned_bytes", 0),
-            )  # fmt: skip
+            )
     return found
 
 
@@ -158,32 +163,43 @@ def row_of(setup: Setup, choice: Choice, plan: Plan, found: Run, kept: Run) -> d
     exposed_s = found.step_s - kept.step_s - plan.microbatches * plan.stages[0].recompute_s
     given = list(choice.treatments.values())
     return {
-        "policy": choice.name, "cap_share_asked": choice.asked,
-        "cap_share": choice.cap / setup.kept_bytes, "cap_bytes": int(choice.cap),
-        "recomputed": given.count("recompute"), "offloaded": given.count("offload"),
+        "policy": choice.name,
+        "cap_share_asked": choice.asked,
+        "cap_share": choice.cap / setup.kept_bytes,
+        "cap_bytes": int(choice.cap),
+        "recomputed": given.count("recompute"),
+        "offloaded": given.count("offload"),
         "peak_bytes": {
-            "model": expected, "simulated": by_profile.peak_bytes(0), "ledger": found.ledger_bytes,
-            "allocator": found.allocator_bytes, "tensors": found.tensors_bytes,
+            "model": expected,
+            "simulated": by_profile.peak_bytes(0),
+            "ledger": found.ledger_bytes,
+            "allocator": found.allocator_bytes,
+            "tensors": found.tensors_bytes,
             "reserved": found.reserved_bytes,
         },
         "model_over_ledger": expected / found.ledger_bytes,
         "model_over_allocator": expected / found.allocator_bytes if found.allocator_bytes else None,
         "host_bytes": {
-            "simulated": by_profile.peak_bytes(0, "host"), "ledger": found.host_bytes,
+            "simulated": by_profile.peak_bytes(0, "host"),
+            "ledger": found.host_bytes,
             "pinned": found.pinned_bytes,
         },
         "action_s": {
-            "measured": action_times(found.timeline), "profile": action_times(by_profile),
+            "measured": action_times(found.timeline),
+            "profile": action_times(by_profile),
             "roofline": action_times(by_roofline),
         },
         "step_s": {
-            "measured": found.step_s, "profile": by_profile.step_s, "roofline": by_roofline.step_s,
+            "measured": found.step_s,
+            "profile": by_profile.step_s,
+            "roofline": by_roofline.step_s,
             "kept": kept.step_s,
         },
-        "copies_s": copies_s, "waited_for_copies_s": total_s(found.timeline, "wait"),
+        "copies_s": copies_s,
+        "waited_for_copies_s": total_s(found.timeline, "wait"),
         "hidden": 1 - exposed_s / copies_s if copies_s else None,
         "gradient_difference": difference(found.gradients, kept.gradients),
-    }  # fmt: skip
+    }
 
 
 def compare(setup: Setup, caps: Sequence[float], steps: int, directory: Path) -> Iterator[dict[str, Any]]:
@@ -206,15 +222,19 @@ def compare(setup: Setup, caps: Sequence[float], steps: int, directory: Path) ->
 def judged(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """What is wrong, in sentences. Kernels that add in any order (attention's backward on CUDA) make two kept
     runs differ; others may differ by some times as much, as the norm of a sum of such differences does."""
-    wrong = [f"{row['policy']} at {row['cap_share_asked']} failed: {row['failed']}"
-             for row in rows if "failed" in row]  # fmt: skip
+    wrong = [
+        f"{row['policy']} at {row['cap_share_asked']} failed: {row['failed']}"
+        for row in rows
+        if "failed" in row
+    ]
     again = [row for row in rows if row["policy"] == "keep again" and "failed" not in row]
     limit = max(1e-6, 10 * again[0]["gradient_difference"]) if again else 1e-6
     return wrong + [
         f"gradients with {row['policy']} at {row['cap_share']:.2f} of the kept peak differ by "
         f"{row['gradient_difference']:.1e} of their norm, more than {limit:.1e}"
-        for row in rows if row.get("gradient_difference", 0.0) > limit
-    ]  # fmt: skip
+        for row in rows
+        if row.get("gradient_difference", 0.0) > limit
+    ]
 
 
 def _tell(what: str) -> None:
@@ -244,17 +264,28 @@ def card(device: str) -> dict[str, Any]:
         if shutil.which(asked[0]):
             driver = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.split()[0]
         found |= {
-            "card": torch.cuda.get_device_name(), "driver": driver,
-            "cuda": torch.version.cuda, "capability": torch.cuda.get_device_capability(),
-        }  # fmt: skip
+            "card": torch.cuda.get_device_name(),
+            "driver": driver,
+            "cuda": torch.version.cuda,
+            "capability": torch.cuda.get_device_capability(),
+        }
     return found
 
 
 def show(dtype: str, rows: Sequence[Mapping[str, Any]]) -> None:
     table = Table(
-        "policy", "cap", "ledger", "model/\nledger", "model/\nallocator", "F ms", "B ms", "step ms",
-        "hidden", "gradients\ndiffer by", title=f"{dtype}; times: measured / predicted",
-    )  # fmt: skip
+        "policy",
+        "cap",
+        "ledger",
+        "model/\nledger",
+        "model/\nallocator",
+        "F ms",
+        "B ms",
+        "step ms",
+        "hidden",
+        "gradients\ndiffer by",
+        title=f"{dtype}; times: measured / predicted",
+    )
 
     def number(value: float | None, text: str = "{:.3f}") -> str:
         return "-" if value is None else text.format(value)
@@ -265,16 +296,19 @@ def show(dtype: str, rows: Sequence[Mapping[str, Any]]) -> None:
             continue
         took, guess = row["action_s"]["measured"], row["action_s"]["profile"]
         times = [
-            f"{1e3 * took[k]:.2f} / {1e3 * guess.get(k, 0.0):.2f}" if k in took else "-"
-            for k in ("F", "B")
+            f"{1e3 * took[k]:.2f} / {1e3 * guess.get(k, 0.0):.2f}" if k in took else "-" for k in ("F", "B")
         ]
         table.add_row(
-            row["policy"], number(row["cap_share"], "{:.2f}"), format_bytes(row["peak_bytes"]["ledger"]),
-            number(row["model_over_ledger"]), number(row["model_over_allocator"]), *times,
+            row["policy"],
+            number(row["cap_share"], "{:.2f}"),
+            format_bytes(row["peak_bytes"]["ledger"]),
+            number(row["model_over_ledger"]),
+            number(row["model_over_allocator"]),
+            *times,
             f"{1e3 * row['step_s']['measured']:.1f} / {1e3 * row['step_s']['profile']:.1f}",
             number(row["hidden"], "{:.2f}"),
             number(row["gradient_difference"], "{:.0e}"),
-        )  # fmt: skip
+        )
     Console(width=140).print(table)
 
 

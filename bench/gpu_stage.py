@@ -27,8 +27,10 @@ from pipeloom.profiler.roofline import roofline
 from pipeloom.simulator import simulate
 
 WAYS: Mapping[str, tuple[Treatment, ...]] = {
-    "recompute": ("recompute",), "offload": ("offload",), "both": BOTH,
-}  # fmt: skip
+    "recompute": ("recompute",),
+    "offload": ("offload",),
+    "both": BOTH,
+}
 TOLERANCE = 0.03
 """By which a peak may pass the predicted one."""
 
@@ -63,10 +65,18 @@ class Blocks(nn.Module):
         from transformers import GPT2Config, GPT2Model
 
         config = GPT2Config(
-            vocab_size=1, n_positions=size.length, n_embd=size.width, n_layer=size.layers,
-            n_head=size.heads, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False,
-            bos_token_id=None, eos_token_id=None,
-        )  # fmt: skip
+            vocab_size=1,
+            n_positions=size.length,
+            n_embd=size.width,
+            n_layer=size.layers,
+            n_head=size.heads,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            use_cache=False,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
         self.body = GPT2Model(config)
         self.body.wte = nn.Identity()  # nobody reads tokens
 
@@ -82,9 +92,11 @@ def job_of(size: Size) -> Job:
 
     # One parameter after the other, as the ledger counts the optimizer's scratch.
     return Job(
-        model=lambda: Blocks(size), batch=batch, name=f"{size.layers} blocks of GPT-2",
+        model=lambda: Blocks(size),
+        batch=batch,
+        name=f"{size.layers} blocks of GPT-2",
         optimizer=lambda params: torch.optim.AdamW(params, lr=1e-4, foreach=False),
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True)
@@ -108,17 +120,20 @@ class Setup:
     """
 
     def __init__(
-        self, size: Size, device: str, autocast: torch.dtype | None, cluster: Cluster,
-        *, budget_s: float = 6.0,
-    ) -> None:  # fmt: skip
+        self,
+        size: Size,
+        device: str,
+        autocast: torch.dtype | None,
+        cluster: Cluster,
+        *,
+        budget_s: float = 6.0,
+    ) -> None:
         self.size, self.device, self.autocast, self.cluster = size, device, autocast, cluster
         self.job = job_of(size)
         self.captured = capture(self.job, size.rows, autocast=autocast)
         graph = self.captured.graph
         self.stages = cut(graph, {op.name: 0 for op in graph.ops if not op.cheap})
-        profiled = measure(
-            self.captured, device, batch=self.job.batch(0, size.rows), budget_s=budget_s
-        )
+        profiled = measure(self.captured, device, batch=self.job.batch(0, size.rows), budget_s=budget_s)
         self.models = {"profile": self._model(profiled), "roofline": self._model(self._estimate())}
 
     def _estimate(self) -> Profile:
@@ -161,11 +176,17 @@ class Setup:
             order += [f"0B{m}", *([f"0F{m + q}"] if m + q < count else [])]
         graph = self.captured.graph
         plan = Plan(
-            graph=graph.fingerprint, planner="memopt", placement=(0,), schedule=f"first of {q} stages",
+            graph=graph.fingerprint,
+            planner="memopt",
+            placement=(0,),
+            schedule=f"first of {q} stages",
             stages=(stage_plan(self.models["profile"], self.stages, 0, q, choice.treatments),),
-            schedule_rows=(" ".join(order),), microbatches=count, microbatch_size=self.size.rows,
-            caps=(int(choice.cap * (1 + TOLERANCE)),), memory=choice.policy,
-        )  # fmt: skip
+            schedule_rows=(" ".join(order),),
+            microbatches=count,
+            microbatch_size=self.size.rows,
+            caps=(int(choice.cap * (1 + TOLERANCE)),),
+            memory=choice.policy,
+        )
         assert schedules.in_flight(plan.as_schedule) == (q,)
         return plan
 

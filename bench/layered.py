@@ -20,9 +20,13 @@ def layered(
     made.op("loss", "aten.nll_loss_forward.default", [x], 0, "")
     ids = Value(name="ids", shape=(rows, length), dtype="int64")
     return OpGraph(
-        name=f"layered-{layers}", inputs=(ids,), ops=tuple(made.ops), parameters=tuple(made.parameters),
-        buffers=(), loss="loss",
-    )  # fmt: skip
+        name=f"layered-{layers}",
+        inputs=(ids,),
+        ops=tuple(made.ops),
+        parameters=tuple(made.parameters),
+        buffers=(),
+        loss="loss",
+    )
 
 
 class _Making:
@@ -32,9 +36,15 @@ class _Making:
         self.parameters: list[Parameter] = []
 
     def op(
-        self, name: str, target: str, inputs: list[str], width: int, module: str,
-        *, weight: tuple[int, ...] = (),
-    ) -> str:  # fmt: skip
+        self,
+        name: str,
+        target: str,
+        inputs: list[str],
+        width: int,
+        module: str,
+        *,
+        weight: tuple[int, ...] = (),
+    ) -> str:
         shape = (self.rows, self.length, width) if width else ()
         value = Value(name=name, shape=shape, dtype=self.dtype if width else "float32", needs_grad=True)
         params: tuple[str, ...] = ()

@@ -41,9 +41,11 @@ def code_of(rooms: Iterable[str], files: Iterable[Path] = ()) -> str:
     """The version of the code in these rooms of the package, with the tables that lie there, and of other
     files: a hash that comments, docstrings and `WORDS` leave as it is."""
     found = [
-        file for room in rooms for file in sorted((Path(pipeloom.__file__).parent / room).rglob("*.*"))
+        file
+        for room in rooms
+        for file in sorted((Path(pipeloom.__file__).parent / room).rglob("*.*"))
         if file.suffix in (".py", ".toml") and file.name not in WORDS
-    ]  # fmt: skip
+    ]
     made = sha256()
     for file in (*found, *files):
         made.update(_statements(file) if file.suffix == ".py" else file.read_bytes())
@@ -62,6 +64,7 @@ def _statements(file: Path) -> bytes:
 
 def _is_text(node: ast.AST) -> bool:
     return (
-        isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
         and isinstance(node.value.value, str)
-    )  # fmt: skip
+    )

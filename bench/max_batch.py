@@ -50,8 +50,11 @@ from pipeloom.planner.batches import Sample, interpolated, largest_size
 RESULTS = Path(__file__).parent / "results" / "max_batch.json"
 MODELS = ("bert", "gpt2", "t5", "amoebanet")
 NAMES = {
-    "bert": "BERT-large", "gpt2": "GPT-2 1.5B", "t5": "T5-3B", "amoebanet": "AmoebaNet-D (18, 256)",
-}  # fmt: skip
+    "bert": "BERT-large",
+    "gpt2": "GPT-2 1.5B",
+    "t5": "T5-3B",
+    "amoebanet": "AmoebaNet-D (18, 256)",
+}
 """As in models.py, which imports PyTorch."""
 
 PLANNERS = ("pipedream", "vpipe", "dawnpiper", "probe")
@@ -90,9 +93,12 @@ def with_cap(cluster: Cluster, cap: int) -> Cluster:
 def planning(cluster: Cluster, weights: str, planner: str) -> Planning:
     count = len(cluster.devices)
     return Planning(
-        stages=count, microbatches=PER_DEVICE * count, cluster=cluster, schedule=SCHEDULES[weights],
+        stages=count,
+        microbatches=PER_DEVICE * count,
+        cluster=cluster,
+        schedule=SCHEDULES[weights],
         strategy=planner,
-    )  # fmt: skip
+    )
 
 
 def planned(how: Planning, take: Take, size: int) -> Plan | None:
@@ -143,13 +149,15 @@ def cell(cluster: Cluster, weights: str, take: Take) -> dict[str, Any]:
 def described(plan: Plan) -> dict[str, Any]:
     """A plan's row in a cell. steady_step_s: without a flush, of a pipeline that stays full."""
     return {
-        "batch": plan.microbatch_size, "samples_per_s": samples_per_s(plan),
-        "at": {str(plan.microbatch_size): samples_per_s(plan)}, "fullest": fullest(plan),
+        "batch": plan.microbatch_size,
+        "samples_per_s": samples_per_s(plan),
+        "at": {str(plan.microbatch_size): samples_per_s(plan)},
+        "fullest": fullest(plan),
         "recomputed_bytes": sum(stage.recomputed_bytes for stage in plan.stages),
         "offloaded_bytes": sum(stage.offloaded_bytes for stage in plan.stages),
         "turns_s": [round(stage.turn_s, 6) for stage in plan.stages],
         **{key: float(value) for key, value in plan.notes.items()},
-    }  # fmt: skip
+    }
 
 
 def _add_speeds(made: dict[str, Any], cluster: Cluster, weights: str, take: Take) -> None:
@@ -186,9 +194,11 @@ def captured(model: str, samples_at: Path) -> dict[str, Any]:
     found = [Sample(size=n, graph=capture(job, n).graph, profiles={}) for n in CAPTURED]
     samples_at.write_bytes(pickle.dumps(found))
     return {
-        "ops": len(found[0].graph.ops), "parameters": sum(p.bytes for p in found[0].graph.parameters) // 4,
-        "length": REAL[model].length, "capture_cpu_s": round(time.process_time() - begin, 1),
-    }  # fmt: skip
+        "ops": len(found[0].graph.ops),
+        "parameters": sum(p.bytes for p in found[0].graph.parameters) // 4,
+        "length": REAL[model].length,
+        "capture_cpu_s": round(time.process_time() - begin, 1),
+    }
 
 
 def checked(model: str, size: int, samples_at: Path) -> dict[str, Any]:
@@ -203,11 +213,13 @@ def checked(model: str, size: int, samples_at: Path) -> dict[str, Any]:
     plan = planned(planning(cluster, "flush", "dawnpiper"), lambda _: again, size)
     return {
         "captured_again": {
-            "rows": size, "has_a_plan": plan is not None, "code": code(),
+            "rows": size,
+            "has_a_plan": plan is not None,
+            "code": code(),
             "shapes_as_interpolated": shapes(again) == shapes(take(size)),
             "samples_per_s": samples_per_s(plan) if plan else 0.0,
         }
-    }  # fmt: skip
+    }
 
 
 # --- printing -------------------------------------------------------------------------------------
@@ -247,7 +259,7 @@ def apart(*arguments: str) -> dict[str, Any]:
     """One thing in a process of its own."""
     done = subprocess.run(
         [sys.executable, __file__, "--one", *arguments], stdout=subprocess.PIPE, text=True, check=True
-    )  # fmt: skip
+    )
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 

@@ -77,7 +77,11 @@ def rows_of(case: Case) -> Iterator[dict[str, Any]]:
     for share in SHARES:
         cap = least + share * (free.peak_bytes - least)
         row: dict[str, Any] = {
-            "case": name, "ops": end - start, "in_flight": in_flight, "share": share, "free_s": free.seconds,
+            "case": name,
+            "ops": end - start,
+            "in_flight": in_flight,
+            "share": share,
+            "free_s": free.seconds,
         }
         for method in ("greedy", "exact"):
             began = time.perf_counter()
@@ -96,18 +100,24 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     gaps = [r["greedy_s"] / r["exact_s"] - 1 for r in both]
     exposed = [
         (r["greedy_s"] - r["exact_s"]) / (r["exact_s"] - r["free_s"])
-        for r in both if r["exact_s"] > r["free_s"] * (1 + 1e-9)
-    ]  # fmt: skip
+        for r in both
+        if r["exact_s"] > r["free_s"] * (1 + 1e-9)
+    ]
     return {
-        "cases": len(rows), "unproven": len(rows) - len(known), "both_fit": len(both),
+        "cases": len(rows),
+        "unproven": len(rows) - len(known),
+        "both_fit": len(both),
         "only_exact_fits": sum(r["greedy_s"] is None and r["exact_s"] is not None for r in known),
         "only_greedy_fits": sum(r["exact_s"] is None and r["greedy_s"] is not None for r in known),
-        "stage_time_gap_mean": mean(gaps or [0.0]), "stage_time_gap_worst": max(gaps, default=0.0),
-        "greedy_is_best": sum(gap <= 1e-6 for gap in gaps), "exposed": len(exposed),
-        "exposed_gap_mean": mean(exposed or [0.0]), "exposed_gap_worst": max(exposed, default=0.0),
+        "stage_time_gap_mean": mean(gaps or [0.0]),
+        "stage_time_gap_worst": max(gaps, default=0.0),
+        "greedy_is_best": sum(gap <= 1e-6 for gap in gaps),
+        "exposed": len(exposed),
+        "exposed_gap_mean": mean(exposed or [0.0]),
+        "exposed_gap_worst": max(exposed, default=0.0),
         "greedy_took_s_median": median(r["greedy_took_s"] for r in rows),
         "exact_took_s_median": median(r["exact_took_s"] for r in rows),
-    }  # fmt: skip
+    }
 
 
 def growth() -> list[dict[str, Any]]:

@@ -35,11 +35,16 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     lines = []
     for family in dict.fromkeys(row["family"] for row in rows):
         errors = [row["error"] for row in rows if row["family"] == family]
-        lines.append({
-            "family": family, "stages": len(errors), "least": min(errors), "most": max(errors),
-            "mean_absolute": sum(map(abs, errors)) / len(errors),
-            "within_3_percent": sum(abs(e) <= 0.03 for e in errors),
-        })  # fmt: skip
+        lines.append(
+            {
+                "family": family,
+                "stages": len(errors),
+                "least": min(errors),
+                "most": max(errors),
+                "mean_absolute": sum(map(abs, errors)) / len(errors),
+                "within_3_percent": sum(abs(e) <= 0.03 for e in errors),
+            }
+        )
     return lines
 
 
@@ -49,16 +54,24 @@ def main(families: list[str], counts: list[int]) -> None:
     with runs.shared_captures():
         for family, stages, schedule in product(families, counts, SCHEDULES):
             for stage, peaks in enumerate(ledgers.compare(zoo.job(family), stages, schedule)):
-                rows.append({
-                    "family": family, "stages": stages, "schedule": schedule, "stage": stage,
-                    "error": peaks.error, "predicted": asdict(peaks.predicted),
-                    "measured": dict(peaks.measured),
-                })  # fmt: skip
+                rows.append(
+                    {
+                        "family": family,
+                        "stages": stages,
+                        "schedule": schedule,
+                        "stage": stage,
+                        "error": peaks.error,
+                        "predicted": asdict(peaks.predicted),
+                        "measured": dict(peaks.measured),
+                    }
+                )
             found = {"machine": describe_machine(), "summary": summary(rows), "rows": rows}
             RESULTS.write_text(json.dumps(found, indent=1) + "\n")
     for line in summary(rows):
-        print(f"{line['family']:<10} {line['within_3_percent']:>3} of {line['stages']:>3} within 3 %, "
-              f"{line['least']:+.3f} to {line['most']:+.3f}, mean {line['mean_absolute']:.4f}")  # fmt: skip
+        print(
+            f"{line['family']:<10} {line['within_3_percent']:>3} of {line['stages']:>3} within 3 %, "
+            f"{line['least']:+.3f} to {line['most']:+.3f}, mean {line['mean_absolute']:.4f}"
+        )
 
 
 if __name__ == "__main__":

@@ -53,28 +53,56 @@ def language_model(kind: type[nn.Module], config: Any) -> Make:
 
 
 def bert(*, layers: int, width: int, vocabulary: int = 30522) -> Make:
-    return language_model(hf.BertForMaskedLM, hf.BertConfig(
-        vocab_size=vocabulary, hidden_size=width, num_hidden_layers=layers,
-        num_attention_heads=width // 64, intermediate_size=4 * width,
-        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-    ))  # fmt: skip
+    return language_model(
+        hf.BertForMaskedLM,
+        hf.BertConfig(
+            vocab_size=vocabulary,
+            hidden_size=width,
+            num_hidden_layers=layers,
+            num_attention_heads=width // 64,
+            intermediate_size=4 * width,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+        ),
+    )
 
 
 def gpt2(*, layers: int, width: int, vocabulary: int = 50257) -> Make:
-    return language_model(hf.GPT2LMHeadModel, hf.GPT2Config(
-        vocab_size=vocabulary, n_embd=width, n_layer=layers, n_head=width // 64, use_cache=False,
-        bos_token_id=0, eos_token_id=0, loss_type="ForCausalLMLoss",
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-    ))  # fmt: skip
+    return language_model(
+        hf.GPT2LMHeadModel,
+        hf.GPT2Config(
+            vocab_size=vocabulary,
+            n_embd=width,
+            n_layer=layers,
+            n_head=width // 64,
+            use_cache=False,
+            bos_token_id=0,
+            eos_token_id=0,
+            loss_type="ForCausalLMLoss",
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+        ),
+    )
 
 
 def t5(*, layers: int, width: int, inner: int, heads: int, head: int, vocabulary: int = 32128) -> Make:
     """layers: of the encoder, and of the decoder.  inner, head: width of a feed-forward, and of a head."""
-    return language_model(hf.T5ForConditionalGeneration, hf.T5Config(
-        vocab_size=vocabulary, d_model=width, d_kv=head, d_ff=inner,
-        num_layers=layers, num_heads=heads, dropout_rate=0.0, use_cache=False,
-        tie_word_embeddings=False, decoder_start_token_id=0,
-    ))  # fmt: skip
+    return language_model(
+        hf.T5ForConditionalGeneration,
+        hf.T5Config(
+            vocab_size=vocabulary,
+            d_model=width,
+            d_kv=head,
+            d_ff=inner,
+            num_layers=layers,
+            num_heads=heads,
+            dropout_rate=0.0,
+            use_cache=False,
+            tie_word_embeddings=False,
+            decoder_start_token_id=0,
+        ),
+    )
 
 
 def amoeba(layers: int, filters: int, classes: int = 1000) -> Make:

@@ -92,21 +92,26 @@ def rank_main(ranks: int, microbatches: int, rounds: int, seconds: float, file: 
             rank = PacedRank(program, stages, costs, channel, watch)
             steps = [summarise(rank.step()) for _ in range(rounds)]
             measured_s = statistics.median(step.step_s for step in steps)
-            rows.append({
-                "schedule": name, "predicted_s": predicted.step_s, "measured_s": measured_s,
-                "steps_s": [step.step_s for step in steps],
-                "predicted_bubble": predicted.bubble,
-                "measured_bubble": statistics.median(step.bubble for step in steps),
-                "overslept": statistics.median(_busy(step) for step in steps) / _busy(predicted) - 1,
-                "error": predicted.step_s / measured_s - 1,
-            })  # fmt: skip
+            rows.append(
+                {
+                    "schedule": name,
+                    "predicted_s": predicted.step_s,
+                    "measured_s": measured_s,
+                    "steps_s": [step.step_s for step in steps],
+                    "predicted_bubble": predicted.bubble,
+                    "measured_bubble": statistics.median(step.bubble for step in steps),
+                    "overslept": statistics.median(_busy(step) for step in steps) / _busy(predicted) - 1,
+                    "error": predicted.step_s / measured_s - 1,
+                }
+            )
             if dist.get_rank() == 0:
                 print(
                     f"{name:<18} predicted {predicted.step_s:.3f} s, measured {measured_s:.3f} s "
                     f"({rows[-1]['error']:+.2%}); bubble {predicted.bubble:.1%}, "
                     f"measured {rows[-1]['measured_bubble']:.1%}; actions took "
-                    f"{rows[-1]['overslept']:.2%} longer than asked", flush=True,
-                )  # fmt: skip
+                    f"{rows[-1]['overslept']:.2%} longer than asked",
+                    flush=True,
+                )
         if dist.get_rank() == 0:
             about = {"latency_s": link.latency_s, "bandwidth_bytes_per_s": link.bandwidth_bytes_per_s}
             file.write_text(json.dumps({"link": about, "rows": rows}))
@@ -121,9 +126,16 @@ def main(ranks: int, microbatches: int, rounds: int, seconds: float) -> int:
         found = json.loads(file.read_text())
     worst = max(abs(row["error"]) for row in found["rows"])
     table = {
-        "machine": machine, "ranks": ranks, "microbatches": microbatches, "seconds_per_microbatch": seconds,
-        "message_bytes": MESSAGE_BYTES, "limit": LIMIT, "worst": worst, "passed": worst <= LIMIT, **found,
-    }  # fmt: skip
+        "machine": machine,
+        "ranks": ranks,
+        "microbatches": microbatches,
+        "seconds_per_microbatch": seconds,
+        "message_bytes": MESSAGE_BYTES,
+        "limit": LIMIT,
+        "worst": worst,
+        "passed": worst <= LIMIT,
+        **found,
+    }
     RESULTS.write_text(json.dumps(table, indent=1) + "\n")
     print(f"largest error of the step time {worst:.2%}, limit {LIMIT:.0%}")
     return 0 if worst <= LIMIT else 1

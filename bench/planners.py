@@ -73,11 +73,13 @@ def summary(ratios: Sequence[float], weighed: Sequence[int]) -> dict[str, Any]:
     """What is said of one planner: cases, plans found, ratios of those found, stages weighed."""
     found = [ratio for ratio in ratios if ratio < inf]
     return {
-        "cases": len(ratios), "found": len(found), "within_5_percent": sum(r <= 1.05 for r in found),
+        "cases": len(ratios),
+        "found": len(found),
+        "within_5_percent": sum(r <= 1.05 for r in found),
         "mean_ratio": round(mean(found), 6) if found else None,
         "worst_ratio": round(max(found), 6) if found else None,
         "weighed_on_average": round(mean(weighed), 1),
-    }  # fmt: skip
+    }
 
 
 # --- chains ---------------------------------------------------------------------------------------
@@ -129,9 +131,11 @@ def random_graph(rng: random.Random) -> Search:
         cluster = Cluster(devices=model.cluster.devices[:stages], within_node=link)
     else:
         graph = layered(
-            rng.randint(1, 2), hidden=128 * rng.randint(2, 12), length=128 * rng.randint(1, 12),
+            rng.randint(1, 2),
+            hidden=128 * rng.randint(2, 12),
+            length=128 * rng.randint(1, 12),
             rows=rng.randint(1, 8),
-        )  # fmt: skip
+        )
         cluster = find_cluster(f"{stages} x a100-40")
         link = Link(bandwidth_bytes_per_s=10 ** rng.uniform(9, 11) if slow else 1e18)
         cluster, profile = replace(cluster, within_node=link), roofline(graph, cluster.devices[0])
@@ -184,8 +188,9 @@ def on_graphs(first: int) -> list[dict[str, Any]]:
 def graphs_summary(pieces: Sequence[list[dict[str, Any]]]) -> dict[str, Any]:
     rows = [
         {**row, "made": {name: Taken(*made) for name, made in row["made"].items()}}
-        for piece in pieces for row in piece
-    ]  # fmt: skip
+        for piece in pieces
+        for row in piece
+    ]
     known = [row for row in rows if row["made"]["exact"].slowest_s < inf]
     result: dict[str, Any] = {"cases": len(rows), "exact_found": len(known)}
     kinds = {"without transfers": False, "with transfers": True}
@@ -203,9 +208,10 @@ def graphs_summary(pieces: Sequence[list[dict[str, Any]]]) -> dict[str, Any]:
     }
     result["off"] = [
         {"seed": row["seed"], "planner": name, "ratio": round(ratio, 4) if ratio < inf else None}
-        for row in known for name in ("dawnpiper", "probe")
+        for row in known
+        for name in ("dawnpiper", "probe")
         if (ratio := row["made"][name].slowest_s / row["made"]["exact"].slowest_s) > 1.01
-    ]  # fmt: skip
+    ]
     return result
 
 
@@ -252,9 +258,15 @@ def on_llama(layers: int, stages: int, planner: str) -> dict[str, Any]:
     from pipeloom.planner import PlanOptions, make_plan
 
     config = hf.LlamaConfig(
-        hidden_size=8192, num_hidden_layers=layers, num_attention_heads=64, num_key_value_heads=8,
-        intermediate_size=28672, vocab_size=128256, max_position_embeddings=8192, use_cache=False,
-    )  # fmt: skip
+        hidden_size=8192,
+        num_hidden_layers=layers,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        intermediate_size=28672,
+        vocab_size=128256,
+        max_position_embeddings=8192,
+        use_cache=False,
+    )
 
     def batch(seed: int, size: int) -> dict[str, Any]:
         ids = torch.randint(0, 1000, (size, 2048), generator=torch.Generator().manual_seed(seed))
@@ -269,20 +281,30 @@ def on_llama(layers: int, stages: int, planner: str) -> dict[str, Any]:
     profile = roofline(graph, cluster.devices[0])
     profiled, cpu = time.perf_counter(), time.process_time()
     plan = make_plan(
-        graph, profile, cluster, stages=stages, schedule="1f1b", microbatches=2 * stages, strategy=planner,
+        graph,
+        profile,
+        cluster,
+        stages=stages,
+        schedule="1f1b",
+        microbatches=2 * stages,
+        strategy=planner,
         options=PlanOptions(optimizer_bytes=2.0),
-    )  # fmt: skip
+    )
     return {
-        "planner": planner, "ops": len(graph.ops), "stages": stages,
+        "planner": planner,
+        "ops": len(graph.ops),
+        "stages": stages,
         "parameters": sum(p.bytes for p in graph.parameters) // 4,
-        "capture_s": round(captured - begin, 1), "profile_s": round(profiled - captured, 1),
+        "capture_s": round(captured - begin, 1),
+        "profile_s": round(profiled - captured, 1),
         "plan_s": round(time.perf_counter() - profiled, 1),
-        "plan_cpu_s": round(time.process_time() - cpu, 1), "cpu_s": round(time.process_time(), 1),
+        "plan_cpu_s": round(time.process_time() - cpu, 1),
+        "cpu_s": round(time.process_time(), 1),
         "predicted_step_s": plan.predicted_step_s,
         "recomputed_bytes": sum(s.recomputed_bytes for s in plan.stages),
         "offloaded_bytes": sum(s.offloaded_bytes for s in plan.stages),
         "fullest": max(s.memory.total / cap for s, cap in zip(plan.stages, plan.caps, strict=True)),
-    }  # fmt: skip
+    }
 
 
 # --- pieces ---------------------------------------------------------------------------------------
@@ -296,13 +318,17 @@ PIECES: dict[str, list[tuple[str, ...]]] = {
     "graphs": [("graphs", str(first)) for first in range(0, GRAPHS, PIECE)],
     "growth": [("growth", str(layers)) for layers in LAYERS],
     "llama": [
-        ("llama", "80", "64", "probe"), ("llama", "80", "64", "dawnpiper"),
+        ("llama", "80", "64", "probe"),
+        ("llama", "80", "64", "dawnpiper"),
         ("llama", "80", "64", "dawnpiper", FRESH),
     ],
-}  # fmt: skip
+}
 SUMMARIES: dict[str, Callable[[list[Any]], Any]] = {
-    "chains": lambda pieces: pieces[0], "graphs": graphs_summary, "growth": list, "llama": list,
-}  # fmt: skip
+    "chains": lambda pieces: pieces[0],
+    "graphs": graphs_summary,
+    "growth": list,
+    "llama": list,
+}
 
 
 def measured(kind: str, *rest: str) -> Any:
@@ -312,7 +338,7 @@ def measured(kind: str, *rest: str) -> Any:
         "graphs": lambda: on_graphs(int(rest[0])),
         "growth": lambda: on_growth(int(rest[0])),
         "llama": lambda: {**on_llama(int(rest[0]), int(rest[1]), rest[2]), "first_use": FRESH in rest},
-    }[kind]()  # fmt: skip
+    }[kind]()
 
 
 def apart(piece: Sequence[str]) -> Any:

@@ -70,9 +70,7 @@ def main() -> None:
     keep_freed_memory()
     job = gpt2(options.length, options.dropout)
     captured = capture(job, options.rows)
-    real = measure(
-        captured, batch=job.batch(0, options.rows), budget_s=options.budget, clock=thread_time
-    )  # fmt: skip
+    real = measure(captured, batch=job.batch(0, options.rows), budget_s=options.budget, clock=thread_time)
     with warnings.catch_warnings(action="ignore"):
         guess = roofline(captured.graph, find_cluster(options.cluster).devices[0])
     groups: dict[str, list[Op]] = defaultdict(list)

@@ -40,8 +40,16 @@ def main(ranks: list[int], dtypes: list[str]) -> int:
                     return 1
                 table = json.loads(file.read_text())
             worst = max(max(found.values()) for found in table.values())
-            runs.append({"ranks": count, "microbatches": 2 * count, "dtype": dtype, "worst": worst,
-                         "passed": worst <= TOLERANCES[dtype], "schedules": table})  # fmt: skip
+            runs.append(
+                {
+                    "ranks": count,
+                    "microbatches": 2 * count,
+                    "dtype": dtype,
+                    "worst": worst,
+                    "passed": worst <= TOLERANCES[dtype],
+                    "schedules": table,
+                }
+            )
             print(f"{count} ranks, {dtype}: largest difference {worst:.2e}", flush=True)
             for name, found in table.items():
                 print(f"  {name:<18}" + "  ".join(f"{what} {d:.1e}" for what, d in found.items()))

@@ -31,12 +31,16 @@ EVEN, LONG_CONTEXT, HEAVY_W = (1.0, 1.0, 1.0), (1.0, 1.4, 0.6), (1.0, 0.6, 1.4)
 CASES = [
     (name, p, m, times)
     for name, sizes in {
-        "zb_1p": [(2, 3), (2, 4), (3, 3)], "zb_2p": [(2, 4), (3, 3)], "zb_v": [(2, 2), (2, 3)],
-        "v_half": [(2, 3), (3, 2)], "v_min": [(2, 2), (2, 3), (3, 2)], "gis": [(2, 2), (2, 3)],
+        "zb_1p": [(2, 3), (2, 4), (3, 3)],
+        "zb_2p": [(2, 4), (3, 3)],
+        "zb_v": [(2, 2), (2, 3)],
+        "v_half": [(2, 3), (3, 2)],
+        "v_min": [(2, 2), (2, 3), (3, 2)],
+        "gis": [(2, 2), (2, 3)],
     }.items()
     for p, m in sizes
     for times in (EVEN, LONG_CONTEXT, HEAVY_W)
-]  # fmt: skip
+]
 
 
 @dataclass
@@ -81,8 +85,11 @@ def solve(s: Shape, memory: float, step_s: float, seconds: float) -> tuple[float
         program.add({end: 1.0, start[a]: -1.0}, low=s.seconds(a.stage, a.kind))
         if a.microbatch:
             after(Action(a.stage, a.kind, a.microbatch - 1), a)
-        before = {F: [(r, F) for r in s.flow.reads_from[a.stage]], W: [(a.stage, I)],
-                  I: [(a.stage, F), *((r, I) for r in s.flow.gradients_from[a.stage])]}[a.kind]  # fmt: skip
+        before = {
+            F: [(r, F) for r in s.flow.reads_from[a.stage]],
+            W: [(a.stage, I)],
+            I: [(a.stage, F), *((r, I) for r in s.flow.gradients_from[a.stage])],
+        }[a.kind]
         for stage, kind in before:
             after(Action(stage, kind, a.microbatch), a, s.delay_s(stage, a.stage))
     first: dict[tuple[Action, Action], int] = {}
@@ -101,18 +108,25 @@ def solve(s: Shape, memory: float, step_s: float, seconds: float) -> tuple[float
     table = coo_array((program.values, (program.rows, program.columns)), shape=(len(program.low), count))
     high = np.concatenate([np.full(end + 1, horizon), np.ones(count - end - 1)])
     made = milp(
-        cost, constraints=LinearConstraint(table.tocsr(), program.low, program.high), bounds=Bounds(0, high),
-        integrality=np.arange(count) > end, options={"time_limit": seconds},
-    )  # fmt: skip
+        cost,
+        constraints=LinearConstraint(table.tocsr(), program.low, program.high),
+        bounds=Bounds(0, high),
+        integrality=np.arange(count) > end,
+        options={"time_limit": seconds},
+    )
     if made.mip_dual_bound is None:
         raise SystemExit(f"the solver gave up: {made.message}")
     return float(made.fun if made.fun is not None else np.inf), float(made.mip_dual_bound)
 
 
 def _limit(
-    program: Program, first: dict[tuple[Action, Action], int], opening: Action, own: tuple[int, ...],
-    microbatches: int, most: float,
-) -> None:  # fmt: skip
+    program: Program,
+    first: dict[tuple[Action, Action], int],
+    opening: Action,
+    own: tuple[int, ...],
+    microbatches: int,
+    most: float,
+) -> None:
     """At an F: it and the F before it, less the W before it, are at most `most`."""
     terms: dict[int, float] = {}
     constant = 1.0
@@ -141,18 +155,22 @@ def measure(
     stages, placement = schedules.usual(name, p)
     f, i, w = times
     costs = equal_costs(len(placement), forward_s=f, input_grad_s=i, weight_grad_s=w)
-    s = Shape(
-        stages=stages, placement=placement, microbatches=m, costs=costs, transfer_s=lambda a, b: 0.0
-    )  # fmt: skip
+    s = Shape(stages=stages, placement=placement, microbatches=m, costs=costs, transfer_s=lambda a, b: 0.0)
     family = schedules.entry(name).recipe
     assert family is not None
     ours = fastest(s, family).outcome
     found, bound = solve(s, max(ours.peak), ours.step_s, seconds)
     return {
-        "schedule": name, "ranks": p, "microbatches": m, "times": times, "peak": max(ours.peak),
-        "ours": round(ours.step_s, 6), "best_found": round(found, 6), "bound": round(bound, 6),
+        "schedule": name,
+        "ranks": p,
+        "microbatches": m,
+        "times": times,
+        "peak": max(ours.peak),
+        "ours": round(ours.step_s, 6),
+        "best_found": round(found, 6),
+        "bound": round(bound, 6),
         "simple_bound": round(lower_bound_s(s), 6),
-    }  # fmt: skip
+    }
 
 
 def main() -> None:

@@ -64,12 +64,18 @@ def measure(ranks: int, microbatches: int) -> dict[str, Any]:
     timed("simulate_warm", lambda: simulate(program, stages, costs, cluster))
     actions = len(made.columns)
     return {
-        "ranks": ranks, "microbatches": microbatches, "compute_actions": actions,
-        "instructions": len(program.columns), **took, "total_s": round(total_s, 2),
-        "peak_gib": round(peak / 2**30, 2), "step_s": step_s, "bubble": bubble,
+        "ranks": ranks,
+        "microbatches": microbatches,
+        "compute_actions": actions,
+        "instructions": len(program.columns),
+        **took,
+        "total_s": round(total_s, 2),
+        "peak_gib": round(peak / 2**30, 2),
+        "step_s": step_s,
+        "bubble": bubble,
         "actions_per_s_warm": round(actions / took["simulate_warm_s"]),
         "actions_per_cpu_s_warm": round(actions / took["simulate_warm_cpu_s"]),
-    }  # fmt: skip
+    }
 
 
 def apart(ranks: int, microbatches: int) -> dict[str, Any]:

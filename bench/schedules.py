@@ -61,11 +61,16 @@ def torch_rows(name: str, ranks: int, microbatches: int) -> Rows:
     """The compute actions of one of torch's classes; pairs that overlap stand one after the other."""
     stages = [
         FakeStage(
-            group_size=ranks, group_rank=0, num_stages=2 * ranks, stage_index=s,
-            is_first=False, is_last=False, has_backward=True,
+            group_size=ranks,
+            group_rank=0,
+            num_stages=2 * ranks,
+            stage_index=s,
+            is_first=False,
+            is_last=False,
+            has_backward=True,
         )
         for s in (0, ranks if TORCH[name][1] == "loop" else 2 * ranks - 1)
-    ]  # fmt: skip
+    ]
     made: Any = getattr(theirs, name)(stages, microbatches, loss_fn=lambda *_: None)
     return tuple(tuple(_ours(made.pipeline_order[rank])) for rank in range(ranks))
 
@@ -106,13 +111,17 @@ def measure(
     timeline = simulate(program, stages, shape["costs"], cluster)
     ended = time.perf_counter()
     return {
-        "who": who, "ranks": made.ranks, "microbatches": made.microbatches,
+        "who": who,
+        "ranks": made.ranks,
+        "microbatches": made.microbatches,
         "actions": sum(map(len, rows)),
-        "generate_s": round(generated - started, 4), "generate_cpu_s": round(busy - worked, 4),
+        "generate_s": round(generated - started, 4),
+        "generate_cpu_s": round(busy - worked, 4),
         "check_and_lower_s": round(lowered - generated, 4),
-        "simulate_s": round(ended - lowered, 4), "makespan": timeline.step_s,
+        "simulate_s": round(ended - lowered, 4),
+        "makespan": timeline.step_s,
         "peak": max(peak.get("residuals", 0) for peak in timeline.peaks) / UNIT,
-    }  # fmt: skip
+    }
 
 
 def shape_of(name: str, ranks: int, microbatches: int, args: argparse.Namespace) -> dict[str, Any]:

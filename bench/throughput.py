@@ -74,11 +74,15 @@ def halves(microbatches: int) -> Plan:
     stages = cut(graph, {op.name: int(i >= middle) for i, op in enumerate(own)})
     schedule = known.build("1f1b", stages, (0, 1), microbatches)
     return Plan(
-        graph=graph.fingerprint, planner="by hand", placement=(0, 1), schedule="1f1b",
+        graph=graph.fingerprint,
+        planner="by hand",
+        placement=(0, 1),
+        schedule="1f1b",
         stages=tuple(StagePlan(ops=stage.ops) for stage in stages.stages),
         schedule_rows=tuple(str(schedule).splitlines()),
-        microbatches=microbatches, microbatch_size=MICROBATCH,
-    )  # fmt: skip
+        microbatches=microbatches,
+        microbatch_size=MICROBATCH,
+    )
 
 
 def planned(microbatches: int) -> Plan:
@@ -138,9 +142,15 @@ def serve(party: Party, rank: int, microbatches: int, conductor: str) -> None:
         _meet()
         seconds = time.perf_counter() - start
         report = getattr(party, "report", None)
-        shares = {} if report is None else {
-            part: [s / w for s, w in zip(getattr(report, part), report.wall_s, strict=True)] for part in PARTS
-        } | {"overhead": report.overhead}  # fmt: skip
+        shares = (
+            {}
+            if report is None
+            else {
+                part: [s / w for s, w in zip(getattr(report, part), report.wall_s, strict=True)]
+                for part in PARTS
+            }
+            | {"overhead": report.overhead}
+        )
         if line is not None:
             line.send((seconds, shares))
 
@@ -279,7 +289,7 @@ def summary(microbatches: int, launches: list[Launch]) -> dict[str, object]:
         "compute_share": share("busy_s"),
         "wait_share": share("waited_s"),
         "own_overhead": statistics.median(own["overhead"] for launch in launches for own in launch["own"]),
-    }  # fmt: skip
+    }
 
 
 def report(figures: dict[str, object]) -> None:

@@ -32,12 +32,19 @@ def main(families: list[str]) -> int:
         job = zoo.job(family)
         plan = runs.even_plan(job, stages, schedule=schedule, microbatches=4, split=split)
         result = verify(job, plan)
-        rows.append({
-            "family": family, "stages": stages, "schedule": schedule, "split_backward": split,
-            "loss": result.loss, "gradients": max(result.gradients.values()),
-            "parameters": max(result.parameters.values()), "passed": result.passed,
-            "reference": result.reference,
-        })  # fmt: skip
+        rows.append(
+            {
+                "family": family,
+                "stages": stages,
+                "schedule": schedule,
+                "split_backward": split,
+                "loss": result.loss,
+                "gradients": max(result.gradients.values()),
+                "parameters": max(result.parameters.values()),
+                "passed": result.passed,
+                "reference": result.reference,
+            }
+        )
         print(json.dumps(rows[-1]), flush=True)
     worst = max(max(row["loss"], row["gradients"], row["parameters"]) for row in rows)
     table = {"machine": describe_machine(), "tolerance": 1e-5, "worst": worst, "cases": rows}

@@ -52,11 +52,16 @@ def plans(microbatches: int) -> dict[str, Plan]:
     measured = profile(captured)
     return {
         name: plan(
-            job(), stages=2, microbatches=microbatches, microbatch_size=MICROBATCH, schedule=name,
-            captured=captured, profiled=measured,
+            job(),
+            stages=2,
+            microbatches=microbatches,
+            microbatch_size=MICROBATCH,
+            schedule=name,
+            captured=captured,
+            profiled=measured,
         )
         for name in NAMES
-    }  # fmt: skip
+    }
 
 
 def rank_main(microbatches: int, rounds: int, limit_s: float, made: dict[str, Plan], file: Path) -> None:
@@ -83,11 +88,12 @@ def rank_main(microbatches: int, rounds: int, limit_s: float, made: dict[str, Pl
             if dist.get_rank() == 0:
                 measured = {
                     name: Measured(
-                        ops=[stage.ops for stage in made[name].stages], microbatches=microbatches,
+                        ops=[stage.ops for stage in made[name].stages],
+                        microbatches=microbatches,
                         rounds=actions[name],
                     )
                     for name in NAMES
-                }  # fmt: skip
+                }
                 figures = summary(microbatches, steps, bubbles, predicted, measured)
                 keep(figures | {"wanted_rounds": rounds, "finished": last}, file)
             if last:
@@ -112,9 +118,12 @@ def one_step(pipeline: Pipeline, batch: dict) -> tuple[float, float, dict[tuple[
 
 
 def summary(
-    microbatches: int, steps: dict[str, list[float]], bubbles: dict[str, list[float]],
-    predicted: dict[str, float], measured: dict[str, Measured],
-) -> dict:  # fmt: skip
+    microbatches: int,
+    steps: dict[str, list[float]],
+    bubbles: dict[str, list[float]],
+    predicted: dict[str, float],
+    measured: dict[str, Measured],
+) -> dict:
     return {
         "microbatches": microbatches,
         "rounds": len(steps[BASE]),
@@ -140,8 +149,9 @@ def show(figures: dict) -> None:
     for name, row in figures["schedules"].items():
         print(
             f"  {name:<10} {row['median_s'] * 1e3:7.1f} ms  ratio {row['faster_than_1f1b']:.3f} "
-            f"(simulated {row['predicted_faster_than_1f1b']:.3f})  bubble {row['bubble']:.1%}", flush=True,
-        )  # fmt: skip
+            f"(simulated {row['predicted_faster_than_1f1b']:.3f})  bubble {row['bubble']:.1%}",
+            flush=True,
+        )
     for name in NAMES[1:]:
         row = figures["schedules"][name]
         gain = row["faster_than_1f1b"] - 1

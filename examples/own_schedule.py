@@ -46,10 +46,15 @@ def sparse(tensor: Tensor, count: int) -> Tensor:
 
 COMPRESS = declare(
     Operation(
-        letters="COMPRESS", meaning="gradient compression", after=W, share=0.25,
-        acquires_bytes=1024, releases_bytes=1024, handler=keep_largest,
+        letters="COMPRESS",
+        meaning="gradient compression",
+        after=W,
+        share=0.25,
+        acquires_bytes=1024,
+        releases_bytes=1024,
+        handler=keep_largest,
     )
-)  # fmt: skip
+)
 
 
 def compressed(s: Shape) -> Recipe:

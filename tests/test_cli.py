@@ -109,9 +109,17 @@ def test_profile_prints_figures_and_saves(folder: Path) -> None:
     words = ["profile", "tiny_job.py:job", "--cluster", "cluster.toml"]
     figures = json.loads(good(*words, "--save", "p.json", "--save-graph", "g.json", "--json"))
     assert set(figures) == {
-        "model", "device", "source", "batch", "ops", "parameters", "forward_s", "input_grad_s",
-        "weight_grad_s", "kinds",
-    }  # fmt: skip
+        "model",
+        "device",
+        "source",
+        "batch",
+        "ops",
+        "parameters",
+        "forward_s",
+        "input_grad_s",
+        "weight_grad_s",
+        "kinds",
+    }
     assert (figures["model"], figures["device"], figures["source"]) == ("tiny", "slow", "roofline")
     assert figures["parameters"] == 4 * (8 * 8 + 8) and figures["batch"] == ["x[4,8]float32"]
     assert set(figures["kinds"][0]) == {"target", "calls", "forward_s", "backward_s"}
@@ -125,9 +133,17 @@ def test_profile_prints_figures_and_saves(folder: Path) -> None:
 def test_plan_prints_figures_and_saves(folder: Path) -> None:
     figures = json.loads(good(*PLAN, "-o", "plan.json", "--json"))
     assert set(figures) == {
-        "predicted_step_s", "planner", "schedule", "weights", "microbatches", "microbatch_size", "graph",
-        "stages", "limits", "what_if",
-    }  # fmt: skip
+        "predicted_step_s",
+        "planner",
+        "schedule",
+        "weights",
+        "microbatches",
+        "microbatch_size",
+        "graph",
+        "stages",
+        "limits",
+        "what_if",
+    }
     assert (figures["planner"], figures["schedule"], figures["microbatches"]) == ("exact", "1f1b", 2)
     first, second = figures["stages"]
     assert first["ops"] + second["ops"] == 11 and first["peak_bytes"] > 0
@@ -191,7 +207,7 @@ def test_verify_passes_and_fails(folder: Path) -> None:
         (["train", "--out", "cluster.toml/a"], 2, "directory: cluster.toml: it is no folder"),
         (["profil"], 2, "No such command 'profil'"),
     ],
-)  # fmt: skip
+)
 def test_a_mistake_is_one_sentence(folder: Path, words: list[str], status: int, message: str) -> None:
     assert message in bad(status, *words)
 
@@ -199,10 +215,13 @@ def test_a_mistake_is_one_sentence(folder: Path, words: list[str], status: int, 
 @pytest.mark.parametrize(
     "words",
     [
-        ["verify", "--plan", "none.json"], ["plan", "--profile", "none.json"], ["plan", "-o", "no/p.json"],
-        ["train", "none.toml"], ["train", "--set", "pipeline.plan=none.json"],
+        ["verify", "--plan", "none.json"],
+        ["plan", "--profile", "none.json"],
+        ["plan", "-o", "no/p.json"],
+        ["train", "none.toml"],
+        ["train", "--set", "pipeline.plan=none.json"],
     ],
-)  # fmt: skip
+)
 def test_files_are_looked_at_before_torch_is_loaded(folder: Path, words: list[str]) -> None:
     """A missing file was said after half a minute: after capture, or what was to be written after all."""
     code = f"import sys; from pipeloom.cli import main\ntry: main({words})\nfinally: print(*sys.modules)"

@@ -40,8 +40,12 @@ def test_the_own_model_learns(tmp_path: Path) -> None:
     settings = ["steps=300", "pipeline.microbatch_size=16", "optimizer.clip_norm=0"]
     done = subprocess.run(
         [*command, "--stages", "3", *(w for s in settings for w in ("--set", s))],
-        cwd=tmp_path, capture_output=True, text=True, check=False, timeout=900,
-    )  # fmt: skip
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=900,
+    )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "runs" / "spiral-1" / "report.html").is_file()
     line = next(line for line in done.stdout.splitlines() if line.startswith("validation loss"))

@@ -13,9 +13,13 @@ def row(**sizes: int) -> dict[str, object]:
     times = {f"{name}_s": 1234.5 for name in ("forward", "input_grad", "weight_grad", "recompute")}
     names = ("parameters", "residuals", "kept", "recomputed", "offloaded", "peak", "cap")
     return {
-        "stage": 10, "rank": 10, "ops": 100_000, "layers": "encoder.layers.10 .. 19", **times,
+        "stage": 10,
+        "rank": 10,
+        "ops": 100_000,
+        "layers": "encoder.layers.10 .. 19",
+        **times,
         **{f"{name}_bytes": sizes.get(name, 0) for name in names},
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize("ways", [(), ("recomputed",), ("offloaded",), ("recomputed", "offloaded")])

@@ -53,16 +53,24 @@ def plan() -> Plan:
     """1F1B on two stages, the second twice as slow; two micro-batches in flight on the first."""
     stages = tuple(
         StagePlan(
-            ops=(f"op{s}",), forward_s=1.0 + s, input_grad_s=1.0 + s, weight_grad_s=1.0 + s,
+            ops=(f"op{s}",),
+            forward_s=1.0 + s,
+            input_grad_s=1.0 + s,
+            weight_grad_s=1.0 + s,
             memory=StageMemory(residuals=(2 - s) * 1024**2),
         )
         for s in range(2)
-    )  # fmt: skip
+    )
     rows = ("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1")
     return Plan(
-        graph="g", planner="exact", stages=stages, placement=(0, 1), schedule="1f1b", schedule_rows=rows,
+        graph="g",
+        planner="exact",
+        stages=stages,
+        placement=(0, 1),
+        schedule="1f1b",
+        schedule_rows=rows,
         microbatches=2,
-    )  # fmt: skip
+    )
 
 
 def profile() -> Profile:
@@ -135,17 +143,27 @@ def test_micro_batches_are_whole_ones_in_both_directions_and_in_slices() -> None
 def test_explain_names_the_sources_and_they_add_up() -> None:
     found = read("explain", "1f1b")
     assert set(found) == {
-        "name", "step_s", "bubble", "span_s", "span_bubble", "idle_s", "reasons", "sources", "path",
+        "name",
+        "step_s",
+        "bubble",
+        "span_s",
+        "span_bubble",
+        "idle_s",
+        "reasons",
+        "sources",
+        "path",
         "path_text",
-    }  # fmt: skip
+    }
     assert found["reasons"] == {"fill": 12.0, "drain": 12.0, "warm-up": 6.0, "order": 6.0}
     sources = found["sources"]
     assert isinstance(sources, list) and set(sources[0]) == {"reason", "rank", "seconds", "share", "text"}
     assert sum(s["seconds"] for s in sources) == pytest.approx(4 * 33 - 4 * 24)
     assert sum(s["share"] for s in sources) == pytest.approx(found["bubble"])
     assert found["path_text"] == [
-        "F0 through stages 0…3", "3B0 3F1, 7 times, to 3B6 3F7", "B7 through stages 3…0",
-    ]  # fmt: skip
+        "F0 through stages 0…3",
+        "3B0 3F1, 7 times, to 3B6 3F7",
+        "B7 through stages 3…0",
+    ]
     text = good("explain", "1f1b", "-F", "1,1,3,1", "-m", "16")
     assert "imbalance" in text and "rank 0 waits for B of rank 1, held up by rank 2" in text
 
@@ -260,8 +278,11 @@ def test_show_prints_the_weight_versions_of_schedules_without_a_flush() -> None:
     assert "versions kept 4 3 2 1, gradients late by up to 3 2 1 0 updates" in shown
     found = json.loads(call("show", "1f1b", "--weights", "2bw", "--update-every", "4", "--json").output)
     assert found["weights"] == {
-        "policy": "2bw", "update_every": 4, "versions": [2] * 4, "staleness": [1] * 4,
-    }  # fmt: skip
+        "policy": "2bw",
+        "update_every": 4,
+        "versions": [2] * 4,
+        "staleness": [1] * 4,
+    }
     assert json.loads(call("show", "1f1b", "--json").output)["weights"] is None
     late = call("show", "1f1b", "--weights", "2bw", "--update-every", "2")
     assert late.exit_code == 1

@@ -71,10 +71,22 @@ def test_a_run_leaves_everything_behind(folder: Path) -> None:
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout)
     assert set(figures) == {
-        "run", "name", "steps", "first_step", "stages", "schedule", "microbatches", "train_loss",
-        "validation_loss", "forecast", "predicted", "measured", "step_error", "step_error_quartiles",
+        "run",
+        "name",
+        "steps",
+        "first_step",
+        "stages",
+        "schedule",
+        "microbatches",
+        "train_loss",
+        "validation_loss",
+        "forecast",
+        "predicted",
+        "measured",
+        "step_error",
+        "step_error_quartiles",
         "rehearsals",
-    }  # fmt: skip
+    }
     assert (figures["run"], figures["steps"], figures["stages"]) == ("runs/tiny-1", 6, 2)
     assert figures["validation_loss"][1] < figures["validation_loss"][0]
     (rehearsal,) = figures["rehearsals"]
@@ -86,9 +98,14 @@ def test_a_run_leaves_everything_behind(folder: Path) -> None:
     out = folder / "runs" / "tiny-1"
     assert json.loads((out / "summary.json").read_text()) == figures
     assert {p.name for p in out.iterdir()} == {
-        "config.toml", "plan.json", "metrics.jsonl", "checkpoint", "trace.json", "report.html",
+        "config.toml",
+        "plan.json",
+        "metrics.jsonl",
+        "checkpoint",
+        "trace.json",
+        "report.html",
         "summary.json",
-    }  # fmt: skip
+    }
     assert tomllib.loads((out / "config.toml").read_text())["data"]["validation_share"] == 0.05
     assert list(losses(out)) == [1, 2, 3, 4, 5, 6]
     assert '"PP:1B1"' in (out / "trace.json").read_text()
@@ -121,9 +138,12 @@ def test_killed_and_resumed_gives_the_same_losses(folder: Path) -> None:
     whole = run(folder, *words, "--out", "whole")
     assert whole.returncode == 0, whole.stderr
     process = subprocess.Popen(
-        [*COMMAND, *words, "--out", "parts"], cwd=folder, start_new_session=True,
-        stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        [*COMMAND, *words, "--out", "parts"],
+        cwd=folder,
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith("step 20/"):
@@ -182,9 +202,17 @@ def test_bench(folder: Path) -> None:
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout)
     assert set(figures) == {
-        "step_s", "tokens_per_s", "bubble", "predicted_step_s", "peak_bytes", "stages", "schedule",
-        "microbatches", "microbatch_size", "steps",
-    }  # fmt: skip
+        "step_s",
+        "tokens_per_s",
+        "bubble",
+        "predicted_step_s",
+        "peak_bytes",
+        "stages",
+        "schedule",
+        "microbatches",
+        "microbatch_size",
+        "steps",
+    }
     assert figures["tokens_per_s"] == pytest.approx(2 * 128 / figures["step_s"])
 
 

@@ -65,7 +65,7 @@ def followed(how: Planning, advice: str) -> Planning:
         (0.001, {"strategy": "dawnpiper"}, "give"),
         (0.001, {"strategy": "balanced"}, "give"),
     ],
-)  # fmt: skip
+)
 def test_every_piece_leads_to_a_plan(
     captured: Captured, share: float, how: dict[str, object], kinds: str | None
 ) -> None:

@@ -94,8 +94,12 @@ def test_stages_of_one_rank_share_its_memory() -> None:
 def test_a_split_backward_is_split_wherever_the_stages_are_placed() -> None:
     job = zoo.job("gpt")
     made = passes.plan(
-        job, cluster=cpu_cluster(2), schedule="interleaved_1f1b", split_backward=True,
-        captured=capture_of(job), **HOW,
-    )  # fmt: skip
+        job,
+        cluster=cpu_cluster(2),
+        schedule="interleaved_1f1b",
+        split_backward=True,
+        captured=capture_of(job),
+        **HOW,
+    )
     rows = " ".join(made.schedule_rows)
     assert "I0" in rows and "B" not in rows

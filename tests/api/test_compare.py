@@ -47,10 +47,15 @@ def plan_for(job: Job, stages: int, *, schedule: str = "1f1b", split: bool = Fal
     placement = tuple(range(stages))
     built = schedules.build(schedule, cuts, placement, 3, split_backward=split)
     return Plan(
-        graph=graph.fingerprint, planner="by hand", stages=tuple(StagePlan(ops=s.ops) for s in cuts.stages),
-        placement=placement, schedule=schedule, schedule_rows=tuple(str(built).splitlines()),
-        microbatches=3, microbatch_size=2,
-    )  # fmt: skip
+        graph=graph.fingerprint,
+        planner="by hand",
+        stages=tuple(StagePlan(ops=s.ops) for s in cuts.stages),
+        placement=placement,
+        schedule=schedule,
+        schedule_rows=tuple(str(built).splitlines()),
+        microbatches=3,
+        microbatch_size=2,
+    )
 
 
 JOB = Job(model=Net, batch=batch, name="net")

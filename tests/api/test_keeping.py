@@ -115,10 +115,15 @@ def test_a_cap_too_small_for_several_stages_is_said_to_be(schedule: str) -> None
 @pytest.mark.parametrize(
     ("schedule", "treatments", "share"),
     [
-        ("1f1b", [], 1.0), ("zb_h1", [], 1.0), ("interleaved_1f1b", [], 1.0), ("dualpipe", [], 1.0),
-        ("gpipe", ["recompute"], 0.7), ("gpipe", ["offload"], 0.9), ("gpipe", ["recompute", "offload"], 0.7),
+        ("1f1b", [], 1.0),
+        ("zb_h1", [], 1.0),
+        ("interleaved_1f1b", [], 1.0),
+        ("dualpipe", [], 1.0),
+        ("gpipe", ["recompute"], 0.7),
+        ("gpipe", ["offload"], 0.9),
+        ("gpipe", ["recompute", "offload"], 0.7),
     ],
-)  # fmt: skip
+)
 def test_it_is_what_ranks_expect(
     schedule: str, treatments: list[Treatment], share: float, tmp_path: Path
 ) -> None:
@@ -129,9 +134,15 @@ def test_it_is_what_ranks_expect(
 
     def made(memory: int) -> Plan:
         how = passes.planning(
-            job, stages=2, microbatches=2 * COUNT, cluster=replace(known, devices=devices), memory=memory,
-            strategy="dawnpiper", treatments=treatments, schedule=schedule,
-        )  # fmt: skip
+            job,
+            stages=2,
+            microbatches=2 * COUNT,
+            cluster=replace(known, devices=devices),
+            memory=memory,
+            strategy="dawnpiper",
+            treatments=treatments,
+            schedule=schedule,
+        )
         return how.plan(captured.graph, costs_of(job, ROWS), ROWS)
 
     plan = made(round(share * max(made(1 << 40).peaks)) if share < 1 else 1 << 40)

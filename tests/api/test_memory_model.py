@@ -18,10 +18,18 @@ def errors(name: str, stages: int, schedule: str) -> list[float]:
 
 @pytest.mark.parametrize(
     ("name", "schedule"),
-    [("gpt2", "1f1b"), ("gpt", "gpipe"), ("convnet", "1f1b"), ("gpt2", "zb_h1"),
-     *(pytest.param(name, schedule, marks=pytest.mark.slow)
-       for name in (*zoo.FAMILIES, "gpt") for schedule in ("gpipe", "1f1b", "zb_h1"))],
-)  # fmt: skip
+    [
+        ("gpt2", "1f1b"),
+        ("gpt", "gpipe"),
+        ("convnet", "1f1b"),
+        ("gpt2", "zb_h1"),
+        *(
+            pytest.param(name, schedule, marks=pytest.mark.slow)
+            for name in (*zoo.FAMILIES, "gpt")
+            for schedule in ("gpipe", "1f1b", "zb_h1")
+        ),
+    ],
+)
 def test_predicted_peaks_of_halves_are_those_of_the_ledger(name: str, schedule: str) -> None:
     found = errors(name, 2, schedule)
     assert max(map(abs, found)) <= TIGHT, found
@@ -37,11 +45,19 @@ def test_predicted_peaks_of_thirds_and_quarters(name: str, schedule: str) -> Non
 
 @pytest.mark.parametrize(
     ("name", "stages", "schedule", "ahead"),
-    [("gpt2", 1, "1f1b", False), ("convnet", 2, "1f1b", False), ("bert", 2, "gpipe", True),
-     *(pytest.param(name, stages, schedule, ahead, marks=pytest.mark.slow)
-       for name in (*zoo.FAMILIES, "gpt") for stages in (1, 2) for schedule in ("gpipe", "1f1b")
-       for ahead in (False, True))],
-)  # fmt: skip
+    [
+        ("gpt2", 1, "1f1b", False),
+        ("convnet", 2, "1f1b", False),
+        ("bert", 2, "gpipe", True),
+        *(
+            pytest.param(name, stages, schedule, ahead, marks=pytest.mark.slow)
+            for name in (*zoo.FAMILIES, "gpt")
+            for stages in (1, 2)
+            for schedule in ("gpipe", "1f1b")
+            for ahead in (False, True)
+        ),
+    ],
+)
 def test_predicted_peaks_of_stages_that_recompute(name: str, stages: int, schedule: str, ahead: bool) -> None:
     for share in (0.1, 0.5):
         with shared_captures():

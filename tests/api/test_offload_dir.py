@@ -29,8 +29,12 @@ def test_what_does_not_fit_is_offloaded_there(tmp_path: Path, monkeypatch: pytes
     folder = tmp_path / "not" / "there yet"
     captured = runs.capture_of(TANH, ROWS)
     how = {
-        "stages": 1, "microbatches": 8, "microbatch_size": ROWS, "schedule": "gpipe", "captured": captured,
-    }  # fmt: skip
+        "stages": 1,
+        "microbatches": 8,
+        "microbatch_size": ROWS,
+        "schedule": "gpipe",
+        "captured": captured,
+    }
     free = plan(TANH, **how)
     cap = round(0.8 * free.peaks[0])
     made = plan(TANH, **how, memory=cap, offload_dir=folder, treatments=("offload",))
@@ -63,9 +67,7 @@ def test_processes_share_the_disk(tmp_path: Path) -> None:
 
 def test_a_cluster_says_itself_how_it_offloads(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="a cluster was given, and .* to offload to on this machine"):
-        plan(
-            TANH, stages=2, microbatch_size=ROWS, cluster=find_cluster("2 x a100-40"), offload_dir=tmp_path
-        )
+        plan(TANH, stages=2, microbatch_size=ROWS, cluster=find_cluster("2 x a100-40"), offload_dir=tmp_path)
 
 
 def test_a_folder_that_cannot_be(tmp_path: Path) -> None:

@@ -29,9 +29,15 @@ def gpt() -> Job:
 
 def planned(job: Job, schedule: str, *, microbatches: int = 4, memory: str | None = None) -> Plan:
     return passes.plan(
-        job, stages=2, microbatches=microbatches, microbatch_size=1, schedule=schedule,
-        cluster=cpu_cluster(2, memory=memory), captured=capture_of(job, 1), memory=memory,
-    )  # fmt: skip
+        job,
+        stages=2,
+        microbatches=microbatches,
+        microbatch_size=1,
+        schedule=schedule,
+        cluster=cpu_cluster(2, memory=memory),
+        captured=capture_of(job, 1),
+        memory=memory,
+    )
 
 
 def graph_of(job: Job) -> OpGraph:
@@ -90,9 +96,11 @@ def test_steps_are_predicted_and_measured(gpt: Job, name: str) -> None:
 
     with shared_captures():
         for predicted, measured in threads(2, work):
-            assert predicted == measured == {
-                word for row in plan.schedule_rows for word in row.replace("&", " ").split()
-            }
+            assert (
+                predicted
+                == measured
+                == {word for row in plan.schedule_rows for word in row.replace("&", " ").split()}
+            )
 
 
 def test_a_file_of_actions_is_a_schedule(gpt: Job, tmp_path: Path) -> None:

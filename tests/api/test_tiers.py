@@ -14,9 +14,15 @@ from pipeloom.ir.plan import Plan, StagePlan
 
 STAGES = tuple(StagePlan(ops=(name,)) for name in "abc")
 PLAN = Plan(
-    graph="", planner="", stages=STAGES, placement=(0, 1, 2), schedule="1f1b", schedule_rows=(),
-    microbatches=1, memory=MemoryPolicy(stages=({}, {"relu": "offload"}, {"relu": "offload"})),
-)  # fmt: skip
+    graph="",
+    planner="",
+    stages=STAGES,
+    placement=(0, 1, 2),
+    schedule="1f1b",
+    schedule_rows=(),
+    microbatches=1,
+    memory=MemoryPolicy(stages=({}, {"relu": "offload"}, {"relu": "offload"})),
+)
 
 
 def said(rank: int, folder: Path) -> list[str]:
@@ -30,10 +36,14 @@ def said(rank: int, folder: Path) -> list[str]:
 
 def test_a_folder_in_memory_is_warned_of_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipeloom.api.tiers.lies_in_memory", lambda folder: True)
-    assert [said(rank, tmp_path) for rank in range(3)] == [[], [
-        f"offloaded residuals go to {tmp_path}, which lies in memory (tmpfs): offloading frees none there; "
-        "name a folder on a disk with --offload-dir (Options.offload_dir)"
-    ], []]  # fmt: skip
+    assert [said(rank, tmp_path) for rank in range(3)] == [
+        [],
+        [
+            f"offloaded residuals go to {tmp_path}, which lies in memory (tmpfs): offloading frees none there; "
+            "name a folder on a disk with --offload-dir (Options.offload_dir)"
+        ],
+        [],
+    ]
 
 
 def test_a_folder_on_a_disk_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,15 @@ import pipeloom
 PACKAGE = Path(pipeloom.__file__).parent
 
 PASSES = {
-    "tracer", "profiler", "schedules", "lowering", "simulator", "planner", "runtime", "viewer",
-}  # fmt: skip
+    "tracer",
+    "profiler",
+    "schedules",
+    "lowering",
+    "simulator",
+    "planner",
+    "runtime",
+    "viewer",
+}
 
 MAY_IMPORT: dict[str, set[str]] = {
     "ir": set(),
@@ -109,8 +116,10 @@ def test_planted_violations_are_found_and_explained(tmp_path: Path) -> None:
     new_room, *rest = violations(package)
     assert new_room == "room 'magic' is new: say in MAY_IMPORT of test_imports.py which rooms it may import"
     assert [message.split(".py")[0] for message in rest] == [
-        "viewer/absolute", "viewer/relative", "viewer/whole",
-    ]  # fmt: skip
+        "viewer/absolute",
+        "viewer/relative",
+        "viewer/whole",
+    ]
     assert rest[0] == (
         "viewer/absolute.py imports simulator; viewer may import ir. "
         "Pass what it needs as an argument from api.py, or move a shared noun to ir/."

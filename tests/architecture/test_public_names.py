@@ -12,9 +12,22 @@ import pipeloom
 ROOT = Path(__file__).parents[2]
 
 PUBLIC = [
-    "Cluster", "Device", "Job", "Link", "Options", "Pipeline", "PipeloomError", "Plan", "__version__",
-    "capture", "load_plan", "plan", "profile", "simulate", "verify",
-]  # fmt: skip
+    "Cluster",
+    "Device",
+    "Job",
+    "Link",
+    "Options",
+    "Pipeline",
+    "PipeloomError",
+    "Plan",
+    "__version__",
+    "capture",
+    "load_plan",
+    "plan",
+    "profile",
+    "simulate",
+    "verify",
+]
 
 
 def test_public_names_are_pinned() -> None:

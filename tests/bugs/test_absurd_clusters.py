@@ -51,7 +51,7 @@ def file_of(tmp_path: Path, text: str) -> Path:
         (f"2 x a100-40 with {'9' * 5000}", "9999' is too large for a size"),
         (f"2 x a100-40 with {'9' * 1_000_001}", "9999' has 1000001 digits"),
     ],
-)  # fmt: skip
+)
 @pytest.mark.usefixtures("little_memory")
 def test_clusters_by_name(text: str, said: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(said)) as caught:
@@ -127,7 +127,7 @@ def test_counts_of_several_tables(tmp_path: Path) -> None:
         ("host_link = { bandwidth = VALUE }", "bandwidth of host_link of device 1: "),
         ("host_link = { bandwidth = 1, latency_s = VALUE }", "host_link of device 1: latency_s is "),
     ],
-)  # fmt: skip
+)
 def test_numbers_of_hundreds_of_digits_in_files(tmp_path: Path, row: str, said: str, value: str) -> None:
     device = CARD.replace('memory = "1GiB"\n', "") if row.startswith("memory =") else CARD
     file = file_of(tmp_path, f"{device}{row.replace('VALUE', value)}\n{LINK}")
@@ -146,9 +146,13 @@ def test_numbers_that_python_does_not_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", [HUGE, 10**5000], ids=["401", "5001"])
 def test_the_same_from_python(value: int) -> None:
     for what in (
-        {"memory_bytes": value}, {"flops_per_s": {"float32": value}}, {"efficiency": {"matmul": value}},
-        {"launch_s": value}, {"node": value}, {"host_memory_bytes": value},
-    ):  # fmt: skip
+        {"memory_bytes": value},
+        {"flops_per_s": {"float32": value}},
+        {"efficiency": {"matmul": value}},
+        {"launch_s": value},
+        {"node": value},
+        {"host_memory_bytes": value},
+    ):
         with pytest.raises(ConfigError, match=r"1\.00e\+"):
             Device(**{"name": "card", "memory_bytes": 1, **what})
     for link in ({"bandwidth_bytes_per_s": value}, {"latency_s": value}, {"overhead_s": value}):

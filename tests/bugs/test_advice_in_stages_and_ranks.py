@@ -49,7 +49,7 @@ SEEN = Job(model=Seen, batch=lambda seed, rows: {"x": torch.randn(rows, 4)}, nam
         ("interleaved_1f1b", 20, "20 ranks is for 40 stages, but ops that share an updated buffer", 16),
         ("dualpipe", 40, "dualpipe on 40 ranks is for 40 stages, but ops that share", 32),
     ],
-)  # fmt: skip
+)
 def test_who_uses_at_most_so_many_gets_a_plan(schedule: str, stages: int, why: str, most: int) -> None:
     """The hint named 55 stages where the next refusal left 32, and 32 stages where 16 ranks would do."""
     job, cluster = SEEN, "60 x cpu"

@@ -42,8 +42,10 @@ def batch(seed: int, rows: int) -> dict[str, Tensor]:
 def test_losses_are_those_of_one_process(in_place: bool, registered: bool, stages: int) -> None:
     job = Job(
         model=lambda: Averaging(in_place=in_place, registered=registered),
-        batch=batch, optimizer=zoo.sgd, name="averaging",
-    )  # fmt: skip
+        batch=batch,
+        optimizer=zoo.sgd,
+        name="averaging",
+    )
     captured = capture_of(job, ROWS)
     assert ("a new tensor as mean" in captured.graph.fallback) == (not in_place)
     plan = even_plan(job, stages, microbatches=COUNT, microbatch_size=ROWS)

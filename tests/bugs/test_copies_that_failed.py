@@ -61,9 +61,13 @@ def failing(error: BaseException) -> Callable[..., Any]:
     [(EIO, OffloadError), (MemoryError(), OffloadError), (TypeError("nobody thought of it"), TypeError)],
 )
 def test_it_is_said_and_its_place_and_bytes_are_given_back(
-    tier: FileTier, monkeypatch: pytest.MonkeyPatch, call: str, asked: bool, error: Exception,
+    tier: FileTier,
+    monkeypatch: pytest.MonkeyPatch,
+    call: str,
+    asked: bool,
+    error: Exception,
     kind: type[Exception],
-) -> None:  # fmt: skip
+) -> None:
     with monkeypatch.context() as broken:
         broken.setattr(os, call, failing(error))
         trip = leave(tier)

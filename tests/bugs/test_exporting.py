@@ -52,8 +52,11 @@ def test_assignment_to_a_part_of_a_tensor() -> None:
 
 def test_tensors_that_are_plain_attributes() -> None:
     """They were fake at run time."""
-    compare(lambda: TwoLayers(lambda self, h: h * self.scale + self.shift,
-                              scale=torch.full((8,), 0.5), shift=torch.randn(8)))  # fmt: skip
+    compare(
+        lambda: TwoLayers(
+            lambda self, h: h * self.scale + self.shift, scale=torch.full((8,), 0.5), shift=torch.randn(8)
+        )
+    )
 
 
 def test_a_call_that_changes_buffers_though_its_schema_denies_it() -> None:

@@ -72,9 +72,12 @@ class Twice(nn.Module):
 @pytest.mark.parametrize(
     ("model", "keys"),
     [
-        (LikeParameters, "x"), (LikeEntries, "sin linear"), (Encoders, "text audio"), (Twice, "x scale"),
+        (LikeParameters, "x"),
+        (LikeEntries, "sin linear"),
+        (Encoders, "text audio"),
+        (Twice, "x scale"),
     ],
-)  # fmt: skip
+)
 def test_numbers_are_those_of_one_process(model: type[nn.Module], keys: str) -> None:
     def batch(seed: int, rows: int) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(seed)

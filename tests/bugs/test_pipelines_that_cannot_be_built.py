@@ -47,13 +47,19 @@ def test_no_thread_is_left_and_the_end_is_clean(tmp_path: Path) -> None:
     script.write_text(SCRIPT)
     path = os.pathsep.join([str(Path(runs.__file__).parent), *sys.path])
     done = subprocess.run(
-        [sys.executable, script], env=os.environ | {"PYTHONPATH": path},
-        capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
+        [sys.executable, script],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert sorted(done.stdout.splitlines()) == [
-        "0 MemoryCapError", "[rank 1] 1 MemoryCapError", "[rank 1] left: []", "left: []",
-    ]  # fmt: skip
+        "0 MemoryCapError",
+        "[rank 1] 1 MemoryCapError",
+        "[rank 1] left: []",
+        "left: []",
+    ]
 
 
 def test_the_other_ranks_are_told_why() -> None:

@@ -25,10 +25,16 @@ def test_stages_of_a_plan_keep_their_caps_by_themselves_too(strategy):
         def plan(cap, stages=stages, model=model):
             devices = tuple(replace(d, memory_bytes=cap) for d in model.cluster.devices[:stages])
             return make_plan(
-                model.graph, model.profile, replace(model.cluster, devices=devices), stages=stages,
-                schedule="1f1b", microbatches=2 * stages, strategy=strategy, explained=False,
+                model.graph,
+                model.profile,
+                replace(model.cluster, devices=devices),
+                stages=stages,
+                schedule="1f1b",
+                microbatches=2 * stages,
+                strategy=strategy,
+                explained=False,
                 options=PlanOptions(treatments=("recompute",)),
-            )  # fmt: skip
+            )
 
         most = max(stage.memory.total for stage in plan(1 << 40).stages)
         for share in (0.95, 0.85, 0.75):

@@ -142,9 +142,16 @@ def test_plans_that_recompute_keep_their_cap(job: Job) -> None:
 
     def planned(memory: int) -> Plan:
         return make_plan(
-            job, stages=2, microbatches=count, microbatch_size=rows, memory=memory, cluster=cpu_cluster(2),
-            strategy="dawnpiper", treatments=["recompute"], captured=capture_of(job, rows),
-        )  # fmt: skip
+            job,
+            stages=2,
+            microbatches=count,
+            microbatch_size=rows,
+            memory=memory,
+            cluster=cpu_cluster(2),
+            strategy="dawnpiper",
+            treatments=["recompute"],
+            captured=capture_of(job, rows),
+        )
 
     most = max(planned(1 << 30).peaks)
     plans = (planned(round(share * most)) for share in (0.9, 0.8, 0.7, 0.6, 0.55))

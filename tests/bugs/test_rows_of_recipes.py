@@ -32,12 +32,13 @@ def ordered(*rows: str, kinds: str = "FB", **limits: float) -> str:
         (("0F0 0F1 0F5 0B0 0B1", LAST), "FB", "the row of rank 0 has 0F5, but there are 2 micro-batches"),
         (("0F1 0F0 0B0 0B1", LAST), "FB", "the row of rank 0 has 0F1 in front of 0F0"),
         (
-            ("0F0 0F1 0B0 0I0 0W0 0I1 0W1", LAST), "FBIW",
+            ("0F0 0F1 0B0 0I0 0W0 0I1 0W1", LAST),
+            "FBIW",
             "the row of rank 0 has 0I0, which its stage does not run at this micro-batch\n"
             "hint: a micro-batch has B, or I and W",
         ),
     ],
-)  # fmt: skip
+)
 def test_entries_that_would_never_get_their_turn(rows: tuple[str, ...], kinds: str, message: str) -> None:
     with pytest.raises(ScheduleError) as caught:
         ordered(*rows, kinds=kinds)

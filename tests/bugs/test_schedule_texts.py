@@ -61,9 +61,14 @@ def test_a_large_number_costs_no_memory(row: str, message: str) -> None:
 
 def test_a_plan_without_stages_is_refused() -> None:
     empty = Plan(
-        graph="", planner="", stages=(), placement=(0,), schedule="1f1b", schedule_rows=("0F0 0B0",),
+        graph="",
+        planner="",
+        stages=(),
+        placement=(0,),
+        schedule="1f1b",
+        schedule_rows=("0F0 0B0",),
         microbatches=1,
-    )  # fmt: skip
+    )
     with pytest.raises(PlanError, match="this plan has no stages"):
         _ = empty.as_schedule
 

@@ -80,9 +80,10 @@ def test_a_batch_that_never_can_be_says_so_itself() -> None:
 @pytest.mark.parametrize(("schedule", "whole"), [("dualpipe", 12), ("chimera", 10)])
 def test_schedules_in_two_directions_pass_over_odd_numbers(schedule: str, whole: int) -> None:
     small = Job(
-        model=lambda: nn.Sequential(*(nn.Linear(16, 16) for _ in range(4))), batch=rows_of,
+        model=lambda: nn.Sequential(*(nn.Linear(16, 16) for _ in range(4))),
+        batch=rows_of,
         loss=lambda outputs, _: outputs.square().mean(),
-    )  # fmt: skip
+    )
     cluster = find_cluster("2 x cpu with 1GiB")
     how = passes.planning(small, stages=2, cluster=cluster, schedule=schedule, global_batch=whole)
     found, _ = passes.plan_largest(how, small, 4, cluster)

@@ -15,7 +15,7 @@ from pipeloom.tracer.job_loader import load_job
 
 
 def test_more_stages_per_rank_than_ops_are_said_in_ranks() -> None:
-    """"80 stages: use at most 19 stages", where 9 ranks with two stages each would do."""
+    """ "80 stages: use at most 19 stages", where 9 ranks with two stages each would do."""
     how = {"microbatch_size": 2, "cluster": find_cluster("40 x cpu"), "schedule": "zb_v"}
     with pytest.raises(PlanError, match="zb_v on 40 ranks is for 80 stages, the model has") as caught:
         plan(zoo.job("skips"), stages=40, **how)

@@ -88,9 +88,7 @@ def trained(broken: Callable[[Pipeline], None] | None, *, accumulate: int = 1) -
         return losses, dict(pipeline.weights.state(0)), pipeline.weights.last_gradients
 
 
-@pytest.mark.parametrize(
-    ("kind", "at", "accumulate"), [(F, 2, 1), (B, 1, 1), (B, 4, 2), (STEP, 0, 1)]
-)  # fmt: skip
+@pytest.mark.parametrize(("kind", "at", "accumulate"), [(F, 2, 1), (B, 1, 1), (B, 4, 2), (STEP, 0, 1)])
 def test_nothing_of_it_is_in_the_next_gradients(kind: Any, at: int, accumulate: int) -> None:
     def broken(pipeline: Pipeline) -> None:
         with interrupted(pipeline, kind, at):
@@ -132,9 +130,7 @@ def test_what_operations_have_begun_ends_before_the_next_step() -> None:
         return lambda: done.append(f"end {context.microbatch}")
 
     declare(Operation(letters="LATER", meaning="ends at the end of the step", after=F, handler=handler))
-    plan = replace(
-        runs.even_plan(JOB, 1, microbatches=2), schedule_rows=("0F0 0LATER0 0B0 0F1 0LATER1 0B1",)
-    )
+    plan = replace(runs.even_plan(JOB, 1, microbatches=2), schedule_rows=("0F0 0LATER0 0B0 0F1 0LATER1 0B1",))
     with Pipeline(JOB, plan) as pipeline:
         with interrupted(pipeline, F, 1):
             pipeline.step(JOB.batch(1, 4))
@@ -239,9 +235,12 @@ CHILD = textwrap.dedent(
 def test_a_process_goes_on_after_ctrl_c() -> None:
     support = Path(runs.__file__).parent
     done = subprocess.run(
-        [sys.executable, "-c", CHILD], capture_output=True, text=True, timeout=600,
+        [sys.executable, "-c", CHILD],
+        capture_output=True,
+        text=True,
+        timeout=600,
         env=os.environ | {"PYTHONPATH": str(support)},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     with_it, word, without = json.loads(done.stdout)
     assert word == "interrupted" and with_it == without

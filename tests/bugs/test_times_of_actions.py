@@ -26,9 +26,14 @@ def test_an_action_takes_its_own_time() -> None:
 
 
 STRANGERS = [
-    Action(0, W, 0), Action(0, F, 1), Action(1, F, 0), Action(0, Kind("NOWHERE"), 0), Action(0, OFFLOAD, 0),
-    Action(0, STEP, 0), Action(0, SEND_F, 0),
-]  # fmt: skip
+    Action(0, W, 0),
+    Action(0, F, 1),
+    Action(1, F, 0),
+    Action(0, Kind("NOWHERE"), 0),
+    Action(0, OFFLOAD, 0),
+    Action(0, STEP, 0),
+    Action(0, SEND_F, 0),
+]
 
 
 @pytest.mark.parametrize("action", STRANGERS, ids=str)

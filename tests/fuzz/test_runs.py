@@ -122,9 +122,10 @@ def prove_program(data: st.DataObject) -> None:
     stages = stages_of(job, plan)
     program = lower(plan.as_schedule, stages)
     rows = walked(
-        data.draw, program.rows,
+        data.draw,
+        program.rows,
         lambda rows: passes(lambda: check_program(replace(program, rows=rows), stages)),
-    )  # fmt: skip
+    )
     edited = replace(program, rows=rows)
 
     def ours(schedule: Schedule, graph: StageGraph, *, policy: MemoryPolicy) -> Any:

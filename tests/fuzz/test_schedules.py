@@ -32,11 +32,15 @@ def run_through(program: Program, stages: StageGraph, seed: int) -> None:
     dice = Random(seed)
     costs = tuple(
         StageCost(
-            forward_s=dice.randint(1, 9), backward_s=dice.randint(1, 9), input_grad_s=dice.randint(1, 9),
-            weight_grad_s=dice.randint(0, 9), residual_bytes=dice.randint(0, 9), step_s=1.0,
+            forward_s=dice.randint(1, 9),
+            backward_s=dice.randint(1, 9),
+            input_grad_s=dice.randint(1, 9),
+            weight_grad_s=dice.randint(0, 9),
+            residual_bytes=dice.randint(0, 9),
+            step_s=1.0,
         )
         for _ in stages.stages
-    )  # fmt: skip
+    )
     device, link = Device(name="any", memory_bytes=1), Link(bandwidth_bytes_per_s=4.0)
     cluster = Cluster(devices=(device,) * len(program.rows), within_node=link)
     timeline = simulate(program, stages, costs, cluster, receive_ahead=dice.randint(1, 3))

@@ -31,21 +31,27 @@ NUMBERS = st.sampled_from(
 ).map(lambda text: "9" * 5000 if text == "endless" else text)
 KINDS = st.sampled_from(
     ["F", "B", "I", "W", "f", "FOO", "SEND_F", "RECV_B", "STEP", "REDUCE", "OFFLOAD", "", "&"]
-)  # fmt: skip
+)
 SCRAPS = st.sampled_from(
     [">", "<", "&", ",", " ", "\n", "\r", "\0", '"', "(", ";", ")OVERLAP_F_B", "UNSHARD"]
-)  # fmt: skip
+)
 WORDS = st.builds(
-    lambda *parts: "".join(parts), NUMBERS, KINDS, NUMBERS,
-    st.one_of(st.just(""), SCRAPS), st.one_of(st.just(""), NUMBERS),
-)  # fmt: skip
+    lambda *parts: "".join(parts),
+    NUMBERS,
+    KINDS,
+    NUMBERS,
+    st.one_of(st.just(""), SCRAPS),
+    st.one_of(st.just(""), NUMBERS),
+)
 GOOD = st.builds("{}{}{}".format, st.integers(0, 2), st.sampled_from("FBIW"), st.integers(0, 2))
 LINES = st.lists(st.one_of(GOOD, GOOD, GOOD, WORDS, st.text(max_size=8)), max_size=8).map(" ".join)
 TEXTS = st.one_of(
-    st.text(max_size=60), WORDS, st.lists(LINES, max_size=4).map("\n".join),
+    st.text(max_size=60),
+    WORDS,
+    st.lists(LINES, max_size=4).map("\n".join),
     st.lists(st.lists(st.one_of(GOOD, GOOD, WORDS), max_size=6).map(",".join), max_size=4).map("\n".join),
     st.lists(SCRAPS | GOOD, max_size=12).map("".join),
-)  # fmt: skip
+)
 
 
 def ours(read: Callable[[], Any]) -> Any:
@@ -124,17 +130,26 @@ def test_files(tmp_path: Path, content: bytes) -> None:
 
 VALUES = tuple(Value(name=f"v{i}", shape=(2,), dtype="float32", needs_grad=True) for i in range(3))
 GRAPH = OpGraph(
-    name="model", inputs=(Value(name="x", shape=(2,), dtype="float32"),), parameters=(), buffers=(),
-    loss="v2", ops=tuple(
+    name="model",
+    inputs=(Value(name="x", shape=(2,), dtype="float32"),),
+    parameters=(),
+    buffers=(),
+    loss="v2",
+    ops=tuple(
         Op(name=f"op{i}", target="aten", inputs=("x",) if i == 0 else (f"v{i - 1}",), outputs=(VALUES[i],))
         for i in range(3)
     ),
-)  # fmt: skip
+)
 PLAN = Plan(
-    graph=GRAPH.fingerprint, planner="test", placement=(0, 1), schedule="1f1b", microbatches=2, caps=(10, 10),
+    graph=GRAPH.fingerprint,
+    planner="test",
+    placement=(0, 1),
+    schedule="1f1b",
+    microbatches=2,
+    caps=(10, 10),
     stages=(StagePlan(ops=("op0", "op1")), StagePlan(ops=("op2",))),
     schedule_rows=("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"),
-)  # fmt: skip
+)
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-2, 3) | st.sampled_from([10**9, 2**64, 1.5]) | LINES | GOOD,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=2),

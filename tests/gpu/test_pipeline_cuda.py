@@ -23,10 +23,15 @@ def two_stages_on_one_rank() -> Plan:
     stages = cut(graph, {name: i * 2 // len(own) for i, name in enumerate(own)})
     built = schedules.build("gpipe", stages, (0, 0), MICROBATCHES)
     return Plan(
-        graph=graph.fingerprint, planner="by hand", placement=(0, 0), schedule="gpipe",
+        graph=graph.fingerprint,
+        planner="by hand",
+        placement=(0, 0),
+        schedule="gpipe",
         stages=tuple(StagePlan(ops=s.ops) for s in stages.stages),
-        schedule_rows=tuple(str(built).splitlines()), microbatches=MICROBATCHES, microbatch_size=ROWS,
-    )  # fmt: skip
+        schedule_rows=tuple(str(built).splitlines()),
+        microbatches=MICROBATCHES,
+        microbatch_size=ROWS,
+    )
 
 
 def eager() -> tuple[float, dict[str, Tensor]]:

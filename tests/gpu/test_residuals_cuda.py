@@ -34,11 +34,16 @@ def plan_of(treatments: tuple[Treatment, ...]) -> Plan:
         policy[name] = "offload" if given == "recompute" and residual.obstacle else given
     built = schedules.build("gpipe", stages, (0,), MICROBATCHES)
     return Plan(
-        graph=graph.fingerprint, planner="by hand", placement=(0,), schedule="gpipe",
+        graph=graph.fingerprint,
+        planner="by hand",
+        placement=(0,),
+        schedule="gpipe",
         stages=tuple(StagePlan(ops=s.ops) for s in stages.stages),
-        schedule_rows=tuple(str(built).splitlines()), microbatches=MICROBATCHES, microbatch_size=ROWS,
+        schedule_rows=tuple(str(built).splitlines()),
+        microbatches=MICROBATCHES,
+        microbatch_size=ROWS,
         memory=MemoryPolicy(stages=(policy,)),
-    )  # fmt: skip
+    )
 
 
 WAYS: list[tuple[Treatment, ...]] = [("offload",), ("recompute",), ("offload", "recompute", "keep")]

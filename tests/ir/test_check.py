@@ -215,34 +215,74 @@ def test_accepts_a_program_and_waits_in_another_order_than_sent() -> None:
 @pytest.mark.parametrize(
     ("rank", "old", "new", "message"),
     [
-        (0, "0SEND_F1>1", "", "rank 1 runs 1RECV_F1<0, but rank 0 never runs 0SEND_F1>1\n"
-         "hint: add 0SEND_F1>1 to rank 0, or drop 1RECV_F1<0"),
-        (1, "1RECV_F1<0", "", "rank 0 runs 0SEND_F1>1, but rank 1 never runs 1RECV_F1<0\n"
-         "hint: add 1RECV_F1<0 to rank 1, or drop 0SEND_F1>1"),
+        (
+            0,
+            "0SEND_F1>1",
+            "",
+            "rank 1 runs 1RECV_F1<0, but rank 0 never runs 0SEND_F1>1\n"
+            "hint: add 0SEND_F1>1 to rank 0, or drop 1RECV_F1<0",
+        ),
+        (
+            1,
+            "1RECV_F1<0",
+            "",
+            "rank 0 runs 0SEND_F1>1, but rank 1 never runs 1RECV_F1<0\n"
+            "hint: add 1RECV_F1<0 to rank 1, or drop 0SEND_F1>1",
+        ),
         (0, "0SEND_F1>1", "0SEND_F1>1 0SEND_F1>1", "rank 0 runs 0SEND_F1>1 twice\nhint: remove one of them"),
-        (0, "0SEND_F1>1", "0SEND_B1>1",
-         "rank 0 runs 0SEND_B1>1, but no gradients pass that way from stage to stage\n"
-         "hint: drop it and its other end"),
-        (0, "0SEND_F1>1", "0SEND_F1>7",
-         "rank 0 runs 0SEND_F1>7, but no values pass that way from stage to stage\n"
-         "hint: drop it and its other end"),
-        (0, "0SEND_F1>1", "1SEND_F1>0", "rank 0 runs 1SEND_F1>0, but does not hold stage 1\n"
-         "hint: move it to the rank of that stage, or drop it"),
-        (0, "0F1 0SEND_F1>1", "0SEND_F1>1 0F1", "rank 0 runs 0SEND_F1>1 without 0F1 before it\n"
-         "hint: put 0F1 in front of 0SEND_F1>1"),
-        (1, "1RECV_F1<0 1F1", "1F1 1RECV_F1<0", "rank 1 runs 1F1 without 1RECV_F1<0 before it\n"
-         "hint: put 1RECV_F1<0 in front of 1F1"),
-        (1, "1B0 1SEND_B0>0", "1SEND_B0>0 1B0", "rank 1 runs 1SEND_B0>0 without 1B0 before it\n"
-         "hint: put 1B0 in front of 1SEND_B0>0"),
+        (
+            0,
+            "0SEND_F1>1",
+            "0SEND_B1>1",
+            "rank 0 runs 0SEND_B1>1, but no gradients pass that way from stage to stage\n"
+            "hint: drop it and its other end",
+        ),
+        (
+            0,
+            "0SEND_F1>1",
+            "0SEND_F1>7",
+            "rank 0 runs 0SEND_F1>7, but no values pass that way from stage to stage\n"
+            "hint: drop it and its other end",
+        ),
+        (
+            0,
+            "0SEND_F1>1",
+            "1SEND_F1>0",
+            "rank 0 runs 1SEND_F1>0, but does not hold stage 1\n"
+            "hint: move it to the rank of that stage, or drop it",
+        ),
+        (
+            0,
+            "0F1 0SEND_F1>1",
+            "0SEND_F1>1 0F1",
+            "rank 0 runs 0SEND_F1>1 without 0F1 before it\nhint: put 0F1 in front of 0SEND_F1>1",
+        ),
+        (
+            1,
+            "1RECV_F1<0 1F1",
+            "1F1 1RECV_F1<0",
+            "rank 1 runs 1F1 without 1RECV_F1<0 before it\nhint: put 1RECV_F1<0 in front of 1F1",
+        ),
+        (
+            1,
+            "1B0 1SEND_B0>0",
+            "1SEND_B0>0 1B0",
+            "rank 1 runs 1SEND_B0>0 without 1B0 before it\nhint: put 1B0 in front of 1SEND_B0>0",
+        ),
         (0, "0B1 0STEP", "0STEP 0B1", "rank 0 runs 0STEP before 0B1\nhint: move 0STEP behind 0B1"),
         (0, "0STEP", "", "rank 0 never runs 0STEP\nhint: add it at the end of the row"),
         (0, "0STEP", "0STEP 0STEP", "rank 0 runs 0STEP twice\nhint: remove one of them"),
-        (0, "0STEP", "0REDUCE 0STEP", "rank 0 runs 0REDUCE, which has nothing to do there\n"
-         "hint: drop it: each trained stage has a STEP; a rank with tied parameters has a REDUCE, "
-         "on its lowest such stage"),
+        (
+            0,
+            "0STEP",
+            "0REDUCE 0STEP",
+            "rank 0 runs 0REDUCE, which has nothing to do there\n"
+            "hint: drop it: each trained stage has a STEP; a rank with tied parameters has a REDUCE, "
+            "on its lowest such stage",
+        ),
         (0, "0F1", "0F1 0F1", "rank 0 runs 0F1 twice\nhint: remove one of them"),
     ],
-)  # fmt: skip
+)
 def test_refuses_programs(rank: int, old: str, new: str, message: str) -> None:
     with pytest.raises(ScheduleError) as caught:
         check_program(edited(rank, old, new), chain(2))

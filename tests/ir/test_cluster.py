@@ -42,7 +42,7 @@ def test_the_way_back_from_the_host_is_the_way_there_unless_it_differs():
         ((card(switch="a"), card(switch="a", node=1)), {"switches": {"a": SLOW}}, "in node 0 and in node 1"),
         ((), {}, "no device"),
     ],
-)  # fmt: skip
+)
 def test_what_is_refused(devices, fields, words):
     with pytest.raises(ConfigError, match=words):
         Cluster(devices=devices, within_node=SLOW, **fields)
@@ -57,9 +57,7 @@ NAN, INF = float("nan"), float("inf")
 
 
 @pytest.mark.parametrize("bad", [NAN, INF, -1.0])
-@pytest.mark.parametrize(
-    "field", ["latency_s", "overhead_s", "overhead_s_per_byte", "bandwidth_bytes_per_s"]
-)
+@pytest.mark.parametrize("field", ["latency_s", "overhead_s", "overhead_s_per_byte", "bandwidth_bytes_per_s"])
 def test_a_link_has_no_number_that_would_make_times_meaningless(field, bad):
     fields = {"bandwidth_bytes_per_s": 1e9, field: bad}
     if fields["bandwidth_bytes_per_s"] == INF:

@@ -38,9 +38,14 @@ BEYOND = [
 def test_a_stage_too_many_is_refused(policy: MemoryPolicy, words: str) -> None:
     stages = (StagePlan(ops=("a",)), StagePlan(ops=("b",)))
     given = dict(
-        graph="", planner="", stages=stages, placement=(0, 1), schedule="1f1b", schedule_rows=(),
+        graph="",
+        planner="",
+        stages=stages,
+        placement=(0, 1),
+        schedule="1f1b",
+        schedule_rows=(),
         microbatches=1,
-    )  # fmt: skip
+    )
     with pytest.raises(PlanError, match=f"{words}, but the plan has 2 stages"):
         Plan(memory=policy, **given)  # type: ignore[arg-type]
     rows = parse_rows(("0F0 0B0", "1F0 1B0"))

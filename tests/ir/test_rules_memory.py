@@ -21,9 +21,15 @@ from pipeloom.simulator import simulate
 
 MiB = 2**20
 COST = StageCost(
-    forward_s=1.0, backward_s=2.0, input_grad_s=1.0, weight_grad_s=1.0, residual_bytes=MiB,
-    carried_bytes=MiB // 2, static_bytes={"parameters": 2 * MiB}, transient_bytes={"B": MiB // 4, "STEP": 8},
-)  # fmt: skip
+    forward_s=1.0,
+    backward_s=2.0,
+    input_grad_s=1.0,
+    weight_grad_s=1.0,
+    residual_bytes=MiB,
+    carried_bytes=MiB // 2,
+    static_bytes={"parameters": 2 * MiB},
+    transient_bytes={"B": MiB // 4, "STEP": 8},
+)
 
 
 def one_f_one_b(ranks: int = 4) -> Schedule:

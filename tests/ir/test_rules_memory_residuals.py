@@ -24,10 +24,19 @@ from pipeloom.lowering import lower
 from pipeloom.simulator import simulate
 
 COST = StageCost(
-    forward_s=1.0, backward_s=2.0, input_grad_s=1.0, weight_grad_s=1.0, residual_bytes=100,
-    offloaded_bytes=30, recomputed_bytes=20, offload_s=3.0, reload_s=4.0, recompute_s=0.5,
-    static_bytes={"parameters": 1000}, transient_bytes={"B": 7, "RECOMPUTE": 3, "OFFLOAD": 1, "RELOAD": 2},
-)  # fmt: skip
+    forward_s=1.0,
+    backward_s=2.0,
+    input_grad_s=1.0,
+    weight_grad_s=1.0,
+    residual_bytes=100,
+    offloaded_bytes=30,
+    recomputed_bytes=20,
+    offload_s=3.0,
+    reload_s=4.0,
+    recompute_s=0.5,
+    static_bytes={"parameters": 1000},
+    transient_bytes={"B": 7, "RECOMPUTE": 3, "OFFLOAD": 1, "RELOAD": 2},
+)
 USERS = ("RECOMPUTE", "B", "I")
 
 

@@ -59,19 +59,27 @@ EVICTED = "0F0 0EVICT0 0FETCH0 0B0"
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ("0F0 0EVICT0 0B0 0FETCH0",
-         "rank 0 runs 0B0, but its residuals are on rank 1 since 0EVICT0\n"
-         "hint: put 0FETCH0 between them, or drop 0EVICT0"),
-        ("0F0 0I0 0EVICT0 0FETCH0 0W0",
-         "rank 0 runs 0EVICT0 after 0I0, which has used its residuals\n"
-         "hint: put 0EVICT0 between 0F0 and 0I0, or drop it"),
-        ("0F0 0FETCH0 0EVICT0 0B0",
-         "rank 0 runs 0FETCH0, but nothing of it was evicted\nhint: put 0EVICT0 in front of it, or drop it"),
+        (
+            "0F0 0EVICT0 0B0 0FETCH0",
+            "rank 0 runs 0B0, but its residuals are on rank 1 since 0EVICT0\n"
+            "hint: put 0FETCH0 between them, or drop 0EVICT0",
+        ),
+        (
+            "0F0 0I0 0EVICT0 0FETCH0 0W0",
+            "rank 0 runs 0EVICT0 after 0I0, which has used its residuals\n"
+            "hint: put 0EVICT0 between 0F0 and 0I0, or drop it",
+        ),
+        (
+            "0F0 0FETCH0 0EVICT0 0B0",
+            "rank 0 runs 0FETCH0, but nothing of it was evicted\nhint: put 0EVICT0 in front of it, or drop it",
+        ),
         ("0F0 0EVICT0", "rank 0 runs 0EVICT0 and never 0FETCH0\nhint: add 0FETCH0 behind it"),
-        ("0EVICT0 0F0 0FETCH0 0B0",
-         "rank 0 runs 0EVICT0 before 0F0, which it needs\nhint: move 0F0 in front of 0EVICT0"),
+        (
+            "0EVICT0 0F0 0FETCH0 0B0",
+            "rank 0 runs 0EVICT0 before 0F0, which it needs\nhint: move 0F0 in front of 0EVICT0",
+        ),
     ],
-)  # fmt: skip
+)
 def test_evictions_come_back_before_they_are_used(row: str, message: str) -> None:
     schedules.build("bpipe", chain(2), (0, 1), 1)  # makes the kinds known
     check(hand(EVICTED, "1F0 1B0"), chain(2))

@@ -10,9 +10,17 @@ from pipeloom.ir.units import UNITS, enough_bytes, format_bytes, parse_bytes
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("1", 1), ("1B", 1), (" 2 KiB ", 2048), ("1.5MiB", 1572864), ("2kB", 2000),
-     ("0.5GB", 500_000_000), ("24.2MiB", 25_375_539), (7, 7)],
-)  # fmt: skip
+    [
+        ("1", 1),
+        ("1B", 1),
+        (" 2 KiB ", 2048),
+        ("1.5MiB", 1572864),
+        ("2kB", 2000),
+        ("0.5GB", 500_000_000),
+        ("24.2MiB", 25_375_539),
+        (7, 7),
+    ],
+)
 def test_what_is_read(text, size):
     assert parse_bytes(text) == size
 
@@ -20,13 +28,24 @@ def test_what_is_read(text, size):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "cannot read '' as a size"), ("GiB", "cannot read"), ("-1GiB", "cannot read"),
-        ("1e9", "cannot read"), ("1GiB2", "cannot read"), ("1,5GiB", "cannot read"), ("inf", "cannot read"),
-        ("1Gib", "unknown unit 'Gib'"), ("3 parsecs", "unknown unit 'parsecs'"), ("0MiB", "no size above 0"),
-        ("0.3B", "less than a byte"), (-5, "cannot read"), (0, "no size above 0"),
-        (True, "cannot read True"), (None, "cannot read None"), (1.5, "cannot read 1.5"),
+        ("", "cannot read '' as a size"),
+        ("GiB", "cannot read"),
+        ("-1GiB", "cannot read"),
+        ("1e9", "cannot read"),
+        ("1GiB2", "cannot read"),
+        ("1,5GiB", "cannot read"),
+        ("inf", "cannot read"),
+        ("1Gib", "unknown unit 'Gib'"),
+        ("3 parsecs", "unknown unit 'parsecs'"),
+        ("0MiB", "no size above 0"),
+        ("0.3B", "less than a byte"),
+        (-5, "cannot read"),
+        (0, "no size above 0"),
+        (True, "cannot read True"),
+        (None, "cannot read None"),
+        (1.5, "cannot read 1.5"),
     ],
-)  # fmt: skip
+)
 def test_what_is_refused(text, words):
     with pytest.raises(ConfigError, match=words):
         parse_bytes(text)

@@ -33,9 +33,8 @@ def test_chain() -> None:
 
 def test_the_gradient_leaves_before_w() -> None:
     assert lowered("gpipe", chain(2), (0, 1), 1, split=True) == (
-        "0F0 0SEND_F0>1 0RECV_B0<1 0I0 0W0 0STEP\n"
-        "1RECV_F0<0 1F0 1I0 1SEND_B0>0 1W0 1STEP"
-    )  # fmt: skip
+        "0F0 0SEND_F0>1 0RECV_B0<1 0I0 0W0 0STEP\n1RECV_F0<0 1F0 1I0 1SEND_B0>0 1W0 1STEP"
+    )
 
 
 def test_evaluation_has_neither_gradients_nor_steps() -> None:
@@ -63,24 +62,24 @@ def test_edges_without_gradients_are_one_way() -> None:
 
 def test_stages_of_one_rank_exchange_no_messages() -> None:
     assert lowered("gpipe", chain(3), (0, 0, 1), 1) == (
-        "0F0 1F0 1SEND_F0>2 1RECV_B0<2 1B0 0B0 0STEP 1STEP\n"
-        "2RECV_F0<1 2F0 2B0 2SEND_B0>1 2STEP"
-    )  # fmt: skip
+        "0F0 1F0 1SEND_F0>2 1RECV_B0<2 1B0 0B0 0STEP 1STEP\n2RECV_F0<1 2F0 2B0 2SEND_B0>1 2STEP"
+    )
 
 
 def test_stage_numbers_need_not_follow_the_flow() -> None:
     assert lowered("1f1b", dag(2, [(1, 0)], loss_stage=0), (0, 1), 1) == (
-        "0RECV_F0<1 0F0 0B0 0SEND_B0>1 0STEP\n"
-        "1F0 1SEND_F0>0 1RECV_B0<0 1B0 1STEP"
-    )  # fmt: skip
+        "0RECV_F0<1 0F0 0B0 0SEND_B0>1 0STEP\n1F0 1SEND_F0>0 1RECV_B0<0 1B0 1STEP"
+    )
 
 
 def test_one_sum_per_rank_with_tied_parameters() -> None:
     tied = dag(4, [(0, 1), (1, 2), (2, 3)], params={0: ("wte",), 1: ("a",), 2: ("a",), 3: ("wte", "lone")})
     rows = lowered("gpipe", tied, (0, 1, 1, 2), 1).splitlines()
     assert [[word for word in row.split() if word.endswith(("REDUCE", "STEP"))] for row in rows] == [
-        ["0REDUCE", "0STEP"], ["1REDUCE", "1STEP", "2STEP"], ["3REDUCE", "3STEP"],
-    ]  # fmt: skip
+        ["0REDUCE", "0STEP"],
+        ["1REDUCE", "1STEP", "2STEP"],
+        ["3REDUCE", "3STEP"],
+    ]
     assert [[(r.name, r.stages, r.ranks) for r in rank] for rank in reductions(tied, (0, 1, 1, 2))] == [
         [("wte", (0, 3), (0, 2))],
         [("a", (1, 2), (1,))],

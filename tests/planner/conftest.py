@@ -40,17 +40,26 @@ def op_graph(draw: Draw, ops: int) -> OpGraph:
         )
         made.append(
             Op(
-                name=f"op{index}", target="aten.some.default", inputs=tuple(reads), outputs=outputs,
-                params=tuple(dict.fromkeys(params)), buffers=("b0",) if draw(st.integers(0, 5)) == 0 else (),
-                view=view, cheap=cheap,
+                name=f"op{index}",
+                target="aten.some.default",
+                inputs=tuple(reads),
+                outputs=outputs,
+                params=tuple(dict.fromkeys(params)),
+                buffers=("b0",) if draw(st.integers(0, 5)) == 0 else (),
+                view=view,
+                cheap=cheap,
             )
-        )  # fmt: skip
+        )
         values |= {v.name: v for v in outputs}
     last = [op for op in made if not op.cheap][-1]
     return OpGraph(
-        name="random", inputs=inputs, ops=tuple(made), parameters=parameters, buffers=buffers,
+        name="random",
+        inputs=inputs,
+        ops=tuple(made),
+        parameters=parameters,
+        buffers=buffers,
         loss=last.outputs[0].name,
-    )  # fmt: skip
+    )
 
 
 def profile_of(draw: Draw, graph: OpGraph, device: str = "cpu") -> Profile:
@@ -102,16 +111,23 @@ def layered_search(make_cluster: Callable[..., Cluster]) -> Callable[[list[str],
             out = Value(name=f"v{k}", shape=(10,), dtype="float32", needs_grad=True)
             ops.append(
                 Op(
-                    name=f"op{k}", target="aten.linear.default", inputs=(source,), outputs=(out,),
-                    params=(f"w{k}",), module=module,
+                    name=f"op{k}",
+                    target="aten.linear.default",
+                    inputs=(source,),
+                    outputs=(out,),
+                    params=(f"w{k}",),
+                    module=module,
                 )
-            )  # fmt: skip
+            )
             source = out.name
         graph = OpGraph(
-            name="layered", inputs=(Value(name="x", shape=(10,), dtype="float32"),), ops=tuple(ops),
+            name="layered",
+            inputs=(Value(name="x", shape=(10,), dtype="float32"),),
+            ops=tuple(ops),
             parameters=tuple(Parameter(name=f"w{k}", shape=(10,), dtype="float32") for k in range(len(ops))),
-            buffers=(), loss=source,
-        )  # fmt: skip
+            buffers=(),
+            loss=source,
+        )
         costs = {op.name: OpCost(forward_s=1.0, saves=op.inputs) for op in ops}
         profile = Profile(device="cpu", source="hand", graph=graph.fingerprint, batch=(), costs=costs)
         cluster = make_cluster([cap] * stages)

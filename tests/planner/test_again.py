@@ -85,8 +85,14 @@ def test_no_residual_kept_again_lowers_the_peak_below_its_bound(seed, ops, in_fl
     may = found.residuals.may.astype(np.int64)
     kinds = [RECOMPUTE if ok and draw.random() < 0.8 else draw.choice((KEEP, OFFLOAD)) for ok in may]
     task = Task(
-        moments=found, allowance=0.0, per_offloaded=1.0, hidden=0.0, most=inf, s_per_byte=0.0, may=may,
-    )  # fmt: skip
+        moments=found,
+        allowance=0.0,
+        per_offloaded=1.0,
+        hidden=0.0,
+        most=inf,
+        s_per_byte=0.0,
+        may=may,
+    )
     plan = plan_of(task)
     _, numbers, figures, sums, limits = plan
     for k, kind in enumerate(kinds):

@@ -122,8 +122,11 @@ def test_less_memory_than_the_device_has():
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("8 x a100-41", "no built-in device is called 'a100-41', and no file '8 x a100-41' exists\n"
-         "hint: did you mean a100-40"),
+        (
+            "8 x a100-41",
+            "no built-in device is called 'a100-41', and no file '8 x a100-41' exists\n"
+            "hint: did you mean a100-40",
+        ),
         ("4 x rtx2080", "did you mean rtx-2080ti"),
         ("0 x h100", "'0 x h100' has no device"),
         ("2 nodes of", "no built-in device is called '2 nodes of'"),
@@ -133,7 +136,7 @@ def test_less_memory_than_the_device_has():
         ("missing.toml", "cannot read cluster missing.toml"),
         ("some/folder", "cannot read cluster some/folder"),
     ],
-)  # fmt: skip
+)
 def test_what_is_refused(text, words):
     with pytest.raises(ConfigError) as caught:
         find_cluster(text)

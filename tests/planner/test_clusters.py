@@ -50,7 +50,7 @@ def test_a_whole_file(tmp_path):
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        (("memory = \"24GiB\"", "memroy = \"24GiB\""), "unknown key 'memroy'\nhint: did you mean memory?"),
+        (('memory = "24GiB"', 'memroy = "24GiB"'), "unknown key 'memroy'\nhint: did you mean memory?"),
         (("[within_node]", "[within_nodes]"), "unknown key 'within_nodes'\nhint: did you mean within_node?"),
         (("bandwidth = 3e9", "bandwith = 3e9"), "between_nodes has the unknown key 'bandwith'"),
         (("matmul = 0.7", "matmull = 0.7"), "efficiency of device 1 has the unknown key 'matmull'"),
@@ -60,10 +60,10 @@ def test_a_whole_file(tmp_path):
         (("count = 2", "count = 0"), "device 1 has count 0"),
         (("count = 2", "count = 1.5"), "device 1: count is 1.5"),
         (("launch_s = 5e-6", "launch_s = -1"), "device 1: launch_s is -1"),
-        (("name = \"small\"", "node = 2"), "is not valid TOML"),
+        (('name = "small"', "node = 2"), "is not valid TOML"),
         (("[[device]]", "[device]"), "is not valid TOML"),
     ],
-)  # fmt: skip
+)
 def test_what_is_refused(tmp_path, wrong, words):
     path = tmp_path / "cluster.toml"
     path.write_text(GOOD.replace(*wrong))
@@ -146,7 +146,7 @@ def test_a_file_with_all_that_is_shared(tmp_path):
         (("host_link = {", "host_lnk = {"), "did you mean host_link?"),
         (("host_link_back = {", "host_link = {"), "is not valid TOML"),
     ],
-)  # fmt: skip
+)
 def test_what_is_refused_of_shared_links(tmp_path, wrong, words):
     path = tmp_path / "cluster.toml"
     path.write_text(EVERYTHING.replace(*wrong))
@@ -157,27 +157,38 @@ def test_what_is_refused_of_shared_links(tmp_path, wrong, words):
 
 RATES = st.floats(min_value=1e-9, max_value=1e18, allow_nan=False)
 LINKS = st.builds(
-    Link, bandwidth_bytes_per_s=RATES, latency_s=RATES, overhead_s=st.just(0.0) | RATES,
+    Link,
+    bandwidth_bytes_per_s=RATES,
+    latency_s=RATES,
+    overhead_s=st.just(0.0) | RATES,
     overhead_s_per_byte=st.just(0.0) | RATES,
-)  # fmt: skip
+)
 DEVICES = st.builds(
     Device,
-    name=st.text(min_size=1), memory_bytes=st.integers(1, 2**40),
+    name=st.text(min_size=1),
+    memory_bytes=st.integers(1, 2**40),
     flops_per_s=st.dictionaries(st.sampled_from(["float32", "bfloat16"]), RATES),
-    memory_bytes_per_s=RATES, efficiency=st.dictionaries(st.sampled_from(OP_CLASSES), RATES),
-    launch_s=RATES, node=st.just(0), group=st.sampled_from([None, "a", "b"]),
-    switch=st.sampled_from([None, "left", "right"]), host_link=LINKS, host_link_back=st.none() | LINKS,
+    memory_bytes_per_s=RATES,
+    efficiency=st.dictionaries(st.sampled_from(OP_CLASSES), RATES),
+    launch_s=RATES,
+    node=st.just(0),
+    group=st.sampled_from([None, "a", "b"]),
+    switch=st.sampled_from([None, "left", "right"]),
+    host_link=LINKS,
+    host_link_back=st.none() | LINKS,
     host_memory_bytes=st.integers(0, 2**40),
-)  # fmt: skip
+)
 CLUSTERS = st.builds(
     Cluster,
     devices=st.lists(DEVICES, min_size=1, max_size=4).flatmap(
         lambda kinds: st.lists(st.sampled_from(kinds), min_size=1, max_size=6).map(tuple)
     ),
-    within_node=LINKS, between_nodes=st.none() | LINKS, node_link=st.none() | LINKS,
+    within_node=LINKS,
+    between_nodes=st.none() | LINKS,
+    node_link=st.none() | LINKS,
     groups=st.fixed_dictionaries({"a": LINKS, "b": LINKS}),
     switches=st.fixed_dictionaries({"left": LINKS, "right": LINKS}),
-)  # fmt: skip
+)
 
 
 @given(cluster=CLUSTERS, note=st.sampled_from(["", "measured here\n\ntwice"]))

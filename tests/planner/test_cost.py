@@ -63,14 +63,20 @@ def linear(name: str, source: str, size: int, weight: str) -> Op:
 def two_linears() -> tuple[OpGraph, Profile]:
     """x -> a = linear(x, w) -> v = view(a) -> b = linear(v, w) -> loss; the weight is tied."""
     view = Op(
-        name="v", target="aten.reshape.default", inputs=("a",), view=True,
+        name="v",
+        target="aten.reshape.default",
+        inputs=("a",),
+        view=True,
         outputs=(Value(name="v", shape=(5, 2), dtype="float32", needs_grad=True),),
-    )  # fmt: skip
+    )
     graph = OpGraph(
-        name="two", inputs=(Value(name="x", shape=(10,), dtype="float32"),),
+        name="two",
+        inputs=(Value(name="x", shape=(10,), dtype="float32"),),
         ops=(linear("a", "x", 10, "w"), view, linear("b", "v", 20, "w")),
-        parameters=(Parameter(name="w", shape=(100,), dtype="float32"),), buffers=(), loss="b",
-    )  # fmt: skip
+        parameters=(Parameter(name="w", shape=(100,), dtype="float32"),),
+        buffers=(),
+        loss="b",
+    )
     costs = {
         "a": OpCost(forward_s=1, input_grad_s=0, weight_grad_s=2, saves=("x",)),
         "v": OpCost(forward_s=0),
@@ -139,9 +145,10 @@ def test_gradients_that_views_and_additions_pass_on_are_no_new_tensors(make_clus
     own = {**profile.costs, "a": at_end, "v": OpCost(forward_s=0, passes=("a",))}
     sizes = [
         CostModel(graph, [replace(profile, costs=costs)], make_cluster([1]), CostOptions(microbatches=2))
-        .footprint(whole, 0).transient[1]
+        .footprint(whole, 0)
+        .transient[1]
         for costs in (own, {**own, "a": profile.costs["a"]})
-    ]  # fmt: skip
+    ]
     assert sizes == [40 + 400 + 1000 - 48, 40 + 400]
 
 
@@ -158,9 +165,13 @@ def test_a_value_read_twice_gets_its_gradient_added_up(make_cluster):
         return Op(name=name, target="aten.some.default", inputs=sources, outputs=(out,))
 
     graph = OpGraph(
-        name="twice", inputs=(), ops=(op("a"), op("b", "a"), op("c", "a"), op("d", "b", "c")),
-        parameters=(), buffers=(), loss="d",
-    )  # fmt: skip
+        name="twice",
+        inputs=(),
+        ops=(op("a"), op("b", "a"), op("c", "a"), op("d", "b", "c")),
+        parameters=(),
+        buffers=(),
+        loss="d",
+    )
     costs = {name: OpCost(forward_s=1) for name in "abcd"}
     profile = Profile(device="cpu", source="hand", graph=graph.fingerprint, batch=(), costs=costs)
 

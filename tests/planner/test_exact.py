@@ -64,9 +64,11 @@ def test_exact_is_the_best_of_all_cuts(data, draw_graph, draw_profile, make_clus
     options = CostOptions(microbatches=4, overlap=data.draw(st.booleans()))
     model = CostModel(graph, [profiles[s % len(profiles)] for s in range(stages)], cluster, options)
     search = Search(
-        model=model, caps=tuple(caps), in_flight=tuple(range(stages, 0, -1)),
+        model=model,
+        caps=tuple(caps),
+        in_flight=tuple(range(stages, 0, -1)),
         coarse=data.draw(st.sampled_from([2, 4, 400])),
-    )  # fmt: skip
+    )
     weights = [weigh(search, cuts) for cuts in every_cut(ops, stages)]
     value, cuts = search.fastest()
     assert value == pytest.approx(min(w[0] for w in weights))
@@ -96,10 +98,13 @@ def chain_of(seconds, sizes, weight: int = 10):
         costs[f"op{k}"] = OpCost(forward_s=float(s), saves=(source,))
         source = out.name
     graph = OpGraph(
-        name="chain", inputs=(Value(name="x", shape=(10,), dtype="float32"),), ops=tuple(ops), buffers=(),
+        name="chain",
+        inputs=(Value(name="x", shape=(10,), dtype="float32"),),
+        ops=tuple(ops),
+        buffers=(),
         parameters=tuple(Parameter(name=f"w{k}", shape=(weight,), dtype="float32") for k in range(len(ops))),
         loss=source,
-    )  # fmt: skip
+    )
     return graph, Profile(device="cpu", source="hand", graph=graph.fingerprint, batch=(), costs=costs)
 
 
@@ -128,9 +133,12 @@ def test_a_tight_cap_moves_the_cut(make_cluster):
 def test_unequal_devices(make_cluster):
     graph, profile = chain_of([1] * 9, sizes=[10] * 9)
     slow = Profile(
-        device="slow", source="hand", graph=profile.graph, batch=(),
+        device="slow",
+        source="hand",
+        graph=profile.graph,
+        batch=(),
         costs={name: OpCost(forward_s=2 * c.forward_s, saves=c.saves) for name, c in profile.costs.items()},
-    )  # fmt: skip
+    )
     cluster = make_cluster([10**9] * 2)
     model = CostModel(graph, [profile, slow], cluster, CostOptions(microbatches=4))
     assert Search(model=model, caps=(10**9, 10**9), in_flight=(2, 1)).fastest() == (6.0, (0, 6, 9))

@@ -17,8 +17,17 @@ def ops_of(*modules: str) -> list[Op]:
 
 def test_layers_are_the_outermost_numbered_containers():
     ops = ops_of(
-        "embed", "h.0.attn", "h.0.mlp.0", "h.0.mlp.1", "h.1.attn", "", "h.1.mlp.0", "norm", "head", "",
-    )  # fmt: skip
+        "embed",
+        "h.0.attn",
+        "h.0.mlp.0",
+        "h.0.mlp.1",
+        "h.1.attn",
+        "",
+        "h.1.mlp.0",
+        "norm",
+        "head",
+        "",
+    )
     assert layers(ops) == [Piece(0, 1), Piece(1, 4, "h.0"), Piece(4, 7, "h.1"), Piece(7, 10)]
 
 

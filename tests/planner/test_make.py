@@ -29,10 +29,13 @@ def layers(count: int, *, tied: bool = False) -> tuple[OpGraph, Profile]:
         source = out.name
     names = sorted({name for op in ops for name in op.params})
     graph = OpGraph(
-        name="layers", inputs=(Value(name="x", shape=(2, SIZE // 2), dtype="float32"),), ops=tuple(ops),
-        parameters=tuple(Parameter(name=n, shape=(SIZE,), dtype="float32") for n in names), buffers=(),
+        name="layers",
+        inputs=(Value(name="x", shape=(2, SIZE // 2), dtype="float32"),),
+        ops=tuple(ops),
+        parameters=tuple(Parameter(name=n, shape=(SIZE,), dtype="float32") for n in names),
+        buffers=(),
         loss=source,
-    )  # fmt: skip
+    )
     batch = ("x[2,500]float32",)
     return graph, Profile(device="d", source="hand", graph=graph.fingerprint, batch=batch, costs=costs)
 
@@ -64,9 +67,10 @@ def test_gpipe_holds_more_than_1f1b():
     graph, profile = layers(8)
     held = {
         name: planner.make_plan(graph, profile, cluster_of(2), stages=2, schedule=name, microbatches=6)
-        .stages[0].memory.residuals
+        .stages[0]
+        .memory.residuals
         for name in ("gpipe", "1f1b")
-    }  # fmt: skip
+    }
     assert held == {"gpipe": 6 * 3 * 4000, "1f1b": 2 * 3 * 4000}  # of four inputs one is the batch
 
 

@@ -16,28 +16,37 @@ CLUSTER = find_cluster("2 x a100-40")
 def made(name: str, batches: dict[str, int], speeds: dict[str, dict[int, float]]) -> dict:
     rows = {
         planner: {
-            "batch": batch, "at": {str(size): speed for size, speed in speeds.get(planner, {}).items()},
+            "batch": batch,
+            "at": {str(size): speed for size, speed in speeds.get(planner, {}).items()},
             "fullest": {
-                "stage": 0, "stages": 4, "state": 0.25, "residuals": 0.5, "boundary": 0.125,
+                "stage": 0,
+                "stages": 4,
+                "state": 0.25,
+                "residuals": 0.5,
+                "boundary": 0.125,
                 "transient": 0.125,
             },
         }
         for planner, batch in batches.items()
-    }  # fmt: skip
-    return {
-        "name": name, "model": name, "weights": "flush", "cap": "x1.0", "devices": 4, "planners": rows
-    }  # fmt: skip
+    }
+    return {"name": name, "model": name, "weights": "flush", "cap": "x1.0", "devices": 4, "planners": rows}
 
 
 ONE = made(
-    "one", {"pipedream": 2, "vpipe": 4, "dawnpiper": 8, "probe": 8},
-    {"pipedream": {2: 10.0}, "vpipe": {2: 10.0, 4: 8.0}, "dawnpiper": {2: 11.0, 4: 12.0, 8: 9.0},
-     "probe": {2: 11.0, 8: 9.0}},
-)  # fmt: skip
+    "one",
+    {"pipedream": 2, "vpipe": 4, "dawnpiper": 8, "probe": 8},
+    {
+        "pipedream": {2: 10.0},
+        "vpipe": {2: 10.0, 4: 8.0},
+        "dawnpiper": {2: 11.0, 4: 12.0, 8: 9.0},
+        "probe": {2: 11.0, 8: 9.0},
+    },
+)
 OTHER = made(
-    "other", {"pipedream": 0, "vpipe": 3, "dawnpiper": 6, "probe": 5},
+    "other",
+    {"pipedream": 0, "vpipe": 3, "dawnpiper": 6, "probe": 5},
     {"vpipe": {3: 4.0}, "dawnpiper": {3: 5.0, 5: 4.0, 6: 3.0}, "probe": {5: 4.0}},
-)  # fmt: skip
+)
 
 
 def test_ratios_are_of_what_both_have_a_plan_for():

@@ -59,9 +59,12 @@ def _two_stages(model: CostModel, end: int):
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    seed=st.integers(0, 10**6), ops=st.integers(4, 20), in_flight=st.integers(1, 8),
-    share=st.floats(0.3, 1.0), method=st.sampled_from(["greedy", "exact"]),
-)  # fmt: skip
+    seed=st.integers(0, 10**6),
+    ops=st.integers(4, 20),
+    in_flight=st.integers(1, 8),
+    share=st.floats(0.3, 1.0),
+    method=st.sampled_from(["greedy", "exact"]),
+)
 def test_what_fits_keeps_its_cap_and_every_pick_is_needed(seed, ops, in_flight, share, method):
     model = random_model(seed, ops)
     end = ops - 1
@@ -170,13 +173,15 @@ def test_nothing_random_or_stateful_is_in_a_chain():
     model = random_model(3, 30, host_bytes_per_s=None)
     ops = tuple(replace(op, random=True) for op in model.graph.ops)
     graph = replace(model.graph, ops=ops)
-    everywhere = CostModel(graph, [replace(model.profile, graph=graph.fingerprint)] * 8, model.cluster,
-                           model.options)  # fmt: skip
+    everywhere = CostModel(
+        graph, [replace(model.profile, graph=graph.fingerprint)] * 8, model.cluster, model.options
+    )
     ops = tuple(replace(op, random=False, buffers=("b",), updates=("b",)) for op in model.graph.ops)
     buffer = Buffer(name="b", shape=(1,), dtype="float32")
     graph = replace(model.graph, ops=ops, buffers=(buffer,))
-    stateful = CostModel(graph, [replace(model.profile, graph=graph.fingerprint)] * 8, model.cluster,
-                         model.options)  # fmt: skip
+    stateful = CostModel(
+        graph, [replace(model.profile, graph=graph.fingerprint)] * 8, model.cluster, model.options
+    )
     for fixed in (everywhere, stateful):
         free = optimise(fixed, 0, 29, 0, in_flight=8, cap=inf)
         assert not optimise(fixed, 0, 29, 0, in_flight=8, cap=0.95 * free.peak_bytes).fits
@@ -224,8 +229,9 @@ def test_costs_of_a_treated_stage():
     assert cost.reload_s == early.reload_s == cost.offloaded_bytes / 8
     assert early.transient_bytes[RECOMPUTE] >= 0 == cost.transient_bytes[RECOMPUTE]
     assert other.recompute_s == 0 and (parts[0].recomputed_bytes, parts[0].offloaded_bytes) == (
-        early.recomputed_bytes, early.offloaded_bytes,
-    )  # fmt: skip
+        early.recomputed_bytes,
+        early.offloaded_bytes,
+    )
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
@@ -234,8 +240,13 @@ def test_costs_of_a_treated_stage():
 def test_the_simulator_needs_no_more(seed, schedule, ahead):
     """Messages apart: how long one waits for its receiver depends on the other stages."""
     count, each, microbatches = 4 + 2 * (seed % 2), 8, 12
-    model = random_model(seed, count * each, microbatches=microbatches, equal_times=True,
-                         host_bytes_per_s=(5.0, 40.0, 1e4)[seed % 3])  # fmt: skip
+    model = random_model(
+        seed,
+        count * each,
+        microbatches=microbatches,
+        equal_times=True,
+        host_bytes_per_s=(5.0, 40.0, 1e4)[seed % 3],
+    )
     stages = cut(model.graph, {op.name: place // each for place, op in enumerate(model.wiring.ops)})
     made = schedules.build(schedule, stages, tuple(range(count)), microbatches)
     in_flight = schedules.in_flight(made)

@@ -30,9 +30,10 @@ class OfTwo(nn.Module):
 
 def whole_stage(formula: Formula, rows: int) -> Parts:
     job = Job(
-        model=lambda: OfTwo(formula, rows), batch=lambda seed, size: {"x": torch.rand(size, 4)},
+        model=lambda: OfTwo(formula, rows),
+        batch=lambda seed, size: {"x": torch.rand(size, 4)},
         loss=lambda outputs, batch: outputs,
-    )  # fmt: skip
+    )
     captured = capture_of(job, 2)
     stages = cut(captured.graph, {op.name: 0 for op in captured.graph.ops if not op.cheap})
     return parts_of(captured, model_of(captured, 1), stages, 0, {})
@@ -105,9 +106,10 @@ class WithBias(nn.Module):
 def test_attention_in_separate_products(length: int) -> None:
     """It was said to hold its scores, all gradients and what it saved at once."""
     job = Job(
-        model=lambda: WithBias(length), batch=lambda seed, size: {"x": torch.rand(size, 4)},
+        model=lambda: WithBias(length),
+        batch=lambda seed, size: {"x": torch.rand(size, 4)},
         loss=lambda outputs, batch: outputs,
-    )  # fmt: skip
+    )
     captured = capture_of(job, 2)
     stages = cut(captured.graph, {op.name: 0 for op in captured.graph.ops if not op.cheap})
     found = parts_of(captured, model_of(captured, 1), stages, 0, {})

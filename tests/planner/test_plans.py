@@ -39,9 +39,15 @@ def case(layers: int, stages: int, cap: float, rows: int = 16) -> tuple[OpGraph,
 def planned(name: str, layers: int, stages: int, cap: float, **options) -> tuple[Plan, OpGraph, Cluster]:
     graph, profile, cluster = case(layers, stages, cap)
     made = make_plan(
-        graph, profile, cluster, stages=stages, schedule="1f1b", microbatches=2 * stages, strategy=name,
+        graph,
+        profile,
+        cluster,
+        stages=stages,
+        schedule="1f1b",
+        microbatches=2 * stages,
+        strategy=name,
         options=PlanOptions(**options),
-    )  # fmt: skip
+    )
     return made, graph, cluster
 
 
@@ -165,9 +171,10 @@ def test_what_cannot_be_is_refused(name, options, says):
 
 def test_offloading_without_a_link_to_the_host_is_refused():
     graph, profile, cluster = case(4, 2, 8.0)
-    bare = replace(cluster, devices=tuple(
-        replace(d, host_link=None, host_link_back=None, switch=None) for d in cluster.devices
-    ))  # fmt: skip
+    bare = replace(
+        cluster,
+        devices=tuple(replace(d, host_link=None, host_link_back=None, switch=None) for d in cluster.devices),
+    )
     arguments = {"stages": 2, "schedule": "1f1b", "microbatches": 4, "strategy": "dawnpiper"}
     with pytest.raises(PlanError, match="has no link to the host"):
         make_plan(graph, profile, bare, **arguments, options=PlanOptions(treatments=("offload",)))
@@ -203,8 +210,10 @@ def test_more_memory_and_more_bandwidth():
 
     changes = {c.what: c for c in what_if(again(cluster), cluster, again)}
     assert set(changes) == {
-        "10 % more memory", "10 % more bandwidth between devices", "10 % more bandwidth to the host"
-    }  # fmt: skip
+        "10 % more memory",
+        "10 % more bandwidth between devices",
+        "10 % more bandwidth to the host",
+    }
     assert changes["10 % more memory"].gain > 0
     assert all(c.gain > -0.02 for c in changes.values())
 

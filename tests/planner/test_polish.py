@@ -25,9 +25,16 @@ def planned(graph, profile, cluster: Cluster, strategy: str, **options) -> Plan 
     stages = len(cluster.devices)
     try:
         return make_plan(
-            graph, profile, cluster, stages=stages, schedule="1f1b", microbatches=2 * stages,
-            strategy=strategy, explained=False, options=PlanOptions(**options),
-        )  # fmt: skip
+            graph,
+            profile,
+            cluster,
+            stages=stages,
+            schedule="1f1b",
+            microbatches=2 * stages,
+            strategy=strategy,
+            explained=False,
+            options=PlanOptions(**options),
+        )
     except InfeasibleError:
         return None
 

@@ -67,8 +67,10 @@ def test_every_op_has_a_cost(captured, profile):
 def test_linear_layers(captured, profile):
     (first, cost), (second, same), (frozen, fixed) = by_target(captured, profile, "linear")
     assert (cost.forward_s, cost.input_grad_s, cost.weight_grad_s) == (
-        same.forward_s, same.input_grad_s, same.weight_grad_s
-    )  # fmt: skip
+        same.forward_s,
+        same.input_grad_s,
+        same.weight_grad_s,
+    )
     assert cost.saves == first.inputs and same.saves == second.inputs
     assert fixed.saves == () and fixed.weight_grad_s == 0.0 and fixed.input_grad_s > 0
 

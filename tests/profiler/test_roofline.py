@@ -14,17 +14,28 @@ from pipeloom.profiler.roofline import roofline
 from pipeloom.profiler.rules import RULES
 
 DEVICE = Device(
-    name="gpu", memory_bytes=1, flops_per_s={"float32": 1e9, "bfloat16": 4e9}, memory_bytes_per_s=1e9,
-    efficiency={"matmul": 0.5, "default": 0.25}, launch_s=1e-3,
-)  # fmt: skip
+    name="gpu",
+    memory_bytes=1,
+    flops_per_s={"float32": 1e9, "bfloat16": 4e9},
+    memory_bytes_per_s=1e9,
+    efficiency={"matmul": 0.5, "default": 0.25},
+    launch_s=1e-3,
+)
 
 
 def value(name: str, *shape: int, dtype: str = "float32", grad: bool = True) -> Value:
     return Value(name=name, shape=shape, dtype=dtype, needs_grad=grad)
 
 
-def cost(target: str, inputs: list[Value], out: Value, *, params: dict[str, tuple[int, ...]] | None = None,
-         device: Device = DEVICE, **how: object) -> OpCost:  # fmt: skip
+def cost(
+    target: str,
+    inputs: list[Value],
+    out: Value,
+    *,
+    params: dict[str, tuple[int, ...]] | None = None,
+    device: Device = DEVICE,
+    **how: object,
+) -> OpCost:
     """The cost of one op that reads these values (made by a first op) and parameters."""
     floats = [v for v in inputs if "float" in v.dtype] or [value("unused", 1)]
     source = Op(name="source", target="aten.alias.default", inputs=("x",), outputs=tuple(floats))
@@ -32,11 +43,13 @@ def cost(target: str, inputs: list[Value], out: Value, *, params: dict[str, tupl
     names = tuple(v.name for v in inputs)
     op = Op(name="op", target=target, inputs=names, outputs=(out,), params=tuple(params or ()), **how)
     graph = OpGraph(
-        name="one", inputs=(value("x", 1, grad=False), *others), ops=(source, op), buffers=(), loss=out.name,
-        parameters=tuple(
-            Parameter(name=n, shape=s, dtype="float32") for n, s in (params or {}).items()
-        ),
-    )  # fmt: skip
+        name="one",
+        inputs=(value("x", 1, grad=False), *others),
+        ops=(source, op),
+        buffers=(),
+        loss=out.name,
+        parameters=tuple(Parameter(name=n, shape=s, dtype="float32") for n, s in (params or {}).items()),
+    )
     return roofline(graph, device).costs["op"]
 
 
@@ -145,9 +158,13 @@ def test_every_rule_is_named_once():
 
 def test_a_profile_is_read_back_as_it_was(tmp_path):
     graph = OpGraph(
-        name="g", inputs=(value("x", 2, 3, grad=False),), buffers=(), parameters=(), loss="y",
+        name="g",
+        inputs=(value("x", 2, 3, grad=False),),
+        buffers=(),
+        parameters=(),
+        loss="y",
         ops=(Op(name="op", target="aten.gelu.default", inputs=("x",), outputs=(value("y", 2, 3),)),),
-    )  # fmt: skip
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         made = roofline(graph, DEVICE)

@@ -34,9 +34,11 @@ class Part:
     @property
     def state(self) -> TrainState:
         return TrainState(
-            parameters=self.parameters, buffers=self.buffers, optimizers=(self.optimizer,),
+            parameters=self.parameters,
+            buffers=self.buffers,
+            optimizers=(self.optimizer,),
             aliases={"head": "embed"} if "embed" in self.parameters else {},
-        )  # fmt: skip
+        )
 
     def train(self, steps: range) -> None:
         for step in steps:
@@ -93,9 +95,16 @@ def main(rank: int, folder: Path) -> dict[str, object]:
     dist.barrier()
     damage = message(lambda: checkpoint.load(folder / "three", right.state, group=world))
     return {
-        "step": step, "extra": extra, "same": same, "buffer": part.buffers["mean"].tolist(),
-        "mismatch": mismatch, "unsaved": unsaved, "missing": missing, "sight": sight, "damage": damage,
-    }  # fmt: skip
+        "step": step,
+        "extra": extra,
+        "same": same,
+        "buffer": part.buffers["mean"].tolist(),
+        "mismatch": mismatch,
+        "unsaved": unsaved,
+        "missing": missing,
+        "sight": sight,
+        "damage": damage,
+    }
 
 
 if __name__ == "__main__":

@@ -85,8 +85,9 @@ def test_hyper_parameters_come_back_per_parameter(tmp_path: Path) -> None:
     fresh = grouped(model, 0.0)
     checkpoint.load(tmp_path, state_of(model, fresh), group=None)
     assert [(g["weight_decay"], g["lr"], g["initial_lr"]) for g in fresh.param_groups] == [
-        (0.3, 0.5, 1.0), (0.01, 0.5, 1.0),
-    ]  # fmt: skip
+        (0.3, 0.5, 1.0),
+        (0.01, 0.5, 1.0),
+    ]
     assert fresh.param_groups[0]["betas"] == (0.9, 0.999)
 
     with pytest.raises(CheckpointError) as caught:
@@ -181,8 +182,10 @@ def test_a_crash_at_any_moment_loses_nothing(tmp_path: Path, first: int, second:
     """kill -9 at each place in turn where a save touches the disk; what is there always loads."""
     done = subprocess.run(
         [sys.executable, "-c", CRASH, str(tmp_path), str(first), str(second)],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     moments = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
     assert len(moments) > 8, "the save was never killed"
@@ -331,9 +334,10 @@ def test_export_is_one_file_that_safetensors_loads(tmp_path: Path) -> None:
     model.head(model.embed(torch.arange(5))).sum().backward()
     optimizer.step()
     state = TrainState(
-        parameters=dict(model.named_parameters()), optimizers=(optimizer,),
+        parameters=dict(model.named_parameters()),
+        optimizers=(optimizer,),
         aliases={"head.weight": "embed.weight"},
-    )  # fmt: skip
+    )
     save(tmp_path / "run", state)
     file = tmp_path / "model.safetensors"
     checkpoint.export_safetensors(tmp_path / "run", file)

@@ -54,9 +54,12 @@ def test_no_thread_of_gloo_is_left(kept: str) -> None:
         port = free.getsockname()[1]
     own = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, kept], capture_output=True, text=True, timeout=600,
+        [sys.executable, "-c", SCRIPT, kept],
+        capture_output=True,
+        text=True,
+        timeout=600,
         env=os.environ | own | {"PYTHONPATH": str(Path(runs.__file__).parent)},
-    )  # fmt: skip
+    )
     assert done.returncode == 0 and not done.stderr, done.stderr
     said = ["left: []"] if kept == "ours" else ["initialised: True", "left: []"]
     assert done.stdout.splitlines() == said

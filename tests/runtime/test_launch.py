@@ -38,9 +38,12 @@ def start() -> Iterator[Start]:
         call = json.dumps({"ranks": ranks, "args": args, **options})
         process = subprocess.Popen(
             [sys.executable, "-c", LAUNCHER, target, call],
-            env={**os.environ, "PYTHONPATH": path}, text=True, start_new_session=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )  # fmt: skip
+            env={**os.environ, "PYTHONPATH": path},
+            text=True,
+            start_new_session=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
         started.append(process)
         return process
 

@@ -13,14 +13,15 @@ from pipeloom.tracer.layout import lies_so
 DTYPES = ("float32", "float64", "bfloat16", "float16", "bool", "int64", "int32", "uint8", "complex64")
 
 
-
 @st.composite
 def values(draw: st.DrawFn) -> Value:
     shape = tuple(draw(st.lists(st.integers(0, 5), max_size=3)))
     return Value(
-        name=draw(st.text("abc", min_size=1, max_size=3)), shape=shape, dtype=draw(st.sampled_from(DTYPES)),
+        name=draw(st.text("abc", min_size=1, max_size=3)),
+        shape=shape,
+        dtype=draw(st.sampled_from(DTYPES)),
         order=draw(st.sampled_from([(), tuple(draw(st.permutations(range(len(shape)))))])),
-    )  # fmt: skip
+    )
 
 
 def message(*parts: Value) -> Message:

@@ -80,8 +80,10 @@ CHILD = textwrap.dedent(
 def train(treatment: str, directory: Path, limit: int = 0) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", CHILD, treatment, str(directory), str(limit)],
-        capture_output=True, text=True, timeout=900,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
 
 
 @pytest.mark.slow

@@ -44,8 +44,13 @@ def test_bytes_go_when_their_copy_ends() -> None:
     recorder.level(70)
     curve = recorder.curve()
     assert list(zip(curve.times_s, curve.sizes, strict=True)) == [
-        (0.0, 100), (2.0, 150), (4.0, 110), (5.0, 90), (6.0, 70), (7.0, 70),
-    ]  # fmt: skip
+        (0.0, 100),
+        (2.0, 150),
+        (4.0, 110),
+        (5.0, 90),
+        (6.0, 70),
+        (7.0, 70),
+    ]
 
 
 def test_the_curve_of_a_run_falls_where_its_copies_end(tmp_path: Path) -> None:

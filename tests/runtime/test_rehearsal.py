@@ -33,9 +33,14 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def rehearsal_of(pipeline: Pipeline) -> Rehearsal:
     forecast: Forecast = pipeline._forecast()
     return Rehearsal(
-        forecast.program, forecast.variant, forecast.sample, pipeline.weights,
-        rank=pipeline.rank, clock=forecast.clock, watch=forecast.watch,
-    )  # fmt: skip
+        forecast.program,
+        forecast.variant,
+        forecast.sample,
+        pipeline.weights,
+        rank=pipeline.rank,
+        clock=forecast.clock,
+        watch=forecast.watch,
+    )
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -81,10 +86,14 @@ def training(job: Job, plan: Plan, *, rehearses: bool, **options: Any) -> list[t
                     pipeline.rehearse()
             optimizer = pipeline.weights.optimizer
             return (
-                losses, dict(pipeline.weights.state(0)), pipeline.weights.last_gradients,
+                losses,
+                dict(pipeline.weights.state(0)),
+                pipeline.weights.last_gradients,
                 copy.deepcopy(optimizer.state_dict()) if optimizer else None,
-                pipeline.ledger.peak, pipeline.ledger.at_peak, pipeline.report.peak_bytes,
-            )  # fmt: skip
+                pipeline.ledger.peak,
+                pipeline.ledger.at_peak,
+                pipeline.report.peak_bytes,
+            )
 
     with runs.shared_captures():
         return runs.threads(2, rank)

@@ -42,20 +42,24 @@ FIGURES = [
             Figure("interleaved_1f1b", v, lambda p, v=v: 3 * (p - 1) / v, lambda p, v=v: p + (p - 1) / v),
             Figure("gis:join=1", v, lambda p, v=v: 2 * (p - 1) / v, lambda p: p),
             Figure(
-                "gis_h:join=1", v,
-                lambda p, v=v: (2 * (p - 1) + (v - 1) * p / 2) / v, lambda p, v=v: p * (v + 1) / (2 * v),
+                "gis_h:join=1",
+                v,
+                lambda p, v=v: (2 * (p - 1) + (v - 1) * p / 2) / v,
+                lambda p, v=v: p * (v + 1) / (2 * v),
             ),
             Figure("gis", v, lambda p, v=v: (p - 1) / v, lambda p: p),
             Figure(
-                "gis_h", v,
-                lambda p, v=v: (2 * (p - 1) + (v - 1) * p / 2) / v, lambda p, v=v: p * (v + 1) / (2 * v),
+                "gis_h",
+                v,
+                lambda p, v=v: (2 * (p - 1) + (v - 1) * p / 2) / v,
+                lambda p, v=v: p * (v + 1) / (2 * v),
                 exact=False,
             ),
         )
     ),
     Figure("po", 2, table(4.5, 11.5, 25.5, 53.5), table(3.5, 6.5, 12.5, 24.5), exact=False),
     Figure("po", 4, table(4.5, 10.25, 23.25, 49.25), table(2.75, 5.75, 10.75, 20.75), exact=False),
-]  # fmt: skip
+]
 
 SIZES = [
     pytest.param(p, k * p, marks=[pytest.mark.slow] if p > 8 else []) for p in (4, 8, 16, 32) for k in (2, 4)

@@ -16,9 +16,23 @@ from pipeloom.lowering import lower
 from pipeloom.schedules import csv
 
 NAMES = [
-    "gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b", "looped_bfs", "zb_h1", "zb_2p", "zb_v", "v_half",
-    "v_min", "1f1b_v", "dualpipev", "hanayo", "gis", "gis_h", "po",
-]  # fmt: skip
+    "gpipe",
+    "1f1b",
+    "eager_1f1b",
+    "interleaved_1f1b",
+    "looped_bfs",
+    "zb_h1",
+    "zb_2p",
+    "zb_v",
+    "v_half",
+    "v_min",
+    "1f1b_v",
+    "dualpipev",
+    "hanayo",
+    "gis",
+    "gis_h",
+    "po",
+]
 
 
 def torch_loader(ranks: int, stages: int, microbatches: int) -> Any:
@@ -42,10 +56,11 @@ def test_torch_loads_ours_and_we_load_what_it_makes_of_it(name: str, tmp_path: P
     read = {
         rank: [
             str(Action(a.stage_index, a.computation_type.value, a.microbatch_index))
-            for cell in row for a in cell.sub_actions or (cell,)
+            for cell in row
+            for a in cell.sub_actions or (cell,)
         ]
         for rank, row in loader.pipeline_order.items()
-    }  # fmt: skip
+    }
     assert [read[rank] for rank in range(ranks)] == [[str(a) for a in r] for r in ours.rows]
 
     lowered = tmp_path / "torch.csv"

@@ -21,59 +21,125 @@ TWO_ENCODERS = dag(5, [(0, 1), (1, 3), (2, 3), (3, 4)])
 SKIP = dag(4, [(0, 1), (1, 2), (2, 3), (0, 3)])
 
 PICTURES: list[tuple[str, StageGraph, tuple[int, ...], int, str]] = [
-    ("forward_only", chain(2), (0, 1), 3, """\
+    (
+        "forward_only",
+        chain(2),
+        (0, 1),
+        3,
+        """\
 0F0 0F1 0F2
-1F0 1F1 1F2"""),
-    ("gpipe", chain(3), (0, 1, 2), 3, """\
+1F0 1F1 1F2""",
+    ),
+    (
+        "gpipe",
+        chain(3),
+        (0, 1, 2),
+        3,
+        """\
 0F0 0F1 0F2 0B0 0B1 0B2
 1F0 1F1 1F2 1B0 1B1 1B2
-2F0 2F1 2F2 2B0 2B1 2B2"""),
-    ("1f1b", chain(3), (0, 1, 2), 4, """\
+2F0 2F1 2F2 2B0 2B1 2B2""",
+    ),
+    (
+        "1f1b",
+        chain(3),
+        (0, 1, 2),
+        4,
+        """\
 0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3
 1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3
-2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3"""),
+2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3""",
+    ),
     ("1f1b", chain(1), (0,), 2, "0F0 0B0 0F1 0B1"),
     ("gpipe", chain(1), (0,), 2, "0F0 0F1 0B0 0B1"),
     # Fewer micro-batches than ranks.
-    ("1f1b", chain(4), (0, 1, 2, 3), 2, """\
+    (
+        "1f1b",
+        chain(4),
+        (0, 1, 2, 3),
+        2,
+        """\
 0F0 0F1 0B0 0B1
 1F0 1F1 1B0 1B1
 2F0 2F1 2B0 2B1
-3F0 3B0 3F1 3B1"""),
+3F0 3B0 3F1 3B1""",
+    ),
     # Both branches of a diamond are equally far from the loss, so both run one ahead.
-    ("1f1b", DIAMOND, (0, 1, 2, 3), 4, """\
+    (
+        "1f1b",
+        DIAMOND,
+        (0, 1, 2, 3),
+        4,
+        """\
 0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3
 1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3
 2F0 2F1 2B0 2F2 2B1 2F3 2B2 2B3
-3F0 3B0 3F1 3B1 3F2 3B2 3F3 3B3"""),
+3F0 3B0 3F1 3B1 3F2 3B2 3F3 3B3""",
+    ),
     # The short encoder (stage 2) need not run as far ahead as the long one (stages 0 and 1).
-    ("1f1b", TWO_ENCODERS, (0, 1, 2, 3, 4), 4, """\
+    (
+        "1f1b",
+        TWO_ENCODERS,
+        (0, 1, 2, 3, 4),
+        4,
+        """\
 0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3
 1F0 1F1 1F2 1B0 1F3 1B1 1B2 1B3
 2F0 2F1 2F2 2B0 2F3 2B1 2B2 2B3
 3F0 3F1 3B0 3F2 3B1 3F3 3B2 3B3
-4F0 4B0 4F1 4B1 4F2 4B2 4F3 4B3"""),
+4F0 4B0 4F1 4B1 4F2 4B2 4F3 4B3""",
+    ),
     # A skip connection changes nothing: the longest path counts.
-    ("1f1b", SKIP, (0, 1, 2, 3), 4, """\
+    (
+        "1f1b",
+        SKIP,
+        (0, 1, 2, 3),
+        4,
+        """\
 0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3
 1F0 1F1 1F2 1B0 1F3 1B1 1B2 1B3
 2F0 2F1 2B0 2F2 2B1 2F3 2B2 2B3
-3F0 3B0 3F1 3B1 3F2 3B2 3F3 3B3"""),
+3F0 3B0 3F1 3B1 3F2 3B2 3F3 3B3""",
+    ),
     # Neighbours on one rank act as one stage.
-    ("1f1b", chain(4), (0, 0, 1, 1), 3, """\
+    (
+        "1f1b",
+        chain(4),
+        (0, 0, 1, 1),
+        3,
+        """\
 0F0 1F0 0F1 1F1 1B0 0B0 0F2 1F2 1B1 0B1 1B2 0B2
-2F0 3F0 3B0 2B0 2F1 3F1 3B1 2B1 2F2 3F2 3B2 2B2"""),
-    ("gpipe", chain(4), (0, 0, 1, 1), 2, """\
+2F0 3F0 3B0 2B0 2F1 3F1 3B1 2B1 2F2 3F2 3B2 2B2""",
+    ),
+    (
+        "gpipe",
+        chain(4),
+        (0, 0, 1, 1),
+        2,
+        """\
 0F0 1F0 0F1 1F1 1B0 0B0 1B1 0B1
-2F0 3F0 2F1 3F1 3B0 2B0 3B1 2B1"""),
+2F0 3F0 2F1 3F1 3B0 2B0 3B1 2B1""",
+    ),
     # Looped and V placements.
-    ("gpipe", chain(4), (0, 1, 0, 1), 2, """\
+    (
+        "gpipe",
+        chain(4),
+        (0, 1, 0, 1),
+        2,
+        """\
 0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1
-1F0 1F1 3F0 3F1 3B0 3B1 1B0 1B1"""),
-    ("1f1b", chain(4), (0, 1, 1, 0), 3, """\
+1F0 1F1 3F0 3F1 3B0 3B1 1B0 1B1""",
+    ),
+    (
+        "1f1b",
+        chain(4),
+        (0, 1, 1, 0),
+        3,
+        """\
 0F0 0F1 3F0 3B0 0F2 3F1 3B1 0B0 3F2 3B2 0B1 0B2
-1F0 2F0 1F1 2F1 2B0 1B0 1F2 2F2 2B1 1B1 2B2 1B2"""),
-]  # fmt: skip
+1F0 2F0 1F1 2F1 2B0 1B0 1F2 2F2 2B1 1B1 2B2 1B2""",
+    ),
+]
 
 
 @pytest.mark.parametrize(("name", "stages", "placement", "microbatches", "picture"), PICTURES)
@@ -87,9 +153,12 @@ def test_pictures(
 
 def test_split_backward_puts_each_w_behind_its_i() -> None:
     made = schedules.build("1f1b", chain(2), (0, 1), 2, split_backward=True)
-    assert str(made) == """\
+    assert (
+        str(made)
+        == """\
 0F0 0F1 0I0 0W0 0I1 0W1
 1F0 1I0 1W0 1F1 1I1 1W1"""
+    )
     assert str(schedules.build("forward_only", chain(2), (0, 1), 1, split_backward=True)) == "0F0\n1F0"
 
 
@@ -149,7 +218,7 @@ def test_1f1b_has_a_place_for_a_stage_that_the_loss_does_not_need(lost: StageGra
         ("1f1b", (0, 2), 1, "rank 1 has no stage\nhint: number the ranks from 0 without gaps"),
         ("gpipe", (0, -1), 1, "a stage is placed on rank -1\nhint: number the ranks from 0"),
     ],
-)  # fmt: skip
+)
 def test_build_refuses(name: str, placement: tuple[int, ...], microbatches: int, message: str) -> None:
     with pytest.raises(ScheduleError) as caught:
         schedules.build(name, chain(2), placement, microbatches)

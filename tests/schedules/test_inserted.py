@@ -46,7 +46,10 @@ def zb_h1(s: Shape, *insert: Operation) -> Recipe:
 def schedule_of(s: Shape, recipe: Recipe) -> Schedule:
     outcome = make(s, recipe).outcome
     made = Schedule(
-        name="mine", microbatches=s.microbatches, placement=s.placement, rows=outcome.rows,
+        name="mine",
+        microbatches=s.microbatches,
+        placement=s.placement,
+        rows=outcome.rows,
         pairs=outcome.pairs,
     )
     check(made, s.stages)
@@ -63,17 +66,16 @@ def by_hand(*lines: str) -> Schedule:
     rows = parse_rows(lines)
     count = 1 + max(a.microbatch for row in rows for a in row)
     placement = tuple(range(len(rows)))
-    return Schedule(
-        name="hand", microbatches=count, placement=placement, rows=rows, pairs=parse_pairs(lines)
-    )
+    return Schedule(name="hand", microbatches=count, placement=placement, rows=rows, pairs=parse_pairs(lines))
 
 
 def test_an_operation_goes_right_after_its_anchor() -> None:
     s = shape_of(2, microbatches=2)
     made = schedule_of(s, one_f_one_b(s, op(seconds=0.5)))
     assert str(made).splitlines() == [
-        "0F0 0F1 0B0 0OP0 0B1 0OP1", "1F0 1B0 1OP0 1F1 1B1 1OP1",
-    ]  # fmt: skip
+        "0F0 0F1 0B0 0OP0 0B1 0OP1",
+        "1F0 1B0 1OP0 1F1 1B1 1OP1",
+    ]
 
 
 @pytest.mark.parametrize("anchor", [F, B, W])
@@ -256,9 +258,12 @@ def test_a_file_of_ones_own_is_a_schedule_like_any_other(tmp_path: Path) -> None
     assert schedules.usual(f"{file}:two", 2)[1] == (0, 1, 0, 1)
     schedules.build(f"{file}:order:k=2", chain(2), (0, 1), 2)
     for function, problem in {
-        "ordre": "has no ordre", "wrong": "returned a int", "NoFunction": "is not a function of one Shape",
-        "none": "is not a function of one Shape", "": "has no name behind the colon",
-    }.items():  # fmt: skip
+        "ordre": "has no ordre",
+        "wrong": "returned a int",
+        "NoFunction": "is not a function of one Shape",
+        "none": "is not a function of one Shape",
+        "": "has no name behind the colon",
+    }.items():
         with pytest.raises(ScheduleError, match=problem):
             schedules.build(f"{file}:{function}", chain(2), (0, 1), 2)
     with pytest.raises(ScheduleError, match="there is no file nowhere.py"):
@@ -273,10 +278,11 @@ def test_any_declaration_gives_a_schedule_that_runs_and_moved_it_is_judged(data:
     anchor = data.draw(st.sampled_from([F, B, W]))
     added = op(
         **{"before" if before else "after": anchor},
-        ahead=data.draw(st.integers(0, 2)) if before else 0, every=data.draw(st.integers(1, 3)),
+        ahead=data.draw(st.integers(0, 2)) if before else 0,
+        every=data.draw(st.integers(1, 3)),
         stream=data.draw(st.sampled_from(["compute", "send", "host"])),
         seconds=data.draw(st.sampled_from([0.0, 0.5, 2.0])),
-    )  # fmt: skip
+    )
     try:
         s = shape_of(data.draw(st.integers(1, 3)), microbatches=data.draw(st.integers(1, 5)))
         make_it = zb_h1 if data.draw(st.booleans()) else one_f_one_b

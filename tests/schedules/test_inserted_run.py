@@ -55,21 +55,27 @@ def plan_for(recipe: Callable[[Shape], Recipe], *, stages: int = 2, microbatches
         replace(schedules.shape_of(stages, microbatches=microbatches), stages=cuts)
     )
     built = Schedule(
-        name="mine", microbatches=microbatches, placement=tuple(range(stages)),
-        rows=tuple(tuple(row) for row in made[0]), pairs=made[2],
-    )  # fmt: skip
+        name="mine",
+        microbatches=microbatches,
+        placement=tuple(range(stages)),
+        rows=tuple(tuple(row) for row in made[0]),
+        pairs=made[2],
+    )
     return Plan(
-        graph=graph.fingerprint, planner="by hand", stages=tuple(StagePlan(ops=s.ops) for s in cuts.stages),
-        placement=built.placement, schedule="mine", schedule_rows=tuple(str(built).splitlines()),
-        microbatches=microbatches, microbatch_size=2,
-    )  # fmt: skip
+        graph=graph.fingerprint,
+        planner="by hand",
+        stages=tuple(StagePlan(ops=s.ops) for s in cuts.stages),
+        placement=built.placement,
+        schedule="mine",
+        schedule_rows=tuple(str(built).splitlines()),
+        microbatches=microbatches,
+        microbatch_size=2,
+    )
 
 
 def with_op(handler: Callable[[OperationContext], Any], **fields: Any) -> Callable[[Shape], Recipe]:
     anchor: dict[str, Kind] = {} if "before" in fields else {"after": W}
-    added = declare(
-        Operation(letters="OP", meaning="an operation", handler=handler, **(anchor | fields))
-    )
+    added = declare(Operation(letters="OP", meaning="an operation", handler=handler, **(anchor | fields)))
 
     def recipe(s: Shape) -> Recipe:
         rows = phases(s, warm_up=lambda rank: s.ranks - 1 - rank, repeat="FI")
@@ -167,9 +173,16 @@ def test_what_a_handler_begins_is_waited_for_where_it_is_needed() -> None:
     )
     assert verify(JOB, plan_for(recipe, stages=1, microbatches=3)).passed
     assert order == [
-        "begin 0", "begin 1", "wait 0", "F 0 is done", "begin 2", "wait 1", "F 1 is done", "wait 2",
+        "begin 0",
+        "begin 1",
+        "wait 0",
+        "F 0 is done",
+        "begin 2",
+        "wait 1",
+        "F 1 is done",
+        "wait 2",
         "F 2 is done",
-    ]  # fmt: skip
+    ]
 
 
 def test_a_handler_that_returns_nonsense_is_named() -> None:
@@ -195,7 +208,7 @@ def test_the_example_is_verified() -> None:
     assert result.exit_code == 0 and "equal within" in result.stdout, result.output
 
 
-EXCHANGE = '''
+EXCHANGE = """
 from pathlib import Path
 import torch
 from pipeloom.ir.action import B, F
@@ -215,7 +228,7 @@ def order(s):
     return Recipe(
         priority=lambda a: (a.kind == F, a.microbatch), in_flight=lambda r: s.ranks - r, insert=(OP,)
     )
-'''
+"""
 
 
 @pytest.mark.slow
@@ -224,8 +237,12 @@ def test_ranks_in_processes_exchange_data(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pipeloom", "train", "--schedule", "exchanging.py:order"]
     done = subprocess.run(
         [*command, "--stages", "2", "--set", "steps=1", "--set", "pipeline.microbatches=2"],
-        cwd=tmp_path, capture_output=True, text=True, check=False, timeout=900,
-    )  # fmt: skip
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=900,
+    )
     assert done.returncode == 0, done.stderr
     # The rehearsal before the first step calls handlers too, with a channel that leads nowhere.
     assert (tmp_path / "rank0").read_text().splitlines()[-2:] == ["3.0 0 10"] * 2

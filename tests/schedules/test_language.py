@@ -56,9 +56,12 @@ def shape(
     f, i, w = times
     costs = equal_costs(len(placement), forward_s=f, input_grad_s=i, weight_grad_s=w)
     return Shape(
-        stages=chain(len(placement)), placement=placement, microbatches=m, costs=costs,
+        stages=chain(len(placement)),
+        placement=placement,
+        microbatches=m,
+        costs=costs,
         transfer_s=lambda source, target: transfer_s,
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize(
@@ -78,9 +81,12 @@ def test_terse_programs(recipe: Callable[[Shape], Recipe], chunks: int, step_s: 
 def gis_h(s: Shape) -> Recipe:
     g = -(-s.ranks // 2)
     rows = phases(
-        s, warm_up=lambda rank: g * (s.chunks - 1) + s.ranks - 1 - rank, repeat="FI",
-        forward=lambda rank: turns(s, rank, F, g), backward=lambda rank: turns(s, rank, I, g),
-    )  # fmt: skip
+        s,
+        warm_up=lambda rank: g * (s.chunks - 1) + s.ranks - 1 - rank,
+        repeat="FI",
+        forward=lambda rank: turns(s, rank, F, g),
+        backward=lambda rank: turns(s, rank, I, g),
+    )
     return Recipe(kinds="FIW", rows=rows, memory=(g * (s.chunks - 1) + s.ranks) / s.chunks)
 
 
@@ -119,9 +125,15 @@ def dualpipev(s: Shape) -> Recipe:
 
 
 SHORT = {
-    "gpipe": (gpipe, 5), "1f1b": (one_f_one_b, 5), "interleaved_1f1b": (interleaved, 5), "zb_h1": (zb_h1, 5),
-    "gis_h": (gis_h, 15), "chimera": (chimera, 15), "zb_v": (zb_v, 15), "dualpipev": (dualpipev, 15),
-}  # fmt: skip
+    "gpipe": (gpipe, 5),
+    "1f1b": (one_f_one_b, 5),
+    "interleaved_1f1b": (interleaved, 5),
+    "zb_h1": (zb_h1, 5),
+    "gis_h": (gis_h, 15),
+    "chimera": (chimera, 15),
+    "zb_v": (zb_v, 15),
+    "dualpipev": (dualpipev, 15),
+}
 """Name in the library -> the same in a few lines, and how many it may have."""
 
 
@@ -179,9 +191,12 @@ def test_trap_greed_is_myopic_once_transfers_take_time() -> None:
     def bubbles(transfer_s: float) -> tuple[float, float]:
         s = shape(schedules.wave(8), 32, times=(5, 5, 5), transfer_s=transfer_s)
         greedy = Recipe(
-            kinds="FIW", priority=deepest_first(s), memory=8, overlap=1.0,
+            kinds="FIW",
+            priority=deepest_first(s),
+            memory=8,
+            overlap=1.0,
             in_flight_stage=lambda stage: 8 if s.chunk[stage] else 15,
-        )  # fmt: skip
+        )
         recipe = schedules.entry("zb_v").recipe
         assert recipe is not None
         steps = make(s, greedy).outcome.step_s, schedules.best(s, recipe(s)).outcome.step_s
@@ -269,7 +284,7 @@ def test_bytes_limit_what_a_rank_holds() -> None:
     tight, loose = (
         schedules.build("zb_2p", stages, placement, 16, times=times)
         for times in (schedules.Times(costs=(cost,) * 4, limit_bytes=n) for n in (12, 24))
-    )  # fmt: skip
+    )
     for made, limit in ((tight, 12), (loose, 24)):
         for row in made.rows:
             held = most = 0

@@ -29,9 +29,12 @@ def shape(placement: tuple[int, ...], transfer_s: float = 0.0, seconds: float = 
     share = seconds * P / len(placement)
     costs = equal_costs(len(placement), forward_s=share, input_grad_s=share, weight_grad_s=share)
     return Shape(
-        stages=chain(len(placement)), placement=placement, microbatches=M, costs=costs,
+        stages=chain(len(placement)),
+        placement=placement,
+        microbatches=M,
+        costs=costs,
         transfer_s=lambda a, b: transfer_s,
-    )  # fmt: skip
+    )
 
 
 LINE, LOOP, VEE = (shape(p) for p in (schedules.loop(P), schedules.loop(P, 2), schedules.wave(P)))
@@ -76,16 +79,18 @@ TABLE = {
     "V, split": (VEE, greedy(deepest(VEE), "FIW", memory=P), 25.5, [8, 8, 8, 8]),
     "V, half": (
         VEE,
-        greedy(
-            deepest(VEE), "FIW", memory=P / 2 + 1, in_flight_stage=lambda s: M if VEE.chunk[s] else P + 1
-        ),
-        26.5, [6, 6, 6, 6],
+        greedy(deepest(VEE), "FIW", memory=P / 2 + 1, in_flight_stage=lambda s: M if VEE.chunk[s] else P + 1),
+        26.5,
+        [6, 6, 6, 6],
     ),
     "looped BFS": (LOOP, greedy(by_chunk), 28.5, [16, 16, 16, 16]),
     "by rounds, not Megatron's order": (
-        LOOP, greedy(by_round, memory=lambda d: (P + 2 * (P - d - 1) + 1) / 2), 31.5, [11, 9, 7, 5],
+        LOOP,
+        greedy(by_round, memory=lambda d: (P + 2 * (P - d - 1) + 1) / 2),
+        31.5,
+        [11, 9, 7, 5],
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", TABLE)
@@ -126,10 +131,12 @@ def test_a_plain_scheduler_finds_the_same(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "step_s", "peak"),
     [
-        ("V, 1F1B", 32.5, [8, 8, 8, 8]), ("V, split", 25.5, [8, 8, 8, 8]), ("V, half", 28.5, [6, 6, 6, 6]),
+        ("V, 1F1B", 32.5, [8, 8, 8, 8]),
+        ("V, split", 25.5, [8, 8, 8, 8]),
+        ("V, half", 28.5, [6, 6, 6, 6]),
         ("by rounds, not Megatron's order", 31.5, [10, 8, 7, 5]),
     ],
-)  # fmt: skip
+)
 def test_with_the_last_place_kept_for_the_last_chunk_it_finds_the_published_figures(
     name: str, step_s: float, peak: list[int]
 ) -> None:

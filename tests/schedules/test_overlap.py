@@ -32,9 +32,12 @@ def by_hand(*lines: str) -> Schedule:
     rows = parse_rows(lines)
     count = 1 + max(a.microbatch for row in rows for a in row)
     return Schedule(
-        name="hand", microbatches=count, placement=tuple(range(len(rows))), rows=rows,
+        name="hand",
+        microbatches=count,
+        placement=tuple(range(len(rows))),
+        rows=rows,
         pairs=parse_pairs(lines),
-    )  # fmt: skip
+    )
 
 
 def simulated(made: Schedule, costs: tuple[StageCost, ...], transfer_s: float = 0.0) -> Timeline:
@@ -59,9 +62,11 @@ def test_text_of_a_pair() -> None:
 
 
 ACTIONS = st.builds(
-    Action, stage=st.integers(0, 999), kind=st.sampled_from(sorted(COMPUTE)).map(Kind),
+    Action,
+    stage=st.integers(0, 999),
+    kind=st.sampled_from(sorted(COMPUTE)).map(Kind),
     microbatch=st.integers(0, 99999),
-)  # fmt: skip
+)
 
 
 @settings(deadline=None)
@@ -78,9 +83,7 @@ def test_what_prints_also_parses(rows: list[list[Action]], data: st.DataObject) 
                 pairs.append((row[at], row[at + 1]))
                 at += 1
             at += 1
-    made = Schedule(
-        name="", microbatches=1, placement=(0,), rows=tuple(map(tuple, rows)), pairs=tuple(pairs)
-    )
+    made = Schedule(name="", microbatches=1, placement=(0,), rows=tuple(map(tuple, rows)), pairs=tuple(pairs))
     lines = tuple(str(made).split("\n"))
     assert parse_rows(lines) == made.rows and parse_pairs(lines) == made.pairs
 
@@ -147,8 +150,10 @@ def test_a_pair_takes_its_joint_time_and_is_drawn_as_two_blocks() -> None:
     made = by_hand(*PAIRED)
     cost = equal_costs(1)[0]
     for joint, seconds in (
-        (cost, 3.0), (replace(cost, pair_factor=0.8), 2.4), (replace(cost, pair_s={"F&B": 2.0}), 2.0),
-    ):  # fmt: skip
+        (cost, 3.0),
+        (replace(cost, pair_factor=0.8), 2.4),
+        (replace(cost, pair_s={"F&B": 2.0}), 2.0),
+    ):
         timeline = simulated(made, (joint,) * 2)
         blocks = {e.action: e for e in timeline.events}
         assert blocks["0F2"].start_s == 4  # not 2: the pair waits for what its B needs
@@ -170,9 +175,10 @@ def recipes() -> dict[str, Callable[[Shape], Recipe]]:
 
     def greedy(s: Shape) -> Recipe:
         return Recipe(
-            priority=lambda a: (a.kind == F, a.microbatch), in_flight=lambda rank: 2 * (s.ranks - rank),
+            priority=lambda a: (a.kind == F, a.microbatch),
+            in_flight=lambda rank: 2 * (s.ranks - rank),
             together=f_with_b,
-        )  # fmt: skip
+        )
 
     def clock(s: Shape) -> Recipe:
         return Recipe(
@@ -186,13 +192,9 @@ def recipes() -> dict[str, Callable[[Shape], Recipe]]:
 @pytest.mark.parametrize("order", recipes())
 def test_the_list_scheduler_and_the_simulator_agree(order: str, transfer_s: float) -> None:
     cost = replace(equal_costs(1)[0], pair_factor=0.75)
-    s = replace(
-        shape_of(4, microbatches=12), costs=(cost,) * 4, transfer_s=lambda source, target: transfer_s
-    )
+    s = replace(shape_of(4, microbatches=12), costs=(cost,) * 4, transfer_s=lambda source, target: transfer_s)
     made = make(s, recipes()[order](s)).outcome
-    schedule = Schedule(
-        name="", microbatches=12, placement=s.placement, rows=made.rows, pairs=made.pairs
-    )
+    schedule = Schedule(name="", microbatches=12, placement=s.placement, rows=made.rows, pairs=made.pairs)
     assert len(made.pairs) > 8
     check(schedule, s.stages)
     assert simulated(schedule, s.costs, transfer_s).step_s == pytest.approx(made.step_s)
@@ -203,9 +205,7 @@ def test_the_list_scheduler_and_the_simulator_agree(order: str, transfer_s: floa
 def test_dualpipe_with_pairs_is_faster_where_they_gain() -> None:
     """F and B of the two chunks of a V as one unit, at 80 % of the time of both."""
     cost = replace(equal_costs(1, forward_s=0.5, input_grad_s=0.5, weight_grad_s=0.5)[0], pair_factor=0.8)
-    s = replace(
-        shape_of(4, microbatches=16), stages=chain(8), placement=schedules.wave(4), costs=(cost,) * 8
-    )
+    s = replace(shape_of(4, microbatches=16), stages=chain(8), placement=schedules.wave(4), costs=(cost,) * 8)
 
     def recipe(together: Callable[[Action, Action], bool] | None) -> Recipe:
         return Recipe(clock=schedules.path_clock(s, kinds="FB"), memory=s.ranks, together=together)

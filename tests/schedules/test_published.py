@@ -37,12 +37,17 @@ def idle(made: Made, s: Shape, *, span: bool = False) -> float:
 def cells(*lines: tuple[str, int, Callable[[int], float], dict[int, float]]) -> list[object]:
     return [
         pytest.param(
-            name, v, peak(p), p, bar, id=f"{name}-v{v}-p{p}",
+            name,
+            v,
+            peak(p),
+            p,
+            bar,
+            id=f"{name}-v{v}-p{p}",
             marks=[pytest.mark.slow] if p > 8 else [],
         )
         for name, v, peak, bars in lines
         for p, bar in bars.items()
-    ]  # fmt: skip
+    ]
 
 
 def by_ranks(*bars: float) -> dict[int, float]:
@@ -126,10 +131,13 @@ def test_zb_v_with_the_profile_of_a_real_model(p: int, step: float, span: float)
     [
         # Published: limit -> until the last rank ends, span: 1 -> .150, .1421; 1.25 -> .134, .0867;
         # 1.5 -> .132, .0604; 2 -> .110, .0038; 3 -> .110, 0.
-        (1.0, 0.1421, 0.1421), (1.25, 0.1105, 0.0867), (1.5, 0.1105, 0.0604), (2.0, 0.1098, 0.0038),
+        (1.0, 0.1421, 0.1421),
+        (1.25, 0.1105, 0.0867),
+        (1.5, 0.1105, 0.0604),
+        (2.0, 0.1098, 0.0038),
         (3.0, 0.1098, 0.0),
     ],
-)  # fmt: skip
+)
 def test_limits_in_bytes_of_a_real_model(limit: float, step: float, span: float) -> None:
     """Table 5 of arXiv 2401.10241: I lets go of 34h + 5as - 32h bytes per token, W of 32h."""
     p, hidden, heads, tokens = 32, 6144, 48, 1024

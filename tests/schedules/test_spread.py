@@ -48,9 +48,7 @@ def simulated(made: Schedule, costs: tuple[StageCost, ...]) -> dict[str, float]:
 
 
 def one_f_one_b(s: Shape) -> Schedule:
-    recipe = Recipe(
-        priority=lambda a: (a.kind == F, a.microbatch), in_flight=lambda r: (4, 3, 2, 2, 1)[r]
-    )
+    recipe = Recipe(priority=lambda a: (a.kind == F, a.microbatch), in_flight=lambda r: (4, 3, 2, 2, 1)[r])
     rows = make(s, recipe).outcome.rows
     return Schedule(name="mine", microbatches=s.microbatches, placement=s.placement, rows=rows)
 

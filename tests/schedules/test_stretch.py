@@ -19,9 +19,7 @@ from pipeloom.schedules.stretch import stretched
 
 @pytest.mark.parametrize("times", [(1.0, 1.0, 1.0), (1.0, 1.4, 0.6)])
 @pytest.mark.parametrize("name", ["v_half", "v_min", "1f1b_v", "po", "hanayo", "chimera"])
-def test_a_longer_schedule_is_the_one_that_is_made_anew(
-    name: str, times: tuple[float, float, float]
-) -> None:
+def test_a_longer_schedule_is_the_one_that_is_made_anew(name: str, times: tuple[float, float, float]) -> None:
     few = shape(name, 4, 16, times=times)
     many = replace(few, microbatches=31)
     family = schedules.entry(name).recipe

@@ -18,9 +18,13 @@ from pipeloom.simulator import simulate
 
 def simulated(made: Schedule, stages: StageGraph | None = None, *, move_s: float = 0.0) -> Timeline:
     cost = StageCost(
-        forward_s=1.0, backward_s=2.0, input_grad_s=1.0, weight_grad_s=1.0, residual_bytes=1,
+        forward_s=1.0,
+        backward_s=2.0,
+        input_grad_s=1.0,
+        weight_grad_s=1.0,
+        residual_bytes=1,
         other_s={"EVICT": move_s, "FETCH": move_s},
-    )  # fmt: skip
+    )
     stages = stages or chain(made.stages)
     link = Link(bandwidth_bytes_per_s=float("inf"))
     cluster = Cluster(devices=(Device(name="any", memory_bytes=1),) * made.ranks, within_node=link)

@@ -27,9 +27,13 @@ def links(ranks: int, latency_s: float = 0.0, bytes_per_s: float = float("inf"))
 
 
 def step(
-    name: str, ranks: int = 4, microbatches: int = 8, *,
-    costs: tuple[StageCost, ...] = (), latency_s: float = 0.0,
-) -> tuple[Program, Timeline, Explanation]:  # fmt: skip
+    name: str,
+    ranks: int = 4,
+    microbatches: int = 8,
+    *,
+    costs: tuple[StageCost, ...] = (),
+    latency_s: float = 0.0,
+) -> tuple[Program, Timeline, Explanation]:
     stages, placement = schedules.usual(name, ranks)
     built = schedules.build(name, stages, placement, microbatches)
     program = lower(built, stages)
@@ -110,8 +114,10 @@ def test_a_slow_rank_is_named_and_gets_no_more_than_its_share() -> None:
 def test_transfers_are_told_from_waiting_for_work() -> None:
     _, timeline, found = step("forward_only", ranks=2, microbatches=1, latency_s=2.5)
     assert [(p.kind, p.action, p.rank, p.to_rank) for p in found.path] == [
-        ("compute", "0F0", 0, -1), ("transfer", "0SEND_F0>1", 0, 1), ("compute", "1F0", 1, -1),
-    ]  # fmt: skip
+        ("compute", "0F0", 0, -1),
+        ("transfer", "0SEND_F0>1", 0, 1),
+        ("compute", "1F0", 1, -1),
+    ]
     _, timeline, found = step("1f1b", ranks=2, microbatches=4, latency_s=2.5)
     obey_the_laws(timeline, found)
     first = [(i.reason, i.start_s, i.end_s) for i in found.idle if i.rank == 0][:3]
@@ -144,21 +150,33 @@ def test_a_measured_step_has_overhead_and_no_send_events() -> None:
     rows = ("0F0 0SEND_F0>1 0F1 0SEND_F1>1", "1RECV_F0<0 1F0 1RECV_F1<0 1F1")
     program = parse_program(2, (0, 1), rows)
     at = (
-        (0, "compute", "0F0", 0.25, 1.0), (0, "compute", "0F1", 1.25, 2.0), (0, "recv", "END", 2.0, 4.5),
-        (1, "recv", "1RECV_F0<0", 0.0, 1.5), (1, "compute", "1F0", 1.75, 3.0),
-        (1, "recv", "1RECV_F1<0", 3.0, 3.25), (1, "compute", "1F1", 3.5, 4.5),
-    )  # fmt: skip
+        (0, "compute", "0F0", 0.25, 1.0),
+        (0, "compute", "0F1", 1.25, 2.0),
+        (0, "recv", "END", 2.0, 4.5),
+        (1, "recv", "1RECV_F0<0", 0.0, 1.5),
+        (1, "compute", "1F0", 1.75, 3.0),
+        (1, "recv", "1RECV_F1<0", 3.0, 3.25),
+        (1, "compute", "1F1", 3.5, 4.5),
+    )
     events = tuple(Event(rank=r, stream=s, action=a, start_s=b, end_s=e) for r, s, a, b, e in at)
     timeline = Timeline(source="measured", ranks=2, events=events)
     found = explain(program, timeline, chain(2))
     obey_the_laws(timeline, found)
     assert [(i.rank, i.reason, i.start_s, i.end_s) for i in found.idle] == [
-        (0, "warm-up", 0.0, 0.25), (0, "overhead", 1.0, 1.25), (0, "drain", 2.0, 4.5),
-        (1, "warm-up", 0.0, 1.75), (1, "transfer", 3.0, 3.25), (1, "overhead", 3.25, 3.5),
-    ]  # fmt: skip
+        (0, "warm-up", 0.0, 0.25),
+        (0, "overhead", 1.0, 1.25),
+        (0, "drain", 2.0, 4.5),
+        (1, "warm-up", 0.0, 1.75),
+        (1, "transfer", 3.0, 3.25),
+        (1, "overhead", 3.25, 3.5),
+    ]
     assert [p.action for p in found.path if p.kind != "overhead"] == [
-        "0F0", "0SEND_F0>1", "1F0", "0SEND_F1>1", "1F1",
-    ]  # fmt: skip
+        "0F0",
+        "0SEND_F0>1",
+        "1F0",
+        "0SEND_F1>1",
+        "1F1",
+    ]
 
 
 def test_a_copy_from_host_memory_is_the_reason() -> None:
@@ -168,8 +186,10 @@ def test_a_copy_from_host_memory_is_the_reason() -> None:
     found = explain(parse_program(1, (0,), ("0F0 0RELOAD0 0B0",)), timeline, dag(1, []))
     obey_the_laws(timeline, found)
     assert [(i.reason, i.start_s, i.end_s) for i in found.idle if i.duration_s >= 0.25][-1] == (
-        "overhead", 3.0, 3.25,
-    )  # fmt: skip
+        "overhead",
+        3.0,
+        3.25,
+    )
     assert ("copy", 1.5, 3.0) in [(i.reason, i.start_s, i.end_s) for i in found.idle]
     assert [p.kind for p in found.path] == ["compute", "overhead", "copy", "overhead", "compute"]
 
@@ -207,11 +227,15 @@ def uneven(stages: int, seed: int) -> tuple[StageCost, ...]:
     dice = Random(seed)
     return tuple(
         StageCost(
-            forward_s=dice.randint(1, 9), backward_s=dice.randint(1, 9), input_grad_s=dice.randint(1, 9),
-            weight_grad_s=dice.randint(0, 9), step_s=dice.randint(0, 3), tied_bytes={"x": 8, "y": 4},
+            forward_s=dice.randint(1, 9),
+            backward_s=dice.randint(1, 9),
+            input_grad_s=dice.randint(1, 9),
+            weight_grad_s=dice.randint(0, 9),
+            step_s=dice.randint(0, 3),
+            tied_bytes={"x": 8, "y": 4},
         )
         for _ in range(stages)
-    )  # fmt: skip
+    )
 
 
 @st.composite
@@ -233,15 +257,20 @@ def test_laws_hold_for_random_graphs_and_times(data: st.DataObject) -> None:
     ranks = data.draw(st.integers(1, count))
     placement = tuple(data.draw(st.permutations([s % ranks for s in range(count)])))
     built = schedules.build(
-        data.draw(st.sampled_from(["gpipe", "1f1b", "forward_only"])), stages, placement,
-        data.draw(st.integers(1, 5)), split_backward=data.draw(st.booleans()),
-    )  # fmt: skip
+        data.draw(st.sampled_from(["gpipe", "1f1b", "forward_only"])),
+        stages,
+        placement,
+        data.draw(st.integers(1, 5)),
+        split_backward=data.draw(st.booleans()),
+    )
     program = lower(built, stages)
     timeline = simulate(
-        program, stages, uneven(count, data.draw(st.integers(0, 1000))),
+        program,
+        stages,
+        uneven(count, data.draw(st.integers(0, 1000))),
         links(ranks, data.draw(st.integers(0, 3)), bytes_per_s=4.0),
         receive_ahead=data.draw(st.integers(1, 3)),
-    )  # fmt: skip
+    )
     found = explain(program, timeline, stages)
     obey_the_laws(timeline, found)
     name_what_really_ended(program, timeline, found)

@@ -41,9 +41,11 @@ def test_a_message_that_waits_for_its_nodes_link_names_what_held_it() -> None:
     )
     assert (moves.reason, moves.start_s, moves.end_s, moves.waiting) == ("transfer", 2.0, 3.0, "")
     assert [(p.kind, p.action, p.start_s, p.end_s, p.waiting) for p in found.path] == [
-        ("compute", "0F0", 0.0, 1.0, ""), ("transfer", "0SEND_F0>2", 1.0, 2.0, "1SEND_F0>3"),
-        ("transfer", "1SEND_F0>3", 2.0, 3.0, ""), ("compute", "3F0", 3.0, 4.0, ""),
-    ]  # fmt: skip
+        ("compute", "0F0", 0.0, 1.0, ""),
+        ("transfer", "0SEND_F0>2", 1.0, 2.0, "1SEND_F0>3"),
+        ("transfer", "1SEND_F0>3", 2.0, 3.0, ""),
+        ("compute", "3F0", 3.0, 4.0, ""),
+    ]
     assert " ".join(map(str, fold(found.path))) == (
         "0F0, 0SEND_F0>2 on the link that 1SEND_F0>3 waits for 1SEND_F0>3 3F0"
     )
@@ -58,16 +60,23 @@ def test_of_two_links_the_one_that_was_free_last_is_named() -> None:
     """0SEND leaves the node of rank 1, 4SEND enters that of rank 3 and is longer on its way."""
     stages = dag(5, [(0, 2), (1, 3), (4, 3)], loss_stage=3)
     rows = (
-        "0F0 0SEND_F0>2", "1F0 1SEND_F0>3", "2RECV_F0<0 2F0", "3RECV_F0<4 3RECV_F0<1 3F0", "4F0 4SEND_F0>3",
-    )  # fmt: skip
+        "0F0 0SEND_F0>2",
+        "1F0 1SEND_F0>3",
+        "2RECV_F0<0 2F0",
+        "3RECV_F0<4 3RECV_F0<1 3F0",
+        "4F0 4SEND_F0>3",
+    )
     program = parse_program(1, (0, 1, 2, 3, 4), rows)
     costs = tuple(replace(equal_costs(1)[0], forward_s=s) for s in (1.0, 1.6, 1.0, 1.0, 1.5))
     where = nodes(0, 0, 1, 2, 3, between_nodes=SECOND, node_link=SECOND)
     timeline = simulate(program, stages, costs, where)
     found = explain(program, timeline, stages, where)
     assert [(p.action, p.end_s, p.waiting) for p in found.path] == [
-        ("4F0", 1.5, ""), ("4SEND_F0>3", 2.5, "1SEND_F0>3"), ("1SEND_F0>3", 3.5, ""), ("3F0", 4.5, ""),
-    ]  # fmt: skip
+        ("4F0", 1.5, ""),
+        ("4SEND_F0>3", 2.5, "1SEND_F0>3"),
+        ("1SEND_F0>3", 3.5, ""),
+        ("3F0", 4.5, ""),
+    ]
 
 
 def test_a_fast_link_is_held_for_less_than_a_message_takes() -> None:
@@ -78,15 +87,24 @@ def test_a_fast_link_is_held_for_less_than_a_message_takes() -> None:
     timeline = simulate(program, stages, equal_costs(4), where)
     found = explain(program, timeline, stages, where)
     assert [(p.action, p.start_s, p.end_s) for p in found.path] == [
-        ("0F0", 0.0, 1.0), ("0SEND_F0>2", 1.0, 1.25), ("1SEND_F0>3", 1.25, 2.25), ("3F0", 2.25, 3.25),
-    ]  # fmt: skip
+        ("0F0", 0.0, 1.0),
+        ("0SEND_F0>2", 1.0, 1.25),
+        ("1SEND_F0>3", 1.25, 2.25),
+        ("3F0", 2.25, 3.25),
+    ]
 
 
 def test_a_copy_that_waits_for_its_switch_names_what_held_it() -> None:
     cost = StageCost(
-        forward_s=1.0, backward_s=2.0, input_grad_s=1.0, weight_grad_s=1.0, residual_bytes=8,
-        offloaded_bytes=8, offload_s=1.0, reload_s=1.0,
-    )  # fmt: skip
+        forward_s=1.0,
+        backward_s=2.0,
+        input_grad_s=1.0,
+        weight_grad_s=1.0,
+        residual_bytes=8,
+        offloaded_bytes=8,
+        offload_s=1.0,
+        reload_s=1.0,
+    )
     row = "{0}F0 {0}OFFLOAD0 {0}RELOAD0 {0}B0 {0}STEP"
     program = parse_program(1, (0, 1), tuple(row.format(stage) for stage in (0, 1)))
     costs = (cost, replace(cost, forward_s=1.25))
@@ -95,8 +113,9 @@ def test_a_copy_that_waits_for_its_switch_names_what_held_it() -> None:
     found = explain(program, timeline, dag(2, []), where)
     waits = [i for i in found.idle if i.rank == 1]
     assert [(i.reason, i.start_s, i.end_s, i.waiting, i.root) for i in waits] == [
-        ("link", 1.25, 3.0, "1OFFLOAD0", "0OFFLOAD0"), ("copy", 3.0, 7.0, "", "0OFFLOAD0"),
-    ]  # fmt: skip
+        ("link", 1.25, 3.0, "1OFFLOAD0", "0OFFLOAD0"),
+        ("copy", 3.0, 7.0, "", "0OFFLOAD0"),
+    ]
     assert sentence(waits[0]) == (
         "rank 1 waits for 1RELOAD0 of rank 1: 1OFFLOAD0 waits for a shared link, which 0OFFLOAD0 of rank 0 "
         "holds"

@@ -34,13 +34,19 @@ def costs_for(stages: int, seed: int) -> tuple[StageCost, ...]:
 
     return tuple(
         StageCost(
-            forward_s=number(), backward_s=number(), input_grad_s=number(), weight_grad_s=number(),
-            step_s=number(), residual_bytes=number(), carried_bytes=number(),
-            static_bytes={"parameters": number()}, transient_bytes={"F": number(), "STEP": number()},
+            forward_s=number(),
+            backward_s=number(),
+            input_grad_s=number(),
+            weight_grad_s=number(),
+            step_s=number(),
+            residual_bytes=number(),
+            carried_bytes=number(),
+            static_bytes={"parameters": number()},
+            transient_bytes={"F": number(), "STEP": number()},
             tied_bytes={"x": 8, "y": 4},
         )
         for _ in range(stages)
-    )  # fmt: skip
+    )
 
 
 def cluster(ranks: int) -> Cluster:

@@ -30,9 +30,17 @@ from pipeloom.viewer.blocks import timelines_figure
 from pipeloom.viewer.chrome import chrome_trace
 
 COST = StageCost(
-    forward_s=1.0, backward_s=2.0, input_grad_s=1.0, weight_grad_s=1.0, residual_bytes=100,
-    offloaded_bytes=30, recomputed_bytes=20, offload_s=3.0, reload_s=4.0, recompute_s=0.5,
-)  # fmt: skip
+    forward_s=1.0,
+    backward_s=2.0,
+    input_grad_s=1.0,
+    weight_grad_s=1.0,
+    residual_bytes=100,
+    offloaded_bytes=30,
+    recomputed_bytes=20,
+    offload_s=3.0,
+    reload_s=4.0,
+    recompute_s=0.5,
+)
 
 
 def cluster(ranks: int) -> Cluster:
@@ -135,9 +143,12 @@ def test_a_backward_that_waits_for_its_reload_says_so() -> None:
         ("copy", "0RELOAD0", "0B0", 2.0, 8.0)
     ]
     assert [(p.kind, p.action) for p in found.path] == [
-        ("compute", "0F0"), ("copy", "0OFFLOAD0"), ("copy", "0RELOAD0"), ("compute", "0B0"),
+        ("compute", "0F0"),
+        ("copy", "0OFFLOAD0"),
+        ("copy", "0RELOAD0"),
+        ("compute", "0B0"),
         ("compute", "0B1"),
-    ]  # fmt: skip
+    ]
 
 
 def test_a_reload_that_waits_for_another_one_is_on_the_path() -> None:
@@ -145,8 +156,13 @@ def test_a_reload_that_waits_for_another_one_is_on_the_path() -> None:
     program, timeline = one_rank(row, replace(COST, recomputed_bytes=0, offload_s=0.25))
     found = explain(program, timeline, chain(1))
     assert [(p.action, p.end_s) for p in found.path] == [
-        ("0F0", 1.0), ("0F1", 2.0), ("0RELOAD0", 6.0), ("0RELOAD1", 10.0), ("0B1", 12.0), ("0B0", 14.0),
-    ]  # fmt: skip
+        ("0F0", 1.0),
+        ("0F1", 2.0),
+        ("0RELOAD0", 6.0),
+        ("0RELOAD1", 10.0),
+        ("0B1", 12.0),
+        ("0B0", 14.0),
+    ]
 
 
 def test_the_wait_of_another_rank_goes_back_to_the_copy() -> None:
@@ -159,8 +175,10 @@ def test_the_wait_of_another_rank_goes_back_to_the_copy() -> None:
     timeline = simulate(program, chain(2), (replace(COST, recomputed_bytes=0),) * 2, cluster(2))
     found = explain(program, timeline, chain(2))
     assert [(i.reason, i.start_s, i.end_s) for i in found.idle if i.rank == 0] == [
-        ("fill", 1.0, 2.0), ("copy", 2.0, 9.0), ("fill", 9.0, 11.0),
-    ]  # fmt: skip
+        ("fill", 1.0, 2.0),
+        ("copy", 2.0, 9.0),
+        ("fill", 9.0, 11.0),
+    ]
 
 
 def test_copies_are_drawn() -> None:
@@ -175,31 +193,57 @@ def test_copies_are_drawn() -> None:
 @pytest.mark.parametrize(
     ("row", "message", "hint"),
     [
-        ("0F0 0OFFLOAD0", "rank 0 runs 0OFFLOAD0, but no backward reads its residuals: the program has none",
-         "drop it: what only runs forward keeps no residuals"),
-        ("0F0 0OFFLOAD0 0B0 0STEP", "rank 0 runs 0OFFLOAD0 and never 0RELOAD0",
-         "add 0RELOAD0 between 0OFFLOAD0 and 0B0"),
-        ("0F0 0OFFLOAD0 0I0 0W0 0STEP", "rank 0 runs 0OFFLOAD0 and never 0RELOAD0",
-         "add 0RELOAD0 between 0OFFLOAD0 and 0I0"),
-        ("0F0 0RELOAD0 0B0 0STEP", "rank 0 runs 0RELOAD0, but nothing of it was offloaded",
-         "add 0OFFLOAD0 between 0F0 and 0RELOAD0, or drop 0RELOAD0"),
-        ("0F0 0RELOAD0 0OFFLOAD0 0B0 0STEP",
-         "rank 0 runs 0RELOAD0 before 0OFFLOAD0, which comes first of the two",
-         "move 0OFFLOAD0 in front of 0RELOAD0: the order is F, OFFLOAD, RELOAD, RECOMPUTE, B (or I)"),
-        ("0OFFLOAD0 0F0 0RELOAD0 0B0 0STEP", "rank 0 runs 0OFFLOAD0 before 0F0, which comes first of the two",
-         "move 0F0 in front of 0OFFLOAD0"),
-        ("0F0 0OFFLOAD0 0B0 0RELOAD0 0STEP", "rank 0 runs 0B0 before 0RELOAD0, which comes first of the two",
-         "move 0RELOAD0 in front of 0B0"),
-        ("0F0 0OFFLOAD0 0RECOMPUTE0 0RELOAD0 0B0 0STEP",
-         "rank 0 runs 0RECOMPUTE0 before 0RELOAD0, which comes first of the two", "move 0RELOAD0 in front"),
-        ("0F0 0I0 0RECOMPUTE0 0W0 0STEP", "rank 0 runs 0I0 before 0RECOMPUTE0, which comes first of the two",
-         "move 0RECOMPUTE0 in front of 0I0"),
+        (
+            "0F0 0OFFLOAD0",
+            "rank 0 runs 0OFFLOAD0, but no backward reads its residuals: the program has none",
+            "drop it: what only runs forward keeps no residuals",
+        ),
+        (
+            "0F0 0OFFLOAD0 0B0 0STEP",
+            "rank 0 runs 0OFFLOAD0 and never 0RELOAD0",
+            "add 0RELOAD0 between 0OFFLOAD0 and 0B0",
+        ),
+        (
+            "0F0 0OFFLOAD0 0I0 0W0 0STEP",
+            "rank 0 runs 0OFFLOAD0 and never 0RELOAD0",
+            "add 0RELOAD0 between 0OFFLOAD0 and 0I0",
+        ),
+        (
+            "0F0 0RELOAD0 0B0 0STEP",
+            "rank 0 runs 0RELOAD0, but nothing of it was offloaded",
+            "add 0OFFLOAD0 between 0F0 and 0RELOAD0, or drop 0RELOAD0",
+        ),
+        (
+            "0F0 0RELOAD0 0OFFLOAD0 0B0 0STEP",
+            "rank 0 runs 0RELOAD0 before 0OFFLOAD0, which comes first of the two",
+            "move 0OFFLOAD0 in front of 0RELOAD0: the order is F, OFFLOAD, RELOAD, RECOMPUTE, B (or I)",
+        ),
+        (
+            "0OFFLOAD0 0F0 0RELOAD0 0B0 0STEP",
+            "rank 0 runs 0OFFLOAD0 before 0F0, which comes first of the two",
+            "move 0F0 in front of 0OFFLOAD0",
+        ),
+        (
+            "0F0 0OFFLOAD0 0B0 0RELOAD0 0STEP",
+            "rank 0 runs 0B0 before 0RELOAD0, which comes first of the two",
+            "move 0RELOAD0 in front of 0B0",
+        ),
+        (
+            "0F0 0OFFLOAD0 0RECOMPUTE0 0RELOAD0 0B0 0STEP",
+            "rank 0 runs 0RECOMPUTE0 before 0RELOAD0, which comes first of the two",
+            "move 0RELOAD0 in front",
+        ),
+        (
+            "0F0 0I0 0RECOMPUTE0 0W0 0STEP",
+            "rank 0 runs 0I0 before 0RECOMPUTE0, which comes first of the two",
+            "move 0RECOMPUTE0 in front of 0I0",
+        ),
         ("0F0 0OFFLOAD0 0RELOAD0 0RELOAD0 0B0 0STEP", "rank 0 runs 0RELOAD0 twice", "remove one of them"),
         ("0F0 0RECOMPUTE1 0B0 0STEP", "rank 0 runs 0RECOMPUTE1, but the micro-batches are 0 to 0", "drop"),
         ("0F0 1RECOMPUTE0 0B0 0STEP", "rank 0 runs 1RECOMPUTE0, but the stages are 0 to 0", "correct"),
         ("0F0 0B0 0STEP 0RECOMPUTE0", "rank 0 runs 0B0 before 0RECOMPUTE0, which comes first", "move"),
     ],
-)  # fmt: skip
+)
 def test_every_rule_has_its_message(row: str, message: str, hint: str) -> None:
     with pytest.raises(ScheduleError) as caught:
         check_program(parse_program(1, (0,), (row,)), chain(1))
@@ -223,8 +267,9 @@ def links(ranks: int) -> Cluster:
     return Cluster(devices=devices, within_node=near, between_nodes=far)
 
 
-def held_by_hand(program: Program, stages: StageGraph, costs: tuple[StageCost, ...], timeline: Timeline,
-                 rank: int) -> dict[str, dict[float, int]]:  # fmt: skip
+def held_by_hand(
+    program: Program, stages: StageGraph, costs: tuple[StageCost, ...], timeline: Timeline, rank: int
+) -> dict[str, dict[float, int]]:
     """Residual bytes of a rank in both tiers from each time on, added up change by change."""
     at = {e.action: e for e in timeline.events if e.stream in ("compute", "d2h", "h2d")}
     row = [a for a in program.rows[rank] if isinstance(a, Action)]
@@ -234,10 +279,13 @@ def held_by_hand(program: Program, stages: StageGraph, costs: tuple[StageCost, .
         again = replace(a, kind=Kind("RECOMPUTE")) in row
         begin, end = {
             "F": (cost.residual_bytes - again * cost.recomputed_bytes, 0),
-            "OFFLOAD": (0, -cost.offloaded_bytes), "RELOAD": (cost.offloaded_bytes, 0),
-            "RECOMPUTE": (cost.recomputed_bytes, 0), "B": (0, -cost.residual_bytes),
-            "I": (0, cost.carried_bytes - cost.residual_bytes), "W": (0, -cost.carried_bytes),
-        }[a.kind]  # fmt: skip
+            "OFFLOAD": (0, -cost.offloaded_bytes),
+            "RELOAD": (cost.offloaded_bytes, 0),
+            "RECOMPUTE": (cost.recomputed_bytes, 0),
+            "B": (0, -cost.residual_bytes),
+            "I": (0, cost.carried_bytes - cost.residual_bytes),
+            "W": (0, -cost.carried_bytes),
+        }[a.kind]
         change["device"][event.start_s] += begin
         change["device"][event.end_s] += end
         change["host"][event.start_s] += cost.offloaded_bytes * (a.kind == "OFFLOAD")
@@ -275,9 +323,9 @@ def test_random_programs_run_as_a_plain_simulator_says(case: Case, seed: int, ah
     seen = {(e.stream, e.action): (e.start_s, e.end_s) for e in timeline.events if e.stream != "recv"}
     assert seen == times
     explain(program, timeline, stages)
-    without = replace(stages, crossings=tuple(
-        replace(c, value=replace(c.value, shape=(0,))) for c in stages.crossings
-    ))  # fmt: skip
+    without = replace(
+        stages, crossings=tuple(replace(c, value=replace(c.value, shape=(0,))) for c in stages.crossings)
+    )
     timeline = simulate(program, without, costs, where, receive_ahead=ahead)
     for rank in range(timeline.ranks):
         held = held_by_hand(program, without, costs, timeline, rank)

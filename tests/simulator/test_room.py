@@ -23,9 +23,15 @@ from pipeloom.lowering import lower
 from pipeloom.simulator import explain, simulate
 
 COST = StageCost(
-    forward_s=1.0, backward_s=2.0, input_grad_s=1.0, weight_grad_s=1.0, residual_bytes=100,
-    offloaded_bytes=100, offload_s=3.0, reload_s=0.5,
-)  # fmt: skip
+    forward_s=1.0,
+    backward_s=2.0,
+    input_grad_s=1.0,
+    weight_grad_s=1.0,
+    residual_bytes=100,
+    offloaded_bytes=100,
+    offload_s=3.0,
+    reload_s=0.5,
+)
 ROW = "0F0 0OFFLOAD0 0F1 0OFFLOAD1 0F2 0RELOAD1 0B2 0RELOAD0 0B1 0B0 0STEP"
 
 
@@ -64,13 +70,15 @@ def test_an_action_waits_for_room(switch: bool) -> None:
 
 
 def test_the_wait_is_explained() -> None:
-    found = explain(
-        program(), simulate(program(), chain(1), (COST,), cluster(1), caps=(200,)), chain(1)
-    )
+    found = explain(program(), simulate(program(), chain(1), (COST,), cluster(1), caps=(200,)), chain(1))
     first = found.idle[0]
     assert (first.reason, first.waits_for, first.action, first.start_s, first.end_s) == (
-        "copy", "0OFFLOAD0", "0F2", 2.0, 4.0,
-    )  # fmt: skip
+        "copy",
+        "0OFFLOAD0",
+        "0F2",
+        2.0,
+        4.0,
+    )
 
 
 def test_a_reload_waits_for_room_too() -> None:
@@ -122,7 +130,7 @@ def test_random_programs_wait_as_a_plain_simulator_does(case: Case, seed: int, a
     costs = tuple(
         replace(c, transient_bytes={k: dice.randint(0, 30) for k in "FB"}, static_bytes={"batch": 7})
         for c in uneven(len(stages.stages), dice)
-    )  # fmt: skip
+    )
     where = links(len(made.rows), dice)
     free = simulate(made, stages, costs, where, receive_ahead=ahead)
     caps = [round(free.peak_bytes(r) * dice.uniform(0.5, 1.05)) for r in range(free.ranks)]

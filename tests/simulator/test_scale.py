@@ -41,12 +41,19 @@ def odd_timeline() -> Timeline:
     stages = odd_graph()
     costs = tuple(
         StageCost(
-            forward_s=1.0 + s / 4, backward_s=2.0, input_grad_s=1.0, weight_grad_s=1.5, step_s=1.0,
-            residual_bytes=64 * (s + 1), carried_bytes=16, transient_bytes={"F": 8, "I": 4, "STEP": 2},
-            static_bytes={"parameters": 100}, tied_bytes={"a": 8, "b": 16},
+            forward_s=1.0 + s / 4,
+            backward_s=2.0,
+            input_grad_s=1.0,
+            weight_grad_s=1.5,
+            step_s=1.0,
+            residual_bytes=64 * (s + 1),
+            carried_bytes=16,
+            transient_bytes={"F": 8, "I": 4, "STEP": 2},
+            static_bytes={"parameters": 100},
+            tied_bytes={"a": 8, "b": 16},
         )
         for s in range(5)
-    )  # fmt: skip
+    )
     made = schedules.build("1f1b", stages, (0, 1, 2, 0, 3), 12, split_backward=True)
     return simulate(lower(made, stages), stages, costs, cluster(4), begin_s=(0.0, 3.0, 0.0, 1.0))
 
@@ -82,9 +89,12 @@ def test_a_deadlock_in_a_large_schedule_is_found_and_named() -> None:
     first_back = low + int(np.argmax(made.kind[low:] == 1))
     order[[low + 1, first_back]] = order[[first_back, low + 1]]
     swapped = Columns(
-        kind=made.kind[order], stage=made.stage, microbatch=made.microbatch[order], peer=made.peer,
+        kind=made.kind[order],
+        stage=made.stage,
+        microbatch=made.microbatch[order],
+        peer=made.peer,
         offsets=made.offsets,
-    )  # fmt: skip
+    )
     bad = Schedule(name="bad", microbatches=microbatches, placement=tuple(range(ranks)), rows=Rows(swapped))
     with pytest.raises(DeadlockError, match="rank 7 at 7B0 needs 8B0") as caught:
         check(bad, chain(ranks))

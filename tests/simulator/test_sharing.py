@@ -77,9 +77,15 @@ def test_a_group_across_nodes_has_links_of_its_own() -> None:
 
 
 COST = StageCost(
-    forward_s=1.0, backward_s=2.0, input_grad_s=1.0, weight_grad_s=1.0, residual_bytes=8, offloaded_bytes=8,
-    offload_s=1.0, reload_s=1.0,
-)  # fmt: skip
+    forward_s=1.0,
+    backward_s=2.0,
+    input_grad_s=1.0,
+    weight_grad_s=1.0,
+    residual_bytes=8,
+    offloaded_bytes=8,
+    offload_s=1.0,
+    reload_s=1.0,
+)
 ROW = "{0}F0 {0}OFFLOAD0 {0}RELOAD0 {0}B0 {0}STEP"
 
 
@@ -89,13 +95,19 @@ def test_copies_of_devices_on_one_switch_follow_each_other() -> None:
     costs = (COST, replace(COST, forward_s=1.25))
     shared = simulate(program, dag(2, []), costs, on_switches("a", "a", a=uplink))
     assert times(shared, "d2h", "h2d") == {
-        "0OFFLOAD0": (1.0, 3.0), "1OFFLOAD0": (3.0, 5.0), "0RELOAD0": (3.0, 5.0), "1RELOAD0": (5.0, 7.0),
-    }  # fmt: skip
+        "0OFFLOAD0": (1.0, 3.0),
+        "1OFFLOAD0": (3.0, 5.0),
+        "0RELOAD0": (3.0, 5.0),
+        "1RELOAD0": (5.0, 7.0),
+    }
     assert times(shared, "compute")["1B0"] == (7.0, 9.0)
     apart = simulate(program, dag(2, []), costs, on_switches("a", "b", a=uplink, b=uplink))
     assert times(apart, "d2h", "h2d") == {
-        "0OFFLOAD0": (1.0, 3.0), "1OFFLOAD0": (1.25, 3.25), "0RELOAD0": (3.0, 5.0), "1RELOAD0": (3.25, 5.25),
-    }  # fmt: skip
+        "0OFFLOAD0": (1.0, 3.0),
+        "1OFFLOAD0": (1.25, 3.25),
+        "0RELOAD0": (3.0, 5.0),
+        "1RELOAD0": (3.25, 5.25),
+    }
 
 
 def test_a_fast_uplink_lets_copies_overlap() -> None:
@@ -143,8 +155,11 @@ def test_sums_of_different_ranks_follow_each_other_on_the_link_of_their_nodes() 
     assert sum_times(apart)["1REDUCE"] == (3.5, 7.5)
     shared = simulate(program, stages, costs, nodes(0, 0, 1, 1, between_nodes=link, node_link=link))
     assert sum_times(shared) == {
-        "0REDUCE": (3.0, 7.0), "2REDUCE": (3.0, 7.0), "3REDUCE": (3.25, 9.0), "1REDUCE": (3.5, 9.0),
-    }  # fmt: skip
+        "0REDUCE": (3.0, 7.0),
+        "2REDUCE": (3.0, 7.0),
+        "3REDUCE": (3.25, 9.0),
+        "1REDUCE": (3.5, 9.0),
+    }
     assert times(shared, "compute")["3STEP"] == (9.0, 9.0)
 
 
@@ -185,9 +200,11 @@ def test_shared_links_that_take_no_time_change_nothing(case: Case, seed: int, ah
     some = random_cluster(len(program.rows), dice)
     plain = replace(some, node_link=None, devices=tuple(replace(d, switch=None) for d in some.devices))
     shared = replace(
-        some, node_link=INSTANT, switches={f"{d.node}": INSTANT for d in some.devices},
+        some,
+        node_link=INSTANT,
+        switches={f"{d.node}": INSTANT for d in some.devices},
         devices=tuple(replace(d, switch=f"{d.node}") for d in some.devices),
-    )  # fmt: skip
+    )
     one = simulate(program, stages, costs, plain, receive_ahead=ahead)
     other = simulate(program, stages, costs, shared, receive_ahead=ahead)
     assert one.events == other.events
@@ -203,9 +220,7 @@ def test_compiled_kernels_say_what_the_plain_ones_do(monkeypatch: pytest.MonkeyP
     costs = uneven(6, dice)
     devices = tuple(Device(name="any", memory_bytes=1, node=r // 2, switch=f"s{r // 2}") for r in range(4))
     slow = Link(bandwidth_bytes_per_s=3.0, latency_s=0.1)
-    where = Cluster(
-        devices=devices, within_node=slow, node_link=slow, switches={"s0": slow, "s1": slow}
-    )  # fmt: skip
+    where = Cluster(devices=devices, within_node=slow, node_link=slow, switches={"s0": slow, "s1": slow})
     for name in ("COMPILED_FROM", "LOADED_FROM"):
         monkeypatch.setattr(kernels, name, 1 << 62)
     plain = simulate(program, stages, costs, where)

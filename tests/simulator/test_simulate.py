@@ -39,17 +39,23 @@ def drawn(timeline: Timeline, width: int = 1) -> str:
 
 
 def test_gpipe_drawn() -> None:
-    assert drawn(simulate(built("gpipe", chain(3), 3), chain(3), equal_costs(3), cluster(3))) == """\
+    assert (
+        drawn(simulate(built("gpipe", chain(3), 3), chain(3), equal_costs(3), cluster(3)))
+        == """\
 fff......bbbbbb
 .fff...bbbbbb..
 ..fffbbbbbb...."""
+    )
 
 
 def test_1f1b_drawn() -> None:
-    assert drawn(simulate(built("1f1b", chain(3), 4), chain(3), equal_costs(3), cluster(3))) == """\
+    assert (
+        drawn(simulate(built("1f1b", chain(3), 4), chain(3), equal_costs(3), cluster(3)))
+        == """\
 fff....bbfbb.bb.bb
 .ff..bbfbbfbb.bb..
 ..fbbfbbfbbfbb...."""
+    )
 
 
 def test_a_message_occupies_both_ranks() -> None:
@@ -57,35 +63,47 @@ def test_a_message_occupies_both_ranks() -> None:
     link = Link(bandwidth_bytes_per_s=float("inf"), latency_s=2.0, overhead_s_per_byte=0.25)
     ranks = Cluster(devices=(Device(name="any", memory_bytes=1),) * 2, within_node=link)
     timeline = simulate(built("gpipe", chain(2), 2), chain(2), equal_costs(2), ranks)
-    assert drawn(timeline) == """\
+    assert (
+        drawn(timeline)
+        == """\
 f.f.........bb.bb
 ....f.fbb.bb....."""
+    )
 
 
 def test_split_backward_drawn() -> None:
     timeline = simulate(built("1f1b", chain(3), 3, split=True), chain(3), equal_costs(3), cluster(3))
-    assert drawn(timeline) == """\
+    assert (
+        drawn(timeline)
+        == """\
 fff..iw.iw.iw
 .ff.iwfiw.iw.
 ..fiwfiwfiw.."""
+    )
 
 
 def test_diamond_drawn() -> None:
     diamond = dag(4, [(0, 1), (0, 2), (1, 3), (2, 3)])
     # The two branches run at the same time: as short as a chain of three.
-    assert drawn(simulate(built("1f1b", diamond, 3), diamond, equal_costs(4), cluster(4))) == """\
+    assert (
+        drawn(simulate(built("1f1b", diamond, 3), diamond, equal_costs(4), cluster(4)))
+        == """\
 fff....bb.bb.bb
 .ff..bbfbb.bb..
 .ff..bbfbb.bb..
 ..fbbfbbfbb...."""
+    )
 
 
 def test_a_slower_device_holds_up_the_others() -> None:
     even = equal_costs(2)
     timeline = simulate(built("gpipe", chain(2), 2), chain(2), (even[0], even[1].slowed(2.0)), cluster(2))
-    assert drawn(timeline) == """\
+    assert (
+        drawn(timeline)
+        == """\
 ff.......bb..bb
 .ffffbbbbbbbb.."""
+    )
 
 
 def events(timeline: Timeline, stream: str) -> list[tuple[int, str, float, float]]:
@@ -98,11 +116,15 @@ def test_a_link_carries_one_message_at_a_time() -> None:
         built("forward_only", chain(2), 3), chain(2), equal_costs(2), cluster(2, 1.0, 1.0), receive_ahead=3
     )
     assert events(timeline, "send") == [
-        (0, "0SEND_F0>1", 1.0, 6.0), (0, "0SEND_F1>1", 6.0, 11.0), (0, "0SEND_F2>1", 11.0, 16.0),
-    ]  # fmt: skip
+        (0, "0SEND_F0>1", 1.0, 6.0),
+        (0, "0SEND_F1>1", 6.0, 11.0),
+        (0, "0SEND_F2>1", 11.0, 16.0),
+    ]
     assert events(timeline, "recv") == [
-        (1, "1RECV_F0<0", 0.0, 6.0), (1, "1RECV_F1<0", 7.0, 11.0), (1, "1RECV_F2<0", 12.0, 16.0),
-    ]  # fmt: skip
+        (1, "1RECV_F0<0", 0.0, 6.0),
+        (1, "1RECV_F1<0", 7.0, 11.0),
+        (1, "1RECV_F2<0", 12.0, 16.0),
+    ]
 
 
 def test_a_message_waits_until_its_receive_is_posted() -> None:
@@ -111,8 +133,10 @@ def test_a_message_waits_until_its_receive_is_posted() -> None:
     timeline = simulate(program, chain(2), costs, cluster(2, 4.0), receive_ahead=1)
     # The second receive is posted when the first message is taken, at 2 s; the third at 12 s.
     assert events(timeline, "send") == [
-        (0, "0SEND_F0>1", 1.0, 2.0), (0, "0SEND_F1>1", 2.0, 3.0), (0, "0SEND_F2>1", 12.0, 13.0),
-    ]  # fmt: skip
+        (0, "0SEND_F0>1", 1.0, 2.0),
+        (0, "0SEND_F1>1", 2.0, 3.0),
+        (0, "0SEND_F2>1", 12.0, 13.0),
+    ]
     assert timeline.step_s == 32.0
 
 
@@ -134,10 +158,15 @@ def memory(rank: int, timeline: Timeline) -> list[tuple[float, int]]:
 
 def sized(**more: object) -> StageCost:
     return StageCost(
-        forward_s=1.0, backward_s=2.0, input_grad_s=1.0, weight_grad_s=1.0,
-        static_bytes={"parameters": 1000, "gradients": 1000}, residual_bytes=100, carried_bytes=30,
+        forward_s=1.0,
+        backward_s=2.0,
+        input_grad_s=1.0,
+        weight_grad_s=1.0,
+        static_bytes={"parameters": 1000, "gradients": 1000},
+        residual_bytes=100,
+        carried_bytes=30,
         **more,  # type: ignore[arg-type]
-    )  # fmt: skip
+    )
 
 
 def test_memory_of_one_stage() -> None:
@@ -152,9 +181,15 @@ def test_memory_of_one_stage() -> None:
         (7.0, 2000),
     ]
     assert timeline.peaks[0] == {
-        "parameters": 1000, "gradients": 1000, "optimizer": 0, "buffers": 0, "batch": 0,
-        "residuals": 200, "boundary": 0, "transient": 9,
-    }  # fmt: skip
+        "parameters": 1000,
+        "gradients": 1000,
+        "optimizer": 0,
+        "buffers": 0,
+        "batch": 0,
+        "residuals": 200,
+        "boundary": 0,
+        "transient": 9,
+    }
 
 
 def test_memory_between_i_and_w() -> None:
@@ -210,14 +245,19 @@ def test_tied_gradients_are_summed_when_both_ranks_are_there() -> None:
     tied = dag(3, [(0, 1), (1, 2)], params={0: ("wte",), 2: ("wte",)})
     costs = equal_costs(3)
     end = StageCost(
-        forward_s=1.0, backward_s=2.0, input_grad_s=1.0, weight_grad_s=1.0,
-        step_s=3.0, tied_bytes={"wte": 8},
-    )  # fmt: skip
+        forward_s=1.0,
+        backward_s=2.0,
+        input_grad_s=1.0,
+        weight_grad_s=1.0,
+        step_s=3.0,
+        tied_bytes={"wte": 8},
+    )
     timeline = simulate(built("gpipe", tied, 1), tied, (end, costs[1], end), cluster(3, float("inf"), 0.5))
     # Forwards and backwards with their transfers end at 3 + 4 * 0.5 + 6 = 11 s on rank 0, at 6 s on rank 2.
     assert [e for e in events(timeline, "recv") if "REDUCE" in e[1]] == [
-        (2, "2REDUCE", 6.0, 12.0), (0, "0REDUCE", 11.0, 12.0),
-    ]  # fmt: skip
+        (2, "2REDUCE", 6.0, 12.0),
+        (0, "0REDUCE", 11.0, 12.0),
+    ]
     assert timeline.step_s == 15.0
 
 

@@ -60,12 +60,14 @@ class Chain:
             return Evaluation(seconds=turn, peak_bytes=min(peak, self.cap))
 
         return Problem(
-            points=range(n + 1), stages=self.stages, caps=(self.cap,) * self.stages,
+            points=range(n + 1),
+            stages=self.stages,
+            caps=(self.cap,) * self.stages,
             evaluate=Memoised(evaluate),
             compute_s=lambda start, end, stage: seconds[end] - seconds[start],
             shares=lambda start, end: [bytes_of(start, end, s) / self.cap for s in range(self.stages)],
             crossing=lambda position: crossing[position],
-        )  # fmt: skip
+        )
 
     def _exposed(self, start: int, end: int, stage: int, excess: float, time: float) -> float:
         """Seconds to free `excess` bytes; inf if there are not so many.
@@ -99,10 +101,15 @@ def draw(rng: random.Random, *, nodes: int, stages: int, mixed: bool, overlap: f
         rng.choice((0.05, 0.3, 1.0, 3.0)) * rng.uniform(0.5, 1.5) if mixed else ratio * t for t in forward
     ]
     return Chain(
-        times=tuple(3 * t for t in forward), recompute_s=tuple(forward),
-        parameters=tuple(rng.uniform(0.0, 0.6) for _ in range(nodes)), activations=tuple(activations),
-        stages=stages, stashes=rng.random() < 0.5, overlap=overlap, cap=inf,
-    )  # fmt: skip
+        times=tuple(3 * t for t in forward),
+        recompute_s=tuple(forward),
+        parameters=tuple(rng.uniform(0.0, 0.6) for _ in range(nodes)),
+        activations=tuple(activations),
+        stages=stages,
+        stashes=rng.random() < 0.5,
+        overlap=overlap,
+        cap=inf,
+    )
 
 
 def oracle(chain: Chain) -> Partition:

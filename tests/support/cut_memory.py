@@ -49,12 +49,16 @@ def stage_bytes(captured: Captured, stages: StageGraph) -> list[StageBytes]:
         held, most = cost.residual_bytes, functions.peak_bytes
         own = sum(functions.residual_bytes.values())
         planned = Bytes(
-            residuals=held, inputs=cost.keeps_inputs, forward=held + sent + cost.transient_bytes[F],
+            residuals=held,
+            inputs=cost.keeps_inputs,
+            forward=held + sent + cost.transient_bytes[F],
             backward=held + back + cost.transient_bytes[B],
-        )  # fmt: skip
+        )
         traced = Bytes(
-            residuals=own, inputs=not functions.kept_inputs.isdisjoint(functions.received),
-            forward=max(own + sent, most["forward"]), backward=own + max(back, most.get("backward", 0)),
-        )  # fmt: skip
+            residuals=own,
+            inputs=not functions.kept_inputs.isdisjoint(functions.received),
+            forward=max(own + sent, most["forward"]),
+            backward=own + max(back, most.get("backward", 0)),
+        )
         found.append(StageBytes(stages.stages[index].ops, planned, traced))
     return found

@@ -71,16 +71,22 @@ def dag_cases(draw: st.DrawFn) -> Case:
     without = draw(st.frozensets(st.sampled_from(edges), max_size=3)) if edges else ()
     tied = draw(st.frozensets(st.tuples(st.integers(0, count - 1), st.sampled_from("xyz")), max_size=5))
     stages = dag(
-        count, edges, loss_stage=label[count - 1], no_gradient=without,
+        count,
+        edges,
+        loss_stage=label[count - 1],
+        no_gradient=without,
         value_bytes=4 * draw(st.integers(1, 5)),
         params={s: tuple(sorted(name for at, name in tied if at == s)) for s in range(count)},
-    )  # fmt: skip
+    )
     ranks = draw(st.integers(1, count))
     placement = tuple(draw(st.permutations([stage % ranks for stage in range(count)])))
     schedule = schedules.build(
-        draw(st.sampled_from(["gpipe", "1f1b", "forward_only"])), stages, placement,
-        draw(st.integers(1, 5)), split_backward=draw(st.booleans()),
-    )  # fmt: skip
+        draw(st.sampled_from(["gpipe", "1f1b", "forward_only"])),
+        stages,
+        placement,
+        draw(st.integers(1, 5)),
+        split_backward=draw(st.booleans()),
+    )
     return Case(stages, schedule)
 
 
@@ -105,11 +111,15 @@ ADDED = (
     declare(Operation(letters="WARM", meaning="in front of each B", before=B, ahead=1, stream="host")),
     declare(
         Operation(
-            letters="SWAP", meaning="stages 0 and 1 meet", after=F, stages=lambda s: s < 2, seconds=1.0,
+            letters="SWAP",
+            meaning="stages 0 and 1 meet",
+            after=F,
+            stages=lambda s: s < 2,
+            seconds=1.0,
             meets=lambda s: (1 - s,),
         )
     ),
-)  # fmt: skip
+)
 """Operations that a user may have declared."""
 
 
@@ -294,10 +304,25 @@ def split(draw: st.DrawFn, rows: Table) -> None:
 EDITS: dict[str, Edit] = {
     edit.__name__: edit
     for edit in (
-        next_to_next, swap, swap_ranks, delete, duplicate, move, move_away, reverse, rotate, empty, swap_rows,
-        rename, other_microbatch, other_stage, other_peer, other_kind, split,
+        next_to_next,
+        swap,
+        swap_ranks,
+        delete,
+        duplicate,
+        move,
+        move_away,
+        reverse,
+        rotate,
+        empty,
+        swap_rows,
+        rename,
+        other_microbatch,
+        other_stage,
+        other_peer,
+        other_kind,
+        split,
     )
-}  # fmt: skip
+}
 
 OFTEN = ("next_to_next", "swap", "move", "reverse")
 """Edits that leave everything there, so that the order alone decides."""
@@ -307,14 +332,24 @@ NAMES = st.lists(st.sampled_from(sorted(EDITS)) | st.sampled_from(OFTEN), min_si
 ORDERING = {"order", "slices", "evictions", "deadlock", "pairs", "operations"}
 COUNTING = {"completeness", "shards", *ORDERING}
 MAY_BREAK: dict[str, set[str]] = {
-    "next_to_next": ORDERING, "swap": ORDERING, "move": ORDERING, "reverse": ORDERING, "rotate": ORDERING,
-    "swap_ranks": {"placement", *ORDERING}, "move_away": {"placement", *ORDERING},
-    "swap_rows": {"placement"}, "delete": COUNTING, "duplicate": {"completeness"},
+    "next_to_next": ORDERING,
+    "swap": ORDERING,
+    "move": ORDERING,
+    "reverse": ORDERING,
+    "rotate": ORDERING,
+    "swap_ranks": {"placement", *ORDERING},
+    "move_away": {"placement", *ORDERING},
+    "swap_rows": {"placement"},
+    "delete": COUNTING,
+    "duplicate": {"completeness"},
     "empty": {"completeness", "pairs"},
-    "rename": {"kinds", "slices", "pairs", "operations"}, "other_microbatch": {"kinds", *COUNTING},
-    "other_stage": {"placement", *COUNTING}, "other_kind": {"kinds", *COUNTING}, "other_peer": set(),
+    "rename": {"kinds", "slices", "pairs", "operations"},
+    "other_microbatch": {"kinds", *COUNTING},
+    "other_stage": {"placement", *COUNTING},
+    "other_kind": {"kinds", *COUNTING},
+    "other_peer": set(),
     "split": {"pairs", "shards", "operations"},
-}  # fmt: skip
+}
 """The rules that one edit of a valid schedule can break."""
 
 

@@ -73,9 +73,14 @@ def calm(graph: OpGraph, stages: int) -> dict[str, int]:
 
 
 def compare(
-    job: Job, stages: int, schedule: str, *,
-    evenly: bool = False, share: float | None = None, ahead: bool = False,
-) -> list[Peaks]:  # fmt: skip
+    job: Job,
+    stages: int,
+    schedule: str,
+    *,
+    evenly: bool = False,
+    share: float | None = None,
+    ahead: bool = False,
+) -> list[Peaks]:
     """Run two steps on threads; one entry per stage. evenly: cut by the number of ops alone.
 
     share: residuals are recomputed until each stage needs no more than this between the least that the
@@ -138,9 +143,7 @@ def _recomputed(
     assert end - start == len(place)
 
     def under(cap: float) -> Evaluation:
-        return optimise(
-            model, start, end, stage, in_flight=in_flight, cap=cap, treatments=("recompute",)
-        )  # fmt: skip
+        return optimise(model, start, end, stage, in_flight=in_flight, cap=cap, treatments=("recompute",))
 
     most = under(inf).peak_bytes
     footprint = model.footprint(cut, stage)

@@ -293,9 +293,21 @@ class LeavesOutByPython(Stack):
 
 
 EXACT = [
-    OwnGradient, Checkpointed, CheckpointedInside, Dataclasses, Nested, EvaluatesDifferently, LeavesEarly,
-    PlainTensors, InPlace, ThroughViews, LeftInAList, RoutesBetween, Branches, PartlyFrozen,
-]  # fmt: skip
+    OwnGradient,
+    Checkpointed,
+    CheckpointedInside,
+    Dataclasses,
+    Nested,
+    EvaluatesDifferently,
+    LeavesEarly,
+    PlainTensors,
+    InPlace,
+    ThroughViews,
+    LeftInAList,
+    RoutesBetween,
+    Branches,
+    PartlyFrozen,
+]
 """Models that can be compared with plain PyTorch."""
 
 RANDOM = [LeavesOut, LeavesOutByPython]

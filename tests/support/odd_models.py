@@ -225,9 +225,13 @@ class Normed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.Sequential(
-            nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(inplace=True),
-            nn.Conv2d(6, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(inplace=True),
-        )  # fmt: skip
+            nn.Conv2d(3, 6, 3, padding=1),
+            nn.BatchNorm2d(6),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(6, 6, 3, padding=1),
+            nn.BatchNorm2d(6),
+            nn.ReLU(inplace=True),
+        )
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
         self.head = nn.Linear(6, CLASSES)
 

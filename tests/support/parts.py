@@ -50,9 +50,14 @@ def model_of(captured: Captured, stages: int) -> CostModel:
 
 
 def parts_of(
-    captured: Captured, model: CostModel, stages: StageGraph, index: int,
-    treatments: Mapping[str, Treatment], *, ahead: bool = False,
-) -> Parts:  # fmt: skip
+    captured: Captured,
+    model: CostModel,
+    stages: StageGraph,
+    index: int,
+    treatments: Mapping[str, Treatment],
+    *,
+    ahead: bool = False,
+) -> Parts:
     """One stage with treatments of its residuals."""
     given = [treatments if s == index else {} for s in range(len(stages.stages))]
     plans = [stage_plan(model, stages, s, 1, own, ahead=ahead) for s, own in enumerate(given)]
@@ -86,6 +91,7 @@ def some_recomputed(
     )
     draw = random.Random(seed)
     return {
-        name: "recompute" for name, may in zip(found.names, found.may, strict=True)
+        name: "recompute"
+        for name, may in zip(found.names, found.may, strict=True)
         if may and draw.random() < share
-    }  # fmt: skip
+    }

@@ -13,9 +13,13 @@ from pipeloom.ir.action import Action, F, I, Kind, W
 
 
 def plain_order(
-    placement: Sequence[int], microbatches: int, kinds: str, key: Callable[[Action], object],
-    may_open: Callable[[Action, Sequence[int]], bool], seconds: dict[Kind, float],
-) -> tuple[float, list[int]]:  # fmt: skip
+    placement: Sequence[int],
+    microbatches: int,
+    kinds: str,
+    key: Callable[[Action], object],
+    may_open: Callable[[Action, Sequence[int]], bool],
+    seconds: dict[Kind, float],
+) -> tuple[float, list[int]]:
     """When the last rank ends, and the most places that each rank has taken.
 
     may_open: whether a forward may run, from the open micro-batches of each stage.

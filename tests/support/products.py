@@ -29,6 +29,7 @@ def job(width: int) -> Job:
         return {"x": torch.randn(rows, width, generator=g), "y": torch.randn(rows, width, generator=g)}
 
     return Job(
-        model=partial(Products, width), batch=batch,
+        model=partial(Products, width),
+        batch=batch,
         optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
-    )  # fmt: skip
+    )

@@ -11,10 +11,15 @@ from pipeloom.planner.cost import CostModel, CostOptions
 
 
 def random_model(
-    seed: int, ops: int, *,
-    microbatches: int = 16, host_bytes_per_s: float | None = 40.0, host_memory: int = 0,
-    equal_times: bool = False, several_outputs: bool = False,
-) -> CostModel:  # fmt: skip
+    seed: int,
+    ops: int,
+    *,
+    microbatches: int = 16,
+    host_bytes_per_s: float | None = 40.0,
+    host_memory: int = 0,
+    equal_times: bool = False,
+    several_outputs: bool = False,
+) -> CostModel:
     """The cost model of one random graph on 8 equal devices, in a world of bytes per second.
 
     Most ops read the one before; some also an earlier value. A good half save their result or an input; some
@@ -33,32 +38,47 @@ def random_model(
             for n in range(more.choice((0, 0, 1, 2)) if several_outputs and index < ops - 1 else 0)
         )
         op = Op(
-            name=f"v{index}", target="aten.some.default", inputs=inputs, outputs=(out, *others),
-            params=("w",) if draw.random() < 0.3 else (), random=draw.random() < 0.1,
-        )  # fmt: skip
+            name=f"v{index}",
+            target="aten.some.default",
+            inputs=inputs,
+            outputs=(out, *others),
+            params=("w",) if draw.random() < 0.3 else (),
+            random=draw.random() < 0.1,
+        )
         made.append(op)
         values += op.outputs
         saves = [v for v in (*inputs, out.name) if draw.random() < 0.4]
         saves += [v.name for v in others if more.random() < 0.4]
         forward = 1.0 if equal_times else draw.uniform(0.2, 2.0)
         costs[op.name] = OpCost(
-            forward_s=forward, input_grad_s=forward, weight_grad_s=forward, saves=tuple(saves),
-            extra_saved_bytes=draw.choice((0, 0, 8)), transient_bytes=draw.choice((0, 0, 40)),
+            forward_s=forward,
+            input_grad_s=forward,
+            weight_grad_s=forward,
+            saves=tuple(saves),
+            extra_saved_bytes=draw.choice((0, 0, 8)),
+            transient_bytes=draw.choice((0, 0, 40)),
             passes=inputs[:1] if draw.random() < 0.3 else (),
-        )  # fmt: skip
+        )
     weight = Parameter(name="w", shape=(5,), dtype="float32")
     graph = OpGraph(
-        name="random", inputs=(values[0],), ops=tuple(made), parameters=(weight,), buffers=(),
+        name="random",
+        inputs=(values[0],),
+        ops=tuple(made),
+        parameters=(weight,),
+        buffers=(),
         loss=values[-1].name,
-    )  # fmt: skip
+    )
     options = CostOptions(microbatches=microbatches, optimizer_bytes=1.0)
     return _on_equal_devices(graph, costs, options, host_bytes_per_s, host_memory)
 
 
 def _on_equal_devices(
-    graph: OpGraph, costs: dict[str, OpCost], options: CostOptions, host_bytes_per_s: float | None,
+    graph: OpGraph,
+    costs: dict[str, OpCost],
+    options: CostOptions,
+    host_bytes_per_s: float | None,
     host_memory: int,
-) -> CostModel:  # fmt: skip
+) -> CostModel:
     profile = Profile(device="d", source="random", graph=graph.fingerprint, batch=(), costs=costs)
     host = None if host_bytes_per_s is None else Link(bandwidth_bytes_per_s=host_bytes_per_s)
     device = Device(name="d", memory_bytes=1 << 40, host_link=host, host_memory_bytes=host_memory)
@@ -73,13 +93,15 @@ def chain_model(ops: int, *, host_bytes_per_s: float | None = None) -> CostModel
     values = [Value(name="x", shape=(8,), dtype="float32")]
     for index in range(ops):
         out = Value(name=f"v{index}", shape=(100,), dtype="float32", needs_grad=True)
-        made.append(
-            Op(name=out.name, target="aten.some.default", inputs=(values[-1].name,), outputs=(out,))
-        )
+        made.append(Op(name=out.name, target="aten.some.default", inputs=(values[-1].name,), outputs=(out,)))
         values.append(out)
         costs[out.name] = OpCost(
-            forward_s=1.0, input_grad_s=1.0, weight_grad_s=0.0, saves=(out.name,), passes=(values[-2].name,),
-        )  # fmt: skip
+            forward_s=1.0,
+            input_grad_s=1.0,
+            weight_grad_s=0.0,
+            saves=(out.name,),
+            passes=(values[-2].name,),
+        )
     graph = OpGraph(
         name="chain", inputs=(values[0],), ops=tuple(made), parameters=(), buffers=(), loss=values[-1].name
     )

@@ -35,10 +35,18 @@ def uneven(stages: int, dice: Random) -> tuple[StageCost, ...]:
     """Random times: no two events of different ranks come at the same time by chance."""
     return tuple(
         StageCost(
-            forward_s=1 + dice.random(), backward_s=2 + dice.random(), input_grad_s=1 + dice.random(),
-            weight_grad_s=dice.random(), step_s=dice.random(), residual_bytes=100, carried_bytes=10,
-            offloaded_bytes=dice.randint(0, 50), recomputed_bytes=dice.randint(0, 50),
-            offload_s=3 * dice.random(), reload_s=3 * dice.random(), recompute_s=dice.random(),
+            forward_s=1 + dice.random(),
+            backward_s=2 + dice.random(),
+            input_grad_s=1 + dice.random(),
+            weight_grad_s=dice.random(),
+            step_s=dice.random(),
+            residual_bytes=100,
+            carried_bytes=10,
+            offloaded_bytes=dice.randint(0, 50),
+            recomputed_bytes=dice.randint(0, 50),
+            offload_s=3 * dice.random(),
+            reload_s=3 * dice.random(),
+            recompute_s=dice.random(),
         )
         for _ in range(stages)
-    )  # fmt: skip
+    )

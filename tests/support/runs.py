@@ -80,19 +80,29 @@ def even(graph: OpGraph, stages: int) -> dict[str, int]:
 
 
 def plan_for(
-    captured: Captured, stage_of: Mapping[str, int], *, microbatches: int, microbatch_size: int = 2,
-    schedule: str = "1f1b", split: bool = False, placement: Sequence[int] | None = None,
-) -> Plan:  # fmt: skip
+    captured: Captured,
+    stage_of: Mapping[str, int],
+    *,
+    microbatches: int,
+    microbatch_size: int = 2,
+    schedule: str = "1f1b",
+    split: bool = False,
+    placement: Sequence[int] | None = None,
+) -> Plan:
     graph = captured.graph
     stages = cut(graph, stage_of)
     where = tuple(placement or range(len(stages.stages)))
     made = schedules.build(schedule, stages, where, microbatches, split_backward=split)
     return Plan(
-        graph=graph.fingerprint, planner="test", placement=where, schedule=schedule,
+        graph=graph.fingerprint,
+        planner="test",
+        placement=where,
+        schedule=schedule,
         stages=tuple(StagePlan(ops=stage.ops) for stage in stages.stages),
         schedule_rows=tuple(str(made).splitlines()),
-        microbatches=microbatches, microbatch_size=microbatch_size,
-    )  # fmt: skip
+        microbatches=microbatches,
+        microbatch_size=microbatch_size,
+    )
 
 
 def even_plan(job: Job, stages: int, **how: Any) -> Plan:
@@ -151,11 +161,13 @@ def pipelined(
                 norms.append(pipeline.report.grad_norm)
             weights = pipeline.weights
             return Numbers(
-                losses=losses, norms=norms, gradients=dict(weights.last_gradients),
+                losses=losses,
+                norms=norms,
+                gradients=dict(weights.last_gradients),
                 parameters={n: p.detach().clone() for n, p in weights.params.items()},
                 buffers={n: b.clone() for n, b in weights.buffers.items()},
                 evaluated=[pipeline.evaluate(batch) for batch in evaluate],
-            )  # fmt: skip
+            )
 
     with shared_captures():
         found = threads(len(set(plan.placement)), work)
@@ -163,11 +175,13 @@ def pipelined(
         assert rank.losses == found[0].losses and rank.evaluated == found[0].evaluated
         assert rank.norms == found[0].norms
     return Numbers(
-        losses=found[0].losses, evaluated=found[0].evaluated, norms=found[0].norms,
+        losses=found[0].losses,
+        evaluated=found[0].evaluated,
+        norms=found[0].norms,
         gradients=_merged(rank.gradients for rank in found),
         parameters=_merged(rank.parameters for rank in found),
         buffers=_merged(rank.buffers for rank in found),
-    )  # fmt: skip
+    )
 
 
 def _merged(parts: Any) -> dict[str, Tensor]:
@@ -180,9 +194,16 @@ def _merged(parts: Any) -> dict[str, Tensor]:
 
 
 def plain(
-    job: Job, batches: Sequence[Batch], microbatches: int, *, evaluate: Sequence[Batch] = (),
-    clip_norm: float | None = None, scheduler: Any = None, autocast: torch.dtype | None = None, seed: int = 0,
-) -> Numbers:  # fmt: skip
+    job: Job,
+    batches: Sequence[Batch],
+    microbatches: int,
+    *,
+    evaluate: Sequence[Batch] = (),
+    clip_norm: float | None = None,
+    scheduler: Any = None,
+    autocast: torch.dtype | None = None,
+    seed: int = 0,
+) -> Numbers:
     """The same in plain PyTorch: one process, the user's own module, gradients summed over micro-batches."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -194,9 +215,10 @@ def plain(
         losses.append(_accumulate(job, model, batch, microbatches, autocast))
         gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
         norms.append(
-            None if clip_norm is None
+            None
+            if clip_norm is None
             else float(torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm))
-        )  # fmt: skip
+        )
         if clip_norm is not None:
             gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
         optimizer.step()
@@ -217,9 +239,7 @@ def _shares(job: Job, batch: Batch, microbatches: int) -> list[tuple[Batch, floa
     return [(part, weight / sum(weights)) for part, weight in zip(parts, weights, strict=True)]
 
 
-def _accumulate(
-    job: Job, model: Any, batch: Batch, microbatches: int, autocast: torch.dtype | None
-) -> float:
+def _accumulate(job: Job, model: Any, batch: Batch, microbatches: int, autocast: torch.dtype | None) -> float:
     total = 0.0
     for part, share in _shares(job, batch, microbatches):
         with torch.autocast("cpu", dtype=autocast or torch.bfloat16, enabled=autocast is not None):

@@ -51,10 +51,11 @@ def _train(job: Job, plan: Plan, batches: list[dict[str, Tensor]], expected: Num
         everyone = pipeline.channel.all_gather_object(mine)
     gradients, parameters = (_merged([part[k] for part in everyone]) for k in (0, 1))
     return {
-        "loss": _relative(losses, expected.losses), "evaluation": _relative(evaluated, expected.evaluated),
+        "loss": _relative(losses, expected.losses),
+        "evaluation": _relative(evaluated, expected.evaluated),
         "gradients": difference(gradients, expected.gradients)[0],
         "parameters": difference(parameters, expected.parameters)[0],
-    }  # fmt: skip
+    }
 
 
 def _merged(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:

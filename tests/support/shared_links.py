@@ -34,21 +34,27 @@ def random_cluster(ranks: int, dice: Random) -> Cluster:
     switched = dice.random() < 0.7
     devices = tuple(
         Device(
-            name="any", memory_bytes=1, node=rank // per_node, group=dice.choice((None, "g")),
+            name="any",
+            memory_bytes=1,
+            node=rank // per_node,
+            group=dice.choice((None, "g")),
             switch=f"s{rank // per_node}{dice.randint(0, 1)}" if switched and dice.random() < 0.8 else None,
         )
         for rank in range(ranks)
-    )  # fmt: skip
+    )
 
     def link(most: float) -> Link:
         return Link(bandwidth_bytes_per_s=dice.uniform(2, most), latency_s=dice.random() / 10)
 
     names = {device.switch for device in devices if device.switch}
     return Cluster(
-        devices=devices, within_node=replace(link(60), overhead_s=0.05), between_nodes=link(20),
-        groups={"g": link(80)}, switches={name: link(60) for name in sorted(names)},
+        devices=devices,
+        within_node=replace(link(60), overhead_s=0.05),
+        between_nodes=link(20),
+        groups={"g": link(80)},
+        switches={name: link(60) for name in sorted(names)},
         node_link=link(20) if dice.random() < 0.8 else None,
-    )  # fmt: skip
+    )
 
 
 def treated_case(case: Case, dice: Random) -> tuple[Program, StageGraph, tuple[StageCost, ...]]:
@@ -65,9 +71,11 @@ def sum_beside_a_message() -> tuple[Program, StageGraph, tuple[StageCost, ...]]:
     """Ranks 0 and 2 sum 8 bytes while rank 1 sends its output to rank 3."""
     stages = dag(4, [(1, 3)], params={0: ("x",), 2: ("x",)}, loss_stage=3)
     rows = (
-        "0F0 0B0 0REDUCE 0STEP", "1F0 1SEND_F0>3 1RECV_B0<3 1B0 1STEP", "2F0 2B0 2REDUCE 2STEP",
+        "0F0 0B0 0REDUCE 0STEP",
+        "1F0 1SEND_F0>3 1RECV_B0<3 1B0 1STEP",
+        "2F0 2B0 2REDUCE 2STEP",
         "3RECV_F0<1 3F0 3B0 3SEND_B0>1 3STEP",
-    )  # fmt: skip
+    )
     program = parse_program(1, (0, 1, 2, 3), rows)
     costs = tuple(replace(equal_costs(1)[0], forward_s=s, tied_bytes={"x": 8}) for s in (1.0, 4.0, 1.0, 1.0))
     return program, stages, costs

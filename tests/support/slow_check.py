@@ -50,13 +50,34 @@ MESSAGES = {
 """Rule -> what its messages look like."""
 
 SCHEDULE_RULES = (
-    "placement", "ranks", "kinds", "completeness", "shards", "order", "slices", "deadlock", "evictions",
-    "pairs", "operations",
-)  # fmt: skip
+    "placement",
+    "ranks",
+    "kinds",
+    "completeness",
+    "shards",
+    "order",
+    "slices",
+    "deadlock",
+    "evictions",
+    "pairs",
+    "operations",
+)
 PROGRAM_RULES = (
-    "placement", "kinds", "completeness", "shards", "order", "residuals", "evictions", "pairs",
-    "operations", "ends", "pairing", "data", "optimizer", "deadlock",
-)  # fmt: skip
+    "placement",
+    "kinds",
+    "completeness",
+    "shards",
+    "order",
+    "residuals",
+    "evictions",
+    "pairs",
+    "operations",
+    "ends",
+    "pairing",
+    "data",
+    "optimizer",
+    "deadlock",
+)
 """In the order in which they are proved: the first broken one is reported."""
 
 
@@ -72,11 +93,18 @@ def rule_of(error: ScheduleError) -> str:
 def broken_rule(schedule: Schedule, stages: StageGraph) -> str | None:
     """The first rule that a schedule breaks; None if it is valid."""
     tests: dict[str, Callable[[Schedule, StageGraph], bool]] = {
-        "placement": _misplaced, "ranks": _idle, "kinds": _unknown, "completeness": _incomplete,
-        "shards": _bad_shards, "order": _out_of_order, "slices": _slices_mixed, "evictions": _lost,
+        "placement": _misplaced,
+        "ranks": _idle,
+        "kinds": _unknown,
+        "completeness": _incomplete,
+        "shards": _bad_shards,
+        "order": _out_of_order,
+        "slices": _slices_mixed,
+        "evictions": _lost,
         "deadlock": lambda s, g: bool(stuck(s, g, together=False)),
-        "pairs": lambda s, g: bool(_bad_pairs(s, g)), "operations": lambda s, g: _badly_added(s),
-    }  # fmt: skip
+        "pairs": lambda s, g: bool(_bad_pairs(s, g)),
+        "operations": lambda s, g: _badly_added(s),
+    }
     for rule in SCHEDULE_RULES:
         if tests[rule](schedule, stages):
             return rule
@@ -256,9 +284,12 @@ def stuck(s: Schedule, g: StageGraph, *, together: bool = True) -> dict[int, Act
 def broken_program_rule(p: Program, g: StageGraph) -> str | None:
     """The first rule that a program breaks; None if it is valid."""
     compute = Schedule(
-        name="", microbatches=p.microbatches, placement=p.placement, pairs=p.pairs,
+        name="",
+        microbatches=p.microbatches,
+        placement=p.placement,
+        pairs=p.pairs,
         rows=tuple(tuple(step for step in row if isinstance(step, Action)) for row in p.rows),
-    )  # fmt: skip
+    )
     if _misplaced(compute, g):
         return "placement"
     rows = tuple(tuple(a for a in row if a.kind not in TREATED) for row in compute.rows)
@@ -267,12 +298,17 @@ def broken_program_rule(p: Program, g: StageGraph) -> str | None:
         "kinds": lambda: _unknown(compute, g, (*COMPUTE, *TREATED)),
         "completeness": lambda: _incomplete(compute, g),
         "shards": lambda: _bad_shards(compute, g),
-        "order": lambda: _out_of_order(untreated, g), "residuals": lambda: _badly_treated(compute),
+        "order": lambda: _out_of_order(untreated, g),
+        "residuals": lambda: _badly_treated(compute),
         "evictions": lambda: _lost(compute, g),
-        "pairs": lambda: _bad_pairs(compute, g), "operations": lambda: _badly_added(compute),
-        "ends": lambda: _stray(p, g), "pairing": lambda: _unpaired(p), "data": lambda: _missing_data(p, g),
-        "optimizer": lambda: _bad_optimizer(p, g), "deadlock": lambda: bool(program_stuck(p, g)),
-    }  # fmt: skip
+        "pairs": lambda: _bad_pairs(compute, g),
+        "operations": lambda: _badly_added(compute),
+        "ends": lambda: _stray(p, g),
+        "pairing": lambda: _unpaired(p),
+        "data": lambda: _missing_data(p, g),
+        "optimizer": lambda: _bad_optimizer(p, g),
+        "deadlock": lambda: bool(program_stuck(p, g)),
+    }
     waits = g.shards or p.pairs or any(_met(a, g) for row in compute.rows for a in row)
     early = PROGRAM_RULES[1 : PROGRAM_RULES.index("ends")]
     if waits and not any(tests[rule]() for rule in early) and stuck(compute, g):

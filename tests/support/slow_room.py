@@ -15,8 +15,7 @@ WAITING = ("F", "B", "I", "W", "RECOMPUTE", "RELOAD")
 
 @dataclass
 class SlowRoom(Slow):
-    """caps: bytes by rank.  awaited: (rank, place in its row) -> the OFFLOAD that it waits for there, if any.
-    """
+    """caps: bytes by rank.  awaited: (rank, place in its row) -> the OFFLOAD that it waits for there, if any."""
 
     caps: Sequence[int] = ()
     awaited: dict[tuple[int, int], Action | None] = field(default_factory=dict)
@@ -77,9 +76,11 @@ class SlowRoom(Slow):
         values, gradients = self.outgoing(step.stage)
         own = {
             "F": cost.residual_bytes - cost.recomputed_bytes * self.again(rank, step) + values,
-            "B": gradients, "I": gradients, "RECOMPUTE": cost.recomputed_bytes,
+            "B": gradients,
+            "I": gradients,
+            "RECOMPUTE": cost.recomputed_bytes,
             "RELOAD": cost.offloaded_bytes * self.gone(rank, replace(step, kind=Kind("OFFLOAD")), assumed),
-        }  # fmt: skip
+        }
         return own.get(step.kind, 0) + cost.transient_bytes.get(step.kind, 0)
 
     def held(self, rank: int, at: int, assumed: set[Action]) -> int:
@@ -99,9 +100,7 @@ class SlowRoom(Slow):
             elif step.kind == "OFFLOAD" and self.gone(rank, step, assumed):
                 total -= cost.offloaded_bytes
             elif step.kind == "RELOAD":
-                total += cost.offloaded_bytes * self.gone(
-                    rank, replace(step, kind=Kind("OFFLOAD")), assumed
-                )
+                total += cost.offloaded_bytes * self.gone(rank, replace(step, kind=Kind("OFFLOAD")), assumed)
             elif step.kind == "B":
                 total += gradients - cost.residual_bytes - freed
             elif step.kind == "I":

@@ -145,9 +145,11 @@ class Slow:
         size = max(self.costs[s].tied_bytes.get(name, 0) for s in self.stages.tied[name])
         seconds, links = 0.0, dict[object, float]()
         ring = len(ranks) == len(self.program.rows)
-        hops = [(a, ranks[(i + 1) % len(ranks)]) for i, a in enumerate(ranks)] if ring else [
-            hop for r in ranks[1:] for hop in ((r, ranks[0]), (ranks[0], r))
-        ]  # fmt: skip
+        hops = (
+            [(a, ranks[(i + 1) % len(ranks)]) for i, a in enumerate(ranks)]
+            if ring
+            else [hop for r in ranks[1:] for hop in ((r, ranks[0]), (ranks[0], r))]
+        )
         if len(ranks) == 1:
             return set(ranks), 0.0, links
         piece, times = (-(-size // len(ranks)), 2 * (len(ranks) - 1)) if ring else (size, 1)

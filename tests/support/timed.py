@@ -10,17 +10,26 @@ from pipeloom.schedules.made import Made
 
 
 def shape(
-    name: str, ranks: int, microbatches: int, chunks: int = 0, *,
-    times: tuple[float, float, float] = (1.0, 1.0, 1.0), transfer_s: float = 0.0,
-) -> Shape:  # fmt: skip
+    name: str,
+    ranks: int,
+    microbatches: int,
+    chunks: int = 0,
+    *,
+    times: tuple[float, float, float] = (1.0, 1.0, 1.0),
+    transfer_s: float = 0.0,
+) -> Shape:
     stages, placement = schedules.usual(name, ranks, chunks)
     f, i, w = times
     costs = equal_costs(len(placement), forward_s=f, input_grad_s=i, weight_grad_s=w)
     options = dict(o.split("=") for o in filter(None, name.partition(":")[2].split(",")))
     return Shape(
-        stages=stages, placement=placement, microbatches=microbatches, costs=costs,
-        transfer_s=lambda source, target: transfer_s, options={k: float(v) for k, v in options.items()},
-    )  # fmt: skip
+        stages=stages,
+        placement=placement,
+        microbatches=microbatches,
+        costs=costs,
+        transfer_s=lambda source, target: transfer_s,
+        options={k: float(v) for k, v in options.items()},
+    )
 
 
 def made_for(name: str, s: Shape) -> Made:

@@ -146,8 +146,10 @@ def _step_of_torch(made: Schedule, file: Path, form: str, data: Mapping[str, Ten
     each = BLOCKS // made.stages
     return {
         f"blocks.{s * each + int(n.partition('.')[0])}.{n.partition('.')[2]}": p.grad
-        for s in own for n, p in modules[s].named_parameters() if p.grad is not None
-    }  # fmt: skip
+        for s in own
+        for n, p in modules[s].named_parameters()
+        if p.grad is not None
+    }
 
 
 def _step_of_ours(made: Schedule, data: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -156,13 +158,19 @@ def _step_of_ours(made: Schedule, data: Mapping[str, Tensor]) -> dict[str, Tenso
     each = BLOCKS // made.stages
     stage_of = {
         op.name: min(int(op.module.split(".")[1]) // each if op.module else BLOCKS, made.stages - 1)
-        for op in graph.ops if not op.cheap
-    }  # fmt: skip
+        for op in graph.ops
+        if not op.cheap
+    }
     plan = Plan(
-        graph=graph.fingerprint, planner="by hand", placement=made.placement, schedule=made.name,
+        graph=graph.fingerprint,
+        planner="by hand",
+        placement=made.placement,
+        schedule=made.name,
         stages=tuple(StagePlan(ops=stage.ops) for stage in cut(graph, stage_of).stages),
-        schedule_rows=tuple(str(made).splitlines()), microbatches=made.microbatches, microbatch_size=2,
-    )  # fmt: skip
+        schedule_rows=tuple(str(made).splitlines()),
+        microbatches=made.microbatches,
+        microbatch_size=2,
+    )
     with shared_captures(), Pipeline(own_job, plan, options=Options(keep_gradients=True)) as pipeline:
         pipeline.step(data)
         return dict(pipeline.weights.last_gradients)

@@ -114,11 +114,14 @@ class ConvNet(nn.Module):
         self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(True))
         self.blocks = nn.ModuleList(
             nn.Sequential(
-                nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(True),
-                nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8),
+                nn.Conv2d(8, 8, 3, padding=1, bias=False),
+                nn.BatchNorm2d(8),
+                nn.ReLU(True),
+                nn.Conv2d(8, 8, 3, padding=1, bias=False),
+                nn.BatchNorm2d(8),
             )
             for _ in range(2)
-        )  # fmt: skip
+        )
         self.head = nn.Linear(8, 5)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
@@ -232,40 +235,83 @@ class Counting(nn.Module):
 
 
 def gpt2(dropout: float = 0.0) -> nn.Module:
-    return hf.GPT2LMHeadModel(hf.GPT2Config(
-        n_layer=2, n_embd=32, n_head=4, vocab_size=VOCABULARY, n_positions=64, use_cache=False,
-        resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout,
-        bos_token_id=0, eos_token_id=0, loss_type="ForCausalLMLoss",
-    ))  # fmt: skip
+    return hf.GPT2LMHeadModel(
+        hf.GPT2Config(
+            n_layer=2,
+            n_embd=32,
+            n_head=4,
+            vocab_size=VOCABULARY,
+            n_positions=64,
+            use_cache=False,
+            resid_pdrop=dropout,
+            embd_pdrop=dropout,
+            attn_pdrop=dropout,
+            bos_token_id=0,
+            eos_token_id=0,
+            loss_type="ForCausalLMLoss",
+        )
+    )
 
 
 def bert(dropout: float = 0.0) -> nn.Module:
-    return hf.BertForMaskedLM(hf.BertConfig(
-        num_hidden_layers=2, hidden_size=32, num_attention_heads=4, intermediate_size=64,
-        vocab_size=VOCABULARY, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
-    ))  # fmt: skip
+    return hf.BertForMaskedLM(
+        hf.BertConfig(
+            num_hidden_layers=2,
+            hidden_size=32,
+            num_attention_heads=4,
+            intermediate_size=64,
+            vocab_size=VOCABULARY,
+            hidden_dropout_prob=dropout,
+            attention_probs_dropout_prob=dropout,
+        )
+    )
 
 
 def llama(dropout: float = 0.0) -> nn.Module:
-    return hf.LlamaForCausalLM(hf.LlamaConfig(
-        num_hidden_layers=2, hidden_size=32, num_attention_heads=4, num_key_value_heads=2,
-        intermediate_size=64, vocab_size=VOCABULARY, use_cache=False, attention_dropout=dropout,
-    ))  # fmt: skip
+    return hf.LlamaForCausalLM(
+        hf.LlamaConfig(
+            num_hidden_layers=2,
+            hidden_size=32,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            intermediate_size=64,
+            vocab_size=VOCABULARY,
+            use_cache=False,
+            attention_dropout=dropout,
+        )
+    )
 
 
 def t5(dropout: float = 0.0) -> nn.Module:
-    return hf.T5ForConditionalGeneration(hf.T5Config(
-        num_layers=2, d_model=32, num_heads=4, d_kv=8, d_ff=64, vocab_size=VOCABULARY, use_cache=False,
-        decoder_start_token_id=0, dropout_rate=dropout,
-    ))  # fmt: skip
+    return hf.T5ForConditionalGeneration(
+        hf.T5Config(
+            num_layers=2,
+            d_model=32,
+            num_heads=4,
+            d_kv=8,
+            d_ff=64,
+            vocab_size=VOCABULARY,
+            use_cache=False,
+            decoder_start_token_id=0,
+            dropout_rate=dropout,
+        )
+    )
 
 
 def mixtral(dropout: float = 0.0) -> nn.Module:
-    return hf.MixtralForCausalLM(hf.MixtralConfig(
-        num_hidden_layers=2, hidden_size=32, num_attention_heads=4, num_key_value_heads=2,
-        intermediate_size=64, vocab_size=VOCABULARY, num_local_experts=4, use_cache=False,
-        attention_dropout=dropout,
-    ))  # fmt: skip
+    return hf.MixtralForCausalLM(
+        hf.MixtralConfig(
+            num_hidden_layers=2,
+            hidden_size=32,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            intermediate_size=64,
+            vocab_size=VOCABULARY,
+            num_local_experts=4,
+            use_cache=False,
+            attention_dropout=dropout,
+        )
+    )
 
 
 FAMILIES: dict[str, tuple[Callable[[], nn.Module], Callable[[int, int], Batch]]] = {

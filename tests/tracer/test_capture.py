@@ -106,9 +106,12 @@ def test_every_process_captures_the_same_text(names: tuple[str, ...]) -> None:
     for seed in ("1", "77"):
         path = os.pathsep.join([str(HERE.parent / "support"), *sys.path])
         done = subprocess.run(
-            [sys.executable, "-c", IN_ANOTHER_PROCESS, *names], capture_output=True, text=True, check=True,
+            [sys.executable, "-c", IN_ANOTHER_PROCESS, *names],
+            capture_output=True,
+            text=True,
+            check=True,
             env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
+        )
         found.append(done.stdout.splitlines()[-len(names) :])
     assert found[0] == found[1] == [to_json(graph_of(name), indent=0) for name in names]
 
@@ -154,8 +157,12 @@ def test_random_ops_are_marked() -> None:
 def test_updates_name_the_buffers_they_make() -> None:
     updates = [name for op in graph_of("counting").ops for name in op.updates]
     assert sorted(updates) == [
-        "average", "norm.num_batches_tracked", "norm.running_mean", "norm.running_var", "seen",
-    ]  # fmt: skip
+        "average",
+        "norm.num_batches_tracked",
+        "norm.running_mean",
+        "norm.running_var",
+        "seen",
+    ]
 
 
 def test_attributes_tell_equal_calls_apart() -> None:

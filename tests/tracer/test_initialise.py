@@ -46,12 +46,15 @@ def test_parameters_that_are_copies_of_each_other() -> None:
 @pytest.mark.parametrize(
     "init",
     [
-        nn.init.orthogonal_, nn.init.xavier_normal_, nn.init.kaiming_uniform_, nn.init.eye_,
+        nn.init.orthogonal_,
+        nn.init.xavier_normal_,
+        nn.init.kaiming_uniform_,
+        nn.init.eye_,
         lambda w: nn.init.sparse_(w, 0.5),
         lambda w: w.data.bernoulli_(torch.full_like(w, 0.25)),
         lambda w: w.data.copy_(torch.multinomial(torch.ones(5), 5).float()),
     ],
-)  # fmt: skip
+)
 def test_initialisers(init: Callable[[Tensor], object]) -> None:
     def build() -> nn.Module:
         layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(3))

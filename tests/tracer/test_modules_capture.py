@@ -47,13 +47,16 @@ def test_a_failed_export_prints_nothing(capfd: pytest.CaptureFixture[str]) -> No
 
 
 def test_residual_sums_belong_to_the_module_they_follow() -> None:
-    assert picture(capture_of(JOBS["tied in glue"]).graph) == """\
+    assert (
+        picture(capture_of(JOBS["tied in glue"]).graph)
+        == """\
 embed: ids -> embed/0
 blocks.0: embed/0 -> blocks.0/2
 blocks.1: blocks.0/2 -> blocks.1/2
 blocks.2: blocks.1/2 -> blocks.2/2
 blocks.3: blocks.2/2 -> blocks.3/2
 norm: blocks.3/2 labels -> =loss"""
+    )
     graph = capture_of(JOBS["tied in glue"]).graph
     assert graph.op["embed"].params == ("position", "embed.weight")
     assert set(graph.op["norm"].params) == {"embed.weight", "scale", "norm.weight", "norm.bias"}
@@ -62,7 +65,9 @@ norm: blocks.3/2 labels -> =loss"""
 
 def test_values_skip_over_modules_and_a_module_called_twice_is_two_ops() -> None:
     graph = capture_of(JOBS["skips"]).graph
-    assert picture(graph) == """\
+    assert (
+        picture(graph)
+        == """\
 inlet: x -> inlet inlet/1
 shared: inlet -> shared
 blocks.0: shared -> blocks.0
@@ -71,6 +76,7 @@ blocks.2: blocks.1 -> blocks.2
 shared#1: blocks.2 inlet/1 -> shared#1/0
 mix: inlet shared#1/0 -> mix/0
 head: mix/0 y -> =loss"""
+    )
     assert graph.op["shared"].params == graph.op["shared#1"].params == ("shared.weight", "shared.bias")
     assert not graph.value["inlet/1"].needs_grad and graph.value["inlet/1"].dtype == "int64"
     stages = cut(graph, {op.name: index // 4 for index, op in enumerate(graph.ops)})
@@ -78,20 +84,26 @@ head: mix/0 y -> =loss"""
 
 
 def test_independent_branches_stay_independent() -> None:
-    assert picture(capture_of(job(odd_code.Branches)).graph) == """\
+    assert (
+        picture(capture_of(job(odd_code.Branches)).graph)
+        == """\
 a: x -> a
 b: x -> b
 c: b -> c
 head: c a y -> =loss"""
+    )
 
 
 def test_decisions_between_modules_go_along() -> None:
     graph = capture_of(JOBS["branch between blocks"]).graph
-    assert picture(graph) == """\
+    assert (
+        picture(graph)
+        == """\
 first: x -> first/2 path:first
 positive: first/2 path:first -> positive path:positive
 last: positive path:positive -> last path:last
 head: last y path:last -> =loss"""
+    )
     assert not graph.value["path:first"].needs_grad
     positive = graph.op["positive"]
     assert {"positive.norm.weight", "negative.norm.weight"} <= set(positive.params)  # not called: goes along
@@ -153,10 +165,13 @@ def test_planners_work_on_modules() -> None:
 def test_lists_of_modules_fix_the_cut() -> None:
     lists = [["blocks.0"], ["blocks.1", "blocks.2"], ["blocks.3", "head"]]
     graph = capture(job(odd_models.BranchInBlock, modules=lists), 2).graph
-    assert picture(graph) == """\
+    assert (
+        picture(graph)
+        == """\
 blocks.0: x -> blocks.0
 blocks.1+blocks.2: blocks.0 -> blocks.2
 blocks.3+head: blocks.2 y -> =loss"""
+    )
     assert graph.fallback == "Job.modules says where to cut"
 
 
@@ -168,12 +183,16 @@ def test_modules_outside_all_lists_run_where_they_are_called() -> None:
 @pytest.mark.parametrize(
     ("lists", "message"),
     [
-        ([["blocks.0", "blocks.2"], ["blocks.1", "blocks.3", "head"]],
-         "blocks.0+blocks.2 reads blocks.1, which a later list of Job.modules makes"),
-        ([["blocks"], ["head"], ["unused"]],
-         "the forward calls none of unused, which Job.modules puts into one stage"),
+        (
+            [["blocks.0", "blocks.2"], ["blocks.1", "blocks.3", "head"]],
+            "blocks.0+blocks.2 reads blocks.1, which a later list of Job.modules makes",
+        ),
+        (
+            [["blocks"], ["head"], ["unused"]],
+            "the forward calls none of unused, which Job.modules puts into one stage",
+        ),
     ],
-)  # fmt: skip
+)
 def test_lists_that_cannot_be(lists: list[list[str]], message: str) -> None:
     class Model(odd_models.BranchInBlock):
         def __init__(self) -> None:

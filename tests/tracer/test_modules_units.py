@@ -27,9 +27,18 @@ def small() -> nn.Module:
 
 def test_containers_are_replaced_by_their_items_and_large_trunks_opened() -> None:
     assert derive_units(small()) == (
-        "stem.0", "stem.1", "trunk.layers.0", "trunk.layers.1", "trunk.more.0", "trunk.more.1", "trunk.norm",
-        "neck", "heads.left", "heads.right", "empty",
-    )  # fmt: skip
+        "stem.0",
+        "stem.1",
+        "trunk.layers.0",
+        "trunk.layers.1",
+        "trunk.more.0",
+        "trunk.more.1",
+        "trunk.norm",
+        "neck",
+        "heads.left",
+        "heads.right",
+        "empty",
+    )
     assert "trunk" in derive_units(small(), frozenset({"trunk"}))
 
 
@@ -56,20 +65,27 @@ def test_hugging_face_models_are_cut_between_their_layers(name: str, expected: l
 def test_lists_may_name_containers() -> None:
     model = odd_models.BranchInBlock()
     assert listed_units(model, [["blocks"], ["head"]]) == (
-        ("blocks.0", "blocks.1", "blocks.2", "blocks.3"), ("head",)
-    )  # fmt: skip
+        ("blocks.0", "blocks.1", "blocks.2", "blocks.3"),
+        ("head",),
+    )
 
 
 WRONG = {
-    "Job.modules names 'block.1', which the model does not have\nhint: did you mean blocks.1?":
-        [["blocks.0", "block.1"], ["head"]],
+    "Job.modules names 'block.1', which the model does not have\nhint: did you mean blocks.1?": [
+        ["blocks.0", "block.1"],
+        ["head"],
+    ],
     "Job.modules names blocks.0 twice\nhint: name each module once": [["blocks.0", "blocks.0"], ["head"]],
-    "Job.modules names blocks.0 and, inside it, blocks.0.net\nhint: name only one":
-        [["blocks.0", "blocks.0.net"], ["head"]],
+    "Job.modules names blocks.0 and, inside it, blocks.0.net\nhint: name only one": [
+        ["blocks.0", "blocks.0.net"],
+        ["head"],
+    ],
     "list 0 of Job.modules names no module\n"
-    "hint: Job.modules is a list of FQN lists, one list per stage, as model.named_modules() has them":
-        [[], ["head"]],
-}  # fmt: skip
+    "hint: Job.modules is a list of FQN lists, one list per stage, as model.named_modules() has them": [
+        [],
+        ["head"],
+    ],
+}
 
 
 @pytest.mark.parametrize(("message", "lists"), WRONG.items())

@@ -90,9 +90,16 @@ class Blocks(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         config = transformers.GPT2Config(
-            vocab_size=zoo.VOCABULARY, n_positions=64, n_embd=64, n_layer=8, n_head=4,
-            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False,
-        )  # fmt: skip
+            vocab_size=zoo.VOCABULARY,
+            n_positions=64,
+            n_embd=64,
+            n_layer=8,
+            n_head=4,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            use_cache=False,
+        )
         self.model = transformers.GPT2LMHeadModel(config)
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:

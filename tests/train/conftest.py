@@ -77,12 +77,15 @@ def tiny(tmp_path: Path) -> Config:
     for number in range(40):
         (folder / f"{number}.txt").write_text(f"file {number}: " + "abcdefgh " * 20)
     return Config(
-        steps=12, validate_every=5, validation_batches=2, checkpoint_every=4,
+        steps=12,
+        validate_every=5,
+        validation_batches=2,
+        checkpoint_every=4,
         model=ModelConfig(layers=1, width=16, heads=2, context=16),
         data=DataConfig(paths=(str(folder),), validation_share=0.2),
         optimizer=OptimizerConfig(warmup_steps=3, learning_rate=1e-2),
         pipeline=PipelineConfig(microbatches=2, microbatch_size=2),
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture

@@ -31,9 +31,12 @@ def test_overrides_beat_the_file_and_the_file_beats_the_defaults(tmp_path: Path)
     file = written(tmp_path, 'name = "mine"\n[model]\nwidth = 96\nlayers = 2\n[data]\npaths = ["a", "b"]\n')
     config = read_config(file, ["model.layers=3", "pipeline.device_memory=300MiB", "optimizer.clip_norm=0"])
     assert config == Config(
-        name="mine", model=ModelConfig(width=96, layers=3), data=DataConfig(paths=("a", "b")),
-        pipeline=PipelineConfig(device_memory="300MiB"), optimizer=config.optimizer,
-    )  # fmt: skip
+        name="mine",
+        model=ModelConfig(width=96, layers=3),
+        data=DataConfig(paths=("a", "b")),
+        pipeline=PipelineConfig(device_memory="300MiB"),
+        optimizer=config.optimizer,
+    )
     assert config.optimizer.clip_norm == 0.0
 
 
@@ -60,12 +63,14 @@ def test_override_values_need_no_quotes(override: str, key: str, value: object) 
 @given(
     st.builds(
         Config,
-        name=st.sampled_from(["a", "b-2"]), job=st.sampled_from([None, "x.py:f"]), steps=st.integers(1, 999),
+        name=st.sampled_from(["a", "b-2"]),
+        job=st.sampled_from([None, "x.py:f"]),
+        steps=st.integers(1, 999),
         model=st.builds(ModelConfig, dropout=st.floats(0, 0.9), tied=st.booleans()),
         data=st.builds(DataConfig, paths=st.lists(st.text(), max_size=2).map(tuple)),
         pipeline=st.builds(PipelineConfig, device_memory=st.sampled_from([None, "2GB"])),
     )
-)  # fmt: skip
+)
 def test_what_is_written_reads_back(tmp_path_factory: pytest.TempPathFactory, config: Config) -> None:
     file = written(tmp_path_factory.mktemp("config"), write_config(config))
     assert read_config(file) == config

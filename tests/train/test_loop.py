@@ -45,8 +45,15 @@ def test_each_step_is_one_line(tiny: Config, run: Callable, tmp_path: Path) -> N
     assert untrained == {"step": 0, "validation_loss": pytest.approx(5.55, abs=0.1)}
     assert [line["step"] for line in written] == list(range(1, 13))
     assert set(written[0]) == {
-        "step", "loss", "learning_rate", "step_s", "tokens_per_s", "bubble", "peak_bytes", "grad_norm",
-    }  # fmt: skip
+        "step",
+        "loss",
+        "learning_rate",
+        "step_s",
+        "tokens_per_s",
+        "bubble",
+        "peak_bytes",
+        "grad_norm",
+    }
     assert written[3]["tokens_per_s"] == 4 * 16 / 4.0
     assert [line["step"] for line in written if "validation_loss" in line] == [5, 10, 12]
     assert written[0]["learning_rate"] == pytest.approx(1e-2 / 3)

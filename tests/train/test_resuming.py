@@ -41,10 +41,16 @@ def test_what_planning_does_not_read_leaves_the_plan(run: Path) -> None:
 @pytest.mark.parametrize(
     "setting",
     [
-        "stages=1", "schedule=gpipe", "microbatches=4", "microbatch_size=4", "split_backward=true",
-        "device_memory=1GiB", "autocast=bfloat16", "device=cuda",
+        "stages=1",
+        "schedule=gpipe",
+        "microbatches=4",
+        "microbatch_size=4",
+        "split_backward=true",
+        "device_memory=1GiB",
+        "autocast=bfloat16",
+        "device=cuda",
     ],
-)  # fmt: skip
+)
 def test_what_planning_reads_plans_anew(run: Path, setting: str) -> None:
     with pytest.raises(PlannedAnew):
         resumed(run, f"pipeline.{setting}")

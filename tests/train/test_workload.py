@@ -91,9 +91,11 @@ def test_too_little_text_is_said(tiny: Config, tmp_path) -> None:
 
 def a_job(**others: object) -> Job:
     return Job(
-        name="mine", model=lambda: nn.Linear(2, 1),
-        batch=lambda seed, size: {"input": torch.full((size, 2), seed)}, **others,
-    )  # fmt: skip
+        name="mine",
+        model=lambda: nn.Linear(2, 1),
+        batch=lambda seed, size: {"input": torch.full((size, 2), seed)},
+        **others,
+    )
 
 
 def test_a_job_of_ones_own(tiny: Config) -> None:

@@ -32,9 +32,13 @@ def check(name: str, *, double: bool, tolerance: float, stages: int, schedule: s
 
 
 QUICK = [
-    ("gpt2", 2, "1f1b", True), ("t5", 2, "gpipe", False), ("convnet", 4, "1f1b", True),
-    ("mixtral", 2, "gpipe", False), ("two_encoders", 3, "gpipe", True), ("frozen", 2, "1f1b", False),
-]  # fmt: skip
+    ("gpt2", 2, "1f1b", True),
+    ("t5", 2, "gpipe", False),
+    ("convnet", 4, "1f1b", True),
+    ("mixtral", 2, "gpipe", False),
+    ("two_encoders", 3, "gpipe", True),
+    ("frozen", 2, "1f1b", False),
+]
 
 
 @pytest.mark.parametrize(

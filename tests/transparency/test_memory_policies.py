@@ -28,13 +28,27 @@ from pipeloom.tracer.stage import Tensors
 
 WIDTH, ROWS = 6, 2
 LAYERS = (
-    "linear", "tanh", "gelu", "norm", "batch_norm", "dropout", "skip", "older", "view", "shared", "in_place",
-)  # fmt: skip
+    "linear",
+    "tanh",
+    "gelu",
+    "norm",
+    "batch_norm",
+    "dropout",
+    "skip",
+    "older",
+    "view",
+    "shared",
+    "in_place",
+)
 
 SCHEDULES = [
-    ("gpipe", False, (0, 1)), ("1f1b", False, (0, 1, 2)), ("1f1b", True, (0, 1)), ("zb_h1", True, (0, 1)),
-    ("zb_v", True, (0, 1, 1, 0)), ("interleaved_1f1b", False, (0, 1, 0, 1)),
-]  # fmt: skip
+    ("gpipe", False, (0, 1)),
+    ("1f1b", False, (0, 1, 2)),
+    ("1f1b", True, (0, 1)),
+    ("zb_h1", True, (0, 1)),
+    ("zb_v", True, (0, 1, 1, 0)),
+    ("interleaved_1f1b", False, (0, 1, 0, 1)),
+]
 
 
 class Random(nn.Module):
@@ -45,9 +59,11 @@ class Random(nn.Module):
         self.layers = layers
         self.shared = nn.Linear(WIDTH, WIDTH)
         makes = {
-            "linear": lambda: nn.Linear(WIDTH, WIDTH), "skip": lambda: nn.Linear(WIDTH, WIDTH),
-            "norm": lambda: nn.LayerNorm(WIDTH), "batch_norm": lambda: nn.BatchNorm1d(WIDTH),
-        }  # fmt: skip
+            "linear": lambda: nn.Linear(WIDTH, WIDTH),
+            "skip": lambda: nn.Linear(WIDTH, WIDTH),
+            "norm": lambda: nn.LayerNorm(WIDTH),
+            "batch_norm": lambda: nn.BatchNorm1d(WIDTH),
+        }
         self.own = nn.ModuleDict({str(i): makes[k]() for i, k in enumerate(layers) if k in makes})
         self.last = nn.Linear(WIDTH, 3)
 
@@ -107,13 +123,17 @@ def assert_equal_to_the_last_bit(found: Numbers, expected: Numbers) -> None:
 
 
 @settings(
-    max_examples=4, deadline=None, phases=(Phase.explicit, Phase.generate),
+    max_examples=4,
+    deadline=None,
+    phases=(Phase.explicit, Phase.generate),
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)  # fmt: skip
+)
 @given(
     layers=st.lists(st.sampled_from(LAYERS), min_size=3, max_size=8).map(tuple),
-    how=st.sampled_from(SCHEDULES), microbatches=st.sampled_from([2, 4]), data=st.data(),
-)  # fmt: skip
+    how=st.sampled_from(SCHEDULES),
+    microbatches=st.sampled_from([2, 4]),
+    data=st.data(),
+)
 def test_random_policies(
     layers: tuple[str, ...], how: tuple[str, bool, tuple[int, ...]], microbatches: int, data: st.DataObject
 ) -> None:
@@ -122,13 +142,17 @@ def test_random_policies(
 
 @pytest.mark.slow
 @settings(
-    max_examples=30, deadline=None, phases=(Phase.explicit, Phase.generate),
+    max_examples=30,
+    deadline=None,
+    phases=(Phase.explicit, Phase.generate),
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)  # fmt: skip
+)
 @given(
     layers=st.lists(st.sampled_from(LAYERS), min_size=3, max_size=10).map(tuple),
-    how=st.sampled_from(SCHEDULES), microbatches=st.sampled_from([2, 4, 6]), data=st.data(),
-)  # fmt: skip
+    how=st.sampled_from(SCHEDULES),
+    microbatches=st.sampled_from([2, 4, 6]),
+    data=st.data(),
+)
 def test_more_random_policies(
     layers: tuple[str, ...], how: tuple[str, bool, tuple[int, ...]], microbatches: int, data: st.DataObject
 ) -> None:
@@ -203,9 +227,11 @@ def compare_family(name: str, dropout: bool, *, ahead: tuple[int, ...], **how: o
 
 @pytest.mark.slow
 @settings(
-    max_examples=3, deadline=None, phases=(Phase.explicit, Phase.generate),
+    max_examples=3,
+    deadline=None,
+    phases=(Phase.explicit, Phase.generate),
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("name", ["gpt", *OTHERS])
 @given(data=st.data())
 def test_random_policies_of_families(name: str, data: st.DataObject) -> None:
@@ -307,9 +333,7 @@ def test_the_peak_is_as_simulated(
             host = pipeline.measured().peak_bytes(rank, "host")
             assert host == pipeline.ledger.host_peak
             foreseen, ledger = pipeline.expected, pipeline.ledger
-            return (
-                sum(foreseen.peaks[rank].values()), ledger.peak, foreseen.peak_bytes(rank, "host"), host
-            )  # fmt: skip
+            return (sum(foreseen.peaks[rank].values()), ledger.peak, foreseen.peak_bytes(rank, "host"), host)
 
     for expected, measured, expected_host, host in threads(2, work):
         assert abs(expected - measured) <= 0.03 * measured

@@ -107,9 +107,7 @@ def test_reentrant_checkpoints_train_but_cannot_be_split() -> None:
         check(job, 3, "1f1b", split=True)
 
 
-@pytest.mark.parametrize(
-    "model", [odd_models.Dropping, *odd_code.RANDOM], ids=lambda model: model.__name__
-)
+@pytest.mark.parametrize("model", [odd_models.Dropping, *odd_code.RANDOM], ids=lambda model: model.__name__)
 @pytest.mark.parametrize("stages", [2, 4])
 def test_random_numbers_do_not_depend_on_the_cut(model: Callable[[], nn.Module], stages: int) -> None:
     job = odd_models.job(model)

@@ -129,21 +129,28 @@ def test_more_plans_fit_their_caps_when_they_run(tmp_path: Path, case: dict[str,
 
 
 def keeps_its_cap(
-    folder: Path, *, kinds: list[str], stages: int, share: float, strategy: str,
-    treatments: tuple[Treatment, ...], schedule: str,
-) -> None:  # fmt: skip
+    folder: Path,
+    *,
+    kinds: list[str],
+    stages: int,
+    share: float,
+    strategy: str,
+    treatments: tuple[Treatment, ...],
+    schedule: str,
+) -> None:
     """share: of what the fullest device needs with everything kept."""
     job = Job(model=partial(Layers, kinds), batch=batch, optimizer=zoo.sgd)
     how = {
-        "stages": stages, "microbatches": MICROBATCHES, "microbatch_size": ROWS, "schedule": schedule,
+        "stages": stages,
+        "microbatches": MICROBATCHES,
+        "microbatch_size": ROWS,
+        "schedule": schedule,
         "captured": runs.capture_of(job, ROWS),
-    }  # fmt: skip
+    }
     free = plan(job, **how, cluster=cluster_of(stages, 1 << 30))
     cap = int(share * max(free.peaks))
     try:
-        made = plan(
-            job, **how, cluster=cluster_of(stages, cap), strategy=strategy, treatments=treatments
-        )
+        made = plan(job, **how, cluster=cluster_of(stages, cap), strategy=strategy, treatments=treatments)
     except InfeasibleError:
         event("nothing fits")
         return

@@ -15,9 +15,19 @@ from pipeloom.ir.graph import OpGraph
 WIDTH, ROWS = 6, 2
 
 LAYERS = (
-    "linear", "tanh", "gelu", "norm", "skip", "older", "split", "view", "in_place", "shared", "buffer",
+    "linear",
+    "tanh",
+    "gelu",
+    "norm",
+    "skip",
+    "older",
+    "split",
+    "view",
+    "in_place",
+    "shared",
+    "buffer",
     "mask",
-)  # fmt: skip
+)
 
 
 class Random(nn.Module):
@@ -84,9 +94,11 @@ def batch(seed: int, rows: int) -> dict[str, Tensor]:
 
 
 @settings(
-    max_examples=5, deadline=None, phases=(Phase.explicit, Phase.generate),
+    max_examples=5,
+    deadline=None,
+    phases=(Phase.explicit, Phase.generate),
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)  # fmt: skip
+)
 @given(
     layers=st.lists(st.sampled_from(LAYERS), min_size=2, max_size=9).map(tuple),
     data=st.data(),
@@ -98,9 +110,11 @@ def test_a_random_model_cut_at_random_places(
     layers: tuple[str, ...], data: st.DataObject, schedule: str, split: bool, microbatches: int
 ) -> None:
     job = Job(
-        model=lambda: Random(layers).double(), batch=batch, name="random",
+        model=lambda: Random(layers).double(),
+        batch=batch,
+        name="random",
         optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
-    )  # fmt: skip
+    )
     captured = capture(job, ROWS)
     blocks = _blocks(captured.graph)
     stages = data.draw(st.integers(1, min(4, len(blocks))), label="stages")

@@ -60,9 +60,14 @@ def test_what_the_runtime_lacks_is_said_before_anything_starts(gpt: Job, name: s
     """No model is built, and no other rank is waited for."""
     unmade = replace(gpt, model=lambda: pytest.fail("the model was built"))
     plan = Plan(
-        graph="", planner="test", stages=(StagePlan(ops=("a",)),) * 2, placement=(0, 1), schedule=name,
-        schedule_rows=("", ""), microbatches=4,
-    )  # fmt: skip
+        graph="",
+        planner="test",
+        stages=(StagePlan(ops=("a",)),) * 2,
+        placement=(0, 1),
+        schedule=name,
+        schedule_rows=("", ""),
+        microbatches=4,
+    )
     reason = f"schedule {name} cannot be run: it needs {schedules.entry(name).lacks}, which the runtime"
     with pytest.raises(ScheduleError, match=reason):
         Pipeline(unmade, plan)

@@ -11,14 +11,19 @@ from pipeloom.runtime.launch import launch
 
 TOLERANCE = 1e-12
 ONE_WAY = [
-    name for name in schedules.names()
-    if name != "forward_only" and not schedules.entry(name).lacks
+    name
+    for name in schedules.names()
+    if name != "forward_only"
+    and not schedules.entry(name).lacks
     and schedules.entry(name).place != "both ways"
-]  # fmt: skip
+]
 THEIRS = [
-    "ScheduleInterleaved1F1B", "ScheduleLoopedBFS", "ScheduleInterleavedZeroBubble",
-    "ScheduleZBVZeroBubble", "ScheduleDualPipeV",
-]  # fmt: skip
+    "ScheduleInterleaved1F1B",
+    "ScheduleLoopedBFS",
+    "ScheduleInterleavedZeroBubble",
+    "ScheduleZBVZeroBubble",
+    "ScheduleDualPipeV",
+]
 
 pytestmark = pytest.mark.slow
 

@@ -74,9 +74,11 @@ def test_accumulation_of_tied_gradients() -> None:
 def test_losses_weighted_by_tokens() -> None:
     """Micro-batches with few real tokens count less, as if the whole batch were one."""
     job = Job(
-        model=lambda: zoo.GPT(layers=2).double(), batch=lambda seed, size: uneven_tokens(seed, size),
-        weight=zoo.shifted_tokens, optimizer=zoo.sgd,
-    )  # fmt: skip
+        model=lambda: zoo.GPT(layers=2).double(),
+        batch=lambda seed, size: uneven_tokens(seed, size),
+        weight=zoo.shifted_tokens,
+        optimizer=zoo.sgd,
+    )
     batches = steps(job, 2)
     found = compare(job, batches)
     whole = plain(job, batches, 1)
@@ -101,9 +103,11 @@ def test_a_batch_without_any_token_is_refused_by_all_ranks() -> None:
 def test_an_uneven_batch_and_other_lengths(gpt: Job) -> None:
     """Seven rows for two micro-batches, then longer sequences, then the planned size again."""
     batches = [
-        gpt.batch(0, 4), gpt.batch(1, 7),
-        {**zoo.token_batch(2, 4, length=zoo.LENGTH + 5)}, gpt.batch(3, 4),
-    ]  # fmt: skip
+        gpt.batch(0, 4),
+        gpt.batch(1, 7),
+        {**zoo.token_batch(2, 4, length=zoo.LENGTH + 5)},
+        gpt.batch(3, 4),
+    ]
     compare(gpt, batches)
 
 
@@ -132,9 +136,13 @@ def test_several_stages_on_a_rank(gpt: Job, placement: tuple[int, ...]) -> None:
     captured = capture_of(gpt)
     for schedule, split in (("1f1b", True), ("gpipe", False)):
         plan = plan_for(
-            captured, even(captured.graph, 4), microbatches=4,
-            schedule=schedule, split=split, placement=placement,
-        )  # fmt: skip
+            captured,
+            even(captured.graph, 4),
+            microbatches=4,
+            schedule=schedule,
+            split=split,
+            placement=placement,
+        )
         found = pipelined(gpt, plan, batches, evaluate=batches[:1])
         assert_same(found, expected, tolerance=TOLERANCE)
 
@@ -190,9 +198,14 @@ def test_bfloat16_autocast_is_that_of_eager(name: str) -> None:
 @pytest.mark.slow
 def test_options_have_no_effect_on_each_other(gpt: Job) -> None:
     compare(
-        gpt, steps(gpt, 2, rows=9), microbatches=2, accumulate=2, clip_norm=0.2,
-        scheduler=partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5), seed=5,
-    )  # fmt: skip
+        gpt,
+        steps(gpt, 2, rows=9),
+        microbatches=2,
+        accumulate=2,
+        clip_norm=0.2,
+        scheduler=partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5),
+        seed=5,
+    )
 
 
 def test_a_seed_gives_other_weights(gpt: Job) -> None:

@@ -99,13 +99,22 @@ def make_timeline() -> Make:
 def two_ranks() -> Timeline:
     """Rank 0: F F B B; rank 1: F B F B; forward 1 s, backward 2 s, then a step of 0.5 s on rank 0."""
     rows = (
-        (0, "0F0", 0, 1), (0, "0F1", 1, 2), (0, "0B0", 4, 6), (0, "0B1", 7, 9), (0, "0STEP", 9, 9.5),
-        (1, "1F0", 1, 2), (1, "1B0", 2, 4), (1, "1F1", 4, 5), (1, "1B1", 5, 7),
-    )  # fmt: skip
+        (0, "0F0", 0, 1),
+        (0, "0F1", 1, 2),
+        (0, "0B0", 4, 6),
+        (0, "0B1", 7, 9),
+        (0, "0STEP", 9, 9.5),
+        (1, "1F0", 1, 2),
+        (1, "1B0", 2, 4),
+        (1, "1F1", 4, 5),
+        (1, "1B1", 5, 7),
+    )
     compute = [Event(rank=r, stream="compute", action=a, start_s=s, end_s=e) for r, a, s, e in rows]
     wait = Event(rank=0, stream="recv", action="0RECV_B0<1", start_s=2, end_s=4)
     return Timeline(
-        source="predicted", ranks=2, events=(*compute, wait),
+        source="predicted",
+        ranks=2,
+        events=(*compute, wait),
         memory=(MemoryCurve(rank=0, times_s=(0.0, 1.0, 9.0), sizes=(10 * MiB, 30 * MiB, 10 * MiB)),),
         peaks=({"parameters": 10 * MiB, "residuals": 20 * MiB}, {"parameters": 10 * MiB}),
-    )  # fmt: skip
+    )

@@ -97,11 +97,20 @@ class Visit:
 
 
 EXPLANATION = Explanation(
-    source="predicted", ranks=2, step_s=0.2,
+    source="predicted",
+    ranks=2,
+    step_s=0.2,
     idle=(
         Idle(
-            rank=0, start_s=0.05, end_s=0.1, reason="order", action="0B0", waits_for="1B0", on_rank=1,
-            root="1F0", root_rank=1,
+            rank=0,
+            start_s=0.05,
+            end_s=0.1,
+            reason="order",
+            action="0B0",
+            waits_for="1B0",
+            on_rank=1,
+            root="1F0",
+            root_rank=1,
         ),
         Idle(rank=1, start_s=0.15, end_s=0.2, reason="drain", waits_for="0B0"),
     ),
@@ -110,7 +119,7 @@ EXPLANATION = Explanation(
         PathStep(kind="transfer", rank=0, action="0SEND_F0>1", start_s=0.05, end_s=0.1, to_rank=1),
         PathStep(kind="compute", rank=1, action="1F0", start_s=0.1, end_s=0.2),
     ),
-)  # fmt: skip
+)
 
 
 Open = Callable[..., Visit]

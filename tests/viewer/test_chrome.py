@@ -15,9 +15,15 @@ def test_every_event_is_a_range_with_its_name_and_times(two_ranks: Timeline) -> 
     assert len(ranges) == len(two_ranks.events)
     backward = next(e for e in ranges if e["name"] == "PP:0B1")
     assert backward == {
-        "ph": "X", "name": "PP:0B1", "cat": "B", "pid": 0, "tid": 0, "ts": 7e6, "dur": 2e6,
+        "ph": "X",
+        "name": "PP:0B1",
+        "cat": "B",
+        "pid": 0,
+        "tid": 0,
+        "ts": 7e6,
+        "dur": 2e6,
         "args": {"stage": 0, "microbatch": 1, "meaning": "stage 0: backward of micro-batch 1"},
-    }  # fmt: skip
+    }
 
 
 def test_ranks_are_processes_and_streams_are_threads(two_ranks: Timeline) -> None:

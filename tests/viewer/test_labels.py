@@ -27,8 +27,11 @@ def test_an_action_is_told_in_words(action: str, group: str, short: str, meaning
 def test_text_that_is_no_instruction_is_shown_as_it_is() -> None:
     what = label("clip gradients")
     assert (what.group, what.stage, what.microbatch, what.meaning) == (
-        "clip gradients", None, None, "clip gradients",
-    )  # fmt: skip
+        "clip gradients",
+        None,
+        None,
+        "clip gradients",
+    )
     assert colour(what.group) == OTHER
 
 
@@ -56,18 +59,21 @@ def test_further_stages_of_a_rank_are_lighter() -> None:
 SEEN_AS = {
     "all colours": np.eye(3),
     "no red": [
-        [0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216],
+        [0.152286, 1.052583, -0.204868],
+        [0.114503, 0.786281, 0.099216],
         [-0.003882, -0.048116, 1.051998],
     ],
     "no green": [
-        [0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413],
+        [0.367322, 0.860646, -0.227968],
+        [0.280085, 0.672501, 0.047413],
         [-0.01182, 0.04294, 0.968881],
     ],
     "no blue": [
-        [1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602],
+        [1.255528, -0.076749, -0.178779],
+        [-0.078411, 0.930809, 0.147602],
         [0.004733, 0.691367, 0.3039],
     ],
-}  # fmt: skip
+}
 """What eyes make of linear RGB. Source: Machado, Oliveira and Fernandes 2009, severity 1."""
 
 TO_XYZ = np.array(

@@ -15,10 +15,16 @@ def step(*at: tuple[int, str, float, float], pairs: tuple[tuple[str, str], ...])
 
 
 TIMELINE = step(
-    (0, "0F0", 0, 1), (0, "0F1", 1, 2), (0, "0B0", 2, 4), (0, "0B1", 4, 6),
-    (1, "1F0", 1, 2), (1, "1B0", 2, 4), (1, "1F1", 4, 5), (1, "1B1", 5, 7),
+    (0, "0F0", 0, 1),
+    (0, "0F1", 1, 2),
+    (0, "0B0", 2, 4),
+    (0, "0B1", 4, 6),
+    (1, "1F0", 1, 2),
+    (1, "1B0", 2, 4),
+    (1, "1F1", 4, 5),
+    (1, "1B1", 5, 7),
     pairs=(("0F1", "0B0"), ("1F1", "1B1")),
-)  # fmt: skip
+)
 
 
 def drawn(timeline: Timeline, width: int, *, colour: bool = False) -> list[str]:
@@ -59,8 +65,9 @@ def test_on_the_page_they_are_framed(tmp_path) -> None:  # type: ignore[no-untyp
 def test_in_a_trace_a_range_lies_around_both() -> None:
     ranges = [e for e in chrome_trace([TIMELINE])["traceEvents"] if e.get("cat") == "pair"]
     assert [(e["name"], e["pid"], e["ts"], e["dur"]) for e in ranges] == [
-        ("PP:0F1&0B0", 0, 1e6, 3e6), ("PP:1F1&1B1", 1, 4e6, 3e6),
-    ]  # fmt: skip
+        ("PP:0F1&0B0", 0, 1e6, 3e6),
+        ("PP:1F1&1B1", 1, 4e6, 3e6),
+    ]
 
 
 def test_a_step_that_runs_a_program_twice_has_each_pair_twice() -> None:

@@ -41,18 +41,26 @@ def test_every_reason_has_a_sentence() -> None:
 
 def test_sources_add_up_and_are_sorted() -> None:
     waits = (
-        idle("order", 0, 1, **ROOT), idle("order", 1, 3, **ROOT), idle("order", 3, 4, **WAIT, root_rank=0),
-        idle("transfer", 4, 9, **WAIT), idle("drain", 9, 10),
-    )  # fmt: skip
+        idle("order", 0, 1, **ROOT),
+        idle("order", 1, 3, **ROOT),
+        idle("order", 3, 4, **WAIT, root_rank=0),
+        idle("transfer", 4, 9, **WAIT),
+        idle("drain", 9, 10),
+    )
     found = sources(Explanation(source="predicted", ranks=2, step_s=10.0, idle=waits, path=()))
     assert [(s.reason, s.seconds, s.share) for s in found] == [
-        ("transfer", 5.0, 0.25), ("order", 3.0, 0.15), ("order", 1.0, 0.05), ("drain", 1.0, 0.05),
-    ]  # fmt: skip
+        ("transfer", 5.0, 0.25),
+        ("order", 3.0, 0.15),
+        ("order", 1.0, 0.05),
+        ("drain", 1.0, 0.05),
+    ]
     assert found[1].text == "rank 0 waits for B of rank 1, held up by rank 3"
     assert found[2].text == "rank 0 waits for B of rank 1, whose input it made late itself"
     assert [(reason, seconds, len(own)) for reason, seconds, _, own in merged(found)] == [
-        ("transfer", 5.0, 1), ("order", 4.0, 2), ("drain", 1.0, 1),
-    ]  # fmt: skip
+        ("transfer", 5.0, 1),
+        ("order", 4.0, 2),
+        ("drain", 1.0, 1),
+    ]
 
 
 def path(*words: str, seconds: float = 1.0) -> list[PathStep]:
@@ -67,10 +75,14 @@ def path(*words: str, seconds: float = 1.0) -> list[PathStep]:
         rank = int(action[0])
         found.append(
             PathStep(
-                kind=kind, rank=rank, action=action, start_s=i * seconds, end_s=(i + 1) * seconds,  # type: ignore[arg-type]
+                kind=kind,
+                rank=rank,
+                action=action,
+                start_s=i * seconds,
+                end_s=(i + 1) * seconds,  # type: ignore[arg-type]
                 to_rank=to_rank,
             )
-        )  # fmt: skip
+        )
     return found
 
 
@@ -80,12 +92,15 @@ def folded(*words: str) -> list[str]:
 
 def test_a_way_through_stages_is_one_leg_and_repeats_are_folded() -> None:
     assert folded("0F0", "0>1", "1F0", "1>2", "2F0", "2B0", "1B0", "0B0") == [
-        "F0 through stages 0…2", "B0 through stages 2…0",
-    ]  # fmt: skip
+        "F0 through stages 0…2",
+        "B0 through stages 2…0",
+    ]
     middle = [f"2{kind}{m}" for m in range(5) for kind in "FB"]
     assert folded("0F0", "1F0", *middle) == [
-        "F0 through stages 0…2", "2B0 2F1, 4 times, to 2B3 2F4", "2B4",
-    ]  # fmt: skip
+        "F0 through stages 0…2",
+        "2B0 2F1, 4 times, to 2B3 2F4",
+        "2B4",
+    ]
     assert folded("0F0", "0F1", "0B0") == ["0F0 0F1 0B0"]
     assert folded("0F0", "!0B0", "0B0") == ["0F0 overhead before 0B0 0B0"]
 

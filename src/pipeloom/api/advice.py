@@ -179,7 +179,7 @@ def _said(wanted: Cluster, cluster: Cluster, stages: int) -> str:
         rank: (device.name, enough_bytes(device.memory_bytes))
         for rank, (device, own) in enumerate(zip(wanted.devices[:stages], cluster.devices, strict=False))
         if device.memory_bytes > own.memory_bytes
-    }  # fmt: skip
+    }
     sizes = list(dict.fromkeys(more.values()))
     if len(more) == stages and len({size for _, size in sizes}) == 1:
         return f"give each device at least {sizes[0][1]}"

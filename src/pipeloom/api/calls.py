@@ -1,10 +1,10 @@
 """Calls of a pipeline's methods: what happens when one is broken off, by an error or by Ctrl-C.
 
-    several ranks   the others are told, and every later call is refused: messages of the broken one may still
-                    be under way, and each rank has stopped somewhere else
-    one rank        the next call starts clean: no gradient, residual or operation of the broken one is left,
-                    and buffers are what they were before it; but if its optimizer may have updated some
-                    parameters and not others, only `load` is allowed
+several ranks   the others are told, and every later call is refused: messages of the broken one may still
+                be under way, and each rank has stopped somewhere else
+one rank        the next call starts clean: no gradient, residual or operation of the broken one is left,
+                and buffers are what they were before it; but if its optimizer may have updated some
+                parameters and not others, only `load` is allowed
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ class Comparison:
 
 def verify(
     job: Job, plan: Plan, *, options: Options | None = None, tolerance: float = 1e-5, seed: int = 1
-) -> Comparison:  # fmt: skip
+) -> Comparison:
     """Run one step of a plan, with ranks as threads of this process, and of a single process; compare.
 
     Updated parameters are compared with what the job's optimizer (plain SGD where it names none) makes of
@@ -86,8 +86,9 @@ def verify(
         loss=_relative(abs(found.loss - expected.loss), max(abs(expected.loss), 1e-12)),
         gradients=_differences(found.gradients, expected.gradients),
         parameters=_differences(found.parameters, _updated(job, expected.initial, found.gradients)),
-        tolerance=tolerance, reference=what,
-    )  # fmt: skip
+        tolerance=tolerance,
+        reference=what,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -135,9 +136,14 @@ def _uncut(plan: Plan) -> Plan:
     ops = tuple(op for stage in plan.stages for op in stage.ops)
     row = " ".join(f"0F{m} 0B{m}" for m in range(plan.microbatches))
     return replace(
-        plan, stages=(StagePlan(ops=ops),), placement=(0,), schedule="1f1b", schedule_rows=(row,), caps=(),
+        plan,
+        stages=(StagePlan(ops=ops),),
+        placement=(0,),
+        schedule="1f1b",
+        schedule_rows=(row,),
+        caps=(),
         memory=KEEP_ALL,
-    )  # fmt: skip
+    )
 
 
 def _run_threads(job: Job, plan: Plan, options: Options, batch: Mapping[str, Tensor]) -> _Numbers:
@@ -151,10 +157,12 @@ def _run_threads(job: Job, plan: Plan, options: Options, batch: Mapping[str, Ten
                 initial = _copies(pipeline.weights.params)
                 loss = pipeline.step(batch)
                 results[rank] = _Numbers(
-                    loss=loss, gradients=pipeline.weights.last_gradients,
-                    initial=initial, parameters=_copies(pipeline.weights.params),
+                    loss=loss,
+                    gradients=pipeline.weights.last_gradients,
+                    initial=initial,
+                    parameters=_copies(pipeline.weights.params),
                     random=any(op.random for op in pipeline.parts.captured.graph.ops),
-                )  # fmt: skip
+                )
         except BaseException as error:  # handed to the caller's thread below
             errors[rank] = error
 
@@ -168,11 +176,12 @@ def _run_threads(job: Job, plan: Plan, options: Options, batch: Mapping[str, Ten
         own = [e for e in errors.values() if not isinstance(e, PeerError)]
         raise (own or list(errors.values()))[0]
     return _Numbers(
-        loss=results[0].loss, random=results[0].random,
+        loss=results[0].loss,
+        random=results[0].random,
         gradients={n: t for r in results.values() for n, t in r.gradients.items()},
         initial={n: t for r in results.values() for n, t in r.initial.items()},
         parameters={n: t for r in results.values() for n, t in r.parameters.items()},
-    )  # fmt: skip
+    )
 
 
 def _run_eager(job: Job, plan: Plan, options: Options, batch: Mapping[str, Tensor]) -> _Numbers:

@@ -31,9 +31,7 @@ LIMIT_S = 120.0
 
 
 @contextmanager
-def made_beside(
-    strategy: str, treatments: Sequence[Treatment] | None = None
-) -> Iterator[Callable[[], None]]:
+def made_beside(strategy: str, treatments: Sequence[Treatment] | None = None) -> Iterator[Callable[[], None]]:
     """Around the capture of a model that this planner is to cut: has the code made if that takes long.
 
     Yields: a function that waits until the code is there. What is not waited for ends with the block.
@@ -85,9 +83,16 @@ def make(strategy: str, treatments: Sequence[Treatment] | None = None) -> None:
     for cap in CAPS:
         cluster = find_cluster(f"2 x a100-40 with {cap}")
         make_plan(
-            graph, roofline(graph, cluster.devices[0]), cluster, stages=2, schedule="1f1b", microbatches=4,
-            strategy=strategy, explained=False, options=options,
-        )  # fmt: skip
+            graph,
+            roofline(graph, cluster.devices[0]),
+            cluster,
+            stages=2,
+            schedule="1f1b",
+            microbatches=4,
+            strategy=strategy,
+            explained=False,
+            options=options,
+        )
 
 
 ROWS, WIDTH, LAYERS = 512, 1024, 6
@@ -114,14 +119,22 @@ def small_model() -> OpGraph:
         x = op(f"add{k}", "aten.add.Tensor", x, down)
     ops.append(
         Op(
-            name="loss", target="aten.mean.default", inputs=(x,), module="", params=(),
+            name="loss",
+            target="aten.mean.default",
+            inputs=(x,),
+            module="",
+            params=(),
             outputs=(Value(name="loss", shape=(), dtype="float32", needs_grad=True),),
         )
-    )  # fmt: skip
+    )
     return OpGraph(
-        name="small", inputs=(Value(name="x", shape=shape, dtype="float32"),), ops=tuple(ops),
-        parameters=tuple(params), buffers=(), loss="loss",
-    )  # fmt: skip
+        name="small",
+        inputs=(Value(name="x", shape=shape, dtype="float32"),),
+        ops=tuple(ops),
+        parameters=tuple(params),
+        buffers=(),
+        loss="loss",
+    )
 
 
 CAPS = ("170MiB", "160MiB", "150MiB")

@@ -28,9 +28,12 @@ class Detected:
 
 
 def detect(
-    kind: str = "cpu", *, devices: int | None = None, directory: Path | None = None,
+    kind: str = "cpu",
+    *,
+    devices: int | None = None,
+    directory: Path | None = None,
     progress: Callable[[str], None] = lambda _: None,
-) -> Detected:  # fmt: skip
+) -> Detected:
     """Measure this machine's devices.
 
     kind: "cpu" or "cuda".  devices: so many processes of one thread each, by default one per core; of the

@@ -93,9 +93,13 @@ class Forecast:
         counted: set[str] = set()
         for index, functions in self.variant.functions.items():
             found[index] = stage_memory(
-                functions, self.variant.stages, self.weights, ratio,
-                batch_bytes=0 if found else batch_bytes, counted=counted,
-            )  # fmt: skip
+                functions,
+                self.variant.stages,
+                self.weights,
+                ratio,
+                batch_bytes=0 if found else batch_bytes,
+                counted=counted,
+            )
             counted.update(functions.params, functions.buffers)
         return found
 
@@ -129,10 +133,16 @@ class Rehearsals:
             cluster = forecast.cluster(measure_link(channel, size, clock, forecast.device))
         self._cluster = cluster
         self._rehearsal = Rehearsal(
-            forecast.program, forecast.variant, forecast.sample, weights,
-            rank=channel.rank, clock=clock, watch=forecast.watch, tier=forecast.tier,
+            forecast.program,
+            forecast.variant,
+            forecast.sample,
+            weights,
+            rank=channel.rank,
+            clock=clock,
+            watch=forecast.watch,
+            tier=forecast.tier,
             cap_bytes=forecast.plan.caps[channel.rank] if forecast.plan.caps else None,
-        )  # fmt: skip
+        )
         self._walk_s = 0.0
         walks = self._walk_several()
         self._walk_s = statistics.median(sum(walk.values()) for walk in walks)
@@ -177,10 +187,15 @@ class Rehearsals:
         begin_s = [0.0] * len(program.rows)
         for left in range(self._facts.rounds - 1, -1, -1):
             step = simulate(
-                without_update(program) if left else program, stages, costs, self._cluster,
-                begin_s=begin_s, own_s=own_s, caps=self._facts.plan.caps,
+                without_update(program) if left else program,
+                stages,
+                costs,
+                self._cluster,
+                begin_s=begin_s,
+                own_s=own_s,
+                caps=self._facts.plan.caps,
                 small_bytes=SMALL_BYTES,
-            )  # fmt: skip
+            )
             if self._facts.rounds == 1:
                 return step
             events += step.events

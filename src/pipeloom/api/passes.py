@@ -82,13 +82,23 @@ def _rates(device: Device) -> tuple[object, ...]:
 
 
 def plan(
-    job: Job, *, stages: int, microbatches: int = 8, microbatch_size: int, schedule: str = "1f1b",
-    split_backward: bool = False, memory: str | int | None = None,
-    cluster: Cluster | str | Path | None = None, strategy: str = "exact",
-    captured: Captured | None = None, profiled: Profile | None = None,
-    treatments: Sequence[Treatment] | None = None, weights: WeightPolicy | None = None,
-    global_batch: int | None = None, offload_dir: Path | str | None = None,
-) -> Plan:  # fmt: skip
+    job: Job,
+    *,
+    stages: int,
+    microbatches: int = 8,
+    microbatch_size: int,
+    schedule: str = "1f1b",
+    split_backward: bool = False,
+    memory: str | int | None = None,
+    cluster: Cluster | str | Path | None = None,
+    strategy: str = "exact",
+    captured: Captured | None = None,
+    profiled: Profile | None = None,
+    treatments: Sequence[Treatment] | None = None,
+    weights: WeightPolicy | None = None,
+    global_batch: int | None = None,
+    offload_dir: Path | str | None = None,
+) -> Plan:
     """The plan for a job on this machine, or on a cluster described by figures.
 
     stages: one per device; where the schedule wants several on each, or replicas, the number of devices.
@@ -106,18 +116,32 @@ def plan(
     if cluster is not None and not isinstance(cluster, Cluster):
         cluster = find_cluster(str(cluster))
     how = planning(
-        job, stages=stages, microbatches=microbatches, schedule=schedule, split_backward=split_backward,
-        memory=memory, cluster=cluster, strategy=strategy, treatments=treatments, weights=weights,
-        global_batch=global_batch, offload_dir=offload_dir,
-    )  # fmt: skip
+        job,
+        stages=stages,
+        microbatches=microbatches,
+        schedule=schedule,
+        split_backward=split_backward,
+        memory=memory,
+        cluster=cluster,
+        strategy=strategy,
+        treatments=treatments,
+        weights=weights,
+        global_batch=global_batch,
+        offload_dir=offload_dir,
+    )
     described = None if cluster is None else how.cluster
     return plan_one(how, job, microbatch_size, described, captured=captured, profiled=profiled)[0]
 
 
 def plan_one(
-    how: Planning, job: Job, size: int, cluster: Cluster | None, *,
-    captured: Captured | None = None, profiled: Profile | None = None,
-) -> tuple[Plan, Sample]:  # fmt: skip
+    how: Planning,
+    job: Job,
+    size: int,
+    cluster: Cluster | None,
+    *,
+    captured: Captured | None = None,
+    profiled: Profile | None = None,
+) -> tuple[Plan, Sample]:
     """The plan for one micro-batch size, and the model at it. cluster: see `sample`.
 
     Raises: InfeasibleError that says which size would fit, if finding out does not take long.
@@ -161,9 +185,15 @@ def _other_sample(how: Planning, job: Job, size: int, cluster: Cluster | None) -
 
 
 def _sample_for(
-    how: Planning, job: Job, size: int, cluster: Cluster | None, *, captured: Captured | None = None,
-    profiled: Profile | None = None, batch: Mapping[str, Tensor] | None = None,
-) -> Taken:  # fmt: skip
+    how: Planning,
+    job: Job,
+    size: int,
+    cluster: Cluster | None,
+    *,
+    captured: Captured | None = None,
+    profiled: Profile | None = None,
+    batch: Mapping[str, Tensor] | None = None,
+) -> Taken:
     """The `sample` of a search that follows. What is measured here has the machine to itself."""
     if cluster is None or captured is not None:
         return sample(job, size, cluster, captured, profiled, batch)
@@ -182,12 +212,21 @@ QUICK_S = 15.0
 
 
 def planning(
-    job: Job, *, stages: int, microbatches: int = 8, schedule: str = "1f1b", split_backward: bool = False,
-    memory: str | int | None = None, cluster: Cluster | None = None, strategy: str = "exact",
-    treatments: Sequence[Treatment] | None = None, weights: WeightPolicy | None = None,
-    global_batch: int | None = None, offload_dir: Path | str | None = None,
+    job: Job,
+    *,
+    stages: int,
+    microbatches: int = 8,
+    schedule: str = "1f1b",
+    split_backward: bool = False,
+    memory: str | int | None = None,
+    cluster: Cluster | None = None,
+    strategy: str = "exact",
+    treatments: Sequence[Treatment] | None = None,
+    weights: WeightPolicy | None = None,
+    global_batch: int | None = None,
+    offload_dir: Path | str | None = None,
     watch: Callable[[int], None] | None = None,
-) -> Planning:  # fmt: skip
+) -> Planning:
     """How `plan` plans; see there. watch: told how many stages were weighed so far."""
     from ..runtime.calibrate import optimizer_ratio
 
@@ -212,14 +251,23 @@ def planning(
         if treatments is None and planner(strategy).optimises != "never":
             treatments = ("recompute", "offload")
     options = PlanOptions(
-        optimizer_bytes=optimizer_ratio(job.optimizer), split_backward=split_backward, weights=weights,
+        optimizer_bytes=optimizer_ratio(job.optimizer),
+        split_backward=split_backward,
+        weights=weights,
         treatments=None if treatments is None else tuple(treatments),
-    )  # fmt: skip
+    )
     return Planning(
-        stages=stages, microbatches=microbatches, schedule=schedule, strategy=strategy, cluster=cluster,
-        capped=described or memory is not None, local=not described, global_batch=global_batch,
-        options=options, watch=watch,
-    )  # fmt: skip
+        stages=stages,
+        microbatches=microbatches,
+        schedule=schedule,
+        strategy=strategy,
+        cluster=cluster,
+        capped=described or memory is not None,
+        local=not described,
+        global_batch=global_batch,
+        options=options,
+        watch=watch,
+    )
 
 
 def _refuse_words(what: str, given: Iterable[str], known: Sequence[str]) -> None:
@@ -229,9 +277,13 @@ def _refuse_words(what: str, given: Iterable[str], known: Sequence[str]) -> None
 
 
 def sample(
-    job: Job, size: int, cluster: Cluster | None, captured: Captured | None = None,
-    profiled: Profile | None = None, batch: Mapping[str, Tensor] | None = None,
-) -> Taken:  # fmt: skip
+    job: Job,
+    size: int,
+    cluster: Cluster | None,
+    captured: Captured | None = None,
+    profiled: Profile | None = None,
+    batch: Mapping[str, Tensor] | None = None,
+) -> Taken:
     """A job captured at one micro-batch size, and its costs: by roofline on a cluster, or measured here.
 
     batch: one of that size, if it is at hand.

@@ -81,9 +81,14 @@ class Pipeline:
     """
 
     def __init__(
-        self, job: Job, plan: Plan | Path, *, options: Options | None = None,
-        group: dist.ProcessGroup | DeviceMesh | None = None, channel: LocalChannel | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        job: Job,
+        plan: Plan | Path,
+        *,
+        options: Options | None = None,
+        group: dist.ProcessGroup | DeviceMesh | None = None,
+        channel: LocalChannel | None = None,
+    ) -> None:
         self.options = options or Options()
         plan = plan if isinstance(plan, Plan) else load_plan(plan)
         require_runnable(plan.schedule, plan.weights)
@@ -120,10 +125,16 @@ class Pipeline:
         self.own_stages = tuple(s for s, rank in enumerate(plan.placement) if rank == self.rank)
         self.stages = stages
         self.evaluating = Evaluating(
-            job=job, plan=plan, captured=captured, stages=stages, own_stages=self.own_stages,
-            device=self.device.type, autocast=options.autocast, like_training=self._variant_for,
+            job=job,
+            plan=plan,
+            captured=captured,
+            stages=stages,
+            own_stages=self.own_stages,
+            device=self.device.type,
+            autocast=options.autocast,
+            like_training=self._variant_for,
             channel=self.channel,
-        )  # fmt: skip
+        )
         self._variant(captured, signature_of(sample_batch(job, 0, plan.microbatch_size)))
         cap = plan.caps[self.rank] if plan.caps else None
         self.ledger = Ledger(self.rank, cap)
@@ -137,10 +148,16 @@ class Pipeline:
         self.scheduler = options.scheduler(optimizer) if options.scheduler and optimizer else None
         self.tier = own_tier(plan, self.own_stages, self.device, options.offload_dir, self.rank)
         self.worker = Worker(
-            rank=self.rank, program=self.parts.train, weights=self.weights, channel=self.channel,
-            ledger=self.ledger, recorder=self.recorder, watch=self.watch, clip_norm=options.clip_norm,
+            rank=self.rank,
+            program=self.parts.train,
+            weights=self.weights,
+            channel=self.channel,
+            ledger=self.ledger,
+            recorder=self.recorder,
+            watch=self.watch,
+            clip_norm=options.clip_norm,
             tier=self.tier,
-        )  # fmt: skip
+        )
         self.steps = 0
         self.report: StepReport | None = None
         self._rehearsals: Rehearsals | None = None
@@ -167,9 +184,12 @@ class Pipeline:
             assert self.local is not None, "without a group there is a channel"
             return self.local
         return DistChannel(
-            self.group, self.watch, device=self.device, timeout_s=self.options.timeout_s,
+            self.group,
+            self.watch,
+            device=self.device,
+            timeout_s=self.options.timeout_s,
             pairs=train.messages,
-        )  # fmt: skip
+        )
 
     def _own_weights(self, captured: Captured) -> Weights:
         graph = captured.graph
@@ -184,7 +204,8 @@ class Pipeline:
             {n: nn.Parameter(made[n].to(self.device), graph.parameter[n].trainable) for n in params},
             {n: made[n].to(self.device) for n in buffers},
             self.parts.job.optimizer,
-            keep_gradients=self.options.keep_gradients, device=self.device,
+            keep_gradients=self.options.keep_gradients,
+            device=self.device,
         )
 
     def _variant(self, captured: Captured, signature: tuple[str, ...]) -> Variant:
@@ -192,9 +213,14 @@ class Pipeline:
         stages = plan.stage_graph(captured.graph)
         agree_on_layouts(self.channel, stages)
         self.parts.variants[signature] = make_variant(
-            captured, plan, stages, self.own_stages,
-            device=self.device.type, compiled=self.options.compiled, policy=plan.memory,
-        )  # fmt: skip
+            captured,
+            plan,
+            stages,
+            self.own_stages,
+            device=self.device.type,
+            compiled=self.options.compiled,
+            policy=plan.memory,
+        )
         return self.parts.variants[signature]
 
     def step(self, batch: Mapping[str, Tensor]) -> float:
@@ -264,9 +290,12 @@ class Pipeline:
             known, parts = next(iter(self.parts.variants)), self.parts
             try:
                 captured = capture(
-                    parts.job, rows_of(part), batch=part, autocast=self.options.autocast,
+                    parts.job,
+                    rows_of(part),
+                    batch=part,
+                    autocast=self.options.autocast,
                     like=parts.captured,
-                )  # fmt: skip
+                )
                 return self._variant(captured, signature)
             except (CaptureError, PlanError) as error:
                 raise BatchError(
@@ -288,9 +317,14 @@ class Pipeline:
         self.channel.all_reduce(both)
         ends, walls, busy_s, waited_s, peaks = both[:-1].reshape(self.ranks, -1).T.tolist()
         return StepReport(
-            loss=float(both[-1]), step_s=max(ends), wall_s=tuple(walls), busy_s=tuple(busy_s),
-            waited_s=tuple(waited_s), peak_bytes=tuple(map(int, peaks)), grad_norm=self.worker.grad_norm,
-        )  # fmt: skip
+            loss=float(both[-1]),
+            step_s=max(ends),
+            wall_s=tuple(walls),
+            busy_s=tuple(busy_s),
+            waited_s=tuple(waited_s),
+            peak_bytes=tuple(map(int, peaks)),
+            grad_norm=self.worker.grad_norm,
+        )
 
     def predict(self, cluster: Cluster | None = None) -> Timeline:
         """Simulate a step with the times that the ranks take alone. Every rank calls it, before training.
@@ -315,12 +349,20 @@ class Pipeline:
         drawn = sample_batch(parts.job, 0, plan.microbatch_size)
         sample = {n: t.to(self.device) for n, t in drawn.items()}
         return Forecast(
-            plan=plan, program=parts.train, variant=next(iter(parts.variants.values())), sample=sample,
-            weights=self.weights, optimizer=parts.job.optimizer, rounds=self.options.accumulate,
+            plan=plan,
+            program=parts.train,
+            variant=next(iter(parts.variants.values())),
+            sample=sample,
+            weights=self.weights,
+            optimizer=parts.job.optimizer,
+            rounds=self.options.accumulate,
             clips=self.options.clip_norm is not None,
-            channel=self.channel, watch=self.watch, clock=self.recorder.clock, device=self.device,
+            channel=self.channel,
+            watch=self.watch,
+            clock=self.recorder.clock,
+            device=self.device,
             tier=self.tier,
-        )  # fmt: skip
+        )
 
     def measured(self) -> Timeline:
         """The last step of all ranks. Every rank calls it.
@@ -335,11 +377,13 @@ class Pipeline:
         mine = (self.recorder.events(late_s), curves, self.ledger.at_peak)
         seen = self.channel.all_gather_object(mine)
         return Timeline(
-            source="measured", ranks=self.ranks, events=tuple(e for events, _, _ in seen for e in events),
+            source="measured",
+            ranks=self.ranks,
+            events=tuple(e for events, _, _ in seen for e in events),
             memory=tuple(curve for _, curves, _ in seen for curve in curves),
             peaks=tuple(peak for _, _, peak in seen),
             pairs=tuple((str(first), str(second)) for first, second in self.parts.train.pairs),
-        )  # fmt: skip
+        )
 
     def save(self, directory: Path, *, extra: Mapping[str, Any] | None = None, keep: int = 2) -> Path:
         """Write a checkpoint that any plan of this model can load. Every rank calls it.

@@ -53,9 +53,14 @@ def stages_for(schedule: str, ranks: int) -> int:
 
 
 def place(
-    plan: Plan, graph: OpGraph, schedule: str, ranks: int, *, times: schedules.Times | None = None,
+    plan: Plan,
+    graph: OpGraph,
+    schedule: str,
+    ranks: int,
+    *,
+    times: schedules.Times | None = None,
     split_backward: bool = False,
-) -> Plan:  # fmt: skip
+) -> Plan:
     """The same stages on `ranks` ranks, in the usual placement of another schedule.
 
     times: of the stages, for schedules that order by time; equal ones by default.
@@ -77,17 +82,23 @@ def place(
     placed = replace(plan, placement=placement, caps=())
     stages = placed.replicated(placed.stage_graph(graph))
     count = plan.microbatches // shape.replicas
-    made = schedules.build(
-        schedule, stages, placement, count, times=times, split_backward=split_backward
-    )
+    made = schedules.build(schedule, stages, placement, count, times=times, split_backward=split_backward)
     return replace(placed, schedule=made.name, schedule_rows=tuple(str(made).splitlines()))
 
 
 def plan_placed(
-    graph: OpGraph, costs: Costs, cluster: Cluster, *,
-    ranks: int, schedule: str, microbatches: int, strategy: str, options: PlanOptions,
-    explained: bool = True, watch: Callable[[int], None] | None = None,
-) -> Plan:  # fmt: skip
+    graph: OpGraph,
+    costs: Costs,
+    cluster: Cluster,
+    *,
+    ranks: int,
+    schedule: str,
+    microbatches: int,
+    strategy: str,
+    options: PlanOptions,
+    explained: bool = True,
+    watch: Callable[[int], None] | None = None,
+) -> Plan:
     """Cut, place and build. explained, watch: see `make_plan`.
 
     Raises: InfeasibleError if a rank needs more than its device has, as simulated.
@@ -100,10 +111,17 @@ def plan_placed(
         raise _too_many(f"{stages} stages, the model has {ops} ops", places, schedule, ranks, cluster)
     try:
         apart = make_plan(
-            graph, costs, _one_device_each(cluster, schedule, ranks), stages=stages, schedule="1f1b",
-            microbatches=microbatches, strategy=strategy, options=replace(options, weights=own),
-            explained=explained, watch=watch,
-        )  # fmt: skip
+            graph,
+            costs,
+            _one_device_each(cluster, schedule, ranks),
+            stages=stages,
+            schedule="1f1b",
+            microbatches=microbatches,
+            strategy=strategy,
+            options=replace(options, weights=own),
+            explained=explained,
+            watch=watch,
+        )
     except TooManyStages as error:
         raise _too_many(error.message, error.places, schedule, ranks, cluster) from None
     except InfeasibleError as error:
@@ -140,8 +158,9 @@ def _too_many(why: str, places: int, schedule: str, ranks: int, cluster: Cluster
     return PlanError(
         f"{schedule} on {ranks} ranks is for {why}",
         hint=f"use at most {fewer} {'ranks' if fewer > 1 else 'rank'} (--stages {fewer})"
-        if fewer else "use another schedule",
-    )  # fmt: skip
+        if fewer
+        else "use another schedule",
+    )
 
 
 def costs_of(plan: Plan, graph: OpGraph, costs: Costs, cluster: Cluster) -> tuple[StageCost, ...]:
@@ -190,9 +209,11 @@ def _counting_once(
         held[rank].update(names)
         trained = sum(p.bytes for p in again if p.trainable)
         saved = {
-            "parameters": sum(p.bytes for p in again), "gradients": trained,
-            "optimizer": round(trained * optimizer_bytes), "batch": batch,
-        }  # fmt: skip
+            "parameters": sum(p.bytes for p in again),
+            "gradients": trained,
+            "optimizer": round(trained * optimizer_bytes),
+            "batch": batch,
+        }
         static = {kind: max(0, size - saved.get(kind, 0)) for kind, size in cost.static_bytes.items()}
         found.append(replace(cost, static_bytes=static))
     return tuple(found)

@@ -49,10 +49,15 @@ class Planning:
     watch: Callable[[int], None] | None = None
 
     def plan(
-        self, graph: OpGraph, costs: Costs, size: int, *,
-        explained: bool = True, largest: Callable[[], int | None] | None = None,
+        self,
+        graph: OpGraph,
+        costs: Costs,
+        size: int,
+        *,
+        explained: bool = True,
+        largest: Callable[[], int | None] | None = None,
         captured: Captured | None = None,
-    ) -> Plan:  # fmt: skip
+    ) -> Plan:
         """The plan for micro-batches of `size` rows.
 
         explained: look for what would fit, if nothing does.  largest: says which size would.
@@ -89,9 +94,13 @@ class Planning:
 
     def _made(self, graph: OpGraph, costs: Costs, microbatches: int, explained: bool) -> Plan:
         how: dict[str, Any] = {
-            "schedule": self.schedule, "microbatches": microbatches, "strategy": self.strategy,
-            "options": self.options, "explained": explained, "watch": self.watch,
-        }  # fmt: skip
+            "schedule": self.schedule,
+            "microbatches": microbatches,
+            "strategy": self.strategy,
+            "options": self.options,
+            "explained": explained,
+            "watch": self.watch,
+        }
         if schedules.entry(self.schedule).place == "line":
             return make_plan(graph, costs, self.cluster, stages=self.stages, **how)
         return plan_placed(graph, costs, self.cluster, ranks=self.stages, **how)
@@ -125,9 +134,12 @@ class Planning:
         any_plan = replace(self, options=replace(self.options, fastest=False))
         try:
             any_plan.plan(
-                sample.graph, sample.profiles, sample.size, explained=False,
+                sample.graph,
+                sample.profiles,
+                sample.size,
+                explained=False,
                 captured=captured_of(sample),
-            )  # fmt: skip
+            )
         except (InfeasibleError, ScheduleError):  # the second: too few micro-batches for the schedule
             return False
         return True

@@ -28,9 +28,18 @@ from ..simulator import explain as explain_timeline
 from .times import UNIT, Work, load_work, stage_costs, with_transfers
 
 __all__ = [
-    "UNIT", "Drawn", "Setting", "Work", "csv_text", "draw_file", "draw_schedule", "explain", "library",
-    "updates_of", "weights",
-]  # fmt: skip
+    "UNIT",
+    "Drawn",
+    "Setting",
+    "Work",
+    "csv_text",
+    "draw_file",
+    "draw_schedule",
+    "explain",
+    "library",
+    "updates_of",
+    "weights",
+]
 
 SLICES = 2
 """Slices of a micro-batch in sliced schedules, unless the option `slices` says otherwise."""
@@ -108,9 +117,10 @@ def draw_schedule(name: str, setting: Setting) -> Drawn:
     caps = _caps(setting, costs, placement, stages.replicas, slices)
     transfer_s = setting.transfer_s
     times = schedules.Times(
-        costs=costs, limit_bytes=min(caps) if setting.memory else None,
+        costs=costs,
+        limit_bytes=min(caps) if setting.memory else None,
         transfer_s=transfer_s if isinstance(transfer_s, float) else _by_boundary(transfer_s, stages),
-    )  # fmt: skip
+    )
     count = setting.microbatches // stages.replicas * slices
     try:
         made = schedules.build(name, stages, placement, count, times=times)
@@ -125,9 +135,7 @@ def draw_schedule(name: str, setting: Setting) -> Drawn:
         ) from None
 
 
-def draw_file(
-    file: Path, setting: Setting, *, replicas: int = 1, operations: Path | None = None
-) -> Drawn:  # fmt: skip
+def draw_file(file: Path, setting: Setting, *, replicas: int = 1, operations: Path | None = None) -> Drawn:
     """Read a file of rows, prove that it can run, and simulate it.
 
     replicas: 1 for a chain of stages; 2 if the second half of the stages is a replica of the first, which
@@ -287,11 +295,16 @@ def _drawn(made: Schedule, stages: StageGraph, costs: tuple[StageCost, ...], set
     timeline = simulate(program, wired, costs, cluster)
     held = [peak.get("residuals", 0) for peak in timeline.peaks]
     return Drawn(
-        schedule=made, stages=wired, microbatches=made.microbatches * stages.replicas // made.slices,
-        program=program, cluster=cluster, timeline=timeline, summary=summarise(timeline),
+        schedule=made,
+        stages=wired,
+        microbatches=made.microbatches * stages.replicas // made.slices,
+        program=program,
+        cluster=cluster,
+        timeline=timeline,
+        summary=summarise(timeline),
         peaks=tuple(size / unit for size, unit in zip(held, units, strict=True)),
         peaks_bytes=tuple(held) if sized else (),
-    )  # fmt: skip
+    )
 
 
 def _wired(stages: StageGraph, ranks: int, setting: Setting) -> tuple[StageGraph, Cluster]:

@@ -87,18 +87,23 @@ def stage_costs(work: Work, stages: int, ranks: float, *, slices: int = 1) -> tu
     f, i, w = (
         per_stage(seconds, stages, ranks, name)
         for seconds, name in (
-            (work.forward_s, "F"), (work.input_grad_s, "I"), (work.weight_grad_s, "W"),
+            (work.forward_s, "F"),
+            (work.input_grad_s, "I"),
+            (work.weight_grad_s, "W"),
         )
-    )  # fmt: skip
+    )
     held = per_stage(work.residual_bytes or float(UNIT), stages, ranks, "residuals")
     return tuple(
         StageCost(
-            forward_s=f[s] / slices, input_grad_s=i[s] / slices, weight_grad_s=w[s] / slices,
+            forward_s=f[s] / slices,
+            input_grad_s=i[s] / slices,
+            weight_grad_s=w[s] / slices,
             backward_s=(i[s] + w[s]) / slices,
-            residual_bytes=round(held[s] / slices), carried_bytes=round(held[s] / slices),
+            residual_bytes=round(held[s] / slices),
+            carried_bytes=round(held[s] / slices),
         )
         for s in range(stages)
-    )  # fmt: skip
+    )
 
 
 def per_stage(amount: Seconds, stages: int, ranks: float, name: str) -> list[float]:

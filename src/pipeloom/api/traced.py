@@ -37,8 +37,9 @@ def traced_peaks(
             devices=tuple(Device(name="cpu", memory_bytes=cap) for cap in plan.caps),
             within_node=Link(bandwidth_bytes_per_s=1e15),
         ),
-        caps=plan.caps, small_bytes=SMALL_BYTES,
-    )  # fmt: skip
+        caps=plan.caps,
+        small_bytes=SMALL_BYTES,
+    )
     return tuple(step.peak_bytes(rank) for rank in range(len(plan.caps)))
 
 
@@ -46,6 +47,8 @@ def _completed(graphs: StageCost, planned: StageCost) -> StageCost:
     """What is said of a stage's graphs, with what planners know as well: parameters, batch and the like."""
     step_bytes = planned.transient_bytes.get(STEP, 0)
     return replace(
-        graphs, static_bytes=planned.static_bytes, tied_bytes=planned.tied_bytes,
+        graphs,
+        static_bytes=planned.static_bytes,
+        tied_bytes=planned.tied_bytes,
         transient_bytes={**graphs.transient_bytes, STEP: step_bytes},
-    )  # fmt: skip
+    )

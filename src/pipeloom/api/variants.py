@@ -13,9 +13,15 @@ from ..tracer.functions import stage_functions
 
 
 def make_variant(
-    captured: Captured, plan: Plan, stages: StageGraph, own_stages: Sequence[int],
-    *, device: str, compiled: bool = False, policy: MemoryPolicy = KEEP_ALL,
-) -> Variant:  # fmt: skip
+    captured: Captured,
+    plan: Plan,
+    stages: StageGraph,
+    own_stages: Sequence[int],
+    *,
+    device: str,
+    compiled: bool = False,
+    policy: MemoryPolicy = KEEP_ALL,
+) -> Variant:
     """Build the functions of the stages that a rank owns.
 
     stages: one replica of them.  own_stages: of all replicas; those of one stage share its functions.
@@ -24,10 +30,15 @@ def make_variant(
     origins = dict.fromkeys(stages.origin(s) for s in own_stages)
     made = {
         s: stage_functions(
-            captured, stages, s, device=device, compiled=compiled,
-            treatments=policy.of_stage(s), ahead=s in policy.ahead,
+            captured,
+            stages,
+            s,
+            device=device,
+            compiled=compiled,
+            treatments=policy.of_stage(s),
+            ahead=s in policy.ahead,
         )
         for s in origins
-    }  # fmt: skip
+    }
     functions = {s: made[stages.origin(s)] for s in own_stages}
     return Variant(stages=plan.replicated(stages), functions=functions)

@@ -19,9 +19,17 @@ from .common import MODEL_HELP, Size, job_of, json_option, model_argument, plan_
 @json_option
 @click.pass_context
 def bench(
-    ctx: click.Context, /, *, model: str | None, device_memory: str | None, treat: str | None,
-    steps: int, warmup: int, as_json: bool, **wanted: Any,
-) -> None:  # fmt: skip
+    ctx: click.Context,
+    /,
+    *,
+    model: str | None,
+    device_memory: str | None,
+    treat: str | None,
+    steps: int,
+    warmup: int,
+    as_json: bool,
+    **wanted: Any,
+) -> None:
     """Plan MODEL, run some steps in as many processes as stages, and print the speed.
 
     With --json: step_s (median), tokens_per_s, bubble, predicted_step_s, peak_bytes (per rank), stages,
@@ -32,7 +40,12 @@ def bench(
     from ..train.benchmark import Bench, run_bench
 
     settings = Bench(
-        model=model, device_memory=device_memory, treat=treat, steps=steps, warmup=warmup, as_json=as_json,
+        model=model,
+        device_memory=device_memory,
+        treat=treat,
+        steps=steps,
+        warmup=warmup,
+        as_json=as_json,
         **wanted,
     )
     ctx.exit(run_bench(settings))

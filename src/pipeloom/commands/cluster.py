@@ -42,10 +42,14 @@ def list_(*, as_json: bool) -> None:
         half = max(rates.get("bfloat16", 0.0), rates.get("float16", 0.0))
         size = entry.bytes("memory")
         table.add_row(
-            entry.name, ", ".join(entry.aliases), format_bytes(size) if size else "a share",
-            f"{half / 1e12:,.4g}", f"{rates['float32'] / 1e12:,.4g}",
-            f"{entry.number('memory_bytes_per_s') / 1e9:,.0f}", entry.about,
-        )  # fmt: skip
+            entry.name,
+            ", ".join(entry.aliases),
+            format_bytes(size) if size else "a share",
+            f"{half / 1e12:,.4g}",
+            f"{rates['float32'] / 1e12:,.4g}",
+            f"{entry.number('memory_bytes_per_s') / 1e9:,.0f}",
+            entry.about,
+        )
     out = console()
     out.print(table)
     out.print("\nclusters of them: 8 x a100-40, 2 nodes of 8 x h100, 4 x v100-32 + 4 x rtx-2080ti")
@@ -83,9 +87,10 @@ def show(*, name: str, output: Path | None, as_json: bool) -> None:
 )
 @click.option("--devices", type=click.IntRange(1), help="How many; by default one per core, or all GPUs.")
 @click.option(
-    "--directory", type=click.Path(path_type=Path, file_okay=False, exists=True),
+    "--directory",
+    type=click.Path(path_type=Path, file_okay=False, exists=True),
     help="Where files of offloaded tensors would be; for the CPU.",
-)  # fmt: skip
+)
 @click.option("--output", "-o", type=NEW_FILE, help="Write the cluster to this file.")
 @json_option
 def detect(
@@ -99,9 +104,11 @@ def detect(
     from ..planner import save_cluster
 
     found = measure(
-        device, devices=devices, directory=directory,
+        device,
+        devices=devices,
+        directory=directory,
         progress=lambda what: click.echo(f"measuring {what}", err=True),
-    )  # fmt: skip
+    )
     if output is not None:
         save_cluster(found.cluster, output, note=_note(found))
     if as_json:
@@ -121,10 +128,13 @@ def detect(
 
 def _listed(entry: BuiltIn) -> dict[str, Any]:
     return {
-        "name": entry.name, "aliases": list(entry.aliases), "about": entry.about,
-        "memory_bytes": entry.bytes("memory"), "memory_bytes_per_s": entry.number("memory_bytes_per_s"),
+        "name": entry.name,
+        "aliases": list(entry.aliases),
+        "about": entry.about,
+        "memory_bytes": entry.bytes("memory"),
+        "memory_bytes_per_s": entry.number("memory_bytes_per_s"),
         "flops_per_s": entry.numbers("flops_per_s"),
-    }  # fmt: skip
+    }
 
 
 def _sourced(kind: BuiltIn) -> dict[str, Any]:
@@ -150,11 +160,15 @@ def _print_cluster(found: Cluster) -> None:
         count = len(list(same))
         shared = [name for name in (device.group, device.switch) if name]
         table.add_row(
-            str(first) if count == 1 else f"{first}-{first + count - 1}", device.name, str(device.node),
-            format_bytes(device.memory_bytes), _rate(device.host_link), _rate(device.reload_link),
+            str(first) if count == 1 else f"{first}-{first + count - 1}",
+            device.name,
+            str(device.node),
+            format_bytes(device.memory_bytes),
+            _rate(device.host_link),
+            _rate(device.reload_link),
             format_bytes(device.host_memory_bytes) if device.host_memory_bytes else "–",
             ", ".join(shared) or "–",
-        )  # fmt: skip
+        )
         first += count
     out = console()
     out.print(table)

@@ -105,22 +105,33 @@ def model_argument(command: Command) -> Command:
 
 PLAN_OPTIONS = (
     click.option(
-        "--stages", "-p", type=click.IntRange(1), default=2, show_default=True,
+        "--stages",
+        "-p",
+        type=click.IntRange(1),
+        default=2,
+        show_default=True,
         help="Ranks, with a stage each, or with what the schedule wants on each.",
     ),
     click.option("--schedule", "-s", default="1f1b", show_default=True, help="Schedule, by name."),
     click.option(
-        "--microbatches", "-m", type=click.IntRange(1), default=8, show_default=True,
+        "--microbatches",
+        "-m",
+        type=click.IntRange(1),
+        default=8,
+        show_default=True,
         help="Micro-batches per step.",
     ),
     click.option(
-        "--microbatch-size", type=click.IntRange(1), default=4, show_default=True,
+        "--microbatch-size",
+        type=click.IntRange(1),
+        default=4,
+        show_default=True,
         help="Rows per micro-batch.",
     ),
     click.option(
         "--split-backward", is_flag=True, help="Split each backward into input and weight gradients."
     ),
-)  # fmt: skip
+)
 
 
 def plan_options(command: Command) -> Command:
@@ -133,9 +144,10 @@ def plan_options(command: Command) -> Command:
 def treat_option(command: Command) -> Command:
     """--treat, as the argument `treat`: a name of `TREATMENTS`."""
     return click.option(
-        "--treat", type=click.Choice(tuple(TREATMENTS)),
+        "--treat",
+        type=click.Choice(tuple(TREATMENTS)),
         help="What may be done with residuals besides keeping them. By default what the planner does.",
-    )(command)  # fmt: skip
+    )(command)
 
 
 def cluster_option(help: str) -> Callable[[Command], Command]:

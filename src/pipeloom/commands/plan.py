@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from ..ir.plan import Plan
     from ..planner.whatif import Change
 
+
 @click.command(epilog=MODEL_HELP)
 @model_argument
 @plan_options
@@ -39,7 +40,8 @@ if TYPE_CHECKING:
 @click.option("--device-memory", type=Size(), help="Cap per rank, as 300MiB.")
 @cluster_option("Plan for these devices, by roofline.")
 @click.option(
-    "--offload-dir", type=click.Path(path_type=Path, file_okay=False),
+    "--offload-dir",
+    type=click.Path(path_type=Path, file_okay=False),
     help="Folder on a disk where this machine's CPU may offload residuals to; how fast it is gets measured.",
 )
 @click.option("--profile", "profile_file", type=FILE, help="Use this saved profile instead of measuring.")
@@ -47,9 +49,10 @@ if TYPE_CHECKING:
 @click.option("--strategies", is_flag=True, help="List the planners and stop.")
 @treat_option
 @click.option(
-    "--weights", type=click.Choice(("flush", "stash", "2bw")),
+    "--weights",
+    type=click.Choice(("flush", "stash", "2bw")),
     help="How weights are updated. By default as the schedule does it.",
-)  # fmt: skip
+)
 @click.option("--what-if/--no-what-if", default=True, help="Plan again with 10 % more memory, bandwidth.")
 @click.option("--output", "-o", type=NEW_FILE, help="Write the plan to this JSON file.")
 @json_option
@@ -70,10 +73,19 @@ def plan(*, strategies: bool, as_json: bool, **wanted: Any) -> None:
 
 
 def _plan(
-    *, model: str | None, device_memory: str | None, cluster: str | None, profile_file: Path | None,
-    output: Path | None, as_json: bool, microbatch_size: int, treat: str | None, max_batch: bool,
-    what_if: bool, **wanted: Any,
-) -> None:  # fmt: skip
+    *,
+    model: str | None,
+    device_memory: str | None,
+    cluster: str | None,
+    profile_file: Path | None,
+    output: Path | None,
+    as_json: bool,
+    microbatch_size: int,
+    treat: str | None,
+    max_batch: bool,
+    what_if: bool,
+    **wanted: Any,
+) -> None:
     from ..ir import codec
     from ..ir.profile import Profile
 
@@ -94,9 +106,13 @@ def _plan(
 
     with _watching() as watch:
         how = passes.planning(
-            job, memory=device_memory, cluster=cluster_of(cluster), watch=watch,
-            treatments=None if treat is None else TREATMENTS[treat], **wanted,
-        )  # fmt: skip
+            job,
+            memory=device_memory,
+            cluster=cluster_of(cluster),
+            watch=watch,
+            treatments=None if treat is None else TREATMENTS[treat],
+            **wanted,
+        )
         described = None if cluster is None else how.cluster
         if max_batch:
             found, sample = passes.plan_largest(how, job, microbatch_size, described)
@@ -108,8 +124,14 @@ def _plan(
     rows = explain(found, sample.graph)
     if as_json:
         keys = (
-            "predicted_step_s", "planner", "schedule", "weights", "microbatches", "microbatch_size", "graph"
-        )  # fmt: skip
+            "predicted_step_s",
+            "planner",
+            "schedule",
+            "weights",
+            "microbatches",
+            "microbatch_size",
+            "graph",
+        )
         print_json(
             {key: getattr(found, key) for key in keys}
             | {"limits": limits(found), "what_if": [vars(change) for change in changes], "stages": rows}
@@ -145,11 +167,14 @@ def _list(as_json: bool) -> None:
 
     rows = [
         {
-            "name": name, "granularity": p.granularity, "optimises": p.optimises, "about": p.about,
+            "name": name,
+            "granularity": p.granularity,
+            "optimises": p.optimises,
+            "about": p.about,
             "source": p.source,
         }
         for name, p in PLANNERS.items()
-    ]  # fmt: skip
+    ]
     if as_json:
         print_json({"planners": rows})
         return
@@ -170,11 +195,17 @@ def _print(rows: list[dict[str, Any]], plan: Plan, said: list[str], changes: lis
         backward_s = row["input_grad_s"] + row["weight_grad_s"] + row["recompute_s"]
         cap = row["cap_bytes"]
         table.add_row(
-            str(row["stage"]), str(row["rank"]), str(row["ops"]), row["layers"],
-            f"{row['forward_s'] * 1e3:.2f}", f"{backward_s * 1e3:.2f}", format_bytes(row["parameters_bytes"]),
-            *(format_bytes(row[f"{kind}_bytes"]) for kind in kinds), format_bytes(row["peak_bytes"]),
+            str(row["stage"]),
+            str(row["rank"]),
+            str(row["ops"]),
+            row["layers"],
+            f"{row['forward_s'] * 1e3:.2f}",
+            f"{backward_s * 1e3:.2f}",
+            format_bytes(row["parameters_bytes"]),
+            *(format_bytes(row[f"{kind}_bytes"]) for kind in kinds),
+            format_bytes(row["peak_bytes"]),
             "–" if cap is None else format_bytes(cap),
-        )  # fmt: skip
+        )
     out = console()
     if not out.is_terminal:  # a size that is cut short says nothing
         out.width = max(out.width, out.measure(table, options=out.options.update(max_width=1000)).maximum)

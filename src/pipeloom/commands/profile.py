@@ -40,9 +40,16 @@ if TYPE_CHECKING:
 @click.option("--top", type=click.IntRange(1), default=15, show_default=True, help="Rows of the table.")
 @json_option
 def profile(
-    *, model: str | None, microbatch_size: int, device: str, cluster: str | None,
-    save: Path | None, save_graph: Path | None, top: int, as_json: bool,
-) -> None:  # fmt: skip
+    *,
+    model: str | None,
+    microbatch_size: int,
+    device: str,
+    cluster: str | None,
+    save: Path | None,
+    save_graph: Path | None,
+    top: int,
+    as_json: bool,
+) -> None:
     """Measure, or estimate, the cost of every op of MODEL.
 
     With --json: model, device, source ("measured" or "roofline"), batch, ops, parameters, forward_s,
@@ -86,13 +93,17 @@ def summary(graph: OpGraph, costs: Profile) -> dict[str, Any]:
         kind.backward_s += cost.backward_s
     by_time = sorted(kinds.values(), key=lambda k: -(k.forward_s + k.backward_s))
     return {
-        "model": graph.name, "device": costs.device, "source": costs.source, "batch": list(costs.batch),
-        "ops": len(graph.ops), "parameters": sum(_count(p.shape) for p in graph.parameters),
+        "model": graph.name,
+        "device": costs.device,
+        "source": costs.source,
+        "batch": list(costs.batch),
+        "ops": len(graph.ops),
+        "parameters": sum(_count(p.shape) for p in graph.parameters),
         "forward_s": _sum(c.forward_s for c in costs.costs.values()),
         "input_grad_s": _sum(c.input_grad_s for c in costs.costs.values()),
         "weight_grad_s": _sum(c.weight_grad_s for c in costs.costs.values()),
         "kinds": [vars(kind) for kind in by_time],
-    }  # fmt: skip
+    }
 
 
 def _print(figures: dict[str, Any], top: int) -> None:
@@ -103,8 +114,10 @@ def _print(figures: dict[str, Any], top: int) -> None:
     out.print(
         f"{figures['model']}: {figures['ops']} ops, {figures['parameters']:,} parameters, "
         f"{figures['source']} on {figures['device']} with {', '.join(figures['batch'])}",
-        highlight=False, markup=False, soft_wrap=True,
-    )  # fmt: skip
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+    )
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for head in ("op", "calls", "forward ms", "backward ms", "share"):
         table.add_column(head, justify="left" if head == "op" else "right")
@@ -112,9 +125,12 @@ def _print(figures: dict[str, Any], top: int) -> None:
     for kind in figures["kinds"][:top]:
         both = kind["forward_s"] + kind["backward_s"]
         table.add_row(
-            kind["target"], str(kind["calls"]), f"{kind['forward_s'] * 1e3:.3f}",
-            f"{kind['backward_s'] * 1e3:.3f}", f"{both / total:.1%}" if total else "",
-        )  # fmt: skip
+            kind["target"],
+            str(kind["calls"]),
+            f"{kind['forward_s'] * 1e3:.3f}",
+            f"{kind['backward_s'] * 1e3:.3f}",
+            f"{both / total:.1%}" if total else "",
+        )
     backward_s = figures["input_grad_s"] + figures["weight_grad_s"]
     table.add_row(
         "all", str(figures["ops"]), f"{figures['forward_s'] * 1e3:.3f}", f"{backward_s * 1e3:.3f}", ""

@@ -51,9 +51,14 @@ def list_them(*, as_json: bool) -> None:
 @click.option("--trace", type=NEW_FILE, help="Write a trace for Perfetto or chrome://tracing.")
 @json_option
 def show(
-    *, name: str, setting: Setting, updates: Updates | None, html: Path | None, trace: Path | None,
+    *,
+    name: str,
+    setting: Setting,
+    updates: Updates | None,
+    html: Path | None,
+    trace: Path | None,
     as_json: bool,
-) -> None:  # fmt: skip
+) -> None:
     """Draw the schedule NAME.
 
     With --json: name, ranks, stages, microbatches, step_s, bubble (idle share of rank-time until the last
@@ -71,9 +76,12 @@ def show(
 @schedule.command(epilog=TIMES_HELP)
 @click.argument("file", type=FILE)
 @click.option(
-    "--replicas", type=click.IntRange(1), default=1, show_default=True,
+    "--replicas",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
     help="2 for bidirectional schedules: the second half of the stages is a replica of the first.",
-)  # fmt: skip
+)
 @click.option("--operations", type=FILE, help="A Python file that declares operations which FILE has.")
 @times_options
 @updates_options
@@ -81,9 +89,16 @@ def show(
 @click.option("--trace", type=NEW_FILE, help="Write a trace for Perfetto or chrome://tracing.")
 @json_option
 def check(
-    *, file: Path, replicas: int, operations: Path | None, setting: Setting, updates: Updates | None,
-    html: Path | None, trace: Path | None, as_json: bool,
-) -> None:  # fmt: skip
+    *,
+    file: Path,
+    replicas: int,
+    operations: Path | None,
+    setting: Setting,
+    updates: Updates | None,
+    html: Path | None,
+    trace: Path | None,
+    as_json: bool,
+) -> None:
     """Prove that the schedule in FILE can run, and draw it.
 
     FILE is CSV with one row per rank and one action per cell, as `export` writes it and
@@ -156,13 +171,17 @@ def explain(*, name: str, setting: Setting, as_json: bool) -> None:
     figures = _figures(drawn)
     pieces = ("kind", "rank", "action", "start_s", "end_s", "waiting")
     parts = ("reason", "rank", "seconds", "share", "text")
-    print_json({
-        "name": name, **{key: figures[key] for key in ("step_s", "bubble", "span_s", "span_bubble")},
-        "idle_s": found.idle_s, "reasons": found.by_reason,
-        "sources": [{key: getattr(s, key) for key in parts} for s in viewer.sources(found)],
-        "path": [{key: getattr(p, key) for key in pieces} for p in found.path],
-        "path_text": [str(fold) for fold in viewer.fold(found.path)],
-    })  # fmt: skip
+    print_json(
+        {
+            "name": name,
+            **{key: figures[key] for key in ("step_s", "bubble", "span_s", "span_bubble")},
+            "idle_s": found.idle_s,
+            "reasons": found.by_reason,
+            "sources": [{key: getattr(s, key) for key in parts} for s in viewer.sources(found)],
+            "path": [{key: getattr(p, key) for key in pieces} for p in found.path],
+            "path_text": [str(fold) for fold in viewer.fold(found.path)],
+        }
+    )
 
 
 @schedule.command(epilog=f"{NAME_HELP} {TIMES_HELP}")
@@ -191,20 +210,26 @@ def export(*, name: str, output: Path | None, transfers: bool, setting: Setting)
 def _figures(drawn: Drawn) -> dict[str, float | None]:
     s = drawn.summary
     return {
-        "step_s": s.step_s, "bubble": s.bubble, "span_s": s.span_s, "span_bubble": s.span_bubble,
-        "peak": drawn.peak, "peak_bytes": max(drawn.peaks_bytes, default=None),
-    }  # fmt: skip
+        "step_s": s.step_s,
+        "bubble": s.bubble,
+        "span_s": s.span_s,
+        "span_bubble": s.span_bubble,
+        "peak": drawn.peak,
+        "peak_bytes": max(drawn.peaks_bytes, default=None),
+    }
 
 
 def _by_rank(drawn: Drawn) -> list[dict[str, Any]]:
     step_s = drawn.summary.step_s
     return [
         {
-            "rank": r.rank, "busy_s": r.busy_s, "bubble": 1 - r.busy_s / step_s if step_s else 0.0,
+            "rank": r.rank,
+            "busy_s": r.busy_s,
+            "bubble": 1 - r.busy_s / step_s if step_s else 0.0,
             "peak": drawn.peaks[r.rank],
         }
         for r in drawn.summary.ranks
-    ]  # fmt: skip
+    ]
 
 
 def _percent(share: float) -> str:
@@ -219,9 +244,7 @@ def _peak(drawn: Drawn) -> str:
     return f"{drawn.peak:.4g}{size}"
 
 
-def _present(
-    drawn: Drawn, updates: Updates, *, html: Path | None, trace: Path | None, as_json: bool
-) -> None:
+def _present(drawn: Drawn, updates: Updates, *, html: Path | None, trace: Path | None, as_json: bool) -> None:
     from .. import viewer
     from ..api import scheduling
 
@@ -229,17 +252,22 @@ def _present(
     if html is not None:
         unit = viewer.SizeUnit(name="micro-batches", bytes=scheduling.UNIT)
         viewer.write_report(
-            html, title=f"{made.name}: {made.ranks} ranks, {drawn.microbatches} micro-batches, simulated",
-            predicted=drawn.timeline, explanations=[scheduling.explain(drawn)],
+            html,
+            title=f"{made.name}: {made.ranks} ranks, {drawn.microbatches} micro-batches, simulated",
+            predicted=drawn.timeline,
+            explanations=[scheduling.explain(drawn)],
             size_unit=None if drawn.peaks_bytes else unit,
-        )  # fmt: skip
+        )
     if trace is not None:
         viewer.write_trace(trace, [drawn.timeline])
     s, by_rank = drawn.summary, _by_rank(drawn)
     if as_json:
         shape = {
-            "name": made.name, "ranks": made.ranks, "stages": made.stages, "microbatches": drawn.microbatches,
-        }  # fmt: skip
+            "name": made.name,
+            "ranks": made.ranks,
+            "stages": made.stages,
+            "microbatches": drawn.microbatches,
+        }
         rows = str(made).splitlines()
         print_json({**shape, **_figures(drawn), "by_rank": by_rank, "rows": rows, "weights": versions})
         return
@@ -268,9 +296,11 @@ def _versions(drawn: Drawn, updates: Updates) -> dict[str, Any] | None:
     if not found:
         return None
     return {
-        "policy": updates.policy, "update_every": updates.every, "versions": [s.needed for s in found],
+        "policy": updates.policy,
+        "update_every": updates.every,
+        "versions": [s.needed for s in found],
         "staleness": [max(s.staleness, default=0) for s in found],
-    }  # fmt: skip
+    }
 
 
 def _print_explanation(name: str, drawn: Drawn) -> None:

@@ -38,62 +38,85 @@ class Times(click.ParamType[float | tuple[float, ...]]):
 
 SHAPE = (
     click.option(
-        "--ranks", "-p", type=click.IntRange(1, 4096), default=4, show_default=True,
+        "--ranks",
+        "-p",
+        type=click.IntRange(1, 4096),
+        default=4,
+        show_default=True,
         help="Devices in the pipeline.",
     ),
     click.option(
-        "--microbatches", "-m", type=click.IntRange(1), default=8, show_default=True,
+        "--microbatches",
+        "-m",
+        type=click.IntRange(1),
+        default=8,
+        show_default=True,
         help="Micro-batches per step.",
     ),
     click.option(
         "--chunks", "-v", type=click.IntRange(1), help="Stages per rank; by default what the schedule needs."
     ),
-)  # fmt: skip
+)
 TIMES = (
     click.option("--forward-s", "-F", type=Times(), help="Time of a forward.  [default: 1]"),
     click.option("--input-grad-s", "-I", type=Times(), help="Time of an input gradient.  [default: 1]"),
     click.option(
-        "--weight-grad-s", "-W", type=Times(),
+        "--weight-grad-s",
+        "-W",
+        type=Times(),
         help="Time of a weight gradient; a whole backward, B, takes I + W.  [default: 1]",
     ),
     click.option(
-        "--transfer-s", "-T", type=Times(), default=0.0, show_default=True,
+        "--transfer-s",
+        "-T",
+        type=Times(),
+        default=0.0,
+        show_default=True,
         help="Time of a message between ranks; several: one per boundary of two stages.",
     ),
     click.option(
-        "--per-node", type=click.IntRange(1),
+        "--per-node",
+        type=click.IntRange(1),
         help="Ranks of a node: messages between nodes then wait for each other on one link out of "
         "each and one into it. Without it, every message has a link of its own.",
     ),
     click.option(
-        "--times", type=FILE,
+        "--times",
+        type=FILE,
         help="Take F, I and W from a saved plan (per stage) or profile (spread evenly) instead.",
     ),
     click.option(
-        "--pair-factor", type=click.FloatRange(0), default=1.0, show_default=True,
+        "--pair-factor",
+        type=click.FloatRange(0),
+        default=1.0,
+        show_default=True,
         help="What a pair of actions, F&B, takes of the sum of their times.",
     ),
     click.option(
-        "--memory", default="",
+        "--memory",
+        default="",
         help="Most residuals that a rank may hold: micro-batches, as 2.5; or a size, as 3GiB, if --times is "
         "a plan.",
     ),
-)  # fmt: skip
+)
 UPDATES = (
     click.option(
-        "--weights", type=click.Choice(["flush", "stash", "2bw"]),
+        "--weights",
+        type=click.Choice(["flush", "stash", "2bw"]),
         help="How weights are updated: once all backwards are done, as in PipeDream, or as in PipeDream-2BW; "
         "by default as the schedule is meant.",
     ),
     click.option(
-        "--update-every", type=click.IntRange(1),
+        "--update-every",
+        type=click.IntRange(1),
         help="Micro-batches per update, for stash and 2bw.  [default: 1]",
     ),
     click.option(
-        "--keep-versions", type=click.IntRange(1),
+        "--keep-versions",
+        type=click.IntRange(1),
         help="Weight versions that a stage keeps; by default 2 for 2bw, and as many as it needs for stash.",
     ),
-)  # fmt: skip
+)
 TIMES_HELP = (
     "Times are seconds, or any one unit: one number is the time of one micro-batch on all stages of a rank "
     "together; several, as 1,2,1,1, are the times of the stages from front to back."
@@ -113,10 +136,20 @@ def times_options(command: Callable[..., Any]) -> Callable[..., Any]:
 def _with_setting(command: Callable[..., Any], options: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
     @wraps(command)
     def with_setting(
-        *, forward_s: Any, input_grad_s: Any, weight_grad_s: Any, transfer_s: Any, times: Path | None,
-        memory: str, pair_factor: float, per_node: int | None, ranks: int = 1, microbatches: int = 1,
-        chunks: int | None = None, **others: Any,
-    ) -> Any:  # fmt: skip
+        *,
+        forward_s: Any,
+        input_grad_s: Any,
+        weight_grad_s: Any,
+        transfer_s: Any,
+        times: Path | None,
+        memory: str,
+        pair_factor: float,
+        per_node: int | None,
+        ranks: int = 1,
+        microbatches: int = 1,
+        chunks: int | None = None,
+        **others: Any,
+    ) -> Any:
         from ..api.scheduling import Setting, Work
 
         numbers = dict(forward_s=forward_s, input_grad_s=input_grad_s, weight_grad_s=weight_grad_s)
@@ -126,9 +159,15 @@ def _with_setting(command: Callable[..., Any], options: Sequence[Callable[..., A
                 "--times was given together with -F, -I or -W", hint="give the file or the numbers"
             )
         setting = Setting(
-            ranks=ranks, microbatches=microbatches, chunks=chunks or 0, work=times or Work(**given),
-            transfer_s=transfer_s, per_node=per_node or 0, memory=memory, pair_factor=pair_factor,
-        )  # fmt: skip
+            ranks=ranks,
+            microbatches=microbatches,
+            chunks=chunks or 0,
+            work=times or Work(**given),
+            transfer_s=transfer_s,
+            per_node=per_node or 0,
+            memory=memory,
+            pair_factor=pair_factor,
+        )
         return command(setting=setting, **others)
 
     found: Callable[..., Any] = with_setting

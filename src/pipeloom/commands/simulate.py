@@ -38,9 +38,16 @@ if TYPE_CHECKING:
 @click.option("--trace", type=NEW_FILE, help="Write a trace for Perfetto.")
 @json_option
 def simulate(
-    *, plan_file: Path, model: str | None, graph_file: Path | None, profile_file: Path | None,
-    cluster: str | None, html: Path | None, trace: Path | None, as_json: bool,
-) -> None:  # fmt: skip
+    *,
+    plan_file: Path,
+    model: str | None,
+    graph_file: Path | None,
+    profile_file: Path | None,
+    cluster: str | None,
+    html: Path | None,
+    trace: Path | None,
+    as_json: bool,
+) -> None:
     """Simulate one step of PLAN, made for MODEL, and draw it.
 
     With --graph and --profile (or --cluster, then by roofline), neither torch nor the model is needed.
@@ -77,12 +84,14 @@ def summary(timeline: Timeline) -> dict[str, object]:
         "bubble": timeline.bubble,
         "ranks": [
             {
-                "rank": rank, "busy_s": timeline.busy_s(rank), "peak_bytes": timeline.peak_bytes(rank),
+                "rank": rank,
+                "busy_s": timeline.busy_s(rank),
+                "peak_bytes": timeline.peak_bytes(rank),
                 "peak": dict(timeline.peaks[rank]) if rank < len(timeline.peaks) else {},
             }
             for rank in range(timeline.ranks)
         ],
-    }  # fmt: skip
+    }
 
 
 def _costs(

@@ -31,7 +31,9 @@ from .common import FILE, Size, json_option, treat_option
     help="Train your own model: file.py:function or package.module:function returning a pipeloom.Job.",
 )
 @click.option(
-    "--stages", "-p", type=click.IntRange(1),
+    "--stages",
+    "-p",
+    type=click.IntRange(1),
     help="Processes, with a stage each, or what the schedule wants on each.",
 )
 @click.option("--schedule", "-s", help="Schedule, by name.")
@@ -54,9 +56,16 @@ from .common import FILE, Size, json_option, treat_option
 @json_option
 @click.pass_context
 def train(
-    ctx: click.Context, /, *, config: Path | None, overrides: tuple[str, ...], out: Path | None,
-    resume: bool, as_json: bool, **settings: object,
-) -> None:  # fmt: skip
+    ctx: click.Context,
+    /,
+    *,
+    config: Path | None,
+    overrides: tuple[str, ...],
+    out: Path | None,
+    resume: bool,
+    as_json: bool,
+    **settings: object,
+) -> None:
     """Train a model in several processes, and report.
 
     CONFIG is a TOML file; without one, a byte-level GPT trains on the Python standard library in two
@@ -84,10 +93,15 @@ def train(
 
 
 KEYS = {
-    "data": "data.paths", "job": "job", "stages": "pipeline.stages", "schedule": "pipeline.schedule",
-    "steps": "steps", "device_memory": "pipeline.device_memory",
-    "treat": "pipeline.treat", "offload_dir": "pipeline.offload_dir",
-}  # fmt: skip
+    "data": "data.paths",
+    "job": "job",
+    "stages": "pipeline.stages",
+    "schedule": "pipeline.schedule",
+    "steps": "steps",
+    "device_memory": "pipeline.device_memory",
+    "treat": "pipeline.treat",
+    "offload_dir": "pipeline.offload_dir",
+}
 """Options that are short forms of a setting."""
 
 

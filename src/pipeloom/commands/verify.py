@@ -22,9 +22,16 @@ if TYPE_CHECKING:
 @json_option
 @click.pass_context
 def verify(
-    ctx: click.Context, /, *, model: str | None, plan_file: Path | None, tolerance: float, seed: int,
-    as_json: bool, **wanted: Any,
-) -> None:  # fmt: skip
+    ctx: click.Context,
+    /,
+    *,
+    model: str | None,
+    plan_file: Path | None,
+    tolerance: float,
+    seed: int,
+    as_json: bool,
+    **wanted: Any,
+) -> None:
     """Train MODEL one step in one process and in the pipeline, and compare.
 
     Prints the largest relative difference of the loss, of the gradients and of the updated parameters;
@@ -54,9 +61,13 @@ def verify(
 def summary(found: Comparison) -> dict[str, Any]:
     """The documented keys of `--json`."""
     return {
-        "passed": found.passed, "tolerance": found.tolerance, "reference": found.reference,
-        "loss": found.loss, "gradients": dict(found.gradients), "parameters": dict(found.parameters),
-    }  # fmt: skip
+        "passed": found.passed,
+        "tolerance": found.tolerance,
+        "reference": found.reference,
+        "loss": found.loss,
+        "gradients": dict(found.gradients),
+        "parameters": dict(found.parameters),
+    }
 
 
 def report(found: Comparison) -> list[str]:

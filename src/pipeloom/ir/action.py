@@ -39,9 +39,13 @@ EVICT = Kind("EVICT")
 FETCH = Kind("FETCH")
 
 COMPUTE: dict[Kind, str] = {
-    F: "forward", B: "backward", I: "input gradient", W: "weight gradient",
-    EVICT: "eviction to a peer", FETCH: "return from a peer",
-}  # fmt: skip
+    F: "forward",
+    B: "backward",
+    I: "input gradient",
+    W: "weight gradient",
+    EVICT: "eviction to a peer",
+    FETCH: "return from a peer",
+}
 """Kinds that may stand in a schedule, with their names; `register_kind` adds to it."""
 
 AFTER: dict[Kind, Kind] = {EVICT: F, FETCH: F}

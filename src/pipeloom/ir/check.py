@@ -58,9 +58,12 @@ def check_shape(program: Program, stages: StageGraph) -> None:
 def _computing(program: Program) -> Schedule:
     """The actions of a program, in its order: all but transfers and what is done once a step."""
     return Schedule(
-        name="program", microbatches=program.microbatches, placement=program.placement,
-        rows=Rows(program.columns.where(program.columns.is_compute)), pairs=program.pairs,
-    )  # fmt: skip
+        name="program",
+        microbatches=program.microbatches,
+        placement=program.placement,
+        rows=Rows(program.columns.where(program.columns.is_compute)),
+        pairs=program.pairs,
+    )
 
 
 def check_program(program: Program, stages: StageGraph) -> None:
@@ -314,11 +317,23 @@ def _at(schedule: Schedule, entry: int) -> tuple[int, Action]:
 
 LATER_RULES: tuple[Rule, ...] = (rules_eviction.evictions, *added_rules.RULES)
 PROGRAM_RULES: tuple[Rule, ...] = (
-    placement, kinds_of_program, completeness, rules_shards.shards, order_on_rank, *rules_residuals.RULES,
+    placement,
+    kinds_of_program,
+    completeness,
+    rules_shards.shards,
+    order_on_rank,
+    *rules_residuals.RULES,
     *LATER_RULES,
-)  # fmt: skip
+)
 """For the actions of a program."""
 RULES: tuple[Rule, ...] = (
-    placement, rules_placement.ranks, kinds, completeness, rules_shards.shards, order_on_rank, slice_order,
-    progress, *LATER_RULES,
-)  # fmt: skip
+    placement,
+    rules_placement.ranks,
+    kinds,
+    completeness,
+    rules_shards.shards,
+    order_on_rank,
+    slice_order,
+    progress,
+    *LATER_RULES,
+)

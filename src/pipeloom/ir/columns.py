@@ -125,21 +125,26 @@ class Columns:
         # Kind -> what stands around the micro-batch, and whether a peer follows.
         arrows = [">" if k in (SEND_F, SEND_B) else "<" if k in (RECV_F, RECV_B) else "" for k in self.kinds]
         return [
-            f"{stage}{self.kinds[code]}{microbatch}{arrows[code]}{peer}" if arrows[code]
-            else f"{stage}{self.kinds[code]}" if code in (REDUCE_, STEP_)
+            f"{stage}{self.kinds[code]}{microbatch}{arrows[code]}{peer}"
+            if arrows[code]
+            else f"{stage}{self.kinds[code]}"
+            if code in (REDUCE_, STEP_)
             else f"{stage}{self.kinds[code]}{microbatch}"
             for code, stage, microbatch, peer in zip(*(c.tolist() for c in chosen), strict=True)
-        ]  # fmt: skip
+        ]
 
     def where(self, keep: Bools) -> Columns:
         """Only the entries that `keep` is true for."""
         low, high = self.offsets[:-1].tolist(), self.offsets[1:].tolist()
         counts = [np.count_nonzero(keep[a:b]) for a, b in zip(low, high, strict=True)]
         return Columns(
-            kind=self.kind[keep], stage=self.stage[keep], microbatch=self.microbatch[keep],
-            peer=self.peer[keep], offsets=np.concatenate(([0], np.cumsum(counts, dtype=np.int64))),
+            kind=self.kind[keep],
+            stage=self.stage[keep],
+            microbatch=self.microbatch[keep],
+            peer=self.peer[keep],
+            offsets=np.concatenate(([0], np.cumsum(counts, dtype=np.int64))),
             kinds=self.kinds,
-        )  # fmt: skip
+        )
 
     def split_backward(self) -> Columns:
         """Every B as I and, right after it, W: the gradient leaves earlier, and memory stays that of B."""
@@ -150,9 +155,13 @@ class Columns:
         kind[before[:-1][whole]] = I_
         kind[before[:-1][whole] + 1] = W_
         return Columns(
-            kind=kind, stage=self.stage[source], microbatch=self.microbatch[source], peer=self.peer[source],
-            offsets=before[self.offsets], kinds=self.kinds,
-        )  # fmt: skip
+            kind=kind,
+            stage=self.stage[source],
+            microbatch=self.microbatch[source],
+            peer=self.peer[source],
+            offsets=before[self.offsets],
+            kinds=self.kinds,
+        )
 
     def same(self, other: Columns) -> bool:
         """Whether both say the same."""
@@ -169,10 +178,12 @@ def compute_columns(
 ) -> Columns:
     """Columns of compute actions of built-in kinds."""
     return Columns(
-        kind=kind.astype(np.int16, copy=False), stage=stage.astype(np.int32, copy=False),
-        microbatch=microbatch.astype(np.int32, copy=False), peer=np.full(len(kind), -1, np.int32),
+        kind=kind.astype(np.int16, copy=False),
+        stage=stage.astype(np.int32, copy=False),
+        microbatch=microbatch.astype(np.int32, copy=False),
+        peer=np.full(len(kind), -1, np.int32),
         offsets=offsets.astype(np.int64, copy=False),
-    )  # fmt: skip
+    )
 
 
 def columns_of(rows: Iterable[Iterable[Instruction]]) -> Columns:
@@ -197,9 +208,13 @@ def columns_of(rows: Iterable[Iterable[Instruction]]) -> Columns:
         offsets.append(len(table))
     kind, stage, microbatches, peers = np.array(table, np.int64).reshape(-1, 4).T
     return Columns(
-        kind=kind.astype(np.int16), stage=stage.astype(np.int32), microbatch=microbatches.astype(np.int32),
-        peer=peers.astype(np.int32), offsets=np.array(offsets, np.int64), kinds=tuple(kinds),
-    )  # fmt: skip
+        kind=kind.astype(np.int16),
+        stage=stage.astype(np.int32),
+        microbatch=microbatches.astype(np.int32),
+        peer=peers.astype(np.int32),
+        offsets=np.array(offsets, np.int64),
+        kinds=tuple(kinds),
+    )
 
 
 def _role(kind: Kind) -> int:

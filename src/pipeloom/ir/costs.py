@@ -86,9 +86,14 @@ class StageCost:
         2.0
         """
         built_in = {
-            F: self.forward_s, B: self.backward_s, I: self.input_grad_s, W: self.weight_grad_s,
-            OFFLOAD: self.offload_s, RELOAD: self.reload_s, RECOMPUTE: self.recompute_s,
-        }  # fmt: skip
+            F: self.forward_s,
+            B: self.backward_s,
+            I: self.input_grad_s,
+            W: self.weight_grad_s,
+            OFFLOAD: self.offload_s,
+            RELOAD: self.reload_s,
+            RECOMPUTE: self.recompute_s,
+        }
         return built_in[kind] if kind in built_in else self.other_s.get(kind, 0.0)
 
     def slowed(self, factor: float) -> StageCost:
@@ -100,12 +105,15 @@ class StageCost:
         """
         return replace(
             self,
-            forward_s=self.forward_s * factor, backward_s=self.backward_s * factor,
-            input_grad_s=self.input_grad_s * factor, weight_grad_s=self.weight_grad_s * factor,
-            step_s=self.step_s * factor, recompute_s=self.recompute_s * factor,
+            forward_s=self.forward_s * factor,
+            backward_s=self.backward_s * factor,
+            input_grad_s=self.input_grad_s * factor,
+            weight_grad_s=self.weight_grad_s * factor,
+            step_s=self.step_s * factor,
+            recompute_s=self.recompute_s * factor,
             other_s={k: v * factor for k, v in self.other_s.items()},
             pair_s={k: v * factor for k, v in self.pair_s.items()},
-        )  # fmt: skip
+        )
 
 
 def action_seconds(costs: Sequence[StageCost], action: Action) -> float:
@@ -143,16 +151,23 @@ def pair_shares(costs: Sequence[StageCost], pairs: Iterable[Pair]) -> dict[Actio
 
 
 def equal_costs(
-    stages: int, *, forward_s: float = 1.0, input_grad_s: float = 1.0, weight_grad_s: float = 1.0,
+    stages: int,
+    *,
+    forward_s: float = 1.0,
+    input_grad_s: float = 1.0,
+    weight_grad_s: float = 1.0,
     residual_bytes: int = 0,
-) -> tuple[StageCost, ...]:  # fmt: skip
+) -> tuple[StageCost, ...]:
     """The same costs for every stage, with B as long as I and W together: enough to compare schedules.
 
     >>> [cost.backward_s for cost in equal_costs(2)]
     [2.0, 2.0]
     """
     cost = StageCost(
-        forward_s=forward_s, backward_s=input_grad_s + weight_grad_s, input_grad_s=input_grad_s,
-        weight_grad_s=weight_grad_s, residual_bytes=residual_bytes,
-    )  # fmt: skip
+        forward_s=forward_s,
+        backward_s=input_grad_s + weight_grad_s,
+        input_grad_s=input_grad_s,
+        weight_grad_s=weight_grad_s,
+        residual_bytes=residual_bytes,
+    )
     return (cost,) * stages

@@ -61,10 +61,13 @@ def flow_of(stages: StageGraph) -> Flow:
         return tuple(tuple(sorted(found, key=place.__getitem__)) for found in neighbours)
 
     return Flow(
-        order=order, reads_from=in_order(reads_from), read_by=in_order(read_by),
-        gradients_from=in_order(gradients_from), gradients_to=in_order(gradients_to),
+        order=order,
+        reads_from=in_order(reads_from),
+        read_by=in_order(read_by),
+        gradients_from=in_order(gradients_from),
+        gradients_to=in_order(gradients_to),
         shards={s: tuple(o for o in group if o != s) for group in stages.shards for s in group},
-    )  # fmt: skip
+    )
 
 
 def _topological(count: int, edges: Iterable[tuple[int, int]]) -> tuple[int, ...]:
@@ -89,10 +92,14 @@ def _topological(count: int, edges: Iterable[tuple[int, int]]) -> tuple[int, ...
 
 
 def dag(
-    stages: int, edges: Iterable[tuple[int, int]], *, loss_stage: int | None = None,
-    no_gradient: Iterable[tuple[int, int]] = (), value_bytes: int = 4,
+    stages: int,
+    edges: Iterable[tuple[int, int]],
+    *,
+    loss_stage: int | None = None,
+    no_gradient: Iterable[tuple[int, int]] = (),
+    value_bytes: int = 4,
     params: Mapping[int, tuple[str, ...]] | None = None,
-) -> StageGraph:  # fmt: skip
+) -> StageGraph:
     """A graph of stages with one value per edge and nothing else: enough to schedule.
 
     edges: (source, target) pairs.  loss_stage: the last stage unless given.
@@ -106,17 +113,23 @@ def dag(
     crossings = tuple(
         Crossing(
             value=Value(
-                name=f"v{source}_{target}", shape=(value_bytes // 4,), dtype="float32",
+                name=f"v{source}_{target}",
+                shape=(value_bytes // 4,),
+                dtype="float32",
                 needs_grad=(source, target) not in frozen,
             ),
-            source=source, target=target,
+            source=source,
+            target=target,
         )
         for source, target in edges
-    )  # fmt: skip
+    )
     names = params or {}
     none: tuple[tuple[str, ...], ...] = ((),) * stages
     return StageGraph(
         stages=tuple(Stage(index=s, ops=(f"op{s}",)) for s in range(stages)),
-        crossings=crossings, params=tuple(names.get(s, ()) for s in range(stages)),
-        buffers=none, inputs=none, loss_stage=stages - 1 if loss_stage is None else loss_stage,
-    )  # fmt: skip
+        crossings=crossings,
+        params=tuple(names.get(s, ()) for s in range(stages)),
+        buffers=none,
+        inputs=none,
+        loss_stage=stages - 1 if loss_stage is None else loss_stage,
+    )

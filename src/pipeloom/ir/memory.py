@@ -30,8 +30,11 @@ Treatment = Literal["keep", "recompute", "offload"]
 WeightPolicy = Literal["flush", "stash", "2bw"]
 
 TREATMENTS: Mapping[str, tuple[Treatment, ...]] = {
-    "none": (), "recompute": ("recompute",), "offload": ("offload",), "both": ("recompute", "offload"),
-}  # fmt: skip
+    "none": (),
+    "recompute": ("recompute",),
+    "offload": ("offload",),
+    "both": ("recompute", "offload"),
+}
 """What may be done with residuals, by the names that commands and configs have for it."""
 """`flush`: every micro-batch of a step uses the same weights, updated after the last backward. `stash`: each
 micro-batch is an update, and its backward uses the weights of its forward. `2bw`: two versions, an update per

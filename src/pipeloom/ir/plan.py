@@ -37,9 +37,14 @@ class StageMemory:
     @property
     def total(self) -> int:
         return (
-            self.parameters + self.gradients + self.optimizer + self.buffers
-            + self.residuals + self.boundary + self.transient
-        )  # fmt: skip
+            self.parameters
+            + self.gradients
+            + self.optimizer
+            + self.buffers
+            + self.residuals
+            + self.boundary
+            + self.transient
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,10 +124,12 @@ class Plan:
     def as_schedule(self) -> Schedule:
         """The order of each rank; `microbatches` there is what each replica runs."""
         return Schedule(
-            name=self.schedule, microbatches=self.microbatches // self.replicas,
-            placement=self.placement, rows=parse_rows(self.schedule_rows),
+            name=self.schedule,
+            microbatches=self.microbatches // self.replicas,
+            placement=self.placement,
+            rows=parse_rows(self.schedule_rows),
             pairs=parse_pairs(self.schedule_rows),
-        )  # fmt: skip
+        )
 
     def replicated(self, stages: StageGraph) -> StageGraph:
         """All stages that the schedule runs: those of the cut, or replicas of them side by side."""

@@ -24,7 +24,7 @@ from .action import (
     Kind,
     StageAction,
     Transfer,
-)  # fmt: skip
+)
 from .columns import B_, F_, I_, RECV_B_, RECV_F_, REDUCE_, STEP_, Ints
 from .errors import ScheduleError
 from .flow import Flow
@@ -117,8 +117,9 @@ def data_in_place(program: Program, stages: StageGraph, flow: Flow) -> None:
             if found is None or user[microbatch] < found[0]:
                 lacking = Action(stage, kind, microbatch)
                 found = (
-                    int(user[microbatch]), lacking if peer < 0 else Transfer(stage, kind, microbatch, peer)
-                )  # fmt: skip
+                    int(user[microbatch]),
+                    lacking if peer < 0 else Transfer(stage, kind, microbatch, peer),
+                )
     if found is not None:
         rank, step = _at(program, found[0])
         raise ScheduleError(

@@ -32,12 +32,17 @@ def replicate(stages: StageGraph, times: int = 2) -> StageGraph:
     return StageGraph(
         stages=tuple(
             Stage(index=r * count + s.index, ops=s.ops, clones=s.clones)
-            for r in range(times) for s in stages.stages
+            for r in range(times)
+            for s in stages.stages
         ),
         crossings=tuple(
             Crossing(value=c.value, source=r * count + c.source, target=r * count + c.target)
-            for r in range(times) for c in stages.crossings
+            for r in range(times)
+            for c in stages.crossings
         ),
-        params=stages.params * times, buffers=stages.buffers * times, inputs=stages.inputs * times,
-        loss_stage=stages.loss_stage, replicas=times,
-    )  # fmt: skip
+        params=stages.params * times,
+        buffers=stages.buffers * times,
+        inputs=stages.inputs * times,
+        loss_stage=stages.loss_stage,
+        replicas=times,
+    )

@@ -68,9 +68,7 @@ class Peak:
     at: Action | StageAction | None
 
 
-def peaks(
-    schedule: Schedule | Program, stages: StageGraph, costs: Sequence[StageCost]
-) -> tuple[Peak, ...]:
+def peaks(schedule: Schedule | Program, stages: StageGraph, costs: Sequence[StageCost]) -> tuple[Peak, ...]:
     """For each rank its peak, in one pass over its row.
 
     schedule: or a program, with what it does with residuals between forward and backward.
@@ -98,9 +96,13 @@ def peaks(
 
 
 def peak_bytes(
-    schedule: Schedule | Program, stages: StageGraph, costs: Sequence[StageCost], caps: Sequence[float],
-    *, show: Callable[[float], str] = format_bytes,
-) -> None:  # fmt: skip
+    schedule: Schedule | Program,
+    stages: StageGraph,
+    costs: Sequence[StageCost],
+    caps: Sequence[float],
+    *,
+    show: Callable[[float], str] = format_bytes,
+) -> None:
     """Every rank keeps to its cap at every action.
 
     caps: bytes per rank, `inf` for none.  show: how sizes are written in the message.
@@ -125,15 +127,23 @@ def peak_bytes(
         sizes = account.sizes(rank)
         for position in np.flatnonzero(sizes > cap)[:1].tolist():
             raise _over(
-                rank, account.action(rank, position), int(sizes[position]), cap, show,
+                rank,
+                account.action(rank, position),
+                int(sizes[position]),
+                cap,
+                show,
                 account.remedy(rank, position, cap),
-            )  # fmt: skip
+            )
         for step, size in account.optimizer(rank):
             if size > cap:
                 raise _over(
-                    rank, step, size, cap, show,
+                    rank,
+                    step,
+                    size,
+                    cap,
+                    show,
                     "use smaller micro-batches or more stages: the optimizer itself does not fit",
-                )  # fmt: skip
+                )
 
 
 def _over(
@@ -147,9 +157,7 @@ def _over(
 class _Account:
     """What each action of a schedule changes in the memory of its rank."""
 
-    def __init__(
-        self, schedule: Schedule | Program, stages: StageGraph, costs: Sequence[StageCost]
-    ) -> None:
+    def __init__(self, schedule: Schedule | Program, stages: StageGraph, costs: Sequence[StageCost]) -> None:
         self.microbatches = schedule.microbatches
         columns = schedule.columns
         self.columns = columns if columns.is_compute.all() else columns.where(columns.is_compute)
@@ -175,8 +183,9 @@ class _Account:
     def static(self, rank: int) -> int:
         return sum(
             sum(cost.static_bytes.values())
-            for cost, home in zip(self.costs, self.placement, strict=True) if home == rank
-        )  # fmt: skip
+            for cost, home in zip(self.costs, self.placement, strict=True)
+            if home == rank
+        )
 
     def action(self, rank: int, position: int) -> Action:
         found = self.columns.at(int(self.columns.offsets[rank]) + position)
@@ -240,16 +249,20 @@ class _Account:
     def _values(self, sources: Sequence[int], reader: int, *, far: bool) -> int:
         """Bytes that `reader` reads from `sources` on other ranks, or on its own."""
         return sum(
-            v.bytes for s in sources if (self.placement[s] != self.placement[reader]) is far
+            v.bytes
+            for s in sources
+            if (self.placement[s] != self.placement[reader]) is far
             for v in self.stages.between.get((s, reader), ())
-        )  # fmt: skip
+        )
 
     def _gradients(self, source: int, readers: Sequence[int], *, far: bool) -> int:
         """Bytes of the gradients that come back to `source` from `readers` on other ranks, or on its own."""
         return sum(
-            v.bytes for r in readers if (self.placement[r] != self.placement[source]) is far
+            v.bytes
+            for r in readers
+            if (self.placement[r] != self.placement[source]) is far
             for v in self.stages.gradients(source, r)
-        )  # fmt: skip
+        )
 
     def remedy(self, rank: int, position: int, cap: float) -> str:
         """What to do about the action at `position`: move in front of it what frees enough, if that helps."""
@@ -304,6 +317,7 @@ class _Account:
         done = {(a.stage, a.microbatch) for a in row[:position] if a.kind == F}
         kinds = (B, I, W, *TREATING)
         return [
-            place for place in range(position + 1, len(row))
+            place
+            for place in range(position + 1, len(row))
             if row[place].kind in kinds and (row[place].stage, row[place].microbatch) in done
-        ]  # fmt: skip
+        ]

@@ -29,9 +29,10 @@ def ranks(schedule: Schedule, flow: Flow) -> None:
     on = f"rank {where[0]}" if len(where) == 1 else f"ranks {_listed(where)}"
     raise ScheduleError(
         f"{who} no stage: the stages are on {on}",
-        hint="place a stage there, or drop the row" if len(idle) == 1
+        hint="place a stage there, or drop the row"
+        if len(idle) == 1
         else "place stages there, or drop the rows",
-    )  # fmt: skip
+    )
 
 
 def _listed(ranks: list[int], shown: int = 8) -> str:

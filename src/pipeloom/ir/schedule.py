@@ -157,9 +157,10 @@ def parse_program(microbatches: int, placement: tuple[int, ...], lines: tuple[st
     """Read a program as `str(program)` prints it."""
     rows = tuple(
         tuple(
-            step for word in line.split()
+            step
+            for word in line.split()
             for step in (parse_actions(word) if "&" in word else (parse_instruction(word),))
         )
         for line in lines
-    )  # fmt: skip
+    )
     return Program(microbatches=microbatches, placement=placement, rows=rows, pairs=parse_pairs(lines))

@@ -36,9 +36,13 @@ class Spans(Sequence[Event]):
     """
 
     def __init__(
-        self, columns: Columns, stream: Sequence[str], times: tuple[Floats, Floats, Floats], message: Ints,
+        self,
+        columns: Columns,
+        stream: Sequence[str],
+        times: tuple[Floats, Floats, Floats],
+        message: Ints,
         moves: tuple[Floats, Floats],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._columns, self._stream, self._message = columns, tuple(stream), message
         self._noted, self._end, self._begin = times
         self._moves = moves
@@ -75,9 +79,12 @@ class Spans(Sequence[Event]):
         order = shown[np.argsort(start[shown], kind="stable")]
         ranks = np.searchsorted(columns.offsets, order, side="right") - 1
         return Listed(
-            streams=[self._stream[code] for code in columns.kind[order].tolist()], ranks=ranks.tolist(),
-            actions=columns.texts(order), starts=start[order].tolist(), ends=end[order].tolist(),
-        )  # fmt: skip
+            streams=[self._stream[code] for code in columns.kind[order].tolist()],
+            ranks=ranks.tolist(),
+            actions=columns.texts(order),
+            starts=start[order].tolist(),
+            ends=end[order].tolist(),
+        )
 
     @cached_property
     def _events(self) -> tuple[Event, ...]:
@@ -126,9 +133,13 @@ _BUSY, _WAIT, _FIRST, _LAST = 0, 1, 2, 3
 
 @in_place
 def _add_up(
-    kind: Codes, offsets: Longs, stream: Ints, times: tuple[Floats, Floats, Floats], move_end: Floats,
+    kind: Codes,
+    offsets: Longs,
+    stream: Ints,
+    times: tuple[Floats, Floats, Floats],
+    move_end: Floats,
     sums: Floats,
-) -> float:  # fmt: skip
+) -> float:
     """Fill the sums of each rank. Returns when the last event ends."""
     noted, end, begin = times
     latest = 0.0

@@ -124,8 +124,11 @@ def chain(stages: int) -> StageGraph:
     return StageGraph(
         stages=tuple(Stage(index=s, ops=(f"op{s}",)) for s in range(stages)),
         crossings=tuple(Crossing(value=values[s], source=s, target=s + 1) for s in range(stages - 1)),
-        params=none, buffers=none, inputs=none, loss_stage=stages - 1,
-    )  # fmt: skip
+        params=none,
+        buffers=none,
+        inputs=none,
+        loss_stage=stages - 1,
+    )
 
 
 def cut(graph: OpGraph, stage_of: Mapping[str, int]) -> StageGraph:
@@ -208,11 +211,12 @@ def _owned(
     """Per stage the parameters (or buffers) it reads; the first stage also holds what no op reads."""
     read = [
         dict.fromkeys(
-            name for op in _members(graph, stage)
+            name
+            for op in _members(graph, stage)
             for name in (*getattr(op, kind), *(op.updates if kind == "buffers" else ()))
         )
         for stage in stages
-    ]  # fmt: skip
+    ]
     used = {name for names in read for name in names}
     read[0].update(dict.fromkeys(name for name in everything if name not in used))
     return tuple(tuple(names) for names in read)

@@ -50,9 +50,11 @@ class Curves(Sequence[MemoryCurve]):
     """
 
     def __init__(
-        self, peaks: Sequence[int], make: Callable[[int], MemoryCurve],
+        self,
+        peaks: Sequence[int],
+        make: Callable[[int], MemoryCurve],
         make_host: Callable[[int], MemoryCurve] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.peaks = tuple(peaks)
         self._makers = (make,) if make_host is None else (make, make_host)
         self._made: dict[int, MemoryCurve] = {}

@@ -14,9 +14,12 @@ _FREE, _DONE = -1, -2
 
 
 def prove_progress(
-    columns: Columns, first_need: Ints, needs: Ints, *,
+    columns: Columns,
+    first_need: Ints,
+    needs: Ints,
+    *,
     ready: Callable[[int, Callable[[int], bool]], int] | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Walk all ranks, each entry only after the entries that it needs.
 
     first_need: entry e needs `needs[first_need[e] : first_need[e + 1]]`, on whatever rank. A need of REDUCE
@@ -64,9 +67,13 @@ def starts_of(counts: Sequence[int] | Ints) -> Ints:
 
 @kernel
 def _walk(
-    offsets: Longs, first_need: Ints, needs: Ints, state: Ints, work: tuple[Longs, Longs],
+    offsets: Longs,
+    first_need: Ints,
+    needs: Ints,
+    state: Ints,
+    work: tuple[Longs, Longs],
     found: tuple[Longs, Longs],
-) -> None:  # fmt: skip
+) -> None:
     """Find where each rank stands at last, and the entry that it lacks there, or -1 at its end.
 
     state: of each entry: free, done, or the first rank in the list of those that wait for it. So each entry

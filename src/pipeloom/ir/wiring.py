@@ -53,9 +53,11 @@ def lines_of(flow: Flow) -> Lines:
     sender, receiver = np.array(pairs, np.int32).reshape(-1, 2).T
     forward = sum(map(len, flow.read_by))
     return Lines(
-        sender=sender.copy(), receiver=receiver.copy(), backward=np.arange(len(pairs)) >= forward,
+        sender=sender.copy(),
+        receiver=receiver.copy(),
+        backward=np.arange(len(pairs)) >= forward,
         first=starts_of([len(found) for found in targets]),
-    )  # fmt: skip
+    )
 
 
 @dataclass(kw_only=True, eq=False)

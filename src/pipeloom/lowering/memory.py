@@ -121,7 +121,10 @@ def _with(old: Columns, added: NDArray[np.int64]) -> Columns:
         return np.insert(column, at, values)
 
     return Columns(
-        kind=longer(old.kind, kind), stage=longer(old.stage, stage),
-        microbatch=longer(old.microbatch, microbatch), peer=longer(old.peer, -1),
-        offsets=old.offsets + np.searchsorted(at, old.offsets), kinds=old.kinds,
-    )  # fmt: skip
+        kind=longer(old.kind, kind),
+        stage=longer(old.stage, stage),
+        microbatch=longer(old.microbatch, microbatch),
+        peer=longer(old.peer, -1),
+        offsets=old.offsets + np.searchsorted(at, old.offsets),
+        kinds=old.kinds,
+    )

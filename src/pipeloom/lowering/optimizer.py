@@ -37,7 +37,11 @@ def add_optimizer(program: Program, stages: StageGraph) -> Program:
         return np.insert(column, ends, values)
 
     columns = Columns(
-        kind=closed(old.kind, kind), stage=closed(old.stage, stage_of), microbatch=closed(old.microbatch, -1),
-        peer=closed(old.peer, -1), offsets=old.offsets + added, kinds=old.kinds,
-    )  # fmt: skip
+        kind=closed(old.kind, kind),
+        stage=closed(old.stage, stage_of),
+        microbatch=closed(old.microbatch, -1),
+        peer=closed(old.peer, -1),
+        offsets=old.offsets + added,
+        kinds=old.kinds,
+    )
     return replace(program, rows=Rows(columns))

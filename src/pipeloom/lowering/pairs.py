@@ -1,6 +1,6 @@
 """Pairs: what both actions wait for comes in front of the pair, and what both send behind it.
 
-    RECV_F 2F5 SEND_F RECV_B 1B3 SEND_B   ->   RECV_F RECV_B 2F5&1B3 SEND_F SEND_B
+RECV_F 2F5 SEND_F RECV_B 1B3 SEND_B   ->   RECV_F RECV_B 2F5&1B3 SEND_F SEND_B
 """
 
 from __future__ import annotations

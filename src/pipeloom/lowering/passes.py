@@ -18,6 +18,7 @@ from .transfers import add_transfers
 
 Pass: TypeAlias = Callable[[Program, StageGraph], Program]
 
+
 def passes(policy: MemoryPolicy, prefetch: int) -> tuple[Pass, ...]:
     """In order. Memory actions stand around whole pairs, so they come once those are closed up."""
     memory = partial(add_memory, policy=policy, prefetch=prefetch)
@@ -46,9 +47,11 @@ def lower(
     check(schedule, stages)
     policy.require_stages(len(stages.stages) // stages.replicas)
     program = Program(
-        microbatches=schedule.microbatches, placement=schedule.placement, rows=Rows(schedule.columns),
+        microbatches=schedule.microbatches,
+        placement=schedule.placement,
+        rows=Rows(schedule.columns),
         pairs=schedule.pairs,
-    )  # fmt: skip
+    )
     for make in passes(policy, prefetch):
         program = make(program, stages)
     check_program(program, stages)

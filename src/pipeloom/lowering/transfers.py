@@ -67,9 +67,12 @@ def _around(flow: Flow, placement: tuple[int, ...]) -> _Around:
 
 @in_place
 def _insert(
-    old: tuple[Codes, Ints, Ints], offsets: Longs, around: _Around,
-    made: tuple[Codes, Ints, Ints, Ints], made_offsets: Longs,
-) -> None:  # fmt: skip
+    old: tuple[Codes, Ints, Ints],
+    offsets: Longs,
+    around: _Around,
+    made: tuple[Codes, Ints, Ints, Ints],
+    made_offsets: Longs,
+) -> None:
     """Fill in the new columns and offsets; peers are -1 before."""
     kind, stage, microbatch = old
     first_before, before, first_after, after = around

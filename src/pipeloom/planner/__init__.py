@@ -8,6 +8,13 @@ from .registry import names
 from .request import PlanOptions
 
 __all__ = [
-    "PlanOptions", "cpu_cluster", "explain", "find_cluster", "limits", "load_cluster", "make_plan", "names",
+    "PlanOptions",
+    "cpu_cluster",
+    "explain",
+    "find_cluster",
+    "limits",
+    "load_cluster",
+    "make_plan",
+    "names",
     "save_cluster",
-]  # fmt: skip
+]

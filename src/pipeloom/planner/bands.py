@@ -30,9 +30,8 @@ def around(problem: Problem, cuts: Cuts, width: int) -> Bands:
     """Places within `width` of the cuts."""
     bands = everywhere(problem)
     return [
-        [place for place in band if abs(place - cut) <= width]
-        for band, cut in zip(bands, cuts, strict=True)
-    ]  # fmt: skip
+        [place for place in band if abs(place - cut) <= width] for band, cut in zip(bands, cuts, strict=True)
+    ]
 
 
 def worthwhile(problem: Problem, below: float) -> Bands:
@@ -47,7 +46,7 @@ def worthwhile(problem: Problem, below: float) -> Bands:
     return [
         [place for place in band if a <= place <= b]
         for band, (a, b) in zip(everywhere(problem), limits, strict=True)
-    ]  # fmt: skip
+    ]
 
 
 def intervals(bands: Bands) -> int:
@@ -71,7 +70,7 @@ def banded(problem: Problem, bands: Bands, *, below: float = inf) -> Partition:
 
 def _extended(
     problem: Problem, reached: dict[int, tuple[float, Cuts]], band: Sequence[int], stage: int, below: float
-) -> dict[int, tuple[float, Cuts]]:  # fmt: skip
+) -> dict[int, tuple[float, Cuts]]:
     """The best ways to each end in the band, one stage more."""
     starts = sorted(reached, reverse=True)
     found: dict[int, tuple[float, Cuts]] = {}

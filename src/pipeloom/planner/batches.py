@@ -48,11 +48,12 @@ def interpolated(first: Sample, second: Sample, size: int) -> Sample:
     graph = replace(first.graph, ops=ops, inputs=inputs)
     profiles = {
         name: replace(
-            own, batch=batch_text(inputs),
+            own,
+            batch=batch_text(inputs),
             costs={op: _cost(cost, second.profiles[name].costs[op], part) for op, cost in own.costs.items()},
         )
         for name, own in first.profiles.items()
-    }  # fmt: skip
+    }
     return Sample(size=size, graph=graph, profiles=profiles)
 
 

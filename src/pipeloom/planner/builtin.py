@@ -91,11 +91,17 @@ class BuiltIn:
     def device(self, *, memory_bytes: int, node: int = 0) -> Device:
         """One such device with so much memory for plans; without a group or a switch."""
         return Device(
-            name=self.name, memory_bytes=memory_bytes, flops_per_s=self.numbers("flops_per_s"),
-            memory_bytes_per_s=self.number("memory_bytes_per_s"), efficiency=self.numbers("efficiency"),
-            launch_s=self.number("launch_s"), node=node, host_link=self.link("host_link"),
-            host_link_back=self.link("host_link_back"), host_memory_bytes=self.bytes("host_memory"),
-        )  # fmt: skip
+            name=self.name,
+            memory_bytes=memory_bytes,
+            flops_per_s=self.numbers("flops_per_s"),
+            memory_bytes_per_s=self.number("memory_bytes_per_s"),
+            efficiency=self.numbers("efficiency"),
+            launch_s=self.number("launch_s"),
+            node=node,
+            host_link=self.link("host_link"),
+            host_link_back=self.link("host_link_back"),
+            host_memory_bytes=self.bytes("host_memory"),
+        )
 
 
 @cache
@@ -135,14 +141,16 @@ def _built_in(tables: Mapping[str, dict[str, Any]], name: str) -> BuiltIn:
             del figures[dropped]
         figures |= dict(_flat(ancestor["figures"]))
     return BuiltIn(
-        name=name, about=table["about"], aliases=tuple(table.get("aliases", ())),
+        name=name,
+        about=table["about"],
+        aliases=tuple(table.get("aliases", ())),
         figures={
             key: Figure(
                 name=key, table={k: v for k, v in row.items() if k != "source"}, source=sources[row["source"]]
             )
             for key, row in figures.items()
         },
-    )  # fmt: skip
+    )
 
 
 def _line(tables: Mapping[str, dict[str, Any]], name: str) -> list[dict[str, Any]]:

@@ -1,31 +1,31 @@
 """Cluster files (TOML): read, and written so that reading gives the same cluster.
 
-    name = "two-cards"                  # optional
-    [[device]]
-    name = "card"
-    count = 2                           # so many of them, one rank each
-    memory = "24GiB"
-    flops_per_s = { float32 = 35e12, bfloat16 = 71e12 }
-    memory_bytes_per_s = 936e9
-    efficiency = { matmul = 0.7, default = 0.6 }
-    launch_s = 5e-6
-    node = 0
-    group = "pair"                      # joined by a link of their own, see [groups]
-    switch = "left"                     # share an uplink to the host, see [switches]
-    host_link = { bandwidth = "12GB", latency_s = 1e-5 }     # to the host; bandwidth: bytes per second
-    host_link_back = { bandwidth = "11GB", latency_s = 1e-5 }     # from the host, if that differs
-    host_memory = "64GiB"
-    [within_node]
-    bandwidth = "12GB"
-    latency_s = 1e-5
-    [between_nodes]
-    bandwidth = "3GB"
-    [groups]
-    pair = { bandwidth = "50GB" }
-    [switches]
-    left = { bandwidth = "13GB" }       # per direction, of all devices below it
-    [node_link]
-    bandwidth = "12GB"                  # per direction, of all messages that leave or enter a node
+name = "two-cards"                  # optional
+[[device]]
+name = "card"
+count = 2                           # so many of them, one rank each
+memory = "24GiB"
+flops_per_s = { float32 = 35e12, bfloat16 = 71e12 }
+memory_bytes_per_s = 936e9
+efficiency = { matmul = 0.7, default = 0.6 }
+launch_s = 5e-6
+node = 0
+group = "pair"                      # joined by a link of their own, see [groups]
+switch = "left"                     # share an uplink to the host, see [switches]
+host_link = { bandwidth = "12GB", latency_s = 1e-5 }     # to the host; bandwidth: bytes per second
+host_link_back = { bandwidth = "11GB", latency_s = 1e-5 }     # from the host, if that differs
+host_memory = "64GiB"
+[within_node]
+bandwidth = "12GB"
+latency_s = 1e-5
+[between_nodes]
+bandwidth = "3GB"
+[groups]
+pair = { bandwidth = "50GB" }
+[switches]
+left = { bandwidth = "13GB" }       # per direction, of all devices below it
+[node_link]
+bandwidth = "12GB"                  # per direction, of all messages that leave or enter a node
 """
 
 from __future__ import annotations
@@ -50,9 +50,20 @@ from ..ir.units import LARGEST, parse_bytes
 _TOP = ("name", "device", "within_node", "between_nodes", "groups", "switches", "node_link")
 _LINK = ("bandwidth", "latency_s", "overhead_s", "overhead_s_per_byte")
 _DEVICE = (
-    "name", "count", "memory", "flops_per_s", "memory_bytes_per_s", "efficiency", "launch_s", "node",
-    "group", "switch", "host_link", "host_link_back", "host_memory",
-)  # fmt: skip
+    "name",
+    "count",
+    "memory",
+    "flops_per_s",
+    "memory_bytes_per_s",
+    "efficiency",
+    "launch_s",
+    "node",
+    "group",
+    "switch",
+    "host_link",
+    "host_link_back",
+    "host_memory",
+)
 
 _AMOUNT = "write a number that is at least 0 and below 1e30"
 
@@ -192,9 +203,7 @@ def _number(row: Mapping[str, Any], key: str, where: str) -> float:
     return float(value)
 
 
-def _whole(
-    row: Mapping[str, Any], key: str, where: str, *, default: int, below: float = LARGEST
-) -> int:
+def _whole(row: Mapping[str, Any], key: str, where: str, *, default: int, below: float = LARGEST) -> int:
     value = row.get(key, default)
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < below:
         hint = "write a whole number, at least 0 and below 1e30"

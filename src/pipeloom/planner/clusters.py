@@ -141,15 +141,15 @@ class _Layout:
                     devices.append(replace(device, node=node, group=group, switch=switch))
                 node += 1
         return Cluster(
-            devices=tuple(devices), groups=groups, switches=switches,
+            devices=tuple(devices),
+            groups=groups,
+            switches=switches,
             within_node=_slowest([part.node_wide for part in self.parts]),
             between_nodes=None if node == 1 else _slowest([part.between_nodes for part in self.parts]),
             node_link=None if node == 1 else self._node_link(),
-        )  # fmt: skip
+        )
 
-    def _shared(
-        self, part: _Part, figure: str, node: int, index: int, links: dict[str, Link]
-    ) -> str | None:
+    def _shared(self, part: _Part, figure: str, node: int, index: int, links: dict[str, Link]) -> str | None:
         """The name of the group or switch of a node's device, and its link among `links`; None without."""
         found = part.kind.figures.get(figure)
         if found is None or part.count == 1 or (figure == "group" and part.even):

@@ -54,9 +54,12 @@ class Memoised:
     """
 
     def __init__(
-        self, evaluate: Evaluator, watch: Callable[[int], None] | None = None,
-        known: Known | None = None, group: Callable[[int], Hashable] = lambda stage: stage,
-    ) -> None:  # fmt: skip
+        self,
+        evaluate: Evaluator,
+        watch: Callable[[int], None] | None = None,
+        known: Known | None = None,
+        group: Callable[[int], Hashable] = lambda stage: stage,
+    ) -> None:
         self.evaluate = evaluate
         self.watch = watch
         self.known: Known = {} if known is None else known

@@ -38,9 +38,12 @@ ROUGHLY = 0.01
 
 
 def explain_infeasible(
-    search: Search, more: Callable[[int], Search | None], largest: Callable[[], int | None] | None = None,
-    *, advice: str = "",
-) -> InfeasibleError:  # fmt: skip
+    search: Search,
+    more: Callable[[int], Search | None],
+    largest: Callable[[], int | None] | None = None,
+    *,
+    advice: str = "",
+) -> InfeasibleError:
     """The error for a search that found nothing.
 
     more: number of stages -> the search with so many, on devices like these; None if they differ.
@@ -63,7 +66,9 @@ def explain_infeasible(
         f"no cut of {len(search.model)} ops into {len(search.caps)} stages fits{freed}: in the one that "
         f"needs least, stage {stage} needs {format_bytes(need)}, its device's cap is "
         f"{format_bytes(search.caps[stage])}{_closely(need, search.caps[stage])}",
-        hint=", or ".join(hints), share=share, stages=stages,
+        hint=", or ".join(hints),
+        share=share,
+        stages=stages,
     )
 
 

@@ -38,12 +38,19 @@ LOWERED = (0.95, 0.9, 0.8, 0.7)
 
 
 def make_plan(
-    graph: OpGraph, profile: Profile | Mapping[str, Profile], cluster: Cluster, *,
-    stages: int, schedule: str, microbatches: int, strategy: str = "exact",
+    graph: OpGraph,
+    profile: Profile | Mapping[str, Profile],
+    cluster: Cluster,
+    *,
+    stages: int,
+    schedule: str,
+    microbatches: int,
+    strategy: str = "exact",
     options: PlanOptions = PlanOptions(),  # noqa: B008  frozen
-    explained: bool = True, largest: Callable[[], int | None] | None = None,
+    explained: bool = True,
+    largest: Callable[[], int | None] | None = None,
     watch: Callable[[int], None] | None = None,
-) -> Plan:  # fmt: skip
+) -> Plan:
     """Cut a graph into stages, stage s on device s.
 
     profile: costs per micro-batch, for all devices or by device name.
@@ -63,8 +70,9 @@ def make_plan(
     if stages > (places := len(search.model.cut_points) - 1):
         raise TooManyStages(
             f"{stages} stages, but ops that share an updated buffer stay together, which leaves {places}",
-            hint=_at_most(places, cluster), places=places,
-        )  # fmt: skip
+            hint=_at_most(places, cluster),
+            places=places,
+        )
     tried = _Tried()
     kept = []
     planners = (known, *map(planner, known.also))
@@ -90,9 +98,10 @@ class _Tried:
 def _search_of(search: Search, request: Request, other: Planner) -> Search:
     """The search of another planner for the same."""
     return replace(
-        search, treatments=() if other.optimises == "never" else search.treatments,
+        search,
+        treatments=() if other.optimises == "never" else search.treatments,
         layers=request.layers if other.granularity == "layer" else {},
-    )  # fmt: skip
+    )
 
 
 def _kept(request: Request, search: Search, known: Planner, tried: _Tried) -> Found | None:
@@ -109,9 +118,12 @@ def _kept(request: Request, search: Search, known: Planner, tried: _Tried) -> Fo
 
 
 def _refusal(
-    request: Request, search: Search, tried: _Tried, strategy: str,
+    request: Request,
+    search: Search,
+    tried: _Tried,
+    strategy: str,
     wanted: tuple[bool, Callable[[], int | None] | None],
-) -> InfeasibleError:  # fmt: skip
+) -> InfeasibleError:
     """The error where no planner found anything. wanted: `explained` and `largest` of `make_plan`."""
     explained, largest = wanted
     if tried.found:

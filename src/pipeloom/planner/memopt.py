@@ -36,10 +36,17 @@ _SOLVERS: dict[str, Solver] = {"greedy": greedy, "exact": exact}
 
 
 def optimise(
-    model: CostModel, start: int, end: int, stage: int, *,
-    in_flight: int, cap: float, treatments: Sequence[Treatment] = BOTH,
-    method: Method | Solver = "greedy", ahead: bool = False,
-) -> Evaluation:  # fmt: skip
+    model: CostModel,
+    start: int,
+    end: int,
+    stage: int,
+    *,
+    in_flight: int,
+    cap: float,
+    treatments: Sequence[Treatment] = BOTH,
+    method: Method | Solver = "greedy",
+    ahead: bool = False,
+) -> Evaluation:
     """Ops [start, end) as stage `stage` on the rank of that number: the fastest way found to keep its cap.
 
     in_flight: micro-batches whose residuals it holds.  cap: bytes.  treatments: what may be done.
@@ -57,10 +64,17 @@ def optimise(
         return Evaluation(seconds=inf, peak_bytes=peak)
     forward = model.forward_s[model.kind[stage], start:end]
     decide = _Stage(
-        model=model, footprint=own, place=(model.sweep, start, end), compute_s=compute_s, forward_s=forward,
-        copies=host_copies(model.cluster, stage), rank=stage, in_flight=in_flight,
-        treatments=tuple(treatments), ahead=ahead,
-    )  # fmt: skip
+        model=model,
+        footprint=own,
+        place=(model.sweep, start, end),
+        compute_s=compute_s,
+        forward_s=forward,
+        copies=host_copies(model.cluster, stage),
+        rank=stage,
+        in_flight=in_flight,
+        treatments=tuple(treatments),
+        ahead=ahead,
+    )
     return decide.under(cap, _SOLVERS[method] if isinstance(method, str) else method)
 
 
@@ -120,9 +134,14 @@ class _Stage:
         most = min(most, float(residuals.size.sum()))
         may = residuals.may & ("recompute" in self.treatments)
         return Task(
-            moments=self.moments, allowance=allowance, per_offloaded=float(away), hidden=min(hidden, most),
-            most=most, s_per_byte=s_per_byte, may=may.astype(np.int64),
-        )  # fmt: skip
+            moments=self.moments,
+            allowance=allowance,
+            per_offloaded=float(away),
+            hidden=min(hidden, most),
+            most=most,
+            s_per_byte=s_per_byte,
+            may=may.astype(np.int64),
+        )
 
     def named(self, choice: Indices) -> dict[str, Treatment]:
         words: dict[int, Treatment] = {RECOMPUTE: "recompute", OFFLOAD: "offload"}
@@ -149,15 +168,25 @@ class Optimised:
 
     def __call__(self, start: int, end: int, stage: int, /) -> Evaluation:
         return optimise(
-            self.model, start, end, stage, in_flight=self.in_flight[stage], cap=self.caps[stage],
-            treatments=self.treatments, method=self.method, ahead=self.ahead,
-        )  # fmt: skip
+            self.model,
+            start,
+            end,
+            stage,
+            in_flight=self.in_flight[stage],
+            cap=self.caps[stage],
+            treatments=self.treatments,
+            method=self.method,
+            ahead=self.ahead,
+        )
 
 
 def treated_stage(
-    model: CostModel, footprint: Footprint, positions: Sequence[int], stage: int,
+    model: CostModel,
+    footprint: Footprint,
+    positions: Sequence[int],
+    stage: int,
     treatments: Mapping[str, Treatment],
-) -> Treated:  # fmt: skip
+) -> Treated:
     """A stage of any ops (positions, ascending) with given treatments.
 
     Raises: PlanError if one of them is of no residual of this stage, or cannot be.

@@ -117,19 +117,33 @@ class _Programme:
         count, residuals, task = self.count, self.residuals, self.task
         more = self.first + count * sum(side == 1 for side, _ in self.known)
         spare = np.zeros(more - self.first)
-        cost = np.concatenate([
-            residuals.besides, np.zeros(count), residuals.seconds[self.ops], [task.s_per_byte], spare,
-        ])  # fmt: skip
-        upper = np.concatenate([
-            task.may, np.full(count, float(task.per_offloaded > 0)), np.ones(len(self.ops)), [np.inf],
-            spare + 1,
-        ])  # fmt: skip
+        cost = np.concatenate(
+            [
+                residuals.besides,
+                np.zeros(count),
+                residuals.seconds[self.ops],
+                [task.s_per_byte],
+                spare,
+            ]
+        )
+        upper = np.concatenate(
+            [
+                task.may,
+                np.full(count, float(task.per_offloaded > 0)),
+                np.ones(len(self.ops)),
+                [np.inf],
+                spare + 1,
+            ]
+        )
         whole = np.concatenate([np.ones(2 * count), np.zeros(more - 2 * count)])
         scale = cost.max() or 1.0
         found = milp(
-            cost / scale, integrality=whole, bounds=Bounds(0.0, upper),
-            constraints=self.rows.constraint(more), options={"time_limit": seconds, "mip_rel_gap": 1e-9},
-        )  # fmt: skip
+            cost / scale,
+            integrality=whole,
+            bounds=Bounds(0.0, upper),
+            constraints=self.rows.constraint(more),
+            options={"time_limit": seconds, "mip_rel_gap": 1e-9},
+        )
         if found.x is None or found.status != 0:
             return None
         chosen = np.round(found.x[: 2 * count]).astype(bool)
@@ -186,9 +200,10 @@ class _Programme:
         levels = self.moments.stage[4]
         before = levels[KEPT_UNTIL, place] + found[1, op] - levels[BACKWARD, place]
         self.rows.add(
-            [*columns, *range(first, first + count)], [*(per_x + alive), *per_o, *-alive],
+            [*columns, *range(first, first + count)],
+            [*(per_x + alive), *per_o, *-alive],
             least=before - self.task.allowance,
-        )  # fmt: skip
+        )
         for k in range(count):
             if self.residuals.top[k] >= op:
                 self.rows.add([first + k, k], [1.0, -1.0], least=0.0)
@@ -203,5 +218,6 @@ class _Programme:
         count = self.count
         self.rows.add(
             [*range(count), *range(count, 2 * count)],
-            [*np.where(again, -need, need), *self.others[1]], least=need - need * int(again.sum()),
-        )  # fmt: skip
+            [*np.where(again, -need, need), *self.others[1]],
+            least=need - need * int(again.sum()),
+        )

@@ -142,9 +142,17 @@ def plan_of(task: Task) -> tuple[Any, ...]:
     numbers, figures = np.zeros((BANNED + 1, count), np.int64), np.zeros((LEAST + 1, count))
     numbers[STORAGE], numbers[TOP], numbers[MAY] = residuals.storage, residuals.top + moments.start, task.may
     figures[SIZE], figures[BESIDES] = residuals.size, residuals.besides
-    limits = np.array([
-        task.allowance, task.per_offloaded, task.hidden, task.most, task.s_per_byte, 0.0, 0.0,
-    ])  # fmt: skip
+    limits = np.array(
+        [
+            task.allowance,
+            task.per_offloaded,
+            task.hidden,
+            task.most,
+            task.s_per_byte,
+            0.0,
+            0.0,
+        ]
+    )
     chains = *residuals.chain, residuals.seconds, np.zeros(len(residuals.seconds), np.int64)
     moments.stage[3][DROPPED] = 0
     return chains, numbers, figures, moments.sums(np.full(count, KEEP, np.int64)), limits

@@ -61,9 +61,7 @@ def _away(task: Task, choice: Indices) -> float:
     return float(task.moments.residuals.size[choice == OFFLOAD].sum())
 
 
-def _picks(
-    task: Task, choice: Indices, layers: list[Indices], inner: NDArray[np.bool_]
-) -> Iterator[Indices]:
+def _picks(task: Task, choice: Indices, layers: list[Indices], inner: NDArray[np.bool_]) -> Iterator[Indices]:
     """The choices with one more layer treated."""
     for layer in layers:
         if (choice[layer] == KEEP).all():

@@ -28,7 +28,7 @@ from .again import (
     SEARCHED,
     of_others,
     peak_of,
-)  # fmt: skip
+)
 from .residuals import KEEP, OFFLOAD, RECOMPUTE
 
 CHOICE, STORAGE, TOP, MAY, OPTION, BANNED = range(6)

@@ -106,11 +106,12 @@ def layers_between(search: Search, places: Sequence[int]) -> list[Layer]:
         found.append(
             Layer(
                 name=own[0].module or own[0].name,
-                forward_s=sum(c.forward_s for c in costs), backward_s=sum(c.backward_s for c in costs),
+                forward_s=sum(c.forward_s for c in costs),
+                backward_s=sum(c.backward_s for c in costs),
                 activation_bytes=float(own[-1].output_bytes),
                 parameter_bytes=sum(model.graph.parameter[name].bytes for name in fresh),
             )
-        )  # fmt: skip
+        )
     return found
 
 

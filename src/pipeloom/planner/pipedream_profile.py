@@ -52,6 +52,9 @@ def _layer(name: str, numbers: str, line: int) -> Layer:
     except ValueError:
         raise ConfigError(f"line {line} of the profile has no number: {numbers!r}", hint="mend it") from None
     return Layer(
-        name=name, forward_s=forward / 1e3, backward_s=backward / 1e3, activation_bytes=activation,
+        name=name,
+        forward_s=forward / 1e3,
+        backward_s=backward / 1e3,
+        activation_bytes=activation,
         parameter_bytes=parameters,
-    )  # fmt: skip
+    )

@@ -141,9 +141,10 @@ def _ends(
     found = {furthest: (*starts[start], furthest)}
     blocked = _seconds(problem, start, furthest + 1, stage, most)
     near = [
-        place for place in range(max(furthest - window, 1), min(furthest + window, most) + 1)
+        place
+        for place in range(max(furthest - window, 1), min(furthest + window, most) + 1)
         if place != furthest
-    ]  # fmt: skip
+    ]
     for place in sorted(near, key=lambda place: (problem.crossing(problem.points[place]), -place)):
         if len(found) >= follow:
             break

@@ -88,11 +88,14 @@ class Problem:
         """The problem of cutting what lies between two places into some of the stages."""
         begin, end = stages.start, stages.stop
         return replace(
-            self, points=self.points[first : last + 1], stages=len(stages), caps=self.caps[begin:end],
+            self,
+            points=self.points[first : last + 1],
+            stages=len(stages),
+            caps=self.caps[begin:end],
             evaluate=lambda start, stop, stage: self.evaluate(start, stop, stage + begin),
             compute_s=lambda start, stop, stage: self.compute_s(start, stop, stage + begin),
             shares=lambda start, stop: self.shares(start, stop)[begin:end],
-        )  # fmt: skip
+        )
 
     def weigh(self, cuts: Cuts) -> Partition:
         """A partition by its cuts; nothing if one of its stages does not fit."""

@@ -44,44 +44,71 @@ class Planner:
 
 PLANNERS: dict[str, Planner] = {
     "exact": Planner(
-        find=exact, granularity="op", optimises="asked", source="dynamic programming",
+        find=exact,
+        granularity="op",
+        optimises="asked",
+        source="dynamic programming",
         about="the best contiguous cut; slow where residuals are optimised",
     ),
     "dawnpiper": Planner(
-        find=dawnpiper, granularity="op", optimises="always", also=("probe", "vpipe", "pipedream"),
-        source="arXiv 2505.05856, reconstructed from the abstract; and more", polishes=True,
+        find=dawnpiper,
+        granularity="op",
+        optimises="always",
+        also=("probe", "vpipe", "pipedream"),
+        source="arXiv 2505.05856, reconstructed from the abstract; and more",
+        polishes=True,
         about="dawnpiper-alone, probe, vpipe, pipedream; the best, its cuts moved by the simulated step",
     ),
     "dawnpiper-alone": Planner(
-        find=dawnpiper, granularity="op", optimises="always",
+        find=dawnpiper,
+        granularity="op",
+        optimises="always",
         source="arXiv 2505.05856, reconstructed from the abstract",
         about="halves the stages and bisects between balanced compute and balanced memory",
     ),
     "probe": Planner(
-        find=probe, granularity="op", optimises="always", source="Pinar and Aykanat 2004, JPDC 64(8)",
+        find=probe,
+        granularity="op",
+        optimises="always",
+        source="Pinar and Aykanat 2004, JPDC 64(8)",
         about="parametric search; exact where transfers cost nothing",
     ),
     "vpipe": Planner(
-        find=vpipe, granularity="layer", optimises="always", source="TPDS 33(3) 2022, vPipe-like",
+        find=vpipe,
+        granularity="layer",
+        optimises="always",
+        source="TPDS 33(3) 2022, vPipe-like",
         about="moves layers over boundaries, treats the residuals of a layer alike",
     ),
     "pipedream": Planner(
-        find=pipedream, granularity="module", keeps_caps=False, source="SOSP 2019, as in the paper",
+        find=pipedream,
+        granularity="module",
+        keeps_caps=False,
+        source="SOSP 2019, as in the paper",
         about="balances compute and transfers by modules",
     ),
     "pipedream-repo": Planner(
-        find=pipedream_repo, granularity="module", keeps_caps=False, source="msr-fiddle/pipedream",
+        find=pipedream_repo,
+        granularity="module",
+        keeps_caps=False,
+        source="msr-fiddle/pipedream",
         about="balances compute by modules, transfers not counted",
     ),
     "equal": Planner(
-        find=equal, granularity="layer", keeps_caps=False, source="Megatron-LM, arXiv 2104.04473",
+        find=equal,
+        granularity="layer",
+        keeps_caps=False,
+        source="Megatron-LM, arXiv 2104.04473",
         about="as many layers in each stage as in any other",
     ),
     "balanced": Planner(
-        find=balanced, granularity="op", keeps_caps=False, source="plain",
+        find=balanced,
+        granularity="op",
+        keeps_caps=False,
+        source="plain",
         about="equal compute time, memory not looked at",
     ),
-}  # fmt: skip
+}
 
 
 def names() -> tuple[str, ...]:

@@ -108,9 +108,11 @@ class Request:
         """The search for so many stages on the first devices of the cluster."""
         devices = self.cluster.devices[:stages]
         options = CostOptions(
-            microbatches=self.microbatches, optimizer_bytes=self.options.optimizer_bytes,
-            overlap=self.options.overlap, weights=self.weights,
-        )  # fmt: skip
+            microbatches=self.microbatches,
+            optimizer_bytes=self.options.optimizer_bytes,
+            overlap=self.options.overlap,
+            weights=self.weights,
+        )
         profiles = [profile_of(self.profile, device.name, self.graph) for device in devices]
         return Search(
             model=CostModel(self.graph, profiles, replace(self.cluster, devices=devices), options),
@@ -123,9 +125,12 @@ class Request:
 
     def build(self, stages: StageGraph) -> Schedule:
         return schedules.build(
-            self.schedule, stages, tuple(range(len(stages.stages))), self.microbatches,
+            self.schedule,
+            stages,
+            tuple(range(len(stages.stages))),
+            self.microbatches,
             split_backward=self.options.split_backward,
-        )  # fmt: skip
+        )
 
     def wider(self, stages: int) -> Search | None:
         """The search on more devices like these, if they are all alike."""

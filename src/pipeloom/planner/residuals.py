@@ -169,10 +169,16 @@ def residuals_of(
         np.arange(end - start), np.diff(saves.first[start : end + 1])
     )
     return Residuals(
-        names=tuple(tensors.residuals[s] for s in own), storage=wanted, size=tensors.size[wanted],
-        chain=Rows(first, ops[:count] - start), seconds=seconds, besides=besides[wanted], top=top[wanted],
-        may=state < (_STUCK if inputs_kept else _NEEDS_INPUT), needs_input=state == _NEEDS_INPUT,
-    )  # fmt: skip
+        names=tuple(tensors.residuals[s] for s in own),
+        storage=wanted,
+        size=tensors.size[wanted],
+        chain=Rows(first, ops[:count] - start),
+        seconds=seconds,
+        besides=besides[wanted],
+        top=top[wanted],
+        may=state < (_STUCK if inputs_kept else _NEEDS_INPUT),
+        needs_input=state == _NEEDS_INPUT,
+    )
 
 
 def scratch_ahead(sweep: Sweep, residuals: Residuals, start: int, choice: Indices) -> float:
@@ -188,4 +194,3 @@ def choice_of(residuals: Residuals, treatments: Mapping[str, str]) -> Indices:
     """A choice from treatments by name. Names of other stages are passed over."""
     number = {"keep": KEEP, "recompute": RECOMPUTE, "offload": OFFLOAD}
     return np.array([number[treatments.get(n, "keep")] for n in residuals.names], dtype=np.int64)
-

@@ -37,9 +37,14 @@ NOTHING: tuple[float, tuple[int, ...]] = (float("inf"), ())
 
 
 def sweep(
-    points: Indices, stages: int, row: Row, combine: Callable[[Any, Any], Any] = np.maximum, *,
-    stop: Callable[[int], int] | None = None, below: float = np.inf,
-) -> tuple[float, tuple[int, ...]]:  # fmt: skip
+    points: Indices,
+    stages: int,
+    row: Row,
+    combine: Callable[[Any, Any], Any] = np.maximum,
+    *,
+    stop: Callable[[int], int] | None = None,
+    below: float = np.inf,
+) -> tuple[float, tuple[int, ...]]:
     """The best cut of ops 0..n-1 into non-empty intervals.
 
     points: where cuts may be, ascending, from 0 to n.
@@ -114,9 +119,11 @@ class Search:
         the same cap, micro-batches in flight and ways to free memory."""
         how = ahead, self.treatments, tuple(self.layers.items())
         return Memoised(
-            evaluate, watch, self.known,
+            evaluate,
+            watch,
+            self.known,
             lambda stage: (stage, self.caps[stage], self.in_flight[stage], *how),
-        )  # fmt: skip
+        )
 
     def freeing(self, *, ahead: bool = False) -> Evaluator:
         """Evaluations with memory optimisation. ahead: stages recompute in front of their backward."""
@@ -146,10 +153,14 @@ class Search:
             return list(self.model.memory(rough, everyone)[:, 0] / caps)
 
         return Problem(
-            points=self.model.cut_points.tolist(), stages=len(self.caps), caps=self.caps,
-            evaluate=self.evaluate, compute_s=lambda start, end, s: float(prefix[s, end] - prefix[s, start]),
-            shares=shares, crossing=lambda position: float(crossing[position]),
-        )  # fmt: skip
+            points=self.model.cut_points.tolist(),
+            stages=len(self.caps),
+            caps=self.caps,
+            evaluate=self.evaluate,
+            compute_s=lambda start, end, s: float(prefix[s, end] - prefix[s, start]),
+            shares=shares,
+            crossing=lambda position: float(crossing[position]),
+        )
 
     @property
     def slowest_link(self) -> float:

@@ -19,9 +19,14 @@ Treatments = Mapping[str, Treatment]
 
 
 def stage_plan(
-    model: CostModel, stages: StageGraph, index: int, in_flight: int, treatments: Treatments, *,
+    model: CostModel,
+    stages: StageGraph,
+    index: int,
+    in_flight: int,
+    treatments: Treatments,
+    *,
     ahead: bool = False,
-) -> StagePlan:  # fmt: skip
+) -> StagePlan:
     """As `CostModel.stage`, with treatments of residuals, by their names.
 
     ahead: whether it recomputes in front of its backward, not inside.
@@ -31,19 +36,28 @@ def stage_plan(
     if found is None:
         return replace(plain, kept_bytes=round(model.footprint(stages, index).residuals))
     return replace(
-        plain, recompute_s=found.recompute_s, offload_s=found.offload_s, reload_s=found.reload_s,
-        memory=StageMemory(**{
-            k: round(v) for k, v in found.memory_parts(model, in_flight, ahead=ahead).items()
-        }),
+        plain,
+        recompute_s=found.recompute_s,
+        offload_s=found.offload_s,
+        reload_s=found.reload_s,
+        memory=StageMemory(
+            **{k: round(v) for k, v in found.memory_parts(model, in_flight, ahead=ahead).items()}
+        ),
         kept_bytes=round(found.footprint.residuals - found.offloaded - found.recomputed),
-        recomputed_bytes=round(found.recomputed), offloaded_bytes=round(found.offloaded),
-    )  # fmt: skip
+        recomputed_bytes=round(found.recomputed),
+        offloaded_bytes=round(found.offloaded),
+    )
 
 
 def stage_costs(
-    model: CostModel, stages: StageGraph, parts: Sequence[StagePlan],
-    treatments: Sequence[Treatments] = (), *, ahead: Collection[int] = (), split: bool = True,
-) -> tuple[StageCost, ...]:  # fmt: skip
+    model: CostModel,
+    stages: StageGraph,
+    parts: Sequence[StagePlan],
+    treatments: Sequence[Treatments] = (),
+    *,
+    ahead: Collection[int] = (),
+    split: bool = True,
+) -> tuple[StageCost, ...]:
     """What the simulator needs to know of each stage.
 
     parts: the stages as `model.stage`, or `stage_plan`, gives them.  treatments: by stage, () for none.
@@ -71,9 +85,13 @@ def _treated(model: CostModel, stages: StageGraph, index: int, treatments: Treat
 
 
 def _stage_cost(
-    model: CostModel, stages: StageGraph, part: StagePlan, found: Treated | None, place: tuple[int, bool],
+    model: CostModel,
+    stages: StageGraph,
+    part: StagePlan,
+    found: Treated | None,
+    place: tuple[int, bool],
     split: bool,
-) -> StageCost:  # fmt: skip
+) -> StageCost:
     """found: its treatments, if there are any.  place: its number, and whether it recomputes ahead."""
     index, ahead = place
     footprint = found.footprint if found else model.footprint(stages, index)
@@ -99,21 +117,30 @@ def _stage_cost(
         residual_bytes=int(residual),
         offloaded_bytes=int(found.offloaded) if found else 0,
         recomputed_bytes=again,
-        recompute_s=part.recompute_s - inside_s, offload_s=part.offload_s, reload_s=part.reload_s,
+        recompute_s=part.recompute_s - inside_s,
+        offload_s=part.offload_s,
+        reload_s=part.reload_s,
         keeps_inputs=bool(footprint.kept > 0),
         carried_bytes=round(halves.carried),
         static_bytes={
-            "parameters": memory.parameters, "gradients": memory.gradients,
-            "optimizer": memory.optimizer, "buffers": memory.buffers - batch, "batch": batch,
+            "parameters": memory.parameters,
+            "gradients": memory.gradients,
+            "optimizer": memory.optimizer,
+            "buffers": memory.buffers - batch,
+            "batch": batch,
         },
         transient_bytes={
-            F: forward, B: backward, I: ingoing, W: weights, STEP: int(footprint.largest),
+            F: forward,
+            B: backward,
+            I: ingoing,
+            W: weights,
+            STEP: int(footprint.largest),
             RECOMPUTE: round(found.again) if found and ahead else 0,
         },
         tied_bytes={
             name: model.graph.parameter[name].bytes for name in stages.params[index] if name in stages.tied
         },
-    )  # fmt: skip
+    )
 
 
 def _step_s(model: CostModel, index: int, part: StagePlan) -> float:

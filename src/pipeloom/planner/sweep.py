@@ -234,16 +234,26 @@ class Sweep:
         t = tensors
         self.forward = (*t.reads, *t.makes, *t.saves, t.extra, t.size, t.made, t.last, t.scratch)
         self._backward = (
-            *t.makes_grads, *t.gives, t.passes, t.grad_size, t.grad_made, t.grad_last, t.grad_scratch,
-            t.first, t.lets_go,
-        )  # fmt: skip
+            *t.makes_grads,
+            *t.gives,
+            t.passes,
+            t.grad_size,
+            t.grad_made,
+            t.grad_last,
+            t.grad_scratch,
+            t.first,
+            t.lets_go,
+        )
         grads = 2 * len(t.passes) + 2
         self.last_in, self.saver = (np.zeros(len(t.size), np.int64) for _ in range(2))
         self.levels = np.zeros((5, len(t)))
         self._grads = (
-            np.zeros(len(t.grad_size), np.int64), np.zeros(len(t.grad_size), np.int64),
-            np.zeros(grads), np.zeros(grads, np.int64), np.zeros(len(t.passes) + 1, np.int64),
-        )  # fmt: skip
+            np.zeros(len(t.grad_size), np.int64),
+            np.zeros(len(t.grad_size), np.int64),
+            np.zeros(grads),
+            np.zeros(grads, np.int64),
+            np.zeros(len(t.passes) + 1, np.int64),
+        )
 
     def of_intervals(self, start: int, ends: Indices) -> Array:
         """Of ops [start, end), for each end: residual bytes, most in the forward, most in the backward."""

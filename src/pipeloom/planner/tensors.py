@@ -108,16 +108,24 @@ class Tensors:
         place[[EVERYWHERE, STATE]] = EVERYWHERE, STATE
         grads = _rows_in_order(self.gives, order)
         return replace(
-            self, reads=_take(self.reads, order), makes=_take(self.makes, order),
-            saves=_take(self.saves, order), makes_grads=_take(self.makes_grads, order),
-            gives=_take(self.gives, order), passes=self.passes[grads], extra=self.extra[order],
+            self,
+            reads=_take(self.reads, order),
+            makes=_take(self.makes, order),
+            saves=_take(self.saves, order),
+            makes_grads=_take(self.makes_grads, order),
+            gives=_take(self.gives, order),
+            passes=self.passes[grads],
+            extra=self.extra[order],
             fixed=self.fixed[order],
-            scratch=self.scratch[order], grad_scratch=self.grad_scratch[order],
-            first=self.first[order], lets_go=self.lets_go[order],
-            made=place[self.made], grad_made=place[self.grad_made],
+            scratch=self.scratch[order],
+            grad_scratch=self.grad_scratch[order],
+            first=self.first[order],
+            lets_go=self.lets_go[order],
+            made=place[self.made],
+            grad_made=place[self.grad_made],
             last=_in_order(self.last, self.reads, place),
             grad_last=_in_order(self.grad_last, self.gives, place),
-        )  # fmt: skip
+        )
 
 
 def _rows_in_order(lists: Rows, order: Indices) -> Indices:
@@ -169,8 +177,9 @@ def tensors_of(wiring: Wiring, saves: Mapping[str, Sequence[str]], profile: Prof
     costs = [profile.costs[op.name] for op in ops]
     passed = [
         PASSED if name in cost.passes else ADDED if name in cost.adds else NEW
-        for cost, own in zip(costs, gives, strict=True) for name in own
-    ]  # fmt: skip
+        for cost, own in zip(costs, gives, strict=True)
+        for name in own
+    ]
     made_new = [
         sum(sizes[name] for name in own if name not in (*cost.passes, *cost.adds))
         for cost, own in zip(costs, gives, strict=True)
@@ -182,7 +191,9 @@ def tensors_of(wiring: Wiring, saves: Mapping[str, Sequence[str]], profile: Prof
     last = _last_of(reads, here, len(names))
     last[storages(v for op in ops for v in _next_states(op, graph))] = OUTSIDE
     return Tensors(
-        names=names, reads=reads, residuals=tuple(known.get(v, "") for v in names),
+        names=names,
+        reads=reads,
+        residuals=tuple(known.get(v, "") for v in names),
         fixed=np.array([op.random or bool(changing.intersection((*op.buffers, *op.updates))) for op in ops]),
         makes=rows(storages(v.name for v in op.outputs if base[v.name] == v.name) for op in ops),
         saves=rows([number[v] for v in saves[op.name] if v in number] for op in ops),
@@ -191,7 +202,8 @@ def tensors_of(wiring: Wiring, saves: Mapping[str, Sequence[str]], profile: Prof
         made=np.array([wiring.made_at(v) for v in names], dtype=np.int64),
         last=last,
         makes_grads=rows([grad[v.name] for v in op.outputs if v.name in grad] for op in ops),
-        gives=given, passes=np.array(passed, dtype=np.int64),
+        gives=given,
+        passes=np.array(passed, dtype=np.int64),
         grad_size=_floats(sizes.values()),
         grad_made=np.array([wiring.made_at(v.name) for v in learning] + [STATE] * len(trained), np.int64),
         grad_last=grad_last,
@@ -202,7 +214,7 @@ def tensors_of(wiring: Wiring, saves: Mapping[str, Sequence[str]], profile: Prof
         ),
         first=_floats(c.grad_first_bytes for c in costs),
         lets_go=np.array([number.get(base.get(c.lets_go, ""), -1) for c in costs], dtype=np.int64),
-    )  # fmt: skip
+    )
 
 
 def _next_states(op: Op, graph: OpGraph) -> list[str]:

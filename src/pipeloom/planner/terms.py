@@ -11,9 +11,11 @@ Columns = Mapping[str, int]
 
 
 def interval_terms(
-    wiring: Wiring, saves: Mapping[str, Sequence[str]], columns: Columns,
+    wiring: Wiring,
+    saves: Mapping[str, Sequence[str]],
+    columns: Columns,
     clones: Sequence[Mapping[str, float]],
-) -> Iterable[Term]:  # fmt: skip
+) -> Iterable[Term]:
     """All terms of a graph.
 
     saves: op -> values it keeps for its backward.  columns: name of a sum -> its column.

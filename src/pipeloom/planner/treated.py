@@ -71,10 +71,12 @@ def host_copies(cluster: Cluster, rank: int) -> HostCopies | None:
         return alone if uplink is None else max(alone, sharing / uplink.bandwidth_bytes_per_s)
 
     return HostCopies(
-        away_s_per_byte=s_per_byte(away), back_s_per_byte=s_per_byte(back),
-        away_latency_s=away.latency_s, back_latency_s=back.latency_s,
+        away_s_per_byte=s_per_byte(away),
+        back_s_per_byte=s_per_byte(back),
+        away_latency_s=away.latency_s,
+        back_latency_s=back.latency_s,
         memory_bytes=float(device.host_memory_bytes),
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,32 +130,52 @@ class Treated:
 
 def _parts(residuals: float, moment: Moment) -> dict[str, float]:
     return {
-        "residuals": residuals, "boundary": float(moment.boundary), "transient": float(moment.transient),
-    }  # fmt: skip
+        "residuals": residuals,
+        "boundary": float(moment.boundary),
+        "transient": float(moment.transient),
+    }
 
 
 def moments_of(
-    model: CostModel, footprint: Footprint, residuals: Residuals, in_flight: int,
-    place: tuple[Sweep, int, int], *, ahead: bool = False,
-) -> Moments:  # fmt: skip
+    model: CostModel,
+    footprint: Footprint,
+    residuals: Residuals,
+    in_flight: int,
+    place: tuple[Sweep, int, int],
+    *,
+    ahead: bool = False,
+) -> Moments:
     """The moments of a stage for any choice; place: the sweep, start and end of its ops."""
     sweep, start, end = place
     forward, backward = model.moments(footprint, in_flight)
     sent, returned = footprint.whole, footprint.received_grads
     edges = (
-        forward.boundary - sent, backward.boundary - returned, sent, returned,
-        in_flight - 1, min(in_flight, COPIES) - 1,
-    )  # fmt: skip
+        forward.boundary - sent,
+        backward.boundary - returned,
+        sent,
+        returned,
+        in_flight - 1,
+        min(in_flight, COPIES) - 1,
+    )
     return Moments(
-        sweep=sweep, start=start, end=end, residuals=residuals, held=float(footprint.residuals),
-        edges=tuple(map(float, edges)), ahead=ahead,
-    )  # fmt: skip
+        sweep=sweep,
+        start=start,
+        end=end,
+        residuals=residuals,
+        held=float(footprint.residuals),
+        edges=tuple(map(float, edges)),
+        ahead=ahead,
+    )
 
 
 def treated(
-    footprint: Footprint, moments: Moments, choice: Indices, copies: HostCopies | None, *,
+    footprint: Footprint,
+    moments: Moments,
+    choice: Indices,
+    copies: HostCopies | None,
+    *,
     ahead: bool = True,
-) -> Treated:  # fmt: skip
+) -> Treated:
     """A stage with a choice.  ahead: whether what recomputing ahead needs is to be known."""
     residuals = moments.residuals
     _, recomputed, offloaded, *_ = moments.sums(choice).tolist()
@@ -162,14 +184,19 @@ def treated(
         forward, backward = moments.most(choice)
         kept = footprint.residuals - recomputed
         transient: Any = (
-            max(0.0, forward - kept - footprint.whole), max(0.0, backward - kept - footprint.received_grads),
-        )  # fmt: skip
+            max(0.0, forward - kept - footprint.whole),
+            max(0.0, backward - kept - footprint.received_grads),
+        )
         inputs = bool((residuals.needs_input & (choice == RECOMPUTE)).any())
         own = replace(footprint, transient=transient, kept=np.maximum(footprint.kept, int(inputs)))
         again = scratch_ahead(moments.sweep, residuals, moments.start, choice) if ahead else 0.0
     return Treated(
-        footprint=own, offloaded=offloaded, recomputed=recomputed, again=again,
-        restored=float(footprint.transient[1]), recompute_s=residuals.recompute_s(choice),
+        footprint=own,
+        offloaded=offloaded,
+        recomputed=recomputed,
+        again=again,
+        restored=float(footprint.transient[1]),
+        recompute_s=residuals.recompute_s(choice),
         offload_s=copies.away_s(offloaded) if copies else 0.0,
         reload_s=copies.back_s(offloaded) if copies else 0.0,
-    )  # fmt: skip
+    )

@@ -69,9 +69,7 @@ class Arguments:
         made = {source: self._tensor(source) for source in dict.fromkeys(node.all_input_nodes)}
         if "grouped_mm" in str(node.target):
             _spread_groups(node, made)
-        return {
-            source: tensor.requires_grad_(self.role(source) != "none") for source, tensor in made.items()
-        }
+        return {source: tensor.requires_grad_(self.role(source) != "none") for source, tensor in made.items()}
 
     def _tensor(self, node: fx.Node) -> Tensor:
         real = self._real(node)

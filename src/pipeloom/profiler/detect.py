@@ -50,9 +50,7 @@ def detect_device(where: torch.device) -> tuple[Device, list[Measured]]:
         launch_s=launch.value,
     )
     autocast = (BF16 if has_bf16 else torch.float16) if cuda else None
-    classes = shares(
-        device, where, sizes=ON_GPU if cuda else ON_CPU, autocast=autocast, budget_s=SHARES_S
-    )
+    classes = shares(device, where, sizes=ON_GPU if cuda else ON_CPU, autocast=autocast, budget_s=SHARES_S)
     efficiency = {found.name: found.value for found in classes}
     efficiency["default"] = efficiency["elementwise"]
     named = [replace(found, name=f"efficiency.{found.name}") for found in classes]

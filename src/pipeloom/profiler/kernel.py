@@ -88,9 +88,14 @@ def engine_s(timer: Timer) -> float:
 
 
 def measure_kernel(
-    node: fx.Node, arguments: Mapping[fx.Node, Tensor], roles: Sequence[str],
-    *, timer: Timer, engine: float, budget_s: float,
-) -> Kernel:  # fmt: skip
+    node: fx.Node,
+    arguments: Mapping[fx.Node, Tensor],
+    roles: Sequence[str],
+    *,
+    timer: Timer,
+    engine: float,
+    budget_s: float,
+) -> Kernel:
     """Measure one op.
 
     roles: for each argument "value", "weight" or "none" (see Arguments.role).  engine: see `engine_s`.
@@ -115,9 +120,14 @@ def measure_kernel(
     ends = [t for t in outputs if t.requires_grad]
     if not ends or not (values or weights):
         return Kernel(
-            forward_s=forward, input_grad_s=0.0, weight_grad_s=0.0, saved_args=(), saved_outputs=(),
-            extra_saved_bytes=0, transient_bytes=scratch,
-        )  # fmt: skip
+            forward_s=forward,
+            input_grad_s=0.0,
+            weight_grad_s=0.0,
+            saved_args=(),
+            saved_outputs=(),
+            extra_saved_bytes=0,
+            transient_bytes=scratch,
+        )
     grads = [torch.ones_like(t, memory_format=torch.contiguous_format) for t in ends]
 
     def backward(targets: list[Tensor]) -> Callable[[], Any]:
@@ -133,10 +143,16 @@ def measure_kernel(
     of_values = seconds(values) if moved else 0.0
     of_all = max(of_values, seconds([*values, *weights])) if weights and moved else of_values
     return Kernel(
-        forward_s=forward, input_grad_s=of_values, weight_grad_s=of_all - of_values,
-        saved_args=saved_args, saved_outputs=saved_outputs, extra_saved_bytes=extra,
-        transient_bytes=scratch, grad_transient_bytes=backward_scratch, passed_args=passed,
-    )  # fmt: skip
+        forward_s=forward,
+        input_grad_s=of_values,
+        weight_grad_s=of_all - of_values,
+        saved_args=saved_args,
+        saved_outputs=saved_outputs,
+        extra_saved_bytes=extra,
+        transient_bytes=scratch,
+        grad_transient_bytes=backward_scratch,
+        passed_args=passed,
+    )
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -24,9 +24,14 @@ from .order import order_of
 
 
 def measure(
-    captured: Captured, device: str = "cpu", *, batch: Mapping[str, Tensor] | None = None,
-    budget_s: float = 6.0, threads: int = 1, clock: Callable[[], float] = perf_counter,
-) -> Profile:  # fmt: skip
+    captured: Captured,
+    device: str = "cpu",
+    *,
+    batch: Mapping[str, Tensor] | None = None,
+    budget_s: float = 6.0,
+    threads: int = 1,
+    clock: Callable[[], float] = perf_counter,
+) -> Profile:
     """Measure the costs of every op.
 
     device: where to run, "cpu" or "cuda".  batch: a real micro-batch, for the range of its integers.
@@ -40,8 +45,11 @@ def measure(
     share = budget_s / max(1, len(set(signatures.values())))
     timer = Timer(where, clock)
     measured: dict[Hashable, Kernel] = {}
-    with _threads(threads), torch.autocast(
-        where.type, dtype=captured.autocast or torch.bfloat16, enabled=captured.autocast is not None
+    with (
+        _threads(threads),
+        torch.autocast(
+            where.type, dtype=captured.autocast or torch.bfloat16, enabled=captured.autocast is not None
+        ),
     ):
         engine = engine_s(timer)
         for op in captured.graph.ops:
@@ -57,16 +65,16 @@ def measure(
                 measured[signatures[op.name]] = kernel
     base = storages(captured.graph)
     costs = {
-        op.name: _cost(
-            op, captured.graph, nodes[op.name], measured[signatures[op.name]], arguments, base
-        )
+        op.name: _cost(op, captured.graph, nodes[op.name], measured[signatures[op.name]], arguments, base)
         for op in captured.graph.ops
     }
     return Profile(
         device=torch.cuda.get_device_name(where) if where.type == "cuda" else where.type,
-        source="measured", graph=captured.graph.fingerprint,
-        batch=batch_text(captured.graph.inputs), costs=costs,
-    )  # fmt: skip
+        source="measured",
+        graph=captured.graph.fingerprint,
+        batch=batch_text(captured.graph.inputs),
+        costs=costs,
+    )
 
 
 def _signature(node: fx.Node, arguments: Arguments) -> Hashable:
@@ -98,8 +106,9 @@ def _cost(
     sources = list(dict.fromkeys(node.all_input_nodes))
     saves = {
         base[arguments.name(sources[i])]: None
-        for i in kernel.saved_args if not arguments.is_state(sources[i])
-    }  # fmt: skip
+        for i in kernel.saved_args
+        if not arguments.is_state(sources[i])
+    }
     results = {user.args[1]: user.name for user in node.users if user.target is getitem} or {0: node.name}
     extra = kernel.extra_saved_bytes
     for position, size in kernel.saved_outputs:
@@ -109,12 +118,19 @@ def _cost(
             extra += size
     order = order_of(op, graph, base, tuple(saves))
     return OpCost(
-        forward_s=kernel.forward_s, input_grad_s=kernel.input_grad_s, weight_grad_s=kernel.weight_grad_s,
-        saves=tuple(saves), extra_saved_bytes=extra, transient_bytes=kernel.transient_bytes,
+        forward_s=kernel.forward_s,
+        input_grad_s=kernel.input_grad_s,
+        weight_grad_s=kernel.weight_grad_s,
+        saves=tuple(saves),
+        extra_saved_bytes=extra,
+        transient_bytes=kernel.transient_bytes,
         grad_transient_bytes=kernel.grad_transient_bytes,
         passes=tuple(arguments.name(sources[i]) for i in kernel.passed_args),
-        adds=order.adds, lets_go=order.lets_go, grad_first_bytes=order.first, grad_rest_bytes=order.rest,
-    )  # fmt: skip
+        adds=order.adds,
+        lets_go=order.lets_go,
+        grad_first_bytes=order.first,
+        grad_rest_bytes=order.rest,
+    )
 
 
 @contextmanager

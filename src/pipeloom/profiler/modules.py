@@ -51,8 +51,11 @@ def measure_modules(
             costs[op.name] = _renamed(measured[key], op)
     return Profile(
         device=torch.cuda.get_device_name(device) if timer.device.type == "cuda" else timer.device.type,
-        source="measured", graph=graph.fingerprint, batch=batch_text(graph.inputs), costs=costs,
-    )  # fmt: skip
+        source="measured",
+        graph=graph.fingerprint,
+        batch=batch_text(graph.inputs),
+        costs=costs,
+    )
 
 
 def _each_alone(graph: OpGraph) -> StageGraph:
@@ -78,9 +81,7 @@ def _renamed(found: tuple[Op, OpCost], op: Op) -> OpCost:
     return replace(cost, saves=tuple(name_of[name] for name in cost.saves))
 
 
-def _measure(
-    captured: Captured, op: Op, functions: ModuleFunctions, timer: Timer, budget_s: float
-) -> OpCost:
+def _measure(captured: Captured, op: Op, functions: ModuleFunctions, timer: Timer, budget_s: float) -> OpCost:
     assert captured.cut is not None
     graph = captured.graph
     state = initial_state(captured.cut, [*functions.params, *functions.buffers], timer.device)
@@ -97,10 +98,13 @@ def _measure(
     back = sum(graph.value[n].bytes for n in op.inputs if graph.value[n].needs_grad)
     kept = sum(functions.residual_bytes.values())
     return OpCost(
-        forward_s=max(whole_s - way_s, 0.0), input_grad_s=ingoing_s,
-        weight_grad_s=max(0.0, both_s - ingoing_s), saves=saves, extra_saved_bytes=extra,
+        forward_s=max(whole_s - way_s, 0.0),
+        input_grad_s=ingoing_s,
+        weight_grad_s=max(0.0, both_s - ingoing_s),
+        saves=saves,
+        extra_saved_bytes=extra,
         transient_bytes=max(0, peaks["forward"] - kept - made, peaks.get("backward", 0) - back),
-    )  # fmt: skip
+    )
 
 
 def _saved(

@@ -49,9 +49,13 @@ def roofline(graph: OpGraph, device: Device) -> Profile:
         notes = (f"estimated as elementwise: {', '.join(unknown)}",)
         warnings.warn(f"roofline profile of {graph.name}: {notes[0]}", stacklevel=2)
     return Profile(
-        device=device.name, source="roofline", graph=graph.fingerprint, batch=batch_text(graph.inputs),
-        costs={op.name: estimate.op(op) for op in graph.ops}, notes=notes,
-    )  # fmt: skip
+        device=device.name,
+        source="roofline",
+        graph=graph.fingerprint,
+        batch=batch_text(graph.inputs),
+        costs={op.name: estimate.op(op) for op in graph.ops},
+        notes=notes,
+    )
 
 
 @dataclass(frozen=True)
@@ -85,11 +89,16 @@ class _Estimate:
             forward_s=0.0 if rule.kind == "free" else self.seconds(operands.forward(), rule.kind, dtype),
             input_grad_s=self.seconds(input_grad, rule.kind, dtype) if input_grad != _NONE else 0.0,
             weight_grad_s=self.seconds(weight_grad, rule.kind, dtype) if weight_grad != _NONE else 0.0,
-            saves=saves, extra_saved_bytes=extra, transient_bytes=operands.scratch(),
+            saves=saves,
+            extra_saved_bytes=extra,
+            transient_bytes=operands.scratch(),
             grad_transient_bytes=operands.grad_scratch() if grads else 0,
             passes=operands.passed() if grads else (),
-            adds=order.adds, lets_go=order.lets_go, grad_first_bytes=order.first, grad_rest_bytes=order.rest,
-        )  # fmt: skip
+            adds=order.adds,
+            lets_go=order.lets_go,
+            grad_first_bytes=order.first,
+            grad_rest_bytes=order.rest,
+        )
 
     def seconds(self, work: _Work, kind: str, dtype: str) -> float:
         """The roofline itself."""
@@ -308,8 +317,10 @@ class _Operands:
         by_rule = int(self.rule.scratch * self._first.bytes)
         learning = [v.shape for v in self.values if v.needs_grad]
         learning += [shape for shape, _, trainable in self.params if trainable]
-        summed = self.rule.kind == "elementwise" and self.rule.keeps in ("factors", "divisor") and any(
-            shape != out.shape for shape in learning
+        summed = (
+            self.rule.kind == "elementwise"
+            and self.rule.keeps in ("factors", "divisor")
+            and any(shape != out.shape for shape in learning)
         )
         scores = self._scores.bytes if self.rule.kind == "attention" and self.unfused else 0
         return max(by_rule, out.bytes if summed else 0, scores)

@@ -14,7 +14,14 @@ from typing import Literal
 Class = Literal["matmul", "attention", "convolution", "normalisation", "elementwise", "free"]
 Keeps = Literal["nothing", "input", "inputs", "output", "factors", "divisor", "indices", "queries"]
 Extra = Literal[
-    "nothing", "mask", "noise", "statistics", "channel statistics", "positions", "places", "probabilities",
+    "nothing",
+    "mask",
+    "noise",
+    "statistics",
+    "channel statistics",
+    "positions",
+    "places",
+    "probabilities",
     "attention",
 ]
 Order = Literal["at once", "last factor", "divisor", "power", "scores"]
@@ -99,7 +106,7 @@ _TABLE: dict[Rule, str] = {
     Rule("free"): """
         alias detach broadcast_tensors lift_fresh empty empty_like empty_strided new_empty _unsafe_view
         sym_size item""",
-}  # fmt: skip
+}
 
 RULES: dict[str, Rule] = {name: rule for rule, names in _TABLE.items() for name in names.split()}
 

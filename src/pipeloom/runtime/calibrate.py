@@ -61,22 +61,34 @@ def graph_memory(functions: StageFunctions, stages: StageGraph) -> StageCost:
     away = sum(functions.residual_bytes[name] for name in functions.offloaded)
     peak = functions.peak_bytes
     return StageCost(
-        forward_s=1.0, backward_s=2.0, input_grad_s=1.0, weight_grad_s=1.0,
-        residual_bytes=residual, recomputed_bytes=dropped, offloaded_bytes=away,
+        forward_s=1.0,
+        backward_s=2.0,
+        input_grad_s=1.0,
+        weight_grad_s=1.0,
+        residual_bytes=residual,
+        recomputed_bytes=dropped,
+        offloaded_bytes=away,
         carried_bytes=functions.carried_bytes,
         keeps_inputs=not functions.kept_inputs.isdisjoint(functions.received),
         transient_bytes={
             F: max(0, peak["forward"] - (residual - dropped) - sent),
-            RECOMPUTE: max(0, peak.get("recompute", 0) - dropped), B: max(0, peak.get("backward", 0) - back),
-            I: max(0, peak.get("input_grad", 0) - back), W: max(0, peak.get("weight_grad", 0)),
+            RECOMPUTE: max(0, peak.get("recompute", 0) - dropped),
+            B: max(0, peak.get("backward", 0) - back),
+            I: max(0, peak.get("input_grad", 0) - back),
+            W: max(0, peak.get("weight_grad", 0)),
         },
-    )  # fmt: skip
+    )
 
 
 def stage_memory(
-    functions: StageFunctions, stages: StageGraph, weights: Weights, optimizer_bytes: float,
-    *, batch_bytes: int, counted: Collection[str] = (),
-) -> StageCost:  # fmt: skip
+    functions: StageFunctions,
+    stages: StageGraph,
+    weights: Weights,
+    optimizer_bytes: float,
+    *,
+    batch_bytes: int,
+    counted: Collection[str] = (),
+) -> StageCost:
     """`graph_memory` with all else that a rank holds for the stage.
 
     optimizer_bytes: state per byte of trainable parameter.  batch_bytes: of the whole batch.
@@ -89,14 +101,15 @@ def stage_memory(
     return replace(
         made,
         static_bytes={
-            "parameters": sum(p.nbytes for p in own), "gradients": trained,
+            "parameters": sum(p.nbytes for p in own),
+            "gradients": trained,
             "optimizer": int(trained * optimizer_bytes),
             "buffers": sum(weights.buffers[n].nbytes for n in functions.buffers if n not in counted),
             "batch": batch_bytes,
         },
         transient_bytes={**made.transient_bytes, STEP: weights.step_bytes, REDUCE: 0},
         tied_bytes={n: params[n].nbytes for n in stages.tied if n in params and params[n].requires_grad},
-    )  # fmt: skip
+    )
 
 
 def time_optimizer(weights: Weights, clock: Clock) -> float:
@@ -159,14 +172,14 @@ def measure_link(channel: PostedChannel, size: int, clock: Clock, device: torch.
     own_rate = max(0.0, own_large - own) / (size - 8)
     rate = max((one_way_large - one_way) / (size - 8) - own_rate, 1e-15)
     return Link(
-        bandwidth_bytes_per_s=1 / rate, latency_s=max(0.0, one_way - own), overhead_s=own,
+        bandwidth_bytes_per_s=1 / rate,
+        latency_s=max(0.0, one_way - own),
+        overhead_s=own,
         overhead_s_per_byte=own_rate,
-    )  # fmt: skip
+    )
 
 
-def _echo(
-    channel: PostedChannel, size: int, clock: Clock, device: torch.device
-) -> tuple[float, float]:
+def _echo(channel: PostedChannel, size: int, clock: Clock, device: torch.device) -> tuple[float, float]:
     """Seconds one way, and of that the sender's own; on rank 0."""
     if channel.ranks == 1:
         return 1e-6, 0.0

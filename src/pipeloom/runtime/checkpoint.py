@@ -39,9 +39,14 @@ Group = dist.ProcessGroup | None
 
 
 def save(
-    directory: Path, state: TrainState, *,
-    step: int, extra: Mapping[str, Any], group: Group, keep: int = 2,
-) -> Path:  # fmt: skip
+    directory: Path,
+    state: TrainState,
+    *,
+    step: int,
+    extra: Mapping[str, Any],
+    group: Group,
+    keep: int = 2,
+) -> Path:
     """Save the training state of all ranks of `group` as `directory/step-XXXXXXXX`.
 
     Every rank calls it. A crash at any moment leaves the checkpoints that were complete before.
@@ -133,8 +138,9 @@ def export_safetensors(directory: Path, path: Path) -> Path:
     keys = {f"model.{name}": name for name in index.model}
     tensors = {
         key: torch.empty(like.shape, dtype=like.dtype)
-        for key, like in _saved_tensors(source).items() if key in keys
-    }  # fmt: skip
+        for key, like in _saved_tensors(source).items()
+        if key in keys
+    }
     with _one_error(f"cannot read checkpoint {source}", None):
         state_dict_loader.load(dict(tensors), storage_reader=FileSystemReader(source), no_dist=True)
     named = {keys[key]: tensor.contiguous() for key, tensor in tensors.items()}
@@ -150,8 +156,9 @@ def _saved_tensors(path: Path) -> dict[str, Tensor]:
     entries = FileSystemReader(path).read_metadata().state_dict_metadata
     return {
         key: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
-        for key, entry in entries.items() if isinstance(entry, TensorStorageMetadata)
-    }  # fmt: skip
+        for key, entry in entries.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
 
 
 def _written_by(rank: int, partial: Path) -> list[str]:
@@ -166,10 +173,14 @@ def _merge(parts: list[Index], sums: list[dict[str, tuple[int, int]]]) -> Index:
         return {key: value for part in reversed(parts) for key, value in getattr(part, name).items()}
 
     return replace(
-        parts[0], model=merged("model"), aliases=merged("aliases"), optimizers=merged("optimizers"),
-        groups=merged("groups"), values=merged("values"),
+        parts[0],
+        model=merged("model"),
+        aliases=merged("aliases"),
+        optimizers=merged("optimizers"),
+        groups=merged("groups"),
+        values=merged("values"),
         files={key: value for part in sums for key, value in part.items()},
-    )  # fmt: skip
+    )
 
 
 def _refuse_different_sight(directory: Path, seen: list[tuple[str, list[str]]]) -> None:

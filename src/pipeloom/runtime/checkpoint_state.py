@@ -80,10 +80,15 @@ def flatten(state: TrainState, *, step: int, extra: Mapping[str, Any]) -> tuple[
                         hint="checkpoints hold optimizer state that is tensors, numbers, strings or None",
                     )
     return tensors, Index(
-        schema=1, step=step, extra=extra, aliases=state.aliases,
+        schema=1,
+        step=step,
+        extra=extra,
+        aliases=state.aliases,
         model={name: (tuple(t.shape), dtype_name(t)) for name, t in model.items()},
-        optimizers=kinds, groups=groups, values=values,
-    )  # fmt: skip
+        optimizers=kinds,
+        groups=groups,
+        values=values,
+    )
 
 
 def empty_like_saved(state: TrainState, index: Index, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:

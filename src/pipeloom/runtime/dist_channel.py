@@ -40,4 +40,4 @@ class DistChannel(PostedChannel):
             transport = NcclTransport(group, watch, device=device, timeout_s=timeout_s, pairs=pairs)
         super().__init__(
             transport, watch, device=device, ahead=ahead, timeout_s=timeout_s, on_change=on_change
-        )  # fmt: skip
+        )

@@ -219,8 +219,9 @@ class Watch:
             print(
                 f"pipeloom: rank {self.rank} ends hard, as it did not notice for {self._exit_after_s:g} s "
                 f"that {failure.who} failed: {failure.summary}",
-                file=sys.stderr, flush=True,
-            )  # fmt: skip
+                file=sys.stderr,
+                flush=True,
+            )
             os._exit(PEER_FAILED)
 
     def _interrupt(self) -> None:

@@ -15,8 +15,15 @@ from ..ir.stages import StageGraph
 from ..ir.units import format_bytes
 
 KINDS = (
-    "parameters", "gradients", "optimizer", "buffers", "batch", "residuals", "boundary", "transient",
-)  # fmt: skip
+    "parameters",
+    "gradients",
+    "optimizer",
+    "buffers",
+    "batch",
+    "residuals",
+    "boundary",
+    "transient",
+)
 
 
 class Ledger:

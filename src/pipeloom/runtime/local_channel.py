@@ -31,9 +31,13 @@ class LocalChannel(PostedChannel):
     ) -> None:
         self.watch = Watch(transport.board)
         super().__init__(
-            transport, self.watch, device=torch.device("cpu"),
-            ahead=ahead, timeout_s=timeout_s, on_change=on_change,
-        )  # fmt: skip
+            transport,
+            self.watch,
+            device=torch.device("cpu"),
+            ahead=ahead,
+            timeout_s=timeout_s,
+            on_change=on_change,
+        )
 
 
 def local_channels(
@@ -183,9 +187,14 @@ class LocalTransport:
         return number
 
     def _post(
-        self, sender: int, receiver: int, index: int | None, *,
-        source: Tensor | None = None, target: Tensor | None = None,
-    ) -> Handle:  # fmt: skip
+        self,
+        sender: int,
+        receiver: int,
+        index: int | None,
+        *,
+        source: Tensor | None = None,
+        target: Tensor | None = None,
+    ) -> Handle:
         place = self._place(sender, receiver, index)
         with self._meeting.changed:
             transfer = self._meeting.transfers.setdefault(place, _Transfer(self._meeting))

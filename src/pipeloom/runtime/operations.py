@@ -1,8 +1,8 @@
 """Runs the handlers of a user's operations at their places in a rank's row.
 
-    def compress(context: OperationContext) -> None:
-        for name, gradient in context.gradients.items():
-            gradient.copy_(decompressed(compressed(gradient)))
+def compress(context: OperationContext) -> None:
+    for name, gradient in context.gradients.items():
+        gradient.copy_(decompressed(compressed(gradient)))
 """
 
 from __future__ import annotations
@@ -163,14 +163,19 @@ class Operations:
         met = {row.placement[s] for s in operation.meets(stage)} if operation.meets is not None else set()
         later = range(action.microbatch + 1, row.share)
         return OperationContext(
-            rank=row.rank, ranks=row.channel.ranks, stage=stage, microbatch=action.microbatch,
-            microbatches=row.share, last=not any(operation.runs(stage, row.rank, b) for b in later),
+            rank=row.rank,
+            ranks=row.channel.ranks,
+            stage=stage,
+            microbatch=action.microbatch,
+            microbatches=row.share,
+            last=not any(operation.runs(stage, row.rank, b) for b in later),
             gradients={name: sums.sums[name] for name in names if name in sums.touched},
             residuals={} if flight is None else flight.residuals,
             residual_bytes=0 if flight is None else flight.residual_bytes,
             state=self._state.setdefault((stage, action.kind), {}),
-            partners=tuple(sorted({row.rank, *met})), channel=row.channel,
-        )  # fmt: skip
+            partners=tuple(sorted({row.rank, *met})),
+            channel=row.channel,
+        )
 
     def _count(self, change: int, action: Action) -> None:
         if change:
@@ -183,6 +188,8 @@ def _needs(instruction: Instruction, begun: Action) -> bool:
         return True
     before = OPERATIONS[begun.kind].before
     return (
-        isinstance(instruction, Action) and before is not None and instruction.kind in ANCHORS[before]
+        isinstance(instruction, Action)
+        and before is not None
+        and instruction.kind in ANCHORS[before]
         and (instruction.stage, instruction.microbatch) == (begun.stage, begun.microbatch)
-    )  # fmt: skip
+    )

@@ -104,11 +104,12 @@ def paced_functions(stages: StageGraph, costs: Sequence[StageCost], index: int) 
     """One stage of a graph, or of its replicas. costs: one per stage."""
     sent = {v.name: v for s in stages.successors[index] for v in stages.between[index, s]}
     return PacedFunctions(
-        index=index, cost=costs[index],
+        index=index,
+        cost=costs[index],
         inputs=tuple(v for s in stages.predecessors[index] for v in stages.between[s, index]),
         outputs=tuple(sent.values()),
         loss=_LOSS if stages.origin(index) == stages.loss_stage else None,
-    )  # fmt: skip
+    )
 
 
 class PacedRank:
@@ -118,9 +119,13 @@ class PacedRank:
     """
 
     def __init__(
-        self, program: Program, stages: StageGraph, costs: Sequence[StageCost], channel: PostedChannel,
+        self,
+        program: Program,
+        stages: StageGraph,
+        costs: Sequence[StageCost],
+        channel: PostedChannel,
         watch: Watch,
-    ) -> None:  # fmt: skip
+    ) -> None:
         own = [s for s, rank in enumerate(program.placement) if rank == channel.rank]
         functions = {s: paced_functions(stages, costs, s) for s in own}
         count = program.microbatches * stages.replicas
@@ -132,9 +137,14 @@ class PacedRank:
         self.channel = channel
         self.recorder = Recorder(channel.rank, HostClock())
         self.worker = Worker(
-            rank=channel.rank, program=program, weights=Weights({}, {}, None), channel=channel,
-            ledger=Ledger(channel.rank), recorder=self.recorder, watch=watch,
-        )  # fmt: skip
+            rank=channel.rank,
+            program=program,
+            weights=Weights({}, {}, None),
+            channel=channel,
+            ledger=Ledger(channel.rank),
+            recorder=self.recorder,
+            watch=watch,
+        )
 
     def step(self) -> Timeline:
         """Run one step; returns what all ranks did, in seconds since the first of them began."""
@@ -146,6 +156,7 @@ class PacedRank:
         first = min(zero for zero, _ in seen)
         events = tuple(
             replace(e, start_s=e.start_s + zero - first, end_s=e.end_s + zero - first)
-            for zero, events in seen for e in events
-        )  # fmt: skip
+            for zero, events in seen
+            for e in events
+        )
         return Timeline(source="measured", ranks=self.channel.ranks, events=events, memory=(), peaks=())

@@ -94,10 +94,13 @@ class Processes:
         command = [sys.executable, "-P", "-m", "pipeloom.runtime.child"]
         process = subprocess.Popen(
             [*command, str(self._life_read), str(report_write)],
-            stdin=subprocess.PIPE, stdout=out, stderr=err, env=env,
+            stdin=subprocess.PIPE,
+            stdout=out,
+            stderr=err,
+            env=env,
             pass_fds=(self._life_read, report_write, *pass_fds),
             start_new_session=True,  # so Ctrl-C reaches only us, and signals reach all that the rank started
-        )  # fmt: skip
+        )
         os.close(report_write)
         os.set_blocking(report, False)
         started = _Rank(rank, process, report)

@@ -128,6 +128,8 @@ class Recorder:
     def _curve(self, tier: str, levels: list[tuple[float, int]], late_s: float) -> MemoryCurve:
         zero = self.clock.seconds(self.zero) - late_s
         return MemoryCurve(
-            rank=self.rank, tier=tier, times_s=tuple(max(0.0, at - zero) for at, _ in levels),
+            rank=self.rank,
+            tier=tier,
+            times_s=tuple(max(0.0, at - zero) for at, _ in levels),
             sizes=tuple(size for _, size in levels),
-        )  # fmt: skip
+        )

@@ -103,9 +103,18 @@ class Rehearsal:
     """
 
     def __init__(
-        self, program: Program, variant: Variant, sample: Mapping[str, Tensor], weights: Weights,
-        *, rank: int, clock: Clock, watch: Watch, tier: Tier | None = None, cap_bytes: int | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        program: Program,
+        variant: Variant,
+        sample: Mapping[str, Tensor],
+        weights: Weights,
+        *,
+        rank: int,
+        clock: Clock,
+        watch: Watch,
+        tier: Tier | None = None,
+        cap_bytes: int | None = None,
+    ) -> None:
         device = next(iter(sample.values())).device
         examples = {k: v for functions in variant.functions.values() for k, v in functions.examples.items()}
         self._weights = weights
@@ -114,9 +123,15 @@ class Rehearsal:
         self._ledger = Ledger(rank, cap_bytes)
         self._ledger.set("batch", sum(t.nbytes for t in sample.values()))
         self._worker = Worker(
-            rank=rank, program=program, weights=weights, ledger=self._ledger, recorder=self._recorder,
-            watch=watch, channel=MadeUp(rank, len(program.rows), examples, device), tier=tier,
-        )  # fmt: skip
+            rank=rank,
+            program=program,
+            weights=weights,
+            ledger=self._ledger,
+            recorder=self._recorder,
+            watch=watch,
+            channel=MadeUp(rank, len(program.rows), examples, device),
+            tier=tier,
+        )
         count = program.microbatches * variant.stages.replicas
         self._microbatches = [
             Microbatch(variant=variant, inputs=sample, weight=1 / count, seed=index) for index in range(count)
@@ -146,8 +161,9 @@ class Rehearsal:
         }
         walk |= {
             parse_action(event.action): event.duration_s
-            for event in self._recorder.events() if event.stream in COPIES
-        }  # fmt: skip
+            for event in self._recorder.events()
+            if event.stream in COPIES
+        }
         self._watch.status = ""
         return walk
 
@@ -164,9 +180,14 @@ def with_times(cost: StageCost, stage: int, walk: Walk, step_s: float) -> StageC
     mean = {kind: statistics.fmean(took) for kind, took in spans.items()}
     ingoing, rest = mean.get(I, 0.0), mean.get(W, 0.0)
     return replace(
-        cost, forward_s=mean.get(F, 0.0), backward_s=mean.get(B, ingoing + rest),
-        input_grad_s=ingoing, weight_grad_s=rest, step_s=step_s,
+        cost,
+        forward_s=mean.get(F, 0.0),
+        backward_s=mean.get(B, ingoing + rest),
+        input_grad_s=ingoing,
+        weight_grad_s=rest,
+        step_s=step_s,
         recompute_s=mean.get(RECOMPUTE, 0.0),
-        offload_s=mean.get(OFFLOAD, 0.0), reload_s=mean.get(RELOAD, 0.0),
+        offload_s=mean.get(OFFLOAD, 0.0),
+        reload_s=mean.get(RELOAD, 0.0),
         other_s={kind: span for kind, span in mean.items() if kind in OPERATIONS},
-    )  # fmt: skip
+    )

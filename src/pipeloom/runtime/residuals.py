@@ -26,7 +26,7 @@ from ..ir.action import (
     Kind,
     Transfer,
     W,
-)  # fmt: skip
+)
 from ..tracer.stage import StageFunctions, made_bytes
 from .failure import Watch
 from .flight import Flight

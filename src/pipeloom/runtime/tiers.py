@@ -34,10 +34,14 @@ class Layout:
     @staticmethod
     def of(slot: Slot, tensor: Tensor) -> Layout:
         return Layout(
-            slot=slot, dtype=tensor.dtype, device=tensor.device, size=tuple(tensor.shape),
-            stride=tensor.stride(), offset=int(tensor.storage_offset()),
+            slot=slot,
+            dtype=tensor.dtype,
+            device=tensor.device,
+            size=tuple(tensor.shape),
+            stride=tensor.stride(),
+            offset=int(tensor.storage_offset()),
             bytes=tensor.untyped_storage().nbytes(),
-        )  # fmt: skip
+        )
 
     def around(self, raw: Tensor) -> Tensor:
         """The tensor whose storage is that of `raw`."""

@@ -65,10 +65,14 @@ class Weights:
     """
 
     def __init__(
-        self, params: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor],
-        optimizer: MakeOptimizer | None, *, keep_gradients: bool = False,
+        self,
+        params: Mapping[str, nn.Parameter],
+        buffers: Mapping[str, Tensor],
+        optimizer: MakeOptimizer | None,
+        *,
+        keep_gradients: bool = False,
         device: torch.device | str = "cpu",
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.params = dict(params)
         self.buffers = dict(buffers)
         self.grads = Gradients(self.params)

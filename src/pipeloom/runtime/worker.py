@@ -28,7 +28,7 @@ from ..ir.action import (
     StageAction,
     Transfer,
     W,
-)  # fmt: skip
+)
 from ..ir.graph import Value
 from ..ir.operation import OPERATIONS
 from ..ir.schedule import Program
@@ -55,9 +55,18 @@ class Worker:
     """Runs the steps of one rank."""
 
     def __init__(
-        self, *, rank: int, program: Program, weights: Weights, channel: Channel, ledger: Ledger,
-        recorder: Recorder, watch: Watch, clip_norm: float | None = None, tier: Tier | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        rank: int,
+        program: Program,
+        weights: Weights,
+        channel: Channel,
+        ledger: Ledger,
+        recorder: Recorder,
+        watch: Watch,
+        clip_norm: float | None = None,
+        tier: Tier | None = None,
+    ) -> None:
         self.rank = rank
         self.program = program
         self.weights = weights
@@ -77,19 +86,30 @@ class Worker:
         self.made_bytes: dict[tuple[int, Kind], int] = {}
         self.messages: dict[tuple[int, Transfer], Message] = {}
         self.handlers: dict[Kind, Callable[[Any], None]] = {
-            F: self.forward, B: self.backward, I: self.backward_input, W: self.backward_weight,
-            SEND_F: self.send, SEND_B: self.send, RECV_F: self.receive, RECV_B: self.receive,
-            REDUCE: self.reduce, STEP: self.step,
-        }  # fmt: skip
+            F: self.forward,
+            B: self.backward,
+            I: self.backward_input,
+            W: self.backward_weight,
+            SEND_F: self.send,
+            SEND_B: self.send,
+            RECV_F: self.receive,
+            RECV_B: self.receive,
+            REDUCE: self.reduce,
+            STEP: self.step,
+        }
         self.operations = Operations(self)
         self.handlers |= dict.fromkeys(OPERATIONS, self.operations.begin)
         self.residuals = Residuals(self, tier)
         self.handlers |= self.residuals.handlers
 
     def run(
-        self, microbatches: Sequence[Microbatch], *, program: Program | None = None,
-        training: bool = True, update: bool = True,
-    ) -> dict[int, Tensor]:  # fmt: skip
+        self,
+        microbatches: Sequence[Microbatch],
+        *,
+        program: Program | None = None,
+        training: bool = True,
+        update: bool = True,
+    ) -> dict[int, Tensor]:
         """Run one step.
 
         microbatches: of all replicas of the stages, in the order in which `ir.replicas` deals them out.
@@ -148,9 +168,11 @@ class Worker:
         key = (id(self._microbatch(send).variant), send)
         if key not in self.messages:
             self.messages[key] = Message(
-                key=str(send), source=self.placement[send.stage], target=self.placement[send.peer],
+                key=str(send),
+                source=self.placement[send.stage],
+                target=self.placement[send.peer],
                 values=self._values(send),
-            )  # fmt: skip
+            )
         return self.messages[key]
 
     def _values(self, send: Transfer) -> tuple[Value, ...]:
@@ -364,9 +386,10 @@ class Worker:
         """Scale gradients by the norm over all ranks; a tied parameter counts once."""
         stages = self.microbatches[0].variant.stages
         mine = [
-            name for name in self.weights.grads.sums
+            name
+            for name in self.weights.grads.sums
             if self.rank == min(self.placement[s] for s in stages.tied.get(name, (self._any_stage,)))
-        ]  # fmt: skip
+        ]
         squares = self.weights.norm_squares(mine).reshape(1)
         with self.recorder.record("recv", "CLIP"):
             self.channel.all_reduce(squares)

@@ -37,15 +37,24 @@ def assemble(shape: Shape, recipe: Recipe) -> tuple[Task, tuple[Operation, ...]]
     rows = None if listed is None else _without(listed, fillers)
     stages = range(len(shape.placement))
     task = Task(
-        streams=tuple(_with_neighbours(shape, s, beside) for s in streams), ranks=shape.ranks,
-        key=recipe.priority, clock=recipe.clock, depth=_depth(shape), row_of=rows, memory=limits,
+        streams=tuple(_with_neighbours(shape, s, beside) for s in streams),
+        ranks=shape.ranks,
+        key=recipe.priority,
+        clock=recipe.clock,
+        depth=_depth(shape),
+        row_of=rows,
+        memory=limits,
         open_rank=tuple(map(recipe.in_flight, range(shape.ranks))) if recipe.in_flight else (),
         open_stage=tuple(map(recipe.in_flight_stage, stages)) if recipe.in_flight_stage else (),
-        before=recipe.before, patience=recipe.patience, early=recipe.early, level=recipe.level,
+        before=recipe.before,
+        patience=recipe.patience,
+        early=recipe.early,
+        level=recipe.level,
         overlap=recipe.overlap if isinstance(recipe.overlap, tuple) else (recipe.overlap, recipe.overlap),
-        together=recipe.together, paired=_pairs(shape, recipe, rows or ()),
+        together=recipe.together,
+        paired=_pairs(shape, recipe, rows or ()),
         joint=lambda a, b: pair_seconds(shape.costs, (a, b)),
-    )  # fmt: skip
+    )
     return task, beside
 
 
@@ -76,19 +85,14 @@ def _depth(shape: Shape) -> tuple[int, ...]:
     return tuple(place[s] for s in range(len(shape.placement)))
 
 
-def _pairs(
-    shape: Shape, recipe: Recipe, rows: Sequence[Sequence[Action]]
-) -> dict[Action, Action]:
+def _pairs(shape: Shape, recipe: Recipe, rows: Sequence[Sequence[Action]]) -> dict[Action, Action]:
     """Neighbours in fixed rows that are to run as one unit; not those of which one needs the other."""
     found: dict[Action, Action] = {}
     for row in rows if recipe.together is not None else ():
         taken = False
         for a, b in zip(row, row[1:], strict=False):
             assert recipe.together is not None
-            taken = (
-                not taken and recipe.together(a, b)
-                and set(gives(a)).isdisjoint(needs(b, shape.flow))
-            )  # fmt: skip
+            taken = not taken and recipe.together(a, b) and set(gives(a)).isdisjoint(needs(b, shape.flow))
             if taken:
                 found[a] = b
     return found
@@ -162,7 +166,7 @@ def _streams(
     kinds = [
         (*recipe.kinds_of(s), *(o.kind for o in loose if any(_runs_at(shape, o, s))))
         for s in range(len(shape.placement))
-    ]  # fmt: skip
+    ]
     index: dict[tuple[int, Kind], int] = {}
     for s, own in enumerate(kinds):
         for kind in own:
@@ -191,13 +195,21 @@ def _streams(
                 edge(s, [k for k in own if operation.stands_at(k)], (s, operation.kind))
     return [
         Stream(
-            stage=s, kind=kind, rank=shape.placement[s], memory=0.0,
+            stage=s,
+            kind=kind,
+            rank=shape.placement[s],
+            memory=0.0,
             seconds=shape.seconds(s, kind) if _occupies(kind) else 0.0,
-            feeds=tuple(feeds[s, kind]), needs=needed[s, kind], order=_order(shape, recipe, s, kind, whole),
-            filler=kind in fill, drains=kind in recipe.drain, opens=kind == F, closes=kind in (B, I),
+            feeds=tuple(feeds[s, kind]),
+            needs=needed[s, kind],
+            order=_order(shape, recipe, s, kind, whole),
+            filler=kind in fill,
+            drains=kind in recipe.drain,
+            opens=kind == F,
+            closes=kind in (B, I),
         )
         for s, kind in index
-    ]  # fmt: skip
+    ]
 
 
 def _occupies(kind: Kind) -> bool:

@@ -134,9 +134,11 @@ def _unrolled(times: Times, at: Floats) -> Floats:
         return float(found[rank, action])
 
     steps: Sequence[tuple[int, Sequence[int], float]] = (
-        (0, range(1, ranks), times.forward), (1, range(ranks - 1, -1, -1), times.forward),
-        (2, range(ranks), times.forward), (3, range(ranks - 1, -1, -1), times.back),
-    )  # fmt: skip
+        (0, range(1, ranks), times.forward),
+        (1, range(ranks - 1, -1, -1), times.forward),
+        (2, range(ranks), times.forward),
+        (3, range(ranks - 1, -1, -1), times.back),
+    )
     now = float(at[0, 0])
     for action, way, turn in steps:
         length = times.forward if action < 2 else times.back

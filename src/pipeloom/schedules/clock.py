@@ -44,8 +44,13 @@ def _longest(
 
 
 def rows_by_clock(
-    flow: Flow, placement: Sequence[int], microbatches: int, *,
-    forward: Sequence[int], backward: Sequence[int] | None = None, period: int = 1,
+    flow: Flow,
+    placement: Sequence[int],
+    microbatches: int,
+    *,
+    forward: Sequence[int],
+    backward: Sequence[int] | None = None,
+    period: int = 1,
 ) -> Rows[Action]:
     """For each rank the F, and B if it has a clock, of its stages in clock order.
 

@@ -67,9 +67,13 @@ def _outcome(task: Task, t: Tables, s: State, pairs: tuple[Pair, ...]) -> Outcom
     ends = list(map(float, s.free))
     spans = [end - float(start[0]) for end, start in zip(ends, starts, strict=True) if len(start)]
     return Outcome(
-        rows=Rows(columns_in(task, t, s)), step_s=max(ends), span_s=max(spans, default=0.0),
-        peak=tuple(map(float, s.peak)), starts=tuple(starts), pairs=pairs,
-    )  # fmt: skip
+        rows=Rows(columns_in(task, t, s)),
+        step_s=max(ends),
+        span_s=max(spans, default=0.0),
+        peak=tuple(map(float, s.peak)),
+        starts=tuple(starts),
+        pairs=pairs,
+    )
 
 
 class _Ruled:

@@ -84,9 +84,12 @@ def _grouped(s: Shape, g: int) -> Rows[Action]:
     no later than before."""
     whole = replace(s, microbatches=-(-s.microbatches // g) * g)
     rows = phases(
-        whole, warm_up=lambda r: g * (len(s.own[r]) - 1) + last(s, r), repeat="FIW",
-        forward=lambda r: turns(whole, r, F, g), backward=lambda r: turns(whole, r, I, g),
-    )  # fmt: skip
+        whole,
+        warm_up=lambda r: g * (len(s.own[r]) - 1) + last(s, r),
+        repeat="FIW",
+        forward=lambda r: turns(whole, r, F, g),
+        backward=lambda r: turns(whole, r, I, g),
+    )
     return Rows(rows.columns.where(rows.columns.microbatch < s.microbatches))
 
 

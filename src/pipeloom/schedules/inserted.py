@@ -13,9 +13,7 @@ from .task import Outcome
 Near = dict[Action, list[Action]]
 
 
-def put_in(
-    shape: Shape, outcome: Outcome, operations: Sequence[Operation]
-) -> tuple[tuple[Action, ...], ...]:
+def put_in(shape: Shape, outcome: Outcome, operations: Sequence[Operation]) -> tuple[tuple[Action, ...], ...]:
     """The rows with each operation right after or before its anchor, or `ahead` anchors earlier.
 
     A pair stays together: what belongs between its two actions goes in front of it or behind it.
@@ -25,9 +23,12 @@ def put_in(
 
 
 def _row(
-    shape: Shape, rank: int, row: Sequence[Action], operations: Sequence[Operation],
+    shape: Shape,
+    rank: int,
+    row: Sequence[Action],
+    operations: Sequence[Operation],
     second: dict[Action, Action],
-) -> tuple[Action, ...]:  # fmt: skip
+) -> tuple[Action, ...]:
     front: Near = defaultdict(list)
     behind: Near = defaultdict(list)
     for operation in operations:

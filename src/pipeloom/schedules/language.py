@@ -30,9 +30,18 @@ from .recipe import Recipe
 from .shape import Shape, path_clock
 
 __all__ = [
-    "Operation", "Recipe", "Shape", "best", "fastest", "make", "order", "path_clock", "phases", "timings",
+    "Operation",
+    "Recipe",
+    "Shape",
+    "best",
+    "fastest",
+    "make",
+    "order",
+    "path_clock",
+    "phases",
+    "timings",
     "turns",
-]  # fmt: skip
+]
 
 
 def order(shape: Shape, recipes: Recipe | Sequence[Recipe], *, name: str = "mine") -> Schedule:
@@ -47,9 +56,13 @@ def order(shape: Shape, recipes: Recipe | Sequence[Recipe], *, name: str = "mine
     """
     made = best(shape, recipes)
     schedule = Schedule(
-        name=name, microbatches=shape.microbatches, placement=shape.placement, rows=made.outcome.rows,
-        slices=made.recipe.slices, pairs=made.outcome.pairs,
-    )  # fmt: skip
+        name=name,
+        microbatches=shape.microbatches,
+        placement=shape.placement,
+        rows=made.outcome.rows,
+        slices=made.recipe.slices,
+        pairs=made.outcome.pairs,
+    )
     check(schedule, shape.stages)
     return schedule
 

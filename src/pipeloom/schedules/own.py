@@ -63,8 +63,10 @@ def load_own(name: str) -> Any:
     found = getattr(module, function, None)
     if found is None:
         near = get_close_matches(function, [n for n in vars(module) if not n.startswith("_")], n=1)
-        raise ScheduleError(f"{file} has no {function or 'name behind the colon'}",
-                            hint=f"did you mean {file}:{near[0]}?" if near else _HINT)  # fmt: skip
+        raise ScheduleError(
+            f"{file} has no {function or 'name behind the colon'}",
+            hint=f"did you mean {file}:{near[0]}?" if near else _HINT,
+        )
     if inspect.isclass(found) or (callable(found) and not _takes_one(found)):
         raise ScheduleError(f"{name} is not a function of one Shape", hint=_HINT)
     return found

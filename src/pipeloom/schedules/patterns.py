@@ -50,10 +50,14 @@ def turns(shape: Shape, rank: int, kind: Kind, group: int | None = None) -> Line
 
 
 def phases(
-    shape: Shape, *, warm_up: Callable[[int], int], repeat: str, kinds: str = "FIW",
+    shape: Shape,
+    *,
+    warm_up: Callable[[int], int],
+    repeat: str,
+    kinds: str = "FIW",
     forward: Callable[[int], Sequence[Action]] | None = None,
     backward: Callable[[int], Sequence[Action]] | None = None,
-) -> Rows[Action]:  # fmt: skip
+) -> Rows[Action]:
     """Rows by phases: some forwards, then a pattern until they are used up, then the rest.
 
     warm_up: rank -> forwards before the pattern begins.  repeat: such as "FB", "FIW" or "FI".

@@ -78,16 +78,23 @@ def spread(
             placement.append(rank)
     crossings = tuple(
         Crossing(value=_part(c.value, len(shards[c.source])), source=source, target=target)
-        for c in stages.crossings for source in shards[c.source] for target in shards[c.target]
-    )  # fmt: skip
-    names = [[f"{n}@{i}" if i >= count and not shared else n for n in stages.params[s]] for i, s in
-             enumerate(origin)]  # fmt: skip
+        for c in stages.crossings
+        for source in shards[c.source]
+        for target in shards[c.target]
+    )
+    names = [
+        [f"{n}@{i}" if i >= count and not shared else n for n in stages.params[s]]
+        for i, s in enumerate(origin)
+    ]
     graph = replace(
-        stages, stages=tuple(replace(stages.stages[s], index=i) for i, s in enumerate(origin)),
-        crossings=crossings, params=tuple(map(tuple, names)),
-        buffers=tuple(stages.buffers[s] for s in origin), inputs=tuple(stages.inputs[s] for s in origin),
+        stages,
+        stages=tuple(replace(stages.stages[s], index=i) for i, s in enumerate(origin)),
+        crossings=crossings,
+        params=tuple(map(tuple, names)),
+        buffers=tuple(stages.buffers[s] for s in origin),
+        inputs=tuple(stages.inputs[s] for s in origin),
         shards=tuple(tuple(group) for group in shards if len(group) > 1),
-    )  # fmt: skip
+    )
     return graph, tuple(placement)
 
 

@@ -155,9 +155,14 @@ class Times:
 
 
 def build(
-    name: str, stages: StageGraph, placement: tuple[int, ...], microbatches: int,
-    *, split_backward: bool = False, times: Times | None = None,
-) -> Schedule:  # fmt: skip
+    name: str,
+    stages: StageGraph,
+    placement: tuple[int, ...],
+    microbatches: int,
+    *,
+    split_backward: bool = False,
+    times: Times | None = None,
+) -> Schedule:
     """Build a schedule by name and check it.
 
     name: see `names`; capitals and `-` for `_` are fine; options follow a colon: "gis_g:group=3".
@@ -197,10 +202,14 @@ def _shape(
     if len(costs) != count:
         raise ScheduleError(f"{len(costs)} costs for {count} stages", hint="give one StageCost per stage")
     return Shape(
-        stages=stages, placement=placement, microbatches=microbatches, costs=costs,
+        stages=stages,
+        placement=placement,
+        microbatches=microbatches,
+        costs=costs,
         transfer_s=given if callable(given) else (lambda source, target: given),
-        limit_bytes=times.limit_bytes, options={**times.options, **_options(name)},
-    )  # fmt: skip
+        limit_bytes=times.limit_bytes,
+        options={**times.options, **_options(name)},
+    )
 
 
 def _options(name: str) -> dict[str, float]:
@@ -240,9 +249,14 @@ def usual(name: str, ranks: int, chunks: int = 0) -> tuple[StageGraph, tuple[int
 
 
 def shape_of(
-    ranks: int, *, microbatches: int, chunks: int = 1, placement: tuple[int, ...] | None = None,
-    stages: StageGraph | None = None, times: Times | None = None,
-) -> Shape:  # fmt: skip
+    ranks: int,
+    *,
+    microbatches: int,
+    chunks: int = 1,
+    placement: tuple[int, ...] | None = None,
+    stages: StageGraph | None = None,
+    times: Times | None = None,
+) -> Shape:
     """What a recipe is tried on: a chain in a loop with equal times, unless said otherwise."""
     where = placement or loop(ranks, chunks)
     graph = stages or chain(len(where))

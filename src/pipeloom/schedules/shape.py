@@ -107,10 +107,15 @@ class Shape:
 
 
 def path_clock(
-    shape: Shape, forward: Sequence[float] = (1.0,), backward: Sequence[float] = (1.0,), *,
-    turns: tuple[float, float, float] = (0.0, 0.0, 0.0), real: bool = False,
-    period: float | None = None, kinds: str = "FIW",
-) -> Periodic:  # fmt: skip
+    shape: Shape,
+    forward: Sequence[float] = (1.0,),
+    backward: Sequence[float] = (1.0,),
+    *,
+    turns: tuple[float, float, float] = (0.0, 0.0, 0.0),
+    real: bool = False,
+    period: float | None = None,
+    kinds: str = "FIW",
+) -> Periodic:
     """A clock that starts one micro-batch per period and lets it travel at a chosen pace.
 
     The pace decides how long residuals live, so how many are held: a rank holds lifespan / period of them.

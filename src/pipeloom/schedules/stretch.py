@@ -118,10 +118,13 @@ def _longer(
     entry = np.concatenate(entries)
     offsets = np.concatenate([[0], np.cumsum([len(start) for start in starts])]).astype(np.int64)
     made = Columns(
-        kind=columns.kind[entry], stage=columns.stage[entry], peer=columns.peer[entry],
+        kind=columns.kind[entry],
+        stage=columns.stage[entry],
+        peer=columns.peer[entry],
         microbatch=columns.microbatch[entry] + np.concatenate(later).astype(np.int32),
-        offsets=offsets, kinds=columns.kinds,
-    )  # fmt: skip
+        offsets=offsets,
+        kinds=columns.kinds,
+    )
     more = times * period
     return replace(
         few, rows=Rows(made), starts=tuple(starts), step_s=few.step_s + more, span_s=few.span_s + more

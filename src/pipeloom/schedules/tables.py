@@ -38,24 +38,41 @@ def tables_of(task: Task, within_s: float) -> tuple[Tables, State]:
     per_rank = np.bincount(rank, lengths, task.ranks).astype(np.int64)
     before, after = _beside(streams, orders, size)
     t = Tables(
-        size=size, rank=rank, stage=np.array([s.stage for s in streams], np.int64), seconds=seconds,
+        size=size,
+        rank=rank,
+        stage=np.array([s.stage for s in streams], np.int64),
+        seconds=seconds,
         memory=np.array([s.memory for s in streams], np.float64),
         # Others wait for its results; an I that only its own W waits for holds up nobody in the drain.
         urgent=np.array([any(streams[u].kind != "W" for u, _ in s.feeds) for s in streams], np.bool_),
-        filler=filler, drains=np.array([s.drains for s in streams], np.bool_), opens=opens,
+        filler=filler,
+        drains=np.array([s.drains for s in streams], np.bool_),
+        opens=opens,
         closes=np.array([s.closes for s in streams], np.bool_),
-        order_at=_offsets(lengths), order=np.concatenate([*orders, np.empty(0, np.int64)]),
+        order_at=_offsets(lengths),
+        order=np.concatenate([*orders, np.empty(0, np.int64)]),
         feeds_at=_offsets(np.array([len(s.feeds) for s in streams], np.int64)),
         feeds=np.array([user for s in streams for user, _ in s.feeds], np.int64),
         delay=np.array([delay for s in streams for _, delay in s.feeds], np.float64),
-        place=place, line_at=line_at, line=line,
-        own_at=_offsets(np.bincount(rank, minlength=task.ranks)), own=np.argsort(rank, kind="stable"),
-        limit=_limits(task.memory, task.ranks), open_rank=_limits(task.open_rank, task.ranks),
-        open_stage=_limits(task.open_stage, stages), before=before, after=after, row_at=_offsets(per_rank),
-        strict=task.row_of is not None, safe=task.clock is not None, level=task.level,
-        early=_EARLY[task.early], patience=float(task.patience),
-        overlap=(float(task.overlap[0]), float(task.overlap[1])), within=float(within_s),
-    )  # fmt: skip
+        place=place,
+        line_at=line_at,
+        line=line,
+        own_at=_offsets(np.bincount(rank, minlength=task.ranks)),
+        own=np.argsort(rank, kind="stable"),
+        limit=_limits(task.memory, task.ranks),
+        open_rank=_limits(task.open_rank, task.ranks),
+        open_stage=_limits(task.open_stage, stages),
+        before=before,
+        after=after,
+        row_at=_offsets(per_rank),
+        strict=task.row_of is not None,
+        safe=task.clock is not None,
+        level=task.level,
+        early=_EARLY[task.early],
+        patience=float(task.patience),
+        overlap=(float(task.overlap[0]), float(task.overlap[1])),
+        within=float(within_s),
+    )
     return t, _state(task, t, lengths)
 
 
@@ -72,17 +89,36 @@ def _state(task: Task, t: Tables, lengths: Longs) -> State:
     unopened = np.bincount(t.rank, t.opens * lengths, task.ranks).astype(np.int64)
     events = 2 * actions + task.ranks  # one when an action ends, one when its data are there
     return State(
-        next=_none(count), batch=_none(count) - 1, key=_none(count), ready=np.full(count, inf),
-        hold=np.zeros(count), fills=t.filler.copy(), missing=missing.reshape(-1),
-        arrival=np.zeros(count * size), free=np.zeros(task.ranks), idle=np.zeros(task.ranks + 1),
-        used=np.zeros(task.ranks), owed=np.zeros(task.ranks), peak=np.zeros(task.ranks), left=left,
+        next=_none(count),
+        batch=_none(count) - 1,
+        key=_none(count),
+        ready=np.full(count, inf),
+        hold=np.zeros(count),
+        fills=t.filler.copy(),
+        missing=missing.reshape(-1),
+        arrival=np.zeros(count * size),
+        free=np.zeros(task.ranks),
+        idle=np.zeros(task.ranks + 1),
+        used=np.zeros(task.ranks),
+        owed=np.zeros(task.ranks),
+        peak=np.zeros(task.ranks),
+        left=left,
         opened=_none(task.ranks),
-        opened_stage=_none(len(t.open_stage)), unopened=unopened, closed=np.zeros(task.ranks, np.bool_),
-        head=_none(task.ranks), done=np.zeros(len(t.line), np.bool_), woken=_none(task.ranks),
-        marked=np.zeros(task.ranks, np.bool_), written=_none(task.ranks), row=_none(actions),
-        row_batch=_none(actions), start=np.zeros(actions), event=np.zeros(events),
-        event_rank=_none(events), events=_none(1),
-    )  # fmt: skip
+        opened_stage=_none(len(t.open_stage)),
+        unopened=unopened,
+        closed=np.zeros(task.ranks, np.bool_),
+        head=_none(task.ranks),
+        done=np.zeros(len(t.line), np.bool_),
+        woken=_none(task.ranks),
+        marked=np.zeros(task.ranks, np.bool_),
+        written=_none(task.ranks),
+        row=_none(actions),
+        row_batch=_none(actions),
+        start=np.zeros(actions),
+        event=np.zeros(events),
+        event_rank=_none(events),
+        events=_none(1),
+    )
 
 
 def as_lists(table: Table) -> Table:
@@ -98,10 +134,13 @@ def columns_in(task: Task, t: Tables, s: State) -> Columns:
     kinds = np.array([codes[stream.kind] for stream in task.streams], np.int16)
     row = np.asarray(s.row)
     return Columns(
-        kind=kinds[row], stage=np.asarray(t.stage, np.int32)[row],
-        microbatch=np.asarray(s.row_batch, np.int32), peer=np.full(len(row), -1, np.int32),
-        offsets=np.asarray(t.row_at), kinds=KINDS if len(codes) == len(KINDS) else tuple(codes),
-    )  # fmt: skip
+        kind=kinds[row],
+        stage=np.asarray(t.stage, np.int32)[row],
+        microbatch=np.asarray(s.row_batch, np.int32),
+        peer=np.full(len(row), -1, np.int32),
+        offsets=np.asarray(t.row_at),
+        kinds=KINDS if len(codes) == len(KINDS) else tuple(codes),
+    )
 
 
 def _places(task: Task, orders: list[Longs], size: int) -> tuple[Longs, Longs, Longs]:
@@ -173,20 +212,23 @@ def _refuse_strays(task: Task, rows: Columns, line: Longs, orders: list[Longs], 
     home = np.array([s.rank for s in task.streams], np.int64)
     rank = np.repeat(np.arange(len(rows.offsets) - 1), np.diff(rows.offsets))
     refuse(
-        home[line] != rank, lambda a: f", but stage {a.stage} is on another rank",
+        home[line] != rank,
+        lambda a: f", but stage {a.stage} is on another rank",
         "move it to the row of that rank, or place the stage here",
-    )  # fmt: skip
+    )
     refuse(
-        (rows.microbatch < 0) | (rows.microbatch >= size), lambda a: f", but there are {size} micro-batches",
+        (rows.microbatch < 0) | (rows.microbatch >= size),
+        lambda a: f", but there are {size} micro-batches",
         "drop it: micro-batches count from 0",
     )
     runs = np.zeros((len(orders), size), np.bool_)
     for index, order in enumerate(orders):
         runs[index, order] = True
     refuse(
-        ~runs[line, rows.microbatch], lambda a: ", which its stage does not run at this micro-batch",
+        ~runs[line, rows.microbatch],
+        lambda a: ", which its stage does not run at this micro-batch",
         "a micro-batch has B, or I and W; an operation only those that its every= says",
-    )  # fmt: skip
+    )
     _, first = np.unique(line * size + rows.microbatch, return_index=True)
     again = np.ones(len(line), np.bool_)
     again[first] = False

@@ -1,7 +1,7 @@
 """Schedules as text files: one row per rank, as `str(schedule)` prints them.
 
-    0F0 0F1 0F2&0B0 0B1 0B2         blanks between actions, & between the two of a pair
-    1F0 1B0 1COMPRESS0 1F1 1B1      kinds that a user declared are written like built-in ones
+0F0 0F1 0F2&0B0 0B1 0B2         blanks between actions, & between the two of a pair
+1F0 1B0 1COMPRESS0 1F1 1B1      kinds that a user declared are written like built-in ones
 """
 
 from __future__ import annotations
@@ -49,6 +49,9 @@ def from_rows(rows: Sequence[Sequence[Action]], pairs: Sequence[Pair], *, name: 
     if sorted(home) != list(range(len(home))):
         raise ScheduleError("the stages are not numbered from 0 without gaps", hint="number them 0, 1, ...")
     return Schedule(
-        name=name, microbatches=1 + max(action.microbatch for row in rows for action in row),
-        placement=tuple(home[s] for s in range(len(home))), rows=tuple(map(tuple, rows)), pairs=tuple(pairs),
-    )  # fmt: skip
+        name=name,
+        microbatches=1 + max(action.microbatch for row in rows for action in row),
+        placement=tuple(home[s] for s in range(len(home))),
+        rows=tuple(map(tuple, rows)),
+        pairs=tuple(pairs),
+    )

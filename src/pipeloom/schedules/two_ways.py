@@ -110,9 +110,15 @@ def _phases_of(own: Sequence[int], half: int, depth: int, microbatches: int) -> 
     late = (depth + 1) // 2  # of the last backwards the later ones leave their W for the gaps
     ends = ["B1 B0"] * late + (["I1 I0"] if depth % 2 else ["B1 I0"]) + ["I1 I0"] * (depth - late)
     phases = [
-        *["F0"] * 2 * left, *["F0 F1"] * (depth + 1), *["I1 W F1"] * left,
-        *["F0 B1 F1 B0"] * whole, *["B1 F1 B0"] * left, *ends, *["W I0"] * left, *["W"] * (depth + 1),
-    ]  # fmt: skip
+        *["F0"] * 2 * left,
+        *["F0 F1"] * (depth + 1),
+        *["I1 W F1"] * left,
+        *["F0 B1 F1 B0"] * whole,
+        *["B1 F1 B0"] * left,
+        *ends,
+        *["W I0"] * left,
+        *["W"] * (depth + 1),
+    ]
     count = {kind + chunk: iter(range(microbatches)) for kind in "FB" for chunk in "01"}
     weights: list[Action] = []
     for word in " ".join(phases).split():

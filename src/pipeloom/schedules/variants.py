@@ -36,9 +36,10 @@ def seq1f1b(s: Shape) -> Recipe:
     """
     k = int(options(s, slices=2)["slices"])
     s.require(
-        k >= 1 and s.microbatches % k == 0, f"{s.microbatches} slices in groups of {k}",
+        k >= 1 and s.microbatches % k == 0,
+        f"{s.microbatches} slices in groups of {k}",
         "give as many micro-batches as slices of all micro-batches together",
-    )  # fmt: skip
+    )
 
     def backward(rank: int) -> list[Action]:
         starts = range(0, s.microbatches, k)

@@ -74,9 +74,15 @@ def zb_v_recipes(s: Shape, memory: float) -> list[Recipe]:
         patterns += [replace(pattern, level=True, overlap=(share, 0.0)) for share in (0.0, 0.1)]
     if patterns and memory >= s.ranks:
         return patterns
-    clocks = recipes(s, memory, [
-        ("warm", (4,), (4,), (0, 0, 2)), ("all", (1, 2), (1, 2), (0, 0, 0)), ("warm", (2,), (2,), (0, 0, 0)),
-    ])  # fmt: skip
+    clocks = recipes(
+        s,
+        memory,
+        [
+            ("warm", (4,), (4,), (0, 0, 2)),
+            ("all", (1, 2), (1, 2), (0, 0, 0)),
+            ("warm", (2,), (2,), (0, 0, 0)),
+        ],
+    )
     return [*patterns, *clocks]
 
 
@@ -96,24 +102,43 @@ def _zb_v_row(s: Shape, rank: int) -> Iterator[Action]:
 
 def v_half(s: Shape) -> list[Recipe]:
     """V-Half: half the memory of 1F1B."""
-    return recipes(s, s.ranks // 2 + 1, [
-        ("warm", (1, 2), (2, 1), (2, 0, 2)), ("all", (1.5, 2), (1.5, 2), (0, 0, 0)),
-        ("all", (2,), (2,), (0, 0, 0)), ("none", (2, 1), (2, 1), (0, 3, 1)),
-    ])  # fmt: skip
+    return recipes(
+        s,
+        s.ranks // 2 + 1,
+        [
+            ("warm", (1, 2), (2, 1), (2, 0, 2)),
+            ("all", (1.5, 2), (1.5, 2), (0, 0, 0)),
+            ("all", (2,), (2,), (0, 0, 0)),
+            ("none", (2, 1), (2, 1), (0, 3, 1)),
+        ],
+    )
 
 
 def v_min(s: Shape) -> list[Recipe]:
     """V-Min: a third of the memory of 1F1B, for the longest models."""
     rest = 2.0 if s.ranks % 3 == 0 else 0.0
-    return recipes(s, (s.ranks + 4) // 3, [
-        ("none", (1,), (1,), (0, rest, 0)), ("all", (1,), (1,), (0, rest, 0)),
-        ("all", (1, 2), (1, 2), (0, 0, 0)),
-    ])  # fmt: skip
+    return recipes(
+        s,
+        (s.ranks + 4) // 3,
+        [
+            ("none", (1,), (1,), (0, rest, 0)),
+            ("all", (1,), (1,), (0, rest, 0)),
+            ("all", (1, 2), (1, 2), (0, 0, 0)),
+        ],
+    )
 
 
 def one_f_one_b_v(s: Shape) -> list[Recipe]:
     """1F1B-V: two thirds of the memory of 1F1B; W right after its I, so no gradient waits for its turn."""
-    return recipes(s, -(-2 * s.ranks // 3), [
-        ("all", (1, 2), (2, 1), (0, 0, 0)), ("all", (1.5, 2), (1.5, 2), (0, 0, 0)),
-        ("all", (2,), (2,), (0, 0, 0)), ("warm", (2,), (2,), (0, 0, 0)), ("none", (2,), (2,), (0, 0, 0)),
-    ], fill="")  # fmt: skip
+    return recipes(
+        s,
+        -(-2 * s.ranks // 3),
+        [
+            ("all", (1, 2), (2, 1), (0, 0, 0)),
+            ("all", (1.5, 2), (1.5, 2), (0, 0, 0)),
+            ("all", (2,), (2,), (0, 0, 0)),
+            ("warm", (2,), (2,), (0, 0, 0)),
+            ("none", (2,), (2,), (0, 0, 0)),
+        ],
+        fill="",
+    )

@@ -32,9 +32,11 @@ def _family(s: Shape, memory: float) -> Iterator[Recipe]:
     last = [s.ahead[own[-1]] for own in s.own]
     if memory >= 2 * s.ranks - 1:
         yield Recipe(
-            kinds="FIW", priority=lambda a: (a.kind != I, a.microbatch), memory=memory,
+            kinds="FIW",
+            priority=lambda a: (a.kind != I, a.microbatch),
+            memory=memory,
             in_flight=lambda rank: 2 * last[rank] + 1,
-        )  # fmt: skip
+        )
     rows = phases(s, warm_up=lambda rank: last[rank], repeat="FI")
     one = Recipe(kinds="FIW", rows=rows, memory=memory)
     yield one
@@ -66,9 +68,12 @@ def _level(s: Shape, memory: float) -> Iterator[Recipe]:
         return int((clock[stage, I] - clock[stage, F]) / took + EPS) if took else inf
 
     level = Recipe(
-        kinds="FIW", priority=lambda a: (a.kind != F, a.microbatch), memory=memory, in_flight=round_trip,
+        kinds="FIW",
+        priority=lambda a: (a.kind != F, a.microbatch),
+        memory=memory,
+        in_flight=round_trip,
         level=True,
-    )  # fmt: skip
+    )
     yield level
     yield replace(level, overlap=(0.25, 0.0))
     yield replace(level, overlap=(0.75, 0.25), patience=0.5)

@@ -156,9 +156,15 @@ class Causes:
     def _action(self, text: str) -> Action | None:
         if text not in self._read:
             entry, columns = self._actions.get(text), self._columns
-            self._read[text] = None if entry is None else Action(
-                int(columns.stage[entry]), columns.kinds[columns.kind[entry]], int(columns.microbatch[entry])
-            )  # fmt: skip
+            self._read[text] = (
+                None
+                if entry is None
+                else Action(
+                    int(columns.stage[entry]),
+                    columns.kinds[columns.kind[entry]],
+                    int(columns.microbatch[entry]),
+                )
+            )
         return self._read[text]
 
     def before(self, item: Item) -> Item | None:
@@ -386,9 +392,14 @@ class Causes:
         """The same as pieces of a critical path."""
         for i, start_s, end_s, itself in self.back(item, at_s):
             yield PathStep(
-                kind=i.kind if itself else "overhead", rank=i.rank, action=i.action, start_s=start_s,
-                end_s=end_s, to_rank=i.to_rank if itself else -1, waiting=i.waiting if itself else "",
-            )  # fmt: skip
+                kind=i.kind if itself else "overhead",
+                rank=i.rank,
+                action=i.action,
+                start_s=start_s,
+                end_s=end_s,
+                to_rank=i.to_rank if itself else -1,
+                waiting=i.waiting if itself else "",
+            )
 
     def last(self) -> Item | None:
         """The compute action that ends last; of several, one that took time."""

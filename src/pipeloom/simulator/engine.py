@@ -27,10 +27,17 @@ from .state import Floats, Layout, new_state
 
 
 def simulate(
-    program: Program, stages: StageGraph, costs: tuple[StageCost, ...], cluster: Cluster,
-    *, receive_ahead: int = 2, begin_s: Sequence[float] = (), own_s: Mapping[Action, float] | None = None,
-    caps: Sequence[int] = (), small_bytes: int | None = None,
-) -> Timeline:  # fmt: skip
+    program: Program,
+    stages: StageGraph,
+    costs: tuple[StageCost, ...],
+    cluster: Cluster,
+    *,
+    receive_ahead: int = 2,
+    begin_s: Sequence[float] = (),
+    own_s: Mapping[Action, float] | None = None,
+    caps: Sequence[int] = (),
+    small_bytes: int | None = None,
+) -> Timeline:
     """Predict one step.
 
     program: as `lower` makes it, or one that `check_program` accepts.
@@ -92,14 +99,19 @@ def simulate(
     for code in (SEND_F_, SEND_B_):
         streams[code] = "send"
     return Timeline(
-        source="predicted", ranks=program.columns.ranks, peaks=peaks,
+        source="predicted",
+        ranks=program.columns.ranks,
+        peaks=peaks,
         pairs=tuple((str(first), str(second)) for first, second in program.pairs),
         events=Spans(
-            program.columns, streams, (state.start, state.end, begin), layout.message,
+            program.columns,
+            streams,
+            (state.start, state.end, begin),
+            layout.message,
             (state.move_start, state.move_end),
         ),
         memory=Curves([sum(peak.values()) for peak in peaks], memory.curve, host_curve),
-    )  # fmt: skip
+    )
 
 
 def _run(

@@ -95,10 +95,17 @@ def _wait(causes: Causes, item: Item, since_s: float) -> list[Idle]:
     def piece(start_s: float, end_s: float, reason: Reason, root: Item | None = None) -> Idle:
         text, rank, waiting = ("", -1, "") if root is None else (root.action, root.rank, root.waiting)
         return Idle(
-            rank=item.rank, start_s=start_s, end_s=end_s, reason=reason, action=item.action,
-            waits_for=waits_for, on_rank=on_rank, root=text, root_rank=rank,
+            rank=item.rank,
+            start_s=start_s,
+            end_s=end_s,
+            reason=reason,
+            action=item.action,
+            waits_for=waits_for,
+            on_rank=on_rank,
+            root=text,
+            root_rank=rank,
             waiting=waiting if reason == "link" else "",
-        )  # fmt: skip
+        )
 
     if causes.before(item) is None:
         return [piece(since_s, item.start_s, "warm-up")]

@@ -60,6 +60,9 @@ def _listed(timeline: Timeline) -> Listed:
         return events.listed()
     found = sorted(events, key=lambda e: (e.start_s, e.end_s))
     return Listed(
-        streams=[e.stream for e in found], ranks=[e.rank for e in found], actions=[e.action for e in found],
-        starts=[e.start_s for e in found], ends=[e.end_s for e in found],
-    )  # fmt: skip
+        streams=[e.stream for e in found],
+        ranks=[e.rank for e in found],
+        actions=[e.action for e in found],
+        starts=[e.start_s for e in found],
+        ends=[e.end_s for e in found],
+    )

@@ -26,9 +26,7 @@ def held_longer(memory: Memory, small_bytes: int, caps: Sequence[int] = ()) -> M
     late = replace(memory, gone_s=noticed)
     if not len(caps):
         return late
-    over = np.array([
-        sum(peak.values()) > cap for peak, cap in zip(late.peaks(), caps, strict=True)
-    ])  # fmt: skip
+    over = np.array([sum(peak.values()) > cap for peak, cap in zip(late.peaks(), caps, strict=True)])
     return replace(memory, gone_s=np.where(over[sender], memory.state.move_end, noticed))
 
 

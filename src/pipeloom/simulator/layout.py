@@ -46,9 +46,14 @@ _NONE = np.zeros(0, np.int32)
 
 
 def layout_of(
-    program: Program, stages: StageGraph, costs: Sequence[StageCost], cluster: Cluster, *, ahead: int,
+    program: Program,
+    stages: StageGraph,
+    costs: Sequence[StageCost],
+    cluster: Cluster,
+    *,
+    ahead: int,
     own_s: Mapping[Action, float],
-) -> Layout:  # fmt: skip
+) -> Layout:
     """Lay out a program of which `check_shape` knows that all it names is there."""
     flow = flow_of(stages)
     columns, wiring = program.columns, program.wiring(flow)
@@ -72,17 +77,34 @@ def layout_of(
     first_meet, meets = _meets(program, flow)
     sums = sums_of(reductions(stages, program.placement), costs, cluster, columns.ranks)
     return Layout(
-        kind=columns.kind, stage=columns.stage, offsets=columns.offsets, step=step, in_turn=in_turn,
-        message=message, line=line, pipe=pipe, seconds=seconds, pace=_paces(pipe, seconds, len(ends)),
+        kind=columns.kind,
+        stage=columns.stage,
+        offsets=columns.offsets,
+        step=step,
+        in_turn=in_turn,
+        message=message,
+        line=line,
+        pipe=pipe,
+        seconds=seconds,
+        pace=_paces(pipe, seconds, len(ends)),
         busy=_by_line(pipe, [cluster.link(*pair).occupied_s for pair in ends], size),
-        first=first, target=np.array([target for _, target in ends], np.int32),
-        duration=durations, flat=durations.ravel(),
-        own_duration=_own_durations(program, costs, own_s, durations), stream=_streams(columns),
-        held=_held(program), room=_NONE, first_meet=first_meet, meets=meets,
-        first_sum=sums.first, sums=sums.numbers, sum_ranks=sums.ranks, sum_seconds=sums.seconds,
+        first=first,
+        target=np.array([target for _, target in ends], np.int32),
+        duration=durations,
+        flat=durations.ravel(),
+        own_duration=_own_durations(program, costs, own_s, durations),
+        stream=_streams(columns),
+        held=_held(program),
+        room=_NONE,
+        first_meet=first_meet,
+        meets=meets,
+        first_sum=sums.first,
+        sums=sums.numbers,
+        sum_ranks=sums.ranks,
+        sum_seconds=sums.seconds,
         ahead=ahead,
         sharing=sharing_of(program, costs, cluster, (ends, message, size), sums.held(cluster)),
-    )  # fmt: skip
+    )
 
 
 def line_bytes(lines: Lines, stages: StageGraph) -> Longs:
@@ -130,9 +152,7 @@ def _number(
 
 
 @in_place
-def _pack(
-    entries: tuple[Codes, Ints, Ints, Ints], kinds: int, pipes: tuple[Ints, Longs], step: Ints
-) -> bool:
+def _pack(entries: tuple[Codes, Ints, Ints, Ints], kinds: int, pipes: tuple[Ints, Longs], step: Ints) -> bool:
     """Fill in the steps, see `Layout`. Returns whether all receives stand in the order sent.
 
     entries: kind, stage, line and message of each.  pipes: of each line, and the next message of each.

@@ -83,9 +83,10 @@ class Memory:
         count = replay(self.layout, self._state, self.books, (rank, rank + 1), at_peak, (times, sizes))
         held = sum(self.static[rank])
         return MemoryCurve(
-            rank=rank, times_s=(0.0, *times[:count].tolist()),
+            rank=rank,
+            times_s=(0.0, *times[:count].tolist()),
             sizes=(held, *(held + size for size in sizes[:count].tolist())),
-        )  # fmt: skip
+        )
 
     def host_curve(self, rank: int) -> MemoryCurve:
         """Bytes over time that one rank has on the host; at equal times in the order of the row."""
@@ -98,15 +99,22 @@ class Memory:
         place = np.concatenate((np.flatnonzero(goes), np.flatnonzero(comes)))
         order = np.lexsort((place, times))
         return MemoryCurve(
-            rank=rank, tier="host", times_s=(0.0, *times[order].tolist()),
+            rank=rank,
+            tier="host",
+            times_s=(0.0, *times[order].tolist()),
             sizes=(0, *np.cumsum(sizes[order]).tolist()),
-        )  # fmt: skip
+        )
 
 
 def memory_of(
-    program: Program, stages: StageGraph, costs: Sequence[StageCost], layout: Layout, state: State,
-    *, begin_s: Floats,
-) -> Memory:  # fmt: skip
+    program: Program,
+    stages: StageGraph,
+    costs: Sequence[StageCost],
+    layout: Layout,
+    state: State,
+    *,
+    begin_s: Floats,
+) -> Memory:
     """The books of a simulation that has run."""
     columns = program.columns
     flow = flow_of(stages)
@@ -124,21 +132,30 @@ def memory_of(
         out[source].append(pipe)
         into[int(layout.target[pipe])].append(pipe)
     books = Books(
-        begin=begin, finish=finish,
-        bare=_bare(program), dropped=np.array([cost.recomputed_bytes for cost in costs], np.int64),
-        line_bytes=line_bytes(lines, stages), begin_s=begin_s,
-        first_in=starts_of([len(row) for row in into]), pipes_in=_listed(into),
-        first_out=starts_of([len(row) for row in out]), pipes_out=_listed(out),
+        begin=begin,
+        finish=finish,
+        bare=_bare(program),
+        dropped=np.array([cost.recomputed_bytes for cost in costs], np.int64),
+        line_bytes=line_bytes(lines, stages),
+        begin_s=begin_s,
+        first_in=starts_of([len(row) for row in into]),
+        pipes_in=_listed(into),
+        first_out=starts_of([len(row) for row in out]),
+        pipes_out=_listed(out),
         lent=_lent(program, costs, state),
-    )  # fmt: skip
+    )
     static = [[0] * len(STATIC_KINDS) for _ in range(ranks)]
     for cost, home in zip(costs, program.placement, strict=True):
         for number, kind in enumerate(STATIC_KINDS):
             static[home][number] += cost.static_bytes.get(kind, 0)
     return Memory(
-        layout=layout, state=state, books=books, static=static, begin_s=begin_s,
+        layout=layout,
+        state=state,
+        books=books,
+        static=static,
+        begin_s=begin_s,
         offloaded=np.array([cost.offloaded_bytes for cost in costs], np.int64),
-    )  # fmt: skip
+    )
 
 
 def _bare(program: Program) -> Bools:
@@ -171,14 +188,21 @@ def _tables(
         gradients_out = sum(gradients[p, s] for p in flow.gradients_to[s])
         held, carried = cost.residual_bytes, cost.carried_bytes
         comes = {
-            F: (held if training else 0, outputs), B: (0, gradients_out), I: (0, gradients_out),
-            FETCH: (held, 0), RELOAD: (cost.offloaded_bytes, 0), RECOMPUTE: (cost.recomputed_bytes, 0),
-        }  # fmt: skip
+            F: (held if training else 0, outputs),
+            B: (0, gradients_out),
+            I: (0, gradients_out),
+            FETCH: (held, 0),
+            RELOAD: (cost.offloaded_bytes, 0),
+            RECOMPUTE: (cost.recomputed_bytes, 0),
+        }
         goes = {
-            F: (0, kept - inputs), B: (-held, -kept - gradients_in), I: (carried - held, 0),
-            W: (-carried, -kept - gradients_in), EVICT: (-held, 0),
+            F: (0, kept - inputs),
+            B: (-held, -kept - gradients_in),
+            I: (carried - held, 0),
+            W: (-carried, -kept - gradients_in),
+            EVICT: (-held, 0),
             OFFLOAD: (-cost.offloaded_bytes, 0),
-        }  # fmt: skip
+        }
         for code, kind in enumerate(kinds):
             scratch = cost.transient_bytes.get(kind, 0)
             begin[s, code] = (*comes.get(kind, (0, 0)), scratch)
@@ -204,6 +228,8 @@ def _lent(program: Program, costs: Sequence[StageCost], state: State) -> Lent:
     rows = [change for row in found for change in sorted(row)]
     time, late, size = zip(*rows, strict=True) if rows else ((), (), ())
     return Lent(
-        first=starts_of([len(row) for row in found]), time=np.array(time, np.float64),
-        late=np.array(late, np.int32), size=np.array(size, np.int64),
-    )  # fmt: skip
+        first=starts_of([len(row) for row in found]),
+        time=np.array(time, np.float64),
+        late=np.array(late, np.int32),
+        size=np.array(size, np.int64),
+    )

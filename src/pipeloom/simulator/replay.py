@@ -123,9 +123,12 @@ def _row_in_order(
 
 @kernel
 def _buffers(
-    of: tuple[Layout, State, Books], goal: tuple[int, int, int], time: float, work: Work,
+    of: tuple[Layout, State, Books],
+    goal: tuple[int, int, int],
+    time: float,
+    work: Work,
     out: tuple[Longs, Floats, Longs],
-) -> None:  # fmt: skip
+) -> None:
     """A buffer for each receive that is posted; goal: rank, pipe, how many of its messages then have one."""
     p, _, b = of
     rank, pipe, upto = goal
@@ -140,9 +143,12 @@ def _buffers(
 
 @kernel
 def _book(
-    of: tuple[Layout, State, Books], what: tuple[Longs, int, int, int], time: float, work: Work,
+    of: tuple[Layout, State, Books],
+    what: tuple[Longs, int, int, int],
+    time: float,
+    work: Work,
     out: tuple[Longs, Floats, Longs],
-) -> None:  # fmt: skip
+) -> None:
     """What a table says of a (stage, kind) on a rank, if anything."""
     table, rank, stage, code = what
     residuals, boundary = table[stage, code, RESIDUALS], table[stage, code, BOUNDARY]
@@ -201,9 +207,13 @@ def _note(rank: int, time: float, work: Work, out: tuple[Longs, Floats, Longs]) 
 
 @kernel
 def _with_others(
-    p: Layout, s: State, b: Books, own: tuple[int, int], made: tuple[Floats, Longs],
+    p: Layout,
+    s: State,
+    b: Books,
+    own: tuple[int, int],
+    made: tuple[Floats, Longs],
     out: tuple[Longs, Floats, Longs],
-) -> int:  # fmt: skip
+) -> int:
     """Add what others change to the changes of a rank's own row; own: the rank, and how many those are."""
     rank, count = own
     time, change = made
@@ -341,9 +351,13 @@ def _merge(times: Floats, sizes: Longs, low: int, middle: int, high: int) -> Non
 
 @kernel
 def _merged(
-    own: tuple[Floats, Longs, Longs], gone: tuple[Floats, Longs], lent: Lent, rank: int, at_peak: Longs,
+    own: tuple[Floats, Longs, Longs],
+    gone: tuple[Floats, Longs],
+    lent: Lent,
+    rank: int,
+    at_peak: Longs,
     curve: tuple[Floats, Longs],
-) -> int:  # fmt: skip
+) -> int:
     """Add up a rank's changes in the order of time; keeps its first peak in `at_peak`."""
     time, change, order = own
     gone_at, gone_size = gone

@@ -69,9 +69,13 @@ def next_room(program: Program, memory: Memory, caps: Sequence[int], runs: int) 
 
 @in_place
 def _find(
-    of: tuple[Layout, State, Books], own: tuple[int, int, int], copies: tuple[Longs, Longs, Ints, Longs],
-    gone: tuple[Floats, Longs], pipes: Longs, room: Ints,
-) -> None:  # fmt: skip
+    of: tuple[Layout, State, Books],
+    own: tuple[int, int, int],
+    copies: tuple[Longs, Longs, Ints, Longs],
+    gone: tuple[Floats, Longs],
+    pipes: Longs,
+    room: Ints,
+) -> None:
     """Go through a rank's row, and fill in what its actions wait for.
 
     own: the rank, its static bytes and its cap.  copies: its OFFLOADs in order, the place of each there, the

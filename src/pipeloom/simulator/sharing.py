@@ -22,17 +22,29 @@ from .state import COPY_LANES, Sharing
 
 _NO_INTS, _NO_FLOATS = np.zeros(0, np.int32), np.zeros(0)
 _NONE = Sharing(
-    gates=np.zeros((0, 2), np.int32), slot=_NO_FLOATS, sender=_NO_INTS, home=_NO_INTS,
-    lanes=np.zeros((0, COPY_LANES), np.int32), copy_slot=np.zeros((0, COPY_LANES)),
-    first_copy=np.zeros((0, COPY_LANES), np.int32), next_copy=_NO_INTS, needs=_NO_INTS,
-    first_gate=_NO_INTS, sum_gates=_NO_INTS, sum_slots=_NO_FLOATS, links=0,
-)  # fmt: skip
+    gates=np.zeros((0, 2), np.int32),
+    slot=_NO_FLOATS,
+    sender=_NO_INTS,
+    home=_NO_INTS,
+    lanes=np.zeros((0, COPY_LANES), np.int32),
+    copy_slot=np.zeros((0, COPY_LANES)),
+    first_copy=np.zeros((0, COPY_LANES), np.int32),
+    next_copy=_NO_INTS,
+    needs=_NO_INTS,
+    first_gate=_NO_INTS,
+    sum_gates=_NO_INTS,
+    sum_slots=_NO_FLOATS,
+    links=0,
+)
 
 
 def sharing_of(
-    program: Program, costs: Sequence[StageCost], cluster: Cluster,
-    messages: tuple[Sequence[tuple[int, int]], Ints, Longs], sums: Sequence[Mapping[tuple[str, int], float]],
-) -> Sharing:  # fmt: skip
+    program: Program,
+    costs: Sequence[StageCost],
+    cluster: Cluster,
+    messages: tuple[Sequence[tuple[int, int]], Ints, Longs],
+    sums: Sequence[Mapping[tuple[str, int], float]],
+) -> Sharing:
     """What is shared; `_NONE` where nothing is, and then the event loop does nothing for it.
 
     messages: the ranks at both ends of each pipe; the message of each entry; bytes of a message, by line.
@@ -47,11 +59,14 @@ def sharing_of(
         nodes = {node: at for at, node in enumerate(sorted({device.node for device in cluster.devices}))}
         taken = [(2 * nodes[node] + (way == "into"), s) for held in sums for (way, node), s in held.items()]
         found = found._replace(
-            gates=gates, slot=size / rate, sender=sender, links=2 * len(nodes),
+            gates=gates,
+            slot=size / rate,
+            sender=sender,
+            links=2 * len(nodes),
             first_gate=starts_of([len(held) for held in sums]),
             sum_gates=np.array([gate for gate, _ in taken], np.int32),
             sum_slots=np.array([seconds for _, seconds in taken], np.float64),
-        )  # fmt: skip
+        )
     if program.columns.treats_residuals and any(device.switch for device in cluster.devices):
         found = _with_copies(found, program, costs, cluster)
     return found
@@ -130,7 +145,11 @@ def _with_copies(found: Sharing, program: Program, costs: Sequence[StageCost], c
         both = (table >= 0) & (waiting >= 0) & shared
         needs[waiting[both]] = table[both]
     return found._replace(
-        home=np.array(program.placement, np.int32), lanes=lanes, copy_slot=slot, first_copy=first_copy,
-        next_copy=next_copy, needs=needs,
+        home=np.array(program.placement, np.int32),
+        lanes=lanes,
+        copy_slot=slot,
+        first_copy=first_copy,
+        next_copy=next_copy,
+        needs=needs,
         links=found.links + COPY_LANES * len(names),
-    )  # fmt: skip
+    )

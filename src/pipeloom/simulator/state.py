@@ -162,25 +162,42 @@ def new_state(layout: Layout, begin_s: Floats, *, starts: bool = True) -> State:
     entries, ranks, pipes = len(layout.kind), len(begin_s), len(layout.target)
     sums, meeting = len(layout.sum_ranks), len(layout.first_meet)
     return State(
-        start=np.zeros(entries if starts else 0), end=np.zeros(entries),
-        move_start=np.zeros(len(layout.line)), move_end=np.zeros(len(layout.line)),
-        at=layout.offsets[:-1].copy(), clock=begin_s.astype(np.float64), awaited=np.full(ranks, -1),
-        part=np.zeros(ranks, np.int64), behind=np.full(ranks, -1), streams=np.zeros((ranks, STREAMS)),
-        counts=np.zeros((pipes, 4), np.int64), free=np.zeros(pipes),
-        sum_at=np.zeros(sums), sum_here=np.zeros(sums, np.int64), sum_waiter=np.full(sums, -1),
-        meet_at=np.full(meeting, NOT_YET), meet_waiter=np.full(meeting, -1),
-        stack=np.arange(ranks)[::-1].copy(), ready=np.array([ranks]),
+        start=np.zeros(entries if starts else 0),
+        end=np.zeros(entries),
+        move_start=np.zeros(len(layout.line)),
+        move_end=np.zeros(len(layout.line)),
+        at=layout.offsets[:-1].copy(),
+        clock=begin_s.astype(np.float64),
+        awaited=np.full(ranks, -1),
+        part=np.zeros(ranks, np.int64),
+        behind=np.full(ranks, -1),
+        streams=np.zeros((ranks, STREAMS)),
+        counts=np.zeros((pipes, 4), np.int64),
+        free=np.zeros(pipes),
+        sum_at=np.zeros(sums),
+        sum_here=np.zeros(sums, np.int64),
+        sum_waiter=np.full(sums, -1),
+        meet_at=np.full(meeting, NOT_YET),
+        meet_waiter=np.full(meeting, -1),
+        stack=np.arange(ranks)[::-1].copy(),
+        ready=np.array([ranks]),
         queue=_new_queue(layout.sharing, pipes),
-    )  # fmt: skip
+    )
 
 
 def _new_queue(sharing: Sharing, pipes: int) -> Queue:
     copies, ranks = len(sharing.next_copy), len(sharing.lanes)
     room = pipes + COPY_LANES * ranks + len(sharing.first_gate) if sharing.links else 0
     return Queue(
-        time=np.zeros(room), entry=np.zeros(room, np.int64), news=np.zeros(room, np.int64),
-        size=np.zeros(2, np.int64), asked=np.zeros(room, np.bool_), noted=np.zeros(room, np.bool_),
+        time=np.zeros(room),
+        entry=np.zeros(room, np.int64),
+        news=np.zeros(room, np.int64),
+        size=np.zeros(2, np.int64),
+        asked=np.zeros(room, np.bool_),
+        noted=np.zeros(room, np.bool_),
         free=np.zeros(sharing.links),
-        issued=np.full(copies, NOT_YET), copied=np.zeros(copies, np.bool_),
-        head=sharing.first_copy.astype(np.int64), awaited=np.full(ranks, -1),
-    )  # fmt: skip
+        issued=np.full(copies, NOT_YET),
+        copied=np.zeros(copies, np.bool_),
+        head=sharing.first_copy.astype(np.int64),
+        awaited=np.full(ranks, -1),
+    )

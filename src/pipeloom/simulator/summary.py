@@ -58,13 +58,15 @@ def summarise(timeline: Timeline) -> Summary:
         span_bubble=1 - sum(busy) / (timeline.ranks * span_s) if span_s else 0.0,
         ranks=tuple(
             RankSummary(
-                rank=rank, busy_s=busy[rank], wait_s=totals.wait_s[rank],
+                rank=rank,
+                busy_s=busy[rank],
+                wait_s=totals.wait_s[rank],
                 peak_bytes=timeline.peak_bytes(rank),
                 peaks=timeline.peaks[rank] if timeline.peaks else {},
             )
             for rank in range(timeline.ranks)
         ),
-    )  # fmt: skip
+    )
 
 
 def describe(summary: Summary) -> str:

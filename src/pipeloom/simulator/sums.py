@@ -51,10 +51,12 @@ def sums_of(
     seconds = [all_reduce_s(n, r.ranks, cluster, all_ranks=ranks) for n, r in zip(size, found, strict=True)]
     return Sums(
         first=starts_of([len(row) for row in all_rows]),
-        numbers=np.array([n for row in all_rows for n in row], np.int32), found=found,
+        numbers=np.array([n for row in all_rows for n in row], np.int32),
+        found=found,
         ranks=np.array([len(r.ranks) for r in found], np.int32),
-        seconds=np.array(seconds, np.float64), size=size,
-    )  # fmt: skip
+        seconds=np.array(seconds, np.float64),
+        size=size,
+    )
 
 
 def all_reduce_s(size: int, ranks: tuple[int, ...], cluster: Cluster, *, all_ranks: int) -> float:

@@ -31,9 +31,13 @@ _log = logging.getLogger("pipeloom")
 
 @one_thread
 def capture(
-    job: Job, microbatch_size: int, *, batch: Mapping[str, Tensor] | None = None,
-    autocast: torch.dtype | None = None, like: Captured | None = None,
-) -> Captured:  # fmt: skip
+    job: Job,
+    microbatch_size: int,
+    *,
+    batch: Mapping[str, Tensor] | None = None,
+    autocast: torch.dtype | None = None,
+    like: Captured | None = None,
+) -> Captured:
     """Capture a job's model and loss for one micro-batch.
 
     batch: a micro-batch to take the shapes from; by default `job.batch(0, microbatch_size)`.
@@ -81,14 +85,24 @@ def _instead(
 
 
 def _as_modules(
-    job: Job, batch: dict[str, Tensor], made: Blueprint, reason: str, autocast: torch.dtype | None,
+    job: Job,
+    batch: dict[str, Tensor],
+    made: Blueprint,
+    reason: str,
+    autocast: torch.dtype | None,
     like: ModuleCut | None = None,
-) -> Captured:  # fmt: skip
+) -> Captured:
     graph, found = cut_modules(job, batch, made, reason=reason, autocast=autocast, like=like)
     return Captured(
-        graph=graph, module=fx.GraphModule({}, fx.Graph()), targets={}, updates={}, blueprint=made,
-        constants=found.skeleton.constants, autocast=autocast, cut=found,
-    )  # fmt: skip
+        graph=graph,
+        module=fx.GraphModule({}, fx.Graph()),
+        targets={},
+        updates={},
+        blueprint=made,
+        constants=found.skeleton.constants,
+        autocast=autocast,
+        cut=found,
+    )
 
 
 def _check_trainable(model: nn.Module, job: Job) -> None:

@@ -15,14 +15,28 @@ from ..ir.graph import Buffer, Op, OpGraph, Parameter, Value
 from .layout import order_of
 from .random import draws
 
-_HEAVY = {"mm", "bmm", "addmm", "baddbmm", "matmul", "linear", "convolution", "conv2d", "einsum",
-          "scaled_dot_product_attention"}  # fmt: skip
+_HEAVY = {
+    "mm",
+    "bmm",
+    "addmm",
+    "baddbmm",
+    "matmul",
+    "linear",
+    "convolution",
+    "conv2d",
+    "einsum",
+    "scaled_dot_product_attention",
+}
 
 
 def describe(
-    module: fx.GraphModule, targets: Mapping[str, str], updates: Mapping[str, str],
-    model: nn.Module, constants: Mapping[str, Tensor], name: str,
-) -> OpGraph:  # fmt: skip
+    module: fx.GraphModule,
+    targets: Mapping[str, str],
+    updates: Mapping[str, str],
+    model: nn.Module,
+    constants: Mapping[str, Tensor],
+    name: str,
+) -> OpGraph:
     """Turn nodes with `meta` filled by `propagate` into an OpGraph."""
     kinds = _kinds(module, targets, model, constants)
     loss = loss_node(module.graph).name
@@ -81,9 +95,12 @@ def _value(node: fx.Node, name: str | None = None) -> Value:
             hint="cut by module names instead: give lists of FQNs, one list per stage",
         )
     return Value(
-        name=name or node.name, shape=tuple(val.shape), dtype=str(val.dtype).removeprefix("torch."),
-        needs_grad=bool(node.meta["needs_grad"]), order=order_of(val),
-    )  # fmt: skip
+        name=name or node.name,
+        shape=tuple(val.shape),
+        dtype=str(val.dtype).removeprefix("torch."),
+        needs_grad=bool(node.meta["needs_grad"]),
+        order=order_of(val),
+    )
 
 
 def _op(node: fx.Node, kinds: Mapping[str, tuple[str, str]], updates: Mapping[str, str]) -> Op:
@@ -144,11 +161,14 @@ def _mark_cheap(ops: tuple[Op, ...]) -> tuple[Op, ...]:
     result = []
     for op in ops:
         ok = (
-            not op.params and not op.random and not op.updates and not updated & set(op.buffers)
+            not op.params
+            and not op.random
+            and not op.updates
+            and not updated & set(op.buffers)
             and not any(v.needs_grad for v in op.outputs)
             and op.target.split(".")[1] not in _HEAVY
             and all(made_by[v] in cheap for v in op.inputs if v in made_by)
-        )  # fmt: skip
+        )
         if ok:
             cheap.add(op.name)
         result.append(replace(op, cheap=ok))
@@ -169,11 +189,14 @@ def model_parameters(model: nn.Module, reached: Container[str]) -> tuple[Paramet
         tensors[id(tensor)] = tensor
     return tuple(
         Parameter(
-            name=found[0], shape=tuple(tensors[key].shape), trainable=found[0] in reached,
-            dtype=str(tensors[key].dtype).removeprefix("torch."), aliases=tuple(found[1:]),
+            name=found[0],
+            shape=tuple(tensors[key].shape),
+            trainable=found[0] in reached,
+            dtype=str(tensors[key].dtype).removeprefix("torch."),
+            aliases=tuple(found[1:]),
         )
         for key, found in names.items()
-    )  # fmt: skip
+    )
 
 
 def model_buffers(model: nn.Module, constants: Mapping[str, Tensor]) -> tuple[Buffer, ...]:
@@ -182,8 +205,10 @@ def model_buffers(model: nn.Module, constants: Mapping[str, Tensor]) -> tuple[Bu
     named = dict(model.named_buffers())
     return tuple(
         Buffer(
-            name=name, shape=tuple(t.shape), dtype=str(t.dtype).removeprefix("torch."),
+            name=name,
+            shape=tuple(t.shape),
+            dtype=str(t.dtype).removeprefix("torch."),
             persistent=name in kept and name in named,
         )
         for name, t in {**named, **constants}.items()
-    )  # fmt: skip
+    )

@@ -68,9 +68,11 @@ def cut_evaluation(evaluated: OpGraph, trained: OpGraph, stages: StageGraph) -> 
         homes = _Homes(trained, stages, order)
         found = cut(graph, _places(graph, homes, order))
         torn = [
-            name for stage in found.stages for name in stage.clones
+            name
+            for stage in found.stages
+            for name in stage.clones
             if not homes.holds(order.index(stage.index), graph.op[name])
-        ]  # fmt: skip
+        ]
         if not torn:
             return found
         cheap.difference_update(torn)

@@ -141,9 +141,11 @@ def _detach_no_grad_regions(module: fx.GraphModule) -> None:
     """Detach the results of `torch.no_grad` regions, because decomposing inlines the regions."""
     regions = [
         (outer, node)
-        for outer in module.modules() if isinstance(outer, fx.GraphModule)
-        for node in outer.graph.nodes if node.target is _NO_GRAD_REGION and node.args[0] is False
-    ]  # fmt: skip
+        for outer in module.modules()
+        if isinstance(outer, fx.GraphModule)
+        for node in outer.graph.nodes
+        if node.target is _NO_GRAD_REGION and node.args[0] is False
+    ]
     for outer, node in regions:
         body = getattr(outer, node.args[1].target)
         output = body.graph.output_node()

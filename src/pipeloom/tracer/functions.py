@@ -150,17 +150,24 @@ class GraphFunctions:
         return self.constants[name] if name in self.constants else state[name]
 
     def _run(
-        self, name: str, state: Mapping[str, Tensor], held: Tensors, grads: Mapping[str, Tensor],
+        self,
+        name: str,
+        state: Mapping[str, Tensor],
+        held: Tensors,
+        grads: Mapping[str, Tensor],
         sink: Sink | None,
-    ) -> Tensors:  # fmt: skip
+    ) -> Tensors:
         function = self.functions[name]
         box = [
-            self._read(state, slot.name) if slot.kind == "state"
-            else sink if slot.kind == "sink"
-            else held[slot] if slot in held
+            self._read(state, slot.name)
+            if slot.kind == "state"
+            else sink
+            if slot.kind == "sink"
+            else held[slot]
+            if slot in held
             else grads[slot.name]
             for slot in function.part.inputs
-        ]  # fmt: skip
+        ]
         held.clear()
         results = dict(zip(function.part.outputs, function(box), strict=True))
         if sink is not None:  # compiled parts return what eager ones add on the way
@@ -175,9 +182,15 @@ def _of_kind(results: Tensors, kind: str) -> dict[str, Tensor]:
 
 @one_thread
 def stage_functions(
-    captured: Captured, stages: StageGraph, index: int, *, device: str = "cpu", compiled: bool = False,
-    treatments: Mapping[str, Treatment] = NOTHING, ahead: bool = False,
-) -> StageFunctions:  # fmt: skip
+    captured: Captured,
+    stages: StageGraph,
+    index: int,
+    *,
+    device: str = "cpu",
+    compiled: bool = False,
+    treatments: Mapping[str, Treatment] = NOTHING,
+    ahead: bool = False,
+) -> StageFunctions:
     """Build the functions of one stage.
 
     device: where it will run ("cpu", "cuda").  compiled: pass the functions through torch.compile
@@ -188,9 +201,7 @@ def stage_functions(
     """
     if captured.cut is not None:
         _refuse_modules(index, treatments)
-        return module_functions(
-            captured.cut, captured.graph, stages, index, device=device, compiled=compiled
-        )
+        return module_functions(captured.cut, captured.graph, stages, index, device=device, compiled=compiled)
     module = extract(captured, stages, index, device)
     values = captured.graph.value
     sent = tuple(o for o in module.outputs if not o.startswith("buffer:") and o != captured.graph.loss)
@@ -213,17 +224,22 @@ def stage_functions(
     dropped = _treated(treatments, "recompute")
     needed = [slot for name in ("backward", "recompute") if name in parts for slot in parts[name].inputs]
     return GraphFunctions(
-        index=index, params=stages.params[index], buffers=stages.buffers[index],
-        batch=tuple(by_kind["batch"]), received=tuple(by_kind["value"]), sent=sent,
+        index=index,
+        params=stages.params[index],
+        buffers=stages.buffers[index],
+        batch=tuple(by_kind["batch"]),
+        received=tuple(by_kind["value"]),
+        sent=sent,
         loss=captured.graph.loss if captured.graph.loss in module.outputs else None,
         residual_bytes={n: r.bytes for n, r in residuals.items() if ahead or n not in dropped},
-        offloaded=_treated(treatments, "offload"), recomputed=dropped if ahead else frozenset(),
+        offloaded=_treated(treatments, "offload"),
+        recomputed=dropped if ahead else frozenset(),
         kept_inputs=frozenset(s.name for s in needed if s.kind == "input"),
         kept_buffers=frozenset(s.name for s in needed if s.kind == "old"),
         functions=functions,
         constants={n: t.to(device) for n, t in captured.constants.items() if n in module.names},
         orders=orders_of(module, captured),
-    )  # fmt: skip
+    )
 
 
 def stage_residuals(
@@ -264,9 +280,11 @@ def _splitter(
 def _parts(splitter: Splitter, treatments: Mapping[str, Treatment], ahead: bool) -> dict[str, Part]:
     parts = splitter.parts(_treated(treatments, "recompute"), ahead=ahead)
     named = {
-        "forward": parts.forward, "backward": parts.backward,
-        "input_grad": parts.input_grad, "weight_grad": parts.weight_grad,
-    }  # fmt: skip
+        "forward": parts.forward,
+        "backward": parts.backward,
+        "input_grad": parts.input_grad,
+        "weight_grad": parts.weight_grad,
+    }
     return named if parts.recompute is None else named | {"recompute": parts.recompute}
 
 

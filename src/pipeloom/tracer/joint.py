@@ -65,9 +65,14 @@ def extract(captured: Captured, stages: StageGraph, index: int, device: str) -> 
             placeholder = graph.placeholder(node.name)
             placeholder.meta = {"val": node.meta["val"], "needs_grad": node.meta["needs_grad"]}
             kinds.append(
-                "value" if node.op != "placeholder" else "batch" if target in batch
-                else "param" if target in captured.graph.parameter else "buffer"
-            )  # fmt: skip
+                "value"
+                if node.op != "placeholder"
+                else "batch"
+                if target in batch
+                else "param"
+                if target in captured.graph.parameter
+                else "buffer"
+            )
             names.append(target)
             copies[node] = placeholder
         return copies[node]
@@ -141,9 +146,12 @@ class _Callable(nn.Module):
     """The stage as a module that AOTAutograd can trace: parameters registered, the rest arguments."""
 
     def __init__(
-        self, stage: StageModule, params: dict[int, nn.Parameter], detached: frozenset[str],
+        self,
+        stage: StageModule,
+        params: dict[int, nn.Parameter],
+        detached: frozenset[str],
         orders: Mapping[str, Order],
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         self.held = nn.ParameterList(params.values())
         self.where = dict(zip(params, range(len(params)), strict=True))
@@ -218,9 +226,12 @@ def _needs_grad(output: str, captured: Captured) -> bool:
 
 
 def _identify(
-    traced: fx.GraphModule, stage: StageModule, params: list[str], args: list[str],
+    traced: fx.GraphModule,
+    stage: StageModule,
+    params: list[str],
+    args: list[str],
     orders: Mapping[str, Order],
-) -> Joint:  # fmt: skip
+) -> Joint:
     def input_name(described: Any) -> str:
         if isinstance(described, ParamAOTInput):
             return params[int(described.target.rsplit(".", 1)[1])]

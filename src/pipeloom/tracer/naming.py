@@ -53,9 +53,10 @@ def _only_result(nodes: list[fx.Node], forward: Container[fx.Node], sent: Contai
     """The owner of an op's result: what other ops read of its tensors, of several the last."""
     inside = set(nodes)
     read = [
-        node for node in nodes
+        node
+        for node in nodes
         if node in sent or any(user in forward and user not in inside for user in node.users)
-    ]  # fmt: skip
+    ]
     return root((read or nodes)[-1])
 
 

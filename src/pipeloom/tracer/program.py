@@ -78,15 +78,16 @@ def from_program(
         module.recompile()
         propagate(module, targets, made.model, training=training)
     renamed = _rename(graph, {*canonical, *constants, *keys})
-    updates = {
-        renamed.get(now := unfolded.get(name, name), now): buffer for name, buffer in updates.items()
-    }
+    updates = {renamed.get(now := unfolded.get(name, name), now): buffer for name, buffer in updates.items()}
     op_graph = describe(module, targets, updates, made.model, constants, job.name)
     return Captured(
-        graph=op_graph, module=module, targets=targets, updates=updates,
+        graph=op_graph,
+        module=module,
+        targets=targets,
+        updates=updates,
         blueprint=made,
         constants={n: t for n, t in constants.items() if n not in made.others},
-    )  # fmt: skip
+    )
 
 
 def _refuse_double_names(keys: list[str], state: set[str], name: str) -> None:

@@ -52,11 +52,12 @@ def describe_residuals(
         others = [made[source] for source in read if source in made]
         size = sum(t.untyped_storage().nbytes() for t in tensors_of(node.meta["val"]))
         found[name] = Residual(
-            name=name, bytes=size,
+            name=name,
+            bytes=size,
             ops=tuple(dict.fromkeys(op_of(n) for n in ordered if not is_view(n))),
             sources=(*others, *(f"input:{n}" for n in inputs.values() if n not in state)),
             obstacle=_obstacle(ordered, {s: n for s, n in inputs.items() if n in updated}),
-        )  # fmt: skip
+        )
     return found
 
 

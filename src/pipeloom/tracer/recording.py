@@ -61,9 +61,12 @@ class Record:
 
 def view_of(tensor: Tensor) -> View:
     return View(
-        int(tensor.untyped_storage()._cdata), tuple(tensor.shape), tensor.stride(),
-        int(tensor.storage_offset()), tensor.dtype,
-    )  # fmt: skip
+        int(tensor.untyped_storage()._cdata),
+        tuple(tensor.shape),
+        tensor.stride(),
+        int(tensor.storage_offset()),
+        tensor.dtype,
+    )
 
 
 def _is_leaf(value: object) -> bool:
@@ -119,11 +122,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         random = torch.Tag.nondeterministic_seeded in func.tags
         self.record.calls.append(
             Call(
-                function=func, args=given[0], kwargs=given[1], result=result,
-                writes=frozenset(writes), reads=reads - writes, random=random, blind=_blind(func, given),
+                function=func,
+                args=given[0],
+                kwargs=given[1],
+                result=result,
+                writes=frozenset(writes),
+                reads=reads - writes,
+                random=random,
+                blind=_blind(func, given),
                 seeds=tuple(self._seeded(given)) if random else (),
             )
-        )  # fmt: skip
+        )
         # `module.to(dtype)` swaps fake parameters, and refuses while the mode's memo has weak references
         self.fake.fake_tensor_converter.tensor_memo.clear()
         return made
@@ -139,11 +148,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             given = tree_map(self._describe, ((tensor, *args), kwargs))
             self.record.calls.append(
                 Call(
-                    function=original, args=given[0], kwargs=given[1], result=given[0][0],
-                    writes=_storages(given), reads=frozenset(), random=True,
+                    function=original,
+                    args=given[0],
+                    kwargs=given[1],
+                    result=given[0][0],
+                    writes=_storages(given),
+                    reads=frozenset(),
+                    random=True,
                     seeds=tuple(self._seeded(given)),
                 )
-            )  # fmt: skip
+            )
             return tensor
 
         nn.init._no_grad_trunc_normal_ = recorded
@@ -227,9 +241,7 @@ class Replay:
         if isinstance(leaf, View):
             if leaf not in self.real:
                 look = torch.empty(0, dtype=leaf.dtype)
-                self.real[leaf] = look.set_(
-                    self.storages[leaf.storage], leaf.offset, leaf.shape, leaf.stride
-                )
+                self.real[leaf] = look.set_(self.storages[leaf.storage], leaf.offset, leaf.shape, leaf.stride)
             return self.real[leaf]
         if isinstance(leaf, Draw):
             return self._generator(leaf.generator)

@@ -45,7 +45,7 @@ def simplify(joint: Joint) -> Joint:
         joint,
         outputs={name: final(node) for name, node in joint.outputs.items()},
         grads={name: final(node) for name, node in joint.grads.items()},
-    )  # fmt: skip
+    )
 
 
 def _same_tensor(node: fx.Node) -> fx.Node | None:

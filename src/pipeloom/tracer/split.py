@@ -186,9 +186,14 @@ class Splitter:
         return Slot("carried", node.name)
 
     def _part(
-        self, members: set[fx.Node], outputs: list[tuple[Slot, fx.Node]], *, state: bool = False,
-        again: Collection[fx.Node] = (), carried: Collection[fx.Node] = (),
-    ) -> Part:  # fmt: skip
+        self,
+        members: set[fx.Node],
+        outputs: list[tuple[Slot, fx.Node]],
+        *,
+        state: bool = False,
+        again: Collection[fx.Node] = (),
+        carried: Collection[fx.Node] = (),
+    ) -> Part:
         """A graph of these nodes.
 
         state: whether updated buffers are read as they are, not as they were at the forward; the nodes that

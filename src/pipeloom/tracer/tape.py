@@ -150,10 +150,12 @@ def measure(
             result = fx.map_arg(node.args[0], lambda n: values[n])
             break
         values[node] = (
-            _attribute(attributes, node.target) if node.op == "get_attr"
-            else node.target(*fx.map_arg(node.args, lambda n: values[n]),
-                             **fx.map_arg(node.kwargs, lambda n: values[n]))
-        )  # fmt: skip
+            _attribute(attributes, node.target)
+            if node.op == "get_attr"
+            else node.target(
+                *fx.map_arg(node.args, lambda n: values[n]), **fx.map_arg(node.kwargs, lambda n: values[n])
+            )
+        )
         count.add(_storages(values[node]))
         for gone in dead.get(node, []):
             count.drop(_storages(values[gone]))

@@ -8,9 +8,10 @@ import torch
 from torch import fx
 
 _VIEWS_BY_CONVENTION = {
-    torch.ops.aten._unsafe_view.default, torch.ops.aten._reshape_alias.default,
+    torch.ops.aten._unsafe_view.default,
+    torch.ops.aten._reshape_alias.default,
     torch.ops.aten.reshape.default,  # in a joint graph, see `simplify`
-}  # fmt: skip
+}
 
 
 def is_view(node: fx.Node) -> bool:

@@ -50,11 +50,15 @@ def run_bench(settings: Bench) -> int:
     """
     require_runnable(settings.schedule)
     found = plan(
-        settings.job(), stages=settings.stages, microbatches=settings.microbatches,
-        microbatch_size=settings.microbatch_size, schedule=settings.schedule,
-        split_backward=settings.split_backward, memory=settings.device_memory,
+        settings.job(),
+        stages=settings.stages,
+        microbatches=settings.microbatches,
+        microbatch_size=settings.microbatch_size,
+        schedule=settings.schedule,
+        split_backward=settings.split_backward,
+        memory=settings.device_memory,
         treatments=None if settings.treat is None else TREATMENTS[settings.treat],
-    )  # fmt: skip
+    )
     require_training(found)
     with tempfile.TemporaryDirectory(prefix="pipeloom-bench-") as folder:
         path = Path(folder) / "plan.json"
@@ -93,9 +97,12 @@ def _print(settings: Bench, reports: list[StepReport], tokens: float, predicted_
     if settings.as_json:
         keys = ("stages", "schedule", "microbatches", "microbatch_size", "steps")
         figures = {
-            "step_s": step_s, "tokens_per_s": tokens / step_s, "bubble": bubble,
-            "predicted_step_s": predicted_s, "peak_bytes": list(peaks),
-        }  # fmt: skip
+            "step_s": step_s,
+            "tokens_per_s": tokens / step_s,
+            "bubble": bubble,
+            "predicted_step_s": predicted_s,
+            "peak_bytes": list(peaks),
+        }
         print(json.dumps(figures | {key: getattr(settings, key) for key in keys}, indent=1))
         return
     print(

@@ -121,17 +121,22 @@ class PipelineConfig:
 
     def __post_init__(self) -> None:
         _require_positive(
-            "pipeline.", stages=self.stages, microbatches=self.microbatches,
-            microbatch_size=self.microbatch_size, accumulate=self.accumulate,
-        )  # fmt: skip
+            "pipeline.",
+            stages=self.stages,
+            microbatches=self.microbatches,
+            microbatch_size=self.microbatch_size,
+            accumulate=self.accumulate,
+        )
         _require(self.device in ("cpu", "cuda"), f"pipeline.device is {self.device!r}", 'use "cpu" or "cuda"')
         _require(
             self.autocast in (None, "bfloat16", "float16"),
-            f"pipeline.autocast is {self.autocast!r}", 'use "bfloat16" or "float16"',
-        )  # fmt: skip
+            f"pipeline.autocast is {self.autocast!r}",
+            'use "bfloat16" or "float16"',
+        )
         _require(
             self.treat is None or self.treat in TREATMENTS,
-            f"pipeline.treat is {self.treat!r}", f"use one of {', '.join(TREATMENTS)}",
+            f"pipeline.treat is {self.treat!r}",
+            f"use one of {', '.join(TREATMENTS)}",
         )
         if self.device_memory is not None:
             parse_bytes(self.device_memory)
@@ -170,12 +175,16 @@ class Config:
 
     def __post_init__(self) -> None:
         _require_positive(
-            "", steps=self.steps, validate_every=self.validate_every,
-            validation_batches=self.validation_batches, checkpoint_every=self.checkpoint_every,
+            "",
+            steps=self.steps,
+            validate_every=self.validate_every,
+            validation_batches=self.validation_batches,
+            checkpoint_every=self.checkpoint_every,
             keep_checkpoints=self.keep_checkpoints,
-        )  # fmt: skip
+        )
         _require(self.rehearsals >= 0, f"rehearsals is {self.rehearsals}", "use 0 or more")
         _require(
             bool(self.name) and Path(self.name).name == self.name,
-            f"name is {self.name!r}", "use a plain word: it names the run directory",
-        )  # fmt: skip
+            f"name is {self.name!r}",
+            "use a plain word: it names the run directory",
+        )

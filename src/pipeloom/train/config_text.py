@@ -196,5 +196,6 @@ def _default_of(dotted: str) -> Any:
 def _without_none(plain: dict[str, Any]) -> dict[str, Any]:
     return {
         key: _without_none(value) if isinstance(value, dict) else value
-        for key, value in plain.items() if value is not None
-    }  # fmt: skip
+        for key, value in plain.items()
+        if value is not None
+    }

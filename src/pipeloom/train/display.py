@@ -80,9 +80,13 @@ class Bar(Silent):
 
     def __init__(self, console: Console, *, steps: int, done: int) -> None:
         self.progress = Progress(
-            TextColumn("training"), BarColumn(bar_width=20), MofNCompleteColumn(), TimeRemainingColumn(),
-            TextColumn("{task.fields[figures]}"), console=console,
-        )  # fmt: skip
+            TextColumn("training"),
+            BarColumn(bar_width=20),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[figures]}"),
+            console=console,
+        )
         self.task = self.progress.add_task("training", total=steps, completed=done, figures="")
 
     def show(self, shown: Shown) -> None:

@@ -68,9 +68,14 @@ class Outcome:
 
 
 def train(
-    pipeline: Trainable, config: Config, workload: Workload, out: Path, *,
-    resume: bool, console: Console | None = None,
-) -> Outcome:  # fmt: skip
+    pipeline: Trainable,
+    config: Config,
+    workload: Workload,
+    out: Path,
+    *,
+    resume: bool,
+    console: Console | None = None,
+) -> Outcome:
     """Train until `config.steps`, from the newest checkpoint in `out` if `resume`.
 
     Raises: CheckpointError on all ranks if there is nothing to resume from, or it was made with other
@@ -93,15 +98,22 @@ def train(
         pace = _steps(pipeline, config, workload, out, metrics, display)
         losses = {} if metrics is None else _losses(metrics)
     return Outcome(
-        first_step=first, steps=pipeline.steps, losses=losses, comparison=pace.comparison,
+        first_step=first,
+        steps=pipeline.steps,
+        losses=losses,
+        comparison=pace.comparison,
         timeline=pace.measured,
-    )  # fmt: skip
+    )
 
 
 def _steps(
-    pipeline: Trainable, config: Config, workload: Workload, out: Path,
-    metrics: Metrics | None, display: Display,
-) -> Pace:  # fmt: skip
+    pipeline: Trainable,
+    config: Config,
+    workload: Workload,
+    out: Path,
+    metrics: Metrics | None,
+    display: Display,
+) -> Pace:
     pace = Pace(pipeline, first=pipeline.steps, end=config.steps, rehearsals=config.rehearsals)
     validation = None
     if pipeline.steps == 0:
@@ -158,9 +170,13 @@ def _figures(
 
 def _shown(figures: Mapping[str, Any], validation: float | None) -> Shown:
     return Shown(
-        step=figures["step"], loss=figures["loss"], tokens_per_s=figures["tokens_per_s"],
-        bubble=figures["bubble"], peak_bytes=tuple(figures["peak_bytes"]), validation_loss=validation,
-    )  # fmt: skip
+        step=figures["step"],
+        loss=figures["loss"],
+        tokens_per_s=figures["tokens_per_s"],
+        bubble=figures["bubble"],
+        peak_bytes=tuple(figures["peak_bytes"]),
+        validation_loss=validation,
+    )
 
 
 def _losses(metrics: Metrics) -> dict[str, list[tuple[int, float]]]:

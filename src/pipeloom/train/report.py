@@ -32,10 +32,13 @@ def stage_rows(graph: OpGraph, plan: Plan) -> list[viewer.StageRow]:
         modules = [graph.op[name].module for name in stage.ops]
         rows.append(
             viewer.StageRow(
-                stage=stage.index, rank=plan.placement[stage.index], ops=len(stage.ops),
-                parameters=sum(_count(shape) for shape in sizes), contents=contents(modules),
+                stage=stage.index,
+                rank=plan.placement[stage.index],
+                ops=len(stage.ops),
+                parameters=sum(_count(shape) for shape in sizes),
+                contents=contents(modules),
             )
-        )  # fmt: skip
+        )
     return rows
 
 
@@ -57,9 +60,7 @@ def predicted_step(outcome: Outcome, forecast: Timeline) -> Timeline:
     return forecast if outcome.comparison is None else outcome.comparison.middle.predicted
 
 
-def summary(
-    config: Config, out: Path, outcome: Outcome, forecast: Timeline, plan: Plan
-) -> dict[str, Any]:
+def summary(config: Config, out: Path, outcome: Outcome, forecast: Timeline, plan: Plan) -> dict[str, Any]:
     """The figures of a run as one JSON object.
 
     run: its directory. steps, first_step: steps done, and done before this start. stages, schedule,
@@ -73,18 +74,30 @@ def summary(
     """
     predicted, measured, comparison = predicted_step(outcome, forecast), outcome.timeline, outcome.comparison
     return {
-        "run": str(out), "name": config.name, "steps": outcome.steps, "first_step": outcome.first_step,
-        "stages": len(plan.stages), "schedule": plan.schedule, "microbatches": plan.microbatches,
-        "train_loss": _ends(outcome.losses["train"]), "validation_loss": _ends(outcome.losses["validation"]),
-        "forecast": _step(forecast), "predicted": _step(predicted), "measured": _step(measured),
+        "run": str(out),
+        "name": config.name,
+        "steps": outcome.steps,
+        "first_step": outcome.first_step,
+        "stages": len(plan.stages),
+        "schedule": plan.schedule,
+        "microbatches": plan.microbatches,
+        "train_loss": _ends(outcome.losses["train"]),
+        "validation_loss": _ends(outcome.losses["validation"]),
+        "forecast": _step(forecast),
+        "predicted": _step(predicted),
+        "measured": _step(measured),
         "step_error": predicted.step_s / measured.step_s - 1 if measured else None,
         "step_error_quartiles": comparison and comparison.quartiles,
         "rehearsals": [
-            {"step": w.step, "predicted_step_s": w.predicted.step_s, "measured_step_s": w.measured.step_s,
-             "steps": w.steps}
+            {
+                "step": w.step,
+                "predicted_step_s": w.predicted.step_s,
+                "measured_step_s": w.measured.step_s,
+                "steps": w.steps,
+            }
             for w in (comparison.windows if comparison else ())
         ],
-    }  # fmt: skip
+    }
 
 
 def compared(outcome: Outcome, forecast: Timeline) -> str:
@@ -94,20 +107,32 @@ def compared(outcome: Outcome, forecast: Timeline) -> str:
 
 
 def write_files(
-    config: Config, out: Path, outcome: Outcome, *, forecast: Timeline,
-    rows: Sequence[viewer.StageRow], figures: Mapping[str, Any], caps: Sequence[int],
+    config: Config,
+    out: Path,
+    outcome: Outcome,
+    *,
+    forecast: Timeline,
+    rows: Sequence[viewer.StageRow],
+    figures: Mapping[str, Any],
+    caps: Sequence[int],
     explanations: Sequence[Explanation] = (),
-) -> None:  # fmt: skip
+) -> None:
     """trace.json, report.html and summary.json."""
     predicted = predicted_step(outcome, forecast)
     timelines = [t for t in (predicted, outcome.timeline) if t is not None]
     viewer.write_trace(out / "trace.json", timelines)
     viewer.write_report(
-        out / "report.html", title=f"{config.name}: {outcome.steps} steps", predicted=predicted,
-        measured=outcome.timeline, stages=rows, losses=outcome.losses,
-        config=msgspec.to_builtins(config), caps=caps, explanations=explanations,
+        out / "report.html",
+        title=f"{config.name}: {outcome.steps} steps",
+        predicted=predicted,
+        measured=outcome.timeline,
+        stages=rows,
+        losses=outcome.losses,
+        config=msgspec.to_builtins(config),
+        caps=caps,
+        explanations=explanations,
         note=compared(outcome, forecast),
-    )  # fmt: skip
+    )
     write_whole(out / "summary.json", json.dumps(figures, indent=1) + "\n")
 
 

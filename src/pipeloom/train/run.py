@@ -177,8 +177,9 @@ def _further(config: Config, out: Path, console: Console) -> Config:
     first = json.loads(ended.read_text())["first_step"] if ended.is_file() else 0
     console.print(
         f"{out} had done its {done} steps: it goes on to step {2 * done - first}. Another end: --steps N",
-        highlight=False, soft_wrap=True,
-    )  # fmt: skip
+        highlight=False,
+        soft_wrap=True,
+    )
     return replace(config, steps=2 * done - first)
 
 
@@ -190,8 +191,10 @@ def _is_finished(settled: Settled) -> bool:
         return False
     request.console.print(
         f"{out} is finished: {steps} of {config.steps} steps are done. "
-        f"To train on: --resume, or --resume --steps {2 * steps}", highlight=False, soft_wrap=True,
-    )  # fmt: skip
+        f"To train on: --resume, or --resume --steps {2 * steps}",
+        highlight=False,
+        soft_wrap=True,
+    )
     if request.as_json and (out / "summary.json").is_file():
         print((out / "summary.json").read_text(), end="")
     return True
@@ -208,9 +211,11 @@ def follow_plan(config: Config, given: Plan, overrides: Sequence[str]) -> Config
     Raises: ConfigError if one of these is also given on the command line, and differently.
     """
     decided: dict[str, Any] = {
-        "stages": len(set(given.placement)), "schedule": given.schedule, "microbatches": given.microbatches,
+        "stages": len(set(given.placement)),
+        "schedule": given.schedule,
+        "microbatches": given.microbatches,
         "microbatch_size": given.microbatch_size,
-    }  # fmt: skip
+    }
     said = {override.partition("=")[0].strip() for override in overrides}
     for key, value in decided.items():
         asked = getattr(config.pipeline, key)
@@ -233,12 +238,17 @@ def make_plan(config: Config, workload: Workload, console: Console) -> Plan:
             captured = capture(workload.job, settings.microbatch_size, autocast=_autocast(config))
             made = {"captured": captured, "profiled": profile(captured, device=settings.device)}
         return plan(
-            workload.job, stages=settings.stages, microbatches=settings.microbatches,
-            microbatch_size=settings.microbatch_size, schedule=settings.schedule,
-            split_backward=settings.split_backward, memory=settings.device_memory,
+            workload.job,
+            stages=settings.stages,
+            microbatches=settings.microbatches,
+            microbatch_size=settings.microbatch_size,
+            schedule=settings.schedule,
+            split_backward=settings.split_backward,
+            memory=settings.device_memory,
             treatments=None if settings.treat is None else TREATMENTS[settings.treat],
-            offload_dir=Path(settings.offload_dir) if settings.offload_dir else None, **made,
-        )  # fmt: skip
+            offload_dir=Path(settings.offload_dir) if settings.offload_dir else None,
+            **made,
+        )
 
 
 def capped(given: Plan, memory: str | None) -> Plan:
@@ -279,11 +289,15 @@ def _train_rank(settled: Settled) -> None:
     config, out, console = settled.config, settled.out, settled.request.console
     workload, planned = make_workload(config), load_plan(out / "plan.json")
     options = Options(
-        device=config.pipeline.device, seed=config.seed, clip_norm=config.optimizer.clip_norm or None,
-        scheduler=scheduler_of(config), autocast=_autocast(config), compiled=config.pipeline.compile,
+        device=config.pipeline.device,
+        seed=config.seed,
+        clip_norm=config.optimizer.clip_norm or None,
+        scheduler=scheduler_of(config),
+        autocast=_autocast(config),
+        compiled=config.pipeline.compile,
         accumulate=config.pipeline.accumulate,
         offload_dir=Path(config.pipeline.offload_dir or out),
-    )  # fmt: skip
+    )
     with Pipeline(workload.job, planned, options=options) as pipeline:
         forecast = pipeline.predict()
         outcome = train(pipeline, config, workload, out, resume=settled.request.resume, console=console)
@@ -294,9 +308,15 @@ def _train_rank(settled: Settled) -> None:
         shown = predicted_step(outcome, forecast), outcome.timeline
         reasons = explain_steps(planned, pipeline.parts.captured.graph, shown)
         write_files(
-            config, out, outcome, forecast=forecast, rows=rows, figures=figures, caps=planned.caps,
+            config,
+            out,
+            outcome,
+            forecast=forecast,
+            rows=rows,
+            figures=figures,
+            caps=planned.caps,
             explanations=reasons,
-        )  # fmt: skip
+        )
         print_end(console, out, outcome, forecast, rows)
     if settled.request.as_json:
         print(json.dumps(figures, indent=1))

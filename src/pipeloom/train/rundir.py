@@ -38,9 +38,7 @@ def require_new(out: Path | None) -> None:
     folder = next(path for path in (place, *place.parents) if path.exists())
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         reason = "writing there is not allowed" if folder.is_dir() else "it is no folder"
-        raise ConfigError(
-            f"cannot make a run directory: {folder}: {reason}", hint="choose another --out"
-        )
+        raise ConfigError(f"cannot make a run directory: {folder}: {reason}", hint="choose another --out")
 
 
 def new_run(name: str, out: Path | None) -> Path:

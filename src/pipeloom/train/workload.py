@@ -99,9 +99,13 @@ def default_job(config: Config) -> Job:
 def build_model(config: Config) -> GPT:
     sizes = config.model
     return GPT(
-        layers=sizes.layers, width=sizes.width, heads=sizes.heads, context=sizes.context,
-        dropout=sizes.dropout, tied=sizes.tied,
-    )  # fmt: skip
+        layers=sizes.layers,
+        width=sizes.width,
+        heads=sizes.heads,
+        context=sizes.context,
+        dropout=sizes.dropout,
+        tied=sizes.tied,
+    )
 
 
 def make_optimizer(config: Config, parameters: Iterable[nn.Parameter]) -> Optimizer:

@@ -13,8 +13,13 @@ MARGIN = {"l": 62, "r": 14, "t": 40, "b": 44}
 """Pixels; the same for all plots, so that one time lies under the other."""
 
 LEGEND = {
-    "orientation": "h", "x": 0, "y": 1, "yref": "container", "yanchor": "top", "traceorder": "normal",
-}  # fmt: skip
+    "orientation": "h",
+    "x": 0,
+    "y": 1,
+    "yref": "container",
+    "yanchor": "top",
+    "traceorder": "normal",
+}
 
 
 def dress(figure: Figure, *, height: int, top: int = MARGIN["t"]) -> None:

@@ -9,9 +9,13 @@ from .reasons import sentence
 from .units import show_time, time_unit
 
 LANES = {
-    "compute": (-0.42, 0.24), "recv": (0.17, 0.24), "send": (0.29, 0.36), "d2h": (0.37, 0.42),
-    "h2d": (0.42, 0.47), "host": (0.37, 0.47),
-}  # fmt: skip
+    "compute": (-0.42, 0.24),
+    "recv": (0.17, 0.24),
+    "send": (0.29, 0.36),
+    "d2h": (0.37, 0.42),
+    "h2d": (0.42, 0.47),
+    "host": (0.37, 0.47),
+}
 """Stream -> its strip within a rank's row, which is 1 high. Waits lie in the gaps between computing."""
 
 SHORTEST = 2e-4
@@ -63,9 +67,14 @@ def path_lines(explanation: Explanation, span_s: float) -> list[dict[str, Any]]:
             if not points or points[-1] != point:
                 points.append(point)
     line = {
-        "x": [x for x, _ in points], "y": [y for _, y in points], "name": PATH, "mode": "lines",
-        "hoverinfo": "skip", "showlegend": False, "visible": False,
-    }  # fmt: skip
+        "x": [x for x, _ in points],
+        "y": [y for _, y in points],
+        "name": PATH,
+        "mode": "lines",
+        "hoverinfo": "skip",
+        "showlegend": False,
+        "visible": False,
+    }
     return [
         {**line, "line": {"color": "#ffffff", "width": 5.5}},
         {**line, "line": {"color": "#10192b", "width": 2.5}},

@@ -125,9 +125,7 @@ def _cards(
         cards.append(_card("bubble", known.bubble, show_share, None))
     if explanations:
         shares = {e.source: e.span_bubble for e in explanations}
-        spans = Comparison(
-            name="", predicted=shares.get("predicted"), measured=shares.get("measured")
-        )
+        spans = Comparison(name="", predicted=shares.get("predicted"), measured=shares.get("measured"))
         cards.append(_card("bubble of the longest span", spans, show_share, None))
     if (peak := known.worst_peak) is not None:
         name = f"peak memory, {peak.name}"

@@ -11,16 +11,29 @@ from ..ir.timeline import Timeline
 
 # F, B, I, W and their first lighter shade differ by 12 or more in CIELAB for every kind of colour blindness.
 COLOURS: dict[str, str] = {
-    "F": "#4f83e0", "B": "#f0a23a", "I": "#e8734a", "W": "#35b3a2", "RECOMPUTE": "#8fb1ee",
-    "SEND": "#8794a8", "wait": "#a9b4c4", "OFFLOAD": "#a1887f", "RELOAD": "#c5a48c",
-    "REDUCE": "#8a6fd1", "STEP": "#c05fa5",
-}  # fmt: skip
+    "F": "#4f83e0",
+    "B": "#f0a23a",
+    "I": "#e8734a",
+    "W": "#35b3a2",
+    "RECOMPUTE": "#8fb1ee",
+    "SEND": "#8794a8",
+    "wait": "#a9b4c4",
+    "OFFLOAD": "#a1887f",
+    "RELOAD": "#c5a48c",
+    "REDUCE": "#8a6fd1",
+    "STEP": "#c05fa5",
+}
 OTHER = "#b5b356"
 
 NAMES: dict[str, str] = {
-    "SEND": "send", "wait": "wait for a message", "OFFLOAD": "offload", "RELOAD": "reload",
-    "RECOMPUTE": "recompute", "REDUCE": "sum tied gradients", "STEP": "optimizer step",
-}  # fmt: skip
+    "SEND": "send",
+    "wait": "wait for a message",
+    "OFFLOAD": "offload",
+    "RELOAD": "reload",
+    "RECOMPUTE": "recompute",
+    "REDUCE": "sum tied gradients",
+    "STEP": "optimizer step",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,9 +86,12 @@ def _transfer_label(action: str, step: Transfer) -> Label:
     else:
         group, verb, peer = "wait", "waits for", f"from stage {step.peer}"
     return Label(
-        action=action, group=group, stage=step.stage, microbatch=step.microbatch,
+        action=action,
+        group=group,
+        stage=step.stage,
+        microbatch=step.microbatch,
         meaning=f"stage {step.stage} {verb} the {values} of micro-batch {step.microbatch} {peer}",
-    )  # fmt: skip
+    )
 
 
 def chunks(timeline: Timeline) -> dict[int, int]:

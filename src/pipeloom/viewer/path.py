@@ -124,9 +124,12 @@ def _legs(path: Sequence[PathStep]) -> Iterator[Leg]:
         if now is not None and step.kind == "compute" and _goes_on(now, group, what.stage, what.microbatch):
             assert what.stage is not None
             now = replace(
-                now, stages=(*now.stages, what.stage), ranks=(*now.ranks, step.rank), last=step.action,
+                now,
+                stages=(*now.stages, what.stage),
+                ranks=(*now.ranks, step.rank),
+                last=step.action,
                 end_s=step.end_s,
-            )  # fmt: skip
+            )
             continue
         if now is not None:
             yield now
@@ -134,10 +137,15 @@ def _legs(path: Sequence[PathStep]) -> Iterator[Leg]:
         if step.waiting:
             text = f"{step.action} on the link that {step.waiting} waits for"
         now = Leg(
-            group=group, microbatch=what.microbatch, ranks=(step.rank,), first=text, last=text,
+            group=group,
+            microbatch=what.microbatch,
+            ranks=(step.rank,),
+            first=text,
+            last=text,
             stages=() if what.stage is None or step.kind != "compute" else (what.stage,),
-            start_s=step.start_s, end_s=step.end_s,
-        )  # fmt: skip
+            start_s=step.start_s,
+            end_s=step.end_s,
+        )
     if now is not None:
         yield now
 
@@ -150,9 +158,13 @@ def _apart(leg: Leg) -> Iterator[Leg]:
     for i, stage in enumerate(leg.stages):
         text = f"{stage}{leg.group}{leg.microbatch}"
         yield replace(
-            leg, stages=(stage,), ranks=leg.ranks[:1], first=text, last=text,
+            leg,
+            stages=(stage,),
+            ranks=leg.ranks[:1],
+            first=text,
+            last=text,
             start_s=leg.start_s if i == 0 else leg.end_s,
-        )  # fmt: skip
+        )
 
 
 def _goes_on(leg: Leg, group: str, stage: int | None, microbatch: int | None) -> bool:

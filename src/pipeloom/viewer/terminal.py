@@ -23,15 +23,22 @@ FILL = "─"
 JOINED = "&"
 DASH = "–"
 SHORT = {
-    "parameters": "params", "gradients": "grads", "optimizer": "optim",
-    "residuals": "resid", "transient": "trans",
-}  # fmt: skip
+    "parameters": "params",
+    "gradients": "grads",
+    "optimizer": "optim",
+    "residuals": "resid",
+    "transient": "trans",
+}
 
 
 def gantt(
-    timeline: Timeline, *, width: int = 100, span_s: float | None = None,
-    columns: int | None = None, beside: Mapping[str, Sequence[str]] | None = None,
-) -> Group:  # fmt: skip
+    timeline: Timeline,
+    *,
+    width: int = 100,
+    span_s: float | None = None,
+    columns: int | None = None,
+    beside: Mapping[str, Sequence[str]] | None = None,
+) -> Group:
     """One line per rank of `width` columns for the step: `F3──` is the forward of micro-batch 3.
 
     Where ranks have several stages, these stand in front (`2F3`) if every block has room for it; if not, the
@@ -52,11 +59,12 @@ def gantt(
     numbered = any(place.values()) and _all_fit(timeline, width / span_s)
     lines = [
         Text.assemble(
-            (f"{names[r]:>{margin}} ", "dim"), _row(timeline, r, width, span_s, place, numbered),
+            (f"{names[r]:>{margin}} ", "dim"),
+            _row(timeline, r, width, span_s, place, numbered),
             "".join(f"  {texts[r]:>{size}}" for size, _, texts in sides),
         )
         for r in ranks
-    ]  # fmt: skip
+    ]
     if sides:
         heads = "".join(f"  {head:>{size}}" for size, head, _ in sides)
         lines.insert(0, Text(f"{'':{margin + 1 + width}}{heads}", style="dim"))
@@ -247,9 +255,14 @@ def print_report(
 
 def _table(title: str, heads: Sequence[str], *, left: Sequence[str]) -> Table:
     table = Table(
-        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD,
-        show_edge=False, pad_edge=False, collapse_padding=True,
-    )  # fmt: skip
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+        collapse_padding=True,
+    )
     for head in heads:
         # A narrow terminal takes its room from the text columns, never from the figures.
         width = None if head in left else max(map(len, head.split("\n")))

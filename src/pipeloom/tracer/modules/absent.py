@@ -76,9 +76,12 @@ def has_no_data(tensor: Tensor) -> bool:
 
 
 def call_without_data(
-    function: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any],
+    function: Callable[..., Any],
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
     ask: Callable[[], float],
-) -> tuple[Any, list[Tensor]]:  # fmt: skip
+) -> tuple[Any, list[Tensor]]:
     """Run a call for its shapes only.
 
     ask: see `Missing`.

@@ -53,9 +53,14 @@ class ModuleCut:
 
 
 def cut_modules(
-    job: Job, batch: Mapping[str, Tensor], made: Blueprint, *, reason: str,
-    autocast: torch.dtype | None = None, like: ModuleCut | None = None,
-) -> tuple[OpGraph, ModuleCut]:  # fmt: skip
+    job: Job,
+    batch: Mapping[str, Tensor],
+    made: Blueprint,
+    *,
+    reason: str,
+    autocast: torch.dtype | None = None,
+    like: ModuleCut | None = None,
+) -> tuple[OpGraph, ModuleCut]:
     """Record a run of a job's model and make one op of each unit call.
 
     reason: why export was not used.  like: an earlier cut of the same job, for a batch of other shapes: the
@@ -71,8 +76,10 @@ def cut_modules(
     for unit, names in course.remembered.items():
         _log.warning(
             "%s changes its attribute %s: stages that do not run it never see that, so the code between "
-            "modules must not depend on it", unit, ", ".join(names),
-        )  # fmt: skip
+            "modules must not depend on it",
+            unit,
+            ", ".join(names),
+        )
     wiring = wire(course, skeleton, groups)
     ops = wiring.ops()
     sent = {value.name for op in ops for value in op.outputs}
@@ -80,14 +87,23 @@ def cut_modules(
     graph = OpGraph(
         name=job.name,
         inputs=tuple(_value(key, tensor) for key, tensor in batch.items()),
-        ops=ops, parameters=model_parameters(skeleton.model, wiring.reached()),
+        ops=ops,
+        parameters=model_parameters(skeleton.model, wiring.reached()),
         buffers=model_buffers(skeleton.model, {n: skeleton.resting(n) for n in skeleton.attributes}),
-        loss=LOSS, fallback=reason,
-    )  # fmt: skip
+        loss=LOSS,
+        fallback=reason,
+    )
     cut = ModuleCut(
-        job=job, reason=reason, skeleton=skeleton, units=units, groups=groups, course=course,
-        members=wiring.members, batch=dict(batch), autocast=autocast,
-    )  # fmt: skip
+        job=job,
+        reason=reason,
+        skeleton=skeleton,
+        units=units,
+        groups=groups,
+        course=course,
+        members=wiring.members,
+        batch=dict(batch),
+        autocast=autocast,
+    )
     return graph, cut
 
 
@@ -96,9 +112,12 @@ def _value(name: str, tensor: Tensor) -> Value:
 
 
 def _recorded(
-    job: Job, batch: Mapping[str, Tensor], skeleton: Skeleton, autocast: torch.dtype | None,
+    job: Job,
+    batch: Mapping[str, Tensor],
+    skeleton: Skeleton,
+    autocast: torch.dtype | None,
     like: ModuleCut | None,
-) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...] | None, Course]:  # fmt: skip
+) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...] | None, Course]:
     """The units and a run with them. A module that decides on data within becomes a unit itself."""
     if like is not None:
         return like.units, like.groups, _record(job, batch, skeleton, autocast, like.course.tainted)
@@ -128,9 +147,10 @@ def _decides_within(course: Course, model: nn.Module, trunks: Sequence[str]) -> 
         shapes = course.undecided[""]
         suspects |= {fqn for fqn in trunks if shapes or not is_container(model.get_submodule(fqn))}
     return frozenset(
-        fqn for fqn in suspects
+        fqn
+        for fqn in suspects
         if course.undecided.get(fqn) or 2 * size_of(model.get_submodule(fqn)) < size_of(model)
-    )  # fmt: skip
+    )
 
 
 def trunks_of(units: Sequence[str]) -> list[str]:
@@ -139,15 +159,18 @@ def trunks_of(units: Sequence[str]) -> list[str]:
     >>> trunks_of(["encoder.layers.0", "head"])
     ['encoder', 'encoder.layers']
     """
-    return sorted({
-        ".".join(parts[:size]) for parts in (u.split(".") for u in units) for size in range(1, len(parts))
-    })  # fmt: skip
+    return sorted(
+        {".".join(parts[:size]) for parts in (u.split(".") for u in units) for size in range(1, len(parts))}
+    )
 
 
 def _record(
-    job: Job, batch: Mapping[str, Tensor], skeleton: Skeleton, autocast: torch.dtype | None,
+    job: Job,
+    batch: Mapping[str, Tensor],
+    skeleton: Skeleton,
+    autocast: torch.dtype | None,
     forced: Sequence[float],
-) -> Course:  # fmt: skip
+) -> Course:
     """Try without data, then on the CPU, then on a GPU if there is one."""
     attempts = [(torch.device("cpu"), True), (torch.device("cpu"), False)]
     if torch.cuda.is_available():
@@ -171,9 +194,13 @@ def _record(
 
 
 def _attempt(
-    job: Job, batch: Mapping[str, Tensor], skeleton: Skeleton, autocast: torch.dtype | None,
-    materials: Materials, forced: Sequence[float],
-) -> Course:  # fmt: skip
+    job: Job,
+    batch: Mapping[str, Tensor],
+    skeleton: Skeleton,
+    autocast: torch.dtype | None,
+    materials: Materials,
+    forced: Sequence[float],
+) -> Course:
     recorder = Recorder(skeleton, materials, forced=forced, trunks=trunks_of(list(skeleton.units)))
     with torch.random.fork_rng(), autocast_region(materials.device.type, autocast):
         if not materials.fake:
@@ -191,9 +218,14 @@ def _fakes(skeleton: Skeleton) -> list[FakeTensor]:
 
 
 def module_functions(
-    cut: ModuleCut, graph: OpGraph, stages: StageGraph, index: int, *, device: str = "cpu",
+    cut: ModuleCut,
+    graph: OpGraph,
+    stages: StageGraph,
+    index: int,
+    *,
+    device: str = "cpu",
     compiled: bool = False,
-) -> ModuleFunctions:  # fmt: skip
+) -> ModuleFunctions:
     """The functions of one stage; see `tracer.functions.stage_functions`."""
     task = task_of(cut.course, cut.members, cut.units, stages, index)
     received = {c.value.name: c.value for c in stages.crossings if c.target == index}
@@ -202,15 +234,23 @@ def module_functions(
     if compiled:
         cut.skeleton.compile_units(eager={call.unit for call in cut.course.calls if call.random})
     functions = ModuleFunctions(
-        index=index, params=stages.params[index], buffers=stages.buffers[index],
-        batch=tuple(v.name for v in graph.inputs), received=tuple(sorted(received)), sent=tuple(sorted(sent)),
+        index=index,
+        params=stages.params[index],
+        buffers=stages.buffers[index],
+        batch=tuple(v.name for v in graph.inputs),
+        received=tuple(sorted(received)),
+        sent=tuple(sorted(sent)),
         loss=LOSS if task.makes_loss else None,
         differentiable=any(value.needs_grad for value in gives),
         examples={n: _example(cut, graph.value[n], torch.device(device)) for n in received},
-        job=cut.job, task=task, skeleton=cut.skeleton, values=received | sent,
+        job=cut.job,
+        task=task,
+        skeleton=cut.skeleton,
+        values=received | sent,
         updated=frozenset(n for op in graph.ops for n in op.updates if n in stages.buffers[index]),
-        trainable=frozenset(p.name for p in graph.parameters if p.trainable), autocast=cut.autocast,
-    )  # fmt: skip
+        trainable=frozenset(p.name for p in graph.parameters if p.trainable),
+        autocast=cut.autocast,
+    )
     _trial(functions, cut, torch.device(device))
     return functions
 

@@ -10,43 +10,116 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import register_dataclass, tree_leaves
 
-READS = frozenset({
-    "item", "__bool__", "__int__", "__float__", "__index__", "__complex__", "tolist", "numpy", "__array__",
-    "is_nonzero", "equal", "allclose", "__contains__",
-})  # fmt: skip
+READS = frozenset(
+    {
+        "item",
+        "__bool__",
+        "__int__",
+        "__float__",
+        "__index__",
+        "__complex__",
+        "tolist",
+        "numpy",
+        "__array__",
+        "is_nonzero",
+        "equal",
+        "allclose",
+        "__contains__",
+    }
+)
 """Functions that turn data into Python values, on which the forward may then decide."""
 
-RANDOM = frozenset({
-    "rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial", "poisson", "rand_like",
-    "randn_like", "randint_like", "uniform_", "normal_", "random_", "bernoulli_", "exponential_", "cauchy_",
-    "log_normal_", "geometric_", "trunc_normal_", "dropout", "dropout_", "dropout1d", "dropout2d",
-    "dropout3d", "alpha_dropout", "alpha_dropout_", "feature_dropout", "feature_dropout_",
-    "feature_alpha_dropout", "feature_alpha_dropout_", "native_dropout", "gumbel_softmax", "rrelu", "rrelu_",
-    "fractional_max_pool2d", "fractional_max_pool3d", "scaled_dot_product_attention",
-    "multi_head_attention_forward",
-})  # fmt: skip
+RANDOM = frozenset(
+    {
+        "rand",
+        "randn",
+        "randint",
+        "randperm",
+        "normal",
+        "bernoulli",
+        "multinomial",
+        "poisson",
+        "rand_like",
+        "randn_like",
+        "randint_like",
+        "uniform_",
+        "normal_",
+        "random_",
+        "bernoulli_",
+        "exponential_",
+        "cauchy_",
+        "log_normal_",
+        "geometric_",
+        "trunc_normal_",
+        "dropout",
+        "dropout_",
+        "dropout1d",
+        "dropout2d",
+        "dropout3d",
+        "alpha_dropout",
+        "alpha_dropout_",
+        "feature_dropout",
+        "feature_dropout_",
+        "feature_alpha_dropout",
+        "feature_alpha_dropout_",
+        "native_dropout",
+        "gumbel_softmax",
+        "rrelu",
+        "rrelu_",
+        "fractional_max_pool2d",
+        "fractional_max_pool3d",
+        "scaled_dot_product_attention",
+        "multi_head_attention_forward",
+    }
+)
 """Functions that may draw random numbers."""
 
-LIKE = frozenset({
-    "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like",
-    "new_zeros", "new_ones", "new_empty", "new_full", "new_tensor",
-})  # fmt: skip
+LIKE = frozenset(
+    {
+        "zeros_like",
+        "ones_like",
+        "empty_like",
+        "full_like",
+        "rand_like",
+        "randn_like",
+        "randint_like",
+        "new_zeros",
+        "new_ones",
+        "new_empty",
+        "new_full",
+        "new_tensor",
+    }
+)
 """Functions that need no data of their first argument, only its shape and dtype."""
 
 PLACES = frozenset({"__get__.device", "__get__.is_cuda", "__get__.is_cpu", "__get__.is_meta", "get_device"})
 """Questions where a tensor is."""
 
-SILENT = frozenset({
-    "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "backward", "storage",
-    "untyped_storage", "data_ptr",
-})  # fmt: skip
+SILENT = frozenset(
+    {
+        "register_hook",
+        "register_post_accumulate_grad_hook",
+        "retain_grad",
+        "backward",
+        "storage",
+        "untyped_storage",
+        "data_ptr",
+    }
+)
 """Functions that make no tensor and may fail on one without data."""
 
 DETACHING = frozenset({"detach", "detach_", "__get__.data"})
 
-_SIZED_BY_DATA = frozenset({
-    "nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount",
-})  # fmt: skip
+_SIZED_BY_DATA = frozenset(
+    {
+        "nonzero",
+        "argwhere",
+        "masked_select",
+        "unique",
+        "unique_consecutive",
+        "bincount",
+    }
+)
 
 
 def function_name(function: Any) -> str:

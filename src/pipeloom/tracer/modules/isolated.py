@@ -46,9 +46,10 @@ class Isolated:
                 args, kwargs = tree_unflatten(self.given, spec)
                 result = self.unit.inner(*args, **kwargs)
             self.updates = tuple(
-                name for name, (tensor, version) in buffers.items()
+                name
+                for name, (tensor, version) in buffers.items()
                 if _updated(self.skeleton.current(name), tensor, version, meter)
-            )  # fmt: skip
+            )
             self._left = [
                 (m, a, t) for m, a, t in attributes(self.unit.module) if before.get((m, a)) != id(t)
             ]
@@ -87,9 +88,7 @@ class Isolated:
             setattr(self.unit.module.get_submodule(path), attribute, alone)
             name = f"{call}:{path}.{attribute}" if path else f"{call}:{attribute}"
             if not any(alone is known for known in self.handed.values()):
-                outputs.append(
-                    self._output(name, alone, kind="attribute", module=path, attribute=attribute)
-                )
+                outputs.append(self._output(name, alone, kind="attribute", module=path, attribute=attribute))
         return tuple(outputs), flat
 
     def _output(self, name: str, tensor: Tensor, **how: Any) -> Output:
@@ -115,9 +114,10 @@ def attributes(module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
 def _python_values(module: nn.Module) -> dict[str, Any]:
     return {
         f"{path}.{key}" if path else key: value
-        for path, inner in module.named_modules() for key, value in vars(inner).items()
+        for path, inner in module.named_modules()
+        for key, value in vars(inner).items()
         if isinstance(value, (bool, int, float, str))
-    }  # fmt: skip
+    }
 
 
 def _with_graph(leaf: Any) -> Any:

@@ -50,9 +50,13 @@ class Recorder(Forward):
     """
 
     def __init__(
-        self, skeleton: Skeleton, materials: Materials, *, forced: Sequence[float] = (),
+        self,
+        skeleton: Skeleton,
+        materials: Materials,
+        *,
+        forced: Sequence[float] = (),
         trunks: Sequence[str] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(skeleton, seed=0)
         self.course = Course()
         self.materials = materials
@@ -180,9 +184,14 @@ class Recorder(Forward):
         return result
 
     def _note_function(
-        self, name: str, names: tuple[str, ...], given: list[Tensor], made: list[Tensor],
-        changed: list[Tensor], flags: tuple[bool, bool, bool],
-    ) -> None:  # fmt: skip
+        self,
+        name: str,
+        names: tuple[str, ...],
+        given: list[Tensor],
+        made: list[Tensor],
+        changed: list[Tensor],
+        flags: tuple[bool, bool, bool],
+    ) -> None:
         tainted, sized, grad = flags
         place, stretch = self.index, self.stretch
         self.place()
@@ -286,17 +295,25 @@ class Recorder(Forward):
             self.made_in.setdefault(storage, len(self.course.calls))
         self.course.calls.append(
             Call(
-                name=name, unit=unit.fqn, inputs=inputs, outputs=outputs, spec=built,
+                name=name,
+                unit=unit.fqn,
+                inputs=inputs,
+                outputs=outputs,
+                spec=built,
                 leaves=tuple(None if isinstance(leaf, Tensor) else leaf for leaf in flat),
-                random=self.meter.drew or drew, updates=run.updates,
+                random=self.meter.drew or drew,
+                updates=run.updates,
             )
-        )  # fmt: skip
+        )
         self.course.steps.append(
             Step(
-                kind="call", call=self._last_call, inputs=names, updates=run.updates,
+                kind="call",
+                call=self._last_call,
+                inputs=names,
+                updates=run.updates,
                 outputs=tuple(o.name for o in outputs if o.kind != "same"),
             )
-        )  # fmt: skip
+        )
         return tree_unflatten(flat, built)
 
     def _leaf_name(self, leaf: Any) -> str | None:
@@ -338,6 +355,8 @@ class Recorder(Forward):
 
 def _value(name: str, tensor: Tensor) -> Value:
     return Value(
-        name=name, shape=tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."),
+        name=name,
+        shape=tuple(tensor.shape),
+        dtype=str(tensor.dtype).removeprefix("torch."),
         needs_grad=tensor.requires_grad,
-    )  # fmt: skip
+    )

@@ -54,12 +54,17 @@ class StageRun(Forward):
     """
 
     def __init__(
-        self, skeleton: Skeleton, task: Task, *, received: Mapping[str, Tensor], known: Path,
-        seed: int, device: torch.device, training: bool = True,
-    ) -> None:  # fmt: skip
-        super().__init__(
-            skeleton, seed, random=task.random, python_random=task.course.python_random
-        )
+        self,
+        skeleton: Skeleton,
+        task: Task,
+        *,
+        received: Mapping[str, Tensor],
+        known: Path,
+        seed: int,
+        device: torch.device,
+        training: bool = True,
+    ) -> None:
+        super().__init__(skeleton, seed, random=task.random, python_random=task.course.python_random)
         self.task = task
         self.received = received
         self.known = known
@@ -102,9 +107,7 @@ class StageRun(Forward):
     # --- data or not ------------------------------------------------------------------------------
 
     def _absent(self, tensor: Tensor) -> bool:
-        return has_no_data(tensor) or (
-            bool(self.spoilt) and tensor.untyped_storage()._cdata in self.spoilt
-        )
+        return has_no_data(tensor) or (bool(self.spoilt) and tensor.untyped_storage()._cdata in self.spoilt)
 
     def _resolve(self, leaf: Any) -> Any:
         """What a tensor stands for by now."""

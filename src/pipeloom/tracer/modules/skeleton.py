@@ -97,9 +97,10 @@ class Skeleton:
         """Names of all parameters, buffers and attributes in a module, tied ones under their first name."""
         if fqn not in self._below:
             stores = {
-                id(s) for m in self.model.get_submodule(fqn).modules()
+                id(s)
+                for m in self.model.get_submodule(fqn).modules()
                 for s in (m._parameters, m._buffers, vars(m), *_collections(m))
-            }  # fmt: skip
+            }
             self._below[fqn] = tuple(
                 name for name, slots in self.names.items() if any(id(store) in stores for store, _ in slots)
             )

@@ -221,12 +221,18 @@ class ModuleFunctions:
         later = self.task.course.changed_later
         received = {
             name: tensor.clone() if name in later else tensor
-            for name, tensor in graph.received.items() if not name.startswith(PATH)
-        }  # fmt: skip
+            for name, tensor in graph.received.items()
+            if not name.startswith(PATH)
+        }
         paths = [decode(inputs[n]) for n in self.received if n.startswith(PATH)]
         known = max(paths, key=lambda path: len(path.calls), default=Path())
         run = StageRun(
-            self.skeleton, self.task, received=received, known=known, seed=graph.seed, device=device,
+            self.skeleton,
+            self.task,
+            received=received,
+            known=known,
+            seed=graph.seed,
+            device=device,
             training=training,
         )
         with self.skeleton.using(graph.state), autocast_region(device.type, self.autocast):
@@ -234,9 +240,10 @@ class ModuleFunctions:
             now = {name: self.skeleton.current(name) for name in self.buffers}
         self.skeleton.rest(self.skeleton.attributes)  # where units of other stages left theirs
         changed = {
-            f"buffer:{name}": tensor.detach() for name, tensor in now.items()
+            f"buffer:{name}": tensor.detach()
+            for name, tensor in now.items()
             if name in self.updated or (tensor is not graph.state[name] and not tensor.requires_grad)
-        }  # fmt: skip
+        }
         return handed, changed
 
     def _refuse_lost_leaves(self, graph: _Graph) -> None:

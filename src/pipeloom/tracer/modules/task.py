@@ -81,7 +81,12 @@ class Task:
         first = min(call for index in self.own for call in self.members[index].calls)
         nothing: frozenset[str] = frozenset()
         return replace(
-            self, own=frozenset(), makes_loss=False, sends=nothing, receives=nothing, sources={},
+            self,
+            own=frozenset(),
+            makes_loss=False,
+            sends=nothing,
+            receives=nothing,
+            sources={},
             entry=Entry(last=first - 1, arguments={}),
         )
 
@@ -125,9 +130,11 @@ class Task:
             index = next(i for i, m in enumerate(self.members) if position in m.calls)
         random = any(self.course.calls[i].random for i in calls) or not calls
         return Place(
-            position=position, call=None if exact is None else self.course.calls[exact],
-            own=index in self.own, random=random,
-        )  # fmt: skip
+            position=position,
+            call=None if exact is None else self.course.calls[exact],
+            own=index in self.own,
+            random=random,
+        )
 
 
 def task_of(
@@ -140,14 +147,19 @@ def task_of(
     receives = {c.value.name for c in stages.crossings if c.target == index}
     entries = [_entry(course, [members[i] for i in mine]) for mine in own]
     return Task(
-        stage=index, course=course, members=members, own=own[index], others=len(stages.stages) > 1,
+        stage=index,
+        course=course,
+        members=members,
+        own=own[index],
+        others=len(stages.stages) > 1,
         makes_loss=index == stages.loss_stage,
         sends=frozenset(n for n in sends if not n.startswith(PATH) and n != LOSS),
         receives=frozenset(n for n in receives if not n.startswith(PATH)),
         entry=entries[index],
         sources={s: entries[s] for s in stages.predecessors[index]},
-        source_of={c.value.name: c.source for c in stages.crossings if c.target == index}, units=units,
-    )  # fmt: skip
+        source_of={c.value.name: c.source for c in stages.crossings if c.target == index},
+        units=units,
+    )
 
 
 def _entry(course: Course, members: Sequence[Member]) -> Entry:

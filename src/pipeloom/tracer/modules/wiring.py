@@ -64,9 +64,12 @@ class Wiring:
     """Ops of a course. joined: what is one op though it is several calls."""
 
     def __init__(
-        self, course: Course, skeleton: Skeleton, groups: Sequence[Sequence[str]] | None,
+        self,
+        course: Course,
+        skeleton: Skeleton,
+        groups: Sequence[Sequence[str]] | None,
         joined: Sequence[Bond],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.course = course
         self.skeleton = skeleton
         self.last = len(course.calls) - 1
@@ -176,7 +179,6 @@ class Wiring:
             else:
                 waiting.append(fqn)
 
-
     # --- what an op reads -------------------------------------------------------------------------
 
     def _collect(self, index: int, owner: Member) -> None:
@@ -265,10 +267,13 @@ class Wiring:
             target=f"module:{units[0]}" if len(units) == 1 else f"modules:{','.join(units)}",
             inputs=tuple(member.inputs),
             outputs=tuple(self._value(name) for name in member.outputs),
-            params=tuple(member.params), buffers=tuple(member.buffers), updates=tuple(member.updates),
+            params=tuple(member.params),
+            buffers=tuple(member.buffers),
+            updates=tuple(member.updates),
             attributes="; ".join(" ".join(str(module).split()) for module in modules),
-            module=units[0], random=random,
-        )  # fmt: skip
+            module=units[0],
+            random=random,
+        )
 
     def _value(self, name: str) -> Value:
         if name.startswith(PATH):
