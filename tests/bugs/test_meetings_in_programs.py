@@ -4,8 +4,8 @@ import re
 
 import pytest
 
+from pipeloom.checks.schedules import check_program
 from pipeloom.ir.action import RECV_B, F, Transfer
-from pipeloom.ir.check import check_program
 from pipeloom.ir.errors import DeadlockError
 from pipeloom.ir.operation import Operation, declare
 from pipeloom.ir.schedule import Program, Schedule, parse_rows

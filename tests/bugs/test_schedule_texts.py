@@ -6,8 +6,8 @@ import tracemalloc
 
 import pytest
 
+from pipeloom.checks.schedules import check
 from pipeloom.ir.action import parse_action, parse_instruction
-from pipeloom.ir.check import check
 from pipeloom.ir.codec import from_json
 from pipeloom.ir.errors import ConfigError, PlanError, ScheduleError
 from pipeloom.ir.plan import Plan

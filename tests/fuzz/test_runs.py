@@ -22,7 +22,7 @@ from programs import cuts, job_of, steps
 from runs import Numbers, assert_same, capture_of, pipelined, plain, plan_for, shared_captures, threads
 
 from pipeloom import Job, Options, Pipeline
-from pipeloom.ir.check import check, check_program
+from pipeloom.checks.schedules import check, check_program
 from pipeloom.ir.errors import PeerError, ScheduleError
 from pipeloom.ir.memory import MemoryPolicy
 from pipeloom.ir.operation import OPERATIONS

@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from slow_check import broken_program_rule, broken_rule, makes, rule_of, stuck, wants
 
+from pipeloom.checks.schedules import check, check_program
 from pipeloom.ir.action import Action, parse_action
-from pipeloom.ir.check import check, check_program
 from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.costs import StageCost
 from pipeloom.ir.errors import ScheduleError

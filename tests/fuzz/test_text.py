@@ -11,9 +11,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from pipeloom.checks.schedules import check, check_program
 from pipeloom.ir import codec
 from pipeloom.ir.action import parse_action, parse_actions, parse_instruction
-from pipeloom.ir.check import check, check_program
 from pipeloom.ir.cluster import Cluster
 from pipeloom.ir.errors import PipeloomError
 from pipeloom.ir.graph import Op, OpGraph, Value

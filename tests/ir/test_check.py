@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from pipeloom.ir import check as rules
+from pipeloom.checks import schedules as rules
+from pipeloom.checks.deadlock import Board, Stuck, deadlock
+from pipeloom.checks.schedules import check, check_program
 from pipeloom.ir.action import COMPUTE, Action, Kind
-from pipeloom.ir.board import Board, Stuck, deadlock
-from pipeloom.ir.check import check, check_program
 from pipeloom.ir.errors import DeadlockError, ScheduleError
 from pipeloom.ir.flow import dag, flow_of
 from pipeloom.ir.schedule import Program, Schedule, parse_program, parse_rows

@@ -8,12 +8,12 @@ from math import inf
 import pytest
 
 from pipeloom import schedules
-from pipeloom.ir.check import check
+from pipeloom.checks.memory import peak_bytes, peaks
+from pipeloom.checks.schedules import check
 from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.costs import StageCost
 from pipeloom.ir.errors import ScheduleError
 from pipeloom.ir.flow import dag
-from pipeloom.ir.rules_memory import peak_bytes, peaks
 from pipeloom.ir.schedule import Schedule, parse_rows
 from pipeloom.ir.stages import StageGraph, chain
 from pipeloom.lowering import lower

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from residuals import treated, uneven
 
 from pipeloom import schedules
+from pipeloom.checks.memory import peak_bytes, peaks
 from pipeloom.ir.action import Action
 from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.costs import StageCost
 from pipeloom.ir.errors import ScheduleError
 from pipeloom.ir.memory import MemoryPolicy
-from pipeloom.ir.rules_memory import peak_bytes, peaks
 from pipeloom.ir.schedule import Program, parse_program
 from pipeloom.ir.stages import StageGraph, chain
 from pipeloom.lowering import lower

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from pipeloom import schedules
-from pipeloom.ir.check import check
+from pipeloom.checks.schedules import check
+from pipeloom.checks.weight_versions import Updates, by_rank, versions, weight_versions
 from pipeloom.ir.errors import ScheduleError
 from pipeloom.ir.flow import dag
-from pipeloom.ir.rules_versions import Updates, by_rank, versions, weight_versions
 from pipeloom.ir.schedule import Schedule, parse_rows
 from pipeloom.ir.stages import StageGraph, chain
 

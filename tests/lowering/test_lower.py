@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from pipeloom import schedules
+from pipeloom.checks.programs import receives_ahead
 from pipeloom.ir.errors import DeadlockError, ScheduleError
 from pipeloom.ir.flow import dag
-from pipeloom.ir.program_rules import receives_ahead
 from pipeloom.ir.schedule import Schedule, parse_program, parse_rows
 from pipeloom.ir.stages import StageGraph, chain
 from pipeloom.ir.ties import reductions
@@ -115,7 +115,7 @@ def test_receives_that_must_be_posted_ahead() -> None:
 
 def test_work_per_action_does_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counts what the checks ask per action, in two sizes: near-linear time without a stopwatch."""
-    from pipeloom.ir import check
+    from pipeloom.checks import schedules as check
 
     calls = 0
     original = check.needs

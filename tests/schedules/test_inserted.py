@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeloom import schedules
+from pipeloom.checks.schedules import check
 from pipeloom.ir.action import AFTER, COMPUTE, Action, B, F, Kind, W, register_kind
-from pipeloom.ir.check import check
 from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.costs import equal_costs
 from pipeloom.ir.errors import DeadlockError, ScheduleError

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeloom import schedules
+from pipeloom.checks.schedules import check
 from pipeloom.ir.action import Action, B, F, I, Kind, W
-from pipeloom.ir.check import check
 from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.costs import StageCost, equal_costs
 from pipeloom.ir.errors import DeadlockError, ScheduleError

@@ -10,9 +10,9 @@ import pytest
 from click.testing import CliRunner
 
 from pipeloom.api.placing import stages_for
+from pipeloom.checks.schedules import check
 from pipeloom.cli import main
 from pipeloom.ir.action import F
-from pipeloom.ir.check import check
 from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.costs import StageCost, equal_costs
 from pipeloom.ir.errors import CutError, DeadlockError, ScheduleError

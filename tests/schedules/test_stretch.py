@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from timed import shape
 
 from pipeloom import schedules
-from pipeloom.ir.check import check
+from pipeloom.checks.schedules import check
 from pipeloom.ir.errors import DeadlockError
 from pipeloom.ir.schedule import Schedule
 from pipeloom.schedules import Recipe, make, path_clock

@@ -13,8 +13,8 @@ from edits import Case, dag_cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeloom.checks.schedules import check, check_program
 from pipeloom.ir.action import StageAction, Transfer
-from pipeloom.ir.check import check, check_program
 from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.costs import StageCost
 from pipeloom.ir.schedule import Program

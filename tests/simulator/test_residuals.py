@@ -15,8 +15,8 @@ from slow_check import broken_program_rule, rule_of
 from slow_simulator import Slow
 
 from pipeloom import schedules
+from pipeloom.checks.schedules import check_program
 from pipeloom.ir.action import Action, Kind, Transfer
-from pipeloom.ir.check import check_program
 from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.costs import StageCost, equal_costs
 from pipeloom.ir.errors import ScheduleError

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from residuals import treated, uneven
 from slow_room import SlowRoom
 
-from pipeloom.ir.check import check_program
+from pipeloom.checks.schedules import check_program
 from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.costs import StageCost
 from pipeloom.ir.errors import PlanError

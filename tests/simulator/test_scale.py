@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from pipeloom import schedules
+from pipeloom.checks.schedules import check
 from pipeloom.ir import kernels
-from pipeloom.ir.check import check
 from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.columns import Columns, Rows
 from pipeloom.ir.costs import StageCost, equal_costs

@@ -14,8 +14,8 @@ from shared_links import INSTANT, nodes, on_switches, random_cluster, sum_beside
 from slow_simulator import Slow
 
 from pipeloom import schedules
+from pipeloom.checks.schedules import check_program
 from pipeloom.ir import kernels
-from pipeloom.ir.check import check_program
 from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.costs import StageCost, equal_costs
 from pipeloom.ir.flow import dag

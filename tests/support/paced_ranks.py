@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from pipeloom import schedules
+from pipeloom.checks.schedules import gives, needs
 from pipeloom.ir.action import parse_action
-from pipeloom.ir.check import gives, needs
 from pipeloom.ir.costs import StageCost, equal_costs
 from pipeloom.ir.flow import dag, flow_of
 from pipeloom.ir.memory import KEEP_ALL, MemoryPolicy

@@ -1,6 +1,6 @@
 """The rules for schedules and programs once more, slow and plain: counting, searching, running everything.
 
-Nothing here uses `pipeloom.ir.check` or what it is built from; only the nouns are shared.
+Nothing here uses `pipeloom.checks.schedules` or what it is built from; only the nouns are shared.
 """
 
 from __future__ import annotations

@@ -7,12 +7,12 @@ import hashlib
 import torch.distributed as dist
 
 from .. import schedules
+from ..checks.buffers import forwards_in_order
 from ..ir.action import F
 from ..ir.codec import to_json
 from ..ir.errors import PlanError, ScheduleError
 from ..ir.memory import WeightPolicy
 from ..ir.plan import Plan
-from ..ir.rules_updates import forwards_in_order
 from ..runtime.connect import gather_text
 from ..runtime.local_channel import LocalChannel
 from ..tracer.captured import Captured

@@ -8,14 +8,14 @@ from math import inf
 from pathlib import Path
 
 from .. import schedules
-from ..ir.check import check
+from ..checks.memory import peak_bytes
+from ..checks.schedules import check
+from ..checks.weight_versions import StageVersions, Updates, versions, weight_versions
 from ..ir.cluster import Cluster, Device, Link
 from ..ir.costs import StageCost
 from ..ir.errors import ConfigError, ScheduleError
 from ..ir.explanation import Explanation
 from ..ir.replicas import replicate
-from ..ir.rules_memory import peak_bytes
-from ..ir.rules_versions import StageVersions, Updates, versions, weight_versions
 from ..ir.schedule import Program, Schedule
 from ..ir.stages import StageGraph, chain
 from ..ir.timeline import Timeline

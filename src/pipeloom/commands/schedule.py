@@ -12,7 +12,7 @@ from .schedule_options import TIMES_HELP, shape_options, times_options, updates_
 
 if TYPE_CHECKING:
     from ..api.scheduling import Drawn, Setting
-    from ..ir.rules_versions import Updates
+    from ..checks.weight_versions import Updates
 
 NAME_HELP = "NAME is one of `pipeloom schedule list`; options follow a colon, as in gis_g:group=3."
 SHOWN = 3
@@ -107,7 +107,7 @@ def check(
     with 1, if it cannot run. With --json: the keys of `show`.
     """
     from ..api.scheduling import draw_file, weights
-    from ..ir.rules_versions import Updates
+    from ..checks.weight_versions import Updates
 
     drawn, updates = draw_file(file, setting, replicas=replicas, operations=operations), updates or Updates()
     weights(drawn, updates)

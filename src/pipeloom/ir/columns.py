@@ -34,6 +34,18 @@ from .action import (
     W,
 )
 
+
+def starts_of(counts: Sequence[int] | Ints) -> Ints:
+    """Where the part of each begins, if they have so many each; and the end of the last.
+
+    >>> starts_of([2, 0, 1]).tolist()
+    [0, 2, 2, 3]
+    """
+    starts = np.zeros(len(counts) + 1, np.int32)
+    np.cumsum(counts, out=starts[1:])
+    return starts
+
+
 KINDS = (F, B, I, W, SEND_F, RECV_F, SEND_B, RECV_B, REDUCE, STEP, OFFLOAD, RELOAD, RECOMPUTE)
 """The built-in kinds; the code of a kind is its index. Others follow, in `Columns.kinds`."""
 

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .columns import RECV_B_, RECV_F_, SEND_B_, SEND_F_, Bools, Codes, Columns, Ints
+from .columns import RECV_B_, RECV_F_, SEND_B_, SEND_F_, Bools, Codes, Columns, Ints, starts_of
 from .flow import Flow
 from .kernels import in_place
-from .walk import starts_of
 
 NO_LINE = -2
 """In place of a line: a transfer that follows none; -1 is no transfer."""

@@ -14,12 +14,25 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..ir.columns import B_, F_, I_, RECV_B_, RECV_F_, SEND_B_, SEND_F_, Codes, Columns, Ints, Longs, Rows
+from ..ir.columns import (
+    B_,
+    F_,
+    I_,
+    RECV_B_,
+    RECV_F_,
+    SEND_B_,
+    SEND_F_,
+    Codes,
+    Columns,
+    Ints,
+    Longs,
+    Rows,
+    starts_of,
+)
 from ..ir.flow import Flow, flow_of
 from ..ir.kernels import in_place
 from ..ir.schedule import Program
 from ..ir.stages import StageGraph
-from ..ir.walk import starts_of
 from ..ir.wiring import far
 
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from ..ir.check import check
+from ..checks.schedules import check
 from ..ir.errors import ScheduleError
 from ..ir.operation import Operation
 from ..ir.schedule import Schedule

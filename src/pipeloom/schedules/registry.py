@@ -8,14 +8,14 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
+from ..checks.schedules import check
+from ..checks.weight_versions import UpdatePolicy
 from ..ir.action import Action, B, F, W
-from ..ir.check import check
 from ..ir.columns import Rows as Table
 from ..ir.columns import columns_of
 from ..ir.costs import StageCost, equal_costs
 from ..ir.errors import ScheduleError
 from ..ir.replicas import replicate
-from ..ir.rules_versions import UpdatePolicy
 from ..ir.schedule import Pair, Schedule
 from ..ir.stages import StageGraph, chain
 from . import forward_only, gpipe, grouped, one_f_one_b, two_ways, variants, vee, zb
@@ -46,7 +46,7 @@ class Entry:
     place: where its stages go unless the user says otherwise: "line", "loop", "wave", "both ways", or
         "table".  table: number of ranks -> for each stage its rank, or the ranks that it spans.
     lacks: what a runtime must have to run it and has not, if anything.
-    weights: how it updates them, see `ir.rules_versions`.
+    weights: how it updates them, see `checks.weight_versions`.
     """
 
     family: Family | None = None

@@ -15,6 +15,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from ..checks.operations import met
 from ..ir.action import (
     OFFLOAD,
     RECOMPUTE,
@@ -28,7 +29,6 @@ from ..ir.action import (
     Kind,
     parse_action,
 )
-from ..ir.added_rules import met
 from ..ir.cluster import Cluster
 from ..ir.columns import RECV_B_, RECV_F_, SEND_B_, SEND_F_, Columns
 from ..ir.explanation import PathStep

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from ..checks.schedules import check_program, check_shape
 from ..ir.action import Action
-from ..ir.check import check_program, check_shape
 from ..ir.cluster import Cluster
 from ..ir.columns import OFFLOAD_, RECV_B_, RECV_F_, REDUCE_, SEND_B_, SEND_F_
 from ..ir.costs import StageCost

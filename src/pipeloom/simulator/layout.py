@@ -23,6 +23,7 @@ from ..ir.columns import (
     Columns,
     Ints,
     Longs,
+    starts_of,
 )
 from ..ir.costs import StageCost, action_seconds, pair_shares
 from ..ir.errors import PlanError
@@ -32,7 +33,6 @@ from ..ir.operation import ANCHORS, OPERATIONS
 from ..ir.schedule import Program
 from ..ir.stages import StageGraph
 from ..ir.ties import reductions
-from ..ir.walk import starts_of
 from ..ir.wiring import Lines
 from .sharing import copy_s, sharing_of, transfer_s
 from .state import COMPUTES, OTHER, RECEIVES, SENDS, Floats, Layout

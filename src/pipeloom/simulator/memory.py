@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..ir.action import OFFLOAD, RECOMPUTE, RELOAD, B, F, I, Kind, W
-from ..ir.columns import F_, OFFLOAD_, RECOMPUTE_, RELOAD_, Bools, Ints, Longs
+from ..ir.columns import F_, OFFLOAD_, RECOMPUTE_, RELOAD_, Bools, Ints, Longs, starts_of
 from ..ir.costs import STATIC_KINDS, StageCost
 from ..ir.eviction import EVICT, FETCH, partner
 from ..ir.flow import Flow, flow_of
@@ -35,7 +35,6 @@ from ..ir.operation import OPERATIONS
 from ..ir.schedule import Program
 from ..ir.stages import StageGraph
 from ..ir.timeline import MemoryCurve
-from ..ir.walk import starts_of
 from .layout import line_bytes
 from .replay import RESIDUALS, Books, Lent, replay
 from .state import Floats, Layout, State

@@ -14,10 +14,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from ..ir.cluster import Cluster
-from ..ir.columns import OFFLOAD_, RECOMPUTE_, RELOAD_, SEND_B_, SEND_F_, Columns, Ints, Longs
+from ..ir.columns import OFFLOAD_, RECOMPUTE_, RELOAD_, SEND_B_, SEND_F_, Columns, Ints, Longs, starts_of
 from ..ir.costs import StageCost
 from ..ir.schedule import Program
-from ..ir.walk import starts_of
 from .state import COPY_LANES, Sharing
 
 _NO_INTS, _NO_FLOATS = np.zeros(0, np.int32), np.zeros(0)

@@ -9,10 +9,9 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from ..ir.cluster import Cluster
-from ..ir.columns import Ints
+from ..ir.columns import Ints, starts_of
 from ..ir.costs import StageCost
 from ..ir.ties import Reduction
-from ..ir.walk import starts_of
 from .sharing import crosses, transfer_s
 from .state import Floats
 

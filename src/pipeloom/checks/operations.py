@@ -1,6 +1,6 @@
 """Rules for what a user adds to a schedule: pairs, and operations next to their anchors.
 
-A schedule with neither costs nothing here. `ir.check` runs these after its own rules.
+A schedule with neither costs nothing here. `checks.schedules` runs these after its own rules.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from .action import Action, B, F, I, Kind
-from .board import Board, Process, Stuck, deadlock
-from .errors import ScheduleError
-from .flow import Flow
-from .milestones import gives, name_of, needs
-from .operation import OPERATIONS, Operation
-from .schedule import Schedule
+from ..ir.action import Action, B, F, I, Kind
+from ..ir.errors import ScheduleError
+from ..ir.flow import Flow
+from ..ir.milestones import gives, name_of, needs
+from ..ir.operation import OPERATIONS, Operation
+from ..ir.schedule import Schedule
+from .deadlock import Board, Process, Stuck, deadlock
 
 
 def pairs(schedule: Schedule, flow: Flow) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from .action import Action, B, F, I, W
-from .errors import ScheduleError
-from .eviction import EVICT, FETCH, partner
-from .flow import Flow
-from .schedule import Schedule
+from ..ir.action import Action, B, F, I, W
+from ..ir.errors import ScheduleError
+from ..ir.eviction import EVICT, FETCH, partner
+from ..ir.flow import Flow
+from ..ir.schedule import Schedule
 
 
 def evictions(schedule: Schedule, flow: Flow) -> None:

@@ -11,18 +11,23 @@ from typing import TypeAlias
 
 import numpy as np
 
-from . import added_rules, program_rules, rules_eviction, rules_placement, rules_residuals, rules_shards
-from .action import AFTER, COMPUTE, Action, B, F, I, W
-from .columns import B_, CODE, F_, I_, OFFLOAD_, RECOMPUTE_, W_, Bools, Ints, Rows
-from .errors import ScheduleError
-from .flow import Flow, flow_of
-from .milestones import Milestone, name_of
-from .milestones import gives as gives
-from .milestones import needs as needs
-from .schedule import Program, Schedule
-from .stages import StageGraph
-from .walk import prove_progress, starts_of
-from .wiring import far
+from ..ir.action import AFTER, COMPUTE, Action, B, F, I, W
+from ..ir.columns import B_, CODE, F_, I_, OFFLOAD_, RECOMPUTE_, W_, Bools, Ints, Rows, starts_of
+from ..ir.errors import ScheduleError
+from ..ir.flow import Flow, flow_of
+from ..ir.milestones import Milestone, name_of
+from ..ir.milestones import gives as gives
+from ..ir.milestones import needs as needs
+from ..ir.schedule import Program, Schedule
+from ..ir.stages import StageGraph
+from ..ir.wiring import far
+from . import eviction as rules_eviction
+from . import operations as added_rules
+from . import placement as rules_placement
+from . import programs as program_rules
+from . import residuals as rules_residuals
+from . import shards as rules_shards
+from .progress import prove_progress
 
 Rule: TypeAlias = Callable[[Schedule, Flow], None]
 

@@ -22,31 +22,18 @@ from typing import TypeAlias
 
 import numpy as np
 
-from .action import (
-    OFFLOAD,
-    RECOMPUTE,
-    REDUCE,
-    RELOAD,
-    STEP,
-    Action,
-    B,
-    F,
-    I,
-    Kind,
-    StageAction,
-    W,
-)
-from .check import check
-from .columns import F_, RECOMPUTE_, Bools, Longs
-from .costs import StageCost
-from .errors import ScheduleError
-from .eviction import EVICT, FETCH
-from .flow import Flow, flow_of
-from .operation import OPERATIONS
-from .places import Places
-from .schedule import Program, Schedule
-from .stages import StageGraph
-from .units import format_bytes
+from ..ir.action import OFFLOAD, RECOMPUTE, REDUCE, RELOAD, STEP, Action, B, F, I, Kind, StageAction, W
+from ..ir.columns import F_, RECOMPUTE_, Bools, Longs
+from ..ir.costs import StageCost
+from ..ir.errors import ScheduleError
+from ..ir.eviction import EVICT, FETCH
+from ..ir.flow import Flow, flow_of
+from ..ir.operation import OPERATIONS
+from ..ir.places import Places
+from ..ir.schedule import Program, Schedule
+from ..ir.stages import StageGraph
+from ..ir.units import format_bytes
+from .schedules import check
 
 TREATING = (OFFLOAD, RELOAD, RECOMPUTE)
 """What a program does with residuals between forward and backward."""

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from .action import Action, B, I, W
-from .columns import B_
-from .errors import ScheduleError
-from .flow import Flow
-from .schedule import Schedule
+from ..ir.action import Action, B, I, W
+from ..ir.columns import B_
+from ..ir.errors import ScheduleError
+from ..ir.flow import Flow
+from ..ir.schedule import Schedule
 
 
 def shards(schedule: Schedule, flow: Flow) -> None:

@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
-from .action import Action, B, F, I, W
-from .errors import ScheduleError
-from .schedule import Schedule
-from .stages import StageGraph
+from ..ir.action import Action, B, F, I, W
+from ..ir.errors import ScheduleError
+from ..ir.schedule import Schedule
+from ..ir.stages import StageGraph
 
 UpdatePolicy: TypeAlias = Literal["flush", "stash", "2bw"]
 

@@ -13,12 +13,12 @@ from typing import TypeAlias
 
 import numpy as np
 
-from .action import Action
-from .columns import F_, OFFLOAD_, RECOMPUTE_, RELOAD_, Bools, Ints
-from .errors import ScheduleError
-from .eviction import EVICT
-from .flow import Flow
-from .schedule import Schedule
+from ..ir.action import Action
+from ..ir.columns import F_, OFFLOAD_, RECOMPUTE_, RELOAD_, Bools, Ints
+from ..ir.errors import ScheduleError
+from ..ir.eviction import EVICT
+from ..ir.flow import Flow
+from ..ir.schedule import Schedule
 
 Rule: TypeAlias = Callable[[Schedule, Flow], None]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from .action import Action, F
-from .errors import ScheduleError
-from .schedule import Schedule
+from ..ir.action import Action, F
+from ..ir.errors import ScheduleError
+from ..ir.schedule import Schedule
 
 
 def forwards_in_order(schedule: Schedule, updates: Mapping[int, str]) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 
-from .board import Stuck, deadlock
-from .columns import REDUCE_, Columns, Ints, Longs
-from .kernels import kernel
+from ..ir.columns import REDUCE_, Columns, Ints, Longs
+from ..ir.kernels import kernel
+from .deadlock import Stuck, deadlock
 
 _FREE, _DONE = -1, -2
 
@@ -52,17 +52,6 @@ def _stuck(columns: Columns, rank: int, at: int, need: int) -> Stuck:
     shown = need + 1 if columns.kind[at] == REDUCE_ else need
     holder = columns.rank_of(need)
     return Stuck(rank=rank, at=str(columns.at(at)), needs=str(columns.at(shown)), holder=holder)
-
-
-def starts_of(counts: Sequence[int] | Ints) -> Ints:
-    """Where the part of each begins, if they have so many each; and the end of the last.
-
-    >>> starts_of([2, 0, 1]).tolist()
-    [0, 2, 2, 3]
-    """
-    starts = np.zeros(len(counts) + 1, np.int32)
-    np.cumsum(counts, out=starts[1:])
-    return starts
 
 
 @kernel

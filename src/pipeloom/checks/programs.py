@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from .action import (
+from ..ir.action import (
     RECV_B,
     RECV_F,
     REDUCE,
@@ -25,15 +25,15 @@ from .action import (
     StageAction,
     Transfer,
 )
-from .columns import B_, F_, I_, RECV_B_, RECV_F_, REDUCE_, STEP_, Ints
-from .errors import ScheduleError
-from .flow import Flow
-from .operation import OPERATIONS
-from .schedule import Program
-from .stages import StageGraph
-from .ties import reductions
-from .walk import prove_progress, starts_of
-from .wiring import NO_LINE, far
+from ..ir.columns import B_, F_, I_, RECV_B_, RECV_F_, REDUCE_, STEP_, Ints, starts_of
+from ..ir.errors import ScheduleError
+from ..ir.flow import Flow
+from ..ir.operation import OPERATIONS
+from ..ir.schedule import Program
+from ..ir.stages import StageGraph
+from ..ir.ties import reductions
+from ..ir.wiring import NO_LINE, far
+from .progress import prove_progress
 
 Rule: TypeAlias = Callable[[Program, StageGraph, Flow], None]
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from .errors import DeadlockError
+from ..ir.errors import DeadlockError
 
 Process: TypeAlias = Iterator[Hashable]
 

@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-from .errors import ScheduleError
-from .flow import Flow
-from .schedule import Schedule
+from ..ir.errors import ScheduleError
+from ..ir.flow import Flow
+from ..ir.schedule import Schedule
 
 
 def ranks(schedule: Schedule, flow: Flow) -> None:
