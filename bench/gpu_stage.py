@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pipeloom import Job, schedules
 from pipeloom.api.passes import capture
 from pipeloom.ir.cluster import Cluster
-from pipeloom.ir.memory import MemoryPolicy, Treatment
+from pipeloom.ir.memory_policy import MemoryPolicy, Treatment
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.profile import Profile
 from pipeloom.ir.stages import cut

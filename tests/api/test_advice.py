@@ -9,7 +9,7 @@ import zoo
 from pipeloom.api import passes
 from pipeloom.api.planning import Planning
 from pipeloom.ir.errors import InfeasibleError
-from pipeloom.ir.memory import TREATMENTS
+from pipeloom.ir.memory_policy import TREATMENTS
 from pipeloom.ir.units import parse_bytes
 from pipeloom.planner import find_cluster
 from pipeloom.planner.batches import Sample

@@ -21,7 +21,7 @@ from pipeloom.api.sizes import Taken
 from pipeloom.api.traced import traced_peaks
 from pipeloom.ir.cluster import Cluster, Link
 from pipeloom.ir.errors import InfeasibleError
-from pipeloom.ir.memory import Treatment
+from pipeloom.ir.memory_policy import Treatment
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.profile import Profile
 from pipeloom.ir.units import parse_bytes

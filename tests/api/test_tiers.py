@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pipeloom.api.tiers import own_tier
-from pipeloom.ir.memory import MemoryPolicy
+from pipeloom.ir.memory_policy import MemoryPolicy
 from pipeloom.ir.plan import Plan, StagePlan
 
 STAGES = tuple(StagePlan(ops=(name,)) for name in "abc")

@@ -17,7 +17,7 @@ import zoo
 
 from pipeloom import Options, Pipeline
 from pipeloom.ir.errors import OffloadError
-from pipeloom.ir.memory import MemoryPolicy
+from pipeloom.ir.memory_policy import MemoryPolicy
 from pipeloom.ir.stages import cut
 from pipeloom.runtime.file_tier import PAGE, FileTier, FileTrip
 from pipeloom.tracer.functions import stage_residuals

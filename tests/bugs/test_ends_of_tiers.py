@@ -18,7 +18,7 @@ import zoo
 
 from pipeloom import Options, Pipeline
 from pipeloom.ir.errors import InfeasibleError
-from pipeloom.ir.memory import MemoryPolicy
+from pipeloom.ir.memory_policy import MemoryPolicy
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.stages import cut
 from pipeloom.runtime import cuda_tier

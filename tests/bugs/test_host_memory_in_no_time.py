@@ -8,7 +8,7 @@ import pytest
 from pipeloom import schedules
 from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.costs import equal_costs
-from pipeloom.ir.memory import MemoryPolicy
+from pipeloom.ir.memory_policy import MemoryPolicy
 from pipeloom.ir.stages import chain
 from pipeloom.lowering import lower
 from pipeloom.simulator import simulate

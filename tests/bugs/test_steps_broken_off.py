@@ -21,7 +21,7 @@ import zoo
 from pipeloom import Options, Pipeline
 from pipeloom.ir.action import RELOAD, STEP, B, F
 from pipeloom.ir.errors import PipeloomError
-from pipeloom.ir.memory import MemoryPolicy
+from pipeloom.ir.memory_policy import MemoryPolicy
 from pipeloom.ir.stages import cut
 from pipeloom.runtime.file_tier import FileTier
 from pipeloom.runtime.local_channel import LocalChannel

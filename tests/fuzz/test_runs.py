@@ -24,7 +24,7 @@ from runs import Numbers, assert_same, capture_of, pipelined, plain, plan_for, s
 from pipeloom import Job, Options, Pipeline
 from pipeloom.checks.schedules import check, check_program
 from pipeloom.ir.errors import PeerError, ScheduleError
-from pipeloom.ir.memory import MemoryPolicy
+from pipeloom.ir.memory_policy import MemoryPolicy
 from pipeloom.ir.operation import OPERATIONS
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.schedule import Schedule

@@ -10,7 +10,7 @@ import torch
 
 from pipeloom import Options, Pipeline, Plan, schedules
 from pipeloom.api.passes import capture
-from pipeloom.ir.memory import MemoryPolicy, Treatment
+from pipeloom.ir.memory_policy import MemoryPolicy, Treatment
 from pipeloom.ir.plan import StagePlan
 from pipeloom.ir.stages import cut
 from pipeloom.ir.timeline import Event

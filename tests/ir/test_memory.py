@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipeloom.ir.errors import PlanError
-from pipeloom.ir.memory import MemoryPolicy
+from pipeloom.ir.memory_policy import MemoryPolicy
 from pipeloom.ir.plan import Plan, StagePlan
 from pipeloom.ir.replicas import replicate
 from pipeloom.ir.schedule import Schedule, parse_rows

@@ -17,7 +17,7 @@ from pipeloom.ir.action import Action
 from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.costs import StageCost
 from pipeloom.ir.errors import ScheduleError
-from pipeloom.ir.memory import MemoryPolicy
+from pipeloom.ir.memory_policy import MemoryPolicy
 from pipeloom.ir.schedule import Program, parse_program
 from pipeloom.ir.stages import StageGraph, chain
 from pipeloom.lowering import lower

@@ -16,7 +16,7 @@ from pipeloom.ir.action import RECOMPUTE
 from pipeloom.ir.cluster import Cluster, Link
 from pipeloom.ir.errors import PlanError
 from pipeloom.ir.graph import Buffer
-from pipeloom.ir.memory import MemoryPolicy
+from pipeloom.ir.memory_policy import MemoryPolicy
 from pipeloom.ir.stages import cut
 from pipeloom.lowering import lower
 from pipeloom.planner import memopt_exact

@@ -11,7 +11,7 @@ import zoo
 
 from pipeloom import Options, Pipeline
 from pipeloom.ir.action import B, F
-from pipeloom.ir.memory import MemoryPolicy, Treatment
+from pipeloom.ir.memory_policy import MemoryPolicy, Treatment
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.stages import cut
 from pipeloom.runtime.operations import OperationContext

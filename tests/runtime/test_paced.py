@@ -8,7 +8,7 @@ import pytest
 from paced_ranks import SECONDS, assert_in_order, costs_of, paced_step, program_of
 from runs import threads
 
-from pipeloom.ir.memory import MemoryPolicy
+from pipeloom.ir.memory_policy import MemoryPolicy
 from pipeloom.ir.timeline import Timeline
 from pipeloom.runtime.launch import launch
 from pipeloom.runtime.local_channel import LocalChannel

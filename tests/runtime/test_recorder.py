@@ -9,7 +9,7 @@ import runs
 from deep import ROWS, TANH
 
 from pipeloom import Options, Pipeline
-from pipeloom.ir.memory import MemoryPolicy
+from pipeloom.ir.memory_policy import MemoryPolicy
 from pipeloom.ir.stages import cut
 from pipeloom.runtime.recorder import Recorder
 from pipeloom.tracer.functions import stage_residuals

@@ -19,7 +19,7 @@ from pipeloom import Options, Pipeline
 from pipeloom.api.forecast import by_stage
 from pipeloom.ir.cluster import Link
 from pipeloom.ir.errors import MemoryCapError
-from pipeloom.ir.memory import MemoryPolicy
+from pipeloom.ir.memory_policy import MemoryPolicy
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.stages import cut
 from pipeloom.ir.timeline import Timeline

@@ -10,7 +10,7 @@ import zoo
 from torch import Tensor, nn
 
 from pipeloom import Job
-from pipeloom.ir.memory import Treatment
+from pipeloom.ir.memory_policy import Treatment
 
 DEPTH, WIDTH, ROWS = 12, 8, 512
 ACTIVATION = ROWS * WIDTH * 4

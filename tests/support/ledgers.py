@@ -16,7 +16,7 @@ from pipeloom.api import forecast
 from pipeloom.ir.action import W
 from pipeloom.ir.cluster import Link
 from pipeloom.ir.graph import OpGraph
-from pipeloom.ir.memory import MemoryPolicy, Treatment
+from pipeloom.ir.memory_policy import MemoryPolicy, Treatment
 from pipeloom.ir.plan import Plan, StageMemory, StagePlan
 from pipeloom.ir.stages import StageGraph
 from pipeloom.lowering import lower

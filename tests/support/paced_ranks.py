@@ -12,7 +12,7 @@ from pipeloom.checks.schedules import gives, needs
 from pipeloom.ir.action import parse_action
 from pipeloom.ir.costs import StageCost, equal_costs
 from pipeloom.ir.flow import dag, flow_of
-from pipeloom.ir.memory import KEEP_ALL, MemoryPolicy
+from pipeloom.ir.memory_policy import KEEP_ALL, MemoryPolicy
 from pipeloom.ir.replicas import replicate
 from pipeloom.ir.schedule import Program
 from pipeloom.ir.stages import StageGraph

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pipeloom.ir.action import B, F, I, W
-from pipeloom.ir.memory import Treatment
+from pipeloom.ir.memory_policy import Treatment
 from pipeloom.ir.stages import StageGraph
 from pipeloom.planner.clusters import cpu_cluster
 from pipeloom.planner.cost import CostModel, CostOptions

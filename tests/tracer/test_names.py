@@ -8,7 +8,7 @@ import pytest
 import zoo
 from runs import capture_of, even
 
-from pipeloom.ir.memory import residual_names
+from pipeloom.ir.memory_policy import residual_names
 from pipeloom.ir.profile import Profile
 from pipeloom.ir.stages import Stage, cut
 from pipeloom.profiler.measure import measure

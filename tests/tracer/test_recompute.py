@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pipeloom import Job
 from pipeloom.ir.errors import PlanError
-from pipeloom.ir.memory import Residual, Treatment
+from pipeloom.ir.memory_policy import Residual, Treatment
 from pipeloom.ir.stages import cut
 from pipeloom.tracer.captured import Captured
 from pipeloom.tracer.functions import stage_functions, stage_residuals

@@ -16,7 +16,7 @@ from runs import capture_of, even
 from torch import Tensor, nn
 
 from pipeloom import Job
-from pipeloom.ir.memory import Treatment
+from pipeloom.ir.memory_policy import Treatment
 from pipeloom.ir.stages import StageGraph, cut
 from pipeloom.tracer.captured import Captured
 from pipeloom.tracer.functions import stage_functions, stage_residuals

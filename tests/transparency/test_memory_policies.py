@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from pipeloom import Job, Options, Pipeline
 from pipeloom.api.compare import verify
 from pipeloom.ir.errors import PlanError
-from pipeloom.ir.memory import MemoryPolicy, Residual, Treatment
+from pipeloom.ir.memory_policy import MemoryPolicy, Residual, Treatment
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.stages import cut
 from pipeloom.runtime.file_tier import FileTier, FileTrip

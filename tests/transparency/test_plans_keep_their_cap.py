@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from pipeloom import Job, Options, Pipeline, Plan, plan
 from pipeloom.ir.cluster import Cluster, Link
 from pipeloom.ir.errors import InfeasibleError
-from pipeloom.ir.memory import Treatment
+from pipeloom.ir.memory_policy import Treatment
 from pipeloom.planner import cpu_cluster
 from pipeloom.planner.registry import PLANNERS
 from pipeloom.runtime.local_channel import LocalChannel

@@ -12,7 +12,7 @@ from .. import schedules
 from ..ir.cluster import MOST_BYTES, Cluster, Device
 from ..ir.errors import InfeasibleError, PlanError, ScheduleError
 from ..ir.graph import OpGraph
-from ..ir.memory import Treatment
+from ..ir.memory_policy import Treatment
 from ..ir.plan import Plan
 from ..ir.units import enough_bytes, parse_bytes
 from ..planner.infeasible import NoCutFits

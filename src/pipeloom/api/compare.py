@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ir.errors import PeerError, VerifyError
-from ..ir.memory import KEEP_ALL
+from ..ir.memory_policy import KEEP_ALL
 from ..ir.plan import Plan, StagePlan
 from ..runtime.batches import rows_of, split_batch
 from ..runtime.local_channel import LocalChannel, local_channels

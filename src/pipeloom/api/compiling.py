@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from ..ir.graph import Op, OpGraph, Parameter, Value
-from ..ir.memory import Treatment
+from ..ir.memory_policy import Treatment
 from ..planner import PlanOptions, find_cluster, make_plan, sweep
 from ..planner.registry import planner
 from ..profiler.roofline import roofline

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, get_args
 from ..ir.cluster import MOST_DEVICES, Cluster, Device
 from ..ir.errors import CaptureError, ConfigError, PlanError, shown
 from ..ir.graph import OpGraph
-from ..ir.memory import Treatment, WeightPolicy
+from ..ir.memory_policy import Treatment, WeightPolicy
 from ..ir.plan import Plan
 from ..ir.profile import Profile
 from ..ir.timeline import Timeline

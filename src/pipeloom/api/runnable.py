@@ -11,7 +11,7 @@ from ..checks.buffers import forwards_in_order
 from ..ir.action import F
 from ..ir.codec import to_json
 from ..ir.errors import PlanError, ScheduleError
-from ..ir.memory import WeightPolicy
+from ..ir.memory_policy import WeightPolicy
 from ..ir.plan import Plan
 from ..runtime.connect import gather_text
 from ..runtime.local_channel import LocalChannel

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..ir.memory import KEEP_ALL, MemoryPolicy
+from ..ir.memory_policy import KEEP_ALL, MemoryPolicy
 from ..ir.plan import Plan
 from ..ir.stages import StageGraph
 from ..runtime.worker import Variant

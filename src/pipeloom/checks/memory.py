@@ -23,13 +23,13 @@ from typing import TypeAlias
 import numpy as np
 
 from ..ir.action import OFFLOAD, RECOMPUTE, REDUCE, RELOAD, STEP, Action, B, F, I, Kind, StageAction, W
+from ..ir.action_index import Places
 from ..ir.columns import F_, RECOMPUTE_, Bools, Longs
 from ..ir.costs import StageCost
 from ..ir.errors import ScheduleError
 from ..ir.eviction import EVICT, FETCH
 from ..ir.flow import Flow, flow_of
 from ..ir.operation import OPERATIONS
-from ..ir.places import Places
 from ..ir.schedule import Program, Schedule
 from ..ir.stages import StageGraph
 from ..ir.units import format_bytes

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from ..ir.action import Action, B, F, I, Kind
+from ..ir.dependencies import gives, name_of, needs
 from ..ir.errors import ScheduleError
 from ..ir.flow import Flow
-from ..ir.milestones import gives, name_of, needs
 from ..ir.operation import OPERATIONS, Operation
 from ..ir.schedule import Schedule
 from .deadlock import Board, Process, Stuck, deadlock

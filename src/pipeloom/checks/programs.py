@@ -28,11 +28,11 @@ from ..ir.action import (
 from ..ir.columns import B_, F_, I_, RECV_B_, RECV_F_, REDUCE_, STEP_, Ints, starts_of
 from ..ir.errors import ScheduleError
 from ..ir.flow import Flow
+from ..ir.message_index import NO_LINE, far
 from ..ir.operation import OPERATIONS
 from ..ir.schedule import Program
 from ..ir.stages import StageGraph
 from ..ir.ties import reductions
-from ..ir.wiring import NO_LINE, far
 from .progress import prove_progress
 
 Rule: TypeAlias = Callable[[Program, StageGraph, Flow], None]

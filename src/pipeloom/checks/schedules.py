@@ -13,14 +13,14 @@ import numpy as np
 
 from ..ir.action import AFTER, COMPUTE, Action, B, F, I, W
 from ..ir.columns import B_, CODE, F_, I_, OFFLOAD_, RECOMPUTE_, W_, Bools, Ints, Rows, starts_of
+from ..ir.dependencies import Milestone, name_of
+from ..ir.dependencies import gives as gives
+from ..ir.dependencies import needs as needs
 from ..ir.errors import ScheduleError
 from ..ir.flow import Flow, flow_of
-from ..ir.milestones import Milestone, name_of
-from ..ir.milestones import gives as gives
-from ..ir.milestones import needs as needs
+from ..ir.message_index import far
 from ..ir.schedule import Program, Schedule
 from ..ir.stages import StageGraph
-from ..ir.wiring import far
 from . import eviction as rules_eviction
 from . import operations as added_rules
 from . import placement as rules_placement

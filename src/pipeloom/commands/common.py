@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from ..ir.errors import ConfigError, PipeloomError
-from ..ir.memory import TREATMENTS
+from ..ir.memory_policy import TREATMENTS
 from ..ir.units import parse_bytes
 
 if TYPE_CHECKING:

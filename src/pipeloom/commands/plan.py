@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..ir.errors import ConfigError
-from ..ir.memory import TREATMENTS
+from ..ir.memory_policy import TREATMENTS
 from .common import (
     FILE,
     MODEL_HELP,

@@ -10,7 +10,7 @@ from pathlib import Path
 from . import codec
 from .errors import PlanError, shown
 from .graph import OpGraph
-from .memory import MemoryPolicy, WeightPolicy
+from .memory_policy import MemoryPolicy, WeightPolicy
 from .replicas import replicate
 from .schedule import Schedule, parse_pairs, parse_rows
 from .stages import StageGraph, cut

@@ -8,11 +8,11 @@ from functools import cached_property
 from typing import TypeAlias
 
 from .action import Action, Instruction, parse_actions, parse_instruction
+from .action_index import Places
 from .columns import Columns, columns_of
 from .errors import ScheduleError
 from .flow import Flow
-from .places import Places
-from .wiring import Wiring, wire
+from .message_index import Wiring, wire
 
 Pair: TypeAlias = tuple[Action, Action]
 """Two neighbours in a row that run as one unit, in this order; written `2F5&1B3`."""

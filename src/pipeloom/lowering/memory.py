@@ -30,7 +30,7 @@ from ..ir.columns import (
     Columns,
     Rows,
 )
-from ..ir.memory import MemoryPolicy
+from ..ir.memory_policy import MemoryPolicy
 from ..ir.schedule import Program
 from ..ir.stages import StageGraph
 

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from ..checks.schedules import check, check_program
 from ..ir.columns import Rows
-from ..ir.memory import KEEP_ALL, MemoryPolicy
+from ..ir.memory_policy import KEEP_ALL, MemoryPolicy
 from ..ir.schedule import Program, Schedule
 from ..ir.stages import StageGraph
 from .memory import PREFETCH, add_memory

@@ -31,9 +31,9 @@ from ..ir.columns import (
 )
 from ..ir.flow import Flow, flow_of
 from ..ir.kernels import in_place
+from ..ir.message_index import far
 from ..ir.schedule import Program
 from ..ir.stages import StageGraph
-from ..ir.wiring import far
 
 
 def add_transfers(program: Program, stages: StageGraph) -> Program:

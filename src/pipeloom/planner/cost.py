@@ -36,7 +36,7 @@ import numpy as np
 
 from ..ir.cluster import Cluster
 from ..ir.graph import OpGraph
-from ..ir.memory import WeightPolicy
+from ..ir.memory_policy import WeightPolicy
 from ..ir.plan import StageMemory, StagePlan
 from ..ir.profile import Profile
 from ..ir.stages import StageGraph

@@ -13,7 +13,7 @@ from typing import Protocol, TypeAlias
 
 import numpy as np
 
-from ..ir.memory import Treatment
+from ..ir.memory_policy import Treatment
 from .cost import CostModel
 
 

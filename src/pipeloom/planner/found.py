@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from .. import schedules
-from ..ir.memory import MemoryPolicy
+from ..ir.memory_policy import MemoryPolicy
 from ..ir.plan import Plan, StagePlan
 from ..ir.stages import cut
 from ..ir.timeline import Timeline

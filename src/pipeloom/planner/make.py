@@ -9,7 +9,7 @@ from itertools import islice
 from ..ir.cluster import Cluster
 from ..ir.errors import InfeasibleError, PlanError, shown
 from ..ir.graph import OpGraph
-from ..ir.memory import Treatment
+from ..ir.memory_policy import Treatment
 from ..ir.plan import Plan
 from ..ir.profile import Profile
 from .found import Found

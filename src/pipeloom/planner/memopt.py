@@ -18,7 +18,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ..ir.errors import PlanError
-from ..ir.memory import Treatment
+from ..ir.memory_policy import Treatment
 from .again import Moments
 from .cost import CostModel, Footprint
 from .evaluation import Evaluation

@@ -10,7 +10,7 @@ from .. import schedules
 from ..ir.cluster import Cluster
 from ..ir.errors import PlanError
 from ..ir.graph import OpGraph
-from ..ir.memory import Treatment, WeightPolicy
+from ..ir.memory_policy import Treatment, WeightPolicy
 from ..ir.profile import Profile, batch_text
 from ..ir.schedule import Schedule
 from ..ir.stages import StageGraph, chain

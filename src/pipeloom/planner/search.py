@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..ir.memory import Treatment
+from ..ir.memory_policy import Treatment
 from .cost import CostModel, Footprint
 from .evaluation import Evaluator, KeepEverything, Known, Memoised
 from .intervals import Array, Indices

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ..ir.action import RECOMPUTE, STEP, B, F, I, W
 from ..ir.costs import StageCost
-from ..ir.memory import Treatment
+from ..ir.memory_policy import Treatment
 from ..ir.plan import StageMemory, StagePlan
 from ..ir.stages import StageGraph
 from .cost import CostModel

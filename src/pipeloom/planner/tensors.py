@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..ir.graph import Op, OpGraph
-from ..ir.memory import residual_names
+from ..ir.memory_policy import residual_names
 from ..ir.profile import Profile
 from ..ir.storage import views_of_state
 from .intervals import Array, Indices
@@ -93,7 +93,7 @@ class Tensors:
     names: tuple[str, ...]
     """Of the storages."""
     residuals: tuple[str, ...]
-    """Of the storages, as residuals (see ir.memory); "" for one that a planner cannot name."""
+    """Of the storages, as residuals (see ir.memory_policy); "" for one that a planner cannot name."""
     fixed: NDArray[np.bool_]
     """Ops that must not run again: they draw random numbers, or read or update a buffer that changes."""
 

@@ -31,9 +31,9 @@ from ..ir.action import (
 )
 from ..ir.cluster import Cluster
 from ..ir.columns import RECV_B_, RECV_F_, SEND_B_, SEND_F_, Columns
+from ..ir.dependencies import gives, needs
 from ..ir.explanation import PathStep
 from ..ir.flow import flow_of
-from ..ir.milestones import gives, needs
 from ..ir.operation import OPERATIONS
 from ..ir.schedule import Program
 from ..ir.stages import StageGraph

@@ -14,10 +14,10 @@ from ..ir.costs import StageCost
 from ..ir.errors import PlanError
 from ..ir.eviction import EVICT, FETCH
 from ..ir.schedule import Program
-from ..ir.spans import Spans
 from ..ir.stages import StageGraph
 from ..ir.timeline import Curves, Timeline
 from .core import run, run_sharing
+from .event_array import Spans
 from .held import held_longer
 from .layout import STREAMS, layout_of
 from .layout import all_reduce_s as all_reduce_s

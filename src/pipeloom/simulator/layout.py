@@ -29,11 +29,11 @@ from ..ir.costs import StageCost, action_seconds, pair_shares
 from ..ir.errors import PlanError
 from ..ir.flow import Flow, flow_of
 from ..ir.kernels import in_place
+from ..ir.message_index import Lines
 from ..ir.operation import ANCHORS, OPERATIONS
 from ..ir.schedule import Program
 from ..ir.stages import StageGraph
 from ..ir.ties import reductions
-from ..ir.wiring import Lines
 from .sharing import copy_s, sharing_of, transfer_s
 from .state import COMPUTES, OTHER, RECEIVES, SENDS, Floats, Layout
 from .sums import all_reduce_s as all_reduce_s

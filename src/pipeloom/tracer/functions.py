@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from ..ir.errors import PlanError
-from ..ir.memory import Residual, Treatment
+from ..ir.memory_policy import Residual, Treatment
 from ..ir.stages import StageGraph
 from .captured import Captured
 from .joint import StageModule, extract, orders_of, trace_joint

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from ..ir.errors import PlanError
-from ..ir.memory import Residual, Treatment
+from ..ir.memory_policy import Residual, Treatment
 from .joint import Joint
 from .meta import tensors_of
 from .naming import op_of

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from torch import Tensor, fx
 from torch.fx.node import Argument
 
-from ..ir.memory import Residual
+from ..ir.memory_policy import Residual
 from .in_place import add_in_place
 from .joint import Joint
 from .layout import copied, lies_so

@@ -13,7 +13,7 @@ from ..api.passes import plan
 from ..api.pipeline import Pipeline
 from ..api.runnable import require_runnable, require_training
 from ..ir.errors import PeerError, PipeloomError
-from ..ir.memory import TREATMENTS
+from ..ir.memory_policy import TREATMENTS
 from ..ir.units import format_bytes
 from ..runtime.launch import launch
 from ..tracer.job import Job

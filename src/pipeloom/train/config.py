@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..ir.errors import ConfigError
-from ..ir.memory import TREATMENTS
+from ..ir.memory_policy import TREATMENTS
 from ..ir.units import parse_bytes
 
 

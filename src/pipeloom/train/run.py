@@ -27,7 +27,7 @@ from ..api.pipeline import Pipeline
 from ..api.runnable import require_runnable, require_training
 from ..ir.errors import CheckpointError, ConfigError, PeerError, PipeloomError
 from ..ir.files import write_whole
-from ..ir.memory import TREATMENTS
+from ..ir.memory_policy import TREATMENTS
 from ..ir.plan import Plan, load_plan
 from ..ir.units import parse_bytes
 from ..runtime.checkpoint_files import newest, read_index, verify_sizes

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from .columns import RECV_B_, RECV_F_, SEND_B_, SEND_F_, Bools, Codes, Columns, Ints, Longs
-from .kernels import in_place
-from .timeline import Event, Totals
+from ..ir.columns import RECV_B_, RECV_F_, SEND_B_, SEND_F_, Bools, Codes, Columns, Ints, Longs
+from ..ir.kernels import in_place
+from ..ir.timeline import Event, Totals
 
 Floats = NDArray[np.float64]
 
