@@ -7,9 +7,9 @@ from click.testing import CliRunner, Result
 
 import pipeloom
 from pipeloom.cli import main
+from pipeloom.clusters.devices import built_in, built_in_devices
 from pipeloom.ir.errors import ConfigError
 from pipeloom.planner import find_cluster, load_cluster
-from pipeloom.planner.builtin import built_in, built_in_devices
 from pipeloom.train.config import Config
 from pipeloom.train.workload import default_job
 

@@ -6,10 +6,10 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from pipeloom.clusters.names import cpu_cluster
 from pipeloom.ir.action import B, F, I, W
 from pipeloom.ir.memory_policy import Treatment
 from pipeloom.ir.stages import StageGraph
-from pipeloom.planner.clusters import cpu_cluster
 from pipeloom.planner.cost import CostModel, CostOptions
 from pipeloom.planner.residuals import residuals_of
 from pipeloom.planner.stagecosts import stage_costs, stage_plan

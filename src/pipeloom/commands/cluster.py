@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from ..api.detecting import Detected
+    from ..clusters.devices import BuiltIn, Figure
     from ..ir.cluster import Cluster, Link
-    from ..planner.builtin import BuiltIn, Figure
 
 
 @click.group()
@@ -29,8 +29,8 @@ def list_(*, as_json: bool) -> None:
 
     With --json: devices, a list of name, aliases, about, memory_bytes, memory_bytes_per_s and flops_per_s.
     """
+    from ..clusters.devices import built_in_devices
     from ..ir.units import format_bytes
-    from ..planner.builtin import built_in_devices
 
     found = list(built_in_devices().values())
     if as_json:
@@ -65,8 +65,8 @@ def show(*, name: str, output: Path | None, as_json: bool) -> None:
     With --json: devices (a list of what ranks have), links, and sources: per built-in device and figure,
     its value and source.
     """
+    from ..clusters.devices import built_in_devices
     from ..planner import find_cluster, save_cluster
-    from ..planner.builtin import built_in_devices
 
     found = find_cluster(name)
     if output is not None:

@@ -1,7 +1,7 @@
 """Planners: OpGraph x Profile x Cluster -> Plan. One strategy per file, one cost and memory model."""
 
-from .cluster_files import load_cluster, save_cluster
-from .clusters import cpu_cluster, find_cluster
+from ..clusters.files import load_cluster, save_cluster
+from ..clusters.names import cpu_cluster, find_cluster
 from .explaining import explain, limits
 from .make import make_plan
 from .registry import names

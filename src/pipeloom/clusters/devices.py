@@ -28,7 +28,7 @@ from typing import Any
 from ..ir.cluster import Device, Link
 from ..ir.errors import ConfigError
 from ..ir.units import parse_bytes
-from .cluster_files import link_of
+from .files import link_of
 
 
 @dataclass(frozen=True, kw_only=True)

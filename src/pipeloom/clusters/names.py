@@ -17,8 +17,8 @@ from pathlib import Path
 from ..ir.cluster import MOST_DEVICES, Cluster, Device, Link, refuse_too_many
 from ..ir.errors import ConfigError, shown
 from ..ir.units import parse_bytes
-from .builtin import BuiltIn, built_in
-from .cluster_files import load_cluster
+from .devices import BuiltIn, built_in
+from .files import load_cluster
 
 _PART = re.compile(
     r"(?:(?P<nodes>\d+) nodes? of )?(?:(?P<count>\d+) ?[x*×] ?)?(?P<name>.+?)(?: with (?P<size>.+))?",
