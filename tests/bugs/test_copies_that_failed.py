@@ -20,8 +20,8 @@ from pipeloom.ir.errors import OffloadError
 from pipeloom.ir.memory_policy import MemoryPolicy
 from pipeloom.ir.stages import cut
 from pipeloom.runtime.file_tier import PAGE, FileTier, FileTrip
-from pipeloom.tracer.functions import stage_residuals
-from pipeloom.tracer.split import Slot
+from pipeloom.tracer.stage.split import Slot
+from pipeloom.tracer.stage.trace import stage_residuals
 
 SLOT = Slot("made", "a")
 EIO = OSError(errno.EIO, os.strerror(errno.EIO))

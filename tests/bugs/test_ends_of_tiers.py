@@ -24,7 +24,7 @@ from pipeloom.ir.stages import cut
 from pipeloom.runtime import cuda_tier
 from pipeloom.runtime.cuda_tier import CudaTier
 from pipeloom.runtime.file_tier import FileTier
-from pipeloom.tracer.functions import stage_residuals
+from pipeloom.tracer.stage.trace import stage_residuals
 
 JOB = zoo.job("skips")
 

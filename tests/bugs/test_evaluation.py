@@ -12,7 +12,7 @@ from torch.nn import functional as fn
 from pipeloom import Job
 from pipeloom.ir.errors import CutError
 from pipeloom.tracer.capture import capture
-from pipeloom.tracer.evaluation import capture_evaluation, cut_evaluation
+from pipeloom.tracer.export.evaluation import capture_evaluation, cut_evaluation
 
 
 class Modes(nn.Module):

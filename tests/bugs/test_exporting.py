@@ -12,7 +12,7 @@ from torch.nn import functional as fn
 from pipeloom import Job
 from pipeloom.ir.errors import CaptureError
 from pipeloom.tracer.capture import capture
-from pipeloom.tracer.exporting import export
+from pipeloom.tracer.export.export import export
 
 
 class TwoLayers(nn.Module):

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from pipeloom.runtime.file_tier import PAGE, FileTier
-from pipeloom.tracer.split import Slot
+from pipeloom.tracer.stage.split import Slot
 
 SLOT = Slot("made", "a")
 

@@ -19,7 +19,7 @@ from pipeloom import plan as make_plan
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.stages import cut
 from pipeloom.planner import cpu_cluster
-from pipeloom.tracer.evaluation import capture_evaluation, cut_evaluation
+from pipeloom.tracer.export.evaluation import capture_evaluation, cut_evaluation
 
 WIDTH, LENGTH, HEADS = 16, 12, 4
 

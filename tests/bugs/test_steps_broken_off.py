@@ -27,7 +27,7 @@ from pipeloom.runtime.file_tier import FileTier
 from pipeloom.runtime.local_channel import LocalChannel
 from pipeloom.runtime.operations import OperationContext
 from pipeloom.schedules import Operation, declare
-from pipeloom.tracer.functions import stage_residuals
+from pipeloom.tracer.stage.trace import stage_residuals
 
 JOB = zoo.job("skips")
 

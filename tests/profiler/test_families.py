@@ -9,7 +9,7 @@ from pipeloom.planner.cost import CostModel, CostOptions
 from pipeloom.profiler.measure import measure
 from pipeloom.profiler.roofline import roofline
 from pipeloom.tracer.capture import capture
-from pipeloom.tracer.functions import stage_functions
+from pipeloom.tracer.stage.trace import stage_functions
 
 DROPOUT = ("gpt2", "t5")
 JOBS = {name: zoo.job(name) for name in (*zoo.FAMILIES, "gpt", "two_encoders")} | {

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pipeloom.runtime import cuda_tier
 from pipeloom.runtime.cuda_tier import CHUNK, CudaTier
-from pipeloom.tracer.split import Slot
+from pipeloom.tracer.stage.split import Slot
 
 
 class Anything:

@@ -17,8 +17,8 @@ from torch import Tensor
 from pipeloom.ir.errors import ConfigError, OffloadError, PeerError
 from pipeloom.runtime.file_tier import FileTier, lies_in_memory
 from pipeloom.runtime.tiers import Trip
-from pipeloom.tracer.split import Slot
-from pipeloom.tracer.stage import Tensors
+from pipeloom.tracer.stage.split import Slot
+from pipeloom.tracer.stage.stage_functions import Tensors
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from pipeloom.ir.plan import Plan
 from pipeloom.ir.stages import cut
 from pipeloom.runtime.operations import OperationContext
 from pipeloom.schedules import Operation, declare
-from pipeloom.tracer.functions import stage_residuals
+from pipeloom.tracer.stage.trace import stage_residuals
 
 JOB = zoo.job("skips")
 Seen = dict[str, list[set[str]]]

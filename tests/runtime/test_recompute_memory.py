@@ -19,7 +19,7 @@ from pipeloom.ir.stages import cut
 from pipeloom.ir.timeline import Timeline
 from pipeloom.lowering import lower
 from pipeloom.runtime.local_channel import LocalChannel
-from pipeloom.tracer.functions import stage_residuals
+from pipeloom.tracer.stage.trace import stage_residuals
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ from pipeloom import Options, Pipeline
 from pipeloom.ir.memory_policy import MemoryPolicy
 from pipeloom.ir.stages import cut
 from pipeloom.runtime.recorder import Recorder
-from pipeloom.tracer.functions import stage_residuals
+from pipeloom.tracer.stage.trace import stage_residuals
 
 
 @dataclass

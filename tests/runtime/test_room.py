@@ -28,7 +28,7 @@ from pipeloom.runtime.local_channel import LocalChannel
 from pipeloom.runtime.rehearsal import Rehearsal, Walk
 from pipeloom.runtime.tiers import Trip
 from pipeloom.simulator import simulate
-from pipeloom.tracer.functions import stage_residuals
+from pipeloom.tracer.stage.trace import stage_residuals
 
 COUNT = 6
 

@@ -16,7 +16,7 @@ from pipeloom.planner.stagecosts import stage_costs, stage_plan
 from pipeloom.profiler.roofline import roofline
 from pipeloom.runtime.ledger import crossing_bytes
 from pipeloom.tracer.captured import Captured
-from pipeloom.tracer.functions import stage_functions
+from pipeloom.tracer.stage.trace import stage_functions
 
 
 @dataclass(frozen=True, kw_only=True)

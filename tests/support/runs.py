@@ -23,7 +23,7 @@ from pipeloom.runtime.batches import rows_of, signature_of, split_batch
 from pipeloom.runtime.local_channel import LocalChannel, local_channels
 from pipeloom.tracer.capture import capture
 from pipeloom.tracer.captured import Captured
-from pipeloom.tracer.evaluation import capture_evaluation
+from pipeloom.tracer.export.evaluation import capture_evaluation
 from pipeloom.tracer.loss import scalar_loss
 from pipeloom.tracer.once import one_thread
 

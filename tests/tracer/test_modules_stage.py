@@ -19,11 +19,11 @@ from pipeloom import Job
 from pipeloom.ir.errors import CutError
 from pipeloom.ir.graph import Value
 from pipeloom.ir.stages import cut
-from pipeloom.tracer.functions import stage_functions
-from pipeloom.tracer.modules.path import Path, encode
-from pipeloom.tracer.modules.stage import ModuleFunctions
-from pipeloom.tracer.sink import Sink
-from pipeloom.tracer.stage import made_bytes
+from pipeloom.tracer.fallback.path import Path, encode
+from pipeloom.tracer.fallback.stage import ModuleFunctions
+from pipeloom.tracer.stage.gradient_sink import Sink
+from pipeloom.tracer.stage.stage_functions import made_bytes
+from pipeloom.tracer.stage.trace import stage_functions
 
 
 class Sums(dict[str, Tensor], Sink):

@@ -13,7 +13,7 @@ from pipeloom.ir.profile import Profile
 from pipeloom.ir.stages import Stage, cut
 from pipeloom.profiler.measure import measure
 from pipeloom.tracer.captured import Captured
-from pipeloom.tracer.functions import stage_functions
+from pipeloom.tracer.stage.trace import stage_functions
 
 Sizes = dict[str, int]
 

@@ -19,9 +19,9 @@ from pipeloom import Job
 from pipeloom.ir.memory_policy import Treatment
 from pipeloom.ir.stages import StageGraph, cut
 from pipeloom.tracer.captured import Captured
-from pipeloom.tracer.functions import stage_functions, stage_residuals
-from pipeloom.tracer.sink import Sink
-from pipeloom.tracer.stage import StageFunctions
+from pipeloom.tracer.stage.gradient_sink import Sink
+from pipeloom.tracer.stage.stage_functions import StageFunctions
+from pipeloom.tracer.stage.trace import stage_functions, stage_residuals
 
 
 class Nowhere(Sink):

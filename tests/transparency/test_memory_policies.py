@@ -23,8 +23,8 @@ from pipeloom.ir.plan import Plan
 from pipeloom.ir.stages import cut
 from pipeloom.runtime.file_tier import FileTier, FileTrip
 from pipeloom.runtime.local_channel import LocalChannel
-from pipeloom.tracer.functions import stage_residuals
-from pipeloom.tracer.stage import Tensors
+from pipeloom.tracer.stage.stage_functions import Tensors
+from pipeloom.tracer.stage.trace import stage_residuals
 
 WIDTH, ROWS = 6, 2
 LAYERS = (

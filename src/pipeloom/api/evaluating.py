@@ -18,7 +18,7 @@ from ..runtime.batches import agree_on_layouts, signature_of
 from ..runtime.posting import PostedChannel
 from ..runtime.worker import Variant
 from ..tracer.captured import Captured
-from ..tracer.evaluation import capture_evaluation, cut_evaluation
+from ..tracer.export.evaluation import capture_evaluation, cut_evaluation
 from ..tracer.job import Job
 from .variants import make_variant
 

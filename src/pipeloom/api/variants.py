@@ -9,7 +9,7 @@ from ..ir.plan import Plan
 from ..ir.stages import StageGraph
 from ..runtime.worker import Variant
 from ..tracer.captured import Captured
-from ..tracer.functions import stage_functions
+from ..tracer.stage.trace import stage_functions
 
 
 def make_variant(

@@ -18,10 +18,10 @@ from ..ir.graph import Op, OpGraph
 from ..ir.profile import OpCost, Profile, batch_text
 from ..ir.stages import StageGraph, cut
 from ..tracer.captured import Captured
-from ..tracer.functions import stage_functions
-from ..tracer.modules.fallback import Nowhere, initial_state
-from ..tracer.modules.stage import ModuleFunctions
-from ..tracer.stage import Tensors, made_bytes
+from ..tracer.fallback.fallback import Nowhere, initial_state
+from ..tracer.fallback.stage import ModuleFunctions
+from ..tracer.stage.stage_functions import Tensors, made_bytes
+from ..tracer.stage.trace import stage_functions
 from .kernel import LEAST_REPEATS, Timer
 
 

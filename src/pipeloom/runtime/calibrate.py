@@ -19,7 +19,7 @@ from ..ir.cluster import Link
 from ..ir.costs import StageCost
 from ..ir.graph import Value
 from ..ir.stages import StageGraph
-from ..tracer.stage import StageFunctions
+from ..tracer.stage.stage_functions import StageFunctions
 from .channel import Message
 from .ledger import crossing_bytes
 from .posting import PostedChannel

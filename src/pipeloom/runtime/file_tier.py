@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ..ir.errors import ConfigError, OffloadError
 from ..ir.units import format_bytes
-from ..tracer.stage import Tensors
+from ..tracer.stage.stage_functions import Tensors
 from .places import Places
 from .tiers import Layout, Trip, bytes_of
 

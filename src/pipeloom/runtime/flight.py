@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from ..ir.stages import StageGraph
-from ..tracer.stage import StageFunctions, Tensors
+from ..tracer.stage.stage_functions import StageFunctions, Tensors
 from .channel import Message
 from .tiers import Trip
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..ir.action import Action, Instruction, Kind, StageAction
 from ..ir.errors import ScheduleError
 from ..ir.operation import ANCHORS, OPERATIONS, Operation
-from ..tracer.stage import Tensors
+from ..tracer.stage.stage_functions import Tensors
 from .channel import Channel
 from .ledger import Ledger
 from .recorder import Recorder

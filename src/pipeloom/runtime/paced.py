@@ -20,8 +20,8 @@ from ..ir.schedule import Program
 from ..ir.stages import StageGraph
 from ..ir.timeline import Timeline
 from ..tracer.layout import zeros
-from ..tracer.sink import Sink
-from ..tracer.stage import StageFunctions, Tensors
+from ..tracer.stage.gradient_sink import Sink
+from ..tracer.stage.stage_functions import StageFunctions, Tensors
 from .failure import Watch
 from .ledger import Ledger
 from .posting import PostedChannel
@@ -34,7 +34,7 @@ _LOSS = "loss"
 
 @dataclass(kw_only=True, eq=False)
 class PacedFunctions:
-    """A stage that takes its time and makes zeros; see `tracer.stage.StageFunctions`.
+    """A stage that takes its time and makes zeros; see `tracer.stage.stage_functions.StageFunctions`.
 
     cost: how long each function takes.  inputs, outputs: crossing values.
     """

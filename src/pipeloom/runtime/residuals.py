@@ -27,7 +27,7 @@ from ..ir.action import (
     Transfer,
     W,
 )
-from ..tracer.stage import StageFunctions, made_bytes
+from ..tracer.stage.stage_functions import StageFunctions, made_bytes
 from .failure import Watch
 from .flight import Flight
 from .ledger import Ledger

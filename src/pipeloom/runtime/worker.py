@@ -34,7 +34,7 @@ from ..ir.operation import OPERATIONS
 from ..ir.schedule import Program
 from ..ir.ties import reductions
 from ..tracer.layout import zeros
-from ..tracer.stage import StageFunctions, made_bytes
+from ..tracer.stage.stage_functions import StageFunctions, made_bytes
 from .channel import Channel, Message
 from .failure import Watch
 from .flight import Flight

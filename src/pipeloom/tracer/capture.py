@@ -15,15 +15,15 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..ir.errors import CaptureError
+from .blueprint.initialise import Blueprint, blueprint
 from .captured import Captured
-from .exporting import export
-from .initialise import Blueprint, blueprint
+from .export.export import export
+from .export.program import from_program
+from .fallback.fallback import ModuleCut, cut_modules
+from .fallback.python_random import python_random_kept, python_state
 from .job import Job
 from .loss import WithLoss
-from .modules.fallback import ModuleCut, cut_modules
-from .modules.python_random import python_random_kept, python_state
 from .once import one_thread
-from .program import from_program
 from .sample import sample_batch
 
 _log = logging.getLogger("pipeloom")

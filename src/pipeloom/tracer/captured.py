@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, fx
 
 from ..ir.graph import OpGraph
-from .initialise import Blueprint
+from .blueprint.initialise import Blueprint
 
 if TYPE_CHECKING:
-    from .modules.fallback import ModuleCut
+    from .fallback.fallback import ModuleCut
 
 
 @dataclass(eq=False)

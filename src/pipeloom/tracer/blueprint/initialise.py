@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from ..once import one_thread
 from .copies import Copies
-from .once import one_thread
 from .recording import Record, Recorder, Replay
 
 

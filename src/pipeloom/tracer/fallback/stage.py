@@ -18,9 +18,9 @@ from ..job import Job
 from ..layout import alone
 from ..meta import autocast_region
 from ..once import one_thread
-from ..sink import Sink
-from ..split import Slot
-from ..stage import Tensors
+from ..stage.gradient_sink import Sink
+from ..stage.split import Slot
+from ..stage.stage_functions import Tensors
 from .absent import KEEP_TOGETHER
 from .course import LOSS
 from .forward import call_name, seeded
@@ -61,7 +61,7 @@ class _Graph:
 
 @dataclass(eq=False, kw_only=True)
 class ModuleFunctions:
-    """See `tracer.stage.StageFunctions`. The backward runs autograd; split, it runs twice.
+    """See `tracer.stage.stage_functions.StageFunctions`. The backward runs autograd; split, it runs twice.
 
     Ranks that are threads of one process take turns: they may share the model.
 

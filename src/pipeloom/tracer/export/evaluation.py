@@ -14,15 +14,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from ..ir.errors import CutError
-from ..ir.flow import flow_of
-from ..ir.graph import Op, OpGraph
-from ..ir.stages import StageGraph, cut
-from .captured import Captured
-from .exporting import export
-from .job import Job
-from .loss import WithLoss
-from .once import one_thread
+from ...ir.errors import CutError
+from ...ir.flow import flow_of
+from ...ir.graph import Op, OpGraph
+from ...ir.stages import StageGraph, cut
+from ..captured import Captured
+from ..job import Job
+from ..loss import WithLoss
+from ..once import one_thread
+from .export import export
 from .program import from_program
 
 

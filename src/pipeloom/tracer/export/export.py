@@ -18,8 +18,8 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram, default_decompositions
 from torch.export.graph_signature import OutputKind
 
-from ..ir.errors import CaptureError
-from .meta import autocast_region
+from ...ir.errors import CaptureError
+from ..meta import autocast_region
 from .quiet import quiet
 
 _NO_GRAD_REGION = torch.ops.higher_order.wrap_with_set_grad_enabled

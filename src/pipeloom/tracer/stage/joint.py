@@ -26,9 +26,9 @@ from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import traceback
 
-from ..ir.stages import StageGraph
-from .captured import Captured
-from .layout import Order, alone, copied, order_of, zeros
+from ...ir.stages import StageGraph
+from ..captured import Captured
+from ..layout import Order, alone, copied, order_of, zeros
 
 
 @dataclass(eq=False)

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from .sink import Sink
+from .gradient_sink import Sink
 from .split import Slot
 
 Tensors = dict[Slot, Any]

@@ -11,12 +11,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
-from ..ir.errors import CaptureError
-from .captured import Captured
+from ...ir.errors import CaptureError
+from ..blueprint.initialise import Blueprint
+from ..captured import Captured
+from ..job import Job
+from ..meta import propagate
 from .describe import describe
-from .initialise import Blueprint
-from .job import Job
-from .meta import propagate
 from .operands import unfold_copies
 
 _ASSERTIONS = {

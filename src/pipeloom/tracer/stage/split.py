@@ -20,14 +20,14 @@ from typing import NamedTuple
 from torch import Tensor, fx
 from torch.fx.node import Argument
 
-from ..ir.memory_policy import Residual
+from ...ir.memory_policy import Residual
+from ..layout import copied, lies_so
+from ..random import draws, seed_draws
+from .gradient_sink import add_gradient, add_products
 from .in_place import add_in_place
 from .joint import Joint
-from .layout import copied, lies_so
 from .naming import residual_names
-from .random import draws, seed_draws
 from .recompute import ancestors, chain, describe_residuals
-from .sink import add_gradient, add_products
 from .views import is_view, root
 
 

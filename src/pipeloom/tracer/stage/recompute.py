@@ -12,12 +12,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 import torch
 from torch import fx
 
-from ..ir.errors import PlanError
-from ..ir.memory_policy import Residual, Treatment
+from ...ir.errors import PlanError
+from ...ir.memory_policy import Residual, Treatment
+from ..meta import tensors_of
+from ..random import draws
 from .joint import Joint
-from .meta import tensors_of
 from .naming import op_of
-from .random import draws
 from .views import is_view
 
 

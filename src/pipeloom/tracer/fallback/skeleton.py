@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..initialise import Blueprint
+from ..blueprint.initialise import Blueprint
 
 if TYPE_CHECKING:
     from .forward import Forward

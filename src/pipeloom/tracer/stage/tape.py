@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import fx
 
-from .meta import tensors_of
+from ..meta import tensors_of
 
 Boxed = Callable[[list[Any]], tuple[Any, ...]]
 

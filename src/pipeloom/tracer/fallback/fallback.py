@@ -14,13 +14,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ...ir.errors import CaptureError, CutError, PipeloomError
 from ...ir.graph import OpGraph, Value
 from ...ir.stages import StageGraph
-from ..describe import model_buffers, model_parameters
-from ..initialise import Blueprint
+from ..blueprint.initialise import Blueprint
+from ..export.describe import model_buffers, model_parameters
 from ..job import Job
 from ..layout import zeros
 from ..meta import autocast_region
-from ..sink import Sink
-from ..stage import made_bytes
+from ..stage.gradient_sink import Sink
+from ..stage.stage_functions import made_bytes
 from .course import LOSS, Course
 from .materials import Materials, make
 from .path import PATH, Path, encode
@@ -226,7 +226,7 @@ def module_functions(
     device: str = "cpu",
     compiled: bool = False,
 ) -> ModuleFunctions:
-    """The functions of one stage; see `tracer.functions.stage_functions`."""
+    """The functions of one stage; see `tracer.stage.trace.stage_functions`."""
     task = task_of(cut.course, cut.members, cut.units, stages, index)
     received = {c.value.name: c.value for c in stages.crossings if c.target == index}
     sent = {c.value.name: graph.value[c.value.name] for c in stages.crossings if c.source == index}
