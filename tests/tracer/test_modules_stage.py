@@ -19,8 +19,8 @@ from pipeloom import Job
 from pipeloom.ir.errors import CutError
 from pipeloom.ir.graph import Value
 from pipeloom.ir.stages import cut
-from pipeloom.tracer.fallback.path import Path, encode
-from pipeloom.tracer.fallback.stage import ModuleFunctions
+from pipeloom.tracer.fallback.forward_path import Path, encode
+from pipeloom.tracer.fallback.stage_functions import ModuleFunctions
 from pipeloom.tracer.stage.gradient_sink import Sink
 from pipeloom.tracer.stage.stage_functions import made_bytes
 from pipeloom.tracer.stage.trace import stage_functions

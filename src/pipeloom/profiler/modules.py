@@ -18,8 +18,8 @@ from ..ir.graph import Op, OpGraph
 from ..ir.profile import OpCost, Profile, batch_text
 from ..ir.stages import StageGraph, cut
 from ..tracer.captured import Captured
-from ..tracer.fallback.fallback import Nowhere, initial_state
-from ..tracer.fallback.stage import ModuleFunctions
+from ..tracer.fallback.capture import Nowhere, initial_state
+from ..tracer.fallback.stage_functions import ModuleFunctions
 from ..tracer.stage.stage_functions import Tensors, made_bytes
 from ..tracer.stage.trace import stage_functions
 from .kernel import LEAST_REPEATS, Timer

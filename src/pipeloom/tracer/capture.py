@@ -19,7 +19,7 @@ from .blueprint.initialise import Blueprint, blueprint
 from .captured import Captured
 from .export.export import export
 from .export.program import from_program
-from .fallback.fallback import ModuleCut, cut_modules
+from .fallback.capture import ModuleCut, cut_modules
 from .fallback.python_random import python_random_kept, python_state
 from .job import Job
 from .loss import WithLoss

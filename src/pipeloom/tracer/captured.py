@@ -13,7 +13,7 @@ from ..ir.graph import OpGraph
 from .blueprint.initialise import Blueprint
 
 if TYPE_CHECKING:
-    from .fallback.fallback import ModuleCut
+    from .fallback.capture import ModuleCut
 
 
 @dataclass(eq=False)

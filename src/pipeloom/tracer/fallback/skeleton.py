@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ..blueprint.initialise import Blueprint
 
 if TYPE_CHECKING:
-    from .forward import Forward
+    from .intercepted_forward import Forward
 
 Slot = tuple[Any, Any]
 """A dict or list, and the key under which it holds a tensor."""

@@ -17,7 +17,7 @@ from ...ir.errors import PlanError
 from ...ir.memory_policy import Residual, Treatment
 from ...ir.stages import StageGraph
 from ..captured import Captured
-from ..fallback.fallback import module_functions
+from ..fallback.capture import module_functions
 from ..layout import Order, alone
 from ..meta import tensors_of
 from ..once import one_thread

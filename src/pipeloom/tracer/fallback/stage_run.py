@@ -24,14 +24,14 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...ir.errors import CutError
 from ..job import Job
-from .absent import KEEP_TOGETHER, Missing, call_without_data, has_no_data, missing_in
-from .course import Call
-from .forward import Forward, call_name, glue_name, seeded
+from .absent_tensors import KEEP_TOGETHER, Missing, call_without_data, has_no_data, missing_in
+from .forward_path import Path
 from .functions import LIKE, PLACES, READS, SILENT, leaves_in
-from .path import Path
-from .reading import convert, count_of, numbers_of
+from .intercepted_forward import Forward, call_name, glue_name, seeded
+from .read_values import convert, count_of, numbers_of
+from .recorded_run import Call
 from .skeleton import Skeleton, Unit
-from .task import Entry, Task
+from .stage_task import Entry, Task
 
 
 class _Stop(BaseException):

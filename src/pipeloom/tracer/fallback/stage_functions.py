@@ -21,14 +21,14 @@ from ..once import one_thread
 from ..stage.gradient_sink import Sink
 from ..stage.split import Slot
 from ..stage.stage_functions import Tensors
-from .absent import KEEP_TOGETHER
-from .course import LOSS
-from .forward import call_name, seeded
-from .meter import Meter
-from .path import PATH, Path, decode, encode
-from .replay import Handed, StageRun
+from .absent_tensors import KEEP_TOGETHER
+from .forward_path import PATH, Path, decode, encode
+from .intercepted_forward import call_name, seeded
+from .memory_meter import Meter
+from .recorded_run import LOSS
 from .skeleton import Skeleton, Unit
-from .task import Task
+from .stage_run import Handed, StageRun
+from .stage_task import Task
 
 _GRAPH = Slot("graph", "autograd")
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec
 
 from ...ir.graph import Value
-from .forward import START
+from .intercepted_forward import START
 
 LOSS = "=loss"
 """Name of the loss; no module can have it."""

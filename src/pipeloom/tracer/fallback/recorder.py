@@ -21,15 +21,15 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ...ir.graph import Value
 from ..job import Job
 from ..meta import tensors_of
-from .course import LOSS, Call, Course, Step, is_source
-from .forward import START, Forward, call_name, glue_name, seeded
 from .functions import DETACHING, RANDOM, READS, SHAPES, leaves_in, open_up, sized_by_data
-from .isolated import Isolated
-from .materials import Materials
-from .meter import Meter
+from .intercepted_forward import START, Forward, call_name, glue_name, seeded
+from .memory_meter import Meter
 from .python_random import python_state
-from .reading import convert, count_of, numbers_of
+from .read_values import convert, count_of, numbers_of
+from .recorded_run import LOSS, Call, Course, Step, is_source
 from .skeleton import Skeleton, Unit
+from .trial_parameters import Materials
+from .unit_call import Isolated
 
 
 class Known(NamedTuple):

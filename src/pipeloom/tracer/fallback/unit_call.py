@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from .course import Output
-from .forward import output_name
 from .functions import open_up
-from .meter import Meter
+from .intercepted_forward import output_name
+from .memory_meter import Meter
+from .recorded_run import Output
 from .skeleton import Skeleton, Unit
 
 

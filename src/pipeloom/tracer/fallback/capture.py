@@ -21,15 +21,15 @@ from ..layout import zeros
 from ..meta import autocast_region
 from ..stage.gradient_sink import Sink
 from ..stage.stage_functions import made_bytes
-from .course import LOSS, Course
-from .materials import Materials, make
-from .path import PATH, Path, encode
-from .record import Recorder
+from .forward_path import PATH, Path, encode
+from .recorded_ops import Member, wire
+from .recorded_run import LOSS, Course
+from .recorder import Recorder
 from .skeleton import Skeleton
-from .stage import ModuleFunctions
-from .task import task_of
+from .stage_functions import ModuleFunctions
+from .stage_task import task_of
+from .trial_parameters import Materials, make
 from .units import derive_units, is_container, listed_units, size_of
-from .wiring import Member, wire
 
 _log = logging.getLogger("pipeloom")
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 from ...ir.errors import CutError
 from ...ir.graph import Op, Value
-from .absent import KEEP_TOGETHER
-from .course import LOSS, Course, Step, is_source
-from .path import PATH, room
+from .absent_tensors import KEEP_TOGETHER
+from .forward_path import PATH, room
+from .recorded_run import LOSS, Course, Step, is_source
 from .skeleton import Skeleton
 
 

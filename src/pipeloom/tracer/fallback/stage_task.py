@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ...ir.stages import StageGraph
-from .course import LOSS, Call, Course
-from .forward import call_name
+from .forward_path import PATH
 from .functions import RANDOM
-from .path import PATH
-from .wiring import Member, is_dynamic
+from .intercepted_forward import call_name
+from .recorded_ops import Member, is_dynamic
+from .recorded_run import LOSS, Call, Course
 
 
 @dataclass(frozen=True, kw_only=True)
