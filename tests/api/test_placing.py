@@ -17,7 +17,7 @@ from pipeloom.ir.plan import Plan
 from pipeloom.ir.units import format_bytes
 from pipeloom.lowering import lower
 from pipeloom.planner import cpu_cluster, explain, limits
-from pipeloom.schedules.csv import program_text
+from pipeloom.schedules.formats.csv import program_text
 
 SEVERAL = ["zb_v", "interleaved_1f1b", "dualpipe"]
 

@@ -13,7 +13,7 @@ from pipeloom.ir.errors import ConfigError, PlanError, ScheduleError
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.schedule import Schedule, parse_rows
 from pipeloom.ir.stages import chain
-from pipeloom.schedules.csv import parse_schedule
+from pipeloom.schedules.formats.csv import parse_schedule
 
 
 @pytest.mark.parametrize("text", ["F" + "9" * 5000, "0F" + "9" * 5000, "9" * 5000 + "F1_0"])

@@ -20,7 +20,7 @@ from pipeloom.ir.graph import Op, OpGraph, Value
 from pipeloom.ir.plan import Plan, StagePlan, load_plan
 from pipeloom.ir.schedule import Schedule, parse_pairs, parse_program, parse_rows
 from pipeloom.ir.stages import chain
-from pipeloom.schedules.csv import parse_schedule, read_schedule
+from pipeloom.schedules.formats.csv import parse_schedule, read_schedule
 
 CALM = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 QUICK = settings(max_examples=150, deadline=None, suppress_health_check=CALM)

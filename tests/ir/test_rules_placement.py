@@ -11,7 +11,7 @@ from pipeloom.checks.schedules import check
 from pipeloom.ir.errors import ScheduleError
 from pipeloom.ir.schedule import Schedule, parse_rows
 from pipeloom.ir.stages import chain
-from pipeloom.schedules.csv import parse_schedule
+from pipeloom.schedules.formats.csv import parse_schedule
 
 
 def hand(*rows: str, placement: tuple[int, ...] = (0, 1)) -> Schedule:

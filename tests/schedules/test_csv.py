@@ -13,7 +13,7 @@ from pipeloom.ir.action import Action
 from pipeloom.ir.errors import ScheduleError
 from pipeloom.ir.flow import dag
 from pipeloom.lowering import lower
-from pipeloom.schedules import csv
+from pipeloom.schedules.formats import csv
 
 NAMES = [
     "gpipe",

@@ -24,7 +24,7 @@ from pipeloom.ir.stages import chain
 from pipeloom.ir.timeline import Timeline
 from pipeloom.lowering import lower
 from pipeloom.schedules import Recipe, Shape, make, phases, shape_of
-from pipeloom.schedules.csv import parse_schedule, schedule_text
+from pipeloom.schedules.formats.csv import parse_schedule, schedule_text
 from pipeloom.simulator import simulate
 
 

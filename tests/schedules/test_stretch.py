@@ -14,7 +14,7 @@ from pipeloom.checks.schedules import check
 from pipeloom.ir.errors import DeadlockError
 from pipeloom.ir.schedule import Schedule
 from pipeloom.schedules import Recipe, make, path_clock
-from pipeloom.schedules.stretch import stretched
+from pipeloom.schedules.list_scheduler.stretch import stretched
 
 
 @pytest.mark.parametrize("times", [(1.0, 1.0, 1.0), (1.0, 1.4, 0.6)])

@@ -21,8 +21,8 @@ from ..ir.stages import StageGraph, chain
 from ..ir.timeline import Timeline
 from ..ir.units import format_bytes, parse_bytes
 from ..lowering import lower
-from ..schedules.csv import program_text, read_schedule, schedule_text
-from ..schedules.own import load_file
+from ..schedules.formats.csv import program_text, read_schedule, schedule_text
+from ..schedules.language.user_files import load_file
 from ..simulator import Summary, simulate, summarise
 from ..simulator import explain as explain_timeline
 from .times import UNIT, Work, load_work, stage_costs, with_transfers

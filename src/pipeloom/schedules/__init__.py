@@ -2,11 +2,11 @@
 
 from ..ir.operation import declare
 from ..ir.replicas import replicate
-from .language import Operation, Recipe, best, fastest, make, order, path_clock, phases, turns
-from .own import names_own
+from .language.build import Operation, Recipe, best, fastest, make, order, path_clock, phases, turns
+from .language.user_files import names_own
 from .placements import both_ways, loop, spread, wave
 from .registry import Entry, Times, build, entry, in_flight, names, register, shape_of, usual
-from .shape import Shape
+from .language.shape import Shape
 
 __all__ = [
     "Entry",

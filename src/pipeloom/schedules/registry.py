@@ -18,12 +18,15 @@ from ..ir.errors import ScheduleError
 from ..ir.replicas import replicate
 from ..ir.schedule import Pair, Schedule
 from ..ir.stages import StageGraph, chain
-from . import forward_only, gpipe, grouped, one_f_one_b, two_ways, variants, vee, zb
-from .csv import read_schedule
-from .language import Recipe, fastest
-from .own import LISTED, load_own, names_own, parts
+from .families import bidirectional as two_ways
+from .families import forward_only, gpipe, grouped, one_f_one_b, variants
+from .families import v_shaped as vee
+from .families import zero_bubble as zb
+from .formats.csv import read_schedule
+from .language.build import Recipe, fastest
+from .language.shape import Shape
+from .language.user_files import LISTED, load_own, names_own, parts
 from .placements import RankTable, both_ways, loop, spread, wave
-from .shape import Shape
 
 Rows: TypeAlias = Iterable[Iterable[Action]]
 

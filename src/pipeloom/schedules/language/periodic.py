@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..ir.action import B, Kind
+from ...ir.action import B, Kind
 
 
 @dataclass(frozen=True)

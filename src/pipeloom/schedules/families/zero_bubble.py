@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import inf
 
-from ..ir.action import F, I
-from .language import Recipe, Shape, options, path_clock, phases
-from .task import EPS
+from ...ir.action import F, I
+from ..language.build import Recipe, Shape, options, path_clock, phases
+from ..list_scheduler.task import EPS
 
 
 def zb_h1(s: Shape) -> list[Recipe]:

@@ -9,10 +9,10 @@ Source: GPipe, arXiv 1811.06965. Idle share with p equal stages and m micro-batc
 
 from __future__ import annotations
 
-from ..ir.action import Action
-from ..ir.columns import Rows
-from ..ir.flow import flow_of
-from ..ir.stages import StageGraph
+from ...ir.action import Action
+from ...ir.columns import Rows
+from ...ir.flow import flow_of
+from ...ir.stages import StageGraph
 from .clock import distance_from_start, distance_to_end, rows_by_clock
 
 

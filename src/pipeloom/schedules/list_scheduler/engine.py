@@ -15,10 +15,10 @@ from math import inf
 
 import numpy as np
 
-from ..ir.action import Action
-from ..ir.columns import Rows
-from ..ir.errors import DeadlockError
-from ..ir.schedule import Pair
+from ...ir.action import Action
+from ...ir.columns import Rows
+from ...ir.errors import DeadlockError
+from ...ir.schedule import Pair
 from . import inner_loop
 from .inner_loop import FILLABLE, TOO_LONG, State, Tables
 from .tables import as_lists, columns_in, tables_of

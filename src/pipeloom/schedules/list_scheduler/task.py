@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from ..ir.action import Action, Kind
-from ..ir.columns import Rows
-from ..ir.schedule import Pair
+from ...ir.action import Action, Kind
+from ...ir.columns import Rows
+from ...ir.schedule import Pair
 
 EPS = 1e-9
 """Times and sizes this close (relative to 1 s, 1 unit) are equal."""

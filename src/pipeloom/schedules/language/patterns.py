@@ -7,9 +7,9 @@ from typing import Any, overload
 
 import numpy as np
 
-from ..ir.action import Action, F, Kind, W
-from ..ir.columns import CODE, Columns, Longs, Rows, columns_of, compute_columns
-from ..ir.errors import ScheduleError
+from ...ir.action import Action, F, Kind, W
+from ...ir.columns import CODE, Columns, Longs, Rows, columns_of, compute_columns
+from ...ir.errors import ScheduleError
 from .shape import Shape
 
 

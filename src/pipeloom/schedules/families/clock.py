@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..ir.action import Action
-from ..ir.columns import B_, F_, Codes, Ints, Rows, compute_columns
-from ..ir.flow import Flow
+from ...ir.action import Action
+from ...ir.columns import B_, F_, Codes, Ints, Rows, compute_columns
+from ...ir.flow import Flow
 
 
 def distance_from_start(flow: Flow, placement: Sequence[int]) -> dict[int, int]:

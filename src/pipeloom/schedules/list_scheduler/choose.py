@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import inf
 
-from ..ir.action import B, F
-from ..ir.errors import DeadlockError, ScheduleError
+from ...ir.action import B, F
+from ...ir.errors import DeadlockError, ScheduleError
+from ..language.made import Made
+from ..language.recipe import Recipe
+from ..language.shape import Shape
 from .assemble import assemble
 from .engine import run
 from .inserted import put_in
-from .made import Made
-from .recipe import Recipe
-from .shape import Shape
 from .stretch import stretched
 from .task import EPS
 

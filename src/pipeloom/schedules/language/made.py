@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ..list_scheduler.task import Outcome
 from .recipe import Recipe
-from .task import Outcome
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,11 +18,11 @@ from itertools import permutations, starmap
 import numpy as np
 from numpy.typing import NDArray
 
-from ..ir.action import F, I, Kind, W
-from .periodic import Periodic
-from .placements import wave
-from .shape import Shape
-from .task import EPS
+from ...ir.action import F, I, Kind, W
+from ..language.periodic import Periodic
+from ..language.shape import Shape
+from ..list_scheduler.task import EPS
+from ..placements import wave
 
 Floats = NDArray[np.float64]
 

@@ -13,10 +13,10 @@ Idle share with p equal stages and m micro-batches: (p-1)/(m+p-1).
 
 from __future__ import annotations
 
-from ..ir.action import Action
-from ..ir.columns import Rows
-from ..ir.flow import flow_of
-from ..ir.stages import StageGraph
+from ...ir.action import Action
+from ...ir.columns import Rows
+from ...ir.flow import flow_of
+from ...ir.stages import StageGraph
 from .clock import distance_to_end, rows_by_clock
 
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from ..ir.action import Action, Kind
-from ..ir.errors import ScheduleError
-from ..ir.operation import OPERATIONS, Operation
+from ...ir.action import Action, Kind
+from ...ir.errors import ScheduleError
+from ...ir.operation import OPERATIONS, Operation
 
 PerRank: TypeAlias = Callable[[int], float]
 RowMaker: TypeAlias = Callable[[int], Iterable[Action]]

@@ -14,10 +14,10 @@ from dataclasses import replace
 from itertools import islice
 from typing import TypeAlias
 
-from ..ir.action import Action, F, I, W
+from ...ir.action import Action, F, I, W
+from ..language.build import Recipe, Shape, options, path_clock, timings
+from ..language.periodic import Periodic
 from .blocks import block_clock
-from .language import Recipe, Shape, options, path_clock, timings
-from .periodic import Periodic
 
 Pace: TypeAlias = tuple[str, tuple[float, ...], tuple[float, ...], tuple[float, float, float]]
 """Which forwards may run early, and the forward, backward and turns of `path_clock`."""

@@ -9,11 +9,11 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ..ir.action import Action, F, Kind
-from ..ir.columns import CODE, KINDS, Columns, Longs
-from ..ir.errors import ScheduleError
+from ...ir.action import Action, F, Kind
+from ...ir.columns import CODE, KINDS, Columns, Longs
+from ...ir.errors import ScheduleError
+from ..language.periodic import Periodic
 from .inner_loop import ALL, NONE, WARM, State, Tables
-from .periodic import Periodic
 from .task import Stream, Task
 
 NEVER = 1 << 40

@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
-from ..ir.action import Action, B, F, I, Kind, W
-from .language import Recipe, Shape, options, path_clock
-from .placements import both_ways, wave
-from .vee import zb_v_recipes
+from ...ir.action import Action, B, F, I, Kind, W
+from ..language.build import Recipe, Shape, options, path_clock
+from ..placements import both_ways, wave
+from .v_shaped import zb_v_recipes
 
 
 def chimera(s: Shape) -> list[Recipe]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ..ir.errors import ScheduleError
+from ...ir.errors import ScheduleError
 
 LISTED = (".csv", ".txt")
 """How the names of files end that list every action."""

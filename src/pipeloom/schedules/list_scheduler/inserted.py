@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from ..ir.action import Action
-from ..ir.operation import Operation
-from .shape import Shape
+from ...ir.action import Action
+from ...ir.operation import Operation
+from ..language.shape import Shape
 from .task import Outcome
 
 Near = dict[Action, list[Action]]

@@ -7,10 +7,10 @@
 
 from __future__ import annotations
 
-from ..ir.action import Action
-from ..ir.columns import Rows
-from ..ir.flow import flow_of
-from ..ir.stages import StageGraph
+from ...ir.action import Action
+from ...ir.columns import Rows
+from ...ir.flow import flow_of
+from ...ir.stages import StageGraph
 from .clock import distance_from_start, rows_by_clock
 
 

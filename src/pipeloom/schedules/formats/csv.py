@@ -17,7 +17,7 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from ..ir.action import (
+from ...ir.action import (
     RECV_B,
     RECV_F,
     SEND_B,
@@ -33,8 +33,8 @@ from ..ir.action import (
     W,
     shown,
 )
-from ..ir.errors import ScheduleError
-from ..ir.schedule import Pair, Program, Schedule
+from ...ir.errors import ScheduleError
+from ...ir.schedule import Pair, Program, Schedule
 from .text import from_rows, parse_text
 
 _CELL = re.compile(r"([0-9]{1,9})(F|B|I|W|SEND_F|RECV_F|SEND_B|RECV_B)([0-9]{1,9})")

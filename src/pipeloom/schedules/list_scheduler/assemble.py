@@ -8,14 +8,14 @@ from math import inf
 
 import numpy as np
 
-from ..ir.action import Action, B, F, I, Kind, W
-from ..ir.columns import B_, Columns, Rows, columns_of
-from ..ir.costs import pair_seconds
-from ..ir.dependencies import gives, needs
-from ..ir.errors import ScheduleError
-from ..ir.operation import OPERATIONS, Operation
-from .recipe import Recipe, per_rank
-from .shape import Shape
+from ...ir.action import Action, B, F, I, Kind, W
+from ...ir.columns import B_, Columns, Rows, columns_of
+from ...ir.costs import pair_seconds
+from ...ir.dependencies import gives, needs
+from ...ir.errors import ScheduleError
+from ...ir.operation import OPERATIONS, Operation
+from ..language.recipe import Recipe, per_rank
+from ..language.shape import Shape
 from .task import Stream, Task
 
 

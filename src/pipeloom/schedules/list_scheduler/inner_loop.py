@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from ..ir.kernels import in_place
+from ...ir.kernels import in_place
 from .task import EPS
 
 if TYPE_CHECKING:

@@ -12,11 +12,11 @@ from itertools import takewhile
 
 import numpy as np
 
-from ..ir.action import F
-from ..ir.columns import F_, Columns, Rows, columns_of
-from .made import Made
-from .recipe import Recipe, per_rank
-from .shape import Shape
+from ...ir.action import F
+from ...ir.columns import F_, Columns, Rows, columns_of
+from ..language.made import Made
+from ..language.recipe import Recipe, per_rank
+from ..language.shape import Shape
 from .task import EPS, Outcome
 
 MOST = 4

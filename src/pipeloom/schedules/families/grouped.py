@@ -19,10 +19,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import gcd
 
-from ..ir.action import Action, B, F, I, Kind, W
-from ..ir.columns import Rows
-from .language import Recipe, Shape, options, path_clock, phases, timings, turns
-from .periodic import Periodic
+from ...ir.action import Action, B, F, I, Kind, W
+from ...ir.columns import Rows
+from ..language.build import Recipe, Shape, options, path_clock, phases, timings, turns
+from ..language.periodic import Periodic
 
 
 def looped_bfs(s: Shape) -> Recipe:

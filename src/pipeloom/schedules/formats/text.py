@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..ir.action import Action
-from ..ir.errors import ScheduleError
-from ..ir.schedule import Pair, Schedule, parse_pairs, parse_rows
+from ...ir.action import Action
+from ...ir.errors import ScheduleError
+from ...ir.schedule import Pair, Schedule, parse_pairs, parse_rows
 
 
 def parse_text(text: str, *, name: str = "text") -> Schedule:

@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from ..ir.action import Action, B, F, I, Kind, W
-from ..ir.costs import StageCost, action_seconds
-from ..ir.errors import ScheduleError
-from ..ir.flow import Flow, flow_of
-from ..ir.operation import OPERATIONS
-from ..ir.stages import StageGraph
+from ...ir.action import Action, B, F, I, Kind, W
+from ...ir.costs import StageCost, action_seconds
+from ...ir.errors import ScheduleError
+from ...ir.flow import Flow, flow_of
+from ...ir.operation import OPERATIONS
+from ...ir.stages import StageGraph
 from .periodic import Periodic
 
 
