@@ -18,7 +18,8 @@ from pipeloom.ir.schedule import Program, parse_program
 from pipeloom.ir.stages import StageGraph, chain
 from pipeloom.ir.timeline import Event, Timeline
 from pipeloom.lowering import lower
-from pipeloom.simulator import explain, simulate
+from pipeloom.simulator import simulate
+from pipeloom.simulator.explain import explain
 
 
 def links(ranks: int, latency_s: float = 0.0, bytes_per_s: float = float("inf")) -> Cluster:

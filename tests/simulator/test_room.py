@@ -20,7 +20,8 @@ from pipeloom.ir.schedule import Program, parse_program
 from pipeloom.ir.stages import chain
 from pipeloom.ir.timeline import Timeline
 from pipeloom.lowering import lower
-from pipeloom.simulator import explain, simulate
+from pipeloom.simulator import simulate
+from pipeloom.simulator.explain import explain
 
 COST = StageCost(
     forward_s=1.0,

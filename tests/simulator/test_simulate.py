@@ -14,7 +14,7 @@ from pipeloom.ir.stages import StageGraph, chain
 from pipeloom.ir.timeline import Timeline
 from pipeloom.lowering import lower
 from pipeloom.simulator import describe, simulate, summarise
-from pipeloom.simulator.engine import all_reduce_s
+from pipeloom.simulator.simulate import all_reduce_s
 
 
 def cluster(ranks: int, bandwidth: float = float("inf"), latency: float = 0.0) -> Cluster:

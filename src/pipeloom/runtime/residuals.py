@@ -143,7 +143,7 @@ class Residuals:
         """While the next instruction would pass the cap, wait for copies to the tier to end, oldest first,
         and when all have, for messages of this rank to be taken.
 
-        The simulator waits for copies the same way (`simulator.room`), and lets messages go when they have
+        The simulator waits for copies the same way (`simulator.cap_waits`), and lets messages go when they have
         travelled. So what a plan's peak counts on has been taken once its receiver has come as far as in the
         simulation, for which nothing later of this rank is needed: where that peak keeps the cap, these
         waits end.

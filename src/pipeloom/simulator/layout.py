@@ -34,10 +34,10 @@ from ..ir.operation import ANCHORS, OPERATIONS
 from ..ir.schedule import Program
 from ..ir.stages import StageGraph
 from ..ir.ties import reductions
-from .sharing import copy_s, sharing_of, transfer_s
-from .state import COMPUTES, OTHER, RECEIVES, SENDS, Floats, Layout
-from .sums import all_reduce_s as all_reduce_s
-from .sums import sums_of
+from .all_reduce import all_reduce_s as all_reduce_s
+from .all_reduce import sums_of
+from .loop_state import COMPUTES, OTHER, RECEIVES, SENDS, Floats, Layout
+from .shared_links import copy_s, sharing_of, transfer_s
 
 STREAMS = ("compute", "send", "host", "d2h", "h2d")
 """Streams by their number in a layout."""

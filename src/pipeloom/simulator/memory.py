@@ -36,8 +36,8 @@ from ..ir.schedule import Program
 from ..ir.stages import StageGraph
 from ..ir.timeline import MemoryCurve
 from .layout import line_bytes
-from .replay import RESIDUALS, Books, Lent, replay
-from .state import Floats, Layout, State
+from .loop_state import Floats, Layout, State
+from .memory_replay import RESIDUALS, Books, Lent, replay
 
 KINDS = (*STATIC_KINDS, "residuals", "boundary", "transient")
 """The last three in the order of `replay`."""

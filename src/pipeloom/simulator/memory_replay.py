@@ -13,7 +13,7 @@ import numpy as np
 
 from ..ir.columns import RECV_B_, RECV_F_, SEND_F_, Bools, Ints, Longs
 from ..ir.kernels import in_place, kernel
-from .state import Floats, Layout, State
+from .loop_state import Floats, Layout, State
 
 RESIDUALS, BOUNDARY, TRANSIENT = 0, 1, 2
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ..ir.action import STEP
-from ..ir.cluster import Cluster
-from ..ir.explanation import Explanation, Idle, Reason
-from ..ir.schedule import Program
-from ..ir.stages import StageGraph
-from ..ir.timeline import Timeline
+from ...ir.action import STEP
+from ...ir.cluster import Cluster
+from ...ir.explanation import Explanation, Idle, Reason
+from ...ir.schedule import Program
+from ...ir.stages import StageGraph
+from ...ir.timeline import Timeline
 from .causes import Causes
 from .items import Item
 

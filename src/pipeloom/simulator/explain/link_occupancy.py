@@ -14,18 +14,18 @@ from typing import TypeAlias
 
 import numpy as np
 
-from ..ir.action import REDUCE
-from ..ir.cluster import Cluster
-from ..ir.columns import SEND_B_, SEND_F_
-from ..ir.flow import Flow
-from ..ir.schedule import Program
-from ..ir.stages import StageGraph
-from ..ir.ties import reductions
-from .happened import COPY_STREAMS, Happened, Times
+from ...ir.action import REDUCE
+from ...ir.cluster import Cluster
+from ...ir.columns import SEND_B_, SEND_F_
+from ...ir.flow import Flow
+from ...ir.schedule import Program
+from ...ir.stages import StageGraph
+from ...ir.ties import reductions
+from ..all_reduce import held_s
+from ..layout import line_bytes
+from ..shared_links import crosses
 from .items import Item, Key
-from .layout import line_bytes
-from .sharing import crosses
-from .sums import held_s
+from .timeline_index import COPY_STREAMS, Happened, Times
 
 Link: TypeAlias = tuple[str, int | str]
 """("out of" or "into", a node); or (a copy stream, a switch)."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..ir.kernels import kernel
-from .state import State
+from .loop_state import State
 
 
 @kernel

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ..ir.kernels import kernel
-from .requests import request
-from .state import Layout, State
+from .link_queue import request
+from .loop_state import Layout, State
 
 
 @kernel

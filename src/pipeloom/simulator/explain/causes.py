@@ -15,33 +15,21 @@ from itertools import pairwise
 
 import numpy as np
 
-from ..checks.operations import met
-from ..ir.action import (
-    OFFLOAD,
-    RECOMPUTE,
-    REDUCE,
-    RELOAD,
-    STEP,
-    Action,
-    B,
-    F,
-    I,
-    Kind,
-    parse_action,
-)
-from ..ir.cluster import Cluster
-from ..ir.columns import RECV_B_, RECV_F_, SEND_B_, SEND_F_, Columns
-from ..ir.dependencies import gives, needs
-from ..ir.explanation import PathStep
-from ..ir.flow import flow_of
-from ..ir.operation import OPERATIONS
-from ..ir.schedule import Program
-from ..ir.stages import StageGraph
-from ..ir.ties import reductions
-from ..ir.timeline import Timeline
-from .happened import Happened
-from .holders import Holders
+from ...checks.operations import met
+from ...ir.action import OFFLOAD, RECOMPUTE, REDUCE, RELOAD, STEP, Action, B, F, I, Kind, parse_action
+from ...ir.cluster import Cluster
+from ...ir.columns import RECV_B_, RECV_F_, SEND_B_, SEND_F_, Columns
+from ...ir.dependencies import gives, needs
+from ...ir.explanation import PathStep
+from ...ir.flow import flow_of
+from ...ir.operation import OPERATIONS
+from ...ir.schedule import Program
+from ...ir.stages import StageGraph
+from ...ir.ties import reductions
+from ...ir.timeline import Timeline
 from .items import Ends, Item, Key
+from .link_occupancy import Holders
+from .timeline_index import Happened
 
 COPIES = {OFFLOAD: "d2h", RELOAD: "h2d"}
 """Kind -> the stream that it runs on."""

@@ -17,7 +17,7 @@ from ..ir.cluster import Cluster
 from ..ir.columns import OFFLOAD_, RECOMPUTE_, RELOAD_, SEND_B_, SEND_F_, Columns, Ints, Longs, starts_of
 from ..ir.costs import StageCost
 from ..ir.schedule import Program
-from .state import COPY_LANES, Sharing
+from .loop_state import COPY_LANES, Sharing
 
 _NO_INTS, _NO_FLOATS = np.zeros(0, np.int32), np.zeros(0)
 _NONE = Sharing(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import TypeAlias
 
-from ..ir.timeline import Timeline
-from .event_array import Listed, Spans
+from ...ir.timeline import Timeline
+from ..event_array import Listed, Spans
 from .items import Item, Key
 
 COPY_STREAMS = ("d2h", "h2d")

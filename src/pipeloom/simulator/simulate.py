@@ -16,14 +16,14 @@ from ..ir.eviction import EVICT, FETCH
 from ..ir.schedule import Program
 from ..ir.stages import StageGraph
 from ..ir.timeline import Curves, Timeline
-from .core import run, run_sharing
+from .cap_waits import next_room
 from .event_array import Spans
-from .held import held_longer
+from .event_loop import run, run_sharing
 from .layout import STREAMS, layout_of
 from .layout import all_reduce_s as all_reduce_s
+from .loop_state import Floats, Layout, new_state
 from .memory import Memory, memory_of
-from .room import next_room
-from .state import Floats, Layout, new_state
+from .send_buffers import held_longer
 
 
 def simulate(

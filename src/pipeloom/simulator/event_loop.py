@@ -21,9 +21,9 @@ from __future__ import annotations
 
 from ..ir.columns import OFFLOAD_, REDUCE_, RELOAD_, SEND_B_, SEND_F_, STEP_
 from ..ir.kernels import in_place, kernel
-from .meetings import begin_sum, summed, together, wake
-from .requests import drop_first, request
-from .state import COMPUTES, COPY_LANES, RECEIVES, SENDS, STREAMS, Layout, State
+from .link_queue import drop_first, request
+from .loop_state import COMPUTES, COPY_LANES, RECEIVES, SENDS, STREAMS, Layout, State
+from .rendezvous import begin_sum, summed, together, wake
 
 _SENT, _POSTED, _MOVED, _RECEIVED = 0, 1, 2, 3
 

@@ -33,9 +33,9 @@ from ..ir.columns import (
 )
 from ..ir.kernels import in_place, kernel
 from ..ir.schedule import Program
+from .loop_state import Floats, Layout, State
 from .memory import Memory
-from .replay import BOUNDARY, RESIDUALS, TRANSIENT, Books, through
-from .state import Floats, Layout, State
+from .memory_replay import BOUNDARY, RESIDUALS, TRANSIENT, Books, through
 
 ROUNDS = 8
 """After so many runs waits are only added, so that it ends soon however they depend on each other."""

@@ -12,8 +12,8 @@ from ..ir.cluster import Cluster
 from ..ir.columns import Ints, starts_of
 from ..ir.costs import StageCost
 from ..ir.ties import Reduction
-from .sharing import crosses, transfer_s
-from .state import Floats
+from .loop_state import Floats
+from .shared_links import crosses, transfer_s
 
 Gate: TypeAlias = tuple[str, int]
 """("out of" or "into", a node)."""

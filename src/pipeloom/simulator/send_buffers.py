@@ -13,8 +13,8 @@ from dataclasses import replace
 import numpy as np
 
 from ..ir.columns import SEND_B_, SEND_F_
+from .loop_state import Floats
 from .memory import Memory
-from .state import Floats
 
 
 def held_longer(memory: Memory, small_bytes: int, caps: Sequence[int] = ()) -> Memory:
