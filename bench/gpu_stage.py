@@ -18,10 +18,10 @@ from pipeloom.ir.profile import Profile
 from pipeloom.ir.stages import cut
 from pipeloom.ir.timeline import Timeline
 from pipeloom.lowering import lower
-from pipeloom.planner.cost import CostModel, CostOptions
-from pipeloom.planner.evaluation import Evaluation
-from pipeloom.planner.memopt import BOTH, optimise
-from pipeloom.planner.stagecosts import stage_costs, stage_plan
+from pipeloom.planner.search.evaluation import Evaluation
+from pipeloom.planner.stage_cost.model import CostModel, CostOptions
+from pipeloom.planner.stage_cost.simulator_costs import stage_costs, stage_plan
+from pipeloom.planner.treatments.choose import BOTH, optimise
 from pipeloom.profiler.measure import measure
 from pipeloom.profiler.roofline import roofline
 from pipeloom.simulator import simulate

@@ -45,7 +45,7 @@ from pipeloom.ir.graph import OpGraph
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.units import format_bytes
 from pipeloom.planner import find_cluster
-from pipeloom.planner.batches import Sample, interpolated, largest_size
+from pipeloom.planner.microbatch_sizes import Sample, interpolated, largest_size
 
 RESULTS = Path(__file__).parent / "results" / "max_batch.json"
 MODELS = ("bert", "gpt2", "t5", "amoebanet")

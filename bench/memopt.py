@@ -25,9 +25,10 @@ import numpy as np
 from machine import describe_machine
 
 from pipeloom.ir.cluster import Cluster, Link
-from pipeloom.planner import cpu_cluster, memopt_exact
-from pipeloom.planner.cost import CostModel, CostOptions
-from pipeloom.planner.memopt import optimise
+from pipeloom.planner import cpu_cluster
+from pipeloom.planner.stage_cost.model import CostModel, CostOptions
+from pipeloom.planner.treatments import exact as memopt_exact
+from pipeloom.planner.treatments.choose import optimise
 from pipeloom.profiler.roofline import roofline
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))

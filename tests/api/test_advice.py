@@ -12,7 +12,7 @@ from pipeloom.ir.errors import InfeasibleError
 from pipeloom.ir.memory_policy import TREATMENTS
 from pipeloom.ir.units import parse_bytes
 from pipeloom.planner import find_cluster
-from pipeloom.planner.batches import Sample
+from pipeloom.planner.microbatch_sizes import Sample
 from pipeloom.tracer.captured import Captured
 
 SIZE = 4

@@ -13,7 +13,7 @@ from pipeloom import Job, plan
 from pipeloom.api import advice, passes
 from pipeloom.ir.errors import InfeasibleError, PlanError
 from pipeloom.planner import cpu_cluster
-from pipeloom.planner.wiring import Wiring
+from pipeloom.planner.stage_cost.readers import Wiring
 
 HOW = {"microbatch_size": 2, "microbatches": 4, "strategy": "balanced"}
 

@@ -5,10 +5,10 @@ from math import inf
 import pytest
 from random_stages import chain_model, random_model
 
-from pipeloom.planner.memopt import optimise
-from pipeloom.planner.memopt_greedy import greedy
-from pipeloom.planner.memopt_segments import choices
-from pipeloom.planner.residuals import KEEP
+from pipeloom.planner.stage_cost.residuals import KEEP
+from pipeloom.planner.treatments.checkpoints import choices
+from pipeloom.planner.treatments.choose import optimise
+from pipeloom.planner.treatments.greedy import greedy
 
 
 @pytest.mark.parametrize(

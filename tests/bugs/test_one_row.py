@@ -12,7 +12,7 @@ from pipeloom.api.sizes import largest_below, largest_plan
 from pipeloom.ir.errors import InfeasibleError
 from pipeloom.ir.units import parse_bytes
 from pipeloom.planner import find_cluster
-from pipeloom.planner.batches import Sample
+from pipeloom.planner.microbatch_sizes import Sample
 
 
 def planning(**options) -> Planning:

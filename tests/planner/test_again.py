@@ -12,14 +12,14 @@ from random_stages import chain_model, random_model
 from slow_levels import SlowStage
 
 from pipeloom.ir.stages import cut
-from pipeloom.planner import again
-from pipeloom.planner.again import Moments
-from pipeloom.planner.cost import CostModel
-from pipeloom.planner.memopt import optimise
-from pipeloom.planner.memopt_greedy import Task, plan_of
-from pipeloom.planner.memopt_picks import LEAST, OPTION, PEAK, least_peaks, treat
-from pipeloom.planner.residuals import KEEP, OFFLOAD, RECOMPUTE, residuals_of
-from pipeloom.planner.treated import moments_of
+from pipeloom.planner.stage_cost import recompute_liveness as again
+from pipeloom.planner.stage_cost.model import CostModel
+from pipeloom.planner.stage_cost.recompute_liveness import Moments
+from pipeloom.planner.stage_cost.residuals import KEEP, OFFLOAD, RECOMPUTE, residuals_of
+from pipeloom.planner.stage_cost.treated import moments_of
+from pipeloom.planner.treatments.choose import optimise
+from pipeloom.planner.treatments.greedy import Task, plan_of
+from pipeloom.planner.treatments.greedy_kernels import LEAST, OPTION, PEAK, least_peaks, treat
 
 
 def moments(model: CostModel, end: int, in_flight: int = 1, start: int = 0) -> Moments:

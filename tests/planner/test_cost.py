@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pipeloom.ir.graph import Op, OpGraph, Parameter, Value
 from pipeloom.ir.profile import OpCost, Profile
 from pipeloom.ir.stages import cut
-from pipeloom.planner.cost import CostModel, CostOptions, Footprint
+from pipeloom.planner.stage_cost.model import CostModel, CostOptions, Footprint
 
 
 def columns(footprint: Footprint) -> tuple:

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from pipeloom.ir.graph import Buffer, Op, OpGraph, Parameter, Value
 from pipeloom.ir.profile import OpCost, Profile
 from pipeloom.ir.stages import cut
-from pipeloom.planner.balanced import balanced
-from pipeloom.planner.cost import CostModel, CostOptions
 from pipeloom.planner.infeasible import needs
-from pipeloom.planner.search import Search, sweep
+from pipeloom.planner.search.cut_search import Search, sweep
+from pipeloom.planner.stage_cost.model import CostModel, CostOptions
+from pipeloom.planner.strategies.balanced import balanced
 
 
 def every_cut(ops: int, stages: int):

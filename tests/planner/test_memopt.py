@@ -19,11 +19,11 @@ from pipeloom.ir.graph import Buffer
 from pipeloom.ir.memory_policy import MemoryPolicy
 from pipeloom.ir.stages import cut
 from pipeloom.lowering import lower
-from pipeloom.planner import memopt_exact
-from pipeloom.planner.cost import CostModel
-from pipeloom.planner.memopt import Optimised, optimise, treated_stage
-from pipeloom.planner.stagecosts import stage_costs, stage_plan
-from pipeloom.planner.treated import host_copies
+from pipeloom.planner.stage_cost.model import CostModel
+from pipeloom.planner.stage_cost.simulator_costs import stage_costs, stage_plan
+from pipeloom.planner.stage_cost.treated import host_copies
+from pipeloom.planner.treatments import exact as memopt_exact
+from pipeloom.planner.treatments.choose import Optimised, optimise, treated_stage
 from pipeloom.simulator import simulate
 
 

@@ -15,12 +15,12 @@ from pipeloom.ir.plan import Plan, load_plan
 from pipeloom.ir.profile import Profile
 from pipeloom.lowering import lower
 from pipeloom.planner import PlanOptions, find_cluster, make_plan
-from pipeloom.planner.batches import Sample, interpolated, largest_size
-from pipeloom.planner.cost import CostModel, CostOptions
+from pipeloom.planner.microbatch_sizes import Sample, interpolated, largest_size
 from pipeloom.planner.registry import PLANNERS
 from pipeloom.planner.request import Request
-from pipeloom.planner.stagecosts import stage_costs
-from pipeloom.planner.whatif import what_if
+from pipeloom.planner.stage_cost.model import CostModel, CostOptions
+from pipeloom.planner.stage_cost.simulator_costs import stage_costs
+from pipeloom.planner.what_if import what_if
 from pipeloom.profiler.roofline import roofline
 from pipeloom.simulator import simulate
 

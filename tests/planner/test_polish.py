@@ -12,7 +12,7 @@ from pipeloom.ir.errors import InfeasibleError
 from pipeloom.ir.plan import Plan
 from pipeloom.planner import PlanOptions, find_cluster, make_plan
 from pipeloom.planner.registry import PLANNERS
-from pipeloom.planner.search import Search
+from pipeloom.planner.search.cut_search import Search
 from pipeloom.profiler.roofline import roofline
 
 NEVER_SLOWER_THAN = PLANNERS["dawnpiper"].also

@@ -7,10 +7,10 @@ from math import inf
 import chains
 import pytest
 
-from pipeloom.planner import probe
-from pipeloom.planner.dawnpiper import binary
-from pipeloom.planner.probe import fill
-from pipeloom.planner.problem import Problem
+from pipeloom.planner.search.problem import Problem
+from pipeloom.planner.strategies import probe
+from pipeloom.planner.strategies.dawnpiper import binary
+from pipeloom.planner.strategies.probe import fill
 
 NODES = {2: 24, 3: 28, 4: 28, 5: 28, 7: 28, 8: 28, 12: 40}
 

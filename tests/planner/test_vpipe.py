@@ -6,7 +6,7 @@ from itertools import pairwise
 import chains
 import pytest
 
-from pipeloom.planner.vpipe import _state, moved, one_pass
+from pipeloom.planner.strategies.vpipe import _state, moved, one_pass
 
 
 @pytest.mark.parametrize("stages", [2, 4, 8])

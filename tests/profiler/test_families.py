@@ -5,7 +5,7 @@ import zoo
 
 from pipeloom.ir.stages import cut
 from pipeloom.planner import cpu_cluster
-from pipeloom.planner.cost import CostModel, CostOptions
+from pipeloom.planner.stage_cost.model import CostModel, CostOptions
 from pipeloom.profiler.measure import measure
 from pipeloom.profiler.roofline import roofline
 from pipeloom.tracer.capture import capture

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import inf
 
-from pipeloom.planner.bands import banded, everywhere
-from pipeloom.planner.evaluation import Evaluation, Memoised
-from pipeloom.planner.problem import Partition, Problem
+from pipeloom.planner.search.bands import banded, everywhere
+from pipeloom.planner.search.evaluation import Evaluation, Memoised
+from pipeloom.planner.search.problem import Partition, Problem
 
 
 @dataclass(frozen=True, kw_only=True)

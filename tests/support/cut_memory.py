@@ -7,8 +7,8 @@ from typing import NamedTuple
 from pipeloom.ir.action import B, F
 from pipeloom.ir.stages import StageGraph
 from pipeloom.planner import cpu_cluster
-from pipeloom.planner.cost import CostModel, CostOptions
-from pipeloom.planner.stagecosts import stage_costs, stage_plan
+from pipeloom.planner.stage_cost.model import CostModel, CostOptions
+from pipeloom.planner.stage_cost.simulator_costs import stage_costs, stage_plan
 from pipeloom.profiler.roofline import roofline
 from pipeloom.runtime.ledger import crossing_bytes
 from pipeloom.tracer.captured import Captured

@@ -21,10 +21,10 @@ from pipeloom.ir.plan import Plan, StageMemory, StagePlan
 from pipeloom.ir.stages import StageGraph
 from pipeloom.lowering import lower
 from pipeloom.planner import cpu_cluster
-from pipeloom.planner.cost import CostModel, CostOptions
-from pipeloom.planner.evaluation import Evaluation
-from pipeloom.planner.memopt import optimise
-from pipeloom.planner.stagecosts import stage_costs, stage_plan
+from pipeloom.planner.search.evaluation import Evaluation
+from pipeloom.planner.stage_cost.model import CostModel, CostOptions
+from pipeloom.planner.stage_cost.simulator_costs import stage_costs, stage_plan
+from pipeloom.planner.treatments.choose import optimise
 from pipeloom.profiler.roofline import roofline
 from pipeloom.runtime import posting
 from pipeloom.runtime.local_channel import LocalChannel, LocalTransport

@@ -10,9 +10,9 @@ from pipeloom.clusters.names import cpu_cluster
 from pipeloom.ir.action import B, F, I, W
 from pipeloom.ir.memory_policy import Treatment
 from pipeloom.ir.stages import StageGraph
-from pipeloom.planner.cost import CostModel, CostOptions
-from pipeloom.planner.residuals import residuals_of
-from pipeloom.planner.stagecosts import stage_costs, stage_plan
+from pipeloom.planner.stage_cost.model import CostModel, CostOptions
+from pipeloom.planner.stage_cost.residuals import residuals_of
+from pipeloom.planner.stage_cost.simulator_costs import stage_costs, stage_plan
 from pipeloom.profiler.roofline import roofline
 from pipeloom.runtime.ledger import crossing_bytes
 from pipeloom.tracer.captured import Captured

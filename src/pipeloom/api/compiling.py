@@ -19,8 +19,9 @@ from contextlib import contextmanager, suppress
 
 from ..ir.graph import Op, OpGraph, Parameter, Value
 from ..ir.memory_policy import Treatment
-from ..planner import PlanOptions, find_cluster, make_plan, sweep
+from ..planner import PlanOptions, find_cluster, make_plan
 from ..planner.registry import planner
+from ..planner.stage_cost import liveness as sweep
 from ..profiler.roofline import roofline
 
 AFTER_S = 5.0

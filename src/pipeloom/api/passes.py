@@ -17,7 +17,7 @@ from ..ir.profile import Profile
 from ..ir.timeline import Timeline
 from ..ir.units import parse_bytes
 from ..planner import PlanOptions, cpu_cluster, find_cluster
-from ..planner.batches import Sample, shared_rows
+from ..planner.microbatch_sizes import Sample, shared_rows
 from ..planner.registry import planner
 from ..profiler.roofline import roofline
 from .compiling import made_beside

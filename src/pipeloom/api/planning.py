@@ -13,8 +13,8 @@ from ..ir.graph import OpGraph
 from ..ir.plan import Plan
 from ..ir.profile import Profile
 from ..planner import PlanOptions, make_plan
-from ..planner.batches import Sample
-from ..planner.whatif import Change, what_if
+from ..planner.microbatch_sizes import Sample
+from ..planner.what_if import Change, what_if
 from .advice import Attempts, advised
 from .keeping import keeping_caps
 from .placing import plan_placed

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from ..ir.errors import CaptureError, ConfigError
 from ..ir.plan import Plan
-from ..planner.batches import Sample, interpolated, largest_size
+from ..planner.microbatch_sizes import Sample, interpolated, largest_size
 
 if TYPE_CHECKING:
     from ..tracer.captured import Captured

@@ -29,7 +29,7 @@ from .common import (
 
 if TYPE_CHECKING:
     from ..ir.plan import Plan
-    from ..planner.whatif import Change
+    from ..planner.what_if import Change
 
 
 @click.command(epilog=MODEL_HELP)

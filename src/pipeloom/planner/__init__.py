@@ -2,8 +2,8 @@
 
 from ..clusters.files import load_cluster, save_cluster
 from ..clusters.names import cpu_cluster, find_cluster
-from .explaining import explain, limits
-from .make import make_plan
+from .plan_table import explain, limits
+from .make_plan import make_plan
 from .registry import names
 from .request import PlanOptions
 

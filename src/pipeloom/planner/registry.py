@@ -8,14 +8,14 @@ from difflib import get_close_matches
 from typing import Literal, TypeAlias
 
 from ..ir.errors import PlanError
-from .balanced import balanced
-from .dawnpiper import dawnpiper
-from .equal import equal
-from .exact import exact
-from .pipedream import pipedream, pipedream_repo
-from .probe import probe
-from .search import Search
-from .vpipe import vpipe
+from .search.cut_search import Search
+from .strategies.balanced import balanced
+from .strategies.dawnpiper import dawnpiper
+from .strategies.equal import equal
+from .strategies.exact import exact
+from .strategies.pipedream import pipedream, pipedream_repo
+from .strategies.probe import probe
+from .strategies.vpipe import vpipe
 
 Granularity: TypeAlias = Literal["op", "module", "layer"]
 

@@ -14,10 +14,10 @@ from ..ir.memory_policy import Treatment, WeightPolicy
 from ..ir.profile import Profile, batch_text
 from ..ir.schedule import Schedule
 from ..ir.stages import StageGraph, chain
-from .cost import CostModel, CostOptions
-from .layers import layers
 from .registry import Planner
-from .search import Search
+from .search.cut_search import Search
+from .search.layers import layers
+from .stage_cost.model import CostModel, CostOptions
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,102 @@
+"""A plan in rows that people and programs can read, and what limits it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from ..ir.graph import OpGraph
+from ..ir.plan import Plan, StagePlan
+from ..ir.units import format_bytes
+from .search.layers import layer_of
+
+FULL = 0.95
+"""Share of its cap from which on a stage is called full."""
+
+
+def explain(plan: Plan, graph: OpGraph | None = None) -> list[dict[str, Any]]:
+    """One row per stage: what it runs, how long, and what it holds. Times in seconds, sizes in bytes.
+
+    `filled` is of its rank's cap, by all that the rank holds in the simulated step where that is known. Of
+    residuals `kept_bytes`, `recomputed_bytes` and `offloaded_bytes` are those of one micro-batch, and
+    `residuals_bytes` what is held at the peak.  graph: to say which layers it has, as "h.0 .. 3".
+    """
+    rows = []
+    for stage, part in enumerate(plan.stages):
+        rank = plan.placement[stage]
+        cap = plan.caps[rank] if plan.caps else None
+        peak = plan.peaks[rank] if plan.peaks else part.memory.total
+        rows.append(
+            {
+                "stage": stage,
+                "rank": rank,
+                "ops": len(part.ops),
+                "first_op": part.ops[0],
+                "last_op": part.ops[-1],
+                "layers": "" if graph is None else layers_in(part, graph),
+                "forward_s": part.forward_s,
+                "input_grad_s": part.input_grad_s,
+                "weight_grad_s": part.weight_grad_s,
+                "recompute_s": part.recompute_s,
+                "offload_s": part.offload_s,
+                "reload_s": part.reload_s,
+                "turn_s": part.turn_s,
+                **{f"{kind}_bytes": size for kind, size in asdict(part.memory).items()},
+                "kept_bytes": part.kept_bytes,
+                "recomputed_bytes": part.recomputed_bytes,
+                "offloaded_bytes": part.offloaded_bytes,
+                "peak_bytes": part.memory.total,
+                "cap_bytes": cap,
+                "filled": peak / cap if cap else None,
+            }
+        )
+    return rows
+
+
+def layers_in(part: StagePlan, graph: OpGraph) -> str:
+    """The repeated layers that a stage has ops of, first and last, as "h.0 .. 3"; "" if none."""
+    found = list(dict.fromkeys(filter(None, (layer_of(graph.op[name].module) for name in part.ops))))
+    if len(found) < 2:
+        return "".join(found)
+    (container, _, _), (other, _, number) = found[0].rpartition("."), found[-1].rpartition(".")
+    return f"{found[0]} .. {number if container == other else found[-1]}"
+
+
+def limits(plan: Plan) -> list[str]:
+    """What keeps a plan from being faster, as sentences: the slowest stage, what its time goes into, and
+    which stages are full."""
+    times = [part.turn_s for part in plan.stages]
+    slowest = max(range(len(times)), key=times.__getitem__)
+    part = plan.stages[slowest]
+    compute = part.forward_s + part.input_grad_s + part.weight_grad_s
+    mean = sum(times) / len(times)
+    above = f", {times[slowest] / mean - 1:.0%} above the mean" if mean and len(times) > 1 else ""
+    said = [f"stage {slowest} is the slowest: {times[slowest] * 1e3:.4g} ms per micro-batch{above}"]
+    if part.recompute_s:
+        said.append(f"{part.recompute_s * 1e3:.3g} ms of that make residuals again")
+    if (waits := times[slowest] - compute - part.recompute_s) > 1e-3 * times[slowest]:
+        said.append(f"{waits * 1e3:.3g} ms of that wait for transfers and copies")
+    if plan.caps:
+        said += _full(plan)
+    return said
+
+
+def _full(plan: Plan) -> list[str]:
+    """Which ranks are full; stages, where each has a rank of its own."""
+    alone = sorted(plan.placement) == list(range(len(plan.stages)))
+    what = "stage" if alone else "rank"
+    held = [0] * len(plan.caps)
+    for part, rank in zip(plan.stages * plan.replicas, plan.placement, strict=True):
+        held[rank] += part.memory.total
+    held = list(plan.peaks) or held
+    number = {rank: stage for stage, rank in enumerate(plan.placement)} if alone else {}
+    full = [number.get(rank, rank) for rank, cap in enumerate(plan.caps) if held[rank] >= FULL * cap]
+    if not full:
+        rank = max(range(len(held)), key=lambda rank: held[rank] / plan.caps[rank])
+        size, cap = format_bytes(held[rank]), format_bytes(plan.caps[rank])
+        share = f"{held[rank] / plan.caps[rank]:.0%}"
+        which = f"the fullest is {what} {number.get(rank, rank)}, with {size} of {cap} ({share})"
+        return [f"no {what} is full: {which}{' in the simulated step' if plan.peaks else ''}"]
+    listed = ", ".join(map(str, sorted(full)))
+    which = f"{what} {listed} is" if len(full) == 1 else f"{what}s {listed} are"
+    return [f"{which} full to {FULL:.0%} of the cap or more"]

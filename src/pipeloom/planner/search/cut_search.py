@@ -1,0 +1,299 @@
+"""The dynamic programme over contiguous cuts that every exact search here is.
+
+    best[s + 1][j] = min over i < j of  combine(best[s][i], value_s(i, j))
+
+with value_s(i, j) = inf where stage s may not be ops i..j-1. Starts are visited in ascending order: when i
+comes, best[s][i] is final for every s, so each row of values is made once and used for all stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...ir.memory_policy import Treatment
+from ..stage_cost.interval_sums import Array, Indices
+from ..stage_cost.model import CostModel, Footprint
+from ..treatments.choose import Method, Optimised, Solver
+from ..treatments.layers import by_layers
+from .evaluation import Evaluator, KeepEverything, Known, Memoised
+from .problem import Problem
+
+Row = Callable[[int, Indices, Indices], Array]
+"""(start, ends, ranks) -> values of the intervals [start, end) on those ranks: (ranks, ends)."""
+
+Evaluate = Callable[[int, Indices, Indices, Footprint, Array], Array]
+"""The same from the intervals' rough footprints and their compute times."""
+
+FIRST_PIECE = 128
+"""Ops of the longest interval that is looked at before longer ones are."""
+
+NOTHING: tuple[float, tuple[int, ...]] = (float("inf"), ())
+
+
+def sweep(
+    points: Indices,
+    stages: int,
+    row: Row,
+    combine: Callable[[Any, Any], Any] = np.maximum,
+    *,
+    stop: Callable[[int], int] | None = None,
+    below: float = np.inf,
+) -> tuple[float, tuple[int, ...]]:
+    """The best cut of ops 0..n-1 into non-empty intervals.
+
+    points: where cuts may be, ascending, from 0 to n.
+    stop: start -> end of the longest interval worth a look.  below: results above this are dropped.
+    Returns (value, cuts) with stages + 1 cut positions; (inf, ()) if nothing is allowed.
+    """
+    ops = int(points[-1])
+    best = np.full((stages + 1, ops + 1), np.inf)
+    best[0, 0] = -np.inf if combine is np.maximum else 0.0
+    origin = np.zeros((stages + 1, ops + 1), dtype=np.int64)
+    for index, start in enumerate(points[:-1]):
+        ranks = np.nonzero((best[:-1, start] < np.inf) & (best[:-1, start] <= below))[0]
+        if not len(ranks):
+            continue
+        last = len(points) if stop is None else np.searchsorted(points, stop(start), side="right")
+        ends = points[index + 1 : max(last, index + 2)]
+        if ranks[0] == stages - 1:  # the last stage takes the rest
+            if ends[-1] < ops:
+                continue
+            ends = ends[-1:]
+        values = combine(best[ranks, start][:, None], row(int(start), ends, ranks))
+        cells = np.ix_(ranks + 1, ends)
+        better = values < best[cells]
+        best[cells] = np.where(better, values, best[cells])
+        origin[cells] = np.where(better, start, origin[cells])
+    if not best[stages, ops] <= below or best[stages, ops] == np.inf:
+        return NOTHING
+    cuts = [ops]
+    for stage in range(stages, 0, -1):
+        cuts.append(int(origin[stage, cuts[-1]]))
+    return float(best[stages, ops]), tuple(reversed(cuts))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """Contiguous cuts of one graph into stages 0..len(caps)-1, stage s on rank s.
+
+    caps: bytes per rank.  in_flight: micro-batches whose residuals each stage holds at its peak.
+    coarse: with more ops than this, searches over fewer cut positions bound the full one.
+    treatments: what may be done with residuals besides keeping them.
+    watch: told how many stages were weighed so far.
+    layers: op -> number of the layer whose residuals are all treated alike; empty: each by itself.
+    known: evaluations, shared by the searches that `replace` makes of one, of the same model.
+    """
+
+    model: CostModel
+    caps: tuple[int, ...]
+    in_flight: tuple[int, ...]
+    coarse: int = 400
+    treatments: tuple[Treatment, ...] = ()
+    watch: Callable[[int], None] | None = None
+    layers: Mapping[str, int] = field(default_factory=dict)
+    known: Known = field(default_factory=dict, compare=False, repr=False)
+
+    @cached_property
+    def evaluate(self) -> Evaluator:
+        """What planners ask of an interval of ops."""
+        if self.optimises:
+            return self._remembering(self.freeing(), ahead=False, watch=self.watch)
+        everything = KeepEverything(self.model, self.caps, self.in_flight)
+        return self._remembering(everything, ahead=False, watch=self.watch)
+
+    @cached_property
+    def ahead(self) -> Evaluator:
+        """The same of stages that recompute in front of their backward."""
+        return self._remembering(self.freeing(ahead=True), ahead=True)
+
+    def _remembering(
+        self, evaluate: Evaluator, *, ahead: bool, watch: Callable[[int], None] | None = None
+    ) -> Evaluator:
+        """An evaluator that also knows what searches that this one was made of have found of stages with
+        the same cap, micro-batches in flight and ways to free memory."""
+        how = ahead, self.treatments, tuple(self.layers.items())
+        return Memoised(
+            evaluate,
+            watch,
+            self.known,
+            lambda stage: (stage, self.caps[stage], self.in_flight[stage], *how),
+        )
+
+    def freeing(self, *, ahead: bool = False) -> Evaluator:
+        """Evaluations with memory optimisation. ahead: stages recompute in front of their backward."""
+        layers = [self.layers.get(op.name, -1) for op in self.model.wiring.ops] if self.layers else []
+        method: Method | Solver = by_layers(layers) if layers else "greedy"
+        return Optimised(self.model, self.caps, self.in_flight, self.treatments, method, ahead)
+
+    @property
+    def optimises(self) -> bool:
+        """Whether residuals may be recomputed or offloaded."""
+        return bool(self.treatments)
+
+    @property
+    def tolerance(self) -> float:
+        """Relative difference of stage times that searches of large graphs neglect."""
+        return 1e-3 if self.large else 1e-9
+
+    @cached_property
+    def problem(self) -> Problem:
+        """What planners that search by places see."""
+        prefix, crossing = self.model.prefix_s[self.model.kind], self.model.crossing_bytes
+        everyone, caps = np.array(self.in_flight), np.array(self.caps, dtype=np.float64)
+
+        @cache  # half of what is asked is asked again
+        def shares(start: int, end: int) -> Sequence[float]:
+            rough, _ = self.model.row(start, np.array([end]), exact=False)
+            return list(self.model.memory(rough, everyone)[:, 0] / caps)
+
+        return Problem(
+            points=self.model.cut_points.tolist(),
+            stages=len(self.caps),
+            caps=self.caps,
+            evaluate=self.evaluate,
+            compute_s=lambda start, end, s: float(prefix[s, end] - prefix[s, start]),
+            shares=shares,
+            crossing=lambda position: float(crossing[position]),
+        )
+
+    @property
+    def slowest_link(self) -> float:
+        """Bytes per second of the slowest link between neighbours; inf for one stage."""
+        ranks = range(len(self.caps) - 1)
+        return min((self.model.cluster.link(r, r + 1).bandwidth_bytes_per_s for r in ranks), default=np.inf)
+
+    def fastest(self) -> tuple[float, tuple[int, ...]]:
+        """The cut whose slowest stage is fastest among those that fit, and that stage's seconds.
+
+        Of equally fast ones it is one with the least time in transfers. (inf, ()) if none fits.
+        """
+        value, cuts = self._refine(self._levels(), self._fastest)
+        if not cuts:
+            return NOTHING
+        limit = value * (1 + 1e-9)
+        row = self._in_pieces(lambda *at: self._traffic(limit, *at), 1.0)
+        _, calm = sweep(
+            self.model.cut_points, len(self.caps), row, np.add, stop=lambda start: self._reach(start, limit)
+        )
+        return value, calm or cuts
+
+    def smallest(self) -> tuple[float, tuple[int, ...]]:
+        """The cut that fills the fullest rank least, and the share of its cap that it fills.
+
+        For a large graph, cuts at a quarter of `coarse` positions only: then a little less may do.
+        """
+        few = [self._points(self.coarse // 16), self._points(self.coarse // 4)]
+        return self._refine(few if self.large else [few[1], self.model.cut_points], self._smallest)
+
+    @property
+    def large(self) -> bool:
+        return len(self.model) > self.coarse
+
+    def _levels(self) -> list[Indices]:
+        """Cut positions of one search after another, each within the bound of the one before."""
+        everywhere = self.model.cut_points
+        few = [self._points(self.coarse // 8), self._points(self.coarse)] if self.large else []
+        return [*few, everywhere]
+
+    def _refine(
+        self, levels: list[Indices], search: Callable[[float, Indices], tuple[float, tuple[int, ...]]]
+    ) -> tuple[float, tuple[int, ...]]:
+        value, cuts = NOTHING
+        for points in levels:
+            better, found = search(value, points)
+            value, cuts = (better, found) if found else (value, cuts)
+        return value, cuts
+
+    def _points(self, count: int) -> Indices:
+        """In each of `count` stretches of the op order the cut that least bytes cross; both ends; and
+        enough cuts for the stages there are."""
+        ops = len(self.model)
+        everywhere = self.model.cut_points
+        crossing = np.full(ops + 1, np.inf)
+        crossing[everywhere] = self.model.crossing_bytes[everywhere]
+        edges = np.linspace(1, ops, min(max(count, 4 * len(self.caps)), ops), dtype=np.int64)
+        stretches = zip(edges[:-1], edges[1:], strict=True)
+        inner = [a + int(np.argmin(crossing[a:b])) for a, b in stretches if a < b]
+        return np.intersect1d(everywhere, np.array([0, ops, *inner], dtype=np.int64))
+
+    def _fastest(self, bound: float, points: Indices) -> tuple[float, tuple[int, ...]]:
+        stop = None if bound == np.inf else (lambda start: self._reach(start, bound))
+        return sweep(points, len(self.caps), self._in_pieces(self._turns, 1.0), stop=stop, below=bound)
+
+    def _smallest(self, bound: float, points: Indices) -> tuple[float, tuple[int, ...]]:
+        row = self._in_pieces(lambda *at: self._shares(bound, *at), bound)
+        return sweep(points, len(self.caps), row, below=bound)
+
+    def _reach(self, start: int, bound: float) -> int:
+        """The end of the longest interval from `start` that some rank computes within `bound` seconds."""
+        limits = self.model.prefix_s[:, start] + bound * (1 + 1e-9)
+        rows = zip(self.model.prefix_s, limits, strict=True)
+        return max(int(np.searchsorted(prefix, limit, side="right")) - 1 for prefix, limit in rows)
+
+    def _in_pieces(self, evaluate: Evaluate, limit: float) -> Row:
+        """A row made piece by piece, each longer than the last, until not even what only grows with the
+        interval (parameters, residuals) leaves a rank below `limit` of its cap."""
+
+        def row(start: int, ends: Indices, ranks: Indices) -> Array:
+            values = np.full((len(ranks), len(ends)), np.inf)
+            done, length = 0, FIRST_PIECE
+            while done < len(ends):
+                upto = max(int(np.searchsorted(ends, start + length, side="right")), done + 1)
+                rough, seconds = self.model.row(start, ends[done:upto], exact=False)
+                values[:, done:upto] = evaluate(start, ends[done:upto], ranks, rough, seconds)
+                none_fits = not np.isfinite(values[:, upto - 1]).any()
+                if none_fits and self._filled(growing_part(rough), ranks)[:, -1].min() > limit:
+                    break
+                done, length = upto, 4 * length
+            return values
+
+        return row
+
+    def _filled(self, footprint: Footprint, ranks: Indices) -> Array:
+        """Share of its cap that each interval fills on each rank."""
+        in_flight, caps = np.array(self.in_flight)[ranks], np.array(self.caps, dtype=np.float64)[ranks]
+        return np.asarray(self.model.memory(footprint, in_flight) / caps[:, None])
+
+    def _fits(self, start: int, ends: Indices, ranks: Indices, rough: Footprint) -> NDArray[np.bool_]:
+        """Which intervals fit; the exact transient memory is worked out only where it decides."""
+        fits = self._filled(rough, ranks) <= 1
+        if fits.all():
+            return np.asarray(fits)
+        least = self._filled(replace(rough, transient=0.0), ranks) <= 1
+        open_ends = np.nonzero((least & ~fits).any(axis=0))[0]
+        if len(open_ends):
+            exact, _ = self.model.row(start, ends[open_ends])
+            fits[:, open_ends] = self._filled(exact, ranks) <= 1
+        return np.asarray(fits)
+
+    def _turns(self, start: int, ends: Indices, ranks: Indices, rough: Footprint, seconds: Array) -> Array:
+        fits = self._fits(start, ends, ranks, rough)
+        return np.where(fits, self.model.turns(rough, seconds, ranks), np.inf)
+
+    def _traffic(
+        self, limit: float, start: int, ends: Indices, ranks: Indices, rough: Footprint, seconds: Array
+    ) -> Array:
+        allowed = self.model.turns(rough, seconds, ranks) <= limit
+        allowed &= self._fits(start, ends, ranks, rough)
+        return np.where(allowed, self.model.edges(rough, ranks), np.inf)
+
+    def _shares(
+        self, bound: float, start: int, ends: Indices, ranks: Indices, rough: Footprint, seconds: Array
+    ) -> Array:
+        least = self._filled(replace(rough, transient=0.0), ranks)
+        shares = np.full(least.shape, np.inf)
+        open_ends = np.nonzero((least <= bound).any(axis=0))[0]
+        if len(open_ends):
+            shares[:, open_ends] = self._filled(self.model.row(start, ends[open_ends])[0], ranks)
+        return shares
+
+
+def growing_part(f: Footprint) -> Footprint:
+    """What an interval can only have more of when it gets longer."""
+    return replace(f, received=0.0, received_grads=0.0, sent=0.0, sent_grads=0.0, transient=0.0)

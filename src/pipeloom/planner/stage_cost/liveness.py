@@ -1,0 +1,314 @@
+"""The liveness sweep: the most that one micro-batch holds in a stage's forward, and in its backward.
+
+Forward, op by op: what it makes is there until its last reader in the stage, or to the end if an op saves it
+or it is sent. Backward, in the opposite order: a residual goes with the backward of the first op that saved
+it, or in the middle of that if the op then lets go of it. A value's gradient begins with the last reader's
+backward, as a new tensor or as that of the reader's output passed on; each further reader's is added up with
+it, in one of the two, or in a new tensor if both are held elsewhere too; it goes with the backward of the
+value's maker. Gradients that come from other stages lie in messages' buffers, those of parameters are added
+where they belong at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+
+import numpy as np
+
+from ...ir.kernels import Kernel, P, R, in_place, kernel
+from .interval_sums import Array, Indices
+from .tensors import ADDED, PASSED, STATE, Rows, Tensors
+
+GIVEN = 0
+"""The gradient tensor that is held elsewhere."""
+
+
+@kernel
+def _owners(start, end, forward, last_in, saver):  # type: ignore[no-untyped-def]
+    """Find the last reader and the first saver of each storage in the stage, -1 for none.
+
+    Returns: (residual bytes, bytes of what the stage has before its first op: that of cheap ops).
+    """
+    reads_first, reads, makes_first, makes, saves_first, saves, extra, size, made, _, _ = forward
+    for p in range(start, end):
+        for k in range(reads_first[p], reads_first[p + 1]):
+            last_in[reads[k]] = -1
+            if made[reads[k]] < 0:
+                saver[reads[k]] = -1
+        for k in range(makes_first[p], makes_first[p + 1]):
+            last_in[makes[k]] = -1
+            saver[makes[k]] = -1
+        for k in range(saves_first[p], saves_first[p + 1]):
+            saver[saves[k]] = -1
+    residual = 0.0
+    before = 0.0
+    for p in range(start, end):
+        for k in range(saves_first[p], saves_first[p + 1]):
+            s = saves[k]
+            if saver[s] < 0 and (made[s] < 0 or start <= made[s] < end):
+                saver[s] = p
+                residual += size[s]
+                if made[s] < 0 and last_in[s] < 0:
+                    before += size[s]
+                    last_in[s] = p
+        residual += extra[p]
+        for k in range(reads_first[p], reads_first[p + 1]):
+            s = reads[k]
+            if made[s] < 0 and last_in[s] < 0:
+                before += size[s]
+            last_in[s] = p
+    return residual, before
+
+
+@kernel
+def _in_forward(start, end, forward, work, level):  # type: ignore[no-untyped-def]
+    """The most that is alive, from `level` on; in `levels[0]` that in each op."""
+    last_in, saver, levels, _ = work
+    reads_first, reads, makes_first, makes, _, _, extra, size, made, last, scratch = forward
+    most = level
+    for p in range(start, end):
+        for k in range(makes_first[p], makes_first[p + 1]):
+            level += size[makes[k]]
+        level += extra[p]
+        levels[0, p] = level + scratch[p]
+        most = max(most, levels[0, p])
+        for k in range(reads_first[p], reads_first[p + 1]):
+            s = reads[k]
+            own = made[s] < 0 or (start <= made[s] < end and last[s] < end)
+            if last_in[s] == p and own and saver[s] < 0:
+                level -= size[s]
+        for k in range(makes_first[p], makes_first[p + 1]):
+            s = makes[k]
+            if last_in[s] < 0 and saver[s] < 0 and last[s] < end:
+                level -= size[s]
+    return most
+
+
+@kernel
+def _dropped(tensor, holders, tensor_size):  # type: ignore[no-untyped-def]
+    """Bytes that are free once a gradient tensor has one holder less."""
+    if tensor <= GIVEN:
+        return 0.0
+    holders[tensor] -= 1
+    return tensor_size[tensor] if holders[tensor] == 0 else 0.0
+
+
+@kernel
+def _first_givers(start, end, backward, current, giver):  # type: ignore[no-untyped-def]
+    """Which gradients are given from outside, and the first op of the stage that makes a part of each."""
+    outs_first, outs, gives_first, gives, _, _, _, grad_last, _, _, _ = backward
+    for p in range(end - 1, start - 1, -1):
+        for k in range(gives_first[p], gives_first[p + 1]):
+            current[gives[k]] = -1
+            giver[gives[k]] = p
+        for k in range(outs_first[p], outs_first[p + 1]):
+            current[outs[k]] = GIVEN if grad_last[outs[k]] >= end else -1
+
+
+@kernel
+def _give(p, passed, tensors, backward, work):  # type: ignore[no-untyped-def]
+    """Write which tensor holds the gradient that op p gives each input: what it is passed, or new ones.
+
+    tensors: the first free number.  Returns: the next free one, and the bytes of those that are new.
+    """
+    _, _, gives_first, gives, passes, grad_size, _, _, _, _, _ = backward
+    current, giver, tensor_size, holders, given = work[3]
+    first, made = gives_first[p], 0.0
+    for k in range(first, gives_first[p + 1]):
+        g = gives[k]
+        if passes[k] == PASSED:
+            given[k - first] = passed
+            holders[passed] += 1
+        elif passes[k] == ADDED and current[g] < 0 and giver[g] == p:
+            given[k - first] = GIVEN
+        else:
+            given[k - first] = tensors
+            tensor_size[tensors] = grad_size[g]
+            holders[tensors] = 1
+            tensors += 1
+            made += grad_size[g]
+    return tensors, made
+
+
+@kernel
+def _in_backward(start, end, forward, backward, work, level):  # type: ignore[no-untyped-def]
+    """The same of the backward, from all residuals on.
+
+    `levels` gets what is alive before each op (1), the most from there until residuals go (2), and after (3);
+    and (4) the most until then if the op lets go of nothing early.
+    """
+    _, _, _, _, saves_first, saves, extra, size, _, _, _ = forward
+    outs_first, outs, gives_first, gives, _, grad_size, grad_made, _, _, _, _ = backward
+    _, _, _, _, _, _, _, _, grad_scratch, begun, lets_go = backward
+    _, saver, levels, (current, giver, tensor_size, holders, given) = work
+    _first_givers(start, end, backward, current, giver)
+    tensors = GIVEN + 1
+    most = level
+    for p in range(end - 1, start - 1, -1):
+        passed = -1
+        for k in range(outs_first[p], outs_first[p + 1]):
+            if passed < 0:
+                passed = current[outs[k]]
+        first = gives_first[p]
+        learns = passed >= 0
+        levels[1, p] = level
+        levels[2, p] = level
+        levels[4, p] = level
+        if learns:
+            early = level + begun[p]
+            tensors, made = _give(p, passed, tensors, backward, work)
+            level += made
+            levels[4, p] = max(early, level + grad_scratch[p])
+            gone = size[lets_go[p]] if lets_go[p] >= 0 and saver[lets_go[p]] == p else 0.0
+            levels[2, p] = max(early, level + grad_scratch[p] - gone)
+        for k in range(outs_first[p], outs_first[p + 1]):
+            level -= _dropped(current[outs[k]], holders, tensor_size)
+        level -= extra[p]
+        for k in range(saves_first[p], saves_first[p + 1]):
+            if saver[saves[k]] == p:
+                level -= size[saves[k]]
+        for k in range(first, gives_first[p + 1] if learns else first):
+            if grad_made[gives[k]] == STATE and current[gives[k]] < 0 and giver[gives[k]] == p:
+                level -= _dropped(given[k - first], holders, tensor_size)
+                given[k - first] = GIVEN
+        levels[3, p] = level
+        for k in range(first, gives_first[p + 1] if learns else first):
+            g = gives[k]
+            if current[g] < 0:
+                current[g] = given[k - first]
+            elif current[g] > GIVEN and holders[current[g]] == 1:  # added up in place
+                level -= _dropped(given[k - first], holders, tensor_size)
+            elif given[k - first] > GIVEN and holders[given[k - first]] == 1:
+                level -= _dropped(current[g], holders, tensor_size)
+                current[g] = given[k - first]
+            else:  # added up in a new tensor
+                level += grad_size[g]
+                levels[3, p] = max(levels[3, p], level)
+                level -= _dropped(current[g], holders, tensor_size)
+                level -= _dropped(given[k - first], holders, tensor_size)
+                tensor_size[tensors] = grad_size[g]
+                holders[tensors] = 1
+                current[g] = tensors
+                tensors += 1
+            if grad_made[g] == STATE and giver[g] == p:
+                level -= _dropped(current[g], holders, tensor_size)
+        most = max(most, levels[2, p], levels[3, p])
+    return most
+
+
+@in_place
+def _sweeps(start, ends, forward, backward, work, found):  # type: ignore[no-untyped-def]
+    """One sweep per end; `found` gets a column of three figures for each."""
+    last_in, saver, _, _ = work
+    for index in range(len(ends)):
+        end = ends[index]
+        residual, before = _owners(start, end, forward, last_in, saver)
+        found[0, index] = residual
+        found[1, index] = _in_forward(start, end, forward, work, before)
+        found[2, index] = _in_backward(start, end, forward, backward, work, residual)
+
+
+COMPILE_AFTER = 30_000
+"""Ops that a process sweeps in plain Python, in about a second, before compiled kernels are loaded."""
+
+MADE_AFTER = 300_000
+"""The same before they are compiled, if none were kept."""
+
+_swept = [0]
+
+
+def run(what: Kernel[P, R], ops: int = 0) -> Callable[P, R]:
+    """The function to call in place of a kernel that is about to go over so many ops."""
+    _swept[0] += ops
+    if _swept[0] < COMPILE_AFTER or (_swept[0] < MADE_AFTER and not what.at_hand):
+        return what.interpreted
+    return what.compiled
+
+
+class Sweep:
+    """Sweeps over stages of one graph. Time of each grows with the tensors that its ops touch."""
+
+    def __init__(self, tensors: Tensors) -> None:
+        self.tensors = tensors
+        t = tensors
+        self.forward = (*t.reads, *t.makes, *t.saves, t.extra, t.size, t.made, t.last, t.scratch)
+        self._backward = (
+            *t.makes_grads,
+            *t.gives,
+            t.passes,
+            t.grad_size,
+            t.grad_made,
+            t.grad_last,
+            t.grad_scratch,
+            t.first,
+            t.lets_go,
+        )
+        grads = 2 * len(t.passes) + 2
+        self.last_in, self.saver = (np.zeros(len(t.size), np.int64) for _ in range(2))
+        self.levels = np.zeros((5, len(t)))
+        self._grads = (
+            np.zeros(len(t.grad_size), np.int64),
+            np.zeros(len(t.grad_size), np.int64),
+            np.zeros(grads),
+            np.zeros(grads, np.int64),
+            np.zeros(len(t.passes) + 1, np.int64),
+        )
+
+    def of_intervals(self, start: int, ends: Indices) -> Array:
+        """Of ops [start, end), for each end: residual bytes, most in the forward, most in the backward."""
+        found = np.zeros((3, len(ends)))
+        work = self.last_in, self.saver, self.levels, self._grads
+        sweep = run(_sweeps, int((ends - start).sum()))
+        sweep(start, np.asarray(ends, dtype=np.int64), self.forward, self._backward, work, found)
+        return found
+
+    def of_stage(self, positions: Sequence[int]) -> tuple[float, float, float]:
+        """The same three figures of any set of ops (ascending)."""
+        sweep, start, end = self.apart(positions)
+        return tuple(sweep.of_intervals(start, np.array([end]))[:, 0].tolist())
+
+    def apart(self, positions: Sequence[int]) -> tuple[Sweep, int, int]:
+        """A sweep in which these ops are an interval, and its start and end."""
+        start, end = positions[0], positions[-1] + 1
+        if end - start == len(positions):
+            return self, start, end
+        return Sweep(self.tensors.in_front(positions)), 0, len(positions)
+
+    def moments(self, start: int, end: int) -> tuple[Indices, Indices, Array]:
+        """Of each storage that [start, end) touches the last reader and the first saver in it, -1 for none;
+        and what is alive in each op: in its forward, before its backward, until its backward is done with
+        residuals, and after. All good until the next call."""
+        self.of_intervals(start, np.array([end]))
+        return self.last_in, self.saver, self.levels
+
+    @cached_property
+    def bounds(self) -> Array:
+        """Per op the most that can be alive around it in any stage, without residuals and messages: in the
+        forward, in the backward."""
+        t = self.tensors
+        change = np.zeros((2, len(t) + 1))
+        saved = t.saves.items[t.made[t.saves.items] >= 0]  # others may be saved in another stage only
+        unsaved = np.setdiff1d(np.arange(len(t.size)), saved)
+        first = _first_of(t.gives, np.where(t.grad_made >= 0, t.grad_made, len(t)))
+        most = len(t) - 1
+        spans = (
+            (0, np.maximum(t.made, 0)[unsaved], np.clip(t.last, t.made, most)[unsaved], t.size[unsaved]),
+            (1, first, np.minimum(t.grad_last, most), t.grad_size),
+        )
+        for row, begin, last, size in spans:
+            alive = last >= begin
+            np.add.at(change[row], begin[alive], size[alive])
+            np.add.at(change[row], last[alive] + 1, -size[alive])
+        besides = np.stack([t.scratch, np.maximum(t.first, t.grad_scratch)])
+        found = np.cumsum(change, axis=1)[:, :-1] + besides
+        op = np.repeat(np.arange(len(t)), np.diff(t.gives.first))
+        np.add.at(found[1], op, 2 * t.grad_size[t.gives.items])
+        return np.asarray(found)
+
+
+def _first_of(lists: Rows, first: Indices) -> Indices:
+    """Of each item the lowest row that lists it, or `first` if that is lower."""
+    found = first.copy()
+    np.minimum.at(found, lists.items, np.repeat(np.arange(len(lists.first) - 1), np.diff(lists.first)))
+    return found

@@ -1,0 +1,279 @@
+"""A stage's levels, op by op, with a choice of treatments: what is dropped is made again inside the backward.
+
+Each dropped residual is made in front of the first op's backward that reads it: its chain runs there, in
+the forward's order, and in front of it what the chain needs and is not there. Each op runs once, and what it
+makes lives until its last reader in the backward, be that a backward or a later chain. For that a residual
+that is kept, too, may have to stay longer than until the backward of its first saver.
+
+With q micro-batches in flight, c = min(q, 3) of which have offloaded bytes on the device, of K bytes that
+are kept and O that are offloaded:
+
+    forward      (q - 1) K + (c - 1) O + what the newest one has made, less what it has dropped
+    backward     (q - 1) K + (c - 1) O + what is left of K and O, what is made again, gradients, scratch
+
+All figures are differences to those of the sweep that keeps everything (sweep.py), so that a choice is
+weighed in a time that grows with what it drops.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from ...ir.kernels import apart, kernel
+from .interval_sums import Array, Indices
+from .liveness import Sweep, run
+from .residuals import OFFLOAD, RECOMPUTE, Residuals
+
+Stage = tuple[int, int, tuple[Any, ...], Indices, Array, int]
+
+AT, HEAD, FOLLOWING, PENDING, SEARCHED = range(5)
+"""Rows of the marks, by op: in front of whose backward it runs again, -1 for never; the first op that does so
+in front of it; the one after that; room for searches; the last search that came by."""
+
+FIRST_AT, LAST_AT, LAST_OP, THERE, LAST_IN, SAVER, DROPPED, GOES, LETS_GO, TOUCHED = range(5, 15)
+"""By storage: in front of whose backward ops that run again read it first, and last; the last of these ops;
+whether a cheap op has made it; its last reader and first saver in the stage; whether it is dropped; the op of
+the forward behind which it then goes, -1 for never. By op again: the storage that its backward lets go of
+early, -1 for none. The last is a list: the storages that the stage touches, how many in its last column."""
+
+KEPT_FORWARD, KEPT_BEFORE, KEPT_UNTIL, KEPT_AFTER, KEPT_WHOLE, FORWARD, BACKWARD, EARLIER = range(8)
+"""Rows of the levels, by op: the five of the sweep that keeps everything, those with the choice, and from the
+last on room for two that are compared with these."""
+
+HELD, AGAIN, AWAY, EDGE, MESSAGE, OTHERS = 0, 1, 2, 3, 5, 7
+"""Places among the sums: bytes of all residuals, of those recomputed, of those offloaded; then pairs: what
+the sweep does not count in the forward and in the backward, what it does count of messages there, and how
+many other micro-batches hold what is kept, and what is offloaded."""
+
+
+@kernel
+def _first_needs(stage):  # type: ignore[no-untyped-def]
+    """Find where ops run again, and what they read when."""
+    start, end, forward, marks, _, ahead = stage
+    reads_first, reads, _, _, saves_first, saves, _, _, made, _, _ = forward
+    for p in range(start, end):
+        marks[AT, p] = -1
+        marks[HEAD, p] = -1
+    for k in range(marks[TOUCHED, -1]):
+        s = marks[TOUCHED, k]
+        marks[FIRST_AT, s] = -1
+        marks[LAST_AT, s] = -1
+        marks[THERE, s] = -1
+    for p in range(end - 1, start - 1, -1):
+        count = 0
+        for k in range(saves_first[p], saves_first[p + 1]):
+            m = made[saves[k]]
+            if ahead == 0 and marks[DROPPED, saves[k]] > 0 and m >= start and marks[AT, m] < 0:
+                marks[AT, m] = p
+                marks[PENDING, count] = m
+                count += 1
+        while count > 0:
+            count -= 1
+            c = marks[PENDING, count]
+            for k in range(reads_first[c], reads_first[c + 1]):
+                s, m = reads[k], made[reads[k]]
+                gone = marks[SAVER, s] < 0 or marks[DROPPED, s] > 0
+                if start <= m < end and marks[AT, m] < 0 and gone:
+                    marks[AT, m] = p
+                    marks[PENDING, count] = m
+                    count += 1
+    for c in range(start, end):
+        p = marks[AT, c]
+        if p >= 0:
+            for k in range(reads_first[c], reads_first[c + 1]):
+                s = reads[k]
+                marks[FIRST_AT, s] = max(marks[FIRST_AT, s], p)
+                if marks[LAST_AT, s] < 0 or p <= marks[LAST_AT, s]:
+                    marks[LAST_AT, s] = p
+                    marks[LAST_OP, s] = c
+    for c in range(end - 1, start - 1, -1):
+        if marks[AT, c] >= 0:
+            marks[FOLLOWING, c] = marks[HEAD, marks[AT, c]]
+            marks[HEAD, marks[AT, c]] = c
+
+
+@kernel
+def _forward_levels(stage):  # type: ignore[no-untyped-def]
+    """What is dropped goes with its last reader, unless it is sent."""
+    start, end, forward, marks, levels, _ = stage
+    size, gone = forward[7], 0.0
+    for p in range(start, end):
+        levels[FORWARD, p] = 0.0
+    for k in range(marks[TOUCHED, -1]):
+        s = marks[TOUCHED, k]
+        if marks[DROPPED, s] > 0 and marks[GOES, s] >= 0:
+            levels[FORWARD, marks[GOES, s]] += size[s]
+    for p in range(start, end):
+        goes = levels[FORWARD, p]
+        levels[FORWARD, p] = levels[KEPT_FORWARD, p] - gone
+        gone += goes
+
+
+@kernel
+def _run_again(c, p, level, stage):  # type: ignore[no-untyped-def]
+    """Run op c again in front of the backward of op p.
+
+    level: that before it, as a difference to everything kept.  Returns that in it, and that after it.
+    """
+    start, end, forward, marks, _, _ = stage
+    reads_first, reads, makes_first, makes, _, _, extra, size, made, _, scratch = forward
+    for k in range(reads_first[c], reads_first[c + 1]):
+        s = reads[k]
+        if made[s] < 0 and marks[THERE, s] < 0 and (marks[SAVER, s] < 0 or marks[DROPPED, s] > 0):
+            marks[THERE, s] = 1
+            level += size[s]
+    unused = 0.0
+    for k in range(makes_first[c], makes_first[c + 1]):
+        s = makes[k]
+        level += size[s]
+        if marks[DROPPED, s] == 0 and (marks[SAVER, s] >= 0 or marks[LAST_AT, s] < 0):
+            unused += size[s]
+    most = level + scratch[c] + extra[c]
+    level -= unused
+    for k in range(reads_first[c], reads_first[c + 1]):
+        s = reads[k]
+        last = marks[LAST_AT, s] == p and marks[LAST_OP, s] == c
+        read = marks[SAVER, s] < 0 or marks[SAVER, s] > p  # by backwards, if by any
+        if last and read and (made[s] < 0 or start <= made[s] < end):
+            level -= size[s]
+    return most, level
+
+
+@kernel
+def _backward_levels(stage):  # type: ignore[no-untyped-def]
+    """What is dropped is there from when it is made until the backward of its first saver, or longer; and all
+    the time where it is restored ahead."""
+    start, end, forward, marks, levels, ahead = stage
+    saves_first, saves, size, made = forward[4], forward[5], forward[7], forward[8]
+    level = 0.0
+    for k in range(marks[TOUCHED, -1] if ahead == 0 else 0):
+        s = marks[TOUCHED, k]
+        if marks[DROPPED, s] > 0 and marks[SAVER, s] >= 0:
+            level -= size[s]
+    for p in range(end - 1, start - 1, -1):
+        most = 0.0
+        c = marks[HEAD, p]
+        while c >= 0:
+            here, level = _run_again(c, p, level, stage)
+            most = max(most, levels[KEPT_BEFORE, p] + here)
+            c = marks[FOLLOWING, c]
+        for k in range(saves_first[p], saves_first[p + 1]):
+            s = saves[k]
+            if ahead == 0 and marks[DROPPED, s] > 0 and made[s] < 0 and marks[THERE, s] < 0:
+                marks[THERE, s] = 1
+                level += size[s]
+        early = marks[LETS_GO, p]
+        stays = early >= 0 and marks[SAVER, early] == p and 0 <= marks[LAST_AT, early] < p
+        most = max(most, levels[KEPT_WHOLE if stays else KEPT_UNTIL, p] + level)
+        for k in range(saves_first[p], saves_first[p + 1]):
+            s = saves[k]
+            if marks[SAVER, s] == p and 0 <= marks[LAST_AT, s] < p:
+                level += size[s]
+        levels[BACKWARD, p] = max(most, levels[KEPT_AFTER, p] + level)
+
+
+@apart
+def levels_of(stage):  # type: ignore[no-untyped-def]
+    """Write what one micro-batch holds in the forward of each op and around its backward. Returns the most of
+    both."""
+    start, end, _, _, levels, _ = stage
+    _first_needs(stage)
+    _forward_levels(stage)
+    _backward_levels(stage)
+    ahead, back = 0.0, 0.0
+    for p in range(start, end):
+        ahead = max(ahead, levels[FORWARD, p])
+        back = max(back, levels[BACKWARD, p])
+    return ahead, back
+
+
+@kernel
+def of_others(sums):  # type: ignore[no-untyped-def]
+    """Bytes that the other micro-batches in flight hold."""
+    kept = sums[HELD] - sums[AGAIN] - sums[AWAY]
+    return sums[OTHERS] * kept + sums[OTHERS + 1] * sums[AWAY]
+
+
+@apart
+def peak_of(stage, sums):  # type: ignore[no-untyped-def]
+    """Bytes of a stage, static ones apart, at its worst moment."""
+    ahead, back = levels_of(stage)
+    own = sums[HELD] - sums[AGAIN]
+    before = max(ahead, own + sums[MESSAGE]) + sums[EDGE]
+    after = max(back, own + sums[MESSAGE + 1]) + sums[EDGE + 1]
+    return of_others(sums) + max(before, after)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moments:
+    """The moments of one stage, for any choice of treatments of its residuals.
+
+    held: bytes of all residuals, those included that have no name.  edges: the six sums from `EDGE` on.
+    ahead: all that is dropped is restored in front of the backward; the scratch of that is left out.
+    """
+
+    sweep: Sweep
+    start: int
+    end: int
+    residuals: Residuals
+    held: float
+    edges: tuple[float, ...]
+    ahead: bool = False
+
+    @cached_property
+    def stage(self) -> Stage:
+        """The stage as kernels see it: its start and end, what it does forward, marks, levels, ahead."""
+        last_in, saver, levels = self.sweep.moments(self.start, self.end)
+        ops, storages = len(self.sweep.tensors), len(last_in)
+        marks = np.zeros((TOUCHED + 1, max(ops, storages) + 1), np.int64)
+        marks[LAST_IN, :storages], marks[SAVER, :storages] = last_in, saver
+        marks[LETS_GO, :ops] = self.sweep.tensors.lets_go
+        touched = self._touched()
+        marks[TOUCHED, : len(touched)], marks[TOUCHED, -1] = touched, len(touched)
+        marks[GOES, touched] = self._goes(touched, last_in[touched])
+        own = np.zeros((EARLIER + 2, ops))
+        here = slice(self.start, self.end)
+        own[:FORWARD, here] = levels[:, here]
+        return self.start, self.end, self.sweep.forward, marks, own, int(self.ahead)
+
+    def _touched(self) -> Indices:
+        """The storages that the stage's ops read, make or save."""
+        t, ends = self.sweep.tensors, [self.start, self.end]
+        spans = ((rows.items, rows.first[ends]) for rows in (t.reads, t.makes, t.saves))
+        return np.unique(np.concatenate([items[a:b] for items, (a, b) in spans]))
+
+    def _goes(self, touched: Indices, last_in: Indices) -> Indices:
+        """The op of the stage's forward behind which each of these storages goes if it is dropped, -1 for
+        never: with its last reader; if it has none, with what makes it; not at all if it is sent."""
+        t = self.sweep.tensors
+        made, sent = t.made[touched], t.last[touched] >= self.end
+        read = (last_in >= 0) & ((made < 0) | ~sent)
+        unread = (last_in < 0) & (made >= self.start) & ~sent
+        return np.where(read, last_in, np.where(unread, made, -1))
+
+    @property
+    def lives(self) -> tuple[Indices, Indices, Indices]:
+        """Of each residual its maker, its last reader and its first saver in the stage, -1 for none."""
+        at, marks = self.residuals.storage, self.stage[3]
+        return self.sweep.tensors.made[at], marks[LAST_IN, at], marks[SAVER, at]
+
+    def sums(self, choice: Indices) -> Array:
+        """See `HELD` and what follows it."""
+        size = self.residuals.size
+        parts = (size[choice == kind].sum() for kind in (RECOMPUTE, OFFLOAD))
+        return np.array([self.held, *parts, *self.edges])
+
+    def most(self, choice: Indices) -> tuple[float, float]:
+        """What one micro-batch holds at most in the forward and in the backward. Sets levels and marks."""
+        self.stage[3][DROPPED, self.residuals.storage] = choice == RECOMPUTE
+        ahead, back = run(levels_of, self.end - self.start)(self.stage)
+        return float(ahead), float(back)
+
+    def peak(self, choice: Indices) -> float:
+        """Bytes of the stage, static ones apart, at the worst moment. Sets levels and marks."""
+        self.stage[3][DROPPED, self.residuals.storage] = choice == RECOMPUTE
+        return float(run(peak_of, self.end - self.start)(self.stage, self.sums(choice)))

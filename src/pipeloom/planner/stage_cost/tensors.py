@@ -1,0 +1,231 @@
+"""The tensors of a graph as arrays: who makes, reads and saves them, and how gradients flow back.
+
+Storages are the tensors of the forward, views left out; what cheap ops make is there in every stage. Values
+with a gradient are counted one by one: what a view's gradient shares is said by `passes`. Batch, parameters
+and buffers are held anyway and do not appear.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...ir.graph import Op, OpGraph
+from ...ir.memory_policy import residual_names
+from ...ir.profile import Profile
+from ...ir.storage import views_of_state
+from .interval_sums import Array, Indices
+from .readers import Wiring
+
+EVERYWHERE = -1
+"""Maker of what every stage makes itself: the values of cheap ops."""
+
+STATE = -2
+"""Maker of parameters."""
+
+OUTSIDE = 1 << 60
+"""A reader behind every stage: that of the loss, whose gradient is given, and that of a buffer's next state,
+which the forward hands out at its end."""
+
+
+NEW, PASSED, ADDED = 0, 1, 2
+"""What the gradient of an op's input is: a new tensor; the output's own; a product that is added where it
+belongs while it is made, unless another op of the stage reads the parameter too."""
+
+
+class Rows(NamedTuple):
+    """Lists of numbers, one after another: row r is `items[first[r] : first[r + 1]]`."""
+
+    first: Indices
+    items: Indices
+
+    def __getitem__(self, row: int) -> Indices:  # type: ignore[override]
+        return self.items[self.first[row] : self.first[row + 1]]
+
+
+def rows(lists: Iterable[Iterable[int]]) -> Rows:
+    """
+    >>> rows([[3, 4], [], [5]])[2].tolist()
+    [5]
+    """
+    found = [list(one) for one in lists]
+    first = np.cumsum([0, *map(len, found)])
+    return Rows(first.astype(np.int64), np.array([i for one in found for i in one], dtype=np.int64))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tensors:
+    """Of one graph, whose ops stand at positions 0 .. n-1 (see wiring).
+
+    reads, makes, saves: op -> storages.  extra: bytes that an op saves besides.
+    size, made, last: of each storage its bytes, its maker's position, and its last reader's.
+    makes_grads: op -> its outputs that have a gradient.  gives: op -> its inputs that have one, parameters
+        too.  passes: along `gives.items`, what that gradient is, see `NEW`.
+    grad_size, grad_made, grad_last: of each value with a gradient, and each parameter (whose maker is
+        `STATE`); the last reader is one through which a gradient flows.
+    scratch, grad_scratch: op -> bytes that its forward, and its backward, need besides. The latter may be
+        below 0: a gradient of a parameter is added where it belongs before the others are made.
+    first: op -> most bytes that its backward makes before it lets go of a storage, which is `lets_go`, -1 for
+        none; 0 where it makes all at once.
+    """
+
+    reads: Rows
+    makes: Rows
+    saves: Rows
+    extra: Array
+    size: Array
+    made: Indices
+    last: Indices
+    makes_grads: Rows
+    gives: Rows
+    passes: Indices
+    grad_size: Array
+    grad_made: Indices
+    grad_last: Indices
+    scratch: Array
+    grad_scratch: Array
+    first: Array
+    lets_go: Indices
+    names: tuple[str, ...]
+    """Of the storages."""
+    residuals: tuple[str, ...]
+    """Of the storages, as residuals (see ir.memory_policy); "" for one that a planner cannot name."""
+    fixed: NDArray[np.bool_]
+    """Ops that must not run again: they draw random numbers, or read or update a buffer that changes."""
+
+    def __len__(self) -> int:
+        return len(self.extra)
+
+    def in_front(self, positions: Sequence[int]) -> Tensors:
+        """The same with these ops at positions 0, 1, ..., and all others behind them."""
+        order = np.array([*positions, *np.setdiff1d(np.arange(len(self)), positions)], dtype=np.int64)
+        place = np.empty(len(self) + 2, dtype=np.int64)
+        place[order] = np.arange(len(self))
+        place[[EVERYWHERE, STATE]] = EVERYWHERE, STATE
+        grads = _rows_in_order(self.gives, order)
+        return replace(
+            self,
+            reads=_take(self.reads, order),
+            makes=_take(self.makes, order),
+            saves=_take(self.saves, order),
+            makes_grads=_take(self.makes_grads, order),
+            gives=_take(self.gives, order),
+            passes=self.passes[grads],
+            extra=self.extra[order],
+            fixed=self.fixed[order],
+            scratch=self.scratch[order],
+            grad_scratch=self.grad_scratch[order],
+            first=self.first[order],
+            lets_go=self.lets_go[order],
+            made=place[self.made],
+            grad_made=place[self.grad_made],
+            last=_in_order(self.last, self.reads, place),
+            grad_last=_in_order(self.grad_last, self.gives, place),
+        )
+
+
+def _rows_in_order(lists: Rows, order: Indices) -> Indices:
+    """Indices of the items of rows in another order."""
+    parts = [np.arange(lists.first[r], lists.first[r + 1]) for r in order]
+    return np.concatenate([np.zeros(0, np.int64), *parts])
+
+
+def _take(lists: Rows, order: Indices) -> Rows:
+    lengths = np.diff(lists.first)[order]
+    first = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    return Rows(first, lists.items[_rows_in_order(lists, order)])
+
+
+def _in_order(last: Indices, lists: Rows, place: Indices) -> Indices:
+    """Last readers in another order; those behind every stage stay there."""
+    return np.where(last == OUTSIDE, OUTSIDE, _last_of(lists, place, len(last)))
+
+
+def _last_of(lists: Rows, place: Indices, count: int) -> Indices:
+    """Of each item the highest new place of a row that lists it; -1 for none."""
+    last = np.full(count, -1, dtype=np.int64)
+    np.maximum.at(last, lists.items, np.repeat(place[: len(lists.first) - 1], np.diff(lists.first)))
+    return last
+
+
+def tensors_of(wiring: Wiring, saves: Mapping[str, Sequence[str]], profile: Profile) -> Tensors:
+    """saves: op -> storages (see wiring.saved_by)."""
+    graph, base = wiring.graph, wiring.base
+    outside = {v.name for v in graph.inputs} | views_of_state(graph)
+    names = tuple(v for v in dict.fromkeys(base.values()) if v not in outside)
+    number = {name: index for index, name in enumerate(names)}
+
+    def storages(values: Iterable[str]) -> list[int]:
+        return [number[b] for b in dict.fromkeys(base[v] for v in values) if b in number]
+
+    reads = rows(storages(op.inputs) for op in wiring.ops)
+    ops = wiring.ops
+    trained = [p for p in graph.parameters if p.trainable]
+    learning = [v for v in graph.value.values() if v.needs_grad]
+    sizes = {v.name: v.bytes for v in learning} | {p.name: p.bytes for p in trained}
+    grad = {name: index for index, name in enumerate(sizes)}
+    through = [any(v.needs_grad for v in op.outputs) for op in ops]
+    gives = [
+        [name for name in (*op.inputs, *op.params) if name in grad] if back else []
+        for op, back in zip(ops, through, strict=True)
+    ]
+    given = rows([grad[name] for name in names] for names in gives)
+    costs = [profile.costs[op.name] for op in ops]
+    passed = [
+        PASSED if name in cost.passes else ADDED if name in cost.adds else NEW
+        for cost, own in zip(costs, gives, strict=True)
+        for name in own
+    ]
+    made_new = [
+        sum(sizes[name] for name in own if name not in (*cost.passes, *cost.adds))
+        for cost, own in zip(costs, gives, strict=True)
+    ]
+    here = np.arange(len(ops) + 1)
+    known, changing = residual_names(graph), set(graph.together)
+    grad_last = _last_of(given, here, len(grad))
+    grad_last[[grad[v.name] for v in learning if v.name == graph.loss]] = OUTSIDE
+    last = _last_of(reads, here, len(names))
+    last[storages(v for op in ops for v in _next_states(op, graph))] = OUTSIDE
+    return Tensors(
+        names=names,
+        reads=reads,
+        residuals=tuple(known.get(v, "") for v in names),
+        fixed=np.array([op.random or bool(changing.intersection((*op.buffers, *op.updates))) for op in ops]),
+        makes=rows(storages(v.name for v in op.outputs if base[v.name] == v.name) for op in ops),
+        saves=rows([number[v] for v in saves[op.name] if v in number] for op in ops),
+        extra=_floats(c.extra_saved_bytes for c in costs),
+        size=_floats(graph.value[v].bytes for v in names),
+        made=np.array([wiring.made_at(v) for v in names], dtype=np.int64),
+        last=last,
+        makes_grads=rows([grad[v.name] for v in op.outputs if v.name in grad] for op in ops),
+        gives=given,
+        passes=np.array(passed, dtype=np.int64),
+        grad_size=_floats(sizes.values()),
+        grad_made=np.array([wiring.made_at(v.name) for v in learning] + [STATE] * len(trained), np.int64),
+        grad_last=grad_last,
+        scratch=_floats(c.transient_bytes for c in costs),
+        grad_scratch=_floats(
+            c.grad_rest_bytes - new if c.grad_rest_bytes else c.grad_transient_bytes
+            for c, new in zip(costs, made_new, strict=True)
+        ),
+        first=_floats(c.grad_first_bytes for c in costs),
+        lets_go=np.array([number.get(base.get(c.lets_go, ""), -1) for c in costs], dtype=np.int64),
+    )
+
+
+def _next_states(op: Op, graph: OpGraph) -> list[str]:
+    """The outputs of an op that are next states of buffers: the last ones of the buffers' shapes."""
+    found: list[str] = []
+    for name in reversed(op.updates):
+        shape = graph.buffer[name].shape
+        left = [v.name for v in op.outputs if v.shape == shape and v.name not in found]
+        found += left[-1:]
+    return found
+
+
+def _floats(numbers: Iterable[float]) -> Array:
+    return np.array(list(numbers), dtype=np.float64)

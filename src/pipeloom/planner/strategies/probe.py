@@ -1,0 +1,174 @@
+"""probe: parametric search. Is there a cut whose stages all take at most tau seconds? Fill them one by one.
+
+    PROBE(tau):  each stage takes as many ops as it can within tau; feasible if the last one gets the rest
+
+While a stage's time only grows with its ops, this answers exactly, and the smallest tau is found in a few
+steps: a cut that was found lowers the upper bound to its slowest stage; a failure raises the lower bound to
+the least time with which some stage could have taken one piece more, below which the answer stays the same.
+
+What crosses a cut breaks the order: its bytes vary from one place to the next, and with them the transfers
+and the buffers of both stages. Then several ends of each stage are followed: the furthest, and around it
+those that least bytes cross (`follow`, `window`), and a dynamic programme looks at what is left: at all
+cuts whose stages may be faster, by their compute alone, than those that were found, if these are few; the
+answer is then exact again. If they are many it looks at a band around the cuts that were found, which is a
+heuristic: bench/planners.py measures how far it is from `exact`.
+
+Source: for the search without memory, Pinar and Aykanat 2004, "Fast optimal load balancing algorithms for 1D
+partitioning", JPDC 64(8).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+from math import inf
+
+from ..search.bands import Bands, around, banded, intervals, worthwhile
+from ..search.cut_search import Search
+from ..search.problem import Cuts, Partition, Problem, largest
+
+WINDOW = 8
+FOLLOW = 3
+STEPS = 60
+ABOVE = (0.02, 0.08, 0.25, 0.7, 2.0, 6.0, inf)
+"""Shares above perfect division at which the first partition is sought."""
+
+FEW = 20_000
+"""Intervals up to which all that are left may be tried."""
+
+
+def probe(search: Search) -> Cuts:
+    """Cut positions, 0 and the number of ops included; () if nothing fits."""
+    problem = search.problem
+    return problem.positions(fill(problem, tolerance=search.tolerance).cuts)
+
+
+def fill(
+    problem: Problem,
+    *,
+    window: int = WINDOW,
+    follow: int = FOLLOW,
+    tolerance: float = 1e-9,
+    mend: bool = True,
+) -> Partition:
+    """The best partition that parametric search finds; see the module's docstring.
+
+    window: places on either side that are looked at where crossing bytes vary.  follow: ends of each stage
+        that are followed there.  tolerance: relative, of the slowest stage's time, at which to stop.
+    mend: try other cuts where crossing bytes vary, as the module's docstring says; if not, filling is all.
+    """
+    even = len({problem.crossing(point) for point in problem.points[1:-1]}) <= 1
+    mend = mend and not even
+    window, follow = (window, follow) if mend else (0, 1)
+    low = problem.least_of(0, problem.last, range(problem.stages))
+    best = Partition()
+    # Upwards from what perfect division would take: long intervals, which are dear to weigh, come last.
+    for tau in [low * (1 + above) for above in ABOVE] if low > 0 else [inf]:
+        if tau >= low:
+            best, blocked = _within(problem, tau, window, follow)
+            if best.cuts:
+                break
+            low = max(tau, blocked) if even else tau
+    if not best.cuts:
+        return _all_left(problem, inf) if mend else best
+    for _ in range(STEPS):
+        if best.seconds <= low * (1 + tolerance):
+            break
+        tau = (low + best.seconds) / 2
+        found, blocked = _within(problem, tau, window, follow)
+        if found.cuts:
+            best = found
+        else:
+            low = max(tau, min(blocked, best.seconds)) if even else tau
+    if not mend:
+        return best
+    better = _all_left(problem, best.seconds, around(problem, best.cuts, window))
+    return better if better.cuts else best
+
+
+def _all_left(problem: Problem, below: float, otherwise: Bands = ()) -> Partition:
+    """The best partition faster than `below`, among all if few are left, else in the other bands; nothing if
+    there is none."""
+    left = worthwhile(problem, below)
+    bands = left if intervals(left) <= FEW else otherwise
+    return banded(problem, bands, below=below) if bands else Partition()
+
+
+def filled(problem: Problem) -> Cuts:
+    """The cuts that come of filling each stage as far as memory allows; () if it does not lead to the end."""
+    return _within(problem, inf, WINDOW, FOLLOW)[0].cuts
+
+
+@dataclass(frozen=True)
+class _Ends:
+    """Where a stage may end: places with the cuts that lead there, and what kept it from going further."""
+
+    cuts: dict[int, Cuts]
+    blocked: float
+
+
+def _within(problem: Problem, tau: float, window: int, follow: int) -> tuple[Partition, float]:
+    """A partition into stages of at most `tau` seconds, none if filling finds none; and the smallest tau at
+    which filling would go another way."""
+    starts: dict[int, Cuts] = {0: (0,)}
+    blocked = inf
+    for stage in range(problem.stages - 1):
+        ends = _ends(problem, starts, stage, tau, window, follow)
+        blocked = min(blocked, ends.blocked)
+        starts = ends.cuts
+        if not starts:
+            return Partition(), blocked
+    final = problem.stages - 1
+    for start in sorted(starts, reverse=True):
+        seconds = problem.at(start, problem.last, final).seconds
+        if seconds <= tau and seconds < inf:
+            return problem.weigh((*starts[start], problem.last)), blocked
+        blocked = min(blocked, seconds)
+    return Partition(), blocked
+
+
+def _ends(
+    problem: Problem, starts: dict[int, Cuts], stage: int, tau: float, window: int, follow: int
+) -> _Ends:
+    most = problem.last - (problem.stages - 1 - stage)
+    descending = sorted(starts, reverse=True)
+    for start in descending:
+        furthest = _furthest(problem, start, most, stage, tau)
+        if furthest > start:
+            break
+    else:
+        return _Ends({}, min(_seconds(problem, start, start + 1, stage, most) for start in descending))
+    found = {furthest: (*starts[start], furthest)}
+    blocked = _seconds(problem, start, furthest + 1, stage, most)
+    near = [
+        place
+        for place in range(max(furthest - window, 1), min(furthest + window, most) + 1)
+        if place != furthest
+    ]
+    for place in sorted(near, key=lambda place: (problem.crossing(problem.points[place]), -place)):
+        if len(found) >= follow:
+            break
+        for start in descending:
+            if start < place and problem.least_s(start, place, stage) <= tau:
+                seconds = problem.at(start, place, stage).seconds
+                if seconds <= tau and seconds < inf:
+                    found[place] = (*starts[start], place)
+                    break
+    return _Ends(found, blocked)
+
+
+def _furthest(problem: Problem, start: int, most: int, stage: int, tau: float) -> int:
+    """The last place to which a stage can run from `start` within `tau`; `start` if nowhere."""
+    reach = bisect_left(
+        range(start + 1, most + 1), True, key=lambda end: problem.least_s(start, end, stage) > tau
+    )
+
+    def good(end: int) -> bool:
+        seconds = problem.at(start, end, stage).seconds
+        return seconds <= tau and seconds < inf
+
+    return largest(start, start + reach, good)
+
+
+def _seconds(problem: Problem, start: int, end: int, stage: int, most: int) -> float:
+    return problem.at(start, end, stage).seconds if end <= most else inf
