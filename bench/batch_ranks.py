@@ -32,7 +32,7 @@ from pipeloom.ir.plan import Plan, load_plan
 from pipeloom.ir.units import format_bytes
 from pipeloom.planner import find_cluster
 from pipeloom.planner.registry import PLANNERS as PLANNERS_BY_NAME
-from pipeloom.runtime.launch import launch
+from pipeloom.runtime.launch.launch import launch
 
 STEPS = 2
 ROWS = 3

@@ -12,8 +12,8 @@ from click.testing import CliRunner, Result
 from safetensors.torch import load_file
 
 from pipeloom.cli import main
-from pipeloom.runtime import checkpoint
-from pipeloom.runtime.checkpoint import TrainState
+from pipeloom.runtime.checkpoint import checkpoint
+from pipeloom.runtime.checkpoint.checkpoint import TrainState
 
 JOB = """
 import torch

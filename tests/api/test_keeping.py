@@ -26,7 +26,7 @@ from pipeloom.ir.plan import Plan
 from pipeloom.ir.profile import Profile
 from pipeloom.ir.units import parse_bytes
 from pipeloom.planner import cpu_cluster
-from pipeloom.runtime.local_channel import LocalChannel
+from pipeloom.runtime.transports.local_channel import LocalChannel
 
 ROWS, COUNT = 4, 4
 

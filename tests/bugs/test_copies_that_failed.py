@@ -19,7 +19,7 @@ from pipeloom import Options, Pipeline
 from pipeloom.ir.errors import OffloadError
 from pipeloom.ir.memory_policy import MemoryPolicy
 from pipeloom.ir.stages import cut
-from pipeloom.runtime.file_tier import PAGE, FileTier, FileTrip
+from pipeloom.runtime.offload.file_tier import PAGE, FileTier, FileTrip
 from pipeloom.tracer.stage.split import Slot
 from pipeloom.tracer.stage.trace import stage_residuals
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from pipeloom.runtime.file_tier import PAGE, FileTier
+from pipeloom.runtime.offload.file_tier import PAGE, FileTier
 from pipeloom.tracer.stage.split import Slot
 
 SLOT = Slot("made", "a")

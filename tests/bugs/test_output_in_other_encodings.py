@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeloom.runtime import processes
-from pipeloom.runtime.processes import Processes
+from pipeloom.runtime.launch import processes
+from pipeloom.runtime.launch.processes import Processes
 
 SCRIPT = """
 import os, sys

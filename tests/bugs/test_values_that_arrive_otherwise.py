@@ -15,7 +15,7 @@ from pipeloom import Job
 from pipeloom.ir.errors import CommunicationError
 from pipeloom.ir.stages import cut
 from pipeloom.runtime.batches import agree_on_layouts
-from pipeloom.runtime.local_channel import LocalChannel
+from pipeloom.runtime.transports.local_channel import LocalChannel
 
 
 class Turned(nn.Module):

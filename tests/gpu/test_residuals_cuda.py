@@ -14,7 +14,7 @@ from pipeloom.ir.memory_policy import MemoryPolicy, Treatment
 from pipeloom.ir.plan import StagePlan
 from pipeloom.ir.stages import cut
 from pipeloom.ir.timeline import Event
-from pipeloom.runtime.cuda_tier import CHUNK, CudaTier
+from pipeloom.runtime.offload.cuda_tier import CHUNK, CudaTier
 from pipeloom.tracer.stage.trace import stage_residuals
 
 MICROBATCHES, ROWS, WIDTH, STEPS = 6, 8192, 1024, 10

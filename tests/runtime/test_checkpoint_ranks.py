@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipeloom.runtime import checkpoint
+from pipeloom.runtime.checkpoint import checkpoint
 
 WORKER = Path(__file__).with_name("checkpoint_worker.py")
 

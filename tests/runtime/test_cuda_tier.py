@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeloom.runtime import cuda_tier
-from pipeloom.runtime.cuda_tier import CHUNK, CudaTier
+from pipeloom.runtime.offload import cuda_tier
+from pipeloom.runtime.offload.cuda_tier import CHUNK, CudaTier
 from pipeloom.tracer.stage.split import Slot
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from pipeloom.ir.errors import ConfigError
-from pipeloom.runtime.launch import launch
-from pipeloom.runtime.processes import GRACE_S, POLL_S, TERM_S
+from pipeloom.runtime.launch.launch import launch
+from pipeloom.runtime.launch.processes import GRACE_S, POLL_S, TERM_S
 
 HERE = Path(__file__).parent
 
@@ -118,7 +118,7 @@ def test_a_script_may_launch_its_own_function(tmp_path: Path) -> None:
     script = tmp_path / "mine.py"
     script.write_text(
         "import sys\n"
-        "from pipeloom.runtime.launch import launch\n"
+        "from pipeloom.runtime.launch.launch import launch\n"
         "class Mine: pass\n"
         "def work(mine): print(type(mine) is Mine, __name__)\n"
         "if __name__ == '__main__': sys.exit(launch(work, 2, args=(Mine(),)))\n"
@@ -213,7 +213,7 @@ def test_no_ranks_are_refused() -> None:
 
 
 def test_launching_imports_no_torch() -> None:
-    code = "import sys, pipeloom.runtime.launch; sys.exit('torch' in sys.modules)"
+    code = "import sys, pipeloom.runtime.launch.launch; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from pipeloom.ir.errors import CommunicationError, PeerError
 from pipeloom.ir.graph import Value
-from pipeloom.runtime.channel import Message
-from pipeloom.runtime.local_channel import LocalChannel, LocalTransport, _Meeting, local_channels
-from pipeloom.runtime.noticeboard import local_boards
-from pipeloom.runtime.posting import Handle
+from pipeloom.runtime.channel import Handle
+from pipeloom.runtime.failure.noticeboard import local_boards
+from pipeloom.runtime.messages import Message
+from pipeloom.runtime.transports.local_channel import LocalChannel, LocalTransport, _Meeting, local_channels
 
 Body = Callable[[LocalChannel], object]
 

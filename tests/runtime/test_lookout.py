@@ -4,9 +4,9 @@ import threading
 
 import pytest
 
-from pipeloom.runtime.failure import Watch
-from pipeloom.runtime.nccl import Lookout
-from pipeloom.runtime.noticeboard import local_boards
+from pipeloom.runtime.failure.noticeboard import local_boards
+from pipeloom.runtime.failure.watch import Watch
+from pipeloom.runtime.transports.nccl import Lookout
 
 
 class Transfer:

@@ -8,8 +8,8 @@ import pytest
 import torch.distributed as dist
 
 from pipeloom.ir.errors import CommunicationError, PeerError
-from pipeloom.runtime.failure import Watch
-from pipeloom.runtime.noticeboard import FINISHED, Failure, State, StoreBoard
+from pipeloom.runtime.failure.noticeboard import FINISHED, Failure, State, StoreBoard
+from pipeloom.runtime.failure.watch import Watch
 
 BOOM = Failure(rank=1, summary="ValueError: boom", traceback="Traceback ...")
 
@@ -103,7 +103,7 @@ def test_a_broken_wait_names_the_rank_that_failed(boards: list[StoreBoard]) -> N
 def test_a_broken_wait_that_nobody_explains_says_so(
     boards: list[StoreBoard], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipeloom.runtime.failure.NOTICE_S", 0.1)
+    monkeypatch.setattr("pipeloom.runtime.failure.watch.NOTICE_S", 0.1)
 
     def block() -> None:
         raise ConnectionError("closed by peer")

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeloom.runtime.places import Places
+from pipeloom.runtime.offload.file_allocator import Places
 
 SIZES = st.integers(0, 12)
 MOVES = st.lists(st.tuples(st.booleans(), SIZES), max_size=60)

@@ -16,9 +16,9 @@ from pipeloom import Job, Options, Pipeline
 from pipeloom.api.forecast import Forecast
 from pipeloom.ir.action import W
 from pipeloom.ir.plan import Plan
-from pipeloom.runtime.local_channel import LocalChannel
+from pipeloom.runtime.calibration.rehearsal import Rehearsal
 from pipeloom.runtime.operations import OperationContext
-from pipeloom.runtime.rehearsal import Rehearsal
+from pipeloom.runtime.transports.local_channel import LocalChannel
 from pipeloom.schedules import Operation, Recipe, declare, phases, shape_of
 from pipeloom.schedules.registry import Entry
 
@@ -27,7 +27,7 @@ from pipeloom.schedules.registry import Entry
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Times do not matter here."""
     monkeypatch.setattr("pipeloom.api.forecast.ENOUGH_S", 0.0)
-    monkeypatch.setattr("pipeloom.runtime.calibrate.REPEATS", 3)
+    monkeypatch.setattr("pipeloom.runtime.calibration.calibrate.REPEATS", 3)
 
 
 def rehearsal_of(pipeline: Pipeline) -> Rehearsal:

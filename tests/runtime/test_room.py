@@ -23,10 +23,10 @@ from pipeloom.ir.memory_policy import MemoryPolicy
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.stages import cut
 from pipeloom.ir.timeline import Timeline
-from pipeloom.runtime.file_tier import FileTier
-from pipeloom.runtime.local_channel import LocalChannel
-from pipeloom.runtime.rehearsal import Rehearsal, Walk
-from pipeloom.runtime.tiers import Trip
+from pipeloom.runtime.calibration.rehearsal import Rehearsal, Walk
+from pipeloom.runtime.offload.file_tier import FileTier
+from pipeloom.runtime.offload.tier import Trip
+from pipeloom.runtime.transports.local_channel import LocalChannel
 from pipeloom.simulator import simulate
 from pipeloom.tracer.stage.trace import stage_residuals
 
@@ -43,7 +43,7 @@ def one_capture() -> Iterator[None]:
 def slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies follow each other: the end of one is the end of those before it."""
     monkeypatch.setattr("pipeloom.api.forecast.ENOUGH_S", 0.0)
-    monkeypatch.setattr("pipeloom.runtime.calibrate.REPEATS", 3)
+    monkeypatch.setattr("pipeloom.runtime.calibration.calibrate.REPEATS", 3)
     order: dict[int, list[Trip]] = {}
     ended: set[int] = set()
     leave, is_away = FileTier.leave, FileTier.is_away

@@ -1,7 +1,7 @@
 """The table of who waits for whom."""
 
-from pipeloom.runtime.noticeboard import State
-from pipeloom.runtime.waits import who_waits
+from pipeloom.runtime.failure.noticeboard import State
+from pipeloom.runtime.failure.who_waits import who_waits
 
 
 def waiting(doing: str, what: str, *ranks: int) -> State:

@@ -26,9 +26,9 @@ from pipeloom.planner.stage_cost.model import CostModel, CostOptions
 from pipeloom.planner.stage_cost.simulator_costs import stage_costs, stage_plan
 from pipeloom.planner.treatments.choose import optimise
 from pipeloom.profiler.roofline import roofline
-from pipeloom.runtime import posting
-from pipeloom.runtime.local_channel import LocalChannel, LocalTransport
-from pipeloom.runtime.posting import Handle, Nothing
+from pipeloom.runtime import channel as posting
+from pipeloom.runtime.channel import Handle, Nothing
+from pipeloom.runtime.transports.local_channel import LocalChannel, LocalTransport
 from pipeloom.simulator import simulate
 
 MICROBATCHES, SIZE = 4, 2

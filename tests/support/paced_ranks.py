@@ -18,9 +18,9 @@ from pipeloom.ir.schedule import Program
 from pipeloom.ir.stages import StageGraph
 from pipeloom.ir.timeline import Timeline
 from pipeloom.lowering import lower
-from pipeloom.runtime.connect import connect, watch_ranks
-from pipeloom.runtime.dist_channel import DistChannel
+from pipeloom.runtime.launch.connect import connect, watch_ranks
 from pipeloom.runtime.paced import PacedRank
+from pipeloom.runtime.transports.dist_channel import DistChannel
 
 SECONDS = 1e-4
 

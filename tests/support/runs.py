@@ -20,7 +20,7 @@ from pipeloom.ir.graph import OpGraph
 from pipeloom.ir.plan import Plan, StagePlan
 from pipeloom.ir.stages import cut
 from pipeloom.runtime.batches import rows_of, signature_of, split_batch
-from pipeloom.runtime.local_channel import LocalChannel, local_channels
+from pipeloom.runtime.transports.local_channel import LocalChannel, local_channels
 from pipeloom.tracer.capture import capture
 from pipeloom.tracer.captured import Captured
 from pipeloom.tracer.export.evaluation import capture_evaluation

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from pipeloom.ir.timeline import Event, Timeline
-from pipeloom.runtime import checkpoint
-from pipeloom.runtime.checkpoint import TrainState
+from pipeloom.runtime.checkpoint import checkpoint
+from pipeloom.runtime.checkpoint.checkpoint import TrainState
 from pipeloom.train.config import Config, DataConfig, ModelConfig, OptimizerConfig, PipelineConfig
 from pipeloom.train.rates import scheduler_of
 from pipeloom.train.workload import Workload, gpt_workload

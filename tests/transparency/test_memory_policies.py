@@ -21,8 +21,8 @@ from pipeloom.ir.errors import PlanError
 from pipeloom.ir.memory_policy import MemoryPolicy, Residual, Treatment
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.stages import cut
-from pipeloom.runtime.file_tier import FileTier, FileTrip
-from pipeloom.runtime.local_channel import LocalChannel
+from pipeloom.runtime.offload.file_tier import FileTier, FileTrip
+from pipeloom.runtime.transports.local_channel import LocalChannel
 from pipeloom.tracer.stage.stage_functions import Tensors
 from pipeloom.tracer.stage.trace import stage_residuals
 

@@ -22,7 +22,7 @@ from pipeloom.ir.errors import InfeasibleError
 from pipeloom.ir.memory_policy import Treatment
 from pipeloom.planner import cpu_cluster
 from pipeloom.planner.registry import PLANNERS
-from pipeloom.runtime.local_channel import LocalChannel
+from pipeloom.runtime.transports.local_channel import LocalChannel
 
 WIDTH, ROWS, MICROBATCHES = 16, 64, 6
 KINDS = ("linear", "gelu", "tanh", "norm", "skip", "older", "attention", "heads", "halves", "dropout")

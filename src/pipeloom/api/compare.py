@@ -14,7 +14,7 @@ from ..ir.errors import PeerError, VerifyError
 from ..ir.memory_policy import KEEP_ALL
 from ..ir.plan import Plan, StagePlan
 from ..runtime.batches import rows_of, split_batch
-from ..runtime.local_channel import LocalChannel, local_channels
+from ..runtime.transports.local_channel import LocalChannel, local_channels
 from ..runtime.weights import Gradients
 from ..tracer.job import Job
 from ..tracer.loss import scalar_loss

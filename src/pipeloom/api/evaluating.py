@@ -15,7 +15,7 @@ from ..ir.schedule import Program
 from ..ir.stages import StageGraph
 from ..lowering import lower
 from ..runtime.batches import agree_on_layouts, signature_of
-from ..runtime.posting import PostedChannel
+from ..runtime.channel import PostedChannel
 from ..runtime.worker import Variant
 from ..tracer.captured import Captured
 from ..tracer.export.evaluation import capture_evaluation, cut_evaluation

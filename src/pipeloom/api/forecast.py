@@ -18,19 +18,19 @@ from ..ir.plan import Plan
 from ..ir.schedule import Program
 from ..ir.timeline import Event, Timeline
 from ..ir.units import format_bytes
-from ..runtime.calibrate import (
+from ..runtime.calibration.calibrate import (
     measure_link,
     optimizer_ratio,
     stage_memory,
     time_clipping,
     time_optimizer,
 )
-from ..runtime.failure import Watch
+from ..runtime.calibration.rehearsal import Rehearsal, Walk, with_times
+from ..runtime.channel import SMALL_BYTES, PostedChannel
+from ..runtime.failure.watch import Watch
 from ..runtime.ledger import table
-from ..runtime.posting import SMALL_BYTES, PostedChannel
+from ..runtime.offload.tier import Tier
 from ..runtime.recorder import Clock
-from ..runtime.rehearsal import Rehearsal, Walk, with_times
-from ..runtime.tiers import Tier
 from ..runtime.weights import MakeOptimizer, Weights
 from ..runtime.worker import Variant
 from ..simulator import simulate

@@ -228,7 +228,7 @@ def planning(
     watch: Callable[[int], None] | None = None,
 ) -> Planning:
     """How `plan` plans; see there. watch: told how many stages were weighed so far."""
-    from ..runtime.calibrate import optimizer_ratio
+    from ..runtime.calibration.calibrate import optimizer_ratio
 
     if stages > MOST_DEVICES:
         raise ConfigError(f"{shown(stages)} stages", hint=f"use at most {MOST_DEVICES}")

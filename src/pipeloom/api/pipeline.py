@@ -22,18 +22,18 @@ from ..ir.plan import Plan, load_plan
 from ..ir.schedule import Program
 from ..ir.timeline import Timeline
 from ..lowering import lower
-from ..runtime import checkpoint
 from ..runtime.allocator import give_back_freed_memory, keep_freed_memory
 from ..runtime.batches import agree_on_layouts, agree_on_shapes, rows_of, signature_of, split_batch
-from ..runtime.checkpoint_state import TrainState
-from ..runtime.connect import connect, watch_ranks
-from ..runtime.dist_channel import DistChannel
-from ..runtime.failure import Watch
+from ..runtime.channel import PostedChannel
+from ..runtime.checkpoint import checkpoint
+from ..runtime.checkpoint.state import TrainState
+from ..runtime.failure.watch import Watch
+from ..runtime.launch.connect import connect, watch_ranks
 from ..runtime.ledger import Ledger
-from ..runtime.local_channel import LocalChannel, local_channels
-from ..runtime.posting import PostedChannel
+from ..runtime.offload.tier import Tier
 from ..runtime.recorder import CudaClock, HostClock, Recorder
-from ..runtime.tiers import Tier
+from ..runtime.transports.dist_channel import DistChannel
+from ..runtime.transports.local_channel import LocalChannel, local_channels
 from ..runtime.weights import Weights
 from ..runtime.worker import Microbatch, Variant, Worker
 from ..tracer.capture import capture

@@ -13,8 +13,8 @@ from ..ir.codec import to_json
 from ..ir.errors import PlanError, ScheduleError
 from ..ir.memory_policy import WeightPolicy
 from ..ir.plan import Plan
-from ..runtime.connect import gather_text
-from ..runtime.local_channel import LocalChannel
+from ..runtime.launch.connect import gather_text
+from ..runtime.transports.local_channel import LocalChannel
 from ..tracer.captured import Captured
 
 

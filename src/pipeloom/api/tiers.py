@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 
 from ..ir.plan import Plan
-from ..runtime.cuda_tier import CudaTier
-from ..runtime.file_tier import FileTier, lies_in_memory
-from ..runtime.tiers import Tier
+from ..runtime.offload.cuda_tier import CudaTier
+from ..runtime.offload.file_tier import FileTier, lies_in_memory
+from ..runtime.offload.tier import Tier
 
 
 def own_tier(

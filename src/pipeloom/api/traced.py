@@ -11,8 +11,8 @@ from ..ir.costs import StageCost
 from ..ir.plan import Plan
 from ..ir.profile import Profile
 from ..lowering import lower
-from ..runtime.calibrate import graph_memory
-from ..runtime.posting import SMALL_BYTES
+from ..runtime.calibration.calibrate import graph_memory
+from ..runtime.channel import SMALL_BYTES
 from ..simulator import simulate
 from ..tracer.captured import Captured
 from .placing import costs_of

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..ir.errors import BatchError, CommunicationError
 from ..ir.stages import StageGraph
-from .posting import PostedChannel
+from .channel import PostedChannel
 
 
 def rows_of(batch: Mapping[str, Tensor]) -> int:

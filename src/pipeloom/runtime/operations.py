@@ -18,8 +18,8 @@ from ..ir.action import Action, Instruction, Kind, StageAction
 from ..ir.errors import ScheduleError
 from ..ir.operation import ANCHORS, OPERATIONS, Operation
 from ..tracer.stage.stage_functions import Tensors
-from .channel import Channel
 from .ledger import Ledger
+from .messages import Channel
 from .recorder import Recorder
 from .weights import Weights
 

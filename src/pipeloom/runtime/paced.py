@@ -22,9 +22,9 @@ from ..ir.timeline import Timeline
 from ..tracer.layout import zeros
 from ..tracer.stage.gradient_sink import Sink
 from ..tracer.stage.stage_functions import StageFunctions, Tensors
-from .failure import Watch
+from .channel import PostedChannel
+from .failure.watch import Watch
 from .ledger import Ledger
-from .posting import PostedChannel
 from .recorder import HostClock, Recorder
 from .weights import Weights
 from .worker import Microbatch, Variant, Worker

@@ -28,11 +28,11 @@ from ..ir.action import (
     W,
 )
 from ..tracer.stage.stage_functions import StageFunctions, made_bytes
-from .failure import Watch
-from .flight import Flight
+from .failure.watch import Watch
 from .ledger import Ledger
+from .offload.tier import Tier, Trip
 from .recorder import Recorder
-from .tiers import Tier, Trip
+from .step_state import Flight
 
 _FUNCTION = {F: "forward", B: "backward", I: "input_grad", W: "weight_grad", RECOMPUTE: "recompute"}
 

@@ -35,16 +35,16 @@ from ..ir.schedule import Program
 from ..ir.ties import reductions
 from ..tracer.layout import zeros
 from ..tracer.stage.stage_functions import StageFunctions, made_bytes
-from .channel import Channel, Message
-from .failure import Watch
-from .flight import Flight
-from .flight import Microbatch as Microbatch
-from .flight import Variant as Variant
+from .failure.watch import Watch
 from .ledger import Ledger, crossing_bytes
+from .messages import Channel, Message
+from .offload.tier import Tier
 from .operations import Operations
 from .recorder import Recorder
 from .residuals import Residuals
-from .tiers import Tier
+from .step_state import Flight
+from .step_state import Microbatch as Microbatch
+from .step_state import Variant as Variant
 from .weights import Weights, clip_factor
 
 Key = tuple[int, int]

@@ -15,7 +15,7 @@ from ..api.runnable import require_runnable, require_training
 from ..ir.errors import PeerError, PipeloomError
 from ..ir.memory_policy import TREATMENTS
 from ..ir.units import format_bytes
-from ..runtime.launch import launch
+from ..runtime.launch.launch import launch
 from ..tracer.job import Job
 from ..tracer.job_loader import load_job
 from .config import Config

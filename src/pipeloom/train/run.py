@@ -30,9 +30,9 @@ from ..ir.files import write_whole
 from ..ir.memory_policy import TREATMENTS
 from ..ir.plan import Plan, load_plan
 from ..ir.units import parse_bytes
-from ..runtime.checkpoint_files import newest, read_index, verify_sizes
-from ..runtime.connect import connect
-from ..runtime.launch import launch
+from ..runtime.checkpoint.files import newest, read_index, verify_sizes
+from ..runtime.launch.connect import connect
+from ..runtime.launch.launch import launch
 from ..tracer.job_loader import load_job
 from .config import Config
 from .config_text import read_config, write_config

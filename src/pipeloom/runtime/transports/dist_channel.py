@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable
 import torch
 import torch.distributed as dist
 
-from .failure import Watch
+from ..channel import PostedChannel, Transport
+from ..failure.watch import Watch
 from .gloo import GlooTransport
 from .nccl import NcclTransport
-from .posting import PostedChannel, Transport
 
 
 class DistChannel(PostedChannel):

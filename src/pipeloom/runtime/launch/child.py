@@ -1,4 +1,4 @@
-"""One rank's process as `launch` starts it: `python -m pipeloom.runtime.child`. Imports no torch by itself.
+"""One rank's process as `launch` starts it: `python -m pipeloom.runtime.launch.child`. Imports no torch by itself.
 
 The work comes pickled through standard input, the outcome goes back through a pipe. When the launching
 process ends, however that happens, a guard process ends this rank and all that it has started.
@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from ..ir.errors import PeerError
+from ...ir.errors import PeerError
 
 LISTENING_SOCKET = "PIPELOOM_LISTENING_SOCKET"
 """Environment of each rank: for rank 0 the file descriptor of a socket that already listens on MASTER_PORT,

@@ -8,13 +8,13 @@ from pathlib import Path
 import msgspec
 import torch
 
-from ..ir.cluster import Link, MiB
-from ..ir.errors import CommunicationError
+from ...ir.cluster import Link, MiB
+from ...ir.errors import CommunicationError
+from ..launch.connect import connect, watch_ranks
+from ..launch.launch import launch
+from ..recorder import HostClock
+from ..transports.dist_channel import DistChannel
 from .calibrate import measure_link
-from .connect import connect, watch_ranks
-from .dist_channel import DistChannel
-from .launch import launch
-from .recorder import HostClock
 
 MESSAGE_BYTES = 4 * MiB
 REPEATS = 3

@@ -21,11 +21,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..ir.cluster import MiB
-from ..ir.errors import OffloadError
-from ..ir.units import format_bytes
-from ..tracer.stage.stage_functions import Tensors
-from .tiers import Layout, Trip, bytes_of
+from ...ir.cluster import MiB
+from ...ir.errors import OffloadError
+from ...ir.units import format_bytes
+from ...tracer.stage.stage_functions import Tensors
+from .tier import Layout, Trip, bytes_of
 
 ALIGNED = 512
 """Bytes at whose multiples tensors begin on the host."""

@@ -15,8 +15,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..tracer.stage.split import Slot
-from ..tracer.stage.stage_functions import Tensors
+from ...tracer.stage.split import Slot
+from ...tracer.stage.stage_functions import Tensors
 
 
 @dataclass(frozen=True, kw_only=True)

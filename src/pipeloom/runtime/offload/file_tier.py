@@ -24,11 +24,11 @@ from queue import SimpleQueue
 import torch
 from torch import Tensor
 
-from ..ir.errors import ConfigError, OffloadError
-from ..ir.units import format_bytes
-from ..tracer.stage.stage_functions import Tensors
-from .places import Places
-from .tiers import Layout, Trip, bytes_of
+from ...ir.errors import ConfigError, OffloadError
+from ...ir.units import format_bytes
+from ...tracer.stage.stage_functions import Tensors
+from .file_allocator import Places
+from .tier import Layout, Trip, bytes_of
 
 PAGE = 4096
 NOTICE_S = 0.2

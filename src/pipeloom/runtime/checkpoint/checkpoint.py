@@ -29,10 +29,10 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from ..ir.errors import CheckpointError
-from . import checkpoint_files as files
-from .checkpoint_files import Index
-from .checkpoint_state import TrainState, empty_like_saved, flatten, restore_optimizers
+from ...ir.errors import CheckpointError
+from . import files
+from .files import Index
+from .state import TrainState, empty_like_saved, flatten, restore_optimizers
 
 T = TypeVar("T")
 Group = dist.ProcessGroup | None

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ..ir.stages import StageGraph
 from ..tracer.stage.stage_functions import StageFunctions, Tensors
-from .channel import Message
-from .tiers import Trip
+from .messages import Message
+from .offload.tier import Trip
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .posting import SMALL_BYTES, Broken, Handle
+from ..channel import SMALL_BYTES, Broken, Handle
 
 MESSAGE_TAGS = 1 << 20
 FIRST_TAG = 1 << 30

@@ -13,9 +13,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from .failure import Watch
-from .noticeboard import LocalBoard, local_boards
-from .posting import Handle, PostedChannel
+from ..channel import Handle, PostedChannel
+from ..failure.noticeboard import LocalBoard, local_boards
+from ..failure.watch import Watch
 
 
 class LocalChannel(PostedChannel):

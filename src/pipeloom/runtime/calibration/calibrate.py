@@ -14,17 +14,17 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from ..ir.action import RECOMPUTE, REDUCE, STEP, B, F, I, W
-from ..ir.cluster import Link
-from ..ir.costs import StageCost
-from ..ir.graph import Value
-from ..ir.stages import StageGraph
-from ..tracer.stage.stage_functions import StageFunctions
-from .channel import Message
-from .ledger import crossing_bytes
-from .posting import PostedChannel
-from .recorder import Clock
-from .weights import MakeOptimizer, Weights, default_optimizer, optimizer_tensors
+from ...ir.action import RECOMPUTE, REDUCE, STEP, B, F, I, W
+from ...ir.cluster import Link
+from ...ir.costs import StageCost
+from ...ir.graph import Value
+from ...ir.stages import StageGraph
+from ...tracer.stage.stage_functions import StageFunctions
+from ..channel import PostedChannel
+from ..ledger import crossing_bytes
+from ..messages import Message
+from ..recorder import Clock
+from ..weights import MakeOptimizer, Weights, default_optimizer, optimizer_tensors
 
 REPEATS = 25
 """Echoes of each size, of which the first warms up."""

@@ -16,19 +16,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ir.action import OFFLOAD, RECOMPUTE, RELOAD, Action, B, F, I, Kind, W, parse_action
-from ..ir.costs import StageCost
-from ..ir.graph import Value
-from ..ir.operation import OPERATIONS
-from ..ir.schedule import Program
-from ..tracer.layout import seen_so, zeros
-from .channel import Message
-from .failure import Watch
-from .ledger import Ledger
-from .recorder import Clock, Recorder
-from .tiers import Tier
-from .weights import Weights
-from .worker import Microbatch, Variant, Worker
+from ...ir.action import OFFLOAD, RECOMPUTE, RELOAD, Action, B, F, I, Kind, W, parse_action
+from ...ir.costs import StageCost
+from ...ir.graph import Value
+from ...ir.operation import OPERATIONS
+from ...ir.schedule import Program
+from ...tracer.layout import seen_so, zeros
+from ..failure.watch import Watch
+from ..ledger import Ledger
+from ..messages import Message
+from ..offload.tier import Tier
+from ..recorder import Clock, Recorder
+from ..weights import Weights
+from ..worker import Microbatch, Variant, Worker
 
 Walk = dict[Action, float]
 """Seconds of each of a rank's compute actions and copies."""

@@ -23,11 +23,11 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import NoReturn
 
-from ..ir.errors import CommunicationError, PeerError
-from .child import PEER_FAILED
+from ...ir.errors import CommunicationError, PeerError
+from ..launch.child import PEER_FAILED
 from .ctrl_c import CtrlC
 from .noticeboard import FINISHED, Failure, Noticeboard, State
-from .waits import named, who_waits
+from .who_waits import named, who_waits
 
 NOTICE_S = 3.0
 """Time that a broken connection leaves for the cause to be posted."""

@@ -25,10 +25,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..ir.errors import ConfigError
-from .failure import Watch
+from ...ir.errors import ConfigError
+from ..channel import Broken, Handle
+from ..failure.watch import Watch
 from .gloo import GlooTransport
-from .posting import Broken, Handle
 
 
 class Work(Protocol):

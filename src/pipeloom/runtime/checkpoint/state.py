@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..ir.errors import CheckpointError
-from .checkpoint_files import Index
+from ...ir.errors import CheckpointError
+from .files import Index
 
 _PLAIN = (bool, int, float, str, type(None))
 

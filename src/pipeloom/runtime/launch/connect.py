@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # a documented name
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..ir.errors import ConfigError
+from ...ir.errors import ConfigError
+from ..failure.noticeboard import StoreBoard
+from ..failure.watch import Watch
 from .child import LISTENING_SOCKET
-from .failure import Watch
-from .noticeboard import StoreBoard
 
 _MEETING = threading.Event()
 """Set once there may be a group whose threads are to end at exit."""

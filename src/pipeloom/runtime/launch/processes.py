@@ -91,7 +91,7 @@ class Processes:
         out, err = (
             None if rank == 0 and stream.isatty() else subprocess.PIPE for stream in (sys.stdout, sys.stderr)
         )
-        command = [sys.executable, "-P", "-m", "pipeloom.runtime.child"]
+        command = [sys.executable, "-P", "-m", "pipeloom.runtime.launch.child"]
         process = subprocess.Popen(
             [*command, str(self._life_read), str(report_write)],
             stdin=subprocess.PIPE,

@@ -15,8 +15,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 
-from ..ir.errors import ConfigError
-from .allocator import with_huge_pages
+from ...ir.errors import ConfigError
+from ..allocator import with_huge_pages
 from .child import LISTENING_SOCKET
 from .processes import GRACE_S, Processes, terminate_as_exit
 

@@ -26,7 +26,7 @@ from typing import Any
 
 import msgspec
 
-from ..ir.errors import CheckpointError
+from ...ir.errors import CheckpointError
 
 SCHEMA = 1
 INDEX = "index.json"

@@ -1,0 +1,193 @@
+"""Messages between ranks, the seam the worker sees, and the pool its buffers come from.
+
+A message is the list of values that one SEND carries. On the wire it is one flat run of bytes, each value
+starting at a multiple of 64 bytes, so that a receiver hands out typed views of its buffer and copies
+nothing. A value lies in it as in one process, its dimensions in the same order (`tracer.layout`):
+
+    values   h: float32[3]          mask: bool[5]
+    bytes    0 ....... 12 (gap) ... 64 ..... 69
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..ir.errors import CommunicationError
+from ..ir.graph import Value
+from ..tracer.layout import seen_so
+
+ALIGNMENT = 64
+"""Bytes: a cache line, and enough for every dtype."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Message:
+    """What one SEND carries from one rank to another.
+
+    key: text of the SEND, such as "0SEND_F2>1"; unique within a step.
+    source, target: ranks within the pipeline's group.
+
+    >>> m = Message(key="0SEND_F2>1", source=0, target=1, values=(
+    ...     Value(name="h", shape=(3,), dtype="float32"), Value(name="mask", shape=(5,), dtype="bool")))
+    >>> m.offsets, m.bytes
+    ((0, 64), 69)
+    """
+
+    key: str
+    source: int
+    target: int
+    values: tuple[Value, ...]
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Where each value starts, in bytes."""
+        starts, end = [], 0
+        for value in self.values:
+            starts.append(-(-end // ALIGNMENT) * ALIGNMENT)
+            end = starts[-1] + value.bytes
+        return tuple(starts)
+
+    @cached_property
+    def bytes(self) -> int:
+        """Length on the wire: up to the end of the last value."""
+        return self.offsets[-1] + self.values[-1].bytes if self.values else 0
+
+    @cached_property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        return tuple(getattr(torch, value.dtype) for value in self.values)
+
+
+class Channel(Protocol):
+    """How a rank exchanges tensors with the other ranks of its pipeline."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def ranks(self) -> int: ...
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of buffers: receives open, or received and not released; packed sends."""
+
+    @property
+    def sending_bytes(self) -> int:
+        """Bytes of the caller's tensors that unfinished sends keep alive."""
+
+    def begin(self, incoming: Sequence[Message]) -> None:
+        """Start a step: all messages this rank will get, per source in the order it sends them."""
+
+    def send(self, message: Message, tensors: Sequence[Tensor]) -> None:
+        """Send without waiting. The tensors must not be written to afterwards."""
+
+    def receive(self, message: Message) -> list[Tensor]:
+        """Wait for a message and return its values, which are valid until `release`."""
+
+    def opening_bytes(self, message: Message) -> int:
+        """Bytes of further buffers that receiving this message would take."""
+
+    def finish_send(self) -> bool:
+        """Wait until the oldest send under way is through. Returns False if there is none."""
+
+    def release(self, message: Message) -> None:
+        """The values of a received message are no longer used: its buffer may be reused."""
+
+    def end(self) -> None:
+        """End a step: wait until all own sends are through."""
+
+    def all_reduce(self, tensor: Tensor, ranks: Sequence[int] | None = None) -> None:
+        """Sum in place over `ranks` (all of them if None); each calls it, in the same order."""
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """One small picklable object from every rank, in rank order."""
+
+    def broadcast_object(self, value: Any, source: int = 0) -> Any:
+        """The small picklable object that rank `source` has."""
+
+
+def check_tensors(message: Message, tensors: Sequence[Tensor]) -> None:
+    """Raises: CommunicationError unless the tensors are what the message announces."""
+    if len(tensors) != len(message.values):
+        raise CommunicationError(
+            f"{message.key} carries {len(message.values)} values, but {len(tensors)} tensors were given",
+            hint="build the pipeline again for this model",
+        )
+    for tensor, value, dtype in zip(tensors, message.values, message.dtypes, strict=True):
+        if tensor.shape != value.shape or tensor.dtype != dtype:
+            found = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+            raise CommunicationError(
+                f"{message.key}: value {value.name} is {found}, "
+                f"but the plan says {value.dtype}{list(value.shape)}",
+                hint="the batch differs from the one the pipeline was built for; build it again for this one",
+            )
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """A tensor without gaps seen as flat bytes, as they lie in memory, without a copy."""
+    return tensor.detach().view(-1).view(torch.uint8)
+
+
+def pack(message: Message, tensors: Sequence[Tensor], buffer: Tensor) -> None:
+    """Copy the values to their places in a flat buffer of `message.bytes` bytes."""
+    for view, tensor in zip(unpack(message, buffer), tensors, strict=True):
+        view.copy_(tensor.detach())
+
+
+def unpack(message: Message, buffer: Tensor) -> list[Tensor]:
+    """The values as typed views of a flat buffer of `message.bytes` bytes."""
+    return [
+        seen_so(buffer[start : start + value.bytes].view(dtype), value.shape, value.order)
+        for value, start, dtype in zip(message.values, message.offsets, message.dtypes, strict=True)
+    ]
+
+
+class BufferPool:
+    """Flat byte buffers, kept by size after use and handed out again.
+
+    held_bytes: bytes of buffers in use.  idle_bytes: bytes kept for reuse.
+    on_change: called with the new `held_bytes` whenever it changes.
+    """
+
+    def __init__(self, device: torch.device, on_change: Callable[[int], None] | None = None) -> None:
+        self.held_bytes = 0
+        self.idle_bytes = 0
+        self._device = device
+        self._on_change = on_change
+        self._idle: dict[int, list[Tensor]] = {}
+        self._recent: set[int] = set()
+
+    def take(self, size: int) -> Tensor:
+        """A buffer of `size` bytes, its contents undefined."""
+        kept = self._idle.get(size)
+        if kept:
+            buffer = kept.pop()
+            self.idle_bytes -= size
+        else:
+            buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
+        self._recent.add(size)
+        self._held(size)
+        return buffer
+
+    def give(self, buffer: Tensor) -> None:
+        """Return a buffer that `take` gave."""
+        size = buffer.numel()
+        self._idle.setdefault(size, []).append(buffer)
+        self.idle_bytes += size
+        self._held(-size)
+
+    def drop_unused(self) -> None:
+        """Free idle buffers of sizes not taken since the last call, as after a change of sequence length."""
+        for size in self._idle.keys() - self._recent:
+            self.idle_bytes -= size * len(self._idle.pop(size))
+        self._recent.clear()
+
+    def _held(self, change: int) -> None:
+        self.held_bytes += change
+        if change and self._on_change is not None:
+            self._on_change(self.held_bytes)
