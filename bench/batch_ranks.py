@@ -24,9 +24,9 @@ from max_batch import PLANNERS, least_cap, planned, planning, samples_per_s, wit
 from models import SMALL
 
 from pipeloom import Pipeline
+from pipeloom.api.largest_batch import Take, largest_plan
 from pipeloom.api.passes import sample
 from pipeloom.api.runnable import require_runnable
-from pipeloom.api.sizes import Take, largest_plan
 from pipeloom.ir.errors import InfeasibleError, MemoryCapError, ScheduleError
 from pipeloom.ir.plan import Plan, load_plan
 from pipeloom.ir.units import format_bytes

@@ -48,7 +48,7 @@ from rich.table import Table
 from torch import Tensor
 
 from pipeloom import Options, Pipeline
-from pipeloom.api.detecting import detect
+from pipeloom.api.clusters import detect
 from pipeloom.ir.cluster import Cluster
 from pipeloom.ir.errors import PipeloomError
 from pipeloom.ir.plan import Plan

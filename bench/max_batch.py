@@ -36,9 +36,9 @@ from typing import Any
 from batch_figures import common_size, compared, fullest, groups, reasons
 from batch_record import DEVICES, FULL, SCHEDULES, Record, code, keys
 
+from pipeloom.api.largest_batch import MOST, Take
 from pipeloom.api.passes import estimate
-from pipeloom.api.planning import Planning
-from pipeloom.api.sizes import MOST, Take
+from pipeloom.api.plan_request import Planning
 from pipeloom.ir.cluster import Cluster
 from pipeloom.ir.errors import InfeasibleError
 from pipeloom.ir.graph import OpGraph

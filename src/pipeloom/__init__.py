@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .api.compare import verify
+    from .api.verify import verify
     from .api.options import Options
     from .api.passes import capture, plan, profile, simulate
     from .api.pipeline import Pipeline

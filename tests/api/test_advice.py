@@ -7,7 +7,7 @@ import pytest
 import zoo
 
 from pipeloom.api import passes
-from pipeloom.api.planning import Planning
+from pipeloom.api.plan_request import Planning
 from pipeloom.ir.errors import InfeasibleError
 from pipeloom.ir.memory_policy import TREATMENTS
 from pipeloom.ir.units import parse_bytes

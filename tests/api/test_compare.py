@@ -81,14 +81,14 @@ def test_a_wrong_gradient_fails_and_is_named(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(Gradients, "add_product", wrong)
     with pytest.raises(VerifyError, match=r"gradient of last.weight differs by 0.001"):
         # the reference adds its gradients with the same class, so keep it right
-        monkeypatch.setattr("pipeloom.api.compare._run_eager", lambda *_: _numbers(plan))
+        monkeypatch.setattr("pipeloom.api.verify._run_eager", lambda *_: _numbers(plan))
         verify(JOB, plan).require()
     assert pipelined.passed
 
 
 def _numbers(plan: Plan) -> object:
     """What the eager reference gives, by plain autograd."""
-    from pipeloom.api.compare import _Numbers
+    from pipeloom.api.verify import _Numbers
 
     torch.manual_seed(0)
     model = Net()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from pipeloom.api.detecting import below_switches, detect, grouped
+from pipeloom.api.clusters import below_switches, detect, grouped
 from pipeloom.cli import main
 from pipeloom.ir.cluster import Device, Link
 from pipeloom.ir.errors import ConfigError

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from pipeloom import Job, Options, Pipeline
 from pipeloom.api import passes
 from pipeloom.api.keeping import TRIES, keeping_caps
-from pipeloom.api.sizes import Taken
+from pipeloom.api.largest_batch import Taken
 from pipeloom.api.traced import traced_peaks
 from pipeloom.ir.cluster import Cluster, Link
 from pipeloom.ir.errors import InfeasibleError

@@ -9,7 +9,7 @@ import runs
 from deep import ROWS, TANH
 
 from pipeloom import Options, Pipeline, plan
-from pipeloom.api.detecting import disk_speed, with_files
+from pipeloom.api.clusters import disk_speed, with_files
 from pipeloom.api.passes import planning
 from pipeloom.ir.cluster import Link, MiB
 from pipeloom.ir.errors import ConfigError, PlanError

@@ -10,7 +10,7 @@ from runs import capture_of, shared_captures, threads
 
 from pipeloom import Job, Pipeline, schedules, verify
 from pipeloom.api import passes
-from pipeloom.api.placing import stages_for
+from pipeloom.api.plan_costs import stages_for
 from pipeloom.ir.errors import InfeasibleError, PlanError, ScheduleError
 from pipeloom.ir.graph import OpGraph
 from pipeloom.ir.plan import Plan

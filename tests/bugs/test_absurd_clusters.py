@@ -9,7 +9,7 @@ import zoo
 from click.testing import CliRunner
 
 from pipeloom import plan
-from pipeloom.api.detecting import detect
+from pipeloom.api.clusters import detect
 from pipeloom.cli import main
 from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.errors import ConfigError, PlanError

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 from layered import layered
 
+from pipeloom.api.largest_batch import largest_below, largest_plan
 from pipeloom.api.passes import estimate
-from pipeloom.api.planning import Planning
-from pipeloom.api.sizes import largest_below, largest_plan
+from pipeloom.api.plan_request import Planning
 from pipeloom.ir.errors import InfeasibleError
 from pipeloom.ir.units import parse_bytes
 from pipeloom.planner import find_cluster

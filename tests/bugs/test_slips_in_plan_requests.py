@@ -94,7 +94,7 @@ def test_a_plan_is_there_before_what_if_is_asked(tmp_path: Path, monkeypatch: py
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("pipeloom.api.planning.what_if", interrupted)
+    monkeypatch.setattr("pipeloom.api.plan_request.what_if", interrupted)
     file = tmp_path / "plan.json"
     done = CliRunner().invoke(main, ["plan", "--cluster", "2 x a100-40", "-o", str(file)])
     assert done.exit_code == 130

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from pipeloom.api.placing import stages_for
+from pipeloom.api.plan_costs import stages_for
 from pipeloom.checks.schedules import check
 from pipeloom.cli import main
 from pipeloom.ir.action import F

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shared_links import nodes, on_switches, random_cluster, sum_beside_a_message, treated_case
 
-from pipeloom.api.scheduling import Setting, draw_schedule
-from pipeloom.api.scheduling import explain as drawn_reasons
+from pipeloom.api.schedules import Setting, draw_schedule
+from pipeloom.api.schedules import explain as drawn_reasons
 from pipeloom.ir.cluster import Link
 from pipeloom.ir.costs import StageCost, equal_costs
 from pipeloom.ir.flow import dag

@@ -16,7 +16,7 @@ from runs import Numbers, capture_of, even, pipelined, plan_for, threads
 from torch import Tensor, nn
 
 from pipeloom import Job, Options, Pipeline
-from pipeloom.api.compare import verify
+from pipeloom.api.verify import verify
 from pipeloom.ir.errors import PlanError
 from pipeloom.ir.memory_policy import MemoryPolicy, Residual, Treatment
 from pipeloom.ir.plan import Plan

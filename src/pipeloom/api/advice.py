@@ -20,7 +20,7 @@ from ..planner.registry import planner
 
 if TYPE_CHECKING:
     from ..tracer.captured import Captured
-    from .planning import Costs, Planning
+    from .plan_request import Costs, Planning
 
 MARGINS = (1.0, 1.01, 1.03, 1.1, 1.25, 1.6, 2.0, 3.0, 4.0)
 """What is tried of the caps that fit by estimate: a simulated schedule may hold more than that, and where

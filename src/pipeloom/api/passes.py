@@ -20,11 +20,11 @@ from ..planner import PlanOptions, cpu_cluster, find_cluster
 from ..planner.microbatch_sizes import Sample, shared_rows
 from ..planner.registry import planner
 from ..profiler.roofline import roofline
+from .clusters import with_files
 from .compiling import made_beside
-from .detecting import with_files
-from .placing import simulate_plan
-from .planning import Planning
-from .sizes import Taken, largest_below, largest_plan
+from .largest_batch import Taken, largest_below, largest_plan
+from .plan_costs import simulate_plan
+from .plan_request import Planning
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype

@@ -42,7 +42,7 @@ from ..tracer.job import Job
 from ..tracer.random import microbatch_seed
 from ..tracer.sample import sample_batch
 from .calls import Calls
-from .evaluating import Evaluating
+from .evaluate import Evaluating
 from .forecast import Forecast, Rehearsals
 from .options import Options, StepReport
 from .runnable import refuse_torn_updates, require_runnable, require_same_plan, require_training

@@ -15,7 +15,7 @@ from ..runtime.calibration.calibrate import graph_memory
 from ..runtime.channel import SMALL_BYTES
 from ..simulator import simulate
 from ..tracer.captured import Captured
-from .placing import costs_of
+from .plan_costs import costs_of
 from .variants import make_variant
 
 

@@ -12,7 +12,7 @@ from .common import NEW_FILE, console, json_option, print_json
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ..api.detecting import Detected
+    from ..api.clusters import Detected
     from ..clusters.devices import BuiltIn, Figure
     from ..ir.cluster import Cluster, Link
 
@@ -100,7 +100,7 @@ def detect(
 
     With --json: devices, links, and measured: a list of name, value, low, high, unit, of.
     """
-    from ..api.detecting import detect as measure
+    from ..api.clusters import detect as measure
     from ..planner import save_cluster
 
     found = measure(

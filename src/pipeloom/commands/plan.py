@@ -101,7 +101,7 @@ def _plan(
         )
     job = job_of(model)
     from ..api import passes  # what is wrong in the request is said before torch is loaded
-    from ..api.detecting import disk_speed
+    from ..api.clusters import disk_speed
     from ..planner import explain, limits
 
     with _watching() as watch:

@@ -11,7 +11,7 @@ from .common import FILE, NEW_FILE, console, json_option, print_json
 from .schedule_options import TIMES_HELP, shape_options, times_options, updates_options
 
 if TYPE_CHECKING:
-    from ..api.scheduling import Drawn, Setting
+    from ..api.schedules import Drawn, Setting
     from ..checks.weight_versions import Updates
 
 NAME_HELP = "NAME is one of `pipeloom schedule list`; options follow a colon, as in gis_g:group=3."
@@ -28,7 +28,7 @@ def schedule() -> None:
 @json_option
 def list_them(*, as_json: bool) -> None:
     """Print the schedules of the library. With --json: name -> about, place, lacks."""
-    from ..api.scheduling import library
+    from ..api.schedules import library
 
     found = library()
     if as_json:
@@ -67,7 +67,7 @@ def show(
     by_rank: a list of rank, busy_s, bubble, peak; rows: one line of actions per rank; and weights (null for
     one version): policy, update_every, and per stage versions (most kept at once), staleness (in updates).
     """
-    from ..api.scheduling import draw_schedule, updates_of
+    from ..api.schedules import draw_schedule, updates_of
 
     drawn = draw_schedule(name, setting)
     _present(drawn, updates or updates_of(name), html=html, trace=trace, as_json=as_json)
@@ -106,7 +106,7 @@ def check(
     Says which rule is broken, where, and what to change, and exits
     with 1, if it cannot run. With --json: the keys of `show`.
     """
-    from ..api.scheduling import draw_file, weights
+    from ..api.schedules import draw_file, weights
     from ..checks.weight_versions import Updates
 
     drawn, updates = draw_file(file, setting, replicas=replicas, operations=operations), updates or Updates()
@@ -133,7 +133,7 @@ def compare(*, names: tuple[str, ...], setting: Setting, as_json: bool) -> None:
     from rich import box
     from rich.table import Table
 
-    from ..api.scheduling import draw_schedule
+    from ..api.schedules import draw_schedule
 
     found = {name: draw_schedule(name, setting) for name in names}
     if as_json:
@@ -161,7 +161,7 @@ def explain(*, name: str, setting: Setting, as_json: bool) -> None:
     start_s, end_s, waiting (what waits for the link that it holds); and path_text: the path as it is printed.
     """
     from .. import viewer
-    from ..api import scheduling
+    from ..api import schedules as scheduling
 
     drawn = scheduling.draw_schedule(name, setting)
     found = scheduling.explain(drawn)
@@ -194,7 +194,7 @@ def export(*, name: str, output: Path | None, transfers: bool, setting: Setting)
 
     A file that ends in .txt gets rows of actions instead, which can also say what a user declared.
     """
-    from ..api.scheduling import csv_text, draw_schedule
+    from ..api.schedules import csv_text, draw_schedule
 
     drawn = draw_schedule(name, setting)
     rows = output is not None and output.suffix == ".txt"
@@ -246,7 +246,7 @@ def _peak(drawn: Drawn) -> str:
 
 def _present(drawn: Drawn, updates: Updates, *, html: Path | None, trace: Path | None, as_json: bool) -> None:
     from .. import viewer
-    from ..api import scheduling
+    from ..api import schedules as scheduling
 
     made, versions = drawn.schedule, _versions(drawn, updates)
     if html is not None:
@@ -290,7 +290,7 @@ def _present(drawn: Drawn, updates: Updates, *, html: Path | None, trace: Path |
 
 
 def _versions(drawn: Drawn, updates: Updates) -> dict[str, Any] | None:
-    from ..api.scheduling import weights
+    from ..api.schedules import weights
 
     found = weights(drawn, updates)
     if not found:
@@ -305,7 +305,7 @@ def _versions(drawn: Drawn, updates: Updates) -> dict[str, Any] | None:
 
 def _print_explanation(name: str, drawn: Drawn) -> None:
     from .. import viewer
-    from ..api import scheduling
+    from ..api import schedules as scheduling
     from ..ir.explanation import REASONS
 
     found, s = scheduling.explain(drawn), drawn.summary

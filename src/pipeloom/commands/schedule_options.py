@@ -150,7 +150,7 @@ def _with_setting(command: Callable[..., Any], options: Sequence[Callable[..., A
         chunks: int | None = None,
         **others: Any,
     ) -> Any:
-        from ..api.scheduling import Setting, Work
+        from ..api.schedules import Setting, Work
 
         numbers = dict(forward_s=forward_s, input_grad_s=input_grad_s, weight_grad_s=weight_grad_s)
         given = {name: value for name, value in numbers.items() if value is not None}

@@ -15,7 +15,7 @@ from ..planner.microbatch_sizes import Sample, interpolated, largest_size
 
 if TYPE_CHECKING:
     from ..tracer.captured import Captured
-    from .planning import Planning
+    from .plan_request import Planning
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,8 +17,8 @@ from ..planner.microbatch_sizes import Sample
 from ..planner.what_if import Change, what_if
 from .advice import Attempts, advised
 from .keeping import keeping_caps
-from .placing import plan_placed
-from .sizes import MOST, captured_of, divisors
+from .largest_batch import MOST, captured_of, divisors
+from .plan_costs import plan_placed
 
 if TYPE_CHECKING:
     from ..tracer.captured import Captured
