@@ -23,7 +23,7 @@ LINKS = ("host_link", "host_link_back", "switch", "group", "within_node", "betwe
 
 
 def tables() -> dict[str, dict]:
-    folder = files("pipeloom.planner") / "catalogue"
+    folder = files("pipeloom.clusters") / "catalogue"
     return {file.name: tomllib.loads(file.read_text()) for file in folder.iterdir()}
 
 
@@ -172,4 +172,4 @@ def test_the_catalogue_is_in_the_wheel(tmp_path):
     subprocess.run([sys.executable, *command, str(source)], check=True)
     (wheel,) = tmp_path.glob("*.whl")
     inside = zipfile.ZipFile(wheel).namelist()
-    assert {f"pipeloom/planner/catalogue/{name}.toml" for name in NAMES} <= set(inside)
+    assert {f"pipeloom/clusters/catalogue/{name}.toml" for name in NAMES} <= set(inside)

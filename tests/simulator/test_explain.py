@@ -19,7 +19,7 @@ from pipeloom.ir.stages import StageGraph, chain
 from pipeloom.ir.timeline import Event, Timeline
 from pipeloom.lowering import lower
 from pipeloom.simulator import simulate
-from pipeloom.simulator.explain import explain
+from pipeloom.simulator.idle_time import explain
 
 
 def links(ranks: int, latency_s: float = 0.0, bytes_per_s: float = float("inf")) -> Cluster:

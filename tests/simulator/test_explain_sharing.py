@@ -18,7 +18,7 @@ from pipeloom.ir.costs import StageCost, equal_costs
 from pipeloom.ir.flow import dag
 from pipeloom.ir.schedule import parse_program
 from pipeloom.simulator import simulate
-from pipeloom.simulator.explain import explain
+from pipeloom.simulator.idle_time import explain
 from pipeloom.viewer import fold, sentence, sources
 
 SECOND = Link(bandwidth_bytes_per_s=4.0)

@@ -26,7 +26,7 @@ from pipeloom.ir.stages import StageGraph, chain
 from pipeloom.ir.timeline import MemoryCurve, Timeline
 from pipeloom.lowering import lower
 from pipeloom.simulator import simulate
-from pipeloom.simulator.explain import explain
+from pipeloom.simulator.idle_time import explain
 from pipeloom.viewer.blocks import timelines_figure
 from pipeloom.viewer.chrome import chrome_trace
 

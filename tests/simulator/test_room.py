@@ -21,7 +21,7 @@ from pipeloom.ir.stages import chain
 from pipeloom.ir.timeline import Timeline
 from pipeloom.lowering import lower
 from pipeloom.simulator import simulate
-from pipeloom.simulator.explain import explain
+from pipeloom.simulator.idle_time import explain
 
 COST = StageCost(
     forward_s=1.0,

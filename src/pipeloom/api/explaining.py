@@ -10,7 +10,7 @@ from ..ir.graph import OpGraph
 from ..ir.plan import Plan
 from ..ir.timeline import Timeline
 from ..lowering import lower
-from ..simulator.explain import explain
+from ..simulator.idle_time import explain
 
 
 def explain_steps(

@@ -24,7 +24,7 @@ from ..lowering import lower
 from ..schedules.formats.csv import program_text, read_schedule, schedule_text
 from ..schedules.language.user_files import load_file
 from ..simulator import Summary, simulate, summarise
-from ..simulator.explain import explain as explain_timeline
+from ..simulator.idle_time import explain as explain_timeline
 from .times import UNIT, Work, load_work, stage_costs, with_transfers
 
 __all__ = [
