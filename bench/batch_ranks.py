@@ -24,15 +24,13 @@ from max_batch import PLANNERS, least_cap, planned, planning, samples_per_s, wit
 from models import SMALL
 
 from pipeloom import Pipeline
-from pipeloom.api.largest_batch import Take, largest_plan
-from pipeloom.api.passes import sample
-from pipeloom.api.runnable import require_runnable
+from pipeloom.api import Take, largest_plan, require_runnable, sample
+from pipeloom.clusters import find_cluster
 from pipeloom.ir.errors import InfeasibleError, MemoryCapError, ScheduleError
 from pipeloom.ir.plan import Plan, load_plan
 from pipeloom.ir.units import format_bytes
-from pipeloom.planner import find_cluster
-from pipeloom.planner.registry import PLANNERS as PLANNERS_BY_NAME
-from pipeloom.runtime.launch.launch import launch
+from pipeloom.planner import PLANNERS as PLANNERS_BY_NAME
+from pipeloom.runtime.launch import launch
 
 STEPS = 2
 ROWS = 3

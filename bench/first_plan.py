@@ -32,9 +32,10 @@ def measure(layers: int, devices: int, strategy: str, beside: bool) -> dict[str,
     from llama_70b import job
 
     from pipeloom import capture
-    from pipeloom.api.compiling import made_beside
-    from pipeloom.planner import PlanOptions, find_cluster, make_plan
-    from pipeloom.profiler.roofline import roofline
+    from pipeloom.api import made_beside
+    from pipeloom.clusters import find_cluster
+    from pipeloom.planner import PlanOptions, make_plan
+    from pipeloom.profiler import roofline
 
     begin = time.perf_counter()
     with made_beside(strategy) if beside else nullcontext(lambda: None) as wait:

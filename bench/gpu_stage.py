@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom import Job, schedules
-from pipeloom.api.passes import capture
+from pipeloom.api import capture
 from pipeloom.ir.cluster import Cluster
 from pipeloom.ir.memory_policy import MemoryPolicy, Treatment
 from pipeloom.ir.plan import Plan
@@ -18,12 +18,10 @@ from pipeloom.ir.profile import Profile
 from pipeloom.ir.stages import cut
 from pipeloom.ir.timeline import Timeline
 from pipeloom.lowering import lower
-from pipeloom.planner.search.evaluation import Evaluation
-from pipeloom.planner.stage_cost.model import CostModel, CostOptions
-from pipeloom.planner.stage_cost.simulator_costs import stage_costs, stage_plan
-from pipeloom.planner.treatments.choose import BOTH, optimise
-from pipeloom.profiler.measure import measure
-from pipeloom.profiler.roofline import roofline
+from pipeloom.planner.search import Evaluation
+from pipeloom.planner.stage_cost import CostModel, CostOptions, stage_costs, stage_plan
+from pipeloom.planner.treatments import BOTH, optimise
+from pipeloom.profiler import measure, roofline
 from pipeloom.simulator import simulate
 
 WAYS: Mapping[str, tuple[Treatment, ...]] = {

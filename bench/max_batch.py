@@ -36,16 +36,14 @@ from typing import Any
 from batch_figures import common_size, compared, fullest, groups, reasons
 from batch_record import DEVICES, FULL, SCHEDULES, Record, code, keys
 
-from pipeloom.api.largest_batch import MOST, Take
-from pipeloom.api.passes import estimate
-from pipeloom.api.plan_request import Planning
+from pipeloom.api import MOST, Planning, Take, estimate
+from pipeloom.clusters import find_cluster
 from pipeloom.ir.cluster import Cluster
 from pipeloom.ir.errors import InfeasibleError
 from pipeloom.ir.graph import OpGraph
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.units import format_bytes
-from pipeloom.planner import find_cluster
-from pipeloom.planner.microbatch_sizes import Sample, interpolated, largest_size
+from pipeloom.planner import Sample, interpolated, largest_size
 
 RESULTS = Path(__file__).parent / "results" / "max_batch.json"
 MODELS = ("bert", "gpt2", "t5", "amoebanet")

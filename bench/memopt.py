@@ -24,12 +24,11 @@ from typing import Any
 import numpy as np
 from machine import describe_machine
 
+from pipeloom.clusters import cpu_cluster
 from pipeloom.ir.cluster import Cluster, Link
-from pipeloom.planner import cpu_cluster
-from pipeloom.planner.stage_cost.model import CostModel, CostOptions
-from pipeloom.planner.treatments import exact as memopt_exact
-from pipeloom.planner.treatments.choose import optimise
-from pipeloom.profiler.roofline import roofline
+from pipeloom.planner.stage_cost import CostModel, CostOptions
+from pipeloom.planner.treatments import exact as memopt_exact, optimise
+from pipeloom.profiler import roofline
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 import random_stages  # noqa: E402
@@ -54,7 +53,7 @@ def family_cases(families: list[str]) -> Iterator[Case]:
     """Halves and quarters of small models; the link carries a part of the residuals in time."""
     import zoo
 
-    from pipeloom.tracer.capture import capture
+    from pipeloom.tracer import capture
 
     for name in families:
         graph = capture(zoo.job(name), 2).graph

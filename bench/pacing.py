@@ -30,12 +30,10 @@ from pipeloom.ir.replicas import replicate
 from pipeloom.ir.schedule import Program
 from pipeloom.ir.stages import StageGraph
 from pipeloom.lowering import lower
-from pipeloom.runtime.calibration.calibrate import measure_link
-from pipeloom.runtime.launch.connect import connect, watch_ranks
-from pipeloom.runtime.launch.launch import launch
-from pipeloom.runtime.paced import PacedRank
-from pipeloom.runtime.recorder import HostClock
-from pipeloom.runtime.transports.dist_channel import DistChannel
+from pipeloom.runtime import HostClock, PacedRank
+from pipeloom.runtime.calibration import measure_link
+from pipeloom.runtime.launch import connect, launch, watch_ranks
+from pipeloom.runtime.transports import DistChannel
 from pipeloom.simulator import Summary, simulate, summarise
 
 RESULTS = Path(__file__).parent / "results" / "pacing.json"

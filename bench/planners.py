@@ -46,16 +46,13 @@ from layered import layered  # noqa: E402
 from machine import code_of, describe_machine  # noqa: E402
 from random_stages import random_model  # noqa: E402
 
+from pipeloom.clusters import find_cluster  # noqa: E402
 from pipeloom.ir.cluster import Cluster, Link  # noqa: E402
-from pipeloom.planner import find_cluster  # noqa: E402
-from pipeloom.planner.infeasible import least_share  # noqa: E402
-from pipeloom.planner.registry import PLANNERS  # noqa: E402
-from pipeloom.planner.search.cut_search import Search  # noqa: E402
-from pipeloom.planner.search.problem import Partition, Problem  # noqa: E402
-from pipeloom.planner.stage_cost.model import CostModel, CostOptions  # noqa: E402
-from pipeloom.planner.strategies.dawnpiper import binary  # noqa: E402
-from pipeloom.planner.strategies.probe import fill  # noqa: E402
-from pipeloom.profiler.roofline import roofline  # noqa: E402
+from pipeloom.planner import PLANNERS, least_share  # noqa: E402
+from pipeloom.planner.search import Partition, Problem, Search  # noqa: E402
+from pipeloom.planner.stage_cost import CostModel, CostOptions  # noqa: E402
+from pipeloom.planner.strategies import binary, fill  # noqa: E402
+from pipeloom.profiler import roofline  # noqa: E402
 
 BOTH = ("recompute", "offload")
 STAGES = (2, 3, 4, 5, 8)

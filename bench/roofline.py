@@ -23,14 +23,12 @@ from rich.console import Console
 from rich.table import Table
 
 from pipeloom import Job
-from pipeloom.api.passes import capture
+from pipeloom.api import capture
+from pipeloom.clusters import find_cluster
 from pipeloom.ir.graph import Op
 from pipeloom.ir.profile import Profile
-from pipeloom.planner import find_cluster
-from pipeloom.profiler.measure import measure
-from pipeloom.profiler.roofline import roofline
-from pipeloom.profiler.rules import RULES, UNKNOWN, base_name
-from pipeloom.runtime.allocator import keep_freed_memory
+from pipeloom.profiler import RULES, UNKNOWN, base_name, measure, roofline
+from pipeloom.runtime import keep_freed_memory
 
 RESULTS = Path(__file__).parent / "results"
 STAGES = 4

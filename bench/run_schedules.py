@@ -24,7 +24,7 @@ from every_schedule import LACKING, SYNCHRONOUS  # noqa: E402
 from schedule_ranks import compare_each  # noqa: E402
 
 from pipeloom import schedules  # noqa: E402
-from pipeloom.runtime.launch.launch import launch  # noqa: E402
+from pipeloom.runtime.launch import launch  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results" / "run_schedules.json"
 TOLERANCES = {"float64": 1e-12, "float32": 1e-4}

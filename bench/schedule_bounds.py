@@ -24,7 +24,7 @@ from pipeloom import schedules
 from pipeloom.ir.action import Action, F, I, W
 from pipeloom.ir.costs import equal_costs
 from pipeloom.schedules import Shape
-from pipeloom.schedules.list_scheduler.choose import fastest, lower_bound_s
+from pipeloom.schedules.list_scheduler import fastest, lower_bound_s
 
 RESULTS = Path(__file__).parent / "results"
 EVEN, LONG_CONTEXT, HEAVY_W = (1.0, 1.0, 1.0), (1.0, 1.4, 0.6), (1.0, 0.6, 1.4)

@@ -1,7 +1,7 @@
 """Speed: pipeloom's 1F1B against torch.distributed.pipelining's 1F1B and against one process.
 
 All train the same model on the same micro-batches, on ranks of one thread each. Each party has its own
-processes, started as its users start them (`pipeloom.runtime.launch.launch`, torchrun, python), and they take turns
+processes, started as its users start them (`pipeloom.runtime.launch`, torchrun, python), and they take turns
 within one run, so that a machine shared with others disturbs them alike; in an order drawn for each round, as
 what ran before matters. Where a pipeline's tensors come to lie in memory stays as long as it lives, and on
 shared cores the ratio of one round varies by 15 %: ratios are medians over many rounds of several launches.
@@ -37,12 +37,11 @@ from model import BLOCKS, MICROBATCH, Gpt, batch_of, job
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-from pipeloom import Pipeline, Plan, plan
-from pipeloom import schedules as known
-from pipeloom.api.passes import capture
+from pipeloom import Pipeline, Plan, plan, schedules as known
+from pipeloom.api import capture
 from pipeloom.ir.plan import StagePlan
 from pipeloom.ir.stages import cut
-from pipeloom.runtime.launch.launch import launch
+from pipeloom.runtime.launch import launch
 
 RESULTS = Path(__file__).parent / "results"
 PARTIES = ("pipeloom", "planned", "torch", "one process", "two at once")

@@ -36,9 +36,9 @@ from machine import describe_machine
 from model import MICROBATCH, batch_of, job
 
 from pipeloom import Pipeline, Plan, plan
-from pipeloom.api.passes import capture, profile
+from pipeloom.api import capture, profile
 from pipeloom.ir.action import parse_action
-from pipeloom.runtime.launch.launch import launch
+from pipeloom.runtime.launch import launch
 
 RESULTS = Path(__file__).parent / "results" / "zero_bubble.json"
 BASE = "1f1b"

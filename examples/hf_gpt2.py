@@ -9,7 +9,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import pipeloom
-from pipeloom.planner import cpu_cluster
+from pipeloom.clusters import cpu_cluster
 
 
 def model() -> torch.nn.Module:

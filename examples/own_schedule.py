@@ -20,7 +20,7 @@ from pipeloom.schedules import Operation, Recipe, Shape, declare, phases
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from pipeloom.runtime.operations import OperationContext
+    from pipeloom.runtime import OperationContext
 
 KEEP = 1.0
 """Share of the entries of each gradient that is kept."""

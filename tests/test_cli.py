@@ -12,8 +12,7 @@ from click.testing import CliRunner, Result
 from safetensors.torch import load_file
 
 from pipeloom.cli import main
-from pipeloom.runtime.checkpoint import checkpoint
-from pipeloom.runtime.checkpoint.checkpoint import TrainState
+from pipeloom.runtime.checkpoint import TrainState, checkpoint
 
 JOB = """
 import torch

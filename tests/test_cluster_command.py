@@ -7,11 +7,9 @@ from click.testing import CliRunner, Result
 
 import pipeloom
 from pipeloom.cli import main
-from pipeloom.clusters.devices import built_in, built_in_devices
+from pipeloom.clusters import built_in, built_in_devices, find_cluster, load_cluster
 from pipeloom.ir.errors import ConfigError
-from pipeloom.planner import find_cluster, load_cluster
-from pipeloom.train.config import Config
-from pipeloom.train.workload import default_job
+from pipeloom.train import Config, default_job
 
 
 def run(*arguments: str) -> Result:

@@ -11,8 +11,8 @@ import pytest
 import torch
 from gpu_stage import SIZES, TOLERANCE, Setup
 
+from pipeloom.clusters import cpu_cluster
 from pipeloom.ir.cluster import Cluster, Link
-from pipeloom.planner import cpu_cluster
 
 
 def cluster() -> Cluster:

@@ -12,12 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeloom.api.passes import plan
+from pipeloom.api import plan
+from pipeloom.clusters import cpu_cluster
 from pipeloom.ir.plan import load_plan
-from pipeloom.planner import cpu_cluster
-from pipeloom.train.config_text import read_config
-from pipeloom.train.run import capped
-from pipeloom.train.workload import gpt_workload
+from pipeloom.train import capped, gpt_workload, read_config
 
 COMMAND = [sys.executable, "-m", "pipeloom", "train"]
 TINY = """

@@ -6,14 +6,13 @@ from dataclasses import replace
 import pytest
 import zoo
 
-from pipeloom.api import passes
-from pipeloom.api.plan_request import Planning
+from pipeloom.api import Planning, passes
+from pipeloom.clusters import find_cluster
 from pipeloom.ir.errors import InfeasibleError
 from pipeloom.ir.memory_policy import TREATMENTS
 from pipeloom.ir.units import parse_bytes
-from pipeloom.planner import find_cluster
-from pipeloom.planner.microbatch_sizes import Sample
-from pipeloom.tracer.captured import Captured
+from pipeloom.planner import Sample
+from pipeloom.tracer import Captured
 
 SIZE = 4
 

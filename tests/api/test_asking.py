@@ -10,8 +10,8 @@ from runs import capture_of
 
 from pipeloom import plan
 from pipeloom.api import passes
+from pipeloom.clusters import cpu_cluster, find_cluster, load_cluster
 from pipeloom.ir.errors import ConfigError, InfeasibleError, PlanError
-from pipeloom.planner import cpu_cluster, find_cluster, load_cluster
 
 HOW = {"stages": 2, "microbatches": 2, "microbatch_size": 2}
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom import Job, Options, Plan, schedules, verify
-from pipeloom.api.passes import capture
+from pipeloom.api import capture
 from pipeloom.ir.errors import PlanError, VerifyError
 from pipeloom.ir.plan import StagePlan
 from pipeloom.ir.stages import cut
-from pipeloom.runtime.weights import Gradients, Weights
+from pipeloom.runtime import Gradients, Weights
 
 
 class Net(nn.Module):

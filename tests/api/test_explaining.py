@@ -8,7 +8,7 @@ import pytest
 from every_schedule import gpt_job, plan_of
 from runs import capture_of
 
-from pipeloom.api.explaining import explain_steps
+from pipeloom.api import explain_steps
 from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.costs import equal_costs
 from pipeloom.ir.errors import PlanError

@@ -15,18 +15,15 @@ from runs import assert_same, capture_of, even_plan, pipelined, plain, shared_ca
 from torch import Tensor, nn
 
 from pipeloom import Job, Options, Pipeline
-from pipeloom.api import passes
-from pipeloom.api.keeping import TRIES, keeping_caps
-from pipeloom.api.largest_batch import Taken
-from pipeloom.api.traced import traced_peaks
+from pipeloom.api import TRIES, Taken, keeping_caps, passes, traced_peaks
+from pipeloom.clusters import cpu_cluster
 from pipeloom.ir.cluster import Cluster, Link
 from pipeloom.ir.errors import InfeasibleError
 from pipeloom.ir.memory_policy import Treatment
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.profile import Profile
 from pipeloom.ir.units import parse_bytes
-from pipeloom.planner import cpu_cluster
-from pipeloom.runtime.transports.local_channel import LocalChannel
+from pipeloom.runtime.transports import LocalChannel
 
 ROWS, COUNT = 4, 4
 

@@ -5,8 +5,8 @@ import zoo
 
 from pipeloom import plan
 from pipeloom.api import passes
+from pipeloom.clusters import cpu_cluster, find_cluster
 from pipeloom.ir.errors import InfeasibleError
-from pipeloom.planner import cpu_cluster, find_cluster
 
 
 def largest(name: str, memory: str, **more):

@@ -9,11 +9,10 @@ import runs
 from deep import ROWS, TANH
 
 from pipeloom import Options, Pipeline, plan
-from pipeloom.api.clusters import disk_speed, with_files
-from pipeloom.api.passes import planning
+from pipeloom.api import disk_speed, planning, with_files
+from pipeloom.clusters import cpu_cluster, find_cluster
 from pipeloom.ir.cluster import Link, MiB
 from pipeloom.ir.errors import ConfigError, PlanError
-from pipeloom.planner import cpu_cluster, find_cluster
 
 
 @pytest.fixture(autouse=True)

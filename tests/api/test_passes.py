@@ -6,7 +6,7 @@ import zoo
 from runs import capture_of
 
 from pipeloom import plan
-from pipeloom.planner import cpu_cluster
+from pipeloom.clusters import cpu_cluster
 
 MiB = 1024**2
 

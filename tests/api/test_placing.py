@@ -9,15 +9,15 @@ from every_schedule import gpt_job, plan_of
 from runs import capture_of, shared_captures, threads
 
 from pipeloom import Job, Pipeline, schedules, verify
-from pipeloom.api import passes
-from pipeloom.api.plan_costs import stages_for
+from pipeloom.api import passes, stages_for
+from pipeloom.clusters import cpu_cluster
 from pipeloom.ir.errors import InfeasibleError, PlanError, ScheduleError
 from pipeloom.ir.graph import OpGraph
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.units import format_bytes
 from pipeloom.lowering import lower
-from pipeloom.planner import cpu_cluster, explain, limits
-from pipeloom.schedules.formats.csv import program_text
+from pipeloom.planner import explain, limits
+from pipeloom.schedules.formats import program_text
 
 SEVERAL = ["zb_v", "interleaved_1f1b", "dualpipe"]
 

@@ -11,7 +11,7 @@ import zoo
 
 from pipeloom import Pipeline
 from pipeloom.ir.errors import PlanError
-from pipeloom.runtime.transports.local_channel import LocalChannel
+from pipeloom.runtime.transports import LocalChannel
 
 GATHER = """
 import gc

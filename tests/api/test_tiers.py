@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeloom.api.tiers import own_tier
+from pipeloom.api import own_tier
 from pipeloom.ir.memory_policy import MemoryPolicy
 from pipeloom.ir.plan import Plan, StagePlan
 
@@ -39,7 +39,8 @@ def test_a_folder_in_memory_is_warned_of_once(tmp_path: Path, monkeypatch: pytes
     assert [said(rank, tmp_path) for rank in range(3)] == [
         [],
         [
-            f"offloaded residuals go to {tmp_path}, which lies in memory (tmpfs): offloading frees none there; "
+            f"offloaded residuals go to {tmp_path}, which lies in memory (tmpfs): offloading frees none "
+            "there; "
             "name a folder on a disk with --offload-dir (Options.offload_dir)"
         ],
         [],

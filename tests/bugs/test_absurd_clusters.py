@@ -9,12 +9,12 @@ import zoo
 from click.testing import CliRunner
 
 from pipeloom import plan
-from pipeloom.api.clusters import detect
+from pipeloom.api import detect
 from pipeloom.cli import main
+from pipeloom.clusters import cpu_cluster, find_cluster, load_cluster
 from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.errors import ConfigError, PlanError
 from pipeloom.ir.units import parse_bytes
-from pipeloom.planner import cpu_cluster, find_cluster, load_cluster
 
 MANY = 10**10
 HUGE = 10**400

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from pipeloom import Job, plan
 from pipeloom.api import advice, passes
+from pipeloom.clusters import cpu_cluster
 from pipeloom.ir.errors import InfeasibleError, PlanError
-from pipeloom.planner import cpu_cluster
-from pipeloom.planner.stage_cost.readers import Wiring
+from pipeloom.planner.stage_cost import Wiring
 
 HOW = {"microbatch_size": 2, "microbatches": 4, "strategy": "balanced"}
 

@@ -8,7 +8,7 @@ import zoo
 from runs import assert_same, even_plan, pipelined, plain, threads
 
 from pipeloom.ir.errors import BatchError
-from pipeloom.runtime.batches import agree_on_shapes
+from pipeloom.runtime import agree_on_shapes
 
 
 def sliced(seed: int, size: int) -> zoo.Batch:

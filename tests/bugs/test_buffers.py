@@ -10,10 +10,10 @@ from runs import assert_same, even_plan, pipelined, plain, plan_for
 from torch import Tensor, nn
 
 from pipeloom import Job, schedules
-from pipeloom.checks.buffers import forwards_in_order
+from pipeloom.checks import forwards_in_order
 from pipeloom.ir.errors import CutError, ScheduleError
 from pipeloom.ir.stages import cut
-from pipeloom.tracer.capture import capture
+from pipeloom.tracer import capture
 
 
 class Twice(nn.Module):

@@ -5,10 +5,8 @@ from math import inf
 import pytest
 from random_stages import chain_model, random_model
 
-from pipeloom.planner.stage_cost.residuals import KEEP
-from pipeloom.planner.treatments.checkpoints import choices
-from pipeloom.planner.treatments.choose import optimise
-from pipeloom.planner.treatments.greedy import greedy
+from pipeloom.planner.stage_cost import KEEP
+from pipeloom.planner.treatments import choices, greedy, optimise
 
 
 @pytest.mark.parametrize(

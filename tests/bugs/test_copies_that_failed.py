@@ -19,9 +19,8 @@ from pipeloom import Options, Pipeline
 from pipeloom.ir.errors import OffloadError
 from pipeloom.ir.memory_policy import MemoryPolicy
 from pipeloom.ir.stages import cut
-from pipeloom.runtime.offload.file_tier import PAGE, FileTier, FileTrip
-from pipeloom.tracer.stage.split import Slot
-from pipeloom.tracer.stage.trace import stage_residuals
+from pipeloom.runtime.offload import PAGE, FileTier, FileTrip
+from pipeloom.tracer.stage import Slot, stage_residuals
 
 SLOT = Slot("made", "a")
 EIO = OSError(errno.EIO, os.strerror(errno.EIO))

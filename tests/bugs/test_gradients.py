@@ -6,7 +6,7 @@ import torch
 import zoo
 from runs import assert_same, even, even_plan, pipelined, plain, plan_for
 
-from pipeloom.tracer.capture import capture
+from pipeloom.tracer import capture
 
 
 def test_a_tied_parameter_without_gradient_is_left_alone() -> None:

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from pipeloom.checks.schedules import check_program
+from pipeloom.checks import check_program
 from pipeloom.ir.action import RECV_B, F, Transfer
 from pipeloom.ir.errors import DeadlockError
 from pipeloom.ir.operation import Operation, declare

@@ -6,13 +6,11 @@ from dataclasses import replace
 import pytest
 from layered import layered
 
-from pipeloom.api.largest_batch import largest_below, largest_plan
-from pipeloom.api.passes import estimate
-from pipeloom.api.plan_request import Planning
+from pipeloom.api import Planning, estimate, largest_below, largest_plan
+from pipeloom.clusters import find_cluster
 from pipeloom.ir.errors import InfeasibleError
 from pipeloom.ir.units import parse_bytes
-from pipeloom.planner import find_cluster
-from pipeloom.planner.microbatch_sizes import Sample
+from pipeloom.planner import Sample
 
 
 def planning(**options) -> Planning:

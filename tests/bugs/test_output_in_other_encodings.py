@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeloom.runtime.launch import processes
-from pipeloom.runtime.launch.processes import Processes
+from pipeloom.runtime.launch import Processes, processes
 
 SCRIPT = """
 import os, sys

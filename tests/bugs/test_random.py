@@ -8,8 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as fn
 
 from pipeloom import Job, Options, Pipeline
-from pipeloom.tracer.capture import capture
-from pipeloom.tracer.random import drawn, end_random, seed_random
+from pipeloom.tracer import capture, drawn, end_random, seed_random
 
 
 class Noisy(nn.Module):

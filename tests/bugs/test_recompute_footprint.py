@@ -4,7 +4,7 @@ import zoo
 from runs import capture_of, even
 
 from pipeloom.ir.stages import cut
-from pipeloom.tracer.stage.trace import stage_functions, stage_residuals
+from pipeloom.tracer.stage import stage_functions, stage_residuals
 
 
 def test_what_is_made_again_comes_on_top() -> None:

@@ -13,8 +13,7 @@ from pipeloom.ir.costs import equal_costs
 from pipeloom.ir.errors import DeadlockError, ScheduleError
 from pipeloom.ir.schedule import parse_rows
 from pipeloom.ir.stages import chain
-from pipeloom.schedules import Recipe, order, phases, shape_of
-from pipeloom.schedules.registry import Times
+from pipeloom.schedules import Recipe, Times, order, phases, shape_of
 
 LAST = "1F0 1B0 1F1 1B1"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeloom.checks.schedules import check, check_program
+from pipeloom.checks import check, check_program
 from pipeloom.ir.errors import DeadlockError
 from pipeloom.ir.schedule import Schedule, parse_program, parse_rows
 from pipeloom.ir.stages import chain

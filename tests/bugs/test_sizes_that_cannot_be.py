@@ -8,8 +8,8 @@ from torch import nn
 
 from pipeloom import Job, plan
 from pipeloom.api import passes
+from pipeloom.clusters import find_cluster
 from pipeloom.ir.errors import ConfigError, InfeasibleError
-from pipeloom.planner import find_cluster
 
 Batch = dict[str, torch.Tensor]
 

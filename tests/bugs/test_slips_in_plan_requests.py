@@ -8,10 +8,10 @@ from click.testing import CliRunner
 
 from pipeloom import Job, plan
 from pipeloom.cli import main
+from pipeloom.clusters import find_cluster
 from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.errors import CaptureError, ConfigError, InfeasibleError, PlanError
-from pipeloom.planner import find_cluster
-from pipeloom.tracer.job_loader import load_job
+from pipeloom.tracer import load_job
 
 
 def test_more_stages_per_rank_than_ops_are_said_in_ranks() -> None:

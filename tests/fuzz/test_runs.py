@@ -16,13 +16,12 @@ import pytest
 import torch
 from edits import ADDED, EDITS, OFTEN, Case, edited_rows, with_operations, with_pairs
 from every_schedule import SYNCHRONOUS, gpt_job, plan_of
-from hypothesis import HealthCheck, event, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, event, given, settings, strategies as st
 from programs import cuts, job_of, steps
 from runs import Numbers, assert_same, capture_of, pipelined, plain, plan_for, shared_captures, threads
 
 from pipeloom import Job, Options, Pipeline
-from pipeloom.checks.schedules import check, check_program
+from pipeloom.checks import check, check_program
 from pipeloom.ir.errors import PeerError, ScheduleError
 from pipeloom.ir.memory_policy import MemoryPolicy
 from pipeloom.ir.operation import OPERATIONS
@@ -30,7 +29,7 @@ from pipeloom.ir.plan import Plan
 from pipeloom.ir.schedule import Schedule
 from pipeloom.ir.stages import StageGraph
 from pipeloom.lowering import lower
-from pipeloom.runtime.operations import OperationContext
+from pipeloom.runtime import OperationContext
 
 CALM = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
 QUICK = settings(max_examples=5, **CALM)

@@ -8,11 +8,10 @@ from random import Random
 
 import pytest
 from edits import MAY_BREAK, Case, cases, edited_programs, edited_schedules
-from hypothesis import HealthCheck, event, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, event, given, settings, strategies as st
 from slow_check import broken_program_rule, broken_rule, makes, rule_of, stuck, wants
 
-from pipeloom.checks.schedules import check, check_program
+from pipeloom.checks import check, check_program
 from pipeloom.ir.action import Action, parse_action
 from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.costs import StageCost

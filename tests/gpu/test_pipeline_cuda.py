@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pipeloom import Options, Pipeline, Plan, schedules
-from pipeloom.api.passes import capture
+from pipeloom.api import capture
 from pipeloom.ir.plan import StagePlan
 from pipeloom.ir.stages import cut
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from pipeloom import Options, Pipeline, Plan, schedules
-from pipeloom.api.passes import capture
+from pipeloom.api import capture
 from pipeloom.ir.memory_policy import MemoryPolicy, Treatment
 from pipeloom.ir.plan import StagePlan
 from pipeloom.ir.stages import cut
 from pipeloom.ir.timeline import Event
-from pipeloom.runtime.offload.cuda_tier import CHUNK, CudaTier
-from pipeloom.tracer.stage.trace import stage_residuals
+from pipeloom.runtime.offload import CHUNK, CudaTier
+from pipeloom.tracer.stage import stage_residuals
 
 MICROBATCHES, ROWS, WIDTH, STEPS = 6, 8192, 1024, 10
 """32 MiB per tensor: copies take longer than the products beside them, so that a missing wait is seen."""

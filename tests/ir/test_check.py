@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeloom.checks import schedules as rules
-from pipeloom.checks.deadlock import Board, Stuck, deadlock
-from pipeloom.checks.schedules import check, check_program
+from pipeloom.checks import Board, Stuck, check, check_program, deadlock, schedules as rules
 from pipeloom.ir.action import COMPUTE, Action, Kind
 from pipeloom.ir.errors import DeadlockError, ScheduleError
 from pipeloom.ir.flow import dag, flow_of

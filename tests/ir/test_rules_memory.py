@@ -8,8 +8,7 @@ from math import inf
 import pytest
 
 from pipeloom import schedules
-from pipeloom.checks.memory import peak_bytes, peaks
-from pipeloom.checks.schedules import check
+from pipeloom.checks import check, peak_bytes, peaks
 from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.costs import StageCost
 from pipeloom.ir.errors import ScheduleError

@@ -7,12 +7,11 @@ from random import Random
 
 import pytest
 from edits import Case, dag_cases
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from residuals import treated, uneven
 
 from pipeloom import schedules
-from pipeloom.checks.memory import peak_bytes, peaks
+from pipeloom.checks import peak_bytes, peaks
 from pipeloom.ir.action import Action
 from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.costs import StageCost

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from pipeloom import schedules
-from pipeloom.checks.schedules import check
+from pipeloom.checks import check
 from pipeloom.ir.errors import ScheduleError
 from pipeloom.ir.schedule import Schedule, parse_rows
 from pipeloom.ir.stages import chain
-from pipeloom.schedules.formats.csv import parse_schedule
+from pipeloom.schedules.formats import parse_schedule
 
 
 def hand(*rows: str, placement: tuple[int, ...] = (0, 1)) -> Schedule:
@@ -71,7 +71,8 @@ EVICTED = "0F0 0EVICT0 0FETCH0 0B0"
         ),
         (
             "0F0 0FETCH0 0EVICT0 0B0",
-            "rank 0 runs 0FETCH0, but nothing of it was evicted\nhint: put 0EVICT0 in front of it, or drop it",
+            "rank 0 runs 0FETCH0, but nothing of it was evicted\n"
+            "hint: put 0EVICT0 in front of it, or drop it",
         ),
         ("0F0 0EVICT0", "rank 0 runs 0EVICT0 and never 0FETCH0\nhint: add 0FETCH0 behind it"),
         (

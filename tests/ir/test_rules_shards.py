@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from pipeloom import schedules
-from pipeloom.checks.schedules import check
+from pipeloom.checks import check
 from pipeloom.ir.errors import DeadlockError, ScheduleError
 from pipeloom.ir.schedule import Schedule, parse_rows
 from pipeloom.ir.stages import StageGraph, chain

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipeloom import schedules
-from pipeloom.checks.schedules import check
-from pipeloom.checks.weight_versions import Updates, by_rank, versions, weight_versions
+from pipeloom.checks import Updates, by_rank, check, versions, weight_versions
 from pipeloom.ir.errors import ScheduleError
 from pipeloom.ir.flow import dag
 from pipeloom.ir.schedule import Schedule, parse_rows

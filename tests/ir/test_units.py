@@ -1,8 +1,7 @@
 """Sizes as text."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from pipeloom.ir.errors import ConfigError
 from pipeloom.ir.units import UNITS, enough_bytes, format_bytes, parse_bytes

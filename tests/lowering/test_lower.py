@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipeloom import schedules
-from pipeloom.checks.programs import receives_ahead
+from pipeloom.checks import receives_ahead
 from pipeloom.ir.errors import DeadlockError, ScheduleError
 from pipeloom.ir.flow import dag
 from pipeloom.ir.schedule import Schedule, parse_program, parse_rows

@@ -93,7 +93,7 @@ def test_without_residuals_to_treat_the_program_is_the_same() -> None:
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb_h1", "zb_v", "interleaved_1f1b", "dualpipev"])
 def test_every_schedule(name: str, prefetch: int) -> None:
     """Each once, in order, around F and B; and nothing else has moved."""
-    from pipeloom.api.plan_costs import stages_for
+    from pipeloom.api import stages_for
 
     count, microbatches = stages_for(name, 2), 4
     where = tuple(range(count)) if count == 2 else (0, 1, 1, 0) if name.endswith("v") else (0, 1, 0, 1)

@@ -6,20 +6,22 @@ from math import inf
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from random_stages import chain_model, random_model
 from slow_levels import SlowStage
 
 from pipeloom.ir.stages import cut
-from pipeloom.planner.stage_cost import recompute_liveness as again
-from pipeloom.planner.stage_cost.model import CostModel
-from pipeloom.planner.stage_cost.recompute_liveness import Moments
-from pipeloom.planner.stage_cost.residuals import KEEP, OFFLOAD, RECOMPUTE, residuals_of
-from pipeloom.planner.stage_cost.treated import moments_of
-from pipeloom.planner.treatments.choose import optimise
-from pipeloom.planner.treatments.greedy import Task, plan_of
-from pipeloom.planner.treatments.greedy_kernels import LEAST, OPTION, PEAK, least_peaks, treat
+from pipeloom.planner.stage_cost import (
+    KEEP,
+    OFFLOAD,
+    RECOMPUTE,
+    CostModel,
+    Moments,
+    moments_of,
+    recompute_liveness as again,
+    residuals_of,
+)
+from pipeloom.planner.treatments import LEAST, OPTION, PEAK, Task, least_peaks, optimise, plan_of, treat
 
 
 def moments(model: CostModel, end: int, in_flight: int = 1, start: int = 0) -> Moments:

@@ -10,11 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from pipeloom.clusters.devices import built_in, built_in_devices
+from pipeloom.clusters import (
+    built_in,
+    built_in_devices,
+    cpu_cluster,
+    find_cluster,
+    load_cluster,
+    save_cluster,
+)
 from pipeloom.ir.cluster import OP_CLASSES, GiB, Link
 from pipeloom.ir.errors import ConfigError
 from pipeloom.ir.graph import DTYPE_BYTES
-from pipeloom.planner import cpu_cluster, find_cluster, load_cluster, save_cluster
 
 ROOT = Path(__file__).parents[2]
 NAMES = list(built_in_devices())

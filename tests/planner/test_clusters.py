@@ -4,12 +4,11 @@ from itertools import takewhile
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
+from pipeloom.clusters import cpu_cluster, load_cluster, save_cluster
 from pipeloom.ir.cluster import OP_CLASSES, Cluster, Device, GiB, Link
 from pipeloom.ir.errors import ConfigError
-from pipeloom.planner import cpu_cluster, load_cluster, save_cluster
 
 GOOD = """
 [[device]]

@@ -4,13 +4,12 @@ from dataclasses import fields, replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from pipeloom.ir.graph import Op, OpGraph, Parameter, Value
 from pipeloom.ir.profile import OpCost, Profile
 from pipeloom.ir.stages import cut
-from pipeloom.planner.stage_cost.model import CostModel, CostOptions, Footprint
+from pipeloom.planner.stage_cost import CostModel, CostOptions, Footprint
 
 
 def columns(footprint: Footprint) -> tuple:

@@ -5,16 +5,15 @@ from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from pipeloom.ir.graph import Buffer, Op, OpGraph, Parameter, Value
 from pipeloom.ir.profile import OpCost, Profile
 from pipeloom.ir.stages import cut
-from pipeloom.planner.infeasible import needs
-from pipeloom.planner.search.cut_search import Search, sweep
-from pipeloom.planner.stage_cost.model import CostModel, CostOptions
-from pipeloom.planner.strategies.balanced import balanced
+from pipeloom.planner import needs
+from pipeloom.planner.search import Search, sweep
+from pipeloom.planner.stage_cost import CostModel, CostOptions
+from pipeloom.planner.strategies import balanced
 
 
 def every_cut(ops: int, stages: int):

@@ -147,9 +147,9 @@ def test_infeasible_names_stage_need_cap_and_what_would_do():
 
 def smallest_cap(graph: OpGraph, profile: Profile) -> int:
     """By trying every cut in two with no cap."""
-    from pipeloom.planner.infeasible import needs
-    from pipeloom.planner.search.cut_search import Search
-    from pipeloom.planner.stage_cost.model import CostModel, CostOptions
+    from pipeloom.planner import needs
+    from pipeloom.planner.search import Search
+    from pipeloom.planner.stage_cost import CostModel, CostOptions
 
     model = CostModel(graph, [profile] * 2, cluster_of(2), CostOptions(microbatches=4))
     search = Search(model=model, caps=(1, 1), in_flight=(2, 1))

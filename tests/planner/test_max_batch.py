@@ -8,7 +8,7 @@ from batch_figures import PAPER, common_size, compared, geometric_mean, groups, 
 from layered import layered
 from max_batch import PLANNERS, cell, estimated, largest, least_cap, planned, planning, with_cap
 
-from pipeloom.planner import find_cluster
+from pipeloom.clusters import find_cluster
 
 CLUSTER = find_cluster("2 x a100-40")
 

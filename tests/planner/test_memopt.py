@@ -7,8 +7,7 @@ from math import inf
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, example, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, example, given, settings, strategies as st
 from random_stages import chain_model, random_model
 
 from pipeloom import schedules
@@ -19,11 +18,8 @@ from pipeloom.ir.graph import Buffer
 from pipeloom.ir.memory_policy import MemoryPolicy
 from pipeloom.ir.stages import cut
 from pipeloom.lowering import lower
-from pipeloom.planner.stage_cost.model import CostModel
-from pipeloom.planner.stage_cost.simulator_costs import stage_costs, stage_plan
-from pipeloom.planner.stage_cost.treated import host_copies
-from pipeloom.planner.treatments import exact as memopt_exact
-from pipeloom.planner.treatments.choose import Optimised, optimise, treated_stage
+from pipeloom.planner.stage_cost import CostModel, host_copies, stage_costs, stage_plan
+from pipeloom.planner.treatments import Optimised, exact as memopt_exact, optimise, treated_stage
 from pipeloom.simulator import simulate
 
 

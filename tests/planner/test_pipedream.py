@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from pipeloom.ir.errors import ConfigError
-from pipeloom.planner.strategies.pipedream import Layer, Rules, noam, partition, stage_s
-from pipeloom.planner.strategies.pipedream_profile import read_profile
+from pipeloom.planner.strategies import Layer, Rules, noam, partition, read_profile, stage_s
 
 
 def chain(seconds, activations=None, parameters=None) -> list[Layer]:

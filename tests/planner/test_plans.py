@@ -7,6 +7,7 @@ import pytest
 from layered import layered
 
 from pipeloom import planner
+from pipeloom.clusters import find_cluster
 from pipeloom.ir.action import OFFLOAD, RECOMPUTE, RELOAD
 from pipeloom.ir.cluster import Cluster
 from pipeloom.ir.errors import InfeasibleError, PlanError
@@ -14,14 +15,18 @@ from pipeloom.ir.graph import OpGraph
 from pipeloom.ir.plan import Plan, load_plan
 from pipeloom.ir.profile import Profile
 from pipeloom.lowering import lower
-from pipeloom.planner import PlanOptions, find_cluster, make_plan
-from pipeloom.planner.microbatch_sizes import Sample, interpolated, largest_size
-from pipeloom.planner.registry import PLANNERS
-from pipeloom.planner.request import Request
-from pipeloom.planner.stage_cost.model import CostModel, CostOptions
-from pipeloom.planner.stage_cost.simulator_costs import stage_costs
-from pipeloom.planner.what_if import what_if
-from pipeloom.profiler.roofline import roofline
+from pipeloom.planner import (
+    PLANNERS,
+    PlanOptions,
+    Request,
+    Sample,
+    interpolated,
+    largest_size,
+    make_plan,
+    what_if,
+)
+from pipeloom.planner.stage_cost import CostModel, CostOptions, stage_costs
+from pipeloom.profiler import roofline
 from pipeloom.simulator import simulate
 
 GiB = 2**30

@@ -1,5 +1,6 @@
 """probe and dawnpiper against the dynamic programme, on synthetic chains (tests/support/chains.py)."""
 
+import importlib
 import random
 from dataclasses import replace
 from math import inf
@@ -7,12 +8,12 @@ from math import inf
 import chains
 import pytest
 
-from pipeloom.planner.search.problem import Problem
-from pipeloom.planner.strategies import probe
-from pipeloom.planner.strategies.dawnpiper import binary
-from pipeloom.planner.strategies.probe import fill
+from pipeloom.planner.search import Problem
+from pipeloom.planner.strategies import binary, fill
 
 NODES = {2: 24, 3: 28, 4: 28, 5: 28, 7: 28, 8: 28, 12: 40}
+
+probe_module = importlib.import_module("pipeloom.planner.strategies.probe")
 
 
 def tight_chains(stages: int, mixed: bool, count: int):
@@ -73,10 +74,10 @@ def test_with_loose_memory_the_interval_holds_the_best_cut():
 
 
 @pytest.mark.parametrize("mixed", [False, True])
-@pytest.mark.parametrize(("few", "close"), [(0, 1.1), (probe.FEW, 1 + 1e-12)])
+@pytest.mark.parametrize(("few", "close"), [(0, 1.1), (probe_module.FEW, 1 + 1e-12)])
 def test_with_transfers_probe_is_exact_where_all_is_tried_and_else_close(few, close, mixed, monkeypatch):
     """Crossing times vary from cut to cut, so filling is a heuristic; its worst is within 10 %."""
-    monkeypatch.setattr(probe, "FEW", few)
+    monkeypatch.setattr(probe_module, "FEW", few)
     rng = random.Random(3)
     worst = 1.0
     for chain in tight_chains(4, mixed, 25):

@@ -6,7 +6,8 @@ from itertools import pairwise
 import chains
 import pytest
 
-from pipeloom.planner.strategies.vpipe import _state, moved, one_pass
+from pipeloom.planner.strategies import moved, one_pass
+from pipeloom.planner.strategies.vpipe import _state
 
 
 @pytest.mark.parametrize("stages", [2, 4, 8])

@@ -9,10 +9,7 @@ from pipeloom.ir.cluster import OP_CLASSES, Device, MiB
 from pipeloom.ir.errors import ConfigError
 from pipeloom.ir.graph import Op, Value
 from pipeloom.ir.profile import OpCost
-from pipeloom.profiler import detect, host_copies
-from pipeloom.profiler.detected import joined, measured
-from pipeloom.profiler.kernel import Timer
-from pipeloom.profiler.reference import Reference, Sizes, compare, shares
+from pipeloom.profiler import Reference, Sizes, Timer, compare, detect, host_copies, joined, measured, shares
 
 CPU = torch.device("cpu")
 TINY = Sizes(rows=2, length=16, width=32, vocabulary=64, channels=4, pixels=8)

@@ -1,15 +1,17 @@
 """Measuring op by op: what is run, how often, on which values, and what is found to be kept."""
 
+import importlib
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as fn
 
 from pipeloom import Job
-from pipeloom.profiler import measure as module
-from pipeloom.profiler.arguments import Arguments
-from pipeloom.profiler.measure import measure
-from pipeloom.tracer.capture import capture
+from pipeloom.profiler import Arguments, measure
+from pipeloom.tracer import capture
+
+module = importlib.import_module("pipeloom.profiler.measure")
 
 
 class Mixed(nn.Module):

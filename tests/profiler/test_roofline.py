@@ -10,8 +10,7 @@ from pipeloom.ir.cluster import Device
 from pipeloom.ir.errors import ConfigError
 from pipeloom.ir.graph import Op, OpGraph, Parameter, Value
 from pipeloom.ir.profile import OpCost, Profile
-from pipeloom.profiler.roofline import roofline
-from pipeloom.profiler.rules import RULES
+from pipeloom.profiler import RULES, roofline
 
 DEVICE = Device(
     name="gpu",

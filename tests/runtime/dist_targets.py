@@ -13,12 +13,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from pipeloom.ir.errors import CommunicationError, ConfigError, PeerError
 from pipeloom.ir.graph import Value
-from pipeloom.runtime.channel import PostedChannel
-from pipeloom.runtime.failure.watch import Watch
-from pipeloom.runtime.launch.connect import connect, watch_ranks
-from pipeloom.runtime.messages import Message
-from pipeloom.runtime.transports.dist_channel import DistChannel
-from pipeloom.runtime.transports.nccl import NcclTransport
+from pipeloom.runtime import Message, PostedChannel
+from pipeloom.runtime.failure import Watch
+from pipeloom.runtime.launch import connect, watch_ranks
+from pipeloom.runtime.transports import DistChannel, NcclTransport
 
 CPU = torch.device("cpu")
 DTYPES = ("float32", "bfloat16", "bool", "int64", "float64")

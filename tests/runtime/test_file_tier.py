@@ -15,10 +15,8 @@ import torch
 from torch import Tensor
 
 from pipeloom.ir.errors import ConfigError, OffloadError, PeerError
-from pipeloom.runtime.offload.file_tier import FileTier, lies_in_memory
-from pipeloom.runtime.offload.tier import Trip
-from pipeloom.tracer.stage.split import Slot
-from pipeloom.tracer.stage.stage_functions import Tensors
+from pipeloom.runtime.offload import FileTier, Trip, lies_in_memory
+from pipeloom.tracer.stage import Slot, Tensors
 
 
 @pytest.fixture

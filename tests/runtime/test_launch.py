@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from pipeloom.ir.errors import ConfigError
-from pipeloom.runtime.launch.launch import launch
-from pipeloom.runtime.launch.processes import GRACE_S, POLL_S, TERM_S
+from pipeloom.runtime.launch import GRACE_S, POLL_S, TERM_S, launch
 
 HERE = Path(__file__).parent
 

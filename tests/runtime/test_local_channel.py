@@ -7,15 +7,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from pipeloom.ir.errors import CommunicationError, PeerError
 from pipeloom.ir.graph import Value
-from pipeloom.runtime.channel import Handle
-from pipeloom.runtime.failure.noticeboard import local_boards
-from pipeloom.runtime.messages import Message
-from pipeloom.runtime.transports.local_channel import LocalChannel, LocalTransport, _Meeting, local_channels
+from pipeloom.runtime import Handle, Message
+from pipeloom.runtime.failure import local_boards
+from pipeloom.runtime.transports import LocalChannel, LocalTransport, local_channels
+from pipeloom.runtime.transports.local_channel import _Meeting
 
 Body = Callable[[LocalChannel], object]
 

@@ -4,9 +4,8 @@ import threading
 
 import pytest
 
-from pipeloom.runtime.failure.noticeboard import local_boards
-from pipeloom.runtime.failure.watch import Watch
-from pipeloom.runtime.transports.nccl import Lookout
+from pipeloom.runtime.failure import Watch, local_boards
+from pipeloom.runtime.transports import Lookout
 
 
 class Transfer:

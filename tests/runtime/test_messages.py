@@ -2,13 +2,12 @@
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from pipeloom.ir.errors import CommunicationError
 from pipeloom.ir.graph import Value
-from pipeloom.runtime.messages import ALIGNMENT, BufferPool, Message, check_tensors, pack, unpack
-from pipeloom.tracer.layout import lies_so
+from pipeloom.runtime import ALIGNMENT, BufferPool, Message, check_tensors, pack, unpack
+from pipeloom.tracer import lies_so
 
 DTYPES = ("float32", "float64", "bfloat16", "float16", "bool", "int64", "int32", "uint8", "complex64")
 

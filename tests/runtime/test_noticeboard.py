@@ -8,8 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from pipeloom.ir.errors import CommunicationError, PeerError
-from pipeloom.runtime.failure.noticeboard import FINISHED, Failure, State, StoreBoard
-from pipeloom.runtime.failure.watch import Watch
+from pipeloom.runtime.failure import FINISHED, Failure, State, StoreBoard, Watch
 
 BOOM = Failure(rank=1, summary="ValueError: boom", traceback="Traceback ...")
 

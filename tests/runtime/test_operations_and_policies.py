@@ -14,9 +14,9 @@ from pipeloom.ir.action import B, F
 from pipeloom.ir.memory_policy import MemoryPolicy, Treatment
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.stages import cut
-from pipeloom.runtime.operations import OperationContext
+from pipeloom.runtime import OperationContext
 from pipeloom.schedules import Operation, declare
-from pipeloom.tracer.stage.trace import stage_residuals
+from pipeloom.tracer.stage import stage_residuals
 
 JOB = zoo.job("skips")
 Seen = dict[str, list[set[str]]]

@@ -6,10 +6,9 @@ import errno
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
-from pipeloom.runtime.offload.file_allocator import Places
+from pipeloom.runtime.offload import Places
 
 SIZES = st.integers(0, 12)
 MOVES = st.lists(st.tuples(st.booleans(), SIZES), max_size=60)

@@ -18,8 +18,8 @@ from pipeloom.ir.plan import Plan
 from pipeloom.ir.stages import cut
 from pipeloom.ir.timeline import Timeline
 from pipeloom.lowering import lower
-from pipeloom.runtime.transports.local_channel import LocalChannel
-from pipeloom.tracer.stage.trace import stage_residuals
+from pipeloom.runtime.transports import LocalChannel
+from pipeloom.tracer.stage import stage_residuals
 
 
 @pytest.fixture(autouse=True)

@@ -13,14 +13,13 @@ import zoo
 from every_schedule import gpt_job, plan_of
 
 from pipeloom import Job, Options, Pipeline
-from pipeloom.api.forecast import Forecast
+from pipeloom.api import Forecast
 from pipeloom.ir.action import W
 from pipeloom.ir.plan import Plan
-from pipeloom.runtime.calibration.rehearsal import Rehearsal
-from pipeloom.runtime.operations import OperationContext
-from pipeloom.runtime.transports.local_channel import LocalChannel
-from pipeloom.schedules import Operation, Recipe, declare, phases, shape_of
-from pipeloom.schedules.registry import Entry
+from pipeloom.runtime import OperationContext
+from pipeloom.runtime.calibration import Rehearsal
+from pipeloom.runtime.transports import LocalChannel
+from pipeloom.schedules import Entry, Operation, Recipe, declare, phases, shape_of
 
 
 @pytest.fixture(autouse=True)

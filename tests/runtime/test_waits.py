@@ -1,7 +1,6 @@
 """The table of who waits for whom."""
 
-from pipeloom.runtime.failure.noticeboard import State
-from pipeloom.runtime.failure.who_waits import who_waits
+from pipeloom.runtime.failure import State, who_waits
 
 
 def waiting(doing: str, what: str, *ranks: int) -> State:

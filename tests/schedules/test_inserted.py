@@ -6,11 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from pipeloom import schedules
-from pipeloom.checks.schedules import check
+from pipeloom.checks import check
 from pipeloom.ir.action import AFTER, COMPUTE, Action, B, F, Kind, W, register_kind
 from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.costs import equal_costs
@@ -22,7 +21,7 @@ from pipeloom.ir.timeline import Timeline
 from pipeloom.lowering import lower
 from pipeloom.schedules import Operation, Recipe, Shape, declare, make, phases, shape_of
 from pipeloom.simulator import simulate
-from pipeloom.viewer.labels import label
+from pipeloom.viewer import label
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_schedule.py"
 

@@ -15,14 +15,14 @@ from click.testing import CliRunner
 from torch import Tensor, nn
 
 from pipeloom import Job, Plan, schedules, verify
-from pipeloom.api.passes import capture
+from pipeloom.api import capture
 from pipeloom.cli import main
 from pipeloom.ir.action import B, F, Kind, W
 from pipeloom.ir.errors import ScheduleError
 from pipeloom.ir.plan import StagePlan
 from pipeloom.ir.schedule import Schedule
 from pipeloom.ir.stages import cut
-from pipeloom.runtime.operations import OperationContext
+from pipeloom.runtime import OperationContext
 from pipeloom.schedules import Entry, Operation, Recipe, Shape, declare, phases
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -8,11 +8,10 @@ from dataclasses import replace
 from itertools import islice
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from pipeloom import schedules
-from pipeloom.checks.schedules import check
+from pipeloom.checks import check
 from pipeloom.ir.action import Action, B, F, I, Kind, W
 from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.costs import StageCost, equal_costs

@@ -20,7 +20,7 @@ from pipeloom.ir.costs import equal_costs
 from pipeloom.ir.errors import DeadlockError
 from pipeloom.ir.stages import chain
 from pipeloom.schedules import Recipe, Shape, make
-from pipeloom.schedules.language.recipe import per_rank
+from pipeloom.schedules.language import per_rank
 
 P, M = 4, 8
 

@@ -9,10 +9,8 @@ import pytest
 from timed import shape
 
 from pipeloom import schedules
-from pipeloom.schedules.language.recipe import Recipe
-from pipeloom.schedules.list_scheduler import engine, inner_loop
-from pipeloom.schedules.list_scheduler.assemble import assemble
-from pipeloom.schedules.list_scheduler.tables import as_lists, columns_in, tables_of
+from pipeloom.schedules.language import Recipe
+from pipeloom.schedules.list_scheduler import as_lists, assemble, columns_in, engine, inner_loop, tables_of
 
 
 @pytest.mark.parametrize("times", [(1.0, 1.0, 1.0), (1.0, 1.4, 0.6)])

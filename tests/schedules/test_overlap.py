@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from pipeloom import schedules
-from pipeloom.checks.schedules import check
+from pipeloom.checks import check
 from pipeloom.cli import main
 from pipeloom.ir.action import COMPUTE, Action, B, F, Kind
 from pipeloom.ir.cluster import Cluster, Device, Link
@@ -24,7 +23,7 @@ from pipeloom.ir.stages import chain
 from pipeloom.ir.timeline import Timeline
 from pipeloom.lowering import lower
 from pipeloom.schedules import Recipe, Shape, make, phases, shape_of
-from pipeloom.schedules.formats.csv import parse_schedule, schedule_text
+from pipeloom.schedules.formats import parse_schedule, schedule_text
 from pipeloom.simulator import simulate
 
 

@@ -16,7 +16,7 @@ from timed import made_for, shape
 
 from pipeloom.ir.costs import equal_costs
 from pipeloom.schedules import Shape
-from pipeloom.schedules.language.made import Made
+from pipeloom.schedules.language import Made
 
 LONG_CONTEXT = (1.0, 1.4, 0.6)
 """F, I, W: attention has no weights, so W takes less and I more."""

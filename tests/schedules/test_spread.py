@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from pipeloom.api.plan_costs import stages_for
-from pipeloom.checks.schedules import check
+from pipeloom.api import stages_for
+from pipeloom.checks import check
 from pipeloom.cli import main
 from pipeloom.ir.action import F
 from pipeloom.ir.cluster import Cluster, Device, Link

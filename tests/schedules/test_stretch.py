@@ -5,16 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from timed import shape
 
 from pipeloom import schedules
-from pipeloom.checks.schedules import check
+from pipeloom.checks import check
 from pipeloom.ir.errors import DeadlockError
 from pipeloom.ir.schedule import Schedule
 from pipeloom.schedules import Recipe, make, path_clock
-from pipeloom.schedules.list_scheduler.stretch import stretched
+from pipeloom.schedules.list_scheduler import stretched
 
 
 @pytest.mark.parametrize("times", [(1.0, 1.0, 1.0), (1.0, 1.4, 0.6)])

@@ -6,8 +6,7 @@ from dataclasses import replace
 from random import Random
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from pipeloom import schedules
 from pipeloom.ir.cluster import Cluster, Device, Link
@@ -18,8 +17,7 @@ from pipeloom.ir.schedule import Program, parse_program
 from pipeloom.ir.stages import StageGraph, chain
 from pipeloom.ir.timeline import Event, Timeline
 from pipeloom.lowering import lower
-from pipeloom.simulator import simulate
-from pipeloom.simulator.idle_time import explain
+from pipeloom.simulator import explain, simulate
 
 
 def links(ranks: int, latency_s: float = 0.0, bytes_per_s: float = float("inf")) -> Cluster:

@@ -7,18 +7,15 @@ from random import Random
 
 import pytest
 from edits import Case, dag_cases
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from shared_links import nodes, on_switches, random_cluster, sum_beside_a_message, treated_case
 
-from pipeloom.api.schedules import Setting, draw_schedule
-from pipeloom.api.schedules import explain as drawn_reasons
+from pipeloom.api import Setting, draw_schedule, explain as drawn_reasons
 from pipeloom.ir.cluster import Link
 from pipeloom.ir.costs import StageCost, equal_costs
 from pipeloom.ir.flow import dag
 from pipeloom.ir.schedule import parse_program
-from pipeloom.simulator import simulate
-from pipeloom.simulator.idle_time import explain
+from pipeloom.simulator import explain, simulate
 from pipeloom.viewer import fold, sentence, sources
 
 SECOND = Link(bandwidth_bytes_per_s=4.0)

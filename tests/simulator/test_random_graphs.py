@@ -10,10 +10,9 @@ from random import Random
 
 import networkx as nx
 from edits import Case, dag_cases
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
-from pipeloom.checks.schedules import check, check_program
+from pipeloom.checks import check, check_program
 from pipeloom.ir.action import StageAction, Transfer
 from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.costs import StageCost

@@ -8,14 +8,13 @@ from random import Random
 
 import pytest
 from edits import Case, dag_cases
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from residuals import treated, uneven
 from slow_check import broken_program_rule, rule_of
 from slow_simulator import Slow
 
 from pipeloom import schedules
-from pipeloom.checks.schedules import check_program
+from pipeloom.checks import check_program
 from pipeloom.ir.action import Action, Kind, Transfer
 from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.costs import StageCost, equal_costs
@@ -25,10 +24,8 @@ from pipeloom.ir.schedule import Program, parse_program
 from pipeloom.ir.stages import StageGraph, chain
 from pipeloom.ir.timeline import MemoryCurve, Timeline
 from pipeloom.lowering import lower
-from pipeloom.simulator import simulate
-from pipeloom.simulator.idle_time import explain
-from pipeloom.viewer.blocks import timelines_figure
-from pipeloom.viewer.chrome import chrome_trace
+from pipeloom.simulator import explain, simulate
+from pipeloom.viewer import chrome_trace, timelines_figure
 
 COST = StageCost(
     forward_s=1.0,

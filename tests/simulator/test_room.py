@@ -7,12 +7,11 @@ from random import Random
 
 import pytest
 from edits import Case, dag_cases
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from residuals import treated, uneven
 from slow_room import SlowRoom
 
-from pipeloom.checks.schedules import check_program
+from pipeloom.checks import check_program
 from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.costs import StageCost
 from pipeloom.ir.errors import PlanError
@@ -20,8 +19,7 @@ from pipeloom.ir.schedule import Program, parse_program
 from pipeloom.ir.stages import chain
 from pipeloom.ir.timeline import Timeline
 from pipeloom.lowering import lower
-from pipeloom.simulator import simulate
-from pipeloom.simulator.idle_time import explain
+from pipeloom.simulator import explain, simulate
 
 COST = StageCost(
     forward_s=1.0,

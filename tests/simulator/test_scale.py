@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pipeloom import schedules
-from pipeloom.checks.schedules import check
+from pipeloom.checks import check
 from pipeloom.ir import kernels
 from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.columns import Columns, Rows

@@ -7,14 +7,13 @@ from random import Random
 
 import pytest
 from edits import Case, dag_cases
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from residuals import treated, uneven
 from shared_links import INSTANT, nodes, on_switches, random_cluster, sum_beside_a_message, treated_case
 from slow_simulator import Slow
 
 from pipeloom import schedules
-from pipeloom.checks.schedules import check_program
+from pipeloom.checks import check_program
 from pipeloom.ir import kernels
 from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.costs import StageCost, equal_costs
@@ -23,8 +22,7 @@ from pipeloom.ir.schedule import parse_program
 from pipeloom.ir.stages import chain
 from pipeloom.ir.timeline import Timeline
 from pipeloom.lowering import lower
-from pipeloom.simulator import simulate
-from pipeloom.simulator.layout import all_reduce_s
+from pipeloom.simulator import all_reduce_s, simulate
 
 
 def times(timeline: Timeline, *streams: str) -> dict[str, tuple[float, float]]:

@@ -13,8 +13,7 @@ from pipeloom.ir.schedule import Program, parse_program
 from pipeloom.ir.stages import StageGraph, chain
 from pipeloom.ir.timeline import Timeline
 from pipeloom.lowering import lower
-from pipeloom.simulator import describe, simulate, summarise
-from pipeloom.simulator.simulate import all_reduce_s
+from pipeloom.simulator import all_reduce_s, describe, simulate, summarise
 
 
 def cluster(ranks: int, bandwidth: float = float("inf"), latency: float = 0.0) -> Cluster:

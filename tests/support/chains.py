@@ -14,9 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import inf
 
-from pipeloom.planner.search.bands import banded, everywhere
-from pipeloom.planner.search.evaluation import Evaluation, Memoised
-from pipeloom.planner.search.problem import Partition, Problem
+from pipeloom.planner.search import Evaluation, Memoised, Partition, Problem, banded, everywhere
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from pipeloom.clusters import cpu_cluster
 from pipeloom.ir.action import B, F
 from pipeloom.ir.stages import StageGraph
-from pipeloom.planner import cpu_cluster
-from pipeloom.planner.stage_cost.model import CostModel, CostOptions
-from pipeloom.planner.stage_cost.simulator_costs import stage_costs, stage_plan
-from pipeloom.profiler.roofline import roofline
-from pipeloom.runtime.ledger import crossing_bytes
-from pipeloom.tracer.captured import Captured
-from pipeloom.tracer.stage.trace import stage_functions
+from pipeloom.planner.stage_cost import CostModel, CostOptions, stage_costs, stage_plan
+from pipeloom.profiler import roofline
+from pipeloom.runtime import crossing_bytes
+from pipeloom.tracer import Captured
+from pipeloom.tracer.stage import stage_functions
 
 
 class Bytes(NamedTuple):

@@ -6,9 +6,9 @@ import torch
 from runs import capture_of, even, plan_for
 
 from pipeloom import Job, schedules
-from pipeloom.api.plan_costs import place, stages_for
+from pipeloom.api import place, stages_for
 from pipeloom.ir.plan import Plan
-from pipeloom.train.model import GPT
+from pipeloom.train import GPT
 
 CONTEXT = 16
 SYNCHRONOUS = tuple(

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pipeloom import Job, Options, Pipeline, schedules
 from pipeloom.api import forecast
+from pipeloom.clusters import cpu_cluster
 from pipeloom.ir.action import W
 from pipeloom.ir.cluster import Link
 from pipeloom.ir.graph import OpGraph
@@ -20,15 +21,12 @@ from pipeloom.ir.memory_policy import MemoryPolicy, Treatment
 from pipeloom.ir.plan import Plan, StageMemory, StagePlan
 from pipeloom.ir.stages import StageGraph
 from pipeloom.lowering import lower
-from pipeloom.planner import cpu_cluster
-from pipeloom.planner.search.evaluation import Evaluation
-from pipeloom.planner.stage_cost.model import CostModel, CostOptions
-from pipeloom.planner.stage_cost.simulator_costs import stage_costs, stage_plan
-from pipeloom.planner.treatments.choose import optimise
-from pipeloom.profiler.roofline import roofline
-from pipeloom.runtime import channel as posting
-from pipeloom.runtime.channel import Handle, Nothing
-from pipeloom.runtime.transports.local_channel import LocalChannel, LocalTransport
+from pipeloom.planner.search import Evaluation
+from pipeloom.planner.stage_cost import CostModel, CostOptions, stage_costs, stage_plan
+from pipeloom.planner.treatments import optimise
+from pipeloom.profiler import roofline
+from pipeloom.runtime import Handle, Nothing, channel as posting
+from pipeloom.runtime.transports import LocalChannel, LocalTransport
 from pipeloom.simulator import simulate
 
 MICROBATCHES, SIZE = 4, 2

@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 
 from pipeloom import schedules
-from pipeloom.checks.schedules import gives, needs
 from pipeloom.ir.action import parse_action
 from pipeloom.ir.costs import StageCost, equal_costs
+from pipeloom.ir.dependencies import gives, needs
 from pipeloom.ir.flow import dag, flow_of
 from pipeloom.ir.memory_policy import KEEP_ALL, MemoryPolicy
 from pipeloom.ir.replicas import replicate
@@ -18,9 +18,9 @@ from pipeloom.ir.schedule import Program
 from pipeloom.ir.stages import StageGraph
 from pipeloom.ir.timeline import Timeline
 from pipeloom.lowering import lower
-from pipeloom.runtime.launch.connect import connect, watch_ranks
-from pipeloom.runtime.paced import PacedRank
-from pipeloom.runtime.transports.dist_channel import DistChannel
+from pipeloom.runtime import PacedRank
+from pipeloom.runtime.launch import connect, watch_ranks
+from pipeloom.runtime.transports import DistChannel
 
 SECONDS = 1e-4
 

@@ -6,17 +6,15 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pipeloom.clusters.names import cpu_cluster
+from pipeloom.clusters import cpu_cluster
 from pipeloom.ir.action import B, F, I, W
 from pipeloom.ir.memory_policy import Treatment
 from pipeloom.ir.stages import StageGraph
-from pipeloom.planner.stage_cost.model import CostModel, CostOptions
-from pipeloom.planner.stage_cost.residuals import residuals_of
-from pipeloom.planner.stage_cost.simulator_costs import stage_costs, stage_plan
-from pipeloom.profiler.roofline import roofline
-from pipeloom.runtime.ledger import crossing_bytes
-from pipeloom.tracer.captured import Captured
-from pipeloom.tracer.stage.trace import stage_functions
+from pipeloom.planner.stage_cost import CostModel, CostOptions, residuals_of, stage_costs, stage_plan
+from pipeloom.profiler import roofline
+from pipeloom.runtime import crossing_bytes
+from pipeloom.tracer import Captured
+from pipeloom.tracer.stage import stage_functions
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ import random
 from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.graph import Op, OpGraph, Parameter, Value
 from pipeloom.ir.profile import OpCost, Profile
-from pipeloom.planner.stage_cost.model import CostModel, CostOptions
+from pipeloom.planner.stage_cost import CostModel, CostOptions
 
 
 def random_model(

@@ -19,13 +19,10 @@ from pipeloom.ir.errors import PeerError
 from pipeloom.ir.graph import OpGraph
 from pipeloom.ir.plan import Plan, StagePlan
 from pipeloom.ir.stages import cut
-from pipeloom.runtime.batches import rows_of, signature_of, split_batch
-from pipeloom.runtime.transports.local_channel import LocalChannel, local_channels
-from pipeloom.tracer.capture import capture
-from pipeloom.tracer.captured import Captured
-from pipeloom.tracer.export.evaluation import capture_evaluation
-from pipeloom.tracer.loss import scalar_loss
-from pipeloom.tracer.once import one_thread
+from pipeloom.runtime import rows_of, signature_of, split_batch
+from pipeloom.runtime.transports import LocalChannel, local_channels
+from pipeloom.tracer import Captured, capture, one_thread, scalar_loss
+from pipeloom.tracer.export import capture_evaluation
 
 NOISE = 1e-3
 """Differences are relative to the largest entry of a tensor, or to this share of the largest of all."""

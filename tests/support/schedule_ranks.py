@@ -15,8 +15,8 @@ from torch import Tensor
 
 from pipeloom import Options, Pipeline
 from pipeloom.ir.plan import Plan
-from pipeloom.runtime.launch.connect import connect
-from pipeloom.tracer.job import Job
+from pipeloom.runtime.launch import connect
+from pipeloom.tracer import Job
 
 STEPS = 2
 

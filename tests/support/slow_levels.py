@@ -1,15 +1,16 @@
 """What a stage holds while residuals are made again inside its backward, by keeping a set of tensors alive.
 
-A plain reference for planner/stage_cost/recompute_liveness.py, from the graph and the profile alone: it lists what happens in the
-backward one by one, and looks for each tensor at what still reads it. Gradients are left out: the level of a
-choice is that of the gradients, which no choice changes, and of the tensors here.
+A plain reference for planner/stage_cost/recompute_liveness.py, from the graph and the profile alone: it
+lists what happens in the backward one by one, and looks for each tensor at what still reads it. Gradients
+are left out: the level of a choice is that of the gradients, which no choice changes, and of the tensors
+here.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipeloom.planner.stage_cost.model import CostModel
+from pipeloom.planner.stage_cost import CostModel
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ WAITING = ("F", "B", "I", "W", "RECOMPUTE", "RELOAD")
 
 @dataclass
 class SlowRoom(Slow):
-    """caps: bytes by rank.  awaited: (rank, place in its row) -> the OFFLOAD that it waits for there, if any."""
+    """caps: bytes by rank.  awaited: (rank, place in its row) -> the OFFLOAD that it waits for, if any."""
 
     caps: Sequence[int] = ()
     awaited: dict[tuple[int, int], Action | None] = field(default_factory=dict)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pipeloom import schedules
 from pipeloom.ir.costs import equal_costs
 from pipeloom.schedules import Shape
-from pipeloom.schedules.language.made import Made
-from pipeloom.schedules.list_scheduler.choose import fastest
+from pipeloom.schedules.language import Made
+from pipeloom.schedules.list_scheduler import fastest
 
 
 def shape(

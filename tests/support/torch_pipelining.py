@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from runs import capture_of, difference, plain, shared_captures
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining import schedules as theirs
+from torch.distributed.pipelining import PipelineStage, schedules as theirs
 from torch.nn import functional
 
 from pipeloom import Job, Options, Pipeline, schedules
@@ -20,8 +19,8 @@ from pipeloom.ir.plan import Plan, StagePlan
 from pipeloom.ir.schedule import Schedule
 from pipeloom.ir.stages import cut
 from pipeloom.lowering import lower
-from pipeloom.runtime.launch.connect import connect
-from pipeloom.schedules.formats.csv import program_text, read_schedule, write_schedule
+from pipeloom.runtime.launch import connect
+from pipeloom.schedules.formats import program_text, read_schedule, write_schedule
 
 BLOCKS, WIDTH, CLASSES = 8, 6, 5
 

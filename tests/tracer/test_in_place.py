@@ -9,10 +9,16 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from pipeloom.runtime.weights import Gradients
-from pipeloom.tracer.stage.gradient_sink import add_gradient, add_product, add_products
-from pipeloom.tracer.stage.in_place import add_in_place
-from pipeloom.tracer.stage.tape import compile_graph, measure, predict
+from pipeloom.runtime import Gradients
+from pipeloom.tracer.stage import (
+    add_gradient,
+    add_in_place,
+    add_product,
+    add_products,
+    compile_graph,
+    measure,
+    predict,
+)
 
 aten = torch.ops.aten
 SHAPE = (8, 16)

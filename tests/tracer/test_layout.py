@@ -1,12 +1,11 @@
 """How tensors lie in memory, and copies that lie alike."""
 
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import Tensor
 
 from pipeloom.ir.graph import Value
-from pipeloom.tracer.layout import alone, copied, in_memory, lies_so, order_of, seen_so, zeros
+from pipeloom.tracer import alone, copied, in_memory, lies_so, order_of, seen_so, zeros
 
 
 @st.composite

@@ -19,11 +19,8 @@ from pipeloom import Job
 from pipeloom.ir.errors import CutError
 from pipeloom.ir.graph import Value
 from pipeloom.ir.stages import cut
-from pipeloom.tracer.fallback.forward_path import Path, encode
-from pipeloom.tracer.fallback.stage_functions import ModuleFunctions
-from pipeloom.tracer.stage.gradient_sink import Sink
-from pipeloom.tracer.stage.stage_functions import made_bytes
-from pipeloom.tracer.stage.trace import stage_functions
+from pipeloom.tracer.fallback import ModuleFunctions, Path, encode
+from pipeloom.tracer.stage import Sink, made_bytes, stage_functions
 
 
 class Sums(dict[str, Tensor], Sink):

@@ -14,10 +14,8 @@ from pipeloom import Job
 from pipeloom.ir.errors import PlanError
 from pipeloom.ir.memory_policy import Residual, Treatment
 from pipeloom.ir.stages import cut
-from pipeloom.tracer.captured import Captured
-from pipeloom.tracer.stage.gradient_sink import Sink
-from pipeloom.tracer.stage.stage_functions import Tensors, made_bytes
-from pipeloom.tracer.stage.trace import stage_functions, stage_residuals
+from pipeloom.tracer import Captured
+from pipeloom.tracer.stage import Sink, Tensors, made_bytes, stage_functions, stage_residuals
 
 Policy = dict[str, Treatment]
 

@@ -10,9 +10,8 @@ from runs import capture_of, even
 
 from pipeloom import Job
 from pipeloom.ir.stages import cut
-from pipeloom.tracer.loss import scalar_loss
-from pipeloom.tracer.stage.stage_functions import made_bytes
-from pipeloom.tracer.stage.trace import stage_functions
+from pipeloom.tracer import scalar_loss
+from pipeloom.tracer.stage import made_bytes, stage_functions
 
 
 def eager(job: Job, batch: zoo.Batch) -> Counter[int]:

@@ -9,11 +9,17 @@ import pytest
 import torch
 
 from pipeloom.ir.timeline import Event, Timeline
-from pipeloom.runtime.checkpoint import checkpoint
-from pipeloom.runtime.checkpoint.checkpoint import TrainState
-from pipeloom.train.config import Config, DataConfig, ModelConfig, OptimizerConfig, PipelineConfig
-from pipeloom.train.rates import scheduler_of
-from pipeloom.train.workload import Workload, gpt_workload
+from pipeloom.runtime.checkpoint import TrainState, checkpoint
+from pipeloom.train import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PipelineConfig,
+    Workload,
+    gpt_workload,
+    scheduler_of,
+)
 
 
 class PlainPipeline:

@@ -3,12 +3,18 @@
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from pipeloom.ir.errors import ConfigError
-from pipeloom.train.config import Config, DataConfig, ModelConfig, PipelineConfig
-from pipeloom.train.config_text import known_keys, read_config, write_config
+from pipeloom.train import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    PipelineConfig,
+    known_keys,
+    read_config,
+    write_config,
+)
 
 
 def written(tmp_path: Path, text: str) -> Path:

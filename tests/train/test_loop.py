@@ -10,9 +10,7 @@ import pytest
 from rich.console import Console
 
 from pipeloom.ir.errors import CheckpointError, PipeloomError
-from pipeloom.train.config import Config
-from pipeloom.train.loop import Outcome, train
-from pipeloom.train.metrics import Metrics
+from pipeloom.train import Config, Metrics, Outcome, train
 
 
 def console(terminal: bool = False) -> Console:

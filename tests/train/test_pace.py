@@ -1,11 +1,10 @@
 """When a run rehearses, and what it holds each rehearsal against."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from pipeloom.ir.timeline import Event, Timeline
-from pipeloom.train.pace import AFTER, BEFORE, Comparison, Pace, Window, rehearsal_steps
+from pipeloom.train import AFTER, BEFORE, Comparison, Pace, Window, rehearsal_steps
 
 
 def step(source: str, seconds: float) -> Timeline:

@@ -7,9 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipeloom.ir.errors import PipeloomError
-from pipeloom.train.config import Config
-from pipeloom.train.config_text import write_config
-from pipeloom.train.run import Request, settle
+from pipeloom.train import Config, Request, settle, write_config
 
 
 class PlannedAnew(PipeloomError):

@@ -5,11 +5,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from pipeloom.ir.errors import ConfigError
-from pipeloom.train.text import Span, Text, files_of, split, standard_library
+from pipeloom.train import Span, Text, files_of, split, standard_library
 
 
 def text_of(folder: Path, *contents: bytes) -> Text:

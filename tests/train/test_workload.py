@@ -9,11 +9,17 @@ import torch
 from torch import nn
 
 from pipeloom.ir.errors import ConfigError
-from pipeloom.tracer.job import Job
-from pipeloom.train.config import Config, DataConfig, ModelConfig
-from pipeloom.train.model import GPT
-from pipeloom.train.seeds import derive
-from pipeloom.train.workload import default_job, gpt_workload, job_workload
+from pipeloom.tracer import Job
+from pipeloom.train import (
+    GPT,
+    Config,
+    DataConfig,
+    ModelConfig,
+    default_job,
+    derive,
+    gpt_workload,
+    job_workload,
+)
 
 SMALL = {"layers": 2, "width": 16, "heads": 2, "context": 8}
 

@@ -9,22 +9,20 @@ from dataclasses import replace
 import pytest
 import torch
 import zoo
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, Phase, given, settings, strategies as st
 from ledgers import sends_are_through_at_once
 from runs import Numbers, capture_of, even, pipelined, plan_for, threads
 from torch import Tensor, nn
 
 from pipeloom import Job, Options, Pipeline
-from pipeloom.api.verify import verify
+from pipeloom.api import verify
 from pipeloom.ir.errors import PlanError
 from pipeloom.ir.memory_policy import MemoryPolicy, Residual, Treatment
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.stages import cut
-from pipeloom.runtime.offload.file_tier import FileTier, FileTrip
-from pipeloom.runtime.transports.local_channel import LocalChannel
-from pipeloom.tracer.stage.stage_functions import Tensors
-from pipeloom.tracer.stage.trace import stage_residuals
+from pipeloom.runtime.offload import FileTier, FileTrip
+from pipeloom.runtime.transports import LocalChannel
+from pipeloom.tracer.stage import Tensors, stage_residuals
 
 WIDTH, ROWS = 6, 2
 LAYERS = (

@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from programs import Cut, Step, cuts, job_of, steps
 from runs import assert_same, capture_of, even_plan, pipelined, plain, plan_for
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, Phase, given, settings, strategies as st
 from runs import assert_same, pipelined, plain, plan_for
 from torch import Tensor, nn
 
 from pipeloom import Job
-from pipeloom.api.passes import capture
+from pipeloom.api import capture
 from pipeloom.ir.graph import OpGraph
 
 WIDTH, ROWS = 6, 2

@@ -7,7 +7,7 @@ import pytest
 from torch_pipelining import ours_in_torch, torchs_in_ours
 
 from pipeloom import schedules
-from pipeloom.runtime.launch.launch import launch
+from pipeloom.runtime.launch import launch
 
 TOLERANCE = 1e-12
 ONE_WAY = [

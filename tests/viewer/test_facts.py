@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from pipeloom.ir.timeline import MemoryCurve, Timeline
-from pipeloom.viewer.facts import (
+from pipeloom.viewer import (
     Comparison,
     StageRow,
     facts,

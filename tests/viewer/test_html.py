@@ -9,9 +9,7 @@ import pytest
 from pipeloom.ir.errors import ConfigError
 from pipeloom.ir.explanation import Explanation, Idle
 from pipeloom.ir.timeline import Event, MemoryCurve, Timeline
-from pipeloom.viewer import SizeUnit, StageRow, write_report
-from pipeloom.viewer.blocks import legend, timelines_figure
-from pipeloom.viewer.curves import memory_figure
+from pipeloom.viewer import SizeUnit, StageRow, legend, memory_figure, timelines_figure, write_report
 
 MiB = 1024**2
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 
 from pipeloom.ir.timeline import Event, Timeline
-from pipeloom.viewer import chrome_trace, gantt, write_report
-from pipeloom.viewer.blocks import PAIR, timelines_figure
+from pipeloom.viewer import PAIR, chrome_trace, gantt, timelines_figure, write_report
 
 
 def step(*at: tuple[int, str, float, float], pairs: tuple[tuple[str, str], ...]) -> Timeline:

@@ -15,11 +15,10 @@ from ..ir.graph import OpGraph
 from ..ir.memory_policy import Treatment
 from ..ir.plan import Plan
 from ..ir.units import enough_bytes, parse_bytes
-from ..planner.infeasible import NoCutFits
-from ..planner.registry import planner
+from ..planner import NoCutFits, planner
 
 if TYPE_CHECKING:
-    from ..tracer.captured import Captured
+    from ..tracer import Captured
     from .plan_request import Costs, Planning
 
 MARGINS = (1.0, 1.01, 1.03, 1.1, 1.25, 1.6, 2.0, 3.0, 4.0)

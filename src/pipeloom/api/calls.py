@@ -15,8 +15,7 @@ from contextlib import contextmanager
 from torch import Tensor
 
 from ..ir.errors import PeerError, PipeloomError
-from ..runtime.failure.watch import Watch
-from ..runtime.worker import Worker
+from ..runtime import Watch, Worker
 
 
 class Calls:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ..ir.cluster import Cluster, Device, Link, refuse_too_many
 from ..ir.errors import ConfigError
-from ..profiler.detected import Measured, joined, measured
+from ..profiler import Measured, joined, measured
 
 if TYPE_CHECKING:
     import torch
@@ -54,9 +54,8 @@ def detect(
 def _processes(count: int, directory: Path | None, progress: Callable[[str], None]) -> Detected:
     import torch
 
-    from ..profiler.detect import detect_device
-    from ..runtime.allocator import keep_freed_memory
-    from ..runtime.calibration.local_link import local_links
+    from ..profiler import detect_device
+    from ..runtime import keep_freed_memory, local_links
 
     progress("messages between two processes")
     links = local_links()
@@ -79,7 +78,7 @@ def with_files(cluster: Cluster, directory: Path) -> tuple[Cluster, list[Measure
     directory: made if it is not there.
     Raises: ConfigError if it takes no file.
     """
-    from ..profiler.host_copies import file_tier, free_disk
+    from ..profiler import file_tier, free_disk
 
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -121,7 +120,7 @@ def _middle(links: list[Link]) -> tuple[Link, list[Measured]]:
 def _gpus(count: int | None, directory: Path | None, progress: Callable[[str], None]) -> Detected:
     import torch
 
-    from ..profiler.host_copies import gpu_links, shared_uplinks
+    from ..profiler import gpu_links, shared_uplinks
 
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if there < (count or 1):
@@ -159,8 +158,7 @@ def _distinct(
     """Each kind of GPU measured once; what each has free, and its share of the host's memory, by itself."""
     import torch
 
-    from ..profiler.detect import detect_device, free_memory
-    from ..profiler.host_copies import pinned_copies
+    from ..profiler import detect_device, free_memory, pinned_copies
 
     kinds: dict[str, Device] = {}
     rows: list[Measured] = []

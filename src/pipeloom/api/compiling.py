@@ -17,12 +17,12 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
+from ..clusters import find_cluster
 from ..ir.graph import Op, OpGraph, Parameter, Value
 from ..ir.memory_policy import Treatment
-from ..planner import PlanOptions, find_cluster, make_plan
-from ..planner.registry import planner
+from ..planner import PlanOptions, make_plan, planner
 from ..planner.stage_cost import liveness as sweep
-from ..profiler.roofline import roofline
+from ..profiler import roofline
 
 AFTER_S = 5.0
 """Seconds of capturing after which a model is taken for one whose search will run compiled."""

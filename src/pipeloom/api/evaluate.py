@@ -14,12 +14,8 @@ from ..ir.plan import Plan
 from ..ir.schedule import Program
 from ..ir.stages import StageGraph
 from ..lowering import lower
-from ..runtime.batches import agree_on_layouts, signature_of
-from ..runtime.channel import PostedChannel
-from ..runtime.worker import Variant
-from ..tracer.captured import Captured
-from ..tracer.export.evaluation import capture_evaluation, cut_evaluation
-from ..tracer.job import Job
+from ..runtime import PostedChannel, Variant, agree_on_layouts, signature_of
+from ..tracer import Captured, Job, capture_evaluation, cut_evaluation
 from .variants import make_variant
 
 

@@ -10,7 +10,7 @@ from ..ir.graph import OpGraph
 from ..ir.plan import Plan
 from ..ir.timeline import Timeline
 from ..lowering import lower
-from ..simulator.idle_time import explain
+from ..simulator import explain
 
 
 def explain_steps(

@@ -18,21 +18,25 @@ from ..ir.plan import Plan
 from ..ir.schedule import Program
 from ..ir.timeline import Event, Timeline
 from ..ir.units import format_bytes
-from ..runtime.calibration.calibrate import (
+from ..runtime import (
+    SMALL_BYTES,
+    Clock,
+    MakeOptimizer,
+    PostedChannel,
+    Rehearsal,
+    Tier,
+    Variant,
+    Walk,
+    Watch,
+    Weights,
     measure_link,
     optimizer_ratio,
     stage_memory,
+    table,
     time_clipping,
     time_optimizer,
+    with_times,
 )
-from ..runtime.calibration.rehearsal import Rehearsal, Walk, with_times
-from ..runtime.channel import SMALL_BYTES, PostedChannel
-from ..runtime.failure.watch import Watch
-from ..runtime.ledger import table
-from ..runtime.offload.tier import Tier
-from ..runtime.recorder import Clock
-from ..runtime.weights import MakeOptimizer, Weights
-from ..runtime.worker import Variant
 from ..simulator import simulate
 
 ENOUGH_S = 1.0

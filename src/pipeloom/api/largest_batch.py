@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from ..ir.errors import CaptureError, ConfigError
 from ..ir.plan import Plan
-from ..planner.microbatch_sizes import Sample, interpolated, largest_size
+from ..planner import Sample, interpolated, largest_size
 
 if TYPE_CHECKING:
-    from ..tracer.captured import Captured
+    from ..tracer import Captured
     from .plan_request import Planning
 
 

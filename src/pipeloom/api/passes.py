@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
+from ..clusters import cpu_cluster, find_cluster
 from ..ir.cluster import MOST_DEVICES, Cluster, Device
 from ..ir.errors import CaptureError, ConfigError, PlanError, shown
 from ..ir.graph import OpGraph
@@ -16,10 +17,8 @@ from ..ir.plan import Plan
 from ..ir.profile import Profile
 from ..ir.timeline import Timeline
 from ..ir.units import parse_bytes
-from ..planner import PlanOptions, cpu_cluster, find_cluster
-from ..planner.microbatch_sizes import Sample, shared_rows
-from ..planner.registry import planner
-from ..profiler.roofline import roofline
+from ..planner import PlanOptions, Sample, planner, shared_rows
+from ..profiler import roofline
 from .clusters import with_files
 from .compiling import made_beside
 from .largest_batch import Taken, largest_below, largest_plan
@@ -29,8 +28,7 @@ from .plan_request import Planning
 if TYPE_CHECKING:
     from torch import Tensor, dtype
 
-    from ..tracer.captured import Captured
-    from ..tracer.job import Job
+    from ..tracer import Captured, Job
 
 
 def capture(
@@ -44,7 +42,7 @@ def capture(
 
     microbatch_size: rows per micro-batch.  batch: a micro-batch to take the shapes from instead.
     """
-    from ..tracer.capture import capture as trace
+    from ..tracer import capture as trace
 
     return trace(job, microbatch_size, batch=batch, autocast=autocast)
 
@@ -52,10 +50,10 @@ def capture(
 def profile(captured: Captured, *, device: str = "cpu") -> Profile:
     """Measure every op of a captured model on this machine's `device` ("cpu" or "cuda")."""
     if captured.graph.fallback:
-        from ..profiler.modules import measure_modules
+        from ..profiler import measure_modules
 
         return measure_modules(captured, device=device)
-    from ..profiler.measure import measure
+    from ..profiler import measure
 
     return measure(captured, device=device)
 
@@ -175,7 +173,7 @@ class _NoBatch(CaptureError):
 def _other_sample(how: Planning, job: Job, size: int, cluster: Cluster | None) -> Sample:
     """The `sample` of a size that the user may not have asked for. Raises: CaptureError also where the job
     has no batch of that size, whatever it says then."""
-    from ..tracer.sample import sample_batch
+    from ..tracer import sample_batch
 
     try:
         batch = sample_batch(job, 0, size)
@@ -228,7 +226,7 @@ def planning(
     watch: Callable[[int], None] | None = None,
 ) -> Planning:
     """How `plan` plans; see there. watch: told how many stages were weighed so far."""
-    from ..runtime.calibration.calibrate import optimizer_ratio
+    from ..runtime import optimizer_ratio
 
     if stages > MOST_DEVICES:
         raise ConfigError(f"{shown(stages)} stages", hint=f"use at most {MOST_DEVICES}")

@@ -22,25 +22,34 @@ from ..ir.plan import Plan, load_plan
 from ..ir.schedule import Program
 from ..ir.timeline import Timeline
 from ..lowering import lower
-from ..runtime.allocator import give_back_freed_memory, keep_freed_memory
-from ..runtime.batches import agree_on_layouts, agree_on_shapes, rows_of, signature_of, split_batch
-from ..runtime.channel import PostedChannel
+from ..runtime import (
+    CudaClock,
+    DistChannel,
+    HostClock,
+    Ledger,
+    LocalChannel,
+    Microbatch,
+    PostedChannel,
+    Recorder,
+    Tier,
+    TrainState,
+    Variant,
+    Watch,
+    Weights,
+    Worker,
+    agree_on_layouts,
+    agree_on_shapes,
+    connect,
+    give_back_freed_memory,
+    keep_freed_memory,
+    local_channels,
+    rows_of,
+    signature_of,
+    split_batch,
+    watch_ranks,
+)
 from ..runtime.checkpoint import checkpoint
-from ..runtime.checkpoint.state import TrainState
-from ..runtime.failure.watch import Watch
-from ..runtime.launch.connect import connect, watch_ranks
-from ..runtime.ledger import Ledger
-from ..runtime.offload.tier import Tier
-from ..runtime.recorder import CudaClock, HostClock, Recorder
-from ..runtime.transports.dist_channel import DistChannel
-from ..runtime.transports.local_channel import LocalChannel, local_channels
-from ..runtime.weights import Weights
-from ..runtime.worker import Microbatch, Variant, Worker
-from ..tracer.capture import capture
-from ..tracer.captured import Captured
-from ..tracer.job import Job
-from ..tracer.random import microbatch_seed
-from ..tracer.sample import sample_batch
+from ..tracer import Captured, Job, capture, microbatch_seed, sample_batch
 from .calls import Calls
 from .evaluate import Evaluating
 from .forecast import Forecast, Rehearsals

@@ -20,13 +20,19 @@ from ..ir.stages import StageGraph
 from ..ir.timeline import Timeline
 from ..ir.units import format_bytes
 from ..lowering import lower
-from ..planner import PlanOptions, make_plan
-from ..planner.infeasible import NoCutFits
-from ..planner.make_plan import TooManyStages
-from ..planner.request import profile_of, refuse_other_weights
-from ..planner.stage_cost.model import CostModel, CostOptions
-from ..planner.stage_cost.readers import Wiring
-from ..planner.stage_cost.simulator_costs import stage_costs, stage_plan
+from ..planner import (
+    CostModel,
+    CostOptions,
+    NoCutFits,
+    PlanOptions,
+    TooManyStages,
+    Wiring,
+    make_plan,
+    profile_of,
+    refuse_other_weights,
+    stage_costs,
+    stage_plan,
+)
 from ..simulator import simulate
 
 Costs = Profile | Mapping[str, Profile]

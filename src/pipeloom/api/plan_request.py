@@ -12,16 +12,14 @@ from ..ir.errors import ConfigError, InfeasibleError, ScheduleError
 from ..ir.graph import OpGraph
 from ..ir.plan import Plan
 from ..ir.profile import Profile
-from ..planner import PlanOptions, make_plan
-from ..planner.microbatch_sizes import Sample
-from ..planner.what_if import Change, what_if
+from ..planner import Change, PlanOptions, Sample, make_plan, what_if
 from .advice import Attempts, advised
 from .keeping import keeping_caps
 from .largest_batch import MOST, captured_of, divisors
 from .plan_costs import plan_placed
 
 if TYPE_CHECKING:
-    from ..tracer.captured import Captured
+    from ..tracer import Captured
 
 Costs: TypeAlias = Profile | Mapping[str, Profile]
 

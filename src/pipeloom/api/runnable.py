@@ -7,15 +7,14 @@ import hashlib
 import torch.distributed as dist
 
 from .. import schedules
-from ..checks.buffers import forwards_in_order
+from ..checks import forwards_in_order
 from ..ir.action import F
 from ..ir.codec import to_json
 from ..ir.errors import PlanError, ScheduleError
 from ..ir.memory_policy import WeightPolicy
 from ..ir.plan import Plan
-from ..runtime.launch.connect import gather_text
-from ..runtime.transports.local_channel import LocalChannel
-from ..tracer.captured import Captured
+from ..runtime import LocalChannel, gather_text
+from ..tracer import Captured
 
 
 def require_runnable(schedule: str, weights: WeightPolicy = "flush") -> None:

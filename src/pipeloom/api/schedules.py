@@ -8,9 +8,7 @@ from math import inf
 from pathlib import Path
 
 from .. import schedules
-from ..checks.memory import peak_bytes
-from ..checks.schedules import check
-from ..checks.weight_versions import StageVersions, Updates, versions, weight_versions
+from ..checks import StageVersions, Updates, check, peak_bytes, versions, weight_versions
 from ..ir.cluster import Cluster, Device, Link
 from ..ir.costs import StageCost
 from ..ir.errors import ConfigError, ScheduleError
@@ -21,10 +19,8 @@ from ..ir.stages import StageGraph, chain
 from ..ir.timeline import Timeline
 from ..ir.units import format_bytes, parse_bytes
 from ..lowering import lower
-from ..schedules.formats.csv import program_text, read_schedule, schedule_text
-from ..schedules.language.user_files import load_file
-from ..simulator import Summary, simulate, summarise
-from ..simulator.idle_time import explain as explain_timeline
+from ..schedules import load_file, program_text, read_schedule, schedule_text
+from ..simulator import Summary, explain as explain_timeline, simulate, summarise
 from .times import UNIT, Work, load_work, stage_costs, with_transfers
 
 __all__ = [

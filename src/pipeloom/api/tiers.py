@@ -10,9 +10,7 @@ from pathlib import Path
 import torch
 
 from ..ir.plan import Plan
-from ..runtime.offload.cuda_tier import CudaTier
-from ..runtime.offload.file_tier import FileTier, lies_in_memory
-from ..runtime.offload.tier import Tier
+from ..runtime import CudaTier, FileTier, Tier, lies_in_memory
 
 
 def own_tier(

@@ -11,10 +11,9 @@ from ..ir.costs import StageCost
 from ..ir.plan import Plan
 from ..ir.profile import Profile
 from ..lowering import lower
-from ..runtime.calibration.calibrate import graph_memory
-from ..runtime.channel import SMALL_BYTES
+from ..runtime import SMALL_BYTES, graph_memory
 from ..simulator import simulate
-from ..tracer.captured import Captured
+from ..tracer import Captured
 from .plan_costs import costs_of
 from .variants import make_variant
 

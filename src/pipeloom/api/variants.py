@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from ..ir.memory_policy import KEEP_ALL, MemoryPolicy
 from ..ir.plan import Plan
 from ..ir.stages import StageGraph
-from ..runtime.worker import Variant
-from ..tracer.captured import Captured
-from ..tracer.stage.trace import stage_functions
+from ..runtime import Variant
+from ..tracer import Captured, stage_functions
 
 
 def make_variant(

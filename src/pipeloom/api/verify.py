@@ -13,11 +13,8 @@ from torch import Tensor, nn
 from ..ir.errors import PeerError, VerifyError
 from ..ir.memory_policy import KEEP_ALL
 from ..ir.plan import Plan, StagePlan
-from ..runtime.batches import rows_of, split_batch
-from ..runtime.transports.local_channel import LocalChannel, local_channels
-from ..runtime.weights import Gradients
-from ..tracer.job import Job
-from ..tracer.loss import scalar_loss
+from ..runtime import Gradients, LocalChannel, local_channels, rows_of, split_batch
+from ..tracer import Job, scalar_loss
 from .options import Options
 from .pipeline import Pipeline
 from .runnable import require_runnable, require_training

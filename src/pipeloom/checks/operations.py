@@ -15,7 +15,7 @@ from ..ir.errors import ScheduleError
 from ..ir.flow import Flow
 from ..ir.operation import OPERATIONS, Operation
 from ..ir.schedule import Schedule
-from .deadlock import Board, Process, Stuck, deadlock
+from .deadlock_error import Board, Process, Stuck, deadlock
 
 
 def pairs(schedule: Schedule, flow: Flow) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..ir.columns import REDUCE_, Columns, Ints, Longs
 from ..ir.kernels import kernel
-from .deadlock import Stuck, deadlock
+from .deadlock_error import Stuck, deadlock
 
 _FREE, _DONE = -1, -2
 

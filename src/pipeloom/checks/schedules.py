@@ -13,20 +13,20 @@ import numpy as np
 
 from ..ir.action import AFTER, COMPUTE, Action, B, F, I, W
 from ..ir.columns import B_, CODE, F_, I_, OFFLOAD_, RECOMPUTE_, W_, Bools, Ints, Rows, starts_of
-from ..ir.dependencies import Milestone, name_of
-from ..ir.dependencies import gives as gives
-from ..ir.dependencies import needs as needs
+from ..ir.dependencies import Milestone, gives as gives, name_of, needs as needs
 from ..ir.errors import ScheduleError
 from ..ir.flow import Flow, flow_of
 from ..ir.message_index import far
 from ..ir.schedule import Program, Schedule
 from ..ir.stages import StageGraph
-from . import eviction as rules_eviction
-from . import operations as added_rules
-from . import placement as rules_placement
-from . import programs as program_rules
-from . import residuals as rules_residuals
-from . import shards as rules_shards
+from . import (
+    eviction as rules_eviction,
+    operations as added_rules,
+    placement as rules_placement,
+    programs as program_rules,
+    residuals as rules_residuals,
+    shards as rules_shards,
+)
 from .progress import prove_progress
 
 Rule: TypeAlias = Callable[[Schedule, Flow], None]

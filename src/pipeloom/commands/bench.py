@@ -37,7 +37,7 @@ def bench(
     """
     if model is not None:
         job_of(model)  # a file that is missing is said before all of torch is loaded
-    from ..train.benchmark import Bench, run_bench
+    from ..train import Bench, run_bench
 
     settings = Bench(
         model=model,

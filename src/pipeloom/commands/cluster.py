@@ -12,8 +12,8 @@ from .common import NEW_FILE, console, json_option, print_json
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ..api.clusters import Detected
-    from ..clusters.devices import BuiltIn, Figure
+    from ..api import Detected
+    from ..clusters import BuiltIn, Figure
     from ..ir.cluster import Cluster, Link
 
 
@@ -29,7 +29,7 @@ def list_(*, as_json: bool) -> None:
 
     With --json: devices, a list of name, aliases, about, memory_bytes, memory_bytes_per_s and flops_per_s.
     """
-    from ..clusters.devices import built_in_devices
+    from ..clusters import built_in_devices
     from ..ir.units import format_bytes
 
     found = list(built_in_devices().values())
@@ -65,8 +65,7 @@ def show(*, name: str, output: Path | None, as_json: bool) -> None:
     With --json: devices (a list of what ranks have), links, and sources: per built-in device and figure,
     its value and source.
     """
-    from ..clusters.devices import built_in_devices
-    from ..planner import find_cluster, save_cluster
+    from ..clusters import built_in_devices, find_cluster, save_cluster
 
     found = find_cluster(name)
     if output is not None:
@@ -100,8 +99,8 @@ def detect(
 
     With --json: devices, links, and measured: a list of name, value, low, high, unit, of.
     """
-    from ..api.clusters import detect as measure
-    from ..planner import save_cluster
+    from ..api import detect as measure
+    from ..clusters import save_cluster
 
     found = measure(
         device,

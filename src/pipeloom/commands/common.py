@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ..ir.cluster import Cluster
-    from ..tracer.job import Job
+    from ..tracer import Job
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -164,18 +164,17 @@ def json_option(command: Command) -> Command:
 def job_of(model: str | None) -> Job:
     """The job that MODEL names."""
     if model is not None:
-        from ..tracer.job_loader import load_job
+        from ..tracer import load_job
 
         return load_job(model)
-    from ..train.config import Config
-    from ..train.workload import default_job
+    from ..train import Config, default_job
 
     return default_job(Config())
 
 
 def cluster_of(text: str | None) -> Cluster | None:
     """The cluster that --cluster names: devices that pipeloom knows, or a file."""
-    from ..planner import find_cluster
+    from ..clusters import find_cluster
 
     return None if text is None else find_cluster(text)
 

@@ -29,7 +29,7 @@ from .common import (
 
 if TYPE_CHECKING:
     from ..ir.plan import Plan
-    from ..planner.what_if import Change
+    from ..planner import Change
 
 
 @click.command(epilog=MODEL_HELP)
@@ -100,8 +100,10 @@ def _plan(
             "--max-batch and --profile were both given", hint="a profile is of one size: leave out one"
         )
     job = job_of(model)
-    from ..api import passes  # what is wrong in the request is said before torch is loaded
-    from ..api.clusters import disk_speed
+    from ..api import (
+        disk_speed,
+        passes,  # what is wrong in the request is said before torch is loaded
+    )
     from ..planner import explain, limits
 
     with _watching() as watch:
@@ -163,7 +165,7 @@ def _watching() -> Iterator[Callable[[int], None]]:
 
 
 def _list(as_json: bool) -> None:
-    from ..planner.registry import PLANNERS
+    from ..planner import PLANNERS
 
     rows = [
         {

@@ -11,8 +11,8 @@ from .common import FILE, NEW_FILE, console, json_option, print_json
 from .schedule_options import TIMES_HELP, shape_options, times_options, updates_options
 
 if TYPE_CHECKING:
-    from ..api.schedules import Drawn, Setting
-    from ..checks.weight_versions import Updates
+    from ..api import Drawn, Setting
+    from ..checks import Updates
 
 NAME_HELP = "NAME is one of `pipeloom schedule list`; options follow a colon, as in gis_g:group=3."
 SHOWN = 3
@@ -28,7 +28,7 @@ def schedule() -> None:
 @json_option
 def list_them(*, as_json: bool) -> None:
     """Print the schedules of the library. With --json: name -> about, place, lacks."""
-    from ..api.schedules import library
+    from ..api import library
 
     found = library()
     if as_json:
@@ -67,7 +67,7 @@ def show(
     by_rank: a list of rank, busy_s, bubble, peak; rows: one line of actions per rank; and weights (null for
     one version): policy, update_every, and per stage versions (most kept at once), staleness (in updates).
     """
-    from ..api.schedules import draw_schedule, updates_of
+    from ..api import draw_schedule, updates_of
 
     drawn = draw_schedule(name, setting)
     _present(drawn, updates or updates_of(name), html=html, trace=trace, as_json=as_json)
@@ -106,8 +106,8 @@ def check(
     Says which rule is broken, where, and what to change, and exits
     with 1, if it cannot run. With --json: the keys of `show`.
     """
-    from ..api.schedules import draw_file, weights
-    from ..checks.weight_versions import Updates
+    from ..api import draw_file, weights
+    from ..checks import Updates
 
     drawn, updates = draw_file(file, setting, replicas=replicas, operations=operations), updates or Updates()
     weights(drawn, updates)
@@ -133,7 +133,7 @@ def compare(*, names: tuple[str, ...], setting: Setting, as_json: bool) -> None:
     from rich import box
     from rich.table import Table
 
-    from ..api.schedules import draw_schedule
+    from ..api import draw_schedule
 
     found = {name: draw_schedule(name, setting) for name in names}
     if as_json:
@@ -194,7 +194,7 @@ def export(*, name: str, output: Path | None, transfers: bool, setting: Setting)
 
     A file that ends in .txt gets rows of actions instead, which can also say what a user declared.
     """
-    from ..api.schedules import csv_text, draw_schedule
+    from ..api import csv_text, draw_schedule
 
     drawn = draw_schedule(name, setting)
     rows = output is not None and output.suffix == ".txt"
@@ -290,7 +290,7 @@ def _present(drawn: Drawn, updates: Updates, *, html: Path | None, trace: Path |
 
 
 def _versions(drawn: Drawn, updates: Updates) -> dict[str, Any] | None:
-    from ..api.schedules import weights
+    from ..api import weights
 
     found = weights(drawn, updates)
     if not found:

@@ -150,7 +150,7 @@ def _with_setting(command: Callable[..., Any], options: Sequence[Callable[..., A
         chunks: int | None = None,
         **others: Any,
     ) -> Any:
-        from ..api.schedules import Setting, Work
+        from ..api import Setting, Work
 
         numbers = dict(forward_s=forward_s, input_grad_s=input_grad_s, weight_grad_s=weight_grad_s)
         given = {name: value for name, value in numbers.items() if value is not None}
@@ -183,7 +183,7 @@ def updates_options(command: Callable[..., Any]) -> Callable[..., Any]:
     def with_updates(
         *, weights: Any, update_every: int | None, keep_versions: int | None, **others: Any
     ) -> Any:
-        from ..checks.weight_versions import Updates
+        from ..checks import Updates
 
         if weights in (None, "flush") and (update_every or keep_versions):
             raise ConfigError(

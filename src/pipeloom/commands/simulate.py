@@ -55,10 +55,9 @@ def simulate(
     With --json: step_s, bubble, and ranks: a list of rank, busy_s, peak_bytes, and peak (bytes by kind).
     """
     from .. import viewer
-    from ..api import passes
-    from ..api.explaining import explain_steps
+    from ..api import explain_steps, passes
+    from ..clusters import cpu_cluster
     from ..ir.plan import load_plan
-    from ..planner import cpu_cluster
 
     plan = load_plan(plan_file)
     described = cluster_of(cluster)

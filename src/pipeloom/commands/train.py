@@ -81,13 +81,13 @@ def train(
     and steps, of which the measured one is the middle).
     """
     from ..ir.plan import load_plan
-    from ..train.config_text import read_config
+    from ..train import read_config
 
     wanted = (*_as_overrides(settings), *overrides)
     plan_file = read_config(config, wanted).pipeline.plan
     if plan_file is not None and not resume:
         load_plan(Path(plan_file))
-    from ..train.run import Request, run  # files that are missing are said before torch is loaded
+    from ..train import Request, run
 
     ctx.exit(run(Request(file=config, overrides=wanted, out=out, resume=resume, as_json=as_json)))
 

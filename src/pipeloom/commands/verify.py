@@ -10,7 +10,7 @@ import click
 from .common import FILE, MODEL_HELP, job_of, json_option, model_argument, plan_options, print_json
 
 if TYPE_CHECKING:
-    from ..api.verify import Comparison
+    from ..api import Comparison
 
 
 @click.command(epilog=MODEL_HELP)
@@ -43,9 +43,11 @@ def verify(
 
     plan = None if plan_file is None else load_plan(plan_file)
     job = job_of(model)
-    from ..api import passes  # a missing file is said before torch's compiler is loaded
-    from ..api.verify import verify as compare
-    from ..planner import cpu_cluster
+    from ..api import (
+        passes,  # a missing file is said before torch's compiler is loaded
+        verify as compare,
+    )
+    from ..clusters import cpu_cluster
 
     if plan is None:  # times do not matter here, so none are measured
         plan = passes.plan(job, cluster=cpu_cluster(wanted["stages"]), **wanted)

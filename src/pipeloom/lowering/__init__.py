@@ -1,5 +1,5 @@
 """Lowering: Schedule -> Program, one pass per file."""
 
-from .passes import lower
+import lazy_loader
 
-__all__ = ["lower"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

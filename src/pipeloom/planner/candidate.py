@@ -16,9 +16,8 @@ from ..lowering import lower
 from ..simulator import simulate
 from .microbatch_sizes import shared_rows
 from .request import Request
-from .search.cut_search import Search
-from .search.evaluation import Evaluation
-from .stage_cost.simulator_costs import stage_costs, stage_plan
+from .search import Evaluation, Search
+from .stage_cost import stage_costs, stage_plan
 
 
 class _Costed(NamedTuple):

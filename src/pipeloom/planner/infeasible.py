@@ -15,8 +15,8 @@ import numpy as np
 from ..ir.cluster import Cluster
 from ..ir.errors import InfeasibleError
 from ..ir.units import enough_bytes, format_bytes
-from .search.cut_search import Search
-from .strategies.probe import filled
+from .search import Search
+from .strategies import filled
 
 
 class NoCutFits(InfeasibleError):

@@ -16,9 +16,8 @@ from .candidate import Found
 from .infeasible import does_not_fit, explain_infeasible, needs, passes_caps, scaled
 from .registry import Planner, planner
 from .request import PlanOptions, Request
-from .search.cut_search import Search
-from .search.polish import polished
-from .stage_cost.readers import Wiring
+from .search import Search, polished
+from .stage_cost import Wiring
 
 
 class TooManyStages(PlanError):

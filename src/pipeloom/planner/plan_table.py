@@ -8,7 +8,7 @@ from typing import Any
 from ..ir.graph import OpGraph
 from ..ir.plan import Plan, StagePlan
 from ..ir.units import format_bytes
-from .search.layers import layer_of
+from .search import layer_of
 
 FULL = 0.95
 """Share of its cap from which on a stage is called full."""

@@ -8,14 +8,8 @@ from difflib import get_close_matches
 from typing import Literal, TypeAlias
 
 from ..ir.errors import PlanError
-from .search.cut_search import Search
-from .strategies.balanced import balanced
-from .strategies.dawnpiper import dawnpiper
-from .strategies.equal import equal
-from .strategies.exact import exact
-from .strategies.pipedream import pipedream, pipedream_repo
-from .strategies.probe import probe
-from .strategies.vpipe import vpipe
+from .search import Search
+from .strategies import balanced, dawnpiper, equal, exact, pipedream, pipedream_repo, probe, vpipe
 
 Granularity: TypeAlias = Literal["op", "module", "layer"]
 

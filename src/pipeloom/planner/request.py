@@ -15,9 +15,8 @@ from ..ir.profile import Profile, batch_text
 from ..ir.schedule import Schedule
 from ..ir.stages import StageGraph, chain
 from .registry import Planner
-from .search.cut_search import Search
-from .search.layers import layers
-from .stage_cost.model import CostModel, CostOptions
+from .search import Search, layers
+from .stage_cost import CostModel, CostOptions
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,11 +17,7 @@ from torch import Tensor
 from ..ir.graph import Op, OpGraph
 from ..ir.profile import OpCost, Profile, batch_text
 from ..ir.stages import StageGraph, cut
-from ..tracer.captured import Captured
-from ..tracer.fallback.capture import Nowhere, initial_state
-from ..tracer.fallback.stage_functions import ModuleFunctions
-from ..tracer.stage.stage_functions import Tensors, made_bytes
-from ..tracer.stage.trace import stage_functions
+from ..tracer import Captured, ModuleFunctions, Nowhere, Tensors, initial_state, made_bytes, stage_functions
 from .kernel import LEAST_REPEATS, Timer
 
 

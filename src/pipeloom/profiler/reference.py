@@ -22,8 +22,7 @@ from torch.nn import functional
 from ..ir.cluster import Device
 from ..ir.graph import Op
 from ..ir.profile import OpCost
-from ..tracer.capture import capture
-from ..tracer.job import Job
+from ..tracer import Job, capture
 from .detected import Measured
 from .measure import measure
 from .roofline import roofline

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from ..ir.errors import CommunicationError
-from ..tracer.layout import in_memory, lies_so
-from .failure.watch import Watch
+from ..tracer import in_memory, lies_so
+from .failure import Watch
 from .messages import BufferPool, Message, as_bytes, check_tensors, pack, unpack
 
 SMALL_BYTES = 1 << 16

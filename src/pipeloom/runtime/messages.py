@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..ir.errors import CommunicationError
 from ..ir.graph import Value
-from ..tracer.layout import seen_so
+from ..tracer import seen_so
 
 ALIGNMENT = 64
 """Bytes: a cache line, and enough for every dtype."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..ir.action import Action, Instruction, Kind, StageAction
 from ..ir.errors import ScheduleError
 from ..ir.operation import ANCHORS, OPERATIONS, Operation
-from ..tracer.stage.stage_functions import Tensors
+from ..tracer import Tensors
 from .ledger import Ledger
 from .messages import Channel
 from .recorder import Recorder

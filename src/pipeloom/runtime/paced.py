@@ -19,22 +19,21 @@ from ..ir.graph import Value
 from ..ir.schedule import Program
 from ..ir.stages import StageGraph
 from ..ir.timeline import Timeline
-from ..tracer.layout import zeros
-from ..tracer.stage.gradient_sink import Sink
-from ..tracer.stage.stage_functions import StageFunctions, Tensors
+from ..tracer import Sink, StageFunctions, Tensors, zeros
 from .channel import PostedChannel
-from .failure.watch import Watch
+from .failure import Watch
 from .ledger import Ledger
 from .recorder import HostClock, Recorder
+from .step_state import Microbatch, Variant
 from .weights import Weights
-from .worker import Microbatch, Variant, Worker
+from .worker import Worker
 
 _LOSS = "loss"
 
 
 @dataclass(kw_only=True, eq=False)
 class PacedFunctions:
-    """A stage that takes its time and makes zeros; see `tracer.stage.stage_functions.StageFunctions`.
+    """A stage that takes its time and makes zeros; see `tracer.stage.functions.StageFunctions`.
 
     cost: how long each function takes.  inputs, outputs: crossing values.
     """

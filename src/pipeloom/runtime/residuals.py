@@ -27,10 +27,10 @@ from ..ir.action import (
     Transfer,
     W,
 )
-from ..tracer.stage.stage_functions import StageFunctions, made_bytes
-from .failure.watch import Watch
+from ..tracer import StageFunctions, made_bytes
+from .failure import Watch
 from .ledger import Ledger
-from .offload.tier import Tier, Trip
+from .offload import Tier, Trip
 from .recorder import Recorder
 from .step_state import Flight
 
@@ -143,10 +143,10 @@ class Residuals:
         """While the next instruction would pass the cap, wait for copies to the tier to end, oldest first,
         and when all have, for messages of this rank to be taken.
 
-        The simulator waits for copies the same way (`simulator.cap_waits`), and lets messages go when they have
-        travelled. So what a plan's peak counts on has been taken once its receiver has come as far as in the
-        simulation, for which nothing later of this rank is needed: where that peak keeps the cap, these
-        waits end.
+        The simulator waits for copies the same way (`simulator.cap_waits`), and lets messages go when
+        they have travelled. So what a plan's peak counts on has been taken once its receiver has come as
+        far as in the simulation, for which nothing later of this rank is needed: where that peak keeps
+        the cap, these waits end.
         Raises: MemoryCapError if an action of a program that offloads would pass the cap even so.
         """
         cap = self._row.ledger.cap_bytes

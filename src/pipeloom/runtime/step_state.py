@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from ..ir.stages import StageGraph
-from ..tracer.stage.stage_functions import StageFunctions, Tensors
+from ..tracer import StageFunctions, Tensors
 from .messages import Message
-from .offload.tier import Trip
+from .offload import Trip
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

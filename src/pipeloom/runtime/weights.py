@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..tracer.stage.gradient_sink import Sink
+from ..tracer import Sink
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 

@@ -33,18 +33,15 @@ from ..ir.graph import Value
 from ..ir.operation import OPERATIONS
 from ..ir.schedule import Program
 from ..ir.ties import reductions
-from ..tracer.layout import zeros
-from ..tracer.stage.stage_functions import StageFunctions, made_bytes
-from .failure.watch import Watch
+from ..tracer import StageFunctions, made_bytes, zeros
+from .failure import Watch
 from .ledger import Ledger, crossing_bytes
 from .messages import Channel, Message
-from .offload.tier import Tier
+from .offload import Tier
 from .operations import Operations
 from .recorder import Recorder
 from .residuals import Residuals
-from .step_state import Flight
-from .step_state import Microbatch as Microbatch
-from .step_state import Variant as Variant
+from .step_state import Flight, Microbatch as Microbatch, Variant as Variant
 from .weights import Weights, clip_factor
 
 Key = tuple[int, int]

@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 from ..ir.errors import ScheduleError
 from ..ir.graph import Value
+from ..ir.replicas import replicate as replicate
 from ..ir.stages import Crossing, StageGraph
 
 RankTable: TypeAlias = Sequence[int | tuple[int, ...]]

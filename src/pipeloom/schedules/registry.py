@@ -8,24 +8,27 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
-from ..checks.schedules import check
-from ..checks.weight_versions import UpdatePolicy
+from ..checks import UpdatePolicy, check
 from ..ir.action import Action, B, F, W
-from ..ir.columns import Rows as Table
-from ..ir.columns import columns_of
+from ..ir.columns import Rows as Table, columns_of
 from ..ir.costs import StageCost, equal_costs
 from ..ir.errors import ScheduleError
 from ..ir.replicas import replicate
 from ..ir.schedule import Pair, Schedule
 from ..ir.stages import StageGraph, chain
-from .families import bidirectional as two_ways
-from .families import forward_only, gpipe, grouped, one_f_one_b, variants
-from .families import v_shaped as vee
-from .families import zero_bubble as zb
-from .formats.csv import read_schedule
-from .language.build import Recipe, fastest
-from .language.shape import Shape
-from .language.user_files import LISTED, load_own, names_own, parts
+from .families import (
+    bidirectional as two_ways,
+    forward_only,
+    gpipe,
+    grouped,
+    one_f_one_b,
+    v_shaped as vee,
+    variants,
+    zero_bubble as zb,
+)
+from .formats import read_schedule
+from .language import LISTED, Recipe, Shape, load_own, names_own, parts
+from .list_scheduler import fastest
 from .placements import RankTable, both_ways, loop, spread, wave
 
 Rows: TypeAlias = Iterable[Iterable[Action]]

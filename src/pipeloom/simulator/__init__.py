@@ -1,7 +1,5 @@
 """Simulator: Program x costs x Cluster -> the Timeline that the runtime should measure."""
 
-from .simulate import simulate
-from .idle_time.explain import explain
-from .summary import RankSummary, Summary, describe, summarise
+import lazy_loader
 
-__all__ = ["RankSummary", "Summary", "describe", "explain", "simulate", "summarise"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

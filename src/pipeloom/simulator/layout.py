@@ -34,8 +34,7 @@ from ..ir.operation import ANCHORS, OPERATIONS
 from ..ir.schedule import Program
 from ..ir.stages import StageGraph
 from ..ir.ties import reductions
-from .all_reduce import all_reduce_s as all_reduce_s
-from .all_reduce import sums_of
+from .all_reduce import all_reduce_s as all_reduce_s, sums_of
 from .loop_state import COMPUTES, OTHER, RECEIVES, SENDS, Floats, Layout
 from .shared_links import copy_s, sharing_of, transfer_s
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from ..checks.schedules import check_program, check_shape
+from ..checks import check_program, check_shape
 from ..ir.action import Action
 from ..ir.cluster import Cluster
 from ..ir.columns import OFFLOAD_, RECV_B_, RECV_F_, REDUCE_, SEND_B_, SEND_F_
@@ -16,11 +16,11 @@ from ..ir.eviction import EVICT, FETCH
 from ..ir.schedule import Program
 from ..ir.stages import StageGraph
 from ..ir.timeline import Curves, Timeline
+from .all_reduce import all_reduce_s as all_reduce_s
 from .cap_waits import next_room
 from .event_array import Spans
 from .event_loop import run, run_sharing
 from .layout import STREAMS, layout_of
-from .layout import all_reduce_s as all_reduce_s
 from .loop_state import Floats, Layout, new_state
 from .memory import Memory, memory_of
 from .send_buffers import held_longer

@@ -15,12 +15,10 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..ir.errors import CaptureError
-from .blueprint.initialise import Blueprint, blueprint
+from .blueprint import Blueprint, blueprint
 from .captured import Captured
-from .export.export import export
-from .export.program import from_program
-from .fallback.capture import ModuleCut, cut_modules
-from .fallback.python_random import python_random_kept, python_state
+from .export import export, from_program
+from .fallback import ModuleCut, cut_modules, python_random_kept, python_state
 from .job import Job
 from .loss import WithLoss
 from .once import one_thread

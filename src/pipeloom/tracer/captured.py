@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, fx
 
 from ..ir.graph import OpGraph
-from .blueprint.initialise import Blueprint
+from .blueprint import Blueprint
 
 if TYPE_CHECKING:
-    from .fallback.capture import ModuleCut
+    from .fallback import ModuleCut
 
 
 @dataclass(eq=False)

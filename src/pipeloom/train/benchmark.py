@@ -8,16 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from ..api.options import StepReport
-from ..api.passes import plan
-from ..api.pipeline import Pipeline
-from ..api.runnable import require_runnable, require_training
+from ..api import Pipeline, StepReport, plan, require_runnable, require_training
 from ..ir.errors import PeerError, PipeloomError
 from ..ir.memory_policy import TREATMENTS
 from ..ir.units import format_bytes
-from ..runtime.launch.launch import launch
-from ..tracer.job import Job
-from ..tracer.job_loader import load_job
+from ..runtime import launch
+from ..tracer import Job, load_job
 from .config import Config
 from .run import leave
 from .workload import default_job

@@ -20,20 +20,14 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from ..api.explaining import explain_steps
-from ..api.options import Options
-from ..api.passes import capture, plan, profile
-from ..api.pipeline import Pipeline
-from ..api.runnable import require_runnable, require_training
+from ..api import Options, Pipeline, capture, explain_steps, plan, profile, require_runnable, require_training
 from ..ir.errors import CheckpointError, ConfigError, PeerError, PipeloomError
 from ..ir.files import write_whole
 from ..ir.memory_policy import TREATMENTS
 from ..ir.plan import Plan, load_plan
 from ..ir.units import parse_bytes
-from ..runtime.checkpoint.files import newest, read_index, verify_sizes
-from ..runtime.launch.connect import connect
-from ..runtime.launch.launch import launch
-from ..tracer.job_loader import load_job
+from ..runtime import connect, launch, newest, read_index, verify_sizes
+from ..tracer import load_job
 from .config import Config
 from .config_text import read_config, write_config
 from .loop import train

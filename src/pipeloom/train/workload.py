@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from ..ir.errors import ConfigError
-from ..tracer.job import Job
+from ..tracer import Job
 from .config import Config
 from .model import GPT
 from .seeds import derive

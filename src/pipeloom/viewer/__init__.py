@@ -4,28 +4,6 @@ It reads timelines only, whoever made them: it knows neither the simulator nor t
 torch.
 """
 
-from .chrome import chrome_trace, write_trace
-from .facts import StageRow, peak_of
-from .html import write_report
-from .path import fold
-from .reasons import merged, sentence, sources
-from .terminal import gantt, memory_table, print_report, stage_table, summary_table
-from .units import SizeUnit
+import lazy_loader
 
-__all__ = [
-    "SizeUnit",
-    "StageRow",
-    "chrome_trace",
-    "fold",
-    "gantt",
-    "memory_table",
-    "merged",
-    "peak_of",
-    "print_report",
-    "sentence",
-    "sources",
-    "stage_table",
-    "summary_table",
-    "write_report",
-    "write_trace",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -13,9 +13,9 @@ from ..ir.timeline import Timeline
 from .axes import Figure
 from .blocks import legend, timelines_figure
 from .curves import loss_figure, memory_figure
-from .facts import Comparison, StageRow, facts, memory_kinds, stage_comparisons, stages_by_rank
 from .labels import chunks
 from .reasons import merged, sources
+from .report_facts import Comparison, StageRow, facts, memory_kinds, stage_comparisons, stages_by_rank
 from .units import SizeUnit, show_count, show_error, show_share, show_size, show_time
 
 TEMPLATES = Path(__file__).parent / "templates"

@@ -14,8 +14,8 @@ from rich.text import Text
 from ..ir.action import COMPUTE
 from ..ir.timeline import Event, Timeline
 from ..ir.units import format_bytes
-from .facts import Comparison, StageRow, facts, memory_kinds, stage_seconds, stages_by_rank
 from .labels import Label, chunks, colour, group_name, label
+from .report_facts import Comparison, StageRow, facts, memory_kinds, stage_seconds, stages_by_rank
 from .units import show_count, show_error, show_share, show_time, time_unit
 
 IDLE = "·"

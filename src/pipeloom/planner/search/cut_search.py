@@ -17,10 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...ir.memory_policy import Treatment
-from ..stage_cost.interval_sums import Array, Indices
-from ..stage_cost.model import CostModel, Footprint
-from ..treatments.choose import Method, Optimised, Solver
-from ..treatments.layers import by_layers
+from ..stage_cost import Array, CostModel, Footprint, Indices
+from ..treatments import Method, Optimised, Solver, by_layers
 from .evaluation import Evaluator, KeepEverything, Known, Memoised
 from .problem import Problem
 

@@ -10,10 +10,10 @@ from ...ir.costs import StageCost
 from ...ir.memory_policy import Treatment
 from ...ir.plan import StageMemory, StagePlan
 from ...ir.stages import StageGraph
-from ..treatments.choose import treated_stage
+from ..treatments import treated_stage
 from .model import CostModel
 from .split_backward import Halves, halves_of
-from .treated import Treated
+from .treated_stage import Treated
 
 Treatments = Mapping[str, Treatment]
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..search.cut_search import Search
-from ..search.problem import Cuts
+from ..search import Cuts, Search
 
 
 def balanced(search: Search) -> Cuts:

@@ -20,9 +20,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ..search.bands import around, banded
-from ..search.cut_search import Search
-from ..search.problem import Cuts, Key, Partition, Problem
+from ..search import Cuts, Key, Partition, Problem, Search, around, banded
 from .probe import fill
 
 WIDTH = 2

@@ -9,9 +9,7 @@ assigned an equal number of layers).
 from __future__ import annotations
 
 from ...ir.errors import PlanError
-from ..search.cut_search import Search
-from ..search.layers import layers
-from ..search.problem import Cuts
+from ..search import Cuts, Search, layers
 
 
 def equal(search: Search) -> Cuts:

@@ -12,9 +12,7 @@ interval is a problem of its own: the bound then comes from `probe`, and interva
 from __future__ import annotations
 
 from ...ir.errors import PlanError
-from ..search.bands import banded, everywhere
-from ..search.cut_search import Search
-from ..search.problem import Cuts, Partition, Problem
+from ..search import Cuts, Partition, Problem, Search, banded, everywhere
 from .probe import fill
 
 MOST = 4_000_000

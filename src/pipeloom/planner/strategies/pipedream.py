@@ -26,10 +26,8 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from ..search.cut_search import Search
-from ..search.layers import borders, calls
-from ..search.problem import Cuts
-from ..stage_cost.interval_sums import Array
+from ..search import Cuts, Search, borders, calls
+from ..stage_cost import Array
 
 Mode: TypeAlias = Literal["paper", "repo"]
 

@@ -23,9 +23,7 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from math import inf
 
-from ..search.bands import Bands, around, banded, intervals, worthwhile
-from ..search.cut_search import Search
-from ..search.problem import Cuts, Partition, Problem, largest
+from ..search import Bands, Cuts, Partition, Problem, Search, around, banded, intervals, largest, worthwhile
 
 WINDOW = 8
 FOLLOW = 3

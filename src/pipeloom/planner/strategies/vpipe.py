@@ -14,9 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import pairwise
 
-from ..search.cut_search import Search
-from ..search.layers import borders, layers
-from ..search.problem import Cuts, Key, Partition, Problem
+from ..search import Cuts, Key, Partition, Problem, Search, borders, layers
 from .pipedream import Rules, layers_between, partition
 
 ROUNDS = 10

@@ -20,10 +20,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from ...ir.kernels import in_place
-from ..stage_cost.interval_sums import Array, Indices
-from ..stage_cost.liveness import run
-from ..stage_cost.recompute_liveness import Moments
-from ..stage_cost.residuals import KEEP, RECOMPUTE
+from ..stage_cost import KEEP, RECOMPUTE, Array, Indices, Moments, run
 
 LIMITS = 40
 """How many limits are tried: shares of all that may be dropped, from 1 down to `LEAST`, in equal ratios."""

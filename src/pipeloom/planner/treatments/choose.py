@@ -19,13 +19,26 @@ import numpy as np
 
 from ...ir.errors import PlanError
 from ...ir.memory_policy import Treatment
-from ..search.evaluation import Evaluation
-from ..stage_cost.interval_sums import Array, Indices
-from ..stage_cost.liveness import Sweep
-from ..stage_cost.model import CostModel, Footprint
-from ..stage_cost.recompute_liveness import Moments
-from ..stage_cost.residuals import OFFLOAD, RECOMPUTE, Residuals, choice_of, residuals_of
-from ..stage_cost.treated import COPIES, HostCopies, Treated, host_copies, moments_of, treated
+from ..search import Evaluation
+from ..stage_cost import (
+    COPIES,
+    OFFLOAD,
+    RECOMPUTE,
+    Array,
+    CostModel,
+    Footprint,
+    HostCopies,
+    Indices,
+    Moments,
+    Residuals,
+    Sweep,
+    Treated,
+    choice_of,
+    host_copies,
+    moments_of,
+    residuals_of,
+    treated,
+)
 from .exact import exact
 from .greedy import Found, Task, greedy
 

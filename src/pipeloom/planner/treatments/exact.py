@@ -28,19 +28,22 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 
-from ..stage_cost.interval_sums import Array, Indices
-from ..stage_cost.recompute_liveness import (
+from ..stage_cost import (
     AGAIN,
     BACKWARD,
     EDGE,
     FORWARD,
     HELD,
+    KEEP,
     KEPT_UNTIL,
     MESSAGE,
+    OFFLOAD,
     OTHERS,
+    RECOMPUTE,
+    Array,
+    Indices,
     of_others,
 )
-from ..stage_cost.residuals import KEEP, OFFLOAD, RECOMPUTE
 from .greedy import Found, Task, greedy, seconds_of
 
 LIMIT_S = 30.0

@@ -26,10 +26,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..stage_cost.interval_sums import Indices
-from ..stage_cost.liveness import run
-from ..stage_cost.recompute_liveness import DROPPED, Moments
-from ..stage_cost.residuals import KEEP, OFFLOAD
+from ..stage_cost import DROPPED, KEEP, OFFLOAD, Indices, Moments, run
 from .checkpoints import choices
 from .greedy_kernels import BANNED, BESIDES, CHOICE, LEAST, MAY, PEAK, SECONDS, SIZE, STORAGE, TOP, pick_all
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from ...ir.kernels import in_place, kernel, within
-from ..stage_cost.recompute_liveness import (
+from ..stage_cost import (
     AGAIN,
     AT,
     AWAY,
@@ -20,16 +20,18 @@ from ..stage_cost.recompute_liveness import (
     FIRST_AT,
     FORWARD,
     HELD,
+    KEEP,
     LAST_IN,
     MESSAGE,
+    OFFLOAD,
     OTHERS,
     PENDING,
+    RECOMPUTE,
     SAVER,
     SEARCHED,
     of_others,
     peak_of,
 )
-from ..stage_cost.residuals import KEEP, OFFLOAD, RECOMPUTE
 
 CHOICE, STORAGE, TOP, MAY, OPTION, BANNED = range(6)
 """Rows of numbers by residual: its treatment, its storage, the last op that saves it, whether it may be

@@ -16,8 +16,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ..stage_cost.interval_sums import Indices
-from ..stage_cost.residuals import KEEP, OFFLOAD, RECOMPUTE
+from ..stage_cost import KEEP, OFFLOAD, RECOMPUTE, Indices
 from .choose import Solver
 from .greedy import Found, Task, seconds_of
 

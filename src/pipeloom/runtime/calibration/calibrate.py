@@ -19,7 +19,7 @@ from ...ir.cluster import Link
 from ...ir.costs import StageCost
 from ...ir.graph import Value
 from ...ir.stages import StageGraph
-from ...tracer.stage.stage_functions import StageFunctions
+from ...tracer import StageFunctions
 from ..channel import PostedChannel
 from ..ledger import crossing_bytes
 from ..messages import Message

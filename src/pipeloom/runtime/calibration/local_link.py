@@ -10,10 +10,9 @@ import torch
 
 from ...ir.cluster import Link, MiB
 from ...ir.errors import CommunicationError
-from ..launch.connect import connect, watch_ranks
-from ..launch.launch import launch
+from ..launch import connect, launch, watch_ranks
 from ..recorder import HostClock
-from ..transports.dist_channel import DistChannel
+from ..transports import DistChannel
 from .calibrate import measure_link
 
 MESSAGE_BYTES = 4 * MiB

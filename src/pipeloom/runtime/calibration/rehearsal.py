@@ -21,14 +21,15 @@ from ...ir.costs import StageCost
 from ...ir.graph import Value
 from ...ir.operation import OPERATIONS
 from ...ir.schedule import Program
-from ...tracer.layout import seen_so, zeros
-from ..failure.watch import Watch
+from ...tracer import seen_so, zeros
+from ..failure import Watch
 from ..ledger import Ledger
 from ..messages import Message
-from ..offload.tier import Tier
+from ..offload import Tier
 from ..recorder import Clock, Recorder
+from ..step_state import Microbatch, Variant
 from ..weights import Weights
-from ..worker import Microbatch, Variant, Worker
+from ..worker import Worker
 
 Walk = dict[Action, float]
 """Seconds of each of a rank's compute actions and copies."""

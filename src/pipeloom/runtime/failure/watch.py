@@ -24,7 +24,7 @@ from types import TracebackType
 from typing import NoReturn
 
 from ...ir.errors import CommunicationError, PeerError
-from ..launch.child import PEER_FAILED
+from ..launch import PEER_FAILED
 from .ctrl_c import CtrlC
 from .noticeboard import FINISHED, Failure, Noticeboard, State
 from .who_waits import named, who_waits

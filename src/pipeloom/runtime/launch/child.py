@@ -1,4 +1,4 @@
-"""One rank's process as `launch` starts it: `python -m pipeloom.runtime.launch.child`. Imports no torch by itself.
+"""One rank's process, started by `launch` as `python -m pipeloom.runtime.launch.child`. Imports no torch.
 
 The work comes pickled through standard input, the outcome goes back through a pipe. When the launching
 process ends, however that happens, a guard process ends this rank and all that it has started.

@@ -15,8 +15,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # a docume
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...ir.errors import ConfigError
-from ..failure.noticeboard import StoreBoard
-from ..failure.watch import Watch
+from ..failure import StoreBoard, Watch
 from .child import LISTENING_SOCKET
 
 _MEETING = threading.Event()

@@ -24,7 +24,7 @@ from torch import Tensor
 from ...ir.cluster import MiB
 from ...ir.errors import OffloadError
 from ...ir.units import format_bytes
-from ...tracer.stage.stage_functions import Tensors
+from ...tracer import Tensors
 from .tier import Layout, Trip, bytes_of
 
 ALIGNED = 512

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ...ir.errors import ConfigError, OffloadError
 from ...ir.units import format_bytes
-from ...tracer.stage.stage_functions import Tensors
+from ...tracer import Tensors
 from .file_allocator import Places
 from .tier import Layout, Trip, bytes_of
 

@@ -15,8 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ...tracer.stage.split import Slot
-from ...tracer.stage.stage_functions import Tensors
+from ...tracer import Slot, Tensors
 
 
 @dataclass(frozen=True, kw_only=True)

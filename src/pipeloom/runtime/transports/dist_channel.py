@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from ..channel import PostedChannel, Transport
-from ..failure.watch import Watch
+from ..failure import Watch
 from .gloo import GlooTransport
 from .nccl import NcclTransport
 

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from ..channel import Handle, PostedChannel
-from ..failure.noticeboard import LocalBoard, local_boards
-from ..failure.watch import Watch
+from ..failure import LocalBoard, Watch, local_boards
 
 
 class LocalChannel(PostedChannel):

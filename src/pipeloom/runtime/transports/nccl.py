@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ...ir.errors import ConfigError
 from ..channel import Broken, Handle
-from ..failure.watch import Watch
+from ..failure import Watch
 from .gloo import GlooTransport
 
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 from itertools import accumulate
 
 from ...ir.action import Action, B, F, I, Kind, W
-from ..language.build import Recipe, Shape, options, path_clock
+from ..language import Recipe, Shape, options, path_clock
 from ..placements import both_ways, wave
 from .v_shaped import zb_v_recipes
 

@@ -19,9 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...ir.action import F, I, Kind, W
-from ..language.periodic import Periodic
-from ..language.shape import Shape
-from ..list_scheduler.task import EPS
+from ..language import Periodic, Shape
+from ..list_scheduler import EPS
 from ..placements import wave
 
 Floats = NDArray[np.float64]

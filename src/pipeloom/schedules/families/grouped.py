@@ -21,8 +21,7 @@ from math import gcd
 
 from ...ir.action import Action, B, F, I, Kind, W
 from ...ir.columns import Rows
-from ..language.build import Recipe, Shape, options, path_clock, phases, timings, turns
-from ..language.periodic import Periodic
+from ..language import Periodic, Recipe, Shape, options, path_clock, phases, timings, turns
 
 
 def looped_bfs(s: Shape) -> Recipe:

@@ -15,8 +15,7 @@ from itertools import islice
 from typing import TypeAlias
 
 from ...ir.action import Action, F, I, W
-from ..language.build import Recipe, Shape, options, path_clock, timings
-from ..language.periodic import Periodic
+from ..language import Periodic, Recipe, Shape, options, path_clock, timings
 from .blocks import block_clock
 
 Pace: TypeAlias = tuple[str, tuple[float, ...], tuple[float, ...], tuple[float, float, float]]

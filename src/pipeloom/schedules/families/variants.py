@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from ...ir.action import Action, B, F
 from ...ir.errors import ScheduleError
 from ...ir.eviction import EVICT, FETCH
-from ..language.build import Recipe, Shape, options, phases
+from ..language import Recipe, Shape, options, phases
 
 
 def eager_1f1b(s: Shape) -> Recipe:

@@ -14,8 +14,8 @@ from dataclasses import replace
 from math import inf
 
 from ...ir.action import F, I
-from ..language.build import Recipe, Shape, options, path_clock, phases
-from ..list_scheduler.task import EPS
+from ..language import Recipe, Shape, options, path_clock, phases
+from ..list_scheduler import EPS
 
 
 def zb_h1(s: Shape) -> list[Recipe]:

@@ -20,11 +20,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from ...checks.schedules import check
+from ...checks import check
 from ...ir.errors import ScheduleError
-from ...ir.operation import Operation
+from ...ir.operation import Operation as Operation, declare as declare
 from ...ir.schedule import Schedule
-from ..list_scheduler.choose import best, fastest, make
+from ..list_scheduler import best, fastest, make
 from .patterns import phases, turns
 from .recipe import Recipe
 from .shape import Shape, path_clock

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..list_scheduler.task import Outcome
+from ..list_scheduler import Outcome
 from .recipe import Recipe
 
 

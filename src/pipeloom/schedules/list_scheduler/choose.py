@@ -8,14 +8,12 @@ from math import inf
 
 from ...ir.action import B, F
 from ...ir.errors import DeadlockError, ScheduleError
-from ..language.made import Made
-from ..language.recipe import Recipe
-from ..language.shape import Shape
-from .assemble import assemble
+from ..language import Made, Recipe, Shape
 from .engine import run
 from .inserted import put_in
 from .stretch import stretched
 from .task import EPS
+from .tasks_of_recipe import assemble
 
 Family = Callable[[Shape], Recipe | Sequence[Recipe]]
 

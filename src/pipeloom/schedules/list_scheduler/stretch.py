@@ -14,9 +14,7 @@ import numpy as np
 
 from ...ir.action import F
 from ...ir.columns import F_, Columns, Rows, columns_of
-from ..language.made import Made
-from ..language.recipe import Recipe, per_rank
-from ..language.shape import Shape
+from ..language import Made, Recipe, Shape, per_rank
 from .task import EPS, Outcome
 
 MOST = 4

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from ...ir.action import Action, F, Kind
 from ...ir.columns import CODE, KINDS, Columns, Longs
 from ...ir.errors import ScheduleError
-from ..language.periodic import Periodic
+from ..language import Periodic
 from .inner_loop import ALL, NONE, WARM, State, Tables
 from .task import Stream, Task
 

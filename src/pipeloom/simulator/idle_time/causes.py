@@ -15,7 +15,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from ...checks.operations import met
+from ...checks import met
 from ...ir.action import OFFLOAD, RECOMPUTE, REDUCE, RELOAD, STEP, Action, B, F, I, Kind, parse_action
 from ...ir.cluster import Cluster
 from ...ir.columns import RECV_B_, RECV_F_, SEND_B_, SEND_F_, Columns

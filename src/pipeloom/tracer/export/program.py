@@ -12,7 +12,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
 from ...ir.errors import CaptureError
-from ..blueprint.initialise import Blueprint
+from ..blueprint import Blueprint
 from ..captured import Captured
 from ..job import Job
 from ..meta import propagate

@@ -14,13 +14,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ...ir.errors import CaptureError, CutError, PipeloomError
 from ...ir.graph import OpGraph, Value
 from ...ir.stages import StageGraph
-from ..blueprint.initialise import Blueprint
-from ..export.describe import model_buffers, model_parameters
+from ..blueprint import Blueprint
+from ..export import model_buffers, model_parameters
 from ..job import Job
 from ..layout import zeros
 from ..meta import autocast_region
-from ..stage.gradient_sink import Sink
-from ..stage.stage_functions import made_bytes
+from ..stage import Sink, made_bytes
 from .forward_path import PATH, Path, encode
 from .recorded_ops import Member, wire
 from .recorded_run import LOSS, Course

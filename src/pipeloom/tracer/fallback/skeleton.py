@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..blueprint.initialise import Blueprint
+from ..blueprint import Blueprint
 
 if TYPE_CHECKING:
     from .intercepted_forward import Forward

@@ -18,9 +18,7 @@ from ..job import Job
 from ..layout import alone
 from ..meta import autocast_region
 from ..once import one_thread
-from ..stage.gradient_sink import Sink
-from ..stage.split import Slot
-from ..stage.stage_functions import Tensors
+from ..stage import Sink, Slot, Tensors
 from .absent_tensors import KEEP_TOGETHER
 from .forward_path import PATH, Path, decode, encode
 from .intercepted_forward import call_name, seeded
@@ -61,7 +59,7 @@ class _Graph:
 
 @dataclass(eq=False, kw_only=True)
 class ModuleFunctions:
-    """See `tracer.stage.stage_functions.StageFunctions`. The backward runs autograd; split, it runs twice.
+    """See `tracer.stage.functions.StageFunctions`. The backward runs autograd; split, it runs twice.
 
     Ranks that are threads of one process take turns: they may share the model.
 

@@ -1,4 +1,4 @@
-"""Names of residuals, as `ir.memory_policy` describes them: by the op of the captured graph that made the tensor."""
+"""Names of residuals, as `ir.memory_policy` has them: by the op of the graph that made the tensor."""
 
 from __future__ import annotations
 

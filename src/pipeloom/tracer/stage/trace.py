@@ -1,4 +1,4 @@
-"""The pure functions of one stage of a captured graph; `tracer.stage.stage_functions` says what each does.
+"""The pure functions of one stage of a captured graph; `tracer.stage.functions` says what each does.
 
 No autograd graph is alive between calls. Results never share storage with inputs, residuals or parameters.
 """
@@ -17,17 +17,17 @@ from ...ir.errors import PlanError
 from ...ir.memory_policy import Residual, Treatment
 from ...ir.stages import StageGraph
 from ..captured import Captured
-from ..fallback.capture import module_functions
+from ..fallback import module_functions
 from ..layout import Order, alone
 from ..meta import tensors_of
 from ..once import one_thread
 from ..random import seed_draws
+from .functions import StageFunctions, Tensors
 from .gradient_sink import Sink
 from .joint import StageModule, extract, orders_of, trace_joint
 from .recompute import require_possible
 from .simplify import simplify
 from .split import Part, Slot, Splitter, draw_keys
-from .stage_functions import StageFunctions, Tensors
 from .tape import Boxed, Footprint, compile_graph, measure, predict
 
 NOTHING: Mapping[str, Treatment] = MappingProxyType({})
@@ -54,7 +54,7 @@ class Function:
 
 @dataclass(eq=False)
 class GraphFunctions:
-    """See `tracer.stage.stage_functions.StageFunctions`.
+    """See `tracer.stage.functions.StageFunctions`.
 
     kept_buffers: updated buffers whose previous state the backward reads.
     orders: of the values that it sends and of next states of buffers, see `tracer.layout`.

@@ -14,8 +14,7 @@ from ...ir.costs import pair_seconds
 from ...ir.dependencies import gives, needs
 from ...ir.errors import ScheduleError
 from ...ir.operation import OPERATIONS, Operation
-from ..language.recipe import Recipe, per_rank
-from ..language.shape import Shape
+from ..language import Recipe, Shape, per_rank
 from .task import Stream, Task
 
 

@@ -1,0 +1,10 @@
+from .api.options import Options as Options
+from .api.passes import capture as capture, plan as plan, profile as profile, simulate as simulate
+from .api.pipeline import Pipeline as Pipeline
+from .api.verify import verify as verify
+from .ir.cluster import Cluster as Cluster, Device as Device, Link as Link
+from .ir.errors import PipeloomError as PipeloomError
+from .ir.plan import Plan as Plan, load_plan as load_plan
+from .tracer.job import Job as Job
+
+__version__: str

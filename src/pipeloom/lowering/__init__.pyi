@@ -1,0 +1,1 @@
+from .passes import lower as lower

@@ -1,0 +1,20 @@
+from .infeasible import NoCutFits as NoCutFits, least_share as least_share, needs as needs
+from .make_plan import TooManyStages as TooManyStages, make_plan as make_plan
+from .microbatch_sizes import (
+    Sample as Sample,
+    interpolated as interpolated,
+    largest_size as largest_size,
+    shared_rows as shared_rows,
+)
+from .plan_table import explain as explain, limits as limits
+from .registry import PLANNERS as PLANNERS, names as names, planner as planner
+from .request import (
+    PlanOptions as PlanOptions,
+    Request as Request,
+    profile_of as profile_of,
+    refuse_other_weights as refuse_other_weights,
+)
+from .stage_cost.model import CostModel as CostModel, CostOptions as CostOptions
+from .stage_cost.readers import Wiring as Wiring
+from .stage_cost.simulator_costs import stage_costs as stage_costs, stage_plan as stage_plan
+from .what_if import Change as Change, what_if as what_if

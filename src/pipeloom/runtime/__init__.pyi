@@ -1,0 +1,53 @@
+from .allocator import (
+    give_back_freed_memory as give_back_freed_memory,
+    keep_freed_memory as keep_freed_memory,
+)
+from .batches import (
+    agree_on_layouts as agree_on_layouts,
+    agree_on_shapes as agree_on_shapes,
+    rows_of as rows_of,
+    signature_of as signature_of,
+    split_batch as split_batch,
+)
+from .calibration.calibrate import (
+    graph_memory as graph_memory,
+    measure_link as measure_link,
+    optimizer_ratio as optimizer_ratio,
+    stage_memory as stage_memory,
+    time_clipping as time_clipping,
+    time_optimizer as time_optimizer,
+)
+from .calibration.local_link import local_links as local_links
+from .calibration.rehearsal import Rehearsal as Rehearsal, Walk as Walk, with_times as with_times
+from .channel import (
+    SMALL_BYTES as SMALL_BYTES,
+    Handle as Handle,
+    Nothing as Nothing,
+    PostedChannel as PostedChannel,
+)
+from .checkpoint.checkpoint import export_safetensors as export_safetensors
+from .checkpoint.files import newest as newest, read_index as read_index, verify_sizes as verify_sizes
+from .checkpoint.state import TrainState as TrainState
+from .failure.watch import Watch as Watch
+from .launch.connect import connect as connect, gather_text as gather_text, watch_ranks as watch_ranks
+from .launch.launch import launch as launch
+from .ledger import Ledger as Ledger, crossing_bytes as crossing_bytes, table as table
+from .messages import (
+    ALIGNMENT as ALIGNMENT,
+    BufferPool as BufferPool,
+    Message as Message,
+    check_tensors as check_tensors,
+    pack as pack,
+    unpack as unpack,
+)
+from .offload.cuda_tier import CudaTier as CudaTier
+from .offload.file_tier import FileTier as FileTier, lies_in_memory as lies_in_memory
+from .offload.tier import Tier as Tier
+from .operations import OperationContext as OperationContext
+from .paced import PacedRank as PacedRank
+from .recorder import Clock as Clock, CudaClock as CudaClock, HostClock as HostClock, Recorder as Recorder
+from .step_state import Microbatch as Microbatch, Variant as Variant
+from .transports.dist_channel import DistChannel as DistChannel
+from .transports.local_channel import LocalChannel as LocalChannel, local_channels as local_channels
+from .weights import Gradients as Gradients, MakeOptimizer as MakeOptimizer, Weights as Weights
+from .worker import Worker as Worker

@@ -1,0 +1,11 @@
+from .ctrl_c import CtrlC as CtrlC
+from .noticeboard import (
+    FINISHED as FINISHED,
+    Failure as Failure,
+    LocalBoard as LocalBoard,
+    State as State,
+    StoreBoard as StoreBoard,
+    local_boards as local_boards,
+)
+from .watch import Watch as Watch
+from .who_waits import who_waits as who_waits

@@ -1,0 +1,7 @@
+from .dist_channel import DistChannel as DistChannel
+from .local_channel import (
+    LocalChannel as LocalChannel,
+    LocalTransport as LocalTransport,
+    local_channels as local_channels,
+)
+from .nccl import Lookout as Lookout, NcclTransport as NcclTransport

@@ -1,0 +1,8 @@
+from .csv import (
+    parse_schedule as parse_schedule,
+    program_text as program_text,
+    read_schedule as read_schedule,
+    schedule_text as schedule_text,
+    write_schedule as write_schedule,
+)
+from .text import parse_text as parse_text

@@ -1,0 +1,7 @@
+from .build import options as options, timings as timings
+from .made import Made as Made
+from .patterns import phases as phases, turns as turns
+from .periodic import Periodic as Periodic
+from .recipe import Recipe as Recipe, per_rank as per_rank
+from .shape import Shape as Shape, path_clock as path_clock
+from .user_files import LISTED as LISTED, load_own as load_own, names_own as names_own, parts as parts

@@ -1,0 +1,9 @@
+from .all_reduce import all_reduce_s as all_reduce_s
+from .idle_time.explain import explain as explain
+from .simulate import simulate as simulate
+from .summary import (
+    RankSummary as RankSummary,
+    Summary as Summary,
+    describe as describe,
+    summarise as summarise,
+)

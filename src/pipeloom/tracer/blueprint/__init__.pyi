@@ -1,0 +1,1 @@
+from .initialise import Blueprint as Blueprint, blueprint as blueprint
