@@ -2,7 +2,7 @@
 
     python bench/memopt.py [--random 200] [--limit 30] [--families gpt2 bert llama t5 mixtral convnet]
 
-What the exact one has not found after its limit (memopt_exact.LIMIT_S) is the greedy choice: such cases count
+What the exact one has not found after its limit (--limit) is the greedy choice: such cases count
 as `unproven`. Random stages (tests/support/random_stages.py) and stages of captured models, under caps
 between what they hold with everything kept and the least that the greedy reaches. Written to
 bench/results/memopt.json.
@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from math import inf
 from pathlib import Path
 from statistics import mean, median
@@ -27,11 +28,12 @@ from machine import describe_machine
 from pipeloom.clusters import cpu_cluster
 from pipeloom.ir.cluster import Cluster, Link
 from pipeloom.planner.stage_cost import CostModel, CostOptions
-from pipeloom.planner.treatments import exact as memopt_exact, optimise
+from pipeloom.planner.treatments import greedy, optimise
 from pipeloom.profiler import roofline
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 import random_stages  # noqa: E402
+from exact_treatments import LIMIT_S, exact  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results" / "memopt.json"
 FAMILIES = ("gpt2", "bert", "llama", "t5", "mixtral", "convnet")
@@ -67,7 +69,7 @@ def family_cases(families: list[str]) -> Iterator[Case]:
                 yield f"{name} [{start}, {end})", model, start, end, in_flight
 
 
-def rows_of(case: Case) -> Iterator[dict[str, Any]]:
+def rows_of(case: Case, limit_s: float) -> Iterator[dict[str, Any]]:
     name, model, start, end, in_flight = case
     free = optimise(model, start, end, 0, in_flight=in_flight, cap=inf)
     footprint, _ = model.row(start, np.array([end]))
@@ -83,13 +85,13 @@ def rows_of(case: Case) -> Iterator[dict[str, Any]]:
             "share": share,
             "free_s": free.seconds,
         }
-        for method in ("greedy", "exact"):
+        for method, solve in (("greedy", greedy), ("exact", partial(exact, limit_s=limit_s))):
             began = time.perf_counter()
-            found = optimise(model, start, end, 0, in_flight=in_flight, cap=cap, method=method)
+            found = optimise(model, start, end, 0, in_flight=in_flight, cap=cap, solve=solve)
             row[f"{method}_took_s"] = time.perf_counter() - began
             row[f"{method}_s"] = found.seconds if found.fits else None
             row[f"{method}_treated"] = len(found.treatments)
-        row["proven"] = row["exact_took_s"] < memopt_exact.LIMIT_S
+        row["proven"] = row["exact_took_s"] < limit_s
         yield row
 
 
@@ -135,9 +137,9 @@ def growth() -> list[dict[str, Any]]:
     return found
 
 
-def main(count: int, families: list[str]) -> None:
+def main(count: int, families: list[str], limit_s: float) -> None:
     kinds = {"random": list(random_cases(count)), "models": list(family_cases(families))}
-    rows = {kind: [row for case in cases for row in rows_of(case)] for kind, cases in kinds.items()}
+    rows = {kind: [row for case in cases for row in rows_of(case, limit_s)] for kind, cases in kinds.items()}
     result = {kind: summary(own) for kind, own in rows.items()} | {"growth": growth()}
     print(json.dumps(result, indent=1))
     RESULTS.write_text(json.dumps({"machine": describe_machine(), **result, "rows": rows}, indent=1) + "\n")
@@ -147,7 +149,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--random", type=int, default=200)
     parser.add_argument("--families", nargs="*", default=list(FAMILIES))
-    parser.add_argument("--limit", type=float, default=memopt_exact.LIMIT_S, help="of the exact, in seconds")
+    parser.add_argument("--limit", type=float, default=LIMIT_S, help="of the exact, in seconds")
     given = parser.parse_args()
-    memopt_exact.LIMIT_S = given.limit
-    main(given.random, given.families)
+    main(given.random, given.families, given.limit)

@@ -3,6 +3,7 @@
 from math import inf
 
 import pytest
+from exact_treatments import exact
 from random_stages import chain_model, random_model
 
 from pipeloom.planner.stage_cost import KEEP
@@ -22,8 +23,8 @@ def test_what_the_exact_choice_fits_fits(seed, ops, in_flight, share):
     model = random_model(seed, ops)
     free = optimise(model, 0, ops - 1, 0, in_flight=in_flight, cap=inf)
     best, found = (
-        optimise(model, 0, ops - 1, 0, in_flight=in_flight, cap=share * free.peak_bytes, method=method)
-        for method in ("exact", "greedy")
+        optimise(model, 0, ops - 1, 0, in_flight=in_flight, cap=share * free.peak_bytes, solve=solve)
+        for solve in (exact, greedy)
     )
     assert best.fits and found.fits
     assert best.seconds * (1 - 1e-9) <= found.seconds <= 1.2 * best.seconds
@@ -39,7 +40,7 @@ def test_checkpoints_are_chosen_together():
         return greedy(task)
 
     model = chain_model(ops)
-    optimise(model, 0, ops, 0, in_flight=1, cap=20 * 400, method=look)
+    optimise(model, 0, ops, 0, in_flight=1, cap=20 * 400, solve=look)
     least, kept = min(sizes)
     assert least <= 400 * ((2 * ops) ** 0.5 + 4)
     assert 1 < kept < 2 * (2 * ops) ** 0.5

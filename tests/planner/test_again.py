@@ -6,6 +6,7 @@ from math import inf
 
 import numpy as np
 import pytest
+from exact_treatments import exact
 from hypothesis import given, settings, strategies as st
 from random_stages import chain_model, random_model
 from slow_levels import SlowStage
@@ -115,7 +116,7 @@ def test_checkpoints_of_a_chain(ops):
     free = optimise(model, 0, ops, 0, in_flight=1, cap=inf)
     for cap in np.arange(2000, free.peak_bytes, 800):
         found = optimise(model, 0, ops, 0, in_flight=1, cap=cap)
-        best = optimise(model, 0, ops, 0, in_flight=1, cap=cap, method="exact")
+        best = optimise(model, 0, ops, 0, in_flight=1, cap=cap, solve=exact)
         assert found.fits == best.fits and found.seconds == best.seconds, cap
         if found.fits:
             assert found.peak_bytes <= cap

@@ -7,7 +7,8 @@ from math import inf
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, example, given, settings, strategies as st
+from exact_treatments import exact
+from hypothesis import example, given, settings, strategies as st
 from random_stages import chain_model, random_model
 
 from pipeloom import schedules
@@ -19,14 +20,11 @@ from pipeloom.ir.memory_policy import MemoryPolicy
 from pipeloom.ir.stages import cut
 from pipeloom.lowering import lower
 from pipeloom.planner.stage_cost import CostModel, host_copies, stage_costs, stage_plan
-from pipeloom.planner.treatments import Optimised, exact as memopt_exact, optimise, treated_stage
+from pipeloom.planner.treatments import Optimised, greedy, optimise, treated_stage
 from pipeloom.simulator import simulate
 
-
-@pytest.fixture(autouse=True)
-def little_time_for_the_best(monkeypatch):
-    """What takes longer is the greedy choice, which keeps the cap as well."""
-    monkeypatch.setattr(memopt_exact, "LIMIT_S", 2.0)
+best_choice = partial(exact, limit_s=2.0)
+"""What takes longer is the greedy choice, which keeps the cap as well."""
 
 
 def peak_of(model: CostModel, treatments: dict, in_flight: int, end: int | None = None) -> float:
@@ -53,21 +51,21 @@ def _two_stages(model: CostModel, end: int):
     return cut(model.graph, {name: int(place >= end) for place, name in enumerate(ops)})
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
     ops=st.integers(4, 20),
     in_flight=st.integers(1, 8),
     share=st.floats(0.3, 1.0),
-    method=st.sampled_from(["greedy", "exact"]),
+    solve=st.sampled_from([greedy, best_choice]),
 )
-def test_what_fits_keeps_its_cap_and_every_pick_is_needed(seed, ops, in_flight, share, method):
+def test_what_fits_keeps_its_cap_and_every_pick_is_needed(seed, ops, in_flight, share, solve):
     model = random_model(seed, ops)
     end = ops - 1
     free = optimise(model, 0, end, 0, in_flight=in_flight, cap=inf)
     assert free.treatments == {} and free.peak_bytes == peak_of(model, {}, in_flight, end)
     cap = share * free.peak_bytes
-    found = optimise(model, 0, end, 0, in_flight=in_flight, cap=cap, method=method)
+    found = optimise(model, 0, end, 0, in_flight=in_flight, cap=cap, solve=solve)
     if not found.fits:
         assert found.peak_bytes > cap
         return
@@ -82,7 +80,7 @@ def test_what_fits_keeps_its_cap_and_every_pick_is_needed(seed, ops, in_flight, 
         assert not faster or peak_of(model, fewer, in_flight, end) > cap, name
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 10**6), in_flight=st.integers(2, 8), share=st.floats(0.4, 0.95))
 @example(seed=177524, in_flight=5, share=0.5504109945549174)  # the exact method found nothing that fits
 @example(seed=953947, in_flight=4, share=0.7625681474909034)
@@ -95,7 +93,7 @@ def test_against_all_choices_of_a_small_stage(seed, in_flight, share):
         return  # 3 ** 6 choices take too long
     best = min((_seconds_under(cap, model, end, in_flight, how) for how in _choices(names)), default=inf)
     greedy = optimise(model, 0, end, 0, in_flight=in_flight, cap=cap)
-    exact = optimise(model, 0, end, 0, in_flight=in_flight, cap=cap, method="exact")
+    exact = optimise(model, 0, end, 0, in_flight=in_flight, cap=cap, solve=best_choice)
     assert exact.seconds == pytest.approx(best) or exact.seconds == inf == best
     assert greedy.fits == exact.fits
     assert not greedy.fits or best * (1 - 1e-9) <= greedy.seconds <= 1.5 * best
@@ -125,7 +123,7 @@ def _candidates(model: CostModel, end: int) -> list[str]:
     return [op.name for op in model.wiring.ops[:end] if op.name in saved]
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 10**6), in_flight=st.integers(2, 8))
 def test_a_higher_cap_costs_little_more_at_most(seed, in_flight):
     model = random_model(seed, 16)
@@ -135,7 +133,7 @@ def test_a_higher_cap_costs_little_more_at_most(seed, in_flight):
     for tighter, looser in zip(times, times[1:], strict=False):
         assert looser <= 1.2 * tighter
     best = [
-        optimise(model, 0, 15, 0, in_flight=in_flight, cap=s * free.peak_bytes, method="exact").seconds
+        optimise(model, 0, 15, 0, in_flight=in_flight, cap=s * free.peak_bytes, solve=best_choice).seconds
         for s in shares[::3]
     ]
     for tighter, looser in zip(best, best[1:], strict=False):

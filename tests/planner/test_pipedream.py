@@ -5,9 +5,10 @@ from itertools import combinations, product
 
 import numpy as np
 import pytest
+from pipedream_profile import read_profile
 
 from pipeloom.ir.errors import ConfigError
-from pipeloom.planner.strategies import Layer, Rules, noam, partition, read_profile, stage_s
+from pipeloom.planner.strategies import Layer, Rules, noam, partition, stage_s
 
 
 def chain(seconds, activations=None, parameters=None) -> list[Layer]:

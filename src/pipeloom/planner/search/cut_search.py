@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from ...ir.memory_policy import Treatment
 from ..stage_cost import Array, CostModel, Footprint, Indices
-from ..treatments import Method, Optimised, Solver, by_layers
+from ..treatments import Optimised, by_layers, greedy
 from .evaluation import Evaluator, KeepEverything, Known, Memoised
 from .problem import Problem
 
@@ -126,8 +126,8 @@ class Search:
     def freeing(self, *, ahead: bool = False) -> Evaluator:
         """Evaluations with memory optimisation. ahead: stages recompute in front of their backward."""
         layers = [self.layers.get(op.name, -1) for op in self.model.wiring.ops] if self.layers else []
-        method: Method | Solver = by_layers(layers) if layers else "greedy"
-        return Optimised(self.model, self.caps, self.in_flight, self.treatments, method, ahead)
+        solve = by_layers(layers) if layers else greedy
+        return Optimised(self.model, self.caps, self.in_flight, self.treatments, solve, ahead)
 
     @property
     def optimises(self) -> bool:

@@ -11,6 +11,5 @@ from .pipedream import (
     pipedream_repo as pipedream_repo,
     stage_s as stage_s,
 )
-from .pipedream_profile import read_profile as read_profile
 from .probe import fill as fill, filled as filled, probe as probe
 from .vpipe import moved as moved, one_pass as one_pass, vpipe as vpipe

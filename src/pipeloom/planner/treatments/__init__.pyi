@@ -1,13 +1,18 @@
 from .checkpoints import choices as choices
 from .choose import (
     BOTH as BOTH,
-    Method as Method,
     Optimised as Optimised,
     Solver as Solver,
     optimise as optimise,
     treated_stage as treated_stage,
 )
-from .greedy import Task as Task, greedy as greedy, plan_of as plan_of
+from .greedy import (
+    Found as Found,
+    Task as Task,
+    greedy as greedy,
+    plan_of as plan_of,
+    seconds_of as seconds_of,
+)
 from .greedy_kernels import (
     LEAST as LEAST,
     OPTION as OPTION,

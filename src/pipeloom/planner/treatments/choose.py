@@ -1,7 +1,7 @@
 """Per-tensor memory optimisation of one stage: keep, recompute or offload each residual, under a cap.
 
-A choice is the greedy one (memopt_greedy) or the best (memopt_exact), by the stage's moments (again.py): what
-is dropped is made again inside the backward, each residual in front of the first op that reads it.
+A solver makes the choice, usually the greedy one (greedy.py). What is dropped is recomputed inside the
+backward, each residual in front of the first op that reads it.
 
 Source: DawnPiper's cost-model based memory optimisation (2505.05856), reconstructed from its abstract.
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from functools import cached_property
 from math import inf
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -39,13 +39,10 @@ from ..stage_cost import (
     residuals_of,
     treated,
 )
-from .exact import exact
 from .greedy import Found, Task, greedy
 
-Method = Literal["greedy", "exact"]
 BOTH: tuple[Treatment, ...] = ("recompute", "offload")
 Solver = Callable[[Task], Found]
-_SOLVERS: dict[str, Solver] = {"greedy": greedy, "exact": exact}
 
 
 def optimise(
@@ -57,7 +54,7 @@ def optimise(
     in_flight: int,
     cap: float,
     treatments: Sequence[Treatment] = BOTH,
-    method: Method | Solver = "greedy",
+    solve: Solver = greedy,
     ahead: bool = False,
 ) -> Evaluation:
     """Ops [start, end) as stage `stage` on the rank of that number: the fastest way found to keep its cap.
@@ -88,7 +85,7 @@ def optimise(
         treatments=tuple(treatments),
         ahead=ahead,
     )
-    return decide.under(cap, _SOLVERS[method] if isinstance(method, str) else method)
+    return decide.under(cap, solve)
 
 
 def _one(footprint: Footprint) -> Footprint:
@@ -176,7 +173,7 @@ class Optimised:
     caps: Sequence[int]
     in_flight: Sequence[int]
     treatments: Sequence[Treatment] = BOTH
-    method: Method | Solver = "greedy"
+    solve: Solver = greedy
     ahead: bool = False
 
     def __call__(self, start: int, end: int, stage: int, /) -> Evaluation:
@@ -188,7 +185,7 @@ class Optimised:
             in_flight=self.in_flight[stage],
             cap=self.caps[stage],
             treatments=self.treatments,
-            method=self.method,
+            solve=self.solve,
             ahead=self.ahead,
         )
 

@@ -1,4 +1,6 @@
-"""The same choice, exactly: integer programmes, by HiGHS (scipy.optimize.milp), until one's answer fits.
+"""The best treatments of a stage's residuals, found by integer programmes: an oracle for the greedy choice.
+
+HiGHS (scipy.optimize.milp) solves one programme after another until an answer fits.
 
     least   sum over ops of t_c y_c + sum of b_r x_r + s e
     with    y_c >= x_r                                for each op c of the chain of r
@@ -28,7 +30,7 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 
-from ..stage_cost import (
+from pipeloom.planner.stage_cost import (
     AGAIN,
     BACKWARD,
     EDGE,
@@ -44,18 +46,17 @@ from ..stage_cost import (
     Indices,
     of_others,
 )
-from .greedy import Found, Task, greedy, seconds_of
+from pipeloom.planner.treatments import Found, Task, greedy, seconds_of
 
 LIMIT_S = 30.0
-"""Time after which the greedy choice is taken."""
 
 AT_ONCE = 4
 """Moments that are added after each answer, at most."""
 
 
-def exact(task: Task) -> Found:
-    """The choice that keeps the allowance in least time; the greedy one if that takes too long to find."""
-    end = perf_counter() + LIMIT_S
+def exact(task: Task, limit_s: float = LIMIT_S) -> Found:
+    """The choice that keeps the allowance in least time; the greedy one if it is not found within limit_s."""
+    end = perf_counter() + limit_s
     programme = _Programme(task)
     while (left := end - perf_counter()) > 0:
         choice = programme.solved(left)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import re
 
-from ...ir.errors import ConfigError
-from .pipedream import Layer
+from pipeloom.ir.errors import ConfigError
+from pipeloom.planner.strategies import Layer
 
 _KEYS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
 
