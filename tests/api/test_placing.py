@@ -16,7 +16,7 @@ from pipeloom.ir.graph import OpGraph
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.units import format_bytes
 from pipeloom.lowering import lower
-from pipeloom.planner import explain, limits
+from pipeloom.planner import limits, plan_rows
 from pipeloom.schedules.formats import program_text
 
 SEVERAL = ["zb_v", "interleaved_1f1b", "dualpipe"]
@@ -132,7 +132,7 @@ def test_ranks_of_several_stages_are_filled_by_all_of_them(gpt: Job) -> None:
     graph, cluster = graph_of(gpt), cpu_cluster(2, memory="1MiB")
     step = passes.simulate(found, graph, passes.estimate(graph, cluster), cluster)
     assert found.peaks == tuple(step.peak_bytes(rank) for rank in range(2))
-    filled = [row["filled"] for row in explain(found)]
+    filled = [row["filled"] for row in plan_rows(found)]
     assert filled == [found.peaks[rank] / 2**20 for rank in found.placement]
     most = max(found.peaks)
     fullest = f"the fullest is rank {found.peaks.index(most)}, with {format_bytes(most)} of 1.0 MiB ("

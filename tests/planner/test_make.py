@@ -77,7 +77,7 @@ def test_gpipe_holds_more_than_1f1b():
 def test_explain_has_one_row_per_stage():
     graph, profile = layers(5)
     plan = planner.make_plan(graph, profile, cluster_of(2), stages=2, schedule="1f1b", microbatches=2)
-    first, second = planner.explain(plan)
+    first, second = planner.plan_rows(plan)
     assert (first["rank"], first["first_op"], second["last_op"]) == (0, "op0", "op4")
     assert first["peak_bytes"] == plan.stages[0].memory.total
     assert first["filled"] == plan.peaks[0] / 2**30
@@ -178,6 +178,6 @@ def test_equal_leaves_no_stage_empty():
 def test_explain_is_plain_data():
     graph, profile = layers(4)
     plan = planner.make_plan(graph, profile, cluster_of(2), stages=2, schedule="gpipe", microbatches=2)
-    rows = planner.explain(plan)
+    rows = planner.plan_rows(plan)
     assert codec.to_json(rows)
     assert all(a["last_op"] < b["first_op"] for a, b in pairwise(rows))

@@ -1,13 +1,19 @@
+from .checkpoints import checkpoint_step as checkpoint_step, export_safetensors as export_safetensors
 from .clusters import (
+    BuiltIn as BuiltIn,
     Detected as Detected,
+    Figure as Figure,
     below_switches as below_switches,
+    built_in_devices as built_in_devices,
+    cpu_cluster as cpu_cluster,
     detect as detect,
     disk_speed as disk_speed,
+    find_cluster as find_cluster,
     grouped as grouped,
+    save_cluster as save_cluster,
     with_files as with_files,
 )
 from .compiling import made_beside as made_beside
-from .explaining import explain_steps as explain_steps
 from .forecast import Forecast as Forecast, by_stage as by_stage
 from .keeping import TRIES as TRIES, keeping_caps as keeping_caps
 from .largest_batch import (
@@ -19,8 +25,10 @@ from .largest_batch import (
 )
 from .options import Options as Options, StepReport as StepReport
 from .passes import (
+    Job as Job,
     capture as capture,
     estimate as estimate,
+    load_job as load_job,
     plan as plan,
     planning as planning,
     profile as profile,
@@ -28,11 +36,33 @@ from .passes import (
 )
 from .pipeline import Pipeline as Pipeline
 from .plan_costs import place as place, stages_for as stages_for
-from .plan_request import Planning as Planning
+from .plan_request import (
+    PLANNERS as PLANNERS,
+    Change as Change,
+    Planning as Planning,
+    limits as limits,
+    plan_rows as plan_rows,
+)
+from .ranks import connect as connect, launch as launch, result_of_rank_0 as result_of_rank_0
+from .reports import (
+    SizeUnit as SizeUnit,
+    StageRow as StageRow,
+    explain_steps as explain_steps,
+    fold as fold,
+    gantt as gantt,
+    merged as merged,
+    peak_of as peak_of,
+    print_report as print_report,
+    sources as sources,
+    write_report as write_report,
+    write_trace as write_trace,
+)
 from .runnable import require_runnable as require_runnable, require_training as require_training
 from .schedules import (
+    UNIT as UNIT,
     Drawn as Drawn,
     Setting as Setting,
+    Updates as Updates,
     csv_text as csv_text,
     draw_file as draw_file,
     draw_schedule as draw_schedule,

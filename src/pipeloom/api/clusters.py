@@ -1,4 +1,4 @@
-"""Measuring this machine as a cluster: its devices, the links between them and those to the host."""
+"""Clusters: by name, in files, and this machine measured: its devices, their links and those to the host."""
 
 from __future__ import annotations
 
@@ -8,12 +8,28 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..clusters import BuiltIn, Figure, built_in_devices, cpu_cluster, find_cluster, save_cluster
 from ..ir.cluster import Cluster, Device, Link, refuse_too_many
 from ..ir.errors import ConfigError
 from ..profiler import Measured, joined, measured
 
 if TYPE_CHECKING:
     import torch
+
+__all__ = [
+    "BuiltIn",
+    "Detected",
+    "Figure",
+    "below_switches",
+    "built_in_devices",
+    "cpu_cluster",
+    "detect",
+    "disk_speed",
+    "find_cluster",
+    "grouped",
+    "save_cluster",
+    "with_files",
+]
 
 ALIKE = 1.5
 """Pairs of devices whose links differ by less than this factor count as joined alike."""

@@ -19,6 +19,7 @@ from ..ir.timeline import Timeline
 from ..ir.units import parse_bytes
 from ..planner import PlanOptions, Sample, planner, shared_rows
 from ..profiler import roofline
+from ..tracer import Job, load_job
 from .clusters import with_files
 from .compiling import made_beside
 from .largest_batch import Taken, largest_below, largest_plan
@@ -28,7 +29,21 @@ from .plan_request import Planning
 if TYPE_CHECKING:
     from torch import Tensor, dtype
 
-    from ..tracer import Captured, Job
+    from ..tracer import Captured
+
+__all__ = [
+    "Job",
+    "capture",
+    "estimate",
+    "load_job",
+    "plan",
+    "plan_largest",
+    "plan_one",
+    "planning",
+    "profile",
+    "sample",
+    "simulate",
+]
 
 
 def capture(

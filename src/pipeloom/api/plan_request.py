@@ -12,7 +12,7 @@ from ..ir.errors import ConfigError, InfeasibleError, ScheduleError
 from ..ir.graph import OpGraph
 from ..ir.plan import Plan
 from ..ir.profile import Profile
-from ..planner import Change, PlanOptions, Sample, make_plan, what_if
+from ..planner import PLANNERS, Change, PlanOptions, Sample, limits, make_plan, plan_rows, what_if
 from .advice import Attempts, advised
 from .keeping import keeping_caps
 from .largest_batch import MOST, captured_of, divisors
@@ -20,6 +20,8 @@ from .plan_costs import plan_placed
 
 if TYPE_CHECKING:
     from ..tracer import Captured
+
+__all__ = ["PLANNERS", "Change", "Planning", "limits", "plan_rows"]
 
 Costs: TypeAlias = Profile | Mapping[str, Profile]
 

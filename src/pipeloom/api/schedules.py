@@ -27,6 +27,7 @@ __all__ = [
     "UNIT",
     "Drawn",
     "Setting",
+    "Updates",
     "Work",
     "csv_text",
     "draw_file",

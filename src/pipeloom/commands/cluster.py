@@ -12,8 +12,7 @@ from .common import NEW_FILE, console, json_option, print_json
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ..api import Detected
-    from ..clusters import BuiltIn, Figure
+    from ..api import BuiltIn, Detected, Figure
     from ..ir.cluster import Cluster, Link
 
 
@@ -29,7 +28,7 @@ def list_(*, as_json: bool) -> None:
 
     With --json: devices, a list of name, aliases, about, memory_bytes, memory_bytes_per_s and flops_per_s.
     """
-    from ..clusters import built_in_devices
+    from ..api import built_in_devices
     from ..ir.units import format_bytes
 
     found = list(built_in_devices().values())
@@ -65,7 +64,7 @@ def show(*, name: str, output: Path | None, as_json: bool) -> None:
     With --json: devices (a list of what ranks have), links, and sources: per built-in device and figure,
     its value and source.
     """
-    from ..clusters import built_in_devices, find_cluster, save_cluster
+    from ..api import built_in_devices, find_cluster, save_cluster
 
     found = find_cluster(name)
     if output is not None:
@@ -99,8 +98,7 @@ def detect(
 
     With --json: devices, links, and measured: a list of name, value, low, high, unit, of.
     """
-    from ..api import detect as measure
-    from ..clusters import save_cluster
+    from ..api import detect as measure, save_cluster
 
     found = measure(
         device,

@@ -20,8 +20,8 @@ from ..ir.units import parse_bytes
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from ..api import Job
     from ..ir.cluster import Cluster
-    from ..tracer import Job
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -164,7 +164,7 @@ def json_option(command: Command) -> Command:
 def job_of(model: str | None) -> Job:
     """The job that MODEL names."""
     if model is not None:
-        from ..tracer import load_job
+        from ..api import load_job
 
         return load_job(model)
     from ..train import Config, default_job
@@ -174,7 +174,7 @@ def job_of(model: str | None) -> Job:
 
 def cluster_of(text: str | None) -> Cluster | None:
     """The cluster that --cluster names: devices that pipeloom knows, or a file."""
-    from ..clusters import find_cluster
+    from ..api import find_cluster
 
     return None if text is None else find_cluster(text)
 

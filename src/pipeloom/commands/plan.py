@@ -28,8 +28,8 @@ from .common import (
 )
 
 if TYPE_CHECKING:
+    from ..api import Change
     from ..ir.plan import Plan
-    from ..planner import Change
 
 
 @click.command(epilog=MODEL_HELP)
@@ -100,11 +100,7 @@ def _plan(
             "--max-batch and --profile were both given", hint="a profile is of one size: leave out one"
         )
     job = job_of(model)
-    from ..api import (
-        disk_speed,
-        passes,  # what is wrong in the request is said before torch is loaded
-    )
-    from ..planner import explain, limits
+    from ..api import disk_speed, limits, passes, plan_rows  # what is wrong is said before torch is loaded
 
     with _watching() as watch:
         how = passes.planning(
@@ -123,7 +119,7 @@ def _plan(
         if output is not None:
             found.save(output)
         changes = how.changes(found, sample) if what_if else []
-    rows = explain(found, sample.graph)
+    rows = plan_rows(found, sample.graph)
     if as_json:
         keys = (
             "predicted_step_s",
@@ -165,7 +161,7 @@ def _watching() -> Iterator[Callable[[int], None]]:
 
 
 def _list(as_json: bool) -> None:
-    from ..planner import PLANNERS
+    from ..api import PLANNERS
 
     rows = [
         {

@@ -11,8 +11,7 @@ from .common import FILE, NEW_FILE, console, json_option, print_json
 from .schedule_options import TIMES_HELP, shape_options, times_options, updates_options
 
 if TYPE_CHECKING:
-    from ..api import Drawn, Setting
-    from ..checks import Updates
+    from ..api import Drawn, Setting, Updates
 
 NAME_HELP = "NAME is one of `pipeloom schedule list`; options follow a colon, as in gis_g:group=3."
 SHOWN = 3
@@ -106,8 +105,7 @@ def check(
     Says which rule is broken, where, and what to change, and exits
     with 1, if it cannot run. With --json: the keys of `show`.
     """
-    from ..api import draw_file, weights
-    from ..checks import Updates
+    from ..api import Updates, draw_file, weights
 
     drawn, updates = draw_file(file, setting, replicas=replicas, operations=operations), updates or Updates()
     weights(drawn, updates)
@@ -160,8 +158,7 @@ def explain(*, name: str, setting: Setting, as_json: bool) -> None:
     to idle_s), sources: a list of reason, rank, seconds, share, text; path: a list of kind, rank, action,
     start_s, end_s, waiting (what waits for the link that it holds); and path_text: the path as it is printed.
     """
-    from .. import viewer
-    from ..api import schedules as scheduling
+    from ..api import reports, schedules as scheduling
 
     drawn = scheduling.draw_schedule(name, setting)
     found = scheduling.explain(drawn)
@@ -177,9 +174,9 @@ def explain(*, name: str, setting: Setting, as_json: bool) -> None:
             **{key: figures[key] for key in ("step_s", "bubble", "span_s", "span_bubble")},
             "idle_s": found.idle_s,
             "reasons": found.by_reason,
-            "sources": [{key: getattr(s, key) for key in parts} for s in viewer.sources(found)],
+            "sources": [{key: getattr(s, key) for key in parts} for s in reports.sources(found)],
             "path": [{key: getattr(p, key) for key in pieces} for p in found.path],
-            "path_text": [str(fold) for fold in viewer.fold(found.path)],
+            "path_text": [str(fold) for fold in reports.fold(found.path)],
         }
     )
 
@@ -245,13 +242,12 @@ def _peak(drawn: Drawn) -> str:
 
 
 def _present(drawn: Drawn, updates: Updates, *, html: Path | None, trace: Path | None, as_json: bool) -> None:
-    from .. import viewer
-    from ..api import schedules as scheduling
+    from ..api import reports, schedules as scheduling
 
     made, versions = drawn.schedule, _versions(drawn, updates)
     if html is not None:
-        unit = viewer.SizeUnit(name="micro-batches", bytes=scheduling.UNIT)
-        viewer.write_report(
+        unit = reports.SizeUnit(name="micro-batches", bytes=scheduling.UNIT)
+        reports.write_report(
             html,
             title=f"{made.name}: {made.ranks} ranks, {drawn.microbatches} micro-batches, simulated",
             predicted=drawn.timeline,
@@ -259,7 +255,7 @@ def _present(drawn: Drawn, updates: Updates, *, html: Path | None, trace: Path |
             size_unit=None if drawn.peaks_bytes else unit,
         )
     if trace is not None:
-        viewer.write_trace(trace, [drawn.timeline])
+        reports.write_trace(trace, [drawn.timeline])
     s, by_rank = drawn.summary, _by_rank(drawn)
     if as_json:
         shape = {
@@ -276,7 +272,7 @@ def _present(drawn: Drawn, updates: Updates, *, html: Path | None, trace: Path |
         "peak": [f"{r['peak']:.4g}" for r in by_rank],
     }
     out = console()
-    out.print(viewer.gantt(drawn.timeline, columns=out.width, beside=beside))
+    out.print(reports.gantt(drawn.timeline, columns=out.width, beside=beside))
     click.echo(
         f"step {s.step_s:.6g}; bubble {_percent(s.bubble)} until the last rank ends, "
         f"{_percent(s.span_bubble)} of the longest span of a rank; peak {_peak(drawn)} micro-batches"
@@ -304,8 +300,7 @@ def _versions(drawn: Drawn, updates: Updates) -> dict[str, Any] | None:
 
 
 def _print_explanation(name: str, drawn: Drawn) -> None:
-    from .. import viewer
-    from ..api import schedules as scheduling
+    from ..api import reports, schedules as scheduling
     from ..ir.explanation import REASONS
 
     found, s = scheduling.explain(drawn), drawn.summary
@@ -314,12 +309,12 @@ def _print_explanation(name: str, drawn: Drawn) -> None:
         f"({found.idle_s:.6g} of {found.ranks} x {found.step_s:.6g}); {_percent(s.span_bubble)} of the "
         "longest span of a rank"
     )
-    for reason, seconds, share, own in viewer.merged(viewer.sources(found)):
+    for reason, seconds, share, own in reports.merged(reports.sources(found)):
         click.echo(f"\n  {_percent(share):>6}  {reason} ({seconds:.6g}): {REASONS[reason]}")
         for source in own[:SHOWN]:
             click.echo(f"          {_percent(source.share):>6}  {source.text}")
         if rest := own[SHOWN:]:
             click.echo(f"          {_percent(sum(r.share for r in rest)):>6}  {len(rest)} more")
     click.echo("\ncritical path: only what makes one of these shorter makes the step shorter")
-    for fold in viewer.fold(found.path):
+    for fold in reports.fold(found.path):
         click.echo(f"  from {fold.start_s:<8.6g} for {fold.end_s - fold.start_s:<8.6g} {fold}")

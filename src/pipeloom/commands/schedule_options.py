@@ -183,7 +183,7 @@ def updates_options(command: Callable[..., Any]) -> Callable[..., Any]:
     def with_updates(
         *, weights: Any, update_every: int | None, keep_versions: int | None, **others: Any
     ) -> Any:
-        from ..checks import Updates
+        from ..api import Updates
 
         if weights in (None, "flush") and (update_every or keep_versions):
             raise ConfigError(

@@ -54,9 +54,7 @@ def simulate(
 
     With --json: step_s, bubble, and ranks: a list of rank, busy_s, peak_bytes, and peak (bytes by kind).
     """
-    from .. import viewer
-    from ..api import explain_steps, passes
-    from ..clusters import cpu_cluster
+    from ..api import cpu_cluster, passes, reports
     from ..ir.plan import load_plan
 
     plan = load_plan(plan_file)
@@ -65,15 +63,15 @@ def simulate(
     devices = described or cpu_cluster(len(set(plan.placement)))
     timeline = passes.simulate(plan, graph, costs, devices)
     if html is not None:
-        reasons = explain_steps(plan, graph, [timeline], devices)
+        reasons = reports.explain_steps(plan, graph, [timeline], devices)
         title = f"{graph.name}: {plan.schedule}, simulated"
-        viewer.write_report(html, title=title, predicted=timeline, explanations=reasons)
+        reports.write_report(html, title=title, predicted=timeline, explanations=reasons)
     if trace is not None:
-        viewer.write_trace(trace, [timeline])
+        reports.write_trace(trace, [timeline])
     if as_json:
         print_json(summary(timeline))
     else:
-        viewer.print_report(console(), predicted=timeline)
+        reports.print_report(console(), predicted=timeline)
 
 
 def summary(timeline: Timeline) -> dict[str, object]:

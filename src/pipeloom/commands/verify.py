@@ -44,10 +44,10 @@ def verify(
     plan = None if plan_file is None else load_plan(plan_file)
     job = job_of(model)
     from ..api import (
-        passes,  # a missing file is said before torch's compiler is loaded
+        cpu_cluster,  # a missing file is said before torch's compiler is loaded
+        passes,
         verify as compare,
     )
-    from ..clusters import cpu_cluster
 
     if plan is None:  # times do not matter here, so none are measured
         plan = passes.plan(job, cluster=cpu_cluster(wanted["stages"]), **wanted)

@@ -6,7 +6,7 @@ from .microbatch_sizes import (
     largest_size as largest_size,
     shared_rows as shared_rows,
 )
-from .plan_table import explain as explain, limits as limits
+from .plan_table import limits as limits, plan_rows as plan_rows
 from .registry import PLANNERS as PLANNERS, names as names, planner as planner
 from .request import (
     PlanOptions as PlanOptions,

@@ -14,7 +14,7 @@ FULL = 0.95
 """Share of its cap from which on a stage is called full."""
 
 
-def explain(plan: Plan, graph: OpGraph | None = None) -> list[dict[str, Any]]:
+def plan_rows(plan: Plan, graph: OpGraph | None = None) -> list[dict[str, Any]]:
     """One row per stage: what it runs, how long, and what it holds. Times in seconds, sizes in bytes.
 
     `filled` is of its rank's cap, by all that the rank holds in the simulated step where that is known. Of

@@ -8,12 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from ..api import Pipeline, StepReport, plan, require_runnable, require_training
+from ..api import Job, Pipeline, StepReport, launch, load_job, plan, require_runnable, require_training
 from ..ir.errors import PeerError, PipeloomError
 from ..ir.memory_policy import TREATMENTS
 from ..ir.units import format_bytes
-from ..runtime import launch
-from ..tracer import Job, load_job
 from .config import Config
 from .run import leave
 from .workload import default_job

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
-from .. import viewer
+from ..api import StageRow, peak_of, print_report, write_report, write_trace
 from ..ir.explanation import Explanation
 from ..ir.files import write_whole
 from ..ir.graph import OpGraph
@@ -23,7 +23,7 @@ from .loop import Outcome
 _BLOCK = re.compile(r"(.*?\.)?\d+(?=\.|$)")
 
 
-def stage_rows(graph: OpGraph, plan: Plan) -> list[viewer.StageRow]:
+def stage_rows(graph: OpGraph, plan: Plan) -> list[StageRow]:
     """What stands in each stage, for the tables."""
     stages = plan.stage_graph(graph)
     rows = []
@@ -31,7 +31,7 @@ def stage_rows(graph: OpGraph, plan: Plan) -> list[viewer.StageRow]:
         sizes = (graph.parameter[name].shape for name in stages.params[stage.index])
         modules = [graph.op[name].module for name in stage.ops]
         rows.append(
-            viewer.StageRow(
+            StageRow(
                 stage=stage.index,
                 rank=plan.placement[stage.index],
                 ops=len(stage.ops),
@@ -112,7 +112,7 @@ def write_files(
     outcome: Outcome,
     *,
     forecast: Timeline,
-    rows: Sequence[viewer.StageRow],
+    rows: Sequence[StageRow],
     figures: Mapping[str, Any],
     caps: Sequence[int],
     explanations: Sequence[Explanation] = (),
@@ -120,8 +120,8 @@ def write_files(
     """trace.json, report.html and summary.json."""
     predicted = predicted_step(outcome, forecast)
     timelines = [t for t in (predicted, outcome.timeline) if t is not None]
-    viewer.write_trace(out / "trace.json", timelines)
-    viewer.write_report(
+    write_trace(out / "trace.json", timelines)
+    write_report(
         out / "report.html",
         title=f"{config.name}: {outcome.steps} steps",
         predicted=predicted,
@@ -137,11 +137,11 @@ def write_files(
 
 
 def print_end(
-    console: Console, out: Path, outcome: Outcome, forecast: Timeline, rows: Sequence[viewer.StageRow]
+    console: Console, out: Path, outcome: Outcome, forecast: Timeline, rows: Sequence[StageRow]
 ) -> None:
     """Predicted against measured, the losses, and where everything is."""
     predicted = predicted_step(outcome, forecast)
-    viewer.print_report(console, predicted=predicted, measured=outcome.timeline, stages=rows)
+    print_report(console, predicted=predicted, measured=outcome.timeline, stages=rows)
     console.print()
     console.print(compared(outcome, forecast), highlight=False, soft_wrap=True)
     for name, points in outcome.losses.items():
@@ -167,5 +167,5 @@ def _ends(points: Sequence[tuple[int, float]]) -> list[float] | None:
 def _step(timeline: Timeline | None) -> dict[str, Any] | None:
     if timeline is None:
         return None
-    peaks = [viewer.peak_of(timeline, rank) for rank in range(timeline.ranks)]
+    peaks = [peak_of(timeline, rank) for rank in range(timeline.ranks)]
     return {"step_s": timeline.step_s, "bubble": timeline.bubble, "peak_bytes": peaks}

@@ -11,23 +11,35 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from ..api import Options, Pipeline, capture, explain_steps, plan, profile, require_runnable, require_training
+from ..api import (
+    Options,
+    Pipeline,
+    capture,
+    checkpoint_step,
+    connect,
+    explain_steps,
+    launch,
+    load_job,
+    plan,
+    profile,
+    require_runnable,
+    require_training,
+    result_of_rank_0,
+)
 from ..ir.errors import CheckpointError, ConfigError, PeerError, PipeloomError
 from ..ir.files import write_whole
 from ..ir.memory_policy import TREATMENTS
 from ..ir.plan import Plan, load_plan
 from ..ir.units import parse_bytes
-from ..runtime import connect, launch, newest, read_index, verify_sizes
-from ..tracer import load_job
 from .config import Config
 from .config_text import read_config, write_config
 from .loop import train
@@ -35,8 +47,6 @@ from .rates import scheduler_of
 from .report import predicted_step, print_end, stage_rows, summary, write_files
 from .rundir import Before, find_run, new_run, require_new
 from .workload import Workload, gpt_workload, job_workload
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +85,8 @@ def run(request: Request) -> int:
     if "RANK" in os.environ:
         device = torch.device(read_config(request.file, request.overrides).pipeline.device)
         group = connect(device)
-        settled = _shared(group, lambda: settle(request))
-        if not _shared(group, lambda: request.resume and _is_finished(settled)):
+        settled = result_of_rank_0(group, lambda: settle(request))
+        if not result_of_rank_0(group, lambda: request.resume and _is_finished(settled)):
             try:
                 run_rank(settled)
             finally:
@@ -149,22 +159,16 @@ def _left(out: Path) -> str:
     if not out.exists():
         return f"{out} had not begun to train, and is gone"
     try:
-        return f"{out} is kept up to step {_steps_done(out)}: go on with --resume --out {out}"
+        return (
+            f"{out} is kept up to step {checkpoint_step(out / 'checkpoint')}: go on with --resume --out {out}"
+        )
     except CheckpointError:
         return f"{out} has no checkpoint yet, so it cannot be resumed: remove it, or start anew elsewhere"
 
 
-def _steps_done(out: Path) -> int:
-    """Steps in the newest checkpoint. Raises: CheckpointError if there is none, or not whole."""
-    path = newest(out / "checkpoint")
-    index = read_index(path)
-    verify_sizes(path, index)  # before the ranks start: what is wrong is said at once
-    return index.step
-
-
 def _further(config: Config, out: Path, console: Console) -> Config:
     """A finished run that is resumed without saying how far goes on for as many steps as last time."""
-    done = _steps_done(out)
+    done = checkpoint_step(out / "checkpoint")
     if done < config.steps:
         return config
     ended = out / "summary.json"
@@ -180,7 +184,7 @@ def _further(config: Config, out: Path, console: Console) -> Config:
 def _is_finished(settled: Settled) -> bool:
     """Whether nothing is left to do; says so. Raises: CheckpointError if there is nothing to resume from."""
     config, out, request = settled.config, settled.out, settled.request
-    steps = _steps_done(out)
+    steps = checkpoint_step(out / "checkpoint")
     if steps < config.steps:
         return False
     request.console.print(
@@ -314,22 +318,6 @@ def _train_rank(settled: Settled) -> None:
         print_end(console, out, outcome, forecast, rows)
     if settled.request.as_json:
         print(json.dumps(figures, indent=1))
-
-
-def _shared(group: dist.ProcessGroup, make: Callable[[], T]) -> T:
-    """Rank 0's result on every rank; its error too, since the others must not wait for a result."""
-    said: list[Any] = [None, None]
-    if dist.get_rank(group) == 0:
-        try:
-            said[0] = make()
-        except PipeloomError as error:
-            said[1] = error
-    dist.broadcast_object_list(said, src=0, group=group)
-    value, problem = said
-    if problem is not None:
-        raise problem
-    result: T = value
-    return result
 
 
 def _autocast(config: Config) -> torch.dtype | None:

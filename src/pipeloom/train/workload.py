@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
+from ..api import Job
 from ..ir.errors import ConfigError
-from ..tracer import Job
 from .config import Config
 from .model import GPT
 from .seeds import derive

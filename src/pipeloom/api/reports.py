@@ -1,4 +1,4 @@
-"""Why the ranks of a planned step were idle: for its prediction and its measurement alike."""
+"""Reports of steps: drawings and tables for a terminal, pages, traces, and why ranks were idle."""
 
 from __future__ import annotations
 
@@ -11,6 +11,32 @@ from ..ir.plan import Plan
 from ..ir.timeline import Timeline
 from ..lowering import lower
 from ..simulator import explain
+from ..viewer import (
+    SizeUnit,
+    StageRow,
+    fold,
+    gantt,
+    merged,
+    peak_of,
+    print_report,
+    sources,
+    write_report,
+    write_trace,
+)
+
+__all__ = [
+    "SizeUnit",
+    "StageRow",
+    "explain_steps",
+    "fold",
+    "gantt",
+    "merged",
+    "peak_of",
+    "print_report",
+    "sources",
+    "write_report",
+    "write_trace",
+]
 
 
 def explain_steps(

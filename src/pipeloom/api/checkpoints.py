@@ -1,0 +1,20 @@
+"""Checkpoints of a run: how far the newest one is, and its model as one file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..runtime import export_safetensors, newest, read_index, verify_sizes
+
+__all__ = ["checkpoint_step", "export_safetensors"]
+
+
+def checkpoint_step(directory: Path) -> int:
+    """Steps done in the newest checkpoint of a directory, whose files are looked at but not read.
+
+    Raises: CheckpointError if there is none, or it is not whole.
+    """
+    path = newest(directory)
+    index = read_index(path)
+    verify_sizes(path, index)
+    return index.step
