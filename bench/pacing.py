@@ -22,19 +22,22 @@ import torch
 import torch.distributed as dist
 from machine import describe_machine
 
-from pipeloom import schedules
-from pipeloom.ir.cluster import Cluster, Device, Link
-from pipeloom.ir.costs import StageCost
-from pipeloom.ir.flow import dag
-from pipeloom.ir.replicas import replicate
-from pipeloom.ir.schedule import Program
-from pipeloom.ir.stages import StageGraph
-from pipeloom.lowering import lower
-from pipeloom.runtime import HostClock, PacedRank
-from pipeloom.runtime.calibration import measure_link
-from pipeloom.runtime.launch import connect, launch, watch_ranks
-from pipeloom.runtime.transports import DistChannel
-from pipeloom.simulator import Summary, simulate, summarise
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
+from paced import PacedRank  # noqa: E402
+
+from pipeloom import schedules  # noqa: E402
+from pipeloom.ir.cluster import Cluster, Device, Link  # noqa: E402
+from pipeloom.ir.costs import StageCost  # noqa: E402
+from pipeloom.ir.flow import dag  # noqa: E402
+from pipeloom.ir.replicas import replicate  # noqa: E402
+from pipeloom.ir.schedule import Program  # noqa: E402
+from pipeloom.ir.stages import StageGraph  # noqa: E402
+from pipeloom.lowering import lower  # noqa: E402
+from pipeloom.runtime import HostClock  # noqa: E402
+from pipeloom.runtime.calibration import measure_link  # noqa: E402
+from pipeloom.runtime.launch import connect, launch, watch_ranks  # noqa: E402
+from pipeloom.runtime.transports import DistChannel  # noqa: E402
+from pipeloom.simulator import Summary, simulate, summarise  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results" / "pacing.json"
 NAMES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "v_half", "dualpipev", "dualpipe")

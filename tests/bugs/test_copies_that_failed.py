@@ -19,7 +19,7 @@ from pipeloom import Options, Pipeline
 from pipeloom.ir.errors import OffloadError
 from pipeloom.ir.memory_policy import MemoryPolicy
 from pipeloom.ir.stages import cut
-from pipeloom.runtime.offload import PAGE, FileTier, FileTrip
+from pipeloom.runtime.offload import PAGE, FileCopy, FileTier
 from pipeloom.tracer.stage import Slot, stage_residuals
 
 SLOT = Slot("made", "a")
@@ -37,14 +37,14 @@ def never() -> None:
     return None
 
 
-def leave(tier: FileTier) -> FileTrip:
-    return tier.leave("0OFFLOAD0", {SLOT: torch.zeros(PAGE // 4)})
+def offload(tier: FileTier) -> FileCopy:
+    return tier.start_offload("0OFFLOAD0", {SLOT: torch.zeros(PAGE // 4)})
 
 
 def there_and_back(tier: FileTier) -> None:
-    trip = leave(tier)
-    tier.come_back(trip)
-    tier.arrived(trip, never)
+    copy = offload(tier)
+    tier.start_reload(copy)
+    tier.wait_reload(copy, never)
 
 
 def failing(error: BaseException) -> Callable[..., Any]:
@@ -69,15 +69,15 @@ def test_it_is_said_and_its_place_and_bytes_are_given_back(
 ) -> None:
     with monkeypatch.context() as broken:
         broken.setattr(os, call, failing(error))
-        trip = leave(tier)
+        copy = offload(tier)
         if asked:
-            tier.come_back(trip)
+            tier.start_reload(copy)
         with pytest.raises(kind):
-            (tier.arrived if asked else tier.finish_leaving)(trip, never)
-    tier.give_up(trip)
+            (tier.wait_reload if asked else tier.wait_offload)(copy, never)
+    tier.discard(copy)
     there_and_back(tier)  # copies back follow each other, so the place is given back now
     assert tier.held_bytes == 0
-    assert {leave(tier).place, leave(tier).place} == {0, PAGE}
+    assert {offload(tier).file_offset, offload(tier).file_offset} == {0, PAGE}
     assert os.fstat(tier._file.fileno()).st_size == 2 * PAGE
 
 
@@ -98,4 +98,4 @@ def test_steps_after_one_that_failed_hold_nothing(tmp_path: Path, monkeypatch: p
                     pipeline.step(job.batch(1, 8))
             pipeline.step(job.batch(2, 8))
             assert tier.held_bytes == pipeline.ledger.host == 0
-        assert tier._places._free == [(tier._places.end, 0)]
+        assert tier._allocator._free == [(tier._allocator.end, 0)]

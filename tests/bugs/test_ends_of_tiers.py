@@ -132,8 +132,8 @@ def test_a_broken_device_is_not_said_twice(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(cuda_tier, "_stream", Broken)
     tier = CudaTier(0)
-    tier._last = cuda_tier.CudaTrip(())
-    tier._coming.add(tier._last)
-    tier._free.append(torch.empty(1))
+    tier._last_offload = cuda_tier.CudaCopy(())
+    tier._reloading.add(tier._last_offload)
+    tier._idle_chunks.append(torch.empty(1))
     tier.close()
-    assert tier._last is None and not tier._coming and not tier._free
+    assert tier._last_offload is None and not tier._reloading and not tier._idle_chunks

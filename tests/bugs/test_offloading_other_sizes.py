@@ -22,10 +22,10 @@ def lengths(tier: FileTier, pages: list[int]) -> list[int]:
     found = []
     for size in pages:
         given = [torch.full((size * PAGE // 4,), float(size + number)) for number in range(4)]
-        trips = [tier.leave("0OFFLOAD0", {SLOT: tensor.clone()}) for tensor in given]
-        for trip, tensor in zip(trips, given, strict=True):
-            tier.come_back(trip)
-            assert torch.equal(tier.arrived(trip, never)[SLOT], tensor)
+        copies = [tier.start_offload("0OFFLOAD0", {SLOT: tensor.clone()}) for tensor in given]
+        for copy, tensor in zip(copies, given, strict=True):
+            tier.start_reload(copy)
+            assert torch.equal(tier.wait_reload(copy, never)[SLOT], tensor)
         found.append(os.fstat(tier._file.fileno()).st_size // PAGE)
     return found
 

@@ -33,7 +33,7 @@ def tier(monkeypatch: pytest.MonkeyPatch) -> CudaTier:
     monkeypatch.setattr(cuda_tier, "_on_device", lambda tensor: tensor.dim() > 0)
     monkeypatch.setattr(cuda_tier, "_stream", Anything)
     monkeypatch.setattr(cuda_tier, "_mark", Anything)
-    monkeypatch.setattr(cuda_tier, "_passed", lambda event: True)
+    monkeypatch.setattr(cuda_tier, "_reached", lambda event: True)
     return CudaTier(0)
 
 
@@ -46,10 +46,10 @@ def test_what_left_comes_back(tier: CudaTier) -> None:
     transposed = torch.arange(12.0).reshape(3, 4).T
     sent = residuals(0, 5, CHUNK // 2, CHUNK // 4 - 7) | {Slot("made", "view"): transposed}
     expected = {slot: t.clone() for slot, t in sent.items()}
-    trip = tier.leave("0OFFLOAD0", sent)
-    assert not sent and tier.held_bytes == trip.bytes
-    tier.come_back(trip)
-    found = tier.arrived(trip, lambda: None)
+    copy = tier.start_offload("0OFFLOAD0", sent)
+    assert not sent and tier.held_bytes == copy.bytes
+    tier.start_reload(copy)
+    found = tier.wait_reload(copy, lambda: None)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[slot], t) for slot, t in expected.items())
     assert found[Slot("made", "view")].stride() == transposed.stride()
@@ -59,33 +59,33 @@ def test_what_left_comes_back(tier: CudaTier) -> None:
 def test_what_is_on_the_host_stays_there(tier: CudaTier) -> None:
     """The host would write to a chunk at once, though a copy from it may be pending."""
     seed = torch.tensor(7)
-    trip = tier.leave("0OFFLOAD0", {Slot("made", "seed"): seed, **residuals(10)})
-    assert trip.bytes == 40
-    tier.come_back(trip)
-    assert tier.arrived(trip, lambda: None)[Slot("made", "seed")] is seed
+    copy = tier.start_offload("0OFFLOAD0", {Slot("made", "seed"): seed, **residuals(10)})
+    assert copy.bytes == 40
+    tier.start_reload(copy)
+    assert tier.wait_reload(copy, lambda: None)[Slot("made", "seed")] is seed
 
 
 def test_pinned_memory_is_used_again_whatever_the_sizes(tier: CudaTier) -> None:
     for length in (CHUNK, CHUNK // 2, 3, 3 * CHUNK // 4):
-        trips = [tier.leave(f"0OFFLOAD{m}", residuals(length)) for m in range(2)]
-        for trip in trips:
-            tier.come_back(trip)
-            tier.arrived(trip, lambda: None)
+        copies = [tier.start_offload(f"0OFFLOAD{m}", residuals(length)) for m in range(2)]
+        for copy in copies:
+            tier.start_reload(copy)
+            tier.wait_reload(copy, lambda: None)
     assert tier.pinned_bytes == 2 * 4 * CHUNK
     assert tier.peak_bytes == 2 * 4 * CHUNK
 
 
 def test_little_more_is_pinned_than_is_held(tier: CudaTier) -> None:
-    trip = tier.leave("0OFFLOAD0", residuals(17 * CHUNK // 16))
-    assert trip.bytes <= tier.pinned_bytes < trip.bytes + CHUNK
+    copy = tier.start_offload("0OFFLOAD0", residuals(17 * CHUNK // 16))
+    assert copy.bytes <= tier.pinned_bytes < copy.bytes + CHUNK
 
 
 @pytest.mark.parametrize("asked", [False, True])
 def test_what_is_given_up_leaves_its_place_to_others(tier: CudaTier, asked: bool) -> None:
-    trip = tier.leave("0OFFLOAD0", residuals(CHUNK // 4))
+    copy = tier.start_offload("0OFFLOAD0", residuals(CHUNK // 4))
     if asked:
-        tier.come_back(trip)
-    tier.give_up(trip)
-    assert tier.held_bytes == 0 and not tier._coming and not trip.landed
-    tier.leave("0OFFLOAD0", residuals(CHUNK // 4))
+        tier.start_reload(copy)
+    tier.discard(copy)
+    assert tier.held_bytes == 0 and not tier._reloading and not copy.reloading
+    tier.start_offload("0OFFLOAD0", residuals(CHUNK // 4))
     assert tier.pinned_bytes == CHUNK

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pipeloom.ir.errors import ConfigError, OffloadError, PeerError
-from pipeloom.runtime.offload import FileTier, Trip, lies_in_memory
+from pipeloom.runtime.offload import AsyncCopy, FileTier, lies_in_memory
 from pipeloom.tracer.stage import Slot, Tensors
 
 
@@ -44,9 +44,9 @@ def residuals() -> Tensors:
 
 
 def there_and_back(tier: FileTier, tensors: Tensors) -> Tensors:
-    trip = tier.leave("1OFFLOAD2", tensors)
-    tier.come_back(trip)
-    return tier.arrived(trip, never)
+    copy = tier.start_offload("1OFFLOAD2", tensors)
+    tier.start_reload(copy)
+    return tier.wait_reload(copy, never)
 
 
 def test_everything_comes_back_as_it_was(tier: FileTier) -> None:
@@ -64,20 +64,20 @@ def test_places_are_used_again(tier: FileTier) -> None:
     for _ in range(3):
         there_and_back(tier, residuals())
     size = os.fstat(tier._file.fileno()).st_size
-    trips = [tier.leave("0OFFLOAD0", residuals()) for _ in range(2)]
-    for trip in trips:
-        tier.come_back(trip)
-        tier.arrived(trip, never)
+    copies = [tier.start_offload("0OFFLOAD0", residuals()) for _ in range(2)]
+    for copy in copies:
+        tier.start_reload(copy)
+        tier.wait_reload(copy, never)
     assert os.fstat(tier._file.fileno()).st_size == 2 * size
 
 
 @pytest.mark.parametrize("asked", [False, True])
 def test_what_is_given_up_leaves_its_place_to_others(tier: FileTier, asked: bool) -> None:
-    trip = tier.leave("0OFFLOAD0", {Slot("made", "a"): torch.zeros(1000)})
+    copy = tier.start_offload("0OFFLOAD0", {Slot("made", "a"): torch.zeros(1000)})
     if asked:
-        tier.come_back(trip)
-    tier.give_up(trip)
-    assert trip.back.wait(60)
+        tier.start_reload(copy)
+    tier.discard(copy)
+    assert copy.reloaded.wait(60)
     assert (tier.held_bytes, tier.peak_bytes) == (0, 4000)
     there_and_back(tier, {Slot("made", "a"): torch.zeros(1000)})
     assert os.fstat(tier._file.fileno()).st_size == 4096
@@ -85,12 +85,12 @@ def test_what_is_given_up_leaves_its_place_to_others(tier: FileTier, asked: bool
 
 def test_what_is_there_is_counted(tier: FileTier) -> None:
     one, two = ({Slot("made", "a"): torch.zeros(1000)} for _ in range(2))
-    trips: list[Trip] = [tier.leave("0OFFLOAD0", one), tier.leave("0OFFLOAD1", two)]
+    copies: list[AsyncCopy] = [tier.start_offload("0OFFLOAD0", one), tier.start_offload("0OFFLOAD1", two)]
     assert (tier.held_bytes, tier.peak_bytes) == (8000, 8000)
-    for trip in trips:
-        tier.come_back(trip)
-        tier.arrived(trip, never)
-        assert tier.is_away(trip) and trip.left is not None and trip.returned is not None
+    for copy in copies:
+        tier.start_reload(copy)
+        tier.wait_reload(copy, never)
+        assert tier.offload_done(copy) and copy.offload_span is not None and copy.reload_span is not None
     assert (tier.held_bytes, tier.peak_bytes) == (0, 8000)
 
 
@@ -99,14 +99,14 @@ def test_tensors_are_freed_once_they_are_written(tier: FileTier) -> None:
 
     tensors: Tensors = {Slot("made", "a"): torch.zeros(1000)}
     alive = weakref.ref(tensors[Slot("made", "a")].untyped_storage())
-    trip = tier.leave("0OFFLOAD0", tensors)
-    trip.away.wait(10)  # type: ignore[attr-defined]
+    copy = tier.start_offload("0OFFLOAD0", tensors)
+    copy.offloaded.wait(10)  # type: ignore[attr-defined]
     assert alive() is None
 
 
 def test_nothing_is_left_in_the_directory(tmp_path: Path) -> None:
     tier = FileTier(tmp_path / "new" / "one", 0)
-    tier.leave("0OFFLOAD0", residuals())
+    tier.start_offload("0OFFLOAD0", residuals())
     assert not list((tmp_path / "new" / "one").iterdir())
     tier.close()
     tier.close()
@@ -137,7 +137,7 @@ def test_a_full_disk_is_said_before_anything_is_written(
     monkeypatch.setattr(os, "posix_fallocate", full)
     tensors = residuals()
     with pytest.raises(OffloadError) as caught:
-        tier.leave("1OFFLOAD2", tensors)
+        tier.start_offload("1OFFLOAD2", tensors)
     assert str(caught.value).startswith(
         f"rank 3 cannot write 24.0 KiB at 1OFFLOAD2: No space left on device; {tmp_path} has "
     )
@@ -152,21 +152,21 @@ def test_a_disk_that_fails_while_writing_is_said_at_the_next_look(
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(os, "pwrite", broken)
-    trip = tier.leave("1OFFLOAD2", {Slot("made", "a"): torch.zeros(1000)})
-    tier.come_back(trip)
+    copy = tier.start_offload("1OFFLOAD2", {Slot("made", "a"): torch.zeros(1000)})
+    tier.start_reload(copy)
     with pytest.raises(OffloadError, match="rank 3 cannot move 3.9 KiB at 1OFFLOAD2: Input/output error"):
-        tier.arrived(trip, never)
+        tier.wait_reload(copy, never)
     with pytest.raises(OffloadError):
-        tier.is_away(trip)
+        tier.offload_done(copy)
 
 
 def test_a_file_that_was_cut_short_is_said(tier: FileTier) -> None:
-    trip = tier.leave("1OFFLOAD2", {Slot("made", "a"): torch.zeros(3000)})
-    trip.away.wait(10)
+    copy = tier.start_offload("1OFFLOAD2", {Slot("made", "a"): torch.zeros(3000)})
+    copy.offloaded.wait(10)
     os.ftruncate(tier._file.fileno(), 5000)
-    tier.come_back(trip)
+    tier.start_reload(copy)
     with pytest.raises(OffloadError, match="offloaded 11.7 KiB at 1OFFLOAD2, but of a only 4.9 KiB are left"):
-        tier.arrived(trip, never)
+        tier.wait_reload(copy, never)
 
 
 OUT_OF_MEMORY = "[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory"
@@ -182,12 +182,12 @@ def test_no_memory_to_read_into_is_said(
     def full(*_: object, **__: object) -> Tensor:
         raise error
 
-    trip = tier.leave("1OFFLOAD2", {Slot("made", "a"): torch.zeros(1000)})
-    tier.finish_leaving(trip, never)
+    copy = tier.start_offload("1OFFLOAD2", {Slot("made", "a"): torch.zeros(1000)})
+    tier.wait_offload(copy, never)
     monkeypatch.setattr(torch, "empty", full)
-    tier.come_back(trip)
+    tier.start_reload(copy)
     with pytest.raises(OffloadError) as caught:
-        tier.arrived(trip, never)
+        tier.wait_reload(copy, never)
     assert str(caught.value).startswith("rank 3 cannot bring back 3.9 KiB offloaded at 1OFFLOAD2: ")
     assert words in caught.value.message and "leave this machine more memory" in str(caught.value.hint)
     assert "resume from the last checkpoint: what was learnt since then is lost" in str(caught.value.hint)
@@ -219,9 +219,9 @@ def test_a_wait_ends_when_another_rank_fails(tier: FileTier) -> None:
     def check() -> None:
         raise PeerError("rank 1 failed")
 
-    trip = tier.leave("1OFFLOAD2", {Slot("made", "a"): torch.zeros(10)})  # nobody asks for it back
+    copy = tier.start_offload("1OFFLOAD2", {Slot("made", "a"): torch.zeros(10)})  # nobody asks for it back
     with pytest.raises(PeerError):
-        tier.arrived(trip, check)
+        tier.wait_reload(copy, check)
 
 
 LIMITED = textwrap.dedent(
@@ -230,15 +230,15 @@ LIMITED = textwrap.dedent(
     from pathlib import Path
     import torch
     from pipeloom.ir.errors import OffloadError
-    from pipeloom.runtime.file_tier import FileTier, lies_in_memory
-    from pipeloom.tracer.split import Slot
+    from pipeloom.runtime.offload import FileTier
+    from pipeloom.tracer import Slot
 
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
     tier = FileTier(Path(sys.argv[1]), 0)
-    tier.leave("0OFFLOAD0", {Slot("made", "a"): torch.zeros(1 << 17)})
+    tier.start_offload("0OFFLOAD0", {Slot("made", "a"): torch.zeros(1 << 17)})
     try:
-        tier.leave("0OFFLOAD1", {Slot("made", "a"): torch.zeros(1 << 18)})
+        tier.start_offload("0OFFLOAD1", {Slot("made", "a"): torch.zeros(1 << 18)})
     except OffloadError as error:
         print(error)
     tier.close()

@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 
 from pipeloom.ir.errors import CommunicationError, PeerError
 from pipeloom.ir.graph import Value
-from pipeloom.runtime import Handle, Message
+from pipeloom.runtime import Message, PendingTransfer
 from pipeloom.runtime.failure import local_boards
 from pipeloom.runtime.transports import LocalChannel, LocalTransport, local_channels
 from pipeloom.runtime.transports.local_channel import _Meeting
@@ -121,7 +121,7 @@ def test_the_next_receive_is_opened_after_what_is_computed_in_between(ahead: int
     transport = channels[1]._transport
     opening, sources = transport.receive, []
 
-    def counted(buffer: torch.Tensor, source: int, index: int | None) -> Handle:
+    def counted(buffer: torch.Tensor, source: int, index: int | None) -> PendingTransfer:
         sources.append(source)
         return opening(buffer, source, index)
 

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from pipeloom.ir.errors import CommunicationError, PeerError
-from pipeloom.runtime.failure import FINISHED, Failure, State, StoreBoard, Watch
+from pipeloom.runtime.failure import FINISHED, Failure, RankStatus, StoreBoard, Watch
 
 BOOM = Failure(rank=1, summary="ValueError: boom", traceback="Traceback ...")
 
@@ -29,8 +29,10 @@ def boards(store: dist.TCPStore) -> Iterator[list[StoreBoard]]:
 
 
 def test_all_ranks_see_what_each_posted(boards: list[StoreBoard]) -> None:
-    boards[0].start(lambda: State(doing="0F1"), print)
-    boards[2].start(lambda: State(waits_for="1SEND_B0>0 from rank 1", waits_on=(1,), waiting_s=1.5), print)
+    boards[0].start(lambda: RankStatus(doing="0F1"), print)
+    boards[2].start(
+        lambda: RankStatus(waits_for="1SEND_B0>0 from rank 1", waits_on=(1,), waiting_s=1.5), print
+    )
     first, second, third = boards[1].states()
     assert first is not None and (first.doing, first.waits_for) == ("0F1", "")
     assert second is None or second.doing == "", "rank 1 posts only itself, by asking"
@@ -45,7 +47,7 @@ def test_a_failure_reaches_all_ranks_and_the_first_one_wins(boards: list[StoreBo
         heard.append(failure)
         told.set()
 
-    boards[0].start(State, failed)
+    boards[0].start(RankStatus, failed)
     assert boards[1].announce(BOOM) == BOOM
     assert boards[2].announce(Failure(rank=2, summary="later")) == BOOM
     assert told.wait(300)
@@ -60,18 +62,18 @@ def test_waiting_for_a_failure_asks_the_store_itself(boards: list[StoreBoard]) -
 
 
 def test_a_rank_that_falls_silent_has_failed(boards: list[StoreBoard]) -> None:
-    boards[1].start(State, print)
+    boards[1].start(RankStatus, print)
     boards[1].stop()  # it no longer posts, and has not said that it finished
-    boards[0].start(State, print)
+    boards[0].start(RankStatus, print)
     failure = boards[2].await_failure(300)
     assert failure is not None and failure.rank == 1
     assert failure.summary.startswith("no sign of life for 0.5 s")
 
 
 def test_a_rank_that_finished_may_fall_silent(boards: list[StoreBoard]) -> None:
-    boards[1].start(lambda: State(doing=FINISHED), print)
+    boards[1].start(lambda: RankStatus(doing=FINISHED), print)
     boards[1].stop()
-    boards[0].start(State, print)
+    boards[0].start(RankStatus, print)
     assert boards[0].await_failure(1.5) is None
 
 

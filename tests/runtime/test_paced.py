@@ -5,12 +5,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from paced import PacedRank
 from paced_ranks import SECONDS, assert_in_order, costs_of, paced_step, program_of
 from runs import threads
 
 from pipeloom.ir.memory_policy import MemoryPolicy
 from pipeloom.ir.timeline import Timeline
-from pipeloom.runtime import PacedRank
 from pipeloom.runtime.launch import launch
 from pipeloom.runtime.transports import LocalChannel
 

@@ -23,8 +23,8 @@ from pipeloom.ir.memory_policy import MemoryPolicy
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.stages import cut
 from pipeloom.ir.timeline import Timeline
-from pipeloom.runtime.calibration import Rehearsal, Walk
-from pipeloom.runtime.offload import FileTier, Trip
+from pipeloom.runtime.calibration import ActionTimes, Rehearsal
+from pipeloom.runtime.offload import AsyncCopy, FileTier
 from pipeloom.runtime.transports import LocalChannel
 from pipeloom.simulator import simulate
 from pipeloom.tracer.stage import stage_residuals
@@ -43,32 +43,35 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies follow each other: the end of one is the end of those before it."""
     monkeypatch.setattr("pipeloom.api.forecast.ENOUGH_S", 0.0)
     monkeypatch.setattr("pipeloom.runtime.calibration.calibrate.REPEATS", 3)
-    order: dict[int, list[Trip]] = {}
+    order: dict[int, list[AsyncCopy]] = {}
     ended: set[int] = set()
-    leave, is_away = FileTier.leave, FileTier.is_away
-    finish, arrived = FileTier.finish_leaving, FileTier.arrived
+    start_offload, offload_done = FileTier.start_offload, FileTier.offload_done
+    wait_offload, wait_reload = FileTier.wait_offload, FileTier.wait_reload
 
     def begin(self: FileTier, action: str, residuals: Any) -> Any:
-        trip = leave(self, action, residuals)
-        order.setdefault(id(self), []).append(trip)
-        return trip
+        copy = start_offload(self, action, residuals)
+        order.setdefault(id(self), []).append(copy)
+        return copy
 
-    def end(self: FileTier, trip: Trip) -> None:
+    def end(self: FileTier, copy: AsyncCopy) -> None:
         mine = order[id(self)]
-        ended.update(id(each) for each in mine[: mine.index(trip) + 1])
+        ended.update(id(each) for each in mine[: mine.index(copy) + 1])
 
-    def wait(self: FileTier, trip: Trip, check: Callable[[], None]) -> None:
-        end(self, trip)
-        finish(self, trip, check)
+    def wait(self: FileTier, copy: AsyncCopy, check: Callable[[], None]) -> None:
+        end(self, copy)
+        wait_offload(self, copy, check)
 
-    def come(self: FileTier, trip: Trip, check: Callable[[], None]) -> Any:
-        end(self, trip)
-        return arrived(self, trip, check)
+    def come(self: FileTier, copy: AsyncCopy, check: Callable[[], None]) -> Any:
+        end(self, copy)
+        return wait_reload(self, copy, check)
 
-    monkeypatch.setattr(FileTier, "leave", begin)
-    monkeypatch.setattr(FileTier, "is_away", lambda self, trip: id(trip) in ended and is_away(self, trip))
-    monkeypatch.setattr(FileTier, "finish_leaving", wait)
-    monkeypatch.setattr(FileTier, "arrived", come)
+    def done(self: FileTier, copy: AsyncCopy) -> bool:
+        return id(copy) in ended and offload_done(self, copy)
+
+    monkeypatch.setattr(FileTier, "start_offload", begin)
+    monkeypatch.setattr(FileTier, "offload_done", done)
+    monkeypatch.setattr(FileTier, "wait_offload", wait)
+    monkeypatch.setattr(FileTier, "wait_reload", come)
 
 
 def offloading(stages: int) -> tuple[Plan, int]:
@@ -124,7 +127,7 @@ def even_pace(monkeypatch: pytest.MonkeyPatch) -> None:
     in the prediction."""
     walk = Rehearsal.walk
 
-    def evenly(self: Rehearsal) -> Walk:
+    def evenly(self: Rehearsal) -> ActionTimes:
         return {action: 1e3 if action.kind == "OFFLOAD" else 1.0 for action in walk(self)}
 
     monkeypatch.setattr(Rehearsal, "walk", evenly)

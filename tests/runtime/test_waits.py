@@ -1,15 +1,15 @@
 """The table of who waits for whom."""
 
-from pipeloom.runtime.failure import State, who_waits
+from pipeloom.runtime.failure import RankStatus, who_waits
 
 
-def waiting(doing: str, what: str, *ranks: int) -> State:
-    return State(doing=doing, waits_for=what, waits_on=ranks, waiting_s=2.04)
+def waiting(doing: str, what: str, *ranks: int) -> RankStatus:
+    return RankStatus(doing=doing, waits_for=what, waits_on=ranks, waiting_s=2.04)
 
 
 def test_a_circle_is_named() -> None:
     states = [
-        State(doing="0F7"),
+        RankStatus(doing="0F7"),
         waiting("1B0", "2SEND_B0>1 from rank 3", 3),
         None,
         waiting("2F11", "1SEND_F11>2 from rank 1", 1),
@@ -25,7 +25,7 @@ def test_a_circle_is_named() -> None:
 
 
 def test_a_chain_of_waits_is_no_circle() -> None:
-    states = [waiting("a", "x", 1), waiting("b", "y", 2), State(doing="c")]
+    states = [waiting("a", "x", 1), waiting("b", "y", 2), RankStatus(doing="c")]
     assert "each other" not in who_waits(states)
 
 

@@ -25,7 +25,7 @@ from pipeloom.planner.search import Evaluation
 from pipeloom.planner.stage_cost import CostModel, CostOptions, stage_costs, stage_plan
 from pipeloom.planner.treatments import optimise
 from pipeloom.profiler import roofline
-from pipeloom.runtime import Handle, Nothing, channel as posting
+from pipeloom.runtime import CompletedTransfer, PendingTransfer, channel as posting
 from pipeloom.runtime.transports import LocalChannel, LocalTransport
 from pipeloom.simulator import simulate
 
@@ -37,9 +37,9 @@ def sends_are_through_at_once() -> Iterator[None]:
     """When a receiver takes a message, and so how long its sender keeps it, differs from run to run."""
     real = LocalTransport.send
 
-    def send(self: LocalTransport, buffer: Tensor, target: int, index: int | None) -> Handle:
+    def send(self: LocalTransport, buffer: Tensor, target: int, index: int | None) -> PendingTransfer:
         real(self, buffer.clone(), target, index)
-        return Nothing()
+        return CompletedTransfer()
 
     none_held = patch.object(forecast, "SMALL_BYTES", None)
     with patch.object(LocalTransport, "send", send), patch.object(posting, "SMALL_BYTES", 0), none_held:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import torch
+from paced import PacedRank
 
 from pipeloom import schedules
 from pipeloom.ir.action import parse_action
@@ -18,7 +19,6 @@ from pipeloom.ir.schedule import Program
 from pipeloom.ir.stages import StageGraph
 from pipeloom.ir.timeline import Timeline
 from pipeloom.lowering import lower
-from pipeloom.runtime import PacedRank
 from pipeloom.runtime.launch import connect, watch_ranks
 from pipeloom.runtime.transports import DistChannel
 

@@ -20,7 +20,7 @@ from pipeloom.ir.errors import PlanError
 from pipeloom.ir.memory_policy import MemoryPolicy, Residual, Treatment
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.stages import cut
-from pipeloom.runtime.offload import FileTier, FileTrip
+from pipeloom.runtime.offload import FileCopy, FileTier
 from pipeloom.runtime.transports import LocalChannel
 from pipeloom.tracer.stage import Tensors, stage_residuals
 
@@ -301,19 +301,19 @@ def messages_are_through_at_once() -> Iterator[None]:
 
 @pytest.fixture
 def copies_are_through_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    leaving, coming = FileTier.leave, FileTier.come_back
+    leaving, coming = FileTier.start_offload, FileTier.start_reload
 
-    def leave(self: FileTier, action: str, residuals: Tensors) -> FileTrip:
-        trip = leaving(self, action, residuals)
-        trip.away.wait()
-        return trip
+    def start_offload(self: FileTier, action: str, residuals: Tensors) -> FileCopy:
+        copy = leaving(self, action, residuals)
+        copy.offloaded.wait()
+        return copy
 
-    def come_back(self: FileTier, trip: FileTrip) -> None:
-        coming(self, trip)
-        trip.back.wait()
+    def start_reload(self: FileTier, copy: FileCopy) -> None:
+        coming(self, copy)
+        copy.reloaded.wait()
 
-    monkeypatch.setattr(FileTier, "leave", leave)
-    monkeypatch.setattr(FileTier, "come_back", come_back)
+    monkeypatch.setattr(FileTier, "start_offload", start_offload)
+    monkeypatch.setattr(FileTier, "start_reload", start_reload)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", pytest.param("1f1b", marks=pytest.mark.slow)])
@@ -347,9 +347,9 @@ def test_a_cap_holds_though_copies_are_slow(
     plan = all_away(job, 2, schedule="gpipe")
     real, gate = FileTier._write, threading.Event()
 
-    def slow(self: FileTier, trip: FileTrip) -> None:
+    def slow(self: FileTier, copy: FileCopy) -> None:
         gate.wait(0.02)
-        real(self, trip)
+        real(self, copy)
 
     monkeypatch.setattr(FileTier, "_write", slow)
 

@@ -20,13 +20,13 @@ from ..ir.timeline import Event, Timeline
 from ..ir.units import format_bytes
 from ..runtime import (
     SMALL_BYTES,
+    ActionTimes,
     Clock,
     MakeOptimizer,
     PostedChannel,
     Rehearsal,
     Tier,
     Variant,
-    Walk,
     Watch,
     Weights,
     measure_link,
@@ -158,7 +158,7 @@ class Rehearsals:
         """A step simulated with the times of one walk, made now. Not within a step."""
         return self._simulated(self._walk())
 
-    def _walk_several(self) -> list[Walk]:
+    def _walk_several(self) -> list[ActionTimes]:
         self._walk()
         walks = [self._walk()]
         took = torch.tensor([sum(walks[0].values())], device=self._facts.device)
@@ -167,24 +167,24 @@ class Rehearsals:
         count = min(max(LEAST_WALKS, enough), MOST_WALKS)
         return walks + [self._walk() for _ in range(1, count)]
 
-    def _walk(self) -> Walk:
+    def _walk(self) -> ActionTimes:
         self._facts.channel.all_reduce(torch.zeros(1, device=self._facts.device))  # all start together
         return self._rehearsal.walk()
 
-    def _simulated(self, mine: Walk) -> Timeline:
+    def _simulated(self, mine: ActionTimes) -> Timeline:
         """A step of all ranks. An action takes as long as it took: the step waits for the slower of two ranks
         again and again, so with mean times it would look shorter."""
         pace = sum(mine.values()) / self._walk_s if self._walk_s else 1.0
         update_s = self._update_s * pace / len(self._memory)
         timed = {index: with_times(cost, index, mine, update_s) for index, cost in self._memory.items()}
-        own_s: Walk = {}
+        own_s: ActionTimes = {}
         costs: dict[int, StageCost] = {}
         for found, walk in self._facts.channel.all_gather_object((timed, mine)):
             costs |= found
             own_s |= walk
         return self._rounds(by_stage(costs), own_s)
 
-    def _rounds(self, costs: tuple[StageCost, ...], own_s: Walk) -> Timeline:
+    def _rounds(self, costs: tuple[StageCost, ...], own_s: ActionTimes) -> Timeline:
         """All rounds of a step, each rank going on to the next as it ends one; the last one updates."""
         stages, program = self._facts.variant.stages, self._facts.program
         events: list[Event] = []

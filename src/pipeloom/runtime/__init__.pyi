@@ -18,11 +18,15 @@ from .calibration.calibrate import (
     time_optimizer as time_optimizer,
 )
 from .calibration.local_link import local_links as local_links
-from .calibration.rehearsal import Rehearsal as Rehearsal, Walk as Walk, with_times as with_times
+from .calibration.rehearsal import (
+    ActionTimes as ActionTimes,
+    Rehearsal as Rehearsal,
+    with_times as with_times,
+)
 from .channel import (
     SMALL_BYTES as SMALL_BYTES,
-    Handle as Handle,
-    Nothing as Nothing,
+    CompletedTransfer as CompletedTransfer,
+    PendingTransfer as PendingTransfer,
     PostedChannel as PostedChannel,
 )
 from .checkpoint.checkpoint import export_safetensors as export_safetensors
@@ -44,7 +48,6 @@ from .offload.cuda_tier import CudaTier as CudaTier
 from .offload.file_tier import FileTier as FileTier, lies_in_memory as lies_in_memory
 from .offload.tier import Tier as Tier
 from .operations import OperationContext as OperationContext
-from .paced import PacedRank as PacedRank
 from .recorder import Clock as Clock, CudaClock as CudaClock, HostClock as HostClock, Recorder as Recorder
 from .step_state import Microbatch as Microbatch, Variant as Variant
 from .transports.dist_channel import DistChannel as DistChannel

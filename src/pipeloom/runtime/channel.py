@@ -26,7 +26,7 @@ SMALL_BYTES = 1 << 16
 than it does."""
 
 
-class Handle(Protocol):
+class PendingTransfer(Protocol):
     """A transfer under way."""
 
     def done(self) -> bool:
@@ -49,15 +49,15 @@ class Transport(Protocol):
     @property
     def ranks(self) -> int: ...
 
-    def send(self, buffer: Tensor, target: int, index: int | None) -> Handle: ...
+    def send(self, buffer: Tensor, target: int, index: int | None) -> PendingTransfer: ...
 
-    def receive(self, buffer: Tensor, source: int, index: int | None) -> Handle: ...
+    def receive(self, buffer: Tensor, source: int, index: int | None) -> PendingTransfer: ...
 
-    def all_reduce(self, tensor: Tensor) -> Handle:
+    def all_reduce(self, tensor: Tensor) -> PendingTransfer:
         """Sum in place over all ranks."""
 
     def all_gather_object(self, value: Any, timeout_s: float) -> list[Any]:
-        """Raises: as `Handle.wait`."""
+        """Raises: as `PendingTransfer.wait`."""
 
     def interrupt(self) -> None:
         """Called from another thread: end all waits of this rank with ConnectionError, for good."""
@@ -66,7 +66,7 @@ class Transport(Protocol):
         """Called once, when the last wait is over."""
 
 
-class Nothing:
+class CompletedTransfer:
     """The handle of a transfer of no bytes, or of one that is already through."""
 
     def done(self) -> bool:
@@ -76,7 +76,7 @@ class Nothing:
         """Returns at once."""
 
 
-class Broken:
+class FailedTransfer:
     """The handle of a transfer that could not even be posted."""
 
     def __init__(self, reason: str) -> None:
@@ -111,7 +111,7 @@ class _Sent:
 
     place: int
     message: Message
-    handle: Handle
+    handle: PendingTransfer
     buffer: Tensor
     packed: bool
 
@@ -145,7 +145,7 @@ class PostedChannel:
         self._pool = BufferPool(device, on_change)
         self._incoming: dict[int, _Incoming] = {}
         self._taken: dict[str, Tensor] = {}
-        self._open: dict[str, tuple[Tensor, Handle]] = {}
+        self._open: dict[str, tuple[Tensor, PendingTransfer]] = {}
         self._in_use: dict[str, Tensor] = {}
         self._sent: list[_Sent] = []
         self._small_sent: list[_Sent] = []
@@ -351,7 +351,7 @@ class PostedChannel:
             while line.posted < line.taken:
                 message = line.messages[line.posted]
                 buffer = self._taken.pop(message.key)
-                handle: Handle = Nothing()
+                handle: PendingTransfer = CompletedTransfer()
                 if message.bytes:
                     handle = self._transport.receive(buffer, message.source, line.before + line.posted)
                 self._open[message.key] = (buffer, handle)
@@ -361,7 +361,7 @@ class PostedChannel:
         target = sent.message.target
         self._wait(f"rank {target} to receive {sent.message.key}", target, sent.handle)
 
-    def _wait(self, what: str, rank: int, handle: Handle) -> None:
+    def _wait(self, what: str, rank: int, handle: PendingTransfer) -> None:
         self._watch.wait(what, (rank,), lambda: handle.wait(self._timeout_s))
 
     def _send_now(self, tensor: Tensor, target: int) -> None:

@@ -30,9 +30,9 @@ from ..ir.action import (
 from ..tracer import StageFunctions, made_bytes
 from .failure import Watch
 from .ledger import Ledger
-from .offload import Tier, Trip
+from .offload import AsyncCopy, Tier
 from .recorder import Recorder
-from .step_state import Flight
+from .step_state import MicrobatchState
 
 _FUNCTION = {F: "forward", B: "backward", I: "input_grad", W: "weight_grad", RECOMPUTE: "recompute"}
 
@@ -48,7 +48,7 @@ class Row(Protocol):
     made_bytes: dict[tuple[int, Kind], int]
 
     @property
-    def flights(self) -> Mapping[tuple[int, int], Flight]: ...
+    def flights(self) -> Mapping[tuple[int, int], MicrobatchState]: ...
 
     def functions(self, action: Action) -> StageFunctions: ...
 
@@ -63,10 +63,10 @@ class Row(Protocol):
 
 @dataclass(eq=False)
 class _Journey:
-    """A trip as the ledger knows it. out, back: the actions; counted_*: whether its bytes were entered."""
+    """A copy as the ledger knows it. out, back: the actions; counted_*: whether its bytes were entered."""
 
-    trip: Trip
-    flight: Flight
+    copy: AsyncCopy
+    flight: MicrobatchState
     out: Action
     back: Action | None = None
     counted_out: bool = False
@@ -95,14 +95,14 @@ class Residuals:
         assert self._tier is not None, "whoever plans to offload gives the worker a tier"
         for slot in leaving:
             del flight.residuals[slot]
-        flight.trip = self._tier.leave(str(action), leaving)
-        self._journeys[id(flight)] = _Journey(flight.trip, flight, action)
+        flight.copy = self._tier.start_offload(str(action), leaving)
+        self._journeys[id(flight)] = _Journey(flight.copy, flight, action)
         self._note_host()
 
     def reload(self, action: Action) -> None:
         flight = self._flight(action)
-        assert self._tier is not None and flight.trip is not None, "the checks of programs prove it"
-        self._tier.come_back(flight.trip)
+        assert self._tier is not None and flight.copy is not None, "the checks of programs prove it"
+        self._tier.start_reload(flight.copy)
         self._journeys[id(flight)].back = action
         self.settle()
 
@@ -110,7 +110,7 @@ class Residuals:
         """Forget what is on the tier, as the micro-batches are that it belongs to."""
         for journey in self._journeys.values():
             assert self._tier is not None
-            self._tier.give_up(journey.trip)
+            self._tier.discard(journey.copy)
         self._journeys = {}
 
     def recompute(self, action: Action) -> None:
@@ -125,19 +125,19 @@ class Residuals:
         flight.residual_bytes += size
         self._row.ledger.add("residuals", size, str(action))
 
-    def gather(self, flight: Flight) -> None:
+    def gather(self, flight: MicrobatchState) -> None:
         """Wait for what a micro-batch has on the tier: what comes next reads it."""
-        if flight.trip is None:
+        if flight.copy is None:
             return
         journey = self._journeys[id(flight)]
         assert self._tier is not None
         with self._row.recorder.record("recv", str(journey.back)):
-            flight.residuals |= self._tier.arrived(flight.trip, self._row.watch.check)
+            flight.residuals |= self._tier.wait_reload(flight.copy, self._row.watch.check)
         self.settle()
-        if flight.trip.returned is not None:
-            self._row.recorder.copied("h2d", str(journey.back), *flight.trip.returned)
+        if flight.copy.reload_span is not None:
+            self._row.recorder.copied("h2d", str(journey.back), *flight.copy.reload_span)
         del self._journeys[id(flight)]
-        flight.trip = None
+        flight.copy = None
 
     def make_room(self, instruction: Instruction) -> None:
         """While the next instruction would pass the cap, wait for copies to the tier to end, oldest first,
@@ -165,7 +165,7 @@ class Residuals:
     def _finish_leaving(self, journey: _Journey) -> None:
         assert self._tier is not None
         with self._row.recorder.record("recv", str(journey.out)):
-            self._tier.finish_leaving(journey.trip, self._row.watch.check)
+            self._tier.wait_offload(journey.copy, self._row.watch.check)
         self.settle()
 
     def _needed(self, action: Instruction) -> int:
@@ -182,7 +182,7 @@ class Residuals:
         if action.kind != RELOAD:
             return 0
         journey = self._journeys[id(self._flight(action))]
-        return journey.trip.bytes if journey.counted_out else 0  # else it waits for its own copy away
+        return journey.copy.bytes if journey.counted_out else 0  # else it waits for its own copy away
 
     def settle(self) -> None:
         """Enter what copies have done since the last time."""
@@ -190,13 +190,13 @@ class Residuals:
             self._note_host()
         for journey in self._journeys.values():
             assert self._tier is not None
-            size = journey.trip.bytes
-            if not journey.counted_out and self._tier.is_away(journey.trip):
+            size = journey.copy.bytes
+            if not journey.counted_out and self._tier.offload_done(journey.copy):
                 journey.counted_out = True
                 self._count(journey, -size, journey.out)
-                if journey.trip.left is not None:
-                    self._row.recorder.freed(size, journey.trip.left[1])
-                    self._row.recorder.copied("d2h", str(journey.out), *journey.trip.left)
+                if journey.copy.offload_span is not None:
+                    self._row.recorder.freed(size, journey.copy.offload_span[1])
+                    self._row.recorder.copied("d2h", str(journey.out), *journey.copy.offload_span)
             if journey.counted_out and journey.back is not None and not journey.counted_back:
                 journey.counted_back = True
                 self._count(journey, size, journey.back)
@@ -210,5 +210,5 @@ class Residuals:
         self._row.ledger.set_host(self._tier.held_bytes)
         self._row.recorder.host_level(self._tier.held_bytes)
 
-    def _flight(self, action: Action) -> Flight:
+    def _flight(self, action: Action) -> MicrobatchState:
         return self._row.flights[action.stage, action.microbatch]

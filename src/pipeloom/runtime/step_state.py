@@ -10,7 +10,7 @@ from torch import Tensor
 from ..ir.stages import StageGraph
 from ..tracer import StageFunctions, Tensors
 from .messages import Message
-from .offload import Trip
+from .offload import AsyncCopy
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -38,8 +38,8 @@ class Microbatch:
 
 
 @dataclass(eq=False)
-class Flight:
-    """What a stage keeps of one micro-batch between its actions. trip: of residuals that left the device."""
+class MicrobatchState:
+    """What a stage keeps of one micro-batch between its actions. copy: of residuals that left the device."""
 
     inputs: dict[str, Tensor] = field(default_factory=dict)
     outputs: dict[str, Tensor] = field(default_factory=dict)
@@ -47,7 +47,7 @@ class Flight:
     local_bytes: int = 0
     residuals: Tensors = field(default_factory=dict)
     residual_bytes: int = 0
-    trip: Trip | None = None
+    copy: AsyncCopy | None = None
     grads: dict[str, Tensor] = field(default_factory=dict)
     input_grads: dict[str, Tensor] = field(default_factory=dict)
     carried: Tensors = field(default_factory=dict)

@@ -41,7 +41,7 @@ from .offload import Tier
 from .operations import Operations
 from .recorder import Recorder
 from .residuals import Residuals
-from .step_state import Flight, Microbatch as Microbatch, Variant as Variant
+from .step_state import Microbatch as Microbatch, MicrobatchState, Variant as Variant
 from .weights import Weights, clip_factor
 
 Key = tuple[int, int]
@@ -78,7 +78,7 @@ class Worker:
         self.updating = False
         self.losses: dict[int, Tensor] = {}
         self.microbatches: Sequence[Microbatch] = ()
-        self.flights: dict[Key, Flight] = {}
+        self.flights: dict[Key, MicrobatchState] = {}
         self.local_bytes = 0
         self.made_bytes: dict[tuple[int, Kind], int] = {}
         self.messages: dict[tuple[int, Transfer], Message] = {}
@@ -178,8 +178,8 @@ class Worker:
             return stages.between[send.stage, send.peer]
         return stages.gradients(send.peer, send.stage)
 
-    def _flight(self, action: Action | Transfer) -> Flight:
-        return self.flights.setdefault((action.stage, action.microbatch), Flight())
+    def _flight(self, action: Action | Transfer) -> MicrobatchState:
+        return self.flights.setdefault((action.stage, action.microbatch), MicrobatchState())
 
     def _number(self, action: Action | Transfer) -> int:
         stages = self.microbatches[0].variant.stages
@@ -228,7 +228,7 @@ class Worker:
         for target in stages.successors[action.stage]:
             values = stages.between[action.stage, target]
             if self.placement[target] == self.rank:
-                neighbour = self.flights.setdefault((target, action.microbatch), Flight())
+                neighbour = self.flights.setdefault((target, action.microbatch), MicrobatchState())
                 neighbour.inputs.update((v.name, outputs[v.name]) for v in values)
                 neighbour.local_bytes += sum(v.bytes for v in values)
                 self.local_bytes += sum(v.bytes for v in values)
@@ -278,16 +278,16 @@ class Worker:
         self._free_residuals(flight)
         self._release(flight)
 
-    def _skip_backward(self, flight: Flight) -> None:
+    def _skip_backward(self, flight: MicrobatchState) -> None:
         flight.residuals = {}
         self._free_residuals(flight)
         self._release(flight)
 
-    def _free_residuals(self, flight: Flight) -> None:
+    def _free_residuals(self, flight: MicrobatchState) -> None:
         self.ledger.add("residuals", -flight.residual_bytes)
         flight.residual_bytes = 0
 
-    def _release(self, flight: Flight) -> None:
+    def _release(self, flight: MicrobatchState) -> None:
         for message in flight.received:
             self.channel.release(message)
         flight.received = []

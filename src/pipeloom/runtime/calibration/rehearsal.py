@@ -31,14 +31,14 @@ from ..step_state import Microbatch, Variant
 from ..weights import Weights
 from ..worker import Worker
 
-Walk = dict[Action, float]
+ActionTimes = dict[Action, float]
 """Seconds of each of a rank's compute actions and copies."""
 
 COPIES = ("d2h", "h2d")
 """Streams that run beside the actions."""
 
 
-class MadeUp:
+class NullChannel:
     """A `Channel` that answers by itself: what it receives is made up, what it sends is dropped.
 
     examples: values by name, for those that may not be just any numbers, such as indices.
@@ -130,7 +130,7 @@ class Rehearsal:
             ledger=self._ledger,
             recorder=self._recorder,
             watch=watch,
-            channel=MadeUp(rank, len(program.rows), examples, device),
+            channel=NullChannel(rank, len(program.rows), examples, device),
             tier=tier,
         )
         count = program.microbatches * variant.stages.replicas
@@ -138,7 +138,7 @@ class Rehearsal:
             Microbatch(variant=variant, inputs=sample, weight=1 / count, seed=index) for index in range(count)
         ]
 
-    def walk(self) -> Walk:
+    def walk(self) -> ActionTimes:
         """Do all actions of the row once; weights, buffers, optimizer and random numbers stay as they are.
 
         An action takes until the rank goes on to the next one, so what the worker does between them counts.
@@ -169,7 +169,7 @@ class Rehearsal:
         return walk
 
 
-def with_times(cost: StageCost, stage: int, walk: Walk, step_s: float) -> StageCost:
+def with_times(cost: StageCost, stage: int, walk: ActionTimes, step_s: float) -> StageCost:
     """The cost of a stage with mean times; an action that the program lacks takes none.
 
     step_s: seconds of the optimizer for this stage.

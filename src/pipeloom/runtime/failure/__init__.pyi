@@ -3,7 +3,7 @@ from .noticeboard import (
     FINISHED as FINISHED,
     Failure as Failure,
     LocalBoard as LocalBoard,
-    State as State,
+    RankStatus as RankStatus,
     StoreBoard as StoreBoard,
     local_boards as local_boards,
 )

@@ -40,7 +40,7 @@ class Failure:
 
 
 @dataclass(frozen=True, kw_only=True)
-class State:
+class RankStatus:
     """What a rank does, as it last posted it.
 
     doing: the action it is at, such as "2F5".
@@ -81,7 +81,7 @@ class Noticeboard(Protocol):
     def failure(self) -> Failure | None:
         """The first failure as far as it is known here; costs nothing to ask."""
 
-    def start(self, state: Callable[[], State], failed: Callable[[Failure], None]) -> None:
+    def start(self, state: Callable[[], RankStatus], failed: Callable[[Failure], None]) -> None:
         """Post `state()` from now on; call `failed` once when a failure becomes known."""
 
     def announce(self, failure: Failure) -> Failure:
@@ -90,7 +90,7 @@ class Noticeboard(Protocol):
     def await_failure(self, timeout_s: float) -> Failure | None:
         """The failure, as soon as it is known; None if there is none within the time."""
 
-    def states(self) -> list[State | None]:
+    def states(self) -> list[RankStatus | None]:
         """What each rank last posted; None for a rank that has not posted yet."""
 
     def stop(self) -> None:
@@ -103,7 +103,7 @@ class _Shared:
 
     changed: threading.Condition = field(default_factory=threading.Condition)
     failure: Failure | None = None
-    states: dict[int, Callable[[], State]] = field(default_factory=dict)
+    states: dict[int, Callable[[], RankStatus]] = field(default_factory=dict)
     listeners: list[Callable[[Failure], None]] = field(default_factory=list)
 
 
@@ -119,7 +119,7 @@ class LocalBoard:
     def failure(self) -> Failure | None:
         return self._shared.failure
 
-    def start(self, state: Callable[[], State], failed: Callable[[Failure], None]) -> None:
+    def start(self, state: Callable[[], RankStatus], failed: Callable[[Failure], None]) -> None:
         with self._shared.changed:
             self._shared.states[self.rank] = state
             self._shared.listeners.append(failed)
@@ -140,7 +140,7 @@ class LocalBoard:
             self._shared.changed.wait_for(lambda: self._shared.failure is not None, timeout_s)
             return self._shared.failure
 
-    def states(self) -> list[State | None]:
+    def states(self) -> list[RankStatus | None]:
         with self._shared.changed:
             state_of = dict(self._shared.states)
         return [state_of[r]() if r in state_of else None for r in range(self.ranks)]
@@ -188,10 +188,10 @@ class StoreBoard:
         self._next = (0, time.monotonic())
         self._stopped = threading.Event()
         self._lock = threading.Lock()
-        self._state: Callable[[], State] = State
+        self._state: Callable[[], RankStatus] = RankStatus
         self._thread: threading.Thread | None = None
 
-    def start(self, state: Callable[[], State], failed: Callable[[Failure], None]) -> None:
+    def start(self, state: Callable[[], RankStatus], failed: Callable[[Failure], None]) -> None:
         self._state = state
         self._post()
         self._thread = threading.Thread(
@@ -218,7 +218,7 @@ class StoreBoard:
                 self._stopped.wait(0.05)
         return self.failure
 
-    def states(self) -> list[State | None]:
+    def states(self) -> list[RankStatus | None]:
         try:
             self._post()
             return [self._read(rank) for rank in range(self.ranks)]
@@ -273,12 +273,12 @@ class StoreBoard:
             text = msgspec.json.encode(replace(self._state(), beat=self._beat))
             self._store.set(self._key(f"state/{self.rank}"), text.decode())
 
-    def _read(self, rank: int) -> State | None:
+    def _read(self, rank: int) -> RankStatus | None:
         key = self._key(f"state/{rank}")
         with self._lock:
             if not self._store.check([key]):
                 return None
-            return msgspec.json.decode(self._store.get(key), type=State)
+            return msgspec.json.decode(self._store.get(key), type=RankStatus)
 
     def _next_is_lost(self) -> Failure | None:
         peer = (self.rank + 1) % self.ranks

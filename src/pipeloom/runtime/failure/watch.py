@@ -26,7 +26,7 @@ from typing import NoReturn
 from ...ir.errors import CommunicationError, PeerError
 from ..launch import PEER_FAILED
 from .ctrl_c import CtrlC
-from .noticeboard import FINISHED, Failure, Noticeboard, State
+from .noticeboard import FINISHED, Failure, Noticeboard, RankStatus
 from .who_waits import named, who_waits
 
 NOTICE_S = 3.0
@@ -205,12 +205,14 @@ class Watch:
         elif failure.rank != self.rank:
             time.sleep(YIELD_S)
 
-    def _state(self) -> State:
+    def _state(self) -> RankStatus:
         waiting = self._waiting
         if waiting is None:
-            return State(doing=self.status)
+            return RankStatus(doing=self.status)
         seconds = time.monotonic() - waiting.since_s
-        return State(doing=self.status, waits_for=waiting.what, waits_on=waiting.ranks, waiting_s=seconds)
+        return RankStatus(
+            doing=self.status, waits_for=waiting.what, waits_on=waiting.ranks, waiting_s=seconds
+        )
 
     def _failed(self, failure: Failure) -> None:
         """Runs in a side thread, or in the failing rank's thread if all ranks are threads of one process."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .noticeboard import State
+from .noticeboard import RankStatus
 
 
-def who_waits(states: Sequence[State | None]) -> str:
+def who_waits(states: Sequence[RankStatus | None]) -> str:
     """A table of what each rank does and waits for, and the ranks that wait for each other, if any.
 
     >>> waits = State(doing="0B0", waits_for="1SEND_B0>0 from rank 1", waits_on=(1,), waiting_s=2)
@@ -33,7 +33,7 @@ def who_waits(states: Sequence[State | None]) -> str:
     return "\n".join(lines)
 
 
-def _circle(states: Sequence[State | None]) -> list[int]:
+def _circle(states: Sequence[RankStatus | None]) -> list[int]:
     """Ranks of which each waits on the next one, first and last the same; empty if there are none."""
     waits_on = {r: s.waits_on[0] for r, s in enumerate(states) if s is not None and len(s.waits_on) == 1}
     for start in waits_on:

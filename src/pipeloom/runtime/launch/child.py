@@ -33,7 +33,7 @@ same as in multiprocessing."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class RankExit:
     """How a rank ended.
 
     status: exit status.  peer: it ended because another rank failed.  text: what to tell the user.
@@ -44,21 +44,21 @@ class Outcome:
     text: str = ""
 
 
-def run(target: Any, args: tuple[object, ...]) -> Outcome:
+def run(target: Any, args: tuple[object, ...]) -> RankExit:
     """Call the target and put the way it ended into words."""
     try:
         target(*args)
     except PeerError as error:
-        return Outcome(status=PEER_FAILED, peer=True, text=str(error))
+        return RankExit(status=PEER_FAILED, peer=True, text=str(error))
     except SystemExit as error:
         if error.code is None or isinstance(error.code, int):
-            return Outcome(status=error.code or 0)
-        return Outcome(status=1, text=str(error.code))
+            return RankExit(status=error.code or 0)
+        return RankExit(status=1, text=str(error.code))
     except KeyboardInterrupt:
-        return Outcome(status=128 + signal.SIGINT, text="interrupted")
+        return RankExit(status=128 + signal.SIGINT, text="interrupted")
     except BaseException as error:  # whatever it is, the launcher must hear of it
-        return Outcome(status=1, text=_traceback(error))
-    return Outcome(status=0)
+        return RankExit(status=1, text=_traceback(error))
+    return RankExit(status=0)
 
 
 def main(life: int, report: int) -> int:
@@ -74,7 +74,7 @@ def main(life: int, report: int) -> int:
     try:
         target, args = _read_work()
     except Exception as error:  # noqa: B902  importing the user's code can fail in any way
-        outcome = Outcome(status=1, text=_traceback(error))
+        outcome = RankExit(status=1, text=_traceback(error))
     else:
         outcome = run(target, args)
     sys.stdout.flush()

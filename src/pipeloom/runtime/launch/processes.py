@@ -18,7 +18,7 @@ from typing import IO, TextIO, TypeAlias
 
 import msgspec
 
-from .child import PEER_FAILED, Outcome
+from .child import PEER_FAILED, RankExit
 
 GRACE_S = 5.0
 """After a rank failed, the others get so long to end by themselves; with `TERM_S` it stays below 10 s."""
@@ -44,9 +44,9 @@ class _Rank:
     ended: bool = False
 
     @property
-    def outcome(self) -> Outcome | None:
+    def outcome(self) -> RankExit | None:
         """What it said, once it has said all."""
-        return msgspec.json.decode(self.said, type=Outcome) if self.said.endswith(b"\n") else None
+        return msgspec.json.decode(self.said, type=RankExit) if self.said.endswith(b"\n") else None
 
     @property
     def status(self) -> int | None:

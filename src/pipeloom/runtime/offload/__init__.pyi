@@ -1,9 +1,9 @@
 from .cuda_tier import CHUNK as CHUNK, CudaTier as CudaTier
-from .file_allocator import Places as Places
+from .file_allocator import FileAllocator as FileAllocator
 from .file_tier import (
     PAGE as PAGE,
+    FileCopy as FileCopy,
     FileTier as FileTier,
-    FileTrip as FileTrip,
     lies_in_memory as lies_in_memory,
 )
-from .tier import Tier as Tier, Trip as Trip
+from .tier import AsyncCopy as AsyncCopy, Tier as Tier

@@ -2,12 +2,12 @@
 
 Host memory is pinned once, in chunks that any residuals use again: pinning takes far longer than a copy. The
 host issues kernels far ahead of the device. It waits here so as not to ask for more memory than a plan counts
-on: in `leave` until the copy before has given back its own, in `come_back` until the memory of the same
-residuals is free.
+on: in `start_offload` until the copy before has freed its device memory, in `start_reload` until the memory
+of the same residuals is free.
 
 Order on the device: a copy away waits for the computation so far, so also for the copies back that it waited
-for; hence chunks that `arrived` gave back may be written at once. A copy back waits for the computation so
-far, which may still read the memory that is to be filled, and the computation waits for it in `arrived`;
+for; hence chunks that `wait_reload` freed may be written at once. A copy back waits for the computation so
+far, which may still read the memory that is to be filled, and the computation waits for it in `wait_reload`;
 hence that memory needs no `record_stream`, which would keep it, once freed, until all *later* copies on that
 stream have ended. What is copied away does need it: it is freed before its copy has ended.
 """
@@ -25,7 +25,7 @@ from ...ir.cluster import MiB
 from ...ir.errors import OffloadError
 from ...ir.units import format_bytes
 from ...tracer import Tensors
-from .tier import Layout, Trip, bytes_of
+from .tier import AsyncCopy, TensorLayout, bytes_of
 
 ALIGNED = 512
 """Bytes at whose multiples tensors begin on the host."""
@@ -35,24 +35,29 @@ CHUNK = 16 * MiB
 
 
 @dataclass(eq=False)
-class CudaTrip(Trip):
-    """host: its chunks.  away, back: events behind the copies.  landed: what is being copied back.
+class CudaCopy(AsyncCopy):
+    """One micro-batch's residuals on their way to pinned memory and back.
 
-    stayed: what is in the host's memory anyway, as the seeds that attention keeps.
+    host: its chunks.  offloaded, reloaded: events behind the copies.  reloading: what is being copied back.
+    on_host: what is in the host's memory anyway, as the seeds that attention keeps.
     """
 
     host: list[Tensor] = field(default_factory=list)
-    away: torch.cuda.Event | None = None
-    back: torch.cuda.Event | None = None
-    landed: Tensors = field(default_factory=dict)
-    stayed: Tensors = field(default_factory=dict)
+    offloaded: torch.cuda.Event | None = None
+    reloaded: torch.cuda.Event | None = None
+    reloading: Tensors = field(default_factory=dict)
+    on_host: Tensors = field(default_factory=dict)
 
     @property
     def host_bytes(self) -> int:
         return sum(_aligned(layout.bytes) for layout in self.layouts)
 
-    def pieces(self) -> Iterator[tuple[Layout, slice, Tensor]]:
-        """Each tensor in pieces: where its bytes are in it, and their part of a chunk."""
+    def pieces(self) -> Iterator[tuple[TensorLayout, slice, Tensor]]:
+        """Each tensor in pieces: its layout, where the piece is in its bytes, and the part of a chunk for it.
+
+        tensors   |  a  |      b      | c |        laid end to end, each from a multiple of ALIGNED on,
+        chunks    |    0    |    1    |    2    |  so a tensor may go on in the next chunk
+        """
         begin = 0
         for layout in self.layouts:
             done = 0
@@ -65,7 +70,7 @@ class CudaTrip(Trip):
 
 
 class CudaTier:
-    """See `Tier`. Marks of trips are events, as those of `CudaClock` are.
+    """See `Tier`. Marks of copies are events, as those of `CudaClock` are.
 
     pinned_bytes: of host memory, used now or not.
     """
@@ -74,95 +79,98 @@ class CudaTier:
         self.held_bytes = self.peak_bytes = self.pinned_bytes = 0
         self._rank = rank
         self._out, self._in = _stream(), _stream()
-        self._free: list[Tensor] = []
-        self._coming: set[CudaTrip] = set()  # kept from being freed under a copy if the run is given up
-        self._last: CudaTrip | None = None
+        self._idle_chunks: list[Tensor] = []
+        self._reloading: set[CudaCopy] = set()  # kept from being freed under a copy if the run is given up
+        self._last_offload: CudaCopy | None = None
 
-    def leave(self, action: str, residuals: Tensors) -> CudaTrip:
-        stayed = {slot: residuals.pop(slot) for slot in list(residuals) if not _on_device(residuals[slot])}
-        layouts = tuple(Layout.of(slot, tensor) for slot, tensor in residuals.items())
-        trip = CudaTrip(layouts, stayed=stayed)
-        trip.host = self._take(trip.host_bytes, action)
-        if self._last is not None and self._last.away is not None:
-            self._last.away.synchronize()
+    def start_offload(self, action: str, residuals: Tensors) -> CudaCopy:
+        on_host = {slot: residuals.pop(slot) for slot in list(residuals) if not _on_device(residuals[slot])}
+        layouts = tuple(TensorLayout.of(slot, tensor) for slot, tensor in residuals.items())
+        copy = CudaCopy(layouts, on_host=on_host)
+        copy.host = self._allocate(copy.host_bytes, action)
+        if self._last_offload is not None and self._last_offload.offloaded is not None:
+            self._last_offload.offloaded.synchronize()
         self._out.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._out):
             begin = _mark()
-            for layout, span, part in trip.pieces():
+            for layout, span, part in copy.pieces():
                 part.copy_(bytes_of(residuals[layout.slot])[span], non_blocking=True)
             for tensor in residuals.values():
                 tensor.record_stream(self._out)
-            trip.away = _mark()
-        trip.left = (begin, trip.away)
+            copy.offloaded = _mark()
+        copy.offload_span = (begin, copy.offloaded)
         residuals.clear()
-        self._last = trip
-        self.held_bytes += trip.bytes
+        self._last_offload = copy
+        self.held_bytes += copy.bytes
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
-        return trip
+        return copy
 
-    def is_away(self, trip: Trip) -> bool:
-        assert isinstance(trip, CudaTrip)
-        return trip.away is not None and _passed(trip.away)
+    def offload_done(self, copy: AsyncCopy) -> bool:
+        assert isinstance(copy, CudaCopy)
+        return copy.offloaded is not None and _reached(copy.offloaded)
 
-    def finish_leaving(self, trip: Trip, check: Callable[[], None]) -> None:
-        assert isinstance(trip, CudaTrip) and trip.away is not None
-        trip.away.synchronize()
+    def wait_offload(self, copy: AsyncCopy, check: Callable[[], None]) -> None:
+        assert isinstance(copy, CudaCopy) and copy.offloaded is not None
+        copy.offloaded.synchronize()
 
-    def come_back(self, trip: Trip) -> None:
+    def start_reload(self, copy: AsyncCopy) -> None:
         """The memory is taken on the computing stream: it is memory that the computation is done with."""
-        assert isinstance(trip, CudaTrip) and trip.away is not None
-        trip.away.synchronize()
-        for layout in trip.layouts:
-            trip.landed[layout.slot] = torch.empty(layout.bytes, dtype=torch.uint8, device=layout.device)
-        self._coming.add(trip)
+        assert isinstance(copy, CudaCopy) and copy.offloaded is not None
+        copy.offloaded.synchronize()
+        for layout in copy.layouts:
+            copy.reloading[layout.slot] = torch.empty(layout.bytes, dtype=torch.uint8, device=layout.device)
+        self._reloading.add(copy)
         self._in.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._in):
             begin = _mark()
-            for layout, span, part in trip.pieces():
-                trip.landed[layout.slot][span].copy_(part, non_blocking=True)
-            trip.back = _mark()
-        trip.returned = (begin, trip.back)
+            for layout, span, part in copy.pieces():
+                copy.reloading[layout.slot][span].copy_(part, non_blocking=True)
+            copy.reloaded = _mark()
+        copy.reload_span = (begin, copy.reloaded)
 
-    def arrived(self, trip: Trip, check: Callable[[], None]) -> Tensors:
+    def wait_reload(self, copy: AsyncCopy, check: Callable[[], None]) -> Tensors:
         """Only the computing stream waits, not the host."""
-        assert isinstance(trip, CudaTrip)
-        assert trip.back is not None
-        torch.cuda.current_stream().wait_event(trip.back)
-        found = {layout.slot: layout.around(trip.landed[layout.slot]) for layout in trip.layouts}
-        found |= trip.stayed
-        self._give_back(trip)
-        return found
+        assert isinstance(copy, CudaCopy)
+        assert copy.reloaded is not None
+        torch.cuda.current_stream().wait_event(copy.reloaded)
+        residuals = {layout.slot: layout.around(copy.reloading[layout.slot]) for layout in copy.layouts}
+        residuals |= copy.on_host
+        self._free_chunks(copy)
+        return residuals
 
-    def give_up(self, trip: Trip) -> None:
+    def discard(self, copy: AsyncCopy) -> None:
         """Waits for its copies, after which others may write to its chunks."""
-        assert isinstance(trip, CudaTrip)
-        for event in (trip.away, trip.back):
+        assert isinstance(copy, CudaCopy)
+        for event in (copy.offloaded, copy.reloaded):
             if event is not None:
                 event.synchronize()
-        self._give_back(trip)
+        self._free_chunks(copy)
 
-    def _give_back(self, trip: CudaTrip) -> None:
-        trip.landed, trip.stayed = {}, {}
-        self._coming.discard(trip)
-        self.held_bytes -= trip.bytes
-        self._free += trip.host
-        trip.host = []
+    def _free_chunks(self, copy: CudaCopy) -> None:
+        copy.reloading, copy.on_host = {}, {}
+        self._reloading.discard(copy)
+        self.held_bytes -= copy.bytes
+        self._idle_chunks += copy.host
+        copy.host = []
 
     def close(self) -> None:
         """A device that has failed copies nothing any more; whoever waited for it has said so."""
         for stream in (self._out, self._in):
             with suppress(RuntimeError):  # how torch.cuda reports the device's failure, again at every call
                 stream.synchronize()
-        self._last = None
-        self._coming.clear()
-        self._free.clear()
+        self._last_offload = None
+        self._reloading.clear()
+        self._idle_chunks.clear()
 
-    def _take(self, size: int, action: str) -> list[Tensor]:
-        """Chunks for so many bytes: those used before, and new ones."""
+    def _allocate(self, size: int, action: str) -> list[Tensor]:
+        """Pinned chunks for `size` bytes: idle ones, then new ones.
+
+        Raises: OffloadError if the system pins no more.
+        """
         count = -(-size // CHUNK)
         try:
-            while len(self._free) < count:
-                self._free.append(torch.empty(CHUNK, dtype=torch.uint8, pin_memory=True))
+            while len(self._idle_chunks) < count:
+                self._idle_chunks.append(torch.empty(CHUNK, dtype=torch.uint8, pin_memory=True))
                 self.pinned_bytes += CHUNK
         except RuntimeError as error:
             raise OffloadError(
@@ -170,7 +178,7 @@ class CudaTier:
                 f"{format_bytes(self.held_bytes)} of residuals are there",
                 hint="plan with fewer offloaded residuals, or with more host memory",
             ) from None
-        return [self._free.pop() for _ in range(count)]
+        return [self._idle_chunks.pop() for _ in range(count)]
 
 
 def _on_device(tensor: Tensor) -> bool:
@@ -181,7 +189,7 @@ def _stream() -> torch.cuda.Stream:
     return torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
 
-def _passed(event: torch.cuda.Event) -> bool:
+def _reached(event: torch.cuda.Event) -> bool:
     return bool(event.query())  # type: ignore[no-untyped-call]
 
 

@@ -1,4 +1,4 @@
-"""Places in a file, which gets longer only where no free piece is large enough."""
+"""Allocates byte ranges of a file (best fit), which grows only where no free range is large enough."""
 
 from __future__ import annotations
 
@@ -6,25 +6,32 @@ from bisect import bisect_left, insort
 from collections.abc import Callable
 
 
-class Places:
-    """What of a file is taken and what is free. For one thread at a time.
+class FileAllocator:
+    """Which byte ranges of a file are used and which are free. For one thread at a time.
 
-        | taken | free     | taken | free |end        two free pieces never touch
+        | used | free     | used | free |end        two free ranges never touch: they are merged
 
+    end: length of the file in bytes.
     reserve: makes the file longer; called with where it ends and by how much, before anything is changed.
+
+    >>> allocator = FileAllocator(lambda end, size: None)
+    >>> a, b = allocator.allocate(100), allocator.allocate(50)
+    >>> allocator.free(a, 100)
+    >>> a, b, allocator.allocate(40), allocator.end
+    (0, 100, 0, 150)
     """
 
     def __init__(self, reserve: Callable[[int, int], None]) -> None:
         self.end = 0
         self._reserve = reserve
-        self._free: list[tuple[int, int]] = []  # size and begin, sorted
-        self._size: dict[int, int] = {}  # of the free piece that begins there
-        self._begin: dict[int, int] = {}  # of the free piece that ends there
+        self._free: list[tuple[int, int]] = []  # (size, begin), sorted
+        self._size: dict[int, int] = {}  # begin -> size of a free range
+        self._begin: dict[int, int] = {}  # end -> begin of a free range
 
-    def take(self, size: int) -> int:
-        """Where so many bytes may lie: in the smallest free piece that holds them, else at the end.
+    def allocate(self, size: int) -> int:
+        """The offset of `size` bytes: in the smallest free range that holds them, else at the end.
 
-        Raises: what `reserve` does; nothing is taken then.
+        Raises: what `reserve` does; nothing is allocated then.
         """
         if size == 0:
             return self.end
@@ -35,8 +42,8 @@ class Places:
             self._add(begin + size, left)
         return begin
 
-    def give_back(self, begin: int, size: int) -> None:
-        """Free a place that was taken with this size."""
+    def free(self, begin: int, size: int) -> None:
+        """Free a range that was allocated with this size."""
         if size == 0:
             return
         if begin + size in self._size:
@@ -47,7 +54,7 @@ class Places:
         self._add(begin, size)
 
     def _lengthen(self, size: int) -> int:
-        """Where the last piece begins, once the file is so long that the piece has this size."""
+        """Grow the file until its last free range has this size; returns where that begins."""
         begin = self._begin.get(self.end, self.end)
         lacking = begin + size - self.end
         self._reserve(self.end, lacking)
@@ -63,7 +70,7 @@ class Places:
         self._begin[begin + size] = begin
 
     def _drop(self, begin: int) -> int:
-        """No longer free. Returns the size of the piece."""
+        """A range is no longer free; returns its size."""
         size = self._size.pop(begin)
         del self._begin[begin + size]
         del self._free[bisect_left(self._free, (size, begin))]

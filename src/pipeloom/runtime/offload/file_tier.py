@@ -27,36 +27,40 @@ from torch import Tensor
 from ...ir.errors import ConfigError, OffloadError
 from ...ir.units import format_bytes
 from ...tracer import Tensors
-from .file_allocator import Places
-from .tier import Layout, Trip, bytes_of
+from .file_allocator import FileAllocator
+from .tier import AsyncCopy, TensorLayout, bytes_of
 
 PAGE = 4096
-NOTICE_S = 0.2
-"""How often a wait looks whether another rank has failed."""
+CHECK_INTERVAL_S = 0.2
+"""How often a wait for a copy looks whether another rank has failed."""
 
 
 @dataclass(eq=False)
-class FileTrip(Trip):
-    """place: offset in the file.  raw: the bytes to write, later those read.  error: why a copy failed.
+class FileCopy(AsyncCopy):
+    """One micro-batch's residuals on their way to the file and back; shared by the caller and both threads.
 
-    asked, unwanted: whether it is to come back, and whether only its place is.
+    action: the OFFLOAD, for messages.  file_offset: where they begin in the file, in bytes.
+    raw: one uint8 tensor per layout: the bytes to write, later the bytes read.
+    offloaded, reloaded: set when the copy there, and the one back, has ended or failed.
+    error: why a copy failed.
+    requested: whether the copy back was asked for.  discarded: whether only its bytes of the file are.
     """
 
     action: str = ""
-    place: int = 0
+    file_offset: int = 0
     raw: list[Tensor] = field(default_factory=list)
-    away: threading.Event = field(default_factory=threading.Event)
-    back: threading.Event = field(default_factory=threading.Event)
+    offloaded: threading.Event = field(default_factory=threading.Event)
+    reloaded: threading.Event = field(default_factory=threading.Event)
     error: Exception | None = None
-    asked: bool = False
-    unwanted: bool = False
+    requested: bool = False
+    discarded: bool = False
 
-    def spans(self) -> Iterator[tuple[Layout, int]]:
+    def spans(self) -> Iterator[tuple[TensorLayout, int]]:
         """Each tensor and its offset in the file."""
-        at = self.place
+        at = self.file_offset
         for layout in self.layouts:
             yield layout, at
-            at += _whole_pages(layout.bytes)
+            at += _page_aligned(layout.bytes)
 
 
 class FileTier:
@@ -76,55 +80,58 @@ class FileTier:
             raise ConfigError(
                 f"rank {rank} cannot offload to {directory}: {error.strerror or error}", hint=_ELSEWHERE
             ) from None
-        self._places = Places(self._reserve)
+        self._allocator = FileAllocator(self._reserve)
         self._closed = False
         self._lock = threading.Lock()
-        self._out: SimpleQueue[FileTrip | None] = SimpleQueue()
-        self._in: SimpleQueue[FileTrip | None] = SimpleQueue()
+        # One queue and one thread per direction, so that a copy back overtakes the copies there behind it.
+        self._out: SimpleQueue[FileCopy | None] = SimpleQueue()
+        self._in: SimpleQueue[FileCopy | None] = SimpleQueue()
         work = ((self._out, self._write), (self._in, self._read))
         self._threads = [threading.Thread(target=self._serve, args=pair, daemon=True) for pair in work]
         for thread in self._threads:
             thread.start()
 
-    def leave(self, action: str, residuals: Tensors) -> FileTrip:
-        layouts = tuple(Layout.of(slot, tensor) for slot, tensor in residuals.items())
-        trip = FileTrip(layouts, action=action, raw=[bytes_of(tensor) for tensor in residuals.values()])
-        trip.place = self._take(_room(trip), action)
+    def start_offload(self, action: str, residuals: Tensors) -> FileCopy:
+        layouts = tuple(TensorLayout.of(slot, tensor) for slot, tensor in residuals.items())
+        copy = FileCopy(layouts, action=action, raw=[bytes_of(tensor) for tensor in residuals.values()])
+        copy.file_offset = self._allocate(_file_bytes(copy), action)
         residuals.clear()
-        self._hold(trip.bytes)
-        self._out.put(trip)
-        return trip
+        self._change_held(copy.bytes)
+        self._out.put(copy)
+        return copy
 
-    def is_away(self, trip: Trip) -> bool:
-        assert isinstance(trip, FileTrip)
-        self._require(trip)
-        return trip.away.is_set()
+    def offload_done(self, copy: AsyncCopy) -> bool:
+        assert isinstance(copy, FileCopy)
+        self._raise_error(copy)
+        return copy.offloaded.is_set()
 
-    def finish_leaving(self, trip: Trip, check: Callable[[], None]) -> None:
-        assert isinstance(trip, FileTrip)
-        while not trip.away.wait(NOTICE_S):
+    def wait_offload(self, copy: AsyncCopy, check: Callable[[], None]) -> None:
+        assert isinstance(copy, FileCopy)
+        while not copy.offloaded.wait(CHECK_INTERVAL_S):
             check()
-        self._require(trip)
+        self._raise_error(copy)
 
-    def come_back(self, trip: Trip) -> None:
-        assert isinstance(trip, FileTrip)
-        trip.asked = True
-        self._in.put(trip)
+    def start_reload(self, copy: AsyncCopy) -> None:
+        assert isinstance(copy, FileCopy)
+        copy.requested = True
+        self._in.put(copy)
 
-    def give_up(self, trip: Trip) -> None:
-        assert isinstance(trip, FileTrip)
-        trip.unwanted = True
-        if not trip.asked:
-            self.come_back(trip)
+    def discard(self, copy: AsyncCopy) -> None:
+        assert isinstance(copy, FileCopy)
+        copy.discarded = True
+        if not copy.requested:
+            self.start_reload(copy)
 
-    def arrived(self, trip: Trip, check: Callable[[], None]) -> Tensors:
-        assert isinstance(trip, FileTrip)
-        while not trip.back.wait(NOTICE_S):
+    def wait_reload(self, copy: AsyncCopy, check: Callable[[], None]) -> Tensors:
+        assert isinstance(copy, FileCopy)
+        while not copy.reloaded.wait(CHECK_INTERVAL_S):
             check()
-        self._require(trip)
-        found = {layout.slot: layout.around(raw) for layout, raw in zip(trip.layouts, trip.raw, strict=True)}
-        trip.raw.clear()
-        return found
+        self._raise_error(copy)
+        residuals = {
+            layout.slot: layout.around(raw) for layout, raw in zip(copy.layouts, copy.raw, strict=True)
+        }
+        copy.raw.clear()
+        return residuals
 
     def close(self) -> None:
         if self._closed:
@@ -143,11 +150,11 @@ class FileTier:
                 stacklevel=3,
             )
 
-    def _take(self, size: int, action: str) -> int:
-        """A place in the file."""
+    def _allocate(self, size: int, action: str) -> int:
+        """The offset of `size` bytes of the file that nothing else uses."""
         try:
             with self._lock:
-                return self._places.take(size)
+                return self._allocator.allocate(size)
         except OSError as error:
             raise self._failed(action, f"write {format_bytes(size)}", error) from None
 
@@ -155,80 +162,80 @@ class FileTier:
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(self._file.fileno(), end, size)
 
-    def _serve(self, queue: SimpleQueue[FileTrip | None], work: Callable[[FileTrip], None]) -> None:
-        while (trip := queue.get()) is not None:
+    def _serve(self, queue: SimpleQueue[FileCopy | None], work: Callable[[FileCopy], None]) -> None:
+        while (copy := queue.get()) is not None:
             if self._closed:
-                trip.error = OffloadError(f"{trip.action} was given up", hint="the run had ended")
+                copy.error = OffloadError(f"{copy.action} was given up", hint="the run had ended")
             try:
-                work(trip)
+                work(copy)
             except Exception as error:  # whatever it is: who waits for the copy is to raise it
-                trip.error = error
-            if trip.error is not None:
-                trip.raw.clear()
-                trip.back.set()
-            trip.away.set()
-            del trip  # or the queue's wait for the next one would keep its tensors
+                copy.error = error
+            if copy.error is not None:
+                copy.raw.clear()
+                copy.reloaded.set()
+            copy.offloaded.set()
+            del copy  # or the queue's wait for the next one would keep its tensors
 
-    def _write(self, trip: FileTrip) -> None:
-        if trip.error is not None:
+    def _write(self, copy: FileCopy) -> None:
+        if copy.error is not None:
             return
         begin = time.perf_counter()
-        for (_, place), raw in zip(trip.spans(), trip.raw, strict=True):
+        for (_, place), raw in zip(copy.spans(), copy.raw, strict=True):
             _copy(os.pwrite, self._file.fileno(), raw, place)
-        trip.raw.clear()
-        self._forget_pages(trip)
-        trip.left = (begin, time.perf_counter())
+        copy.raw.clear()
+        self._forget_pages(copy)
+        copy.offload_span = (begin, time.perf_counter())
 
-    def _read(self, trip: FileTrip) -> None:
-        """Read what is wanted, and give its place back however that ends."""
-        trip.away.wait()
+    def _read(self, copy: FileCopy) -> None:
+        """Read what is wanted, and free its bytes of the file however that ends."""
+        copy.offloaded.wait()
         try:
-            if trip.error is None and not trip.unwanted:
-                self._fetch(trip)
+            if copy.error is None and not copy.discarded:
+                self._read_back(copy)
         finally:
-            self._hold(-trip.bytes)
+            self._change_held(-copy.bytes)
             with self._lock:
-                self._places.give_back(trip.place, _room(trip))
-        trip.back.set()
+                self._allocator.free(copy.file_offset, _file_bytes(copy))
+        copy.reloaded.set()
 
-    def _fetch(self, trip: FileTrip) -> None:
+    def _read_back(self, copy: FileCopy) -> None:
         begin = time.perf_counter()
-        for layout, place in trip.spans():
-            trip.raw.append(torch.empty(layout.bytes, dtype=torch.uint8))
-            done = _copy(_read_into, self._file.fileno(), trip.raw[-1], place)
+        for layout, place in copy.spans():
+            copy.raw.append(torch.empty(layout.bytes, dtype=torch.uint8))
+            done = _copy(_read_into, self._file.fileno(), copy.raw[-1], place)
             if done < layout.bytes:
                 raise OffloadError(
-                    f"rank {self._rank} offloaded {format_bytes(layout.bytes)} at {trip.action}, but of "
+                    f"rank {self._rank} offloaded {format_bytes(layout.bytes)} at {copy.action}, but of "
                     f"{layout.slot.name} only {format_bytes(done)} are left in {self._directory}",
                     hint=f"something cut the file short: resume from the last checkpoint, and {_ELSEWHERE}",
                 )
-        self._forget_pages(trip)
-        trip.returned = (begin, time.perf_counter())
+        self._forget_pages(copy)
+        copy.reload_span = (begin, time.perf_counter())
 
-    def _hold(self, change: int) -> None:
-        """Both the caller's thread and the one that reads change it."""
+    def _change_held(self, change: int) -> None:
+        """Both the caller's thread and the one that reads change `held_bytes`."""
         with self._lock:
             self.held_bytes += change
             self.peak_bytes = max(self.peak_bytes, self.held_bytes)
 
-    def _forget_pages(self, trip: FileTrip) -> None:
+    def _forget_pages(self, copy: FileCopy) -> None:
         """Tell the system that it need not cache them: it would hold what was to leave its memory."""
         if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self._file.fileno(), trip.place, _room(trip), os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(self._file.fileno(), copy.file_offset, _file_bytes(copy), os.POSIX_FADV_DONTNEED)
 
-    def _require(self, trip: FileTrip) -> None:
-        if isinstance(trip.error, OSError):
-            raise self._failed(trip.action, f"move {format_bytes(trip.bytes)}", trip.error) from None
-        if isinstance(trip.error, RuntimeError | MemoryError):  # as PyTorch and Python say it
-            what = "write" if trip.left is None else "bring back"
+    def _raise_error(self, copy: FileCopy) -> None:
+        if isinstance(copy.error, OSError):
+            raise self._failed(copy.action, f"move {format_bytes(copy.bytes)}", copy.error) from None
+        if isinstance(copy.error, RuntimeError | MemoryError):  # as PyTorch and Python say it
+            what = "write" if copy.offload_span is None else "bring back"
             raise OffloadError(
-                f"rank {self._rank} cannot {what} {format_bytes(trip.bytes)} offloaded at {trip.action}: "
-                f"{str(trip.error) or 'out of memory'}",
+                f"rank {self._rank} cannot {what} {format_bytes(copy.bytes)} offloaded at {copy.action}: "
+                f"{str(copy.error) or 'out of memory'}",
                 hint="leave this machine more memory: end other programs, start fewer ranks on it, or plan "
                 f"with smaller micro-batches or a lower cap; {_RESUME}",
             ) from None
-        if trip.error is not None:
-            raise trip.error
+        if copy.error is not None:
+            raise copy.error
 
     def _failed(self, action: str, what: str, error: OSError) -> OffloadError:
         left = shutil.disk_usage(self._directory).free if self._directory.is_dir() else 0
@@ -263,12 +270,12 @@ def lies_in_memory(directory: Path, mounts: Path = Path("/proc/mounts")) -> bool
     return False
 
 
-def _whole_pages(size: int) -> int:
+def _page_aligned(size: int) -> int:
     return -(-size // PAGE) * PAGE
 
 
-def _room(trip: Trip) -> int:
-    return sum(_whole_pages(layout.bytes) for layout in trip.layouts)
+def _file_bytes(copy: AsyncCopy) -> int:
+    return sum(_page_aligned(layout.bytes) for layout in copy.layouts)
 
 
 def _copy(move: Callable[[int, memoryview, int], int], file: int, raw: Tensor, place: int) -> int:

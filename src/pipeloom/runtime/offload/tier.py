@@ -1,9 +1,11 @@
 """Tiers: where residuals go while their micro-batch waits for its backward.
 
-A `Trip` is one micro-batch's residuals on their way there and back. It begins in front of the caller's eyes
-and goes on beside the computation:
+An `AsyncCopy` is one micro-batch's residuals on their way there and back. Its copies run beside the
+computation:
 
-    leave -> is away -> come back -> arrived
+    OFFLOAD                                   RELOAD                     backward
+    start_offload ── offload_done? ──────────▶ start_reload ───────────▶ wait_reload ─▶ residuals
+                     wait_offload (cap)                discard: a step that was broken off
 """
 
 from __future__ import annotations
@@ -19,8 +21,11 @@ from ...tracer import Slot, Tensors
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
-    """How a tensor lies in its storage, to be built again around the same bytes."""
+class TensorLayout:
+    """How a tensor lies in its storage, to be built again around the same bytes.
+
+    offset, stride: in elements.  bytes: of the whole storage.
+    """
 
     slot: Slot
     dtype: torch.dtype
@@ -31,8 +36,8 @@ class Layout:
     bytes: int
 
     @staticmethod
-    def of(slot: Slot, tensor: Tensor) -> Layout:
-        return Layout(
+    def of(slot: Slot, tensor: Tensor) -> TensorLayout:
+        return TensorLayout(
             slot=slot,
             dtype=tensor.dtype,
             device=tensor.device,
@@ -43,36 +48,37 @@ class Layout:
         )
 
     def around(self, raw: Tensor) -> Tensor:
-        """The tensor whose storage is that of `raw`."""
+        """The tensor whose storage is that of `raw` (uint8, `bytes` long)."""
         whole = torch.empty(0, dtype=self.dtype, device=raw.device)
         return whole.set_(raw.untyped_storage(), self.offset, self.size, self.stride)
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """The whole storage of a tensor as bytes."""
+    """The whole storage of a tensor as flat uint8, without a copy."""
     raw = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return raw.set_(tensor.untyped_storage())
 
 
 @dataclass(eq=False)
-class Trip:
-    """One micro-batch's residuals under way. bytes: of their storages.
+class AsyncCopy:
+    """One micro-batch's residuals under way to a tier and back.
 
-    left, returned: marks of the recorder's clock, start and end of the copy to the tier and of that back;
-    known once it has ended.
+    offload_span, reload_span: marks of the recorder's clock, start and end of the copy to the tier and of
+    the copy back; each is known once that copy has ended.
     """
 
-    layouts: tuple[Layout, ...]
-    left: tuple[object, object] | None = None
-    returned: tuple[object, object] | None = None
+    layouts: tuple[TensorLayout, ...]
+    offload_span: tuple[object, object] | None = None
+    reload_span: tuple[object, object] | None = None
 
     @property
     def bytes(self) -> int:
+        """Of the tensors' storages."""
         return sum(layout.bytes for layout in self.layouts)
 
 
 class Tier(Protocol):
-    """A place for residuals. Copies to it follow each other in order, and so do copies from it.
+    """Memory for residuals beside the device's. Copies to it follow each other, and so do copies back.
 
     held_bytes, peak_bytes: there now, and at most; from the start of the copy to the end of the copy back.
     """
@@ -80,37 +86,40 @@ class Tier(Protocol):
     held_bytes: int
     peak_bytes: int
 
-    def leave(self, action: str, residuals: Tensors) -> Trip:
+    def start_offload(self, action: str, residuals: Tensors) -> AsyncCopy:
         """Begin to copy residuals, and take them: `residuals` is emptied, and they are free once copied.
 
-        action: for messages.
+        action: the OFFLOAD, for messages.
         Raises: OffloadError if there is no room for them.
         """
         ...
 
-    def is_away(self, trip: Trip) -> bool:
-        """Whether the device is rid of them. Raises: OffloadError if the copy failed."""
-        ...
+    def offload_done(self, copy: AsyncCopy) -> bool:
+        """Whether they have left the device; never blocks.
 
-    def finish_leaving(self, trip: Trip, check: Callable[[], None]) -> None:
-        """Wait until they are away; `check` is called now and then and may raise. Raises as `is_away`."""
-        ...
-
-    def come_back(self, trip: Trip) -> None:
-        """Begin to copy back, once they are away."""
-        ...
-
-    def arrived(self, trip: Trip, check: Callable[[], None]) -> Tensors:
-        """Wait until they are back; `check` is called now and then and may raise.
-
-        Raises: OffloadError if they could not be read.
+        Raises: OffloadError if the copy failed.
         """
         ...
 
-    def give_up(self, trip: Trip) -> None:
-        """Nobody will take what comes back, if it was asked for: its place is free again, sooner or later."""
+    def wait_offload(self, copy: AsyncCopy, check: Callable[[], None]) -> None:
+        """Wait until `offload_done`, and raise as it does; `check` is called now and then and may raise."""
+        ...
+
+    def start_reload(self, copy: AsyncCopy) -> None:
+        """Begin to copy back, behind the copy there."""
+        ...
+
+    def wait_reload(self, copy: AsyncCopy, check: Callable[[], None]) -> Tensors:
+        """Wait until they are back; `check` is called now and then and may raise.
+
+        Raises: OffloadError if they could not be written or read.
+        """
+        ...
+
+    def discard(self, copy: AsyncCopy) -> None:
+        """Nobody will take what comes back, if it was asked for: its memory is freed, sooner or later."""
         ...
 
     def close(self) -> None:
-        """Give everything back."""
+        """End all copies and free everything. Called once or more."""
         ...

@@ -4,4 +4,4 @@ from .local_channel import (
     LocalTransport as LocalTransport,
     local_channels as local_channels,
 )
-from .nccl import Lookout as Lookout, NcclTransport as NcclTransport
+from .nccl import NcclTransport as NcclTransport, StreamWatchdog as StreamWatchdog

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..channel import SMALL_BYTES, Broken, Handle
+from ..channel import SMALL_BYTES, FailedTransfer, PendingTransfer
 
 MESSAGE_TAGS = 1 << 20
 FIRST_TAG = 1 << 30
@@ -49,11 +49,11 @@ class GlooTransport:
         # to do so, it would free Python objects, and that crashes while the interpreter shuts down.
         self._last_collective: dist.Work | None = None
 
-    def send(self, buffer: Tensor, target: int, index: int | None) -> Handle:
+    def send(self, buffer: Tensor, target: int, index: int | None) -> PendingTransfer:
         try:
             work = dist.isend(buffer, group=self._group, group_dst=target, tag=_tag(index))
         except RuntimeError as error:
-            return Broken(_first_line(error))
+            return FailedTransfer(_first_line(error))
         assert work is not None, "this rank is a member of the group"
         if buffer.numel() <= SMALL_BYTES or index is None:
             return WorkHandle(work)
@@ -62,15 +62,15 @@ class GlooTransport:
             line = self._lines[target] = _SendLine(f"pipeloom-send-{self.rank}-{target}")
         return line.put(work)
 
-    def receive(self, buffer: Tensor, source: int, index: int | None) -> Handle:
+    def receive(self, buffer: Tensor, source: int, index: int | None) -> PendingTransfer:
         try:
             work = dist.irecv(buffer, group=self._group, group_src=source, tag=_tag(index))
         except RuntimeError as error:
-            return Broken(_first_line(error))
+            return FailedTransfer(_first_line(error))
         assert work is not None, "this rank is a member of the group"
         return WorkHandle(work)
 
-    def all_reduce(self, tensor: Tensor) -> Handle:
+    def all_reduce(self, tensor: Tensor) -> PendingTransfer:
         work = dist.all_reduce(tensor, group=self._group, async_op=True)
         assert work is not None, "this rank is a member of the group"
         self._last_collective = work
@@ -144,7 +144,7 @@ class _SendLine:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def put(self, work: dist.Work) -> Handle:
+    def put(self, work: dist.Work) -> PendingTransfer:
         self._queue.put(work)
         self._posted += 1
         return _LargeSend(self, self._posted)

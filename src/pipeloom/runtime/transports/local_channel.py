@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from ..channel import Handle, PostedChannel
+from ..channel import PendingTransfer, PostedChannel
 from ..failure import LocalBoard, Watch, local_boards
 
 
@@ -147,20 +147,20 @@ class LocalTransport:
         self._apart: dict[tuple[int, int], int] = {}
         self._round = 0
 
-    def send(self, buffer: Tensor, target: int, index: int | None) -> Handle:
+    def send(self, buffer: Tensor, target: int, index: int | None) -> PendingTransfer:
         return self._post(self.rank, target, index, source=buffer)
 
-    def receive(self, buffer: Tensor, source: int, index: int | None) -> Handle:
+    def receive(self, buffer: Tensor, source: int, index: int | None) -> PendingTransfer:
         return self._post(source, self.rank, index, target=buffer)
 
-    def all_reduce(self, tensor: Tensor) -> Handle:
+    def all_reduce(self, tensor: Tensor) -> PendingTransfer:
         return _Sum(self, tensor, self._bring(tensor.detach().clone()))
 
     def all_gather_object(self, value: Any, timeout_s: float) -> list[Any]:
         return self.take(self._bring(value), timeout_s)
 
     def take(self, number: int, timeout_s: float) -> list[Any]:
-        """What all ranks brought to a collective, in rank order. Raises: as `Handle.wait`."""
+        """What all ranks brought to a collective, in rank order. Raises: as `PendingTransfer.wait`."""
         this = self._meeting.rounds[number]
         self._meeting.wait_for(lambda: len(this.brought) == self.ranks, timeout_s)
         with self._meeting.changed:
@@ -193,7 +193,7 @@ class LocalTransport:
         *,
         source: Tensor | None = None,
         target: Tensor | None = None,
-    ) -> Handle:
+    ) -> PendingTransfer:
         place = self._place(sender, receiver, index)
         with self._meeting.changed:
             transfer = self._meeting.transfers.setdefault(place, _Transfer(self._meeting))

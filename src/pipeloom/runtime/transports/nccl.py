@@ -26,12 +26,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...ir.errors import ConfigError
-from ..channel import Broken, Handle
+from ..channel import FailedTransfer, PendingTransfer
 from ..failure import Watch
 from .gloo import GlooTransport
 
 
-class Work(Protocol):
+class StreamWork(Protocol):
     """What is used of a torch.distributed operation."""
 
     def is_completed(self) -> bool: ...
@@ -39,12 +39,12 @@ class Work(Protocol):
 
 @dataclass
 class _Awaited:
-    work: Work
+    work: StreamWork
     what: str
     since_s: float
 
 
-class Lookout:
+class StreamWatchdog:
     """Notices transfers that a device's stream waits for longer than the limit; fails this rank then.
 
     The main thread may be anywhere at that time, so the error is printed here.
@@ -58,7 +58,7 @@ class Lookout:
         self._thread = threading.Thread(target=self._run, name="pipeloom-lookout", daemon=True)
         self._thread.start()
 
-    def add(self, work: Work, what: str) -> None:
+    def add(self, work: StreamWork, what: str) -> None:
         """Look after a transfer from now on."""
         self._awaited.append(_Awaited(work, what, time.monotonic()))
 
@@ -113,27 +113,27 @@ class NcclTransport:
         self._connect(
             sorted(pairs) if pairs is not None else list(permutations(range(self.ranks), 2)), device
         )
-        self._lookout = Lookout(watch, timeout_s)
+        self._lookout = StreamWatchdog(watch, timeout_s)
 
-    def send(self, buffer: Tensor, target: int, index: int | None) -> Handle:
+    def send(self, buffer: Tensor, target: int, index: int | None) -> PendingTransfer:
         group = self._lane(self.rank, target, index)
         try:
             work = dist.isend(buffer, group=group, group_dst=target)
         except RuntimeError as error:
-            return Broken(str(error).splitlines()[0])
+            return FailedTransfer(str(error).splitlines()[0])
         assert work is not None, "this rank is a member of the group"
         return _Enqueued(self._lookout, work, f"rank {target} to receive message {index}")
 
-    def receive(self, buffer: Tensor, source: int, index: int | None) -> Handle:
+    def receive(self, buffer: Tensor, source: int, index: int | None) -> PendingTransfer:
         group = self._lane(source, self.rank, index)
         try:
             work = dist.irecv(buffer, group=group, group_src=source)
         except RuntimeError as error:
-            return Broken(str(error).splitlines()[0])
+            return FailedTransfer(str(error).splitlines()[0])
         assert work is not None, "this rank is a member of the group"
         return _Enqueued(self._lookout, work, f"message {index} from rank {source}")
 
-    def all_reduce(self, tensor: Tensor) -> Handle:
+    def all_reduce(self, tensor: Tensor) -> PendingTransfer:
         work = dist.all_reduce(tensor, group=self._group, async_op=True)
         assert work is not None, "this rank is a member of the group"
         return _Enqueued(self._lookout, work, "a sum over all ranks")
@@ -176,7 +176,7 @@ class NcclTransport:
 class _Enqueued:
     """A transfer on a communicator's stream."""
 
-    def __init__(self, lookout: Lookout, work: dist.Work, what: str) -> None:
+    def __init__(self, lookout: StreamWatchdog, work: dist.Work, what: str) -> None:
         self._lookout = lookout
         self._work = work
         self._what = what

@@ -13,20 +13,24 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from ..ir.action import RECOMPUTE, B, F, I, Kind, W
-from ..ir.costs import StageCost
-from ..ir.graph import Value
-from ..ir.schedule import Program
-from ..ir.stages import StageGraph
-from ..ir.timeline import Timeline
-from ..tracer import Sink, StageFunctions, Tensors, zeros
-from .channel import PostedChannel
-from .failure import Watch
-from .ledger import Ledger
-from .recorder import HostClock, Recorder
-from .step_state import Microbatch, Variant
-from .weights import Weights
-from .worker import Worker
+from pipeloom.ir.action import RECOMPUTE, B, F, I, Kind, W
+from pipeloom.ir.costs import StageCost
+from pipeloom.ir.graph import Value
+from pipeloom.ir.schedule import Program
+from pipeloom.ir.stages import StageGraph
+from pipeloom.ir.timeline import Timeline
+from pipeloom.runtime import (
+    HostClock,
+    Ledger,
+    Microbatch,
+    PostedChannel,
+    Recorder,
+    Variant,
+    Watch,
+    Weights,
+    Worker,
+)
+from pipeloom.tracer import Sink, StageFunctions, Tensors, zeros
 
 _LOSS = "loss"
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import given, strategies as st
 
-from pipeloom.runtime.offload import Places
+from pipeloom.runtime.offload import FileAllocator
 
 SIZES = st.integers(0, 12)
 MOVES = st.lists(st.tuples(st.booleans(), SIZES), max_size=60)
@@ -21,7 +21,7 @@ class File:
     def __init__(self, limit: int = 1 << 20) -> None:
         self.length, self.limit = 0, limit
         self.taken: list[tuple[int, int]] = []
-        self.places = Places(self.lengthen)
+        self.allocator = FileAllocator(self.lengthen)
 
     def lengthen(self, end: int, size: int) -> None:
         assert end == self.length and size > 0
@@ -31,7 +31,7 @@ class File:
 
     def take(self, size: int) -> None:
         gaps, before = list(self.gaps()), self.length
-        begin = self.places.take(size)
+        begin = self.allocator.allocate(size)
         if size and self.length > before:
             assert all(length < size for _, length in gaps), "there was room"
             last = next((length for at, length in gaps if at + length == before), 0)
@@ -42,7 +42,7 @@ class File:
 
     def give_back(self, which: int) -> None:
         if self.taken:
-            self.places.give_back(*self.taken.pop(which % len(self.taken)))
+            self.allocator.free(*self.taken.pop(which % len(self.taken)))
 
     def gaps(self) -> Iterator[tuple[int, int]]:
         at = 0
@@ -53,8 +53,8 @@ class File:
             at = begin + size
 
     def assert_right(self) -> None:
-        assert self.places.end == self.length
-        assert sorted((begin, size) for size, begin in self.places._free) == list(self.gaps())
+        assert self.allocator.end == self.length
+        assert sorted((begin, size) for size, begin in self.allocator._free) == list(self.gaps())
 
 
 @given(MOVES)

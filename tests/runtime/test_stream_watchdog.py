@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from pipeloom.runtime.failure import Watch, local_boards
-from pipeloom.runtime.transports import Lookout
+from pipeloom.runtime.transports import StreamWatchdog
 
 
 class Transfer:
@@ -22,7 +22,7 @@ def test_a_transfer_that_does_not_end_fails_the_rank(capfd: pytest.CaptureFixtur
     known = threading.Event()
     watch.on_failure(known.set)
     watch.__enter__()
-    lookout = Lookout(watch, timeout_s=0.1)
+    lookout = StreamWatchdog(watch, timeout_s=0.1)
     lookout.add(Transfer(ends=True), "message 6 from rank 1")
     lookout.add(Transfer(ends=False), "message 7 from rank 1")
     assert known.wait(300)
@@ -35,7 +35,7 @@ def test_a_transfer_that_does_not_end_fails_the_rank(capfd: pytest.CaptureFixtur
 
 def test_a_transfer_that_ends_is_forgotten() -> None:
     board, _ = local_boards(2)
-    lookout = Lookout(Watch(board), timeout_s=0.1)
+    lookout = StreamWatchdog(Watch(board), timeout_s=0.1)
     lookout.add(Transfer(ends=True), "message 6 from rank 1")
     assert board.await_failure(0.6) is None
     lookout.close()
