@@ -65,7 +65,7 @@ def case(
     name: str, ranks: int, microbatches: int, seconds: float, link: Link
 ) -> tuple[Program, StageGraph, tuple[StageCost, ...]]:
     """A schedule built for these times. seconds: of one micro-batch on all stages of a rank, on average."""
-    shape, placement = schedules.usual(name, ranks)
+    shape, placement = schedules.default_placement(name, ranks)
     count = len(placement) // shape.replicas
     one = dag(count, [(s, s + 1) for s in range(count - 1)], value_bytes=MESSAGE_BYTES)
     stages = replicate(one, shape.replicas)

@@ -152,7 +152,7 @@ def measure(
     name: str, p: int, m: int, times: tuple[float, float, float], seconds: float
 ) -> dict[str, object]:
     """One line of the result."""
-    stages, placement = schedules.usual(name, p)
+    stages, placement = schedules.default_placement(name, p)
     f, i, w = times
     costs = equal_costs(len(placement), forward_s=f, input_grad_s=i, weight_grad_s=w)
     s = Shape(stages=stages, placement=placement, microbatches=m, costs=costs, transfer_s=lambda a, b: 0.0)

@@ -126,7 +126,7 @@ def measure(
 
 def shape_of(name: str, ranks: int, microbatches: int, args: argparse.Namespace) -> dict[str, Any]:
     """The stages of our schedule `name`, with the times of a rank shared evenly by its stages."""
-    stages, placement = schedules.usual(name, ranks)
+    stages, placement = schedules.default_placement(name, ranks)
     parts = len(placement) / ranks
     f, i, w = (t / parts for t in args.times)
     size = round(UNIT / parts)

@@ -47,7 +47,7 @@ def graph_of(job: Job) -> OpGraph:
 @pytest.mark.parametrize("name", SEVERAL)
 def test_the_planner_cuts_for_the_placement(gpt: Job, name: str) -> None:
     found = planned(gpt, name)
-    stages, placement = schedules.usual(name, 2)
+    stages, placement = schedules.default_placement(name, 2)
     assert found.placement == placement and found.schedule == name
     assert len(found.stages) == stages_for(name, 2) == len(stages.stages) // stages.replicas
     graph, cluster = graph_of(gpt), cpu_cluster(2)
@@ -106,7 +106,7 @@ def test_steps_are_predicted_and_measured(gpt: Job, name: str) -> None:
 def test_a_file_of_actions_is_a_schedule(gpt: Job, tmp_path: Path) -> None:
     """As torch writes one: two stages on each of two ranks, with transfers."""
     file = tmp_path / "theirs.csv"
-    stages, placement = schedules.usual("looped_bfs", 2)
+    stages, placement = schedules.default_placement("looped_bfs", 2)
     file.write_text(program_text(lower(schedules.build("looped_bfs", stages, placement, 4), stages)))
     plan = planned(gpt, str(file))
     assert plan.placement == (0, 1, 0, 1)

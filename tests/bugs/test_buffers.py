@@ -94,6 +94,6 @@ def test_micro_batches_in_another_order_are_refused_where_a_forward_updates_buff
 
 @pytest.mark.parametrize("name", schedules.names())
 def test_all_schedules_of_the_library_run_forwards_in_order(name: str) -> None:
-    stages, placement = schedules.usual(name, 4)
+    stages, placement = schedules.default_placement(name, 4)
     made = schedules.build(name, stages, placement, 8)
     forwards_in_order(made, dict.fromkeys(range(made.stages), "buffer"))

@@ -135,7 +135,7 @@ def simulated(made: Schedule, stages: StageGraph, costs: list[StageCost]) -> lis
 @pytest.mark.parametrize("name", [n for n in schedules.names() if n != "bpipe"])
 @pytest.mark.parametrize("value_bytes", [0, 1024])
 def test_never_above_the_simulated_peak_and_equal_without_messages(name: str, value_bytes: int) -> None:
-    usual, placement = schedules.usual(name, 4)
+    usual, placement = schedules.default_placement(name, 4)
     stages = replace(
         usual,
         crossings=tuple(

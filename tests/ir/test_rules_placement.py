@@ -41,7 +41,7 @@ def test_an_empty_line_of_a_file_is_a_rank_without_a_stage() -> None:
 
 
 def test_an_action_on_the_rank_of_a_replica_is_sent_home() -> None:
-    stages, placement = schedules.usual("chimera", 2)
+    stages, placement = schedules.default_placement("chimera", 2)
     made = schedules.build("chimera", stages, placement, 1)
     assert placement == (0, 1, 1, 0)
     first, second = made.rows

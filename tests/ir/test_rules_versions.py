@@ -62,7 +62,7 @@ def test_2bw_needs_two_versions_and_as_many_micro_batches_as_stages_but_one(dept
 
 def test_flush_keeps_one_version() -> None:
     for name in schedules.names():
-        stages, placement = schedules.usual(name, 4)
+        stages, placement = schedules.default_placement(name, 4)
         found = versions(schedules.build(name, stages, placement, 8), Updates())
         assert {stage.needed for stage in found} == {1}
         assert {late for stage in found for late in stage.staleness} <= {0}

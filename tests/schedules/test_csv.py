@@ -47,7 +47,7 @@ def torch_loader(ranks: int, stages: int, microbatches: int) -> Any:
 @pytest.mark.parametrize("name", NAMES)
 def test_torch_loads_ours_and_we_load_what_it_makes_of_it(name: str, tmp_path: Path) -> None:
     ranks, m = 4, 8
-    stages, placement = schedules.usual(name, ranks)
+    stages, placement = schedules.default_placement(name, ranks)
     ours = schedules.build(name, stages, placement, m)
     file = tmp_path / "ours.csv"
     csv.write_schedule(ours, file)
@@ -72,7 +72,7 @@ def test_torch_loads_ours_and_we_load_what_it_makes_of_it(name: str, tmp_path: P
 
 
 def test_torch_loads_our_transfers(tmp_path: Path) -> None:
-    stages, placement = schedules.usual("zb_v", 2)
+    stages, placement = schedules.default_placement("zb_v", 2)
     made = schedules.build("zb_v", stages, placement, 4)
     file = tmp_path / "comms.csv"
     file.write_text(csv.program_text(lower(made, stages)))
@@ -101,16 +101,16 @@ def test_it_is_strict() -> None:
 @pytest.mark.parametrize("ending", [".csv", ".txt"])
 def test_a_file_is_a_schedules_name(ending: str, tmp_path: Path) -> None:
     """Pairs included; its shape is the only one that it is for."""
-    stages, placement = schedules.usual("dualpipev", 2)
+    stages, placement = schedules.default_placement("dualpipev", 2)
     ours = schedules.build("dualpipev", stages, placement, 4)
     file = tmp_path / f"mine{ending}"
     file.write_text(f"{ours}\n" if ending == ".txt" else csv.schedule_text(ours))
-    stages, placement = schedules.usual(str(file), 2)
+    stages, placement = schedules.default_placement(str(file), 2)
     read = schedules.build(str(file), stages, placement, 4)
     assert (read.rows, placement) == (ours.rows, ours.placement)
     assert set(read.pairs) == set(ours.pairs) != set()
     with pytest.raises(ScheduleError, match="is for 2 ranks, not 3") as caught:
-        schedules.usual(str(file), 3)
+        schedules.default_placement(str(file), 3)
     assert caught.value.hint == "use as many: -p 2"
     with pytest.raises(ScheduleError, match="is for 4 micro-batches, not 8"):
         schedules.build(str(file), stages, placement, 8)
@@ -131,7 +131,7 @@ def test_a_skip_connection_has_no_transfers_in_this_format() -> None:
 @pytest.mark.parametrize("name", ["zb_v", "gis", "hanayo"])
 def test_receives_are_posted_in_the_order_of_the_sends(name: str) -> None:
     """torch matches messages by order; in a V a rank may wait for its neighbour's second message first."""
-    stages, placement = schedules.usual(name, 2)
+    stages, placement = schedules.default_placement(name, 2)
     program = lower(schedules.build(name, stages, placement, 4), stages)
     rows = [line.split(",") for line in csv.program_text(program).splitlines()]
     posted = [cell for cell in rows[1] if "RECV" in cell]

@@ -29,7 +29,7 @@ NAMES = ["dualpipe", "dualpipev"]
 def built(
     name: str, ranks: int, microbatches: int, cost: StageCost, *, limit_bytes: float | None = None
 ) -> tuple[Schedule, StageGraph, tuple[StageCost, ...]]:
-    stages, placement = schedules.usual(name, ranks)
+    stages, placement = schedules.default_placement(name, ranks)
     costs = (cost,) * len(placement)
     times = Times(costs=costs, limit_bytes=limit_bytes)
     return build(name, stages, placement, microbatches, times=times), stages, costs
@@ -106,7 +106,7 @@ def test_the_rows_of_two_ranks() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_where_pairs_gain_nothing_they_may_be_left_out(name: str) -> None:
-    stages, placement = schedules.usual(name, 4)
+    stages, placement = schedules.default_placement(name, 4)
     paired = build(name, stages, placement, 16)
     apart = build(f"{name}:pairs=0", stages, placement, 16)
     assert paired.pairs and not apart.pairs
@@ -124,7 +124,7 @@ def test_where_pairs_gain_nothing_they_may_be_left_out(name: str) -> None:
 )
 def test_other_shapes_are_built_too(name: str, ranks: int, microbatches: int, option: str) -> None:
     """Few micro-batches, an odd number of ranks, less memory than the published order takes."""
-    stages, placement = schedules.usual(name, ranks)
+    stages, placement = schedules.default_placement(name, ranks)
     made = build(name + option, stages, placement, microbatches)
     assert sum(map(len, made.rows)) >= 2 * len(placement) * microbatches
     if option:

@@ -242,7 +242,7 @@ def test_letters_and_undeclared_operations() -> None:
 
 def test_a_file_of_ones_own_is_a_schedule_like_any_other(tmp_path: Path) -> None:
     name = f"{EXAMPLE}:compressed"
-    stages, placement = schedules.usual(name, 3)
+    stages, placement = schedules.default_placement(name, 3)
     made = schedules.build(name, stages, placement, 4)
     assert made.name == name and sum(a.kind == "COMPRESS" for row in made.rows for a in row) == 12
     file = tmp_path / "mine_in_test.py"
@@ -254,7 +254,7 @@ def test_a_file_of_ones_own_is_a_schedule_like_any_other(tmp_path: Path) -> None
         "two = Entry(recipe=order, place='loop')\n"
         "class NoFunction: pass\ndef none(): pass\n"
     )
-    assert schedules.usual(f"{file}:two", 2)[1] == (0, 1, 0, 1)
+    assert schedules.default_placement(f"{file}:two", 2)[1] == (0, 1, 0, 1)
     schedules.build(f"{file}:order:k=2", chain(2), (0, 1), 2)
     for function, problem in {
         "ordre": "has no ordre",

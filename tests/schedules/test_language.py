@@ -142,7 +142,7 @@ def test_a_few_lines_say_what_the_library_says(name: str, ranks: int) -> None:
     """The same rows where the library has one pattern; where it tries several, a step as short within 2 %."""
     recipe, lines = SHORT[name]
     assert len(inspect.getsource(recipe).splitlines()) <= lines
-    stages, placement = schedules.usual(name, ranks)
+    stages, placement = schedules.default_placement(name, ranks)
     s = replace(shape(placement, 2 * ranks), stages=stages)
     made = schedules.best(s, recipe(s)).outcome  # type: ignore[operator]
     built = schedules.build(name, stages, placement, 2 * ranks, times=schedules.Times(costs=s.costs))
@@ -260,7 +260,7 @@ def test_kinds_per_stage() -> None:
 
 
 def test_slices_go_back_where_they_came_from() -> None:
-    stages, placement = schedules.usual("seq1f1b", 2)
+    stages, placement = schedules.default_placement("seq1f1b", 2)
     made = schedules.build("seq1f1b:slices=2", stages, placement, 4)
     assert str(made).splitlines()[1] == "1F0 1F1 1B1 1F2 1B0 1F3 1B3 1B2"
     wrong = schedules.build("1f1b", stages, placement, 4)
@@ -278,7 +278,7 @@ def test_two_directions_tie_their_parameters() -> None:
 
 def test_bytes_limit_what_a_rank_holds() -> None:
     """Residuals of 34h + 5as and 32h kept until W: the published sizes, arXiv 2401.10241."""
-    stages, placement = schedules.usual("zb_2p", 4)
+    stages, placement = schedules.default_placement("zb_2p", 4)
     cost = replace(equal_costs(1, residual_bytes=3)[0], carried_bytes=1)
     tight, loose = (
         schedules.build("zb_2p", stages, placement, 16, times=times)
@@ -294,7 +294,7 @@ def test_bytes_limit_what_a_rank_holds() -> None:
 
 
 def test_an_unknown_option_is_refused() -> None:
-    stages, placement = schedules.usual("zb_v", 2)
+    stages, placement = schedules.default_placement("zb_v", 2)
     with pytest.raises(ScheduleError, match="no option 'groups'"):
         schedules.build("zb_v:groups=2", stages, placement, 4)
     with pytest.raises(ScheduleError, match="cannot read option 'memory'"):
@@ -317,7 +317,7 @@ RECIPES = [n for n in schedules.names() if schedules.entry(n).recipe and n not i
 def test_any_shape_gives_a_schedule_that_can_run(name: str, data: st.DataObject) -> None:
     """Any number of ranks and micro-batches, uneven stages: complete and free of deadlock."""
     ranks, m = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 9))
-    stages, placement = schedules.usual(name, ranks)
+    stages, placement = schedules.default_placement(name, ranks)
     second = st.sampled_from([0.5, 1.0, 1.5, 3.0])
     costs = tuple(
         StageCost(forward_s=f, backward_s=i + w, input_grad_s=i, weight_grad_s=w)
@@ -340,7 +340,7 @@ def test_a_dag_with_several_stages_per_rank(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["zb_h1", "v_half", "gis", "interleaved_1f1b"])
 def test_the_simulator_agrees_with_the_list_scheduler(name: str) -> None:
-    stages, placement = schedules.usual(name, 4)
+    stages, placement = schedules.default_placement(name, 4)
     costs = equal_costs(len(placement), forward_s=1, input_grad_s=1.5, weight_grad_s=0.75)
     made = schedules.build(name, stages, placement, 8, times=schedules.Times(costs=costs))
     s = replace(shape(placement, 8), costs=costs)

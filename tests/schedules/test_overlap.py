@@ -256,7 +256,7 @@ def test_a_split_backward_would_tear_pairs_apart() -> None:
 def test_random_pairs_are_refused_or_run(data: st.DataObject) -> None:
     """Any neighbours of a good schedule as pairs: a rule refuses them, or the simulator comes to its end."""
     name = data.draw(st.sampled_from(["gpipe", "1f1b", "eager_1f1b", "zb_v", "interleaved_1f1b"]))
-    stages, placement = schedules.usual(name, data.draw(st.integers(2, 3)))
+    stages, placement = schedules.default_placement(name, data.draw(st.integers(2, 3)))
     made = schedules.build(name, stages, placement, data.draw(st.integers(1, 5)))
     pairs: list[Pair] = []
     for row in made.rows:

@@ -16,7 +16,7 @@ from timed import made_for, shape
 
 from pipeloom.ir.costs import equal_costs
 from pipeloom.schedules import Shape
-from pipeloom.schedules.language import Made
+from pipeloom.schedules.list_scheduler import ScheduledRecipe
 
 LONG_CONTEXT = (1.0, 1.4, 0.6)
 """F, I, W: attention has no weights, so W takes less and I more."""
@@ -29,7 +29,7 @@ ROUNDED = 0.0005
 """The published figures have three digits."""
 
 
-def idle(made: Made, s: Shape, *, span: bool = False) -> float:
+def idle(made: ScheduledRecipe, s: Shape, *, span: bool = False) -> float:
     took = made.outcome.span_s if span else made.outcome.step_s
     return 1 - s.microbatches * s.period_s / took
 

@@ -20,7 +20,7 @@ from pipeloom.ir.flow import dag
 from pipeloom.ir.schedule import Schedule, parse_rows
 from pipeloom.ir.stages import chain
 from pipeloom.lowering import lower
-from pipeloom.schedules import Entry, Recipe, Shape, build, make, replicate, spread, usual
+from pipeloom.schedules import Entry, Recipe, Shape, build, default_placement, make, replicate, spread
 from pipeloom.simulator import simulate
 
 TABLE = (0, 1, (2, 3), 4)
@@ -140,7 +140,7 @@ def test_a_schedule_may_bring_its_table_and_cannot_be_run(tmp_path: Path) -> Non
     file = tmp_path / "experts_in_test.py"
     file.write_text(ENTRY)
     name = f"{file}:experts"
-    graph, placement = usual(name, 4)
+    graph, placement = default_placement(name, 4)
     assert "3F0" in str(build(name, graph, placement, 4)).splitlines()[2]
     with pytest.raises(ScheduleError, match="cannot be run: its stage 1 spans ranks 1 and 2") as caught:
         stages_for(name, 4)

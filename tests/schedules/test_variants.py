@@ -21,7 +21,7 @@ SIZES = [(2, 4), (4, 16), (8, 16), (8, 5)]
 
 
 def built(name: str, p: int, m: int, chunks: int = 0) -> Schedule:
-    stages, placement = schedules.usual(name, p, chunks)
+    stages, placement = schedules.default_placement(name, p, chunks)
     return schedules.build(name, stages, placement, m)
 
 
@@ -96,7 +96,7 @@ def both_ways(name: str, p: int, m: int) -> tuple[float, tuple[float, ...]]:
 
 @pytest.mark.parametrize("p", [4, 8])
 def test_chimera_holds_two_replicas_and_as_much_on_every_rank(p: int) -> None:
-    stages, placement = schedules.usual("chimera", p)
+    stages, placement = schedules.default_placement("chimera", p)
     assert all(placement.count(rank) == 2 for rank in range(p))
     assert [placement[s] for s in range(p)] == [placement[2 * p - 1 - s] for s in range(p)]
     bubble, held = both_ways("chimera", p, p // 2)

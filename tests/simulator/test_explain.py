@@ -33,7 +33,7 @@ def step(
     costs: tuple[StageCost, ...] = (),
     latency_s: float = 0.0,
 ) -> tuple[Program, Timeline, Explanation]:
-    stages, placement = schedules.usual(name, ranks)
+    stages, placement = schedules.default_placement(name, ranks)
     built = schedules.build(name, stages, placement, microbatches)
     program = lower(built, stages)
     timeline = simulate(program, stages, costs or equal_costs(len(placement)), links(ranks, latency_s))
@@ -293,5 +293,5 @@ def test_laws_hold_for_disturbed_timelines(data: st.DataObject) -> None:
             at = start + dice.randint(0, 6)
             events.append(replace(e, start_s=start, end_s=at))
     noisy = replace(timeline, source="measured", events=tuple(events))
-    stages, _ = schedules.usual(name, 3)
+    stages, _ = schedules.default_placement(name, 3)
     obey_the_laws(noisy, explain(program, noisy, stages))

@@ -34,7 +34,7 @@ class Case:
 @cache
 def from_library(name: str, ranks: int, chunks: int, microbatches: int, split: bool) -> Case | None:
     """A schedule of the library in its usual placement; None if it does not fit this shape."""
-    stages, placement = schedules.usual(name, ranks, chunks)
+    stages, placement = schedules.default_placement(name, ranks, chunks)
     try:
         return Case(stages, schedules.build(name, stages, placement, microbatches, split_backward=split))
     except ScheduleError as error:

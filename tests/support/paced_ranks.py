@@ -26,7 +26,7 @@ SECONDS = 1e-4
 
 
 def program_of(name: str, policy: MemoryPolicy = KEEP_ALL) -> tuple[Program, StageGraph]:
-    shape, placement = schedules.usual(name, 2)
+    shape, placement = schedules.default_placement(name, 2)
     count = len(placement) // shape.replicas
     one = dag(count, [(s, s + 1) for s in range(count - 1)], value_bytes=1024)
     stages = replicate(one, shape.replicas)

@@ -69,7 +69,7 @@ def ours_in_torch(names: list[str], microbatches: int, folder: Path) -> None:
     expected = plain(job(), [data], microbatches)
     found = {}
     for name in names:
-        stages, placement = schedules.usual(name, ranks)
+        stages, placement = schedules.default_placement(name, ranks)
         made = schedules.build(name, stages, placement, microbatches)
         file = folder / f"{name}.csv"
         for form in ("compute_only", "compute_comms"):

@@ -47,7 +47,7 @@ def stages_for(schedule: str, ranks: int) -> int:
     >>> stages_for("1f1b", 4), stages_for("zb_v", 4), stages_for("dualpipe", 4)
     (4, 8, 4)
     """
-    shape, placement = schedules.usual(schedule, ranks)
+    shape, placement = schedules.default_placement(schedule, ranks)
     if shape.shards:
         both = " and ".join(str(placement[s]) for s in shape.shards[0])
         raise ScheduleError(
@@ -73,7 +73,7 @@ def place(
     split_backward: also where the schedule does not by itself.
     Raises: PlanError if the stages or the micro-batches of the plan are not as many as the schedule needs.
     """
-    shape, placement = schedules.usual(schedule, ranks)
+    shape, placement = schedules.default_placement(schedule, ranks)
     wanted = len(placement) // shape.replicas
     if len(plan.stages) != wanted:
         raise PlanError(
@@ -131,7 +131,7 @@ def plan_placed(
     except TooManyStages as error:
         raise _too_many(error.message, error.places, schedule, ranks, cluster) from None
     except InfeasibleError as error:
-        share = len(schedules.usual(schedule, ranks)[1]) // ranks
+        share = len(schedules.default_placement(schedule, ranks)[1]) // ranks
         message = (
             f"{schedule} puts {share} stages on each rank, each with 1/{share} of its device's memory. "
             f"Of that share: {error.message}"
@@ -237,7 +237,7 @@ def _one_device_each(cluster: Cluster, schedule: str, ranks: int) -> Cluster:
         raise PlanError(
             f"{ranks} ranks for {len(cluster.devices)} devices", hint="use fewer ranks, or add devices"
         )
-    shape, placement = schedules.usual(schedule, ranks)
+    shape, placement = schedules.default_placement(schedule, ranks)
     own = []
     for rank in placement[: len(placement) // shape.replicas]:
         device = cluster.devices[rank]

@@ -126,7 +126,7 @@ class Planning:
         if self.global_batch is None:
             return range(1, MOST + 1)
         self.microbatches_of(1)
-        directions = schedules.usual(self.schedule, self.stages)[0].replicas
+        directions = schedules.default_placement(self.schedule, self.stages)[0].replicas
         return [d for d in divisors(self.global_batch) if self.global_batch // d % directions == 0]
 
     def fits(self, sample: Sample) -> bool:

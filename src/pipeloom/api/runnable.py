@@ -32,7 +32,7 @@ def require_runnable(schedule: str, weights: WeightPolicy = "flush") -> None:
         )
     if schedule.endswith(".csv"):
         return  # a plan has the rows of the file; it may be gone by now
-    own = schedules.names_own(schedule)
+    own = schedules.names_user_file(schedule)
     name = schedule if own else schedule.partition(":")[0].lower().replace("-", "_")
     if (own or name in schedules.names()) and (lacks := schedules.entry(name).lacks):
         raise ScheduleError(

@@ -107,7 +107,7 @@ def draw_schedule(name: str, setting: Setting) -> Drawn:
     its share of a micro-batch.
     Raises: ScheduleError if it cannot be built or does not keep to the memory; ConfigError for wrong times.
     """
-    stages, placement = schedules.usual(name, setting.ranks, setting.chunks)
+    stages, placement = schedules.default_placement(name, setting.ranks, setting.chunks)
     _refuse_misfit(name, stages, setting)
     slices = _slices(name)
     costs = _costs(setting, stages, setting.ranks, slices)

@@ -7,8 +7,8 @@ from .language.build import Operation as Operation, declare as declare, order as
 from .language.patterns import phases as phases, turns as turns
 from .language.recipe import Recipe as Recipe
 from .language.shape import Shape as Shape, path_clock as path_clock
-from .language.user_files import load_file as load_file, names_own as names_own
-from .list_scheduler.choose import best as best, fastest as fastest, make as make
+from .language.user_files import load_file as load_file, names_user_file as names_user_file
+from .list_scheduler.choose_recipe import best as best, fastest as fastest, make as make
 from .placements import (
     both_ways as both_ways,
     loop as loop,
@@ -20,10 +20,10 @@ from .registry import (
     Entry as Entry,
     Times as Times,
     build as build,
+    default_placement as default_placement,
     entry as entry,
     in_flight as in_flight,
     names as names,
     register as register,
     shape_of as shape_of,
-    usual as usual,
 )

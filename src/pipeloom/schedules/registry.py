@@ -22,12 +22,12 @@ from .families import (
     gpipe,
     grouped,
     one_f_one_b,
-    v_shaped as vee,
+    v_shape as vee,
     variants,
     zero_bubble as zb,
 )
 from .formats import read_schedule
-from .language import LISTED, Recipe, Shape, load_own, names_own, parts
+from .language import LISTED, Recipe, Shape, load_user_schedule, names_user_file, split_options
 from .list_scheduler import fastest
 from .placements import RankTable, both_ways, loop, spread, wave
 
@@ -141,7 +141,7 @@ def register(name: str, family: Family | Entry) -> None:
 
 def entry(name: str) -> Entry:
     """What the library knows of a schedule. Raises: ScheduleError if the name is unknown."""
-    found = _family(parts(name)[0])
+    found = _family(split_options(name)[0])
     return found if isinstance(found, Entry) else Entry(family=found)
 
 
@@ -220,7 +220,7 @@ def _shape(
 
 def _options(name: str) -> dict[str, float]:
     found: dict[str, float] = {}
-    for part in filter(None, parts(name)[1].split(",")):
+    for part in filter(None, split_options(name)[1].split(",")):
         key, _, value = part.partition("=")
         try:
             found[key.strip()] = float(value)
@@ -232,7 +232,7 @@ def _options(name: str) -> dict[str, float]:
     return found
 
 
-def usual(name: str, ranks: int, chunks: int = 0) -> tuple[StageGraph, tuple[int, ...]]:
+def default_placement(name: str, ranks: int, chunks: int = 0) -> tuple[StageGraph, tuple[int, ...]]:
     """A chain of stages and the placement that a schedule is meant for.
 
     chunks: stages per rank; 2 where a schedule needs several, unless given.
@@ -292,7 +292,7 @@ def in_flight(schedule: Schedule) -> tuple[int, ...]:
 
 
 def _key(name: str) -> str:
-    return name if names_own(name) else name.lower().replace("-", "_")
+    return name if names_user_file(name) else name.lower().replace("-", "_")
 
 
 def _from_file(file: Path) -> Entry:
@@ -320,8 +320,8 @@ def _from_file(file: Path) -> Entry:
 def _family(name: str) -> Family | Entry:
     if name.endswith(LISTED):
         return _from_file(Path(name))
-    if names_own(name):
-        found = load_own(name)
+    if names_user_file(name):
+        found = load_user_schedule(name)
         return found if isinstance(found, Entry) else Entry(recipe=found, about="your own")
     key = _key(name)
     if key not in _FAMILIES:

@@ -17,7 +17,7 @@ from itertools import accumulate
 from ...ir.action import Action, B, F, I, Kind, W
 from ..language import Recipe, Shape, options, path_clock
 from ..placements import both_ways, wave
-from .v_shaped import zb_v_recipes
+from .v_shape import zb_v_recipes
 
 
 def chimera(s: Shape) -> list[Recipe]:

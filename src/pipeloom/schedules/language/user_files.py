@@ -27,7 +27,7 @@ LISTED = (".csv", ".txt")
 _HINT = "name a function that takes a Shape and returns a Recipe, as file.py:function"
 
 
-def names_own(name: str) -> bool:
+def names_user_file(name: str) -> bool:
     """Whether a schedule's name is that of a file and not of the library.
 
     >>> names_own("mine.py:zigzag"), names_own("mine.csv"), names_own("gis_g:group=3")
@@ -36,7 +36,7 @@ def names_own(name: str) -> bool:
     return name.endswith(LISTED) or name.partition(":")[0].endswith(".py")
 
 
-def parts(name: str) -> tuple[str, str]:
+def split_options(name: str) -> tuple[str, str]:
     """A name without its options, and the options.
 
     >>> parts("gis_g:group=3"), parts("mine.py:zigzag:group=2")
@@ -44,7 +44,7 @@ def parts(name: str) -> tuple[str, str]:
     """
     if name.endswith(LISTED):
         return name, ""
-    if not names_own(name):
+    if not names_user_file(name):
         base, _, options = name.partition(":")
         return base, options
     file, _, rest = name.partition(":")
@@ -52,13 +52,13 @@ def parts(name: str) -> tuple[str, str]:
     return f"{file}:{function}", options
 
 
-def load_own(name: str) -> Any:
+def load_user_schedule(name: str) -> Any:
     """What `file.py:function` names: a recipe's function, or an Entry.
 
     Raises: ScheduleError if the file or the name in it is missing, or is no function of one argument. An
         exception inside the user's code is left as it is.
     """
-    file, _, function = parts(name)[0].partition(":")
+    file, _, function = split_options(name)[0].partition(":")
     module = load_file(Path(file))
     found = getattr(module, function, None)
     if found is None:

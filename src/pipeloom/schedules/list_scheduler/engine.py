@@ -21,14 +21,14 @@ from ...ir.errors import DeadlockError
 from ...ir.schedule import Pair
 from . import inner_loop
 from .inner_loop import FILLABLE, TOO_LONG, State, Tables
+from .problem import EPS, Outcome, SchedulingProblem
 from .tables import as_lists, columns_in, tables_of
-from .task import EPS, Outcome, Task
 
 COMPILED_FROM = 20_000
 """Actions from which the scheduler's loop runs compiled; loading it takes as long as ordering so many."""
 
 
-def run(task: Task, within_s: float = inf, runs: int = 1) -> Outcome | None:
+def run(task: SchedulingProblem, within_s: float = inf, runs: int = 1) -> Outcome | None:
     """Order everything; None as soon as it is certain that the step takes longer than `within_s`.
 
     runs: how many such runs there will be, to know whether loading compiled code is worth it.
@@ -62,7 +62,7 @@ def _compiles(actions: int, runs: int) -> bool:
     return actions >= COMPILED_FROM or actions * runs >= 3 * COMPILED_FROM
 
 
-def _outcome(task: Task, t: Tables, s: State, pairs: tuple[Pair, ...]) -> Outcome:
+def _outcome(task: SchedulingProblem, t: Tables, s: State, pairs: tuple[Pair, ...]) -> Outcome:
     starts = np.split(np.asarray(s.start), t.row_at[1:-1])
     ends = list(map(float, s.free))
     spans = [end - float(start[0]) for end, start in zip(ends, starts, strict=True) if len(start)]
@@ -79,7 +79,7 @@ def _outcome(task: Task, t: Tables, s: State, pairs: tuple[Pair, ...]) -> Outcom
 class _Ruled:
     """A run in which functions of the user decide: which actions go in pairs, and which before others."""
 
-    def __init__(self, task: Task, t: Tables, s: State) -> None:
+    def __init__(self, task: SchedulingProblem, t: Tables, s: State) -> None:
         self.task, self.t, self.s = task, t, s
         # Place of the first action of a fixed pair -> stream and micro-batch of the second.
         self.second: dict[int, tuple[int, int]] = {}
@@ -184,7 +184,7 @@ class _Ruled:
         return self.task.streams[index].action(int(self.s.batch[index]))
 
 
-def _stuck(task: Task, t: Tables, s: State) -> DeadlockError:
+def _stuck(task: SchedulingProblem, t: Tables, s: State) -> DeadlockError:
     full, waits = zip(*_waits(task, t, s), strict=True)
     if any(full):
         return DeadlockError(
@@ -196,7 +196,7 @@ def _stuck(task: Task, t: Tables, s: State) -> DeadlockError:
     return DeadlockError("no rank can move: " + "; ".join(waits[:16]), hint=f"reorder {at_fault}")
 
 
-def _waits(task: Task, t: Tables, s: State) -> Iterator[tuple[bool, str]]:
+def _waits(task: SchedulingProblem, t: Tables, s: State) -> Iterator[tuple[bool, str]]:
     """Of each rank that has not run all whether a limit holds it up, and in words what does."""
     for rank in range(task.ranks):
         own = t.own[t.own_at[rank] : t.own_at[rank + 1]]

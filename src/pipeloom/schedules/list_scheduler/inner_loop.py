@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from ...ir.kernels import in_place
-from .task import EPS
+from .problem import EPS
 
 if TYPE_CHECKING:
     import numpy as np

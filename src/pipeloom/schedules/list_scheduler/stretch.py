@@ -14,14 +14,16 @@ import numpy as np
 
 from ...ir.action import F
 from ...ir.columns import F_, Columns, Rows, columns_of
-from ..language import Made, Recipe, Shape, per_rank
-from .task import EPS, Outcome
+from ..language import Recipe, Shape, per_rank
+from .problem import EPS, Outcome, ScheduledRecipe
 
 MOST = 4
 """Micro-batches of the longest period that is looked for."""
 
 
-def stretched(few: Made, small: Shape, recipe: Recipe, microbatches: int) -> Made | None:
+def stretched(
+    few: ScheduledRecipe, small: Shape, recipe: Recipe, microbatches: int
+) -> ScheduledRecipe | None:
     """What a recipe gives for more micro-batches, from what it gives for few; None if nothing repeats.
 
     recipe: for all micro-batches; `few` has the one for few.  Only for recipes by a clock that is the same
@@ -30,7 +32,7 @@ def stretched(few: Made, small: Shape, recipe: Recipe, microbatches: int) -> Mad
     if not _same(few.recipe, recipe, small, microbatches) or not _within(few.outcome, recipe):
         return None
     outcome = _stretched(few.outcome, small, microbatches)
-    return None if outcome is None else Made(recipe=recipe, outcome=outcome)
+    return None if outcome is None else ScheduledRecipe(recipe=recipe, outcome=outcome)
 
 
 def _stretched(few: Outcome, small: Shape, microbatches: int) -> Outcome | None:

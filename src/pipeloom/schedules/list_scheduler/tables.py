@@ -14,7 +14,7 @@ from ...ir.columns import CODE, KINDS, Columns, Longs
 from ...ir.errors import ScheduleError
 from ..language import Periodic
 from .inner_loop import ALL, NONE, WARM, State, Tables
-from .task import Stream, Task
+from .problem import SchedulingProblem, Stream
 
 NEVER = 1 << 40
 """What an action that is not run waits for: more than there is."""
@@ -23,7 +23,7 @@ _EARLY = {"all": ALL, "warm": WARM, "none": NONE}
 Table = TypeVar("Table", Tables, State)
 
 
-def tables_of(task: Task, within_s: float) -> tuple[Tables, State]:
+def tables_of(task: SchedulingProblem, within_s: float) -> tuple[Tables, State]:
     """Tables of arrays, and the state before anything runs."""
     streams = task.streams
     orders = [np.asarray(s.order, np.int64) for s in streams]
@@ -76,7 +76,7 @@ def tables_of(task: Task, within_s: float) -> tuple[Tables, State]:
     return t, _state(task, t, lengths)
 
 
-def _state(task: Task, t: Tables, lengths: Longs) -> State:
+def _state(task: SchedulingProblem, t: Tables, lengths: Longs) -> State:
     """Before anything runs. lengths: micro-batches of each stream."""
     streams, size = task.streams, t.size
     count, actions = len(streams), len(t.order)
@@ -126,7 +126,7 @@ def as_lists(table: Table) -> Table:
     return type(table)(*(x.tolist() if isinstance(x, np.ndarray) else x for x in table))  # type: ignore[arg-type]
 
 
-def columns_in(task: Task, t: Tables, s: State) -> Columns:
+def columns_in(task: SchedulingProblem, t: Tables, s: State) -> Columns:
     """The rows that the loop has written."""
     codes: dict[Kind, int] = dict(CODE)
     for stream in task.streams:
@@ -143,7 +143,7 @@ def columns_in(task: Task, t: Tables, s: State) -> Columns:
     )
 
 
-def _places(task: Task, orders: list[Longs], size: int) -> tuple[Longs, Longs, Longs]:
+def _places(task: SchedulingProblem, orders: list[Longs], size: int) -> tuple[Longs, Longs, Longs]:
     """`place`, `line_at` and `line` of the tables."""
     if task.row_of is not None:
         return _by_rows(task, task.row_of.columns, orders, size)
@@ -164,7 +164,9 @@ def _places(task: Task, orders: list[Longs], size: int) -> tuple[Longs, Longs, L
     return place.reshape(-1), _none(task.ranks + 1), _none(0)
 
 
-def _by_rows(task: Task, rows: Columns, orders: list[Longs], size: int) -> tuple[Longs, Longs, Longs]:
+def _by_rows(
+    task: SchedulingProblem, rows: Columns, orders: list[Longs], size: int
+) -> tuple[Longs, Longs, Longs]:
     stages = max((s.stage for s in task.streams), default=0) + 1
     stream = np.full((stages, len(rows.kinds)), -1, np.int64)
     codes = {kind: code for code, kind in reversed(list(enumerate(rows.kinds)))}
@@ -199,7 +201,9 @@ def _by_rows(task: Task, rows: Columns, orders: list[Longs], size: int) -> tuple
     return place.reshape(-1), rows.offsets, line
 
 
-def _refuse_strays(task: Task, rows: Columns, line: Longs, orders: list[Longs], size: int) -> None:
+def _refuse_strays(
+    task: SchedulingProblem, rows: Columns, line: Longs, orders: list[Longs], size: int
+) -> None:
     """Entries that would never get their turn: in the wrong row, of no micro-batch, beside a B, or twice."""
 
     def refuse(bad: NDArray[np.bool_], problem: Callable[[Action], str], hint: str) -> None:
@@ -235,7 +239,7 @@ def _refuse_strays(task: Task, rows: Columns, line: Longs, orders: list[Longs], 
     refuse(again, lambda a: " a second time", "run every action once")
 
 
-def _by_clock(task: Task, orders: list[Longs], size: int) -> tuple[Longs, Longs, Longs]:
+def _by_clock(task: SchedulingProblem, orders: list[Longs], size: int) -> tuple[Longs, Longs, Longs]:
     """At equal times backwards come first, as they let memory go, and later stages before earlier ones."""
     assert task.clock is not None
     place = np.full((len(orders), size), -1, np.int64)

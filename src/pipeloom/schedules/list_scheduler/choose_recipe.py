@@ -8,17 +8,17 @@ from math import inf
 
 from ...ir.action import B, F
 from ...ir.errors import DeadlockError, ScheduleError
-from ..language import Made, Recipe, Shape
+from ..language import Recipe, Shape
 from .engine import run
-from .inserted import put_in
+from .insert_operations import insert_operations
+from .problem import EPS, ScheduledRecipe
+from .recipe_problem import make_problem
 from .stretch import stretched
-from .task import EPS
-from .tasks_of_recipe import assemble
 
 Family = Callable[[Shape], Recipe | Sequence[Recipe]]
 
 
-def make(shape: Shape, recipe: Recipe) -> Made:
+def make(shape: Shape, recipe: Recipe) -> ScheduledRecipe:
     """Order everything as one recipe says.
 
     Raises: DeadlockError if its limits block; ScheduleError if it does not fit the shape.
@@ -28,19 +28,19 @@ def make(shape: Shape, recipe: Recipe) -> Made:
     return made
 
 
-def _make(shape: Shape, recipe: Recipe, within_s: float, runs: int = 1) -> Made | None:
+def _make(shape: Shape, recipe: Recipe, within_s: float, runs: int = 1) -> ScheduledRecipe | None:
     """The same, or None once it is certain that the step takes longer than `within_s`. runs: how many recipes
     there are to make."""
-    task, beside = assemble(shape, recipe)
+    task, beside = make_problem(shape, recipe)
     outcome = run(task, within_s, runs)
     if outcome is None:
         return None
     if beside:
-        outcome = replace(outcome, rows=put_in(shape, outcome, beside))
-    return Made(recipe=recipe, outcome=outcome)
+        outcome = replace(outcome, rows=insert_operations(shape, outcome, beside))
+    return ScheduledRecipe(recipe=recipe, outcome=outcome)
 
 
-def best(shape: Shape, recipes: Recipe | Sequence[Recipe]) -> Made:
+def best(shape: Shape, recipes: Recipe | Sequence[Recipe]) -> ScheduledRecipe:
     """The fastest of some recipes: the shortest step, then the shortest span of a rank. With uneven times a
     step may be 0.1 % longer than the shortest for a shorter span.
 
@@ -49,7 +49,7 @@ def best(shape: Shape, recipes: Recipe | Sequence[Recipe]) -> Made:
     return _ranked(shape, _several(recipes), 1)[0][0]
 
 
-def fastest(shape: Shape, family: Family) -> Made:
+def fastest(shape: Shape, family: Family) -> ScheduledRecipe:
     """The fastest recipe of a family. With many micro-batches the two that are best on twice as many as
     ranks are tried: what recipes differ in is mostly how they begin and end. (Three times as many where a
     rank has one stage, as such schedules may hold twice as many as ranks.)
@@ -73,9 +73,11 @@ def fastest(shape: Shape, family: Family) -> Made:
         return best(shape, recipes)
 
 
-def _lengthened(shape: Shape, small: Shape, tries: Sequence[tuple[Made, Recipe]]) -> Made:
+def _lengthened(
+    shape: Shape, small: Shape, tries: Sequence[tuple[ScheduledRecipe, Recipe]]
+) -> ScheduledRecipe:
     """The best of some recipes for all micro-batches, each with what it gives for few of them."""
-    found: list[Made] = []
+    found: list[ScheduledRecipe] = []
     left: list[Recipe] = []
     for few, recipe in tries:
         many = stretched(few, small, recipe, shape.microbatches)
@@ -91,13 +93,13 @@ def _lengthened(shape: Shape, small: Shape, tries: Sequence[tuple[Made, Recipe]]
 
 def _ranked(
     shape: Shape, recipes: Sequence[Recipe], most: int, limit_s: float = inf
-) -> list[tuple[Made, int]]:
+) -> list[tuple[ScheduledRecipe, int]]:
     """The best few of some recipes, the best first, each with its place in the list.
 
     limit_s: longer steps than that are no use; then the list may be empty.
     Raises: what the last recipe raised, if none works.
     """
-    found: list[tuple[Made, int]] = []
+    found: list[tuple[ScheduledRecipe, int]] = []
     problem: ScheduleError | None = None
     bound = lower_bound_s(shape), shape.microbatches * shape.period_s
     for index, recipe in enumerate(recipes):
@@ -116,14 +118,14 @@ def _ranked(
         assert problem is not None
         raise problem
     places = {id(made): index for made, index in found}
-    ranked: list[tuple[Made, int]] = []
+    ranked: list[tuple[ScheduledRecipe, int]] = []
     while places and len(ranked) < most:
         first = _first(shape, [made for made, _ in found if id(made) in places])
         ranked.append((first, places.pop(id(first))))
     return ranked
 
 
-def _first(shape: Shape, found: Sequence[Made]) -> Made:
+def _first(shape: Shape, found: Sequence[ScheduledRecipe]) -> ScheduledRecipe:
     """The best: of the shortest steps the one with the shortest span of a rank."""
     least = min(made.outcome.step_s for made in found) * (1 + _slack(shape)) + EPS
     return min((made for made in found if made.outcome.step_s <= least), key=lambda made: made.cost[::-1])

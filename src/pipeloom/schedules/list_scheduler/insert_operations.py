@@ -8,12 +8,14 @@ from collections.abc import Sequence
 from ...ir.action import Action
 from ...ir.operation import Operation
 from ..language import Shape
-from .task import Outcome
+from .problem import Outcome
 
 Near = dict[Action, list[Action]]
 
 
-def put_in(shape: Shape, outcome: Outcome, operations: Sequence[Operation]) -> tuple[tuple[Action, ...], ...]:
+def insert_operations(
+    shape: Shape, outcome: Outcome, operations: Sequence[Operation]
+) -> tuple[tuple[Action, ...], ...]:
     """The rows with each operation right after or before its anchor, or `ahead` anchors earlier.
 
     A pair stays together: what belongs between its two actions goes in front of it or behind it.

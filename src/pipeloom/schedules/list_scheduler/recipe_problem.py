@@ -15,10 +15,10 @@ from ...ir.dependencies import gives, needs
 from ...ir.errors import ScheduleError
 from ...ir.operation import OPERATIONS, Operation
 from ..language import Recipe, Shape, per_rank
-from .task import Stream, Task
+from .problem import SchedulingProblem, Stream
 
 
-def assemble(shape: Shape, recipe: Recipe) -> tuple[Task, tuple[Operation, ...]]:
+def make_problem(shape: Shape, recipe: Recipe) -> tuple[SchedulingProblem, tuple[Operation, ...]]:
     """The task, and the operations that are to be put next to their anchors afterwards."""
     listed = _listed(shape, recipe)
     named = set(recipe.fill) | (set() if listed is None else _kinds_in(listed.columns))
@@ -35,7 +35,7 @@ def assemble(shape: Shape, recipe: Recipe) -> tuple[Task, tuple[Operation, ...]]
     fillers = {s.kind for s in streams if s.filler}
     rows = None if listed is None else _without(listed, fillers)
     stages = range(len(shape.placement))
-    task = Task(
+    task = SchedulingProblem(
         streams=tuple(_with_neighbours(shape, s, beside) for s in streams),
         ranks=shape.ranks,
         key=recipe.priority,

@@ -11,6 +11,21 @@ from numpy.typing import NDArray
 from ...ir.action import Action, Kind
 from ...ir.columns import Rows
 from ...ir.schedule import Pair
+from ..language.recipe import Recipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduledRecipe:
+    """What a recipe gives for a shape: the rows, and when the list scheduler expects what."""
+
+    recipe: Recipe
+    outcome: Outcome = field(repr=False)
+
+    @property
+    def cost(self) -> tuple[float, float]:
+        """Smaller is better: the step, then the longest span of a rank."""
+        return round(self.outcome.step_s, 9), round(self.outcome.span_s, 9)
+
 
 EPS = 1e-9
 """Times and sizes this close (relative to 1 s, 1 unit) are equal."""
@@ -48,7 +63,7 @@ class Stream:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
+class SchedulingProblem:
     """What the list scheduler is asked to order.
 
     key: smaller goes first among what a rank could run.  clock(stage, kind, micro-batch): the same, and
