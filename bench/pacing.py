@@ -29,9 +29,8 @@ from pipeloom import schedules  # noqa: E402
 from pipeloom.ir.cluster import Cluster, Device, Link  # noqa: E402
 from pipeloom.ir.costs import StageCost  # noqa: E402
 from pipeloom.ir.flow import dag  # noqa: E402
-from pipeloom.ir.replicas import replicate  # noqa: E402
 from pipeloom.ir.schedule import Program  # noqa: E402
-from pipeloom.ir.stages import StageGraph  # noqa: E402
+from pipeloom.ir.stages import StageGraph, replicate  # noqa: E402
 from pipeloom.lowering import lower  # noqa: E402
 from pipeloom.runtime import HostClock  # noqa: E402
 from pipeloom.runtime.calibration import measure_link  # noqa: E402

@@ -7,9 +7,8 @@ import pytest
 from pipeloom.ir.errors import PlanError
 from pipeloom.ir.memory_policy import MemoryPolicy
 from pipeloom.ir.plan import Plan, StagePlan
-from pipeloom.ir.replicas import replicate
 from pipeloom.ir.schedule import Schedule, parse_rows
-from pipeloom.ir.stages import chain
+from pipeloom.ir.stages import chain, replicate
 from pipeloom.lowering import lower
 
 

@@ -10,7 +10,7 @@ from pipeloom.ir.errors import DeadlockError, ScheduleError
 from pipeloom.ir.flow import dag
 from pipeloom.ir.schedule import Schedule, parse_program, parse_rows
 from pipeloom.ir.stages import StageGraph, chain
-from pipeloom.ir.ties import reductions
+from pipeloom.ir.tied_gradients import reductions
 from pipeloom.lowering import lower
 
 

@@ -10,9 +10,8 @@ import pytest
 from pipeloom import schedules
 from pipeloom.ir.action import OFFLOAD, RECOMPUTE, RELOAD, Action, B, F, I, Transfer
 from pipeloom.ir.memory_policy import MemoryPolicy
-from pipeloom.ir.replicas import replicate
 from pipeloom.ir.schedule import Program, Schedule, parse_pairs, parse_program, parse_rows
-from pipeloom.ir.stages import chain
+from pipeloom.ir.stages import chain, replicate
 from pipeloom.lowering import lower
 
 BOTH = MemoryPolicy(stages=({"a": "offload", "b": "recompute", "c": "keep"}, {"a": "offload"}), ahead=(0, 1))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from pipeloom import schedules
+from pipeloom.ir.action import eviction_partner
 from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.costs import StageCost
-from pipeloom.ir.eviction import partner
 from pipeloom.ir.flow import dag
 from pipeloom.ir.schedule import Schedule, parse_rows
 from pipeloom.ir.stages import StageGraph, chain
@@ -58,7 +58,7 @@ def test_the_giver_holds_until_the_end_and_the_receiver_from_the_start() -> None
         curve = timeline.memory[rank]
         return [size for at, size in zip(curve.times_s, curve.sizes, strict=True) if at <= time][-1]
 
-    assert partner(0, 2) == 1
+    assert eviction_partner(0, 2) == 1
     times = (0.5, 2.5, 4.5, 6.0, 8.5, 10.0, 11.0)
     assert [held(0, t) for t in times] == [1, 1, 1, 1, 1, 1, 0]
     assert [held(1, t) for t in times] == [1, 2, 1, 1, 1, 0, 0]

@@ -11,12 +11,11 @@ from paced import PacedRank
 from pipeloom import schedules
 from pipeloom.ir.action import parse_action
 from pipeloom.ir.costs import StageCost, equal_costs
-from pipeloom.ir.dependencies import gives, needs
+from pipeloom.ir.dependencies import needs, produces
 from pipeloom.ir.flow import dag, flow_of
 from pipeloom.ir.memory_policy import KEEP_ALL, MemoryPolicy
-from pipeloom.ir.replicas import replicate
 from pipeloom.ir.schedule import Program
-from pipeloom.ir.stages import StageGraph
+from pipeloom.ir.stages import StageGraph, replicate
 from pipeloom.ir.timeline import Timeline
 from pipeloom.lowering import lower
 from pipeloom.runtime.launch import connect, watch_ranks
@@ -47,7 +46,7 @@ def assert_in_order(timeline: Timeline, program: Program, stages: StageGraph) ->
         assert [e.action for e in computed if not e.action.endswith("STEP")] == wanted
     events = [e for e in timeline.events if e.stream == "compute" and not e.action.endswith("STEP")]
     for event in events:
-        done |= dict.fromkeys(gives(parse_action(event.action)), event.end_s)
+        done |= dict.fromkeys(produces(parse_action(event.action)), event.end_s)
     for event in events:
         for need in needs(parse_action(event.action), flow):
             assert event.start_s >= done[need], f"{event.action} at {event.start_s} before {need}"

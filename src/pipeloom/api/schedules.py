@@ -13,9 +13,8 @@ from ..ir.cluster import Cluster, Device, Link
 from ..ir.costs import StageCost
 from ..ir.errors import ConfigError, ScheduleError
 from ..ir.explanation import Explanation
-from ..ir.replicas import replicate
 from ..ir.schedule import Program, Schedule
-from ..ir.stages import StageGraph, chain
+from ..ir.stages import StageGraph, chain, replicate
 from ..ir.timeline import Timeline
 from ..ir.units import format_bytes, parse_bytes
 from ..lowering import lower

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from ..ir.action import Action, B, F, I, W
+from ..ir.action import EVICT, FETCH, Action, B, F, I, W, eviction_partner
 from ..ir.errors import ScheduleError
-from ..ir.eviction import EVICT, FETCH, partner
 from ..ir.flow import Flow
 from ..ir.schedule import Schedule
 
@@ -24,7 +23,7 @@ def evictions(schedule: Schedule, flow: Flow) -> None:
                 fetch = Action(action.stage, FETCH, action.microbatch)
                 raise ScheduleError(
                     f"rank {rank} runs {action}, but its residuals are on rank "
-                    f"{partner(rank, schedule.ranks)} since {away[place]}",
+                    f"{eviction_partner(rank, schedule.ranks)} since {away[place]}",
                     hint=f"put {fetch} between them, or drop {away[place]}",
                 )
             if action.kind == FETCH and away.pop(place, None) is None:
@@ -42,7 +41,7 @@ def evictions(schedule: Schedule, flow: Flow) -> None:
 
 
 def _refuse_eviction(rank: int, action: Action, schedule: Schedule, used: Action | None) -> None:
-    other = partner(rank, schedule.ranks)
+    other = eviction_partner(rank, schedule.ranks)
     if other == rank:
         raise ScheduleError(
             f"rank {rank} runs {action}, but it is its own partner", hint=f"drop {action} and its FETCH"

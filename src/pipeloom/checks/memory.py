@@ -22,12 +22,26 @@ from typing import TypeAlias
 
 import numpy as np
 
-from ..ir.action import OFFLOAD, RECOMPUTE, REDUCE, RELOAD, STEP, Action, B, F, I, Kind, StageAction, W
-from ..ir.action_index import Places
+from ..ir.action import (
+    EVICT,
+    FETCH,
+    OFFLOAD,
+    RECOMPUTE,
+    REDUCE,
+    RELOAD,
+    STEP,
+    Action,
+    B,
+    F,
+    I,
+    Kind,
+    StageAction,
+    W,
+)
+from ..ir.action_index import ActionIndex
 from ..ir.columns import F_, RECOMPUTE_, Bools, Longs
 from ..ir.costs import StageCost
 from ..ir.errors import ScheduleError
-from ..ir.eviction import EVICT, FETCH
 from ..ir.flow import Flow, flow_of
 from ..ir.operation import OPERATIONS
 from ..ir.schedule import Program, Schedule
@@ -162,9 +176,9 @@ class _Account:
         """Which entries are an F that keeps less, as a RECOMPUTE makes the rest again."""
         bare = np.zeros(len(self.columns), np.bool_)
         if self.columns.treats_residuals:
-            places = Places(self.columns, stages=len(self.placement), microbatches=self.microbatches)
-            forward = places.of(F_)
-            bare[forward[(forward >= 0) & (places.of(RECOMPUTE_) >= 0)]] = True
+            index = ActionIndex(self.columns, stages=len(self.placement), microbatches=self.microbatches)
+            forward = index.of(F_)
+            bare[forward[(forward >= 0) & (index.of(RECOMPUTE_) >= 0)]] = True
         return bare
 
     def static(self, rank: int) -> int:

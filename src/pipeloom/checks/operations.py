@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from ..ir.action import Action, B, F, I, Kind
-from ..ir.dependencies import gives, name_of, needs
+from ..ir.dependencies import name_of, needs, produces
 from ..ir.errors import ScheduleError
 from ..ir.flow import Flow
 from ..ir.operation import OPERATIONS, Operation
@@ -38,7 +38,7 @@ def pairs(schedule: Schedule, flow: Flow) -> None:
                 f"rank {rank} does not run {second} right after {first}, though {text} is a pair",
                 hint=f"write {text} in the row of one rank",
             )
-        if not set(gives(first)).isdisjoint(needs(second, flow)):
+        if not set(produces(first)).isdisjoint(needs(second, flow)):
             raise ScheduleError(
                 f"rank {rank} runs {text} as a pair, but {second} needs {first}",
                 hint="pair actions that do not need each other, such as F and B of different micro-batches",
@@ -104,7 +104,7 @@ def meetings(schedule: Schedule, flow: Flow) -> None:
             board.post(action)
             for other in met(action, present, flow):
                 yield from board.wait(other)
-            for made in gives(action):
+            for made in produces(action):
                 board.post(made)
 
     _refuse_strangers(schedule, present, flow)

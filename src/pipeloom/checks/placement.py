@@ -1,5 +1,5 @@
 """The rule for ranks: each one has a stage. That each stage has one rank, and each action stands there, is
-`check.placement`; a replica is a stage of its own, with its own rank (see `ir.replicas`)."""
+`check.placement`; a replica is a stage of its own, with its own rank (see `ir.stages`)."""
 
 from __future__ import annotations
 

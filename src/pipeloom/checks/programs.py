@@ -28,11 +28,11 @@ from ..ir.action import (
 from ..ir.columns import B_, F_, I_, RECV_B_, RECV_F_, REDUCE_, STEP_, Ints, starts_of
 from ..ir.errors import ScheduleError
 from ..ir.flow import Flow
-from ..ir.message_index import NO_LINE, far
+from ..ir.message_index import NO_ROUTE, on_other_ranks
 from ..ir.operation import OPERATIONS
 from ..ir.schedule import Program
 from ..ir.stages import StageGraph
-from ..ir.ties import reductions
+from ..ir.tied_gradients import reductions
 from .progress import prove_progress
 
 Rule: TypeAlias = Callable[[Program, StageGraph, Flow], None]
@@ -40,17 +40,17 @@ Rule: TypeAlias = Callable[[Program, StageGraph, Flow], None]
 
 def ends(program: Program, stages: StageGraph, flow: Flow) -> None:
     """Every transfer stands on its stage's rank and follows an edge of the stage graph to another rank."""
-    columns, line = program.columns, program.wiring(flow).line
+    columns, route = program.columns, program.message_index(flow).route
     entries = np.flatnonzero(~columns.is_compute)
     stage, peer = columns.stage[entries], columns.peer[entries]
     homes = np.array(program.placement, np.int32)
     last = len(homes) - 1
     rank = np.repeat(np.arange(columns.ranks, dtype=np.int32), np.diff(columns.offsets))[entries]
     strange = (stage < 0) | (stage > last) | (homes[np.clip(stage, 0, last)] != rank)
-    astray = line[entries] == NO_LINE
-    local = (line[entries] >= 0) & (homes[np.clip(peer, 0, last)] == rank)
+    astray = route[entries] == NO_ROUTE
+    local = (route[entries] >= 0) & (homes[np.clip(peer, 0, last)] == rank)
     microbatch = columns.microbatch[entries]
-    late = (line[entries] != -1) & ((microbatch < 0) | (microbatch >= program.microbatches))
+    late = (route[entries] != -1) & ((microbatch < 0) | (microbatch >= program.microbatches))
     wrong = np.flatnonzero(strange | astray | local | late)
     if not len(wrong):
         return
@@ -80,13 +80,13 @@ def ends(program: Program, stages: StageGraph, flow: Flow) -> None:
 
 def pairing(program: Program, stages: StageGraph, flow: Flow) -> None:
     """Every SEND has its RECV and every RECV its SEND, once each; nothing is left over."""
-    wiring = program.wiring(flow)
-    has = [table >= 0 for table in (wiring.sent, wiring.received)]
+    messages = program.message_index(flow)
+    has = [table >= 0 for table in (messages.sent, messages.received)]
     if sum(map(np.count_nonzero, has)) < np.count_nonzero(program.columns.is_transfer):
         raise _repeated(program)
     lonely = has[0] != has[1]
     if lonely.any():
-        alone = np.where(has[0], wiring.sent, wiring.received)[lonely]
+        alone = np.where(has[0], messages.sent, messages.received)[lonely]
         rank, step = _at(program, int(alone.min()))
         assert isinstance(step, Transfer)
         other = program.placement[step.peer]
@@ -130,18 +130,18 @@ def data_in_place(program: Program, stages: StageGraph, flow: Flow) -> None:
 def _uses(program: Program, flow: Flow) -> Iterator[tuple[Ints, Ints, int, Kind, int]]:
     """Per micro-batch the entries of a step and of what it uses in its own row, and what that is: stage,
     kind, and peer, or -1 for a compute action."""
-    wiring, where = program.wiring(flow), program.placement
-    lines, forward, back = wiring.lines, program.places.of(F_), program.places.gradients()
+    messages, where = program.message_index(flow), program.placement
+    routes, forward, back = messages.routes, program.action_index.of(F_), program.action_index.gradients()
     for stage in range(len(where)):
-        for peer in far(where, stage, flow.reads_from[stage]):
-            line = lines.between(peer, stage, backward=False)
-            yield forward[stage], wiring.received[line], stage, RECV_F, peer
-        for peer in far(where, stage, flow.gradients_from[stage]):
-            line = lines.between(peer, stage, backward=True)
-            yield back[stage], wiring.received[line], stage, RECV_B, peer
-    for line, stage in enumerate(lines.sender.tolist()):
-        kind, made = (B, back) if lines.backward[line] else (F, forward)
-        yield wiring.sent[line], made[stage], stage, kind, -1
+        for peer in on_other_ranks(where, stage, flow.reads_from[stage]):
+            route = routes.between(peer, stage, backward=False)
+            yield forward[stage], messages.received[route], stage, RECV_F, peer
+        for peer in on_other_ranks(where, stage, flow.gradients_from[stage]):
+            route = routes.between(peer, stage, backward=True)
+            yield back[stage], messages.received[route], stage, RECV_B, peer
+    for route, stage in enumerate(routes.sender.tolist()):
+        kind, made = (B, back) if routes.backward[route] else (F, forward)
+        yield messages.sent[route], made[stage], stage, kind, -1
 
 
 def optimizer(program: Program, stages: StageGraph, flow: Flow) -> None:
@@ -200,7 +200,7 @@ def _closes(program: Program, rank: int, found: list[Instruction], begin: int) -
 def progress(program: Program, stages: StageGraph, flow: Flow) -> None:
     """Run all ranks with asynchronous sends: every RECV and every REDUCE meets its other ends, and so do
     the shards of a stage on several ranks, and operations that meet others."""
-    columns, wiring = program.columns, program.wiring(flow)
+    columns, messages = program.columns, program.message_index(flow)
     receives = (columns.kind == RECV_F_) | (columns.kind == RECV_B_)
     counts = receives.astype(np.int32)
     meets = {**_meetings(program, stages), **_together(program, flow)}
@@ -209,7 +209,7 @@ def progress(program: Program, stages: StageGraph, flow: Flow) -> None:
     first = starts_of(counts)
     needed = np.empty(first[-1], np.int32)
     entries = np.flatnonzero(receives)
-    needed[first[entries]] = wiring.sent[wiring.line[entries], columns.microbatch[entries]]
+    needed[first[entries]] = messages.sent[messages.route[entries], columns.microbatch[entries]]
     for entry, others in meets.items():
         needed[first[entry] : first[entry + 1]] = others
     prove_progress(columns, first, needed)
@@ -226,7 +226,7 @@ def _together(program: Program, flow: Flow) -> dict[int, list[int]]:
     found: dict[int, list[int]] = {}
     starts = set(program.columns.offsets.tolist())
     for code, stage, others in groups:
-        table = program.places.of(code)
+        table = program.action_index.of(code)
         for microbatch, entry in enumerate(table[stage].tolist()):
             if entry >= 0:
                 ends = [int(table[other, microbatch]) for other in others]

@@ -13,10 +13,9 @@ from typing import TypeAlias
 
 import numpy as np
 
-from ..ir.action import Action
+from ..ir.action import EVICT, Action
 from ..ir.columns import F_, OFFLOAD_, RECOMPUTE_, RELOAD_, Bools, Ints
 from ..ir.errors import ScheduleError
-from ..ir.eviction import EVICT
 from ..ir.flow import Flow
 from ..ir.schedule import Schedule
 
@@ -39,7 +38,7 @@ def both_ways(schedule: Schedule, flow: Flow) -> None:
     """What is offloaded is reloaded, and only that."""
     if not schedule.columns.treats_residuals:
         return
-    away, back = schedule.places.of(OFFLOAD_), schedule.places.of(RELOAD_)
+    away, back = schedule.action_index.of(OFFLOAD_), schedule.action_index.of(RELOAD_)
     if (found := _first((away >= 0) & (back < 0), away)) is not None:
         rank, action = _at(schedule, found)
         reload, reader = _named(schedule, found, RELOAD_), _backward(schedule, found)
@@ -60,9 +59,9 @@ def in_order(schedule: Schedule, flow: Flow) -> None:
     """F, OFFLOAD, RELOAD, RECOMPUTE, and B or I of one micro-batch stand in this order."""
     if not schedule.columns.treats_residuals:
         return
-    places = schedule.places
-    steps = [places.of(F_), *(places.of(code) for code in (OFFLOAD_, RELOAD_, RECOMPUTE_))]
-    steps.append(places.gradients())
+    index = schedule.action_index
+    steps = [index.of(F_), *(index.of(code) for code in (OFFLOAD_, RELOAD_, RECOMPUTE_))]
+    steps.append(index.gradients())
     found: list[tuple[int, int]] = []
     for number, late in enumerate(steps):
         for early in steps[:number]:
@@ -84,9 +83,9 @@ def in_one_place(schedule: Schedule, flow: Flow) -> None:
     columns = schedule.columns
     if not columns.treats_residuals or EVICT not in columns.kinds:
         return
-    evicted = schedule.places.of(columns.kinds.index(EVICT))
+    evicted = schedule.action_index.of(columns.kinds.index(EVICT))
     for code in (OFFLOAD_, RECOMPUTE_):
-        treated = schedule.places.of(code)
+        treated = schedule.action_index.of(code)
         if (found := _first((treated >= 0) & (evicted >= 0), treated)) is not None:
             rank, action = _at(schedule, found)
             lent = Action(action.stage, EVICT, action.microbatch)
@@ -116,7 +115,7 @@ def _named(schedule: Schedule, entry: int, code: int) -> Action:
 def _backward(schedule: Schedule, entry: int) -> Action:
     """The B or I that reads the residuals of an entry."""
     _, action = _at(schedule, entry)
-    return _at(schedule, int(schedule.places.gradients()[action.stage, action.microbatch]))[1]
+    return _at(schedule, int(schedule.action_index.gradients()[action.stage, action.microbatch]))[1]
 
 
 RULES: tuple[Rule, ...] = (used, both_ways, in_order, in_one_place)

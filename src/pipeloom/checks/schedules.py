@@ -13,10 +13,10 @@ import numpy as np
 
 from ..ir.action import AFTER, COMPUTE, Action, B, F, I, W
 from ..ir.columns import B_, CODE, F_, I_, OFFLOAD_, RECOMPUTE_, W_, Bools, Ints, Rows, starts_of
-from ..ir.dependencies import Milestone, gives as gives, name_of, needs as needs
+from ..ir.dependencies import Milestone, name_of, needs as needs, produces as produces
 from ..ir.errors import ScheduleError
 from ..ir.flow import Flow, flow_of
-from ..ir.message_index import far
+from ..ir.message_index import on_other_ranks
 from ..ir.schedule import Program, Schedule
 from ..ir.stages import StageGraph
 from . import (
@@ -50,14 +50,14 @@ def check_shape(program: Program, stages: StageGraph) -> None:
     Raises: ScheduleError by the first rule that is broken.
     """
     flow = flow_of(stages)
-    if program.wiring(flow).sound:
+    if program.message_index(flow).checked:
         return
     compute = _computing(program)
     for rule in (placement, kinds_of_program):
         rule(compute, flow)
     for program_rule in (program_rules.ends, program_rules.pairing):
         program_rule(program, stages, flow)
-    program.wiring(flow).sound = True
+    program.message_index(flow).checked = True
 
 
 def _computing(program: Program) -> Schedule:
@@ -84,7 +84,7 @@ def check_program(program: Program, stages: StageGraph) -> None:
         rule(compute, flow)
     for program_rule in program_rules.RULES:
         program_rule(program, stages, flow)
-    program.wiring(flow).sound = True
+    program.message_index(flow).checked = True
 
 
 def placement(schedule: Schedule, flow: Flow) -> None:
@@ -156,11 +156,11 @@ def completeness(schedule: Schedule, flow: Flow) -> None:
     """Each stage runs each micro-batch once: one F, and either one B or one I and one W."""
     if schedule.stages * schedule.microbatches > len(schedule.columns):
         raise _too_few(schedule)  # without tables, which could be far larger than the schedule
-    columns, places = schedule.columns, schedule.places
+    columns, index = schedule.columns, schedule.action_index
     for code in np.flatnonzero(np.bincount(columns.kind, minlength=W_ + 1)).tolist():
-        if np.count_nonzero(places.of(code) >= 0) < places.counted[code]:
+        if np.count_nonzero(index.of(code) >= 0) < index.counted[code]:
             raise _repeated(schedule)
-    f, b, i, w = (places.of(code) >= 0 for code in (F_, B_, I_, W_))
+    f, b, i, w = (index.of(code) >= 0 for code in (F_, B_, I_, W_))
     wrong = ~f
     if columns.trains:
         wrong |= np.where(b, i | w, ~(i & w))
@@ -237,13 +237,13 @@ def order_on_rank(schedule: Schedule, flow: Flow) -> None:
 def _uses_on_rank(schedule: Schedule, flow: Flow) -> Iterator[tuple[Ints, Ints, tuple[int, int]]]:
     """Entries of users, of what they use on their own rank, and that one's (stage, phase) as in a milestone;
     stage -1 for the user's own stage."""
-    places = schedule.places
-    forward, back = places.of(F_), places.gradients()
+    index = schedule.action_index
+    forward, back = index.of(F_), index.gradients()
     yield back, forward, (-1, 0)
-    yield places.of(W_), back, (-1, 1)
+    yield index.of(W_), back, (-1, 1)
     for code, kind in enumerate(schedule.columns.kinds):
         if code > W_ and kind in AFTER:
-            yield places.of(code), forward if AFTER[kind] == F else back, (-1, int(AFTER[kind] != F))
+            yield index.of(code), forward if AFTER[kind] == F else back, (-1, int(AFTER[kind] != F))
     for stage, rank in enumerate(schedule.placement):
         for phase, (table, peers) in enumerate(
             ((forward, flow.reads_from[stage]), (back, flow.gradients_from[stage]))
@@ -260,7 +260,7 @@ def slice_order(schedule: Schedule, flow: Flow) -> None:
         return
     entries = []
     for code, step in ((F_, -1), (B_, 1), (I_, 1)):
-        table = schedule.places.of(code).reshape(schedule.stages, -1, k)
+        table = schedule.action_index.of(code).reshape(schedule.stages, -1, k)
         user, other = (table[..., 1:], table[..., :-1]) if step < 0 else (table[..., :-1], table[..., 1:])
         wrong = (user >= 0) & ((other < 0) | (other > user))
         entries += [(int(entry), step) for entry in user[wrong]]
@@ -276,15 +276,15 @@ def slice_order(schedule: Schedule, flow: Flow) -> None:
 
 def progress(schedule: Schedule, flow: Flow) -> None:
     """Run all ranks: no rank waits for an action that can never happen."""
-    columns, places, where = schedule.columns, schedule.places, schedule.placement
-    inputs = [far(where, stage, flow.reads_from[stage]) for stage in range(schedule.stages)]
-    gradients = [far(where, stage, flow.gradients_from[stage]) for stage in range(schedule.stages)]
+    columns, index, where = schedule.columns, schedule.action_index, schedule.placement
+    inputs = [on_other_ranks(where, stage, flow.reads_from[stage]) for stage in range(schedule.stages)]
+    gradients = [on_other_ranks(where, stage, flow.gradients_from[stage]) for stage in range(schedule.stages)]
     counts = np.zeros((schedule.stages, len(columns.kinds)), np.int32)
     counts[:, F_] = [len(found) for found in inputs]
     counts[:, B_] = counts[:, I_] = [len(found) for found in gradients]
     first = starts_of(counts[columns.stage, columns.kind])
     needed = np.empty(first[-1], np.int32)
-    for table, peers in ((places.of(F_), inputs), (places.gradients(), gradients)):
+    for table, peers in ((index.of(F_), inputs), (index.gradients(), gradients)):
         for stage, found in enumerate(peers):
             for number, peer in enumerate(found):
                 has = table[stage] >= 0
@@ -304,8 +304,8 @@ def progress(schedule: Schedule, flow: Flow) -> None:
 
 def _entry_of(milestone: Milestone, schedule: Schedule) -> int:
     stage, microbatch, phase = milestone
-    places = schedule.places
-    return int((places.gradients() if phase else places.of(F_))[stage, microbatch])
+    index = schedule.action_index
+    return int((index.gradients() if phase else index.of(F_))[stage, microbatch])
 
 
 def _first(wrong: Bools) -> int | None:

@@ -26,7 +26,7 @@ def shards(schedule: Schedule, flow: Flow) -> None:
                     hint="place them on different ranks, or keep one of them",
                 )
     for stage, others in flow.shards.items():
-        whole = schedule.places.of(B_) >= 0
+        whole = schedule.action_index.of(B_) >= 0
         for other in others:
             for microbatch in np.flatnonzero(whole[stage] & ~whole[other])[:1].tolist():
                 _refuse_unlike(schedule, stage, other, microbatch)

@@ -42,9 +42,8 @@ import tomli_w
 
 from ..ir.cluster import MOST_DEVICES, OP_CLASSES, Cluster, Device, Link, refuse_too_many
 from ..ir.errors import ConfigError, shown
-from ..ir.files import write_whole
+from ..ir.files import parse_toml, write_whole
 from ..ir.graph import DTYPE_BYTES
-from ..ir.toml import parse_toml
 from ..ir.units import LARGEST, parse_bytes
 
 _TOP = ("name", "device", "within_node", "between_nodes", "groups", "switches", "node_link")

@@ -223,3 +223,18 @@ def parse_instruction(text: str) -> Instruction:
         f"cannot read instruction {shown(text)}",
         hint="write 2F5, 2SEND_F5>3, 3RECV_F5<2, 2REDUCE or 2STEP",
     )
+
+
+def eviction_partner(rank: int, ranks: int) -> int:
+    """The rank that keeps what `rank` evicts: the middle one of an odd number has none but itself.
+
+        0EVICT3   stage 0 hands the residuals of micro-batch 3 to the partner of its rank
+        0FETCH3   takes them back, before its backward of micro-batch 3
+
+    Who receives has them from the start of the action, who gives until its end. The partner of rank x of p is
+    rank p - 1 - x, as in BPipe: 1F1B holds most on the first rank and least on the last.
+
+    >>> [eviction_partner(rank, 4) for rank in range(4)]
+    [3, 2, 1, 0]
+    """
+    return ranks - 1 - rank

@@ -1,4 +1,4 @@
-"""Places: where in its columns each stage runs each kind on each micro-batch."""
+"""Action index: where in its columns each stage runs each kind on each micro-batch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .columns import B_, I_, Columns, Ints
 NOWHERE = -1
 
 
-class Places:
+class ActionIndex:
     """Tables of shape (stages, micro-batches), one per kind, of entries of the columns; -1 where none is.
 
     Stages and micro-batches of all compute actions must be in range. Of something that stands twice the
@@ -18,25 +18,25 @@ class Places:
     >>> from .columns import F_, columns_of
     >>> from .schedule import parse_rows
     >>> columns = columns_of(parse_rows(("0F1 0F0",)))
-    >>> Places(columns, stages=1, microbatches=3).of(F_).tolist()
+    >>> ActionIndex(columns, stages=1, microbatches=3).of(F_).tolist()
     [[1, 0, -1]]
     """
 
     def __init__(self, columns: Columns, *, stages: int, microbatches: int) -> None:
         self._columns = columns
         self._shape = (stages, microbatches)
-        self._found: dict[int, Ints] = {}
+        self._tables: dict[int, Ints] = {}
         self.counted: dict[int, int] = {}
 
     def of(self, code: int) -> Ints:
         """The table of one kind. `counted[code]` then says how many such entries there are."""
-        if code not in self._found:
+        if code not in self._tables:
             entries = np.flatnonzero(self._columns.kind == code)
             table = np.full(self._shape, NOWHERE, np.int32)
             table[self._columns.stage[entries], self._columns.microbatch[entries]] = entries
-            self._found[code] = table
+            self._tables[code] = table
             self.counted[code] = len(entries)
-        return self._found[code]
+        return self._tables[code]
 
     def gradients(self) -> Ints:
         """The entries that make gradients: B, or I."""

@@ -36,7 +36,7 @@ def needs(action: Action, flow: Flow) -> Iterator[Milestone]:
         yield stage, microbatch, int(AFTER[action.kind] != F)
 
 
-def gives(action: Action) -> tuple[Milestone, ...]:
+def produces(action: Action) -> tuple[Milestone, ...]:
     """What is there once an action has run; W ends nothing that another action waits for."""
     if action.kind == F:
         return ((action.stage, action.microbatch, 0),)

@@ -1,11 +1,13 @@
-"""Files that are written: whole or not at all, and what the disk refuses as one sentence."""
+"""Files: written whole or not at all, TOML that users write, and each failure as one sentence."""
 
 from __future__ import annotations
 
 import os
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from .errors import ConfigError
 
@@ -39,3 +41,25 @@ def write_whole(path: Path, text: str) -> None:
             partial.replace(target)
         finally:
             partial.unlink(missing_ok=True)
+
+
+def parse_toml(text: str, what: str) -> dict[str, Any]:
+    """A document as plain values.
+
+    what: names the text in the error, for instance the file's path.
+    Raises: ConfigError if it is no TOML, or holds what Python cannot read: numbers of more than 4300 digits,
+        lists thousands deep.
+
+    >>> parse_toml("steps = 4", "config.toml")
+    {'steps': 4}
+    """
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{what} is not valid TOML: {error}", hint="mend that line") from None
+    except ValueError:
+        raise ConfigError(
+            f"{what} has a number of thousands of digits", hint="write rates, times and sizes below 1e30"
+        ) from None
+    except RecursionError:
+        raise ConfigError(f"{what} is nested too deeply", hint="no key takes lists in lists") from None

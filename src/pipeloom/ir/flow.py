@@ -58,7 +58,7 @@ def flow_of(stages: StageGraph) -> Flow:
             gradients_to[target].append(source)
 
     def in_order(neighbours: list[list[int]]) -> tuple[tuple[int, ...], ...]:
-        return tuple(tuple(sorted(found, key=place.__getitem__)) for found in neighbours)
+        return tuple(tuple(sorted(row, key=place.__getitem__)) for row in neighbours)
 
     return Flow(
         order=order,

@@ -160,11 +160,11 @@ class OpGraph:
     @cached_property
     def consumers(self) -> Mapping[str, tuple[str, ...]]:
         """Value name -> names of the ops that read it."""
-        found: dict[str, list[str]] = {name: [] for name in self.value}
+        users: dict[str, list[str]] = {name: [] for name in self.value}
         for op in self.ops:
             for name in op.inputs:
-                found[name].append(op.name)
-        return {name: tuple(ops) for name, ops in found.items()}
+                users[name].append(op.name)
+        return {name: tuple(ops) for name, ops in users.items()}
 
     @cached_property
     def together(self) -> Mapping[str, tuple[str, ...]]:
@@ -200,3 +200,25 @@ class OpGraph:
         for p in self.parameters:
             h.update(repr((p.name, p.shape, p.trainable)).encode())
         return h.hexdigest()[:16]
+
+
+def viewed(op: Op) -> str | None:
+    """The value that an op's outputs are views of; None if it makes tensors, or views of a parameter."""
+    return op.inputs[0] if op.view and op.inputs else None
+
+
+def storages(graph: OpGraph) -> dict[str, str]:
+    """Value -> the value whose storage it shares in the end: itself, unless a view made it."""
+    base = {value.name: value.name for value in graph.inputs}
+    for op in graph.ops:  # in order, so what an op reads is there already
+        parent = viewed(op)
+        for value in op.outputs:
+            base[value.name] = value.name if parent is None else base[parent]
+    return base
+
+
+def views_of_state(graph: OpGraph) -> frozenset[str]:
+    """Values whose storage is a parameter's or a buffer's."""
+    held = storages(graph)
+    roots = {v.name for op in graph.ops if op.view and not op.inputs for v in op.outputs}
+    return frozenset(name for name, base in held.items() if base in roots)

@@ -1,12 +1,13 @@
-"""Wiring: the lines between stages that a program sends along, and where each message is sent and received.
+"""Message index: the routes that a program sends along, and where each message is sent and received.
 
-A line is one direction between two stages: outputs forward, or gradients backward.
+A route is one direction between two stages: outputs forward, or gradients backward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,81 +15,96 @@ from .columns import RECV_B_, RECV_F_, SEND_B_, SEND_F_, Bools, Codes, Columns, 
 from .flow import Flow
 from .kernels import in_place
 
-NO_LINE = -2
-"""In place of a line: a transfer that follows none; -1 is no transfer."""
+NO_ROUTE = -2
+"""In place of a route: a transfer that follows none; -1 is no transfer."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Lines:
-    """All lines of a flow, forward ones first, each part sorted by sender and receiver (both stages)."""
+class Routes:
+    """All routes of a flow, forward ones first, each part sorted by sender and receiver (both stages)."""
 
     sender: Ints
     receiver: Ints
     backward: Bools
     first: Ints
-    """Lines from stage s are `first[s] : first[s + 1]` forward, `first[stages + s] : ...` backward."""
+    """Routes from stage s are `first[s] : first[s + 1]` forward, `first[stages + s] : ...` backward."""
 
     def __len__(self) -> int:
         return len(self.sender)
 
     def between(self, sender: int, receiver: int, *, backward: bool) -> int:
-        """The line from one stage to another; there must be one."""
+        """The route from one stage to another; there must be one."""
         row = sender + backward * (len(self.first) // 2)
         low, high = int(self.first[row]), int(self.first[row + 1])
         return low + int(np.searchsorted(self.receiver[low:high], receiver))
 
 
-def lines_of(flow: Flow) -> Lines:
-    """The lines that values and gradients can take.
+def routes_of(flow: Flow) -> Routes:
+    """The routes that values and gradients can take.
 
     >>> from .flow import dag, flow_of
-    >>> lines = lines_of(flow_of(dag(3, [(0, 1), (0, 2), (1, 2)], no_gradient=[(0, 2)])))
-    >>> list(zip(lines.sender.tolist(), lines.receiver.tolist()))
+    >>> routes = routes_of(flow_of(dag(3, [(0, 1), (0, 2), (1, 2)], no_gradient=[(0, 2)])))
+    >>> list(zip(routes.sender.tolist(), routes.receiver.tolist()))
     [(0, 1), (0, 2), (1, 2), (1, 0), (2, 1)]
     """
     targets = [sorted(t) for neighbours in (flow.read_by, flow.gradients_to) for t in neighbours]
     stages = len(flow.order)
-    pairs = [(row % stages, receiver) for row, found in enumerate(targets) for receiver in found]
+    pairs = [(row % stages, receiver) for row, peers in enumerate(targets) for receiver in peers]
     sender, receiver = np.array(pairs, np.int32).reshape(-1, 2).T
     forward = sum(map(len, flow.read_by))
-    return Lines(
+    return Routes(
         sender=sender.copy(),
         receiver=receiver.copy(),
         backward=np.arange(len(pairs)) >= forward,
-        first=starts_of([len(found) for found in targets]),
+        first=starts_of([len(peers) for peers in targets]),
     )
 
 
-@dataclass(kw_only=True, eq=False)
-class Wiring:
-    """lines: of the stage graph.  line: of each entry of the columns, -1 for no transfer, `NO_LINE` for one
-    that follows no line.  sent, received: entries of shape (lines, micro-batches), -1 where there is none; of
-    something that stands twice the last.  sound: whether the checks have found everything in range and both
-    ends of every message.  numbers: kept here by the simulator, which numbers messages in the order sent: the
-    message of each entry, the line of each message, the steps of its event loop, and whether messages are
-    received in the order sent."""
+class EventCodes(NamedTuple):
+    """A program as the simulator's event loop reads it. Messages are numbered in the order sent.
 
-    lines: Lines
-    line: Ints
+    message: per entry, -1 for no transfer.  route: per message.  code: per entry, see `simulator.loop_state`.
+    in_order: whether ranks receive messages in the order sent.
+    """
+
+    message: Ints
+    route: Ints
+    code: Ints
+    in_order: bool
+
+
+@dataclass(kw_only=True, eq=False)
+class MessageIndex:
+    """Where each message of a program is sent and received.
+
+    route: per entry of the columns the number of its route, -1 for no transfer, `NO_ROUTE` for one without.
+    sent, received: of shape (routes, micro-batches), the entries of SEND and RECV, -1 where there is none.
+        Of what stands twice the last one.
+    checked: whether the checks have found everything in range and both ends of every message.
+    event_codes: kept here by the simulator, which makes it from a program once.
+    """
+
+    routes: Routes
+    route: Ints
     sent: Ints
     received: Ints
-    sound: bool = False
-    numbers: tuple[Ints, Ints, Ints, bool] | None = None
+    checked: bool = False
+    event_codes: EventCodes | None = None
 
 
-def wire(columns: Columns, microbatches: int, flow: Flow) -> Wiring:
-    """Find the line of each transfer, and both ends of each message. Micro-batches out of range are passed
+def index_messages(columns: Columns, microbatches: int, flow: Flow) -> MessageIndex:
+    """Find the route of each transfer, and both ends of each message. Micro-batches out of range are passed
     over."""
-    lines = lines_of(flow)
-    line = np.full(len(columns), -1, np.int32)
-    _find_lines((columns.kind, columns.stage, columns.peer), lines.first, lines.receiver, line)
-    sent, received = (np.full((len(lines), microbatches), -1, np.int32) for _ in range(2))
-    _find_ends(columns.kind, columns.microbatch, line, sent, received)
-    return Wiring(lines=lines, line=line, sent=sent, received=received)
+    routes = routes_of(flow)
+    route = np.full(len(columns), -1, np.int32)
+    _find_routes((columns.kind, columns.stage, columns.peer), routes.first, routes.receiver, route)
+    sent, received = (np.full((len(routes), microbatches), -1, np.int32) for _ in range(2))
+    _find_ends(columns.kind, columns.microbatch, route, sent, received)
+    return MessageIndex(routes=routes, route=route, sent=sent, received=received)
 
 
 @in_place
-def _find_lines(columns: tuple[Codes, Ints, Ints], first: Ints, receiver: Ints, line: Ints) -> None:
+def _find_routes(columns: tuple[Codes, Ints, Ints], first: Ints, receiver: Ints, route: Ints) -> None:
     kind, stage, peer = columns
     stages = len(first) // 2
     for entry in range(len(kind)):
@@ -98,7 +114,7 @@ def _find_lines(columns: tuple[Codes, Ints, Ints], first: Ints, receiver: Ints, 
         sends = code == SEND_F_ or code == SEND_B_
         a = stage[entry] if sends else peer[entry]
         b = peer[entry] if sends else stage[entry]
-        line[entry] = NO_LINE
+        route[entry] = NO_ROUTE
         if a < 0 or a >= stages:
             continue
         row = a if code <= RECV_F_ else stages + a
@@ -110,21 +126,21 @@ def _find_lines(columns: tuple[Codes, Ints, Ints], first: Ints, receiver: Ints, 
             else:
                 high = middle
         if low < first[row + 1] and receiver[low] == b:
-            line[entry] = low
+            route[entry] = low
 
 
 @in_place
-def _find_ends(kind: Codes, microbatch: Ints, line: Ints, sent: Ints, received: Ints) -> None:
+def _find_ends(kind: Codes, microbatch: Ints, route: Ints, sent: Ints, received: Ints) -> None:
     microbatches = sent.shape[1]
     for entry in range(len(kind)):
-        if line[entry] < 0 or microbatch[entry] < 0 or microbatch[entry] >= microbatches:
+        if route[entry] < 0 or microbatch[entry] < 0 or microbatch[entry] >= microbatches:
             continue
         if kind[entry] == SEND_F_ or kind[entry] == SEND_B_:
-            sent[line[entry], microbatch[entry]] = entry
+            sent[route[entry], microbatch[entry]] = entry
         else:
-            received[line[entry], microbatch[entry]] = entry
+            received[route[entry], microbatch[entry]] = entry
 
 
-def far(placement: Sequence[int], stage: int, peers: Sequence[int]) -> list[int]:
+def on_other_ranks(placement: Sequence[int], stage: int, peers: Sequence[int]) -> list[int]:
     """Those of a stage's neighbours that are on another rank."""
     return [peer for peer in peers if placement[peer] != placement[stage]]

@@ -86,8 +86,8 @@ class Operation:
                 )
 
     def _anchored(self) -> str:
-        found = (("after", self.after), ("before", self.before))
-        return " and ".join(f"{word} {kind}" for word, kind in found if kind is not None) or "nowhere"
+        sides = (("after", self.after), ("before", self.before))
+        return " and ".join(f"{word} {kind}" for word, kind in sides if kind is not None) or "nowhere"
 
     @property
     def kind(self) -> Kind:
@@ -95,9 +95,9 @@ class Operation:
 
     @property
     def anchor(self) -> Kind:
-        found = self.after if self.after is not None else self.before
-        assert found is not None
-        return found
+        anchor = self.after if self.after is not None else self.before
+        assert anchor is not None
+        return anchor
 
     def stands_at(self, kind: Kind) -> bool:
         """Whether actions of a kind are its anchors. Of each micro-batch exactly one is: B, or I with W."""

@@ -11,9 +11,8 @@ from . import codec
 from .errors import PlanError, shown
 from .graph import OpGraph
 from .memory_policy import MemoryPolicy, WeightPolicy
-from .replicas import replicate
 from .schedule import Schedule, parse_pairs, parse_rows
-from .stages import StageGraph, cut
+from .stages import StageGraph, cut, replicate
 
 SCHEMA = 1
 
@@ -80,7 +79,7 @@ class Plan:
     caps: bytes each rank may hold, empty for no cap.  peaks: those that it holds in the simulated step.
     microbatches: per step, of all replicas together.
     placement: the rank of each stage; one that is several times as long as the stages places replicas of
-        them, each with its share of the micro-batches (see `ir.replicas`).
+        them, each with its share of the micro-batches (see `ir.stages`).
 
     Raises: PlanError if `memory` says something about a stage that the plan does not have.
     """

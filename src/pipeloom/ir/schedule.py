@@ -8,11 +8,11 @@ from functools import cached_property
 from typing import TypeAlias
 
 from .action import Action, Instruction, parse_actions, parse_instruction
-from .action_index import Places
+from .action_index import ActionIndex
 from .columns import Columns, columns_of
 from .errors import ScheduleError
 from .flow import Flow
-from .message_index import Wiring, wire
+from .message_index import MessageIndex, index_messages
 
 Pair: TypeAlias = tuple[Action, Action]
 """Two neighbours in a row that run as one unit, in this order; written `2F5&1B3`."""
@@ -62,9 +62,9 @@ class Schedule:
         return columns_of(self.rows)
 
     @cached_property
-    def places(self) -> Places:
+    def action_index(self) -> ActionIndex:
         """Where everything stands. Only of a schedule whose stages and micro-batches are in range."""
-        return Places(self.columns, stages=self.stages, microbatches=self.microbatches)
+        return ActionIndex(self.columns, stages=self.stages, microbatches=self.microbatches)
 
     def __str__(self) -> str:
         """One line per rank, actions separated by blanks, a pair joined by `&`."""
@@ -131,26 +131,27 @@ class Program:
         return columns_of(self.rows)
 
     @cached_property
-    def places(self) -> Places:
+    def action_index(self) -> ActionIndex:
         """Where all compute actions stand. Only of a program whose stages and micro-batches are in range."""
-        return Places(self.columns, stages=len(self.placement), microbatches=self.microbatches)
+        return ActionIndex(self.columns, stages=len(self.placement), microbatches=self.microbatches)
 
-    def wiring(self, flow: Flow) -> Wiring:
-        """The lines that its transfers follow, found once per flow."""
-        known: tuple[Flow, Wiring] | None = self.__dict__.get("_wiring")
-        if known is None or (known[0] is not flow and known[0] != flow):
-            known = self.__dict__["_wiring"] = (flow, wire(self.columns, self.microbatches, flow))
-        return known[1]
+    def message_index(self, flow: Flow) -> MessageIndex:
+        """The routes that its transfers follow, and both ends of each message; found once per flow."""
+        cached: tuple[Flow, MessageIndex] | None = self.__dict__.get("_message_index")
+        if cached is None or (cached[0] is not flow and cached[0] != flow):
+            cached = flow, index_messages(self.columns, self.microbatches, flow)
+            self.__dict__["_message_index"] = cached
+        return cached[1]
 
     @cached_property
     def messages(self) -> dict[tuple[int, int], tuple[Instruction, ...]]:
         """(from rank, to rank) -> the SENDs in order: the one order both ends follow."""
-        found: dict[tuple[int, int], list[Instruction]] = {}
+        sends: dict[tuple[int, int], list[Instruction]] = {}
         for rank, row in enumerate(self.rows):
             for step in row:
                 if getattr(step, "sends", False):
-                    found.setdefault((rank, self.placement[step.peer]), []).append(step)  # type: ignore[union-attr]
-        return {pair: tuple(sends) for pair, sends in found.items()}
+                    sends.setdefault((rank, self.placement[step.peer]), []).append(step)  # type: ignore[union-attr]
+        return {pair: tuple(steps) for pair, steps in sends.items()}
 
 
 def parse_program(microbatches: int, placement: tuple[int, ...], lines: tuple[str, ...]) -> Program:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from .errors import CutError
+from .errors import CutError, ScheduleError
 from .graph import Op, OpGraph, Value
 
 
@@ -57,7 +57,7 @@ class StageGraph:
     """For each stage the batch inputs it reads."""
     loss_stage: int
     replicas: int = 1
-    """How many times the same stages stand side by side, see `ir.replicas`; `loss_stage` is the first's."""
+    """How many times the same stages stand side by side, see `replicate`; `loss_stage` is the first's."""
     shards: tuple[tuple[int, ...], ...] = ()
     """Stages that are one stage on several ranks, see `schedules.spread`: they begin F, B and I together."""
 
@@ -80,10 +80,10 @@ class StageGraph:
     @cached_property
     def between(self) -> Mapping[tuple[int, int], tuple[Value, ...]]:
         """(source, target) -> the values sent along that edge, by name."""
-        found: dict[tuple[int, int], list[Value]] = {}
+        values: dict[tuple[int, int], list[Value]] = {}
         for c in self.crossings:
-            found.setdefault((c.source, c.target), []).append(c.value)
-        return {edge: tuple(sorted(vs, key=lambda v: v.name)) for edge, vs in found.items()}
+            values.setdefault((c.source, c.target), []).append(c.value)
+        return {edge: tuple(sorted(vs, key=lambda v: v.name)) for edge, vs in values.items()}
 
     @cached_property
     def cuts(self) -> int:
@@ -187,7 +187,7 @@ def _clones(graph: OpGraph, stage_of: Mapping[str, int], stage: int) -> tuple[st
 def _crossings(
     graph: OpGraph, stage_of: Mapping[str, int], stages: tuple[Stage, ...]
 ) -> tuple[Crossing, ...]:
-    found: dict[tuple[str, int], Crossing] = {}
+    crossings: dict[tuple[str, int], Crossing] = {}
     for stage in stages:
         inside = {*stage.ops, *stage.clones}
         for op in _members(graph, stage):
@@ -197,12 +197,12 @@ def _crossings(
                 if maker is None or maker in inside:
                     continue
                 value, key = graph.value[name], (name, stage.index)
-                if key not in found:
+                if key not in crossings:
                     value = replace(value, needs_grad=value.needs_grad and back)
                 elif not (back and value.needs_grad):
                     continue
-                found[key] = Crossing(value=value, source=stage_of[maker], target=stage.index)
-    return tuple(found.values())
+                crossings[key] = Crossing(value=value, source=stage_of[maker], target=stage.index)
+    return tuple(crossings.values())
 
 
 def _owned(
@@ -252,3 +252,42 @@ def _refuse_cycles(stages: StageGraph) -> None:
             f"stages {sorted(waiting)} need each other's values: the cut has a cycle",
             hint="keep every op in the same stage as, or a later stage than, the ops it reads from",
         )
+
+
+def replicate(stages: StageGraph, times: int = 2) -> StageGraph:
+    """One graph of all replicas: replica r of stage s is stage r * S + s, for S stages.
+
+    Bidirectional schedules run one replica in each direction. A step's micro-batches are dealt out in order:
+    with m for each replica, replica r runs numbers r * m to r * m + m - 1 as its micro-batches 0 to m - 1.
+    Every parameter is tied between the replicas, so that their gradients are summed before the step.
+    Values and ops keep their names: what is between two stages is the same in each replica.
+    Raises: ScheduleError if `times` is not positive; CutError if the stages are replicas already.
+
+    >>> both = replicate(chain(3))
+    >>> both.successors[3], both.origin(4), both.number(4, 1, of=8)
+    ((4,), 1, 9)
+    """
+    if times < 1:
+        raise ScheduleError(f"{times} replicas", hint="use at least 1")
+    if stages.replicas != 1:
+        raise CutError("these stages are replicas already", hint="replicate the stages of one")
+    if stages.shards:
+        raise CutError("a stage on several ranks cannot be replicated", hint="place each stage on one rank")
+    count = len(stages.stages)
+    return StageGraph(
+        stages=tuple(
+            Stage(index=r * count + s.index, ops=s.ops, clones=s.clones)
+            for r in range(times)
+            for s in stages.stages
+        ),
+        crossings=tuple(
+            Crossing(value=c.value, source=r * count + c.source, target=r * count + c.target)
+            for r in range(times)
+            for c in stages.crossings
+        ),
+        params=stages.params * times,
+        buffers=stages.buffers * times,
+        inputs=stages.inputs * times,
+        loss_stage=stages.loss_stage,
+        replicas=times,
+    )

@@ -56,7 +56,7 @@ def add_memory(
     if not old.trains or not (away | again).any():
         return program
     units = _Units(program)
-    forward, back = program.places.of(F_), program.places.gradients()
+    forward, back = program.action_index.of(F_), program.action_index.gradients()
     stage, microbatch = (grid.astype(np.int32) for grid in np.indices(forward.shape))
     found: list[NDArray[np.int64]] = []  # per insertion: place, order there, order of need, and what it is
 
@@ -106,7 +106,7 @@ def _seconds(program: Program) -> Bools:
     found = np.zeros(len(program.columns), bool)
     kinds = program.columns.kinds
     for _, second in program.pairs:
-        found[program.places.of(kinds.index(second.kind))[second.stage, second.microbatch]] = True
+        found[program.action_index.of(kinds.index(second.kind))[second.stage, second.microbatch]] = True
     return found
 
 

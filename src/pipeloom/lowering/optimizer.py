@@ -1,6 +1,6 @@
 """Optimizer: at the end of a row the sum of tied gradients, then one STEP per stage.
 
-A schedule without backwards gets none. See `ir.ties` for what a REDUCE stands for.
+A schedule without backwards gets none. See `ir.tied_gradients` for what a REDUCE stands for.
 """
 
 from __future__ import annotations

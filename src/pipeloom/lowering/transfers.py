@@ -31,7 +31,7 @@ from ..ir.columns import (
 )
 from ..ir.flow import Flow, flow_of
 from ..ir.kernels import in_place
-from ..ir.message_index import far
+from ..ir.message_index import on_other_ranks
 from ..ir.schedule import Program
 from ..ir.stages import StageGraph
 
@@ -69,8 +69,8 @@ class _Around(NamedTuple):
 
 def _around(flow: Flow, placement: tuple[int, ...]) -> _Around:
     def listed(forward: tuple[tuple[int, ...], ...], back: tuple[tuple[int, ...], ...]) -> tuple[Ints, Ints]:
-        rows = [far(placement, s, peers) for s, peers in enumerate(forward)]
-        rows += [far(placement, s, peers)[::-1] for s, peers in enumerate(back)]
+        rows = [on_other_ranks(placement, s, peers) for s, peers in enumerate(forward)]
+        rows += [on_other_ranks(placement, s, peers)[::-1] for s, peers in enumerate(back)]
         return starts_of([len(row) for row in rows]), np.array([p for row in rows for p in row], np.int32)
 
     first_before, before = listed(flow.reads_from, flow.gradients_from)

@@ -15,8 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx
 
-from ..ir.graph import OpGraph
-from ..ir.storage import views_of_state
+from ..ir.graph import OpGraph, views_of_state
 
 
 class Captured(Protocol):

@@ -15,9 +15,8 @@ from time import perf_counter
 import torch
 from torch import Tensor, fx
 
-from ..ir.graph import Op, OpGraph
+from ..ir.graph import Op, OpGraph, storages
 from ..ir.profile import OpCost, Profile, batch_text
-from ..ir.storage import storages
 from .arguments import Arguments, Captured
 from .kernel import Kernel, Timer, engine_s, measure_kernel
 from .order import order_of

@@ -23,9 +23,8 @@ from math import prod
 
 from ..ir.cluster import Device
 from ..ir.errors import ConfigError
-from ..ir.graph import DTYPE_BYTES, Op, OpGraph, Parameter, Value, tensor_bytes
+from ..ir.graph import DTYPE_BYTES, Op, OpGraph, Parameter, Value, storages, tensor_bytes, views_of_state
 from ..ir.profile import OpCost, Profile, batch_text
-from ..ir.storage import storages, views_of_state
 from .flops import attention_flops, convolution_flops, matmul_flops
 from .order import AT_ONCE, order_of, scores
 from .rules import RULES, UNKNOWN, VIEW, Rule, base_name

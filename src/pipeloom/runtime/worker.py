@@ -32,7 +32,7 @@ from ..ir.action import (
 from ..ir.graph import Value
 from ..ir.operation import OPERATIONS
 from ..ir.schedule import Program
-from ..ir.ties import reductions
+from ..ir.tied_gradients import reductions
 from ..tracer import StageFunctions, made_bytes, zeros
 from .failure import Watch
 from .ledger import Ledger, crossing_bytes
@@ -109,7 +109,7 @@ class Worker:
     ) -> dict[int, Tensor]:
         """Run one step.
 
-        microbatches: of all replicas of the stages, in the order in which `ir.replicas` deals them out.
+        microbatches: of all replicas of the stages, in the order in which `ir.stages` deals them out.
         program: another program than the training one, such as the forward-only one.
         update: whether the step ends with the optimizer; if not, gradients stay for the next one.
         Returns: micro-batch -> loss, on the rank of the loss stage; elsewhere nothing.

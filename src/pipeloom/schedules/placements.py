@@ -8,8 +8,7 @@ from typing import TypeAlias
 
 from ..ir.errors import ScheduleError
 from ..ir.graph import Value
-from ..ir.replicas import replicate as replicate
-from ..ir.stages import Crossing, StageGraph
+from ..ir.stages import Crossing, StageGraph, replicate as replicate
 
 RankTable: TypeAlias = Sequence[int | tuple[int, ...]]
 """Per stage its rank, or the ranks that it spans."""

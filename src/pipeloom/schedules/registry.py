@@ -13,9 +13,8 @@ from ..ir.action import Action, B, F, W
 from ..ir.columns import Rows as Table, columns_of
 from ..ir.costs import StageCost, equal_costs
 from ..ir.errors import ScheduleError
-from ..ir.replicas import replicate
 from ..ir.schedule import Pair, Schedule
-from ..ir.stages import StageGraph, chain
+from ..ir.stages import StageGraph, chain, replicate
 from .families import (
     bidirectional as two_ways,
     forward_only,

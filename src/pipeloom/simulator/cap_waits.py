@@ -47,10 +47,10 @@ def next_room(program: Program, memory: Memory, caps: Sequence[int], runs: int) 
     memory: of that run.  caps: bytes, by rank.  runs: how many there were.
     """
     p, s, books = memory.layout, memory.state, memory.books
-    columns, places = program.columns, program.places
+    columns, index = program.columns, program.action_index
     found = np.full(len(columns), -1, np.int32)
     away_of = np.full(len(columns), -1, np.int32)
-    away, back = places.of(OFFLOAD_), places.of(RELOAD_)
+    away, back = index.of(OFFLOAD_), index.of(RELOAD_)
     has = (away >= 0) & (back >= 0)
     away_of[back[has]] = away[has]
     turn = np.zeros(len(columns), np.int64)
@@ -103,7 +103,7 @@ def _find(
             ended += 1
         if code == RECV_F_ or code == RECV_B_:
             message = p.message[entry]
-            pipe = p.pipe[p.line[message]]
+            pipe = p.pipe[p.route[message]]
             level += _posted(p, b, (pipe, message - p.first[pipe] + 1), pipes)
             pipes[1, pipe] += 1
             level += _posted(p, b, (pipe, pipes[1, pipe] + p.ahead), pipes)
@@ -164,6 +164,6 @@ def _posted(p: Layout, b: Books, goal: tuple[int, int], pipes: Longs) -> int:
     pipe, upto = goal
     until, size = min(upto, p.first[pipe + 1] - p.first[pipe]), 0
     while pipes[0, pipe] < until:
-        size += b.line_bytes[p.line[p.first[pipe] + pipes[0, pipe]]]
+        size += b.message_bytes[p.route[p.first[pipe] + pipes[0, pipe]]]
         pipes[0, pipe] += 1
     return int(size)

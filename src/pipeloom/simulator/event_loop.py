@@ -170,7 +170,7 @@ def _move(p: Layout, s: State, pipe: int) -> None:
     while moved < until:
         message = first + moved
         begin = max(s.move_start[message], s.move_end[message], free)
-        free = begin + (pace if pace >= 0 else p.seconds[p.line[message]])
+        free = begin + (pace if pace >= 0 else p.seconds[p.route[message]])
         s.move_start[message] = begin
         s.move_end[message] = free
         moved += 1
@@ -298,12 +298,12 @@ def _serve(p: Layout, s: State) -> None:
     code = p.kind[entry]
     if code == SEND_F_ or code == SEND_B_:
         message = p.message[entry]
-        line = p.line[message]
-        pipe = p.pipe[line]
+        route = p.route[message]
+        pipe = p.pipe[route]
         leaves, enters = p.sharing.gates[pipe, 0], p.sharing.gates[pipe, 1]
         begin = max(time, s.queue.free[leaves], s.queue.free[enters])
-        s.queue.free[leaves] = s.queue.free[enters] = begin + p.sharing.slot[line]
-        s.move_start[message], s.move_end[message] = begin, begin + p.seconds[line]
+        s.queue.free[leaves] = s.queue.free[enters] = begin + p.sharing.slot[route]
+        s.move_start[message], s.move_end[message] = begin, begin + p.seconds[route]
         s.free[pipe] = s.move_end[message]
         s.counts[pipe, _MOVED] += 1
         target = p.target[pipe]

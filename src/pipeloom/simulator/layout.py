@@ -29,11 +29,11 @@ from ..ir.costs import StageCost, action_seconds, pair_shares
 from ..ir.errors import PlanError
 from ..ir.flow import Flow, flow_of
 from ..ir.kernels import in_place
-from ..ir.message_index import Lines
+from ..ir.message_index import EventCodes, Routes
 from ..ir.operation import ANCHORS, OPERATIONS
 from ..ir.schedule import Program
 from ..ir.stages import StageGraph
-from ..ir.ties import reductions
+from ..ir.tied_gradients import reductions
 from .all_reduce import all_reduce_s as all_reduce_s, sums_of
 from .loop_state import COMPUTES, OTHER, RECEIVES, SENDS, Floats, Layout
 from .shared_links import copy_s, sharing_of, transfer_s
@@ -55,22 +55,22 @@ def layout_of(
 ) -> Layout:
     """Lay out a program of which `check_shape` knows that all it names is there."""
     flow = flow_of(stages)
-    columns, wiring = program.columns, program.wiring(flow)
-    size = line_bytes(wiring.lines, stages)
-    pipe, ends = _pipes(wiring.lines, program.placement)
+    columns, messages = program.columns, program.message_index(flow)
+    size = message_bytes(messages.routes, stages)
+    pipe, ends = _pipes(messages.routes, program.placement)
     counts = np.zeros(len(ends) + 1, np.int64)
-    np.add.at(counts, pipe + 1, np.count_nonzero(wiring.sent >= 0, axis=1))
-    counts[0] = 0  # lines within a rank carry nothing
+    np.add.at(counts, pipe + 1, np.count_nonzero(messages.sent >= 0, axis=1))
+    counts[0] = 0  # routes within a rank carry nothing
     first = np.cumsum(counts)
-    if wiring.numbers is None:
-        message, line = np.full(len(columns), -1, np.int32), np.empty(first[-1], np.int32)
-        ends_of = (columns.microbatch, wiring.line, wiring.sent)
-        _number(columns.kind, ends_of, pipe, first[:-1].copy(), message, line)
+    if messages.event_codes is None:
+        message, route = np.full(len(columns), -1, np.int32), np.empty(first[-1], np.int32)
+        ends_of = (columns.microbatch, messages.route, messages.sent)
+        _number(columns.kind, ends_of, pipe, first[:-1].copy(), message, route)
         step, kinds = np.full(len(columns), OTHER, np.int32), len(columns.kinds)
-        entries = (columns.kind, columns.stage, wiring.line, message)
+        entries = (columns.kind, columns.stage, messages.route, message)
         in_turn = bool(_pack(entries, kinds, (pipe, first[:-1].copy()), step))
-        wiring.numbers = message, line, step, in_turn
-    message, line, step, in_turn = wiring.numbers
+        messages.event_codes = EventCodes(message, route, step, in_turn)
+    message, route, step, in_turn = messages.event_codes
     seconds = _by_line(pipe, [partial(transfer_s, cluster, *pair) for pair in ends], size)
     durations = _durations(program, costs, cluster)
     first_meet, meets = _meets(program, flow)
@@ -82,7 +82,7 @@ def layout_of(
         step=step,
         in_turn=in_turn,
         message=message,
-        line=line,
+        route=route,
         pipe=pipe,
         seconds=seconds,
         pace=_paces(pipe, seconds, len(ends)),
@@ -106,20 +106,20 @@ def layout_of(
     )
 
 
-def line_bytes(lines: Lines, stages: StageGraph) -> Longs:
-    """Size of a message on each line."""
+def message_bytes(routes: Routes, stages: StageGraph) -> Longs:
+    """Size of a message on each route."""
     sizes = []
     for sender, receiver, back in zip(
-        lines.sender.tolist(), lines.receiver.tolist(), lines.backward.tolist(), strict=True
+        routes.sender.tolist(), routes.receiver.tolist(), routes.backward.tolist(), strict=True
     ):
         values = stages.gradients(receiver, sender) if back else stages.between[sender, receiver]
         sizes.append(sum(value.bytes for value in values))
     return np.array(sizes, np.int64)
 
 
-def _pipes(lines: Lines, placement: Sequence[int]) -> tuple[Ints, list[tuple[int, int]]]:
-    """The pipe of each line, -1 within a rank; and the ranks at both ends of each pipe."""
-    both = zip(lines.sender.tolist(), lines.receiver.tolist(), strict=True)
+def _pipes(routes: Routes, placement: Sequence[int]) -> tuple[Ints, list[tuple[int, int]]]:
+    """The pipe of each route, -1 within a rank; and the ranks at both ends of each pipe."""
+    both = zip(routes.sender.tolist(), routes.receiver.tolist(), strict=True)
     ends = [(placement[a], placement[b]) for a, b in both]
     known = {pair: at for at, pair in enumerate(sorted({pair for pair in ends if pair[0] != pair[1]}))}
     return np.array([known.get(pair, -1) for pair in ends], np.int32), list(known)
@@ -132,40 +132,40 @@ def _by_line(pipe: Ints, seconds: Sequence[Callable[[int], float]], size: Longs)
 
 @in_place
 def _number(
-    kind: Codes, ends: tuple[Ints, Ints, Ints], pipe: Ints, following: Longs, message: Ints, line_of: Ints
+    kind: Codes, ends: tuple[Ints, Ints, Ints], pipe: Ints, following: Longs, message: Ints, route_of: Ints
 ) -> None:
-    """Fill in the message of each entry, and the line of each message: pipe by pipe in the order sent.
+    """Fill in the message of each entry, and the route of each message: pipe by pipe in the order sent.
 
     following: the next message of each pipe.
     """
-    microbatch, line, sent = ends
+    microbatch, route, sent = ends
     for entry in range(len(kind)):
         if kind[entry] == SEND_F_ or kind[entry] == SEND_B_:
-            at = pipe[line[entry]]
+            at = pipe[route[entry]]
             message[entry] = following[at]
-            line_of[following[at]] = line[entry]
+            route_of[following[at]] = route[entry]
             following[at] += 1
     for entry in range(len(kind)):
         if kind[entry] == RECV_F_ or kind[entry] == RECV_B_:
-            message[entry] = message[sent[line[entry], microbatch[entry]]]
+            message[entry] = message[sent[route[entry], microbatch[entry]]]
 
 
 @in_place
 def _pack(entries: tuple[Codes, Ints, Ints, Ints], kinds: int, pipes: tuple[Ints, Longs], step: Ints) -> bool:
     """Fill in the steps, see `Layout`. Returns whether all receives stand in the order sent.
 
-    entries: kind, stage, line and message of each.  pipes: of each line, and the next message of each.
+    entries: kind, stage, route and message of each.  pipes: of each route, and the next message of each.
     """
-    kind, stage, line, message = entries
+    kind, stage, route, message = entries
     pipe, following = pipes
     in_turn = True
     for entry in range(len(kind)):
         code = kind[entry]
         if code == SEND_F_ or code == SEND_B_:
-            step[entry] = 4 * line[entry] + SENDS
+            step[entry] = 4 * route[entry] + SENDS
         elif code == RECV_F_ or code == RECV_B_:
-            step[entry] = 4 * line[entry] + RECEIVES
-            at = pipe[line[entry]]
+            step[entry] = 4 * route[entry] + RECEIVES
+            at = pipe[route[entry]]
             in_turn = in_turn and message[entry] == following[at]
             following[at] += 1
         elif code < SEND_F_ or code > RECOMPUTE_:
@@ -174,7 +174,7 @@ def _pack(entries: tuple[Codes, Ints, Ints, Ints], kinds: int, pipes: tuple[Ints
 
 
 def _paces(pipe: Ints, seconds: Floats, pipes: int) -> Floats:
-    """By pipe the time of a message, or -1 where its lines differ."""
+    """By pipe the time of a message, or -1 where its routes differ."""
     found: list[set[float]] = [set() for _ in range(pipes)]
     for at, time in zip(pipe.tolist(), seconds.tolist(), strict=True):
         if at >= 0:
@@ -219,7 +219,7 @@ def _entry(program: Program, action: Action) -> int:
     known = action.kind in kinds and 0 <= action.stage < stages and 0 <= action.microbatch < microbatches
     code = kinds.index(action.kind) if known else STEP_
     if not SEND_F_ <= code <= STEP_:
-        entry = int(program.places.of(code)[action.stage, action.microbatch])
+        entry = int(program.action_index.of(code)[action.stage, action.microbatch])
         if entry >= 0:
             return entry
     raise PlanError(
@@ -241,22 +241,22 @@ def _streams(columns: Columns) -> Ints:
 def _held(program: Program) -> Ints:
     """Per entry the one that waits for it: the anchor of an operation, and the RELOAD, RECOMPUTE, B or I that
     follows an OFFLOAD or a RELOAD. Empty where the program has neither."""
-    columns, places = program.columns, program.places
+    columns, index = program.columns, program.action_index
     before = [c for c, k in enumerate(columns.kinds) if k in OPERATIONS and OPERATIONS[k].before is not None]
     if not before and not columns.treats_residuals:
         return _NONE
     held = np.full(len(columns), -1, np.int32)
     if columns.treats_residuals:
-        back, again = places.of(RELOAD_), places.of(RECOMPUTE_)
-        user = np.where(again >= 0, again, places.gradients())
-        for table, waiting in ((places.of(OFFLOAD_), back), (back, user)):
+        back, again = index.of(RELOAD_), index.of(RECOMPUTE_)
+        user = np.where(again >= 0, again, index.gradients())
+        for table, waiting in ((index.of(OFFLOAD_), back), (back, user)):
             has = table >= 0
             held[table[has]] = waiting[has]
     for code in before:
         operation = OPERATIONS[columns.kinds[code]]
-        table = places.of(code)
+        table = index.of(code)
         for kind in reversed(ANCHORS[operation.anchor]):
-            anchor = places.of(CODE[kind])
+            anchor = index.of(CODE[kind])
             both = (table >= 0) & (anchor >= 0)
             held[table[both]] = anchor[both]
     return held
@@ -264,7 +264,7 @@ def _held(program: Program) -> Ints:
 
 def _meets(program: Program, flow: Flow) -> tuple[Ints, Ints]:
     """Entries that begin together with each entry; empty where there are none."""
-    columns, places = program.columns, program.places
+    columns, index = program.columns, program.action_index
     groups = [(CODE[kind], s, others) for kind in (F, B, I) for s, others in flow.shards.items()]
     for code, kind in enumerate(columns.kinds):
         operation = OPERATIONS.get(kind)
@@ -275,7 +275,7 @@ def _meets(program: Program, flow: Flow) -> tuple[Ints, Ints]:
     counts = np.zeros(len(columns), np.int32)
     found = []
     for code, stage, others in groups:
-        table = places.of(code)
+        table = index.of(code)
         for other in others:
             if 0 <= other < len(table):
                 both = (table[stage] >= 0) & (table[other] >= 0)

@@ -20,7 +20,7 @@ COPY_LANES = 2
 class Sharing(NamedTuple):
     """What goes through links that several share. All empty where nothing does.
 
-    gates: by pipe the shared links that its messages leave and enter through, -1 for none.  slot: by line,
+    gates: by pipe the shared links that its messages leave and enter through, -1 for none.  slot: by route,
         how long a message takes of each.  sender: by message, the entry that sends it.
     home: rank by stage.  lanes: by (rank, 0 for OFFLOAD or 1 for RELOAD) the shared link of its copies, -1
         for none.  copy_slot: by (stage, 0 or 1), how long a copy takes of it.  first_copy: by (rank, 0 or 1)
@@ -50,8 +50,8 @@ class Layout(NamedTuple):
     sent; a pipe leads from one rank to another. Empty arrays where a program has nothing of a kind.
 
     step: per entry all that most of them need, in one number: above what it is, for COMPUTES its place in
-    `flat`, for SENDS and RECEIVES its line; 0 for OTHER.  in_turn: whether ranks receive in the order sent.
-    message: per entry, -1 for no transfer.  line: per message.  pipe, seconds, busy: per line: time that a
+    `flat`, for SENDS and RECEIVES its route; 0 for OTHER.  in_turn: whether ranks receive in the order sent.
+    message: per entry, -1 for no transfer.  route: per message.  pipe, seconds, busy: per route: time that a
     message takes, and for which it keeps its sender.  pace: by pipe, that time if all its messages take the
     same, else -1.  first: of each pipe's messages, and their number.
     duration: by (stage, kind); flat: the same in one row; own_duration: per entry, where some differ from
@@ -67,7 +67,7 @@ class Layout(NamedTuple):
     step: Ints
     in_turn: bool
     message: Ints
-    line: Ints
+    route: Ints
     pipe: Ints
     seconds: Floats
     busy: Floats
@@ -164,8 +164,8 @@ def new_state(layout: Layout, begin_s: Floats, *, starts: bool = True) -> State:
     return State(
         start=np.zeros(entries if starts else 0),
         end=np.zeros(entries),
-        move_start=np.zeros(len(layout.line)),
-        move_end=np.zeros(len(layout.line)),
+        move_start=np.zeros(len(layout.route)),
+        move_end=np.zeros(len(layout.route)),
         at=layout.offsets[:-1].copy(),
         clock=begin_s.astype(np.float64),
         awaited=np.full(ranks, -1),

@@ -11,8 +11,8 @@
                  Neighbours on one rank share one copy, from the maker's start to the user's end.
     transient    scratch of the running action
 
-EVICT moves residuals to the rank's partner and FETCH moves them back (`ir.eviction`): the receiver has them
-from the start, the giver until the end.
+EVICT moves residuals to the rank's partner and FETCH moves them back (see `ir.action.eviction_partner`): the
+receiver has them from the start, the giver until the end.
 
 Host memory: what OFFLOAD copies, from its start until the end of RELOAD.
 
@@ -26,16 +26,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..ir.action import OFFLOAD, RECOMPUTE, RELOAD, B, F, I, Kind, W
+from ..ir.action import EVICT, FETCH, OFFLOAD, RECOMPUTE, RELOAD, B, F, I, Kind, W, eviction_partner
 from ..ir.columns import F_, OFFLOAD_, RECOMPUTE_, RELOAD_, Bools, Ints, Longs, starts_of
 from ..ir.costs import STATIC_KINDS, StageCost
-from ..ir.eviction import EVICT, FETCH, partner
 from ..ir.flow import Flow, flow_of
 from ..ir.operation import OPERATIONS
 from ..ir.schedule import Program
 from ..ir.stages import StageGraph
 from ..ir.timeline import MemoryCurve
-from .layout import line_bytes
+from .layout import message_bytes
 from .loop_state import Floats, Layout, State
 from .memory_replay import RESIDUALS, Books, Lent, replay
 
@@ -121,10 +120,10 @@ def memory_of(
     ranks = columns.ranks
     into: list[list[int]] = [[] for _ in range(ranks)]
     out: list[list[int]] = [[] for _ in range(ranks)]
-    lines = program.wiring(flow).lines
+    routes = program.message_index(flow).routes
     pairs = {
         pipe: program.placement[sender]
-        for pipe, sender in zip(layout.pipe.tolist(), lines.sender.tolist(), strict=True)
+        for pipe, sender in zip(layout.pipe.tolist(), routes.sender.tolist(), strict=True)
         if pipe >= 0
     }
     for pipe, source in sorted(pairs.items()):
@@ -135,7 +134,7 @@ def memory_of(
         finish=finish,
         bare=_bare(program),
         dropped=np.array([cost.recomputed_bytes for cost in costs], np.int64),
-        line_bytes=line_bytes(lines, stages),
+        message_bytes=message_bytes(routes, stages),
         begin_s=begin_s,
         first_in=starts_of([len(row) for row in into]),
         pipes_in=_listed(into),
@@ -162,8 +161,8 @@ def _bare(program: Program) -> Bools:
     if not program.columns.treats_residuals:
         return np.zeros(0, np.bool_)
     bare = np.zeros(len(program.columns), np.bool_)
-    forward = program.places.of(F_)
-    bare[forward[(forward >= 0) & (program.places.of(RECOMPUTE_) >= 0)]] = True
+    forward = program.action_index.of(F_)
+    bare[forward[(forward >= 0) & (program.action_index.of(RECOMPUTE_) >= 0)]] = True
     return bare
 
 
@@ -221,7 +220,7 @@ def _lent(program: Program, costs: Sequence[StageCost], state: State) -> Lent:
             continue
         for entry in np.flatnonzero(columns.kind == columns.kinds.index(kind)).tolist():
             stage = int(columns.stage[entry])
-            keeper = partner(program.placement[stage], columns.ranks)
+            keeper = eviction_partner(program.placement[stage], columns.ranks)
             if costs[stage].residual_bytes:
                 found[keeper].append((float(when[entry]), order, sign * costs[stage].residual_bytes))
     rows = [change for row in found for change in sorted(row)]

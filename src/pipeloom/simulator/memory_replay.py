@@ -31,14 +31,14 @@ class Lent(NamedTuple):
 class Books(NamedTuple):
     """begin, finish: change of residuals, boundary and transient bytes when an action begins and ends, by
     stage and kind.  bare: per entry whether it is an F that keeps `dropped[stage]` bytes less, as RECOMPUTE
-    makes them again; empty where there is none.  line_bytes: of a message.  begin_s: when each rank starts.
+    makes them again; empty where there is none.  message_bytes: by route.  begin_s: when each rank starts.
     pipes_in, pipes_out: of each rank."""
 
     begin: Longs
     finish: Longs
     bare: Bools
     dropped: Longs
-    line_bytes: Longs
+    message_bytes: Longs
     begin_s: Floats
     first_in: Ints
     pipes_in: Ints
@@ -109,7 +109,7 @@ def _row_in_order(
         code, end = p.kind[entry], s.end[entry]
         if code == RECV_F_ or code == RECV_B_:
             message = p.message[entry]
-            pipe = p.pipe[p.line[message]]
+            pipe = p.pipe[p.route[message]]
             work.counts[_RECEIVED, pipe] += 1
             _buffers(of, (rank, pipe, message - p.first[pipe] + 1), clock, work, out)
             _buffers(of, (rank, pipe, work.counts[_RECEIVED, pipe] + p.ahead), end, work, out)
@@ -135,7 +135,7 @@ def _buffers(
     until = min(upto, p.first[pipe + 1] - p.first[pipe])
     while work.counts[_POSTED, pipe] < until:
         _let_go(of, rank, time, work, out)
-        size = b.line_bytes[p.line[p.first[pipe] + work.counts[_POSTED, pipe]]]
+        size = b.message_bytes[p.route[p.first[pipe] + work.counts[_POSTED, pipe]]]
         work.counts[_POSTED, pipe] += 1
         work.sums[BOUNDARY] += size
         _note(rank, time, work, out)
@@ -171,7 +171,7 @@ def _let_go(
         pipe = work.sums[_NEXT]
         if pipe < 0:
             break
-        work.sums[BOUNDARY] -= b.line_bytes[p.line[p.first[pipe] + work.counts[_GONE, pipe]]]
+        work.sums[BOUNDARY] -= b.message_bytes[p.route[p.first[pipe] + work.counts[_GONE, pipe]]]
         work.counts[_GONE, pipe] += 1
         _note(rank, work.next_gone[0], work, out)
         _find_gone(p, s, b, rank, work)
@@ -248,7 +248,7 @@ def _own(
         code = p.kind[entry]
         if code == RECV_F_ or code == RECV_B_:
             message = p.message[entry]
-            pipe = p.pipe[p.line[message]]
+            pipe = p.pipe[p.route[message]]
             upto = message - p.first[pipe] + 1
             count = _post(p, b, (pipe, upto), _start(p, s, b, rank, entry), (time, change, posted), count)
             received[pipe] += 1
@@ -300,7 +300,7 @@ def _post(
         time[count] = clock
         change[count, RESIDUALS] = 0
         change[count, TRANSIENT] = 0
-        change[count, BOUNDARY] = b.line_bytes[p.line[p.first[pipe] + posted[pipe]]]
+        change[count, BOUNDARY] = b.message_bytes[p.route[p.first[pipe] + posted[pipe]]]
         posted[pipe] += 1
         count += 1
     return count
@@ -318,7 +318,7 @@ def through(p: Layout, s: State, b: Books, rank: int) -> tuple[Floats, Longs]:
         pipe = b.pipes_out[at]
         for message in range(p.first[pipe], p.first[pipe + 1]):
             times[place] = s.move_end[message]
-            sizes[place] = b.line_bytes[p.line[message]]
+            sizes[place] = b.message_bytes[p.route[message]]
             place += 1
     width = 1
     bounds = np.zeros(high - low + 1, np.int64)

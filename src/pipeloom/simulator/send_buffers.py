@@ -35,7 +35,7 @@ def _noticed(memory: Memory, small_bytes: int) -> tuple[Floats, np.ndarray]:
     p, s = memory.layout, memory.state
     count = int(p.first[-1])
     gone, sender = s.move_end[:count].copy(), np.zeros(count, np.int64)
-    size = memory.books.line_bytes[p.line[:count]]
+    size = memory.books.message_bytes[p.route[:count]]
     own_clock = p.stream[p.kind] == 0
     for rank in range(len(p.offsets) - 1):
         low, high = int(p.offsets[rank]), int(p.offsets[rank + 1])

@@ -46,7 +46,7 @@ def sharing_of(
 ) -> Sharing:
     """What is shared; `_NONE` where nothing is, and then the event loop does nothing for it.
 
-    messages: the ranks at both ends of each pipe; the message of each entry; bytes of a message, by line.
+    messages: the ranks at both ends of each pipe; the message of each entry; bytes of a message, by route.
     sums: by sum over ranks, what it takes of the links of nodes, in seconds (see `sums.held_s`).
     """
     found = _NONE
@@ -118,7 +118,7 @@ def _senders(columns: Columns, message: Ints) -> Ints:
 
 
 def _with_copies(found: Sharing, program: Program, costs: Sequence[StageCost], cluster: Cluster) -> Sharing:
-    columns, places = program.columns, program.places
+    columns, index = program.columns, program.action_index
     names = {name: at for at, name in enumerate(sorted(cluster.switches))}
     switches = [cluster.devices[rank].switch for rank in range(columns.ranks)]
     lanes = np.full((columns.ranks, COPY_LANES), -1, np.int32)
@@ -137,8 +137,8 @@ def _with_copies(found: Sharing, program: Program, costs: Sequence[StageCost], c
             row = low + np.flatnonzero(columns.kind[low:high] == OFFLOAD_ + lane)
             first_copy[rank, lane] = row[0] if len(row) else -1
             next_copy[row[:-1]] = row[1:]
-    away, back, again = (places.of(code) for code in (OFFLOAD_, RELOAD_, RECOMPUTE_))
-    user = np.where(again >= 0, again, places.gradients())
+    away, back, again = (index.of(code) for code in (OFFLOAD_, RELOAD_, RECOMPUTE_))
+    user = np.where(again >= 0, again, index.gradients())
     shared = np.array([switches[rank] is not None for rank in program.placement])[:, None]
     for table, waiting in ((away, back), (back, user)):
         both = (table >= 0) & (waiting >= 0) & shared

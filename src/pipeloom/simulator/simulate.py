@@ -7,12 +7,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from ..checks import check_program, check_shape
-from ..ir.action import Action
+from ..ir.action import EVICT, FETCH, Action
 from ..ir.cluster import Cluster
 from ..ir.columns import OFFLOAD_, RECV_B_, RECV_F_, REDUCE_, SEND_B_, SEND_F_
 from ..ir.costs import StageCost
 from ..ir.errors import PlanError
-from ..ir.eviction import EVICT, FETCH
 from ..ir.schedule import Program
 from ..ir.stages import StageGraph
 from ..ir.timeline import Curves, Timeline

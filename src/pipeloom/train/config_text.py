@@ -13,7 +13,7 @@ import msgspec
 
 from ..ir.codec import shortened
 from ..ir.errors import ConfigError, shown
-from ..ir.toml import parse_toml
+from ..ir.files import parse_toml
 from .config import Config
 
 _TABLE = re.compile(r"\s*\[([A-Za-z0-9_.\- ]+)\]")

@@ -11,9 +11,8 @@ from functools import cached_property
 
 import numpy as np
 
-from ...ir.graph import Op, OpGraph, Value
+from ...ir.graph import Op, OpGraph, Value, storages, views_of_state
 from ...ir.profile import Profile
-from ...ir.storage import storages, views_of_state
 from .interval_sums import Indices
 
 

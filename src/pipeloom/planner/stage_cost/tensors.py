@@ -14,10 +14,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ...ir.graph import Op, OpGraph
+from ...ir.graph import Op, OpGraph, views_of_state
 from ...ir.memory_policy import residual_names
 from ...ir.profile import Profile
-from ...ir.storage import views_of_state
 from .interval_sums import Array, Indices
 from .readers import Wiring
 

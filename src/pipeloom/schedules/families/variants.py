@@ -11,9 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ...ir.action import Action, B, F
+from ...ir.action import EVICT, FETCH, Action, B, F
 from ...ir.errors import ScheduleError
-from ...ir.eviction import EVICT, FETCH
 from ..language import Recipe, Shape, options, phases
 
 

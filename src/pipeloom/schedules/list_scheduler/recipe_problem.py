@@ -11,7 +11,7 @@ import numpy as np
 from ...ir.action import Action, B, F, I, Kind, W
 from ...ir.columns import B_, Columns, Rows, columns_of
 from ...ir.costs import pair_seconds
-from ...ir.dependencies import gives, needs
+from ...ir.dependencies import needs, produces
 from ...ir.errors import ScheduleError
 from ...ir.operation import OPERATIONS, Operation
 from ..language import Recipe, Shape, per_rank
@@ -91,7 +91,7 @@ def _pairs(shape: Shape, recipe: Recipe, rows: Sequence[Sequence[Action]]) -> di
         taken = False
         for a, b in zip(row, row[1:], strict=False):
             assert recipe.together is not None
-            taken = not taken and recipe.together(a, b) and set(gives(a)).isdisjoint(needs(b, shape.flow))
+            taken = not taken and recipe.together(a, b) and set(produces(a)).isdisjoint(needs(b, shape.flow))
             if taken:
                 found[a] = b
     return found

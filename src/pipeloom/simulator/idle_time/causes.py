@@ -19,13 +19,13 @@ from ...checks import met
 from ...ir.action import OFFLOAD, RECOMPUTE, REDUCE, RELOAD, STEP, Action, B, F, I, Kind, parse_action
 from ...ir.cluster import Cluster
 from ...ir.columns import RECV_B_, RECV_F_, SEND_B_, SEND_F_, Columns
-from ...ir.dependencies import gives, needs
+from ...ir.dependencies import needs, produces
 from ...ir.explanation import PathStep
 from ...ir.flow import flow_of
 from ...ir.operation import OPERATIONS
 from ...ir.schedule import Program
 from ...ir.stages import StageGraph
-from ...ir.ties import reductions
+from ...ir.tied_gradients import reductions
 from ...ir.timeline import Timeline
 from .items import Ends, Item, Key
 from .link_occupancy import Holders
@@ -327,7 +327,7 @@ class Causes:
         same = (one.stage, one.microbatch) == (other.stage, other.microbatch)
         if same and one.kind in ON_RESIDUALS and other.kind in ON_RESIDUALS:
             return ON_RESIDUALS.index(other.kind) < ON_RESIDUALS.index(one.kind)
-        return any(made in needs(one, self._flow) for made in gives(other))
+        return any(made in needs(one, self._flow) for made in produces(other))
 
     def root(self, item: Item) -> Item | None:
         """Follow back until something could have begun earlier but for its rank, or its link, being busy.

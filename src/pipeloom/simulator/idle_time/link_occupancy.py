@@ -20,9 +20,9 @@ from ...ir.columns import SEND_B_, SEND_F_
 from ...ir.flow import Flow
 from ...ir.schedule import Program
 from ...ir.stages import StageGraph
-from ...ir.ties import reductions
+from ...ir.tied_gradients import reductions
 from ..all_reduce import held_s
-from ..layout import line_bytes
+from ..layout import message_bytes
 from ..shared_links import crosses
 from .items import Item, Key
 from .timeline_index import COPY_STREAMS, Happened, Times
@@ -45,7 +45,7 @@ class Holders:
         """Message -> for how long it holds them, in seconds."""
         served: dict[Link, list[tuple[Times, Key]]] = defaultdict(list)
         if cluster.node_link is not None:
-            self._read_lines(program, stages, flow, cluster)
+            self._read_routes(program, stages, flow, cluster)
             for key, (start_s, _) in found.moved.items():
                 for link in self._links.get(key[0], ()):
                     served[link].append(((start_s, start_s + self._held[key[0]]), key))
@@ -68,21 +68,21 @@ class Holders:
                 links |= held_s(1, tie.ranks, cluster, all_ranks=program.columns.ranks).keys()
             self._sums += [(item, links) for item in items if links and REDUCE in item.action]
 
-    def _read_lines(self, program: Program, stages: StageGraph, flow: Flow, cluster: Cluster) -> None:
+    def _read_routes(self, program: Program, stages: StageGraph, flow: Flow, cluster: Cluster) -> None:
         assert cluster.node_link is not None
-        columns, wiring = program.columns, program.wiring(flow)
+        columns, messages = program.columns, program.message_index(flow)
         sends = np.flatnonzero((columns.kind == SEND_F_) | (columns.kind == SEND_B_))
         ends = [
             (program.placement[a], program.placement[b])
-            for a, b in zip(wiring.lines.sender.tolist(), wiring.lines.receiver.tolist(), strict=True)
+            for a, b in zip(messages.routes.sender.tolist(), messages.routes.receiver.tolist(), strict=True)
         ]
         shared = np.array([crosses(cluster, a, b) for a, b in ends], np.bool_)
-        sends = sends[shared[wiring.line[sends]]]
-        held = line_bytes(wiring.lines, stages) / cluster.node_link.bandwidth_bytes_per_s
-        for line, text in zip(wiring.line[sends].tolist(), columns.texts(sends), strict=True):
-            a, b = (cluster.devices[rank].node for rank in ends[line])
+        sends = sends[shared[messages.route[sends]]]
+        held = message_bytes(messages.routes, stages) / cluster.node_link.bandwidth_bytes_per_s
+        for route, text in zip(messages.route[sends].tolist(), columns.texts(sends), strict=True):
+            a, b = (cluster.devices[rank].node for rank in ends[route])
             self._links[text] = ("out of", a), ("into", b)
-            self._held[text] = float(held[line])
+            self._held[text] = float(held[route])
 
     def summing(self, key: Key, start_s: float) -> Item | None:
         """A sum over ranks that went on until a message began, or longer, and goes through a link of it."""

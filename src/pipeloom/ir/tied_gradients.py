@@ -1,4 +1,4 @@
-"""Reductions: how the gradients of tied parameters are summed over the ranks, in an order that cannot block.
+"""Tied gradients: how they are summed over the ranks, in an order that cannot block.
 
 A rank that holds tied parameters has one REDUCE, on the lowest of its stages that reads one. It stands
 for all tied parameters of all stages of that rank, one after another in the order of their names. As every
@@ -36,11 +36,11 @@ def reductions(stages: StageGraph, placement: Sequence[int]) -> tuple[tuple[Redu
     >>> [[r.ranks for r in rank] for rank in reductions(tied, (0, 1, 2))]
     [[(0, 2)], [], [(0, 2)]]
     """
-    found: list[list[Reduction]] = [[] for _ in range(max(placement) + 1)]
+    by_rank: list[list[Reduction]] = [[] for _ in range(max(placement) + 1)]
     for name in sorted(stages.tied):
         readers = stages.tied[name]
         ranks = tuple(sorted({placement[s] for s in readers}))
         reduction = Reduction(name=name, stages=readers, ranks=ranks)
         for rank in ranks:
-            found[rank].append(reduction)
-    return tuple(tuple(row) for row in found)
+            by_rank[rank].append(reduction)
+    return tuple(tuple(row) for row in by_rank)
