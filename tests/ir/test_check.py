@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipeloom.checks import Board, Stuck, check, check_program, deadlock, schedules as rules
-from pipeloom.ir.action import COMPUTE, Action, Kind
+from pipeloom.ir.action import KINDS, Action, ActionKind, Kind
 from pipeloom.ir.errors import DeadlockError, ScheduleError
 from pipeloom.ir.flow import dag, flow_of
 from pipeloom.ir.schedule import Program, Schedule, parse_program, parse_rows
@@ -150,7 +150,7 @@ def test_gradient_free_edges_need_no_backward_of_the_reader() -> None:
 
 def test_registered_kinds_may_stand_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     letters = Kind("CHECKTEST")
-    monkeypatch.setitem(COMPUTE, letters, "a step of a test")
+    monkeypatch.setitem(KINDS, letters, ActionKind(label="a step of a test"))
     row = (*parse_rows(("0F0",))[0], Action(0, letters, 0), *parse_rows(("0B0",))[0])
     check(Schedule(name="hand", microbatches=1, placement=(0,), rows=(row,)), chain(1))
     odd = Schedule(name="hand", microbatches=1, placement=(0,), rows=((Action(0, Kind("NOKIND"), 0), *row),))

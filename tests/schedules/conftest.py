@@ -2,16 +2,17 @@
 
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-from pipeloom.ir.action import AFTER, COMPUTE
+from pipeloom.ir.action import KINDS
 from pipeloom.ir.operation import OPERATIONS
 
 
 @pytest.fixture(autouse=True)
 def forget_operations() -> Iterator[None]:
-    tables = (OPERATIONS, COMPUTE, AFTER)
+    tables: tuple[dict[Any, Any], ...] = (OPERATIONS, KINDS)
     before = [dict(table) for table in tables]
     yield
     for table, known in zip(tables, before, strict=True):

@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies as st
 
 from pipeloom import schedules
 from pipeloom.checks import check
-from pipeloom.ir.action import AFTER, COMPUTE, Action, B, F, Kind, W, register_kind
+from pipeloom.ir.action import KINDS, Action, ActionKind, B, F, Kind, W, register_kind
 from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.costs import equal_costs
 from pipeloom.ir.errors import DeadlockError, ScheduleError
@@ -204,7 +204,7 @@ def test_a_meeting_that_blocks_is_named() -> None:
 
 def test_text_drawing_and_a_second_declaration() -> None:
     added = op("COMPRESS", after=W)
-    assert AFTER[added.kind] == "I"
+    assert KINDS[added.kind].after == "I"
     assert parse_rows(("2COMPRESS5",)) == ((Action(2, added.kind, 5),),)
     assert label("2COMPRESS5").meaning == "stage 2: an operation of micro-batch 5"
     assert declare(replace(added, seconds=2)).seconds == 2
@@ -237,7 +237,9 @@ def test_letters_and_undeclared_operations() -> None:
         op("SEND_F")
     with pytest.raises(ScheduleError, match="operation NEW is not declared"):
         Recipe(priority=str, insert=(Operation(letters="NEW", meaning="", after=B),))
-    assert register_kind("BARE", "only letters", after=F) == "BARE"  # what `declare` builds on
+    assert (
+        register_kind("BARE", ActionKind(label="only letters", after=F)) == "BARE"
+    )  # what `declare` builds on
 
 
 def test_a_file_of_ones_own_is_a_schedule_like_any_other(tmp_path: Path) -> None:
@@ -302,5 +304,5 @@ def test_any_declaration_gives_a_schedule_that_runs_and_moved_it_is_judged(data:
         else:
             assert simulated(other, s).step_s > 0
     finally:
-        for table in (OPERATIONS, AFTER, COMPUTE):
-            table.pop(added.kind, None)
+        KINDS.pop(added.kind, None)
+        OPERATIONS.pop(added.kind, None)

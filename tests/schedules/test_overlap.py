@@ -14,7 +14,7 @@ from hypothesis import given, settings, strategies as st
 from pipeloom import schedules
 from pipeloom.checks import check
 from pipeloom.cli import main
-from pipeloom.ir.action import COMPUTE, Action, B, F, Kind
+from pipeloom.ir.action import Action, B, F, Kind, schedule_kinds
 from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.costs import StageCost, equal_costs
 from pipeloom.ir.errors import DeadlockError, ScheduleError
@@ -63,7 +63,7 @@ def test_text_of_a_pair() -> None:
 ACTIONS = st.builds(
     Action,
     stage=st.integers(0, 999),
-    kind=st.sampled_from(sorted(COMPUTE)).map(Kind),
+    kind=st.sampled_from(sorted(schedule_kinds())).map(Kind),
     microbatch=st.integers(0, 99999),
 )
 

@@ -3,7 +3,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from pipeloom.ir.action import COMPUTE, Kind, register_kind
+from pipeloom.ir.action import KINDS, ActionKind, Kind, register_kind
 from pipeloom.viewer import COLOURS, OTHER, colour, group_name, label
 
 
@@ -36,17 +36,17 @@ def test_text_that_is_no_instruction_is_shown_as_it_is() -> None:
 
 
 def test_every_kind_of_computing_has_its_own_colour() -> None:
-    named = [k for k in ("F", "B", "I", "W") if k in COMPUTE]
+    named = [k for k in ("F", "B", "I", "W") if k in KINDS]
     assert len({COLOURS[k] for k in named}) == len(named) == 4
 
 
 def test_a_registered_kind_is_drawn_with_its_meaning() -> None:
-    kind = register_kind("VIEWERTEST", "viewer's test")
+    kind = register_kind("VIEWERTEST", ActionKind(label="viewer's test"))
     try:
         assert label("0VIEWERTEST1").meaning == "stage 0: viewer's test of micro-batch 1"
         assert group_name(kind) == "viewer's test"
     finally:
-        del COMPUTE[Kind("VIEWERTEST")]
+        del KINDS[Kind("VIEWERTEST")]
         label.cache_clear()
 
 

@@ -22,22 +22,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from ..ir.action import (
-    EVICT,
-    FETCH,
-    OFFLOAD,
-    RECOMPUTE,
-    REDUCE,
-    RELOAD,
-    STEP,
-    Action,
-    B,
-    F,
-    I,
-    Kind,
-    StageAction,
-    W,
-)
+from ..ir.action import REDUCE, STEP, TREATMENTS, Action, B, F, I, Kind, StageAction, W
 from ..ir.action_index import ActionIndex
 from ..ir.columns import F_, RECOMPUTE_, Bools, Longs
 from ..ir.costs import StageCost
@@ -48,9 +33,6 @@ from ..ir.schedule import Program, Schedule
 from ..ir.stages import StageGraph
 from ..ir.units import format_bytes
 from .schedules import check
-
-TREATING = (OFFLOAD, RELOAD, RECOMPUTE)
-"""What a program does with residuals between forward and backward."""
 
 _Change: TypeAlias = tuple[int, int]
 """Bytes that an action adds when it starts, and what is left of them, or freed, when it ends."""
@@ -236,15 +218,9 @@ class _Account:
             return kept + sent + scratch, kept + left
         if kind == W:
             return scratch, -cost.carried_bytes - used
-        if kind in (EVICT, OFFLOAD):
-            return scratch, -(cost.residual_bytes if kind == EVICT else cost.offloaded_bytes)
-        if kind in (RELOAD, RECOMPUTE):
-            comes = cost.offloaded_bytes if kind == RELOAD else cost.recomputed_bytes
-            return comes + scratch, comes
-        if kind == FETCH:
-            return cost.residual_bytes + scratch, cost.residual_bytes
-        operation = OPERATIONS.get(kind)
-        gains, gives = (operation.acquired(stage), operation.released(stage)) if operation else (0, 0)
+        gains, gives = cost.residual_changes(kind)
+        if (operation := OPERATIONS.get(kind)) is not None:
+            gains, gives = operation.acquired(stage), operation.released(stage)
         return gains + scratch, gains - gives
 
     def _values(self, sources: Sequence[int], reader: int, *, far: bool) -> int:
@@ -299,7 +275,7 @@ class _Account:
         rest = [action for action in row[position:] if action not in chosen]
         rows[rank] = (*row[:position], *chosen, *rest)
         # What is done with residuals waits for no other rank, and stays in order.
-        ordered = tuple(tuple(a for a in row if a.kind not in TREATING) for row in rows)
+        ordered = tuple(tuple(a for a in row if a.kind not in TREATMENTS) for row in rows)
         moved = Schedule(name="", microbatches=self.microbatches, placement=self.placement, rows=ordered)
         try:
             check(moved, self.stages)
@@ -316,7 +292,7 @@ class _Account:
         Those whose forward stands earlier; an I before its W, and in front of it what it needs to be back.
         """
         done = {(a.stage, a.microbatch) for a in row[:position] if a.kind == F}
-        kinds = (B, I, W, *TREATING)
+        kinds = (B, I, W, *TREATMENTS)
         return [
             place
             for place in range(position + 1, len(row))

@@ -14,7 +14,7 @@ from typing import TypeAlias
 import numpy as np
 
 from ..ir.action import EVICT, Action
-from ..ir.columns import F_, OFFLOAD_, RECOMPUTE_, RELOAD_, Bools, Ints
+from ..ir.columns import F_, OFFLOAD_, RECOMPUTE_, RELOAD_, TREATING, Bools, Ints
 from ..ir.errors import ScheduleError
 from ..ir.flow import Flow
 from ..ir.schedule import Schedule
@@ -25,8 +25,7 @@ Rule: TypeAlias = Callable[[Schedule, Flow], None]
 def used(schedule: Schedule, flow: Flow) -> None:
     """Only residuals that a backward reads are offloaded or recomputed."""
     if schedule.columns.treats_residuals and not schedule.columns.trains:
-        kind = schedule.columns.kind
-        entry = int(np.argmax((kind >= OFFLOAD_) & (kind <= RECOMPUTE_)))
+        entry = int(np.argmax(schedule.columns.among(TREATING)))
         rank, action = _at(schedule, entry)
         raise ScheduleError(
             f"rank {rank} runs {action}, but no backward reads its residuals: the program has none",

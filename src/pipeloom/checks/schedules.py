@@ -6,13 +6,13 @@ may rely on those before it in `RULES`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
 import numpy as np
 
-from ..ir.action import AFTER, COMPUTE, Action, B, F, I, W
-from ..ir.columns import B_, CODE, F_, I_, OFFLOAD_, RECOMPUTE_, W_, Bools, Ints, Rows, starts_of
+from ..ir.action import KINDS, Action, ActionKind, B, F, I, W
+from ..ir.columns import B_, CODE, F_, I_, TREATING, W_, Bools, Ints, Rows, starts_of
 from ..ir.dependencies import Milestone, name_of, needs as needs, produces as produces
 from ..ir.errors import ScheduleError
 from ..ir.flow import Flow, flow_of
@@ -122,25 +122,27 @@ def placement(schedule: Schedule, flow: Flow) -> None:
 
 def kinds(schedule: Schedule, flow: Flow) -> None:
     """Only compute actions of known kinds, on micro-batches that exist."""
-    _known_kinds(schedule, range(W_ + 1))
+    _known_kinds(schedule, lambda row: row.in_schedule)
 
 
 def kinds_of_program(schedule: Schedule, flow: Flow) -> None:
     """The same for a program, which may also offload and recompute."""
-    _known_kinds(schedule, (*range(W_ + 1), *range(OFFLOAD_, RECOMPUTE_ + 1)))
+    _known_kinds(schedule, lambda row: row.on_microbatch)
 
 
-def _known_kinds(schedule: Schedule, built_in: Collection[int]) -> None:
+def _known_kinds(schedule: Schedule, allowed: Callable[[ActionKind], bool]) -> None:
     columns = schedule.columns
-    added = [k in COMPUTE and k not in CODE for k in columns.kinds]
-    known = np.array([c in built_in or found for c, found in enumerate(added)])
+    of_its_type = [CODE.get(kind, code) == code for code, kind in enumerate(columns.kinds)]  # no Transfer F
+    rows = [KINDS.get(kind) for kind in columns.kinds]
+    both = zip(of_its_type, rows, strict=True)
+    known = np.array([own and row is not None and allowed(row) for own, row in both])
     out = (columns.microbatch < 0) | (columns.microbatch >= schedule.microbatches)
     entry = _first(~known[columns.kind] | out)
     if entry is None:
         return
     rank, action = _at(schedule, entry)
     if not known[columns.kind[entry]]:
-        treats = OFFLOAD_ <= columns.kind[entry] <= RECOMPUTE_
+        treats = columns.kind[entry] in TREATING
         policy = "drop it: the memory policy of a plan says what is offloaded and recomputed"
         raise ScheduleError(
             f"rank {rank} runs {action}, whose kind is not a compute action",
@@ -242,8 +244,9 @@ def _uses_on_rank(schedule: Schedule, flow: Flow) -> Iterator[tuple[Ints, Ints, 
     yield back, forward, (-1, 0)
     yield index.of(W_), back, (-1, 1)
     for code, kind in enumerate(schedule.columns.kinds):
-        if code > W_ and kind in AFTER:
-            yield index.of(code), forward if AFTER[kind] == F else back, (-1, int(AFTER[kind] != F))
+        row = None if kind in CODE else KINDS.get(kind)
+        if row is not None and row.after is not None:
+            yield index.of(code), forward if row.after == F else back, (-1, int(row.after != F))
     for stage, rank in enumerate(schedule.placement):
         for phase, (table, peers) in enumerate(
             ((forward, flow.reads_from[stage]), (back, flow.gradients_from[stage]))

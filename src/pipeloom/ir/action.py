@@ -14,8 +14,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NewType, TypeAlias
+from typing import Any, Literal, NewType, TypeAlias
 
 from .errors import ScheduleError
 
@@ -29,35 +30,126 @@ SEND_F = Kind("SEND_F")
 RECV_F = Kind("RECV_F")
 SEND_B = Kind("SEND_B")
 RECV_B = Kind("RECV_B")
+REDUCE = Kind("REDUCE")
+STEP = Kind("STEP")
 OFFLOAD = Kind("OFFLOAD")
 RELOAD = Kind("RELOAD")
 RECOMPUTE = Kind("RECOMPUTE")
-REDUCE = Kind("REDUCE")
-STEP = Kind("STEP")
-
 EVICT = Kind("EVICT")
 FETCH = Kind("FETCH")
 
-COMPUTE: dict[Kind, str] = {
-    F: "forward",
-    B: "backward",
-    I: "input gradient",
-    W: "weight gradient",
-    EVICT: "eviction to a peer",
-    FETCH: "return from a peer",
+Category: TypeAlias = Literal["compute", "memory", "transfer", "stage"]
+Stream: TypeAlias = Literal["compute", "send", "recv", "host", "d2h", "h2d"]
+Handler: TypeAlias = Callable[[Any], Callable[[], None] | None]
+"""Takes the runtime's `OperationContext`; may return a function that waits for what it has begun."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActionKind:
+    """What all rooms know of a kind of action: one entry of the table `KINDS`.
+
+    label: a few words for drawings.
+    category: "compute" and "memory" are work of a stage on one micro-batch, an `Action`; "memory" moves
+        residuals or makes them again. "transfer" is one end of a message, a `Transfer`. "stage" is done once
+        per step, a `StageAction`.
+    in_schedule: a schedule may contain it. Other kinds stand only in programs, where lowering puts them.
+    after: for work on a micro-batch, the kind whose results for the same stage and micro-batch it needs: F,
+        B or I (which stands for B and I).
+    stream: what it keeps busy: "compute" and "recv" (waiting) the rank itself; the others run beside it.
+    seconds: the field of `StageCost` with its time; "" for `StageCost.other_s`, by its letters.
+    takes, frees: the fields of `StageCost` with the bytes of residuals that are on the device from its start
+        on, and that leave it at its end; "" for none.
+    csv: the CSV files of torch.distributed.pipelining know it.
+    handler: what the runtime calls for it; None where the worker does it, or there is nothing to do.
+    """
+
+    label: str
+    category: Category = "compute"
+    in_schedule: bool = True
+    after: Kind | None = None
+    stream: Stream = "compute"
+    seconds: str = ""
+    takes: str = ""
+    frees: str = ""
+    csv: bool = False
+    handler: Handler | None = None
+
+    @property
+    def on_microbatch(self) -> bool:
+        return self.category in ("compute", "memory")
+
+    @property
+    def is_transfer(self) -> bool:
+        return self.category == "transfer"
+
+    @property
+    def is_stage_wide(self) -> bool:
+        return self.category == "stage"
+
+    @property
+    def treats_residuals(self) -> bool:
+        """Whether it is there because a memory policy asks for it."""
+        return self.category == "memory" and not self.in_schedule
+
+
+def _transfer(label: str, stream: Stream) -> ActionKind:
+    return ActionKind(label=label, category="transfer", in_schedule=False, stream=stream, csv=True)
+
+
+def _stage_wide(label: str, stream: Stream, seconds: str = "") -> ActionKind:
+    return ActionKind(label=label, category="stage", in_schedule=False, stream=stream, seconds=seconds)
+
+
+def _treatment(label: str, stream: Stream, seconds: str, *, takes: str = "", frees: str = "") -> ActionKind:
+    return ActionKind(
+        label=label,
+        category="memory",
+        in_schedule=False,
+        after=F,
+        stream=stream,
+        seconds=seconds,
+        takes=takes,
+        frees=frees,
+    )
+
+
+KINDS: dict[Kind, ActionKind] = {
+    F: ActionKind(label="forward", seconds="forward_s", csv=True),
+    B: ActionKind(label="backward", after=F, seconds="backward_s", csv=True),
+    I: ActionKind(label="input gradient", after=F, seconds="input_grad_s", csv=True),
+    W: ActionKind(label="weight gradient", after=I, seconds="weight_grad_s", csv=True),
+    SEND_F: _transfer("send", "send"),
+    RECV_F: _transfer("wait for a message", "recv"),
+    SEND_B: _transfer("send", "send"),
+    RECV_B: _transfer("wait for a message", "recv"),
+    REDUCE: _stage_wide("sum tied gradients", "recv"),
+    STEP: _stage_wide("optimizer step", "compute", "step_s"),
+    OFFLOAD: _treatment("offload", "d2h", "offload_s", frees="offloaded_bytes"),
+    RELOAD: _treatment("reload", "h2d", "reload_s", takes="offloaded_bytes"),
+    RECOMPUTE: _treatment("recompute", "compute", "recompute_s", takes="recomputed_bytes"),
+    EVICT: ActionKind(label="eviction to a peer", category="memory", after=F, frees="residual_bytes"),
+    FETCH: ActionKind(label="return from a peer", category="memory", after=F, takes="residual_bytes"),
 }
-"""Kinds that may stand in a schedule, with their names; `register_kind` adds to it."""
+"""The one table of kinds, in the order in which messages list them; `register_kind` adds to it."""
 
-AFTER: dict[Kind, Kind] = {EVICT: F, FETCH: F}
-"""Registered kind -> the kind of the same stage and micro-batch that it runs after."""
+TRANSFERS = tuple(kind for kind, row in KINDS.items() if row.is_transfer)
+STAGE_WIDE = tuple(kind for kind, row in KINDS.items() if row.is_stage_wide)
+TREATMENTS = tuple(kind for kind, row in KINDS.items() if row.treats_residuals)
 
-TRANSFERS = (SEND_F, RECV_F, SEND_B, RECV_B)
-STAGE_WIDE = (REDUCE, STEP)
+
+def schedule_kinds() -> tuple[Kind, ...]:
+    """The kinds that a schedule may contain.
+
+    >>> schedule_kinds()[:6]
+    ('F', 'B', 'I', 'W', 'EVICT', 'FETCH')
+    """
+    return tuple(kind for kind, row in KINDS.items() if row.in_schedule)
+
 
 _NUMBER = "(0|[1-9][0-9]{0,8})"  # as it is printed: no leading zeros, no digits of other scripts
 _COMPUTE = re.compile(rf"{_NUMBER}([A-Z][A-Z_]*){_NUMBER}")
-_TRANSFER = re.compile(rf"{_NUMBER}(SEND_F|RECV_F|SEND_B|RECV_B){_NUMBER}([<>]){_NUMBER}")
-_STAGE_WIDE = re.compile(rf"{_NUMBER}(REDUCE|STEP)")
+_TRANSFER = re.compile(rf"{_NUMBER}({'|'.join(TRANSFERS)}){_NUMBER}([<>]){_NUMBER}")
+_STAGE_WIDE = re.compile(rf"{_NUMBER}({'|'.join(STAGE_WIDE)})")
 _LOOSE = re.compile(r"[+-]?(?P<stage>\d*)(?P<kind>[A-Za-z_]*)(?P<microbatch>\d*)(?P<rest>.*)", re.DOTALL)
 
 
@@ -116,22 +208,30 @@ class StageAction:
 Instruction: TypeAlias = Action | Transfer | StageAction
 
 
-def register_kind(letters: str, meaning: str, *, after: Kind | None = None) -> Kind:
-    """Add a kind of compute action, so that schedules may contain it.
+def register_kind(letters: str, row: ActionKind) -> Kind:
+    """Add a kind of work on one micro-batch to the table.
 
-    after: the kind of the same stage and micro-batch that must have run (I stands for B and I).
-    Raises: ScheduleError if the letters are not capitals or are taken, or `after` is no such kind.
+    Raises: ScheduleError if the letters are not capitals or are taken, if `row.after` is none of F, B and I,
+        or if it is a transfer or done once per step, which every pass would have to know.
+
+    >>> from unittest.mock import patch
+    >>> with patch.dict(KINDS):
+    ...     kind = register_kind("NAP", ActionKind(label="nap", after=F))
+    ...     parse_action("2NAP5").kind == kind
+    True
     """
     kind = Kind(letters)
     if not re.fullmatch(r"[A-Z][A-Z_]*", letters):
         raise ScheduleError(f"kind {letters!r} is not written in capitals", hint="use letters A-Z and _")
-    if kind in {*COMPUTE, *TRANSFERS, *STAGE_WIDE, OFFLOAD, RELOAD, RECOMPUTE}:
+    if kind in KINDS:
         raise ScheduleError(f"kind {letters} is already taken", hint="choose other letters")
-    if after is not None and after not in (F, B, I):
-        raise ScheduleError(f"kind {letters} runs after {after!r}", hint="it may run after F, B or I")
-    COMPUTE[kind] = meaning
-    if after is not None:
-        AFTER[kind] = after
+    if row.after not in (None, F, B, I):
+        raise ScheduleError(f"kind {letters} runs after {row.after!r}", hint="it may run after F, B or I")
+    if not row.on_microbatch:
+        raise ScheduleError(
+            f"kind {letters} is of category {row.category}", hint="register kinds of compute or memory"
+        )
+    KINDS[kind] = row
     return kind
 
 
@@ -144,7 +244,8 @@ def parse_action(text: str) -> Action:
     Raises: ScheduleError unless the whole text is one action of a known kind.
     """
     match = _COMPUTE.fullmatch(text)
-    if match is None or Kind(match[2]) not in {*COMPUTE, OFFLOAD, RELOAD, RECOMPUTE}:
+    row = None if match is None else KINDS.get(Kind(match[2]))
+    if match is None or row is None or not row.on_microbatch:
         raise ScheduleError(f"cannot read action {shown(text)}", hint=_advice(text))
     return Action(int(match[1]), Kind(match[2]), int(match[3]))
 
@@ -177,7 +278,8 @@ def shown(text: str) -> str:
 
 def _advice(text: str) -> str:
     """What to write instead of a text that is no compute action."""
-    kinds = ", ".join(COMPUTE)
+    in_schedules = schedule_kinds()
+    kinds = ", ".join(in_schedules)
     usual = f"write stage, kind, micro-batch, as in 2F5; the kinds are {kinds}"
     if not text:
         return f"the action is empty: {usual}"
@@ -192,16 +294,16 @@ def _advice(text: str) -> str:
         return f"use the digits 0-9 and the letters A-Z: {usual}"
     if stage and kind and microbatch and not rest and len(stage) < 10 > len(microbatch):
         meant = f"{int(stage)}{kind.upper()}{int(microbatch)}"
-        if kind.upper() in COMPUTE:
+        if kind.upper() in in_schedules:
             return f"write {meant}; the kinds are {kinds}"
         return f"{usual}; any other is to be declared first, as an Operation"
-    elif kind and microbatch and not stage and kind in COMPUTE:
+    elif kind and microbatch and not stage and kind in in_schedules:
         return f"the stage is missing: write 0{kind}{microbatch} for stage 0"
     elif stage and kind and not microbatch and not rest:
-        known = kind if kind in COMPUTE else kind.rstrip("O")
-        if known in COMPUTE:
+        known = kind if kind in in_schedules else kind.rstrip("O")
+        if known in in_schedules:
             return f"the micro-batch is missing: write {stage}{known}0 for micro-batch 0"
-    elif rest and stage and microbatch and kind in COMPUTE:
+    elif rest and stage and microbatch and kind in in_schedules:
         return f"write {stage}{kind}{microbatch} and nothing behind it; blanks separate actions"
     return usual
 

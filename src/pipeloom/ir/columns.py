@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from typing import Any, Generic, TypeAlias, TypeVar, overload
 
 import numpy as np
@@ -22,7 +23,10 @@ from .action import (
     RELOAD,
     SEND_B,
     SEND_F,
+    STAGE_WIDE,
     STEP,
+    TRANSFERS,
+    TREATMENTS,
     Action,
     B,
     F,
@@ -46,14 +50,20 @@ def starts_of(counts: Sequence[int] | Ints) -> Ints:
     return starts
 
 
-KINDS = (F, B, I, W, SEND_F, RECV_F, SEND_B, RECV_B, REDUCE, STEP, OFFLOAD, RELOAD, RECOMPUTE)
-"""The built-in kinds; the code of a kind is its index. Others follow, in `Columns.kinds`."""
+CODED = (F, B, I, W, SEND_F, RECV_F, SEND_B, RECV_B, REDUCE, STEP, OFFLOAD, RELOAD, RECOMPUTE)
+"""Kinds whose code is their index here in all columns, so that kernels can name them. The others follow in
+`Columns.kinds`."""
 
-CODE = {kind: code for code, kind in enumerate(KINDS)}
+CODE = {kind: code for code, kind in enumerate(CODED)}
 F_, B_, I_, W_ = (CODE[kind] for kind in (F, B, I, W))
 SEND_F_, RECV_F_, SEND_B_, RECV_B_ = (CODE[kind] for kind in (SEND_F, RECV_F, SEND_B, RECV_B))
 REDUCE_, STEP_ = CODE[REDUCE], CODE[STEP]
 OFFLOAD_, RELOAD_, RECOMPUTE_ = (CODE[kind] for kind in (OFFLOAD, RELOAD, RECOMPUTE))
+
+_TRANSFER = tuple(CODE[kind] for kind in TRANSFERS)
+_STAGE_WIDE = tuple(CODE[kind] for kind in STAGE_WIDE)
+TREATING = tuple(CODE[kind] for kind in TREATMENTS)
+"""Codes of what a memory policy asks for."""
 
 Codes: TypeAlias = NDArray[np.int16]
 Ints: TypeAlias = NDArray[np.int32]
@@ -61,7 +71,6 @@ Longs: TypeAlias = NDArray[np.int64]
 Bools: TypeAlias = NDArray[np.bool_]
 
 _MOST = 2**31 - 1
-_ROLE = {Action: 0, Transfer: 1, StageAction: 2}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -77,7 +86,7 @@ class Columns:
     microbatch: Ints
     peer: Ints
     offsets: Longs
-    kinds: tuple[Kind, ...] = KINDS
+    kinds: tuple[Kind, ...] = CODED
 
     @property
     def ranks(self) -> int:
@@ -88,16 +97,16 @@ class Columns:
 
     @cached_property
     def is_transfer(self) -> Bools:
-        return (self.kind >= SEND_F_) & (self.kind <= RECV_B_)
+        return self.among(_TRANSFER)
 
     @cached_property
     def is_compute(self) -> Bools:
         """Neither a transfer nor REDUCE nor STEP."""
-        return (self.kind < SEND_F_) | (self.kind > STEP_)
+        return ~self.among((*_TRANSFER, *_STAGE_WIDE))
 
     @cached_property
     def trains(self) -> bool:
-        return bool(((self.kind >= B_) & (self.kind <= W_)).any())
+        return bool(self.among((B_, I_, W_)).any())
 
     @cached_property
     def splits(self) -> bool:
@@ -107,7 +116,16 @@ class Columns:
     @cached_property
     def treats_residuals(self) -> bool:
         """Whether anything is offloaded or recomputed."""
-        return bool(((self.kind >= OFFLOAD_) & (self.kind <= RECOMPUTE_)).any())
+        return bool(self.among(TREATING).any())
+
+    def among(self, codes: Iterable[int]) -> Bools:
+        """Which entries have one of some codes. Neighbouring codes are compared as a range: looking each one
+        up in a table takes three times as long."""
+        has: Bools = np.zeros(len(self.kind), np.bool_)
+        for _, run in groupby(enumerate(sorted(codes)), key=lambda pair: pair[1] - pair[0]):
+            low, *_, high = [code for _, code in run] * 2
+            has |= (self.kind >= low) & (self.kind <= high) if high > low else self.kind == low
+        return has
 
     def rank_of(self, entry: int) -> int:
         return int(np.searchsorted(self.offsets, entry, side="right")) - 1
@@ -123,9 +141,9 @@ class Columns:
         columns = (self.kind, self.stage, self.microbatch, self.peer)
         for code, stage, microbatch, peer in zip(*(c[low:high].tolist() for c in columns), strict=True):
             kind = self.kinds[code]
-            if SEND_F_ <= code <= RECV_B_:
+            if code in _TRANSFER:
                 yield Transfer(stage, kind, microbatch, peer)
-            elif code in (REDUCE_, STEP_):
+            elif code in _STAGE_WIDE:
                 yield StageAction(stage, kind)
             else:
                 yield Action(stage, kind, microbatch)
@@ -140,7 +158,7 @@ class Columns:
             f"{stage}{self.kinds[code]}{microbatch}{arrows[code]}{peer}"
             if arrows[code]
             else f"{stage}{self.kinds[code]}"
-            if code in (REDUCE_, STEP_)
+            if code in _STAGE_WIDE
             else f"{stage}{self.kinds[code]}{microbatch}"
             for code, stage, microbatch, peer in zip(*(c.tolist() for c in chosen), strict=True)
         ]
@@ -205,12 +223,15 @@ def columns_of(rows: Iterable[Iterable[Instruction]]) -> Columns:
     """
     if isinstance(rows, Rows):
         return rows.columns
-    kinds, codes = list(KINDS), {(_role(kind), kind): code for kind, code in CODE.items()}
+    kinds = list(CODED)
+    codes: dict[tuple[type[Instruction], Kind], int] = {
+        (_type_of(code), kind): code for kind, code in CODE.items()
+    }
     table: list[tuple[int, int, int, int]] = []
     offsets = [0]
     for row in rows:
         for step in row:
-            key = (_ROLE[type(step)], step.kind)
+            key = (type(step), step.kind)
             if key not in codes:
                 codes[key] = len(kinds)
                 kinds.append(step.kind)
@@ -229,9 +250,8 @@ def columns_of(rows: Iterable[Iterable[Instruction]]) -> Columns:
     )
 
 
-def _role(kind: Kind) -> int:
-    code = CODE[kind]
-    return 1 if SEND_F_ <= code <= RECV_B_ else 2 if code in (REDUCE_, STEP_) else 0
+def _type_of(code: int) -> type[Instruction]:
+    return Transfer if code in _TRANSFER else StageAction if code in _STAGE_WIDE else Action
 
 
 def _held(number: int) -> int:

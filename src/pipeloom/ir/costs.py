@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from .action import OFFLOAD, RECOMPUTE, RELOAD, Action, B, F, I, Kind, W
+from .action import KINDS, Action, Kind
 from .errors import ConfigError
 from .operation import OPERATIONS
 from .schedule import Pair
@@ -80,21 +80,29 @@ class StageCost:
         return plain + [(f"{t}[{k}]", float(v)) for t in tables for k, v in getattr(self, t).items()]
 
     def seconds(self, kind: Kind) -> float:
-        """How long a compute action takes; 0 for a registered kind that `other_s` does not name.
+        """How long an action takes; 0 for a kind that has no field and that `other_s` does not name.
 
-        >>> StageCost(forward_s=1.0, backward_s=2.0, input_grad_s=1.0, weight_grad_s=1.0).seconds(B)
+        >>> StageCost(forward_s=1.0, backward_s=2.0, input_grad_s=1.0, weight_grad_s=1.0).seconds(Kind("B"))
         2.0
         """
-        built_in = {
-            F: self.forward_s,
-            B: self.backward_s,
-            I: self.input_grad_s,
-            W: self.weight_grad_s,
-            OFFLOAD: self.offload_s,
-            RELOAD: self.reload_s,
-            RECOMPUTE: self.recompute_s,
-        }
-        return built_in[kind] if kind in built_in else self.other_s.get(kind, 0.0)
+        row = KINDS.get(kind)
+        own = getattr(self, row.seconds) if row is not None and row.seconds else self.other_s.get(kind, 0.0)
+        return float(own)
+
+    def residual_changes(self, kind: Kind) -> tuple[int, int]:
+        """Bytes of residuals that come to the device when an action begins, and that leave it when it ends.
+
+        Only of kinds that the table says it of.
+
+        >>> cost = equal_costs(1, residual_bytes=8)[0]
+        >>> cost.residual_changes(Kind("EVICT"))
+        (0, 8)
+        """
+        row = KINDS.get(kind)
+        if row is None:
+            return 0, 0
+        comes, goes = (getattr(self, name) if name else 0 for name in (row.takes, row.frees))
+        return comes, goes
 
     def slowed(self, factor: float) -> StageCost:
         """The same stage on a device that takes `factor` times as long for everything (2.0: half as fast).
@@ -103,14 +111,10 @@ class StageCost:
         >>> cost.slowed(1.5).forward_s
         1.5
         """
+        computing = [row.seconds for row in KINDS.values() if row.seconds and row.stream == "compute"]
         return replace(
             self,
-            forward_s=self.forward_s * factor,
-            backward_s=self.backward_s * factor,
-            input_grad_s=self.input_grad_s * factor,
-            weight_grad_s=self.weight_grad_s * factor,
-            step_s=self.step_s * factor,
-            recompute_s=self.recompute_s * factor,
+            **{name: getattr(self, name) * factor for name in computing},
             other_s={k: v * factor for k, v in self.other_s.items()},
             pair_s={k: v * factor for k, v in self.pair_s.items()},
         )
@@ -130,7 +134,7 @@ def pair_seconds(costs: Sequence[StageCost], pair: Pair) -> float:
     """How long a pair takes.
 
     >>> cost = StageCost(forward_s=1.0, backward_s=2.0, input_grad_s=1.0, weight_grad_s=1.0, pair_factor=0.9)
-    >>> pair_seconds([cost], (Action(0, F, 1), Action(0, B, 0)))
+    >>> pair_seconds([cost], (Action(0, Kind("F"), 1), Action(0, Kind("B"), 0)))
     2.7
     """
     first, second = pair

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TypeAlias
 
-from .action import AFTER, Action, B, F, I, W
+from .action import KINDS, Action, B, F, I, W
 from .flow import Flow
 from .schedule import Schedule
 
@@ -32,8 +32,8 @@ def needs(action: Action, flow: Flow) -> Iterator[Milestone]:
             yield target, microbatch, 1
     elif action.kind == W:
         yield stage, microbatch, 1
-    elif action.kind in AFTER:
-        yield stage, microbatch, int(AFTER[action.kind] != F)
+    elif (row := KINDS.get(action.kind)) is not None and row.after is not None:
+        yield stage, microbatch, int(row.after != F)
 
 
 def produces(action: Action) -> tuple[Milestone, ...]:

@@ -109,15 +109,15 @@ def _find_routes(columns: tuple[Codes, Ints, Ints], first: Ints, receiver: Ints,
     stages = len(first) // 2
     for entry in range(len(kind)):
         code = kind[entry]
-        if code < SEND_F_ or code > RECV_B_:
+        sends, receives = code == SEND_F_ or code == SEND_B_, code == RECV_F_ or code == RECV_B_
+        if not sends and not receives:
             continue
-        sends = code == SEND_F_ or code == SEND_B_
         a = stage[entry] if sends else peer[entry]
         b = peer[entry] if sends else stage[entry]
         route[entry] = NO_ROUTE
         if a < 0 or a >= stages:
             continue
-        row = a if code <= RECV_F_ else stages + a
+        row = a if code == SEND_F_ or code == RECV_F_ else stages + a
         low, high = first[row], first[row + 1]
         while low < high:
             middle = (low + high) // 2

@@ -10,16 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
 
-from .action import B, F, I, Kind, W, register_kind
+from .action import KINDS, ActionKind, B, F, Handler, I, Kind, Stream, W, register_kind
 from .errors import ScheduleError
 
-Stream: TypeAlias = Literal["compute", "send", "host"]
 STREAMS: tuple[Stream, ...] = ("compute", "send", "host")
-
-Handler: TypeAlias = Callable[[Any], Callable[[], None] | None]
-"""Takes the runtime's `OperationContext`; may return a function that waits for what it has begun."""
+"""Those that an operation may be on."""
 
 ANCHORS: dict[Kind, tuple[Kind, ...]] = {F: (F,), B: (B, I), I: (I, B), W: (W, B)}
 """Anchor -> the kinds that it stands for: a stage runs B, or I and W."""
@@ -137,11 +133,16 @@ def declare(operation: Operation) -> Operation:
     True
     """
     kind = operation.kind
+    row = ActionKind(
+        label=operation.meaning,
+        after=I if operation.after == W else operation.after,  # W itself is seen to by the rules
+        stream=operation.stream,
+        handler=operation.handler,
+    )
     known = OPERATIONS.get(kind)
     if known is not None and (known.meaning, known.anchor) == (operation.meaning, operation.anchor):
-        OPERATIONS[kind] = operation
-        return operation
-    after = I if operation.after == W else operation.after  # W itself is seen to by the rules
-    register_kind(operation.letters, operation.meaning, after=after)
+        KINDS[kind] = row
+    else:
+        register_kind(operation.letters, row)
     OPERATIONS[kind] = operation
     return operation

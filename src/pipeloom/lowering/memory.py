@@ -17,7 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..ir.columns import (
+    B_,
     F_,
+    I_,
     OFFLOAD_,
     RECOMPUTE_,
     RECV_B_,
@@ -86,7 +88,7 @@ class _Units:
     def __init__(self, program: Program) -> None:
         columns = program.columns
         entries = np.arange(len(columns))
-        is_main = columns.kind <= W_
+        is_main = columns.among((F_, B_, I_, W_))
         heads = is_main & ~_seconds(program)
         self.number = np.cumsum(heads) - 1
         self.head = np.flatnonzero(heads)

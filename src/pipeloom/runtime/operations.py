@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..ir.action import Action, Instruction, Kind, StageAction
+from ..ir.action import KINDS, Action, Instruction, Kind, StageAction
 from ..ir.errors import ScheduleError
 from ..ir.operation import ANCHORS, OPERATIONS, Operation
 from ..tracer import Tensors
@@ -122,15 +122,16 @@ class Operations:
         self._begun: list[tuple[Action, Callable[[], None]]] = []
 
     def begin(self, action: Action) -> None:
-        """Run the handler of an operation; without one only its bytes are counted."""
-        operation = OPERATIONS[action.kind]
-        self._count(operation.acquired(action.stage), action)
+        """Run the handler of a kind; without one only the bytes of an operation are counted."""
+        row, operation = KINDS[action.kind], OPERATIONS.get(action.kind)
+        if operation is not None:
+            self._count(operation.acquired(action.stage), action)
         wait = None
-        with self._row.recorder.record(operation.stream, str(action)):
-            if operation.handler is not None:
-                wait = operation.handler(self._context(operation, action))
+        with self._row.recorder.record(row.stream, str(action)):
+            if row.handler is not None:
+                wait = row.handler(self._context(operation, action))
         if wait is None:
-            self._count(-operation.released(action.stage), action)
+            self._release(action)
             return
         if not callable(wait):
             raise ScheduleError(
@@ -147,7 +148,7 @@ class Operations:
                 if (action, wait) not in left:
                     with self._row.recorder.record("recv", str(action)):
                         wait()
-                    self._count(-OPERATIONS[action.kind].released(action.stage), action)
+                    self._release(action)
             self._begun = left
 
     def give_up(self) -> None:
@@ -156,11 +157,11 @@ class Operations:
             _, wait = self._begun.pop()
             wait()
 
-    def _context(self, operation: Operation, action: Action) -> OperationContext:
+    def _context(self, operation: Operation | None, action: Action) -> OperationContext:
         row, stage = self._row, action.stage
         flight = row.flights.get((stage, action.microbatch))
         sums, names = row.weights.grads, row.microbatches[0].variant.stages.params[stage]
-        met = {row.placement[s] for s in operation.meets(stage)} if operation.meets is not None else set()
+        meets = operation.meets(stage) if operation is not None and operation.meets is not None else ()
         later = range(action.microbatch + 1, row.share)
         return OperationContext(
             rank=row.rank,
@@ -168,14 +169,18 @@ class Operations:
             stage=stage,
             microbatch=action.microbatch,
             microbatches=row.share,
-            last=not any(operation.runs(stage, row.rank, b) for b in later),
+            last=not any(operation is None or operation.runs(stage, row.rank, b) for b in later),
             gradients={name: sums.sums[name] for name in names if name in sums.touched},
             residuals={} if flight is None else flight.residuals,
             residual_bytes=0 if flight is None else flight.residual_bytes,
             state=self._state.setdefault((stage, action.kind), {}),
-            partners=tuple(sorted({row.rank, *met})),
+            partners=tuple(sorted({row.rank, *(row.placement[s] for s in meets)})),
             channel=row.channel,
         )
+
+    def _release(self, action: Action) -> None:
+        if (operation := OPERATIONS.get(action.kind)) is not None:
+            self._count(-operation.released(action.stage), action)
 
     def _count(self, change: int, action: Action) -> None:
         if change:
@@ -186,7 +191,8 @@ def _needs(instruction: Instruction, begun: Action) -> bool:
     """Whether an instruction waits for an operation."""
     if isinstance(instruction, StageAction):
         return True
-    before = OPERATIONS[begun.kind].before
+    operation = OPERATIONS.get(begun.kind)
+    before = None if operation is None else operation.before
     return (
         isinstance(instruction, Action)
         and before is not None

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..ir.action import (
+    KINDS,
     RECOMPUTE,
     RECV_B,
     RECV_F,
@@ -95,7 +96,8 @@ class Worker:
             STEP: self.step,
         }
         self.operations = Operations(self)
-        self.handlers |= dict.fromkeys(OPERATIONS, self.operations.begin)
+        added = [kind for kind, row in KINDS.items() if kind in OPERATIONS or row.handler is not None]
+        self.handlers |= dict.fromkeys(added, self.operations.begin)
         self.residuals = Residuals(self, tier)
         self.handlers |= self.residuals.handlers
 

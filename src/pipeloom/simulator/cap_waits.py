@@ -18,6 +18,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..ir.columns import (
+    B_,
+    F_,
+    I_,
     OFFLOAD_,
     RECOMPUTE_,
     RECV_B_,
@@ -115,7 +118,7 @@ def _find(
         if code == OFFLOAD_:
             begun += 1
             continue
-        if code <= W_ or code == RECOMPUTE_ or code == RELOAD_:
+        if _waits_for_room(code):
             need = _taken(b, entry, stage, code)
             if code == RELOAD_:
                 need = offloaded[stage] if turn[away_of[entry]] < ended else 0
@@ -135,6 +138,13 @@ def _find(
         level -= _dropped(b, entry, stage)
         if not p.stream[code]:
             clock = s.end[entry]
+
+
+@kernel
+def _waits_for_room(code: int) -> bool:
+    """Whether actions of a kind wait where they would pass the cap: not those that a schedule adds."""
+    computes = code == F_ or code == B_ or code == I_ or code == W_
+    return computes or code == RECOMPUTE_ or code == RELOAD_
 
 
 @kernel

@@ -151,7 +151,7 @@ def _add_up(
                 start = noted[entry]
             elif entry > offsets[rank]:
                 start = end[entry - 1]
-            if on == 2 and SEND_F_ <= kind[entry] <= RECV_B_:
+            if on == 2 and (kind[entry] == SEND_F_ or kind[entry] == SEND_B_):
                 continue  # when it moves is in `move_end`
             if on <= 1:
                 sums[on, rank] += end[entry] - start

@@ -22,7 +22,7 @@ from __future__ import annotations
 from ..ir.columns import OFFLOAD_, REDUCE_, RELOAD_, SEND_B_, SEND_F_, STEP_
 from ..ir.kernels import in_place, kernel
 from .link_queue import drop_first, request
-from .loop_state import COMPUTES, COPY_LANES, RECEIVES, SENDS, STREAMS, Layout, State
+from .loop_state import COMPUTES, COPY_IN, COPY_LANES, COPY_OUT, RECEIVES, SENDS, STREAMS, Layout, State
 from .rendezvous import begin_sum, summed, together, wake
 
 _SENT, _POSTED, _MOVED, _RECEIVED = 0, 1, 2, 3
@@ -220,7 +220,7 @@ def _note(s: State, number: int) -> None:
 @kernel
 def _issued(p: Layout, s: State, rank: int, entry: int, clock: float) -> bool:
     """Note that a rank has come to a copy; false if its link is its own."""
-    lane = p.kind[entry] - OFFLOAD_
+    lane = COPY_IN if p.kind[entry] == RELOAD_ else COPY_OUT
     if not len(p.sharing.lanes) or p.sharing.lanes[rank, lane] < 0:
         return False
     s.queue.issued[entry] = clock
@@ -251,7 +251,7 @@ def _ask(p: Layout, s: State) -> None:
             if head >= 0 and s.queue.issued[head] >= 0:
                 needed = p.sharing.needs[head]
                 if needed < 0 or s.queue.copied[needed]:
-                    free = s.streams[rank, p.stream[OFFLOAD_ + lane]]
+                    free = s.streams[rank, p.stream[p.kind[head]]]
                     time = max(s.queue.issued[head], free, s.start[head])
                     entry = head
         if entry >= 0:
@@ -272,7 +272,7 @@ def _is_back(p: Layout, s: State, rank: int, entry: int) -> bool:
 @kernel
 def _is_away(p: Layout, s: State, rank: int, away: int) -> bool:
     """Whether the OFFLOAD whose room an action needs has its times."""
-    if not len(p.sharing.lanes) or p.sharing.lanes[rank, 0] < 0 or s.queue.copied[away]:
+    if not len(p.sharing.lanes) or p.sharing.lanes[rank, COPY_OUT] < 0 or s.queue.copied[away]:
         return True
     s.queue.awaited[rank] = away
     return False
@@ -281,7 +281,7 @@ def _is_away(p: Layout, s: State, rank: int, away: int) -> bool:
 @kernel
 def _all_copied(s: State, rank: int) -> bool:
     """Whether all copies of a rank have their times."""
-    if s.queue.head[rank, 0] < 0 and s.queue.head[rank, 1] < 0:
+    if s.queue.head[rank, COPY_OUT] < 0 and s.queue.head[rank, COPY_IN] < 0:
         return True
     s.queue.awaited[rank] = -2
     return False
@@ -335,7 +335,7 @@ def _copy(p: Layout, s: State, entry: int, time: float) -> None:
     """Copy residuals as soon as the link is free, from when it was asked for."""
     code, stage = p.kind[entry], p.stage[entry]
     rank = p.sharing.home[stage]
-    lane = code - OFFLOAD_
+    lane = COPY_IN if code == RELOAD_ else COPY_OUT
     link = p.sharing.lanes[rank, lane]
     begin = max(time, s.queue.free[link])
     s.queue.free[link] = begin + p.sharing.copy_slot[stage, lane]

@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 
-from ..ir.action import OFFLOAD, RELOAD, Action, B, F, I, Kind
+from ..ir.action import KINDS, TREATMENTS, Action, B, F, I
 from ..ir.cluster import Cluster
 from ..ir.columns import (
     CODE,
@@ -15,6 +15,7 @@ from ..ir.columns import (
     RECOMPUTE_,
     RECV_B_,
     RECV_F_,
+    REDUCE_,
     RELOAD_,
     SEND_B_,
     SEND_F_,
@@ -168,7 +169,7 @@ def _pack(entries: tuple[Codes, Ints, Ints, Ints], kinds: int, pipes: tuple[Ints
             at = pipe[route[entry]]
             in_turn = in_turn and message[entry] == following[at]
             following[at] += 1
-        elif code < SEND_F_ or code > RECOMPUTE_:
+        elif code != REDUCE_ and code != STEP_:
             step[entry] = 4 * (stage[entry] * kinds + code) + COMPUTES
     return in_turn
 
@@ -187,9 +188,7 @@ def _durations(program: Program, costs: Sequence[StageCost], cluster: Cluster) -
     columns = program.columns
     table = np.zeros((len(costs), len(columns.kinds)))
     for code, kind in enumerate(columns.kinds):
-        if code == STEP_:
-            table[:, code] = [cost.step_s for cost in costs]
-        elif code < SEND_F_ or code > STEP_:
+        if not KINDS[kind].is_transfer:
             table[:, code] = [action_seconds(costs, Action(s, kind, 0)) for s in range(len(costs))]
     if columns.treats_residuals:
         table[:, [OFFLOAD_, RELOAD_]] = [
@@ -217,9 +216,8 @@ def _entry(program: Program, action: Action) -> int:
     """Where the program has an action that takes time by itself. Raises: PlanError if nowhere."""
     kinds, (stages, microbatches) = program.columns.kinds, (len(program.placement), program.microbatches)
     known = action.kind in kinds and 0 <= action.stage < stages and 0 <= action.microbatch < microbatches
-    code = kinds.index(action.kind) if known else STEP_
-    if not SEND_F_ <= code <= STEP_:
-        entry = int(program.action_index.of(code)[action.stage, action.microbatch])
+    if known and KINDS[action.kind].on_microbatch:
+        entry = int(program.action_index.of(kinds.index(action.kind))[action.stage, action.microbatch])
         if entry >= 0:
             return entry
     raise PlanError(
@@ -229,13 +227,14 @@ def _entry(program: Program, action: Action) -> int:
 
 
 def _streams(columns: Columns) -> Ints:
-    """By kind; 0 for those that the program does not have."""
-    copies: dict[Kind, str] = {OFFLOAD: "d2h", RELOAD: "h2d"} if columns.treats_residuals else {}
-    names = [
-        OPERATIONS[kind].stream if kind in OPERATIONS else copies.get(kind, "compute")
-        for kind in columns.kinds
-    ]
-    return np.array([STREAMS.index(name) for name in names], np.int32)
+    """By kind; 0 for transfers and sums, of which the loop knows by itself, and for copies that the program
+    does not have."""
+    absent = () if columns.treats_residuals else TREATMENTS
+    numbers = np.zeros(len(columns.kinds), np.int32)
+    for code, kind in enumerate(columns.kinds):
+        if KINDS[kind].on_microbatch and kind not in absent:
+            numbers[code] = STREAMS.index(KINDS[kind].stream)
+    return numbers
 
 
 def _held(program: Program) -> Ints:

@@ -14,7 +14,8 @@ Floats = NDArray[np.float64]
 COMPUTES, SENDS, RECEIVES, OTHER = range(4)
 """What an entry is, in the two lowest bits of its `Layout.step`."""
 COPY_LANES = 2
-"""OFFLOADs of a rank, and RELOADs."""
+COPY_OUT, COPY_IN = range(COPY_LANES)
+"""The lanes of a rank: of its OFFLOADs, and of its RELOADs."""
 
 
 class Sharing(NamedTuple):

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..ir.action import EVICT, FETCH, OFFLOAD, RECOMPUTE, RELOAD, B, F, I, Kind, W, eviction_partner
+from ..ir.action import EVICT, FETCH, B, F, I, Kind, W, eviction_partner
 from ..ir.columns import F_, OFFLOAD_, RECOMPUTE_, RELOAD_, Bools, Ints, Longs, starts_of
 from ..ir.costs import STATIC_KINDS, StageCost
 from ..ir.flow import Flow, flow_of
@@ -189,25 +189,22 @@ def _tables(
             F: (held if training else 0, outputs),
             B: (0, gradients_out),
             I: (0, gradients_out),
-            FETCH: (held, 0),
-            RELOAD: (cost.offloaded_bytes, 0),
-            RECOMPUTE: (cost.recomputed_bytes, 0),
         }
         goes = {
             F: (0, kept - inputs),
             B: (-held, -kept - gradients_in),
             I: (carried - held, 0),
             W: (-carried, -kept - gradients_in),
-            EVICT: (-held, 0),
-            OFFLOAD: (-cost.offloaded_bytes, 0),
         }
         for code, kind in enumerate(kinds):
             scratch = cost.transient_bytes.get(kind, 0)
             begin[s, code] = (*comes.get(kind, (0, 0)), scratch)
             finish[s, code] = (*goes.get(kind, (0, 0)), -scratch)
-            if kind in OPERATIONS and kind not in (EVICT, FETCH):
-                begin[s, code, RESIDUALS] += OPERATIONS[kind].acquired(s)
-                finish[s, code, RESIDUALS] -= OPERATIONS[kind].released(s)
+            taken, freed = cost.residual_changes(kind)
+            if (operation := OPERATIONS.get(kind)) is not None:
+                taken, freed = operation.acquired(s), operation.released(s)
+            begin[s, code, RESIDUALS] += taken
+            finish[s, code, RESIDUALS] -= freed
     return begin, finish
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..ir.columns import RECV_B_, RECV_F_, SEND_F_, Bools, Ints, Longs
+from ..ir.columns import RECV_B_, RECV_F_, SEND_B_, SEND_F_, Bools, Ints, Longs
 from ..ir.kernels import in_place, kernel
 from .loop_state import Floats, Layout, State
 
@@ -113,7 +113,7 @@ def _row_in_order(
             work.counts[_RECEIVED, pipe] += 1
             _buffers(of, (rank, pipe, message - p.first[pipe] + 1), clock, work, out)
             _buffers(of, (rank, pipe, work.counts[_RECEIVED, pipe] + p.ahead), end, work, out)
-        elif code < SEND_F_ or code > RECV_B_:
+        elif code != SEND_F_ and code != SEND_B_:
             stage = p.stage[entry]
             _book(of, (b.begin, rank, stage, code), clock, work, out)
             _book(of, (b.finish, rank, stage, code), end, work, out)
@@ -254,7 +254,7 @@ def _own(
             received[pipe] += 1
             upto = received[pipe] + p.ahead
             count = _post(p, b, (pipe, upto), s.end[entry], (time, change, posted), count)
-        elif code < SEND_F_ or code > RECV_B_:
+        elif code != SEND_F_ and code != SEND_B_:
             stage = p.stage[entry]
             before = count
             count += _changed(b.begin, (stage, code), _start(p, s, b, rank, entry), time, change, count)

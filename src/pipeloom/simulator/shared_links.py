@@ -17,7 +17,7 @@ from ..ir.cluster import Cluster
 from ..ir.columns import OFFLOAD_, RECOMPUTE_, RELOAD_, SEND_B_, SEND_F_, Columns, Ints, Longs, starts_of
 from ..ir.costs import StageCost
 from ..ir.schedule import Program
-from .loop_state import COPY_LANES, Sharing
+from .loop_state import COPY_IN, COPY_LANES, COPY_OUT, Sharing
 
 _NO_INTS, _NO_FLOATS = np.zeros(0, np.int32), np.zeros(0)
 _NONE = Sharing(
@@ -132,9 +132,9 @@ def _with_copies(found: Sharing, program: Program, costs: Sequence[StageCost], c
         if switch is None:
             continue
         low, high = columns.offsets[rank : rank + 2].tolist()
-        for lane in range(COPY_LANES):
+        for lane, code in ((COPY_OUT, OFFLOAD_), (COPY_IN, RELOAD_)):
             lanes[rank, lane] = found.links + COPY_LANES * names[switch] + lane
-            row = low + np.flatnonzero(columns.kind[low:high] == OFFLOAD_ + lane)
+            row = low + np.flatnonzero(columns.kind[low:high] == code)
             first_copy[rank, lane] = row[0] if len(row) else -1
             next_copy[row[:-1]] = row[1:]
     away, back, again = (index.of(code) for code in (OFFLOAD_, RELOAD_, RECOMPUTE_))

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from ..checks import check_program, check_shape
-from ..ir.action import EVICT, FETCH, Action
+from ..ir.action import EVICT, FETCH, KINDS, Action
 from ..ir.cluster import Cluster
-from ..ir.columns import OFFLOAD_, RECV_B_, RECV_F_, REDUCE_, SEND_B_, SEND_F_
+from ..ir.columns import OFFLOAD_
 from ..ir.costs import StageCost
 from ..ir.errors import PlanError
 from ..ir.schedule import Program
@@ -19,7 +19,7 @@ from .all_reduce import all_reduce_s as all_reduce_s
 from .cap_waits import next_room
 from .event_array import Spans
 from .event_loop import run, run_sharing
-from .layout import STREAMS, layout_of
+from .layout import layout_of
 from .loop_state import Floats, Layout, new_state
 from .memory import Memory, memory_of
 from .send_buffers import held_longer
@@ -92,11 +92,6 @@ def simulate(
     state = memory.state
     peaks = memory.peaks()
     host_curve = memory.host_curve if program.columns.treats_residuals else None
-    streams = [STREAMS[number] for number in layout.stream.tolist()]
-    for code in (RECV_F_, RECV_B_, REDUCE_):
-        streams[code] = "recv"
-    for code in (SEND_F_, SEND_B_):
-        streams[code] = "send"
     return Timeline(
         source="predicted",
         ranks=program.columns.ranks,
@@ -104,7 +99,7 @@ def simulate(
         pairs=tuple((str(first), str(second)) for first, second in program.pairs),
         events=Spans(
             program.columns,
-            streams,
+            [KINDS[kind].stream for kind in program.columns.kinds],
             (state.start, state.end, begin),
             layout.message,
             (state.move_start, state.move_end),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ..ir.action import COMPUTE, Action, Kind, StageAction, Transfer, parse_instruction
+from ..ir.action import KINDS, RECV_F, SEND_F, Action, Kind, StageAction, Transfer, parse_instruction
 from ..ir.errors import ScheduleError
 from ..ir.timeline import Timeline
 
@@ -25,15 +25,8 @@ COLOURS: dict[str, str] = {
 }
 OTHER = "#b5b356"
 
-NAMES: dict[str, str] = {
-    "SEND": "send",
-    "wait": "wait for a message",
-    "OFFLOAD": "offload",
-    "RELOAD": "reload",
-    "RECOMPUTE": "recompute",
-    "REDUCE": "sum tied gradients",
-    "STEP": "optimizer step",
-}
+KIND_OF: dict[str, Kind] = {"SEND": SEND_F, "wait": RECV_F}
+"""Groups of transfers -> a kind that is in it; any other group has the letters of its one kind."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +42,10 @@ class Label:
     stage: int | None
     microbatch: int | None
     meaning: str
+
+    @property
+    def computes(self) -> bool:
+        return computes(self.group)
 
     @property
     def short(self) -> str:
@@ -123,7 +120,14 @@ def group_name(group: str) -> str:
     >>> group_name("I"), group_name("STEP"), group_name("clip")
     ('input gradient', 'optimizer step', 'clip')
     """
-    return COMPUTE.get(Kind(group)) or NAMES.get(group, group)
+    row = KINDS.get(KIND_OF.get(group, Kind(group)))
+    return group if row is None else row.label
+
+
+def computes(group: str) -> bool:
+    """Whether actions of a group stand in schedules."""
+    row = KINDS.get(Kind(group))
+    return row is not None and row.in_schedule
 
 
 def colour(group: str, shade: int = 0) -> str:

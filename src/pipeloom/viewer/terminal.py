@@ -11,10 +11,9 @@ from rich.console import Console, Group, JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
-from ..ir.action import COMPUTE
 from ..ir.timeline import Event, Timeline
 from ..ir.units import format_bytes
-from .labels import Label, chunks, colour, group_name, label
+from .labels import Label, chunks, colour, computes, group_name, label
 from .report_facts import Comparison, StageRow, facts, memory_kinds, stage_seconds, stages_by_rank
 from .units import show_count, show_error, show_share, show_time, time_unit
 
@@ -90,7 +89,7 @@ def _all_fit(timeline: Timeline, columns_per_s: float) -> bool:
     return all(
         int(e.duration_s * columns_per_s + 1e-6) >= len(e.action)
         for e in timeline.events
-        if e.stream == "compute" and label(e.action).group in COMPUTE
+        if e.stream == "compute" and label(e.action).computes
     )
 
 
@@ -139,7 +138,7 @@ def _columns(events: Sequence[Event], span_s: float, width: int) -> list[Event |
 
 
 def _block(what: Label, size: int, chunk: int, numbered: bool) -> str:
-    small = chunk > 0 and what.group in COMPUTE and not numbered
+    small = chunk > 0 and what.computes and not numbered
     letters = what.group.lower() if small else what.group
     texts = [f"{letters}{what.short}", letters]
     if numbered:
@@ -158,7 +157,7 @@ def _legend(timeline: Timeline, place: Mapping[int, int], numbered: bool) -> Tex
         legend.append(f" {group} ", style=f"black on {colour(group)}")
         legend.append(f" {group_name(group)}   ")
     legend.append(f"{IDLE} idle", style="dim")
-    first = next((g for g in groups if g in COMPUTE), None)
+    first = next((g for g in groups if computes(g)), None)
     if first is not None and (most := max(place.values(), default=0)) > 0:
         legend.append("   ")
         for chunk in range(1, min(most, 3) + 1):

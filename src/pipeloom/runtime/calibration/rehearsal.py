@@ -16,10 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ir.action import OFFLOAD, RECOMPUTE, RELOAD, Action, B, F, I, Kind, W, parse_action
+from ...ir.action import KINDS, STEP, Action, B, I, Kind, W, parse_action
 from ...ir.costs import StageCost
 from ...ir.graph import Value
-from ...ir.operation import OPERATIONS
 from ...ir.schedule import Program
 from ...tracer import seen_so, zeros
 from ..failure import Watch
@@ -179,16 +178,7 @@ def with_times(cost: StageCost, stage: int, walk: ActionTimes, step_s: float) ->
         if action.stage == stage:
             spans.setdefault(action.kind, []).append(span)
     mean = {kind: statistics.fmean(took) for kind, took in spans.items()}
-    ingoing, rest = mean.get(I, 0.0), mean.get(W, 0.0)
-    return replace(
-        cost,
-        forward_s=mean.get(F, 0.0),
-        backward_s=mean.get(B, ingoing + rest),
-        input_grad_s=ingoing,
-        weight_grad_s=rest,
-        step_s=step_s,
-        recompute_s=mean.get(RECOMPUTE, 0.0),
-        offload_s=mean.get(OFFLOAD, 0.0),
-        reload_s=mean.get(RELOAD, 0.0),
-        other_s={kind: span for kind, span in mean.items() if kind in OPERATIONS},
-    )
+    mean.setdefault(B, mean.get(I, 0.0) + mean.get(W, 0.0))
+    mean[STEP] = step_s
+    fields: dict[str, Any] = {row.seconds: mean.get(kind, 0.0) for kind, row in KINDS.items() if row.seconds}
+    return replace(cost, **fields, other_s={k: span for k, span in mean.items() if not KINDS[k].seconds})

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ...ir.action import (
+    KINDS,
     RECV_B,
     RECV_F,
     SEND_B,
@@ -25,19 +26,18 @@ from ...ir.action import (
     Action,
     B,
     F,
-    I,
     Instruction,
     Kind,
     StageAction,
     Transfer,
-    W,
     shown,
 )
 from ...ir.errors import ScheduleError
 from ...ir.schedule import Pair, Program, Schedule
 from .text import from_rows, parse_text
 
-_CELL = re.compile(r"([0-9]{1,9})(F|B|I|W|SEND_F|RECV_F|SEND_B|RECV_B)([0-9]{1,9})")
+_KINDS = tuple(kind for kind, row in KINDS.items() if row.csv)
+_CELL = re.compile(rf"([0-9]{{1,9}})({'|'.join(_KINDS)})([0-9]{{1,9}})")
 _OVERLAP = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
 _SHARDED = re.compile(r"[0-9]+(UNSHARD|RESHARD|REDUCE_GRAD)[0-9]*")
 _PEER = {SEND_F: 1, RECV_F: -1, SEND_B: -1, RECV_B: 1}
@@ -108,7 +108,7 @@ def _overlap(first: Instruction, second: Action) -> str:
 
 
 def _cell(step: Instruction) -> str:
-    if isinstance(step, Action) and step.kind in (F, B, I, W):
+    if isinstance(step, Action) and step.kind in _KINDS:
         return str(step)
     if isinstance(step, Transfer):
         if step.peer - step.stage != _PEER[step.kind]:
@@ -180,6 +180,6 @@ def _read(cell: str, rank: int, column: int) -> list[Action]:
             f"row {rank + 1}, cell {column + 1}: cannot read {shown(cell)}",
             hint="write stage, kind, micro-batch, as in 2F5; the kinds are F, B, I, W and the transfers",
         )
-    if "_" in match[2]:
+    if KINDS[Kind(match[2])].is_transfer:
         return []
     return [Action(int(match[1]), Kind(match[2]), int(match[3]))]

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...ir.action import Action, F, Kind
-from ...ir.columns import CODE, KINDS, Columns, Longs
+from ...ir.columns import CODE, CODED, Columns, Longs
 from ...ir.errors import ScheduleError
 from ..language import Periodic
 from .inner_loop import ALL, NONE, WARM, State, Tables
@@ -139,7 +139,7 @@ def columns_in(task: SchedulingProblem, t: Tables, s: State) -> Columns:
         microbatch=np.asarray(s.row_batch, np.int32),
         peer=np.full(len(row), -1, np.int32),
         offsets=np.asarray(t.row_at),
-        kinds=KINDS if len(codes) == len(KINDS) else tuple(codes),
+        kinds=CODED if len(codes) == len(CODED) else tuple(codes),
     )
 
 

@@ -16,7 +16,7 @@ from itertools import pairwise
 import numpy as np
 
 from ...checks import met
-from ...ir.action import OFFLOAD, RECOMPUTE, REDUCE, RELOAD, STEP, Action, B, F, I, Kind, parse_action
+from ...ir.action import KINDS, OFFLOAD, RECOMPUTE, REDUCE, RELOAD, STEP, Action, B, F, I, Kind, parse_action
 from ...ir.cluster import Cluster
 from ...ir.columns import RECV_B_, RECV_F_, SEND_B_, SEND_F_, Columns
 from ...ir.dependencies import needs, produces
@@ -31,7 +31,7 @@ from .items import Ends, Item, Key
 from .link_occupancy import Holders
 from .timeline_index import Happened
 
-COPIES = {OFFLOAD: "d2h", RELOAD: "h2d"}
+COPIES = {kind: row.stream for kind, row in KINDS.items() if row.stream in ("d2h", "h2d")}
 """Kind -> the stream that it runs on."""
 ON_RESIDUALS = (F, OFFLOAD, RELOAD, RECOMPUTE, B, I)
 """What makes, treats and reads the residuals of a micro-batch, in order."""
