@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from receives import receives_ahead
 
 from pipeloom import schedules
-from pipeloom.checks import receives_ahead
 from pipeloom.ir.errors import DeadlockError, ScheduleError
 from pipeloom.ir.flow import dag
 from pipeloom.ir.schedule import Schedule, parse_program, parse_rows

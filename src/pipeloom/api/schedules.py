@@ -8,7 +8,7 @@ from math import inf
 from pathlib import Path
 
 from .. import schedules
-from ..checks import StageVersions, Updates, check, peak_bytes, versions, weight_versions
+from ..checks import StageVersions, Updates, check, versions, weight_versions
 from ..ir.cluster import Cluster, Device, Link
 from ..ir.costs import StageCost
 from ..ir.errors import ConfigError, ScheduleError
@@ -19,7 +19,7 @@ from ..ir.timeline import Timeline
 from ..ir.units import format_bytes, parse_bytes
 from ..lowering import lower
 from ..schedules import load_file, program_text, read_schedule, schedule_text
-from ..simulator import Summary, explain as explain_timeline, simulate, summarise
+from ..simulator import Summary, check_memory_limit, explain as explain_timeline, simulate, summarise
 from .times import UNIT, Work, load_work, stage_costs, with_transfers
 
 __all__ = [
@@ -271,12 +271,6 @@ def _caps(
     return [count * unit for unit in units]
 
 
-def _without_messages(stages: StageGraph) -> StageGraph:
-    """The limit is for residuals alone."""
-    empty = tuple(replace(c, value=replace(c.value, shape=(0,))) for c in stages.crossings)
-    return replace(stages, crossings=empty)
-
-
 def _drawn(made: Schedule, stages: StageGraph, costs: tuple[StageCost, ...], setting: Setting) -> Drawn:
     shape = (made.placement, stages.replicas, made.slices)
     sized = isinstance(setting.work, Path) and bool(setting.loaded(made.ranks).residual_bytes)
@@ -285,7 +279,7 @@ def _drawn(made: Schedule, stages: StageGraph, costs: tuple[StageCost, ...], set
         check(made, stages)
         one = max(units)
         show = format_bytes if sized else (lambda size: f"{size / one:g} micro-batches")
-        peak_bytes(made, _without_messages(stages), costs, caps, show=show)
+        check_memory_limit(made, stages, costs, caps, show=show)
     wired, cluster = _wired(stages, made.ranks, setting)
     program = lower(made, wired)
     timeline = simulate(program, wired, costs, cluster)

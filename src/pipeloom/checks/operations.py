@@ -10,12 +10,13 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from ..ir.action import Action, B, F, I, Kind
-from ..ir.dependencies import name_of, needs, produces
+from ..ir.columns import F_
+from ..ir.dependencies import Milestone, needs, produces
 from ..ir.errors import ScheduleError
 from ..ir.flow import Flow
 from ..ir.operation import OPERATIONS, Operation
 from ..ir.schedule import Schedule
-from .deadlock_error import Board, Process, Stuck, deadlock
+from .deadlock import Needs, prove_progress
 
 
 def pairs(schedule: Schedule, flow: Flow) -> None:
@@ -56,13 +57,13 @@ def anchors(schedule: Schedule, flow: Flow) -> None:
         for operation in present.values():
             for anchor in row:
                 if operation.stands_at(anchor.kind):
-                    _anchored(rank, place, operation, anchor)
+                    _check_anchored(rank, place, operation, anchor)
         for action in row:
             if action.kind in present:
-                _wanted(rank, present[action.kind], action)
+                _check_declared(rank, present[action.kind], action)
 
 
-def _anchored(rank: int, place: Mapping[Action, int], operation: Operation, anchor: Action) -> None:
+def _check_anchored(rank: int, place: Mapping[Action, int], operation: Operation, anchor: Action) -> None:
     if not operation.runs(anchor.stage, rank, anchor.microbatch):
         return
     action = Action(anchor.stage, operation.kind, anchor.microbatch)
@@ -71,13 +72,13 @@ def _anchored(rank: int, place: Mapping[Action, int], operation: Operation, anch
         side = "after" if follows else "before"
         raise ScheduleError(f"rank {rank} never runs {action}", hint=f"add it {side} {anchor}")
     if (place[action] > place[anchor]) != follows:
-        found, where = ("before", "behind") if follows else ("after", "in front of")
+        side, where = ("before", "behind") if follows else ("after", "in front of")
         raise ScheduleError(
-            f"rank {rank} runs {action} {found} {anchor}", hint=f"move {action} {where} {anchor}"
+            f"rank {rank} runs {action} {side} {anchor}", hint=f"move {action} {where} {anchor}"
         )
 
 
-def _wanted(rank: int, operation: Operation, action: Action) -> None:
+def _check_declared(rank: int, operation: Operation, action: Action) -> None:
     if not operation.runs(action.stage, rank, action.microbatch):
         raise ScheduleError(
             f"rank {rank} runs {action}, but {operation.kind} is not declared for it",
@@ -86,41 +87,44 @@ def _wanted(rank: int, operation: Operation, action: Action) -> None:
 
 
 def meetings(schedule: Schedule, flow: Flow) -> None:
-    """Run all ranks: no pair, no operation that meets others, and no stage on several ranks waits for what
-    can never happen."""
+    """No pair, no operation that meets others, and no stage on several ranks waits for what can never happen.
+
+    Each action is two entries of the proof, as those that meet begin together: all of them come before any of
+    them is done.
+
+        entry 2e      its rank has come to action e: it needs what the action needs, and a pair what both need
+        entry 2e + 1  action e is done: it needs that the ranks of all that it meets have come to theirs
+    """
     present = {k: o for k, o in _operations(schedule).items() if o.meets is not None}
     if not present and not schedule.pairs and not flow.shards:
         return
-    second = dict(schedule.pairs)
-    board = Board()
-    at: dict[int, Action] = {}
-
-    def run(rank: int) -> Process:
-        for action in schedule.rows[rank]:
-            at[rank] = action
-            for member in (action, *((second[action],) if action in second else ())):
-                for need in needs(member, flow):
-                    yield from board.wait(need)
-            board.post(action)
-            for other in met(action, present, flow):
-                yield from board.wait(other)
-            for made in produces(action):
-                board.post(made)
-
     _refuse_strangers(schedule, present, flow)
-    lacking = board.run([run(rank) for rank in range(schedule.ranks)])
-    if not lacking:
-        return
-    stuck = []
-    for rank, key in lacking.items():
-        assert isinstance(key, Action | tuple)
-        stage, lacks = (key.stage, str(key)) if isinstance(key, Action) else (key[0], name_of(key, schedule))
-        holder = schedule.placement[stage]
-        stuck.append(Stuck(rank=rank, at=str(at[rank]), needs=lacks, holder=holder))
-    raise deadlock(stuck)
+    second = dict(schedule.pairs)
+    columns, index = schedule.columns, schedule.action_index
+    reached_by = (index.of(F_), index.gradients())  # per phase of a milestone
+
+    def reaching(milestone: Milestone) -> int:
+        stage, microbatch, phase = milestone
+        return int(reached_by[phase][stage, microbatch])
+
+    def entry_of(action: Action) -> int:
+        return int(index.of(columns.kinds.index(action.kind))[action.stage, action.microbatch])
+
+    first, needed = [0], list[int]()
+    for row in schedule.rows:
+        for action in row:
+            members = (action, second[action]) if action in second else (action,)
+            needed += [2 * reaching(need) + 1 for member in members for need in needs(member, flow)]
+            first.append(len(needed))
+            needed += [2 * entry_of(other) for other in meeting_actions(action, present, flow)]
+            first.append(len(needed))
+    prove_progress(
+        Needs(2 * columns.offsets, np.array(first, np.int32), np.array(needed, np.int32)),
+        lambda entry: str(columns.at(entry // 2)),
+    )
 
 
-def met(action: Action, operations: Mapping[Kind, Operation], flow: Flow) -> Sequence[Action]:
+def meeting_actions(action: Action, operations: Mapping[Kind, Operation], flow: Flow) -> Sequence[Action]:
     """The actions on other ranks that begin together with an action."""
     if flow.shards and action.kind in (F, B, I):
         return [Action(s, action.kind, action.microbatch) for s in flow.shards.get(action.stage, ())]
@@ -133,8 +137,8 @@ def met(action: Action, operations: Mapping[Kind, Operation], flow: Flow) -> Seq
 def _refuse_strangers(schedule: Schedule, present: Mapping[Kind, Operation], flow: Flow) -> None:
     meeting = {action for row in schedule.rows for action in row if action.kind in present}
     for action in sorted(meeting):
-        for other in met(action, present, flow):
-            if other not in meeting or action not in met(other, present, flow):
+        for other in meeting_actions(action, present, flow):
+            if other not in meeting or action not in meeting_actions(other, present, flow):
                 raise ScheduleError(
                     f"{action} meets {other}, which no rank runs or which does not meet it",
                     hint="let meets= name stages that have the operation, both ways",

@@ -1,11 +1,50 @@
-"""The rule for ranks: each one has a stage. That each stage has one rank, and each action stands there, is
-`check.placement`; a replica is a stage of its own, with its own rank (see `ir.stages`)."""
+"""Rules for where stages are: each on one rank, each rank with a stage, shards of a stage on different ranks.
+
+A replica is a stage of its own, with its own rank (see `ir.stages.replicate`).
+"""
 
 from __future__ import annotations
 
+import numpy as np
+
+from ..ir.action import Action, B, I, W
+from ..ir.columns import B_, Bools
 from ..ir.errors import ScheduleError
 from ..ir.flow import Flow
 from ..ir.schedule import Schedule
+
+
+def placement(schedule: Schedule, flow: Flow) -> None:
+    """Every stage has a rank, and every action stands in the row of its stage's rank."""
+    if schedule.stages != len(flow.order):
+        raise ScheduleError(
+            f"the placement names {schedule.stages} stages, the stage graph has {len(flow.order)}",
+            hint="give one rank per stage",
+        )
+    for stage, rank in enumerate(schedule.placement):
+        if not 0 <= rank < schedule.ranks:
+            raise ScheduleError(
+                f"stage {stage} is placed on rank {rank}, but the ranks are 0 to {schedule.ranks - 1}",
+                hint="place it on one of them, or add a row",
+            )
+    columns = schedule.columns
+    homes = np.array(schedule.placement, np.int32)
+    own = np.repeat(np.arange(schedule.ranks, dtype=np.int32), np.diff(columns.offsets))
+    out = (columns.stage < 0) | (columns.stage >= schedule.stages)
+    entry = first_true(out | (homes[np.clip(columns.stage, 0, schedule.stages - 1)] != own))
+    if entry is None:
+        return
+    rank, action = schedule.locate(entry)
+    if out[entry]:
+        raise ScheduleError(
+            f"rank {rank} runs {action}, but the stages are 0 to {schedule.stages - 1}",
+            hint="correct the stage, or drop the action",
+        )
+    home = schedule.placement[action.stage]
+    raise ScheduleError(
+        f"rank {rank} runs {action}, but stage {action.stage} is placed on rank {home}",
+        hint=f"move {action} to the row of rank {home}",
+    )
 
 
 def ranks(schedule: Schedule, flow: Flow) -> None:
@@ -38,3 +77,36 @@ def ranks(schedule: Schedule, flow: Flow) -> None:
 def _listed(ranks: list[int], shown: int = 8) -> str:
     text = ", ".join(map(str, ranks[:shown]))
     return text if len(ranks) <= shown else f"{text} and {len(ranks) - shown} more"
+
+
+def shards(schedule: Schedule, flow: Flow) -> None:
+    """No rank has two shards of a stage, and all split a micro-batch's backward or none does."""
+    for stage, others in flow.shards.items():
+        rank = schedule.placement[stage]
+        for other in others:
+            if schedule.placement[other] == rank:
+                raise ScheduleError(
+                    f"rank {rank} has the stages {stage} and {other}, which are one stage on several ranks",
+                    hint="place them on different ranks, or keep one of them",
+                )
+    for stage, others in flow.shards.items():
+        whole = schedule.action_index.of(B_) >= 0
+        for other in others:
+            for microbatch in np.flatnonzero(whole[stage] & ~whole[other])[:1].tolist():
+                _refuse_unlike(schedule, stage, other, microbatch)
+
+
+def _refuse_unlike(schedule: Schedule, stage: int, other: int, microbatch: int) -> None:
+    back = Action(stage, B, microbatch)
+    parts = " and ".join(str(Action(other, kind, microbatch)) for kind in (I, W))
+    raise ScheduleError(
+        f"rank {schedule.placement[stage]} runs {back}, but rank {schedule.placement[other]}, which has the "
+        f"same stage, runs {parts}",
+        hint="split the backward on all ranks of a stage, or on none",
+    )
+
+
+def first_true(wrong: Bools) -> int | None:
+    """The first entry for which something is true."""
+    entry = int(np.argmax(wrong)) if wrong.size else 0
+    return entry if wrong.size and wrong[entry] else None

@@ -33,7 +33,7 @@ from ..ir.operation import OPERATIONS
 from ..ir.schedule import Program
 from ..ir.stages import StageGraph
 from ..ir.tied_gradients import reductions
-from .progress import prove_progress
+from .deadlock import Needs, prove_progress
 
 Rule: TypeAlias = Callable[[Program, StageGraph, Flow], None]
 
@@ -55,7 +55,7 @@ def ends(program: Program, stages: StageGraph, flow: Flow) -> None:
     if not len(wrong):
         return
     at = wrong[0]
-    who, step = _at(program, int(entries[at]))
+    who, step = program.locate(int(entries[at]))
     if strange[at]:
         raise ScheduleError(
             f"rank {who} runs {step}, but does not hold stage {step.stage}",
@@ -87,7 +87,7 @@ def pairing(program: Program, stages: StageGraph, flow: Flow) -> None:
     lonely = has[0] != has[1]
     if lonely.any():
         alone = np.where(has[0], messages.sent, messages.received)[lonely]
-        rank, step = _at(program, int(alone.min()))
+        rank, step = program.locate(int(alone.min()))
         assert isinstance(step, Transfer)
         other = program.placement[step.peer]
         raise ScheduleError(
@@ -121,7 +121,7 @@ def data_in_place(program: Program, stages: StageGraph, flow: Flow) -> None:
                     lacking if peer < 0 else Transfer(stage, kind, microbatch, peer),
                 )
     if found is not None:
-        rank, step = _at(program, found[0])
+        rank, step = program.locate(found[0])
         raise ScheduleError(
             f"rank {rank} runs {step} without {found[1]} before it", hint=f"put {found[1]} in front of {step}"
         )
@@ -203,7 +203,7 @@ def progress(program: Program, stages: StageGraph, flow: Flow) -> None:
     columns, messages = program.columns, program.message_index(flow)
     receives = (columns.kind == RECV_F_) | (columns.kind == RECV_B_)
     counts = receives.astype(np.int32)
-    meets = {**_meetings(program, stages), **_together(program, flow)}
+    meets = {**_meeting_reductions(program, stages), **_meeting_actions(program, flow)}
     for entry, others in meets.items():
         counts[entry] = len(others)
     first = starts_of(counts)
@@ -212,10 +212,15 @@ def progress(program: Program, stages: StageGraph, flow: Flow) -> None:
     needed[first[entries]] = messages.sent[messages.route[entries], columns.microbatch[entries]]
     for entry, others in meets.items():
         needed[first[entry] : first[entry + 1]] = others
-    prove_progress(columns, first, needed)
+    prove_progress(
+        Needs(columns.offsets, first, needed),
+        lambda entry: str(columns.at(entry)),
+        # A REDUCE needs the entry in front of another one: they meet where both ranks have come to them.
+        name_need=lambda at, need: str(columns.at(need + 1 if columns.kind[at] == REDUCE_ else need)),
+    )
 
 
-def _together(program: Program, flow: Flow) -> dict[int, list[int]]:
+def _meeting_actions(program: Program, flow: Flow) -> dict[int, list[int]]:
     """Entry of each F, B and I of a shard, and of each operation that meets others -> the entries in front of
     those that it begins together with."""
     groups = [(code, stage, others) for code in (F_, B_, I_) for stage, others in flow.shards.items()]
@@ -234,7 +239,7 @@ def _together(program: Program, flow: Flow) -> dict[int, list[int]]:
     return found
 
 
-def _meetings(program: Program, stages: StageGraph) -> dict[int, list[int]]:
+def _meeting_reductions(program: Program, stages: StageGraph) -> dict[int, list[int]]:
     """Entry of each REDUCE -> the entries in front of those that it meets.
 
     A rank sums one parameter after the other, so it also meets whomever its partners meet before they come
@@ -259,37 +264,4 @@ def _meetings(program: Program, stages: StageGraph) -> dict[int, list[int]]:
     }
 
 
-def _at(program: Program, entry: int) -> tuple[int, Instruction]:
-    """Rank and step of an entry, as the program was given."""
-    rank = program.columns.rank_of(entry)
-    return rank, program.rows[rank][entry - int(program.columns.offsets[rank])]
-
-
 RULES: tuple[Rule, ...] = (ends, pairing, data_in_place, optimizer, progress)
-
-
-def receives_ahead(program: Program) -> dict[tuple[int, int], int]:
-    """(from rank, to rank) -> receives that must be posted at once so that every wait can be met.
-
-    Messages arrive in the sender's order. A receiver that waits for the third one first needs three
-    posted; one that waits in the sender's order needs one.
-
-    >>> from pipeloom.ir.schedule import parse_program
-    >>> rows = ("0F0 0SEND_F0>1 0F1 0SEND_F1>1", "1RECV_F1<0 1F1 1RECV_F0<0 1F0")
-    >>> receives_ahead(parse_program(2, (0, 1), rows))
-    {(0, 1): 2}
-    """
-    place: dict[Transfer, tuple[tuple[int, int], int]] = {}
-    for pair, sends in program.messages.items():
-        for index, send in enumerate(sends):
-            assert isinstance(send, Transfer)
-            place[send.other_end] = (pair, index)
-    waited: dict[tuple[int, int], int] = {}
-    most: dict[tuple[int, int], int] = {}
-    for row in program.rows:
-        for step in row:
-            if isinstance(step, Transfer) and not step.sends:
-                pair, index = place[step]
-                most[pair] = max(most.get(pair, 1), index + 1 - waited.get(pair, 0))
-                waited[pair] = waited.get(pair, 0) + 1
-    return most

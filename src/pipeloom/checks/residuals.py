@@ -1,4 +1,4 @@
-"""Rules for what a program does with residuals between forward and backward, one function each.
+"""Rules for residuals between forward and backward: eviction to a peer, offloading, recomputing.
 
     0F3 0OFFLOAD3 ... 0RELOAD3 ... 0RECOMPUTE3 0B3
 
@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from ..ir.action import EVICT, Action
+from ..ir.action import EVICT, FETCH, Action, B, F, I, W, eviction_partner
 from ..ir.columns import F_, OFFLOAD_, RECOMPUTE_, RELOAD_, TREATING, Bools, Ints
 from ..ir.errors import ScheduleError
 from ..ir.flow import Flow
@@ -26,7 +26,7 @@ def used(schedule: Schedule, flow: Flow) -> None:
     """Only residuals that a backward reads are offloaded or recomputed."""
     if schedule.columns.treats_residuals and not schedule.columns.trains:
         entry = int(np.argmax(schedule.columns.among(TREATING)))
-        rank, action = _at(schedule, entry)
+        rank, action = schedule.locate(entry)
         raise ScheduleError(
             f"rank {rank} runs {action}, but no backward reads its residuals: the program has none",
             hint="drop it: what only runs forward keeps no residuals",
@@ -39,14 +39,14 @@ def both_ways(schedule: Schedule, flow: Flow) -> None:
         return
     away, back = schedule.action_index.of(OFFLOAD_), schedule.action_index.of(RELOAD_)
     if (found := _first((away >= 0) & (back < 0), away)) is not None:
-        rank, action = _at(schedule, found)
+        rank, action = schedule.locate(found)
         reload, reader = _named(schedule, found, RELOAD_), _backward(schedule, found)
         raise ScheduleError(
             f"rank {rank} runs {action} and never {reload}",
             hint=f"add {reload} between {action} and {reader}",
         )
     if (found := _first((back >= 0) & (away < 0), back)) is not None:
-        rank, action = _at(schedule, found)
+        rank, action = schedule.locate(found)
         made, offload = _named(schedule, found, F_), _named(schedule, found, OFFLOAD_)
         raise ScheduleError(
             f"rank {rank} runs {action}, but nothing of it was offloaded",
@@ -69,8 +69,8 @@ def in_order(schedule: Schedule, flow: Flow) -> None:
     # Schedules are in order without these actions, so one of them is in each of these pairs.
     if found:
         late_entry, early_entry = min(found)
-        rank, action = _at(schedule, late_entry)
-        _, other = _at(schedule, early_entry)
+        rank, action = schedule.locate(late_entry)
+        _, other = schedule.locate(early_entry)
         raise ScheduleError(
             f"rank {rank} runs {action} before {other}, which comes first of the two",
             hint=f"move {other} in front of {action}: the order is F, OFFLOAD, RELOAD, RECOMPUTE, B (or I)",
@@ -86,7 +86,7 @@ def in_one_place(schedule: Schedule, flow: Flow) -> None:
     for code in (OFFLOAD_, RECOMPUTE_):
         treated = schedule.action_index.of(code)
         if (found := _first((treated >= 0) & (evicted >= 0), treated)) is not None:
-            rank, action = _at(schedule, found)
+            rank, action = schedule.locate(found)
             lent = Action(action.stage, EVICT, action.microbatch)
             raise ScheduleError(
                 f"rank {rank} runs {action}, but {lent} lends the same residuals to a partner",
@@ -94,27 +94,67 @@ def in_one_place(schedule: Schedule, flow: Flow) -> None:
             )
 
 
+def evictions(schedule: Schedule, flow: Flow) -> None:
+    """After the F of a micro-batch EVICT and FETCH take turns, and all is back before its B, or I and W."""
+    if not {EVICT, FETCH} & set(schedule.columns.kinds):
+        return
+    for rank, row in enumerate(schedule.rows):
+        away: dict[tuple[int, int], Action] = {}
+        used: dict[tuple[int, int], Action] = {}
+        for action in row:
+            place = (action.stage, action.microbatch)
+            if action.kind in (B, I, W):
+                used[place] = action
+            if action.kind in (B, I, W) and place in away:
+                fetch = Action(action.stage, FETCH, action.microbatch)
+                raise ScheduleError(
+                    f"rank {rank} runs {action}, but its residuals are on rank "
+                    f"{eviction_partner(rank, schedule.ranks)} since {away[place]}",
+                    hint=f"put {fetch} between them, or drop {away[place]}",
+                )
+            if action.kind == FETCH and away.pop(place, None) is None:
+                evict = Action(action.stage, EVICT, action.microbatch)
+                raise ScheduleError(
+                    f"rank {rank} runs {action}, but nothing of it was evicted",
+                    hint=f"put {evict} in front of it, or drop it",
+                )
+            if action.kind == EVICT:
+                _refuse_eviction(rank, action, schedule, used.get(place))
+                away[place] = action
+        for action in away.values():
+            fetch = Action(action.stage, FETCH, action.microbatch)
+            raise ScheduleError(f"rank {rank} runs {action} and never {fetch}", hint=f"add {fetch} behind it")
+
+
+def _refuse_eviction(rank: int, action: Action, schedule: Schedule, used: Action | None) -> None:
+    other = eviction_partner(rank, schedule.ranks)
+    if other == rank:
+        raise ScheduleError(
+            f"rank {rank} runs {action}, but it is its own partner", hint=f"drop {action} and its FETCH"
+        )
+    if used is not None:
+        forward = Action(action.stage, F, action.microbatch)
+        raise ScheduleError(
+            f"rank {rank} runs {action} after {used}, which has used its residuals",
+            hint=f"put {action} between {forward} and {used}, or drop it",
+        )
+
+
 def _first(wrong: Bools, entries: Ints) -> int | None:
     """The first of the entries that are wrong."""
     return int(entries[wrong].min()) if wrong.any() else None
 
 
-def _at(schedule: Schedule, entry: int) -> tuple[int, Action]:
-    """Rank and action of an entry."""
-    rank = schedule.columns.rank_of(entry)
-    return rank, schedule.rows[rank][entry - int(schedule.columns.offsets[rank])]
-
-
 def _named(schedule: Schedule, entry: int, code: int) -> Action:
     """The action of another kind on the micro-batch of an entry."""
-    _, action = _at(schedule, entry)
+    _, action = schedule.locate(entry)
     return Action(action.stage, schedule.columns.kinds[code], action.microbatch)
 
 
 def _backward(schedule: Schedule, entry: int) -> Action:
     """The B or I that reads the residuals of an entry."""
-    _, action = _at(schedule, entry)
-    return _at(schedule, int(schedule.action_index.gradients()[action.stage, action.microbatch]))[1]
+    _, action = schedule.locate(entry)
+    return schedule.locate(int(schedule.action_index.gradients()[action.stage, action.microbatch]))[1]
 
 
 RULES: tuple[Rule, ...] = (used, both_ways, in_order, in_one_place)

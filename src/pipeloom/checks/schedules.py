@@ -6,28 +6,22 @@ may rely on those before it in `RULES`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TypeAlias
 
 import numpy as np
 
 from ..ir.action import KINDS, Action, ActionKind, B, F, I, W
-from ..ir.columns import B_, CODE, F_, I_, TREATING, W_, Bools, Ints, Rows, starts_of
-from ..ir.dependencies import Milestone, name_of, needs as needs, produces as produces
+from ..ir.columns import B_, CODE, F_, I_, TREATING, W_, Ints, Rows, starts_of
+from ..ir.dependencies import Milestone, name_of, needs
 from ..ir.errors import ScheduleError
 from ..ir.flow import Flow, flow_of
 from ..ir.message_index import on_other_ranks
 from ..ir.schedule import Program, Schedule
 from ..ir.stages import StageGraph
-from . import (
-    eviction as rules_eviction,
-    operations as added_rules,
-    placement as rules_placement,
-    programs as program_rules,
-    residuals as rules_residuals,
-    shards as rules_shards,
-)
-from .progress import prove_progress
+from . import operations, programs, residuals
+from .deadlock import Needs, prove_progress
+from .placement import first_true, placement, ranks, shards
 
 Rule: TypeAlias = Callable[[Schedule, Flow], None]
 
@@ -55,7 +49,7 @@ def check_shape(program: Program, stages: StageGraph) -> None:
     compute = _computing(program)
     for rule in (placement, kinds_of_program):
         rule(compute, flow)
-    for program_rule in (program_rules.ends, program_rules.pairing):
+    for program_rule in (programs.ends, programs.pairing):
         program_rule(program, stages, flow)
     program.message_index(flow).checked = True
 
@@ -82,42 +76,9 @@ def check_program(program: Program, stages: StageGraph) -> None:
     compute = _computing(program)
     for rule in PROGRAM_RULES:
         rule(compute, flow)
-    for program_rule in program_rules.RULES:
+    for program_rule in programs.RULES:
         program_rule(program, stages, flow)
     program.message_index(flow).checked = True
-
-
-def placement(schedule: Schedule, flow: Flow) -> None:
-    """Every stage has a rank, and every action stands in the row of its stage's rank."""
-    if schedule.stages != len(flow.order):
-        raise ScheduleError(
-            f"the placement names {schedule.stages} stages, the stage graph has {len(flow.order)}",
-            hint="give one rank per stage",
-        )
-    for stage, rank in enumerate(schedule.placement):
-        if not 0 <= rank < schedule.ranks:
-            raise ScheduleError(
-                f"stage {stage} is placed on rank {rank}, but the ranks are 0 to {schedule.ranks - 1}",
-                hint="place it on one of them, or add a row",
-            )
-    columns = schedule.columns
-    homes = np.array(schedule.placement, np.int32)
-    own = np.repeat(np.arange(schedule.ranks, dtype=np.int32), np.diff(columns.offsets))
-    out = (columns.stage < 0) | (columns.stage >= schedule.stages)
-    entry = _first(out | (homes[np.clip(columns.stage, 0, schedule.stages - 1)] != own))
-    if entry is None:
-        return
-    rank, action = _at(schedule, entry)
-    if out[entry]:
-        raise ScheduleError(
-            f"rank {rank} runs {action}, but the stages are 0 to {schedule.stages - 1}",
-            hint="correct the stage, or drop the action",
-        )
-    home = schedule.placement[action.stage]
-    raise ScheduleError(
-        f"rank {rank} runs {action}, but stage {action.stage} is placed on rank {home}",
-        hint=f"move {action} to the row of rank {home}",
-    )
 
 
 def kinds(schedule: Schedule, flow: Flow) -> None:
@@ -137,10 +98,10 @@ def _known_kinds(schedule: Schedule, allowed: Callable[[ActionKind], bool]) -> N
     both = zip(of_its_type, rows, strict=True)
     known = np.array([own and row is not None and allowed(row) for own, row in both])
     out = (columns.microbatch < 0) | (columns.microbatch >= schedule.microbatches)
-    entry = _first(~known[columns.kind] | out)
+    entry = first_true(~known[columns.kind] | out)
     if entry is None:
         return
-    rank, action = _at(schedule, entry)
+    rank, action = schedule.locate(entry)
     if not known[columns.kind[entry]]:
         treats = columns.kind[entry] in TREATING
         policy = "drop it: the memory policy of a plan says what is offloaded and recomputed"
@@ -166,7 +127,7 @@ def completeness(schedule: Schedule, flow: Flow) -> None:
     wrong = ~f
     if columns.trains:
         wrong |= np.where(b, i | w, ~(i & w))
-    cell = _first(wrong.reshape(-1))
+    cell = first_true(wrong.reshape(-1))
     if cell is None:
         return
     stage, microbatch = divmod(cell, schedule.microbatches)
@@ -228,7 +189,7 @@ def order_on_rank(schedule: Schedule, flow: Flow) -> None:
             if found is None or entry < found[0]:
                 found = entry, (need[0] if need[0] >= 0 else stage, microbatch, need[1])
     if found is not None:
-        rank, action = _at(schedule, found[0])
+        rank, action = schedule.locate(found[0])
         name = name_of(found[1], schedule)
         raise ScheduleError(
             f"rank {rank} runs {action} before {name}, which it needs",
@@ -269,7 +230,7 @@ def slice_order(schedule: Schedule, flow: Flow) -> None:
         entries += [(int(entry), step) for entry in user[wrong]]
     if entries:
         entry, step = min(entries)
-        rank, action = _at(schedule, entry)
+        rank, action = schedule.locate(entry)
         late = Action(action.stage, action.kind, action.microbatch + step)
         raise ScheduleError(
             f"rank {rank} runs {action} before {late}, another slice of the same micro-batch",
@@ -283,65 +244,77 @@ def progress(schedule: Schedule, flow: Flow) -> None:
     inputs = [on_other_ranks(where, stage, flow.reads_from[stage]) for stage in range(schedule.stages)]
     gradients = [on_other_ranks(where, stage, flow.gradients_from[stage]) for stage in range(schedule.stages)]
     counts = np.zeros((schedule.stages, len(columns.kinds)), np.int32)
-    counts[:, F_] = [len(found) for found in inputs]
-    counts[:, B_] = counts[:, I_] = [len(found) for found in gradients]
+    counts[:, F_] = [len(row) for row in inputs]
+    counts[:, B_] = counts[:, I_] = [len(row) for row in gradients]
     first = starts_of(counts[columns.stage, columns.kind])
     needed = np.empty(first[-1], np.int32)
     for table, peers in ((index.of(F_), inputs), (index.gradients(), gradients)):
-        for stage, found in enumerate(peers):
-            for number, peer in enumerate(found):
+        for stage, row in enumerate(peers):
+            for number, peer in enumerate(row):
                 has = table[stage] >= 0
                 needed[first[table[stage][has]] + number] = table[peer][has]
+
+    reached_by = (index.of(F_), index.gradients())  # per phase of a milestone
 
     def ready(entry: int, reached: Callable[[int], bool]) -> int:
         """Follows what is needed, and not reached, to its beginning: an action that needs nothing more."""
         while True:
-            ahead = (_entry_of(need, schedule) for need in needs(_at(schedule, entry)[1], flow))
-            lacking = next((found for found in ahead if not reached(found)), None)
+            ahead = (int(reached_by[p][s, b]) for s, b, p in needs(schedule.locate(entry)[1], flow))
+            lacking = next((needed for needed in ahead if not reached(needed)), None)
             if lacking is None:
                 return entry
             entry = lacking
 
-    prove_progress(columns, first, needed, ready=ready)
+    prove_progress(Needs(columns.offsets, first, needed), lambda entry: str(columns.at(entry)), ready=ready)
 
 
-def _entry_of(milestone: Milestone, schedule: Schedule) -> int:
-    stage, microbatch, phase = milestone
-    index = schedule.action_index
-    return int((index.gradients() if phase else index.of(F_))[stage, microbatch])
+def forwards_in_order(schedule: Schedule, updates: Mapping[int, str]) -> None:
+    """A stage that updates a buffer runs its micro-batches in order, as one process does.
+
+    updates: stage -> a buffer that its forward updates.
+
+    >>> from pipeloom.ir.schedule import parse_rows
+    >>> made = Schedule(name="", microbatches=2, placement=(0,), rows=parse_rows(("0F1 0F0 0B0 0B1",)))
+    >>> forwards_in_order(made, {0: "norm.running_mean"})
+    Traceback (most recent call last):
+    pipeloom.ir.errors.ScheduleError: rank 0 runs 0F0 after 0F1, but stage 0 updates norm.running_mean in each
+    hint: run the forwards of stage 0 in the order of their micro-batches
+    """
+    latest: dict[int, int] = {}
+    for rank, row in enumerate(schedule.rows if updates else ()):
+        for action in row:
+            if action.kind != F or action.stage not in updates:
+                continue
+            stage, before = action.stage, latest.get(action.stage, -1)
+            if action.microbatch < before:
+                raise ScheduleError(
+                    f"rank {rank} runs {action} after {Action(stage, F, before)}, but stage {stage} updates "
+                    f"{updates[stage]} in each",
+                    hint=f"run the forwards of stage {stage} in the order of their micro-batches",
+                )
+            latest[stage] = action.microbatch
 
 
-def _first(wrong: Bools) -> int | None:
-    """The first entry for which something is true."""
-    entry = int(np.argmax(wrong)) if wrong.size else 0
-    return entry if wrong.size and wrong[entry] else None
-
-
-def _at(schedule: Schedule, entry: int) -> tuple[int, Action]:
-    """Rank and action of an entry, as the schedule was given."""
-    rank = schedule.columns.rank_of(entry)
-    return rank, schedule.rows[rank][entry - int(schedule.columns.offsets[rank])]
-
-
-LATER_RULES: tuple[Rule, ...] = (rules_eviction.evictions, *added_rules.RULES)
+ADDED_RULES: tuple[Rule, ...] = (residuals.evictions, *operations.RULES)
+"""For what a schedule may have besides F, B, I and W."""
 PROGRAM_RULES: tuple[Rule, ...] = (
     placement,
     kinds_of_program,
     completeness,
-    rules_shards.shards,
+    shards,
     order_on_rank,
-    *rules_residuals.RULES,
-    *LATER_RULES,
+    *residuals.RULES,
+    *ADDED_RULES,
 )
 """For the actions of a program."""
 RULES: tuple[Rule, ...] = (
     placement,
-    rules_placement.ranks,
+    ranks,
     kinds,
     completeness,
-    rules_shards.shards,
+    shards,
     order_on_rank,
     slice_order,
     progress,
-    *LATER_RULES,
+    *ADDED_RULES,
 )

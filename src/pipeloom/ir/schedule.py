@@ -66,6 +66,11 @@ class Schedule:
         """Where everything stands. Only of a schedule whose stages and micro-batches are in range."""
         return ActionIndex(self.columns, stages=self.stages, microbatches=self.microbatches)
 
+    def locate(self, entry: int) -> tuple[int, Action]:
+        """Rank and action of an entry of the columns, as the schedule was given."""
+        rank = self.columns.rank_of(entry)
+        return rank, self.rows[rank][entry - int(self.columns.offsets[rank])]
+
     def __str__(self) -> str:
         """One line per rank, actions separated by blanks, a pair joined by `&`."""
         return _text(self.rows, self.pairs)
@@ -134,6 +139,11 @@ class Program:
     def action_index(self) -> ActionIndex:
         """Where all compute actions stand. Only of a program whose stages and micro-batches are in range."""
         return ActionIndex(self.columns, stages=len(self.placement), microbatches=self.microbatches)
+
+    def locate(self, entry: int) -> tuple[int, Instruction]:
+        """Rank and step of an entry of the columns, as the program was given."""
+        rank = self.columns.rank_of(entry)
+        return rank, self.rows[rank][entry - int(self.columns.offsets[rank])]
 
     def message_index(self, flow: Flow) -> MessageIndex:
         """The routes that its transfers follow, and both ends of each message; found once per flow."""

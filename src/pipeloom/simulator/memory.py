@@ -116,7 +116,7 @@ def memory_of(
     """The books of a simulation that has run."""
     columns = program.columns
     flow = flow_of(stages)
-    begin, finish = _tables(columns.kinds, stages, flow, costs, columns.trains)
+    begin, finish = byte_changes(columns.kinds, stages, flow, costs, columns.trains)
     ranks = columns.ranks
     into: list[list[int]] = [[] for _ in range(ranks)]
     out: list[list[int]] = [[] for _ in range(ranks)]
@@ -170,7 +170,7 @@ def _listed(rows: Sequence[Sequence[int]]) -> Ints:
     return np.array([item for row in rows for item in row], np.int32)
 
 
-def _tables(
+def byte_changes(
     kinds: Sequence[Kind], stages: StageGraph, flow: Flow, costs: Sequence[StageCost], training: bool
 ) -> tuple[Longs, Longs]:
     """Bytes that come when an action begins, and that go (below 0) when it ends, by stage and kind."""

@@ -15,7 +15,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from ...checks import met
+from ...checks import meeting_actions
 from ...ir.action import KINDS, OFFLOAD, RECOMPUTE, REDUCE, RELOAD, STEP, Action, B, F, I, Kind, parse_action
 from ...ir.cluster import Cluster
 from ...ir.columns import RECV_B_, RECV_F_, SEND_B_, SEND_F_, Columns
@@ -197,7 +197,7 @@ class Causes:
         if (self._copies or self._meets) and (action := self._action(item.action)) is not None:
             if reload := self._reload(action, item.turn):
                 yield reload
-            for other in met(action, OPERATIONS, self._flow):
+            for other in meeting_actions(action, OPERATIONS, self._flow):
                 if (partner := self._made.get((str(other), item.turn))) and (last := self.before(partner)):
                     yield last
         if copy := self._copied[item.rank].until(item.start_s):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeloom.checks import Board, Stuck, check, check_program, deadlock, schedules as rules
+from pipeloom.checks import Stuck, check, check_program, deadlock, schedules as rules
 from pipeloom.ir.action import KINDS, Action, ActionKind, Kind
 from pipeloom.ir.errors import DeadlockError, ScheduleError
 from pipeloom.ir.flow import dag, flow_of
@@ -166,25 +166,6 @@ def test_a_circle_of_stages_is_refused() -> None:
 def test_each_rule_can_be_run_alone() -> None:
     for rule in rules.RULES:
         rule(schedule(*GOOD), flow_of(chain(2)))
-
-
-def test_each_wait_is_handled_once() -> None:
-    """A rank that waits n times is resumed n times, however many ranks there are: time stays linear."""
-    resumed = 0
-    ranks, steps = 30, 20
-    board = Board()
-
-    def run(rank: int):  # type: ignore[no-untyped-def]
-        nonlocal resumed
-        for step in range(steps):
-            if rank:
-                for _ in board.wait((rank - 1, step)):
-                    yield (rank - 1, step)
-                    resumed += 1
-            board.post((rank, step))
-
-    assert board.run([run(rank) for rank in reversed(range(ranks))]) == {}
-    assert resumed <= ranks * steps
 
 
 PROGRAM = (

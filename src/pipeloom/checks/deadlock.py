@@ -1,0 +1,194 @@
+"""Deadlock: the proof that all ranks reach their end, and the error that shows the circle where they do not.
+
+The proof lets every rank walk its row. An entry is passed once all entries that it needs are passed, on
+whatever rank; a rank that lacks one waits in a list of that entry, and goes on when it is passed:
+
+    rank 0:  0F0  0F1  0B0 ...           at 0B0: lacks 1B0, which rank 1 has not passed
+                        |
+    rank 1:  1F0  1B0 ...                passes 1B0, and wakes rank 0
+
+So each entry and each need is looked at once, whatever the order: time is linear in their number. Where ranks
+stand at last does not depend on who goes first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from ..ir.columns import Ints, Longs
+from ..ir.errors import DeadlockError
+from ..ir.kernels import kernel
+
+_FREE, _PASSED = -1, -2
+
+SHOWN = 16
+"""Ranks that a message lists before it only counts them."""
+
+
+class Needs(NamedTuple):
+    """What each entry of some rows needs: entry e needs `entries[first[e] : first[e + 1]]`, on any rank.
+
+    offsets: the row of rank r is entries `offsets[r]` up to `offsets[r + 1]`.
+    """
+
+    offsets: Longs
+    first: Ints
+    entries: Ints
+
+
+class _Walk(NamedTuple):
+    """Where a walk stands.
+
+    at: per rank its entry.  lacking: per rank the entry that it lacks there, -1 for none.
+    next_need: per rank the first need of its entry that may still be lacking, -1 at a new entry.
+    next_waiter: per rank the one that waits behind it for the same entry, -1 for none.
+    state: per entry `_FREE`, `_PASSED`, or the first rank in the list of those that wait for it.
+    """
+
+    at: Longs
+    lacking: Longs
+    next_need: Longs
+    next_waiter: Longs
+    state: Ints
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stuck:
+    """A rank that stands at one action and needs another, which is `holder`'s to do."""
+
+    rank: int
+    at: str
+    needs: str
+    holder: int
+
+
+def prove_progress(
+    needs: Needs,
+    name: Callable[[int], str],
+    *,
+    name_need: Callable[[int, int], str] | None = None,
+    ready: Callable[[int, Callable[[int], bool]], int] | None = None,
+) -> None:
+    """Walk all ranks, each entry only after the entries that it needs.
+
+    name: the text of an entry.  name_need: of a need, from the entry that has it and the needed one.
+    ready: for the message, from an entry that a rank lacks and what tells whether an entry was reached, the
+        entry on the way to it that could run now; the lacking one itself unless given.
+    Raises: DeadlockError with the circle of those that wait for each other.
+    """
+    offsets, ranks = needs.offsets, len(needs.offsets) - 1
+    walk = _Walk(
+        at=offsets[:-1].copy(),
+        lacking=np.full(ranks, -1),
+        next_need=np.full(ranks, -1),
+        next_waiter=np.full(ranks, -1),
+        state=np.full(len(needs.first) - 1, _FREE, np.int32),
+    )
+    _walk(needs, walk)
+    at, lacking = walk.at.tolist(), walk.lacking.tolist()
+
+    def rank_of(entry: int) -> int:
+        return int(np.searchsorted(offsets, entry, side="right")) - 1
+
+    stuck = [
+        Stuck(
+            rank=rank,
+            at=name(at[rank]),
+            needs=name_need(at[rank], need) if name_need else name(need),
+            holder=rank_of(need),
+        )
+        for rank, need in enumerate(lacking)
+        if need >= 0
+    ]
+    if not stuck:
+        return
+    if ready is None:
+        raise deadlock(stuck)
+    search = ready
+
+    def movable(one: Stuck) -> tuple[int, str]:
+        entry = search(lacking[one.rank], lambda entry: bool(entry < at[rank_of(entry)]))
+        return rank_of(entry), name(entry)
+
+    raise deadlock(stuck, ready=movable)
+
+
+@kernel
+def _walk(needs: Needs, walk: _Walk) -> None:
+    """Let every rank go on until its end or until it lacks an entry."""
+    ranks = len(needs.offsets) - 1
+    stack = np.arange(ranks)[::-1].copy()  # woken last goes first, as in the simulator, to stay in the cache
+    ready = ranks
+    while ready:
+        ready -= 1
+        rank = stack[ready]
+        walk.lacking[rank] = -1
+        entry, end = walk.at[rank], needs.offsets[rank + 1]
+        need = walk.next_need[rank]
+        while entry < end:
+            if need < 0:
+                need = needs.first[entry]
+            while need < needs.first[entry + 1] and walk.state[needs.entries[need]] == _PASSED:
+                need += 1
+            if need < needs.first[entry + 1]:
+                lacking = needs.entries[need]
+                walk.lacking[rank] = lacking
+                walk.next_waiter[rank] = walk.state[lacking]
+                walk.state[lacking] = rank
+                break
+            waiter = walk.state[entry]
+            walk.state[entry] = _PASSED
+            while waiter >= 0:
+                stack[ready] = waiter
+                ready += 1
+                waiter = walk.next_waiter[waiter]
+            need = -1
+            entry += 1
+        walk.at[rank] = entry
+        walk.next_need[rank] = need
+
+
+def deadlock(
+    stuck: Sequence[Stuck], *, ready: Callable[[Stuck], tuple[int, str]] | None = None
+) -> DeadlockError:
+    """The error that prints the circle of waiting ranks first, then all others that wait behind it.
+
+    ready: for a stuck rank, the rank and the action that could run now and is on the way to what it needs;
+        the needed action itself unless given.
+
+    >>> print(deadlock([Stuck(rank=0, at="0B0", needs="1B0", holder=1),
+    ...                 Stuck(rank=1, at="1F1", needs="0F1", holder=0)]))
+    no rank can move: rank 0 at 0B0 needs 1B0; rank 1 at 1F1 needs 0F1
+    hint: they wait in a circle, rank 0 -> 1 -> 0: on rank 1 move 1B0 in front of 1F1, or reorder the others
+    """
+    by_rank = {s.rank: s for s in stuck}
+    circle = _circle(by_rank)
+    others = [s for s in stuck if s.rank not in set(circle)]
+    listed = [by_rank[rank] for rank in circle] + others
+    text = "; ".join(f"rank {s.rank} at {s.at} needs {s.needs}" for s in listed[:SHOWN])
+    if len(listed) > SHOWN:
+        text += f"; and {len(listed) - SHOWN} more ranks"
+    first = by_rank[circle[0]]
+    holder, action = ready(first) if ready else (first.holder, first.needs)
+    loop = " -> ".join(map(str, [*circle, circle[0]]))
+    return DeadlockError(
+        f"no rank can move: {text}",
+        hint=f"they wait in a circle, rank {loop}: on rank {holder} move {action} in front of "
+        f"{by_rank[holder].at}, or reorder the others",
+    )
+
+
+def _circle(by_rank: dict[int, Stuck]) -> list[int]:
+    """Ranks that wait for each other, from the lowest. There is one, as every holder is stuck too."""
+    seen: dict[int, int] = {}
+    rank = next(iter(by_rank))
+    while rank not in seen:
+        seen[rank] = len(seen)
+        rank = by_rank[rank].holder
+    circle = [r for r, position in seen.items() if position >= seen[rank]]
+    start = circle.index(min(circle))
+    return circle[start:] + circle[:start]

@@ -1,0 +1,131 @@
+"""Limit on what ranks hold of residuals: the first action of a schedule that passes it, and what to do.
+
+What a rank holds of residuals, and as scratch, at each action follows from its row alone, by the changes that
+the simulator counts (`memory.byte_changes`), whatever the times:
+
+    row       0F0   0F1   0B0   0F2 ...
+    begins    +10   +10    +2   +10         bytes that come when an action begins
+    ends        0     0   -12     0         bytes that go when it ends
+    held       10    20    22    20         while it runs
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from ..checks import check
+from ..ir.action import Action, B, F, I, W
+from ..ir.columns import Longs
+from ..ir.costs import StageCost
+from ..ir.errors import ScheduleError
+from ..ir.flow import flow_of
+from ..ir.schedule import Schedule
+from ..ir.stages import StageGraph
+from ..ir.units import format_bytes
+from .memory import byte_changes
+from .memory_replay import RESIDUALS, TRANSIENT
+
+
+def check_memory_limit(
+    schedule: Schedule,
+    stages: StageGraph,
+    costs: Sequence[StageCost],
+    caps: Sequence[float],
+    *,
+    show: Callable[[float], str] = format_bytes,
+) -> None:
+    """No rank holds more residuals and scratch than its cap at any action.
+
+    Parameters, messages and what a partner is lent are not counted.
+    schedule: complete, and in order on each rank (see `check`).
+    caps: bytes per rank, `inf` for none.  show: how sizes are written in the message.
+    Raises: ScheduleError that names the first action that passes a cap, by how much, and the remedy.
+    """
+    ranks, count = schedule.ranks, schedule.stages
+    if len(caps) != ranks or len(costs) != count:
+        raise ScheduleError(
+            f"{len(caps)} caps and {len(costs)} stage costs for {ranks} ranks and {count} stages",
+            hint="give one cap per rank and one StageCost per stage",
+        )
+    columns = schedule.columns
+    changes = byte_changes(columns.kinds, stages, flow_of(stages), costs, columns.trains)
+    begins, ends = (table[..., RESIDUALS] + table[..., TRANSIENT] for table in changes)
+    for rank, cap in enumerate(caps):
+        row = slice(*columns.offsets[rank : rank + 2].tolist())
+        comes, goes = (table[columns.stage[row], columns.kind[row]] for table in (begins, ends))
+        change = comes + goes
+        held = np.cumsum(change) - goes
+        for position in np.flatnonzero(held > cap)[:1].tolist():
+            size, at = int(held[position]), schedule.rows[rank][position]
+            raise ScheduleError(
+                f"rank {rank} needs {show(size)} at {at}: {show(size - cap)} above its cap of {show(cap)}",
+                hint=_remedy(schedule, stages, (rank, position), (comes, change), size - cap, cap),
+            )
+
+
+def _remedy(
+    schedule: Schedule,
+    stages: StageGraph,
+    where: tuple[int, int],
+    changes: tuple[Longs, Longs],
+    excess: float,
+    cap: float,
+) -> str:
+    """What to do about an action: move in front of it what frees enough, if that helps.
+
+    where: its rank and position in the row.  changes: per action of the row the bytes that come when it
+    begins, and those that are left of them, or freed, when it has ended.
+    """
+    rank, position = where
+    comes, change = changes
+    row = schedule.rows[rank]
+    at, smaller = row[position], "use smaller micro-batches or more stages"
+    if comes[position] > cap:
+        return f"{smaller}: {at} alone does not fit, however few micro-batches are in flight"
+    moved: list[Action] = []
+    for later in _movable(row, position):
+        moved.append(row[later])
+        excess += float(change[later])
+        if excess <= 0:
+            break
+    names = " ".join(map(str, moved))
+    if excess > 0:
+        return f"{smaller}: nothing that rank {rank} could run before {at} frees enough"
+    if not _can_move(schedule, stages, where, moved):
+        return (
+            f"keep fewer in flight on every rank: {names} could run before {at} if the other ranks did "
+            f"not wait for {at} first; or {smaller}"
+        )
+    return f"keep fewer in flight: move {names} in front of {at}, or {smaller}"
+
+
+def _movable(row: Sequence[Action], position: int) -> list[int]:
+    """Positions of later backwards of a row that could run before `position`: their F stands before it."""
+    done = {(a.stage, a.microbatch) for a in row[:position] if a.kind == F}
+    return [
+        later
+        for later in range(position + 1, len(row))
+        if row[later].kind in (B, I, W) and (row[later].stage, row[later].microbatch) in done
+    ]
+
+
+def _can_move(
+    schedule: Schedule, stages: StageGraph, where: tuple[int, int], moved: Sequence[Action]
+) -> bool:
+    """Whether no other rank needs what the action makes before it runs what the moved ones wait for."""
+    rank, position = where
+    row = schedule.rows[rank]
+    rest = (action for action in row[position:] if action not in moved)
+    rows = tuple(
+        (*row[:position], *moved, *rest) if r == rank else other for r, other in enumerate(schedule.rows)
+    )
+    other_order = Schedule(
+        name="", microbatches=schedule.microbatches, placement=schedule.placement, rows=rows
+    )
+    try:
+        check(other_order, stages)
+    except ScheduleError:
+        return False
+    return True
