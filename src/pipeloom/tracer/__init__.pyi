@@ -23,7 +23,11 @@ from .random import (
     seed_random as seed_random,
 )
 from .sample import sample_batch as sample_batch
-from .stage.functions import StageFunctions as StageFunctions, Tensors as Tensors, made_bytes as made_bytes
-from .stage.gradient_sink import Sink as Sink
-from .stage.split import Slot as Slot
+from .stage.functions import (
+    Sink as Sink,
+    Slot as Slot,
+    StageFunctions as StageFunctions,
+    Tensors as Tensors,
+    made_bytes as made_bytes,
+)
 from .stage.trace import stage_functions as stage_functions

@@ -87,7 +87,7 @@ class Forward(TorchFunctionMode):
 
     def loss(self, job: Job, batch: Mapping[str, Tensor]) -> Tensor:
         """Run model and loss. Parameters have been put into the skeleton."""
-        self.skeleton.active = self
+        self.skeleton.intercept = self.enter
         try:
             kept = python_random_kept() if self.python_random else nullcontext()
             with kept, self, autograd_functions_seen_by(self.autograd_function):
@@ -95,7 +95,7 @@ class Forward(TorchFunctionMode):
                 outputs = self.skeleton.model(**batch)
                 return self.after(job, outputs, batch)
         finally:
-            self.skeleton.active = None
+            self.skeleton.intercept = None
 
     def autograd_function(self, apply: Any, name: str, args: tuple[Any, ...]) -> Any:
         """The user's autograd function is called: like any other, but for checkpoints with units inside."""
@@ -120,7 +120,7 @@ class Forward(TorchFunctionMode):
     def enter(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A unit's forward was called; inside another unit it just runs."""
         if self._inside:
-            return unit.inner(*args, **kwargs)
+            return unit.original_forward(*args, **kwargs)
         number = self.counts[unit.fqn]
         self.counts[unit.fqn] += 1
         name = call_name(unit.fqn, number)

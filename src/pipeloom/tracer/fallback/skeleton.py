@@ -1,7 +1,7 @@
 """The user's model without data: parameters are put in for a run and taken out again.
 
 The model is the blueprint's, on fake tensors, so that modules of other stages take no memory. The forward
-of each unit is replaced by one that asks the running `Forward` what to do.
+of each unit is replaced by one that calls a hook: that of the running `InterceptedForward`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,23 +17,28 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ..blueprint import Blueprint
 
-if TYPE_CHECKING:
-    from .intercepted_forward import Forward
-
-Slot = tuple[Any, Any]
-"""A dict or list, and the key under which it holds a tensor."""
-
 _INTERNAL = frozenset(vars(nn.Module()))
+
+
+class Location(NamedTuple):
+    """Where a model keeps a tensor. store: a dict or list.  key: what it stands under there."""
+
+    store: Any
+    key: Any
 
 
 @dataclass(eq=False)
 class Unit:
-    """A module that is never cut. inner: its own forward."""
+    """A module that is never cut. original_forward: its own forward, or that one compiled."""
 
     fqn: str
     module: nn.Module
-    inner: Callable[..., Any]
+    original_forward: Callable[..., Any]
     compiled: bool = False
+
+
+UnitHook = Callable[[Unit, tuple[Any, ...], dict[str, Any]], Any]
+"""(unit, args, kwargs) -> what the unit's forward is to return."""
 
 
 class Skeleton:
@@ -41,19 +46,20 @@ class Skeleton:
 
     names: canonical FQN of each parameter, buffer and plain tensor attribute -> where the model keeps it.
     constants: plain tensor attributes that are real already.
-    active: the run that units ask; without one they run, by `again` if it is set (activation checkpointing
-        calls units a second time in the backward).
+    intercept: what happens when a unit is called while a run of the forward is on; None if none is.
+    rerun: what happens when one is called without a run: activation checkpointing calls units a second time
+        in the backward. None: they just run.
     """
 
     def __init__(self, made: Blueprint) -> None:
         self.made = made
         self.model = made.model
-        self.names: dict[str, list[Slot]] = {}
+        self.names: dict[str, list[Location]] = {}
         self.constants: dict[str, Tensor] = {}
         self.params = tuple(dict(self.model.named_parameters()))
         self.units: dict[str, Unit] = {}
-        self.active: Forward | None = None
-        self.again: Callable[[Unit, Any, Any], Any] | None = None
+        self.intercept: UnitHook | None = None
+        self.rerun: UnitHook | None = None
         self._canonical: dict[int, str] = {}
         self._resting: dict[str, Tensor] = {}
         self._below: dict[str, tuple[str, ...]] = {}
@@ -62,10 +68,10 @@ class Skeleton:
             for store in (module._parameters, module._buffers):
                 for key, tensor in store.items():
                     if tensor is not None:
-                        self._add(prefix + key, tensor, (store, key))
+                        self._add(prefix + key, tensor, Location(store, key))
         for path, module in self.model.named_modules():
-            for name, tensor, slot in _attributes(module, f"{path}." if path else ""):
-                self._add(name, tensor, slot)
+            for name, tensor, location in _attributes(module, f"{path}." if path else ""):
+                self._add(name, tensor, location)
         known = {*self.params, *dict(self.model.named_buffers())}
         self.attributes = tuple(name for name in self.names if name not in known)
         for name in self.attributes:
@@ -74,9 +80,9 @@ class Skeleton:
             else:
                 self.constants[name] = self._resting[name]
 
-    def _add(self, name: str, tensor: Tensor, slot: Slot) -> None:
+    def _add(self, name: str, tensor: Tensor, location: Location) -> None:
         name = self._canonical.setdefault(id(tensor), name)
-        self.names.setdefault(name, []).append(slot)
+        self.names.setdefault(name, []).append(location)
         self._resting[name] = tensor
 
     def resting(self, name: str) -> Tensor:
@@ -102,7 +108,9 @@ class Skeleton:
                 for s in (m._parameters, m._buffers, vars(m), *_collections(m))
             }
             self._below[fqn] = tuple(
-                name for name, slots in self.names.items() if any(id(store) in stores for store, _ in slots)
+                name
+                for name, locations in self.names.items()
+                if any(id(store) in stores for store, _ in locations)
             )
         return self._below[fqn]
 
@@ -143,15 +151,15 @@ class Skeleton:
             module = self.model.get_submodule(fqn)
             unit = Unit(fqn, module, module.forward)
             self.units[fqn] = unit
-            module.forward = self._asking(unit)
+            module.forward = self._hooked_forward(unit)
 
-    def _asking(self, unit: Unit) -> Callable[..., Any]:
+    def _hooked_forward(self, unit: Unit) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if self.active is not None:
-                return self.active.enter(unit, args, kwargs)
-            if self.again is not None:
-                return self.again(unit, args, kwargs)
-            return unit.inner(*args, **kwargs)
+            if self.intercept is not None:
+                return self.intercept(unit, args, kwargs)
+            if self.rerun is not None:
+                return self.rerun(unit, args, kwargs)
+            return unit.original_forward(*args, **kwargs)
 
         return forward
 
@@ -159,7 +167,8 @@ class Skeleton:
         """Pass the forward of each unit through torch.compile, but for those named."""
         for unit in self.units.values():
             if not unit.compiled and unit.fqn not in eager:
-                unit.inner, unit.compiled = torch.compile(unit.inner, dynamic=False), True
+                unit.original_forward = torch.compile(unit.original_forward, dynamic=False)
+                unit.compiled = True
 
 
 def _collections(module: nn.Module) -> list[Any]:
@@ -167,17 +176,21 @@ def _collections(module: nn.Module) -> list[Any]:
     return [v for k, v in vars(module).items() if k not in _INTERNAL and isinstance(v, (list, dict))]
 
 
-def _attributes(module: nn.Module, prefix: str) -> Iterator[tuple[str, Tensor, Slot]]:
+def _attributes(module: nn.Module, prefix: str) -> Iterator[tuple[str, Tensor, Location]]:
     """Tensors that a module keeps as plain attributes, alone or in a list or dict."""
-    own: MutableMapping[str, Any] = vars(module)
-    for key, value in list(own.items()):
+    store: MutableMapping[str, Any] = vars(module)
+    for key, value in list(store.items()):
         if key in _INTERNAL:
             continue
         if isinstance(value, Tensor):
-            yield f"{prefix}{key}", value, (own, key)
+            yield f"{prefix}{key}", value, Location(store, key)
         elif isinstance(value, list):
             pairs: list[tuple[Any, Any]] = list(enumerate(value))
-            yield from ((f"{prefix}{key}.{i}", t, (value, i)) for i, t in pairs if isinstance(t, Tensor))
+            yield from (
+                (f"{prefix}{key}.{i}", t, Location(value, i)) for i, t in pairs if isinstance(t, Tensor)
+            )
         elif isinstance(value, dict):
             pairs = list(value.items())
-            yield from ((f"{prefix}{key}.{k}", t, (value, k)) for k, t in pairs if isinstance(t, Tensor))
+            yield from (
+                (f"{prefix}{key}.{k}", t, Location(value, k)) for k, t in pairs if isinstance(t, Tensor)
+            )

@@ -272,25 +272,25 @@ class ModuleFunctions:
     def _ready(self, graph: _Graph, sink: Sink | None) -> Iterator[None]:
         """Activation checkpointing runs units again in the backward: with the same state and seeds."""
 
-        def again(unit: Unit, args: Any, kwargs: Any) -> Any:
+        def rerun(unit: Unit, args: Any, kwargs: Any) -> Any:
             calls = [call for call in self.task.course.calls if call.unit == unit.fqn]
             if not any(call.random for call in calls):
-                return unit.inner(*args, **kwargs)
+                return unit.original_forward(*args, **kwargs)
             if len(calls) > 1:
                 raise CutError(
                     f"{unit.fqn} draws random numbers, is called more than once and checkpointed as a whole",
                     hint="checkpoint inside the module, or call it once",
                 )
             with seeded(graph.seed, call_name(unit.fqn, 0)):
-                return unit.inner(*args, **kwargs)
+                return unit.original_forward(*args, **kwargs)
 
         graph.sink = sink
-        self.skeleton.again = again
+        self.skeleton.rerun = rerun
         try:
             with self.skeleton.using(graph.state):
                 yield
         finally:
-            self.skeleton.again = None
+            self.skeleton.rerun = None
 
     @contextmanager
     def _measuring(self, name: str, held: Tensors | None = None) -> Iterator[None]:

@@ -318,9 +318,9 @@ class StageRun(Forward):
         args, kwargs = tree_unflatten(given, spec)
         if random:
             with seeded(self.seed, name):
-                result = unit.inner(*args, **kwargs)
+                result = unit.original_forward(*args, **kwargs)
         else:
-            result = unit.inner(*args, **kwargs)
+            result = unit.original_forward(*args, **kwargs)
         if call is not None:
             self._bind_outputs(unit, call, given, result)
         return result

@@ -44,7 +44,7 @@ class Isolated:
             values = _python_values(self.unit.module)
             with meter:
                 args, kwargs = tree_unflatten(self.given, spec)
-                result = self.unit.inner(*args, **kwargs)
+                result = self.unit.original_forward(*args, **kwargs)
             self.updates = tuple(
                 name
                 for name, (tensor, version) in buffers.items()

@@ -3,12 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from .gradient_sink import Sink
-from .split import Slot
+
+class Sink(Protocol):
+    """Sums gradients by FQN; it must not keep the tensor it is given."""
+
+    def add(self, name: str, grad: Tensor) -> None: ...
+
+    def add_product(self, name: str, left: Tensor, right: Tensor) -> None:
+        """Add the matrix product of the two; a sink may do so without a tensor of its own for it."""
+        self.add(name, left @ right)
+
+
+class Slot(NamedTuple):
+    """What a graph's placeholder or output stands for.
+
+    kind: "state" (parameter or buffer by FQN), "input" (batch input or received value), "grad" (gradient
+        of a value that this stage sends, or of the loss), "sink" (where gradients of parameters are
+        added), "made" (a residual, by its name in the plan), "old" (an updated buffer as it was),
+        "carried" (handed from I to W), "random" (the seed), "out" (value, loss or `buffer:FQN`),
+        "input_grad" (value name) or "weight_grad" (FQN).
+    """
+
+    kind: str
+    name: str
+
 
 Tensors = dict[Slot, Any]
 

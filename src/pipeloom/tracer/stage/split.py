@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from operator import getitem
-from typing import NamedTuple
 
 from torch import Tensor, fx
 from torch.fx.node import Argument
@@ -23,26 +22,12 @@ from torch.fx.node import Argument
 from ...ir.memory_policy import Residual
 from ..layout import copied, lies_so
 from ..random import draws, seed_draws
-from .gradient_sink import add_gradient, add_products
-from .in_place import add_in_place
+from .accumulate import add_gradient, add_in_place, add_products
+from .functions import Slot
 from .joint import Joint
 from .naming import residual_names
 from .recompute import ancestors, chain, describe_residuals
 from .views import is_view, root
-
-
-class Slot(NamedTuple):
-    """What a graph's placeholder or output stands for.
-
-    kind: "state" (parameter or buffer by FQN), "input" (batch input or received value), "grad" (gradient
-        of a value that this stage sends, or of the loss), "sink" (where gradients of parameters are
-        added), "made" (a residual, by its name in the plan), "old" (an updated buffer as it was),
-        "carried" (handed from I to W), "random" (the seed), "out" (value, loss or `buffer:FQN`),
-        "input_grad" (value name) or "weight_grad" (FQN).
-    """
-
-    kind: str
-    name: str
 
 
 @dataclass(eq=False)

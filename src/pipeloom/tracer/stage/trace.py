@@ -22,12 +22,11 @@ from ..layout import Order, alone
 from ..meta import tensors_of
 from ..once import one_thread
 from ..random import seed_draws
-from .functions import StageFunctions, Tensors
-from .gradient_sink import Sink
+from .functions import Sink, Slot, StageFunctions, Tensors
 from .joint import StageModule, extract, orders_of, trace_joint
 from .recompute import require_possible
 from .simplify import simplify
-from .split import Part, Slot, Splitter, draw_keys
+from .split import Part, Splitter, draw_keys
 from .tape import Boxed, Footprint, compile_graph, measure, predict
 
 NOTHING: Mapping[str, Treatment] = MappingProxyType({})
