@@ -249,9 +249,9 @@ def test_a_missing_loss_is_reported_once() -> None:
 
 def test_no_parameter_is_made_whole_while_recording(monkeypatch: pytest.MonkeyPatch) -> None:
     """Modules that look at data are recorded on real parameters, a few at a time."""
-    monkeypatch.setattr("pipeloom.tracer.fallback.trial_parameters.LIMIT_BYTES", 4 * 300)
+    monkeypatch.setattr("pipeloom.tracer.fallback.trial.LIMIT_BYTES", 4 * 300)
     sizes: list[int] = []
-    from pipeloom.tracer.fallback import trial_parameters as materials
+    from pipeloom.tracer.fallback import trial as materials
 
     original = materials.make
 

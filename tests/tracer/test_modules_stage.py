@@ -19,7 +19,7 @@ from pipeloom import Job
 from pipeloom.ir.errors import CutError
 from pipeloom.ir.graph import Value
 from pipeloom.ir.stages import cut
-from pipeloom.tracer.fallback import ModuleFunctions, Path, encode
+from pipeloom.tracer.fallback import ForwardPath, ModuleFunctions, encode_path
 from pipeloom.tracer.stage import Sink, made_bytes, stage_functions
 
 
@@ -226,7 +226,7 @@ def test_an_object_that_is_not_sent_says_whose_it_is() -> None:
 def test_too_many_decisions_for_the_plan() -> None:
     value = Value(name="path:a", shape=(4,), dtype="float64")
     with pytest.raises(CutError, match="took 2 decisions and 1 calls between modules, the plan has room for"):
-        encode(Path([0.0, 1.0], [3]), value, torch.device("cpu"))
+        encode_path(ForwardPath([0.0, 1.0], [3]), value, torch.device("cpu"))
 
 
 def test_a_tensor_changed_before_its_backward_is_noticed() -> None:

@@ -17,7 +17,15 @@ from torch import Tensor
 from ..ir.graph import Op, OpGraph
 from ..ir.profile import OpCost, Profile, batch_text
 from ..ir.stages import StageGraph, cut
-from ..tracer import Captured, ModuleFunctions, Nowhere, Tensors, initial_state, made_bytes, stage_functions
+from ..tracer import (
+    Captured,
+    DiscardSink,
+    ModuleFunctions,
+    Tensors,
+    initial_state,
+    made_bytes,
+    stage_functions,
+)
 from .kernel import LEAST_REPEATS, Timer
 
 
@@ -80,7 +88,7 @@ def _renamed(found: tuple[Op, OpCost], op: Op) -> OpCost:
 def _measure(captured: Captured, op: Op, functions: ModuleFunctions, timer: Timer, budget_s: float) -> OpCost:
     assert captured.cut is not None
     graph = captured.graph
-    state = initial_state(captured.cut, [*functions.params, *functions.buffers], timer.device)
+    state = initial_state(captured.cut.skeleton, [*functions.params, *functions.buffers], timer.device)
     inputs = {n: t.to(timer.device) for n, t in captured.cut.batch.items()} | dict(functions.examples)
     ahead = replace(functions, task=functions.task.before(), sent=(), differentiable=False)
     with torch.no_grad():
@@ -130,7 +138,7 @@ def _backward_s(
         return 0.0, 0.0
     return (
         timed(lambda residuals, grads: functions.backward_input(state, residuals, grads)),
-        timed(lambda residuals, grads: functions.backward(state, residuals, grads, Nowhere())),
+        timed(lambda residuals, grads: functions.backward(state, residuals, grads, DiscardSink())),
     )
 
 

@@ -1,8 +1,8 @@
 from .capture import capture as capture
 from .captured import Captured as Captured
 from .export.evaluation import capture_evaluation as capture_evaluation, cut_evaluation as cut_evaluation
-from .fallback.capture import Nowhere as Nowhere, initial_state as initial_state
-from .fallback.stage_functions import ModuleFunctions as ModuleFunctions
+from .fallback.module_functions import ModuleFunctions as ModuleFunctions
+from .fallback.trial import initial_state as initial_state
 from .job import Job as Job
 from .job_loader import load_job as load_job
 from .layout import (
@@ -24,6 +24,7 @@ from .random import (
 )
 from .sample import sample_batch as sample_batch
 from .stage.functions import (
+    DiscardSink as DiscardSink,
     Sink as Sink,
     Slot as Slot,
     StageFunctions as StageFunctions,

@@ -18,10 +18,11 @@ from ..ir.errors import CaptureError
 from .blueprint import Blueprint, blueprint
 from .captured import Captured
 from .export import export, from_program
-from .fallback import ModuleCut, cut_modules, python_random_kept, python_state
+from .fallback import ModuleCut, cut_modules
 from .job import Job
 from .loss import WithLoss
 from .once import one_thread
+from .random import python_random_kept, python_state
 from .sample import sample_batch
 
 _log = logging.getLogger("pipeloom")

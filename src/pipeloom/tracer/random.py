@@ -8,10 +8,13 @@ it, or ranks that draw their batches alike would end up with different ones.
 
 from __future__ import annotations
 
+import random
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, fx
 
@@ -99,3 +102,32 @@ def call_draws(call: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
                 given = args[position]
             return bool(given != 0.0)
     return True
+
+
+# Python's and NumPy's global random numbers, which torch's seeds do not reach.
+#
+# A forward that draws from them, as for leaving out layers at random, must draw the same on every stage.
+
+
+def seed_python(seed: int, place: str) -> None:
+    """Make what is drawn next depend on the seed and the place only."""
+    value = zlib.crc32(place.encode(), seed)
+    random.seed(value)
+    np.random.seed(value)
+
+
+def python_state() -> tuple[object, ...]:
+    """What changes with every draw."""
+    kind, keys, position, *rest = np.random.get_state()
+    return random.getstate(), kind, np.asarray(keys).tobytes(), position, *rest
+
+
+@contextmanager
+def python_random_kept() -> Iterator[None]:
+    """The generators are afterwards where they were before."""
+    own, numpy = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(own)
+        np.random.set_state(numpy)

@@ -1,5 +1,10 @@
-from .capture import ModuleCut as ModuleCut, cut_modules as cut_modules, module_functions as module_functions
-from .forward_path import Path as Path, encode as encode
-from .python_random import python_random_kept as python_random_kept, python_state as python_state
-from .stage_functions import ModuleFunctions as ModuleFunctions
+from .forward_path import ForwardPath as ForwardPath, encode_path as encode_path
+from .module_cut import (
+    ModuleCut as ModuleCut,
+    cut_modules as cut_modules,
+    module_stage_functions as module_stage_functions,
+)
+from .module_functions import ModuleFunctions as ModuleFunctions
+from .skeleton import Skeleton as Skeleton
+from .trial import TrialParameters as TrialParameters
 from .units import derive_units as derive_units, listed_units as listed_units

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map
 
 from ...ir.errors import CutError
-from .functions import leaves_in
+from .torch_functions import leaves_in
 
 KEEP_TOGETHER = (
     "keep what makes it and what uses it in one stage (Job.modules fixes the cut), "
@@ -20,7 +20,7 @@ KEEP_TOGETHER = (
 )
 
 
-class Missing:
+class MissingValue:
     """Stands for something that only another stage has, and whose shape is not known either.
 
     ask: gives the number that the stage which has it read next, or raises; None if nobody knows.
@@ -36,7 +36,7 @@ class Missing:
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
         raise CutError(f"this stage does not have {self._what}", hint=KEEP_TOGETHER)
 
-    def _pass_on(self, *args: Any, **kwargs: Any) -> Missing:
+    def _pass_on(self, *args: Any, **kwargs: Any) -> MissingValue:
         return self
 
     def __getattr__(self, name: str) -> Any:
@@ -84,7 +84,7 @@ def call_without_data(
 ) -> tuple[Any, list[Tensor]]:
     """Run a call for its shapes only.
 
-    ask: see `Missing`.
+    ask: see `MissingValue`.
     Returns: the result, without data; and those of the arguments that the call changes.
     """
     if name in ("cpu", "cuda", "pin_memory"):
@@ -112,12 +112,12 @@ def call_without_data(
             result = function(*args, **named)
     except (RuntimeError, NotImplementedError, ValueError, TypeError, IndexError) as error:
         clear_frames(error.__traceback__)  # as `exporting.export` does
-        return Missing(f"the result of {name}, whose shape depends on data ({error})", ask), []
+        return MissingValue(f"the result of {name}, whose shape depends on data ({error})", ask), []
     own = {id(stand_in): leaf for leaf, stand_in, _ in twins.values()}
     changed = [leaf for leaf, stand_in, version in twins.values() if stand_in._version != version]
     back = tree_map(lambda leaf: own.get(id(leaf), leaf) if isinstance(leaf, Tensor) else leaf, result)
     return back, changed
 
 
-def missing_in(*trees: Any) -> Missing | None:
-    return next((leaf for leaf in leaves_in(*trees) if isinstance(leaf, Missing)), None)
+def missing_in(*trees: Any) -> MissingValue | None:
+    return next((leaf for leaf in leaves_in(*trees) if isinstance(leaf, MissingValue)), None)

@@ -13,27 +13,27 @@ from torch import Tensor
 from ...ir.errors import CutError
 from ...ir.graph import Value
 
-PATH = "path:"
+PATH_PREFIX = "path:"
 """Prefix of values that carry a path from one op to the next."""
 
 SPARE = 64
 """Room for decisions and calls that the recorded run did not take, besides as many again as it took."""
 
 
-def room(decisions: int, calls: int) -> int:
+def path_capacity(decisions: int, calls: int) -> int:
     """Numbers in the tensor, given those of the recorded run."""
     return 2 * (decisions + calls) + SPARE
 
 
 @dataclass(eq=False)
-class Path:
+class ForwardPath:
     """decisions: numbers read, in order.  calls: units called, by their number, in order."""
 
     decisions: list[float] = field(default_factory=list)
     calls: list[int] = field(default_factory=list)
 
 
-def encode(path: Path, value: Value, device: torch.device) -> Tensor:
+def encode_path(path: ForwardPath, value: Value, device: torch.device) -> Tensor:
     """Counts, decisions and calls, filled up with zeros.
 
     Raises: CutError if there is not enough room.
@@ -50,7 +50,7 @@ def encode(path: Path, value: Value, device: torch.device) -> Tensor:
     return torch.tensor(padded, dtype=torch.float64, device=device)
 
 
-def decode(tensor: Tensor) -> Path:
+def decode_path(tensor: Tensor) -> ForwardPath:
     """The path in a tensor made by `encode`.
 
     >>> value = Value(name="path:a", shape=(6,), dtype="float64")
@@ -60,4 +60,4 @@ def decode(tensor: Tensor) -> Path:
     """
     decisions, calls, *numbers = tensor.tolist()
     first, second = int(decisions), int(decisions) + int(calls)
-    return Path(numbers[:first], [int(n) for n in numbers[first:second]])
+    return ForwardPath(numbers[:first], [int(n) for n in numbers[first:second]])

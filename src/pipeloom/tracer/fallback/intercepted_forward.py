@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import threading
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, overrides
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointFunction
 
 from ..job import Job
 from ..loss import scalar_loss
-from ..random import end_random, seed_random
-from .autograd_functions import autograd_functions_seen_by, is_checkpoint
-from .functions import RANDOM, function_name
-from .python_random import python_random_kept, seed_python
+from ..random import end_random, python_random_kept, seed_python, seed_random
 from .skeleton import Skeleton, Unit
+from .torch_functions import RANDOM, function_name
 
 START = ""
 """The stretch of glue before the first unit; other stretches are named by the unit call they follow."""
@@ -56,7 +57,7 @@ def seeded(seed: int, call: str) -> Iterator[None]:
         end_random()
 
 
-class Forward(TorchFunctionMode):
+class InterceptedForward(TorchFunctionMode):
     """One run. Subclasses say what happens at units and at functions.
 
     stretch, index: where the run is: the last unit call, and how many functions have run since.
@@ -156,3 +157,46 @@ class Forward(TorchFunctionMode):
         if self._inside:
             return func(*args, **(kwargs or {}))
         return self.function(func, function_name(func), args, kwargs or {})
+
+
+# Calls of the user's `torch.autograd.Function`s, which torch function modes do not see.
+
+Seen = Callable[[Any, str, tuple[Any, ...]], Any]
+"""(apply of a class, name, arguments) -> result"""
+
+_ORIGINAL: Any = vars(torch.autograd.Function)["apply"]
+_lock = threading.Lock()
+_watching = 0
+_here = threading.local()
+
+
+def _apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+    run = _ORIGINAL.__get__(None, cls)
+    seen: Seen | None = getattr(_here, "seen", None)
+    if seen is None:
+        return run(*args, **kwargs)
+    return seen(run, f"{cls.__name__}.apply", args)
+
+
+@contextmanager
+def autograd_functions_seen_by(seen: Seen | None) -> Iterator[None]:
+    """In this thread, `Function.apply` calls `seen` in the block, or itself again if that is None."""
+    global _watching
+    before = getattr(_here, "seen", None)
+    with _lock:
+        _watching += 1
+        torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[method-assign, assignment]
+    _here.seen = seen
+    try:
+        yield
+    finally:
+        _here.seen = before
+        with _lock:
+            _watching -= 1
+            if not _watching:
+                torch.autograd.Function.apply = _ORIGINAL  # type: ignore[method-assign]
+
+
+def is_checkpoint(name: str) -> bool:
+    """Whether this is reentrant activation checkpointing, which calls units inside."""
+    return name == f"{CheckpointFunction.__name__}.apply"

@@ -14,7 +14,7 @@ from ..meta import tensors_of
 from ..random import call_draws
 
 
-class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Watches the ATen calls made under it.
 
     level, peak: bytes alive now and at most, of storages made under it and of those it was told of.

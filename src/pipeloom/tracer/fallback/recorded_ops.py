@@ -1,4 +1,4 @@
-"""A recorded course -> ops: which step belongs to which module, and what each op reads from others.
+"""A recorded run -> ops: which step belongs to which module, and what each op reads from others.
 
 Glue is run where its data is. A step that needs results of units, or trainable parameters, belongs to the
 unit it follows, if everything it reads is there; then what it makes can be sent, as `x + block(x)` is. All
@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from ...ir.errors import CutError
 from ...ir.graph import Op, Value
 from .absent_tensors import KEEP_TOGETHER
-from .forward_path import PATH, room
-from .recorded_run import LOSS, Course, Step, is_source
+from .forward_path import PATH_PREFIX, path_capacity
+from .recorded_run import LOSS, RecordedRun, RecordedStep, SameStage, is_source
 from .skeleton import Skeleton
 
 
 @dataclass(eq=False)
-class Member:
+class ModuleOp:
     """What goes into an op. calls: numbers of unit calls.  idle: units that the recorded run did not call."""
 
     name: str
@@ -32,87 +32,86 @@ class Member:
     updates: dict[str, None] = field(default_factory=dict)
 
 
-Bond = tuple[int, int, str]
-"""First and last call of a stretch that must run in one stage, and why."""
-
-
-def is_dynamic(course: Course, members: Sequence[Member]) -> bool:
+def is_dynamic(recording: RecordedRun, members: Sequence[ModuleOp]) -> bool:
     """Whether the forward may take another way between units than it took when recorded."""
-    return bool(course.decisions) or course.python_random or any(m.idle for m in members)
+    return bool(recording.decisions) or recording.python_random or any(m.idle for m in members)
 
 
-def wire(course: Course, skeleton: Skeleton, groups: Sequence[Sequence[str]] | None) -> Wiring:
-    """Ops of a course, such that any cut between them can run.
+def build_ops(
+    recording: RecordedRun, skeleton: Skeleton, groups: Sequence[Sequence[str]] | None
+) -> OpBuilder:
+    """Ops of a recording, such that any cut between them can run.
 
     groups: lists of units that form one op each, or None for one op per call.
     Raises: CutError if groups tear apart what must stay together.
     """
-    joined: list[Bond] = []
+    joined: list[SameStage] = []
     while True:
-        wiring = Wiring(course, skeleton, groups, joined)
-        torn = [bond for bond in wiring.bonds() if wiring.tears(bond)]
+        builder = OpBuilder(recording, skeleton, groups, joined)
+        torn = [calls for calls in builder.same_stage() if builder.separates(calls)]
         if not torn:
-            return wiring
+            return builder
         if groups is not None:
             first, last, why = torn[0]
-            a, b = course.calls[first].name, course.calls[last].name
+            a, b = recording.calls[first].name, recording.calls[last].name
             raise CutError(f"Job.modules puts {a} and {b} into two stages, but {why}", hint=KEEP_TOGETHER)
         joined += torn
 
 
-class Wiring:
-    """Ops of a course. joined: what is one op though it is several calls."""
+class OpBuilder:
+    """Ops of a recording. joined: what is one op though it is several calls."""
 
     def __init__(
         self,
-        course: Course,
+        recording: RecordedRun,
         skeleton: Skeleton,
         groups: Sequence[Sequence[str]] | None,
-        joined: Sequence[Bond],
+        joined: Sequence[SameStage],
     ) -> None:
-        self.course = course
+        self.recording = recording
         self.skeleton = skeleton
-        self.last = len(course.calls) - 1
-        self.maker = {name: i for i, step in enumerate(course.steps) for name in step.outputs}
-        self.step_of = {s.call: i for i, s in enumerate(course.steps) if s.kind == "call"}
+        self.last = len(recording.calls) - 1
+        self.maker = {name: i for i, step in enumerate(recording.steps) for name in step.outputs}
+        self.step_of = {s.call: i for i, s in enumerate(recording.steps) if s.kind == "call"}
         self.called_by = self._dependencies()
         self.members = self._members(groups) if groups is not None else self._derived(joined)
         self.member_of = {call: m for m in self.members for call in m.calls}
-        self.owners = [self._owner(step, i) for i, step in enumerate(course.steps)]
+        self.owners = [self._owner(step, i) for i, step in enumerate(recording.steps)]
         for index, owner in enumerate(self.owners):
             if owner is not None:
                 self._collect(index, owner)
         for member in self.members:
-            for unit in (*(course.calls[c].unit for c in member.calls), *member.idle):
+            for unit in (*(recording.calls[c].unit for c in member.calls), *member.idle):
                 self._read_state(member, self.skeleton.below(unit))
         self._send()
 
-    def bonds(self) -> Iterator[Bond]:
-        """What must stay together."""
-        for first, last, why in self.course.bonds:
-            yield first, self.last if last < 0 else last, why
+    def same_stage(self) -> Iterator[SameStage]:
+        """Calls that must stay together: as recorded, and as follows from what the ops read."""
+        for first, last, why in self.recording.same_stage:
+            yield SameStage(first, self.last if last < 0 else last, why)
         for member in self.members:
             for name in member.inputs:
                 source = self.owners[self.maker[name]] if name in self.maker else None
-                if source is not None and name in self.course.stale:
-                    yield source.calls[0], member.calls[-1], f"{name} is changed in place through a view"
-                if source is not None and name in self.course.sized:
-                    yield source.calls[0], member.calls[-1], f"the size of {name} depends on data"
+                if source is not None and name in self.recording.stale:
+                    yield SameStage(
+                        source.calls[0], member.calls[-1], f"{name} is changed in place through a view"
+                    )
+                if source is not None and name in self.recording.sized:
+                    yield SameStage(source.calls[0], member.calls[-1], f"the size of {name} depends on data")
             if not member.outputs:
                 index = member.calls[-1]
-                yield index, min(index + 1, self.last), f"nothing uses {member.name}"
+                yield SameStage(index, min(index + 1, self.last), f"nothing uses {member.name}")
 
-    def tears(self, bond: Bond) -> bool:
-        """Whether several ops share what a bond holds together."""
-        first, last, _ = bond
-        return len({id(self.member_of[call]) for call in range(first, last + 1)}) > 1
+    def separates(self, calls: SameStage) -> bool:
+        """Whether calls that must stay together are in several ops."""
+        return len({id(self.member_of[call]) for call in range(calls.first, calls.last + 1)}) > 1
 
     # --- who depends on which unit calls ----------------------------------------------------------
 
     def _dependencies(self) -> list[tuple[int, bool]]:
         """For each step: the calls it depends on, as bits, and whether it reads a trainable parameter."""
         found: list[tuple[int, bool]] = []
-        for step in self.course.steps:
+        for step in self.recording.steps:
             calls, trained = (1 << step.call, True) if step.kind == "call" else (0, False)
             for name in step.inputs:
                 if name in self.maker:
@@ -123,7 +122,7 @@ class Wiring:
             found.append((calls, trained))
         return found
 
-    def _owner(self, step: Step, index: int) -> Member | None:
+    def _owner(self, step: RecordedStep, index: int) -> ModuleOp | None:
         """The op that a step belongs to; None if whoever needs its results runs it again."""
         last = max(step.call, 0)
         if step.kind == "loss":
@@ -138,21 +137,21 @@ class Wiring:
 
     # --- members ----------------------------------------------------------------------------------
 
-    def _derived(self, joined: Sequence[Bond]) -> list[Member]:
-        calls = self.course.calls
-        members: list[Member] = []
+    def _derived(self, joined: Sequence[SameStage]) -> list[ModuleOp]:
+        calls = self.recording.calls
+        members: list[ModuleOp] = []
         for index, call in enumerate(calls):
             if any(first < index <= last for first, last, _ in joined):
                 members[-1].calls.append(index)
                 members[-1].name = f"{calls[members[-1].calls[0]].name}...{call.name}"
             else:
-                members.append(Member(name=call.name, calls=[index]))
+                members.append(ModuleOp(name=call.name, calls=[index]))
         self._place_idle(members)
         return members
 
-    def _members(self, groups: Sequence[Sequence[str]]) -> list[Member]:
-        calls = self.course.calls
-        members: list[Member] = []
+    def _members(self, groups: Sequence[Sequence[str]]) -> list[ModuleOp]:
+        calls = self.recording.calls
+        members: list[ModuleOp] = []
         for units in groups:
             own = [i for i, call in enumerate(calls) if call.unit in units]
             if not own:
@@ -161,15 +160,15 @@ class Wiring:
                     hint="put them into the list of a module that is called",
                 )
             idle = [u for u in units if not any(calls[i].unit == u for i in own)]
-            members.append(Member(name="+".join(_short(units)), calls=own, idle=idle))
+            members.append(ModuleOp(name="+".join(_short(units)), calls=own, idle=idle))
         return members
 
-    def _place_idle(self, members: list[Member]) -> None:
+    def _place_idle(self, members: list[ModuleOp]) -> None:
         """A unit that was not called goes with the one registered before it, or else after it."""
-        home: Member | None = None
+        home: ModuleOp | None = None
         waiting: list[str] = []
         for fqn in self.skeleton.units:
-            mine = [m for m in members if any(self.course.calls[c].unit == fqn for c in m.calls)]
+            mine = [m for m in members if any(self.recording.calls[c].unit == fqn for c in m.calls)]
             if mine:
                 home = mine[0]
                 home.idle += waiting
@@ -181,9 +180,9 @@ class Wiring:
 
     # --- what an op reads -------------------------------------------------------------------------
 
-    def _collect(self, index: int, owner: Member) -> None:
+    def _collect(self, index: int, owner: ModuleOp) -> None:
         """Follow what a step reads back to values of other ops, parameters, buffers and the batch."""
-        step = self.course.steps[index]
+        step = self.recording.steps[index]
         owner.updates |= dict.fromkeys(step.updates)
         pending, seen = list(step.inputs), set(step.inputs)
         while pending:
@@ -194,14 +193,14 @@ class Wiring:
                 continue
             maker = self.maker[name]
             if self.owners[maker] is None:
-                owner.updates |= dict.fromkeys(self.course.steps[maker].updates)
-                more = [n for n in self.course.steps[maker].inputs if n not in seen]
+                owner.updates |= dict.fromkeys(self.recording.steps[maker].updates)
+                more = [n for n in self.recording.steps[maker].inputs if n not in seen]
                 seen.update(more)
                 pending += more
             elif self.owners[maker] is not owner:
                 owner.inputs[name] = None
 
-    def _read_state(self, member: Member, names: Iterable[str]) -> None:
+    def _read_state(self, member: ModuleOp, names: Iterable[str]) -> None:
         for name in names:
             (member.params if name in self.skeleton.params else member.buffers)[name] = None
 
@@ -214,29 +213,29 @@ class Wiring:
                     assert source is not None
                     source.outputs[name] = None
         for before, after in zip(self.members, self.members[1:], strict=False):
-            if is_dynamic(self.course, self.members):
-                before.outputs[PATH + before.name] = None
-                after.inputs[PATH + before.name] = None
+            if is_dynamic(self.recording, self.members):
+                before.outputs[PATH_PREFIX + before.name] = None
+                after.inputs[PATH_PREFIX + before.name] = None
         self.member_of[self.last].outputs[LOSS] = None
 
     def reached(self) -> set[str]:
         """Parameters that may get a gradient: where the way is fixed, those that the loss depends on."""
         wanting = {name for name in self.skeleton.params if self.skeleton.resting(name).requires_grad}
-        if is_dynamic(self.course, self.members):
+        if is_dynamic(self.recording, self.members):
             return wanting
         found: set[str] = set()
         needed: set[str] = set()
-        for step in reversed(self.course.steps):
+        for step in reversed(self.recording.steps):
             if step.kind == "loss" or any(self._flows(name) and name in needed for name in step.outputs):
                 needed.update(step.inputs)
                 found |= {n.removeprefix("param:") for n in step.inputs if n.startswith("param:")}
                 if step.kind == "call":
-                    found.update(self.skeleton.below(self.course.calls[step.call].unit))
+                    found.update(self.skeleton.below(self.recording.calls[step.call].unit))
         return found & wanting
 
     def _flows(self, name: str) -> bool:
         """Whether a gradient can flow back through a value."""
-        return self.course.values[name].needs_grad
+        return self.recording.values[name].needs_grad
 
     # --- the result -------------------------------------------------------------------------------
 
@@ -255,11 +254,11 @@ class Wiring:
             found.append(self._op(member))
         return tuple(found)
 
-    def _op(self, member: Member) -> Op:
-        calls = [self.course.calls[i] for i in member.calls]
+    def _op(self, member: ModuleOp) -> Op:
+        calls = [self.recording.calls[i] for i in member.calls]
         units = list(dict.fromkeys([*(c.unit for c in calls), *member.idle]))
         random = any(c.random for c in calls) or any(
-            name in self.course.random for c in calls for name in c.stretch
+            name in self.recording.random for c in calls for name in c.stretch
         )
         modules = [self.skeleton.units[unit].module for unit in units]
         return Op(
@@ -276,10 +275,10 @@ class Wiring:
         )
 
     def _value(self, name: str) -> Value:
-        if name.startswith(PATH):
-            size = room(len(self.course.decisions), len(self.course.calls))
+        if name.startswith(PATH_PREFIX):
+            size = path_capacity(len(self.recording.decisions), len(self.recording.calls))
             return Value(name=name, shape=(size,), dtype="float64")
-        return self.course.values[name]
+        return self.recording.values[name]
 
 
 def _short(units: Sequence[str]) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 from torch.utils._pytree import TreeSpec
@@ -22,7 +22,7 @@ def is_source(name: str) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Output:
+class UnitOutput:
     """A tensor that a unit call hands over.
 
     kind: "result" (leaf `index` of what it returns), "argument" (leaf `index` of what it was given, which it
@@ -39,7 +39,7 @@ class Output:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Call:
+class UnitCall:
     """One call of a unit.
 
     inputs: for each leaf of its arguments the name of the tensor, None for anything else.
@@ -50,7 +50,7 @@ class Call:
     name: str
     unit: str
     inputs: tuple[str | None, ...]
-    outputs: tuple[Output, ...]
+    outputs: tuple[UnitOutput, ...]
     spec: TreeSpec
     leaves: tuple[Any, ...]
     random: bool
@@ -59,7 +59,7 @@ class Call:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class RecordedStep:
     """One step of the run, in order: the call number `call`, or a function of the glue that follows it.
 
     call: -1 in front of the first unit call.  inputs: names of tensors, or "param:", "buffer:", "batch:" and
@@ -74,15 +74,24 @@ class Step:
     read: bool = False
 
 
+class SameStage(NamedTuple):
+    """Unit calls that must run in one stage: from the first to the last by their numbers (-1: to the end of
+    the forward), and why."""
+
+    first: int
+    last: int
+    why: str
+
+
 @dataclass(eq=False)
-class Course:
+class RecordedRun:
     """A recorded run.
 
     values: every tensor by name.  samples: their data, if the run had any.
     decisions: what the glue read from data, in order; `tainted` are those that depend on the model.
     stale: values that were changed through another view of their storage; they cannot be sent.
     sized: values whose shape depends on data; neither can they.
-    bonds: (first call, last call, why) of calls that must run in one stage.
+    same_stage: unit calls that no cut may separate.
     changed_later: values that a unit or the glue changes in place.
     random: functions of the glue that drew random numbers.
     undecided: modules whose own glue decides on data -> whether shapes depend on it too.
@@ -91,8 +100,8 @@ class Course:
     evaluated: calls of a run in evaluation mode, by name: what units return may differ.
     """
 
-    calls: list[Call] = field(default_factory=list)
-    steps: list[Step] = field(default_factory=list)
+    calls: list[UnitCall] = field(default_factory=list)
+    steps: list[RecordedStep] = field(default_factory=list)
     values: dict[str, Value] = field(default_factory=dict)
     samples: dict[str, Tensor] = field(default_factory=dict)
     decisions: list[float] = field(default_factory=list)
@@ -103,15 +112,15 @@ class Course:
     undecided: dict[str, bool] = field(default_factory=dict)
     first_stretch: list[str] = field(default_factory=list)
     sized: set[str] = field(default_factory=set)
-    bonds: list[tuple[int, int, str]] = field(default_factory=list)
+    same_stage: list[SameStage] = field(default_factory=list)
     python_random: bool = False
     remembered: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    evaluated: Mapping[str, Call] = field(default_factory=dict)
+    evaluated: Mapping[str, UnitCall] = field(default_factory=dict)
 
     def stretch(self, name: str) -> list[str]:
         """Functions called after the unit call of this name."""
         return self.first_stretch if name == START else self.call_named[name].stretch
 
     @property
-    def call_named(self) -> dict[str, Call]:
+    def call_named(self) -> dict[str, UnitCall]:
         return {call.name: call for call in self.calls}

@@ -21,18 +21,28 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ...ir.graph import Value
 from ..job import Job
 from ..meta import tensors_of
-from .functions import DETACHING, RANDOM, READS, SHAPES, leaves_in, open_up, sized_by_data
-from .intercepted_forward import START, Forward, call_name, glue_name, seeded
-from .memory_meter import Meter
-from .python_random import python_state
-from .read_values import convert, count_of, numbers_of
-from .recorded_run import LOSS, Call, Course, Step, is_source
+from ..random import python_state
+from .intercepted_forward import START, InterceptedForward, call_name, glue_name, seeded
+from .isolated_call import IsolatedCall
+from .memory_meter import MemoryMeter
+from .recorded_run import LOSS, RecordedRun, RecordedStep, SameStage, UnitCall, is_source
 from .skeleton import Skeleton, Unit
-from .trial_parameters import Materials
-from .unit_call import Isolated
+from .torch_functions import (
+    DETACHING,
+    RANDOM,
+    READS,
+    SHAPES,
+    convert,
+    count_of,
+    leaves_in,
+    numbers_of,
+    open_up,
+    sized_by_data,
+)
+from .trial import TrialParameters
 
 
-class Known(NamedTuple):
+class KnownTensor(NamedTuple):
     """tainted: it depends on the model, not only on the batch and on random numbers.
     sized: its shape depends on data."""
 
@@ -42,8 +52,8 @@ class Known(NamedTuple):
     sized: bool = False
 
 
-class Recorder(Forward):
-    """A run of the whole model that fills `course`.
+class ForwardRecorder(InterceptedForward):
+    """A run of the whole model that fills `recording`.
 
     forced: what the tainted reads of an earlier run gave: this one takes the same way.
     trunks: modules that are no units but have units below.
@@ -52,25 +62,25 @@ class Recorder(Forward):
     def __init__(
         self,
         skeleton: Skeleton,
-        materials: Materials,
+        parameters: TrialParameters,
         *,
         forced: Sequence[float] = (),
         trunks: Sequence[str] = (),
     ) -> None:
         super().__init__(skeleton, seed=0)
-        self.course = Course()
-        self.materials = materials
+        self.recording = RecordedRun()
+        self.parameters = parameters
         self.forced = list(forced)
         self.trunks = trunks
         self.within = [""]
         self.batch: frozenset[str] = frozenset()
         self.known: Any = WeakTensorKeyDictionary()
         self.storages: dict[int, str] = {}
-        self.meter = Meter()
+        self.meter = MemoryMeter()
         self.made_in: dict[int, int] = {}
         self.python_state = python_state()
 
-    def record(self, job: Job, batch: Mapping[str, Tensor]) -> Course:
+    def record(self, job: Job, batch: Mapping[str, Tensor]) -> RecordedRun:
         """Run model and loss on a micro-batch."""
         self.batch = frozenset(batch)
         for key, tensor in batch.items():
@@ -78,20 +88,20 @@ class Recorder(Forward):
         with self._watching_trunks(), torch.enable_grad():
             loss = self.loss(job, batch)
         names = self._names([loss])
-        self.course.steps.append(Step(kind="loss", call=self._last_call, inputs=names, outputs=()))
-        self.course.values[LOSS] = _value(LOSS, loss)
+        self.recording.steps.append(RecordedStep(kind="loss", call=self._last_call, inputs=names, outputs=()))
+        self.recording.values[LOSS] = _value(LOSS, loss)
         self._note_replaced_buffers()
-        return self.course
+        return self.recording
 
     def after(self, job: Job, outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
         loss = super().after(job, outputs, batch)
-        self.course.python_random = self._python_drew() or self.course.python_random
+        self.recording.python_random = self._python_drew() or self.recording.python_random
         return loss
 
     def seed_python(self, place: str) -> None:
         """Note, where the next stretch or unit begins, whether the last one drew."""
         if place != START:
-            self.course.python_random = self._python_drew() or self.course.python_random
+            self.recording.python_random = self._python_drew() or self.recording.python_random
         super().seed_python(place)
         self.python_state = python_state()
 
@@ -101,32 +111,34 @@ class Recorder(Forward):
     # --- tensors and their names ------------------------------------------------------------------
 
     def _name(self, tensor: Tensor, name: str, *, tainted: bool, sized: bool = False) -> None:
-        self.known[tensor] = Known(name, tensor._version, tainted, sized)
+        self.known[tensor] = KnownTensor(name, tensor._version, tainted, sized)
         if sized:
-            self.course.sized.add(name)
-        self.course.values[name] = _value(name, tensor)
+            self.recording.sized.add(name)
+        self.recording.values[name] = _value(name, tensor)
         if not isinstance(tensor, FakeTensor) and not is_source(name):
-            self.course.samples[name] = tensor.detach()
+            self.recording.samples[name] = tensor.detach()
 
-    def _source(self, tensor: Tensor, reader: int | None = None) -> Known | None:
+    def _source(self, tensor: Tensor, reader: int | None = None) -> KnownTensor | None:
         """What is known of a tensor that glue or a unit reads; None for a constant.
 
         reader: number of the call that reads it, or whose stretch does: the last one unless given.
         """
-        found: Known | None = self.known.get(tensor)
+        found: KnownTensor | None = self.known.get(tensor)
         if found is None:
             maker = self.made_in.get(tensor.untyped_storage()._cdata)
             if maker is None or not self.meter.made(tensor):
                 return None
-            why = f"the forward uses a tensor that {self.course.calls[maker].name} neither returns nor keeps"
+            why = (
+                f"the forward uses a tensor that {self.recording.calls[maker].name} neither returns nor keeps"
+            )
             reader = self._last_call if reader is None else reader
-            self.course.bonds.append((maker, reader, f"{why} as an attribute"))
-            return Known("", 0, True)
-        if tensor.requires_grad and not self.course.values[found.name].needs_grad:
+            self.recording.same_stage.append(SameStage(maker, reader, f"{why} as an attribute"))
+            return KnownTensor("", 0, True)
+        if tensor.requires_grad and not self.recording.values[found.name].needs_grad:
             # an autograd function of the user's has given it one after it was made
-            self.course.values[found.name] = _value(found.name, tensor)
+            self.recording.values[found.name] = _value(found.name, tensor)
         if found.version != tensor._version:
-            self.course.stale.add(found.name)
+            self.recording.stale.add(found.name)
         return found
 
     def _names(self, tensors: Sequence[Tensor], reader: int | None = None) -> tuple[str, ...]:
@@ -148,7 +160,7 @@ class Recorder(Forward):
         name = self.skeleton.name_of(leaf)
         if name is None:
             return leaf
-        real = self.materials.kept(name)
+        real = self.parameters.pinned(name)
         if real not in self.known:
             kind = "param" if name in self.skeleton.params else "buffer"
             self._name(real, f"{kind}:{name}", tainted=True)
@@ -163,13 +175,15 @@ class Recorder(Forward):
         tainted = any(known.tainted for known in sources)
         sized = any(known.sized for known in sources)
         if sized and name in SHAPES and tainted:
-            self._bond_rest(f"the forward asks for the size of {sources[0].name}, which depends on data")
+            self._keep_rest_together(
+                f"the forward asks for the size of {sources[0].name}, which depends on data"
+            )
         if name in READS:
             return self._read(function, name, args, kwargs, tainted=tainted)
         if sized_by_data(name, args):
             sized = True
             if tainted:
-                self.course.undecided[self.within[-1]] = True
+                self.recording.undecided[self.within[-1]] = True
         names = self._names(tensors)
         versions = [t._version for t in tensors]
         needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
@@ -208,28 +222,28 @@ class Recorder(Forward):
             outputs.append(glue_name(stretch, place, position))
             self._change(tensor, outputs[-1], tainted=tainted, sized=sized)
         call = self._last_call
-        self.course.steps.append(
-            Step(kind="glue", call=call, inputs=names, outputs=tuple(outputs), updates=updates)
+        self.recording.steps.append(
+            RecordedStep(kind="glue", call=call, inputs=names, outputs=tuple(outputs), updates=updates)
         )
 
     def _stretch(self) -> list[str]:
-        return self.course.calls[-1].stretch if self.course.calls else self.course.first_stretch
+        return self.recording.calls[-1].stretch if self.recording.calls else self.recording.first_stretch
 
     def _change(self, tensor: Tensor, name: str, *, tainted: bool, sized: bool) -> None:
         """A tensor is new, or has new content under a new name."""
-        before: Known | None = self.known.get(tensor)
+        before: KnownTensor | None = self.known.get(tensor)
         if before is not None:
-            self.course.changed_later.add(before.name)
+            self.recording.changed_later.add(before.name)
         self.storages[tensor.untyped_storage()._cdata] = name
         self._name(tensor, name, tainted=tainted, sized=sized)
 
     @property
     def _last_call(self) -> int:
-        return len(self.course.calls) - 1
+        return len(self.recording.calls) - 1
 
-    def _bond_rest(self, why: str) -> None:
+    def _keep_rest_together(self, why: str) -> None:
         """No later stage could replay this stretch: what follows stays together."""
-        self.course.bonds.append((max(self._last_call, 0), -1, why))
+        self.recording.same_stage.append(SameStage(max(self._last_call, 0), -1, why))
 
     def _changed_buffers(self, changed: Sequence[Tensor]) -> tuple[str, ...]:
         found = [known.name for t in changed if (known := self.known.get(t)) is not None]
@@ -238,14 +252,14 @@ class Recorder(Forward):
     @contextmanager
     def _drawing(self, name: str) -> Iterator[None]:
         """Seed a function that may draw, and note whether one does."""
-        with Meter() as meter:
+        with MemoryMeter() as meter:
             if name in RANDOM:
                 with seeded(self.seed, glue_name(self.stretch, self.index, 0)):
                     yield
             else:
                 yield
         if meter.drew:
-            self.course.random.add(name)
+            self.recording.random.add(name)
 
     def _read(
         self, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, tainted: bool
@@ -259,13 +273,15 @@ class Recorder(Forward):
             with torch.no_grad():
                 result = function(*args, **kwargs)
             numbers = numbers_of(result)
-        self.course.decisions += numbers
+        self.recording.decisions += numbers
         if tainted:
-            self.course.tainted += numbers
-            self.course.undecided.setdefault(self.within[-1], False)
+            self.recording.tainted += numbers
+            self.recording.undecided.setdefault(self.within[-1], False)
             tensors = [leaf for leaf in leaves_in(args, kwargs) if isinstance(leaf, Tensor)]
-            self.course.steps.append(
-                Step(kind="glue", call=self._last_call, inputs=self._names(tensors), outputs=(), read=True)
+            self.recording.steps.append(
+                RecordedStep(
+                    kind="glue", call=self._last_call, inputs=self._names(tensors), outputs=(), read=True
+                )
             )
         return result
 
@@ -276,25 +292,25 @@ class Recorder(Forward):
         open_up((args, kwargs))
         leaves, spec = tree_flatten(tree_map(self._present, (args, kwargs)))
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        names = self._names(given, reader=len(self.course.calls))
+        names = self._names(given, reader=len(self.recording.calls))
         inputs = tuple(self._leaf_name(leaf) for leaf in leaves)
-        sized = any(name in self.course.sized for name in names)
-        run = Isolated(self.skeleton, unit, leaves)
+        sized = any(name in self.recording.sized for name in names)
+        run = IsolatedCall(self.skeleton, unit, leaves)
         with seeded(self.seed, name):
             self.meter.drew = False
             self.meter.statistics.clear()
-            built = run.run(spec, self.materials.state(self.skeleton.below(unit.fqn)), self.meter)
+            built = run.run(spec, self.parameters.state(self.skeleton.below(unit.fqn)), self.meter)
         drew = self._python_drew()
         if run.remembered:
-            self.course.remembered[unit.fqn] = run.remembered
+            self.recording.remembered[unit.fqn] = run.remembered
         outputs, flat = run.hand_over(f"{name}:0" if name in self.batch else name)
         for output in outputs:
             if output.kind != "same":
                 self._change(run.handed[output.name], output.name, tainted=True, sized=sized)
         for storage in self.meter.alive:
-            self.made_in.setdefault(storage, len(self.course.calls))
-        self.course.calls.append(
-            Call(
+            self.made_in.setdefault(storage, len(self.recording.calls))
+        self.recording.calls.append(
+            UnitCall(
                 name=name,
                 unit=unit.fqn,
                 inputs=inputs,
@@ -305,8 +321,8 @@ class Recorder(Forward):
                 updates=run.updates,
             )
         )
-        self.course.steps.append(
-            Step(
+        self.recording.steps.append(
+            RecordedStep(
                 kind="call",
                 call=self._last_call,
                 inputs=names,
@@ -317,7 +333,7 @@ class Recorder(Forward):
         return tree_unflatten(flat, built)
 
     def _leaf_name(self, leaf: Any) -> str | None:
-        known: Known | None = self.known.get(leaf) if isinstance(leaf, Tensor) else None
+        known: KnownTensor | None = self.known.get(leaf) if isinstance(leaf, Tensor) else None
         return known.name if known is not None else None
 
     def _note_replaced_buffers(self) -> None:
@@ -326,10 +342,10 @@ class Recorder(Forward):
             tensor = self.skeleton.current(name)
             if tensor is self.skeleton.resting(name):
                 continue
-            known: Known | None = self.known.get(tensor)
-            for index, step in enumerate(self.course.steps):
+            known: KnownTensor | None = self.known.get(tensor)
+            for index, step in enumerate(self.recording.steps):
                 if known is not None and known.name in step.outputs:
-                    self.course.steps[index] = replace(step, updates=(*step.updates, name))
+                    self.recording.steps[index] = replace(step, updates=(*step.updates, name))
         self.skeleton.rest()
 
     @contextmanager

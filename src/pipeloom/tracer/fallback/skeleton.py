@@ -51,9 +51,9 @@ class Skeleton:
         in the backward. None: they just run.
     """
 
-    def __init__(self, made: Blueprint) -> None:
-        self.made = made
-        self.model = made.model
+    def __init__(self, blueprint: Blueprint) -> None:
+        self.blueprint = blueprint
+        self.model = blueprint.model
         self.names: dict[str, list[Location]] = {}
         self.constants: dict[str, Tensor] = {}
         self.params = tuple(dict(self.model.named_parameters()))
@@ -76,7 +76,7 @@ class Skeleton:
         self.attributes = tuple(name for name in self.names if name not in known)
         for name in self.attributes:
             if isinstance(self._resting[name], FakeTensor):
-                made.others[name] = self._resting[name]
+                blueprint.others[name] = self._resting[name]
             else:
                 self.constants[name] = self._resting[name]
 

@@ -24,14 +24,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...ir.errors import CutError
 from ..job import Job
-from .absent_tensors import KEEP_TOGETHER, Missing, call_without_data, has_no_data, missing_in
-from .forward_path import Path
-from .functions import LIKE, PLACES, READS, SILENT, leaves_in
-from .intercepted_forward import Forward, call_name, glue_name, seeded
-from .read_values import convert, count_of, numbers_of
-from .recorded_run import Call
+from .absent_tensors import KEEP_TOGETHER, MissingValue, call_without_data, has_no_data, missing_in
+from .forward_path import ForwardPath
+from .intercepted_forward import InterceptedForward, call_name, glue_name, seeded
+from .recorded_run import UnitCall
 from .skeleton import Skeleton, Unit
-from .stage_task import Entry, Task
+from .stage_task import StageTask, StopPoint
+from .torch_functions import LIKE, PLACES, READS, SILENT, convert, count_of, leaves_in, numbers_of
 
 
 class _Stop(BaseException):
@@ -39,15 +38,15 @@ class _Stop(BaseException):
 
 
 @dataclass(eq=False)
-class Handed:
+class StageRunResult:
     """What a run gives. bound: values for other stages.  path: the way up to where it stopped."""
 
     bound: dict[str, Tensor] = field(default_factory=dict)
     loss: Tensor | None = None
-    path: Path = field(default_factory=Path)
+    path: ForwardPath = field(default_factory=ForwardPath)
 
 
-class StageRun(Forward):
+class StageRun(InterceptedForward):
     """A run of one stage on one micro-batch.
 
     received: values by name.  known: the way that earlier stages took.  device: where tensors are.
@@ -56,21 +55,21 @@ class StageRun(Forward):
     def __init__(
         self,
         skeleton: Skeleton,
-        task: Task,
+        task: StageTask,
         *,
         received: Mapping[str, Tensor],
-        known: Path,
+        known: ForwardPath,
         seed: int,
         device: torch.device,
         training: bool = True,
     ) -> None:
-        super().__init__(skeleton, seed, random=task.random, python_random=task.course.python_random)
+        super().__init__(skeleton, seed, random=task.random, python_random=task.recording.python_random)
         self.task = task
         self.received = received
         self.known = known
         self.device = device
         self.training = training
-        self.handed = Handed()
+        self.handed = StageRunResult()
         self.arrived: set[str] = set()
         self.resolved: Any = WeakTensorKeyDictionary()
         self.spoilt: dict[int, Tensor] = {}
@@ -79,7 +78,7 @@ class StageRun(Forward):
         self.versions: dict[str, int] = {}
         self.made_after: dict[str, int] = {}
 
-    def run(self, job: Job, batch: Mapping[str, Tensor]) -> Handed:
+    def run(self, job: Job, batch: Mapping[str, Tensor]) -> StageRunResult:
         """Run the stage's part. State has been put into the skeleton."""
         try:
             loss = self.loss(job, batch)
@@ -125,7 +124,11 @@ class StageRun(Forward):
         leaf = self._resolve(leaf)
         if isinstance(leaf, Tensor) and not self._absent(leaf):
             return leaf
-        why = leaf._what if isinstance(leaf, Missing) else "the forward took another way than when captured"
+        why = (
+            leaf._what
+            if isinstance(leaf, MissingValue)
+            else "the forward took another way than when captured"
+        )
         raise CutError(
             f"stage {self.task.stage} needs {what}, made on another stage and not sent: {why}",
             hint=KEEP_TOGETHER,
@@ -145,7 +148,7 @@ class StageRun(Forward):
         if missing is not None:
             return self._made(name, missing, [])
         if absent and name in SILENT:
-            return Missing(f"the result of {name}")
+            return MissingValue(f"the result of {name}")
         if not absent:
             return self._compute(function, name, args, kwargs, tensors)
         if name in PLACES:
@@ -174,7 +177,7 @@ class StageRun(Forward):
     def _made(self, name: str, result: Any, changed: list[Tensor]) -> Any:
         """Bind what a function made, or changed in place, if it crosses."""
         flat, spec = tree_flatten(result)
-        made = [leaf for leaf in flat if isinstance(leaf, (Tensor, Missing))]
+        made = [leaf for leaf in flat if isinstance(leaf, (Tensor, MissingValue))]
         if not made and not changed:
             return result
         stretch, index = self.stretch, self.index
@@ -186,7 +189,7 @@ class StageRun(Forward):
         extra = [t for t in changed if not any(t is m for m in made)]
         bound = [self._bind(glue_name(stretch, index, i), leaf) for i, leaf in enumerate([*made, *extra])]
         parts = iter(bound)
-        flat = [next(parts) if isinstance(leaf, (Tensor, Missing)) else leaf for leaf in flat]
+        flat = [next(parts) if isinstance(leaf, (Tensor, MissingValue)) else leaf for leaf in flat]
         return tree_unflatten(flat, spec)
 
     def _bind(self, name: str, leaf: Any) -> Any:
@@ -221,8 +224,8 @@ class StageRun(Forward):
         done = len(self.handed.path.calls)
         return not self._as_recorded_after(name, calls[done:end], entry)
 
-    def _as_recorded_after(self, name: str, calls: Sequence[int], entry: Entry) -> bool:
-        recorded = self.task.course.calls[self.task.made_at(name) + 1 : entry.last + 1]
+    def _as_recorded_after(self, name: str, calls: Sequence[int], entry: StopPoint) -> bool:
+        recorded = self.task.recording.calls[self.task.made_at(name) + 1 : entry.last + 1]
         return [self.task.units[number] for number in calls] == [call.unit for call in recorded]
 
     def _read(
@@ -264,11 +267,11 @@ class StageRun(Forward):
             self._end(unit, leaves)
         self._go_on(unit)
         name = call_name(unit.fqn, number)
-        call = place.call if self.training else self.task.course.evaluated.get(name, place.call)
+        call = place.call if self.training else self.task.recording.evaluated.get(name, place.call)
         if place.own:
             return self._run(unit, (name, call, place.random), leaves, spec)
         if call is None:
-            return Missing(f"the result of {name}, which was not called when captured", self._decided)
+            return MissingValue(f"the result of {name}, which was not called when captured", self._decided)
         return self._stub(unit, call, leaves)
 
     def _pass(self, position: int, leaves: list[Any]) -> None:
@@ -280,7 +283,7 @@ class StageRun(Forward):
             for index, name in entry.arguments.items():
                 if name not in self.received or name in self.arrived or index >= len(leaves):
                     continue
-                if isinstance(leaves[index], Missing):
+                if isinstance(leaves[index], MissingValue):
                     leaves[index] = self.received[name]
                 elif isinstance(leaves[index], Tensor) and self._absent(leaves[index]):
                     self.resolved[leaves[index]] = self.received[name]
@@ -310,11 +313,13 @@ class StageRun(Forward):
         calls.append(number)
 
     def _run(
-        self, unit: Unit, what_call: tuple[str, Call | None, bool], leaves: list[Any], spec: TreeSpec
+        self, unit: Unit, what_call: tuple[str, UnitCall | None, bool], leaves: list[Any], spec: TreeSpec
     ) -> Any:
         name, call, random = what_call
         what = f"an argument of {unit.fqn}"
-        given = [self._data(leaf, what) if isinstance(leaf, (Tensor, Missing)) else leaf for leaf in leaves]
+        given = [
+            self._data(leaf, what) if isinstance(leaf, (Tensor, MissingValue)) else leaf for leaf in leaves
+        ]
         args, kwargs = tree_unflatten(given, spec)
         if random:
             with seeded(self.seed, name):
@@ -325,7 +330,7 @@ class StageRun(Forward):
             self._bind_outputs(unit, call, given, result)
         return result
 
-    def _bind_outputs(self, unit: Unit, call: Call, given: list[Any], result: Any) -> None:
+    def _bind_outputs(self, unit: Unit, call: UnitCall, given: list[Any], result: Any) -> None:
         flat, _ = tree_flatten(result)
         if self.task.others and _constants(flat) != _constants(call.leaves):
             raise CutError(
@@ -342,7 +347,7 @@ class StageRun(Forward):
                 owner = unit.module.get_submodule(output.module)
                 self._bind(output.name, getattr(owner, output.attribute))
 
-    def _stub(self, unit: Unit, call: Call, leaves: list[Any]) -> Any:
+    def _stub(self, unit: Unit, call: UnitCall, leaves: list[Any]) -> Any:
         """What another stage's unit gives."""
         flat = [_sendable(leaf, unit.fqn) for leaf in call.leaves]
         for output in call.outputs:
@@ -354,7 +359,7 @@ class StageRun(Forward):
                     self._spoil(target)
                     self._bind(output.name, target)
             else:
-                shape = self.task.course.values[output.name]
+                shape = self.task.recording.values[output.name]
                 tensor = torch.empty(shape.shape, dtype=getattr(torch, shape.dtype), device="meta")
                 tensor = self._bind(output.name, tensor)
                 if output.kind == "result":
@@ -372,4 +377,4 @@ def _constants(leaves: Sequence[Any]) -> list[Any]:
 def _sendable(leaf: Any, unit: str) -> Any:
     if leaf is None or isinstance(leaf, (bool, int, str)):
         return leaf
-    return Missing(f"the {type(leaf).__name__} that {unit} returned: only tensors are sent")
+    return MissingValue(f"the {type(leaf).__name__} that {unit} returned: only tensors are sent")

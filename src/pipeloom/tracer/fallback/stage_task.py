@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ...ir.stages import StageGraph
-from .forward_path import PATH
-from .functions import RANDOM
+from .forward_path import PATH_PREFIX
 from .intercepted_forward import call_name
-from .recorded_ops import Member, is_dynamic
-from .recorded_run import LOSS, Call, Course
+from .recorded_ops import ModuleOp, is_dynamic
+from .recorded_run import LOSS, RecordedRun, UnitCall
+from .torch_functions import RANDOM
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class CallPlace:
     """A unit call as seen by a stage.
 
     position: of the call in the recorded run; one that was not recorded counts with those of its op.
@@ -23,13 +23,13 @@ class Place:
     """
 
     position: int
-    call: Call | None
+    call: UnitCall | None
     own: bool
     random: bool
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class StopPoint:
     """Where a stage stops: at the first unit call behind `last`. arguments: of that call, by leaf."""
 
     last: int
@@ -37,7 +37,7 @@ class Entry:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Task:
+class StageTask:
     """One stage of a cut.
 
     members: all ops.  own: indices of this stage's.  sends, receives: names of values that cross, without
@@ -46,22 +46,22 @@ class Task:
     """
 
     stage: int
-    course: Course
-    members: Sequence[Member]
+    recording: RecordedRun
+    members: Sequence[ModuleOp]
     own: frozenset[int]
     others: bool
     makes_loss: bool
     sends: frozenset[str]
     receives: frozenset[str]
-    entry: Entry
-    sources: Mapping[int, Entry]
+    entry: StopPoint
+    sources: Mapping[int, StopPoint]
     source_of: Mapping[str, int]
     units: tuple[str, ...]
 
     @cached_property
     def dynamic(self) -> bool:
         """Whether the forward may call other units than recorded."""
-        return is_dynamic(self.course, self.members)
+        return is_dynamic(self.recording, self.members)
 
     def made_at(self, name: str) -> int:
         """Number of the recorded unit call that makes a value, or in whose stretch it is made; -1 before."""
@@ -69,14 +69,14 @@ class Task:
 
     @cached_property
     def _made_at(self) -> Mapping[str, int]:
-        return {name: step.call for step in self.course.steps for name in step.outputs}
+        return {name: step.call for step in self.recording.steps for name in step.outputs}
 
     @property
     def last(self) -> int:
         """Position of the last recorded call of this stage."""
         return self.entry.last
 
-    def before(self) -> Task:
+    def before(self) -> StageTask:
         """The same run, ended where this stage's own modules would start."""
         first = min(call for index in self.own for call in self.members[index].calls)
         nothing: frozenset[str] = frozenset()
@@ -87,12 +87,12 @@ class Task:
             sends=nothing,
             receives=nothing,
             sources={},
-            entry=Entry(last=first - 1, arguments={}),
+            entry=StopPoint(last=first - 1, arguments={}),
         )
 
     @cached_property
     def random(self) -> frozenset[str]:
-        return RANDOM | self.course.random
+        return RANDOM | self.recording.random
 
     @cached_property
     def stretches(self) -> frozenset[str]:
@@ -105,9 +105,9 @@ class Task:
 
     @cached_property
     def _stretches(self) -> Mapping[str, Sequence[str]]:
-        return {"": self.course.first_stretch} | {c.name: c.stretch for c in self.course.calls}
+        return {"": self.recording.first_stretch} | {c.name: c.stretch for c in self.recording.calls}
 
-    def place(self, unit: str, number: int) -> Place:
+    def place(self, unit: str, number: int) -> CallPlace:
         """Where a unit call belongs."""
         key = unit, number
         if key not in self._places:
@@ -115,46 +115,50 @@ class Task:
         return self._places[key]
 
     @cached_property
-    def _places(self) -> dict[tuple[str, int], Place]:
+    def _places(self) -> dict[tuple[str, int], CallPlace]:
         return {}
 
-    def _find(self, unit: str, number: int) -> Place:
-        calls = [i for i, call in enumerate(self.course.calls) if call.unit == unit]
+    def _find(self, unit: str, number: int) -> CallPlace:
+        calls = [i for i, call in enumerate(self.recording.calls) if call.unit == unit]
         name = call_name(unit, number)
-        exact = next((i for i in calls if self.course.calls[i].name == name), None)
+        exact = next((i for i in calls if self.recording.calls[i].name == name), None)
         position = exact if exact is not None else calls[-1] if calls else None
         if position is None:
             index = next(i for i, m in enumerate(self.members) if unit in m.idle)
             position = self.members[index].calls[0]
         else:
             index = next(i for i, m in enumerate(self.members) if position in m.calls)
-        random = any(self.course.calls[i].random for i in calls) or not calls
-        return Place(
+        random = any(self.recording.calls[i].random for i in calls) or not calls
+        return CallPlace(
             position=position,
-            call=None if exact is None else self.course.calls[exact],
+            call=None if exact is None else self.recording.calls[exact],
             own=index in self.own,
             random=random,
         )
 
 
-def task_of(
-    course: Course, members: Sequence[Member], units: tuple[str, ...], stages: StageGraph, index: int
-) -> Task:
+def derive_stage_task(
+    recording: RecordedRun,
+    members: Sequence[ModuleOp],
+    units: tuple[str, ...],
+    stages: StageGraph,
+    index: int,
+) -> StageTask:
     """The task of stage `index`."""
     number = {member.name: i for i, member in enumerate(members)}
     own = [frozenset(number[op] for op in stage.ops) for stage in stages.stages]
     sends = {c.value.name for c in stages.crossings if c.source == index}
     receives = {c.value.name for c in stages.crossings if c.target == index}
-    entries = [_entry(course, [members[i] for i in mine]) for mine in own]
-    return Task(
+    entries = [_entry(recording, [members[i] for i in mine]) for mine in own]
+    return StageTask(
         stage=index,
-        course=course,
+        recording=recording,
         members=members,
         own=own[index],
         others=len(stages.stages) > 1,
         makes_loss=index == stages.loss_stage,
-        sends=frozenset(n for n in sends if not n.startswith(PATH) and n != LOSS),
-        receives=frozenset(n for n in receives if not n.startswith(PATH)),
+        sends=frozenset(n for n in sends if not n.startswith(PATH_PREFIX) and n != LOSS),
+        receives=frozenset(n for n in receives if not n.startswith(PATH_PREFIX)),
         entry=entries[index],
         sources={s: entries[s] for s in stages.predecessors[index]},
         source_of={c.value.name: c.source for c in stages.crossings if c.target == index},
@@ -162,7 +166,7 @@ def task_of(
     )
 
 
-def _entry(course: Course, members: Sequence[Member]) -> Entry:
+def _entry(recording: RecordedRun, members: Sequence[ModuleOp]) -> StopPoint:
     last = max(call for member in members for call in member.calls)
-    behind = course.calls[last + 1].inputs if last + 1 < len(course.calls) else ()
-    return Entry(last=last, arguments={i: name for i, name in enumerate(behind) if name})
+    behind = recording.calls[last + 1].inputs if last + 1 < len(recording.calls) else ()
+    return StopPoint(last=last, arguments={i: name for i, name in enumerate(behind) if name})

@@ -1,10 +1,5 @@
-from .accumulate import (
-    add_gradient as add_gradient,
-    add_in_place as add_in_place,
-    add_product as add_product,
-    add_products as add_products,
-)
 from .functions import (
+    DiscardSink as DiscardSink,
     Sink as Sink,
     Slot as Slot,
     StageFunctions as StageFunctions,
@@ -13,3 +8,9 @@ from .functions import (
 )
 from .tape import compile_graph as compile_graph, measure as measure, predict as predict
 from .trace import stage_functions as stage_functions, stage_residuals as stage_residuals
+from .accumulate import (
+    add_gradient as add_gradient,
+    add_in_place as add_in_place,
+    add_product as add_product,
+    add_products as add_products,
+)

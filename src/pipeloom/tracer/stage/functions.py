@@ -18,6 +18,13 @@ class Sink(Protocol):
         self.add(name, left @ right)
 
 
+class DiscardSink(Sink):
+    """A sink for gradients that nobody wants."""
+
+    def add(self, name: str, grad: Tensor) -> None:
+        pass
+
+
 class Slot(NamedTuple):
     """What a graph's placeholder or output stands for.
 

@@ -17,7 +17,7 @@ from ...ir.errors import PlanError
 from ...ir.memory_policy import Residual, Treatment
 from ...ir.stages import StageGraph
 from ..captured import Captured
-from ..fallback import module_functions
+from ..fallback import module_stage_functions
 from ..layout import Order, alone
 from ..meta import tensors_of
 from ..once import one_thread
@@ -200,7 +200,9 @@ def stage_functions(
     """
     if captured.cut is not None:
         _refuse_modules(index, treatments)
-        return module_functions(captured.cut, captured.graph, stages, index, device=device, compiled=compiled)
+        return module_stage_functions(
+            captured.cut, captured.graph, stages, index, device=device, compiled=compiled
+        )
     module = extract(captured, stages, index, device)
     values = captured.graph.value
     sent = tuple(o for o in module.outputs if not o.startswith("buffer:") and o != captured.graph.loss)

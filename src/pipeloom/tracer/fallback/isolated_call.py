@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from .functions import open_up
 from .intercepted_forward import output_name
-from .memory_meter import Meter
-from .recorded_run import Output
+from .memory_meter import MemoryMeter
+from .recorded_run import UnitOutput
 from .skeleton import Skeleton, Unit
+from .torch_functions import open_up
 
 
-class Isolated:
+class IsolatedCall:
     """Runs a unit on copies of what requires a gradient, and hands its results over without graph.
 
     leaves: flattened arguments.  handed: tensors handed over, by name.  updates: buffers it changed.
@@ -35,7 +35,7 @@ class Isolated:
         self._left: list[tuple[str, str, Tensor]] = []
         self._flat: list[Any] = []
 
-    def run(self, spec: TreeSpec, state: Mapping[str, Tensor], meter: Meter) -> TreeSpec:
+    def run(self, spec: TreeSpec, state: Mapping[str, Tensor], meter: MemoryMeter) -> TreeSpec:
         """Run it with these parameters. Returns how its result is built of leaves."""
         versions = [_version(leaf) for leaf in self.given]
         buffers = {n: (t, t._version) for n, t in state.items() if n not in self.skeleton.params}
@@ -61,7 +61,7 @@ class Isolated:
         self._flat, built = tree_flatten(result)
         return built
 
-    def hand_over(self, call: str) -> tuple[tuple[Output, ...], list[Any]]:
+    def hand_over(self, call: str) -> tuple[tuple[UnitOutput, ...], list[Any]]:
         """Returns: what other code sees of the call, and the leaves of its result."""
         outputs = []
         for index in self._changed:
@@ -78,7 +78,7 @@ class Isolated:
                 flat.append(leaf)
             elif source is not None:
                 flat.append(self.leaves[source])
-                outputs.append(Output(name="", kind="same", index=index, argument=source))
+                outputs.append(UnitOutput(name="", kind="same", index=index, argument=source))
             else:
                 flat.append(_without_graph(leaf))
                 outputs.append(self._output(output_name(call, index), flat[-1], kind="result", index=index))
@@ -91,12 +91,12 @@ class Isolated:
                 outputs.append(self._output(name, alone, kind="attribute", module=path, attribute=attribute))
         return tuple(outputs), flat
 
-    def _output(self, name: str, tensor: Tensor, **how: Any) -> Output:
+    def _output(self, name: str, tensor: Tensor, **how: Any) -> UnitOutput:
         self.handed[name] = tensor
-        return Output(name=name, **how)
+        return UnitOutput(name=name, **how)
 
 
-def _updated(now: Tensor, before: Tensor, version: int, meter: Meter) -> bool:
+def _updated(now: Tensor, before: Tensor, version: int, meter: MemoryMeter) -> bool:
     """Whether a buffer has a next state. One that a gradient flows through is a result, not a state."""
     if now is not before:
         return not now.requires_grad

@@ -20,13 +20,13 @@ from ..meta import autocast_region
 from ..once import one_thread
 from ..stage import Sink, Slot, Tensors
 from .absent_tensors import KEEP_TOGETHER
-from .forward_path import PATH, Path, decode, encode
+from .forward_path import PATH_PREFIX, ForwardPath, decode_path, encode_path
 from .intercepted_forward import call_name, seeded
-from .memory_meter import Meter
+from .memory_meter import MemoryMeter
 from .recorded_run import LOSS
 from .skeleton import Skeleton, Unit
-from .stage_run import Handed, StageRun
-from .stage_task import Task
+from .stage_run import StageRun, StageRunResult
+from .stage_task import StageTask
 
 _GRAPH = Slot("graph", "autograd")
 
@@ -77,7 +77,7 @@ class ModuleFunctions:
     differentiable: bool
     examples: Mapping[str, Tensor]
     job: Job
-    task: Task
+    task: StageTask
     skeleton: Skeleton
     values: Mapping[str, Value]
     updated: frozenset[str]
@@ -212,18 +212,18 @@ class ModuleFunctions:
 
     def _run(
         self, graph: _Graph, inputs: Mapping[str, Tensor], *, training: bool = True
-    ) -> tuple[Handed, dict[str, Tensor]]:
+    ) -> tuple[StageRunResult, dict[str, Tensor]]:
         """Run the forward. Returns also the buffers that changed, as `buffer:FQN`."""
         batch = {name: inputs[name] for name in self.batch}
         device = self._device(inputs)
-        later = self.task.course.changed_later
+        later = self.task.recording.changed_later
         received = {
             name: tensor.clone() if name in later else tensor
             for name, tensor in graph.received.items()
-            if not name.startswith(PATH)
+            if not name.startswith(PATH_PREFIX)
         }
-        paths = [decode(inputs[n]) for n in self.received if n.startswith(PATH)]
-        known = max(paths, key=lambda path: len(path.calls), default=Path())
+        paths = [decode_path(inputs[n]) for n in self.received if n.startswith(PATH_PREFIX)]
+        known = max(paths, key=lambda path: len(path.calls), default=ForwardPath())
         run = StageRun(
             self.skeleton,
             self.task,
@@ -252,13 +252,13 @@ class ModuleFunctions:
 
     # --- after a run ------------------------------------------------------------------------------
 
-    def _outputs(self, handed: Handed, given: set[int], device: torch.device) -> dict[str, Tensor]:
+    def _outputs(self, handed: StageRunResult, given: set[int], device: torch.device) -> dict[str, Tensor]:
         """What is sent, and the loss, each with a storage of its own and without graph."""
         found = {}
         for name in self.sent:
             value = self.values[name]
-            if name.startswith(PATH):
-                found[name] = encode(handed.path, value, device)
+            if name.startswith(PATH_PREFIX):
+                found[name] = encode_path(handed.path, value, device)
             elif name in handed.bound:
                 found[name] = _checked(handed.bound[name], value)
             else:
@@ -273,7 +273,7 @@ class ModuleFunctions:
         """Activation checkpointing runs units again in the backward: with the same state and seeds."""
 
         def rerun(unit: Unit, args: Any, kwargs: Any) -> Any:
-            calls = [call for call in self.task.course.calls if call.unit == unit.fqn]
+            calls = [call for call in self.task.recording.calls if call.unit == unit.fqn]
             if not any(call.random for call in calls):
                 return unit.original_forward(*args, **kwargs)
             if len(calls) > 1:
@@ -300,7 +300,7 @@ class ModuleFunctions:
             held.clear()
             yield
             return
-        meter = Meter(t for slot, t in held.items() if slot.kind == "made")
+        meter = MemoryMeter(t for slot, t in held.items() if slot.kind == "made")
         held.clear()
         with meter:
             yield

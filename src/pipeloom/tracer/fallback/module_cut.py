@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ...ir.errors import CaptureError, CutError, PipeloomError
+from ...ir.errors import CaptureError, PipeloomError
 from ...ir.graph import OpGraph, Value
 from ...ir.stages import StageGraph
 from ..blueprint import Blueprint
@@ -19,15 +19,14 @@ from ..export import model_buffers, model_parameters
 from ..job import Job
 from ..layout import zeros
 from ..meta import autocast_region
-from ..stage import Sink, made_bytes
-from .forward_path import PATH, Path, encode
-from .recorded_ops import Member, wire
-from .recorded_run import LOSS, Course
-from .recorder import Recorder
+from .forward_path import PATH_PREFIX, ForwardPath, encode_path
+from .module_functions import ModuleFunctions
+from .recorded_ops import ModuleOp, build_ops
+from .recorded_run import LOSS, RecordedRun
+from .recorder import ForwardRecorder
 from .skeleton import Skeleton
-from .stage_functions import ModuleFunctions
-from .stage_task import task_of
-from .trial_parameters import Materials, make
+from .stage_task import derive_stage_task
+from .trial import TrialParameters, trial_run
 from .units import derive_units, is_container, listed_units, size_of
 
 _log = logging.getLogger("pipeloom")
@@ -45,8 +44,8 @@ class ModuleCut:
     skeleton: Skeleton
     units: tuple[str, ...]
     groups: tuple[tuple[str, ...], ...] | None
-    course: Course
-    members: Sequence[Member]
+    recording: RecordedRun
+    members: Sequence[ModuleOp]
     batch: Mapping[str, Tensor]
     autocast: torch.dtype | None
 
@@ -67,22 +66,22 @@ def cut_modules(
     Raises: CaptureError if the forward fails, CutError if Job.modules cannot be.
     """
     skeleton = like.skeleton if like is not None else Skeleton(made)
-    units, groups, course = _recorded(job, batch, skeleton, autocast, like)
+    units, groups, recording = _recorded(job, batch, skeleton, autocast, like)
     with skeleton.evaluating():
-        evaluated = _record(job, batch, skeleton, autocast, course.tainted)
-    course.evaluated = evaluated.call_named
-    course.values = evaluated.values | course.values
-    for unit, names in course.remembered.items():
+        evaluated = _record(job, batch, skeleton, autocast, recording.tainted)
+    recording.evaluated = evaluated.call_named
+    recording.values = evaluated.values | recording.values
+    for unit, names in recording.remembered.items():
         _log.warning(
             "%s changes its attribute %s: stages that do not run it never see that, so the code between "
             "modules must not depend on it",
             unit,
             ", ".join(names),
         )
-    wiring = wire(course, skeleton, groups)
+    wiring = build_ops(recording, skeleton, groups)
     ops = wiring.ops()
     sent = {value.name for op in ops for value in op.outputs}
-    course.samples = {name: sample.clone() for name, sample in course.samples.items() if name in sent}
+    recording.samples = {name: sample.clone() for name, sample in recording.samples.items() if name in sent}
     graph = OpGraph(
         name=job.name,
         inputs=tuple(_value(key, tensor) for key, tensor in batch.items()),
@@ -98,7 +97,7 @@ def cut_modules(
         skeleton=skeleton,
         units=units,
         groups=groups,
-        course=course,
+        recording=recording,
         members=wiring.members,
         batch=dict(batch),
         autocast=autocast,
@@ -116,39 +115,39 @@ def _recorded(
     skeleton: Skeleton,
     autocast: torch.dtype | None,
     like: ModuleCut | None,
-) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...] | None, Course]:
+) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...] | None, RecordedRun]:
     """The units and a run with them. A module that decides on data within becomes a unit itself."""
     if like is not None:
-        return like.units, like.groups, _record(job, batch, skeleton, autocast, like.course.tainted)
+        return like.units, like.groups, _record(job, batch, skeleton, autocast, like.recording.tainted)
     groups = listed_units(skeleton.model, job.modules) if job.modules is not None else None
     whole: frozenset[str] = frozenset()
     while True:
         units = derive_units(skeleton.model, whole) if groups is None else sum(groups, ())
         skeleton.install(units)
-        course = _record(job, batch, skeleton, autocast, ())
-        more = _decides_within(course, skeleton.model, trunks_of(units)) - whole
+        recording = _record(job, batch, skeleton, autocast, ())
+        more = _decides_within(recording, skeleton.model, trunks_of(units)) - whole
         if groups is not None or not more:
             break
         whole |= more
-    if not course.calls:  # all that is computed is computed by the model's own forward
+    if not recording.calls:  # all that is computed is computed by the model's own forward
         units = ("",)
         skeleton.install(units)
-        course = _record(job, batch, skeleton, autocast, ())
-    return units, groups, course
+        recording = _record(job, batch, skeleton, autocast, ())
+    return units, groups, recording
 
 
-def _decides_within(course: Course, model: nn.Module, trunks: Sequence[str]) -> frozenset[str]:
+def _decides_within(recording: RecordedRun, model: nn.Module, trunks: Sequence[str]) -> frozenset[str]:
     """Modules to keep whole, although they were expanded: those that shape tensors by data, and, where they
     hold less than half of the parameters, those that decide on data or may be called or not by such a
     decision of the model's own forward."""
-    suspects = set(course.undecided) - {""}
-    if "" in course.undecided:
-        shapes = course.undecided[""]
+    suspects = set(recording.undecided) - {""}
+    if "" in recording.undecided:
+        shapes = recording.undecided[""]
         suspects |= {fqn for fqn in trunks if shapes or not is_container(model.get_submodule(fqn))}
     return frozenset(
         fqn
         for fqn in suspects
-        if course.undecided.get(fqn) or 2 * size_of(model.get_submodule(fqn)) < size_of(model)
+        if recording.undecided.get(fqn) or 2 * size_of(model.get_submodule(fqn)) < size_of(model)
     )
 
 
@@ -169,7 +168,7 @@ def _record(
     skeleton: Skeleton,
     autocast: torch.dtype | None,
     forced: Sequence[float],
-) -> Course:
+) -> RecordedRun:
     """Try without data, then on the CPU, then on a GPU if there is one."""
     attempts = [(torch.device("cpu"), True), (torch.device("cpu"), False)]
     if torch.cuda.is_available():
@@ -177,7 +176,9 @@ def _record(
     problem: Exception | None = None
     for device, fake in attempts:
         try:
-            return _attempt(job, batch, skeleton, autocast, Materials(skeleton, device, fake=fake), forced)
+            return _attempt(
+                job, batch, skeleton, autocast, TrialParameters(skeleton, device, fake=fake), forced
+            )
         except PipeloomError:
             raise
         except Exception as error:  # the user's forward raises every kind of exception
@@ -197,13 +198,13 @@ def _attempt(
     batch: Mapping[str, Tensor],
     skeleton: Skeleton,
     autocast: torch.dtype | None,
-    materials: Materials,
+    parameters: TrialParameters,
     forced: Sequence[float],
-) -> Course:
-    recorder = Recorder(skeleton, materials, forced=forced, trunks=trunks_of(list(skeleton.units)))
-    with torch.random.fork_rng(), autocast_region(materials.device.type, autocast):
-        if not materials.fake:
-            return recorder.record(job, {key: t.to(materials.device).clone() for key, t in batch.items()})
+) -> RecordedRun:
+    recorder = ForwardRecorder(skeleton, parameters, forced=forced, trunks=trunks_of(list(skeleton.units)))
+    with torch.random.fork_rng(), autocast_region(parameters.device.type, autocast):
+        if not parameters.fake:
+            return recorder.record(job, {key: t.to(parameters.device).clone() for key, t in batch.items()})
         mode = next(p.fake_mode for p in _fakes(skeleton))
         with mode:
             return recorder.record(job, {key: mode.from_tensor(t) for key, t in batch.items()})
@@ -216,7 +217,7 @@ def _fakes(skeleton: Skeleton) -> list[FakeTensor]:
     return found
 
 
-def module_functions(
+def module_stage_functions(
     cut: ModuleCut,
     graph: OpGraph,
     stages: StageGraph,
@@ -226,12 +227,12 @@ def module_functions(
     compiled: bool = False,
 ) -> ModuleFunctions:
     """The functions of one stage; see `tracer.stage.trace.stage_functions`."""
-    task = task_of(cut.course, cut.members, cut.units, stages, index)
+    task = derive_stage_task(cut.recording, cut.members, cut.units, stages, index)
     received = {c.value.name: c.value for c in stages.crossings if c.target == index}
     sent = {c.value.name: graph.value[c.value.name] for c in stages.crossings if c.source == index}
     gives = [*sent.values(), *[graph.value[LOSS]] * task.makes_loss]
     if compiled:
-        cut.skeleton.compile_units(eager={call.unit for call in cut.course.calls if call.random})
+        cut.skeleton.compile_units(eager={call.unit for call in cut.recording.calls if call.random})
     functions = ModuleFunctions(
         index=index,
         params=stages.params[index],
@@ -250,53 +251,17 @@ def module_functions(
         trainable=frozenset(p.name for p in graph.parameters if p.trainable),
         autocast=cut.autocast,
     )
-    _trial(functions, cut, torch.device(device))
+    trial_run(functions, cut.batch, torch.device(device))
     return functions
 
 
 def _example(cut: ModuleCut, value: Value, device: torch.device) -> Tensor:
     """What a stage received in the recorded run; made up if that had no data."""
-    if value.name.startswith(PATH):
-        calls = [cut.units.index(call.unit) for call in cut.course.calls]
-        return encode(Path(cut.course.decisions, calls), value, device)
-    sample = cut.course.samples.get(value.name)
+    if value.name.startswith(PATH_PREFIX):
+        calls = [cut.units.index(call.unit) for call in cut.recording.calls]
+        return encode_path(ForwardPath(cut.recording.decisions, calls), value, device)
+    sample = cut.recording.samples.get(value.name)
     if sample is not None:
         return sample.to(device)
     made = zeros(value, device)
     return made.normal_(0.0, 0.1) if made.is_floating_point() else made
-
-
-def initial_state(cut: ModuleCut, names: Sequence[str], device: torch.device) -> dict[str, Tensor]:
-    """Parameters and buffers as the model makes them with seed 0, for trial runs."""
-    return make(cut.skeleton, names, device, seed=0)
-
-
-class Nowhere(Sink):
-    """A sink for gradients that nobody wants."""
-
-    def add(self, name: str, grad: Tensor) -> None:
-        pass
-
-
-def _trial(functions: ModuleFunctions, cut: ModuleCut, device: torch.device) -> None:
-    """Run each function once on initial weights, to know what memory it takes."""
-    names = [*functions.params, *functions.buffers]
-    state = initial_state(cut, names, device)
-    inputs = {n: t.to(device) for n, t in cut.batch.items()} | dict(functions.examples)
-    with torch.random.fork_rng(), torch.no_grad():
-        for split in (False, True):
-            outputs, residuals = functions.forward(state, inputs, 0)
-            if not functions.differentiable:
-                return
-            functions.residual_bytes = {"autograd": made_bytes(residuals)}
-            grads = {n: torch.ones_like(t) for n, t in outputs.items() if not n.startswith("buffer:")}
-            outputs.clear()
-            if not split:
-                functions.backward(state, residuals, grads, Nowhere())
-                continue
-            try:
-                _, carried = functions.backward_input(state, residuals, grads)
-            except CutError:  # it is an error only if the schedule splits the backward
-                return
-            functions.carried_bytes = made_bytes(carried)
-            functions.backward_weight(state, carried, Nowhere())
