@@ -5,7 +5,7 @@
 
 Estimated over measured: 1 is right, 2 twice too slow. Times are those of the measuring thread, with the
 allocator set as in a run. The shares of a measured cluster come from another, smaller model
-(profiler/reference.py).
+(profiler/efficiency.py).
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,12 +14,13 @@ from pipeloom.api import disk_speed, planning, with_files
 from pipeloom.clusters import cpu_cluster, find_cluster
 from pipeloom.ir.cluster import Link, MiB
 from pipeloom.ir.errors import ConfigError, PlanError
+from pipeloom.profiler import file_tier
 
 
 @pytest.fixture(autouse=True)
 def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """How fast the disk is does not matter here."""
-    monkeypatch.setattr("pipeloom.profiler.host_copies.FILE_BYTES", MiB)
+    monkeypatch.setattr("pipeloom.profiler.host_copies.file_tier", partial(file_tier, file_bytes=MiB))
 
 
 def test_what_does_not_fit_is_offloaded_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

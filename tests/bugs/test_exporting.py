@@ -12,7 +12,7 @@ from torch.nn import functional as fn
 from pipeloom import Job
 from pipeloom.ir.errors import CaptureError
 from pipeloom.tracer import capture
-from pipeloom.tracer.export import export
+from pipeloom.tracer.export import export_program
 
 
 class TwoLayers(nn.Module):
@@ -113,7 +113,7 @@ def test_gradients_of_the_users_own_are_not_lost(between: Callable[..., Tensor],
             return self.model(**batch)
 
     with pytest.raises(CaptureError, match=reason):
-        export(Wrapped(), zoo.vector_batch(0, 2), "mine")
+        export_program(Wrapped(), zoo.vector_batch(0, 2), "mine")
     assert torch.autograd.grad is not None and Doubled.apply(torch.ones(1)).item() == 2.0
 
 

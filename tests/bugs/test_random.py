@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as fn
 
 from pipeloom import Job, Options, Pipeline
-from pipeloom.tracer import capture, drawn, end_random, seed_random
+from pipeloom.tracer import call_seeded, capture, end_random, seed_random
 
 
 class Noisy(nn.Module):
@@ -58,11 +58,11 @@ def test_a_failing_draw_does_not_keep_the_turn() -> None:
     """Other ranks of the process waited for ever."""
     before = torch.get_rng_state()
     with pytest.raises(RuntimeError):
-        drawn(0, "call", torch.bernoulli, torch.tensor([2.0]))
+        call_seeded(0, "call", torch.bernoulli, torch.tensor([2.0]))
     assert torch.equal(torch.get_rng_state(), before)
     seed_random(0, "outer")
-    inner = drawn(0, "inner", torch.rand, 3)
+    inner = call_seeded(0, "inner", torch.rand, 3)
     outer = torch.rand(3)
     end_random()
-    assert torch.equal(inner, drawn(0, "inner", torch.rand, 3))
-    assert torch.equal(outer, drawn(0, "outer", torch.rand, 3))
+    assert torch.equal(inner, call_seeded(0, "inner", torch.rand, 3))
+    assert torch.equal(outer, call_seeded(0, "outer", torch.rand, 3))

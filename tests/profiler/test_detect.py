@@ -9,10 +9,20 @@ from pipeloom.ir.cluster import OP_CLASSES, Device, MiB
 from pipeloom.ir.errors import ConfigError
 from pipeloom.ir.graph import Op, Value
 from pipeloom.ir.profile import OpCost
-from pipeloom.profiler import Reference, Sizes, Timer, compare, detect, host_copies, joined, measured, shares
+from pipeloom.profiler import (
+    ReferenceModel,
+    ReferenceSizes,
+    Timer,
+    connected_components,
+    detect,
+    efficiency_by_class,
+    host_copies,
+    measure_efficiency,
+    summarise_runs,
+)
 
 CPU = torch.device("cpu")
-TINY = Sizes(rows=2, length=16, width=32, vocabulary=64, channels=4, pixels=8)
+TINY = ReferenceSizes(rows=2, length=16, width=32, vocabulary=64, channels=4, pixels=8)
 
 
 def op(name: str, target: str) -> Op:
@@ -24,7 +34,7 @@ def test_the_share_makes_the_estimate_of_a_class_right():
     ideal = {"a": OpCost(forward_s=1, weight_grad_s=1), "b": OpCost(forward_s=3), "c": OpCost(forward_s=1)}
     both = OpCost(forward_s=2.5, weight_grad_s=2.5)
     real = {"a": both, "b": OpCost(forward_s=4.5), "c": OpCost(forward_s=2.5)}
-    elementwise, matmul = compare(ops, ideal, real, launch_s=0.5)
+    elementwise, matmul = efficiency_by_class(ops, ideal, real, launch_s=0.5)
     assert (elementwise.name, elementwise.value) == ("elementwise", 0.5)
     # Without the launches, 5 seconds at share 1 took 2 + 2 + 4.
     assert (matmul.name, matmul.value, matmul.low, matmul.high) == ("matmul", 5 / 8, 0.5, 0.75)
@@ -35,19 +45,19 @@ def test_views_and_kernels_that_the_estimate_does_not_have_are_left_out():
     ops = (replace(op("v", "aten.view.default"), view=True), op("a", "aten.add.Tensor"))
     ideal = {"v": OpCost(forward_s=1.0), "a": OpCost(forward_s=1.0)}
     real = {"v": OpCost(forward_s=9.0), "a": OpCost(forward_s=2.0, input_grad_s=7.0)}
-    (elementwise,) = compare(ops, ideal, real, launch_s=0.0)
+    (elementwise,) = efficiency_by_class(ops, ideal, real, launch_s=0.0)
     assert elementwise.value == 0.5
 
 
 def test_the_reference_has_ops_of_all_classes():
     device = Device(name="cpu", memory_bytes=1, flops_per_s={"float32": 1e10}, memory_bytes_per_s=1e10)
-    found = {s.name: s for s in shares(device, CPU, sizes=TINY, autocast=None, budget_s=0.5)}
+    found = {s.name: s for s in measure_efficiency(device, CPU, sizes=TINY, autocast=None, budget_s=0.5)}
     assert set(found) == set(OP_CLASSES) - {"default"}
     assert all(0 < share.low <= share.high for share in found.values())
 
 
 def test_the_reference_learns():
-    model = Reference(TINY)
+    model = ReferenceModel(TINY)
     loss = model(torch.zeros(2, 16, dtype=torch.long), torch.randn(2, 4, 8, 8))
     loss.backward()
     assert all(p.grad is not None for p in model.parameters())
@@ -78,9 +88,8 @@ def test_launches_are_short():
     assert all(1e-8 < seconds < 1e-2 for seconds in detect._launches(CPU))
 
 
-def test_files_take_tensors_and_give_them_back(tmp_path, monkeypatch):
-    monkeypatch.setattr(host_copies, "FILE_BYTES", MiB)
-    out, back, rows = host_copies.file_tier(tmp_path)
+def test_files_take_tensors_and_give_them_back(tmp_path):
+    out, back, rows = host_copies.file_tier(tmp_path, file_bytes=MiB)
     assert out.bandwidth_bytes_per_s == rows[0].value and back.bandwidth_bytes_per_s == rows[1].value
     assert [row.name for row in rows] == ["host_link", "host_link_back"]
     assert not list(tmp_path.iterdir())
@@ -114,11 +123,11 @@ def test_a_full_disk_is_said(tmp_path, monkeypatch):
 
 
 def test_figures_with_their_spread():
-    found = measured("rate", iter([4.0, 1.0, 2.0, 8.0]), "B/s")
+    found = summarise_runs("rate", iter([4.0, 1.0, 2.0, 8.0]), "B/s")
     assert (found.value, found.low, found.high, found.of) == (3.0, 1.0, 8.0, "4 runs")
 
 
 def test_components():
-    assert joined([], 3) == [0, 1, 2]
-    assert joined([(1, 2), (0, 2)], 4) == [0, 0, 0, 3]
-    assert joined([(3, 2), (1, 0), (3, 0)], 4) == [0, 0, 0, 0]
+    assert connected_components([], 3) == [0, 1, 2]
+    assert connected_components([(1, 2), (0, 2)], 4) == [0, 0, 0, 3]
+    assert connected_components([(3, 2), (1, 0), (3, 0)], 4) == [0, 0, 0, 0]

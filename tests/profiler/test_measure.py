@@ -8,10 +8,10 @@ from torch import nn
 from torch.nn import functional as fn
 
 from pipeloom import Job
-from pipeloom.profiler import Arguments, measure
+from pipeloom.profiler import OpArguments, measure
 from pipeloom.tracer import capture
 
-module = importlib.import_module("pipeloom.profiler.measure")
+module = importlib.import_module("pipeloom.profiler.measure_ops")
 
 
 class Mixed(nn.Module):
@@ -52,7 +52,7 @@ def captured():
 def profile(captured):
     """Nothing is taken off for autograd's engine: on a busy machine it can seem slower than a small op."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "engine_s", lambda timer: 0.0)
+        patch.setattr(module, "autograd_overhead_s", lambda timer: 0.0)
         return measure(captured, batch=batch(0, 3), budget_s=0.01)
 
 
@@ -105,13 +105,13 @@ def test_scratch_is_what_is_gone_afterwards(captured, profile):
 
 def test_equal_ops_are_measured_once(captured, monkeypatch):
     seen = []
-    run = module.measure_kernel
+    run = module.measure_op
 
     def spy(node, *args, **options):
         seen.append(node.name)
         return run(node, *args, **options)
 
-    monkeypatch.setattr(module, "measure_kernel", spy)
+    monkeypatch.setattr(module, "measure_op", spy)
     profile = measure(captured, budget_s=0.01)
     linears = [op.name for op, _ in by_target(captured, profile, "linear")]
     assert [name for name in seen if name in linears] == [linears[0], linears[2]]
@@ -126,14 +126,14 @@ def test_threads_are_put_back(captured):
 def test_integers_are_real_or_valid(captured):
     nodes = {n.name: n for n in captured.module.graph.nodes}
     given = batch(5, 3)
-    arguments = Arguments(captured, torch.device("cpu"), given)
+    arguments = OpArguments(captured, torch.device("cpu"), given)
     (embedding,) = [op for op in captured.graph.ops if op.target.startswith("aten.embedding")]
     made = arguments.of(nodes[embedding.name])
     assert any(torch.equal(t, given["ids"]) for t in made.values() if t.dtype == torch.int64)
     (attention,) = [op for op in captured.graph.ops if "attention" in op.target]
     masks = [t for t in arguments.of(nodes[attention.name]).values() if t.dtype == torch.bool]
     assert [m.flatten()[:5].tolist() for m in masks] == [[True, True, True, False, False]]
-    blind = Arguments(captured, torch.device("cpu"), {}).of(nodes[embedding.name])
+    blind = OpArguments(captured, torch.device("cpu"), {}).of(nodes[embedding.name])
     assert all(int(t.max()) == 0 for t in blind.values() if t.dtype == torch.int64)
 
 
@@ -141,7 +141,7 @@ def test_a_failing_op_is_named(captured, monkeypatch):
     def fail(*_, **__):
         raise RuntimeError("no kernel")
 
-    monkeypatch.setattr(module, "measure_kernel", fail)
+    monkeypatch.setattr(module, "measure_op", fail)
     with pytest.raises(RuntimeError, match="no kernel") as caught:
         measure(captured)
     assert "of mixed" in caught.value.__notes__[0]

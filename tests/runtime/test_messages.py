@@ -7,7 +7,7 @@ from hypothesis import given, strategies as st
 from pipeloom.ir.errors import CommunicationError
 from pipeloom.ir.graph import Value
 from pipeloom.runtime import ALIGNMENT, BufferPool, Message, check_tensors, pack, unpack
-from pipeloom.tracer import lies_so
+from pipeloom.tracer import has_order
 
 DTYPES = ("float32", "float64", "bfloat16", "float16", "bool", "int64", "int32", "uint8", "complex64")
 
@@ -40,7 +40,7 @@ def test_what_is_packed_is_unpacked(parts: list[Value]) -> None:
     found = unpack(this, buffer)
     assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(tensors, found, strict=True))
     assert all(start % ALIGNMENT == 0 for start in this.offsets)
-    assert all(lies_so(view, value.order) for view, value in zip(found, parts, strict=True))
+    assert all(has_order(view, value.order) for view, value in zip(found, parts, strict=True))
     assert all(view.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr() for view in found)
 
 

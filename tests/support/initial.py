@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from pipeloom.tracer.blueprint import Blueprint, blueprint
+from pipeloom.tracer import Blueprint, make_blueprint
 
 
 def made(build: Callable[[], nn.Module]) -> Blueprint:
-    return blueprint(build, FakeTensorMode(allow_non_fake_inputs=True))
+    return make_blueprint(build, FakeTensorMode(allow_non_fake_inputs=True))
 
 
 def real(build: Callable[[], nn.Module], seed: int) -> dict[str, Tensor]:

@@ -30,7 +30,7 @@ from pipeloom.runtime import (
     Weights,
     Worker,
 )
-from pipeloom.tracer import Sink, StageFunctions, Tensors, zeros
+from pipeloom.tracer import Sink, StageFunctions, Tensors, zeros_like_value
 
 _LOSS = "loss"
 
@@ -72,7 +72,7 @@ class PacedFunctions:
         self, state: Mapping[str, Tensor], inputs: Mapping[str, Tensor], seed: int
     ) -> tuple[dict[str, Tensor], Tensors]:
         self._take(F)
-        made = {value.name: zeros(value) for value in self.outputs}
+        made = {value.name: zeros_like_value(value) for value in self.outputs}
         return (made if self.loss is None else {**made, self.loss: torch.zeros(())}), {}
 
     def recompute(self, state: Mapping[str, Tensor], residuals: Tensors) -> Tensors:
@@ -97,7 +97,7 @@ class PacedFunctions:
 
     def _input_grads(self, kind: Kind) -> dict[str, Tensor]:
         self._take(kind)
-        return {value.name: zeros(value) for value in self.inputs if value.needs_grad}
+        return {value.name: zeros_like_value(value) for value in self.inputs if value.needs_grad}
 
     def _take(self, kind: Kind) -> None:
         time.sleep(self.cost.seconds(kind))

@@ -21,7 +21,7 @@ from pipeloom.ir.plan import Plan, StagePlan
 from pipeloom.ir.stages import cut
 from pipeloom.runtime import rows_of, signature_of, split_batch
 from pipeloom.runtime.transports import LocalChannel, local_channels
-from pipeloom.tracer import Captured, capture, one_thread, scalar_loss
+from pipeloom.tracer import Captured, capture, one_thread_at_a_time, scalar_loss
 from pipeloom.tracer.export import capture_evaluation
 
 NOISE = 1e-3
@@ -49,7 +49,7 @@ def shared_captures() -> Iterator[None]:
         yield
 
 
-@one_thread
+@one_thread_at_a_time
 def _remembered(real: Callable[..., Captured], job: Job, *args: Any, **kwargs: Any) -> Captured:
     given = [signature_of(a) if isinstance(a, Mapping) else a for a in (*args, kwargs.get("batch"))]
     key = (real, id(job), *(id(a) if isinstance(a, Captured) else a for a in given), kwargs.get("autocast"))

@@ -5,7 +5,15 @@ from hypothesis import given, strategies as st
 from torch import Tensor
 
 from pipeloom.ir.graph import Value
-from pipeloom.tracer import alone, copied, in_memory, lies_so, order_of, seen_so, zeros
+from pipeloom.tracer import (
+    copy_in_order,
+    ensure_unshared,
+    has_order,
+    memory_order,
+    permute_to_memory,
+    view_in_order,
+    zeros_like_value,
+)
 
 
 @st.composite
@@ -19,34 +27,34 @@ def tensors(draw: st.DrawFn) -> Tensor:
 
 @given(tensors())
 def test_a_copy_lies_as_the_tensor_without_gaps(tensor: Tensor) -> None:
-    order = order_of(tensor)
-    made = copied(tensor, order)
-    assert torch.equal(made, tensor) and lies_so(made, order)
+    order = memory_order(tensor)
+    made = copy_in_order(tensor, order)
+    assert torch.equal(made, tensor) and has_order(made, order)
     assert made.untyped_storage().nbytes() == made.numel() * made.element_size()
     if tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size():
-        assert lies_so(tensor, order) and made.is_contiguous() == tensor.is_contiguous()
-    row = in_memory(made, order).view(-1)
-    again = seen_so(row, tensor.shape, order)
+        assert has_order(tensor, order) and made.is_contiguous() == tensor.is_contiguous()
+    row = permute_to_memory(made, order).view(-1)
+    again = view_in_order(row, tensor.shape, order)
     assert torch.equal(again, tensor) and again.data_ptr() == made.data_ptr()
 
 
 def test_what_repeats_its_numbers_lies_as_its_dimensions_are_numbered() -> None:
-    assert order_of(torch.zeros(2, 1, 3).expand(2, 4, 3)) == ()
-    assert order_of(torch.zeros(2, 1, 3).expand(2, 4, 3).transpose(0, 2)) == ()
+    assert memory_order(torch.zeros(2, 1, 3).expand(2, 4, 3)) == ()
+    assert memory_order(torch.zeros(2, 1, 3).expand(2, 4, 3).transpose(0, 2)) == ()
 
 
 def test_a_tensor_alone_in_its_storage_is_not_copied() -> None:
     turned = torch.randn(2, 3).t()
-    assert alone(turned, (1, 0), set()) is turned
+    assert ensure_unshared(turned, (1, 0), set()) is turned
     taken = {turned.untyped_storage()._cdata}
     for tensor, order in ((turned, (1, 0)), (turned, ()), (torch.randn(4, 3)[:2], ())):
-        made = alone(tensor, order, set(taken))
-        assert made is not tensor and torch.equal(made, tensor) and lies_so(made, order)
+        made = ensure_unshared(tensor, order, set(taken))
+        assert made is not tensor and torch.equal(made, tensor) and has_order(made, order)
     first = torch.randn(2, 3)
-    alone(first, (), taken)
-    assert alone(first.view(3, 2), (), taken).data_ptr() != first.data_ptr()
+    ensure_unshared(first, (), taken)
+    assert ensure_unshared(first.view(3, 2), (), taken).data_ptr() != first.data_ptr()
 
 
 def test_zeros_lie_as_their_value() -> None:
-    made = zeros(Value(name="v", shape=(2, 3, 4), dtype="bfloat16", order=(2, 0, 1)))
+    made = zeros_like_value(Value(name="v", shape=(2, 3, 4), dtype="bfloat16", order=(2, 0, 1)))
     assert (made.shape, made.dtype, made.stride()) == ((2, 3, 4), torch.bfloat16, (3, 1, 6))

@@ -15,7 +15,7 @@ from pipeloom.ir.errors import PlanError
 from pipeloom.ir.memory_policy import Residual, Treatment
 from pipeloom.ir.stages import cut
 from pipeloom.tracer import Captured
-from pipeloom.tracer.stage import Sink, Tensors, made_bytes, stage_functions, stage_residuals
+from pipeloom.tracer.stage import Sink, Tensors, activation_bytes, stage_functions, stage_residuals
 
 Policy = dict[str, Treatment]
 
@@ -46,14 +46,14 @@ def one_stage(job: Job, policy: Policy, **how: bool) -> tuple[Tensor, Sums, Tens
         for split in (False, True, False, True):  # the second time without measuring
             state, sums = state_of(captured), Sums()
             outputs, residuals = functions.forward(state, job.batch(0, 2), 7)
-            kept = made_bytes(residuals)
+            kept = activation_bytes(residuals)
             for name in [n for n in outputs if n.startswith("buffer:")]:
                 state[name.removeprefix("buffer:")] = outputs[name]
             again = functions.recompute(state, residuals) if functions.recomputed else {}
             residuals |= again
             if split:
                 _, carried = functions.backward_input(state, residuals, {functions.loss: torch.ones(())})
-                assert made_bytes(carried) == functions.carried_bytes
+                assert activation_bytes(carried) == functions.carried_bytes
                 functions.backward_weight(state, carried, sums)
                 assert not carried
             else:
@@ -84,7 +84,7 @@ def test_gradients_are_the_same_to_the_last_bit(name: str) -> None:
         found, sums, again, sizes = one_stage(job, {r.name: "recompute" for r in dropped}, ahead=ahead)
         assert {slot.name for slot in again} == ({r.name for r in dropped} if ahead else set())
         gone = sum(r.bytes for r in dropped)
-        assert made_bytes(again) == (gone if ahead else 0)
+        assert activation_bytes(again) == (gone if ahead else 0)
         assert sizes["kept"] == sum(r.bytes for r in facts(job).values()) - gone
         assert torch.equal(found, loss) and sums.keys() == gradients.keys()
         assert all(torch.equal(sums[n], g) for n, g in gradients.items())

@@ -11,7 +11,7 @@ from runs import capture_of, even
 from pipeloom import Job
 from pipeloom.ir.stages import cut
 from pipeloom.tracer import scalar_loss
-from pipeloom.tracer.stage import made_bytes, stage_functions
+from pipeloom.tracer.stage import activation_bytes, stage_functions
 
 
 def eager(job: Job, batch: zoo.Batch) -> Counter[int]:
@@ -74,7 +74,7 @@ def test_the_prediction_is_what_a_run_keeps(stages: int) -> None:
             functions = stage_functions(captured, graph, index)
             outputs, residuals = functions.forward(state, values, 0)
             values |= outputs
-            assert made_bytes(residuals) == sum(functions.residual_bytes.values())
+            assert activation_bytes(residuals) == sum(functions.residual_bytes.values())
 
 
 def test_stages_together_keep_what_one_does_and_what_crosses() -> None:

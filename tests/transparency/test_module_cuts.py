@@ -151,6 +151,6 @@ def test_all_models_that_export_can_capture(name: str, stages: int) -> None:
 
 def by_modules(name: str, stages: int) -> None:
     job = replace(zoo.job(name), name=f"{name} by modules")
-    with patch("pipeloom.tracer.capture.export", side_effect=CaptureError("not asked")):
+    with patch("pipeloom.tracer.capture.export_program", side_effect=CaptureError("not asked")):
         ops = len(capture_of(job).graph.ops)
         check(job, min(stages, ops), "1f1b", split=True)

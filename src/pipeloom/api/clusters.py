@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ..clusters import BuiltIn, Figure, built_in_devices, cpu_cluster, find_cluster, save_cluster
 from ..ir.cluster import Cluster, Device, Link, refuse_too_many
 from ..ir.errors import ConfigError
-from ..profiler import Measured, joined, measured
+from ..profiler import Measurement, connected_components, summarise_runs
 
 if TYPE_CHECKING:
     import torch
@@ -40,7 +40,7 @@ class Detected:
     """A measured machine. measured: each figure with its spread."""
 
     cluster: Cluster
-    measured: tuple[Measured, ...]
+    measured: tuple[Measurement, ...]
 
 
 def detect(
@@ -80,14 +80,14 @@ def _processes(count: int, directory: Path | None, progress: Callable[[str], Non
     device, rows = detect_device(torch.device("cpu"))
     device = replace(device, memory_bytes=device.memory_bytes // count)
     link, sent = _middle(links)
-    cluster, tier = Cluster(devices=(device,) * count, within_node=link), list[Measured]()
+    cluster, tier = Cluster(devices=(device,) * count, within_node=link), list[Measurement]()
     if directory is not None:
         progress(f"files in {directory}")
         cluster, tier = with_files(cluster, directory)
     return Detected(cluster, (*rows, *tier, *sent))
 
 
-def with_files(cluster: Cluster, directory: Path) -> tuple[Cluster, list[Measured]]:
+def with_files(cluster: Cluster, directory: Path) -> tuple[Cluster, list[Measurement]]:
     """The same processes of this machine with files in a directory to offload to: a disk that they share, as
     fast as it is found to be now, which takes a few seconds.
 
@@ -123,11 +123,11 @@ def disk_speed(cluster: Cluster) -> str:
     )
 
 
-def _middle(links: list[Link]) -> tuple[Link, list[Measured]]:
+def _middle(links: list[Link]) -> tuple[Link, list[Measurement]]:
     """The median of each figure of a link that was measured several times."""
     units = dict(bandwidth_bytes_per_s="B/s", latency_s="s", overhead_s="s", overhead_s_per_byte="s/B")
     rows = {
-        key: measured(f"within_node.{key}", [getattr(link, key) for link in links], unit)
+        key: summarise_runs(f"within_node.{key}", [getattr(link, key) for link in links], unit)
         for key, unit in units.items()
     }
     return Link(**{key: row.value for key, row in rows.items()}), list(rows.values())
@@ -170,14 +170,14 @@ def _gpus(count: int | None, directory: Path | None, progress: Callable[[str], N
 
 def _distinct(
     wheres: list[torch.device], progress: Callable[[str], None]
-) -> tuple[list[Device], list[Measured]]:
+) -> tuple[list[Device], list[Measurement]]:
     """Each kind of GPU measured once; what each has free, and its share of the host's memory, by itself."""
     import torch
 
     from ..profiler import detect_device, free_memory, pinned_copies
 
     kinds: dict[str, Device] = {}
-    rows: list[Measured] = []
+    rows: list[Measurement] = []
     devices = []
     host_bytes = free_memory(torch.device("cpu")) // len(wheres)
     for where in wheres:
@@ -228,7 +228,7 @@ def grouped(
     ordered = sorted(links.values(), key=lambda link: link.bandwidth_bytes_per_s)
     limit = ALIKE * ordered[0].bandwidth_bytes_per_s
     fast = [pair for pair, link in links.items() if link.bandwidth_bytes_per_s > limit]
-    first = joined(fast, count)
+    first = connected_components(fast, count)
     found: dict[str, Link] = {}
     for leader in set(first):
         inside = [pair for pair in links if first[pair[0]] == first[pair[1]] == leader]

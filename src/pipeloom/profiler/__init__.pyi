@@ -1,6 +1,10 @@
-from .arguments import Arguments as Arguments
 from .detect import detect_device as detect_device, free_memory as free_memory
-from .detected import Measured as Measured, joined as joined, measured as measured
+from .efficiency import (
+    ReferenceModel as ReferenceModel,
+    ReferenceSizes as ReferenceSizes,
+    efficiency_by_class as efficiency_by_class,
+    measure_efficiency as measure_efficiency,
+)
 from .host_copies import (
     file_tier as file_tier,
     free_disk as free_disk,
@@ -8,9 +12,14 @@ from .host_copies import (
     pinned_copies as pinned_copies,
     shared_uplinks as shared_uplinks,
 )
-from .kernel import Timer as Timer
-from .measure import measure as measure
-from .modules import measure_modules as measure_modules
-from .reference import Reference as Reference, Sizes as Sizes, compare as compare, shares as shares
+from .measure_modules import measure_modules as measure_modules
+from .measure_op import Timer as Timer
+from .measure_ops import measure as measure
+from .measurement import (
+    Measurement as Measurement,
+    connected_components as connected_components,
+    summarise_runs as summarise_runs,
+)
+from .op_arguments import OpArguments as OpArguments
 from .roofline import roofline as roofline
 from .rules import RULES as RULES, UNKNOWN as UNKNOWN, base_name as base_name

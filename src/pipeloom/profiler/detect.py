@@ -15,9 +15,9 @@ from time import perf_counter, thread_time
 import torch
 
 from ..ir.cluster import Device, MiB
-from .detected import Measured, measured
-from .kernel import Timer
-from .reference import ON_CPU, ON_GPU, shares
+from .efficiency import ON_CPU, ON_GPU, measure_efficiency
+from .measure_op import Timer
+from .measurement import Measurement, summarise_runs
 
 BF16 = torch.bfloat16
 DTYPES = (torch.float32, torch.float64, BF16, torch.float16)
@@ -30,7 +30,7 @@ SHARES_S = 5.0
 LAUNCHES = 200
 
 
-def detect_device(where: torch.device) -> tuple[Device, list[Measured]]:
+def detect_device(where: torch.device) -> tuple[Device, list[Measurement]]:
     """One device's own figures, and all that was measured for them. Links come from `host_copies.py`.
 
     Memory: on a GPU what is free, on the CPU all of the machine's.
@@ -40,8 +40,8 @@ def detect_device(where: torch.device) -> tuple[Device, list[Measured]]:
     timer = Timer(where, thread_time)
     with _one_thread():
         products = [measured_product(dtype, timer) for dtype in DTYPES if has_bf16 or dtype is not BF16]
-        bandwidth = measured("memory_bytes_per_s", _bandwidths(timer), "B/s")
-        launch = measured("launch_s", _launches(where), "s")
+        bandwidth = summarise_runs("memory_bytes_per_s", _bandwidths(timer), "B/s")
+        launch = summarise_runs("launch_s", _launches(where), "s")
     device = Device(
         name=torch.cuda.get_device_name(where) if cuda else "cpu",
         memory_bytes=free_memory(where),
@@ -50,7 +50,9 @@ def detect_device(where: torch.device) -> tuple[Device, list[Measured]]:
         launch_s=launch.value,
     )
     autocast = (BF16 if has_bf16 else torch.float16) if cuda else None
-    classes = shares(device, where, sizes=ON_GPU if cuda else ON_CPU, autocast=autocast, budget_s=SHARES_S)
+    classes = measure_efficiency(
+        device, where, sizes=ON_GPU if cuda else ON_CPU, autocast=autocast, budget_s=SHARES_S
+    )
     efficiency = {found.name: found.value for found in classes}
     efficiency["default"] = efficiency["elementwise"]
     named = [replace(found, name=f"efficiency.{found.name}") for found in classes]
@@ -64,7 +66,7 @@ def free_memory(where: torch.device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def measured_product(dtype: torch.dtype, timer: Timer, *, budget_s: float = PRODUCT_S) -> Measured:
+def measured_product(dtype: torch.dtype, timer: Timer, *, budget_s: float = PRODUCT_S) -> Measurement:
     """Operations per second of the fastest square product; sizes double until the budget is spent."""
     until = perf_counter() + budget_s  # however much of that the thread gets
     size = 2048 if timer.device.type == "cuda" else 128
@@ -78,7 +80,7 @@ def measured_product(dtype: torch.dtype, timer: Timer, *, budget_s: float = PROD
         size *= 2
         # The next size takes eight times as long, and is run at least four times.
         if perf_counter() + 8 * 4 * min(times) > until:
-            return measured(f"flops_per_s.{str(dtype).removeprefix('torch.')}", best, "FLOP/s")
+            return summarise_runs(f"flops_per_s.{str(dtype).removeprefix('torch.')}", best, "FLOP/s")
 
 
 def _bandwidths(timer: Timer) -> list[float]:

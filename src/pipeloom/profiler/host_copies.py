@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ..ir.cluster import Link, MiB
 from ..ir.errors import ConfigError
-from .detected import Measured, joined, measured
-from .kernel import Timer
+from .measure_op import Timer
+from .measurement import Measurement, connected_components, summarise_runs
 
 FILE_BYTES = 64 * MiB
 COPY_BYTES = 256 * MiB
@@ -26,28 +26,29 @@ SHARED = 0.75
 """Two devices share something if copies at once get less than this share of what they get alone."""
 
 
-def file_tier(directory: Path) -> tuple[Link, Link, list[Measured]]:
+def file_tier(directory: Path, *, file_bytes: int = FILE_BYTES) -> tuple[Link, Link, list[Measurement]]:
     """Links to and from a file in a directory, written and read as the CPU offloads.
 
     Written data counts once it is on the disk, and is read from there: a cache in memory would save none.
-    Raises: ConfigError if the directory does not take a file of `FILE_BYTES`.
+    file_bytes: how large a file is written and read.
+    Raises: ConfigError if the directory does not take a file of that size.
     """
-    source, target = torch.ones(FILE_BYTES, dtype=torch.uint8), torch.empty(FILE_BYTES, dtype=torch.uint8)
+    source, target = torch.ones(file_bytes, dtype=torch.uint8), torch.empty(file_bytes, dtype=torch.uint8)
     writes, reads = [], []
     try:
         with tempfile.TemporaryFile(dir=directory) as file:
             number = file.fileno()
-            os.posix_fallocate(number, 0, FILE_BYTES)
+            os.posix_fallocate(number, 0, file_bytes)
             for _ in range(REPEATS):
-                writes.append(FILE_BYTES / _seconds(lambda: _write(number, source)))
-                os.posix_fadvise(number, 0, FILE_BYTES, os.POSIX_FADV_DONTNEED)
-                reads.append(FILE_BYTES / _seconds(lambda: _read(number, target)))
+                writes.append(file_bytes / _seconds(lambda: _write(number, source)))
+                os.posix_fadvise(number, 0, file_bytes, os.POSIX_FADV_DONTNEED)
+                reads.append(file_bytes / _seconds(lambda: _read(number, target)))
     except OSError as error:
         raise ConfigError(
-            f"cannot keep a file of {FILE_BYTES // MiB} MiB in {directory}: {error.strerror}",
+            f"cannot keep a file of {file_bytes // MiB} MiB in {directory}: {error.strerror}",
             hint="name a directory on a disk with room",
         ) from None
-    rows = [measured("host_link", writes, "B/s"), measured("host_link_back", reads, "B/s")]
+    rows = [summarise_runs("host_link", writes, "B/s"), summarise_runs("host_link_back", reads, "B/s")]
     return Link(bandwidth_bytes_per_s=rows[0].value), Link(bandwidth_bytes_per_s=rows[1].value), rows
 
 
@@ -77,14 +78,14 @@ def _read(file: int, target: Tensor) -> None:
         left = left[done:]
 
 
-def pinned_copies(where: torch.device) -> tuple[Link, Link, list[Measured]]:
+def pinned_copies(where: torch.device) -> tuple[Link, Link, list[Measurement]]:
     """Links of a GPU to the host's memory and back."""
     timer = Timer(where)
     links, rows = [], []
     for name in ("host_link", "host_link_back"):
         large, small = (_copy(where, size, to_host=name == "host_link") for size in (COPY_BYTES, 8))
-        rates = measured(name, [COPY_BYTES / took for took in timer.samples(large, 0.3)], "B/s")
-        latency = measured(f"{name}.latency_s", timer.samples(small, 0.05), "s")
+        rates = summarise_runs(name, [COPY_BYTES / took for took in timer.samples(large, 0.3)], "B/s")
+        latency = summarise_runs(f"{name}.latency_s", timer.samples(small, 0.05), "s")
         links.append(Link(bandwidth_bytes_per_s=rates.value, latency_s=latency.value))
         rows += [rates, latency]
     return links[0], links[1], rows
@@ -109,7 +110,7 @@ def shared_uplinks(devices: Sequence[torch.device], alone: float) -> tuple[list[
         return len(members) * COPY_BYTES / _at_once(devices, copies, members)
 
     pairs = [pair for pair in combinations(range(len(devices)), 2) if together(pair) < 2 * SHARED * alone]
-    switch = joined(pairs, len(devices))
+    switch = connected_components(pairs, len(devices))
     rate = {first: together([i for i, s in enumerate(switch) if s == first]) for first in set(switch)}
     return switch, [rate[first] for first in switch]
 
@@ -132,7 +133,7 @@ def _at_once(
     return median(took[1:])
 
 
-def gpu_links(devices: Sequence[torch.device]) -> tuple[dict[tuple[int, int], Link], list[Measured]]:
+def gpu_links(devices: Sequence[torch.device]) -> tuple[dict[tuple[int, int], Link], list[Measurement]]:
     """The link of every pair of GPUs, from copies in one direction, through the host if there is no other."""
     links, rates, latencies = {}, [], []
     for a, b in combinations(range(len(devices)), 2):
@@ -146,7 +147,10 @@ def gpu_links(devices: Sequence[torch.device]) -> tuple[dict[tuple[int, int], Li
         latencies.append(latency)
     if not rates:
         return {}, []
-    rows = [measured("between GPUs", rates, "B/s"), measured("between GPUs, latency", latencies, "s")]
+    rows = [
+        summarise_runs("between GPUs", rates, "B/s"),
+        summarise_runs("between GPUs, latency", latencies, "s"),
+    ]
     return links, rows
 
 

@@ -5,7 +5,7 @@ Each kernel takes the longer of computing and moving its data, and a launch:
     time = max(flops / (peak * efficiency), bytes / (bandwidth * efficiency)) + launch
 
 Source: Williams, Waterman, Patterson, "Roofline", CACM 52(4), 2009. Peaks and efficiencies come from the
-cluster file, FLOPs from flops.py, what the backward keeps from rules.py. The backward's input part makes the
+cluster file, FLOPs and what the backward keeps from rules.py. The backward's input part makes the
 gradients of values, its weight part those of parameters (and of views of parameters): a product has one
 product of the same size per gradient; attention 2.5 times the forward's (five products for two:
 FlashAttention, 2205.14135, appendix B); the rest moves what it keeps, the gradient that comes and the one
@@ -25,9 +25,8 @@ from ..ir.cluster import Device
 from ..ir.errors import ConfigError
 from ..ir.graph import DTYPE_BYTES, Op, OpGraph, Parameter, Value, storages, tensor_bytes, views_of_state
 from ..ir.profile import OpCost, Profile, batch_text
-from .flops import attention_flops, convolution_flops, matmul_flops
-from .order import AT_ONCE, order_of, scores
-from .rules import RULES, UNKNOWN, VIEW, Rule, base_name
+from .gradient_order import AT_ONCE, attention_scores, gradient_order
+from .rules import RULES, UNKNOWN, VIEW, Rule, attention_flops, base_name, convolution_flops, matmul_flops
 
 
 def roofline(graph: OpGraph, device: Device) -> Profile:
@@ -82,7 +81,7 @@ class _Estimate:
         operands = _Operands(self, op, rule)
         saves, extra = operands.kept() if grads else ((), 0)
         input_grad, weight_grad = operands.backward() if grads else (_NONE, _NONE)
-        order = order_of(op, self.graph, self.base, saves) if grads else AT_ONCE
+        order = gradient_order(op, self.graph, self.base, saves) if grads else AT_ONCE
         dtype = op.outputs[0].dtype
         return OpCost(
             forward_s=0.0 if rule.kind == "free" else self.seconds(operands.forward(), rule.kind, dtype),
@@ -290,7 +289,7 @@ class _Operands:
 
     @cached_property
     def _scores(self) -> Value:
-        return scores(self.op, self.of.graph)
+        return attention_scores(self.op, self.of.graph)
 
     def _attention_bytes(self) -> int:
         """Fused: a float32 per row, and a boolean mask as numbers. Else copies of Q and K, of V if it has to
@@ -321,8 +320,8 @@ class _Operands:
             and self.rule.keeps in ("factors", "divisor")
             and any(shape != out.shape for shape in learning)
         )
-        scores = self._scores.bytes if self.rule.kind == "attention" and self.unfused else 0
-        return max(by_rule, out.bytes if summed else 0, scores)
+        scores_bytes = self._scores.bytes if self.rule.kind == "attention" and self.unfused else 0
+        return max(by_rule, out.bytes if summed else 0, scores_bytes)
 
 
 def _is_floating(value: Value) -> bool:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..ir.errors import CommunicationError
-from ..tracer import in_memory, lies_so
+from ..tracer import has_order, permute_to_memory
 from .failure import Watch
 from .messages import BufferPool, Message, as_bytes, check_tensors, pack, unpack
 
@@ -206,12 +206,12 @@ class PostedChannel:
         if not message.bytes:
             return  # the receiver knows the shapes: nothing needs to travel
         order = message.values[0].order
-        packed = len(tensors) > 1 or not lies_so(tensors[0], order)
+        packed = len(tensors) > 1 or not has_order(tensors[0], order)
         if packed:
             buffer = self._pool.take(message.bytes)
             pack(message, tensors, buffer)
         else:
-            buffer = as_bytes(in_memory(tensors[0], order))
+            buffer = as_bytes(permute_to_memory(tensors[0], order))
             self._sending_bytes += message.bytes
         handle = self._transport.send(buffer, message.target, index)
         sent = self._small_sent if message.bytes <= SMALL_BYTES else self._sent

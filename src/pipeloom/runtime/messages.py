@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..ir.errors import CommunicationError
 from ..ir.graph import Value
-from ..tracer import seen_so
+from ..tracer import view_in_order
 
 ALIGNMENT = 64
 """Bytes: a cache line, and enough for every dtype."""
@@ -142,7 +142,7 @@ def pack(message: Message, tensors: Sequence[Tensor], buffer: Tensor) -> None:
 def unpack(message: Message, buffer: Tensor) -> list[Tensor]:
     """The values as typed views of a flat buffer of `message.bytes` bytes."""
     return [
-        seen_so(buffer[start : start + value.bytes].view(dtype), value.shape, value.order)
+        view_in_order(buffer[start : start + value.bytes].view(dtype), value.shape, value.order)
         for value, start, dtype in zip(message.values, message.offsets, message.dtypes, strict=True)
     ]
 

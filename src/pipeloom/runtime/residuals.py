@@ -27,7 +27,7 @@ from ..ir.action import (
     Transfer,
     W,
 )
-from ..tracer import StageFunctions, made_bytes
+from ..tracer import StageFunctions, activation_bytes
 from .failure import Watch
 from .ledger import Ledger
 from .offload import AsyncCopy, Tier
@@ -120,7 +120,7 @@ class Residuals:
         with self._row.recorder.record("compute", str(action)):
             made = functions.recompute(state, flight.residuals)
         flight.residuals |= made
-        size = made_bytes(made)
+        size = activation_bytes(made)
         self._row.note_scratch(action, "recompute", residuals=size)
         flight.residual_bytes += size
         self._row.ledger.add("residuals", size, str(action))

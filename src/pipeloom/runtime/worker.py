@@ -34,7 +34,7 @@ from ..ir.graph import Value
 from ..ir.operation import OPERATIONS
 from ..ir.schedule import Program
 from ..ir.tied_gradients import reductions
-from ..tracer import StageFunctions, made_bytes, zeros
+from ..tracer import StageFunctions, activation_bytes, zeros_like_value
 from .failure import Watch
 from .ledger import Ledger, crossing_bytes
 from .messages import Channel, Message
@@ -207,7 +207,7 @@ class Worker:
             else:
                 outputs, flight.residuals = functions.forward(state, inputs, microbatch.seed)
         if self.training:
-            flight.residual_bytes = made_bytes(flight.residuals)
+            flight.residual_bytes = activation_bytes(flight.residuals)
             self.note_scratch(action, "forward", residuals=flight.residual_bytes)
             self.ledger.add("residuals", flight.residual_bytes, str(action))
         for name in [n for n in outputs if n.startswith("buffer:")]:
@@ -264,7 +264,7 @@ class Worker:
             made, flight.carried = functions.backward_input(state, flight.residuals, grads)
         self.note_scratch(action, "input_grad")
         self._free_residuals(flight)
-        flight.residual_bytes = made_bytes(flight.carried)
+        flight.residual_bytes = activation_bytes(flight.carried)
         self.ledger.add("residuals", flight.residual_bytes, str(action))
         flight.grads = {}
         self._give_back(action, made)
@@ -303,7 +303,7 @@ class Worker:
         state = next(iter(self.state(action).values()), torch.empty(0))
         for name in functions.sent:
             if name in values and name not in grads:
-                grads[name] = zeros(values[name], state.device)
+                grads[name] = zeros_like_value(values[name], state.device)
         return grads
 
     def _crossing(self, action: Action) -> list[Value]:
@@ -319,7 +319,7 @@ class Worker:
                 grad = made.get(value.name)
                 if grad is None:
                     device = next(iter(made.values())).device if made else "cpu"
-                    grad = zeros(value, device)
+                    grad = zeros_like_value(value, device)
                 if self.placement[source] == self.rank:
                     _add(self.flights[source, action.microbatch].grads, value.name, grad)
                 else:

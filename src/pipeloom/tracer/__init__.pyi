@@ -1,34 +1,34 @@
+from .blueprint import Blueprint as Blueprint, make_blueprint as make_blueprint
 from .capture import capture as capture
 from .captured import Captured as Captured
 from .export.evaluation import capture_evaluation as capture_evaluation, cut_evaluation as cut_evaluation
 from .fallback.module_functions import ModuleFunctions as ModuleFunctions
 from .fallback.trial import initial_state as initial_state
 from .job import Job as Job
+from .job_calls import sample_batch as sample_batch, scalar_loss as scalar_loss
 from .job_loader import load_job as load_job
 from .layout import (
-    alone as alone,
-    copied as copied,
-    in_memory as in_memory,
-    lies_so as lies_so,
-    order_of as order_of,
-    seen_so as seen_so,
-    zeros as zeros,
+    copy_in_order as copy_in_order,
+    ensure_unshared as ensure_unshared,
+    has_order as has_order,
+    memory_order as memory_order,
+    permute_to_memory as permute_to_memory,
+    view_in_order as view_in_order,
+    zeros_like_value as zeros_like_value,
 )
-from .loss import scalar_loss as scalar_loss
-from .once import one_thread as one_thread
 from .random import (
-    drawn as drawn,
+    call_seeded as call_seeded,
     end_random as end_random,
     microbatch_seed as microbatch_seed,
     seed_random as seed_random,
 )
-from .sample import sample_batch as sample_batch
 from .stage.functions import (
     DiscardSink as DiscardSink,
     Sink as Sink,
     Slot as Slot,
     StageFunctions as StageFunctions,
     Tensors as Tensors,
-    made_bytes as made_bytes,
+    activation_bytes as activation_bytes,
 )
 from .stage.trace import stage_functions as stage_functions
+from .tracing_lock import one_thread_at_a_time as one_thread_at_a_time

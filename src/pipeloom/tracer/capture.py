@@ -15,20 +15,19 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..ir.errors import CaptureError
-from .blueprint import Blueprint, blueprint
+from .blueprint import Blueprint, make_blueprint
 from .captured import Captured
-from .export import export, from_program
+from .export import captured_from_program, export_program
 from .fallback import ModuleCut, cut_modules
 from .job import Job
-from .loss import WithLoss
-from .once import one_thread
+from .job_calls import ModelWithLoss, sample_batch
 from .random import python_random_kept, python_state
-from .sample import sample_batch
+from .tracing_lock import one_thread_at_a_time
 
 _log = logging.getLogger("pipeloom")
 
 
-@one_thread
+@one_thread_at_a_time
 def capture(
     job: Job,
     microbatch_size: int,
@@ -48,35 +47,36 @@ def capture(
     Raises: CaptureError if the model can be captured in neither way; CutError if Job.modules is wrong.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    made = like.blueprint if like is not None else blueprint(job.model, fake)
+    blueprint = like.blueprint if like is not None else make_blueprint(job.model, fake)
     example = batch if batch is not None else sample_batch(job, 0, microbatch_size)
     _check_batch(example)
-    _check_trainable(made.model, job)
+    _check_trainable(blueprint.model, job)
     example = {key: tensor.clone() for key, tensor in example.items()}  # export merges equal tensors
     if like is not None and like.cut is not None:
-        return _as_modules(job, example, made, like.cut.reason, autocast, like.cut)
+        return _as_modules(job, example, blueprint, like.cut.reason, autocast, like.cut)
     if job.modules is not None:
-        return _as_modules(job, example, made, "Job.modules says where to cut", autocast)
+        return _as_modules(job, example, blueprint, "Job.modules says where to cut", autocast)
     try:
         with python_random_kept():
             before = python_state()
-            program = export(WithLoss(made.model, job), example, job.name, autocast)
+            program = export_program(ModelWithLoss(blueprint.model, job), example, job.name, autocast)
             if python_state() != before:
                 raise CaptureError(f"the forward of {job.name} draws random numbers that export would freeze")
-        return from_program(program, job, made, list(example))
+        return captured_from_program(program, job, blueprint, list(example))
     except CaptureError as error:
-        found = _instead(error, job, example, autocast)
-    _log.warning("%s; cutting between its modules instead", found.graph.fallback)
-    return found
+        captured = _capture_instead(error, job, example, autocast)
+    _log.warning("%s; cutting between its modules instead", captured.graph.fallback)
+    return captured
 
 
-def _instead(
+def _capture_instead(
     error: CaptureError, job: Job, batch: dict[str, Tensor], autocast: torch.dtype | None
 ) -> Captured:
     """Capture as modules what export refused."""
-    made = blueprint(job.model, FakeTensorMode(allow_non_fake_inputs=True))  # export leaves traces in a model
+    # A new one: export leaves traces in a model.
+    blueprint = make_blueprint(job.model, FakeTensorMode(allow_non_fake_inputs=True))
     try:
-        return _as_modules(job, batch, made, error.message, autocast)
+        return _as_modules(job, batch, blueprint, error.message, autocast)
     except CaptureError as second:
         if second.message == error.message:
             raise error from None
@@ -86,21 +86,21 @@ def _instead(
 def _as_modules(
     job: Job,
     batch: dict[str, Tensor],
-    made: Blueprint,
+    blueprint: Blueprint,
     reason: str,
     autocast: torch.dtype | None,
     like: ModuleCut | None = None,
 ) -> Captured:
-    graph, found = cut_modules(job, batch, made, reason=reason, autocast=autocast, like=like)
+    graph, module_cut = cut_modules(job, batch, blueprint, reason=reason, autocast=autocast, like=like)
     return Captured(
         graph=graph,
         module=fx.GraphModule({}, fx.Graph()),
         targets={},
         updates={},
-        blueprint=made,
-        constants=found.skeleton.constants,
+        blueprint=blueprint,
+        constants=module_cut.skeleton.constants,
         autocast=autocast,
-        cut=found,
+        cut=module_cut,
     )
 
 

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from ..ir.graph import Value
 
-Order = tuple[int, ...]
+DimOrder = tuple[int, ...]
 """As `ir.graph.Value.order`."""
 
 
-def order_of(tensor: Tensor) -> Order:
+def memory_order(tensor: Tensor) -> DimOrder:
     """The order in which a tensor's dimensions lie in memory.
 
     >>> order_of(torch.empty(2, 3, 4).transpose(1, 2)), order_of(torch.empty(2, 3, 4))
@@ -36,17 +36,17 @@ def order_of(tensor: Tensor) -> Order:
     return () if order == tuple(range(tensor.ndim)) else order
 
 
-def in_memory(tensor: Tensor, order: Order) -> Tensor:
+def permute_to_memory(tensor: Tensor, order: DimOrder) -> Tensor:
     """The tensor with its dimensions as they lie in memory."""
     return tensor.permute(order) if order else tensor
 
 
-def lies_so(tensor: Tensor, order: Order) -> bool:
+def has_order(tensor: Tensor, order: DimOrder) -> bool:
     """Whether a tensor lies without gaps, its dimensions in this order."""
-    return in_memory(tensor, order).is_contiguous()
+    return permute_to_memory(tensor, order).is_contiguous()
 
 
-def seen_so(row: Tensor, shape: Sequence[int], order: Order) -> Tensor:
+def view_in_order(row: Tensor, shape: Sequence[int], order: DimOrder) -> Tensor:
     """A row of numbers as a tensor of this shape that lies so; shares the row's memory.
 
     >>> seen_so(torch.arange(6), (3, 2), (1, 0)).tolist()
@@ -57,30 +57,30 @@ def seen_so(row: Tensor, shape: Sequence[int], order: Order) -> Tensor:
     return row.view([shape[dim] for dim in order]).permute(_inverse(order))
 
 
-def copied(tensor: Tensor, order: Order) -> Tensor:
+def copy_in_order(tensor: Tensor, order: DimOrder) -> Tensor:
     """A copy that lies so."""
-    made = in_memory(tensor, order).clone(memory_format=torch.contiguous_format)
+    made = permute_to_memory(tensor, order).clone(memory_format=torch.contiguous_format)
     return made.permute(_inverse(order)) if order else made
 
 
-def alone(tensor: Tensor, order: Order, taken: set[int]) -> Tensor:
+def ensure_unshared(tensor: Tensor, order: DimOrder, taken: set[int]) -> Tensor:
     """The tensor if it lies so and fills a storage that is not among those taken, else a copy that does.
 
     taken: storages by their `_cdata`; that of the result is added.
     """
     storage = tensor.untyped_storage()
     whole = storage.nbytes() == tensor.numel() * tensor.element_size()
-    if storage._cdata in taken or not whole or not lies_so(tensor, order):
-        tensor = copied(tensor, order)
+    if storage._cdata in taken or not whole or not has_order(tensor, order):
+        tensor = copy_in_order(tensor, order)
     taken.add(tensor.untyped_storage()._cdata)
     return tensor
 
 
-def zeros(value: Value, device: torch.device | str | None = None) -> Tensor:
+def zeros_like_value(value: Value, device: torch.device | str | None = None) -> Tensor:
     """Zeros that lie as a value and its gradient do."""
     row = torch.zeros(prod(value.shape), dtype=getattr(torch, value.dtype), device=device)
-    return seen_so(row, value.shape, value.order)
+    return view_in_order(row, value.shape, value.order)
 
 
-def _inverse(order: Order) -> Order:
+def _inverse(order: DimOrder) -> DimOrder:
     return tuple(sorted(range(len(order)), key=order.__getitem__))

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
-from .once import TURN
+from .tracing_lock import TRACING_LOCK
 
 _PROBABILITIES = ("dropout_p", "p")
 """Names of arguments that, being zero, keep a call from drawing random numbers."""
@@ -42,7 +42,7 @@ def seed_random(seed: int, call: str) -> None:
 
     Ranks that are threads of one process share the generators: they take turns.
     """
-    TURN.acquire()
+    TRACING_LOCK.acquire()
     generators = [torch.default_generator]
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
@@ -55,10 +55,10 @@ def end_random() -> None:
     """The random call is done."""
     for generator, state in _before.pop():
         generator.set_state(state)
-    TURN.release()
+    TRACING_LOCK.release()
 
 
-def drawn(seed: int, call: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def call_seeded(seed: int, call: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run one random call. See `seed_draws`."""
     seed_random(seed, call)
     try:
@@ -79,7 +79,7 @@ def seed_draws(graph: fx.Graph, keys: Mapping[fx.Node, str]) -> bool:
             seed = graph.placeholder("seed")
         for node in random:
             node.args = (seed, keys[node], node.target, *node.args)
-            node.target = drawn
+            node.target = call_seeded
     return bool(random)
 
 

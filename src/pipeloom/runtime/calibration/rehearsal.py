@@ -20,7 +20,7 @@ from ...ir.action import KINDS, STEP, Action, B, I, Kind, W, parse_action
 from ...ir.costs import StageCost
 from ...ir.graph import Value
 from ...ir.schedule import Program
-from ...tracer import seen_so, zeros
+from ...tracer import view_in_order, zeros_like_value
 from ..failure import Watch
 from ..ledger import Ledger
 from ..messages import Message
@@ -91,9 +91,9 @@ class NullChannel:
             return example.to(self._device, copy=True)
         dtype = getattr(torch, value.dtype)
         if not dtype.is_floating_point:
-            return zeros(value, self._device)
+            return zeros_like_value(value, self._device)
         row = torch.randn(prod(value.shape), device=self._device, generator=self._generator)
-        return seen_so(row.mul_(0.1).to(dtype), value.shape, value.order)
+        return view_in_order(row.mul_(0.1).to(dtype), value.shape, value.order)
 
 
 class Rehearsal:

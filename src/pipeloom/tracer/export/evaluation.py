@@ -20,13 +20,13 @@ from ...ir.graph import Op, OpGraph
 from ...ir.stages import StageGraph, cut
 from ..captured import Captured
 from ..job import Job
-from ..loss import WithLoss
-from ..once import one_thread
-from .export import export
-from .program import from_program
+from ..job_calls import ModelWithLoss
+from ..tracing_lock import one_thread_at_a_time
+from .program import captured_from_program
+from .torch_export import export_program
 
 
-@one_thread
+@one_thread_at_a_time
 def capture_evaluation(
     job: Job, trained: Captured, batch: Mapping[str, Tensor], *, autocast: torch.dtype | None = None
 ) -> Captured:
@@ -35,11 +35,12 @@ def capture_evaluation(
     trained: the same model's training graph.
     Raises: CaptureError if that fails.
     """
-    made = trained.blueprint
     example = {key: tensor.clone() for key, tensor in batch.items()}
-    with _evaluating(made.model):
-        program = export(WithLoss(made.model, job), example, f"{job.name} in evaluation mode", autocast)
-        return from_program(program, job, made, list(example), training=False)
+    with _evaluating(trained.blueprint.model):
+        program = export_program(
+            ModelWithLoss(trained.blueprint.model, job), example, f"{job.name} in evaluation mode", autocast
+        )
+        return captured_from_program(program, job, trained.blueprint, list(example), training=False)
 
 
 @contextmanager

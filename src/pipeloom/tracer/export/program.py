@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
@@ -15,9 +15,9 @@ from ...ir.errors import CaptureError
 from ..blueprint import Blueprint
 from ..captured import Captured
 from ..job import Job
-from ..meta import propagate
-from .describe import describe
-from .operands import unfold_copies
+from ..tensors import tensors_of
+from .op_graph import build_op_graph
+from .product_copies import unfold_copies
 
 _ASSERTIONS = {
     torch.ops.aten._assert_tensor_metadata.default,
@@ -25,22 +25,22 @@ _ASSERTIONS = {
     torch.ops.aten._assert_scalar.default,
 }
 
-_INSTEAD = {  # for tensors of any strides, and without the mark of a conjugate that is not made yet
+_REPLACEMENTS = {  # for tensors of any strides, and without the mark of a conjugate that is not made yet
     torch.ops.aten.view.default: torch.ops.aten.reshape.default,
     torch.ops.aten._conj.default: torch.ops.aten._conj_physical.default,
     torch.ops.aten._neg_view.default: torch.ops.aten.neg.default,
 }
 
 
-def from_program(
-    program: ExportedProgram, job: Job, made: Blueprint, keys: list[str], *, training: bool = True
+def captured_from_program(
+    program: ExportedProgram, job: Job, blueprint: Blueprint, keys: list[str], *, training: bool = True
 ) -> Captured:
     """An exported program as a Captured.
 
     keys: names of the batch inputs.  training: if not, no gradients flow and no buffers are updated.
     """
     graph = program.graph
-    canonical = _canonical_names(made.model)
+    canonical = _canonical_names(blueprint.model)
     targets: dict[str, str] = {}
     constants: dict[str, Tensor] = {}
     batch_keys = iter(keys)
@@ -57,7 +57,7 @@ def from_program(
         if spec.kind is InputKind.CONSTANT_TENSOR:
             constants[target] = _constant(program, spec.target)
             if isinstance(constants[target], FakeTensor):  # the constructor made it
-                made.others[target] = constants[target]
+                blueprint.others[target] = constants[target]
         if target in first:
             node.replace_all_uses_with(first[target])
         else:
@@ -67,26 +67,28 @@ def from_program(
     for spec in program.graph_signature.output_specs:
         if spec.kind is OutputKind.BUFFER_MUTATION and training:
             name = (spec.target or "").removeprefix("model.")
-            updates[_made_for(spec.arg.name, graph, updates)] = canonical.get(name, name)
+            updates[_node_for_buffer(spec.arg.name, graph, updates)] = canonical.get(name, name)
     _refuse_double_names(keys, {*canonical, *constants}, job.name)
     _tidy(graph, set(targets), program.graph_signature.user_outputs[0], list(updates))
     module = fx.GraphModule(program.graph_module, graph)
-    propagate(module, targets, made.model)  # products copy what learns, in evaluation mode too
+    propagate_gradient_flow(
+        module, targets, blueprint.model
+    )  # products copy what learns, in evaluation mode too
     unfolded = unfold_copies(graph)
     if unfolded or not training:
-        _suit_all(graph)
+        _replace_targets(graph)
         module.recompile()
-        propagate(module, targets, made.model, training=training)
+        propagate_gradient_flow(module, targets, blueprint.model, training=training)
     renamed = _rename(graph, {*canonical, *constants, *keys})
     updates = {renamed.get(now := unfolded.get(name, name), now): buffer for name, buffer in updates.items()}
-    op_graph = describe(module, targets, updates, made.model, constants, job.name)
+    op_graph = build_op_graph(module, targets, updates, blueprint.model, constants, job.name)
     return Captured(
         graph=op_graph,
         module=module,
         targets=targets,
         updates=updates,
-        blueprint=made,
-        constants={n: t for n, t in constants.items() if n not in made.others},
+        blueprint=blueprint,
+        constants={n: t for n, t in constants.items() if n not in blueprint.others},
     )
 
 
@@ -112,7 +114,7 @@ def _rename(graph: fx.Graph, taken: set[str]) -> dict[str, str]:
     return renamed
 
 
-def _made_for(name: str, graph: fx.Graph, taken: Mapping[str, str]) -> str:
+def _node_for_buffer(name: str, graph: fx.Graph, taken: Mapping[str, str]) -> str:
     """The name of a node that makes the next state of one buffer only: a copy if another has taken it."""
     if name not in taken:
         return name
@@ -145,14 +147,14 @@ def _canonical_names(model: nn.Module) -> dict[str, str]:
 
 def _tidy(graph: fx.Graph, keep: set[str], loss: Any, updates: list[str]) -> None:
     """Drop assertions, copies that copy nothing and dead code; replace what suits some tensors only."""
-    _suit_all(graph)
+    _replace_targets(graph)
     by_name = {node.name: node for node in graph.nodes}
     output = graph.output_node()
     output.args = ((*(by_name[name] for name in updates), by_name[str(loss)]),)
     for node in list(graph.nodes):
         if node.op == "call_function" and node.target in _ASSERTIONS:
             graph.erase_node(node)
-        elif node not in output.args[0] and (source := _copied(node)) is not None:
+        elif node not in output.args[0] and (source := _copy_source(node)) is not None:
             node.replace_all_uses_with(source)
     graph.eliminate_dead_code()
     for node in graph.find_nodes(op="placeholder"):
@@ -160,12 +162,12 @@ def _tidy(graph: fx.Graph, keep: set[str], loss: Any, updates: list[str]) -> Non
             graph.erase_node(node)
 
 
-def _suit_all(graph: fx.Graph) -> None:
+def _replace_targets(graph: fx.Graph) -> None:
     for node in graph.nodes:
-        node.target = _INSTEAD.get(node.target, node.target)
+        node.target = _REPLACEMENTS.get(node.target, node.target)
 
 
-def _copied(node: fx.Node) -> fx.Node | None:
+def _copy_source(node: fx.Node) -> fx.Node | None:
     """What a `clone` copies, if both have the same layout: as nothing is changed in place, one will do.
 
     Dropout with probability 0 is such a copy. A copied parameter, buffer or input stays copied.
@@ -175,3 +177,47 @@ def _copied(node: fx.Node) -> fx.Node | None:
     made, given = node.meta["val"], source.meta["val"]
     same = given.is_contiguous() and made.stride() == given.stride()
     return source if same and source.op == "call_function" else None
+
+
+def propagate_gradient_flow(
+    module: fx.GraphModule, targets: Mapping[str, str], model: nn.Module, *, training: bool = True
+) -> None:
+    """Run the graph on fake tensors with autograd on; leave results in `node.meta`.
+
+    meta["val"]: the fake result, detached.  meta["needs_grad"]: a gradient of the loss with respect to
+    it flows, that is, it depends on a trainable parameter and the loss depends on it differentiably.
+    """
+    named = model.named_parameters(remove_duplicate=False)
+    trainable = {n for n, p in named if p.requires_grad and training}
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    inputs: list[Any] = []
+    with fake:
+        for node in module.graph.find_nodes(op="placeholder"):
+            val = node.meta["val"]
+            tensor = torch.empty_strided(val.shape, val.stride(), dtype=val.dtype, device=val.device)
+            inputs.append(tensor.requires_grad_(targets[node.name] in trainable))
+    with fake, torch.enable_grad():
+        _Propagator(module, garbage_collect_values=True).run(*inputs)
+    _mark_needed(module.graph)
+
+
+class _Propagator(fx.Interpreter):
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        if n.op in ("call_function", "placeholder"):
+            n.meta["requires_grad"] = any(t.requires_grad for t in tensors_of(result))
+            n.meta["val"] = torch.utils._pytree.tree_map_only(Tensor, Tensor.detach, result)
+        return result
+
+
+def _mark_needed(graph: fx.Graph) -> None:
+    """Walk back from the loss along values that require gradients."""
+    pending = [graph.output_node().args[0][-1]]  # type: ignore[index]  # the loss comes last
+    needed: set[fx.Node] = set()
+    while pending:
+        node = pending.pop()
+        if isinstance(node, fx.Node) and node not in needed and node.meta.get("requires_grad"):
+            needed.add(node)
+            pending.extend(node.all_input_nodes)
+    for node in graph.nodes:
+        node.meta["needs_grad"] = node in needed

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from ..job import Job
-from ..loss import scalar_loss
+from ..job_calls import scalar_loss
 from ..random import end_random, python_random_kept, seed_python, seed_random
 from .skeleton import Skeleton, Unit
 from .torch_functions import RANDOM, function_name

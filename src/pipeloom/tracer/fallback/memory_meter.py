@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..meta import tensors_of
 from ..random import call_draws
+from ..tensors import tensors_of
 
 
 class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]

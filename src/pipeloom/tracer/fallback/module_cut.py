@@ -17,8 +17,8 @@ from ...ir.stages import StageGraph
 from ..blueprint import Blueprint
 from ..export import model_buffers, model_parameters
 from ..job import Job
-from ..layout import zeros
-from ..meta import autocast_region
+from ..layout import zeros_like_value
+from ..tensors import autocast_region
 from .forward_path import PATH_PREFIX, ForwardPath, encode_path
 from .module_functions import ModuleFunctions
 from .recorded_ops import ModuleOp, build_ops
@@ -263,5 +263,5 @@ def _example(cut: ModuleCut, value: Value, device: torch.device) -> Tensor:
     sample = cut.recording.samples.get(value.name)
     if sample is not None:
         return sample.to(device)
-    made = zeros(value, device)
+    made = zeros_like_value(value, device)
     return made.normal_(0.0, 0.1) if made.is_floating_point() else made

@@ -15,10 +15,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from ...ir.errors import CutError
 from ...ir.graph import Value
 from ..job import Job
-from ..layout import alone
-from ..meta import autocast_region
-from ..once import one_thread
+from ..layout import ensure_unshared
 from ..stage import Sink, Slot, Tensors
+from ..tensors import autocast_region
+from ..tracing_lock import one_thread_at_a_time
 from .absent_tensors import KEEP_TOGETHER
 from .forward_path import PATH_PREFIX, ForwardPath, decode_path, encode_path
 from .intercepted_forward import call_name, seeded
@@ -95,7 +95,7 @@ class ModuleFunctions:
         """All: autograd may keep any of them."""
         return frozenset(self.received if self.differentiable else ())
 
-    @one_thread
+    @one_thread_at_a_time
     def forward(
         self, state: Mapping[str, Tensor], inputs: Mapping[str, Tensor], seed: int
     ) -> tuple[dict[str, Tensor], Tensors]:
@@ -131,7 +131,7 @@ class ModuleFunctions:
     def recompute(self, state: Mapping[str, Tensor], residuals: Tensors) -> Tensors:
         return {}  # autograd keeps everything
 
-    @one_thread
+    @one_thread_at_a_time
     def backward(
         self, state: Mapping[str, Tensor], residuals: Tensors, grads: Mapping[str, Tensor], sink: Sink
     ) -> dict[str, Tensor]:
@@ -145,7 +145,7 @@ class ModuleFunctions:
             graph.clear()
         return made
 
-    @one_thread
+    @one_thread_at_a_time
     def backward_input(
         self, state: Mapping[str, Tensor], residuals: Tensors, grads: Mapping[str, Tensor]
     ) -> tuple[dict[str, Tensor], Tensors]:
@@ -162,7 +162,7 @@ class ModuleFunctions:
                 made = {n: _to_send(grad, grads.values()) for n, grad in pairs if grad is not None}
         return made, carried
 
-    @one_thread
+    @one_thread_at_a_time
     def backward_weight(self, state: Mapping[str, Tensor], carried: Tensors, sink: Sink) -> None:
         graph: _Graph = carried[_GRAPH]
         with self._measuring("weight_grad", carried), self._ready(graph, sink):
@@ -172,7 +172,7 @@ class ModuleFunctions:
                 torch.autograd.backward(outputs, grads, inputs=graph.trained if some else None)
             graph.clear()
 
-    @one_thread
+    @one_thread_at_a_time
     def evaluate(self, state: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         graph = _Graph(0, {}, {n: inputs[n] for n in self.received})
         graph.state = self._cloned(state)
@@ -266,7 +266,7 @@ class ModuleFunctions:
         if handed.loss is not None:
             found[LOSS] = handed.loss
         taken = set(given)
-        return {name: alone(tensor.detach(), (), taken) for name, tensor in found.items()}
+        return {name: ensure_unshared(tensor.detach(), (), taken) for name, tensor in found.items()}
 
     @contextmanager
     def _ready(self, graph: _Graph, sink: Sink | None) -> Iterator[None]:
@@ -360,7 +360,7 @@ def _never_read(value: Value, device: torch.device) -> Tensor:
 
 def _to_send(grad: Tensor, others: Iterable[Tensor]) -> Tensor:
     """A gradient to send: dense, and not the very tensor that came in."""
-    return alone(grad.detach(), (), _storages(others))
+    return ensure_unshared(grad.detach(), (), _storages(others))
 
 
 def _storages(tensors: Iterable[Tensor]) -> set[int]:

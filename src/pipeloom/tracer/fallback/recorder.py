@@ -20,8 +20,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...ir.graph import Value
 from ..job import Job
-from ..meta import tensors_of
 from ..random import python_state
+from ..tensors import tensors_of
 from .intercepted_forward import START, InterceptedForward, call_name, glue_name, seeded
 from .isolated_call import IsolatedCall
 from .memory_meter import MemoryMeter

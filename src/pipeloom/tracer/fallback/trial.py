@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ...ir.errors import CutError
-from ..stage import DiscardSink, made_bytes
+from ..stage import DiscardSink, activation_bytes
 from .module_functions import ModuleFunctions
 from .skeleton import Skeleton
 
@@ -95,7 +95,7 @@ def trial_run(functions: ModuleFunctions, batch: Mapping[str, Tensor], device: t
             outputs, residuals = functions.forward(state, inputs, 0)
             if not functions.differentiable:
                 return
-            functions.residual_bytes = {"autograd": made_bytes(residuals)}
+            functions.residual_bytes = {"autograd": activation_bytes(residuals)}
             grads = {n: torch.ones_like(t) for n, t in outputs.items() if not n.startswith("buffer:")}
             outputs.clear()
             if not split:
@@ -105,5 +105,5 @@ def trial_run(functions: ModuleFunctions, batch: Mapping[str, Tensor], device: t
                 _, carried = functions.backward_input(state, residuals, grads)
             except CutError:  # it is an error only if the schedule splits the backward
                 return
-            functions.carried_bytes = made_bytes(carried)
+            functions.carried_bytes = activation_bytes(carried)
             functions.backward_weight(state, carried, DiscardSink())

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_map_only
 
-from ..meta import tensors_of
+from ..tensors import tensors_of
 from .functions import Sink
 
 # Where a backward puts the gradients of parameters.

@@ -142,7 +142,7 @@ class StageFunctions(Protocol):
         ...
 
 
-def made_bytes(tensors: Tensors) -> int:
+def activation_bytes(tensors: Tensors) -> int:
     """Bytes of the residuals or carried tensors that a stage made itself, each storage once."""
     storages = {
         t.untyped_storage()._cdata: t.untyped_storage().nbytes()

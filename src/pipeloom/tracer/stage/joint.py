@@ -28,7 +28,7 @@ from torch.fx import traceback
 
 from ...ir.stages import StageGraph
 from ..captured import Captured
-from ..layout import Order, alone, copied, order_of, zeros
+from ..layout import DimOrder, copy_in_order, ensure_unshared, memory_order, zeros_like_value
 
 
 @dataclass(eq=False)
@@ -104,7 +104,7 @@ def extract(captured: Captured, stages: StageGraph, index: int, device: str) -> 
 
 def reshaped_copy(tensor: Tensor, shape: list[int]) -> Tensor:
     """A reshape that had to copy. It does so, too, where a stage receives the tensor without gaps."""
-    made: Tensor = torch.ops.aten._unsafe_view.default(copied(tensor, ()), shape)
+    made: Tensor = torch.ops.aten._unsafe_view.default(copy_in_order(tensor, ()), shape)
     return made
 
 
@@ -139,7 +139,7 @@ class Joint:
     tangents: Mapping[fx.Node, str]
     outputs: Mapping[str, fx.Node]
     grads: Mapping[str, fx.Node]
-    orders: Mapping[str, Order]
+    orders: Mapping[str, DimOrder]
 
 
 class _Callable(nn.Module):
@@ -150,7 +150,7 @@ class _Callable(nn.Module):
         stage: StageModule,
         params: dict[int, nn.Parameter],
         detached: frozenset[str],
-        orders: Mapping[str, Order],
+        orders: Mapping[str, DimOrder],
     ) -> None:
         super().__init__()
         self.held = nn.ParameterList(params.values())
@@ -169,7 +169,7 @@ class _Callable(nn.Module):
             made = fx.Interpreter(stage.module).run(*inputs)
         taken = {t.untyped_storage()._cdata for t in inputs}
         return tuple(
-            alone(t.detach() if name in self.detached else t, self.orders.get(name, ()), taken)
+            ensure_unshared(t.detach() if name in self.detached else t, self.orders.get(name, ()), taken)
             for name, t in zip(stage.outputs, made, strict=True)
         )
 
@@ -186,7 +186,7 @@ def trace_joint(stage: StageModule, captured: Captured, device: str) -> Joint:
         ):
             val = node.meta["val"]
             if stage.kinds[i] == "value":
-                tensor = zeros(captured.graph.value[name], device)
+                tensor = zeros_like_value(captured.graph.value[name], device)
             else:
                 tensor = torch.empty_strided(val.shape, val.stride(), dtype=val.dtype, device=device)
             if stage.kinds[i] == "param":
@@ -210,14 +210,14 @@ def trace_joint(stage: StageModule, captured: Captured, device: str) -> Joint:
     return _identify(traced, stage, param_names, arg_names, orders)
 
 
-def orders_of(stage: StageModule, captured: Captured) -> dict[str, Order]:
+def orders_of(stage: StageModule, captured: Captured) -> dict[str, DimOrder]:
     """How the values of a graph lie, and the next states of a stage's buffers: as the buffers do."""
     found = {name: value.order for name, value in captured.graph.value.items()}
     for node, name, kind in zip(
         stage.module.graph.find_nodes(op="placeholder"), stage.names, stage.kinds, strict=True
     ):
         if kind == "buffer":
-            found[f"buffer:{name}"] = order_of(node.meta["val"])
+            found[f"buffer:{name}"] = memory_order(node.meta["val"])
     return {name: order for name, order in found.items() if order}
 
 
@@ -230,7 +230,7 @@ def _identify(
     stage: StageModule,
     params: list[str],
     args: list[str],
-    orders: Mapping[str, Order],
+    orders: Mapping[str, DimOrder],
 ) -> Joint:
     def input_name(described: Any) -> str:
         if isinstance(described, ParamAOTInput):

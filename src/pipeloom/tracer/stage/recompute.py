@@ -14,11 +14,10 @@ from torch import fx
 
 from ...ir.errors import PlanError
 from ...ir.memory_policy import Residual, Treatment
-from ..meta import tensors_of
 from ..random import draws
+from ..tensors import tensors_of
 from .joint import Joint
-from .naming import op_of
-from .views import is_view
+from .residual_names import is_view, op_of
 
 
 def ancestors(outputs: Iterable[fx.Node], stop: Callable[[fx.Node], bool]) -> set[fx.Node]:

@@ -20,14 +20,13 @@ from torch import Tensor, fx
 from torch.fx.node import Argument
 
 from ...ir.memory_policy import Residual
-from ..layout import copied, lies_so
+from ..layout import copy_in_order, has_order
 from ..random import draws, seed_draws
 from .accumulate import add_gradient, add_in_place, add_products
 from .functions import Slot
 from .joint import Joint
-from .naming import residual_names
 from .recompute import ancestors, chain, describe_residuals
-from .views import is_view, root
+from .residual_names import is_view, residual_names, storage_owner
 
 
 @dataclass(eq=False)
@@ -246,17 +245,17 @@ class Splitter:
         seen: set[fx.Node] = set()
         results: list[Argument] = []
         for slot, node in outputs:
-            base = root(node)
+            base = storage_owner(node)
             shared = base.op == "placeholder" or base in seen
             order = self.joint.orders.get(slot.name, ()) if slot.kind in ("input_grad", "out") else ()
-            strided = slot.kind == "input_grad" and not lies_so(node.meta["val"], order)
+            strided = slot.kind == "input_grad" and not has_order(node.meta["val"], order)
             expanded = slot.kind.endswith("_grad") and not _dense(node.meta["val"])
             if slot.kind not in ("made", "carried") and (shared or strided or expanded):
-                own = graph.call_function(copied, (node, order))
+                own = graph.call_function(copy_in_order, (node, order))
                 with node.meta["val"].fake_mode:
-                    own.meta = {"val": copied(node.meta["val"], order)}
+                    own.meta = {"val": copy_in_order(node.meta["val"], order)}
                 node = own
-            seen.add(root(node))
+            seen.add(storage_owner(node))
             results.append(node)
         return results
 

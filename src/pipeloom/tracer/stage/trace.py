@@ -18,35 +18,35 @@ from ...ir.memory_policy import Residual, Treatment
 from ...ir.stages import StageGraph
 from ..captured import Captured
 from ..fallback import module_stage_functions
-from ..layout import Order, alone
-from ..meta import tensors_of
-from ..once import one_thread
+from ..layout import DimOrder, ensure_unshared
 from ..random import seed_draws
+from ..tensors import tensors_of
+from ..tracing_lock import one_thread_at_a_time
+from .compile_graph import BoxedFunction, MemoryUse, compile_graph, predict_memory, run_measured
 from .functions import Sink, Slot, StageFunctions, Tensors
 from .joint import StageModule, extract, orders_of, trace_joint
 from .recompute import require_possible
 from .simplify import simplify
 from .split import Part, Splitter, draw_keys
-from .tape import Boxed, Footprint, compile_graph, measure, predict
 
-NOTHING: Mapping[str, Treatment] = MappingProxyType({})
+KEEP_ALL: Mapping[str, Treatment] = MappingProxyType({})
 
 
 @dataclass(eq=False)
-class Function:
+class CompiledPart:
     """One compiled part. `footprint` is predicted until the first run has measured it."""
 
     part: Part
     attributes: object
-    footprint: Footprint
-    run: Boxed
+    footprint: MemoryUse
+    run: BoxedFunction
     measured: bool = False
     _owned: dict[str, bool] = field(default_factory=dict)
 
     def __call__(self, box: list[Any]) -> tuple[Any, ...]:
         if self.measured:
             return self.run(box)
-        results, self.footprint = measure(self.part.graph, self.attributes, box, self._owned)
+        results, self.footprint = run_measured(self.part.graph, self.attributes, box, self._owned)
         self.measured = True
         return results
 
@@ -72,9 +72,9 @@ class GraphFunctions:
     recomputed: frozenset[str]
     kept_inputs: frozenset[str]
     kept_buffers: frozenset[str]
-    functions: Mapping[str, Function]
+    functions: Mapping[str, CompiledPart]
     constants: Mapping[str, Tensor]
-    orders: Mapping[str, Order] = field(default_factory=dict)
+    orders: Mapping[str, DimOrder] = field(default_factory=dict)
     examples: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
@@ -109,7 +109,9 @@ class GraphFunctions:
         outputs = {slot.name: t for slot, t in results.items() if slot.kind == "out"}
         if not self.differentiable:
             taken = {t.untyped_storage()._cdata for t in (*state.values(), *inputs.values())}
-            outputs = {name: alone(t, self.orders.get(name, ()), taken) for name, t in outputs.items()}
+            outputs = {
+                name: ensure_unshared(t, self.orders.get(name, ()), taken) for name, t in outputs.items()
+            }
         residuals: Tensors = {slot: t for slot, t in results.items() if slot.kind == "made"}
         residuals |= {Slot("input", name): inputs[name] for name in self.kept_inputs}
         residuals |= {Slot("old", name): state[name] for name in self.kept_buffers}
@@ -179,7 +181,7 @@ def _of_kind(results: Tensors, kind: str) -> dict[str, Tensor]:
     return {slot.name: t for slot, t in results.items() if slot.kind == kind}
 
 
-@one_thread
+@one_thread_at_a_time
 def stage_functions(
     captured: Captured,
     stages: StageGraph,
@@ -187,7 +189,7 @@ def stage_functions(
     *,
     device: str = "cpu",
     compiled: bool = False,
-    treatments: Mapping[str, Treatment] = NOTHING,
+    treatments: Mapping[str, Treatment] = KEEP_ALL,
     ahead: bool = False,
 ) -> StageFunctions:
     """Build the functions of one stage.
@@ -310,14 +312,14 @@ def _freed(name: str, parts: Mapping[str, Part]) -> frozenset[Slot]:
     return frozenset(s for s in parts[name].inputs if s.kind in ("made", "carried")).difference(left)
 
 
-def _function(part: Part, attributes: object, compiled: bool, *, freed: frozenset[Slot]) -> Function:
+def _function(part: Part, attributes: object, compiled: bool, *, freed: frozenset[Slot]) -> CompiledPart:
     """freed: inputs that the caller gives up."""
     owned = {
         node.name: slot in freed
         for node, slot in zip(part.graph.find_nodes(op="placeholder"), part.inputs, strict=True)
     }
-    footprint = predict(part.graph, owned)
+    footprint = predict_memory(part.graph, owned)
     if compiled and not any(slot.kind == "random" for slot in part.inputs):
         fast = torch.compile(fx.GraphModule(attributes, part.graph), dynamic=False)  # type: ignore[arg-type]
-        return Function(part, attributes, footprint, lambda box: tuple(fast(*box)), measured=True)
-    return Function(part, attributes, footprint, compile_graph(part.graph, attributes), _owned=owned)
+        return CompiledPart(part, attributes, footprint, lambda box: tuple(fast(*box)), measured=True)
+    return CompiledPart(part, attributes, footprint, compile_graph(part.graph, attributes), _owned=owned)

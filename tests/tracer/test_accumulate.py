@@ -16,8 +16,8 @@ from pipeloom.tracer.stage import (
     add_product,
     add_products,
     compile_graph,
-    measure,
-    predict,
+    predict_memory,
+    run_measured,
 )
 
 aten = torch.ops.aten
@@ -50,10 +50,10 @@ def run(graph: fx.Graph) -> tuple[Tensor, ...]:
     inputs = [torch.randn(SHAPE), torch.randn(SHAPE)]
     before = [t.clone() for t in inputs]
     results = compile_graph(graph, None)([*inputs])
-    again, measured = measure(graph, None, [*inputs], {})
+    again, measured = run_measured(graph, None, [*inputs], {})
     assert all(map(torch.equal, results, again))
     assert all(map(torch.equal, inputs, before))
-    assert measured == predict(graph, {})
+    assert measured == predict_memory(graph, {})
     return results
 
 
@@ -66,7 +66,7 @@ def test_the_first_addend_holds_the_sum_if_nothing_reads_it_afterwards() -> None
     assert targets(graph) == [aten.mul.Tensor, aten.add_.Tensor]
     a, b = torch.manual_seed(0) and (torch.randn(SHAPE), torch.randn(SHAPE))
     assert torch.equal(run(graph)[0], a * b + a)
-    assert predict(graph, {}).peak_bytes == BYTES
+    assert predict_memory(graph, {}).peak_bytes == BYTES
 
 
 def test_the_second_addend_holds_it_if_the_first_is_an_input() -> None:
@@ -137,7 +137,7 @@ def test_a_chain_of_sums_lies_in_one_tensor_and_views_of_it_follow() -> None:
     graph = graph_of(write)
     assert targets(graph).count(aten.add_.Tensor) == 3
     run(graph)
-    assert predict(graph, {}).peak_bytes == 2 * BYTES
+    assert predict_memory(graph, {}).peak_bytes == 2 * BYTES
 
 
 def test_a_sum_whose_parts_are_read_later_keeps_its_own_memory_while_they_do() -> None:

@@ -10,15 +10,15 @@ from typing import ParamSpec, TypeVar
 P = ParamSpec("P")
 R = TypeVar("R")
 
-TURN = threading.RLock()
+TRACING_LOCK = threading.RLock()
 
 
-def one_thread(function: Callable[P, R]) -> Callable[P, R]:
+def one_thread_at_a_time(function: Callable[P, R]) -> Callable[P, R]:
     """Let only one thread at a time run any of the functions so marked."""
 
     @wraps(function)
-    def alone(*args: P.args, **kwargs: P.kwargs) -> R:
-        with TURN:
+    def locked(*args: P.args, **kwargs: P.kwargs) -> R:
+        with TRACING_LOCK:
             return function(*args, **kwargs)
 
-    return alone
+    return locked

@@ -23,8 +23,8 @@ from ..ir.cluster import Device
 from ..ir.graph import Op
 from ..ir.profile import OpCost
 from ..tracer import Job, capture
-from .detected import Measured
-from .measure import measure
+from .measure_ops import measure
+from .measurement import Measurement
 from .roofline import roofline
 from .rules import RULES, UNKNOWN, base_name
 
@@ -32,7 +32,7 @@ HEADS = 8
 
 
 @dataclass(frozen=True)
-class Sizes:
+class ReferenceSizes:
     """Of the reference model: as large as to need the device's memory rather than its caches."""
 
     rows: int
@@ -43,14 +43,14 @@ class Sizes:
     pixels: int
 
 
-ON_CPU = Sizes(rows=4, length=256, width=512, vocabulary=4096, channels=32, pixels=32)
-ON_GPU = Sizes(rows=8, length=1024, width=2048, vocabulary=32768, channels=128, pixels=56)
+ON_CPU = ReferenceSizes(rows=4, length=256, width=512, vocabulary=4096, channels=32, pixels=32)
+ON_GPU = ReferenceSizes(rows=8, length=1024, width=2048, vocabulary=32768, channels=128, pixels=56)
 
 
-class Reference(nn.Module):
+class ReferenceModel(nn.Module):
     """A transformer block with both kinds of attention, convolutions with batch normalisation, and a loss."""
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, sizes: ReferenceSizes) -> None:
         super().__init__()
         width = sizes.width
         self.embed = nn.Embedding(sizes.vocabulary, width)
@@ -78,9 +78,14 @@ class Reference(nn.Module):
         return loss + (weights * shown.flatten(2)).mean()
 
 
-def shares(
-    device: Device, where: torch.device, *, sizes: Sizes, autocast: torch.dtype | None, budget_s: float
-) -> list[Measured]:
+def measure_efficiency(
+    device: Device,
+    where: torch.device,
+    *,
+    sizes: ReferenceSizes,
+    autocast: torch.dtype | None,
+    budget_s: float,
+) -> list[Measurement]:
     """The share per class of ops, named by class, with the lowest and highest of single ops.
 
     device: its peak rates, bandwidth and launch time; its own efficiencies do not matter.
@@ -94,18 +99,22 @@ def shares(
             "images": torch.randn(images, generator=made),
         }
 
-    job = Job(name="reference", model=lambda: Reference(sizes), batch=batch, loss=lambda output, _: output)
+    job = Job(
+        name="reference", model=lambda: ReferenceModel(sizes), batch=batch, loss=lambda output, _: output
+    )
     captured = capture(job, sizes.rows, autocast=autocast)
     costs = measure(
         captured, where.type, batch=batch(0, sizes.rows), budget_s=budget_s, clock=thread_time
     ).costs
     plain = replace(device, efficiency={}, launch_s=0.0)
-    return compare(captured.graph.ops, roofline(captured.graph, plain).costs, costs, device.launch_s)
+    return efficiency_by_class(
+        captured.graph.ops, roofline(captured.graph, plain).costs, costs, device.launch_s
+    )
 
 
-def compare(
+def efficiency_by_class(
     ops: tuple[Op, ...], ideal: Mapping[str, OpCost], real: Mapping[str, OpCost], launch_s: float
-) -> list[Measured]:
+) -> list[Measurement]:
     """Per class of ops, ideal over real seconds.
 
     ideal: without launches.  real: with them; a launch is taken off each kernel that the ideal has.
@@ -124,10 +133,10 @@ def _parts(cost: OpCost) -> tuple[float, float, float]:
     return cost.forward_s, cost.input_grad_s, cost.weight_grad_s
 
 
-def _share(kind: str, sums: list[tuple[float, float]]) -> Measured:
+def _share(kind: str, sums: list[tuple[float, float]]) -> Measurement:
     """Over all ops together, and over each of those that take at least a hundredth of the class's time."""
     fast, slow = (sum(pair[i] for pair in sums) for i in (0, 1))
     single = [a / b for a, b in sums if b >= slow / 100]
-    return Measured(
+    return Measurement(
         name=kind, value=fast / slow, low=min(single), high=max(single), unit="", of=f"{len(single)} ops"
     )

@@ -22,11 +22,11 @@ from ..tracer import (
     DiscardSink,
     ModuleFunctions,
     Tensors,
+    activation_bytes,
     initial_state,
-    made_bytes,
     stage_functions,
 )
-from .kernel import LEAST_REPEATS, Timer
+from .measure_op import LEAST_REPEATS, Timer
 
 
 def measure_modules(
@@ -117,7 +117,7 @@ def _saved(
     """Names of the inputs and outputs that are kept for the backward, and bytes of all else that is."""
     storages = {t.untyped_storage()._cdata for slot, t in residuals.items() if slot.kind == "made"}
     named = [n for n in functions.sent if outputs[n].untyped_storage()._cdata in storages]
-    extra = made_bytes(residuals) - sum(outputs[n].nbytes for n in named)
+    extra = activation_bytes(residuals) - sum(outputs[n].nbytes for n in named)
     return (*sorted(functions.saved_inputs), *named), extra
 
 

@@ -20,7 +20,7 @@ from pipeloom.ir.errors import CutError
 from pipeloom.ir.graph import Value
 from pipeloom.ir.stages import cut
 from pipeloom.tracer.fallback import ForwardPath, ModuleFunctions, encode_path
-from pipeloom.tracer.stage import Sink, made_bytes, stage_functions
+from pipeloom.tracer.stage import Sink, activation_bytes, stage_functions
 
 
 class Sums(dict[str, Tensor], Sink):
@@ -71,8 +71,8 @@ def test_residuals_are_what_autograd_saves_each_storage_once() -> None:
     with saved_tensors_hooks(pack, lambda t: t):
         kept = model.blocks[1](model.blocks[0](model.embed(batch["ids"])))
     assert functions[0].task.last == 2 and kept.requires_grad
-    assert made_bytes(first) == sum(saved.values())
-    assert sum(functions[0].residual_bytes.values()) == made_bytes(first)  # known before the first step
+    assert activation_bytes(first) == sum(saved.values())
+    assert sum(functions[0].residual_bytes.values()) == activation_bytes(first)  # known before the first step
 
 
 def test_residuals_are_freed_by_the_backward() -> None:
@@ -88,7 +88,7 @@ def test_residuals_are_freed_by_the_backward() -> None:
         assert not last and not any(ref() for ref in alive)
         alive = [weakref.ref(t.untyped_storage()) for slot, t in first.items() if slot.kind == "made"]
         _, carried = functions[0].backward_input(state, first, grads)
-        assert not first and made_bytes(carried) > 0
+        assert not first and activation_bytes(carried) > 0
         functions[0].backward_weight(state, carried, Sums())
         assert not carried and not any(ref() for ref in alive)
     finally:

@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import fx
 
-from ..meta import tensors_of
+from ..tensors import tensors_of
 
-Boxed = Callable[[list[Any]], tuple[Any, ...]]
+BoxedFunction = Callable[[list[Any]], tuple[Any, ...]]
 
 
 def last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
@@ -30,7 +30,7 @@ def last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     return dead
 
 
-def compile_graph(graph: fx.Graph, attributes: object) -> Boxed:
+def compile_graph(graph: fx.Graph, attributes: object) -> BoxedFunction:
     """Write the graph as Python source and compile it.
 
     attributes: the module that holds what `get_attr` nodes name.
@@ -67,7 +67,7 @@ def compile_graph(graph: fx.Graph, attributes: object) -> Boxed:
         if node.op != "output" and (gone := [names[n] for n in dead.get(node, [])]):
             lines.append(f"    del {', '.join(gone)}")
     exec(compile("\n".join(lines), "<pipeloom stage>", "exec"), scope)
-    run: Boxed = scope["run"]
+    run: BoxedFunction = scope["run"]
     return run
 
 
@@ -84,7 +84,7 @@ def _attribute(owner: object, path: Any) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Footprint:
+class MemoryUse:
     """Memory of one run of a graph.
 
     peak_bytes: most bytes alive above the level at the start, where inputs that the run frees count as
@@ -125,9 +125,9 @@ def _storages(value: Any) -> list[tuple[object, int]]:
     return [(t.untyped_storage()._cdata, t.untyped_storage().nbytes()) for t in tensors_of(value)]
 
 
-def measure(
+def run_measured(
     graph: fx.Graph, attributes: object, box: list[Any], owned: Mapping[str, bool]
-) -> tuple[tuple[Any, ...], Footprint]:
+) -> tuple[tuple[Any, ...], MemoryUse]:
     """Run a graph once, node by node, and measure what it holds.
 
     owned: placeholder name -> whether the caller gives the input up, so that its last use frees it.
@@ -161,10 +161,10 @@ def measure(
             count.drop(_storages(values[gone]))
             del values[gone]
     start = start or 0
-    return tuple(result), Footprint(peak_bytes=count.peak - start, end_bytes=count.level - start)
+    return tuple(result), MemoryUse(peak_bytes=count.peak - start, end_bytes=count.level - start)
 
 
-def predict(graph: fx.Graph, owned: Mapping[str, bool]) -> Footprint:
+def predict_memory(graph: fx.Graph, owned: Mapping[str, bool]) -> MemoryUse:
     """The same without running: from the fake results that tracing left in `node.meta`."""
     count = _Count()
     dead = last_uses(graph)
@@ -182,4 +182,4 @@ def predict(graph: fx.Graph, owned: Mapping[str, bool]) -> Footprint:
         for gone in dead.get(node, []):
             count.drop(_storages(gone.meta.get("val")))
     start = start or 0
-    return Footprint(peak_bytes=count.peak - start, end_bytes=count.level - start)
+    return MemoryUse(peak_bytes=count.peak - start, end_bytes=count.level - start)

@@ -7,10 +7,38 @@ from collections.abc import Container
 from operator import getitem
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from .joint import Joint
-from .views import is_view, root
+
+# Which nodes of a graph make no tensor of their own.
+
+_VIEWS_BY_CONVENTION = {
+    torch.ops.aten._unsafe_view.default,
+    torch.ops.aten._reshape_alias.default,
+    torch.ops.aten.reshape.default,  # in a joint graph, see `simplify`
+}
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether a node's result shares the storage of its first argument."""
+    if node.op != "call_function":
+        return False
+    if node.target is getitem:
+        source = node.args[0]
+        return isinstance(source, fx.Node) and is_view(source)
+    if node.target in _VIEWS_BY_CONVENTION:
+        return True
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
+
+
+def storage_owner(node: fx.Node) -> fx.Node:
+    """The node that owns the storage of `node`'s result."""
+    while is_view(node):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
 
 _COPY = "sent:"
 """In front of the name of what no op of the graph made: a copy that a stage makes of what it sends."""
@@ -57,7 +85,7 @@ def _only_result(nodes: list[fx.Node], forward: Container[fx.Node], sent: Contai
         for node in nodes
         if node in sent or any(user in forward and user not in inside for user in node.users)
     ]
-    return root((read or nodes)[-1])
+    return storage_owner((read or nodes)[-1])
 
 
 def _of_several(nodes: list[fx.Node], results: tuple[Any, ...]) -> dict[fx.Node, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -10,11 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter, tree_map
 
 
-class View(NamedTuple):
+class StorageView(NamedTuple):
     """How a tensor looks at its storage, at the time of a call: `.data = ...` changes it later."""
 
     storage: int
@@ -24,14 +26,14 @@ class View(NamedTuple):
     dtype: torch.dtype
 
 
-class Draw(NamedTuple):
+class GeneratorUse(NamedTuple):
     """A generator in the arguments of a call, by its number; 0 is the default one."""
 
     generator: int
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Call:
+class RecordedCall:
     """One ATen call, or one call of an initialiser that looks at what it draws. Tensors are Views,
     generators Draws.
 
@@ -52,15 +54,15 @@ class Call:
 
 
 @dataclass(eq=False)
-class Record:
+class ConstructorRecord:
     """All calls in order, and what keeps the numbers of storages unique."""
 
-    calls: list[Call] = field(default_factory=list)
+    calls: list[RecordedCall] = field(default_factory=list)
     alive: dict[int, object] = field(default_factory=dict)
 
 
-def view_of(tensor: Tensor) -> View:
-    return View(
+def view_of(tensor: Tensor) -> StorageView:
+    return StorageView(
         int(tensor.untyped_storage()._cdata),
         tuple(tensor.shape),
         tensor.stride(),
@@ -70,7 +72,7 @@ def view_of(tensor: Tensor) -> View:
 
 
 def _is_leaf(value: object) -> bool:
-    return isinstance(value, (View, Draw))
+    return isinstance(value, (StorageView, GeneratorUse))
 
 
 def _leaves(tree: object) -> Iterable[Any]:
@@ -78,7 +80,7 @@ def _leaves(tree: object) -> Iterable[Any]:
 
 
 def _storages(tree: object) -> frozenset[int]:
-    return frozenset(leaf.storage for leaf in _leaves(tree) if isinstance(leaf, View))
+    return frozenset(leaf.storage for leaf in _leaves(tree) if isinstance(leaf, StorageView))
 
 
 def _written(function: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> set[int]:
@@ -94,11 +96,11 @@ def _written(function: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Map
 def _blind(function: torch._ops.OpOverload, given: Any) -> bool:
     """Whether how much a call draws is known without the values of the tensors it is given."""
     name = str(function.overloadpacket).split(".")[-1]
-    tensors = sum(isinstance(leaf, View) for leaf in _leaves(given))
+    tensors = sum(isinstance(leaf, StorageView) for leaf in _leaves(given))
     return not tensors or (tensors == 1 and name.endswith(("_", "_like")))
 
 
-class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class ConstructorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records every ATen call made under it.
 
     Fake calls draw nothing, so each one that should is followed by a real draw of one number: a generator
@@ -108,7 +110,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, fake: FakeTensorMode) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.fake = fake
-        self.record = Record()
+        self.record = ConstructorRecord()
         self.generators: list[torch.Generator] = [torch.default_generator]
         self.states: dict[int, Tensor] = {0: torch.default_generator.get_state()}
 
@@ -121,7 +123,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         writes |= _storages(result) - reads
         random = torch.Tag.nondeterministic_seeded in func.tags
         self.record.calls.append(
-            Call(
+            RecordedCall(
                 function=func,
                 args=given[0],
                 kwargs=given[1],
@@ -147,7 +149,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return original(tensor, *args, **kwargs)
             given = tree_map(self._describe, ((tensor, *args), kwargs))
             self.record.calls.append(
-                Call(
+                RecordedCall(
                     function=original,
                     args=given[0],
                     kwargs=given[1],
@@ -174,14 +176,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if isinstance(leaf, torch.Generator):
             if not any(leaf is known for known in self.generators):
                 self.generators.append(leaf)
-            return Draw(next(i for i, known in enumerate(self.generators) if leaf is known))
+            return GeneratorUse(next(i for i, known in enumerate(self.generators) if leaf is known))
         if isinstance(leaf, Tensor):
             with _disable_current_modes():
                 return leaf.clone()
         return leaf
 
     def _seeded(self, given: Any) -> Iterator[tuple[int, Tensor]]:
-        used = {leaf.generator for leaf in _leaves(given) if isinstance(leaf, Draw)} or {0}
+        used = {leaf.generator for leaf in _leaves(given) if isinstance(leaf, GeneratorUse)} or {0}
         with _disable_current_modes():  # states are real tensors
             for number in used:
                 generator = self.generators[number]
@@ -192,15 +194,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.states[number] = generator.get_state()
 
 
-class Replay:
+class ConstructorReplay:
     """Runs recorded calls on real tensors, as far as some tensors need them."""
 
-    def __init__(self, record: Record, wanted: Mapping[str, Tensor]) -> None:
+    def __init__(self, record: ConstructorRecord, wanted: Mapping[str, Tensor]) -> None:
         self.calls = record.calls
         self.wanted = {name: view_of(tensor) for name, tensor in wanted.items()}
         self.storages: dict[int, torch.UntypedStorage] = {}
         self.generators: dict[int, torch.Generator] = {0: torch.default_generator}
-        self.real: dict[View, Tensor] = {}
+        self.real: dict[StorageView, Tensor] = {}
 
     def run(self) -> dict[str, Tensor]:
         """The wanted tensors by name; names of one tensor get the same object."""
@@ -232,23 +234,23 @@ class Replay:
     def _touched(self, index: int) -> frozenset[int]:
         return self.calls[index].writes | self.calls[index].reads
 
-    def _run(self, call: Call, stand_in: Callable[[Any], Any]) -> Any:
+    def _run(self, call: RecordedCall, stand_in: Callable[[Any], Any]) -> Any:
         args, kwargs = tree_map(stand_in, (call.args, dict(call.kwargs)), is_leaf=_is_leaf)
         return call.function(*args, **kwargs)
 
     def _make(self, leaf: Any) -> Any:
         """The real tensor that a View stands for; anything else as it is."""
-        if isinstance(leaf, View):
+        if isinstance(leaf, StorageView):
             if leaf not in self.real:
                 look = torch.empty(0, dtype=leaf.dtype)
                 self.real[leaf] = look.set_(self.storages[leaf.storage], leaf.offset, leaf.shape, leaf.stride)
             return self.real[leaf]
-        if isinstance(leaf, Draw):
+        if isinstance(leaf, GeneratorUse):
             return self._generator(leaf.generator)
         return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
     def _scratch(self, leaf: Any) -> Any:
-        if isinstance(leaf, View):
+        if isinstance(leaf, StorageView):
             return torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype)
         return self._make(leaf)
 
@@ -258,7 +260,7 @@ class Replay:
     def _remember(self, views: Any, made: Any) -> None:
         pairs = zip(_leaves(views), tree_iter(made), strict=True)
         for view, tensor in pairs:
-            if isinstance(view, View):
+            if isinstance(view, StorageView):
                 self.storages.setdefault(view.storage, tensor.untyped_storage())
 
     def _forget(self, storages: Iterable[int]) -> None:
@@ -267,3 +269,59 @@ class Replay:
             self.storages.pop(storage, None)
         for view in [v for v in self.real if v.storage in gone]:
             del self.real[view]
+
+
+# `copy.deepcopy` of fake tensors, as constructors use it to repeat a layer.
+#
+# PyTorch copies the FakeTensorMode along with each fake tensor, parameters included (pytorch/pytorch#104465),
+# and with the mode its table of weak references to storages, whose count the copy does not raise. Each of
+# them is then given back twice: the heap is damaged, and the process dies later, anywhere.
+
+
+class FakeDeepCopy(TorchFunctionMode):
+    """Copies a fake tensor as PyTorch copies a real one, by calls that can be recorded.
+
+    Raises inside `copy.deepcopy`: NotImplementedError for a fake tensor that has a gradient or a history.
+
+    >>> from torch._subclasses.fake_tensor import FakeTensorMode
+    >>> with FakeTensorMode() as fake, FakeDeepCopy():
+    ...     again = copy.deepcopy(torch.nn.BatchNorm1d(4))
+    >>> again.running_mean.fake_mode is fake
+    True
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__deepcopy__ and isinstance(args[0], FakeTensor):
+            return _copied(*args)
+        return func(*args, **(kwargs or {}))
+
+
+def _copied(tensor: Tensor, memo: dict[Any, Any]) -> Tensor:
+    """The copy of a fake tensor; memo: what this `copy.deepcopy` has copied so far."""
+    if id(tensor) not in memo:
+        if tensor.grad is not None or not tensor.is_leaf:
+            raise NotImplementedError("a tensor with a gradient or a history is copied")
+        with torch.no_grad():
+            alone = isinstance(tensor, nn.Parameter)
+            memo[id(tensor)] = _parameter(tensor) if alone else _plain(tensor, memo)
+    found: Tensor = memo[id(tensor)]
+    return found
+
+
+def _parameter(tensor: Tensor) -> nn.Parameter:
+    """Parameters are copied one by one, and without what was attached to them."""
+    return nn.Parameter(tensor.detach().clone(), tensor.requires_grad)
+
+
+def _plain(tensor: Tensor, memo: dict[Any, Any]) -> Tensor:
+    """Other tensors are copied with their whole storage, once: copies share memory where the originals do."""
+    storage = tensor.untyped_storage()
+    key = ("storage", storage._cdata, tensor.dtype)
+    if key not in memo:
+        whole = (storage.nbytes() // tensor.itemsize,)
+        memo[key] = tensor.detach().as_strided(whole, (1,), 0).clone()
+    view = memo[key].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+    copied: Tensor = view.detach().requires_grad_(tensor.requires_grad)
+    attached = {name: value for name, value in vars(tensor).items() if name not in vars(copied)}
+    vars(copied).update(copy.deepcopy(attached, memo))
+    return copied

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 from ...ir.errors import CaptureError
 from ...ir.graph import Buffer, Op, OpGraph, Parameter, Value
-from ..layout import order_of
+from ..layout import memory_order
 from ..random import draws
 
 _HEAVY = {
@@ -29,7 +29,7 @@ _HEAVY = {
 }
 
 
-def describe(
+def build_op_graph(
     module: fx.GraphModule,
     targets: Mapping[str, str],
     updates: Mapping[str, str],
@@ -99,7 +99,7 @@ def _value(node: fx.Node, name: str | None = None) -> Value:
         shape=tuple(val.shape),
         dtype=str(val.dtype).removeprefix("torch."),
         needs_grad=bool(node.meta["needs_grad"]),
-        order=order_of(val),
+        order=memory_order(val),
     )
 
 

@@ -8,7 +8,7 @@ from statistics import median
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class Measurement:
     """One figure: the median of several measurements, the lowest and the highest of them, and the unit.
 
     of: what was measured again and again: "runs", or "ops" of different shapes.
@@ -22,18 +22,18 @@ class Measured:
     of: str
 
 
-def measured(name: str, values: Iterable[float], unit: str) -> Measured:
+def summarise_runs(name: str, values: Iterable[float], unit: str) -> Measurement:
     """
     >>> measured("launch", [3.0, 1.0, 2.0], "s")
     Measured(name='launch', value=2.0, low=1.0, high=3.0, unit='s', of='3 runs')
     """
     found = sorted(values)
-    return Measured(
+    return Measurement(
         name=name, value=median(found), low=found[0], high=found[-1], unit=unit, of=f"{len(found)} runs"
     )
 
 
-def joined(pairs: Sequence[tuple[int, int]], count: int) -> list[int]:
+def connected_components(pairs: Sequence[tuple[int, int]], count: int) -> list[int]:
     """The component that each of `count` devices belongs to when those pairs belong together.
 
     >>> joined([(0, 1), (2, 3)], 5)

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from ..once import one_thread
-from .copies import Copies
-from .recording import Record, Recorder, Replay
+from .constructor_record import ConstructorRecord, ConstructorRecorder, ConstructorReplay, FakeDeepCopy
+from .tracing_lock import one_thread_at_a_time
 
 
 @dataclass(eq=False)
@@ -32,7 +31,7 @@ class Blueprint:
 
     build: Callable[[], nn.Module]
     model: nn.Module
-    record: Record = field(default_factory=Record)
+    record: ConstructorRecord = field(default_factory=ConstructorRecord)
     others: dict[str, Tensor] = field(default_factory=dict)
     why_whole: str = ""
 
@@ -40,7 +39,7 @@ class Blueprint:
         """Keep what the constructor made: a forward may put other tensors in the place of buffers."""
         self.made = _named_tensors(self.model)
 
-    @one_thread
+    @one_thread_at_a_time
     def materialise(self, seed: int, wanted: Iterable[str]) -> dict[str, Tensor]:
         """The named parameters and buffers as `torch.manual_seed(seed); build()` makes them.
 
@@ -53,7 +52,7 @@ class Blueprint:
                 real = _named_tensors(self.build())
                 return {name: real[name].detach() for name in wanted}
             named: Mapping[str, Tensor] = _named_tensors(self.model) | self.made | self.others
-            return Replay(self.record, {name: named[name] for name in wanted}).run()
+            return ConstructorReplay(self.record, {name: named[name] for name in wanted}).run()
 
 
 def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -62,15 +61,15 @@ def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
     return params | dict(model.named_buffers(remove_duplicate=False))
 
 
-def blueprint(build: Callable[[], nn.Module], fake: FakeTensorMode) -> Blueprint:
+def make_blueprint(build: Callable[[], nn.Module], fake: FakeTensorMode) -> Blueprint:
     """Run a constructor on fake tensors of `fake`, recording it.
 
     A constructor that reads values of tensors (`.item()`, `.tolist()`) is run for real instead, and its
     result turned into fake tensors.
     """
-    recorder = Recorder(fake)
+    recorder = ConstructorRecorder(fake)
     try:
-        with torch.random.fork_rng(devices=[]), fake, recorder, recorder.whole_initialisers(), Copies():
+        with torch.random.fork_rng(devices=[]), fake, recorder, recorder.whole_initialisers(), FakeDeepCopy():
             model = build()
     except (RuntimeError, NotImplementedError, TypeError) as error:
         with torch.random.fork_rng(devices=[]):

@@ -7,6 +7,9 @@ a buffer. Both are looked for while tracing.
 
 from __future__ import annotations
 
+import logging
+import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -19,14 +22,13 @@ from torch.export import ExportedProgram, default_decompositions
 from torch.export.graph_signature import OutputKind
 
 from ...ir.errors import CaptureError
-from ..meta import autocast_region
-from .quiet import quiet
+from ..tensors import autocast_region
 
 _NO_GRAD_REGION = torch.ops.higher_order.wrap_with_set_grad_enabled
 _HINT = "cut by module names instead: give lists of FQNs, one list per stage"
 
 
-def export(
+def export_program(
     module: nn.Module, batch: dict[str, Tensor], name: str, autocast: torch.dtype | None = None
 ) -> ExportedProgram:
     """Trace `module(batch)` on fake tensors.
@@ -36,7 +38,7 @@ def export(
     Raises: CaptureError if that fails, or would lose a gradient that the user's code defines.
     """
     try:
-        with warnings.catch_warnings(), quiet():
+        with warnings.catch_warnings(), without_export_output():
             # PyTorch 2.13 warns about its own use of LeafSpec, in every copy that export makes
             warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
             with autocast_region("cpu", autocast):
@@ -150,11 +152,53 @@ def _detach_no_grad_regions(module: fx.GraphModule) -> None:
         body = getattr(outer, node.args[1].target)
         output = body.graph.output_node()
         with body.graph.inserting_before(output):
-            output.args = (fx.map_arg(output.args[0], _detached),)
+            output.args = (fx.map_arg(output.args[0], _detach),)
         body.recompile()
 
 
-def _detached(node: fx.Node) -> fx.Node:
+def _detach(node: fx.Node) -> fx.Node:
     made = node.graph.call_function(torch.ops.aten.detach.default, (node,))
     made.meta = dict(node.meta)
     return made
+
+
+# What torch.export prints when it fails is not shown: its error is reported in one sentence instead.
+
+_LOGGERS = ("torch.fx.experimental.symbolic_shapes",)
+
+
+class _StreamWithoutGraphs:
+    """A stream that drops graphs which one thread writes."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+        self.muted = threading.get_ident()
+        self.dropped = False
+
+    def write(self, text: str) -> int:
+        if threading.get_ident() == self.muted:
+            end_of_line = self.dropped and text == "\n"
+            self.dropped = "def forward(self, " in text
+            if self.dropped or end_of_line:
+                return len(text)
+        return int(self.stream.write(text))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+@contextmanager
+def without_export_output() -> Iterator[None]:
+    """Graphs that this thread writes to stderr in the block are not shown, nor warnings of shape logic."""
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    levels = [logger.level for logger in loggers]
+    before = sys.stderr
+    sys.stderr = _StreamWithoutGraphs(before)
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        sys.stderr = before
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

@@ -16,14 +16,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from .arguments import call
+from .op_arguments import call
 
 _weak: Any = StorageWeakRef  # carries no types
 LEAST_REPEATS, MOST_REPEATS = 3, 50
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kernel:
+class OpMeasurement:
     """What one op took. Times in seconds, sizes in bytes.
 
     saved_args, saved_outputs: positions, among the distinct argument nodes and the results, of what
@@ -79,7 +79,7 @@ class Timer:
         return float(begin.elapsed_time(end)) / 1000
 
 
-def engine_s(timer: Timer) -> float:
+def autograd_overhead_s(timer: Timer) -> float:
     """What a call of autograd costs besides the kernels; the stage functions do not pay it."""
     x = torch.ones(1, device=timer.device, requires_grad=True)
     y = x.view(1)
@@ -87,7 +87,7 @@ def engine_s(timer: Timer) -> float:
     return timer(lambda: torch.autograd.grad(y, x, g, retain_graph=True), 0.01)
 
 
-def measure_kernel(
+def measure_op(
     node: fx.Node,
     arguments: Mapping[fx.Node, Tensor],
     roles: Sequence[str],
@@ -95,10 +95,11 @@ def measure_kernel(
     timer: Timer,
     engine: float,
     budget_s: float,
-) -> Kernel:
+) -> OpMeasurement:
     """Measure one op.
 
-    roles: for each argument "value", "weight" or "none" (see Arguments.role).  engine: see `engine_s`.
+    roles: for each argument "value", "weight" or "none" (see OpArguments.role).
+    engine: see `autograd_overhead_s`.
 
     The input gradient is timed alone. The weight gradient is what both together take beyond that: a
     backward that makes both in one kernel (layer_norm, convolution) is so counted once.
@@ -119,7 +120,7 @@ def measure_kernel(
     weights = [t for t, role in zip(tensors, roles, strict=True) if role == "weight"]
     ends = [t for t in outputs if t.requires_grad]
     if not ends or not (values or weights):
-        return Kernel(
+        return OpMeasurement(
             forward_s=forward,
             input_grad_s=0.0,
             weight_grad_s=0.0,
@@ -142,7 +143,7 @@ def measure_kernel(
     passed = tuple(i for i, t in zip(learning, found, strict=True) if _shares_storage(t, grads))
     of_values = seconds(values) if moved else 0.0
     of_all = max(of_values, seconds([*values, *weights])) if weights and moved else of_values
-    return Kernel(
+    return OpMeasurement(
         forward_s=forward,
         input_grad_s=of_values,
         weight_grad_s=of_all - of_values,

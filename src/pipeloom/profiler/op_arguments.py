@@ -33,7 +33,7 @@ class Captured(Protocol):
     def autocast(self) -> torch.dtype | None: ...
 
 
-class Arguments:
+class OpArguments:
     """Makes the arguments of ops, on one device."""
 
     def __init__(self, captured: Captured, device: torch.device, batch: Mapping[str, Tensor]) -> None:

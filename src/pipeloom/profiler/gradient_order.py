@@ -23,7 +23,7 @@ from ..ir.graph import Op, OpGraph, Parameter, Value
 from .rules import RULES, base_name
 
 
-class Order(NamedTuple):
+class GradientOrder(NamedTuple):
     """As `ir.profile.OpCost` has them: lets_go, grad_first_bytes and grad_rest_bytes, and adds."""
 
     lets_go: str = ""
@@ -32,10 +32,10 @@ class Order(NamedTuple):
     adds: tuple[str, ...] = ()
 
 
-AT_ONCE = Order()
+AT_ONCE = GradientOrder()
 
 
-def order_of(op: Op, graph: OpGraph, base: Mapping[str, str], saves: Sequence[str]) -> Order:
+def gradient_order(op: Op, graph: OpGraph, base: Mapping[str, str], saves: Sequence[str]) -> GradientOrder:
     """The order in the backward of an op through which gradients flow.
 
     base: value -> the one whose storage it shares.  saves: storages that the op keeps.
@@ -45,15 +45,15 @@ def order_of(op: Op, graph: OpGraph, base: Mapping[str, str], saves: Sequence[st
         return AT_ONCE
     adds = _added(op, graph)
     if rule.order == "at once":
-        return Order(adds=adds)
+        return GradientOrder(adds=adds)
     size = op.outputs[0].bytes
     if rule.order == "scores":
         return _attention(op, graph) if op.outputs[0].name not in saves else AT_ONCE
     if rule.order == "power":
-        return Order(saves[0], size, 2 * size) if len(saves) == 1 else AT_ONCE
+        return GradientOrder(saves[0], size, 2 * size) if len(saves) == 1 else AT_ONCE
     factors = _factors(op, graph)
     if len(factors) != 2 or isinstance(factors[0], Parameter):
-        return Order(adds=adds)
+        return GradientOrder(adds=adds)
     kept, last = base[factors[0].name], factors[1]
     lets_go = kept if kept in saves and kept != base.get(last.name) else ""
     if rule.kind == "matmul":
@@ -61,11 +61,11 @@ def order_of(op: Op, graph: OpGraph, base: Mapping[str, str], saves: Sequence[st
         if len(factors[0].shape) < 2 or len(last.shape) < 2 or other not in ((), batch):
             return AT_ONCE
         if adds:
-            return Order(lets_go, 0, factors[0].bytes, adds)
-        return Order(lets_go, last.bytes, factors[0].bytes + (0 if op.params else last.bytes))
+            return GradientOrder(lets_go, 0, factors[0].bytes, adds)
+        return GradientOrder(lets_go, last.bytes, factors[0].bytes + (0 if op.params else last.bytes))
     if op.params:  # which of the two is the first is not known
         return AT_ONCE
-    return Order(lets_go, size, (3 if rule.order == "divisor" else 2) * size)
+    return GradientOrder(lets_go, size, (3 if rule.order == "divisor" else 2) * size)
 
 
 def _added(op: Op, graph: OpGraph) -> tuple[str, ...]:
@@ -78,19 +78,19 @@ def _added(op: Op, graph: OpGraph) -> tuple[str, ...]:
     )
 
 
-def scores(op: Op, graph: OpGraph) -> Value:
+def attention_scores(op: Op, graph: OpGraph) -> Value:
     """What attention applies softmax to: a number per query and key."""
     query, key = graph.value[op.inputs[0]], graph.value[op.inputs[min(1, len(op.inputs) - 1)]]
     return Value(name="scores", shape=(*query.shape[:-1], key.shape[-2]), dtype=query.dtype)
 
 
-def _attention(op: Op, graph: OpGraph) -> Order:
+def _attention(op: Op, graph: OpGraph) -> GradientOrder:
     """In separate products: it saves copies only, which are its own."""
     operands = [graph.value[name] for name in op.inputs[:3]]
     if len(operands) < 3 or not all(v.needs_grad for v in operands):
         return AT_ONCE
-    size = scores(op, graph).bytes
-    return Order("", operands[2].bytes + size, 2 * size)
+    size = attention_scores(op, graph).bytes
+    return GradientOrder("", operands[2].bytes + size, 2 * size)
 
 
 def _factors(op: Op, graph: OpGraph) -> tuple[Value | Parameter, ...]:

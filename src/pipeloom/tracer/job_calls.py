@@ -1,17 +1,30 @@
-"""The loss of a job's model, and both as one module."""
+"""What pipeloom calls of a job: its batches, and its model together with its loss."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..ir.errors import CaptureError
 from .job import Job
+from .tracing_lock import one_thread_at_a_time
 
 
-class WithLoss(nn.Module):
+@one_thread_at_a_time
+def sample_batch(job: Job, seed: int, rows: int) -> dict[str, Tensor]:
+    """`job.batch(seed, rows)`, with the default generators left as they were.
+
+    A job may seed them to make its batch; a rank that is a thread must not do so while another initialises
+    its weights.
+    """
+    with torch.random.fork_rng(devices=[]):
+        return job.batch(seed, rows)
+
+
+class ModelWithLoss(nn.Module):
     """Model and loss as one module, so that both are in the graph."""
 
     def __init__(self, model: nn.Module, job: Job) -> None:

@@ -17,9 +17,9 @@ from torch import Tensor, fx
 
 from ..ir.graph import Op, OpGraph, storages
 from ..ir.profile import OpCost, Profile, batch_text
-from .arguments import Arguments, Captured
-from .kernel import Kernel, Timer, engine_s, measure_kernel
-from .order import order_of
+from .gradient_order import gradient_order
+from .measure_op import OpMeasurement, Timer, autograd_overhead_s, measure_op
+from .op_arguments import Captured, OpArguments
 
 
 def measure(
@@ -38,26 +38,26 @@ def measure(
     threads: CPU threads, as many as each rank will have.  clock: see `Timer`.
     """
     where = torch.device(device)
-    arguments = Arguments(captured, where, batch or {})
+    arguments = OpArguments(captured, where, batch or {})
     nodes = {node.name: node for node in captured.module.graph.nodes}
     signatures = {op.name: _signature(nodes[op.name], arguments) for op in captured.graph.ops}
     share = budget_s / max(1, len(set(signatures.values())))
     timer = Timer(where, clock)
-    measured: dict[Hashable, Kernel] = {}
+    measured: dict[Hashable, OpMeasurement] = {}
     with (
         _threads(threads),
         torch.autocast(
             where.type, dtype=captured.autocast or torch.bfloat16, enabled=captured.autocast is not None
         ),
     ):
-        engine = engine_s(timer)
+        engine = autograd_overhead_s(timer)
         for op in captured.graph.ops:
             if signatures[op.name] not in measured:
                 node = nodes[op.name]
                 made = arguments.of(node)
                 roles = [arguments.role(source) for source in made]
                 try:
-                    kernel = measure_kernel(node, made, roles, timer=timer, engine=engine, budget_s=share)
+                    kernel = measure_op(node, made, roles, timer=timer, engine=engine, budget_s=share)
                 except (RuntimeError, ValueError, TypeError, IndexError) as error:
                     error.add_note(f"while measuring op {op.name} ({op.target}) of {captured.graph.name}")
                     raise
@@ -76,7 +76,7 @@ def measure(
     )
 
 
-def _signature(node: fx.Node, arguments: Arguments) -> Hashable:
+def _signature(node: fx.Node, arguments: OpArguments) -> Hashable:
     order = {source: index for index, source in enumerate(dict.fromkeys(node.all_input_nodes))}
     layout = tuple(_layout(source, arguments) for source in order)
     call = repr(fx.map_arg((node.args, dict(node.kwargs)), lambda n: _Place(order[n])))
@@ -90,13 +90,18 @@ class _Place(str):
         return super().__new__(cls, f"%{index}")
 
 
-def _layout(node: fx.Node, arguments: Arguments) -> Hashable:
+def _layout(node: fx.Node, arguments: OpArguments) -> Hashable:
     val = node.meta["val"]
     return tuple(val.shape), val.stride(), val.dtype, arguments.role(node)
 
 
 def _cost(
-    op: Op, graph: OpGraph, node: fx.Node, kernel: Kernel, arguments: Arguments, base: Mapping[str, str]
+    op: Op,
+    graph: OpGraph,
+    node: fx.Node,
+    kernel: OpMeasurement,
+    arguments: OpArguments,
+    base: Mapping[str, str],
 ) -> OpCost:
     """A kernel's measurements under the names of one of the ops that it stands for. The order of gradients is
     that of the table: alone, an op lets go of nothing."""
@@ -115,7 +120,7 @@ def _cost(
             saves[base[results[position]]] = None
         else:
             extra += size
-    order = order_of(op, graph, base, tuple(saves))
+    order = gradient_order(op, graph, base, tuple(saves))
     return OpCost(
         forward_s=kernel.forward_s,
         input_grad_s=kernel.input_grad_s,

@@ -1,1 +1,0 @@
-from .initialise import Blueprint as Blueprint, blueprint as blueprint
