@@ -24,7 +24,7 @@ from max_batch import PLANNERS, least_cap, planned, planning, samples_per_s, wit
 from models import SMALL
 
 from pipeloom import Pipeline
-from pipeloom.api import Take, largest_plan, require_runnable, sample
+from pipeloom.api import ModelAt, captured_model, largest_plan, require_runnable
 from pipeloom.clusters import find_cluster
 from pipeloom.ir.errors import InfeasibleError, MemoryCapError, ScheduleError
 from pipeloom.ir.plan import Plan, load_plan
@@ -61,7 +61,7 @@ def run_model(key: str, ranks: int) -> dict[str, Any]:
 
     @lru_cache
     def take(size: int) -> Any:
-        return sample(job, size, cluster)
+        return captured_model(job, size, cluster)
 
     cap = least_cap(cluster, "flush", "pipedream", take, ROWS)
     capped = with_cap(cluster, cap)
@@ -163,7 +163,7 @@ def quiet() -> Iterator[None]:
         os.close(saved)
 
 
-def asynchronous(cluster: Any, take: Take) -> str:
+def asynchronous(cluster: Any, take: ModelAt) -> str:
     """What the runtime says of a plan with stashed weights."""
     plan = planned(planning(cluster, "stash", "dawnpiper"), take, 1)
     if plan is None:

@@ -36,14 +36,14 @@ from typing import Any
 from batch_figures import common_size, compared, fullest, groups, reasons
 from batch_record import DEVICES, FULL, SCHEDULES, Record, code, keys
 
-from pipeloom.api import MOST, Planning, Take, estimate
+from pipeloom.api import LARGEST_MICROBATCH, ModelAt, PlanRequest, estimate
 from pipeloom.clusters import find_cluster
 from pipeloom.ir.cluster import Cluster
 from pipeloom.ir.errors import InfeasibleError
 from pipeloom.ir.graph import OpGraph
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.units import format_bytes
-from pipeloom.planner import Sample, interpolated, largest_size
+from pipeloom.planner import ProfiledModel, interpolated, largest_size
 
 RESULTS = Path(__file__).parent / "results" / "max_batch.json"
 MODELS = ("bert", "gpt2", "t5", "amoebanet")
@@ -66,31 +66,31 @@ CAPTURED = (2, 4)
 # --- one model ------------------------------------------------------------------------------------
 
 
-def samples(first: Sample, second: Sample, cluster: Cluster) -> Take:
+def samples(first: ProfiledModel, second: ProfiledModel, cluster: Cluster) -> ModelAt:
     """Size -> the model at it: shapes by interpolation, costs by roofline."""
 
     @lru_cache(maxsize=64)
-    def take(size: int) -> Sample:
+    def take(size: int) -> ProfiledModel:
         return estimated(size, interpolated(first, second, size).graph, cluster)
 
     return take
 
 
-def shapes(at: Sample) -> dict[str, tuple[int, ...]]:
+def shapes(at: ProfiledModel) -> dict[str, tuple[int, ...]]:
     return {name: value.shape for name, value in at.graph.value.items()}
 
 
-def estimated(size: int, graph: OpGraph, cluster: Cluster) -> Sample:
-    return Sample(size=size, graph=graph, profiles=estimate(graph, cluster))
+def estimated(size: int, graph: OpGraph, cluster: Cluster) -> ProfiledModel:
+    return ProfiledModel(size=size, graph=graph, profiles=estimate(graph, cluster))
 
 
 def with_cap(cluster: Cluster, cap: int) -> Cluster:
     return replace(cluster, devices=tuple(replace(d, memory_bytes=cap) for d in cluster.devices))
 
 
-def planning(cluster: Cluster, weights: str, planner: str) -> Planning:
+def planning(cluster: Cluster, weights: str, planner: str) -> PlanRequest:
     count = len(cluster.devices)
-    return Planning(
+    return PlanRequest(
         stages=count,
         microbatches=PER_DEVICE * count,
         cluster=cluster,
@@ -99,16 +99,15 @@ def planning(cluster: Cluster, weights: str, planner: str) -> Planning:
     )
 
 
-def planned(how: Planning, take: Take, size: int) -> Plan | None:
+def planned(how: PlanRequest, take: ModelAt, size: int) -> Plan | None:
     """The plan for micro-batches of `size` rows, None if none fits."""
-    at = take(size)
     try:
-        return how.plan(at.graph, at.profiles, size, explained=False)
+        return how.plan(take(size), explained=False)
     except InfeasibleError:
         return None
 
 
-def least_cap(cluster: Cluster, weights: str, planner: str, take: Take, rows: int = 1) -> int:
+def least_cap(cluster: Cluster, weights: str, planner: str, take: ModelAt, rows: int = 1) -> int:
     """The smallest cap, to a thousandth, with which a planner that only looks at caps afterwards has a plan
     for micro-batches of `rows` rows."""
     free = planned(planning(with_cap(cluster, 1 << 50), weights, planner), take, rows)
@@ -123,13 +122,13 @@ def samples_per_s(plan: Plan) -> float:
     return plan.microbatches * plan.microbatch_size / plan.predicted_step_s
 
 
-def largest(how: Planning, take: Take, start: int) -> Plan | None:
+def largest(how: PlanRequest, take: ModelAt, start: int) -> Plan | None:
     """The plan with the largest micro-batches, sought from `start` rows upwards; None if not one row fits."""
-    found = largest_size(range(1, MOST + 1), lambda size: how.fits(take(size)), start=start - 1)
+    found = largest_size(range(1, LARGEST_MICROBATCH + 1), lambda size: how.fits(take(size)), start=start - 1)
     return None if found is None else planned(how, take, found)
 
 
-def cell(cluster: Cluster, weights: str, take: Take) -> dict[str, Any]:
+def cell(cluster: Cluster, weights: str, take: ModelAt) -> dict[str, Any]:
     """Every planner's largest micro-batch, and its speed at that size and at those of the others."""
     rows: dict[str, dict[str, Any]] = {}
     start = 1
@@ -158,7 +157,7 @@ def described(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _add_speeds(made: dict[str, Any], cluster: Cluster, weights: str, take: Take) -> None:
+def _add_speeds(made: dict[str, Any], cluster: Cluster, weights: str, take: ModelAt) -> None:
     """Speeds at the sizes at which planners are compared. A smaller size than the largest may have no plan,
     as searches are not exact; its speed is then 0, and it is in no ratio."""
     rows = made["planners"]
@@ -189,7 +188,7 @@ def captured(model: str, samples_at: Path) -> dict[str, Any]:
     from pipeloom import capture
 
     begin, job = time.process_time(), REAL[model].job
-    found = [Sample(size=n, graph=capture(job, n).graph, profiles={}) for n in CAPTURED]
+    found = [ProfiledModel(size=n, graph=capture(job, n).graph, profiles={}) for n in CAPTURED]
     samples_at.write_bytes(pickle.dumps(found))
     return {
         "ops": len(found[0].graph.ops),

@@ -148,7 +148,7 @@ def capped(search: Search, factor: float, treatments: tuple[Any, ...] = BOTH) ->
     return replace(search, caps=caps, treatments=treatments)
 
 
-class Taken(NamedTuple):
+class Timing(NamedTuple):
     """What one planner made of a case: seconds of the slowest stage, stages weighed, processor seconds."""
 
     slowest_s: float
@@ -156,16 +156,16 @@ class Taken(NamedTuple):
     cpu_s: float
 
 
-def taken(search: Search, name: str) -> Taken:
+def timing(search: Search, name: str) -> Timing:
     own = replace(search, known={})  # what others have weighed is not known
     begin = time.process_time()
     cuts = PLANNERS[name].find(own)
     spent = time.process_time() - begin
     weighed = own.evaluate.asked  # type: ignore[attr-defined]
     if not cuts:
-        return Taken(inf, weighed, spent)
+        return Timing(inf, weighed, spent)
     stages = [own.evaluate(i, j, s) for s, (i, j) in enumerate(pairwise(cuts))]
-    return Taken(max(stage.seconds for stage in stages), weighed, spent)
+    return Timing(max(stage.seconds for stage in stages), weighed, spent)
 
 
 def on_graphs(first: int) -> list[dict[str, Any]]:
@@ -177,14 +177,14 @@ def on_graphs(first: int) -> list[dict[str, Any]]:
         factor = rng.uniform(1.0, 1.3)
         search = random_graph(rng)
         tight = capped(search, factor, treatments)
-        made = {name: taken(tight, name) for name in ("exact", "dawnpiper", "probe", "vpipe", "pipedream")}
+        made = {name: timing(tight, name) for name in ("exact", "dawnpiper", "probe", "vpipe", "pipedream")}
         rows.append({"seed": seed, "transfers": search.slowest_link < 1e12, "made": made})
     return rows
 
 
 def graphs_summary(pieces: Sequence[list[dict[str, Any]]]) -> dict[str, Any]:
     rows = [
-        {**row, "made": {name: Taken(*made) for name, made in row["made"].items()}}
+        {**row, "made": {name: Timing(*made) for name, made in row["made"].items()}}
         for piece in pieces
         for row in piece
     ]
@@ -237,7 +237,7 @@ def on_growth(layers: int) -> dict[str, Any]:
         own = replace(search, caps=caps if freeing else search.caps, treatments=freeing)
         if planner == "exact":
             own = replace(own, caps=tuple(int(cap * share * 1.1) for cap in search.caps))
-        seconds, weighed, spent = taken(own, planner)
+        seconds, weighed, spent = timing(own, planner)
         row[name] = {"cpu_s": round(spent, 2), "weighed": weighed, "slowest_stage_s": seconds}
     row["peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return row

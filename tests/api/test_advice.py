@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 import zoo
 
-from pipeloom.api import Planning, passes
+from pipeloom.api import PlanRequest, captured_model, make_request, passes, plan_with_advice
 from pipeloom.clusters import find_cluster
 from pipeloom.ir.errors import InfeasibleError
 from pipeloom.ir.memory_policy import TREATMENTS
 from pipeloom.ir.units import parse_bytes
-from pipeloom.planner import Sample
+from pipeloom.planner import ProfiledModel
 from pipeloom.tracer import Captured
 
 SIZE = 4
@@ -22,18 +22,18 @@ def captured() -> Captured:
     return passes.capture(zoo.job("gpt2"), SIZE)
 
 
-def planning(cluster: str, **more: object) -> Planning:
+def planning(cluster: str, **more: object) -> PlanRequest:
     options = {"stages": 2, "microbatches": 4, **more}
-    return passes.planning(zoo.job("gpt2"), cluster=find_cluster(cluster), **options)
+    return make_request(zoo.job("gpt2"), cluster=find_cluster(cluster), **options)
 
 
-def refused(how: Planning, sample: Sample) -> InfeasibleError:
+def refused(how: PlanRequest, sample: ProfiledModel) -> InfeasibleError:
     with pytest.raises(InfeasibleError) as caught:
-        how.plan(sample.graph, sample.profiles, sample.size)
+        plan_with_advice(how, sample)
     return caught.value
 
 
-def followed(how: Planning, advice: str) -> Planning:
+def followed(how: PlanRequest, advice: str) -> PlanRequest:
     """The request as a piece of advice wants it."""
     devices = how.cluster.devices
     if stages := re.fullmatch(r"use (\d+) (?:stages|ranks \(--stages \d+\))(?: on \d+ devices)?", advice):
@@ -69,8 +69,8 @@ def test_every_piece_leads_to_a_plan(
     captured: Captured, share: float, how: dict[str, object], kinds: str | None
 ) -> None:
     free = planning("2 x a100-40", **how)
-    sample = passes.sample(zoo.job("gpt2"), SIZE, free.cluster, captured=captured)
-    most = max(free.plan(sample.graph, sample.profiles, SIZE).peaks)
+    sample = captured_model(zoo.job("gpt2"), SIZE, free.cluster, captured=captured)
+    most = max(free.plan(sample).peaks)
     tight = planning(f"2 x a100-40 with {int(share * most)}B", **how)
     if tight.fits(sample):
         tight = planning(f"2 x a100-40 with {int(share * most / 3)}B", **how)
@@ -83,7 +83,7 @@ def test_every_piece_leads_to_a_plan(
 def test_devices_that_differ_are_named(captured: Captured) -> None:
     """The hint said "17.6 MiB to 30.2 MiB", and not of which."""
     how = planning("a100-40 with 200KiB + v100-32 with 300KiB")
-    sample = passes.sample(zoo.job("gpt2"), SIZE, how.cluster, captured=captured)
+    sample = captured_model(zoo.job("gpt2"), SIZE, how.cluster, captured=captured)
     hint = str(refused(how, sample).hint).split(", or ")[0]
     assert re.fullmatch(r"give each device at least \S+ \S+", hint)
     assert followed(how, hint).fits(sample)
@@ -92,7 +92,7 @@ def test_devices_that_differ_are_named(captured: Captured) -> None:
 def test_only_devices_that_need_more_are_named(captured: Captured) -> None:
     """The hint wanted 624 GiB of the larger device, as much more as the smaller one needs."""
     how = planning("a100-40 + v100-32 with 1KiB")
-    sample = passes.sample(zoo.job("gpt2"), SIZE, how.cluster, captured=captured)
+    sample = captured_model(zoo.job("gpt2"), SIZE, how.cluster, captured=captured)
     hint = str(refused(how, sample).hint).split(", or ")[0]
     assert re.fullmatch(r"give v100-32-sxm at least \S+ \S+", hint)
     enough = followed(how, hint)
@@ -105,10 +105,10 @@ def test_only_devices_that_need_more_are_named(captured: Captured) -> None:
 @pytest.mark.slow
 def test_the_largest_micro_batch_is_named_by_planners_that_free_nothing() -> None:
     job, how = zoo.job("gpt2"), planning("2 x a100-40", strategy="equal")
-    most = max(passes.plan_one(how, job, 2, how.cluster)[0].peaks)
+    most = max(passes.plan_size(how, job, 2)[0].peaks)
     tight = planning(f"2 x a100-40 with {most + 50_000}B", strategy="equal")
     with pytest.raises(InfeasibleError) as caught:
-        passes.plan_one(tight, job, 16, tight.cluster)
+        passes.plan_size(tight, job, 16)
     size = re.search(r"use micro-batches of (?:at most )?(\d+) row", str(caught.value.hint))
     assert size is not None
-    assert passes.plan_one(tight, job, int(size[1]), tight.cluster)[0].microbatch_size == int(size[1]) >= 2
+    assert passes.plan_size(tight, job, int(size[1]))[0].microbatch_size == int(size[1]) >= 2

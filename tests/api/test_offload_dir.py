@@ -10,7 +10,7 @@ import runs
 from deep import ROWS, TANH
 
 from pipeloom import Options, Pipeline, plan
-from pipeloom.api import disk_speed, planning, with_files
+from pipeloom.api import disk_speed, make_request, with_files
 from pipeloom.clusters import cpu_cluster, find_cluster
 from pipeloom.ir.cluster import Link, MiB
 from pipeloom.ir.errors import ConfigError, PlanError
@@ -48,10 +48,10 @@ def test_what_does_not_fit_is_offloaded_there(tmp_path: Path, monkeypatch: pytes
 
 
 def test_by_default_residuals_may_be_made_again_or_offloaded(tmp_path: Path) -> None:
-    found = planning(TANH, stages=2, offload_dir=tmp_path)
+    found = make_request(TANH, stages=2, offload_dir=tmp_path)
     assert found.options.treatments == ("recompute", "offload")
-    assert planning(TANH, stages=2, offload_dir=tmp_path, strategy="equal").options.treatments is None
-    assert planning(TANH, stages=2, offload_dir=tmp_path, treatments=()).options.treatments == ()
+    assert make_request(TANH, stages=2, offload_dir=tmp_path, strategy="equal").options.treatments is None
+    assert make_request(TANH, stages=2, offload_dir=tmp_path, treatments=()).options.treatments == ()
 
 
 def test_processes_share_the_disk(tmp_path: Path) -> None:

@@ -98,17 +98,17 @@ def test_this_machine_has_as_many_processes_as_are_asked_for(share: float) -> No
     ],
 )
 def test_how_more_stages_are_advised(schedule: str, local: bool, said: str) -> None:
-    how = replace(passes.planning(zoo.job("gpt2"), stages=2, schedule=schedule), local=local)
-    assert advice._said_stages(how, 4) == said
+    how = replace(passes.make_request(zoo.job("gpt2"), stages=2, schedule=schedule), local=local)
+    assert advice._stages_sentence(how, 4) == said
 
 
 def test_more_processes_of_this_machine_have_less_memory_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a cap, each has its share of the machine's; more stages were tried with as much each."""
     job = zoo.job("gpt2")
-    local = passes.planning(job, stages=2)
+    local = passes.make_request(job, stages=2)
     described = replace(local, local=False)
     whole = sum(device.memory_bytes for device in local.cluster.devices)
     assert sum(device.memory_bytes for device in advice._as_many(local, 8)) <= whole
     assert sum(device.memory_bytes for device in advice._as_many(described, 8)) == 4 * whole
-    capped = passes.planning(job, stages=2, memory="1GiB")
+    capped = passes.make_request(job, stages=2, memory="1GiB")
     assert [device.memory_bytes for device in advice._as_many(capped, 3)] == [1 << 30] * 3

@@ -6,24 +6,24 @@ from dataclasses import replace
 import pytest
 from layered import layered
 
-from pipeloom.api import Planning, estimate, largest_below, largest_plan
+from pipeloom.api import PlanRequest, estimate, largest_below, largest_plan, plan_with_advice
 from pipeloom.clusters import find_cluster
 from pipeloom.ir.errors import InfeasibleError
 from pipeloom.ir.units import parse_bytes
-from pipeloom.planner import Sample
+from pipeloom.planner import ProfiledModel
 
 
-def planning(**options) -> Planning:
+def planning(**options) -> PlanRequest:
     cluster = find_cluster("2 x a100-40")
     devices = tuple(replace(device, memory_bytes=parse_bytes("2GiB")) for device in cluster.devices)
-    return Planning(
+    return PlanRequest(
         stages=2, microbatches=4, cluster=replace(cluster, devices=devices), strategy="balanced", **options
     )
 
 
-def take(size: int) -> Sample:
+def take(size: int) -> ProfiledModel:
     graph = layered(2 if size == 1 else 3, rows=size, hidden=512, length=256)
-    return Sample(size=size, graph=graph, profiles=estimate(graph, planning().cluster))
+    return ProfiledModel(size=size, graph=graph, profiles=estimate(graph, planning().cluster))
 
 
 @pytest.mark.parametrize("start", [1, 2, 4])
@@ -53,6 +53,6 @@ def test_no_size_is_advised_where_none_fits():
     known = take(2)
     assert largest_below(tiny, known, take) == 0
     with pytest.raises(InfeasibleError) as caught:
-        tiny.plan(known.graph, known.profiles, 2, largest=lambda: largest_below(tiny, known, take))
+        plan_with_advice(tiny, known, lambda: largest_below(tiny, known, take))
     assert caught.value.hint.startswith("give each device at least")
     assert "micro-batches" not in caught.value.hint

@@ -18,8 +18,8 @@ from pipeloom.lowering import lower
 from pipeloom.planner import (
     PLANNERS,
     PlanOptions,
+    ProfiledModel,
     Request,
-    Sample,
     interpolated,
     largest_size,
     make_plan,
@@ -224,9 +224,9 @@ def test_more_memory_and_more_bandwidth():
 
 
 def test_sizes_between_two_that_were_captured():
-    def sample(rows: int) -> Sample:
+    def sample(rows: int) -> ProfiledModel:
         graph = layered(3, rows=rows)
-        return Sample(size=rows, graph=graph, profiles={"a": roofline(graph, CARD)})
+        return ProfiledModel(size=rows, graph=graph, profiles={"a": roofline(graph, CARD)})
 
     CARD = find_cluster("1 x a100-40").devices[0]
     between = interpolated(sample(4), sample(8), 6)

@@ -1,3 +1,4 @@
+from .advice import plan_with_advice as plan_with_advice
 from .checkpoints import checkpoint_step as checkpoint_step, export_safetensors as export_safetensors
 from .clusters import (
     BuiltIn as BuiltIn,
@@ -15,31 +16,30 @@ from .clusters import (
 )
 from .compiling import made_beside as made_beside
 from .forecast import Forecast as Forecast, by_stage as by_stage
-from .keeping import TRIES as TRIES, keeping_caps as keeping_caps
-from .largest_batch import (
-    MOST as MOST,
-    Take as Take,
-    Taken as Taken,
-    largest_below as largest_below,
-    largest_plan as largest_plan,
-)
+from .largest_batch import ModelAt as ModelAt, largest_below as largest_below, largest_plan as largest_plan
 from .options import Options as Options, StepReport as StepReport
 from .passes import (
     Job as Job,
     capture as capture,
+    captured_model as captured_model,
     estimate as estimate,
     load_job as load_job,
+    make_request as make_request,
     plan as plan,
-    planning as planning,
+    plan_largest as plan_largest,
+    plan_size as plan_size,
     profile as profile,
-    sample as sample,
+    simulate as simulate,
 )
 from .pipeline import Pipeline as Pipeline
-from .plan_costs import place as place, stages_for as stages_for
+from .placement import place as place, stages_for as stages_for
+from .plan_costs import PlanCosts as PlanCosts
 from .plan_request import (
+    LARGEST_MICROBATCH as LARGEST_MICROBATCH,
     PLANNERS as PLANNERS,
+    CapturedModel as CapturedModel,
     Change as Change,
-    Planning as Planning,
+    PlanRequest as PlanRequest,
     limits as limits,
     plan_rows as plan_rows,
 )
@@ -73,5 +73,5 @@ from .schedules import (
 )
 from .tiers import own_tier as own_tier
 from .times import Work as Work
-from .traced import traced_peaks as traced_peaks
 from .verify import Comparison as Comparison, verify as verify
+from .verify_caps import TRIES as TRIES, plan_within_caps as plan_within_caps, traced_peaks as traced_peaks

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
@@ -17,14 +18,15 @@ from ..ir.plan import Plan
 from ..ir.profile import Profile
 from ..ir.timeline import Timeline
 from ..ir.units import parse_bytes
-from ..planner import PlanOptions, Sample, planner, shared_rows
+from ..planner import PlanOptions, ProfiledModel, planner, shared_rows
 from ..profiler import roofline
 from ..tracer import Job, load_job
+from .advice import plan_with_advice
 from .clusters import with_files
 from .compiling import made_beside
-from .largest_batch import Taken, largest_below, largest_plan
-from .plan_costs import simulate_plan
-from .plan_request import Planning
+from .largest_batch import largest_below, largest_plan
+from .plan_costs import PlanCosts
+from .plan_request import CapturedModel, PlanRequest
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
@@ -34,14 +36,14 @@ if TYPE_CHECKING:
 __all__ = [
     "Job",
     "capture",
+    "captured_model",
     "estimate",
     "load_job",
     "plan",
     "plan_largest",
-    "plan_one",
-    "planning",
+    "make_request",
+    "plan_size",
     "profile",
-    "sample",
     "simulate",
 ]
 
@@ -128,7 +130,7 @@ def plan(
     """
     if cluster is not None and not isinstance(cluster, Cluster):
         cluster = find_cluster(str(cluster))
-    how = planning(
+    request = make_request(
         job,
         stages=stages,
         microbatches=microbatches,
@@ -142,89 +144,10 @@ def plan(
         global_batch=global_batch,
         offload_dir=offload_dir,
     )
-    described = None if cluster is None else how.cluster
-    return plan_one(how, job, microbatch_size, described, captured=captured, profiled=profiled)[0]
+    return plan_size(request, job, microbatch_size, captured=captured, profiled=profiled)[0]
 
 
-def plan_one(
-    how: Planning,
-    job: Job,
-    size: int,
-    cluster: Cluster | None,
-    *,
-    captured: Captured | None = None,
-    profiled: Profile | None = None,
-) -> tuple[Plan, Sample]:
-    """The plan for one micro-batch size, and the model at it. cluster: see `sample`.
-
-    Raises: InfeasibleError that says which size would fit, if finding out does not take long.
-    """
-    begin = time.monotonic()
-    first = _sample_for(how, job, size, cluster, captured=captured, profiled=profiled)
-    quick = time.monotonic() - begin < QUICK_S and captured is None and profiled is None
-
-    def largest() -> int | None:
-        if not quick:
-            return None
-        return largest_below(how, first, lambda other: _other_sample(how, job, other, cluster))
-
-    plan = how.plan(first.graph, first.profiles, size, largest=largest, captured=first.captured)
-    return plan, first
-
-
-def plan_largest(how: Planning, job: Job, start: int, cluster: Cluster | None) -> tuple[Plan, Sample]:
-    """The plan with the largest micro-batches that fit, sought around `start` rows; see `largest_plan`."""
-    try:
-        return largest_plan(how, start, lambda size: _other_sample(how, job, size, cluster))
-    except _NoBatch as error:
-        assert error.__cause__ is not None, "it was raised from what Job.batch raised"
-        raise error.__cause__ from None
-
-
-class _NoBatch(CaptureError):
-    """`Job.batch` failed; the cause says why."""
-
-
-def _other_sample(how: Planning, job: Job, size: int, cluster: Cluster | None) -> Sample:
-    """The `sample` of a size that the user may not have asked for. Raises: CaptureError also where the job
-    has no batch of that size, whatever it says then."""
-    from ..tracer import sample_batch
-
-    try:
-        batch = sample_batch(job, 0, size)
-    except Exception as error:  # the user's code, which need not be good for this size
-        raise _NoBatch(f"{job.name} has no batch of {size} rows") from error
-    return _sample_for(how, job, size, cluster, batch=batch)
-
-
-def _sample_for(
-    how: Planning,
-    job: Job,
-    size: int,
-    cluster: Cluster | None,
-    *,
-    captured: Captured | None = None,
-    profiled: Profile | None = None,
-    batch: Mapping[str, Tensor] | None = None,
-) -> Taken:
-    """The `sample` of a search that follows. What is measured here has the machine to itself."""
-    if cluster is None or captured is not None:
-        return sample(job, size, cluster, captured, profiled, batch)
-    with made_beside(how.strategy, how.options.treatments) as wait_for_code:
-        found = sample(job, size, cluster, profiled=profiled, batch=batch)
-        if len(found.graph.ops) >= COMPILED_OPS:
-            wait_for_code()
-    return found
-
-
-COMPILED_OPS = 1000
-"""Ops of a graph whose search takes longer than compiling what it calls."""
-
-QUICK_S = 15.0
-"""Seconds of capturing and profiling up to which another size is looked at to say which one would fit."""
-
-
-def planning(
+def make_request(
     job: Job,
     *,
     stages: int,
@@ -239,7 +162,7 @@ def planning(
     global_batch: int | None = None,
     offload_dir: Path | str | None = None,
     watch: Callable[[int], None] | None = None,
-) -> Planning:
+) -> PlanRequest:
     """How `plan` plans; see there. watch: told how many stages were weighed so far."""
     from ..runtime import optimizer_ratio
 
@@ -247,8 +170,43 @@ def planning(
         raise ConfigError(f"{shown(stages)} stages", hint=f"use at most {MOST_DEVICES}")
     _refuse_words("treatment", treatments or (), get_args(Treatment))
     _refuse_words("weight policy", () if weights is None else (weights,), get_args(WeightPolicy))
-    described = cluster is not None
-    if described and offload_dir is not None:
+    devices = _devices(stages, cluster, memory, offload_dir)
+    if offload_dir is not None and treatments is None and planner(strategy).optimises != "never":
+        treatments = ("recompute", "offload")
+    options = PlanOptions(
+        optimizer_bytes=optimizer_ratio(job.optimizer),
+        split_backward=split_backward,
+        weights=weights,
+        treatments=None if treatments is None else tuple(treatments),
+    )
+    return PlanRequest(
+        stages=stages,
+        microbatches=microbatches,
+        schedule=schedule,
+        strategy=strategy,
+        cluster=devices,
+        capped=cluster is not None or memory is not None,
+        local=cluster is None,
+        global_batch=global_batch,
+        options=options,
+        watch=watch,
+    )
+
+
+def _refuse_words(what: str, words: Iterable[str], allowed: Sequence[str]) -> None:
+    for word in words:
+        if word not in allowed:
+            raise PlanError(f"{word!r} is no {what}", hint=f"use {' or '.join(allowed)}")
+
+
+def _devices(
+    stages: int, cluster: Cluster | None, memory: str | int | None, offload_dir: Path | str | None
+) -> Cluster:
+    """The devices to plan for: those of a cluster, or processes of this machine.
+
+    Raises: ConfigError if a cluster is to offload to a folder of this machine, or that takes no file.
+    """
+    if cluster is not None and offload_dir is not None:
         raise ConfigError(
             f"a cluster was given, and {offload_dir} to offload to on this machine",
             hint="leave out one: clusters say how fast their devices offload, and `pipeloom cluster detect "
@@ -259,44 +217,92 @@ def planning(
     elif memory is not None:
         size = parse_bytes(memory)
         cluster = replace(cluster, devices=tuple(replace(d, memory_bytes=size) for d in cluster.devices))
-    if offload_dir is not None:
-        cluster, _ = with_files(cluster, Path(offload_dir))
-        if treatments is None and planner(strategy).optimises != "never":
-            treatments = ("recompute", "offload")
-    options = PlanOptions(
-        optimizer_bytes=optimizer_ratio(job.optimizer),
-        split_backward=split_backward,
-        weights=weights,
-        treatments=None if treatments is None else tuple(treatments),
-    )
-    return Planning(
-        stages=stages,
-        microbatches=microbatches,
-        schedule=schedule,
-        strategy=strategy,
-        cluster=cluster,
-        capped=described or memory is not None,
-        local=not described,
-        global_batch=global_batch,
-        options=options,
-        watch=watch,
-    )
+    return cluster if offload_dir is None else with_files(cluster, Path(offload_dir))[0]
 
 
-def _refuse_words(what: str, given: Iterable[str], known: Sequence[str]) -> None:
-    for word in given:
-        if word not in known:
-            raise PlanError(f"{word!r} is no {what}", hint=f"use {' or '.join(known)}")
-
-
-def sample(
+def plan_size(
+    request: PlanRequest,
     job: Job,
     size: int,
-    cluster: Cluster | None,
+    *,
+    captured: Captured | None = None,
+    profiled: Profile | None = None,
+) -> tuple[Plan, ProfiledModel]:
+    """The plan for one micro-batch size, and the model at it.
+
+    Raises: InfeasibleError that says which size would fit, if finding out does not take long.
+    """
+    begin = time.monotonic()
+    model = _model_for(request, job, size, captured=captured, profiled=profiled)
+    quick = time.monotonic() - begin < QUICK_S and captured is None and profiled is None
+
+    def largest() -> int | None:
+        return largest_below(request, model, partial(_model_if_batch, request, job)) if quick else None
+
+    return plan_with_advice(request, model, largest), model
+
+
+def plan_largest(request: PlanRequest, job: Job, start: int) -> tuple[Plan, ProfiledModel]:
+    """The plan with the largest micro-batches that fit, sought around `start` rows; see `largest_plan`."""
+    try:
+        return largest_plan(request, start, partial(_model_if_batch, request, job))
+    except _NoBatch as error:
+        assert error.__cause__ is not None, "it was raised from what Job.batch raised"
+        raise error.__cause__ from None
+
+
+class _NoBatch(CaptureError):
+    """`Job.batch` failed; the cause says why."""
+
+
+def _model_if_batch(request: PlanRequest, job: Job, size: int) -> ProfiledModel:
+    """The model at a size that the user may not have asked for. Raises: CaptureError also where the job has
+    no batch of that size, whatever it says then."""
+    from ..tracer import sample_batch
+
+    try:
+        batch = sample_batch(job, 0, size)
+    except Exception as error:  # the user's code, which need not be good for this size
+        raise _NoBatch(f"{job.name} has no batch of {size} rows") from error
+    return _model_for(request, job, size, batch=batch)
+
+
+def _model_for(
+    request: PlanRequest,
+    job: Job,
+    size: int,
+    *,
     captured: Captured | None = None,
     profiled: Profile | None = None,
     batch: Mapping[str, Tensor] | None = None,
-) -> Taken:
+) -> CapturedModel:
+    """The model that a search follows on. What is measured here has the machine to itself."""
+    cluster = None if request.local else request.cluster
+    if cluster is None or captured is not None:
+        return captured_model(job, size, cluster, captured=captured, profiled=profiled, batch=batch)
+    with made_beside(request.strategy, request.options.treatments) as wait_for_code:
+        model = captured_model(job, size, cluster, profiled=profiled, batch=batch)
+        if len(model.graph.ops) >= COMPILED_OPS:
+            wait_for_code()
+    return model
+
+
+COMPILED_OPS = 1000
+"""Ops of a graph whose search takes longer than compiling what it calls."""
+
+QUICK_S = 15.0
+"""Seconds of capturing and profiling up to which another size is looked at to say which one would fit."""
+
+
+def captured_model(
+    job: Job,
+    size: int,
+    cluster: Cluster | None,
+    *,
+    captured: Captured | None = None,
+    profiled: Profile | None = None,
+    batch: Mapping[str, Tensor] | None = None,
+) -> CapturedModel:
     """A job captured at one micro-batch size, and its costs: by roofline on a cluster, or measured here.
 
     batch: one of that size, if it is at hand.
@@ -318,11 +324,11 @@ def sample(
         )
     if profiled is None and cluster is not None:
         estimated = estimate(captured.graph, cluster)
-        return Taken(size=size, graph=captured.graph, profiles=estimated, captured=captured)
+        return CapturedModel(size=size, graph=captured.graph, profiles=estimated, captured=captured)
     measured = profiled or profile(captured)
     names = {"cpu", measured.device, *kinds}
     profiles = dict.fromkeys(sorted(names), measured)
-    return Taken(size=size, graph=captured.graph, profiles=profiles, captured=captured)
+    return CapturedModel(size=size, graph=captured.graph, profiles=profiles, captured=captured)
 
 
 def simulate(
@@ -335,16 +341,16 @@ def simulate(
     """
     plan.stage_graph(graph)  # refuses a plan of another model
     profiles = [costs] if isinstance(costs, Profile) else list(costs.values())
-    for given in profiles:
-        if given.graph != plan.graph:
+    for profile in profiles:
+        if profile.graph != plan.graph:
             raise PlanError(
-                f"the profile was made for model {given.graph}, the plan for {plan.graph}",
+                f"the profile was made for model {profile.graph}, the plan for {plan.graph}",
                 hint="profile the plan's model",
             )
-        if given.batch and plan.batch and given.batch != plan.batch:
+        if profile.batch and plan.batch and profile.batch != plan.batch:
             raise PlanError(
-                f"the profile is of micro-batches {', '.join(given.batch)}, the plan for "
+                f"the profile is of micro-batches {', '.join(profile.batch)}, the plan for "
                 f"{', '.join(plan.batch)}",
                 hint="profile with the plan's micro-batch size",
             )
-    return simulate_plan(plan, graph, costs, cluster)
+    return PlanCosts(graph, costs, cluster).simulate(plan)

@@ -1,33 +1,48 @@
-"""Planning: all that a plan is made from but the model's costs."""
+"""PlanRequest: all that a plan is made from but the model and its costs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from math import isqrt
+from typing import TYPE_CHECKING
 
 from .. import schedules
 from ..ir.cluster import Cluster
 from ..ir.errors import ConfigError, InfeasibleError, ScheduleError
-from ..ir.graph import OpGraph
 from ..ir.plan import Plan
-from ..ir.profile import Profile
-from ..planner import PLANNERS, Change, PlanOptions, Sample, limits, make_plan, plan_rows, what_if
-from .advice import Attempts, advised
-from .keeping import keeping_caps
-from .largest_batch import MOST, captured_of, divisors
-from .plan_costs import plan_placed
+from ..planner import (
+    PLANNERS,
+    Change,
+    PlanOptions,
+    ProfiledModel,
+    limits,
+    make_plan,
+    plan_rows,
+    refuse_other_weights,
+    what_if,
+)
+from .placement import plan_placed
+from .plan_costs import PlanCosts
 
 if TYPE_CHECKING:
     from ..tracer import Captured
 
-__all__ = ["PLANNERS", "Change", "Planning", "limits", "plan_rows"]
+__all__ = ["PLANNERS", "CapturedModel", "Change", "PlanRequest", "limits", "plan_rows"]
 
-Costs: TypeAlias = Profile | Mapping[str, Profile]
+LARGEST_MICROBATCH = 1 << 16
+"""Rows of the largest micro-batch that is looked at."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Planning:
+class CapturedModel(ProfiledModel):
+    """A profiled model with what its stages can be traced from."""
+
+    captured: Captured
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest:
     """How to plan.
 
     stages: one per device; where the schedule wants several on each, or replicas, the number of devices.
@@ -48,62 +63,64 @@ class Planning:
     options: PlanOptions = field(default_factory=PlanOptions)
     watch: Callable[[int], None] | None = None
 
-    def plan(
-        self,
-        graph: OpGraph,
-        costs: Costs,
-        size: int,
-        *,
-        explained: bool = True,
-        largest: Callable[[], int | None] | None = None,
-        captured: Captured | None = None,
-    ) -> Plan:
-        """The plan for micro-batches of `size` rows.
+    def plan(self, model: ProfiledModel, *, explained: bool = True) -> Plan:
+        """The plan for a model at one micro-batch size. Of a captured one the stages can be traced: a plan
+        for CPUs then keeps its caps by these too.
 
-        explained: look for what would fit, if nothing does.  largest: says which size would.
-        captured: where the graph is from, so that its stages can be traced: a plan for CPUs then keeps its
-            caps by these too.
+        explained: if nothing fits, look for how far it is from fitting, which takes longer.
         Raises: PlanError; InfeasibleError if nothing fits under the caps.
         """
-        count = self.microbatches_of(size)
+        microbatches = self.microbatches_of(model.size)
+        costs = PlanCosts(model.graph, model.profiles, self.cluster)
 
-        def made(cluster: Cluster) -> Plan:
-            return replace(self, cluster=cluster)._made(graph, costs, count, explained)
+        def search(cluster: Cluster) -> Plan:
+            return self._search(costs, cluster, microbatches, explained)
 
-        try:
-            if captured is not None and self._runs_as_traced(captured):
-                from .traced import traced_peaks
+        if isinstance(model, CapturedModel) and self._runs_as_traced(model.captured):
+            from .verify_caps import plan_within_caps, traced_peaks  # here, since tracing needs torch
 
-                found = keeping_caps(
-                    made, self.cluster, lambda plan: traced_peaks(plan, captured, costs, self.cluster)
-                )
-            else:
-                found = made(self.cluster)
-        except InfeasibleError as error:
-            if not explained:
-                raise
-            tried = Attempts(replace(self, watch=None), graph, costs, size, captured)
-            raise advised(tried, error, largest) from None
-        return replace(found, microbatch_size=size, caps=found.caps if self.capped else ())
+            captured = model.captured
+            plan = plan_within_caps(search, self.cluster, lambda plan: traced_peaks(plan, captured, costs))
+        else:
+            plan = search(self.cluster)
+        return replace(plan, microbatch_size=model.size, caps=plan.caps if self.capped else ())
+
+    def _search(self, costs: PlanCosts, cluster: Cluster, microbatches: int, explained: bool) -> Plan:
+        """The planner's plan under the memory of a cluster's devices."""
+
+        def cut(devices: Cluster, stages: int, schedule: str, options: PlanOptions) -> Plan:
+            return make_plan(
+                costs.graph,
+                costs.profiles,
+                devices,
+                stages=stages,
+                schedule=schedule,
+                microbatches=microbatches,
+                strategy=self.strategy,
+                options=options,
+                explained=explained,
+                watch=self.watch,
+            )
+
+        entry = schedules.entry(self.schedule)
+        if entry.place == "line":
+            return cut(cluster, self.stages, self.schedule, self.options)
+        refuse_other_weights(self.schedule, self.options.weights or entry.weights)
+        options = replace(self.options, weights=entry.weights)
+        return plan_placed(
+            lambda devices, stages: cut(devices, stages, "1f1b", options),
+            costs,
+            cluster,
+            schedule=self.schedule,
+            ranks=self.stages,
+            split_backward=self.options.split_backward,
+        )
 
     def _runs_as_traced(self, captured: Captured) -> bool:
         """Whether ranks will run the stages that can be traced here: on CPUs, from a graph of ops."""
         on_cpus = all(device.name.startswith("cpu") for device in self.cluster.devices)
         runs = self.options.weights in (None, "flush") and schedules.entry(self.schedule).weights == "flush"
         return self.capped and on_cpus and runs and not captured.graph.fallback
-
-    def _made(self, graph: OpGraph, costs: Costs, microbatches: int, explained: bool) -> Plan:
-        how: dict[str, Any] = {
-            "schedule": self.schedule,
-            "microbatches": microbatches,
-            "strategy": self.strategy,
-            "options": self.options,
-            "explained": explained,
-            "watch": self.watch,
-        }
-        if schedules.entry(self.schedule).place == "line":
-            return make_plan(graph, costs, self.cluster, stages=self.stages, **how)
-        return plan_placed(graph, costs, self.cluster, ranks=self.stages, **how)
 
     def microbatches_of(self, size: int) -> int:
         """Micro-batches per step of `size` rows. Raises: ConfigError if they do not make up the batch."""
@@ -124,32 +141,36 @@ class Planning:
         """Sizes of micro-batches that may be used, ascending: as many per step as the schedule has
         directions, or a multiple. Raises: ConfigError if the global batch has no rows."""
         if self.global_batch is None:
-            return range(1, MOST + 1)
+            return range(1, LARGEST_MICROBATCH + 1)
         self.microbatches_of(1)
         directions = schedules.default_placement(self.schedule, self.stages)[0].replicas
         return [d for d in divisors(self.global_batch) if self.global_batch // d % directions == 0]
 
-    def fits(self, sample: Sample) -> bool:
+    def any_plan(self, model: ProfiledModel) -> Plan:
+        """The first plan found that keeps the caps, which need not be the fastest; raises as `plan`."""
+        first = replace(self, options=replace(self.options, fastest=False))
+        return first.plan(model, explained=False)
+
+    def fits(self, model: ProfiledModel) -> bool:
         """Whether there is a plan."""
-        any_plan = replace(self, options=replace(self.options, fastest=False))
         try:
-            any_plan.plan(
-                sample.graph,
-                sample.profiles,
-                sample.size,
-                explained=False,
-                captured=captured_of(sample),
-            )
+            self.any_plan(model)
         except (InfeasibleError, ScheduleError):  # the second: too few micro-batches for the schedule
             return False
         return True
 
-    def changes(self, plan: Plan, sample: Sample) -> list[Change]:
+    def changes(self, plan: Plan, model: ProfiledModel) -> list[Change]:
         """What a bit more memory or bandwidth would make of a plan."""
+        return what_if(
+            plan, self.cluster, lambda cluster: replace(self, cluster=cluster).plan(model, explained=False)
+        )
 
-        def planned(cluster: Cluster) -> Plan:
-            other = replace(self, cluster=cluster)
-            captured = captured_of(sample)
-            return other.plan(sample.graph, sample.profiles, sample.size, explained=False, captured=captured)
 
-        return what_if(plan, self.cluster, planned)
+def divisors(whole: int) -> list[int]:
+    """All that divide a batch, ascending; of batches beyond 10**12 rows at least those up to a million.
+
+    >>> divisors(12)
+    [1, 2, 3, 4, 6, 12]
+    """
+    small = [d for d in range(1, min(isqrt(whole), 10**6) + 1) if whole % d == 0]
+    return sorted({*small, *(whole // d for d in small)})

@@ -100,10 +100,17 @@ def _plan(
             "--max-batch and --profile were both given", hint="a profile is of one size: leave out one"
         )
     job = job_of(model)
-    from ..api import disk_speed, limits, passes, plan_rows  # what is wrong is said before torch is loaded
+    from ..api import (  # what is wrong is said before torch is loaded
+        disk_speed,
+        limits,
+        make_request,
+        plan_largest,
+        plan_rows,
+        plan_size,
+    )
 
     with _watching() as watch:
-        how = passes.planning(
+        request = make_request(
             job,
             memory=device_memory,
             cluster=cluster_of(cluster),
@@ -111,15 +118,14 @@ def _plan(
             treatments=None if treat is None else TREATMENTS[treat],
             **wanted,
         )
-        described = None if cluster is None else how.cluster
         if max_batch:
-            found, sample = passes.plan_largest(how, job, microbatch_size, described)
+            plan, model_at_size = plan_largest(request, job, microbatch_size)
         else:
-            found, sample = passes.plan_one(how, job, microbatch_size, described, profiled=profiled)
+            plan, model_at_size = plan_size(request, job, microbatch_size, profiled=profiled)
         if output is not None:
-            found.save(output)
-        changes = how.changes(found, sample) if what_if else []
-    rows = plan_rows(found, sample.graph)
+            plan.save(output)
+        changes = request.changes(plan, model_at_size) if what_if else []
+    rows = plan_rows(plan, model_at_size.graph)
     if as_json:
         keys = (
             "predicted_step_s",
@@ -131,12 +137,12 @@ def _plan(
             "graph",
         )
         print_json(
-            {key: getattr(found, key) for key in keys}
-            | {"limits": limits(found), "what_if": [vars(change) for change in changes], "stages": rows}
+            {key: getattr(plan, key) for key in keys}
+            | {"limits": limits(plan), "what_if": [vars(change) for change in changes], "stages": rows}
         )
     else:
-        speed = [] if wanted["offload_dir"] is None else [disk_speed(how.cluster)]
-        _print(rows, found, [*speed, *limits(found)], changes)
+        speed = [] if wanted["offload_dir"] is None else [disk_speed(request.cluster)]
+        _print(rows, plan, [*speed, *limits(plan)], changes)
 
 
 @contextmanager
@@ -182,7 +188,7 @@ def _list(as_json: bool) -> None:
     console().print(table)
 
 
-def _print(rows: list[dict[str, Any]], plan: Plan, said: list[str], changes: list[Change]) -> None:
+def _print(rows: list[dict[str, Any]], plan: Plan, sentences: list[str], changes: list[Change]) -> None:
     from ..ir.units import format_bytes
 
     ways = [kind for kind in ("recomputed", "offloaded") if any(row[f"{kind}_bytes"] for row in rows)]
@@ -212,7 +218,7 @@ def _print(rows: list[dict[str, Any]], plan: Plan, said: list[str], changes: lis
         out.print(f"{', '.join(kinds)}: of one micro-batch's residuals", highlight=False)
     rows_each = f"{plan.microbatches} micro-batches of {plan.microbatch_size}"
     out.print(f"predicted step: {plan.predicted_step_s * 1e3:.1f} ms, {rows_each}", highlight=False)
-    for sentence in said:
+    for sentence in sentences:
         out.print(sentence, highlight=False)
     for change in changes:
         out.print(f"{change.what}: {_gain(change)}", highlight=False)

@@ -1,7 +1,7 @@
 from .infeasible import NoCutFits as NoCutFits, least_share as least_share, needs as needs
 from .make_plan import TooManyStages as TooManyStages, make_plan as make_plan
 from .microbatch_sizes import (
-    Sample as Sample,
+    ProfiledModel as ProfiledModel,
     interpolated as interpolated,
     largest_size as largest_size,
     shared_rows as shared_rows,

@@ -1,4 +1,4 @@
-"""What to say when no cut fits: the stage that binds, and the least that would do.
+"""Why no cut fits: the stage that binds, and the least that would do. Advice is api.advice's, which tries it.
 
 With memory optimisation the least is what remains when everything is freed that may be.
 """
@@ -14,7 +14,7 @@ import numpy as np
 
 from ..ir.cluster import Cluster
 from ..ir.errors import InfeasibleError
-from ..ir.units import enough_bytes, format_bytes
+from ..ir.units import format_bytes
 from .search import Search
 from .strategies import filled
 
@@ -22,10 +22,8 @@ from .strategies import filled
 class NoCutFits(InfeasibleError):
     """No cut fits by estimate. share: of all caps, with which one does.  stages: how many would do."""
 
-    def __init__(
-        self, message: str, *, hint: str | None = None, share: float = 0.0, stages: int | None = None
-    ) -> None:
-        super().__init__(message, hint=hint)
+    def __init__(self, message: str, *, share: float = 0.0, stages: int | None = None) -> None:
+        super().__init__(message)
         self.share, self.stages = share, stages
 
 
@@ -40,41 +38,24 @@ ROUGHLY = 0.01
 def explain_infeasible(
     search: Search,
     more: Callable[[int], Search | None],
-    largest: Callable[[], int | None] | None = None,
-    *,
-    advice: str = "",
 ) -> InfeasibleError:
     """The error for a search that found nothing.
 
     more: number of stages -> the search with so many, on devices like these; None if they differ.
-    largest: the largest micro-batch size with a plan, 0 if none has one, None if unknown.
-    advice: what else would help.
     """
     share, cuts = least_share(search)
     stage, need = binding_stage(scaled(search, share), cuts)
-    exactly = "at least" if not (search.large or search.optimises) else "about"
-    caps = sorted({ceil(cap * share) for cap in search.caps})
-    least = " to ".join(enough_bytes(cap) for cap in (caps if len(caps) < 2 else (caps[0], caps[-1])))
-    hints = [f"give {'each device' if len(caps) == 1 else 'devices'} {exactly} {least}"]
-    stages = fewest_stages(search, more)
-    if stages:
-        hints.append(f"use {stages} stages")
-    hints += [advice] if advice else []
-    hints += _smaller(largest)
     freed = ", even with all freed that may be" if search.optimises else ""
     return NoCutFits(
         f"no cut of {len(search.model)} ops into {len(search.caps)} stages fits{freed}: in the one that "
         f"needs least, stage {stage} needs {format_bytes(need)}, its device's cap is "
         f"{format_bytes(search.caps[stage])}{_closely(need, search.caps[stage])}",
-        hint=", or ".join(hints),
         share=share,
-        stages=stages,
+        stages=fewest_stages(search, more),
     )
 
 
-def passes_caps(
-    over: Sequence[int], cluster: Cluster, schedule: str, largest: Callable[[], int | None] | None = None
-) -> InfeasibleError:
+def passes_caps(over: Sequence[int], cluster: Cluster, schedule: str) -> InfeasibleError:
     """The error where stages fit by the search's estimate, and no cut does once all its stages are known.
 
     over: bytes by which each rank passes its cap in the cut that comes closest.
@@ -83,18 +64,8 @@ def passes_caps(
     cap = cluster.devices[rank].memory_bytes
     return InfeasibleError(
         f"no cut found keeps its caps with {schedule}: in the closest, rank {rank} holds "
-        f"{format_bytes(cap + over[rank])}, its device's cap is {format_bytes(cap)}",
-        hint=", or ".join([f"give the devices {enough_bytes(over[rank])} more", *_smaller(largest)]),
+        f"{format_bytes(cap + over[rank])}, its device's cap is {format_bytes(cap)}"
     )
-
-
-def _smaller(largest: Callable[[], int | None] | None) -> list[str]:
-    """The advice to use smaller micro-batches; none where not even the smallest would do."""
-    size = largest() if largest is not None else None
-    if size == 0:
-        return []
-    rows = "1 row" if size == 1 else f"at most {size} rows"
-    return [f"use micro-batches of {rows}" if size else "use smaller micro-batches"]
 
 
 def _closely(need: int, cap: int) -> str:
@@ -108,8 +79,7 @@ def does_not_fit(search: Search, cuts: tuple[int, ...], name: str) -> Infeasible
     stage, need = binding_stage(search, cuts)
     return InfeasibleError(
         f"planner {name} gives stage {stage} {format_bytes(need)}, its device's cap is "
-        f"{format_bytes(search.caps[stage])}",
-        hint="use planner dawnpiper, which keeps to the cap and frees memory, or more stages",
+        f"{format_bytes(search.caps[stage])}"
     )
 
 

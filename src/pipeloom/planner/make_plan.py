@@ -47,18 +47,16 @@ def make_plan(
     strategy: str = "exact",
     options: PlanOptions = PlanOptions(),  # noqa: B008  frozen
     explained: bool = True,
-    largest: Callable[[], int | None] | None = None,
     watch: Callable[[int], None] | None = None,
 ) -> Plan:
     """Cut a graph into stages, stage s on device s.
 
     profile: costs per micro-batch, for all devices or by device name.
     schedule: see `schedules.names`.  microbatches: per step.  strategy: see `planner.names`.
-    explained: if nothing fits, look for what would, which takes longer.  largest: asked for the largest
-        micro-batch size with a plan, if there is none for this one.
+    explained: if nothing fits, look for how far it is from fitting, which takes longer.
     watch: told how many stages were weighed so far.
     Raises: PlanError if the request makes no sense; InfeasibleError if nothing fits under the devices'
-        memory, with what would.
+        memory.
     """
     _refuse_nonsense(graph, cluster, stages)
     known = planner(strategy)
@@ -82,7 +80,7 @@ def make_plan(
             if not options.fastest:
                 return found.plan(strategy)
     if not kept:
-        raise _refusal(request, search, tried, strategy, (explained, largest))
+        raise _refusal(request, search, tried, strategy, explained)
     return (polished(kept, search) if known.polishes else kept[0]).plan(strategy)
 
 
@@ -121,18 +119,17 @@ def _refusal(
     search: Search,
     tried: _Tried,
     strategy: str,
-    wanted: tuple[bool, Callable[[], int | None] | None],
+    explained: bool,
 ) -> InfeasibleError:
-    """The error where no planner found anything. wanted: `explained` and `largest` of `make_plan`."""
-    explained, largest = wanted
+    """The error where no planner found anything. explained: see `make_plan`."""
     if tried.found:
         closest = min(tried.found, key=lambda found: sum(found.over))
-        return passes_caps(closest.over, request.cluster, request.schedule, largest if explained else None)
+        return passes_caps(closest.over, request.cluster, request.schedule)
     if tried.cuts:
         return does_not_fit(search, tried.cuts, strategy)
     if explained:
-        return explain_infeasible(search, request.wider, largest, advice=request.advice)
-    return InfeasibleError(f"no cut into {len(search.caps)} stages fits", hint="use smaller micro-batches")
+        return explain_infeasible(search, request.wider)
+    return InfeasibleError(f"no cut into {len(search.caps)} stages fits")
 
 
 def _candidates(first: Found, known: Planner) -> Iterator[Found]:

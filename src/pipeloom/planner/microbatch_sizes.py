@@ -15,7 +15,7 @@ from ..ir.profile import OpCost, Profile, batch_text
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sample:
+class ProfiledModel:
     """A model at one micro-batch size: its graph, and profiles by device name."""
 
     size: int
@@ -23,7 +23,7 @@ class Sample:
     profiles: Mapping[str, Profile]
 
 
-def interpolated(first: Sample, second: Sample, size: int) -> Sample:
+def interpolated(first: ProfiledModel, second: ProfiledModel, size: int) -> ProfiledModel:
     """What the model is like at another size.
 
     Raises: PlanError if the two are of different models or of one size.
@@ -54,7 +54,7 @@ def interpolated(first: Sample, second: Sample, size: int) -> Sample:
         )
         for name, own in first.profiles.items()
     }
-    return Sample(size=size, graph=graph, profiles=profiles)
+    return ProfiledModel(size=size, graph=graph, profiles=profiles)
 
 
 def shared_rows(graph: OpGraph) -> int | None:

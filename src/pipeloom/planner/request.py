@@ -69,16 +69,6 @@ class Request:
         linked = all(device.host_link is not None for device in self.cluster.devices)
         return ("recompute", "offload") if linked else ("recompute",)
 
-    @property
-    def advice(self) -> str:
-        """How to free memory, where that is not done already; "" where it is."""
-        if self.treatments:
-            return ""
-        linked = all(device.host_link is not None for device in self.cluster.devices)
-        freed, option = ("recomputed or offloaded", "both") if linked else ("recomputed", "recompute")
-        own = self.planner.optimises != "never"
-        return f"let residuals be {freed} ({f'--treat {option}' if own else 'planner dawnpiper'})"
-
     def refuse_what_cannot_be(self) -> None:
         """Raises: PlanError if what is asked for contradicts the planner, the devices or the schedule."""
         if self.treatments and self.planner.optimises == "never":

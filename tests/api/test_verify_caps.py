@@ -15,7 +15,16 @@ from runs import assert_same, capture_of, even_plan, pipelined, plain, shared_ca
 from torch import Tensor, nn
 
 from pipeloom import Job, Options, Pipeline
-from pipeloom.api import TRIES, Taken, keeping_caps, passes, traced_peaks
+from pipeloom.api import (
+    TRIES,
+    CapturedModel,
+    PlanCosts,
+    make_request,
+    passes,
+    plan_with_advice,
+    plan_within_caps,
+    traced_peaks,
+)
 from pipeloom.clusters import cpu_cluster
 from pipeloom.ir.cluster import Cluster, Link
 from pipeloom.ir.errors import InfeasibleError
@@ -23,6 +32,7 @@ from pipeloom.ir.memory_policy import Treatment
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.profile import Profile
 from pipeloom.ir.units import parse_bytes
+from pipeloom.planner import ProfiledModel
 from pipeloom.runtime.transports import LocalChannel
 
 ROWS, COUNT = 4, 4
@@ -49,11 +59,25 @@ JOB = Job(model=Unknown, batch=batch, optimizer=zoo.sgd, name="unknown")
 
 
 def planned(memory: int, *, checked: bool) -> Plan:
-    captured, cluster = capture_of(JOB, ROWS), cpu_cluster(2, memory=memory)
-    how = passes.planning(
+    cluster = cpu_cluster(2, memory=memory)
+    how = make_request(
         JOB, stages=2, microbatches=COUNT, cluster=cluster, strategy="dawnpiper", treatments=["recompute"]
     )
-    return how.plan(captured.graph, costs_of(JOB, ROWS), ROWS, captured=captured if checked else None)
+    return plan_with_advice(how, captured_model() if checked else profiled_model(JOB))
+
+
+def profiled_model(job: Job) -> ProfiledModel:
+    return ProfiledModel(size=ROWS, graph=capture_of(job, ROWS).graph, profiles=costs_of(job, ROWS))
+
+
+def captured_model() -> CapturedModel:
+    captured = capture_of(JOB, ROWS)
+    return CapturedModel(size=ROWS, graph=captured.graph, profiles=costs_of(JOB, ROWS), captured=captured)
+
+
+def peaks_as_traced(plan: Plan) -> tuple[int, ...]:
+    captured = capture_of(JOB, ROWS)
+    return traced_peaks(plan, captured, PlanCosts(captured.graph, costs_of(JOB, ROWS), cpu_cluster(2)))
 
 
 def costs_of(job: Job, rows: int) -> Mapping[str, Profile]:
@@ -64,10 +88,9 @@ def costs_of(job: Job, rows: int) -> Mapping[str, Profile]:
 
 def test_a_plan_keeps_its_cap_by_its_traced_stages_too() -> None:
     cap = 240_000
-    captured, costs = capture_of(JOB, ROWS), costs_of(JOB, ROWS)
     by_the_table, plan = planned(cap, checked=False), planned(cap, checked=True)
-    assert max(traced_peaks(by_the_table, captured, costs, cpu_cluster(2))) > cap >= max(by_the_table.peaks)
-    assert max(traced_peaks(plan, captured, costs, cpu_cluster(2))) <= cap
+    assert max(peaks_as_traced(by_the_table)) > cap >= max(by_the_table.peaks)
+    assert max(peaks_as_traced(plan)) <= cap
     assert plan.caps == (cap, cap)
     batches = [batch(seed, ROWS * COUNT) for seed in range(2)]
     assert_same(pipelined(JOB, plan, batches), plain(JOB, batches, COUNT), tolerance=1e-6)
@@ -80,20 +103,16 @@ def test_where_no_plan_does_the_advice_holds_as_traced() -> None:
     advised = re.match(r"give each device at least ([\d.]+ KiB)", caught.value.hint)
     assert advised is not None, caught.value.hint
     cap = parse_bytes(advised[1])
-    held = traced_peaks(
-        planned(cap, checked=True), capture_of(JOB, ROWS), costs_of(JOB, ROWS), cpu_cluster(2)
-    )
-    assert max(held) <= cap
+    assert max(peaks_as_traced(planned(cap, checked=True))) <= cap
 
 
 def test_more_memory_is_compared_with_plans_that_keep_it() -> None:
     cap = 240_000
-    captured, cluster = capture_of(JOB, ROWS), cpu_cluster(2, memory=cap)
-    how = passes.planning(
+    cluster = cpu_cluster(2, memory=cap)
+    how = make_request(
         JOB, stages=2, microbatches=COUNT, cluster=cluster, strategy="dawnpiper", treatments=["recompute"]
     )
-    sample = Taken(size=ROWS, graph=captured.graph, profiles=costs_of(JOB, ROWS), captured=captured)
-    more = next(c for c in how.changes(planned(cap, checked=True), sample) if "memory" in c.what)
+    more = next(c for c in how.changes(planned(cap, checked=True), captured_model()) if "memory" in c.what)
     best = planned(round(1.1 * cap), checked=True)
     assert more.step_s == pytest.approx(best.predicted_step_s, rel=0.02)
 
@@ -101,12 +120,12 @@ def test_more_memory_is_compared_with_plans_that_keep_it() -> None:
 @pytest.mark.parametrize("schedule", ["interleaved_1f1b", "dualpipe"])
 def test_a_cap_too_small_for_several_stages_is_said_to_be(schedule: str) -> None:
     """Half of one byte was said to be a device without memory."""
-    captured, cluster = capture_of(JOB, ROWS), cpu_cluster(2, memory=1)
-    how = passes.planning(
+    cluster = cpu_cluster(2, memory=1)
+    how = make_request(
         JOB, stages=2, microbatches=COUNT, cluster=cluster, strategy="dawnpiper", schedule=schedule
     )
     with pytest.raises(InfeasibleError):
-        how.plan(captured.graph, costs_of(JOB, ROWS), ROWS, explained=False, captured=captured)
+        how.plan(captured_model(), explained=False)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +149,7 @@ def test_it_is_what_ranks_expect(
     devices = tuple(replace(d, host_link=link, host_memory_bytes=1 << 30) for d in known.devices)
 
     def made(memory: int) -> Plan:
-        how = passes.planning(
+        how = make_request(
             job,
             stages=2,
             microbatches=2 * COUNT,
@@ -140,7 +159,7 @@ def test_it_is_what_ranks_expect(
             treatments=treatments,
             schedule=schedule,
         )
-        return how.plan(captured.graph, costs_of(job, ROWS), ROWS)
+        return how.plan(profiled_model(job))
 
     plan = made(round(share * max(made(1 << 40).peaks)) if share < 1 else 1 << 40)
     assert plan.memory.offloads == ("offload" in treatments)
@@ -151,7 +170,8 @@ def test_it_is_what_ranks_expect(
 
     with shared_captures():
         ranks = threads(2, expected)
-    found = traced_peaks(plan, captured, costs_of(job, ROWS), replace(known, devices=devices))
+    costs = PlanCosts(captured.graph, costs_of(job, ROWS), replace(known, devices=devices))
+    found = traced_peaks(plan, captured, costs)
     assert [list(found)] * 2 == ranks
 
 
@@ -173,24 +193,24 @@ def _plans(peaks: Sequence[int], asked: list[int]) -> Callable[[Cluster], Plan]:
 def test_the_cap_is_lowered_by_what_was_not_seen() -> None:
     asked: list[int] = []
     cluster = cpu_cluster(1, memory=1000)
-    plan = keeping_caps(_plans(range(1, 2000), asked), cluster, lambda plan: [plan.peaks[0] + 150])
+    plan = plan_within_caps(_plans(range(1, 2000), asked), cluster, lambda plan: [plan.peaks[0] + 150])
     assert asked == [1000, 850] and plan.peaks == (850,) and plan.caps == (1000,)
 
 
 def test_what_is_far_below_its_cap_is_not_traced() -> None:
     cluster = cpu_cluster(1, memory=1000)
-    plan = keeping_caps(_plans([250], []), cluster, lambda plan: pytest.fail("it was traced"))
+    plan = plan_within_caps(_plans([250], []), cluster, lambda plan: pytest.fail("it was traced"))
     assert plan.peaks == (250,)
 
 
 def test_the_first_error_is_that_of_the_planner() -> None:
     with pytest.raises(InfeasibleError, match="nothing fits"):
-        keeping_caps(_plans([2000], []), cpu_cluster(1, memory=1000), lambda plan: [1])
+        plan_within_caps(_plans([2000], []), cpu_cluster(1, memory=1000), lambda plan: [1])
 
 
 @pytest.mark.parametrize(("peaks", "tries"), [([900], 2), (range(1, 2000), TRIES)])
 def test_it_gives_up(peaks: Sequence[int], tries: int) -> None:
     asked: list[int] = []
     with pytest.raises(InfeasibleError, match="when its stage is traced"):
-        keeping_caps(_plans(peaks, asked), cpu_cluster(1, memory=1000), lambda plan: [1001])
+        plan_within_caps(_plans(peaks, asked), cpu_cluster(1, memory=1000), lambda plan: [1001])
     assert len(asked) == tries and sorted(asked, reverse=True) == asked

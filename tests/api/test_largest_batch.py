@@ -10,9 +10,9 @@ from pipeloom.ir.errors import InfeasibleError
 
 
 def largest(name: str, memory: str, **more):
-    cluster = more.setdefault("cluster", cpu_cluster(2))
-    how = passes.planning(zoo.job(name), stages=2, microbatches=2, memory=memory, **more)
-    return passes.plan_largest(how, zoo.job(name), 2, cluster)
+    more.setdefault("cluster", cpu_cluster(2))
+    how = passes.make_request(zoo.job(name), stages=2, microbatches=2, memory=memory, **more)
+    return passes.plan_largest(how, zoo.job(name), 2)
 
 
 @pytest.mark.parametrize("name", ["skips", pytest.param("convnet", marks=pytest.mark.slow)])
