@@ -8,7 +8,7 @@ import pytest
 
 from pipeloom.checks import check
 from pipeloom.ir.action import parse_action, parse_instruction
-from pipeloom.ir.codec import from_json
+from pipeloom.ir.codec import from_json, to_json
 from pipeloom.ir.errors import ConfigError, PlanError, ScheduleError
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.schedule import Schedule, parse_rows
@@ -77,6 +77,10 @@ def test_a_long_value_in_a_plan_file_is_not_repeated() -> None:
     with pytest.raises(ConfigError, match="`[$].stages`") as caught:
         from_json(f'{{"graph": "g", "planner": "p", "stages": "{"9" * 5000}"}}', Plan, what="plan.json")
     assert len(str(caught.value)) < 600
+    nothing = Plan(
+        graph="g", planner="p", stages=(), placement=(), schedule="s", schedule_rows=(), microbatches=1
+    )
+    as_json = to_json(nothing)
     with pytest.raises(ConfigError, match="`[$].weights`") as caught:
-        from_json(f'{{"weights": "{"9" * 5000}"}}', Plan, what="plan.json")
+        from_json(as_json.replace("flush", "9" * 5000), Plan, what="plan.json")
     assert len(str(caught.value)) < 600

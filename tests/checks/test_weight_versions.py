@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from pipeloom import schedules
-from pipeloom.checks import Updates, by_rank, check, versions, weight_versions
+from pipeloom.checks import by_rank, check, versions, weight_versions
 from pipeloom.ir.errors import ScheduleError
 from pipeloom.ir.flow import dag
 from pipeloom.ir.schedule import Schedule, parse_rows
 from pipeloom.ir.stages import StageGraph, chain
+from pipeloom.ir.weight_policy import Updates
 
 STASH = Updates(policy="stash")
 

@@ -62,7 +62,6 @@ from .schedules import (
     UNIT as UNIT,
     Drawn as Drawn,
     Setting as Setting,
-    Updates as Updates,
     csv_text as csv_text,
     draw_file as draw_file,
     draw_schedule as draw_schedule,

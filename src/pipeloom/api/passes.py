@@ -13,11 +13,12 @@ from ..clusters import cpu_cluster, find_cluster
 from ..ir.cluster import MOST_DEVICES, Cluster, Device
 from ..ir.errors import CaptureError, ConfigError, PlanError, shown
 from ..ir.graph import OpGraph
-from ..ir.memory_policy import Treatment, WeightPolicy
+from ..ir.memory_policy import Treatment
 from ..ir.plan import Plan
 from ..ir.profile import Profile
 from ..ir.timeline import Timeline
 from ..ir.units import parse_bytes
+from ..ir.weight_policy import WEIGHT_POLICIES
 from ..planner import PlanOptions, ProfiledModel, planner, shared_rows
 from ..profiler import roofline
 from ..tracer import Job, load_job
@@ -110,7 +111,7 @@ def plan(
     captured: Captured | None = None,
     profiled: Profile | None = None,
     treatments: Sequence[Treatment] | None = None,
-    weights: WeightPolicy | None = None,
+    weights: str | None = None,
     global_batch: int | None = None,
     offload_dir: Path | str | None = None,
 ) -> Plan:
@@ -158,7 +159,7 @@ def make_request(
     cluster: Cluster | None = None,
     strategy: str = "exact",
     treatments: Sequence[Treatment] | None = None,
-    weights: WeightPolicy | None = None,
+    weights: str | None = None,
     global_batch: int | None = None,
     offload_dir: Path | str | None = None,
     watch: Callable[[int], None] | None = None,
@@ -169,7 +170,7 @@ def make_request(
     if stages > MOST_DEVICES:
         raise ConfigError(f"{shown(stages)} stages", hint=f"use at most {MOST_DEVICES}")
     _refuse_words("treatment", treatments or (), get_args(Treatment))
-    _refuse_words("weight policy", () if weights is None else (weights,), get_args(WeightPolicy))
+    _refuse_words("weight policy", () if weights is None else (weights,), tuple(WEIGHT_POLICIES))
     devices = _devices(stages, cluster, memory, offload_dir)
     if offload_dir is not None and treatments is None and planner(strategy).optimises != "never":
         treatments = ("recompute", "offload")

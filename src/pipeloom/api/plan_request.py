@@ -11,6 +11,7 @@ from .. import schedules
 from ..ir.cluster import Cluster
 from ..ir.errors import ConfigError, InfeasibleError, ScheduleError
 from ..ir.plan import Plan
+from ..ir.weight_policy import FLUSH
 from ..planner import (
     PLANNERS,
     Change,
@@ -119,7 +120,7 @@ class PlanRequest:
     def _runs_as_traced(self, captured: Captured) -> bool:
         """Whether ranks will run the stages that can be traced here: on CPUs, from a graph of ops."""
         on_cpus = all(device.name.startswith("cpu") for device in self.cluster.devices)
-        runs = self.options.weights in (None, "flush") and schedules.entry(self.schedule).weights == "flush"
+        runs = self.options.weights in (None, FLUSH) and schedules.entry(self.schedule).weights == FLUSH
         return self.capped and on_cpus and runs and not captured.graph.fallback
 
     def microbatches_of(self, size: int) -> int:

@@ -11,20 +11,20 @@ from ..checks import forwards_in_order
 from ..ir.action import F
 from ..ir.codec import to_json
 from ..ir.errors import PlanError, ScheduleError
-from ..ir.memory_policy import WeightPolicy
 from ..ir.plan import Plan
+from ..ir.weight_policy import FLUSH
 from ..runtime import LocalChannel, gather_text
 from ..tracer import Captured
 
 
-def require_runnable(schedule: str, weights: WeightPolicy = "flush") -> None:
+def require_runnable(schedule: str, weights: str = FLUSH) -> None:
     """Refuse a schedule of the library that needs what the runtime has not, before anything starts.
 
     schedule: its name; `file.py:function` is loaded, so that its operations are known. Any other name that
         the library does not know is only checked when built.  weights: the plan's policy.
     Raises: ScheduleError that names the reason.
     """
-    if weights != "flush":
+    if weights != FLUSH:
         raise ScheduleError(
             f"a plan with weights={weights} cannot be run: it needs weight versions, which the runtime does "
             "not have",

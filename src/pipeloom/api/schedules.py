@@ -8,7 +8,7 @@ from math import inf
 from pathlib import Path
 
 from .. import schedules
-from ..checks import StageVersions, Updates, check, versions, weight_versions
+from ..checks import StageVersions, check, versions, weight_versions
 from ..ir.cluster import Cluster, Device, Link
 from ..ir.costs import StageCost
 from ..ir.errors import ConfigError, ScheduleError
@@ -17,6 +17,7 @@ from ..ir.schedule import Program, Schedule
 from ..ir.stages import StageGraph, chain, replicate
 from ..ir.timeline import Timeline
 from ..ir.units import format_bytes, parse_bytes
+from ..ir.weight_policy import Updates
 from ..lowering import lower
 from ..schedules import load_file, program_text, read_schedule, schedule_text
 from ..simulator import Summary, check_memory_limit, explain as explain_timeline, simulate, summarise
@@ -26,7 +27,6 @@ __all__ = [
     "UNIT",
     "Drawn",
     "Setting",
-    "Updates",
     "Work",
     "csv_text",
     "draw_file",
@@ -180,7 +180,7 @@ def weights(drawn: Drawn, updates: Updates) -> tuple[StageVersions, ...]:
     Raises: ScheduleError if a forward or backward does not find its version.
     """
     weight_versions(drawn.schedule, drawn.stages, updates)
-    return () if updates.policy == "flush" else versions(drawn.schedule, updates)
+    return () if updates.rule.flushes else versions(drawn.schedule, updates)
 
 
 def explain(drawn: Drawn) -> Explanation:

@@ -8,8 +8,6 @@ from .schedules import (
 )
 from .weight_versions import (
     StageVersions as StageVersions,
-    UpdatePolicy as UpdatePolicy,
-    Updates as Updates,
     by_rank as by_rank,
     versions as versions,
     weight_versions as weight_versions,

@@ -1,57 +1,20 @@
 """The rule for weight versions: a micro-batch's forward and backward use the same one, and it is still kept.
 
-    flush   one version: all micro-batches use it, and the update comes after the last backward
-    stash   PipeDream: a forward uses the newest version its stage has made, its backward that copy again;
-            an update every `every` micro-batches (arXiv 1806.03377)
-    2bw     micro-batch k uses version max(k // every - 1, 0) on all stages, so that two are enough
-            (PipeDream-2BW, arXiv 2006.09503 section 3.1; k from 0)
-
-Version 0 is there at the start; version t + 1 of a stage is made as soon as it has the gradients of the
-micro-batches t * every to (t + 1) * every - 1, if it has made version t.
+Which version that is says the policy, see `ir.weight_policy`. Version 0 is there at the start; version t + 1
+of a stage is made as soon as it has the gradients of the micro-batches t * every to (t + 1) * every - 1, if
+it has made version t.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypeAlias
 
 from ..ir.action import Action, B, F, I, W
 from ..ir.errors import ScheduleError
 from ..ir.schedule import Schedule
 from ..ir.stages import StageGraph
-
-UpdatePolicy: TypeAlias = Literal["flush", "stash", "2bw"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Updates:
-    """When weights change, and how many versions of them are kept.
-
-    every: micro-batches per update; for `flush` all of the schedule, whatever stands here.
-    kept: versions that each stage keeps, the newest and those before it; None for as many as it needs, two
-        for `2bw`.
-    """
-
-    policy: UpdatePolicy = "flush"
-    every: int = 1
-    kept: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.policy not in ("flush", "stash", "2bw"):
-            raise ScheduleError(
-                f"weights are updated by policy {self.policy!r}", hint="use flush, stash or 2bw"
-            )
-        if self.every < 1 or (self.kept is not None and self.kept < 1):
-            raise ScheduleError(
-                f"an update every {self.every} micro-batches, with {self.kept} versions kept",
-                hint="both are at least 1",
-            )
-
-    @property
-    def limit(self) -> int | None:
-        """Versions that each stage keeps, None for no limit."""
-        return 2 if self.kept is None and self.policy == "2bw" else self.kept
+from ..ir.weight_policy import Updates
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +47,7 @@ def versions(schedule: Schedule, updates: Updates) -> tuple[StageVersions, ...]:
     (0, 1, 2) 1 (0, 0, 0)
     """
     count = schedule.microbatches // schedule.slices
-    every = count if updates.policy == "flush" else updates.every
+    every = count if updates.rule.flushes else updates.every
     if count % every:
         raise ScheduleError(
             f"{count} micro-batches make no whole number of updates of {every}",
@@ -107,8 +70,6 @@ def weight_versions(schedule: Schedule, stages: StageGraph, updates: Updates) ->
     times on different stages are refused too.
     """
     found = versions(schedule, updates)
-    if updates.policy != "stash":
-        return  # all stages use the same version for the same micro-batch
     for name, readers in stages.tied.items():
         first, *others = (found[stage] for stage in readers)
         for other in others:
@@ -157,9 +118,7 @@ class _Weights:
                 self._count()
 
     def _version(self, action: Action, microbatch: int) -> int:
-        if self.updates.policy != "2bw":
-            return self.newest
-        version = max(microbatch // self.updates.every - 1, 0)
+        version = self.updates.rule.version(microbatch, self.updates.every, self.newest)
         if version > self.newest:
             raise ScheduleError(
                 f"rank {self.rank} runs {action} with weight version {version}, but the newest there is "
@@ -215,12 +174,9 @@ class _Weights:
 
     def _count(self) -> None:
         """Versions from the oldest that a micro-batch in flight uses, or a next one will, to the newest."""
-        ahead = [self.newest]
-        if self.updates.policy == "2bw":
-            coming = len(self.used) // self.updates.every - 1
-            ahead = [max(min(coming, self.newest), 0)]
-        lowest = min((self.used[m] for m in self.left), default=ahead[0])
-        self.needed = max(self.needed, self.newest - min(lowest, ahead[0]) + 1)
+        coming = self.updates.rule.version(len(self.used), self.updates.every, self.newest)
+        lowest = min((coming, self.newest, *(self.used[m] for m in self.left)))
+        self.needed = max(self.needed, self.newest - lowest + 1)
 
     def result(self) -> StageVersions:
         used = tuple(self.used[m] for m in sorted(self.used))

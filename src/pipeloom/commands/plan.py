@@ -11,6 +11,7 @@ import click
 
 from ..ir.errors import ConfigError
 from ..ir.memory_policy import TREATMENTS
+from ..ir.weight_policy import WEIGHT_POLICIES
 from .common import (
     FILE,
     MODEL_HELP,
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
 @treat_option
 @click.option(
     "--weights",
-    type=click.Choice(("flush", "stash", "2bw")),
+    type=click.Choice(tuple(WEIGHT_POLICIES)),
     help="How weights are updated. By default as the schedule does it.",
 )
 @click.option("--what-if/--no-what-if", default=True, help="Plan again with 10 % more memory, bandwidth.")

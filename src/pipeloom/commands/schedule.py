@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..ir.weight_policy import Updates
 from .common import FILE, NEW_FILE, console, json_option, print_json
 from .schedule_options import TIMES_HELP, shape_options, times_options, updates_options
 
 if TYPE_CHECKING:
-    from ..api import Drawn, Setting, Updates
+    from ..api import Drawn, Setting
 
 NAME_HELP = "NAME is one of `pipeloom schedule list`; options follow a colon, as in gis_g:group=3."
 SHOWN = 3
@@ -105,7 +106,7 @@ def check(
     Says which rule is broken, where, and what to change, and exits
     with 1, if it cannot run. With --json: the keys of `show`.
     """
-    from ..api import Updates, draw_file, weights
+    from ..api import draw_file, weights
 
     drawn, updates = draw_file(file, setting, replicas=replicas, operations=operations), updates or Updates()
     weights(drawn, updates)

@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from ..ir.errors import ConfigError
+from ..ir.weight_policy import WEIGHT_POLICIES, Updates
 from .common import FILE
 
 
@@ -99,22 +100,27 @@ TIMES = (
         "a plan.",
     ),
 )
+*_ABOUT, _LAST = (policy.about for policy in WEIGHT_POLICIES.values())
+_VERSIONED = [name for name, policy in WEIGHT_POLICIES.items() if not policy.flushes]
+_KEPT = [f"{policy.kept} for {name}" for name, policy in WEIGHT_POLICIES.items() if policy.kept]
+_UNLIMITED = [name for name in _VERSIONED if not WEIGHT_POLICIES[name].kept]
 UPDATES = (
     click.option(
         "--weights",
-        type=click.Choice(["flush", "stash", "2bw"]),
-        help="How weights are updated: once all backwards are done, as in PipeDream, or as in PipeDream-2BW; "
+        type=click.Choice(tuple(WEIGHT_POLICIES)),
+        help=f"How weights are updated: {', '.join(_ABOUT)}, or {_LAST}; "
         "by default as the schedule is meant.",
     ),
     click.option(
         "--update-every",
         type=click.IntRange(1),
-        help="Micro-batches per update, for stash and 2bw.  [default: 1]",
+        help=f"Micro-batches per update, for {' and '.join(_VERSIONED)}.  [default: 1]",
     ),
     click.option(
         "--keep-versions",
         type=click.IntRange(1),
-        help="Weight versions that a stage keeps; by default 2 for 2bw, and as many as it needs for stash.",
+        help=f"Weight versions that a stage keeps; by default {', '.join(_KEPT)}, and as many as it needs "
+        f"for {' and '.join(_UNLIMITED)}.",
     ),
 )
 TIMES_HELP = (
@@ -183,12 +189,10 @@ def updates_options(command: Callable[..., Any]) -> Callable[..., Any]:
     def with_updates(
         *, weights: Any, update_every: int | None, keep_versions: int | None, **others: Any
     ) -> Any:
-        from ..api import Updates
-
-        if weights in (None, "flush") and (update_every or keep_versions):
+        if (weights is None or WEIGHT_POLICIES[weights].flushes) and (update_every or keep_versions):
             raise ConfigError(
                 "--update-every and --keep-versions say nothing without versions of weights",
-                hint="add --weights stash or --weights 2bw",
+                hint=f"add {' or '.join(f'--weights {name}' for name in _VERSIONED)}",
             )
         updates = Updates(policy=weights, every=update_every or 1, kept=keep_versions) if weights else None
         return command(updates=updates, **others)

@@ -1,4 +1,4 @@
-"""What happens to residuals between forward and backward, and which weights a backward sees.
+"""What happens to residuals between forward and backward.
 
 A residual is a tensor that a stage's forward leaves for its backward. Its name says which op of the OpGraph
 made it, so that a planner can name it without tracing the stage:
@@ -27,7 +27,6 @@ from .errors import PlanError
 from .graph import OpGraph
 
 Treatment = Literal["keep", "recompute", "offload"]
-WeightPolicy = Literal["flush", "stash", "2bw"]
 
 TREATMENTS: Mapping[str, tuple[Treatment, ...]] = {
     "none": (),
@@ -36,9 +35,6 @@ TREATMENTS: Mapping[str, tuple[Treatment, ...]] = {
     "both": ("recompute", "offload"),
 }
 """What may be done with residuals, by the names that commands and configs have for it."""
-"""`flush`: every micro-batch of a step uses the same weights, updated after the last backward. `stash`: each
-micro-batch is an update, and its backward uses the weights of its forward. `2bw`: two versions, an update per
-step. See `rules_versions`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,9 +10,10 @@ from pathlib import Path
 from . import codec
 from .errors import PlanError, shown
 from .graph import OpGraph
-from .memory_policy import MemoryPolicy, WeightPolicy
+from .memory_policy import MemoryPolicy
 from .schedule import Schedule, parse_pairs, parse_rows
 from .stages import StageGraph, cut, replicate
+from .weight_policy import FLUSH, WEIGHT_POLICIES
 
 SCHEMA = 1
 
@@ -97,13 +98,15 @@ class Plan:
     caps: tuple[int, ...] = ()
     peaks: tuple[int, ...] = ()
     memory: MemoryPolicy = field(default_factory=MemoryPolicy)
-    weights: WeightPolicy = "flush"
+    weights: str = FLUSH
     width: int = 1
     predicted_step_s: float = 0.0
     notes: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.memory.require_stages(len(self.stages))
+        if self.weights not in WEIGHT_POLICIES:
+            raise ValueError(f"Invalid enum value {self.weights!r} - at `$.weights`")  # as msgspec's own
 
     @cached_property
     def replicas(self) -> int:

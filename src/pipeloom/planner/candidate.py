@@ -12,6 +12,7 @@ from ..ir.memory_policy import MemoryPolicy
 from ..ir.plan import Plan, StagePlan
 from ..ir.stages import cut
 from ..ir.timeline import Timeline
+from ..ir.weight_policy import WEIGHT_POLICIES
 from ..lowering import lower
 from ..simulator import simulate
 from .microbatch_sizes import shared_rows
@@ -112,7 +113,7 @@ class Found:
 
     def _notes(self) -> dict[str, str]:
         """Without a flush the pipeline stays full: then a step takes as long as the slowest stage."""
-        if self.request.weights == "flush":
+        if WEIGHT_POLICIES[self.request.weights].flushes:
             return {}
         steady_s = self.request.microbatches * max(part.turn_s for part in self.parts)
         return {"steady_step_s": f"{steady_s:.6g}"}

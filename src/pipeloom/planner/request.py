@@ -10,10 +10,11 @@ from .. import schedules
 from ..ir.cluster import Cluster
 from ..ir.errors import PlanError
 from ..ir.graph import OpGraph
-from ..ir.memory_policy import Treatment, WeightPolicy
+from ..ir.memory_policy import Treatment
 from ..ir.profile import Profile, batch_text
 from ..ir.schedule import Schedule
 from ..ir.stages import StageGraph, chain
+from ..ir.weight_policy import FLUSH
 from .registry import Planner
 from .search import Search, layers
 from .stage_cost import CostModel, CostOptions
@@ -36,7 +37,7 @@ class PlanOptions:
     split_backward: bool = False
     overlap: bool = True
     treatments: tuple[Treatment, ...] | None = None
-    weights: WeightPolicy | None = None
+    weights: str | None = None
     fastest: bool = True
 
 
@@ -54,7 +55,7 @@ class Request:
     watch: Callable[[int], None] | None = None
 
     @property
-    def weights(self) -> WeightPolicy:
+    def weights(self) -> str:
         """How weights are updated: as asked, or as the schedule does it."""
         return self.options.weights or schedules.entry(self.schedule).weights
 
@@ -84,7 +85,7 @@ class Request:
                 "host_link in the cluster file; or allow recompute only",
             )
         own = schedules.entry(self.schedule).weights
-        if own != "flush":
+        if own != FLUSH:
             refuse_other_weights(self.schedule, self.weights)
 
     @cached_property
@@ -129,7 +130,7 @@ class Request:
         return replace(self, cluster=replace(self.cluster, devices=devices[:1] * stages)).search(stages)
 
 
-def refuse_other_weights(schedule: str, asked: WeightPolicy) -> None:
+def refuse_other_weights(schedule: str, asked: str) -> None:
     """Raises: PlanError if a schedule updates weights in another way than asked."""
     own = schedules.entry(schedule).weights
     if asked != own:

@@ -8,13 +8,14 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
-from ..checks import UpdatePolicy, check
+from ..checks import check
 from ..ir.action import Action, B, F, W
 from ..ir.columns import Rows as Table, columns_of
 from ..ir.costs import StageCost, equal_costs
 from ..ir.errors import ScheduleError
 from ..ir.schedule import Pair, Schedule
 from ..ir.stages import StageGraph, chain, replicate
+from ..ir.weight_policy import FLUSH
 from .families import (
     bidirectional as two_ways,
     forward_only,
@@ -51,7 +52,7 @@ class Entry:
     place: where its stages go unless the user says otherwise: "line", "loop", "wave", "both ways", or
         "table".  table: number of ranks -> for each stage its rank, or the ranks that it spans.
     lacks: what a runtime must have to run it and has not, if anything.
-    weights: how it updates them, see `checks.weight_versions`.
+    weights: the policy by which it updates them, see `ir.weight_policy`.
     """
 
     family: Family | None = None
@@ -61,7 +62,7 @@ class Entry:
     about: str = ""
     table: Callable[[int], RankTable] | None = None
     lacks: str = ""
-    weights: UpdatePolicy = "flush"
+    weights: str = FLUSH
 
     def __post_init__(self) -> None:
         if (self.place == "table") != (self.table is not None) or self.place not in PLACES:

@@ -36,10 +36,10 @@ import numpy as np
 
 from ...ir.cluster import Cluster
 from ...ir.graph import OpGraph
-from ...ir.memory_policy import WeightPolicy
 from ...ir.plan import StageMemory, StagePlan
 from ...ir.profile import Profile
 from ...ir.stages import StageGraph
+from ...ir.weight_policy import FLUSH, WEIGHT_POLICIES
 from .interval_sums import Array, Indices, IntervalSums
 from .liveness import Sweep
 from .readers import Wiring, saved_by
@@ -56,7 +56,7 @@ class CostOptions:
     receive_ahead: receives posted ahead, each with a buffer.  sends_in_flight: messages not yet taken when
         the next one is made; 0 where each is through at once.
     overlap: transfers run while the stage computes.
-    weights: the weight policy, see `weight_versions`.
+    weights: the weight policy, see `ir.weight_policy`.
     """
 
     microbatches: int
@@ -64,19 +64,7 @@ class CostOptions:
     receive_ahead: int = 2
     sends_in_flight: int = 1
     overlap: bool = True
-    weights: WeightPolicy = "flush"
-
-
-def weight_versions(policy: WeightPolicy, in_flight: Any) -> Any:
-    """Copies of a stage's parameters, the one that is trained included; a number or an array.
-
-    Sources: PipeDream (1806.03377, section 3.3) stashes one per micro-batch in flight; PipeDream-2BW
-    (2006.09503, section 3.1) keeps two.
-
-    >>> [weight_versions(policy, 3) for policy in ("flush", "stash", "2bw")]
-    [1, 3, 2]
-    """
-    return {"flush": 1, "stash": in_flight, "2bw": 2}[policy]
+    weights: str = FLUSH
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,7 +202,7 @@ class CostModel:
         """Of these, what is there for the whole step."""
         batch = sum(value.bytes for value in self.graph.inputs) * self.options.microbatches
         return {
-            "parameters": f.parameters * weight_versions(self.options.weights, in_flight),
+            "parameters": f.parameters * WEIGHT_POLICIES[self.options.weights].copies(in_flight),
             "gradients": f.trainable,
             "optimizer": f.trainable * self.options.optimizer_bytes,
             "buffers": f.buffers + batch,
