@@ -70,7 +70,6 @@ from .schedules import (
     updates_of as updates_of,
     weights as weights,
 )
-from .tiers import own_tier as own_tier
 from .times import Work as Work
 from .verify import Comparison as Comparison, verify as verify
 from .verify_caps import TRIES as TRIES, plan_within_caps as plan_within_caps, traced_peaks as traced_peaks

@@ -43,6 +43,7 @@ from ..runtime import (
     give_back_freed_memory,
     keep_freed_memory,
     local_channels,
+    open_tier,
     rows_of,
     signature_of,
     split_batch,
@@ -55,7 +56,6 @@ from .evaluate import Evaluating
 from .forecast import Forecast, Rehearsals
 from .options import Options, StepReport
 from .runnable import refuse_torn_updates, require_runnable, require_same_plan, require_training
-from .tiers import own_tier
 from .variants import make_variant
 
 
@@ -155,7 +155,7 @@ class Pipeline:
         self.expected = self._forecast().untimed()
         optimizer = self.weights.optimizer
         self.scheduler = options.scheduler(optimizer) if options.scheduler and optimizer else None
-        self.tier = own_tier(plan, self.own_stages, self.device, options.offload_dir, self.rank)
+        self.tier = open_tier(plan, self.own_stages, self.device, options.offload_dir, self.rank)
         self.worker = Worker(
             rank=self.rank,
             program=self.parts.train,

@@ -44,8 +44,7 @@ from .messages import (
     pack as pack,
     unpack as unpack,
 )
-from .offload.cuda_tier import CudaTier as CudaTier
-from .offload.file_tier import FileTier as FileTier, lies_in_memory as lies_in_memory
+from .offload.open_tier import open_tier as open_tier
 from .offload.tier import Tier as Tier
 from .operations import OperationContext as OperationContext
 from .recorder import Clock as Clock, CudaClock as CudaClock, HostClock as HostClock, Recorder as Recorder

@@ -6,4 +6,5 @@ from .file_tier import (
     FileTier as FileTier,
     lies_in_memory as lies_in_memory,
 )
+from .open_tier import TIERS as TIERS, open_tier as open_tier
 from .tier import AsyncCopy as AsyncCopy, Tier as Tier

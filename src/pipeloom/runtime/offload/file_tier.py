@@ -28,7 +28,7 @@ from ...ir.errors import ConfigError, OffloadError
 from ...ir.units import format_bytes
 from ...tracer import Tensors
 from .file_allocator import FileAllocator
-from .tier import AsyncCopy, TensorLayout, bytes_of
+from .tier import AsyncCopy, TensorLayout, TierOptions, bytes_of
 
 PAGE = 4096
 CHECK_INTERVAL_S = 0.2
@@ -248,6 +248,21 @@ class FileTier:
 
 _ELSEWHERE = "name another directory with --offload-dir (Options.offload_dir)"
 _RESUME = "then resume from the last checkpoint: what was learnt since then is lost"
+
+
+def open_file_tier(options: TierOptions) -> FileTier:
+    """A file in the folder that the user named, or in the system's for temporary ones.
+
+    Warns, once per run, where files in that folder would take memory instead of freeing it.
+    """
+    folder = options.directory or Path(tempfile.gettempdir())
+    if options.first and lies_in_memory(folder):
+        warnings.warn(
+            f"offloaded residuals go to {folder}, which lies in memory (tmpfs): offloading frees none there; "
+            "name a folder on a disk with --offload-dir (Options.offload_dir)",
+            stacklevel=5,  # whoever made the pipeline
+        )
+    return FileTier(folder, options.rank)
 
 
 def lies_in_memory(directory: Path, mounts: Path = Path("/proc/mounts")) -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -75,6 +76,19 @@ class AsyncCopy:
     def bytes(self) -> int:
         """Of the tensors' storages."""
         return sum(layout.bytes for layout in self.layouts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TierOptions:
+    """What a tier is opened with.
+
+    directory: for files; None if the user named none.  first: of all ranks that offload, the one to say what
+        is said once per run.
+    """
+
+    rank: int
+    directory: Path | None
+    first: bool
 
 
 class Tier(Protocol):

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeloom.api import own_tier
 from pipeloom.ir.memory_policy import MemoryPolicy
 from pipeloom.ir.plan import Plan, StagePlan
+from pipeloom.runtime import open_tier
 
 STAGES = tuple(StagePlan(ops=(name,)) for name in "abc")
 PLAN = Plan(
@@ -28,14 +28,14 @@ PLAN = Plan(
 def said(rank: int, folder: Path) -> list[str]:
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        tier = own_tier(PLAN, (rank,), torch.device("cpu"), folder, rank)
+        tier = open_tier(PLAN, (rank,), torch.device("cpu"), folder, rank)
     if tier is not None:
         tier.close()
     return [str(warning.message) for warning in seen]
 
 
 def test_a_folder_in_memory_is_warned_of_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeloom.api.tiers.lies_in_memory", lambda folder: True)
+    monkeypatch.setattr("pipeloom.runtime.offload.file_tier.lies_in_memory", lambda folder: True)
     assert [said(rank, tmp_path) for rank in range(3)] == [
         [],
         [
@@ -48,5 +48,5 @@ def test_a_folder_in_memory_is_warned_of_once(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_folder_on_a_disk_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeloom.api.tiers.lies_in_memory", lambda folder: False)
+    monkeypatch.setattr("pipeloom.runtime.offload.file_tier.lies_in_memory", lambda folder: False)
     assert not any(said(rank, tmp_path) for rank in range(3))
