@@ -43,7 +43,7 @@ from pipeloom.ir.errors import InfeasibleError
 from pipeloom.ir.graph import OpGraph
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.units import format_bytes
-from pipeloom.planner import ProfiledModel, interpolated, largest_size
+from pipeloom.planner import ProfiledModel, interpolate_sample, largest_size
 
 RESULTS = Path(__file__).parent / "results" / "max_batch.json"
 MODELS = ("bert", "gpt2", "t5", "amoebanet")
@@ -71,7 +71,7 @@ def samples(first: ProfiledModel, second: ProfiledModel, cluster: Cluster) -> Mo
 
     @lru_cache(maxsize=64)
     def take(size: int) -> ProfiledModel:
-        return estimated(size, interpolated(first, second, size).graph, cluster)
+        return estimated(size, interpolate_sample(first, second, size).graph, cluster)
 
     return take
 

@@ -51,18 +51,18 @@ from pipeloom.ir.cluster import Cluster, Link  # noqa: E402
 from pipeloom.planner import PLANNERS, least_share  # noqa: E402
 from pipeloom.planner.search import Partition, Problem, Search  # noqa: E402
 from pipeloom.planner.stage_cost import CostModel, CostOptions  # noqa: E402
-from pipeloom.planner.strategies import binary, fill  # noqa: E402
+from pipeloom.planner.strategies import binary_partition, parametric_search  # noqa: E402
 from pipeloom.profiler import roofline  # noqa: E402
 
 BOTH = ("recompute", "offload")
 STAGES = (2, 3, 4, 5, 8)
 EACH = 50
 SEARCHES: dict[str, Callable[[Problem], Partition]] = {
-    "dawnpiper": binary,
-    "probe": fill,
-    "interval only, w=0": lambda problem: binary(problem, width=0, widen=False),
-    "interval only, w=1": lambda problem: binary(problem, width=1, widen=False),
-    "interval only, w=2": lambda problem: binary(problem, width=2, widen=False),
+    "dawnpiper": binary_partition,
+    "probe": parametric_search,
+    "interval only, w=0": lambda problem: binary_partition(problem, width=0, widen=False),
+    "interval only, w=1": lambda problem: binary_partition(problem, width=1, widen=False),
+    "interval only, w=2": lambda problem: binary_partition(problem, width=2, widen=False),
 }
 
 

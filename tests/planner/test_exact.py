@@ -10,8 +10,8 @@ from hypothesis import given, settings, strategies as st
 from pipeloom.ir.graph import Buffer, Op, OpGraph, Parameter, Value
 from pipeloom.ir.profile import OpCost, Profile
 from pipeloom.ir.stages import cut
-from pipeloom.planner import needs
-from pipeloom.planner.search import Search, sweep
+from pipeloom.planner import stage_needs
+from pipeloom.planner.search import Search, best_cuts
 from pipeloom.planner.stage_cost import CostModel, CostOptions
 from pipeloom.planner.strategies import balanced
 
@@ -43,8 +43,17 @@ def as_stages(graph: OpGraph, cuts):
 
 
 def weigh(search: Search, cuts) -> tuple[float, float]:
-    """Seconds of the slowest stage, inf if something does not fit; and the largest share of a cap."""
+    """Seconds of the slowest stage, inf if something does not fit; and the largest share of a cap.
+
+    By the stages of the cut themselves, or, where several stages read the same value, as the search has them:
+    it cannot know yet how many those will be, and counts one message.
+    """
     stages = as_stages(search.model.graph, cuts)
+    sent = [crossing.value.name for crossing in stages.crossings]
+    if len(set(sent)) < len(sent):
+        intervals = [search.evaluate(i, j, s) for s, (i, j) in enumerate(pairwise(cuts))]
+        shares = [e.peak_bytes / cap for e, cap in zip(intervals, search.caps, strict=True)]
+        return max(e.seconds for e in intervals), max(shares)
     held = [search.model.stage(stages, s, q).memory.total for s, q in enumerate(search.in_flight)]
     share = max(size / cap for size, cap in zip(held, search.caps, strict=True))
     slowest = max(search.model.turn_s(stages, s) for s in range(len(held)))
@@ -123,7 +132,7 @@ def test_a_tight_cap_moves_the_cut(make_cluster):
     # The first stage holds two micro-batches: with less memory than the balanced cut needs, it gets less.
     _, smallest = roomy.smallest()
     assert smallest[1] < 4
-    cap = max(needs(roomy, smallest))
+    cap = max(stage_needs(roomy, smallest))
     tight = search_for(graph, profile, make_cluster([cap] * 2))
     assert tight.fastest()[1] == smallest
     assert search_for(graph, profile, make_cluster([cap - 1] * 2)).fastest() == (float("inf"), ())
@@ -145,7 +154,7 @@ def test_unequal_devices(make_cluster):
 
 def test_sweep_of_sums():
     """Minimising a sum instead: lengths squared make equal parts best."""
-    value, cuts = sweep(
+    value, cuts = best_cuts(
         np.arange(7), 3, lambda start, ends, ranks: np.tile((ends - start) ** 2.0, (len(ranks), 1)), np.add
     )
     assert (value, cuts) == (12.0, (0, 2, 4, 6))

@@ -146,13 +146,13 @@ def test_infeasible_names_stage_need_cap_and_what_would_do():
 
 def smallest_cap(graph: OpGraph, profile: Profile) -> int:
     """By trying every cut in two with no cap."""
-    from pipeloom.planner import needs
+    from pipeloom.planner import stage_needs
     from pipeloom.planner.search import Search
     from pipeloom.planner.stage_cost import CostModel, CostOptions
 
     model = CostModel(graph, [profile] * 2, cluster_of(2), CostOptions(microbatches=4))
     search = Search(model=model, caps=(1, 1), in_flight=(2, 1))
-    return min(max(needs(search, (0, cut, len(model)))) for cut in range(1, len(model)))
+    return min(max(stage_needs(search, (0, cut, len(model)))) for cut in range(1, len(model)))
 
 
 def test_equal_ignores_memory_and_is_refused_if_it_does_not_fit():

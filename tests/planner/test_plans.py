@@ -20,7 +20,7 @@ from pipeloom.planner import (
     PlanOptions,
     ProfiledModel,
     Request,
-    interpolated,
+    interpolate_sample,
     largest_size,
     make_plan,
     what_if,
@@ -229,7 +229,7 @@ def test_sizes_between_two_that_were_captured():
         return ProfiledModel(size=rows, graph=graph, profiles={"a": roofline(graph, CARD)})
 
     CARD = find_cluster("1 x a100-40").devices[0]
-    between = interpolated(sample(4), sample(8), 6)
+    between = interpolate_sample(sample(4), sample(8), 6)
     true = sample(6)
     assert between.graph == true.graph
     assert between.profiles["a"].batch == true.profiles["a"].batch

@@ -9,7 +9,7 @@ import chains
 import pytest
 
 from pipeloom.planner.search import Problem
-from pipeloom.planner.strategies import binary, fill
+from pipeloom.planner.strategies import binary_partition, parametric_search
 
 NODES = {2: 24, 3: 28, 4: 28, 5: 28, 7: 28, 8: 28, 12: 40}
 
@@ -26,7 +26,7 @@ def tight_chains(stages: int, mixed: bool, count: int):
 @pytest.mark.parametrize("stages", [2, 3, 4, 8])
 def test_probe_is_exact_without_transfer_cost(stages, mixed):
     for chain in tight_chains(stages, mixed, 12):
-        best, found = chains.oracle(chain), fill(chain.problem())
+        best, found = chains.oracle(chain), parametric_search(chain.problem())
         assert best.cuts and found.seconds == pytest.approx(best.seconds)
         keeps_to_its_word(chain.problem(), found)
 
@@ -35,7 +35,7 @@ def test_probe_is_exact_without_transfer_cost(stages, mixed):
 @pytest.mark.parametrize("stages", [2, 3, 4, 5, 7, 8, 12])
 def test_dawnpiper_finds_the_best_cut_where_times_grow_with_the_interval(stages, mixed):
     for chain in tight_chains(stages, mixed, 6):
-        best, found = chains.oracle(chain), binary(chain.problem())
+        best, found = chains.oracle(chain), binary_partition(chain.problem())
         assert found.seconds == pytest.approx(best.seconds)
         keeps_to_its_word(chain.problem(), found)
 
@@ -55,7 +55,7 @@ def test_the_interval_alone_is_never_better_than_the_best_and_sometimes_misses_i
     missed = 0
     for chain in tight_chains(4, True, 25):
         best = chains.oracle(chain)
-        found = binary(chain.problem(), width=width, widen=False)
+        found = binary_partition(chain.problem(), width=width, widen=False)
         assert found.seconds >= best.seconds * (1 - 1e-12)
         missed += found.seconds > best.seconds * (1 + 1e-9)
     assert missed <= (15, 4, 1)[width]
@@ -70,7 +70,7 @@ def test_with_loose_memory_the_interval_holds_the_best_cut():
         roomy = replace(drawn, cap=1.2 * sum(drawn.activations) + 3 * sum(drawn.parameters))
         problem = roomy.problem()
         best = chains.oracle(roomy).seconds
-        assert binary(problem, width=0, widen=False).seconds == pytest.approx(best)
+        assert binary_partition(problem, width=0, widen=False).seconds == pytest.approx(best)
 
 
 @pytest.mark.parametrize("mixed", [False, True])
@@ -83,7 +83,7 @@ def test_with_transfers_probe_is_exact_where_all_is_tried_and_else_close(few, cl
     for chain in tight_chains(4, mixed, 25):
         crossing = (0.0, *(rng.uniform(0.0, 15.0) for _ in chain.times[1:]), 0.0)
         chain = replace(chain, crossing_s=crossing)
-        best, found = chains.oracle(chain), fill(chain.problem())
+        best, found = chains.oracle(chain), parametric_search(chain.problem())
         assert best.cuts and found.cuts
         assert found.seconds >= best.seconds * (1 - 1e-12)
         worst = max(worst, found.seconds / best.seconds)
@@ -93,17 +93,19 @@ def test_with_transfers_probe_is_exact_where_all_is_tried_and_else_close(few, cl
 def test_nothing_is_found_where_nothing_fits():
     chain = next(tight_chains(4, False, 1))
     impossible = replace(chain, cap=0.3 * chain.cap)
-    assert not fill(impossible.problem()).cuts
-    assert not binary(impossible.problem()).cuts
+    assert not parametric_search(impossible.problem()).cuts
+    assert not binary_partition(impossible.problem()).cuts
     assert not chains.oracle(impossible).cuts
 
 
 def test_as_many_pieces_as_stages_and_one_less():
     rng = random.Random(0)
     full = replace(chains.draw(rng, nodes=5, stages=5, mixed=True), cap=1e9)
-    assert fill(full.problem()).cuts == binary(full.problem()).cuts == (0, 1, 2, 3, 4, 5)
+    assert (
+        parametric_search(full.problem()).cuts == binary_partition(full.problem()).cuts == (0, 1, 2, 3, 4, 5)
+    )
     over = replace(full, stages=6)
-    assert not fill(over.problem()).cuts and not binary(over.problem()).cuts
+    assert not parametric_search(over.problem()).cuts and not binary_partition(over.problem()).cuts
 
 
 @pytest.mark.slow
@@ -113,8 +115,8 @@ def test_five_hundred_tight_cases(stages):
     for mixed in (False, True):
         for chain in tight_chains(stages, mixed, 50):
             best = chains.oracle(chain)
-            assert binary(chain.problem()).seconds == pytest.approx(best.seconds)
-            assert fill(chain.problem()).seconds == pytest.approx(best.seconds)
+            assert binary_partition(chain.problem()).seconds == pytest.approx(best.seconds)
+            assert parametric_search(chain.problem()).seconds == pytest.approx(best.seconds)
 
 
 def test_searches_made_of_one_share_what_they_weighed(layered_search):

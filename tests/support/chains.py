@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import inf
 
-from pipeloom.planner.search import Evaluation, Memoised, Partition, Problem, banded, everywhere
+from pipeloom.planner.search import Evaluation, Memoised, Partition, Problem, all_bands, best_cuts_within
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +113,7 @@ def draw(rng: random.Random, *, nodes: int, stages: int, mixed: bool, overlap: f
 def oracle(chain: Chain) -> Partition:
     """The best partition by trying them all (dynamic programming)."""
     problem = chain.problem()
-    return banded(problem, everywhere(problem))
+    return best_cuts_within(problem, all_bands(problem))
 
 
 def tight(rng: random.Random, chain: Chain) -> Chain:

@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 from ..ir.errors import CaptureError, ConfigError
 from ..ir.plan import Plan
-from ..planner import ProfiledModel, interpolated, largest_size
+from ..planner import ProfiledModel, interpolate_sample, largest_size
 from .advice import plan_with_advice
 from .plan_request import PlanRequest
 
@@ -74,7 +74,7 @@ def largest_below(request: PlanRequest, upper: ProfiledModel, model_at: ModelAt)
         lower = next(capturable.models(size for size in dict.fromkeys(tried) if 1 < size < upper.size), None)
         if lower is None or lower.graph.fingerprint != upper.graph.fingerprint:
             return None  # there is nothing to interpolate
-        guess = largest_size(several, lambda size: quiet.fits(interpolated(lower, upper, size)))
+        guess = largest_size(several, lambda size: quiet.fits(interpolate_sample(lower, upper, size)))
         near = [] if guess is None else [size for size in several if size <= guess][-REACH:]
         for model in islice(capturable.models(reversed(near)), VERIFIED):  # interpolation may be too bold
             if quiet.fits(model):
@@ -110,7 +110,7 @@ def largest_plan(request: PlanRequest, start: int, model_at: ModelAt) -> tuple[P
         return model is not None and request.fits(model)
 
     def seems_to_fit(index: int) -> bool:
-        return request.fits(interpolated(ends[0], ends[1], sizes[index])) if alike else fits(index)
+        return request.fits(interpolate_sample(ends[0], ends[1], sizes[index])) if alike else fits(index)
 
     index = largest_size(range(len(sizes)), seems_to_fit, start=first) or 0
     while index > 0 and not fits(index):

@@ -1,8 +1,8 @@
-from .infeasible import NoCutFits as NoCutFits, least_share as least_share, needs as needs
+from .infeasible import NoCutFits as NoCutFits, least_share as least_share, stage_needs as stage_needs
 from .make_plan import TooManyStages as TooManyStages, make_plan as make_plan
 from .microbatch_sizes import (
     ProfiledModel as ProfiledModel,
-    interpolated as interpolated,
+    interpolate_sample as interpolate_sample,
     largest_size as largest_size,
     shared_rows as shared_rows,
 )

@@ -1,4 +1,4 @@
-"""Found: a cut with all that a plan says of it, its step simulated. What plans are compared by."""
+"""Candidate: a cut with all that a plan says of it, its step simulated. What plans are compared by."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .search import Evaluation, Search
 from .stage_cost import stage_costs, stage_plan
 
 
-class _Costed(NamedTuple):
+class _SimulatedStages(NamedTuple):
     """Stages with treatments, and their simulated step.
 
     estimates: bytes of each stage as the search took it.  over: by how many each rank passes its cap, in that
@@ -39,8 +39,8 @@ class _Costed(NamedTuple):
         return sum(self.over), self.timeline.step_s
 
 
-class Found:
-    """A cut that a search calls good, as stages, schedule and simulated step."""
+class Candidate:
+    """A cut that a search proposes, as stages, schedule and simulated step."""
 
     def __init__(self, request: Request, search: Search, cuts: tuple[int, ...]) -> None:
         self.request, self.search, self.cuts = request, search, cuts
@@ -49,45 +49,47 @@ class Found:
         self.stages = cut(request.graph, stage_of)
         self.schedule = request.build(self.stages)
         self.in_flight = schedules.in_flight(self.schedule)
-        found = [search.evaluate(i, j, s) for s, (i, j) in enumerate(pairwise(cuts))]
-        chosen = self._costed([self._stage(s, e) for s, e in enumerate(found)], found)
-        if self._again(found) > set(chosen.policy.ahead):
-            chosen = min(chosen, self._all_ahead(found), key=lambda costed: costed.key)
+        evaluations = [search.evaluate(i, j, s) for s, (i, j) in enumerate(pairwise(cuts))]
+        chosen = self._simulate([self._stage(s, e) for s, e in enumerate(evaluations)], evaluations)
+        if self._recomputing(evaluations) > set(chosen.policy.ahead):
+            chosen = min(chosen, self._recompute_ahead(evaluations), key=lambda simulated: simulated.key)
         self.policy, self.parts, self.timeline, self._estimates, self.over = chosen
 
-    def _again(self, found: Sequence[Evaluation]) -> set[int]:
+    def _recomputing(self, evaluations: Sequence[Evaluation]) -> set[int]:
         """The stages that recompute something."""
-        return {s for s, e in enumerate(found) if "recompute" in e.treatments.values()}
+        return {s for s, e in enumerate(evaluations) if "recompute" in e.treatments.values()}
 
-    def _all_ahead(self, found: Sequence[Evaluation]) -> _Costed:
+    def _recompute_ahead(self, evaluations: Sequence[Evaluation]) -> _SimulatedStages:
         """With every stage that recomputes doing so ahead, where that can keep its cap: it has to free more
         for that, but what it does while its gradient is on the way costs no time."""
-        other = list(found)
-        for stage in self._again(found):
+        other = list(evaluations)
+        for stage in self._recomputing(evaluations):
             start, end = self.cuts[stage : stage + 2]
             better = self.search.ahead(start, end, stage)
             if better.fits and self._stage(stage, better)[1]:
                 other[stage] = better
-        return self._costed([self._stage(s, e) for s, e in enumerate(other)], other)
+        return self._simulate([self._stage(s, e) for s, e in enumerate(other)], other)
 
-    def _stage(self, stage: int, found: Evaluation) -> tuple[StagePlan, bool]:
+    def _stage(self, stage: int, evaluation: Evaluation) -> tuple[StagePlan, bool]:
         """A stage, and whether it recomputes ahead: if it recomputes at all, and keeps its cap then."""
         model, in_flight = self.search.model, self.in_flight[stage]
         inside, ahead = (
             replace(
-                stage_plan(model, self.stages, stage, in_flight, found.treatments, ahead=early),
-                turn_s=found.seconds,
+                stage_plan(model, self.stages, stage, in_flight, evaluation.treatments, ahead=early),
+                turn_s=evaluation.seconds,
             )
             for early in (False, True)
         )
         fits = bool(inside.recomputed_bytes) and ahead.memory.total <= self.search.caps[stage]
         return (ahead if fits else inside), fits
 
-    def _costed(self, stages: Sequence[tuple[StagePlan, bool]], found: Sequence[Evaluation]) -> _Costed:
+    def _simulate(
+        self, stages: Sequence[tuple[StagePlan, bool]], evaluations: Sequence[Evaluation]
+    ) -> _SimulatedStages:
         """The stages with what they take, and their step."""
         model = self.search.model
         parts = tuple(part for part, _ in stages)
-        treatments = tuple(e.treatments for e in found) if self.search.optimises else ()
+        treatments = tuple(e.treatments for e in evaluations) if self.search.optimises else ()
         ahead = tuple(s for s, (_, early) in enumerate(stages) if early)
         policy = MemoryPolicy(stages=treatments, ahead=ahead)
         program = lower(self.schedule, self.stages, policy=policy)
@@ -99,7 +101,7 @@ class Found:
             max(0, timeline.peak_bytes(rank) - caps[rank], part.memory.total - caps[rank])
             for rank, part in enumerate(parts)
         ]
-        return _Costed(policy, parts, timeline, [e.peak_bytes for e in found], over)
+        return _SimulatedStages(policy, parts, timeline, [e.peak_bytes for e in evaluations], over)
 
     def tighter(self) -> Search | None:
         """The search to repeat, if the schedule keeps more in flight or a cap is passed: a stage that does so

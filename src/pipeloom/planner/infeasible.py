@@ -44,7 +44,7 @@ def explain_infeasible(
     more: number of stages -> the search with so many, on devices like these; None if they differ.
     """
     share, cuts = least_share(search)
-    stage, need = binding_stage(scaled(search, share), cuts)
+    stage, need = binding_stage(scale_caps(search, share), cuts)
     freed = ", even with all freed that may be" if search.optimises else ""
     return NoCutFits(
         f"no cut of {len(search.model)} ops into {len(search.caps)} stages fits{freed}: in the one that "
@@ -83,7 +83,7 @@ def does_not_fit(search: Search, cuts: tuple[int, ...], name: str) -> Infeasible
     )
 
 
-def needs(search: Search, cuts: tuple[int, ...]) -> list[int]:
+def stage_needs(search: Search, cuts: tuple[int, ...]) -> list[int]:
     """Bytes of each stage of a cut, with residuals freed as the search's caps demand, if they may be."""
     if search.optimises:
         bounds = enumerate(pairwise(cuts))
@@ -97,7 +97,7 @@ def needs(search: Search, cuts: tuple[int, ...]) -> list[int]:
 
 def binding_stage(search: Search, cuts: tuple[int, ...]) -> tuple[int, int]:
     """The stage that fills most of its cap, and its bytes."""
-    sizes = needs(search, cuts)
+    sizes = stage_needs(search, cuts)
     return max(enumerate(sizes), key=lambda pair: pair[1] / search.caps[pair[0]])
 
 
@@ -113,7 +113,7 @@ def least_share(search: Search) -> tuple[float, tuple[int, ...]]:
     low = 0.0
     while high - low > ROUGHLY * high:
         middle = (low + high) / 2
-        smaller = scaled(search, middle)
+        smaller = scale_caps(search, middle)
         if found := filled(smaller.problem):
             high, cuts = middle, smaller.problem.positions(found)
         else:
@@ -121,7 +121,7 @@ def least_share(search: Search) -> tuple[float, tuple[int, ...]]:
     return high, cuts
 
 
-def scaled(search: Search, share: float) -> Search:
+def scale_caps(search: Search, share: float) -> Search:
     """The same under caps of this share of its own."""
     return replace(search, caps=tuple(max(1, ceil(cap * share)) for cap in search.caps))
 

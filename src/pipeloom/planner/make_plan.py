@@ -12,11 +12,11 @@ from ..ir.graph import OpGraph
 from ..ir.memory_policy import Treatment
 from ..ir.plan import Plan
 from ..ir.profile import Profile
-from .candidate import Found
-from .infeasible import does_not_fit, explain_infeasible, needs, passes_caps, scaled
+from .candidate import Candidate
+from .infeasible import does_not_fit, explain_infeasible, passes_caps, scale_caps, stage_needs
 from .registry import Planner, planner
 from .request import PlanOptions, Request
-from .search import Search, polished
+from .search import Search, polish_cuts
 from .stage_cost import Wiring
 
 
@@ -59,9 +59,9 @@ def make_plan(
         memory.
     """
     _refuse_nonsense(graph, cluster, stages)
-    known = planner(strategy)
-    used = replace(cluster, devices=cluster.devices[:stages])
-    request = Request(graph, profile, used, schedule, microbatches, options, known, watch)
+    asked = planner(strategy)
+    devices = replace(cluster, devices=cluster.devices[:stages])
+    request = Request(graph, profile, devices, schedule, microbatches, options, asked, watch)
     request.refuse_what_cannot_be()
     search = request.search(stages)
     if stages > (places := len(search.model.cut_points) - 1):
@@ -70,26 +70,29 @@ def make_plan(
             hint=_at_most(places, cluster),
             places=places,
         )
-    tried = _Tried()
-    kept = []
-    planners = (known, *map(planner, known.also))
-    for other in planners if options.fastest else reversed(planners):
-        own = search if other is known else _search_of(search, request, other)
-        if (found := _kept(request, own, other, tried if other is known else _Tried())) is not None:
-            kept.append(found)
+    log = _SearchLog()
+    candidates = []
+    planners = (asked, *map(planner, asked.also))
+    for each in planners if options.fastest else reversed(planners):
+        if each is asked:
+            candidate = _first_that_fits(request, search, each, log)
+        else:
+            candidate = _first_that_fits(request, _search_of(search, request, each), each, _SearchLog())
+        if candidate is not None:
+            candidates.append(candidate)
             if not options.fastest:
-                return found.plan(strategy)
-    if not kept:
-        raise _refusal(request, search, tried, strategy, explained)
-    return (polished(kept, search) if known.polishes else kept[0]).plan(strategy)
+                return candidate.plan(strategy)
+    if not candidates:
+        raise _refusal(request, search, log, strategy, explained=explained)
+    return (polish_cuts(candidates, search) if asked.polishes else candidates[0]).plan(strategy)
 
 
 @dataclass
-class _Tried:
-    """What a planner found on the way: its first cuts, () if none; and all that was simulated."""
+class _SearchLog:
+    """What a planner came across: its first cuts, () if it found none; and all candidates simulated since."""
 
-    cuts: tuple[int, ...] = ()
-    found: list[Found] = field(default_factory=list)
+    first_cuts: tuple[int, ...] = ()
+    candidates: list[Candidate] = field(default_factory=list)
 
 
 def _search_of(search: Search, request: Request, other: Planner) -> Search:
@@ -101,79 +104,76 @@ def _search_of(search: Search, request: Request, other: Planner) -> Search:
     )
 
 
-def _kept(request: Request, search: Search, known: Planner, tried: _Tried) -> Found | None:
-    """The first cut of a planner that keeps its caps, its step simulated. tried: what it found, to fill."""
-    tried.cuts = known.find(search)
-    if not tried.cuts or (not known.keeps_caps and _over(search, tried.cuts)):
+def _first_that_fits(request: Request, search: Search, by: Planner, log: _SearchLog) -> Candidate | None:
+    """The first candidate of a planner that keeps its caps in its simulated step, if any. log: is filled."""
+    log.first_cuts = by.find(search)
+    if not log.first_cuts or (not by.keeps_caps and _exceeds_caps(search, log.first_cuts)):
         return None
-    most = ROUNDS if search.large else None
-    for found in islice(_candidates(Found(request, search, tried.cuts), known), most):
-        tried.found.append(found)
-        if found.tighter() is None:
-            return found
+    rounds = ROUNDS if search.large else None
+    for candidate in islice(_candidates(Candidate(request, search, log.first_cuts), by), rounds):
+        log.candidates.append(candidate)
+        if candidate.tighter() is None:
+            return candidate
     return None
 
 
 def _refusal(
-    request: Request,
-    search: Search,
-    tried: _Tried,
-    strategy: str,
-    explained: bool,
+    request: Request, search: Search, log: _SearchLog, strategy: str, *, explained: bool
 ) -> InfeasibleError:
-    """The error where no planner found anything. explained: see `make_plan`."""
-    if tried.found:
-        closest = min(tried.found, key=lambda found: sum(found.over))
+    """The error where no planner has a candidate that fits. explained: see `make_plan`."""
+    if log.candidates:
+        closest = min(log.candidates, key=lambda candidate: sum(candidate.over))
         return passes_caps(closest.over, request.cluster, request.schedule)
-    if tried.cuts:
-        return does_not_fit(search, tried.cuts, strategy)
+    if log.first_cuts:
+        return does_not_fit(search, log.first_cuts, strategy)
     if explained:
         return explain_infeasible(search, request.wider)
     return InfeasibleError(f"no cut into {len(search.caps)} stages fits")
 
 
-def _candidates(first: Found, known: Planner) -> Iterator[Found]:
+def _candidates(first: Candidate, by: Planner) -> Iterator[Candidate]:
     """Cuts to simulate until one keeps its caps there, as the model of a stage has estimated: first with the
     caps of the ranks that passed theirs lowered by that; then with all caps lowered alike, as far as a cut is
     found; then with fewer ways to free memory, whose estimates are simpler."""
     request, search = first.request, first.search
     yield first
-    for treatments in _fewer(search.treatments):
-        most = tuple(map(max, first.in_flight, search.in_flight))
-        own = replace(search, treatments=treatments, in_flight=most)
-        next_one = _tighter(first) if treatments == search.treatments else own
+    for treatments in _fewer_treatments(search.treatments):
+        in_flight = tuple(map(max, first.in_flight, search.in_flight))
+        relaxed = replace(search, treatments=treatments, in_flight=in_flight)
+        following = _tighter_search(first) if treatments == search.treatments else relaxed
         for _ in range(ROUNDS):
-            if (found := _found(request, next_one, known)) is None:
+            if (candidate := _candidate(request, following, by)) is None:
                 break
-            yield found
-            next_one = _tighter(found)
+            yield candidate
+            following = _tighter_search(candidate)
         for share in LOWERED:
-            if found := _found(request, scaled(own, share), known):
-                yield found
+            if candidate := _candidate(request, scale_caps(relaxed, share), by):
+                yield candidate
 
 
-def _tighter(found: Found) -> Search:
-    tighter = found.tighter()
+def _tighter_search(candidate: Candidate) -> Search:
+    tighter = candidate.tighter()
     assert tighter is not None, "whoever asks for the next one has seen this one pass a cap"
     return tighter
 
 
-def _found(request: Request, search: Search, known: Planner) -> Found | None:
-    cuts = known.find(search)
-    if not cuts or (not known.keeps_caps and _over(search, cuts)):
+def _candidate(request: Request, search: Search, by: Planner) -> Candidate | None:
+    """What a planner finds, simulated; None if it finds no cut, or one that does not fit."""
+    cuts = by.find(search)
+    if not cuts or (not by.keeps_caps and _exceeds_caps(search, cuts)):
         return None
-    return Found(request, search, cuts)
+    return Candidate(request, search, cuts)
 
 
-def _fewer(treatments: tuple[Treatment, ...]) -> list[tuple[Treatment, ...]]:
+def _fewer_treatments(treatments: tuple[Treatment, ...]) -> list[tuple[Treatment, ...]]:
     """All of them, without offloading, and none."""
     without = tuple(t for t in treatments if t != "offload")
     return list(dict.fromkeys((treatments, without, ())))
 
 
-def _over(search: Search, cuts: tuple[int, ...]) -> bool:
+def _exceeds_caps(search: Search, cuts: tuple[int, ...]) -> bool:
     """Whether a stage of a cut holds more than its cap."""
-    return any(need > cap for need, cap in zip(needs(search, cuts), search.caps, strict=True))
+    return any(need > cap for need, cap in zip(stage_needs(search, cuts), search.caps, strict=True))
 
 
 def _refuse_nonsense(graph: OpGraph, cluster: Cluster, stages: int) -> None:

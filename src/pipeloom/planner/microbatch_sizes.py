@@ -23,7 +23,7 @@ class ProfiledModel:
     profiles: Mapping[str, Profile]
 
 
-def interpolated(first: ProfiledModel, second: ProfiledModel, size: int) -> ProfiledModel:
+def interpolate_sample(first: ProfiledModel, second: ProfiledModel, size: int) -> ProfiledModel:
     """What the model is like at another size.
 
     Raises: PlanError if the two are of different models or of one size.

@@ -1,12 +1,12 @@
 from .bands import (
     Bands as Bands,
-    around as around,
-    banded as banded,
-    everywhere as everywhere,
-    intervals as intervals,
-    worthwhile as worthwhile,
+    all_bands as all_bands,
+    bands_around as bands_around,
+    bands_below as bands_below,
+    best_cuts_within as best_cuts_within,
+    count_intervals as count_intervals,
 )
-from .cut_search import Search as Search, sweep as sweep
+from .cut_search import Search as Search, best_cuts as best_cuts
 from .evaluation import Evaluation as Evaluation, Memoised as Memoised
 from .layer_groups import (
     Piece as Piece,
@@ -15,5 +15,5 @@ from .layer_groups import (
     layer_of as layer_of,
     layers as layers,
 )
-from .polish import polished as polished
+from .polish import polish_cuts as polish_cuts
 from .problem import Cuts as Cuts, Key as Key, Partition as Partition, Problem as Problem, largest as largest

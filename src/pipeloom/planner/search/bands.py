@@ -19,22 +19,22 @@ Bands = Sequence[Sequence[int]]
 """For each cut, both ends included, the places where it may be, ascending."""
 
 
-def everywhere(problem: Problem) -> Bands:
+def all_bands(problem: Problem) -> Bands:
     """All places: the search is then exact, whatever the times are like."""
     last, stages = problem.last, problem.stages
     inner = [range(s, last - (stages - s) + 1) for s in range(1, stages)]
     return [(0,), *inner, (last,)]
 
 
-def around(problem: Problem, cuts: Cuts, width: int) -> Bands:
+def bands_around(problem: Problem, cuts: Cuts, width: int) -> Bands:
     """Places within `width` of the cuts."""
-    bands = everywhere(problem)
+    bands = all_bands(problem)
     return [
         [place for place in band if abs(place - cut) <= width] for band, cut in zip(bands, cuts, strict=True)
     ]
 
 
-def worthwhile(problem: Problem, below: float) -> Bands:
+def bands_below(problem: Problem, below: float) -> Bands:
     """The places that a partition whose stages all compute for less than `below` seconds can have cuts at:
     the stages in front must get that far, and those behind must be able to take the rest."""
     latest, earliest = [0], [problem.last]
@@ -45,16 +45,16 @@ def worthwhile(problem: Problem, below: float) -> Bands:
     limits = zip([0, *reversed(earliest)], [*latest, problem.last], strict=True)
     return [
         [place for place in band if a <= place <= b]
-        for band, (a, b) in zip(everywhere(problem), limits, strict=True)
+        for band, (a, b) in zip(all_bands(problem), limits, strict=True)
     ]
 
 
-def intervals(bands: Bands) -> int:
+def count_intervals(bands: Bands) -> int:
     """How many intervals with both ends in the bands there are, at most."""
     return sum(len(starts) * len(ends) for starts, ends in pairwise(bands))
 
 
-def banded(problem: Problem, bands: Bands, *, below: float = inf) -> Partition:
+def best_cuts_within(problem: Problem, bands: Bands, *, below: float = inf) -> Partition:
     """The best partition with every cut in its band and all stages faster than `below`; nothing if none is.
 
     Of equally fast ones it is the first in which the last stages start late.

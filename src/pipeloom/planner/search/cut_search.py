@@ -34,7 +34,7 @@ FIRST_PIECE = 128
 NOTHING: tuple[float, tuple[int, ...]] = (float("inf"), ())
 
 
-def sweep(
+def best_cuts(
     points: Indices,
     stages: int,
     row: Row,
@@ -176,7 +176,7 @@ class Search:
             return NOTHING
         limit = value * (1 + 1e-9)
         row = self._in_pieces(lambda *at: self._traffic(limit, *at), 1.0)
-        _, calm = sweep(
+        _, calm = best_cuts(
             self.model.cut_points, len(self.caps), row, np.add, stop=lambda start: self._reach(start, limit)
         )
         return value, calm or cuts
@@ -222,11 +222,11 @@ class Search:
 
     def _fastest(self, bound: float, points: Indices) -> tuple[float, tuple[int, ...]]:
         stop = None if bound == np.inf else (lambda start: self._reach(start, bound))
-        return sweep(points, len(self.caps), self._in_pieces(self._turns, 1.0), stop=stop, below=bound)
+        return best_cuts(points, len(self.caps), self._in_pieces(self._turns, 1.0), stop=stop, below=bound)
 
     def _smallest(self, bound: float, points: Indices) -> tuple[float, tuple[int, ...]]:
         row = self._in_pieces(lambda *at: self._shares(bound, *at), bound)
-        return sweep(points, len(self.caps), row, below=bound)
+        return best_cuts(points, len(self.caps), row, below=bound)
 
     def _reach(self, start: int, bound: float) -> int:
         """The end of the longest interval from `start` that some rank computes within `bound` seconds."""

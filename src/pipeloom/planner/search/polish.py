@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from ..candidate import Found
+from ..candidate import Candidate
 from .cut_search import Search
 
 STEPS = (1, 2, 4)
@@ -29,7 +29,7 @@ GAIN = 1e-6
 Cuts = tuple[int, ...]
 
 
-def polished(kept: Sequence[Found], search: Search) -> Found:
+def polish_cuts(kept: Sequence[Candidate], search: Search) -> Candidate:
     """The fastest of some plans that keep their caps, or what becomes of it; never slower.
 
     search: that of the planner, in which the others' cuts are weighed, too.
@@ -49,7 +49,7 @@ def polished(kept: Sequence[Found], search: Search) -> Found:
 class _Climb:
     """The best so far, and what was tried."""
 
-    def __init__(self, best: Found) -> None:
+    def __init__(self, best: Candidate) -> None:
         request = best.request
         self.best = best
         most = MOST_OF_LARGE if best.search.large else MOST
@@ -65,14 +65,14 @@ class _Climb:
         self.left -= 1
         if not all(search.evaluate(i, j, s).fits for s, (i, j) in enumerate(pairwise(cuts))):
             return False
-        found = Found(self.best.request, search, cuts)
+        found = Candidate(self.best.request, search, cuts)
         if found.tighter() is not None or found.timeline.step_s >= (1 - GAIN) * self.best.timeline.step_s:
             return False
         self.best = found
         return True
 
 
-def _moves(found: Found, places: Sequence[int]) -> Iterator[Cuts]:
+def _moves(found: Candidate, places: Sequence[int]) -> Iterator[Cuts]:
     """Its cuts with one of them moved; those beside its slowest stages first."""
     cuts = found.cuts
     turns = [part.turn_s for part in found.parts]

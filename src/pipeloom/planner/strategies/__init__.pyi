@@ -1,5 +1,5 @@
 from .balanced import balanced as balanced
-from .dawnpiper import binary as binary, dawnpiper as dawnpiper
+from .dawnpiper import binary_partition as binary_partition, dawnpiper as dawnpiper
 from .equal import equal as equal
 from .exact import exact as exact
 from .pipedream import (
@@ -11,5 +11,5 @@ from .pipedream import (
     pipedream_repo as pipedream_repo,
     stage_s as stage_s,
 )
-from .probe import fill as fill, filled as filled, probe as probe
-from .vpipe import moved as moved, one_pass as one_pass, vpipe as vpipe
+from .probe import filled as filled, parametric_search as parametric_search, probe as probe
+from .vpipe import move_layers as move_layers, one_pass as one_pass, vpipe as vpipe

@@ -20,8 +20,8 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ..search import Cuts, Key, Partition, Problem, Search, around, banded
-from .probe import fill
+from ..search import Cuts, Key, Partition, Problem, Search, bands_around, best_cuts_within
+from .probe import parametric_search
 
 WIDTH = 2
 
@@ -40,10 +40,10 @@ ROUGHLY = 0.03
 def dawnpiper(search: Search) -> Cuts:
     """Cut positions, 0 and the number of ops included; () if nothing fits."""
     problem = search.problem
-    return problem.positions(binary(problem).cuts)
+    return problem.positions(binary_partition(problem).cuts)
 
 
-def binary(problem: Problem, *, width: int = WIDTH, widen: bool = True) -> Partition:
+def binary_partition(problem: Problem, *, width: int = WIDTH, widen: bool = True) -> Partition:
     """The best partition that binary partitioning finds.
 
     width: neighbours of the theorem's interval, and of the best cut, that are looked at too.
@@ -57,10 +57,12 @@ def binary(problem: Problem, *, width: int = WIDTH, widen: bool = True) -> Parti
     even = len({problem.crossing(point) for point in problem.points[1:-1]}) <= 1
     if not widen or (even and problem.stages <= TOGETHER):
         return best
-    filled = fill(problem)
+    filled = parametric_search(problem)
     best = filled if filled.seconds < best.seconds else best
     near = max(width, 1) * (1 if even or problem.stages > TOGETHER else BAND)
-    better = banded(problem, around(problem, best.cuts or found.cuts, near), below=best.seconds)
+    better = best_cuts_within(
+        problem, bands_around(problem, best.cuts or found.cuts, near), below=best.seconds
+    )
     return better if better.cuts else best
 
 
@@ -138,7 +140,7 @@ class _Halving:
         """Of many stages: what parametric search reaches, roughly."""
         key = (i, j, a, b)
         if key not in self.rough:
-            found = fill(self.problem.part(i, j, range(a, b)), tolerance=ROUGHLY, mend=False)
+            found = parametric_search(self.problem.part(i, j, range(a, b)), tolerance=ROUGHLY, mend=False)
             self.rough[key] = (0.0 if found.cuts else 1.0, found.seconds)
         return self.rough[key]
 

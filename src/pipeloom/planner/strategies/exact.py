@@ -12,8 +12,8 @@ interval is a problem of its own: the bound then comes from `probe`, and interva
 from __future__ import annotations
 
 from ...ir.errors import PlanError
-from ..search import Cuts, Partition, Problem, Search, banded, everywhere
-from .probe import fill
+from ..search import Cuts, Partition, Problem, Search, all_bands, best_cuts_within
+from .probe import parametric_search
 
 MOST = 4_000_000
 """Intervals beyond which asking for each of them one by one is refused."""
@@ -32,11 +32,11 @@ def exact(search: Search) -> Cuts:
             f"planner exact with memory optimisation would weigh {intervals:,} intervals",
             hint="use planner dawnpiper or probe, or fewer ops: planner exact keeps every residual quickly",
         )
-    return problem.positions(best_of_all(problem).cuts)
+    return problem.positions(best_partition(problem).cuts)
 
 
-def best_of_all(problem: Problem) -> Partition:
+def best_partition(problem: Problem) -> Partition:
     """The best partition there is."""
-    first = fill(problem)
-    better = banded(problem, everywhere(problem), below=first.seconds)
+    first = parametric_search(problem)
+    better = best_cuts_within(problem, all_bands(problem), below=first.seconds)
     return better if better.cuts else first

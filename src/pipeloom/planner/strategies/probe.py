@@ -23,7 +23,18 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from math import inf
 
-from ..search import Bands, Cuts, Partition, Problem, Search, around, banded, intervals, largest, worthwhile
+from ..search import (
+    Bands,
+    Cuts,
+    Partition,
+    Problem,
+    Search,
+    bands_around,
+    bands_below,
+    best_cuts_within,
+    count_intervals,
+    largest,
+)
 
 WINDOW = 8
 FOLLOW = 3
@@ -38,10 +49,10 @@ FEW = 20_000
 def probe(search: Search) -> Cuts:
     """Cut positions, 0 and the number of ops included; () if nothing fits."""
     problem = search.problem
-    return problem.positions(fill(problem, tolerance=search.tolerance).cuts)
+    return problem.positions(parametric_search(problem, tolerance=search.tolerance).cuts)
 
 
-def fill(
+def parametric_search(
     problem: Problem,
     *,
     window: int = WINDOW,
@@ -80,16 +91,16 @@ def fill(
             low = max(tau, min(blocked, best.seconds)) if even else tau
     if not mend:
         return best
-    better = _all_left(problem, best.seconds, around(problem, best.cuts, window))
+    better = _all_left(problem, best.seconds, bands_around(problem, best.cuts, window))
     return better if better.cuts else best
 
 
 def _all_left(problem: Problem, below: float, otherwise: Bands = ()) -> Partition:
     """The best partition faster than `below`, among all if few are left, else in the other bands; nothing if
     there is none."""
-    left = worthwhile(problem, below)
-    bands = left if intervals(left) <= FEW else otherwise
-    return banded(problem, bands, below=below) if bands else Partition()
+    left = bands_below(problem, below)
+    bands = left if count_intervals(left) <= FEW else otherwise
+    return best_cuts_within(problem, bands, below=below) if bands else Partition()
 
 
 def filled(problem: Problem) -> Cuts:

@@ -34,11 +34,11 @@ def vpipe(search: Search) -> Cuts:
     problem = search.problem.coarser(places)
     rules = Rules(mode="paper", bandwidth=search.slowest_link)
     start = partition(layers_between(search, places), len(search.caps), rules)
-    found = moved(problem, (0, *(end for _, end, _ in start.stages)))
+    found = move_layers(problem, (0, *(end for _, end, _ in start.stages)))
     return problem.positions(found.cuts)
 
 
-def moved(problem: Problem, cuts: Cuts, *, rounds: int = ROUNDS) -> Partition:
+def move_layers(problem: Problem, cuts: Cuts, *, rounds: int = ROUNDS) -> Partition:
     """Kernighan-Lin passes from given cuts until they gain nothing; never worse than the start."""
     for _ in range(rounds):
         before = _state(problem, cuts)
