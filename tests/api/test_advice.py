@@ -54,7 +54,7 @@ def followed(how: PlanRequest, advice: str) -> PlanRequest:
 @pytest.mark.parametrize(
     ("share", "how", "kinds"),
     [
-        (0.9, {}, "give, use, let"),
+        pytest.param(0.9, {}, "give, use, let", marks=pytest.mark.slow),
         (0.9, {"strategy": "equal"}, None),
         (0.9, {"strategy": "pipedream"}, "give, use, use"),
         pytest.param(0.9, {"schedule": "zb_h1"}, "give, use, let", marks=pytest.mark.slow),

@@ -4,7 +4,7 @@ copied instead: stages kept up to 30 % more, and what a plan named to be recompu
 from __future__ import annotations
 
 from itertools import combinations
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -104,8 +104,15 @@ def job_of(model: type[Base]) -> Job:
 JOBS = [job_of(model) for model in (Attention, Shared, Einsum, Mixer, Encoder)]
 
 
+def quickly(*names: str) -> list[Any]:
+    """All jobs; those that are not named are for the slow tests."""
+    return [job if job.name in names else pytest.param(job, marks=pytest.mark.slow) for job in JOBS]
+
+
 @pytest.mark.parametrize("step", [5, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("job", [*JOBS, job_of(Dropping)], ids=lambda job: job.name)
+@pytest.mark.parametrize(
+    "job", [*quickly("Attention", "Shared", "Mixer"), job_of(Dropping)], ids=lambda job: job.name
+)
 def test_stages_keep_what_the_plan_says(job: Job, step: int) -> None:
     captured = capture_of(job, ROWS)
     names = places(captured)
@@ -115,14 +122,7 @@ def test_stages_keep_what_the_plan_says(job: Job, step: int) -> None:
             assert stage.own.inputs <= stage.planned.inputs, (names[place], stage)
 
 
-@pytest.mark.parametrize(
-    "job",
-    [
-        job if job.name in ("Attention", "Mixer") else pytest.param(job, marks=pytest.mark.slow)
-        for job in JOBS
-    ],
-    ids=lambda job: job.name,
-)
+@pytest.mark.parametrize("job", quickly("Attention"), ids=lambda job: job.name)
 def test_numbers_are_those_of_one_process_wherever_it_is_cut(job: Job) -> None:
     batches = [batch(seed, 2 * ROWS) for seed in range(2)]
     assert_same_at_every_cut(job, batches, tolerance=1e-6)
@@ -135,7 +135,7 @@ def test_in_one_stage_not_a_bit_differs(job: Job) -> None:
     assert_same(pipelined(job, plan, batches), plain(job, batches, 2), tolerance=0.0)
 
 
-@pytest.mark.parametrize("job", JOBS, ids=lambda job: job.name)
+@pytest.mark.parametrize("job", quickly("Shared", "Einsum"), ids=lambda job: job.name)
 def test_plans_that_recompute_keep_their_cap(job: Job) -> None:
     rows, count = 16, 4
 

@@ -45,7 +45,12 @@ TURNED = Job(model=Turned, batch=batch, optimizer=zoo.sgd, name="turned")
 
 
 @pytest.mark.parametrize(
-    ("job", "step"), [(TURNED, 1), pytest.param(zoo.job("t5"), 5, marks=pytest.mark.slow)]
+    ("job", "step"),
+    [
+        (TURNED, 3),
+        pytest.param(TURNED, 1, marks=pytest.mark.slow),
+        pytest.param(zoo.job("t5"), 5, marks=pytest.mark.slow),
+    ],
 )
 def test_at_every_cut_stages_keep_what_the_plan_says(job: Job, step: int) -> None:
     captured = capture_of(job, ROWS)
