@@ -37,11 +37,11 @@ def interrupted(pipeline: Pipeline, kind: Any, at: int) -> Iterator[None]:
     """Ctrl-C, as in a notebook, in front of the action of a kind that comes after `at` others."""
     handlers, seen = dict(pipeline.worker.handlers), [0]
 
-    def stop(action: object) -> None:
+    def stop(step: object, action: object) -> None:
         seen[0] += 1
         if seen[0] > at:
             raise KeyboardInterrupt
-        handlers[kind](action)
+        handlers[kind](step, action)
 
     pipeline.worker.handlers[kind] = stop
     try:
@@ -216,8 +216,8 @@ CHILD = textwrap.dedent(
             losses.append([pipeline.step(job.batch(0, 8))])
             if breaks:
                 backward = pipeline.worker.handlers[B]
-                def after(action):
-                    backward(action)
+                def after(step, action):
+                    backward(step, action)
                     signal.raise_signal(signal.SIGINT)
                 pipeline.worker.handlers[B] = after
                 try:

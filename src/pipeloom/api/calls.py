@@ -42,11 +42,11 @@ class Calls:
         except BaseException as error:
             first = str(error).partition("\n")[0]
             by = first if isinstance(error, PeerError) else f"{type(error).__name__}: {first}".rstrip(": ")
-            self._broken, self._torn = f"{what} was broken off ({by})", self._worker.updating
+            self._broken, self._torn = f"{what} was broken off ({by})", self._worker.reduce_and_step.updating
             if self._watch.ranks > 1:
                 self._watch.fail(error)
             raise
-        self._worker.updating = False
+        self._worker.reduce_and_step.updating = False
         self._buffers = {}  # what they were is not needed, and must not stay in memory
 
     def _recover(self, heals: bool) -> None:
@@ -66,4 +66,4 @@ class Calls:
         self._worker.forget()
         for name, buffer in self._buffers.items():
             self._worker.weights.replace_buffer(name, buffer)
-        self._broken, self._torn, self._worker.updating = "", False, False
+        self._broken, self._torn, self._worker.reduce_and_step.updating = "", False, False

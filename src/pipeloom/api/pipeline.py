@@ -43,8 +43,10 @@ from ..runtime import (
     give_back_freed_memory,
     keep_freed_memory,
     local_channels,
+    loss_shares,
     open_tier,
     rows_of,
+    scaled_loss,
     signature_of,
     split_batch,
     watch_ranks,
@@ -256,8 +258,7 @@ class Pipeline:
         return self.report.loss
 
     def _round(self, microbatches: list[Microbatch], *, last: bool) -> float:
-        losses = self.worker.run(microbatches, update=last)
-        return sum(float(loss) * microbatches[m].weight for m, loss in losses.items())
+        return scaled_loss(self.worker.run(microbatches, update=last), microbatches)
 
     def evaluate(self, batch: Mapping[str, Tensor]) -> float:
         """The loss of one batch in evaluation mode, on every rank. Nothing is updated."""
@@ -265,7 +266,7 @@ class Pipeline:
             total = torch.zeros(1, dtype=torch.float64, device=self.device)
             for microbatches in self._microbatches(batch, training=False):
                 losses = self.worker.run(microbatches, program=self.evaluating.program, training=False)
-                total += sum(float(loss) * microbatches[m].weight for m, loss in losses.items())
+                total += scaled_loss(losses, microbatches)
             self.channel.all_reduce(total)
         return float(total)
 
@@ -277,18 +278,15 @@ class Pipeline:
         agree_on_shapes(self.channel, signature_of(batch), self.device)
         self.agreeing_s = time.perf_counter() - start
         parts = split_batch(batch, plan.microbatches * rounds)
-        weights = [float(job.weight(p)) if job.weight else float(rows_of(p)) for p in parts]
-        total = sum(weights)
-        if total <= 0:
-            raise BatchError("no token of this batch counts for the loss", hint="check Job.weight")
+        shares = loss_shares(parts, job.weight)
         made = [
             Microbatch(
                 variant=self._variant_for(part) if training else self.evaluating.variant(part),
                 inputs={name: t.to(self.device) for name, t in part.items()},
-                weight=weight / total,
+                weight=share,
                 seed=microbatch_seed(self.options.seed, self.steps, index),
             )
-            for index, (part, weight) in enumerate(zip(parts, weights, strict=True))
+            for index, (part, share) in enumerate(zip(parts, shares, strict=True))
         ]
         self.ledger.set("batch", sum(t.nbytes for t in batch.values()))
         return [made[i : i + plan.microbatches] for i in range(0, len(made), plan.microbatches)]
@@ -332,7 +330,7 @@ class Pipeline:
             busy_s=tuple(busy_s),
             waited_s=tuple(waited_s),
             peak_bytes=tuple(map(int, peaks)),
-            grad_norm=self.worker.grad_norm,
+            grad_norm=self.worker.reduce_and_step.grad_norm,
         )
 
     def predict(self, cluster: Cluster | None = None) -> Timeline:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..ir.errors import PeerError, VerifyError
 from ..ir.memory_policy import KEEP_ALL
 from ..ir.plan import Plan, StagePlan
-from ..runtime import Gradients, LocalChannel, local_channels, rows_of, split_batch
+from ..runtime import Gradients, LocalChannel, local_channels, loss_shares, split_batch
 from ..tracer import Job, scalar_loss
 from .options import Options
 from .pipeline import Pipeline
@@ -190,10 +190,9 @@ def _run_eager(job: Job, plan: Plan, options: Options, batch: Mapping[str, Tenso
     initial = _copies(named)
     sums = Gradients(named)
     parts = split_batch(batch, plan.microbatches)
-    weights = [float(job.weight(p)) if job.weight else float(rows_of(p)) for p in parts]
     total = 0.0
-    for part, weight in zip(parts, weights, strict=True):
-        loss = scalar_loss(job, model(**part), part) * (weight / sum(weights))
+    for part, share in zip(parts, loss_shares(parts, job.weight), strict=True):
+        loss = scalar_loss(job, model(**part), part) * share
         total += float(loss.detach())
         torch.autograd.backward(loss)
     for name, param in named.items():

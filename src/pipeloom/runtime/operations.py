@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,10 +18,8 @@ from ..ir.action import KINDS, Action, Instruction, Kind, StageAction
 from ..ir.errors import ScheduleError
 from ..ir.operation import ANCHORS, OPERATIONS, Operation
 from ..tracer import Tensors
-from .ledger import Ledger
 from .messages import Channel
-from .recorder import Recorder
-from .weights import Weights
+from .step_state import MicrobatchState, StepContext
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -90,101 +88,88 @@ class OperationContext:
             )
 
 
-class Holder(Protocol):
-    """What a stage keeps of one micro-batch."""
-
-    residuals: Tensors
-    residual_bytes: int
-
-
-class Row(Protocol):
-    """What a rank's worker offers."""
-
-    rank: int
-    placement: tuple[int, ...]
-    share: int
-    channel: Channel
-    ledger: Ledger
-    recorder: Recorder
-    weights: Weights
-    microbatches: Sequence[Any]
-
-    @property
-    def flights(self) -> Mapping[tuple[int, int], Holder]: ...
-
-
 class Operations:
     """Calls handlers, and waits for what they have begun where its result is needed."""
 
-    def __init__(self, row: Row) -> None:
-        self._row = row
+    def __init__(self) -> None:
         self._state: dict[tuple[int, Kind], dict[str, Any]] = {}
-        self._begun: list[tuple[Action, Callable[[], None]]] = []
+        self._begun: list[_Begun] = []
 
-    def begin(self, action: Action) -> None:
-        """Run the handler of a kind; without one only the bytes of an operation are counted."""
+    def begin(self, step: StepContext, action: Action) -> None:
+        """Run the handler of a kind; without one only the bytes of an operation are counted.
+
+        Raises: ScheduleError if the handler returns neither None nor a function.
+        """
         row, operation = KINDS[action.kind], OPERATIONS.get(action.kind)
         if operation is not None:
-            self._count(operation.acquired(action.stage), action)
+            _count(step, action, operation.acquired(action.stage))
         wait = None
-        with self._row.recorder.record(row.stream, str(action)):
+        with step.recorder.record(row.stream, str(action)):
             if row.handler is not None:
-                wait = row.handler(self._context(operation, action))
+                wait = row.handler(self._context(step, operation, action))
         if wait is None:
-            self._release(action)
+            _release(step, action)
             return
         if not callable(wait):
             raise ScheduleError(
                 f"the handler of {action} returned a {type(wait).__name__}",
                 hint="return None, or a function that waits for what the handler has begun",
             )
-        self._begun.append((action, wait))
+        self._begun.append(_Begun(action, wait))
 
-    def settle(self, instruction: Instruction) -> None:
+    def wait_before(self, step: StepContext, instruction: Instruction) -> None:
         """Wait for what an instruction needs: an anchor for its own, the end of the row for everything."""
-        if self._begun:
-            left = [item for item in self._begun if not _needs(instruction, item[0])]
-            for action, wait in self._begun:
-                if (action, wait) not in left:
-                    with self._row.recorder.record("recv", str(action)):
-                        wait()
-                    self._release(action)
-            self._begun = left
+        if not self._begun:
+            return
+        needed = [begun for begun in self._begun if _needs(instruction, begun.action)]
+        for begun in needed:
+            with step.recorder.record("recv", str(begun.action)):
+                begun.wait()
+            _release(step, begun.action)
+        self._begun = [begun for begun in self._begun if begun not in needed]
 
-    def give_up(self) -> None:
+    def wait_for_all(self) -> None:
         """Wait for what handlers have begun; nobody needs its result."""
         while self._begun:
-            _, wait = self._begun.pop()
-            wait()
+            self._begun.pop().wait()
 
-    def _context(self, operation: Operation | None, action: Action) -> OperationContext:
-        row, stage = self._row, action.stage
-        flight = row.flights.get((stage, action.microbatch))
-        sums, names = row.weights.grads, row.microbatches[0].variant.stages.params[stage]
+    def _context(self, step: StepContext, operation: Operation | None, action: Action) -> OperationContext:
+        stage, placement, count = action.stage, step.placement, step.program.microbatches
+        state = step.in_flight.states.get((stage, action.microbatch)) or MicrobatchState()
+        sums, names = step.weights.grads, step.stages.params[stage]
         meets = operation.meets(stage) if operation is not None and operation.meets is not None else ()
-        later = range(action.microbatch + 1, row.share)
+        later = range(action.microbatch + 1, count)
         return OperationContext(
-            rank=row.rank,
-            ranks=row.channel.ranks,
+            rank=step.rank,
+            ranks=step.channel.ranks,
             stage=stage,
             microbatch=action.microbatch,
-            microbatches=row.share,
-            last=not any(operation is None or operation.runs(stage, row.rank, b) for b in later),
+            microbatches=count,
+            last=not any(operation is None or operation.runs(stage, step.rank, m) for m in later),
             gradients={name: sums.sums[name] for name in names if name in sums.touched},
-            residuals={} if flight is None else flight.residuals,
-            residual_bytes=0 if flight is None else flight.residual_bytes,
+            residuals=state.residuals,
+            residual_bytes=state.residual_bytes,
             state=self._state.setdefault((stage, action.kind), {}),
-            partners=tuple(sorted({row.rank, *(row.placement[s] for s in meets)})),
-            channel=row.channel,
+            partners=tuple(sorted({step.rank, *(placement[s] for s in meets)})),
+            channel=step.channel,
         )
 
-    def _release(self, action: Action) -> None:
-        if (operation := OPERATIONS.get(action.kind)) is not None:
-            self._count(-operation.released(action.stage), action)
 
-    def _count(self, change: int, action: Action) -> None:
-        if change:
-            self._row.ledger.add("residuals", change, str(action))
+class _Begun(NamedTuple):
+    """An operation under way. wait: returns once it has ended."""
+
+    action: Action
+    wait: Callable[[], None]
+
+
+def _release(step: StepContext, action: Action) -> None:
+    if (operation := OPERATIONS.get(action.kind)) is not None:
+        _count(step, action, -operation.released(action.stage))
+
+
+def _count(step: StepContext, action: Action, change: int) -> None:
+    if change:
+        step.ledger.add("residuals", change, str(action))
 
 
 def _needs(instruction: Instruction, begun: Action) -> bool:

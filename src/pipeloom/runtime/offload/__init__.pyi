@@ -6,5 +6,13 @@ from .file_tier import (
     FileTier as FileTier,
     lies_in_memory as lies_in_memory,
 )
+from .handlers import (
+    count_copies as count_copies,
+    offload as offload,
+    reload as reload,
+    reload_bytes as reload_bytes,
+    wait_offload as wait_offload,
+    wait_reload as wait_reload,
+)
 from .open_tier import TIERS as TIERS, open_tier as open_tier
 from .tier import AsyncCopy as AsyncCopy, Tier as Tier

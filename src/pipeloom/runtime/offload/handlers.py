@@ -1,0 +1,88 @@
+"""Handlers of OFFLOAD and RELOAD, and the ledger's view of copies.
+
+Copies run beside the computation. The ledger learns of their progress between two actions: residuals count
+until the copy to the tier has ended, and again from the start of the copy back.
+"""
+
+from __future__ import annotations
+
+from ...ir.action import Action
+from ..step_state import MicrobatchState, OffloadedResiduals, StepContext
+
+
+def offload(step: StepContext, action: Action) -> None:
+    """OFFLOAD: begin to copy residuals to the tier, which frees them once they are copied."""
+    state = step.state(action)
+    names = step.functions(action).offloaded
+    leaving = {s: t for s, t in state.residuals.items() if s.kind == "made" and s.name in names}
+    assert step.tier is not None, "whoever plans to offload gives the worker a tier"
+    for slot in leaving:
+        del state.residuals[slot]
+    copy = step.tier.start_offload(str(action), leaving)
+    state.offloaded = OffloadedResiduals(copy, state, action)
+    step.in_flight.offloaded.append(state.offloaded)
+    _count_host(step)
+
+
+def reload(step: StepContext, action: Action) -> None:
+    """RELOAD: begin to copy them back; `wait_reload` puts them where they were."""
+    offloaded = step.state(action).offloaded
+    assert step.tier is not None and offloaded is not None, "the checks of programs prove it"
+    step.tier.start_reload(offloaded.copy)
+    offloaded.reload = action
+    count_copies(step)
+
+
+def reload_bytes(step: StepContext, action: Action) -> int:
+    """Bytes that a RELOAD takes on top of what is there."""
+    offloaded = step.state(action).offloaded
+    assert offloaded is not None, "the checks of programs prove it"
+    return offloaded.copy.bytes if offloaded.off_device else 0  # else it waits for its own copy away
+
+
+def wait_reload(step: StepContext, state: MicrobatchState) -> None:
+    """Wait for what a micro-batch has on the tier: what comes next reads it."""
+    offloaded = state.offloaded
+    if offloaded is None:
+        return
+    assert step.tier is not None, "it is there"
+    with step.recorder.record("recv", str(offloaded.reload)):
+        state.residuals |= step.tier.wait_reload(offloaded.copy, step.watch.check)
+    count_copies(step)
+    if offloaded.copy.reload_span is not None:
+        step.recorder.copied("h2d", str(offloaded.reload), *offloaded.copy.reload_span)
+    step.in_flight.offloaded.remove(offloaded)
+    state.offloaded = None
+
+
+def wait_offload(step: StepContext, offloaded: OffloadedResiduals) -> None:
+    """Wait until residuals have left the device."""
+    assert step.tier is not None, "they are on their way there"
+    with step.recorder.record("recv", str(offloaded.offload)):
+        step.tier.wait_offload(offloaded.copy, step.watch.check)
+    count_copies(step)
+
+
+def count_copies(step: StepContext) -> None:
+    """Enter into the ledger what copies have done since the last time; waits for none of them."""
+    if step.tier is None:
+        return
+    if step.tier.held_bytes != step.ledger.host:
+        _count_host(step)
+    for offloaded in step.in_flight.offloaded:
+        copy = offloaded.copy
+        if not offloaded.off_device and step.tier.offload_done(copy):
+            offloaded.off_device = True
+            step.count_residuals(offloaded.offload, offloaded.state, -copy.bytes)
+            if copy.offload_span is not None:
+                step.recorder.freed(copy.bytes, copy.offload_span[1])
+                step.recorder.copied("d2h", str(offloaded.offload), *copy.offload_span)
+        if offloaded.off_device and offloaded.reload is not None and not offloaded.on_device:
+            offloaded.on_device = True
+            step.count_residuals(offloaded.reload, offloaded.state, copy.bytes)
+
+
+def _count_host(step: StepContext) -> None:
+    assert step.tier is not None
+    step.ledger.set_host(step.tier.held_bytes)
+    step.recorder.host_level(step.tier.held_bytes)
