@@ -254,7 +254,7 @@ def deadlock() -> None:
 
 
 def _others_wait(watch: Watch) -> bool:
-    return all(state is not None and state.waits_for for state in watch._board.states()[1:])
+    return all(state is not None and state.waits_for for state in watch._board.statuses()[1:])
 
 
 if __name__ == "__main__":

@@ -322,7 +322,7 @@ def test_ranks_that_wait_for_each_other_are_told_so() -> None:
         channel.begin([wanted])
         channel.watch.status = f"{channel.rank}F0"
         if channel.rank == 0:  # the other one waits before the short limit begins
-            while not ((state := boards[0].states()[1]) and state.waits_for):
+            while not ((state := boards[0].statuses()[1]) and state.waits_for):
                 time.sleep(0.01)
         channel.receive(wanted)
 

@@ -33,7 +33,7 @@ def test_all_ranks_see_what_each_posted(boards: list[StoreBoard]) -> None:
     boards[2].start(
         lambda: RankStatus(waits_for="1SEND_B0>0 from rank 1", waits_on=(1,), waiting_s=1.5), print
     )
-    first, second, third = boards[1].states()
+    first, second, third = boards[1].statuses()
     assert first is not None and (first.doing, first.waits_for) == ("0F1", "")
     assert second is None or second.doing == "", "rank 1 posts only itself, by asking"
     assert third is not None and (third.waits_on, third.waiting_s) == ((1,), 1.5)
@@ -56,16 +56,16 @@ def test_a_failure_reaches_all_ranks_and_the_first_one_wins(boards: list[StoreBo
 
 
 def test_waiting_for_a_failure_asks_the_store_itself(boards: list[StoreBoard]) -> None:
-    assert boards[0].await_failure(0.01) is None
+    assert boards[0].wait_for_failure(0.01) is None
     boards[1].announce(BOOM)
-    assert boards[0].await_failure(300) == BOOM
+    assert boards[0].wait_for_failure(300) == BOOM
 
 
 def test_a_rank_that_falls_silent_has_failed(boards: list[StoreBoard]) -> None:
     boards[1].start(RankStatus, print)
     boards[1].stop()  # it no longer posts, and has not said that it finished
     boards[0].start(RankStatus, print)
-    failure = boards[2].await_failure(300)
+    failure = boards[2].wait_for_failure(300)
     assert failure is not None and failure.rank == 1
     assert failure.summary.startswith("no sign of life for 0.5 s")
 
@@ -74,7 +74,7 @@ def test_a_rank_that_finished_may_fall_silent(boards: list[StoreBoard]) -> None:
     boards[1].start(lambda: RankStatus(doing=FINISHED), print)
     boards[1].stop()
     boards[0].start(RankStatus, print)
-    assert boards[0].await_failure(1.5) is None
+    assert boards[0].wait_for_failure(1.5) is None
 
 
 def test_a_store_that_goes_away_is_a_failure() -> None:
@@ -82,10 +82,10 @@ def test_a_store_that_goes_away_is_a_failure() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=limit, wait_for_workers=False)
     board = StoreBoard(store, 0, 2, interval_s=0.05)
     del store
-    failure = board.await_failure(300)
+    failure = board.wait_for_failure(300)
     assert failure is not None and failure.rank is None
     assert failure.summary.startswith("the store that joins the ranks cannot be reached: ")
-    assert board.states() == [None, None]
+    assert board.statuses() == [None, None]
     assert board.announce(BOOM) == failure, "what was known first counts"
 
 
@@ -101,21 +101,17 @@ def test_a_broken_wait_names_the_rank_that_failed(boards: list[StoreBoard]) -> N
     assert str(found.value) == "rank 1 failed: ValueError: boom\nTraceback ..."
 
 
-def test_a_broken_wait_that_nobody_explains_says_so(
-    boards: list[StoreBoard], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("pipeloom.runtime.failure.watch.NOTICE_S", 0.1)
-
+def test_a_broken_wait_that_nobody_explains_says_so(boards: list[StoreBoard]) -> None:
     def block() -> None:
         raise ConnectionError("closed by peer")
 
     with pytest.raises(CommunicationError) as found:
-        Watch(boards[0]).wait("1SEND_B0>0 from rank 1", (1,), block)
+        Watch(boards[0], cause_timeout_s=0.1).wait("1SEND_B0>0 from rank 1", (1,), block)
     assert found.value.message == (
         "rank 0 lost its connection while it waited for 1SEND_B0>0 from rank 1, "
         "and no rank said why: closed by peer"
     )
-    assert boards[2].await_failure(300) is not None, "the others are told"
+    assert boards[2].wait_for_failure(300) is not None, "the others are told"
 
 
 def test_a_broken_wait_leaves_the_interrupt_to_the_side_thread(boards: list[StoreBoard]) -> None:

@@ -26,7 +26,7 @@ from pipeloom.schedules import Entry, Operation, Recipe, declare, phases, shape_
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Times do not matter here."""
     monkeypatch.setattr("pipeloom.api.forecast.ENOUGH_S", 0.0)
-    monkeypatch.setattr("pipeloom.runtime.calibration.calibrate.REPEATS", 3)
+    monkeypatch.setattr("pipeloom.runtime.calibration.link.ECHOES", 3)
 
 
 def rehearsal_of(pipeline: Pipeline) -> Rehearsal:

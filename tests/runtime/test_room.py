@@ -42,7 +42,7 @@ def one_capture() -> Iterator[None]:
 def slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies follow each other: the end of one is the end of those before it."""
     monkeypatch.setattr("pipeloom.api.forecast.ENOUGH_S", 0.0)
-    monkeypatch.setattr("pipeloom.runtime.calibration.calibrate.REPEATS", 3)
+    monkeypatch.setattr("pipeloom.runtime.calibration.link.ECHOES", 3)
     order: dict[int, list[AsyncCopy]] = {}
     ended: set[int] = set()
     start_offload, offload_done = FileTier.start_offload, FileTier.offload_done

@@ -37,5 +37,5 @@ def test_a_transfer_that_ends_is_forgotten() -> None:
     board, _ = local_boards(2)
     lookout = StreamWatchdog(Watch(board), timeout_s=0.1)
     lookout.add(Transfer(ends=True), "message 6 from rank 1")
-    assert board.await_failure(0.6) is None
+    assert board.wait_for_failure(0.6) is None
     lookout.close()

@@ -11,13 +11,12 @@ from .batches import (
 )
 from .calibration.calibrate import (
     graph_memory as graph_memory,
-    measure_link as measure_link,
     optimizer_ratio as optimizer_ratio,
     stage_memory as stage_memory,
     time_clipping as time_clipping,
     time_optimizer as time_optimizer,
 )
-from .calibration.local_link import local_links as local_links
+from .calibration.link import local_links as local_links, measure_link as measure_link
 from .calibration.rehearsal import (
     ActionTimes as ActionTimes,
     Rehearsal as Rehearsal,

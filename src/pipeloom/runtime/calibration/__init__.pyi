@@ -1,2 +1,2 @@
-from .calibrate import measure_link as measure_link
+from .link import measure_link as measure_link
 from .rehearsal import ActionTimes as ActionTimes, Rehearsal as Rehearsal

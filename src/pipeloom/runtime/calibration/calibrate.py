@@ -15,29 +15,13 @@ import torch
 from torch import nn
 
 from ...ir.action import RECOMPUTE, REDUCE, STEP, B, F, I, W
-from ...ir.cluster import Link
 from ...ir.costs import StageCost
-from ...ir.graph import Value
 from ...ir.stages import StageGraph
 from ...tracer import StageFunctions
 from ..channel import PostedChannel
 from ..ledger import crossing_bytes
-from ..messages import Message
 from ..recorder import Clock
 from ..weights import MakeOptimizer, Weights, default_optimizer, optimizer_tensors
-
-REPEATS = 25
-"""Echoes of each size, of which the first warms up."""
-
-WORK = (1 << 24, 384, 2)
-"""Done before each message, as a step's come after an action: bytes written, and the size and number of
-matrix products. Data and code then have left the caches, the processor is busy with wide arithmetic, and a
-message takes about twice as long as after a pause."""
-
-UNDISTURBED = 0.1
-"""Of the echoes, sorted by time, the one at this share counts. What other processes of the machine do to a
-message is not added to a step: a rank kept waiting for a core now computes undisturbed for longer afterwards,
-and the rehearsed actions have their share of it already."""
 
 STEPS = 6
 """Timed optimizer steps."""
@@ -158,72 +142,3 @@ def time_clipping(weights: Weights, channel: PostedChannel, clock: Clock) -> flo
         took.append(clock.seconds(clock.mark()) - clock.seconds(start))
     weights.discard_gradients()
     return statistics.median(took)
-
-
-def measure_link(channel: PostedChannel, size: int, clock: Clock, device: torch.device) -> Link:
-    """The link between ranks 0 and 1, from echoes of 8 bytes and of `size` bytes.
-
-    Every rank calls it; all get the same answer. A rank that waits for a message pays for its arrival last,
-    so that is not part of the latency.
-    """
-    size = max(size // 4, 4096) * 4
-    small, large = (_echo(channel, length, clock, device) for length in (8, size))
-    (one_way, own), (one_way_large, own_large) = channel.broadcast_object((small, large))
-    own_rate = max(0.0, own_large - own) / (size - 8)
-    rate = max((one_way_large - one_way) / (size - 8) - own_rate, 1e-15)
-    return Link(
-        bandwidth_bytes_per_s=1 / rate,
-        latency_s=max(0.0, one_way - own),
-        overhead_s=own,
-        overhead_s_per_byte=own_rate,
-    )
-
-
-def _echo(channel: PostedChannel, size: int, clock: Clock, device: torch.device) -> tuple[float, float]:
-    """Seconds one way, and of that the sender's own; on rank 0."""
-    if channel.ranks == 1:
-        return 1e-6, 0.0
-    value = Value(name="echo", shape=(size // 4,), dtype="float32")
-    there = [Message(key=f"there{i}", source=0, target=1, values=(value,)) for i in range(REPEATS)]
-    back = [Message(key=f"back{i}", source=1, target=0, values=(value,)) for i in range(REPEATS)]
-    data = torch.zeros(value.shape, device=device)
-    channel.begin(there if channel.rank == 1 else back if channel.rank == 0 else [])
-    sums, sending = [], []
-    written, width, products = WORK
-    cold = torch.empty(written, dtype=torch.uint8, device=device)
-    matrix = torch.zeros(width, width, device=device)
-
-    def work_and_send(message: Message) -> tuple[float, float]:
-        cold.fill_(1)
-        for _ in range(products):
-            torch.mm(matrix, matrix)
-        fresh = data.clone()  # as a step sends what was just made
-        start = clock.mark()
-        channel.send(message, [fresh])
-        sent = clock.mark()
-        return clock.seconds(start), clock.seconds(sent)
-
-    def take(message: Message) -> float:
-        channel.receive(message)
-        channel.release(message)
-        return clock.seconds(clock.mark())
-
-    for out, home in zip(there, back, strict=True):
-        if channel.rank == 0:
-            begin, sent = work_and_send(out)
-            sums.append(take(home) - begin)
-        elif channel.rank == 1:
-            came = take(out)
-            begin, sent = work_and_send(home)
-            sums.append(came - begin)
-        if channel.rank < 2:
-            sending.append(sent - begin)
-    channel.end()
-    # The time between arrival and reply is on rank 1's clock: only the sum of both ranks' times is known.
-    mine, theirs, *_ = channel.all_gather_object((sums[1:], sending[1:]))
-    one_way = [(a + b) / 2 for a, b in zip(mine[0], theirs[0], strict=True)]
-    return _undisturbed(one_way), _undisturbed([*mine[1], *theirs[1]])
-
-
-def _undisturbed(times: list[float]) -> float:
-    return sorted(times)[int(UNDISTURBED * len(times))]

@@ -7,5 +7,4 @@ from .noticeboard import (
     StoreBoard as StoreBoard,
     local_boards as local_boards,
 )
-from .watch import Watch as Watch
-from .who_waits import who_waits as who_waits
+from .watch import Watch as Watch, who_waits as who_waits

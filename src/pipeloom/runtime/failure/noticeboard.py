@@ -81,16 +81,16 @@ class Noticeboard(Protocol):
     def failure(self) -> Failure | None:
         """The first failure as far as it is known here; costs nothing to ask."""
 
-    def start(self, state: Callable[[], RankStatus], failed: Callable[[Failure], None]) -> None:
-        """Post `state()` from now on; call `failed` once when a failure becomes known."""
+    def start(self, status: Callable[[], RankStatus], on_failure: Callable[[Failure], None]) -> None:
+        """Post `status()` from now on; call `on_failure` once when a failure becomes known."""
 
     def announce(self, failure: Failure) -> Failure:
         """Post a failure; returns the first one, which may be another rank's."""
 
-    def await_failure(self, timeout_s: float) -> Failure | None:
+    def wait_for_failure(self, timeout_s: float) -> Failure | None:
         """The failure, as soon as it is known; None if there is none within the time."""
 
-    def states(self) -> list[RankStatus | None]:
+    def statuses(self) -> list[RankStatus | None]:
         """What each rank last posted; None for a rank that has not posted yet."""
 
     def stop(self) -> None:
@@ -103,7 +103,7 @@ class _Shared:
 
     changed: threading.Condition = field(default_factory=threading.Condition)
     failure: Failure | None = None
-    states: dict[int, Callable[[], RankStatus]] = field(default_factory=dict)
+    statuses: dict[int, Callable[[], RankStatus]] = field(default_factory=dict)
     listeners: list[Callable[[Failure], None]] = field(default_factory=list)
 
 
@@ -119,10 +119,10 @@ class LocalBoard:
     def failure(self) -> Failure | None:
         return self._shared.failure
 
-    def start(self, state: Callable[[], RankStatus], failed: Callable[[Failure], None]) -> None:
+    def start(self, status: Callable[[], RankStatus], on_failure: Callable[[Failure], None]) -> None:
         with self._shared.changed:
-            self._shared.states[self.rank] = state
-            self._shared.listeners.append(failed)
+            self._shared.statuses[self.rank] = status
+            self._shared.listeners.append(on_failure)
 
     def announce(self, failure: Failure) -> Failure:
         with self._shared.changed:
@@ -131,22 +131,22 @@ class LocalBoard:
             self._shared.failure = failure
             listeners = list(self._shared.listeners)
             self._shared.changed.notify_all()
-        for failed in listeners:
-            failed(failure)
+        for on_failure in listeners:
+            on_failure(failure)
         return failure
 
-    def await_failure(self, timeout_s: float) -> Failure | None:
+    def wait_for_failure(self, timeout_s: float) -> Failure | None:
         with self._shared.changed:
             self._shared.changed.wait_for(lambda: self._shared.failure is not None, timeout_s)
             return self._shared.failure
 
-    def states(self) -> list[RankStatus | None]:
+    def statuses(self) -> list[RankStatus | None]:
         with self._shared.changed:
-            state_of = dict(self._shared.states)
-        return [state_of[r]() if r in state_of else None for r in range(self.ranks)]
+            status_of = dict(self._shared.statuses)
+        return [status_of[r]() if r in status_of else None for r in range(self.ranks)]
 
     def stop(self) -> None:
-        """Nothing to do: the states stay readable."""
+        """Nothing to do: the statuses stay readable."""
 
 
 def local_boards(ranks: int) -> list[LocalBoard]:
@@ -159,7 +159,11 @@ class StoreBoard:
     """A board on a torch.distributed store, kept up to date by a side thread.
 
     The thread has its own connection to the store, as a blocking call holds a connection; this class makes
-    only calls that return at once.
+    only calls that return at once. So it never waits for a rank that has died, and can always be stopped:
+    `Store.get` and `wait` block until a key is there, hence a `check` before each `get`.
+
+    Keys, below `name`:  failure    JSON of the first `Failure`; set once, by compare_set
+                         state/R    JSON of rank R's last `RankStatus`, rewritten every `interval_s`
 
     name: the same on all ranks, and different for each board on one store.
     interval_s: between two postings.
@@ -185,24 +189,24 @@ class StoreBoard:
         self._interval_s = interval_s
         self._lost_s = lost_s
         self._beat = 0
-        self._next = (0, time.monotonic())
+        self._neighbour_beat = (0, time.monotonic())
         self._stopped = threading.Event()
         self._lock = threading.Lock()
-        self._state: Callable[[], RankStatus] = RankStatus
+        self._own_status: Callable[[], RankStatus] = RankStatus
         self._thread: threading.Thread | None = None
 
-    def start(self, state: Callable[[], RankStatus], failed: Callable[[Failure], None]) -> None:
-        self._state = state
-        self._post()
+    def start(self, status: Callable[[], RankStatus], on_failure: Callable[[Failure], None]) -> None:
+        self._own_status = status
+        self._post_status()
         self._thread = threading.Thread(
-            target=self._run, args=(failed,), name=f"pipeloom-watch-{self.rank}", daemon=True
+            target=self._run, args=(on_failure,), name=f"pipeloom-watch-{self.rank}", daemon=True
         )
         self._thread.start()
 
     def announce(self, failure: Failure) -> Failure:
         mine = msgspec.json.encode(failure)
         try:
-            with self._lock:
+            with self._lock:  # sets it if it is empty, and says what it is now: the first failure wins
                 first = self._store.compare_set(self._key("failure"), "", mine.decode())
         except dist.DistError:
             first = mine  # nobody can be told; what happened here is still the cause
@@ -210,18 +214,18 @@ class StoreBoard:
             self.failure = failure if first == mine else msgspec.json.decode(first, type=Failure)
         return self.failure
 
-    def await_failure(self, timeout_s: float) -> Failure | None:
+    def wait_for_failure(self, timeout_s: float) -> Failure | None:
         end = time.monotonic() + timeout_s
         while self.failure is None and time.monotonic() < end:
-            self._look()
+            self._read_failure()
             if self.failure is None:
                 self._stopped.wait(0.05)
         return self.failure
 
-    def states(self) -> list[RankStatus | None]:
+    def statuses(self) -> list[RankStatus | None]:
         try:
-            self._post()
-            return [self._read(rank) for rank in range(self.ranks)]
+            self._post_status()
+            return [self._read_status(rank) for rank in range(self.ranks)]
         except dist.DistError:
             return [None] * self.ranks
 
@@ -230,33 +234,33 @@ class StoreBoard:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=2 * self._interval_s + 1)
         try:
-            self._post()
+            self._post_status()
         except dist.DistError:
             pass  # the store may go before its last user does
 
-    def _run(self, failed: Callable[[Failure], None]) -> None:
+    def _run(self, on_failure: Callable[[Failure], None]) -> None:
         while not self._stopped.is_set():
             if self.failure is None:
-                self._tick()
+                self._exchange()
             if self.failure is not None:
-                failed(self.failure)
+                on_failure(self.failure)
                 return
             self._stopped.wait(self._interval_s)
 
-    def _tick(self) -> None:
-        self._look()
+    def _exchange(self) -> None:
+        self._read_failure()
         if self.failure is not None:
             return
         try:
-            self._post()
-            lost = self._next_is_lost()
+            self._post_status()
+            lost = self._lost_neighbour()
         except dist.DistError as error:
             self.failure = self._store_gone(error)
             return
         if lost is not None:
             self.announce(lost)
 
-    def _look(self) -> None:
+    def _read_failure(self) -> None:
         try:
             with self._lock:
                 posted = self._store.check([self._key("failure")])
@@ -267,27 +271,31 @@ class StoreBoard:
         if text and self.failure is None:
             self.failure = msgspec.json.decode(text, type=Failure)
 
-    def _post(self) -> None:
+    def _post_status(self) -> None:
         with self._lock:
             self._beat += 1
-            text = msgspec.json.encode(replace(self._state(), beat=self._beat))
+            text = msgspec.json.encode(replace(self._own_status(), beat=self._beat))
             self._store.set(self._key(f"state/{self.rank}"), text.decode())
 
-    def _read(self, rank: int) -> RankStatus | None:
+    def _read_status(self, rank: int) -> RankStatus | None:
         key = self._key(f"state/{rank}")
         with self._lock:
             if not self._store.check([key]):
                 return None
             return msgspec.json.decode(self._store.get(key), type=RankStatus)
 
-    def _next_is_lost(self) -> Failure | None:
+    def _lost_neighbour(self) -> Failure | None:
+        """The failure of the next rank, if it has posted nothing for `lost_s`.
+
+        Beats are compared, not times: the clocks of two machines differ.
+        """
         peer = (self.rank + 1) % self.ranks
-        state = None if peer == self.rank else self._read(peer)
-        if state is None or state.doing == FINISHED:
+        status = None if peer == self.rank else self._read_status(peer)
+        if status is None or status.doing == FINISHED:
             return None
-        beat, since = self._next
-        if state.beat != beat:
-            self._next = (state.beat, time.monotonic())
+        beat, since = self._neighbour_beat
+        if status.beat != beat:
+            self._neighbour_beat = (status.beat, time.monotonic())
         elif time.monotonic() - since > self._lost_s:
             summary = f"no sign of life for {self._lost_s:g} s: it was killed, or its machine is down"
             return Failure(rank=peer, summary=summary)

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import NoReturn
@@ -27,10 +27,6 @@ from ...ir.errors import CommunicationError, PeerError
 from ..launch import PEER_FAILED
 from .ctrl_c import CtrlC
 from .noticeboard import FINISHED, Failure, Noticeboard, RankStatus
-from .who_waits import named, who_waits
-
-NOTICE_S = 3.0
-"""Time that a broken connection leaves for the cause to be posted."""
 
 LINGER_S = 1.5
 """Time that the process of the store stays after a failure, so that all others can learn of it."""
@@ -56,17 +52,31 @@ class Watch:
     exit_after_s: if the main thread has not noticed a failure so long after it became known, the process
         ends hard: it is stuck where no exception can reach it. None: the ranks are threads of one process.
     hosts_store: whether the board's store ends with this process, which then leaves last.
+    cause_timeout_s: how long to wait for the cause of a broken connection to be posted.
+
+    What happens when rank 1 fails, by thread:
+
+        rank 1, main     error leaves `with watch:` ─ fail ─ board.announce ─ linger ─ traceback, exit
+        rank 0, side     board learns of it (polls) ─ _failure_known ─ interrupt: ends blocked waits
+        rank 0, main     ... blocked in wait ──────────────────────────▶ ConnectionError ─ PeerError ─ exit
+        rank 0, side     if the main thread does not come back within exit_after_s: os._exit
     """
 
     def __init__(
-        self, board: Noticeboard, *, exit_after_s: float | None = None, hosts_store: bool = False
+        self,
+        board: Noticeboard,
+        *,
+        exit_after_s: float | None = None,
+        hosts_store: bool = False,
+        cause_timeout_s: float = 3.0,
     ) -> None:
         self.status = ""
         self._board = board
         self._exit_after_s = exit_after_s
         self._hosts_store = hosts_store
+        self._cause_timeout_s = cause_timeout_s
         self._waiting: Waiting | None = None
-        self._noticed = threading.Event()
+        self._main_knows = threading.Event()
         self._on_failure: list[Callable[[], None]] = []
         self._on_exit: list[Callable[[], None]] = []
         self._ctrl_c = CtrlC(lambda: self._waiting is not None, self._interrupt)
@@ -80,7 +90,7 @@ class Watch:
         return self._board.ranks
 
     def __enter__(self) -> Watch:
-        self._board.start(self._state, self._failed)
+        self._board.start(self._own_status, self._failure_known)
         if self._exit_after_s is not None:
             shorten_peer_errors()
             self._ctrl_c.start()
@@ -91,11 +101,11 @@ class Watch:
     ) -> None:
         try:
             if error is None:
-                self._leave()
+                self._finish()
             elif not _is_clean(error):
                 self.fail(error)
         finally:
-            self._noticed.set()
+            self._main_knows.set()
             if self._board.failure is not None:
                 self._interrupt()
             for leave in reversed(self._on_exit):
@@ -108,16 +118,16 @@ class Watch:
         """Raises: PeerError if another rank failed. Cheap."""
         failure = self._board.failure
         if failure is not None:
-            self._noticed.set()
+            self._main_knows.set()
             raise peer_error(failure)
 
-    def fail(self, error: BaseException, *, noticed: bool = True) -> Failure:
+    def fail(self, error: BaseException, *, main_thread: bool = True) -> Failure:
         """Tell all ranks that this one failed; returns the first failure, which may be another rank's.
 
-        noticed: whether the main thread knows, as it does when it calls this itself.
+        main_thread: whether it is the main thread that calls, which then knows.
         """
-        if noticed:
-            self._noticed.set()
+        if main_thread:
+            self._main_knows.set()
         if isinstance(error, PeerError) and self._board.failure is not None:
             return self._board.failure
         summary = f"{type(error).__name__}: {error}".splitlines()[0].removesuffix(": ")
@@ -141,35 +151,36 @@ class Watch:
         """
         self.check()
         self._waiting = Waiting(what, ranks, time.monotonic())
-        trouble: OSError | None = None
+        failure: OSError | None = None
         try:
             block()
         except (TimeoutError, ConnectionError) as error:
-            trouble = error
-        if isinstance(trouble, TimeoutError):
-            self._raise_first(self.overdue(what, time.monotonic() - self._waiting.since_s))
-        if trouble is not None:
-            self._cut_off(self._waiting, str(trouble))
+            failure = error
+        # Raised outside the except clause, so that users see one error and not the transport's behind it.
+        if isinstance(failure, TimeoutError):
+            self._raise_first(self.timeout_error(what, time.monotonic() - self._waiting.since_s))
+        if failure is not None:
+            self._raise_disconnected(self._waiting, str(failure))
         self._waiting = None
 
-    def overdue(self, what: str, waited_s: float) -> CommunicationError:
+    def timeout_error(self, what: str, waited_s: float) -> CommunicationError:
         """The error of a wait that lasted too long, with the table over all ranks."""
         return CommunicationError(
-            f"rank {self.rank} waited {waited_s:.3g} s for {what}\n{who_waits(self._board.states())}",
+            f"rank {self.rank} waited {waited_s:.3g} s for {what}\n{who_waits(self._board.statuses())}",
             hint="look at the rank that does not wait; raise the time limit if it only is slow",
         )
 
-    def _cut_off(self, waiting: Waiting, reason: str) -> NoReturn:
+    def _raise_disconnected(self, waiting: Waiting, reason: str) -> NoReturn:
         # A rank that fails posts the cause before its connections end, so it is there or will soon be.
-        failure = self._board.await_failure(NOTICE_S)
+        failure = self._board.wait_for_failure(self._cause_timeout_s)
         if failure is not None and failure.rank != self.rank:
-            self._noticed.set()
+            self._main_knows.set()
             raise peer_error(failure)
         self._raise_first(
             CommunicationError(
                 f"rank {self.rank} lost its connection while it waited for {waiting.what}, "
                 f"and no rank said why: {reason}",
-                hint=f"see whether {named(waiting.ranks)} was killed, for instance for want of memory",
+                hint=f"see whether {_listed(waiting.ranks)} was killed, for instance for want of memory",
             )
         )
 
@@ -180,7 +191,7 @@ class Watch:
             raise peer_error(failure)
         raise error
 
-    def _leave(self) -> None:
+    def _finish(self) -> None:
         """The store must not go before its last user."""
         self.status = FINISHED
         if self._hosts_store:
@@ -189,11 +200,11 @@ class Watch:
 
     def _await_finished(self, others: tuple[int, ...]) -> None:
         def finished() -> bool:
-            states = self._board.states()
-            return all((state := states[r]) is not None and state.doing == FINISHED for r in others)
+            statuses = self._board.statuses()
+            return all((status := statuses[r]) is not None and status.doing == FINISHED for r in others)
 
         while not finished():
-            if self._board.await_failure(0.1) is not None:
+            if self._board.wait_for_failure(0.1) is not None:
                 raise ConnectionError("a rank failed")
 
     def _linger(self) -> None:
@@ -205,7 +216,7 @@ class Watch:
         elif failure.rank != self.rank:
             time.sleep(YIELD_S)
 
-    def _state(self) -> RankStatus:
+    def _own_status(self) -> RankStatus:
         waiting = self._waiting
         if waiting is None:
             return RankStatus(doing=self.status)
@@ -214,10 +225,10 @@ class Watch:
             doing=self.status, waits_for=waiting.what, waits_on=waiting.ranks, waiting_s=seconds
         )
 
-    def _failed(self, failure: Failure) -> None:
+    def _failure_known(self, failure: Failure) -> None:
         """Runs in a side thread, or in the failing rank's thread if all ranks are threads of one process."""
         self._interrupt()
-        if self._exit_after_s is not None and not self._noticed.wait(self._exit_after_s):
+        if self._exit_after_s is not None and not self._main_knows.wait(self._exit_after_s):
             print(
                 f"pipeloom: rank {self.rank} ends hard, as it did not notice for {self._exit_after_s:g} s "
                 f"that {failure.who} failed: {failure.summary}",
@@ -256,3 +267,48 @@ def shorten_peer_errors() -> None:
 
     hook.shortens_peer_errors = True  # type: ignore[attr-defined]
     sys.excepthook = hook
+
+
+def who_waits(statuses: Sequence[RankStatus | None]) -> str:
+    """A table of what each rank does and waits for, and the ranks that wait for each other, if any.
+
+    >>> waits = RankStatus(doing="0B0", waits_for="1SEND_B0>0 from rank 1", waits_on=(1,), waiting_s=2)
+    >>> print(who_waits([waits, None]))
+    rank  does  waits for
+    0     0B0   1SEND_B0>0 from rank 1, for 2.0 s
+    1     ?     (it has not said anything yet)
+    """
+    rows = [("rank", "does", "waits for")]
+    for rank, status in enumerate(statuses):
+        if status is None:
+            rows.append((str(rank), "?", "(it has not said anything yet)"))
+        elif status.waits_for:
+            waits = f"{status.waits_for}, for {status.waiting_s:.1f} s"
+            rows.append((str(rank), status.doing, waits))
+        else:
+            rows.append((str(rank), status.doing, "-"))
+    widths = [max(len(row[column]) for row in rows) for column in range(2)]
+    lines = [f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c}".rstrip() for a, b, c in rows]
+    cycle = _cycle(statuses)
+    if cycle:
+        lines.append(" -> ".join(f"rank {rank}" for rank in cycle) + ": they wait for each other")
+    return "\n".join(lines)
+
+
+def _cycle(statuses: Sequence[RankStatus | None]) -> list[int]:
+    """Ranks of which each waits on the next one, first and last the same; empty if there are none."""
+    waits_on = {r: s.waits_on[0] for r, s in enumerate(statuses) if s is not None and len(s.waits_on) == 1}
+    for start in waits_on:
+        path = [start]
+        while path[-1] in waits_on and len(path) <= len(waits_on):
+            path.append(waits_on[path[-1]])
+            if path[-1] == start:
+                return path
+    return []
+
+
+def _listed(ranks: tuple[int, ...]) -> str:
+    """The ranks in words: "rank 3", "ranks 0, 2"."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return "ranks " + ", ".join(map(str, ranks))

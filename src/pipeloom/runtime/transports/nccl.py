@@ -75,8 +75,8 @@ class StreamWatchdog:
             oldest = self._awaited[0]
             waited_s = time.monotonic() - oldest.since_s
             if waited_s > self._timeout_s:
-                error = self._watch.overdue(oldest.what, waited_s)
-                if self._watch.fail(error, noticed=False).rank == self._watch.rank:
+                error = self._watch.timeout_error(oldest.what, waited_s)
+                if self._watch.fail(error, main_thread=False).rank == self._watch.rank:
                     print(error, file=sys.stderr, flush=True)
                 return
 
