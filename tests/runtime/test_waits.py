@@ -1,6 +1,6 @@
 """The table of who waits for whom."""
 
-from pipeloom.runtime.failure import RankStatus, watch as who_waits
+from pipeloom.runtime.failure import RankStatus, who_waits
 
 
 def waiting(doing: str, what: str, *ranks: int) -> RankStatus:

@@ -22,12 +22,7 @@ from .calibration.rehearsal import (
     Rehearsal as Rehearsal,
     with_times as with_times,
 )
-from .channel import (
-    SMALL_BYTES as SMALL_BYTES,
-    CompletedTransfer as CompletedTransfer,
-    PendingTransfer as PendingTransfer,
-    PostedChannel as PostedChannel,
-)
+from .channel import SMALL_BYTES as SMALL_BYTES, PostedChannel as PostedChannel
 from .checkpoint.checkpoint import export_safetensors as export_safetensors
 from .checkpoint.files import newest as newest, read_index as read_index, verify_sizes as verify_sizes
 from .checkpoint.state import TrainState as TrainState
@@ -51,5 +46,6 @@ from .recorder import Clock as Clock, CudaClock as CudaClock, HostClock as HostC
 from .step_state import Microbatch as Microbatch, Variant as Variant
 from .transports.dist_channel import DistChannel as DistChannel
 from .transports.local_channel import LocalChannel as LocalChannel, local_channels as local_channels
+from .transports.transport import CompletedTransfer as CompletedTransfer, PendingTransfer as PendingTransfer
 from .weights import Gradients as Gradients, MakeOptimizer as MakeOptimizer, Weights as Weights
 from .worker import Worker as Worker

@@ -1,17 +1,23 @@
-"""The channel proper: what to post, keep, wait for and free; the moving of bytes is a `Transport`'s.
+"""The channel: how a rank exchanges tensors with the other ranks of its pipeline.
 
-Receives are posted ahead of need, since a transfer starts only once both ends are posted: with `ahead`
-receives open per source, the next messages arrive while this rank computes. When one of them is through, the
-buffer of the next is taken at once, but its receive is opened at the next call, after what this rank computes
-in between: near the end of a transfer the transport is busy with the messages behind it, and who opens a
-receive then waits for it, with gloo for up to 5 ms where all cores are busy.
+`Channel` is what the worker sees. `PostedChannel` decides what to post, keep, wait for and free; a
+`Transport` moves the bytes. Receives are posted ahead of need, since a transfer starts only once both ends
+are posted: with `ahead` receives posted per source, the next messages arrive while this rank computes.
+
+    buffers of one source      | in use | arrived or arriving | buffer taken |  no buffer yet
+    messages                   m0       m1                    m3             m4 ...
+                                        received              posted         with_buffer
+
+When a message is received, the buffer of the next is taken at once, but its receive is posted at the next
+call, after what this rank computes in between: near the end of a transfer the transport is busy with the
+messages behind it, and who posts a receive then waits for it, with gloo for up to 5 ms on busy cores.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -20,28 +26,15 @@ from ..ir.errors import CommunicationError
 from ..tracer import has_order, permute_to_memory
 from .failure import Watch
 from .messages import BufferPool, Message, as_bytes, check_tensors, pack, unpack
+from .transports import CompletedTransfer, PendingTransfer, Transport
 
 SMALL_BYTES = 1 << 16
-"""Sends up to this size are looked at only at the end of the step: to see whether one is through takes longer
+"""Sends up to this size are looked at only at the end of the step: to see whether one has ended takes longer
 than it does."""
 
 
-class PendingTransfer(Protocol):
-    """A transfer under way."""
-
-    def done(self) -> bool:
-        """Whether the buffer is free again; never blocks, and may say False too long."""
-
-    def wait(self, timeout_s: float) -> None:
-        """Raises: TimeoutError when the time passes, ConnectionError if the transfer cannot succeed."""
-
-
-class Transport(Protocol):
-    """Moves flat byte buffers between ranks.
-
-    index: counts the messages from one rank to another since the start; a receive gets the message of its
-        index. None: outside that order; the k-th such receive gets the k-th such send.
-    """
+class Channel(Protocol):
+    """How a rank exchanges tensors with the other ranks of its pipeline."""
 
     @property
     def rank(self) -> int: ...
@@ -49,69 +42,73 @@ class Transport(Protocol):
     @property
     def ranks(self) -> int: ...
 
-    def send(self, buffer: Tensor, target: int, index: int | None) -> PendingTransfer: ...
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of buffers: receives open, or received and not released; packed sends."""
 
-    def receive(self, buffer: Tensor, source: int, index: int | None) -> PendingTransfer: ...
+    @property
+    def sending_bytes(self) -> int:
+        """Bytes of the caller's tensors that unfinished sends keep alive."""
 
-    def all_reduce(self, tensor: Tensor) -> PendingTransfer:
-        """Sum in place over all ranks."""
+    def begin(self, incoming: Sequence[Message]) -> None:
+        """Start a step: all messages this rank will get, per source in the order it sends them."""
 
-    def all_gather_object(self, value: Any, timeout_s: float) -> list[Any]:
-        """Raises: as `PendingTransfer.wait`."""
+    def send(self, message: Message, tensors: Sequence[Tensor]) -> None:
+        """Send without waiting. The tensors must not be written to afterwards."""
 
-    def interrupt(self) -> None:
-        """Called from another thread: end all waits of this rank with ConnectionError, for good."""
+    def receive(self, message: Message) -> list[Tensor]:
+        """Wait for a message and return its values, which are valid until `release`."""
 
-    def close(self) -> None:
-        """Called once, when the last wait is over."""
+    def opening_bytes(self, message: Message) -> int:
+        """Bytes of further buffers that receiving this message would take."""
 
+    def finish_send(self) -> bool:
+        """Wait until the oldest send under way has ended. Returns False if there is none."""
 
-class CompletedTransfer:
-    """The handle of a transfer of no bytes, or of one that is already through."""
+    def release(self, message: Message) -> None:
+        """The values of a received message are no longer used: its buffer may be reused."""
 
-    def done(self) -> bool:
-        return True
+    def end(self) -> None:
+        """End a step: wait until all sends of this rank have ended."""
 
-    def wait(self, timeout_s: float) -> None:
-        """Returns at once."""
+    def all_reduce(self, tensor: Tensor, ranks: Sequence[int] | None = None) -> None:
+        """Sum in place over `ranks` (all of them if None); each calls it, in the same order."""
 
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """One small picklable object from every rank, in rank order."""
 
-class FailedTransfer:
-    """The handle of a transfer that could not even be posted."""
-
-    def __init__(self, reason: str) -> None:
-        self._reason = reason
-
-    def done(self) -> bool:
-        return False
-
-    def wait(self, timeout_s: float) -> None:
-        raise ConnectionError(self._reason)
+    def broadcast_object(self, value: Any, source: int = 0) -> Any:
+        """The small picklable object that rank `source` has."""
 
 
 @dataclass
-class _Incoming:
-    """The messages of one source.
+class _Source:
+    """The messages of one source in this step, and how far this rank is with them.
 
-    before: messages of earlier steps.  taken: how many of this step's have or had a buffer.
-    posted: how many of these have, or had, a receive open.
+    earlier: how many there were in earlier steps.  waiting_for: key -> index, of those not received yet.
+    received <= posted <= with_buffer: how many have come, have a receive posted, have a buffer, or had.
     """
 
-    before: int = 0
+    earlier: int = 0
     messages: tuple[Message, ...] = ()
-    taken: int = 0
+    with_buffer: int = 0
     posted: int = 0
     received: int = 0
-    place: dict[str, int] = field(default_factory=dict)
+    waiting_for: dict[str, int] = field(default_factory=dict)
+
+
+class _PostedReceive(NamedTuple):
+    buffer: Tensor
+    transfer: PendingTransfer
 
 
 @dataclass
-class _Sent:
-    """A message under way. place: among all sends.  packed: its buffer is the pool's, not the caller's."""
+class _PostedSend:
+    """A message under way. number: among all sends.  packed: its buffer is the pool's, not the caller's."""
 
-    place: int
+    number: int
     message: Message
-    handle: PendingTransfer
+    transfer: PendingTransfer
     buffer: Tensor
     packed: bool
 
@@ -119,7 +116,7 @@ class _Sent:
 class PostedChannel:
     """A `Channel` over any transport.
 
-    device: where receive buffers live.  ahead: receives kept open per source.
+    device: where receive buffers live.  ahead: receives kept posted per source.
     timeout_s: limit of each single wait.  on_change: called with `held_bytes` whenever it changes.
     A finished send is noticed at the next call of `begin`, `send`, `receive` or `end`, or when one asks what
     is held; a small one at `end` or `finish_send`.
@@ -143,13 +140,14 @@ class PostedChannel:
         self._ahead = ahead
         self._timeout_s = timeout_s
         self._pool = BufferPool(device, on_change)
-        self._incoming: dict[int, _Incoming] = {}
-        self._taken: dict[str, Tensor] = {}
-        self._open: dict[str, tuple[Tensor, PendingTransfer]] = {}
+        self._sources: dict[int, _Source] = {}
+        # Receive buffers by the message's key: not posted yet, posted, and received but not released.
+        self._unposted: dict[str, Tensor] = {}
+        self._receives: dict[str, _PostedReceive] = {}
         self._in_use: dict[str, Tensor] = {}
-        self._sent: list[_Sent] = []
-        self._small_sent: list[_Sent] = []
-        self._sends = 0
+        self._sends: list[_PostedSend] = []
+        self._small_sends: list[_PostedSend] = []
+        self._send_count = 0
         self._sent_to: dict[int, int] = {}
         watch.on_failure(transport.interrupt)
         watch.on_exit(transport.close)
@@ -160,13 +158,13 @@ class PostedChannel:
 
         One value that lies as it is to be sent is sent from the caller's own tensor: see `sending_bytes`.
         """
-        self._sweep()
+        self._free_finished_sends()
         return self._pool.held_bytes
 
     @property
     def sending_bytes(self) -> int:
         """Bytes of the caller's tensors that unfinished sends keep alive."""
-        self._sweep()
+        self._free_finished_sends()
         return self._sending_bytes
 
     @property
@@ -177,30 +175,31 @@ class PostedChannel:
     def begin(self, incoming: Sequence[Message]) -> None:
         """Start a step: all messages this rank will get, per source in the order it sends them.
 
-        Opens the first `ahead` receives of each source.
+        Posts the first `ahead` receives of each source.
         """
         self._watch.check()
-        self._sweep()
+        self._free_finished_sends()
         self._pool.drop_unused()
         by_source: dict[int, list[Message]] = {}
         for message in incoming:
             by_source.setdefault(message.source, []).append(message)
-        for source, messages in by_source.items():
-            line = self._incoming.setdefault(source, _Incoming())
-            line.messages = tuple(messages)
-            line.place = {message.key: place for place, message in enumerate(messages)}
-            self._take(line, self._ahead)
-        self._post()
+        for rank, messages in by_source.items():
+            source = self._sources.setdefault(rank, _Source())
+            source.messages = tuple(messages)
+            source.waiting_for = {message.key: index for index, message in enumerate(messages)}
+            self._take_buffers(source, self._ahead)
+        self._post_receives()
 
     def send(self, message: Message, tensors: Sequence[Tensor]) -> None:
-        """Send without waiting. The tensors must not be written to afterwards.
+        """Post a send. The tensors must not be written to afterwards.
 
+        One tensor that lies in memory as the message has it is sent from there; others are packed first.
         Raises: CommunicationError if they are not what the message announces; nothing is sent then.
         """
         check_tensors(message, tensors)
         self._watch.check()
-        self._sweep()
-        self._post()
+        self._free_finished_sends()
+        self._post_receives()
         index = self._sent_to.get(message.target, 0)
         self._sent_to[message.target] = index + 1
         if not message.bytes:
@@ -213,10 +212,10 @@ class PostedChannel:
         else:
             buffer = as_bytes(permute_to_memory(tensors[0], order))
             self._sending_bytes += message.bytes
-        handle = self._transport.send(buffer, message.target, index)
-        sent = self._small_sent if message.bytes <= SMALL_BYTES else self._sent
-        self._sends += 1
-        sent.append(_Sent(self._sends, message, handle, buffer, packed))
+        transfer = self._transport.send(buffer, message.target, index)
+        sends = self._small_sends if message.bytes <= SMALL_BYTES else self._sends
+        self._send_count += 1
+        sends.append(_PostedSend(self._send_count, message, transfer, buffer, packed))
 
     def receive(self, message: Message) -> list[Tensor]:
         """Wait for a message and return its values, which are valid until `release`.
@@ -224,48 +223,48 @@ class PostedChannel:
         Raises: CommunicationError if it was not announced to `begin`, was received before, or does not
             come in time; PeerError if another rank failed.
         """
-        line = self._incoming.get(message.source)
-        place = None if line is None else line.place.pop(message.key, None)
-        if line is None or place is None:
+        source = self._sources.get(message.source)
+        index = None if source is None else source.waiting_for.pop(message.key, None)
+        if source is None or index is None:
             raise CommunicationError(
                 f"rank {self.rank} wants {message.key} from rank {message.source}, "
                 "which was not announced for this step or was received before",
                 hint="name every message of the step in begin(), and receive it once",
             )
-        self._sweep()
-        self._take(line, place + 1)
-        self._post()
-        buffer, handle = self._open[message.key]
-        self._wait(f"{message.key} from rank {message.source}", message.source, handle)
-        del self._open[message.key]
+        self._free_finished_sends()
+        self._take_buffers(source, index + 1)
+        self._post_receives()
+        buffer, transfer = self._receives[message.key]
+        self._wait(f"{message.key} from rank {message.source}", message.source, transfer)
+        del self._receives[message.key]
         self._in_use[message.key] = buffer
-        line.received += 1
-        self._take(line, line.received + self._ahead)
-        if line.posted == line.received:
-            self._post()
+        source.received += 1
+        self._take_buffers(source, source.received + self._ahead)
+        if source.posted == source.received:
+            self._post_receives()  # no receive is posted: none may wait for the next call
         return unpack(message, buffer)
 
     def opening_bytes(self, message: Message) -> int:
         """Bytes of the buffers that receiving this message opens for those behind it."""
-        line = self._incoming.get(message.source)
-        if line is None:
+        source = self._sources.get(message.source)
+        if source is None:
             return 0
-        reached = max(line.place.get(message.key, -1), line.received + self._ahead) + 1
-        return sum(later.bytes for later in line.messages[line.taken : reached])
+        end = max(source.waiting_for.get(message.key, -1), source.received + self._ahead) + 1
+        return sum(later.bytes for later in source.messages[source.with_buffer : end])
 
     def finish_send(self) -> bool:
-        """Wait until the oldest send under way is through, a small one too. Returns False if there is none.
+        """Wait until the oldest send under way has ended, a small one too. Returns False if there is none.
 
         Raises: CommunicationError if it does not end in time; PeerError if another rank failed.
         """
-        self._sweep()
-        self._post()
-        oldest = min((*self._sent[:1], *self._small_sent[:1]), key=lambda sent: sent.place, default=None)
+        self._free_finished_sends()
+        self._post_receives()
+        oldest = min((*self._sends[:1], *self._small_sends[:1]), key=lambda sent: sent.number, default=None)
         if oldest is None:
             return False
         self._wait_for(oldest)
-        self._sweep()
-        self._small_sent = self._still_going(self._small_sent)
+        self._free_finished_sends()
+        self._small_sends = self._unfinished(self._small_sends)
         return True
 
     def release(self, message: Message) -> None:
@@ -273,25 +272,25 @@ class PostedChannel:
         self._pool.give(self._in_use.pop(message.key))
 
     def end(self) -> None:
-        """End a step: wait until all own sends are through.
+        """End a step: wait until all sends of this rank have ended.
 
         Raises: CommunicationError if an announced message was never received or a send does not end in
             time; PeerError if another rank failed.
         """
-        forgotten = [key for line in self._incoming.values() for key in line.place]
+        forgotten = [key for source in self._sources.values() for key in source.waiting_for]
         if forgotten:
             raise CommunicationError(
                 f"rank {self.rank} ends its step without having received {', '.join(forgotten)}",
                 hint="receive every message that begin() names",
             )
-        for sent in [*self._sent, *self._small_sent]:
+        for sent in [*self._sends, *self._small_sends]:
             self._wait_for(sent)
-        self._sweep()
-        self._small_sent = self._still_going(self._small_sent)
-        for line in self._incoming.values():
-            line.before += len(line.messages)
-            line.messages = ()
-            line.taken = line.posted = line.received = 0
+        self._free_finished_sends()
+        self._small_sends = self._unfinished(self._small_sends)
+        for source in self._sources.values():
+            source.earlier += len(source.messages)
+            source.messages = ()
+            source.with_buffer = source.posted = source.received = 0
 
     def all_reduce(self, tensor: Tensor, ranks: Sequence[int] | None = None) -> None:
         """Sum in place over `ranks` (all of them if None); each calls it, in the same order.
@@ -302,11 +301,11 @@ class PostedChannel:
         members = tuple(sorted(ranks)) if ranks is not None else tuple(range(self.ranks))
         if len(members) == 1:
             return
-        self._post()
+        self._post_receives()
         if len(members) == self.ranks:
-            handle = self._transport.all_reduce(tensor)
+            transfer = self._transport.all_reduce(tensor)
             others = tuple(r for r in members if r != self.rank)
-            self._watch.wait("a sum over all ranks", others, lambda: handle.wait(self._timeout_s))
+            self._watch.wait("a sum over all ranks", others, lambda: transfer.wait(self._timeout_s))
             return
         root, *rest = members
         mine = tensor.detach().contiguous()
@@ -325,66 +324,67 @@ class PostedChannel:
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """One small picklable object from every rank, in rank order."""
-        self._post()
-        found: list[Any] = []
+        self._post_receives()
+        values: list[Any] = []
         others = tuple(r for r in range(self.ranks) if r != self.rank)
         gather = self._transport.all_gather_object
         self._watch.wait(
-            "control data from all ranks", others, lambda: found.extend(gather(value, self._timeout_s))
+            "control data from all ranks", others, lambda: values.extend(gather(value, self._timeout_s))
         )
-        return found
+        return values
 
     def broadcast_object(self, value: Any, source: int = 0) -> Any:
         """The small picklable object that rank `source` has."""
         return self.all_gather_object(value if self.rank == source else None)[source]
 
-    def _take(self, line: _Incoming, count: int) -> None:
-        """Take buffers until `count` of the line's messages have one; `_post` opens their receives."""
-        while line.taken < min(count, len(line.messages)):
-            message = line.messages[line.taken]
-            self._taken[message.key] = self._pool.take(message.bytes)
-            line.taken += 1
+    def _take_buffers(self, source: _Source, count: int) -> None:
+        """Take buffers until `count` of a source's messages have one; `_post_receives` posts them."""
+        while source.with_buffer < min(count, len(source.messages)):
+            message = source.messages[source.with_buffer]
+            self._unposted[message.key] = self._pool.take(message.bytes)
+            source.with_buffer += 1
 
-    def _post(self) -> None:
-        """Open the receives of all buffers taken."""
-        for line in self._incoming.values():
-            while line.posted < line.taken:
-                message = line.messages[line.posted]
-                buffer = self._taken.pop(message.key)
-                handle: PendingTransfer = CompletedTransfer()
+    def _post_receives(self) -> None:
+        """Post the receives of all buffers taken."""
+        for source in self._sources.values():
+            while source.posted < source.with_buffer:
+                message = source.messages[source.posted]
+                buffer = self._unposted.pop(message.key)
+                transfer: PendingTransfer = CompletedTransfer()
                 if message.bytes:
-                    handle = self._transport.receive(buffer, message.source, line.before + line.posted)
-                self._open[message.key] = (buffer, handle)
-                line.posted += 1
+                    index = source.earlier + source.posted
+                    transfer = self._transport.receive(buffer, message.source, index)
+                self._receives[message.key] = _PostedReceive(buffer, transfer)
+                source.posted += 1
 
-    def _wait_for(self, sent: _Sent) -> None:
+    def _wait_for(self, sent: _PostedSend) -> None:
         target = sent.message.target
-        self._wait(f"rank {target} to receive {sent.message.key}", target, sent.handle)
+        self._wait(f"rank {target} to receive {sent.message.key}", target, sent.transfer)
 
-    def _wait(self, what: str, rank: int, handle: PendingTransfer) -> None:
-        self._watch.wait(what, (rank,), lambda: handle.wait(self._timeout_s))
+    def _wait(self, what: str, rank: int, transfer: PendingTransfer) -> None:
+        self._watch.wait(what, (rank,), lambda: transfer.wait(self._timeout_s))
 
     def _send_now(self, tensor: Tensor, target: int) -> None:
-        handle = self._transport.send(as_bytes(tensor), target, None)
-        self._wait(f"rank {target} to receive its part of a sum", target, handle)
+        transfer = self._transport.send(as_bytes(tensor), target, None)
+        self._wait(f"rank {target} to receive its part of a sum", target, transfer)
 
     def _receive_now(self, tensor: Tensor, source: int) -> None:
-        handle = self._transport.receive(as_bytes(tensor), source, None)
-        self._wait(f"a part of a sum from rank {source}", source, handle)
+        transfer = self._transport.receive(as_bytes(tensor), source, None)
+        self._wait(f"a part of a sum from rank {source}", source, transfer)
 
-    def _sweep(self) -> None:
+    def _free_finished_sends(self) -> None:
         """Free what finished sends held."""
-        if self._sent:
-            self._sent = self._still_going(self._sent)
+        if self._sends:
+            self._sends = self._unfinished(self._sends)
 
-    def _still_going(self, sends: list[_Sent]) -> list[_Sent]:
-        """The sends that are not through; what the others held is freed."""
-        going = []
+    def _unfinished(self, sends: list[_PostedSend]) -> list[_PostedSend]:
+        """The sends that have not ended; what the others held is freed."""
+        unfinished = []
         for sent in sends:
-            if not sent.handle.done():
-                going.append(sent)
+            if not sent.transfer.done():
+                unfinished.append(sent)
             elif sent.packed:
                 self._pool.give(sent.buffer)
             else:
                 self._sending_bytes -= sent.message.bytes
-        return going
+        return unfinished

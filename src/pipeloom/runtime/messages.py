@@ -1,4 +1,4 @@
-"""Messages between ranks, the seam the worker sees, and the pool its buffers come from.
+"""Messages between ranks: their bytes on the wire, and the pool that their buffers come from.
 
 A message is the list of values that one SEND carries. On the wire it is one flat run of bytes, each value
 starting at a multiple of 64 bytes, so that a receiver hands out typed views of its buffer and copies
@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -61,54 +60,6 @@ class Message:
     @cached_property
     def dtypes(self) -> tuple[torch.dtype, ...]:
         return tuple(getattr(torch, value.dtype) for value in self.values)
-
-
-class Channel(Protocol):
-    """How a rank exchanges tensors with the other ranks of its pipeline."""
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def ranks(self) -> int: ...
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of buffers: receives open, or received and not released; packed sends."""
-
-    @property
-    def sending_bytes(self) -> int:
-        """Bytes of the caller's tensors that unfinished sends keep alive."""
-
-    def begin(self, incoming: Sequence[Message]) -> None:
-        """Start a step: all messages this rank will get, per source in the order it sends them."""
-
-    def send(self, message: Message, tensors: Sequence[Tensor]) -> None:
-        """Send without waiting. The tensors must not be written to afterwards."""
-
-    def receive(self, message: Message) -> list[Tensor]:
-        """Wait for a message and return its values, which are valid until `release`."""
-
-    def opening_bytes(self, message: Message) -> int:
-        """Bytes of further buffers that receiving this message would take."""
-
-    def finish_send(self) -> bool:
-        """Wait until the oldest send under way is through. Returns False if there is none."""
-
-    def release(self, message: Message) -> None:
-        """The values of a received message are no longer used: its buffer may be reused."""
-
-    def end(self) -> None:
-        """End a step: wait until all own sends are through."""
-
-    def all_reduce(self, tensor: Tensor, ranks: Sequence[int] | None = None) -> None:
-        """Sum in place over `ranks` (all of them if None); each calls it, in the same order."""
-
-    def all_gather_object(self, value: Any) -> list[Any]:
-        """One small picklable object from every rank, in rank order."""
-
-    def broadcast_object(self, value: Any, source: int = 0) -> Any:
-        """The small picklable object that rank `source` has."""
 
 
 def check_tensors(message: Message, tensors: Sequence[Tensor]) -> None:

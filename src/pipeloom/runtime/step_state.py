@@ -16,9 +16,10 @@ from ..ir.action import Action, Instruction, Transfer
 from ..ir.schedule import Program
 from ..ir.stages import StageGraph
 from ..tracer import StageFunctions, Tensors
+from .channel import Channel
 from .failure import Watch
 from .ledger import Ledger
-from .messages import Channel, Message
+from .messages import Message
 from .offload import AsyncCopy, Tier
 from .recorder import Recorder
 from .weights import Weights

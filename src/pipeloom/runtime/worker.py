@@ -32,10 +32,10 @@ from ..ir.action import (
 )
 from ..ir.operation import OPERATIONS
 from ..ir.schedule import Program
+from .channel import Channel
 from .compute import PEAK_OF, Compute
 from .failure import Watch
 from .ledger import Ledger
-from .messages import Channel
 from .offload import Tier, count_copies, offload, reload, reload_bytes, wait_offload
 from .operations import Operations
 from .recorder import Recorder

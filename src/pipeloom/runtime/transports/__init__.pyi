@@ -5,3 +5,9 @@ from .local_channel import (
     local_channels as local_channels,
 )
 from .nccl import NcclTransport as NcclTransport, StreamWatchdog as StreamWatchdog
+from .transport import (
+    CompletedTransfer as CompletedTransfer,
+    FailedTransfer as FailedTransfer,
+    PendingTransfer as PendingTransfer,
+    Transport as Transport,
+)

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterable
 import torch
 import torch.distributed as dist
 
-from ..channel import PostedChannel, Transport
+from ..channel import PostedChannel
 from ..failure import Watch
 from .gloo import GlooTransport
 from .nccl import NcclTransport
+from .transport import Transport
 
 
 class DistChannel(PostedChannel):

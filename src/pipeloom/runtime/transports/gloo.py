@@ -25,7 +25,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..channel import SMALL_BYTES, FailedTransfer, PendingTransfer
+from ..channel import SMALL_BYTES
+from .transport import FailedTransfer, PendingTransfer
 
 MESSAGE_TAGS = 1 << 20
 FIRST_TAG = 1 << 30

@@ -13,8 +13,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from ..channel import PendingTransfer, PostedChannel
+from ..channel import PostedChannel
 from ..failure import LocalBoard, Watch, local_boards
+from .transport import PendingTransfer
 
 
 class LocalChannel(PostedChannel):

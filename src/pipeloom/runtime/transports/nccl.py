@@ -26,9 +26,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...ir.errors import ConfigError
-from ..channel import FailedTransfer, PendingTransfer
 from ..failure import Watch
 from .gloo import GlooTransport
+from .transport import FailedTransfer, PendingTransfer
 
 
 class StreamWork(Protocol):

@@ -1,0 +1,74 @@
+"""What a channel asks of a network: to move flat byte buffers between ranks, without blocking."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch import Tensor
+
+
+class PendingTransfer(Protocol):
+    """A transfer under way."""
+
+    def done(self) -> bool:
+        """Whether the buffer is free again; never blocks, and may say False too long."""
+
+    def wait(self, timeout_s: float) -> None:
+        """Raises: TimeoutError when the time passes, ConnectionError if the transfer cannot succeed."""
+
+
+class Transport(Protocol):
+    """Moves flat byte buffers between ranks.
+
+    buffer: uint8, one dimension.
+    index: counts the messages from one rank to another since the start; a receive gets the message of its
+        index. None: outside that order; the k-th such receive gets the k-th such send.
+
+    `send` and `receive` post a transfer and return at once, even if they cannot: what went wrong is raised by
+    `wait`. A rank that blocked here while its peer does the same would never post what the peer waits for.
+    """
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def ranks(self) -> int: ...
+
+    def send(self, buffer: Tensor, target: int, index: int | None) -> PendingTransfer: ...
+
+    def receive(self, buffer: Tensor, source: int, index: int | None) -> PendingTransfer: ...
+
+    def all_reduce(self, tensor: Tensor) -> PendingTransfer:
+        """Sum in place over all ranks."""
+
+    def all_gather_object(self, value: Any, timeout_s: float) -> list[Any]:
+        """Raises: as `PendingTransfer.wait`."""
+
+    def interrupt(self) -> None:
+        """Called from another thread: end all waits of this rank with ConnectionError, for good."""
+
+    def close(self) -> None:
+        """Called once, when the last wait is over."""
+
+
+class CompletedTransfer:
+    """A transfer of no bytes, or one that has ended already."""
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self, timeout_s: float) -> None:
+        """Returns at once."""
+
+
+class FailedTransfer:
+    """A transfer that could not even be posted."""
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    def done(self) -> bool:
+        return False
+
+    def wait(self, timeout_s: float) -> None:
+        raise ConnectionError(self._reason)
