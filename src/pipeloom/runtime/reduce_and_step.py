@@ -24,7 +24,7 @@ class ReduceAndStep:
     def reduce_tied_gradients(self, step: StepContext, action: StageAction) -> None:
         """REDUCE: add the gradients of each tied parameter over the ranks that have a replica of it.
 
-        All ranks go through the tied parameters in the same order, so that none blocks (see `ir.tied_gradients`).
+        All ranks go through the tied parameters in the same order, so that none blocks: `ir.tied_gradients`.
         """
         if not step.update:
             return
