@@ -1,55 +1,88 @@
-"""When a kernel runs compiled."""
+"""When a kernel runs compiled, and which machine code it finds."""
 
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-MODULE = """
+from pipeloom.ir.kernels import COMPILED_FROM, kernel
+
+SQUARES = """
+from __future__ import annotations
 import sys
 import numpy as np
-from pipeloom.ir import kernels
+from pipeloom.ir.kernels import kernel
+from inner import FACTOR, Row, square
 
-@kernels.within
-def square(values, at):
-    return values[at] * values[at]
-
-@kernels.in_place
-def squares(values):
+@kernel
+def squares(row: Row):
     found = 0
-    for at in range(len(values)):
-        found += square(values, at)
-    return found
+    for at in range(len(row.values)):
+        found += square(row.values, at)
+    return found * FACTOR
 
-kernels.S_PER_BYTE, kernels.LOADING_S = map(float, sys.argv[2:])
 for _ in range(2):
-    print(squares(np.ones(int(sys.argv[1]), np.int64)), bool(vars(squares).get("compiled")))
+    print(squares(Row(np.full(int(sys.argv[1]), 2), np.zeros(0, np.int64))), "numba" in sys.modules)
+"""
+INNER = """
+from typing import Any, NamedTuple
+from pipeloom.ir.kernels import kernel
+
+FACTOR = 1
+
+class Row(NamedTuple):
+    values: Any
+    weights: Any
+
+@kernel
+def square(values, at):
+    return values[at] ** 2
 """
 
 
-def ran(folder: Path, size: int, s_per_byte: float = 60.0, loading_s: float = 60.0) -> list[str]:
-    (folder / "squares.py").write_text(MODULE)
-    call = [sys.executable, "squares.py", str(size), str(s_per_byte), str(loading_s)]
-    env = {**os.environ, "NUMBA_CACHE_DIR": str(folder / "cache")}
-    done = subprocess.run(call, cwd=folder, env=env, capture_output=True, text=True, check=False)
+def ran(folder: Path, size: int, inner: str = INNER) -> tuple[list[str], int]:
+    """What two calls print, and how many entries the cache then has."""
+    (folder / "squares.py").write_text(SQUARES)
+    (folder / "inner.py").write_text(inner)
+    cache = folder / "cache"
+    done = subprocess.run(
+        [sys.executable, "-B", "squares.py", str(size)],
+        cwd=folder,
+        env={**os.environ, "NUMBA_CACHE_DIR": str(cache)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert not done.returncode, done.stderr
-    return done.stdout.splitlines()
+    return done.stdout.splitlines(), len(list(cache.rglob("*.nbc")))
 
 
-def test_machine_code_is_made_for_large_arrays_and_used_for_smaller_ones_once_there(tmp_path: Path) -> None:
-    assert ran(tmp_path, 10_000) == ["10000 False"] * 2
-    assert ran(tmp_path, 1_000_000) == ["1000000 True"] * 2
-    assert ran(tmp_path, 10_000) == ["10000 True"] * 2
+def test_a_kernel_is_compiled_once_it_has_gone_over_enough(tmp_path: Path) -> None:
+    assert ran(tmp_path, COMPILED_FROM // 2 - 1) == ([f"{4 * (COMPILED_FROM // 2 - 1)} False"] * 2, 0)
+    half = 4 * (COMPILED_FROM // 2)
+    assert ran(tmp_path, COMPILED_FROM // 2) == ([f"{half} False", f"{half} True"], 1)
+    assert ran(tmp_path, COMPILED_FROM) == ([f"{4 * COMPILED_FROM} True"] * 2, 1)
 
 
-def test_machine_code_is_made_when_the_kernel_has_run_long_without(tmp_path: Path) -> None:
-    assert ran(tmp_path, 10_000, s_per_byte=0.0) == ["10000 False", "10000 True"]
+def test_machine_code_is_made_anew_when_what_goes_into_it_changes(tmp_path: Path) -> None:
+    """A kernel that it calls, a constant, the type of an argument: in a file other than its own."""
+    size = COMPILED_FROM
+    changes = (
+        (INNER, 4),
+        (INNER.replace("** 2", "** 3"), 8),
+        (INNER.replace("FACTOR = 1", "FACTOR = 5"), 20),
+        (INNER.replace("    values: Any\n    weights: Any", "    weights: Any\n    values: Any"), 0),
+    )
+    for number, (inner, each) in enumerate(changes, 1):
+        assert ran(tmp_path, size, inner) == ([f"{each * size} True"] * 2, number)
+    assert ran(tmp_path, size) == ([f"{4 * size} True"] * 2, number)
 
 
-def test_small_arrays_run_compiled_too_once_the_kernel_has_run_long(tmp_path: Path) -> None:
-    assert ran(tmp_path, 1_000) == ["1000 False"] * 2
-    assert ran(tmp_path, 1_000, s_per_byte=0.0) == ["1000 False"] * 2
-    assert ran(tmp_path, 1_000, loading_s=0.0) == ["1000 False"] * 2
-    assert ran(tmp_path, 100, s_per_byte=0.0, loading_s=0.0) == ["100 False"] * 2
-    assert ran(tmp_path, 1_000, s_per_byte=0.0, loading_s=0.0) == ["1000 False", "1000 True"]
-    assert ran(tmp_path, 1_000, loading_s=0.0) == ["1000 True"] * 2
+def test_who_calls_a_kernel_may_say_how_much_it_goes_over() -> None:
+    @kernel
+    def first(values):  # type: ignore[no-untyped-def]
+        return values[0]
+
+    assert first.form(COMPILED_FROM - 1) is first.interpreted
+    assert first((3, 4)) == 3
+    assert first.form(1) is first.compiled

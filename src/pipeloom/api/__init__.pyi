@@ -14,7 +14,6 @@ from .clusters import (
     save_cluster as save_cluster,
     with_files as with_files,
 )
-from .compiling import made_beside as made_beside
 from .forecast import Forecast as Forecast, by_stage as by_stage
 from .largest_batch import ModelAt as ModelAt, largest_below as largest_below, largest_plan as largest_plan
 from .options import Options as Options, StepReport as StepReport

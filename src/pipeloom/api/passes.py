@@ -24,7 +24,6 @@ from ..profiler import roofline
 from ..tracer import Job, load_job
 from .advice import plan_with_advice
 from .clusters import with_files
-from .compiling import made_beside
 from .largest_batch import largest_below, largest_plan
 from .plan_costs import PlanCosts
 from .plan_request import CapturedModel, PlanRequest
@@ -277,19 +276,10 @@ def _model_for(
     profiled: Profile | None = None,
     batch: Mapping[str, Tensor] | None = None,
 ) -> CapturedModel:
-    """The model that a search follows on. What is measured here has the machine to itself."""
+    """The model that a search follows on."""
     cluster = None if request.local else request.cluster
-    if cluster is None or captured is not None:
-        return captured_model(job, size, cluster, captured=captured, profiled=profiled, batch=batch)
-    with made_beside(request.strategy, request.options.treatments) as wait_for_code:
-        model = captured_model(job, size, cluster, profiled=profiled, batch=batch)
-        if len(model.graph.ops) >= COMPILED_OPS:
-            wait_for_code()
-    return model
+    return captured_model(job, size, cluster, captured=captured, profiled=profiled, batch=batch)
 
-
-COMPILED_OPS = 1000
-"""Ops of a graph whose search takes longer than compiling what it calls."""
 
 QUICK_S = 15.0
 """Seconds of capturing and profiling up to which another size is looked at to say which one would fit."""

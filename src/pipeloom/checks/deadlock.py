@@ -47,6 +47,7 @@ class _Walk(NamedTuple):
     next_need: per rank the first need of its entry that may still be lacking, -1 at a new entry.
     next_waiter: per rank the one that waits behind it for the same entry, -1 for none.
     state: per entry `_FREE`, `_PASSED`, or the first rank in the list of those that wait for it.
+    stack: ranks that can go on.
     """
 
     at: Longs
@@ -54,6 +55,7 @@ class _Walk(NamedTuple):
     next_need: Longs
     next_waiter: Longs
     state: Ints
+    stack: Longs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +89,7 @@ def prove_progress(
         next_need=np.full(ranks, -1),
         next_waiter=np.full(ranks, -1),
         state=np.full(len(needs.first) - 1, _FREE, np.int32),
+        stack=np.arange(ranks)[::-1].copy(),  # woken last goes first, as in the simulator, to stay in the cache
     )
     _walk(needs, walk)
     at, lacking = walk.at.tolist(), walk.lacking.tolist()
@@ -121,8 +124,7 @@ def prove_progress(
 def _walk(needs: Needs, walk: _Walk) -> None:
     """Let every rank go on until its end or until it lacks an entry."""
     ranks = len(needs.offsets) - 1
-    stack = np.arange(ranks)[::-1].copy()  # woken last goes first, as in the simulator, to stay in the cache
-    ready = ranks
+    stack, ready = walk.stack, ranks
     while ready:
         ready -= 1
         rank = stack[ready]

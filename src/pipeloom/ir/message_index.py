@@ -13,7 +13,7 @@ import numpy as np
 
 from .columns import RECV_B_, RECV_F_, SEND_B_, SEND_F_, Bools, Codes, Columns, Ints, starts_of
 from .flow import Flow
-from .kernels import in_place
+from .kernels import kernel
 
 NO_ROUTE = -2
 """In place of a route: a transfer that follows none; -1 is no transfer."""
@@ -103,7 +103,7 @@ def index_messages(columns: Columns, microbatches: int, flow: Flow) -> MessageIn
     return MessageIndex(routes=routes, route=route, sent=sent, received=received)
 
 
-@in_place
+@kernel
 def _find_routes(columns: tuple[Codes, Ints, Ints], first: Ints, receiver: Ints, route: Ints) -> None:
     kind, stage, peer = columns
     stages = len(first) // 2
@@ -129,7 +129,7 @@ def _find_routes(columns: tuple[Codes, Ints, Ints], first: Ints, receiver: Ints,
             route[entry] = low
 
 
-@in_place
+@kernel
 def _find_ends(kind: Codes, microbatch: Ints, route: Ints, sent: Ints, received: Ints) -> None:
     microbatches = sent.shape[1]
     for entry in range(len(kind)):

@@ -30,7 +30,7 @@ from ..ir.columns import (
     starts_of,
 )
 from ..ir.flow import Flow, flow_of
-from ..ir.kernels import in_place
+from ..ir.kernels import kernel
 from ..ir.message_index import on_other_ranks
 from ..ir.schedule import Program
 from ..ir.stages import StageGraph
@@ -78,7 +78,7 @@ def _around(flow: Flow, placement: tuple[int, ...]) -> _Around:
     return _Around(first_before=first_before, before=before, first_after=first_after, after=after)
 
 
-@in_place
+@kernel
 def _insert(
     old: tuple[Codes, Ints, Ints],
     offsets: Longs,

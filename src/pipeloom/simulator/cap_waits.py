@@ -34,7 +34,7 @@ from ..ir.columns import (
     Ints,
     Longs,
 )
-from ..ir.kernels import in_place, kernel
+from ..ir.kernels import kernel
 from ..ir.schedule import Program
 from .loop_state import Floats, Layout, State
 from .memory import Memory
@@ -70,7 +70,7 @@ def next_room(program: Program, memory: Memory, caps: Sequence[int], runs: int) 
     return np.maximum(found, p.room) if runs > ROUNDS and len(p.room) else found
 
 
-@in_place
+@kernel
 def _find(
     of: tuple[Layout, State, Books],
     own: tuple[int, int, int],

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..ir.columns import RECV_B_, RECV_F_, SEND_B_, SEND_F_, Bools, Codes, Columns, Ints, Longs
-from ..ir.kernels import in_place
+from ..ir.kernels import kernel
 from ..ir.timeline import Event, Totals
 
 Floats = NDArray[np.float64]
@@ -131,7 +131,7 @@ class Spans(Sequence[Event]):
 _BUSY, _WAIT, _FIRST, _LAST = 0, 1, 2, 3
 
 
-@in_place
+@kernel
 def _add_up(
     kind: Codes,
     offsets: Longs,

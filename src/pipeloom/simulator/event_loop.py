@@ -20,7 +20,7 @@ micro-batch.
 from __future__ import annotations
 
 from ..ir.columns import OFFLOAD_, REDUCE_, RELOAD_, SEND_B_, SEND_F_, STEP_
-from ..ir.kernels import in_place, kernel
+from ..ir.kernels import kernel
 from .link_queue import drop_first, request
 from .loop_state import COMPUTES, COPY_IN, COPY_LANES, COPY_OUT, RECEIVES, SENDS, STREAMS, Layout, State
 from .rendezvous import begin_sum, summed, together, wake
@@ -28,7 +28,7 @@ from .rendezvous import begin_sum, summed, together, wake
 _SENT, _POSTED, _MOVED, _RECEIVED = 0, 1, 2, 3
 
 
-@in_place
+@kernel
 def run(p: Layout, s: State) -> None:
     """Go on until every rank ends or waits, where no link is shared."""
     for pipe in range(len(p.target)):
@@ -36,7 +36,7 @@ def run(p: Layout, s: State) -> None:
     _go_on(p, s)
 
 
-@in_place
+@kernel
 def run_sharing(p: Layout, s: State) -> None:
     """The same where links are shared: a kernel of its own, as the other is faster without this."""
     for pipe in range(len(p.target)):

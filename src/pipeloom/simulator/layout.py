@@ -29,7 +29,7 @@ from ..ir.columns import (
 from ..ir.costs import StageCost, action_seconds, pair_shares
 from ..ir.errors import PlanError
 from ..ir.flow import Flow, flow_of
-from ..ir.kernels import in_place
+from ..ir.kernels import kernel
 from ..ir.message_index import EventCodes, Routes
 from ..ir.operation import ANCHORS, OPERATIONS
 from ..ir.schedule import Program
@@ -131,7 +131,7 @@ def _by_line(pipe: Ints, seconds: Sequence[Callable[[int], float]], size: Longs)
     return np.array([seconds[at](amount) if at >= 0 else 0.0 for at, amount in each], np.float64)
 
 
-@in_place
+@kernel
 def _number(
     kind: Codes, ends: tuple[Ints, Ints, Ints], pipe: Ints, following: Longs, message: Ints, route_of: Ints
 ) -> None:
@@ -151,7 +151,7 @@ def _number(
             message[entry] = message[sent[route[entry], microbatch[entry]]]
 
 
-@in_place
+@kernel
 def _pack(entries: tuple[Codes, Ints, Ints, Ints], kinds: int, pipes: tuple[Ints, Longs], step: Ints) -> bool:
     """Fill in the steps, see `Layout`. Returns whether all receives stand in the order sent.
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..ir.columns import RECV_B_, RECV_F_, SEND_B_, SEND_F_, Bools, Ints, Longs
-from ..ir.kernels import in_place, kernel
+from ..ir.kernels import allocating, kernel
 from .loop_state import Floats, Layout, State
 
 RESIDUALS, BOUNDARY, TRANSIENT = 0, 1, 2
@@ -85,7 +85,7 @@ def replay(
     return count
 
 
-@in_place
+@kernel
 def _in_order(
     p: Layout, s: State, b: Books, ranks: tuple[int, int], work: Work, out: tuple[Longs, Floats, Longs]
 ) -> None:
@@ -205,7 +205,7 @@ def _note(rank: int, time: float, work: Work, out: tuple[Longs, Floats, Longs]) 
     work.sums[_COUNT] += 1
 
 
-@kernel
+@allocating
 def _with_others(
     p: Layout,
     s: State,
@@ -233,7 +233,7 @@ def _jumps(time: Floats, count: int) -> bool:
     return False
 
 
-@in_place
+@kernel
 def _own(
     p: Layout, s: State, b: Books, rank: int, made: tuple[Floats, Longs], pipes: tuple[Longs, Longs]
 ) -> int:
@@ -306,7 +306,7 @@ def _post(
     return count
 
 
-@kernel
+@allocating
 def through(p: Layout, s: State, b: Books, rank: int) -> tuple[Floats, Longs]:
     """When each message of a rank is through, and its bytes, by time: pipes merged one after the other."""
     low, high = b.first_out[rank], b.first_out[rank + 1]
@@ -333,7 +333,7 @@ def through(p: Layout, s: State, b: Books, rank: int) -> tuple[Floats, Longs]:
     return times, sizes
 
 
-@kernel
+@allocating
 def _merge(times: Floats, sizes: Longs, low: int, middle: int, high: int) -> None:
     """Merge two neighbouring sorted parts."""
     left_times, left_sizes = times[low:middle].copy(), sizes[low:middle].copy()

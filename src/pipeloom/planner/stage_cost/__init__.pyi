@@ -1,5 +1,5 @@
 from .interval_sums import Array as Array, Indices as Indices
-from .liveness import Sweep as Sweep, run as run
+from .liveness import Sweep as Sweep
 from .model import CostModel as CostModel, CostOptions as CostOptions, Footprint as Footprint
 from .readers import Wiring as Wiring
 from .recompute_liveness import (

@@ -11,12 +11,12 @@ where they belong at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
 
-from ...ir.kernels import Kernel, P, R, in_place, kernel
+from ...ir.kernels import kernel
 from .interval_sums import Array, Indices
 from .tensors import ADDED, PASSED, STATE, Rows, Tensors
 
@@ -197,7 +197,7 @@ def _in_backward(start, end, forward, backward, work, level):  # type: ignore[no
     return most
 
 
-@in_place
+@kernel
 def _sweeps(start, ends, forward, backward, work, found):  # type: ignore[no-untyped-def]
     """One sweep per end; `found` gets a column of three figures for each."""
     last_in, saver, _, _ = work
@@ -207,23 +207,6 @@ def _sweeps(start, ends, forward, backward, work, found):  # type: ignore[no-unt
         found[0, index] = residual
         found[1, index] = _in_forward(start, end, forward, work, before)
         found[2, index] = _in_backward(start, end, forward, backward, work, residual)
-
-
-COMPILE_AFTER = 30_000
-"""Ops that a process sweeps in plain Python, in about a second, before compiled kernels are loaded."""
-
-MADE_AFTER = 300_000
-"""The same before they are compiled, if none were kept."""
-
-_swept = [0]
-
-
-def run(what: Kernel[P, R], ops: int = 0) -> Callable[P, R]:
-    """The function to call in place of a kernel that is about to go over so many ops."""
-    _swept[0] += ops
-    if _swept[0] < COMPILE_AFTER or (_swept[0] < MADE_AFTER and not what.at_hand):
-        return what.interpreted
-    return what.compiled
 
 
 class Sweep:
@@ -259,7 +242,7 @@ class Sweep:
         """Of ops [start, end), for each end: residual bytes, most in the forward, most in the backward."""
         found = np.zeros((3, len(ends)))
         work = self.last_in, self.saver, self.levels, self._grads
-        sweep = run(_sweeps, int((ends - start).sum()))
+        sweep = _sweeps.form(int((ends - start).sum()))
         sweep(start, np.asarray(ends, dtype=np.int64), self.forward, self._backward, work, found)
         return found
 

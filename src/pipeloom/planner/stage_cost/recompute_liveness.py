@@ -23,9 +23,9 @@ from typing import Any
 
 import numpy as np
 
-from ...ir.kernels import apart, kernel
+from ...ir.kernels import kernel
 from .interval_sums import Array, Indices
-from .liveness import Sweep, run
+from .liveness import Sweep
 from .residuals import OFFLOAD, RECOMPUTE, Residuals
 
 Stage = tuple[int, int, tuple[Any, ...], Indices, Array, int]
@@ -176,7 +176,7 @@ def _backward_levels(stage):  # type: ignore[no-untyped-def]
         levels[BACKWARD, p] = max(most, levels[KEPT_AFTER, p] + level)
 
 
-@apart
+@kernel
 def levels_of(stage):  # type: ignore[no-untyped-def]
     """Write what one micro-batch holds in the forward of each op and around its backward. Returns the most of
     both."""
@@ -198,7 +198,7 @@ def of_others(sums):  # type: ignore[no-untyped-def]
     return sums[OTHERS] * kept + sums[OTHERS + 1] * sums[AWAY]
 
 
-@apart
+@kernel
 def peak_of(stage, sums):  # type: ignore[no-untyped-def]
     """Bytes of a stage, static ones apart, at its worst moment."""
     ahead, back = levels_of(stage)
@@ -270,10 +270,10 @@ class Moments:
     def most(self, choice: Indices) -> tuple[float, float]:
         """What one micro-batch holds at most in the forward and in the backward. Sets levels and marks."""
         self.stage[3][DROPPED, self.residuals.storage] = choice == RECOMPUTE
-        ahead, back = run(levels_of, self.end - self.start)(self.stage)
+        ahead, back = levels_of.form(self.end - self.start)(self.stage)
         return float(ahead), float(back)
 
     def peak(self, choice: Indices) -> float:
         """Bytes of the stage, static ones apart, at the worst moment. Sets levels and marks."""
         self.stage[3][DROPPED, self.residuals.storage] = choice == RECOMPUTE
-        return float(run(peak_of, self.end - self.start)(self.stage, self.sums(choice)))
+        return float(peak_of.form(self.end - self.start)(self.stage, self.sums(choice)))

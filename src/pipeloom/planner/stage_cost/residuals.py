@@ -15,9 +15,9 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from ...ir.kernels import in_place
+from ...ir.kernels import kernel
 from .interval_sums import Array, Indices
-from .liveness import Sweep, run
+from .liveness import Sweep
 from .tensors import Rows
 
 LONGEST = 64
@@ -29,7 +29,7 @@ KEEP, RECOMPUTE, OFFLOAD = 0, 1, 2
 _FREE, _NEEDS_INPUT, _STUCK = 0, 1, 2
 
 
-@in_place
+@kernel
 def _chains(start, end, forward, owned, found, marks):  # type: ignore[no-untyped-def]
     """Write the chain of each residual, and whether it can be made again. Returns the length of all."""
     reads_first, reads, _, _, _, _, _, _, made, _, _ = forward
@@ -69,7 +69,7 @@ def _chains(start, end, forward, owned, found, marks):  # type: ignore[no-untype
     return length
 
 
-@in_place
+@kernel
 def _most_again(ops, forward, again, until):  # type: ignore[no-untyped-def]
     """The most that running ops (ascending) again needs besides what they are run for.
 
@@ -161,7 +161,7 @@ def residuals_of(
     state, first = np.zeros(len(own), np.int64), np.zeros(len(own) + 1, np.int64)
     ops = np.zeros(LONGEST * len(own) + 1, np.int64)
     marks = np.full(len(tensors), -1, np.int64), np.zeros(len(tensors), np.int64)
-    count = run(_chains, end - start)(
+    count = _chains.form(end - start)(
         start, end, sweep.forward, (saver, tensors.fixed), (wanted, state, first, ops), marks
     )
     top = np.zeros(len(tensors.size), np.int64)
@@ -187,7 +187,7 @@ def scratch_ahead(sweep: Sweep, residuals: Residuals, start: int, choice: Indice
     again[residuals.storage[choice == RECOMPUTE]] = True
     ops = residuals.chosen_ops(choice) + start
     room = np.zeros(len(again), np.int64)
-    return float(run(_most_again, len(ops))(ops, sweep.forward, again, room))
+    return float(_most_again.form(len(ops))(ops, sweep.forward, again, room))
 
 
 def choice_of(residuals: Residuals, treatments: Mapping[str, str]) -> Indices:

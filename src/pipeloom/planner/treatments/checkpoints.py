@@ -19,8 +19,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ...ir.kernels import in_place
-from ..stage_cost import KEEP, RECOMPUTE, Array, Indices, Moments, run
+from ...ir.kernels import kernel
+from ..stage_cost import KEEP, RECOMPUTE, Array, Indices, Moments
 
 LIMITS = 40
 """How many limits are tried: shares of all that may be dropped, from 1 down to `LEAST`, in equal ratios."""
@@ -28,7 +28,7 @@ LIMITS = 40
 LEAST = 0.01
 
 
-@in_place
+@kernel
 def _until(start, chain, forward, number, until):  # type: ignore[no-untyped-def]
     """Write of each residual the last op that needs it, be that for making another residual again.
 
@@ -45,7 +45,7 @@ def _until(start, chain, forward, number, until):  # type: ignore[no-untyped-def
                     until[n] = max(until[n], last)
 
 
-@in_place
+@kernel
 def _best_places(dropped, kept, held, limit, found):  # type: ignore[no-untyped-def]
     """Choose checkpoints among places 1 .. n, the last of which is the stage's end.
 
@@ -84,7 +84,7 @@ def choices(moments: Moments, may: Indices) -> Iterator[Indices]:
     seen: set[bytes] = set()
     for share in np.geomspace(1.0, LEAST, LIMITS):
         limit = share * float(in_front[-1])
-        if not run(_best_places, len(in_front))(in_front, kept, held, limit, (least, before)):
+        if not _best_places.form(len(in_front))(in_front, kept, held, limit, (least, before)):
             continue
         choice = np.where(may > 0, RECOMPUTE, KEEP).astype(np.int64)
         at = int(before[-1])
@@ -103,7 +103,7 @@ def _needed_until(moments: Moments) -> Indices:
     number[residuals.storage] = np.arange(len(residuals))
     until = residuals.top + moments.start
     chains = len(residuals.chain.items)
-    run(_until, chains)(moments.start, (*residuals.chain,), forward, number, until)
+    _until.form(chains)(moments.start, (*residuals.chain,), forward, number, until)
     return until
 
 

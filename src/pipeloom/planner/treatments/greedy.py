@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..stage_cost import DROPPED, KEEP, OFFLOAD, Indices, Moments, run
+from ..stage_cost import DROPPED, KEEP, OFFLOAD, Indices, Moments
 from .checkpoints import choices
 from .greedy_kernels import BANNED, BESIDES, CHOICE, LEAST, MAY, PEAK, SECONDS, SIZE, STORAGE, TOP, pick_all
 
@@ -127,7 +127,7 @@ def seconds_of(task: Task, choice: Indices) -> float:
 def _solved(task: Task, begin: Indices) -> Found:
     """What the greedy choice makes of a choice to begin with."""
     stage, plan = task.moments.stage, plan_of(task)
-    fits = run(pick_all, 4 * len(begin) * (task.moments.end - task.moments.start))(begin, stage, plan)
+    fits = pick_all.form(4 * len(begin) * (task.moments.end - task.moments.start))(begin, stage, plan)
     _, numbers, _, _, limits = plan
     return Found(not fits, float(limits[SECONDS]), float(limits[PEAK]), numbers[CHOICE])
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ...ir.kernels import in_place, kernel, within
+from ...ir.kernels import kernel
 from ..stage_cost import (
     AGAIN,
     AT,
@@ -80,7 +80,7 @@ def _does_good(row, op, stage, plan):  # type: ignore[no-untyped-def]
     return True
 
 
-@within
+@kernel
 def _freed(k, row, op, stage, plan):  # type: ignore[no-untyped-def]
     """Bytes that dropping residual k frees at a moment, less what is then made again earlier for it."""
     start, end, forward, marks, _, ahead = stage
@@ -136,7 +136,7 @@ def _away_s(more, plan):  # type: ignore[no-untyped-def]
     return (max(0.0, away + more - hidden) - max(0.0, away - hidden)) * plan[4][S_PER_BYTE]
 
 
-@within
+@kernel
 def treat(k, stage, plan):  # type: ignore[no-untyped-def]
     """Treat residual k as its option says; what was done to it becomes the option."""
     (first, ops, _, users), numbers, figures, sums, limits = plan
@@ -162,7 +162,7 @@ def treat(k, stage, plan):  # type: ignore[no-untyped-def]
     numbers[OPTION, k] = now
 
 
-@within
+@kernel
 def _weigh_options(row, op, stage, plan):  # type: ignore[no-untyped-def]
     """What treating each residual is worth per second at a moment, and how. One that frees all that is left
     in no more time than the best is worth more than any."""
@@ -193,7 +193,7 @@ def _weigh_options(row, op, stage, plan):  # type: ignore[no-untyped-def]
         figures[WORTH, ends] = np.inf
 
 
-@within
+@kernel
 def _best(plan):  # type: ignore[no-untyped-def]
     """The residual whose worth is largest, -1 if none is worth anything."""
     figures = plan[2]
@@ -206,7 +206,7 @@ def _best(plan):  # type: ignore[no-untyped-def]
     return pick
 
 
-@within
+@kernel
 def _take_best(row, op, stage, plan):  # type: ignore[no-untyped-def]
     """Apply the option that is worth most, of those that do good. Returns its residual, -1 for none."""
     _, numbers, figures, sums, limits = plan
@@ -240,7 +240,7 @@ def _longer_held(k, at, stage, plan):  # type: ignore[no-untyped-def]
     return found
 
 
-@within
+@kernel
 def least_peaks(stage, plan):  # type: ignore[no-untyped-def]
     """Write of each residual that is treated a peak that the stage does not get below if it is kept again.
 
@@ -277,7 +277,7 @@ def least_peaks(stage, plan):  # type: ignore[no-untyped-def]
             figures[LEAST, k] = others + sums[OTHERS] * size + most
 
 
-@within
+@kernel
 def _relieve(stage, plan):  # type: ignore[no-untyped-def]
     """Keep again for good the residual without which the peak is lowest: a checkpoint. False if it is lower
     without none. Sweeps only where bounds leave it open; they are as exact as peaks, of whole bytes."""
@@ -306,7 +306,7 @@ def _relieve(stage, plan):  # type: ignore[no-untyped-def]
     return pick >= 0
 
 
-@within
+@kernel
 def _spare(stage, plan):  # type: ignore[no-untyped-def]
     """Keep again what need not be treated, until nothing more may be: first what saves most per byte."""
     _, numbers, figures, sums, limits = plan
@@ -339,7 +339,7 @@ def _spare(stage, plan):  # type: ignore[no-untyped-def]
             pick = _best(plan)
 
 
-@in_place
+@kernel
 def pick_all(begin, stage, plan):  # type: ignore[no-untyped-def]
     """Make the choice, with one to begin with; False if it does not keep the allowance."""
     _, numbers, _, sums, limits = plan

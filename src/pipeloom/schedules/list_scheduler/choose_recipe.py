@@ -28,11 +28,10 @@ def make(shape: Shape, recipe: Recipe) -> ScheduledRecipe:
     return made
 
 
-def _make(shape: Shape, recipe: Recipe, within_s: float, runs: int = 1) -> ScheduledRecipe | None:
-    """The same, or None once it is certain that the step takes longer than `within_s`. runs: how many recipes
-    there are to make."""
+def _make(shape: Shape, recipe: Recipe, within_s: float) -> ScheduledRecipe | None:
+    """The same, or None once it is certain that the step takes longer than `within_s`."""
     task, beside = make_problem(shape, recipe)
-    outcome = run(task, within_s, runs)
+    outcome = run(task, within_s)
     if outcome is None:
         return None
     if beside:
@@ -106,7 +105,7 @@ def _ranked(
         steps = sorted(made.outcome.step_s for made, _ in found)
         within_s = steps[most - 1] * (1 + _slack(shape)) if len(steps) >= most else limit_s
         try:
-            made = _make(shape, recipe, within_s, len(recipes))
+            made = _make(shape, recipe, within_s)
         except DeadlockError as error:
             problem = error
             continue

@@ -24,42 +24,30 @@ from .inner_loop import FILLABLE, TOO_LONG, State, Tables
 from .problem import EPS, Outcome, SchedulingProblem
 from .tables import as_lists, columns_in, tables_of
 
-COMPILED_FROM = 20_000
-"""Actions from which the scheduler's loop runs compiled; loading it takes as long as ordering so many."""
 
 
-def run(task: SchedulingProblem, within_s: float = inf, runs: int = 1) -> Outcome | None:
+def run(task: SchedulingProblem, within_s: float = inf) -> Outcome | None:
     """Order everything; None as soon as it is certain that the step takes longer than `within_s`.
 
-    runs: how many such runs there will be, to know whether loading compiled code is worth it.
     Raises: DeadlockError if the limits leave no rank anything that it may run.
     """
     # A pair may take less time than its two actions: then what is left is not known.
     t, s = tables_of(task, inf if task.together is not None else within_s + EPS)
     pairs: list[Pair] = []
-    compiled = _compiles(len(t.order), runs)
-    if task.together is not None or task.before is not None or not compiled:
+    ruled = task.together is not None or task.before is not None
+    order_all = inner_loop.order_all.form(0 if ruled else len(t.order))
+    if ruled or order_all is inner_loop.order_all.interpreted:
         t, s = as_lists(t), as_lists(s)
     look = inner_loop.look.interpreted
     for index in range(len(task.streams)):
         look(t, s, index)
-    if task.together is not None or task.before is not None:
+    if ruled:
         pairs = _Ruled(task, t, s).run()
-    elif (inner_loop.order_all.compiled if compiled else inner_loop.order_all.interpreted)(
-        t, s, task.ranks
-    ) == TOO_LONG:
+    elif order_all(t, s, task.ranks) == TOO_LONG:
         return None
     if sum(s.next) < len(t.order):
         raise _stuck(task, t, s)
     return _outcome(task, t, s, tuple(pairs))
-
-
-def _compiles(actions: int, runs: int) -> bool:
-    """Loading compiled code takes as long as a few ten thousand actions, but schedules with as many actions
-    need it anyway to be lowered and simulated."""
-    if "compiled" in vars(inner_loop.order_all):
-        return actions >= COMPILED_FROM // 40
-    return actions >= COMPILED_FROM or actions * runs >= 3 * COMPILED_FROM
 
 
 def _outcome(task: SchedulingProblem, t: Tables, s: State, pairs: tuple[Pair, ...]) -> Outcome:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from ...ir.kernels import in_place
+from ...ir.kernels import kernel
 from .problem import EPS
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class State(NamedTuple):
     events: Ints
 
 
-@in_place
+@kernel
 def look(t: Tables, s: State, index: int) -> None:
     """Note the next action of a stream, if there is one."""
     at = t.order_at[index] + s.next[index]
@@ -126,7 +126,7 @@ def look(t: Tables, s: State, index: int) -> None:
     s.ready[index] = float("inf") if s.missing[place] > 0 else s.arrival[place]
 
 
-@in_place
+@kernel
 def may_open(t: Tables, s: State, index: int, b: int) -> bool:
     """Whether the limits let an F run now."""
     rank = t.rank[index]
@@ -153,7 +153,7 @@ def may_open(t: Tables, s: State, index: int, b: int) -> bool:
     return True
 
 
-@in_place
+@kernel
 def choose(t: Tables, s: State, rank: int, now: float, fill: bool) -> int:
     """The stream that a rank runs next, or NOTHING, or FILLABLE."""
     late = now + EPS
@@ -195,7 +195,7 @@ def choose(t: Tables, s: State, rank: int, now: float, fill: bool) -> int:
     return FILLABLE
 
 
-@in_place
+@kernel
 def begin(t: Tables, s: State, index: int, now: float, end: float, free: float) -> None:
     """Run the next action of a stream: its results are there at `end`, its rank is free again at `free`."""
     rank, b = t.rank[index], s.batch[index]
@@ -241,7 +241,7 @@ def begin(t: Tables, s: State, index: int, now: float, end: float, free: float) 
             announce(t, s, user, b, now)
 
 
-@in_place
+@kernel
 def announce(t: Tables, s: State, user: int, b: int, now: float) -> None:
     """All that an action of a stream waits for will be there."""
     rank, seen = t.rank[user], s.arrival[user * t.size + b]
@@ -254,7 +254,7 @@ def announce(t: Tables, s: State, user: int, b: int, now: float) -> None:
         push(s, seen, rank)
 
 
-@in_place
+@kernel
 def push(s: State, moment: float, rank: int) -> None:
     """Let a rank look around at a moment."""
     at = s.events[0]
@@ -268,7 +268,7 @@ def push(s: State, moment: float, rank: int) -> None:
     s.event[at], s.event_rank[at] = moment, rank
 
 
-@in_place
+@kernel
 def pop(s: State) -> int:
     """The rank that looks around first; of several the lowest."""
     first: int = s.event_rank[0]
@@ -290,7 +290,7 @@ def pop(s: State) -> int:
     return first
 
 
-@in_place
+@kernel
 def wake(s: State) -> tuple[float, int]:
     """The time, and how many free ranks look around then: the first so many of `s.woken`."""
     now, count = s.event[0], 0
@@ -306,7 +306,7 @@ def wake(s: State) -> tuple[float, int]:
     return now, count
 
 
-@in_place
+@kernel
 def order_all(t: Tables, s: State, ranks: int) -> int:
     """Run everything that the limits let run. Returns: DONE or TOO_LONG."""
     for rank in range(ranks):
