@@ -1,12 +1,11 @@
 """How long the first plan of an installation takes, when nothing is compiled yet, and how long the next.
 
 A 70B-parameter Llama on 64 devices, at op granularity, by `dawnpiper`: captured on fake tensors, costs by
-roofline, as `pipeloom plan --cluster` does it. The first plan has its planner's code made on another core
-during the capture; "alone" is a first plan whose search compiles by itself.
+roofline, as `pipeloom plan --cluster` does it.
 
     python bench/first_plan.py [--devices 64] [--layers 80] [--strategy dawnpiper]
 
-Results are written to bench/results/first_plan.json. 5 minutes.
+Results are written to bench/results/first_plan.json. 3 minutes.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,22 +25,18 @@ from machine import describe_machine
 RESULTS = Path(__file__).parent / "results" / "first_plan.json"
 
 
-def measure(layers: int, devices: int, strategy: str, beside: bool) -> dict[str, Any]:
+def measure(layers: int, devices: int, strategy: str) -> dict[str, Any]:
     """Capture and plan in this process."""
     from llama_70b import job
 
     from pipeloom import capture
-    from pipeloom.api import made_beside
     from pipeloom.clusters import find_cluster
     from pipeloom.planner import PlanOptions, make_plan
     from pipeloom.profiler import roofline
 
     begin = time.perf_counter()
-    with made_beside(strategy) if beside else nullcontext(lambda: None) as wait:
-        graph = capture(job(layers=layers), 1).graph
-        captured = time.perf_counter()
-        wait()
-    waited = time.perf_counter()
+    graph = capture(job(layers=layers), 1).graph
+    captured = time.perf_counter()
     cluster = find_cluster(f"{devices // 8} nodes of 8 x h100")
     plan = make_plan(
         graph,
@@ -58,8 +52,7 @@ def measure(layers: int, devices: int, strategy: str, beside: bool) -> dict[str,
     return {
         "ops": len(graph.ops),
         "capture_s": round(captured - begin, 1),
-        "waited_s": round(waited - captured, 1),
-        "search_s": round(end - waited, 1),
+        "search_s": round(end - captured, 1),
         "together_s": round(end - begin, 1),
         "predicted_step_s": plan.predicted_step_s,
     }
@@ -70,16 +63,15 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=80)
     parser.add_argument("--devices", type=int, default=64)
     parser.add_argument("--strategy", default="dawnpiper")
-    parser.add_argument("--one", choices=("alone", "first", "next"), help="measure here and print JSON")
+    parser.add_argument("--one", action="store_true", help="measure here and print JSON")
     options = parser.parse_args()
     if options.one:
-        own = measure(options.layers, options.devices, options.strategy, options.one != "alone")
-        print(json.dumps(own))
+        print(json.dumps(measure(options.layers, options.devices, options.strategy)))
         return
     found: dict[str, Any] = {"machine": describe_machine(), "strategy": options.strategy}
-    with tempfile.TemporaryDirectory() as first, tempfile.TemporaryDirectory() as other:
-        for name, folder in (("first", first), ("next", first), ("alone", other)):
-            call = [sys.executable, __file__, *sys.argv[1:], "--one", name]
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("first", "next"):
+            call = [sys.executable, __file__, *sys.argv[1:], "--one"]
             env = {**os.environ, "NUMBA_CACHE_DIR": folder}
             done = subprocess.run(call, env=env, stdout=subprocess.PIPE, text=True, check=True)
             found[name] = json.loads(done.stdout.splitlines()[-1])
