@@ -25,7 +25,6 @@ from .problem import EPS, Outcome, SchedulingProblem
 from .tables import as_lists, columns_in, tables_of
 
 
-
 def run(task: SchedulingProblem, within_s: float = inf) -> Outcome | None:
     """Order everything; None as soon as it is certain that the step takes longer than `within_s`.
 
