@@ -89,7 +89,9 @@ def prove_progress(
         next_need=np.full(ranks, -1),
         next_waiter=np.full(ranks, -1),
         state=np.full(len(needs.first) - 1, _FREE, np.int32),
-        stack=np.arange(ranks)[::-1].copy(),  # woken last goes first, as in the simulator, to stay in the cache
+        stack=np.arange(ranks)[
+            ::-1
+        ].copy(),  # woken last goes first, as in the simulator, to stay in the cache
     )
     _walk(needs, walk)
     at, lacking = walk.at.tolist(), walk.lacking.tolist()
