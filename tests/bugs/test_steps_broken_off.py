@@ -92,7 +92,7 @@ def trained(broken: Callable[[Pipeline], None] | None, *, accumulate: int = 1) -
 def test_nothing_of_it_is_in_the_next_gradients(kind: Any, at: int, accumulate: int) -> None:
     def broken(pipeline: Pipeline) -> None:
         with interrupted(pipeline, kind, at):
-            pipeline.step(pipeline.parts.job.batch(1, 6 * accumulate))
+            pipeline.step(pipeline.job.batch(1, 6 * accumulate))
 
     torch.testing.assert_close(
         trained(broken, accumulate=accumulate), trained(None, accumulate=accumulate), rtol=0, atol=0
@@ -103,7 +103,7 @@ def test_an_error_that_the_user_catches_leaves_nothing_either() -> None:
     def broken(pipeline: Pipeline) -> None:
         pipeline.ledger.cap_bytes = pipeline.ledger.total + 1
         with pytest.raises(PipeloomError, match="its cap is"):
-            pipeline.step(pipeline.parts.job.batch(1, 6))
+            pipeline.step(pipeline.job.batch(1, 6))
         pipeline.ledger.cap_bytes = None
 
     torch.testing.assert_close(trained(broken), trained(None), rtol=0, atol=0)
@@ -112,8 +112,8 @@ def test_an_error_that_the_user_catches_leaves_nothing_either() -> None:
 def test_a_rehearsal_leaves_nothing_either() -> None:
     def broken(pipeline: Pipeline) -> None:
         pipeline.rehearse()
-        assert pipeline._rehearsals is not None
-        worker = pipeline._rehearsals._rehearsal._worker
+        assert pipeline.rehearsals is not None
+        worker = pipeline.rehearsals._rehearsal._worker
         own, pipeline.worker = pipeline.worker, worker
         with interrupted(pipeline, B, 1):
             pipeline.rehearse()

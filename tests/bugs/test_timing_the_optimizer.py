@@ -67,7 +67,7 @@ Start = Callable[[Pipeline, Job, Path], None]
 
 
 def after_a_step(pipeline: Pipeline, job: Job, folder: Path) -> None:
-    pipeline.step(job.batch(0, pipeline.parts.plan.microbatches * pipeline.parts.plan.microbatch_size))
+    pipeline.step(job.batch(0, pipeline.plan.microbatches * pipeline.plan.microbatch_size))
 
 
 def after_loading(pipeline: Pipeline, job: Job, folder: Path) -> None:

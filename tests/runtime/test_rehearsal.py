@@ -30,7 +30,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def rehearsal_of(pipeline: Pipeline) -> Rehearsal:
-    forecast: Forecast = pipeline._forecast()
+    forecast: Forecast = pipeline.forecast()
     return Rehearsal(
         forecast.program,
         forecast.variant,

@@ -109,7 +109,7 @@ def test_it_waits_where_the_simulator_does(room: float, tmp_path: Path) -> None:
     cap = least + round(room * size)
     assert without > least + 2.5 * size
     with Pipeline(TANH, replace(plan, caps=(cap,)), options=Options(offload_dir=tmp_path)) as pipeline:
-        forecast = pipeline._forecast()
+        forecast = pipeline.forecast()
         costs = tuple(replace(c, offload_s=1e6) for c in by_stage(forecast.memory()))
         where = forecast.cluster(Link(bandwidth_bytes_per_s=1e15))
         predicted = simulate(forecast.program, forecast.variant.stages, costs, where, caps=(cap,))
@@ -149,7 +149,7 @@ def test_rehearsals_keep_the_cap(tmp_path: Path) -> None:
             pipeline.step(TANH.batch(0, ROWS * COUNT))
             predicted = pipeline.rehearse()
             assert waits(predicted)
-            rehearsals = pipeline._rehearsals
+            rehearsals = pipeline.rehearsals
             assert rehearsals is not None
             pipeline.step(TANH.batch(1, ROWS * COUNT))
             walked = rehearsals._rehearsal._ledger.peak

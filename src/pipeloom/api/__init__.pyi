@@ -16,7 +16,7 @@ from .clusters import (
 )
 from .forecast import Forecast as Forecast, by_stage as by_stage
 from .largest_batch import ModelAt as ModelAt, largest_below as largest_below, largest_plan as largest_plan
-from .options import Options as Options, StepReport as StepReport
+from .options import Options as Options
 from .passes import (
     Job as Job,
     capture as capture,
@@ -69,6 +69,7 @@ from .schedules import (
     updates_of as updates_of,
     weights as weights,
 )
+from .step_reports import StepReport as StepReport
 from .times import Work as Work
 from .verify import Comparison as Comparison, verify as verify
 from .verify_caps import TRIES as TRIES, plan_within_caps as plan_within_caps, traced_peaks as traced_peaks

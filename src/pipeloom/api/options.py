@@ -1,4 +1,4 @@
-"""How a pipeline runs, and what it says of a step."""
+"""How a pipeline runs."""
 
 from __future__ import annotations
 
@@ -34,32 +34,3 @@ class Options:
     timeout_s: float = 300.0
     keep_gradients: bool = False
     offload_dir: Path | str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepReport:
-    """What a step was like, the same on every rank.
-
-    step_s: seconds from its first action to the end of its last, on the slowest rank.
-    wall_s: per rank, seconds of the whole call but its last exchange.  busy_s: of computing.  waited_s: for
-    messages and other ranks.  peak_bytes: largest memory so far.  grad_norm: before clipping, None without.
-    """
-
-    loss: float
-    step_s: float
-    wall_s: tuple[float, ...]
-    busy_s: tuple[float, ...]
-    waited_s: tuple[float, ...]
-    peak_bytes: tuple[int, ...]
-    grad_norm: float | None = None
-
-    @property
-    def bubble(self) -> float:
-        """Share of rank-time in which nothing was computed."""
-        return 1.0 - sum(self.busy_s) / (len(self.busy_s) * self.step_s)
-
-    @property
-    def overhead(self) -> float:
-        """Largest share of a rank's time that is neither computing nor waiting: pipeloom's own work."""
-        parts = zip(self.wall_s, self.busy_s, self.waited_s, strict=True)
-        return max((wall - busy - waited) / wall for wall, busy, waited in parts)

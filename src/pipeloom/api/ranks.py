@@ -1,16 +1,34 @@
-"""Starting the ranks of a run, and what they tell each other before one of them trains."""
+"""The ranks of a run: started, joined, and what they tell each other before they train."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
-from ..ir.errors import PipeloomError
-from ..runtime import connect, launch
+from ..ir.codec import to_json
+from ..ir.errors import PipeloomError, PlanError
+from ..ir.plan import Plan
+from ..ir.schedule import Program
+from ..runtime import (
+    DistChannel,
+    LocalChannel,
+    PostedChannel,
+    Watch,
+    connect,
+    gather_text,
+    launch,
+    local_channels,
+    watch_ranks,
+)
+from .options import Options
 
-__all__ = ["connect", "launch", "result_of_rank_0"]
+__all__ = ["JoinedRanks", "connect", "join_ranks", "launch", "rank_device", "result_of_rank_0"]
 
 T = TypeVar("T")
 
@@ -30,3 +48,62 @@ def result_of_rank_0(group: dist.ProcessGroup, make: Callable[[], T]) -> T:
         raise problem
     result: T = value
     return result
+
+
+@dataclass(frozen=True, eq=False)
+class JoinedRanks:
+    """The ranks of a pipeline: of a process group, or threads of this process with a local channel each."""
+
+    watch: Watch
+    group: dist.ProcessGroup | None = None
+    local: LocalChannel | None = None
+
+    def channel(self, program: Program, device: torch.device, options: Options) -> PostedChannel:
+        """This rank's channel to the others for the messages of a program."""
+        if self.group is None:
+            assert self.local is not None, "without a group there is a channel"
+            return self.local
+        return DistChannel(
+            self.group, self.watch, device=device, timeout_s=options.timeout_s, pairs=program.messages
+        )
+
+    def require_same_plan(self, plan: Plan) -> None:
+        """Refuse, on all ranks, to start with different plans. Every rank calls it.
+
+        Raises: PlanError that names a rank with another plan than rank 0.
+        """
+        mine = hashlib.sha256(to_json(plan).encode()).hexdigest()[:12]
+        if self.group is not None:
+            digests = gather_text(self.group, mine)
+        else:
+            digests = [mine] if self.local is None else self.local.all_gather_object(mine)
+        for rank, digest in enumerate(digests):
+            if digest != digests[0]:
+                raise PlanError(
+                    f"rank {rank} has another plan ({digest}) than rank 0 ({digests[0]})",
+                    hint="give every rank the same plan.json",
+                )
+
+
+def join_ranks(
+    plan: Plan,
+    device: torch.device,
+    options: Options,
+    *,
+    group: dist.ProcessGroup | DeviceMesh | None = None,
+    channel: LocalChannel | None = None,
+) -> JoinedRanks:
+    """Meet the other ranks. A plan for one rank needs none, unless the caller has a group."""
+    if channel is None and group is None and len(set(plan.placement)) == 1 and not dist.is_initialized():
+        channel = local_channels(1, timeout_s=options.timeout_s)[0]
+    if channel is not None:
+        return JoinedRanks(channel.watch, local=channel)
+    joined = connect(device, group=group, timeout_s=options.timeout_s)
+    return JoinedRanks(watch_ranks(joined), group=joined)
+
+
+def rank_device(options: Options) -> torch.device:
+    """The device that this rank computes on."""
+    if options.device == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(options.device)

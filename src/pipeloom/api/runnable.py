@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
-
-import torch.distributed as dist
-
 from .. import schedules
 from ..checks import forwards_in_order
 from ..ir.action import F
-from ..ir.codec import to_json
 from ..ir.errors import PlanError, ScheduleError
 from ..ir.plan import Plan
 from ..ir.weight_policy import FLUSH
-from ..runtime import LocalChannel, gather_text
 from ..tracer import Captured
 
 
@@ -39,24 +33,6 @@ def require_runnable(schedule: str, weights: str = FLUSH) -> None:
             f"schedule {name} cannot be run: it needs {lacks}, which the runtime does not have",
             hint="it can be checked, simulated and drawn; to run, choose another one: pipeloom schedule list",
         )
-
-
-def require_same_plan(plan: Plan, ranks: dist.ProcessGroup | LocalChannel | None) -> None:
-    """Refuse, on all ranks, to start with different plans. Every rank calls it; None: there are no others.
-
-    Raises: PlanError that names a rank with another plan than rank 0.
-    """
-    mine = hashlib.sha256(to_json(plan).encode()).hexdigest()[:12]
-    if isinstance(ranks, LocalChannel):
-        found = ranks.all_gather_object(mine)
-    else:
-        found = [mine] if ranks is None else gather_text(ranks, mine)
-    for rank, digest in enumerate(found):
-        if digest != found[0]:
-            raise PlanError(
-                f"rank {rank} has another plan ({digest}) than rank 0 ({found[0]})",
-                hint="give every rank the same plan.json",
-            )
 
 
 def trains(plan: Plan) -> bool:

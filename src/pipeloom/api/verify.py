@@ -158,7 +158,7 @@ def _run_threads(job: Job, plan: Plan, options: Options, batch: Mapping[str, Ten
                     gradients=pipeline.weights.last_gradients,
                     initial=initial,
                     parameters=_copies(pipeline.weights.params),
-                    random=any(op.random for op in pipeline.parts.captured.graph.ops),
+                    random=any(op.random for op in pipeline.captured.graph.ops),
                 )
         except BaseException as error:  # handed to the caller's thread below
             errors[rank] = error

@@ -21,7 +21,7 @@ from ..runtime import SMALL_BYTES, graph_memory
 from ..simulator import simulate
 from ..tracer import Captured
 from .plan_costs import PlanCosts
-from .variants import make_variant
+from .rank_stages import make_variant
 
 TRIES = 7
 """Plans that are made at most, all but the first under lower caps."""

@@ -301,10 +301,10 @@ def _train_rank(settled: Settled) -> None:
         outcome = train(pipeline, config, workload, out, resume=settled.request.resume, console=console)
         if pipeline.rank != 0:
             return
-        rows = stage_rows(pipeline.parts.captured.graph, planned)
+        rows = stage_rows(pipeline.captured.graph, planned)
         figures = summary(config, out, outcome, forecast, planned)
         shown = predicted_step(outcome, forecast), outcome.timeline
-        reasons = explain_steps(planned, pipeline.parts.captured.graph, shown)
+        reasons = explain_steps(planned, pipeline.captured.graph, shown)
         write_files(
             config,
             out,

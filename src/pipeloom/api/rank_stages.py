@@ -1,0 +1,190 @@
+"""One rank's stages: its weights, and its functions per size of micro-batch, to train and to evaluate."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from .. import schedules
+from ..ir.errors import BatchError, CaptureError, PlanError
+from ..ir.memory_policy import KEEP_ALL, MemoryPolicy
+from ..ir.plan import Plan
+from ..ir.schedule import Program
+from ..ir.stages import StageGraph
+from ..lowering import lower
+from ..runtime import PostedChannel, Variant, Weights, agree_on_layouts, rows_of, signature_of
+from ..tracer import (
+    Captured,
+    Job,
+    capture,
+    capture_evaluation,
+    cut_evaluation,
+    sample_batch,
+    stage_functions,
+)
+from .options import Options
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RankStages:
+    """The stages of a plan that one rank runs.
+
+    stages: one replica of all stages.  indices: of the rank's stages, of all replicas.  channel: to the
+    other ranks, which build theirs at the same time.
+    """
+
+    job: Job
+    plan: Plan
+    captured: Captured
+    stages: StageGraph
+    indices: tuple[int, ...]
+    options: Options
+    device: torch.device
+    channel: PostedChannel
+
+    def weights(self) -> Weights:
+        """The rank's parameters and buffers, as the seed initialises them, with their optimizer."""
+        captured, options = self.captured, self.options
+        origins = [self.stages.origin(s) for s in self.indices]
+        params = list(dict.fromkeys(n for s in origins for n in self.stages.params[s]))
+        buffers = list(dict.fromkeys(n for s in origins for n in self.stages.buffers[s]))
+        tensors = captured.blueprint.materialise(
+            options.seed, [*params, *(b for b in buffers if b not in captured.constants)]
+        )
+        tensors |= {name: t for name, t in captured.constants.items() if name in buffers}
+        trainable = {name: captured.graph.parameter[name].trainable for name in params}
+        return Weights(
+            {n: nn.Parameter(tensors[n].to(self.device), trainable[n]) for n in params},
+            {n: tensors[n].to(self.device) for n in buffers},
+            self.job.optimizer,
+            keep_gradients=options.keep_gradients,
+            device=self.device,
+        )
+
+
+class TrainingVariants:
+    """A rank's stages in training mode, per size of micro-batch."""
+
+    def __init__(self, rank: RankStages) -> None:
+        self._rank = rank
+        planned = signature_of(sample_batch(rank.job, 0, rank.plan.microbatch_size))
+        self.planned = self._make(rank.captured)
+        """For micro-batches as the plan has them."""
+        self._variants = {planned: self.planned}
+
+    def variant(self, part: Mapping[str, Tensor]) -> Variant:
+        """The stages for one micro-batch. Raises: BatchError if its size does not fit the plan."""
+        signature, rank = signature_of(part), self._rank
+        if signature not in self._variants:
+            try:
+                captured = capture(
+                    rank.job,
+                    rows_of(part),
+                    batch=part,
+                    autocast=rank.options.autocast,
+                    like=rank.captured,
+                )
+                self._variants[signature] = self._make(captured)
+            except (CaptureError, PlanError) as error:
+                planned = next(iter(self._variants))
+                raise BatchError(
+                    f"a micro-batch of {', '.join(signature)} does not fit the plan, which was made for "
+                    f"{', '.join(planned)}: {error.message}",
+                    hint="pad or cut the batch to the planned size, or plan for this one",
+                ) from None
+        return self._variants[signature]
+
+    def _make(self, captured: Captured) -> Variant:
+        rank = self._rank
+        stages = rank.plan.stage_graph(captured.graph)
+        agree_on_layouts(rank.channel, stages)
+        return make_variant(
+            captured,
+            rank.plan,
+            stages,
+            rank.indices,
+            device=rank.device.type,
+            compiled=rank.options.compiled,
+            policy=rank.plan.memory,
+        )
+
+
+@dataclass(eq=False)
+class EvaluationVariants:
+    """A rank's stages in evaluation mode, per size of micro-batch, made when the first batch is evaluated.
+
+    training: the stages that train; those of a model that was cut between its modules run in either mode.
+    program: of forwards alone; None before the first batch.
+    """
+
+    rank: RankStages
+    training: TrainingVariants
+    program: Program | None = None
+    _variants: dict[tuple[str, ...], Variant] = field(default_factory=dict)
+
+    def variant(self, part: Mapping[str, Tensor]) -> Variant:
+        """The stages for one micro-batch; sets `program`.
+
+        Raises: CaptureError or CutError if the model cannot be captured or cut in evaluation mode;
+            BatchError if its stages exchange other values than for another size.
+        """
+        signature = signature_of(part)
+        if signature not in self._variants:
+            self._variants[signature] = self._make(part)
+            program = self._lower(self._variants[signature].stages)
+            if self.program is not None and str(program) != str(self.program):
+                raise BatchError(
+                    f"in evaluation mode {', '.join(signature)} is computed in another way than other sizes",
+                    hint="evaluate batches of one size",
+                )
+            self.program = program
+        return self._variants[signature]
+
+    def _make(self, part: Mapping[str, Tensor]) -> Variant:
+        rank = self.rank
+        if rank.captured.cut is not None:
+            return self.training.variant(part)
+        evaluated = capture_evaluation(rank.job, rank.captured, part, autocast=rank.options.autocast)
+        stages = cut_evaluation(evaluated.graph, rank.captured.graph, rank.stages)
+        agree_on_layouts(rank.channel, stages)
+        return make_variant(evaluated, rank.plan, stages, rank.indices, device=rank.device.type)
+
+    def _lower(self, stages: StageGraph) -> Program:
+        plan = self.rank.plan
+        count = plan.as_schedule.microbatches
+        return lower(schedules.build("forward_only", stages, plan.placement, count), stages)
+
+
+def make_variant(
+    captured: Captured,
+    plan: Plan,
+    stages: StageGraph,
+    rank_stages: Sequence[int],
+    *,
+    device: str,
+    compiled: bool = False,
+    policy: MemoryPolicy = KEEP_ALL,
+) -> Variant:
+    """Build the functions of the stages that a rank owns.
+
+    stages: one replica of them.  rank_stages: of all replicas; those of one stage share its functions.
+    policy: what becomes of residuals; in evaluation mode there are none.
+    """
+    origins = dict.fromkeys(stages.origin(s) for s in rank_stages)
+    built = {
+        s: stage_functions(
+            captured,
+            stages,
+            s,
+            device=device,
+            compiled=compiled,
+            treatments=policy.of_stage(s),
+            ahead=s in policy.ahead,
+        )
+        for s in origins
+    }
+    functions = {s: built[stages.origin(s)] for s in rank_stages}
+    return Variant(stages=plan.replicated(stages), functions=functions)

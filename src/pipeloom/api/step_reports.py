@@ -1,0 +1,106 @@
+"""What a step was like on all ranks: its figures, and its timeline."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from ..ir.action import Action
+from ..ir.timeline import Timeline
+from ..runtime import Ledger, PostedChannel, Recorder
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReport:
+    """What a step was like, the same on every rank.
+
+    step_s: seconds from its first action to the end of its last, on the slowest rank.
+    wall_s: per rank, seconds of the whole call but its last exchange.  busy_s: of computing.  waited_s: for
+    messages and other ranks.  peak_bytes: largest memory so far.  grad_norm: before clipping, None without.
+    """
+
+    loss: float
+    step_s: float
+    wall_s: tuple[float, ...]
+    busy_s: tuple[float, ...]
+    waited_s: tuple[float, ...]
+    peak_bytes: tuple[int, ...]
+    grad_norm: float | None = None
+
+    @property
+    def bubble(self) -> float:
+        """Share of rank-time in which nothing was computed."""
+        return 1.0 - sum(self.busy_s) / (len(self.busy_s) * self.step_s)
+
+    @property
+    def overhead(self) -> float:
+        """Largest share of a rank's time that is neither computing nor waiting: pipeloom's own work."""
+        parts = zip(self.wall_s, self.busy_s, self.waited_s, strict=True)
+        return max((wall - busy - waited) / wall for wall, busy, waited in parts)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepRecord:
+    """What one rank has recorded of its steps. Every rank calls the same methods."""
+
+    channel: PostedChannel
+    recorder: Recorder
+    ledger: Ledger
+    device: torch.device
+
+    def report(
+        self, loss: float, *, start_s: float, agreeing_s: float, grad_norm: float | None
+    ) -> StepReport:
+        """The figures of the last step, of all ranks.
+
+        loss: this rank's share.  start_s: when the step began, by `time.perf_counter`.  agreeing_s: for how
+        long the ranks agreed on the batch before it.
+        """
+        events = self.recorder.events()
+        busy = sum(e.duration_s for e in events if e.stream == "compute")
+        waited = sum(e.duration_s for e in events if e.stream == "recv") + agreeing_s
+        figures = [
+            max(e.end_s for e in events),
+            time.perf_counter() - start_s,
+            busy,
+            waited,
+            self.ledger.peak,
+        ]
+        table = torch.zeros(self.channel.ranks, len(figures), dtype=torch.float64)
+        table[self.channel.rank] = torch.tensor(figures)
+        both = torch.cat([table.flatten(), torch.tensor([loss], dtype=torch.float64)]).to(self.device)
+        self.channel.all_reduce(both)
+        ends, walls, busy_s, waited_s, peaks = both[:-1].reshape(self.channel.ranks, -1).T.tolist()
+        return StepReport(
+            loss=float(both[-1]),
+            step_s=max(ends),
+            wall_s=tuple(walls),
+            busy_s=tuple(busy_s),
+            waited_s=tuple(waited_s),
+            peak_bytes=tuple(map(int, peaks)),
+            grad_norm=grad_norm,
+        )
+
+    def timeline(self, pairs: Iterable[tuple[Action, Action]]) -> Timeline:
+        """The last step of all ranks. pairs: actions that run as one.
+
+        Times count from the start of the first rank where all share a machine and so a clock; otherwise
+        from each rank's own start.
+        """
+        starts = self.channel.all_gather_object((platform.node(), self.recorder.started_s))
+        one_machine = len({node for node, _ in starts}) == 1
+        late_s = self.recorder.started_s - min(at for _, at in starts) if one_machine else 0.0
+        curves = (self.recorder.curve(late_s), *self.recorder.host_curves(late_s))
+        parts = self.channel.all_gather_object((self.recorder.events(late_s), curves, self.ledger.at_peak))
+        return Timeline(
+            source="measured",
+            ranks=self.channel.ranks,
+            events=tuple(e for events, _, _ in parts for e in events),
+            memory=tuple(curve for _, curves, _ in parts for curve in curves),
+            peaks=tuple(peak for _, _, peak in parts),
+            pairs=tuple((str(first), str(second)) for first, second in pairs),
+        )
