@@ -20,13 +20,13 @@ from pipeloom.profiler import file_tier
 @pytest.fixture(autouse=True)
 def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """How fast the disk is does not matter here."""
-    monkeypatch.setattr("pipeloom.profiler.host_copies.file_tier", partial(file_tier, file_bytes=MiB))
+    monkeypatch.setattr("pipeloom.profiler.file_tier", partial(file_tier, file_bytes=MiB))
 
 
 def test_what_does_not_fit_is_offloaded_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However slow the disk is now: what is offloaded at all depends on that."""
     fast = Link(bandwidth_bytes_per_s=1e12)
-    monkeypatch.setattr("pipeloom.profiler.host_copies.file_tier", lambda directory: (fast, fast, []))
+    monkeypatch.setattr("pipeloom.profiler.file_tier", lambda directory: (fast, fast, []))
     folder = tmp_path / "not" / "there yet"
     captured = runs.capture_of(TANH, ROWS)
     how = {

@@ -75,8 +75,8 @@ class Forecast:
         """
         cluster = self.cluster(Link(bandwidth_bytes_per_s=1e15))
         costs: dict[int, StageCost] = {}
-        for found in self.channel.all_gather_object(self.memory()):
-            costs |= found
+        for rank_costs in self.channel.all_gather_object(self.memory()):
+            costs |= rank_costs
         caps = self.plan.caps if len(self.plan.caps) == self.channel.ranks else ()
         timeline = simulate(
             self.program, self.variant.stages, by_stage(costs), cluster, caps=caps, small_bytes=SMALL_BYTES
@@ -93,19 +93,19 @@ class Forecast:
         """This rank's stages: exact bytes, times in units of a forward."""
         ratio = optimizer_ratio(self.optimizer)
         batch_bytes = self.plan.microbatches * self.rounds * sum(t.nbytes for t in self.sample.values())
-        found: dict[int, StageCost] = {}
+        costs: dict[int, StageCost] = {}
         counted: set[str] = set()
         for index, functions in self.variant.functions.items():
-            found[index] = stage_memory(
+            costs[index] = stage_memory(
                 functions,
                 self.variant.stages,
                 self.weights,
                 ratio,
-                batch_bytes=0 if found else batch_bytes,
+                batch_bytes=0 if costs else batch_bytes,
                 counted=counted,
             )
             counted.update(functions.params, functions.buffers)
-        return found
+        return costs
 
     def cluster(self, link: Link) -> Cluster:
         """This run's ranks, joined by a link."""
@@ -125,7 +125,7 @@ class Rehearsals:
     """
 
     def __init__(self, forecast: Forecast, cluster: Cluster | None) -> None:
-        self._facts = forecast
+        self._forecast = forecast
         channel, clock, weights = forecast.channel, forecast.clock, forecast.weights
         self._update_s = time_optimizer(weights, clock)
         if forecast.clips:
@@ -154,53 +154,53 @@ class Rehearsals:
         self.first = steps[len(steps) // 2]
         """Of several steps, simulated with the times of one walk each, the middle one."""
 
-    def again(self) -> Timeline:
+    def rehearse(self) -> Timeline:
         """A step simulated with the times of one walk, made now. Not within a step."""
         return self._simulated(self._walk())
 
     def _walk_several(self) -> list[ActionTimes]:
         self._walk()
         walks = [self._walk()]
-        took = torch.tensor([sum(walks[0].values())], device=self._facts.device)
-        self._facts.channel.all_reduce(took)
-        enough = math.ceil(ENOUGH_S * self._facts.channel.ranks / max(float(took), 1e-6))
+        took = torch.tensor([sum(walks[0].values())], device=self._forecast.device)
+        self._forecast.channel.all_reduce(took)
+        enough = math.ceil(ENOUGH_S * self._forecast.channel.ranks / max(float(took), 1e-6))
         count = min(max(LEAST_WALKS, enough), MOST_WALKS)
         return walks + [self._walk() for _ in range(1, count)]
 
     def _walk(self) -> ActionTimes:
-        self._facts.channel.all_reduce(torch.zeros(1, device=self._facts.device))  # all start together
+        self._forecast.channel.all_reduce(torch.zeros(1, device=self._forecast.device))  # all start together
         return self._rehearsal.walk()
 
-    def _simulated(self, mine: ActionTimes) -> Timeline:
+    def _simulated(self, walk: ActionTimes) -> Timeline:
         """A step of all ranks. An action takes as long as it took: the step waits for the slower of two ranks
         again and again, so with mean times it would look shorter."""
-        pace = sum(mine.values()) / self._walk_s if self._walk_s else 1.0
+        pace = sum(walk.values()) / self._walk_s if self._walk_s else 1.0
         update_s = self._update_s * pace / len(self._memory)
-        timed = {index: with_times(cost, index, mine, update_s) for index, cost in self._memory.items()}
-        own_s: ActionTimes = {}
+        timed = {index: with_times(cost, index, walk, update_s) for index, cost in self._memory.items()}
+        action_s: ActionTimes = {}
         costs: dict[int, StageCost] = {}
-        for found, walk in self._facts.channel.all_gather_object((timed, mine)):
-            costs |= found
-            own_s |= walk
-        return self._rounds(by_stage(costs), own_s)
+        for rank_costs, rank_walk in self._forecast.channel.all_gather_object((timed, walk)):
+            costs |= rank_costs
+            action_s |= rank_walk
+        return self._rounds(by_stage(costs), action_s)
 
-    def _rounds(self, costs: tuple[StageCost, ...], own_s: ActionTimes) -> Timeline:
+    def _rounds(self, costs: tuple[StageCost, ...], action_s: ActionTimes) -> Timeline:
         """All rounds of a step, each rank going on to the next as it ends one; the last one updates."""
-        stages, program = self._facts.variant.stages, self._facts.program
+        stages, program = self._forecast.variant.stages, self._forecast.program
         events: list[Event] = []
         begin_s = [0.0] * len(program.rows)
-        for left in range(self._facts.rounds - 1, -1, -1):
+        for left in range(self._forecast.rounds - 1, -1, -1):
             step = simulate(
                 without_update(program) if left else program,
                 stages,
                 costs,
                 self._cluster,
                 begin_s=begin_s,
-                own_s=own_s,
-                caps=self._facts.plan.caps,
+                own_s=action_s,
+                caps=self._forecast.plan.caps,
                 small_bytes=SMALL_BYTES,
             )
-            if self._facts.rounds == 1:
+            if self._forecast.rounds == 1:
                 return step
             events += step.events
             for event in step.events:

@@ -228,7 +228,7 @@ class Pipeline:
         if self.rehearsals is None:
             return self.predict()
         with self.calls.call("a rehearsal"):
-            return self.rehearsals.again()
+            return self.rehearsals.rehearse()
 
     def forecast(self) -> Forecast:
         """This rank's part in predicting a step."""
@@ -266,7 +266,6 @@ class Pipeline:
             state = {"user": dict(extra or {}), "seed": self.options.seed}
             if self.scheduler is not None:
                 state["scheduler"] = self.scheduler.state_dict()
-            group = self.joined.group
             return checkpoint.save(
                 directory,
                 self._train_state(),
