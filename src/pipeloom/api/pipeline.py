@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..ir.cluster import Cluster
-from ..ir.errors import BatchError, PlanError
+from ..ir.errors import PlanError
 from ..ir.plan import Plan, load_plan
 from ..ir.timeline import Timeline
 from ..lowering import lower
@@ -34,7 +34,6 @@ from ..runtime import (
     keep_freed_memory,
     loss_shares,
     open_tier,
-    rows_of,
     scaled_loss,
     signature_of,
     split_batch,
@@ -171,7 +170,10 @@ class Pipeline:
                 self.scheduler.step()
             self.steps += 1
             self.report = self.record.report(
-                sum(losses), start_s=start, agreeing_s=self._agreeing_s, grad_norm=self.worker.reduce_and_step.grad_norm
+                sum(losses),
+                start_s=start,
+                agreeing_s=self._agreeing_s,
+                grad_norm=self.worker.reduce_and_step.grad_norm,
             )
         return self.report.loss
 
