@@ -233,12 +233,12 @@ def test_names_may_be_written_as_people_write_them() -> None:
 def test_a_registered_family_is_built_and_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     from pipeloom.schedules import registry
 
-    monkeypatch.setattr(registry, "_FAMILIES", dict(registry._FAMILIES))
+    monkeypatch.setattr(registry, "FAMILIES", dict(registry.FAMILIES))
     schedules.register("mine", lambda stages, placement, m: [[Action(0, F, i) for i in range(m)]])
     assert "mine" in schedules.names()
     assert str(schedules.build("mine", chain(1), (0,), 2)) == "0F0 0F1"
     with pytest.raises(ScheduleError, match="a schedule named 'mine' exists already"):
-        schedules.register("Mine", registry._FAMILIES["gpipe"])
+        schedules.register("Mine", registry.FAMILIES["gpipe"])
     schedules.register("broken", lambda stages, placement, m: [[Action(0, F, 0)] * 2])
     with pytest.raises(ScheduleError, match="rank 0 runs 0F0 twice"):
         schedules.build("broken", chain(1), (0,), 1)

@@ -248,7 +248,7 @@ def test_a_split_backward_would_tear_pairs_apart() -> None:
     finally:
         from pipeloom.schedules import registry
 
-        del registry._FAMILIES["test_paired"]
+        del registry.FAMILIES["test_paired"]
 
 
 @settings(deadline=None)

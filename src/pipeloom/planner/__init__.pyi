@@ -7,7 +7,13 @@ from .microbatch_sizes import (
     shared_rows as shared_rows,
 )
 from .plan_table import limits as limits, plan_rows as plan_rows
-from .registry import PLANNERS as PLANNERS, names as names, planner as planner
+from .registry import (
+    PLANNERS as PLANNERS,
+    Planner as Planner,
+    names as names,
+    planner as planner,
+    register_planner as register_planner,
+)
 from .request import (
     PlanOptions as PlanOptions,
     Request as Request,

@@ -30,7 +30,6 @@ from ..ir.action import (
     Kind,
     W,
 )
-from ..ir.operation import OPERATIONS
 from ..ir.schedule import Program
 from .channel import Channel
 from .compute import PEAK_OF, Compute
@@ -81,8 +80,9 @@ class Worker:
         self.transfers = Transfers()
         self.operations = Operations()
         self.reduce_and_step = ReduceAndStep(clip_norm)
-        added = [kind for kind, row in KINDS.items() if kind in OPERATIONS or row.handler is not None]
+        added = [k for k, row in KINDS.items() if row.handler is not None or row.category == "compute"]
         self.handlers: dict[Kind, Handler] = {
+            **dict.fromkeys(added, self.operations.begin),
             F: compute.forward,
             B: compute.backward,
             I: compute.backward_input,
@@ -96,7 +96,6 @@ class Worker:
             RELOAD: reload,
             REDUCE: self.reduce_and_step.reduce_tied_gradients,
             STEP: self.reduce_and_step.step,
-            **dict.fromkeys(added, self.operations.begin),
         }
         self._needed_bytes: dict[Kind, Callable[[StepContext, Any], int]] = {
             **dict.fromkeys(PEAK_OF, compute.needed_bytes),

@@ -17,6 +17,7 @@ from .placements import (
     wave as wave,
 )
 from .registry import (
+    FAMILIES as FAMILIES,
     Entry as Entry,
     Times as Times,
     build as build,

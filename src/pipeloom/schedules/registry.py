@@ -87,7 +87,7 @@ VERSIONS = "weight versions"
 SLICES = "sequence slices"
 PEER = "eviction of residuals to a peer"
 
-_FAMILIES: dict[str, Family | Entry] = {
+FAMILIES: dict[str, Family | Entry] = {
     "forward_only": Entry(family=forward_only.rows, about="forwards, for evaluation"),
     "gpipe": Entry(family=gpipe.rows, about="all forwards, then all backwards"),
     "1f1b": Entry(family=one_f_one_b.rows, about="one forward, one backward"),
@@ -128,15 +128,15 @@ def names() -> tuple[str, ...]:
     >>> names()[:3]
     ('forward_only', 'gpipe', '1f1b')
     """
-    return tuple(_FAMILIES)
+    return tuple(FAMILIES)
 
 
 def register(name: str, family: Family | Entry) -> None:
     """Make a family known by a name in small letters. Raises: ScheduleError if the name is taken."""
     key = _key(name)
-    if key in _FAMILIES:
+    if key in FAMILIES:
         raise ScheduleError(f"a schedule named {key!r} exists already", hint="choose another name")
-    _FAMILIES[key] = family
+    FAMILIES[key] = family
 
 
 def entry(name: str) -> Entry:
@@ -324,13 +324,13 @@ def _family(name: str) -> Family | Entry:
         found = load_user_schedule(name)
         return found if isinstance(found, Entry) else Entry(recipe=found, about="your own")
     key = _key(name)
-    if key not in _FAMILIES:
-        near = get_close_matches(key, _FAMILIES, n=1)
+    if key not in FAMILIES:
+        near = get_close_matches(key, FAMILIES, n=1)
         meant = f"did you mean {near[0]}? " if near else ""
         raise ScheduleError(
             f"no schedule is named {name!r}", hint=f"{meant}the schedules are {', '.join(names())}"
         )
-    return _FAMILIES[key]
+    return FAMILIES[key]
 
 
 def _refuse_bad_shape(stages: StageGraph, placement: tuple[int, ...], microbatches: int) -> None:

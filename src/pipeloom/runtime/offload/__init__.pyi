@@ -15,4 +15,4 @@ from .handlers import (
     wait_reload as wait_reload,
 )
 from .open_tier import TIERS as TIERS, open_tier as open_tier
-from .tier import AsyncCopy as AsyncCopy, Tier as Tier
+from .tier import AsyncCopy as AsyncCopy, Tier as Tier, TierOptions as TierOptions

@@ -1,0 +1,185 @@
+"""One registration adds a kind of action, a weight policy, a planner, a schedule or a tier, and it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import runs
+import zoo
+from rich.console import Console
+
+from pipeloom import Plan, load_plan, plan, schedules, simulate, simulator, viewer
+from pipeloom.api import estimate
+from pipeloom.checks import check, versions, weight_versions
+from pipeloom.ir.action import KINDS, Action, ActionKind, B, F, Kind, register_kind
+from pipeloom.ir.cluster import Cluster, Device, Link
+from pipeloom.ir.costs import equal_costs
+from pipeloom.ir.errors import ScheduleError
+from pipeloom.ir.memory_policy import MemoryPolicy
+from pipeloom.ir.operation import OPERATIONS
+from pipeloom.ir.schedule import Schedule, parse_rows
+from pipeloom.ir.stages import StageGraph, chain
+from pipeloom.ir.timeline import Timeline
+from pipeloom.ir.weight_policy import WEIGHT_POLICIES, Updates, WeightPolicy, register_weight_policy
+from pipeloom.lowering import lower
+from pipeloom.planner import PLANNERS, Planner, register_planner
+from pipeloom.planner.search import Cuts, Search
+from pipeloom.runtime import OperationContext
+from pipeloom.runtime.offload import TIERS, FileTier, TierOptions
+from pipeloom.tracer.stage import stage_residuals
+
+JOB = zoo.job("skips")
+STAGES, MICROBATCHES, ROWS = 2, 4, 2
+DEVICE = Device(name="any", memory_bytes=1 << 30, flops_per_s={"float32": 1e12}, memory_bytes_per_s=1e11)
+CLUSTER = Cluster(devices=(DEVICE,) * STAGES, within_node=Link(bandwidth_bytes_per_s=1e9))
+
+
+@pytest.fixture(autouse=True)
+def forget_registrations() -> Iterator[None]:
+    with ExitStack() as stack:
+        for table in (KINDS, OPERATIONS, WEIGHT_POLICIES, PLANNERS, schedules.FAMILIES, TIERS):
+            stack.enter_context(patch.dict(table))
+        yield
+    viewer.label.cache_clear()
+
+
+def planned(**how: Any) -> Plan:
+    shape = {"stages": STAGES, "microbatches": MICROBATCHES, "microbatch_size": ROWS, "cluster": CLUSTER}
+    return plan(JOB, **shape, captured=runs.capture_of(JOB, ROWS), **how)
+
+
+def simulated(made: Plan) -> Timeline:
+    graph = runs.capture_of(JOB, ROWS).graph
+    return simulate(made, graph, estimate(graph, CLUSTER), CLUSTER)
+
+
+def drawn(timeline: Timeline) -> str:
+    console = Console(width=160, file=StringIO(), record=True)
+    console.print(viewer.gantt(timeline))
+    return console.export_text()
+
+
+def assert_trains_like_plain_pytorch(made: Plan) -> None:
+    batches = [JOB.batch(step, ROWS * MICROBATCHES) for step in range(2)]
+    trained = runs.pipelined(JOB, made, batches)
+    runs.assert_same(trained, runs.plain(JOB, batches, MICROBATCHES), tolerance=1e-5)
+
+
+def with_naps(made: Schedule, kind: Kind) -> Schedule:
+    """A nap behind every forward."""
+    naps = [{a: (a, replace(a, kind=kind)) for a in row if a.kind == F} for row in made.rows]
+    pairs = zip(made.rows, naps, strict=True)
+    return replace(made, rows=tuple(tuple(b for a in row for b in new.get(a, (a,))) for row, new in pairs))
+
+
+def test_a_kind_of_action() -> None:
+    seen = set()
+
+    def nap(context: OperationContext) -> None:
+        seen.add((context.stage, context.microbatch))
+
+    kind = register_kind("NAP", ActionKind(label="a short nap", after=F, handler=nap))
+
+    plain = schedules.build("1f1b", chain(STAGES), (0, 1), MICROBATCHES)
+    napping = with_naps(plain, kind)
+    check(napping, chain(STAGES))
+    assert parse_rows(tuple(str(napping).splitlines())) == napping.rows
+    early = replace(plain, rows=((Action(0, kind, 0), *plain.rows[0]), plain.rows[1]))
+    with pytest.raises(ScheduleError, match="rank 0 runs 0NAP0 before 0F0, which it needs"):
+        check(early, chain(STAGES))
+    with pytest.raises(ScheduleError, match="torch's format has no action 0NAP0"):
+        schedules.schedule_text(napping)
+
+    costs = tuple(replace(cost, other_s={kind: 0.5}) for cost in equal_costs(STAGES))
+    program = lower(napping, chain(STAGES))
+    timeline = simulator.simulate(program, chain(STAGES), costs, CLUSTER)
+    naps = [event for event in timeline.events if event.action.startswith("0NAP")]
+    assert [event.duration_s for event in naps] == [0.5] * MICROBATCHES
+    assert {event.stream for event in naps} == {"compute"}
+    assert "a short nap" in drawn(timeline)
+
+    even = runs.even_plan(JOB, STAGES, microbatches=MICROBATCHES)
+    assert_trains_like_plain_pytorch(replace(even, schedule_rows=tuple(str(napping).splitlines())))
+    assert seen == {(stage, b) for stage in range(STAGES) for b in range(MICROBATCHES)}
+
+
+def test_a_schedule() -> None:
+    def last_in_first_out(stages: StageGraph, placement: tuple[int, ...], microbatches: int) -> Any:
+        order = range(microbatches)
+        return [
+            [Action(s, F, b) for b in order] + [Action(s, B, b) for b in reversed(order)]
+            for s in range(len(placement))
+        ]
+
+    schedules.register("lifo", last_in_first_out)
+
+    made = planned(schedule="lifo")
+    assert made.schedule_rows[0] == "0F0 0F1 0F2 0F3 0B3 0B2 0B1 0B0"
+    timeline = simulated(made)
+    assert timeline.step_s == made.predicted_step_s > 0
+    assert "forward" in drawn(timeline)
+    assert_trains_like_plain_pytorch(made)
+
+
+def test_a_planner() -> None:
+    def first_cuts(search: Search) -> Cuts:
+        points = search.model.cut_points.tolist()
+        return (*points[: len(search.caps)], points[-1])
+
+    register_planner("first-cuts", Planner(find=first_cuts, granularity="op", about="", source="a test"))
+
+    made = planned(strategy="first-cuts")
+    assert made.planner == "first-cuts"
+    assert len(made.stages[0].ops) < len(made.stages[1].ops)
+    assert simulated(made).step_s == made.predicted_step_s
+    assert_trains_like_plain_pytorch(made)
+
+
+def test_a_weight_policy(tmp_path: Path) -> None:
+    late = WeightPolicy(
+        about="one update late",
+        version=lambda microbatch, every, newest: max(newest - 1, 0),
+        copies=lambda in_flight: 3,
+    )
+    register_weight_policy("late", late)
+
+    stages = chain(STAGES)
+    made = schedules.build("1f1b", stages, (0, 1), MICROBATCHES)
+    weight_versions(made, stages, Updates(policy="late"))
+    assert [stage.used for stage in versions(made, Updates(policy="late"))] == [(0, 0, 0, 1), (0, 0, 1, 2)]
+    with pytest.raises(ScheduleError, match="keeps only 1"):
+        weight_versions(made, stages, Updates(policy="late", kept=1))
+
+    flushed, plan_late = planned(), planned(weights="late")
+    for one, other in zip(flushed.stages, plan_late.stages, strict=True):
+        assert other.memory.parameters == 3 * one.memory.parameters
+    assert "steady_step_s" in plan_late.notes
+    plan_late.save(tmp_path / "plan.json")
+    assert load_plan(tmp_path / "plan.json") == plan_late
+    assert simulated(plan_late).step_s == plan_late.predicted_step_s
+    with pytest.raises(ScheduleError, match="a plan with weights=late cannot be run"):
+        assert_trains_like_plain_pytorch(plan_late)
+
+
+def test_a_tier(tmp_path: Path) -> None:
+    opened = []
+
+    def open_counted(options: TierOptions) -> FileTier:
+        opened.append(options.rank)
+        return FileTier(tmp_path, options.rank)
+
+    TIERS["cpu"] = open_counted
+
+    even = runs.even_plan(JOB, STAGES, microbatches=MICROBATCHES)
+    captured = runs.capture_of(JOB, ROWS)
+    residuals = stage_residuals(captured, even.stage_graph(captured.graph), 1)
+    memory = MemoryPolicy(stages=({}, dict.fromkeys(residuals, "offload")))
+    assert_trains_like_plain_pytorch(replace(even, memory=memory))
+    assert opened == [1]
