@@ -9,7 +9,8 @@ from random import Random
 import pytest
 from edits import MAY_BREAK, Case, cases, edited_programs, edited_schedules
 from hypothesis import HealthCheck, event, given, settings, strategies as st
-from slow_check import broken_program_rule, broken_rule, makes, rule_of, stuck, wants
+from slow_check import broken_rule, makes, rule_of, stuck, wants
+from slow_program_check import broken_program_rule
 
 from pipeloom.checks import check, check_program
 from pipeloom.ir.action import Action, parse_action

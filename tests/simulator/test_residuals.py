@@ -10,7 +10,8 @@ import pytest
 from edits import Case, dag_cases
 from hypothesis import given, settings, strategies as st
 from residuals import treated, uneven
-from slow_check import broken_program_rule, rule_of
+from slow_check import rule_of
+from slow_program_check import broken_program_rule
 from slow_simulator import Slow
 
 from pipeloom import schedules

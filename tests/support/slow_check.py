@@ -8,12 +8,11 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import replace
 
-from pipeloom.ir.action import Action, StageAction, Transfer
+from pipeloom.ir.action import Action
 from pipeloom.ir.errors import DeadlockError, ScheduleError
 from pipeloom.ir.operation import OPERATIONS
-from pipeloom.ir.schedule import Program, Schedule
+from pipeloom.ir.schedule import Schedule
 from pipeloom.ir.stages import StageGraph
 
 ADDED = "NOTE", "PACK", "WARM", "SWAP"
@@ -93,17 +92,17 @@ def rule_of(error: ScheduleError) -> str:
 def broken_rule(schedule: Schedule, stages: StageGraph) -> str | None:
     """The first rule that a schedule breaks; None if it is valid."""
     tests: dict[str, Callable[[Schedule, StageGraph], bool]] = {
-        "placement": _misplaced,
+        "placement": misplaced,
         "ranks": _idle,
-        "kinds": _unknown,
-        "completeness": _incomplete,
-        "shards": _bad_shards,
-        "order": _out_of_order,
+        "kinds": unknown,
+        "completeness": incomplete,
+        "shards": bad_shards,
+        "order": out_of_order,
         "slices": _slices_mixed,
-        "evictions": _lost,
+        "evictions": lost,
         "deadlock": lambda s, g: bool(stuck(s, g, together=False)),
-        "pairs": lambda s, g: bool(_bad_pairs(s, g)),
-        "operations": lambda s, g: _badly_added(s),
+        "pairs": lambda s, g: bool(bad_pairs(s, g)),
+        "operations": lambda s, g: badly_added(s),
     }
     for rule in SCHEDULE_RULES:
         if tests[rule](schedule, stages):
@@ -111,7 +110,7 @@ def broken_rule(schedule: Schedule, stages: StageGraph) -> str | None:
     return "deadlock" if stuck(schedule, stages) else None
 
 
-def _misplaced(s: Schedule, g: StageGraph) -> bool:
+def misplaced(s: Schedule, g: StageGraph) -> bool:
     if len(s.placement) != len(g.stages) or any(not 0 <= rank < len(s.rows) for rank in s.placement):
         return True
     home = dict(enumerate(s.placement))
@@ -122,11 +121,11 @@ def _idle(s: Schedule, g: StageGraph) -> bool:
     return set(s.placement) != set(range(len(s.rows)))
 
 
-def _unknown(s: Schedule, g: StageGraph, kinds: Sequence[str] = COMPUTE) -> bool:
+def unknown(s: Schedule, g: StageGraph, kinds: Sequence[str] = COMPUTE) -> bool:
     return any(a.kind not in kinds or not 0 <= a.microbatch < s.microbatches for row in s.rows for a in row)
 
 
-def _incomplete(s: Schedule, g: StageGraph) -> bool:
+def incomplete(s: Schedule, g: StageGraph) -> bool:
     count = Counter(a for row in s.rows for a in row)
     if any(n > 1 for n in count.values()):
         return True
@@ -158,7 +157,7 @@ def makes(action: Action) -> set[tuple[int, str, int]]:
     return {(action.stage, kind, action.microbatch)} if kind else set()
 
 
-def _out_of_order(s: Schedule, g: StageGraph) -> bool:
+def out_of_order(s: Schedule, g: StageGraph) -> bool:
     for rank, row in enumerate(s.rows):
         for at, action in enumerate(row):
             before = set().union(*(makes(a) for a in row[:at]))
@@ -180,7 +179,7 @@ def _slices_mixed(s: Schedule, g: StageGraph) -> bool:
     return False
 
 
-def _lost(s: Schedule, g: StageGraph) -> bool:
+def lost(s: Schedule, g: StageGraph) -> bool:
     for rank, row in enumerate(s.rows):
         for stage, b in {(a.stage, a.microbatch) for a in row if a.kind in ("EVICT", "FETCH")}:
             letters = {"EVICT": "e", "FETCH": "f", "F": "", **dict.fromkeys(ADDED, "")}
@@ -191,7 +190,7 @@ def _lost(s: Schedule, g: StageGraph) -> bool:
     return False
 
 
-def _badly_treated(s: Schedule) -> bool:
+def badly_treated(s: Schedule) -> bool:
     """The actions of each micro-batch of a stage as a word that must fit a pattern."""
     words: dict[tuple[int, int], str] = {}
     for row in s.rows:
@@ -209,7 +208,7 @@ def _badly_treated(s: Schedule) -> bool:
     return False
 
 
-def _bad_pairs(s: Schedule, g: StageGraph) -> bool:
+def bad_pairs(s: Schedule, g: StageGraph) -> bool:
     members = [a for pair in s.pairs for a in pair]
     if len(set(members)) < len(members):
         return True
@@ -217,7 +216,7 @@ def _bad_pairs(s: Schedule, g: StageGraph) -> bool:
     return any(pair not in neighbours or makes(pair[0]) & wants(pair[1], g) for pair in s.pairs)
 
 
-def _badly_added(s: Schedule) -> bool:
+def badly_added(s: Schedule) -> bool:
     """An operation that a schedule has somewhere stands on its side of every anchor, and nowhere else."""
     there = {a.kind for row in s.rows for a in row if a.kind in ADDED}
     for rank, row in enumerate(s.rows):
@@ -234,7 +233,7 @@ def _badly_added(s: Schedule) -> bool:
     return False
 
 
-def _met(action: Action, g: StageGraph) -> list[Action]:
+def met(action: Action, g: StageGraph) -> list[Action]:
     """What begins together with an action on other ranks."""
     others: Sequence[int] = ()
     if action.kind in ("F", "B", "I"):
@@ -244,7 +243,7 @@ def _met(action: Action, g: StageGraph) -> list[Action]:
     return [Action(other, action.kind, action.microbatch) for other in others]
 
 
-def _bad_shards(s: Schedule, g: StageGraph) -> bool:
+def bad_shards(s: Schedule, g: StageGraph) -> bool:
     split = {(a.stage, a.microbatch) for row in s.rows for a in row if a.kind == "I"}
     return any(
         len({s.placement[stage] for stage in group}) < len(group)
@@ -273,144 +272,9 @@ def stuck(s: Schedule, g: StageGraph, *, together: bool = True) -> dict[int, Act
                     break
                 moved = moved or action not in begun
                 begun.add(action)
-                if together and not all(other in begun for other in _met(action, g)):
+                if together and not all(other in begun for other in met(action, g)):
                     break
                 done |= makes(action)
                 at[rank] += 1
                 moved = True
     return {rank: row[at[rank]] for rank, row in enumerate(s.rows) if at[rank] < len(row)}
-
-
-def broken_program_rule(p: Program, g: StageGraph) -> str | None:
-    """The first rule that a program breaks; None if it is valid."""
-    compute = Schedule(
-        name="",
-        microbatches=p.microbatches,
-        placement=p.placement,
-        pairs=p.pairs,
-        rows=tuple(tuple(step for step in row if isinstance(step, Action)) for row in p.rows),
-    )
-    if _misplaced(compute, g):
-        return "placement"
-    rows = tuple(tuple(a for a in row if a.kind not in TREATED) for row in compute.rows)
-    untreated = replace(compute, rows=rows)
-    tests: dict[str, Callable[[], bool]] = {
-        "kinds": lambda: _unknown(compute, g, (*COMPUTE, *TREATED)),
-        "completeness": lambda: _incomplete(compute, g),
-        "shards": lambda: _bad_shards(compute, g),
-        "order": lambda: _out_of_order(untreated, g),
-        "residuals": lambda: _badly_treated(compute),
-        "evictions": lambda: _lost(compute, g),
-        "pairs": lambda: _bad_pairs(compute, g),
-        "operations": lambda: _badly_added(compute),
-        "ends": lambda: _stray(p, g),
-        "pairing": lambda: _unpaired(p),
-        "data": lambda: _missing_data(p, g),
-        "optimizer": lambda: _bad_optimizer(p, g),
-        "deadlock": lambda: bool(program_stuck(p, g)),
-    }
-    waits = g.shards or p.pairs or any(_met(a, g) for row in compute.rows for a in row)
-    early = PROGRAM_RULES[1 : PROGRAM_RULES.index("ends")]
-    if waits and not any(tests[rule]() for rule in early) and stuck(compute, g):
-        return "deadlock"
-    return next((rule for rule in PROGRAM_RULES[1:] if tests[rule]()), None)
-
-
-def _edge(t: Transfer) -> tuple[int, int]:
-    """The edge of the stage graph, from the stage that makes the value."""
-    return (t.stage, t.peer) if t.kind in ("SEND_F", "RECV_B") else (t.peer, t.stage)
-
-
-def _stray(p: Program, g: StageGraph) -> bool:
-    for rank, row in enumerate(p.rows):
-        for t in row:
-            if isinstance(t, Action):
-                continue
-            if not 0 <= t.stage < len(p.placement) or p.placement[t.stage] != rank:
-                return True
-            if isinstance(t, Transfer):
-                values = g.between.get(_edge(t), ())
-                if not any(v.needs_grad or t.kind in ("SEND_F", "RECV_F") for v in values):
-                    return True
-                if p.placement[t.peer] == rank or not 0 <= t.microbatch < p.microbatches:
-                    return True
-    return False
-
-
-def _unpaired(p: Program) -> bool:
-    count = Counter(t for row in p.rows for t in row if isinstance(t, Transfer))
-    return any(n > 1 for n in count.values()) or any(t.other_end not in count for t in count)
-
-
-def _missing_data(p: Program, g: StageGraph) -> bool:
-    for row in p.rows:
-        for at, step in enumerate(row):
-            before = set(row[:at])
-            if isinstance(step, Transfer) and step.sends:
-                kinds = ("F",) if step.kind == "SEND_F" else ("B", "I")
-                if not before & {Action(step.stage, k, step.microbatch) for k in kinds}:  # type: ignore[arg-type]
-                    return True
-            if isinstance(step, Action):
-                for peer, kind, b in wants(step, g):
-                    if p.placement[peer] != p.placement[step.stage]:
-                        recv = Transfer(step.stage, "RECV_F" if kind == "F" else "RECV_B", b, peer)  # type: ignore[arg-type]
-                        if recv not in before:
-                            return True
-    return False
-
-
-def _tied_on(p: Program, g: StageGraph, rank: int) -> list[int]:
-    return sorted({s for readers in g.tied.values() for s in readers if p.placement[s] == rank})
-
-
-def _bad_optimizer(p: Program, g: StageGraph) -> bool:
-    training = any(isinstance(a, Action) and a.kind in BACKWARD for row in p.rows for a in row)
-    for rank, row in enumerate(p.rows):
-        wanted = Counter(str(StageAction(s, "STEP")) for s, r in enumerate(p.placement) if r == rank)  # type: ignore[arg-type]
-        if tied := _tied_on(p, g, rank):
-            wanted[f"{tied[0]}REDUCE"] = 1
-        kinds = ["c" if isinstance(a, Action) else a.kind for a in row if not isinstance(a, Transfer)]
-        found = Counter(str(a) for a in row if isinstance(a, StageAction))
-        if found != (wanted if training else Counter()):
-            return True
-        if kinds != sorted(kinds, key=lambda k: {"c": 0, "REDUCE": 1}.get(k, 2)):
-            return True
-    return False
-
-
-def program_stuck(p: Program, g: StageGraph) -> dict[int, object]:
-    """Run a program with sends that never wait: rank -> the step at which it stays for ever.
-
-    A REDUCE adds one tied parameter after the other, by name; each waits for all its ranks. What meets others
-    begins when they can.
-    """
-    begun: set[Action] = set()
-    homes = {name: {p.placement[s] for s in g.tied[name]} for name in sorted(g.tied)}
-    sums = [[(name, ranks) for name, ranks in homes.items() if r in ranks] for r in range(len(p.rows))]
-    done: set[Hashable] = set()
-    at = [0] * len(p.rows)
-    part = [0] * len(p.rows)
-
-    def ready(rank: int, step: object) -> bool:
-        if isinstance(step, Transfer) and not step.sends:
-            return step.other_end in done
-        if isinstance(step, Action):
-            begun.add(step)
-            return all(other in begun for other in _met(step, g))
-        if isinstance(step, StageAction) and step.kind == "REDUCE":
-            while part[rank] < len(sums[rank]):
-                name, ranks = sums[rank][part[rank]]
-                done.add((name, rank))
-                if not all((name, other) in done for other in ranks):
-                    return False
-                part[rank] += 1
-        return True
-
-    before: Sequence[int] = []
-    while before != (now := [*at, *part, len(done), len(begun)]):
-        before = now
-        for rank, row in enumerate(p.rows):
-            while at[rank] < len(row) and ready(rank, row[at[rank]]):
-                done.add(row[at[rank]])
-                at[rank] += 1
-    return {rank: row[at[rank]] for rank, row in enumerate(p.rows) if at[rank] < len(row)}
