@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     Floats: TypeAlias = NDArray[np.float64]
     Bools: TypeAlias = NDArray[np.bool_]
 
-ALL, WARM, NONE = range(3)
+ALL, WARM, NONE = 0, 1, 2
 """Codes of `Task.early`."""
 
 NOTHING, FILLABLE = -1, -2
