@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     Floats: TypeAlias = NDArray[np.float64]
     Bools: TypeAlias = NDArray[np.bool_]
 
-ALL, WARM, NONE = 0, 1, 2
+ALL: int = 0
+WARM: int = 1
+NONE: int = 2
 """Codes of `Task.early`."""
 
 NOTHING, FILLABLE = -1, -2
