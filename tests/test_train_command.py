@@ -15,7 +15,7 @@ import pytest
 from pipeloom.api import plan
 from pipeloom.clusters import cpu_cluster
 from pipeloom.ir.plan import load_plan
-from pipeloom.train import capped, gpt_workload, read_config
+from pipeloom.train import gpt_workload, read_config, with_caps
 
 COMMAND = [sys.executable, "-m", "pipeloom", "train"]
 TINY = """
@@ -218,10 +218,10 @@ def test_a_cap_beside_a_plan_file_is_the_lower_one(folder: Path) -> None:
     """It was left out where the plan came from a file: the run took what it wanted."""
     given = load_plan(folder / "plan.json")
     known = given.caps
-    assert capped(given, None).caps == known and len(known) == 2
-    assert capped(given, "200KiB").caps == (200 * 1024,) * 2
-    assert capped(given, "9TiB").caps == known
-    assert capped(replace(given, caps=()), "200KiB").caps == (200 * 1024,) * 2
+    assert with_caps(given, None).caps == known and len(known) == 2
+    assert with_caps(given, "200KiB").caps == (200 * 1024,) * 2
+    assert with_caps(given, "9TiB").caps == known
+    assert with_caps(replace(given, caps=()), "200KiB").caps == (200 * 1024,) * 2
 
 
 @pytest.mark.slow

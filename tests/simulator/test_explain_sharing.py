@@ -10,7 +10,7 @@ from edits import Case, dag_cases
 from hypothesis import given, settings, strategies as st
 from shared_links import nodes, on_switches, random_cluster, sum_beside_a_message, treated_case
 
-from pipeloom.api import Setting, draw_schedule, explain as drawn_reasons
+from pipeloom.api import Scenario, explain as drawn_reasons, simulate_schedule
 from pipeloom.ir.cluster import Link
 from pipeloom.ir.costs import StageCost, equal_costs
 from pipeloom.ir.flow import dag
@@ -129,12 +129,12 @@ def test_a_message_that_waits_for_a_sum_names_it() -> None:
 
 
 def test_ranks_of_a_node_share_links_in_schedules_too() -> None:
-    setting = Setting(ranks=6, microbatches=12, chunks=3, transfer_s=0.8)
-    apart, shared = (draw_schedule("interleaved_1f1b", replace(setting, per_node=n)) for n in (0, 3))
+    setting = Scenario(ranks=6, microbatches=12, chunks=3, transfer_s=0.8)
+    apart, shared = (simulate_schedule("interleaved_1f1b", replace(setting, per_node=n)) for n in (0, 3))
     assert shared.summary.step_s > apart.summary.step_s
     assert "link" in drawn_reasons(shared).by_reason and "link" not in drawn_reasons(apart).by_reason
-    line = Setting(ranks=4, microbatches=8, transfer_s=0.8)
-    alone = [draw_schedule("1f1b", replace(line, per_node=n)).summary.step_s for n in (0, 1, 2)]
+    line = Scenario(ranks=4, microbatches=8, transfer_s=0.8)
+    alone = [simulate_schedule("1f1b", replace(line, per_node=n)).summary.step_s for n in (0, 1, 2)]
     assert alone == [pytest.approx(alone[0])] * 3  # one pair of ranks on each link, in either direction
 
 

@@ -18,7 +18,7 @@ from pipeloom.train import (
     PipelineConfig,
     Workload,
     gpt_workload,
-    scheduler_of,
+    rate_scheduler,
 )
 
 
@@ -31,7 +31,7 @@ class PlainPipeline:
         torch.manual_seed(config.seed)
         self.model = workload.job.model()
         self.optimizer = workload.job.optimizer(self.model.parameters())
-        self.scheduler = scheduler_of(config)(self.optimizer)
+        self.scheduler = rate_scheduler(config)(self.optimizer)
         self.clip_norm = config.optimizer.clip_norm
         self.steps = 0
         self.report: SimpleNamespace | None = None

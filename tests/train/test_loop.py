@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from pipeloom.ir.errors import CheckpointError, PipeloomError
-from pipeloom.train import Config, Metrics, Outcome, train
+from pipeloom.train import Config, Metrics, TrainOutcome, train
 
 
 def console(terminal: bool = False) -> Console:
@@ -27,8 +27,8 @@ def trained(out: Path) -> list[dict]:
 
 
 @pytest.fixture
-def run(plain: Callable, tmp_path: Path) -> Callable[..., Outcome]:
-    def run(config: Config, name: str, resume: bool = False, **others: object) -> Outcome:
+def run(plain: Callable, tmp_path: Path) -> Callable[..., TrainOutcome]:
+    def run(config: Config, name: str, resume: bool = False, **others: object) -> TrainOutcome:
         out = tmp_path / name
         out.mkdir(exist_ok=True)
         pipeline, workload = plain(config)

@@ -7,26 +7,28 @@ from pathlib import Path
 import pytest
 
 from pipeloom.ir.errors import PipeloomError
-from pipeloom.train import Config, Request, settle, write_config
+from pipeloom.ir.plan import Plan
+from pipeloom.train import Config, TrainRequest, prepare_run, write_config
 
 
 class PlannedAnew(PipeloomError):
     pass
 
 
-@pytest.fixture
-def run(tiny: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    def plan(*_: object) -> None:
-        raise PlannedAnew("")
+def plan_anew(*_: object) -> Plan:
+    raise PlannedAnew("")
 
-    monkeypatch.setattr("pipeloom.train.run.make_plan", plan)
+
+@pytest.fixture
+def run(tiny: Config, tmp_path: Path) -> Path:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "config.toml").write_text(write_config(tiny))
     return tmp_path / "a"
 
 
 def resumed(run: Path, *overrides: str) -> Config:
-    return settle(Request(out=run, resume=True, overrides=("steps=20", *overrides))).config
+    request = TrainRequest(out=run, resume=True, overrides=("steps=20", *overrides))
+    return prepare_run(request, plan_anew).config
 
 
 def test_what_planning_does_not_read_leaves_the_plan(run: Path) -> None:

@@ -16,6 +16,7 @@ from .clusters import (
 )
 from .forecast import Forecast as Forecast, by_stage as by_stage
 from .largest_batch import ModelAt as ModelAt, largest_below as largest_below, largest_plan as largest_plan
+from .microbatch_times import MicrobatchTimes as MicrobatchTimes
 from .options import Options as Options
 from .passes import (
     Job as Job,
@@ -59,17 +60,16 @@ from .reports import (
 from .runnable import require_runnable as require_runnable, require_training as require_training
 from .schedules import (
     UNIT as UNIT,
-    Drawn as Drawn,
-    Setting as Setting,
+    Scenario as Scenario,
+    SimulatedSchedule as SimulatedSchedule,
     csv_text as csv_text,
-    draw_file as draw_file,
-    draw_schedule as draw_schedule,
     explain as explain,
     library as library,
+    simulate_file as simulate_file,
+    simulate_schedule as simulate_schedule,
     updates_of as updates_of,
     weights as weights,
 )
 from .step_reports import StepReport as StepReport
-from .times import Work as Work
-from .verify import Comparison as Comparison, verify as verify
+from .verify import Verification as Verification, verify as verify
 from .verify_caps import TRIES as TRIES, plan_within_caps as plan_within_caps, traced_peaks as traced_peaks

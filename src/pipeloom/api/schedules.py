@@ -21,16 +21,16 @@ from ..ir.weight_policy import Updates
 from ..lowering import lower
 from ..schedules import load_file, program_text, read_schedule, schedule_text
 from ..simulator import Summary, check_memory_limit, explain as explain_timeline, simulate, summarise
-from .times import UNIT, Work, load_work, stage_costs, with_transfers
+from .microbatch_times import UNIT, MicrobatchTimes, load_work, stage_costs, with_transfers
 
 __all__ = [
     "UNIT",
-    "Drawn",
-    "Setting",
-    "Work",
+    "SimulatedSchedule",
+    "Scenario",
+    "MicrobatchTimes",
     "csv_text",
-    "draw_file",
-    "draw_schedule",
+    "simulate_file",
+    "simulate_schedule",
     "explain",
     "library",
     "updates_of",
@@ -42,11 +42,11 @@ SLICES = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
-    """What schedules are drawn for.
+class Scenario:
+    """What schedules are simulated for.
 
     microbatches: of a step, of both directions together, each whole.  chunks: stages per rank, 0 for as many
-    as the schedule usually has.  work: times, see `Work`; or a file that says them.
+    as the schedule usually has.  times: of a micro-batch; or a file that says them.
     transfer_s: seconds of a message between ranks; or per boundary of two stages.
     per_node: ranks of a node; messages between nodes share one link out of each and one into it, and keep it
     for as long as they take. 0: every message has a link of its own.
@@ -57,18 +57,18 @@ class Setting:
     ranks: int = 4
     microbatches: int = 8
     chunks: int = 0
-    work: Work | Path = Work()
+    times: MicrobatchTimes | Path = MicrobatchTimes()
     transfer_s: float | tuple[float, ...] = 0.0
     per_node: int = 0
     memory: str = ""
     pair_factor: float = 1.0
 
-    def loaded(self, ranks: int) -> Work:
-        return load_work(self.work, ranks) if isinstance(self.work, Path) else self.work
+    def load_times(self, ranks: int) -> MicrobatchTimes:
+        return load_work(self.times, ranks) if isinstance(self.times, Path) else self.times
 
 
 @dataclass(frozen=True, kw_only=True)
-class Drawn:
+class SimulatedSchedule:
     """A schedule, proved and simulated.
 
     microbatches: of the step.  peaks: per rank, the most residuals that it holds at once, in micro-batches
@@ -92,46 +92,48 @@ class Drawn:
 
 def library() -> dict[str, dict[str, str]]:
     """What the library holds: name -> what it is about, where its stages go, what running it lacks."""
-    found = {}
+    entries = {}
     for name in schedules.names():
         entry = schedules.entry(name)
-        found[name] = {"about": entry.about, "place": entry.place, "lacks": entry.lacks}
-    return found
+        entries[name] = {"about": entry.about, "place": entry.place, "lacks": entry.lacks}
+    return entries
 
 
-def draw_schedule(name: str, setting: Setting) -> Drawn:
+def simulate_schedule(name: str, scenario: Scenario) -> SimulatedSchedule:
     """Build a schedule of the library in its usual placement and simulate it.
 
     Bidirectional schedules run half of the micro-batches in each direction; in sliced ones each action has
     its share of a micro-batch.
     Raises: ScheduleError if it cannot be built or does not keep to the memory; ConfigError for wrong times.
     """
-    stages, placement = schedules.default_placement(name, setting.ranks, setting.chunks)
-    _refuse_misfit(name, stages, setting)
+    stages, placement = schedules.default_placement(name, scenario.ranks, scenario.chunks)
+    _refuse_misfit(name, stages, scenario)
     slices = _slices(name)
-    costs = _costs(setting, stages, setting.ranks, slices)
-    caps = _caps(setting, costs, placement, stages.replicas, slices)
-    transfer_s = setting.transfer_s
+    costs = _costs(scenario, stages, scenario.ranks, slices)
+    caps = _caps(scenario, costs, placement, stages.replicas, slices)
+    transfer_s = scenario.transfer_s
     times = schedules.Times(
         costs=costs,
-        limit_bytes=min(caps) if setting.memory else None,
+        limit_bytes=min(caps) if scenario.memory else None,
         transfer_s=transfer_s if isinstance(transfer_s, float) else _by_boundary(transfer_s, stages),
     )
-    count = setting.microbatches // stages.replicas * slices
+    count = scenario.microbatches // stages.replicas * slices
     try:
-        made = schedules.build(name, stages, placement, count, times=times)
-        return _drawn(made, stages, costs, setting)
+        schedule = schedules.build(name, stages, placement, count, times=times)
+        return _simulate(schedule, stages, costs, scenario)
     except ScheduleError as error:
-        if not setting.memory:
+        if not scenario.memory:
             raise
-        free = draw_schedule(name, replace(setting, memory=""))
+        free = simulate_schedule(name, replace(scenario, memory=""))
         raise ScheduleError(
-            f"{name} does not keep to --memory {setting.memory}: {error.message}",
+            f"{name} does not keep to --memory {scenario.memory}: {error.message}",
             hint=f"without a limit a rank of it holds up to {free.peak:.4g} micro-batches",
         ) from None
 
 
-def draw_file(file: Path, setting: Setting, *, replicas: int = 1, operations: Path | None = None) -> Drawn:
+def simulate_file(
+    file: Path, scenario: Scenario, *, replicas: int = 1, operations: Path | None = None
+) -> SimulatedSchedule:
     """Read a file of rows, prove that it can run, and simulate it.
 
     replicas: 1 for a chain of stages; 2 if the second half of the stages is a replica of the first, which
@@ -141,29 +143,31 @@ def draw_file(file: Path, setting: Setting, *, replicas: int = 1, operations: Pa
     """
     if operations is not None:
         load_file(operations)
-    made = read_schedule(file)
-    if made.stages % replicas:
+    schedule = read_schedule(file)
+    if schedule.stages % replicas:
         raise ScheduleError(
-            f"{file} has {made.stages} stages, which {replicas} replicas do not share evenly",
+            f"{file} has {schedule.stages} stages, which {replicas} replicas do not share evenly",
             hint="leave --replicas out, or give as many stages in each",
         )
-    stages = replicate(chain(made.stages // replicas), replicas) if replicas > 1 else chain(made.stages)
+    stages = (
+        replicate(chain(schedule.stages // replicas), replicas) if replicas > 1 else chain(schedule.stages)
+    )
     try:
-        check(made, stages)
+        check(schedule, stages)
     except ScheduleError as error:
-        if replicas == 1 and _runs_both_ways(made):
+        if replicas == 1 and _runs_both_ways(schedule):
             hint = f"{error.hint}; or add --replicas 2, if the second half of the stages is a replica"
             raise type(error)(error.message, hint=hint) from None
         raise
-    return _drawn(made, stages, _costs(setting, stages, made.ranks, made.slices), setting)
+    return _simulate(schedule, stages, _costs(scenario, stages, schedule.ranks, schedule.slices), scenario)
 
 
-def _runs_both_ways(made: Schedule) -> bool:
+def _runs_both_ways(schedule: Schedule) -> bool:
     """Whether it can run as two replicas of a chain."""
-    if made.stages % 2:
+    if schedule.stages % 2:
         return False
     try:
-        check(made, replicate(chain(made.stages // 2), 2))
+        check(schedule, replicate(chain(schedule.stages // 2), 2))
     except ScheduleError:
         return False
     return True
@@ -174,37 +178,37 @@ def updates_of(name: str) -> Updates:
     return Updates(policy=schedules.entry(name).weights)
 
 
-def weights(drawn: Drawn, updates: Updates) -> tuple[StageVersions, ...]:
+def weights(simulated: SimulatedSchedule, updates: Updates) -> tuple[StageVersions, ...]:
     """The weight versions of each stage; empty where there is one, with `flush`.
 
     Raises: ScheduleError if a forward or backward does not find its version.
     """
-    weight_versions(drawn.schedule, drawn.stages, updates)
-    return () if updates.rule.flushes else versions(drawn.schedule, updates)
+    weight_versions(simulated.schedule, simulated.stages, updates)
+    return () if updates.rule.flushes else versions(simulated.schedule, updates)
 
 
-def explain(drawn: Drawn) -> Explanation:
+def explain(simulated: SimulatedSchedule) -> Explanation:
     """Why its ranks are idle, and its critical path."""
-    return explain_timeline(drawn.program, drawn.timeline, drawn.stages, drawn.cluster)
+    return explain_timeline(simulated.program, simulated.timeline, simulated.stages, simulated.cluster)
 
 
-def csv_text(drawn: Drawn, *, transfers: bool = False) -> str:
+def csv_text(simulated: SimulatedSchedule, *, transfers: bool = False) -> str:
     """A schedule in the format of torch.distributed.pipelining, with or without transfers."""
-    return program_text(drawn.program) if transfers else schedule_text(drawn.schedule)
+    return program_text(simulated.program) if transfers else schedule_text(simulated.schedule)
 
 
-def _refuse_misfit(name: str, stages: StageGraph, setting: Setting) -> None:
+def _refuse_misfit(name: str, stages: StageGraph, scenario: Scenario) -> None:
     if schedules.entry(name).family is not None and ":" in name:
         plain = name.partition(":")[0]
         raise ScheduleError(f"{plain} has no options, {name!r} gives some", hint=f"write {plain}")
-    if stages.replicas > 1 and setting.chunks > 1:
+    if stages.replicas > 1 and scenario.chunks > 1:
         raise ScheduleError(
-            f"{name} runs one stage per rank in each direction, not {setting.chunks}",
+            f"{name} runs one stage per rank in each direction, not {scenario.chunks}",
             hint="leave -v out, or use dualpipev or hanayo",
         )
-    if setting.microbatches % stages.replicas:
+    if scenario.microbatches % stages.replicas:
         raise ScheduleError(
-            f"{name} runs half of the micro-batches in each direction, and {setting.microbatches} is odd",
+            f"{name} runs half of the micro-batches in each direction, and {scenario.microbatches} is odd",
             hint="give an even number of micro-batches",
         )
 
@@ -214,18 +218,18 @@ def _slices(name: str) -> int:
     if schedules.entry(name).lacks != "sequence slices":
         return 1
     options = dict(part.split("=", 1) for part in name.partition(":")[2].split(",") if "=" in part)
-    given = options.get("slices", str(SLICES))
-    if not given.isdecimal() or int(given) < 1:
-        raise ScheduleError(f"{name}: a micro-batch has {given} slices", hint="give a whole number from 1 on")
-    return int(given)
+    count = options.get("slices", str(SLICES))
+    if not count.isdecimal() or int(count) < 1:
+        raise ScheduleError(f"{name}: a micro-batch has {count} slices", hint="give a whole number from 1 on")
+    return int(count)
 
 
-def _costs(setting: Setting, stages: StageGraph, ranks: int, slices: int) -> tuple[StageCost, ...]:
+def _costs(scenario: Scenario, stages: StageGraph, ranks: int, slices: int) -> tuple[StageCost, ...]:
     """Costs of an action of each stage; those of a replica or a shard are its origin's."""
     share = stages.cuts * stages.replicas / len(stages.stages)  # below 1 if stages span several ranks
-    costs = stage_costs(setting.loaded(ranks), stages.cuts, ranks * share, slices=slices)
-    own = [costs[stages.origin(s)] for s in range(len(stages.stages))]
-    return tuple(replace(cost, pair_factor=setting.pair_factor) for cost in own)
+    costs = stage_costs(scenario.load_times(ranks), stages.cuts, ranks * share, slices=slices)
+    each = (costs[stages.origin(s)] for s in range(len(stages.stages)))
+    return tuple(replace(cost, pair_factor=scenario.pair_factor) for cost in each)
 
 
 def _by_boundary(transfer_s: tuple[float, ...], stages: StageGraph) -> Callable[[int, int], float]:
@@ -237,18 +241,18 @@ def _units(
     costs: tuple[StageCost, ...], placement: tuple[int, ...], replicas: int, slices: int
 ) -> list[float]:
     """Per rank the bytes of one micro-batch: the residuals of all its stages."""
-    found = [0.0] * (max(placement) + 1)
+    units = [0.0] * (max(placement) + 1)
     for cost, rank in zip(costs, placement, strict=True):
-        found[rank] += cost.residual_bytes * slices / replicas
-    return found
+        units[rank] += cost.residual_bytes * slices / replicas
+    return units
 
 
 def _caps(
-    setting: Setting, costs: tuple[StageCost, ...], placement: tuple[int, ...], replicas: int, slices: int
+    scenario: Scenario, costs: tuple[StageCost, ...], placement: tuple[int, ...], replicas: int, slices: int
 ) -> list[float]:
     """Most bytes of residuals per rank; infinite without a limit."""
     units = _units(costs, placement, replicas, slices)
-    text = setting.memory
+    text = scenario.memory
     if not text:
         return [inf] * len(units)
     try:
@@ -260,7 +264,7 @@ def _caps(
             raise ConfigError(
                 f"cannot read --memory {text!r}", hint="write micro-batches, as 2.5, or a size, as 3GiB"
             ) from None
-        if not isinstance(setting.work, Path) or not setting.loaded(len(units)).residual_bytes:
+        if not isinstance(scenario.times, Path) or not scenario.load_times(len(units)).residual_bytes:
             raise ConfigError(
                 f"--memory {text}: what residuals take is not known without a plan",
                 hint="give a number of micro-batches, as in --memory 4, or --times PLAN",
@@ -271,23 +275,25 @@ def _caps(
     return [count * unit for unit in units]
 
 
-def _drawn(made: Schedule, stages: StageGraph, costs: tuple[StageCost, ...], setting: Setting) -> Drawn:
-    shape = (made.placement, stages.replicas, made.slices)
-    sized = isinstance(setting.work, Path) and bool(setting.loaded(made.ranks).residual_bytes)
-    units, caps = _units(costs, *shape), _caps(setting, costs, *shape)
-    if setting.memory:
-        check(made, stages)
+def _simulate(
+    schedule: Schedule, stages: StageGraph, costs: tuple[StageCost, ...], scenario: Scenario
+) -> SimulatedSchedule:
+    shape = (schedule.placement, stages.replicas, schedule.slices)
+    sized = isinstance(scenario.times, Path) and bool(scenario.load_times(schedule.ranks).residual_bytes)
+    units, caps = _units(costs, *shape), _caps(scenario, costs, *shape)
+    if scenario.memory:
+        check(schedule, stages)
         one = max(units)
         show = format_bytes if sized else (lambda size: f"{size / one:g} micro-batches")
-        check_memory_limit(made, stages, costs, caps, show=show)
-    wired, cluster = _wired(stages, made.ranks, setting)
-    program = lower(made, wired)
+        check_memory_limit(schedule, stages, costs, caps, show=show)
+    wired, cluster = _wired(stages, schedule.ranks, scenario)
+    program = lower(schedule, wired)
     timeline = simulate(program, wired, costs, cluster)
     held = [peak.get("residuals", 0) for peak in timeline.peaks]
-    return Drawn(
-        schedule=made,
+    return SimulatedSchedule(
+        schedule=schedule,
         stages=wired,
-        microbatches=made.microbatches * stages.replicas // made.slices,
+        microbatches=schedule.microbatches * stages.replicas // schedule.slices,
         program=program,
         cluster=cluster,
         timeline=timeline,
@@ -297,18 +303,18 @@ def _drawn(made: Schedule, stages: StageGraph, costs: tuple[StageCost, ...], set
     )
 
 
-def _wired(stages: StageGraph, ranks: int, setting: Setting) -> tuple[StageGraph, Cluster]:
+def _wired(stages: StageGraph, ranks: int, scenario: Scenario) -> tuple[StageGraph, Cluster]:
     """The stages with messages of some size, and links on which these take the times that are given."""
-    times, shared = setting.transfer_s, None
+    times, shared = scenario.transfer_s, None
     link = Link(bandwidth_bytes_per_s=inf)
-    if setting.per_node and isinstance(times, float):
+    if scenario.per_node and isinstance(times, float):
         times = (times,) * (stages.cuts - 1)
     if isinstance(times, tuple):
         stages, bandwidth = with_transfers(stages, times)
         link = Link(bandwidth_bytes_per_s=bandwidth)
-        shared = link if setting.per_node else None
+        shared = link if scenario.per_node else None
     elif times:
         link = Link(bandwidth_bytes_per_s=inf, latency_s=times)
-    size = setting.per_node or ranks
+    size = scenario.per_node or ranks
     devices = tuple(Device(name="any", memory_bytes=1, node=rank // size) for rank in range(ranks))
     return stages, Cluster(devices=devices, within_node=link, node_link=shared)

@@ -25,7 +25,7 @@ whichever is more: a gradient that is zero but for rounding has no digits to com
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class Verification:
     """Largest relative differences between the pipeline and one process.
 
     gradients, parameters: by FQN.  reference: what the one process ran. A difference is infinite where either
@@ -60,7 +60,7 @@ class Comparison:
 
 def verify(
     job: Job, plan: Plan, *, options: Options | None = None, tolerance: float = 1e-5, seed: int = 1
-) -> Comparison:
+) -> Verification:
     """Run one step of a plan, with ranks as threads of this process, and of a single process; compare.
 
     Updated parameters are compared with what the job's optimizer (plain SGD where it names none) makes of
@@ -79,7 +79,7 @@ def verify(
         expected, what = _run_threads(job, _uncut(plan), options, batch), "captured graph, uncut"
     else:
         expected, what = _run_eager(job, plan, options, batch), "the module itself, eager"
-    return Comparison(
+    return Verification(
         loss=_relative(abs(found.loss - expected.loss), max(abs(expected.loss), 1e-12)),
         gradients=_differences(found.gradients, expected.gradients),
         parameters=_differences(found.parameters, _updated(job, expected.initial, found.gradients)),

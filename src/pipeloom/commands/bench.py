@@ -37,9 +37,9 @@ def bench(
     """
     if model is not None:
         job_of(model)  # a file that is missing is said before all of torch is loaded
-    from ..train import Bench, run_bench
+    from ..train import BenchSettings, run_bench
 
-    settings = Bench(
+    settings = BenchSettings(
         model=model,
         device_memory=device_memory,
         treat=treat,

@@ -12,7 +12,7 @@ from .common import FILE, NEW_FILE, console, json_option, print_json
 from .schedule_options import TIMES_HELP, shape_options, times_options, updates_options
 
 if TYPE_CHECKING:
-    from ..api import Drawn, Setting
+    from ..api import Scenario, SimulatedSchedule
 
 NAME_HELP = "NAME is one of `pipeloom schedule list`; options follow a colon, as in gis_g:group=3."
 SHOWN = 3
@@ -30,13 +30,13 @@ def list_them(*, as_json: bool) -> None:
     """Print the schedules of the library. With --json: name -> about, place, lacks."""
     from ..api import library
 
-    found = library()
+    entries = library()
     if as_json:
-        print_json(found)
+        print_json(entries)
         return
-    for name, what in found.items():
-        lacks = f" (shown only: running it needs {what['lacks']})" if what["lacks"] else ""
-        click.echo(f"{name:<18} {what['about']}{lacks}")
+    for name, entry in entries.items():
+        lacks = f" (shown only: running it needs {entry['lacks']})" if entry["lacks"] else ""
+        click.echo(f"{name:<18} {entry['about']}{lacks}")
     click.echo(
         "\nF: forward, I: input gradient, W: weight gradient, B: I and W as one. A word in `` is an option, "
         "written\nbehind a colon: pipeloom schedule show gis_g:group=3"
@@ -53,7 +53,7 @@ def list_them(*, as_json: bool) -> None:
 def show(
     *,
     name: str,
-    setting: Setting,
+    scenario: Scenario,
     updates: Updates | None,
     html: Path | None,
     trace: Path | None,
@@ -67,10 +67,10 @@ def show(
     by_rank: a list of rank, busy_s, bubble, peak; rows: one line of actions per rank; and weights (null for
     one version): policy, update_every, and per stage versions (most kept at once), staleness (in updates).
     """
-    from ..api import draw_schedule, updates_of
+    from ..api import simulate_schedule, updates_of
 
-    drawn = draw_schedule(name, setting)
-    _present(drawn, updates or updates_of(name), html=html, trace=trace, as_json=as_json)
+    simulated = simulate_schedule(name, scenario)
+    _present(simulated, updates or updates_of(name), html=html, trace=trace, as_json=as_json)
 
 
 @schedule.command(epilog=TIMES_HELP)
@@ -93,7 +93,7 @@ def check(
     file: Path,
     replicas: int,
     operations: Path | None,
-    setting: Setting,
+    scenario: Scenario,
     updates: Updates | None,
     html: Path | None,
     trace: Path | None,
@@ -106,21 +106,26 @@ def check(
     Says which rule is broken, where, and what to change, and exits
     with 1, if it cannot run. With --json: the keys of `show`.
     """
-    from ..api import draw_file, weights
+    from ..api import simulate_file, weights
 
-    drawn, updates = draw_file(file, setting, replicas=replicas, operations=operations), updates or Updates()
-    weights(drawn, updates)
+    simulated, updates = (
+        simulate_file(file, scenario, replicas=replicas, operations=operations),
+        updates or Updates(),
+    )
+    weights(simulated, updates)
     if not as_json:
-        count = sum(map(len, drawn.schedule.rows))
-        click.echo(f"{file}: {count} actions on {drawn.schedule.ranks} ranks are complete and cannot block")
-    _present(drawn, updates, html=html, trace=trace, as_json=as_json)
+        count = sum(map(len, simulated.schedule.rows))
+        click.echo(
+            f"{file}: {count} actions on {simulated.schedule.ranks} ranks are complete and cannot block"
+        )
+    _present(simulated, updates, html=html, trace=trace, as_json=as_json)
 
 
 @schedule.command(epilog=f"{NAME_HELP} {TIMES_HELP}")
 @click.argument("names", nargs=-1, required=True, metavar="NAME...")
 @shape_options
 @json_option
-def compare(*, names: tuple[str, ...], setting: Setting, as_json: bool) -> None:
+def compare(*, names: tuple[str, ...], scenario: Scenario, as_json: bool) -> None:
     """Compare schedules for the same ranks, micro-batches and times.
 
     Two bubbles: the idle share of rank-time until the last rank ends, which counts where all wait for the
@@ -132,19 +137,19 @@ def compare(*, names: tuple[str, ...], setting: Setting, as_json: bool) -> None:
     from rich import box
     from rich.table import Table
 
-    from ..api import draw_schedule
+    from ..api import simulate_schedule
 
-    found = {name: draw_schedule(name, setting) for name in names}
+    by_name = {name: simulate_schedule(name, scenario) for name in names}
     if as_json:
-        print_json({name: _figures(drawn) for name, drawn in found.items()})
+        print_json({name: _figures(simulated) for name, simulated in by_name.items()})
         return
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     bubbles = "bubble until\nthe last ends", "bubble of the\nlongest span"
     for head in ("schedule", "step time", *bubbles, "peak,\nmicro-batches"):
         table.add_column(head, justify="left" if head == "schedule" else "right")
-    for name, drawn in found.items():
-        s = drawn.summary
-        table.add_row(name, f"{s.step_s:.6g}", _percent(s.bubble), _percent(s.span_bubble), _peak(drawn))
+    for name, simulated in by_name.items():
+        s = simulated.summary
+        table.add_row(name, f"{s.step_s:.6g}", _percent(s.bubble), _percent(s.span_bubble), _peak(simulated))
     console().print(table)
 
 
@@ -152,7 +157,7 @@ def compare(*, names: tuple[str, ...], setting: Setting, as_json: bool) -> None:
 @click.argument("name")
 @shape_options
 @json_option
-def explain(*, name: str, setting: Setting, as_json: bool) -> None:
+def explain(*, name: str, scenario: Scenario, as_json: bool) -> None:
     """Say why ranks are idle, and print the critical path.
 
     With --json: name, step_s, bubble, span_s, span_bubble, idle_s, reasons (reason -> rank-seconds, adding up
@@ -161,23 +166,23 @@ def explain(*, name: str, setting: Setting, as_json: bool) -> None:
     """
     from ..api import reports, schedules as scheduling
 
-    drawn = scheduling.draw_schedule(name, setting)
-    found = scheduling.explain(drawn)
+    simulated = scheduling.simulate_schedule(name, scenario)
+    explanation = scheduling.explain(simulated)
     if not as_json:
-        _print_explanation(name, drawn)
+        _print_explanation(name, simulated)
         return
-    figures = _figures(drawn)
+    figures = _figures(simulated)
     pieces = ("kind", "rank", "action", "start_s", "end_s", "waiting")
     parts = ("reason", "rank", "seconds", "share", "text")
     print_json(
         {
             "name": name,
             **{key: figures[key] for key in ("step_s", "bubble", "span_s", "span_bubble")},
-            "idle_s": found.idle_s,
-            "reasons": found.by_reason,
-            "sources": [{key: getattr(s, key) for key in parts} for s in reports.sources(found)],
-            "path": [{key: getattr(p, key) for key in pieces} for p in found.path],
-            "path_text": [str(fold) for fold in reports.fold(found.path)],
+            "idle_s": explanation.idle_s,
+            "reasons": explanation.by_reason,
+            "sources": [{key: getattr(s, key) for key in parts} for s in reports.sources(explanation)],
+            "path": [{key: getattr(p, key) for key in pieces} for p in explanation.path],
+            "path_text": [str(fold) for fold in reports.fold(explanation.path)],
         }
     )
 
@@ -187,16 +192,16 @@ def explain(*, name: str, setting: Setting, as_json: bool) -> None:
 @click.option("--output", "-o", type=NEW_FILE, help="File to write; standard output without it.")
 @click.option("--transfers", is_flag=True, help="Write sends and receives too (torch's compute_comms).")
 @shape_options
-def export(*, name: str, output: Path | None, transfers: bool, setting: Setting) -> None:
+def export(*, name: str, output: Path | None, transfers: bool, scenario: Scenario) -> None:
     """Write the schedule NAME as CSV, which torch.distributed.pipelining and `check` read.
 
     A file that ends in .txt gets rows of actions instead, which can also say what a user declared.
     """
-    from ..api import csv_text, draw_schedule
+    from ..api import csv_text, simulate_schedule
 
-    drawn = draw_schedule(name, setting)
+    simulated = simulate_schedule(name, scenario)
     rows = output is not None and output.suffix == ".txt"
-    text = f"{drawn.schedule}\n" if rows else csv_text(drawn, transfers=transfers)
+    text = f"{simulated.schedule}\n" if rows else csv_text(simulated, transfers=transfers)
     if output is None:
         click.echo(text, nl=False)
     else:
@@ -205,28 +210,28 @@ def export(*, name: str, output: Path | None, transfers: bool, setting: Setting)
         write_whole(output, text)
 
 
-def _figures(drawn: Drawn) -> dict[str, float | None]:
-    s = drawn.summary
+def _figures(simulated: SimulatedSchedule) -> dict[str, float | None]:
+    s = simulated.summary
     return {
         "step_s": s.step_s,
         "bubble": s.bubble,
         "span_s": s.span_s,
         "span_bubble": s.span_bubble,
-        "peak": drawn.peak,
-        "peak_bytes": max(drawn.peaks_bytes, default=None),
+        "peak": simulated.peak,
+        "peak_bytes": max(simulated.peaks_bytes, default=None),
     }
 
 
-def _by_rank(drawn: Drawn) -> list[dict[str, Any]]:
-    step_s = drawn.summary.step_s
+def _by_rank(simulated: SimulatedSchedule) -> list[dict[str, Any]]:
+    step_s = simulated.summary.step_s
     return [
         {
             "rank": r.rank,
             "busy_s": r.busy_s,
             "bubble": 1 - r.busy_s / step_s if step_s else 0.0,
-            "peak": drawn.peaks[r.rank],
+            "peak": simulated.peaks[r.rank],
         }
-        for r in drawn.summary.ranks
+        for r in simulated.summary.ranks
     ]
 
 
@@ -235,48 +240,51 @@ def _percent(share: float) -> str:
     return f"{100 * share + 0.0:.1f} %".replace("-0.0", "0.0")
 
 
-def _peak(drawn: Drawn) -> str:
+def _peak(simulated: SimulatedSchedule) -> str:
     from ..ir.units import format_bytes
 
-    size = f" = {format_bytes(max(drawn.peaks_bytes))}" if drawn.peaks_bytes else ""
-    return f"{drawn.peak:.4g}{size}"
+    size = f" = {format_bytes(max(simulated.peaks_bytes))}" if simulated.peaks_bytes else ""
+    return f"{simulated.peak:.4g}{size}"
 
 
-def _present(drawn: Drawn, updates: Updates, *, html: Path | None, trace: Path | None, as_json: bool) -> None:
+def _present(
+    simulated: SimulatedSchedule, updates: Updates, *, html: Path | None, trace: Path | None, as_json: bool
+) -> None:
     from ..api import reports, schedules as scheduling
 
-    made, versions = drawn.schedule, _versions(drawn, updates)
+    schedule, versions = simulated.schedule, _versions(simulated, updates)
     if html is not None:
         unit = reports.SizeUnit(name="micro-batches", bytes=scheduling.UNIT)
         reports.write_report(
             html,
-            title=f"{made.name}: {made.ranks} ranks, {drawn.microbatches} micro-batches, simulated",
-            predicted=drawn.timeline,
-            explanations=[scheduling.explain(drawn)],
-            size_unit=None if drawn.peaks_bytes else unit,
+            title=f"{schedule.name}: {schedule.ranks} ranks, {simulated.microbatches} micro-batches, "
+            "simulated",
+            predicted=simulated.timeline,
+            explanations=[scheduling.explain(simulated)],
+            size_unit=None if simulated.peaks_bytes else unit,
         )
     if trace is not None:
-        reports.write_trace(trace, [drawn.timeline])
-    s, by_rank = drawn.summary, _by_rank(drawn)
+        reports.write_trace(trace, [simulated.timeline])
+    s, by_rank = simulated.summary, _by_rank(simulated)
     if as_json:
         shape = {
-            "name": made.name,
-            "ranks": made.ranks,
-            "stages": made.stages,
-            "microbatches": drawn.microbatches,
+            "name": schedule.name,
+            "ranks": schedule.ranks,
+            "stages": schedule.stages,
+            "microbatches": simulated.microbatches,
         }
-        rows = str(made).splitlines()
-        print_json({**shape, **_figures(drawn), "by_rank": by_rank, "rows": rows, "weights": versions})
+        rows = str(schedule).splitlines()
+        print_json({**shape, **_figures(simulated), "by_rank": by_rank, "rows": rows, "weights": versions})
         return
     beside = {
         "bubble": [_percent(r["bubble"]) for r in by_rank],
         "peak": [f"{r['peak']:.4g}" for r in by_rank],
     }
     out = console()
-    out.print(reports.gantt(drawn.timeline, columns=out.width, beside=beside))
+    out.print(reports.gantt(simulated.timeline, columns=out.width, beside=beside))
     click.echo(
         f"step {s.step_s:.6g}; bubble {_percent(s.bubble)} until the last rank ends, "
-        f"{_percent(s.span_bubble)} of the longest span of a rank; peak {_peak(drawn)} micro-batches"
+        f"{_percent(s.span_bubble)} of the longest span of a rank; peak {_peak(simulated)} micro-batches"
     )
     if versions is not None:
         kept, late = (" ".join(map(str, versions[key])) for key in ("versions", "staleness"))
@@ -286,36 +294,36 @@ def _present(drawn: Drawn, updates: Updates, *, html: Path | None, trace: Path |
         )
 
 
-def _versions(drawn: Drawn, updates: Updates) -> dict[str, Any] | None:
+def _versions(simulated: SimulatedSchedule, updates: Updates) -> dict[str, Any] | None:
     from ..api import weights
 
-    found = weights(drawn, updates)
-    if not found:
+    stages = weights(simulated, updates)
+    if not stages:
         return None
     return {
         "policy": updates.policy,
         "update_every": updates.every,
-        "versions": [s.needed for s in found],
-        "staleness": [max(s.staleness, default=0) for s in found],
+        "versions": [s.needed for s in stages],
+        "staleness": [max(s.staleness, default=0) for s in stages],
     }
 
 
-def _print_explanation(name: str, drawn: Drawn) -> None:
+def _print_explanation(name: str, simulated: SimulatedSchedule) -> None:
     from ..api import reports, schedules as scheduling
     from ..ir.explanation import REASONS
 
-    found, s = scheduling.explain(drawn), drawn.summary
+    explanation, s = scheduling.explain(simulated), simulated.summary
     click.echo(
         f"{name}: {_percent(s.bubble)} of rank-time is idle until the last rank ends "
-        f"({found.idle_s:.6g} of {found.ranks} x {found.step_s:.6g}); {_percent(s.span_bubble)} of the "
-        "longest span of a rank"
+        f"({explanation.idle_s:.6g} of {explanation.ranks} x {explanation.step_s:.6g}); "
+        f"{_percent(s.span_bubble)} of the longest span of a rank"
     )
-    for reason, seconds, share, own in reports.merged(reports.sources(found)):
+    for reason, seconds, share, own in reports.merged(reports.sources(explanation)):
         click.echo(f"\n  {_percent(share):>6}  {reason} ({seconds:.6g}): {REASONS[reason]}")
         for source in own[:SHOWN]:
             click.echo(f"          {_percent(source.share):>6}  {source.text}")
         if rest := own[SHOWN:]:
             click.echo(f"          {_percent(sum(r.share for r in rest)):>6}  {len(rest)} more")
     click.echo("\ncritical path: only what makes one of these shorter makes the step shorter")
-    for fold in reports.fold(found.path):
+    for fold in reports.fold(explanation.path):
         click.echo(f"  from {fold.start_s:<8.6g} for {fold.end_s - fold.start_s:<8.6g} {fold}")

@@ -15,7 +15,7 @@ from ..ir.weight_policy import WEIGHT_POLICIES, Updates
 from .common import FILE
 
 
-class Times(click.ParamType[float | tuple[float, ...]]):
+class TimesType(click.ParamType[float | tuple[float, ...]]):
     """One time for all ranks, or several with commas, per stage."""
 
     name = "seconds[,seconds…]"
@@ -25,7 +25,7 @@ class Times(click.ParamType[float | tuple[float, ...]]):
     ) -> float | tuple[float, ...]:
         if not isinstance(value, str):
             return value  # type: ignore[no-any-return]
-        found = []
+        numbers = []
         for part in value.split(","):
             try:
                 number = float(part)
@@ -33,8 +33,8 @@ class Times(click.ParamType[float | tuple[float, ...]]):
                 self.fail(f"{part.strip()!r} is not a number; write 1.5, or 1,2,1,1 per stage", param, ctx)
             if not isfinite(number) or number < 0:
                 self.fail(f"{part.strip()} is not a time: times are finite and at least 0", param, ctx)
-            found.append(number)
-        return found[0] if len(found) == 1 else tuple(found)
+            numbers.append(number)
+        return numbers[0] if len(numbers) == 1 else tuple(numbers)
 
 
 SHAPE = (
@@ -59,18 +59,18 @@ SHAPE = (
     ),
 )
 TIMES = (
-    click.option("--forward-s", "-F", type=Times(), help="Time of a forward.  [default: 1]"),
-    click.option("--input-grad-s", "-I", type=Times(), help="Time of an input gradient.  [default: 1]"),
+    click.option("--forward-s", "-F", type=TimesType(), help="Time of a forward.  [default: 1]"),
+    click.option("--input-grad-s", "-I", type=TimesType(), help="Time of an input gradient.  [default: 1]"),
     click.option(
         "--weight-grad-s",
         "-W",
-        type=Times(),
+        type=TimesType(),
         help="Time of a weight gradient; a whole backward, B, takes I + W.  [default: 1]",
     ),
     click.option(
         "--transfer-s",
         "-T",
-        type=Times(),
+        type=TimesType(),
         default=0.0,
         show_default=True,
         help="Time of a message between ranks; several: one per boundary of two stages.",
@@ -130,18 +130,18 @@ TIMES_HELP = (
 
 
 def shape_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """-p, -m, -v and those of `times_options`, handed to the command as one `setting`."""
-    return _with_setting(command, SHAPE + TIMES)
+    """-p, -m, -v and those of `times_options`, handed to the command as one `scenario`."""
+    return _with_scenario(command, SHAPE + TIMES)
 
 
 def times_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """-F, -I, -W, -T and the options behind them, handed to the command as one `setting`."""
-    return _with_setting(command, TIMES)
+    """-F, -I, -W, -T and the options behind them, handed to the command as one `scenario`."""
+    return _with_scenario(command, TIMES)
 
 
-def _with_setting(command: Callable[..., Any], options: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
+def _with_scenario(command: Callable[..., Any], options: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
     @wraps(command)
-    def with_setting(
+    def with_scenario(
         *,
         forward_s: Any,
         input_grad_s: Any,
@@ -154,32 +154,32 @@ def _with_setting(command: Callable[..., Any], options: Sequence[Callable[..., A
         ranks: int = 1,
         microbatches: int = 1,
         chunks: int | None = None,
-        **others: Any,
+        **arguments: Any,
     ) -> Any:
-        from ..api import Setting, Work
+        from ..api import MicrobatchTimes, Scenario
 
-        numbers = dict(forward_s=forward_s, input_grad_s=input_grad_s, weight_grad_s=weight_grad_s)
-        given = {name: value for name, value in numbers.items() if value is not None}
-        if times is not None and given:
+        options = dict(forward_s=forward_s, input_grad_s=input_grad_s, weight_grad_s=weight_grad_s)
+        numbers = {name: value for name, value in options.items() if value is not None}
+        if times is not None and numbers:
             raise ConfigError(
                 "--times was given together with -F, -I or -W", hint="give the file or the numbers"
             )
-        setting = Setting(
+        scenario = Scenario(
             ranks=ranks,
             microbatches=microbatches,
             chunks=chunks or 0,
-            work=times or Work(**given),
+            times=times or MicrobatchTimes(**numbers),
             transfer_s=transfer_s,
             per_node=per_node or 0,
             memory=memory,
             pair_factor=pair_factor,
         )
-        return command(setting=setting, **others)
+        return command(scenario=scenario, **arguments)
 
-    found: Callable[..., Any] = with_setting
+    decorated: Callable[..., Any] = with_scenario
     for option in reversed(options):
-        found = option(found)
-    return found
+        decorated = option(decorated)
+    return decorated
 
 
 def updates_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -187,7 +187,7 @@ def updates_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(command)
     def with_updates(
-        *, weights: Any, update_every: int | None, keep_versions: int | None, **others: Any
+        *, weights: Any, update_every: int | None, keep_versions: int | None, **arguments: Any
     ) -> Any:
         if (weights is None or WEIGHT_POLICIES[weights].flushes) and (update_every or keep_versions):
             raise ConfigError(
@@ -195,9 +195,9 @@ def updates_options(command: Callable[..., Any]) -> Callable[..., Any]:
                 hint=f"add {' or '.join(f'--weights {name}' for name in _VERSIONED)}",
             )
         updates = Updates(policy=weights, every=update_every or 1, kept=keep_versions) if weights else None
-        return command(updates=updates, **others)
+        return command(updates=updates, **arguments)
 
-    found: Callable[..., Any] = with_updates
+    decorated: Callable[..., Any] = with_updates
     for option in reversed(UPDATES):
-        found = option(found)
-    return found
+        decorated = option(decorated)
+    return decorated

@@ -87,9 +87,9 @@ def train(
     plan_file = read_config(config, wanted).pipeline.plan
     if plan_file is not None and not resume:
         load_plan(Path(plan_file))
-    from ..train import Request, run
+    from ..train import TrainRequest, run
 
-    ctx.exit(run(Request(file=config, overrides=wanted, out=out, resume=resume, as_json=as_json)))
+    ctx.exit(run(TrainRequest(file=config, overrides=wanted, out=out, resume=resume, as_json=as_json)))
 
 
 KEYS = {

@@ -10,7 +10,7 @@ import click
 from .common import FILE, MODEL_HELP, job_of, json_option, model_argument, plan_options, print_json
 
 if TYPE_CHECKING:
-    from ..api import Comparison
+    from ..api import Verification
 
 
 @click.command(epilog=MODEL_HELP)
@@ -60,7 +60,7 @@ def verify(
     ctx.exit(0 if found.passed else 1)
 
 
-def summary(found: Comparison) -> dict[str, Any]:
+def summary(found: Verification) -> dict[str, Any]:
     """The documented keys of `--json`."""
     return {
         "passed": found.passed,
@@ -72,7 +72,7 @@ def summary(found: Comparison) -> dict[str, Any]:
     }
 
 
-def report(found: Comparison) -> list[str]:
+def report(found: Verification) -> list[str]:
     """What is printed."""
     lines = [
         f"compared with {found.reference}; largest relative differences:",

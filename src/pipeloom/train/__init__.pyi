@@ -1,4 +1,4 @@
-from .benchmark import Bench as Bench, run_bench as run_bench
+from .benchmark import BenchSettings as BenchSettings, run_bench as run_bench
 from .config import (
     Config as Config,
     DataConfig as DataConfig,
@@ -7,21 +7,24 @@ from .config import (
     PipelineConfig as PipelineConfig,
 )
 from .config_text import known_keys as known_keys, read_config as read_config, write_config as write_config
-from .loop import Outcome as Outcome, train as train
-from .metrics import Metrics as Metrics
+from .loop import TrainOutcome as TrainOutcome, train as train
 from .model import GPT as GPT
-from .pace import (
+from .rehearsals import (
     AFTER as AFTER,
     BEFORE as BEFORE,
-    Comparison as Comparison,
-    Pace as Pace,
-    Window as Window,
+    RehearsalComparison as RehearsalComparison,
+    RehearsalWindow as RehearsalWindow,
+    StepRehearsals as StepRehearsals,
     rehearsal_steps as rehearsal_steps,
 )
-from .rates import scheduler_of as scheduler_of
-from .run import Request as Request, capped as capped, run as run, settle as settle
-from .rundir import STARTED as STARTED, Before as Before, find_run as find_run, new_run as new_run
-from .seeds import derive as derive
+from .run import TrainRequest as TrainRequest, prepare_run as prepare_run, run as run, with_caps as with_caps
+from .run_directory import (
+    STARTED as STARTED,
+    DirectorySnapshot as DirectorySnapshot,
+    Metrics as Metrics,
+    find_run as find_run,
+    new_run as new_run,
+)
 from .text import (
     Span as Span,
     Text as Text,
@@ -32,6 +35,8 @@ from .text import (
 from .workload import (
     Workload as Workload,
     default_job as default_job,
+    derive_seed as derive_seed,
     gpt_workload as gpt_workload,
     job_workload as job_workload,
+    rate_scheduler as rate_scheduler,
 )

@@ -13,12 +13,12 @@ from ..ir.errors import PeerError, PipeloomError
 from ..ir.memory_policy import TREATMENTS
 from ..ir.units import format_bytes
 from .config import Config
-from .run import leave
+from .run import exit_rank
 from .workload import default_job
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bench:
+class BenchSettings:
     """What to time; see the options of `pipeloom bench`."""
 
     model: str | None
@@ -37,7 +37,7 @@ class Bench:
         return default_job(Config()) if self.model is None else load_job(self.model)
 
 
-def run_bench(settings: Bench) -> int:
+def run_bench(settings: BenchSettings) -> int:
     """Plan, start the ranks, print; returns the exit status.
 
     Raises: PipeloomError for what is wrong before the ranks start.
@@ -60,16 +60,16 @@ def run_bench(settings: Bench) -> int:
         return launch(_rank, len(set(found.placement)), args=(settings, path))
 
 
-def _rank(settings: Bench, path: Path) -> None:
+def _rank(settings: BenchSettings, path: Path) -> None:
     try:
         _time_steps(settings, path)
     except PeerError:
         raise  # the launcher knows that the cause is elsewhere
     except PipeloomError as error:
-        leave(error)
+        exit_rank(error)
 
 
-def _time_steps(settings: Bench, path: Path) -> None:
+def _time_steps(settings: BenchSettings, path: Path) -> None:
     job = settings.job()
     batch = job.batch(0, settings.microbatches * settings.microbatch_size)
     tokens = float(job.weight(batch)) if job.weight else float(len(next(iter(batch.values()))))
@@ -85,7 +85,7 @@ def _time_steps(settings: Bench, path: Path) -> None:
         _print(settings, reports[settings.warmup :], tokens, predicted.step_s)
 
 
-def _print(settings: Bench, reports: list[StepReport], tokens: float, predicted_s: float) -> None:
+def _print(settings: BenchSettings, reports: list[StepReport], tokens: float, predicted_s: float) -> None:
     step_s = median(report.step_s for report in reports)
     bubble, peaks = median(report.bubble for report in reports), reports[-1].peak_bytes
     if settings.as_json:

@@ -13,7 +13,7 @@ from ..ir.units import format_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shown:
+class StepFigures:
     """One step's figures. peak_bytes: per rank. validation_loss: the latest, None before the first."""
 
     step: int
@@ -25,7 +25,8 @@ class Shown:
 
     def __str__(self) -> str:
         """
-        >>> print(Shown(step=7, loss=2.5, tokens_per_s=13e3, bubble=0.111, peak_bytes=(3 << 20, 2 << 20)))
+        >>> peaks = (3 << 20, 2 << 20)
+        >>> print(StepFigures(step=7, loss=2.5, tokens_per_s=13e3, bubble=0.111, peak_bytes=peaks))
         loss 2.500  13,000 tokens/s  bubble 11.1 %  memory 3.0 MiB | 2.0 MiB
         """
         validation = "" if self.validation_loss is None else f"  validation {self.validation_loss:.3f}"
@@ -39,7 +40,7 @@ class Shown:
 class Display(Protocol):
     """Shows steps as they end; a context manager around the training loop."""
 
-    def show(self, shown: Shown) -> None: ...
+    def show(self, figures: StepFigures) -> None: ...
 
     def __enter__(self) -> Display: ...
 
@@ -48,13 +49,13 @@ class Display(Protocol):
     ) -> None: ...
 
 
-class Silent:
+class SilentDisplay:
     """For ranks other than 0, and for `--json`."""
 
-    def show(self, shown: Shown) -> None:
+    def show(self, figures: StepFigures) -> None:
         pass
 
-    def __enter__(self) -> Silent:
+    def __enter__(self) -> SilentDisplay:
         return self
 
     def __exit__(
@@ -63,19 +64,19 @@ class Silent:
         pass
 
 
-class Lines(Silent):
+class LineDisplay(SilentDisplay):
     """A line every few steps, without control characters: for log files."""
 
     def __init__(self, console: Console, *, steps: int, every: int = 10) -> None:
         self.console, self.steps, self.every = console, steps, every
 
-    def show(self, shown: Shown) -> None:
-        if shown.step % self.every == 0 or shown.step in (1, self.steps):
-            line = f"step {shown.step}/{self.steps}  {shown}"
+    def show(self, figures: StepFigures) -> None:
+        if figures.step % self.every == 0 or figures.step in (1, self.steps):
+            line = f"step {figures.step}/{self.steps}  {figures}"
             self.console.print(line, highlight=False, soft_wrap=True)
 
 
-class Bar(Silent):
+class BarDisplay(SilentDisplay):
     """One live line."""
 
     def __init__(self, console: Console, *, steps: int, done: int) -> None:
@@ -89,10 +90,10 @@ class Bar(Silent):
         )
         self.task = self.progress.add_task("training", total=steps, completed=done, figures="")
 
-    def show(self, shown: Shown) -> None:
-        self.progress.update(self.task, completed=shown.step, figures=str(shown))
+    def show(self, figures: StepFigures) -> None:
+        self.progress.update(self.task, completed=figures.step, figures=str(figures))
 
-    def __enter__(self) -> Bar:
+    def __enter__(self) -> BarDisplay:
         self.progress.start()
         return self
 
@@ -105,7 +106,7 @@ class Bar(Silent):
 def display_for(console: Console, *, rank: int, steps: int, done: int) -> Display:
     """What suits this rank and this output."""
     if rank != 0 or console.quiet:
-        return Silent()
+        return SilentDisplay()
     if console.is_terminal:
-        return Bar(console, steps=steps, done=done)
-    return Lines(console, steps=steps)
+        return BarDisplay(console, steps=steps, done=done)
+    return LineDisplay(console, steps=steps)

@@ -14,12 +14,10 @@ from rich.console import Console
 from ..ir.errors import CheckpointError, PipeloomError
 from ..ir.timeline import Timeline
 from .config import Config
-from .display import Display, Shown, display_for
-from .metrics import Metrics
-from .pace import Comparison, Pace
-from .rates import rate_share
-from .rundir import STARTED
-from .workload import Batch, Workload
+from .display import Display, StepFigures, display_for
+from .rehearsals import RehearsalComparison, StepRehearsals
+from .run_directory import STARTED, Metrics
+from .workload import Batch, Workload, rate_share
 
 
 class Report(Protocol):
@@ -52,7 +50,7 @@ class Trainable(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class TrainOutcome:
     """How a run ended.
 
     first_step: steps done when it began.  losses: step -> loss, of the run's whole life (rank 0).
@@ -63,7 +61,7 @@ class Outcome:
     first_step: int
     steps: int
     losses: Mapping[str, list[tuple[int, float]]]
-    comparison: Comparison | None
+    comparison: RehearsalComparison | None
     timeline: Timeline | None
 
 
@@ -75,7 +73,7 @@ def train(
     *,
     resume: bool,
     console: Console | None = None,
-) -> Outcome:
+) -> TrainOutcome:
     """Train until `config.steps`, from the newest checkpoint in `out` if `resume`.
 
     Raises: CheckpointError on all ranks if there is nothing to resume from, or it was made with other
@@ -97,7 +95,7 @@ def train(
         )
         pace = _steps(pipeline, config, workload, out, metrics, display)
         losses = {} if metrics is None else _losses(metrics)
-    return Outcome(
+    return TrainOutcome(
         first_step=first,
         steps=pipeline.steps,
         losses=losses,
@@ -113,8 +111,8 @@ def _steps(
     out: Path,
     metrics: Metrics | None,
     display: Display,
-) -> Pace:
-    pace = Pace(pipeline, first=pipeline.steps, end=config.steps, rehearsals=config.rehearsals)
+) -> StepRehearsals:
+    pace = StepRehearsals(pipeline, first=pipeline.steps, end=config.steps, rehearsals=config.rehearsals)
     validation = None
     if pipeline.steps == 0:
         validation = validate(pipeline, config, workload)
@@ -168,8 +166,8 @@ def _figures(
     }
 
 
-def _shown(figures: Mapping[str, Any], validation: float | None) -> Shown:
-    return Shown(
+def _shown(figures: Mapping[str, Any], validation: float | None) -> StepFigures:
+    return StepFigures(
         step=figures["step"],
         loss=figures["loss"],
         tokens_per_s=figures["tokens_per_s"],

@@ -18,7 +18,7 @@ from ..ir.graph import OpGraph
 from ..ir.plan import Plan
 from ..ir.timeline import Timeline
 from .config import Config
-from .loop import Outcome
+from .loop import TrainOutcome
 
 _BLOCK = re.compile(r"(.*?\.)?\d+(?=\.|$)")
 
@@ -55,12 +55,14 @@ def contents(modules: Sequence[str]) -> str:
     return ", ".join(names) if len(names) <= 4 else f"{names[0]} … {names[-1]}"
 
 
-def predicted_step(outcome: Outcome, forecast: Timeline) -> Timeline:
+def predicted_step(outcome: TrainOutcome, forecast: Timeline) -> Timeline:
     """The prediction to show beside the measured step: of the same window, else the forecast."""
     return forecast if outcome.comparison is None else outcome.comparison.middle.predicted
 
 
-def summary(config: Config, out: Path, outcome: Outcome, forecast: Timeline, plan: Plan) -> dict[str, Any]:
+def summary(
+    config: Config, out: Path, outcome: TrainOutcome, forecast: Timeline, plan: Plan
+) -> dict[str, Any]:
     """The figures of a run as one JSON object.
 
     run: its directory. steps, first_step: steps done, and done before this start. stages, schedule,
@@ -100,7 +102,7 @@ def summary(config: Config, out: Path, outcome: Outcome, forecast: Timeline, pla
     }
 
 
-def compared(outcome: Outcome, forecast: Timeline) -> str:
+def compared(outcome: TrainOutcome, forecast: Timeline) -> str:
     """What was held against what, in a sentence."""
     before = f"forecast before the first step: {forecast.step_s * 1e3:.0f} ms"
     return before if outcome.comparison is None else f"{outcome.comparison}; {before}"
@@ -109,7 +111,7 @@ def compared(outcome: Outcome, forecast: Timeline) -> str:
 def write_files(
     config: Config,
     out: Path,
-    outcome: Outcome,
+    outcome: TrainOutcome,
     *,
     forecast: Timeline,
     rows: Sequence[StageRow],
@@ -137,7 +139,7 @@ def write_files(
 
 
 def print_end(
-    console: Console, out: Path, outcome: Outcome, forecast: Timeline, rows: Sequence[StageRow]
+    console: Console, out: Path, outcome: TrainOutcome, forecast: Timeline, rows: Sequence[StageRow]
 ) -> None:
     """Predicted against measured, the losses, and where everything is."""
     predicted = predicted_step(outcome, forecast)

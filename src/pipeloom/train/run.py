@@ -1,4 +1,4 @@
-"""A whole run: settle the directory and the plan, start the ranks, train, report.
+"""A whole run: decide the directory and the plan, start the ranks, train, report.
 
 On one machine this process plans and starts a process per rank. Under torchrun every process is a rank
 already: rank 0 plans, and what it found, or why it failed, goes to the others.
@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -43,15 +43,14 @@ from ..ir.units import parse_bytes
 from .config import Config
 from .config_text import read_config, write_config
 from .loop import train
-from .rates import scheduler_of
 from .report import predicted_step, print_end, stage_rows, summary, write_files
-from .rundir import Before, find_run, new_run, require_new
-from .workload import Workload, gpt_workload, job_workload
+from .run_directory import DirectorySnapshot, find_run, new_run, require_new
+from .workload import Workload, gpt_workload, job_workload, rate_scheduler
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
-    """What the user asked for. file, out: None for the defaults. as_json: print the summary as JSON."""
+class TrainRequest:
+    """What the user wants. file, out: None for the defaults. as_json: print the summary as JSON."""
 
     file: Path | None = None
     overrides: tuple[str, ...] = ()
@@ -68,16 +67,16 @@ class Request:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settled:
+class PreparedRun:
     """A request with everything decided; the same on every rank."""
 
-    request: Request
+    request: TrainRequest
     config: Config
     out: Path
-    before: Before
+    snapshot: DirectorySnapshot
 
 
-def run(request: Request) -> int:
+def run(request: TrainRequest) -> int:
     """Train; returns the exit status.
 
     Raises: PipeloomError for what is wrong before the ranks start.
@@ -85,30 +84,35 @@ def run(request: Request) -> int:
     if "RANK" in os.environ:
         device = torch.device(read_config(request.file, request.overrides).pipeline.device)
         group = connect(device)
-        settled = result_of_rank_0(group, lambda: settle(request))
-        if not result_of_rank_0(group, lambda: request.resume and _is_finished(settled)):
+        prepared = result_of_rank_0(group, lambda: prepare_run(request))
+        if not result_of_rank_0(group, lambda: request.resume and _is_finished(prepared)):
             try:
-                run_rank(settled)
+                run_rank(prepared)
             finally:
                 if dist.get_rank(group) == 0:
-                    settled.before.put_back(settled.out)
+                    prepared.snapshot.restore(prepared.out)
         return 0
-    settled = settle(request)
-    if request.resume and _is_finished(settled):
+    prepared = prepare_run(request)
+    if request.resume and _is_finished(prepared):
         return 0
-    ranks = len(set(load_plan(settled.out / "plan.json").placement))
+    ranks = len(set(load_plan(prepared.out / "plan.json").placement))
     try:
-        return launch(run_rank, ranks, args=(settled,))
+        return launch(run_rank, ranks, args=(prepared,))
     except KeyboardInterrupt:
-        settled.before.put_back(settled.out)
-        print(_left(settled.out), file=sys.stderr)
+        prepared.snapshot.restore(prepared.out)
+        print(_interrupted(prepared.out), file=sys.stderr)
         raise
     finally:
-        settled.before.put_back(settled.out)
+        prepared.snapshot.restore(prepared.out)
 
 
-def settle(request: Request) -> Settled:
-    """Decide config, directory and plan, and write the first and the last into the second."""
+def prepare_run(
+    request: TrainRequest, plan_run: Callable[[Config, Workload, Console], Plan] | None = None
+) -> PreparedRun:
+    """Decide config, directory and plan, and write the first and the last into the second.
+
+    plan_run: makes the plan; `make_plan` by default.
+    """
     config = _named(read_config(request.file, request.overrides))
     if not request.resume:
         require_new(request.out)
@@ -119,26 +123,26 @@ def settle(request: Request) -> Settled:
         if request.file is None:
             config = _named(read_config(out / "config.toml", request.overrides))
             if not any(text.startswith("steps=") for text in request.overrides):
-                config = _further(config, out, request.console)
+                config = _extended(config, out, request.console)
         replan = _planned_from(config) != _planned_from(before)
     if replan and config.pipeline.plan is not None:
         config = follow_plan(config, load_plan(Path(config.pipeline.plan)), request.overrides)
     require_runnable(config.pipeline.schedule)
     workload = make_workload(config)
-    found = make_plan(config, workload, request.console) if replan else None
-    if found is not None:
-        require_training(found)
+    plan = (plan_run or make_plan)(config, workload, request.console) if replan else None
+    if plan is not None:
+        require_training(plan)
     # Only now: a request that cannot be planned leaves no directory behind.
-    untouched = Before.of(out or request.out)
+    snapshot = DirectorySnapshot.of(out or request.out)
     out = out or new_run(config.name, request.out)
     try:
-        if found is not None:
-            found.save(out / "plan.json")
+        if plan is not None:
+            plan.save(out / "plan.json")
         write_whole(out / "config.toml", write_config(config))
     except ConfigError:
-        untouched.put_back(out)
+        snapshot.restore(out)
         raise
-    return Settled(request=request, config=config, out=out, before=untouched)
+    return PreparedRun(request=request, config=config, out=out, snapshot=snapshot)
 
 
 def _planned_from(config: Config) -> tuple[object, ...]:
@@ -154,7 +158,7 @@ def _named(config: Config) -> Config:
     return replace(config, name=re.sub(r"[^\w.-]+", "-", load_job(config.job).name))
 
 
-def _left(out: Path) -> str:
+def _interrupted(out: Path) -> str:
     """What a run that was broken off leaves."""
     if not out.exists():
         return f"{out} had not begun to train, and is gone"
@@ -166,7 +170,7 @@ def _left(out: Path) -> str:
         return f"{out} has no checkpoint yet, so it cannot be resumed: remove it, or start anew elsewhere"
 
 
-def _further(config: Config, out: Path, console: Console) -> Config:
+def _extended(config: Config, out: Path, console: Console) -> Config:
     """A finished run that is resumed without saying how far goes on for as many steps as last time."""
     done = checkpoint_step(out / "checkpoint")
     if done < config.steps:
@@ -181,9 +185,9 @@ def _further(config: Config, out: Path, console: Console) -> Config:
     return replace(config, steps=2 * done - first)
 
 
-def _is_finished(settled: Settled) -> bool:
+def _is_finished(prepared: PreparedRun) -> bool:
     """Whether nothing is left to do; says so. Raises: CheckpointError if there is nothing to resume from."""
-    config, out, request = settled.config, settled.out, settled.request
+    config, out, request = prepared.config, prepared.out, prepared.request
     steps = checkpoint_step(out / "checkpoint")
     if steps < config.steps:
         return False
@@ -203,33 +207,33 @@ def make_workload(config: Config) -> Workload:
     return gpt_workload(config) if config.job is None else job_workload(config, load_job(config.job))
 
 
-def follow_plan(config: Config, given: Plan, overrides: Sequence[str]) -> Config:
+def follow_plan(config: Config, plan: Plan, overrides: Sequence[str]) -> Config:
     """A plan file decides the stages, the schedule and the micro-batches.
 
     Raises: ConfigError if one of these is also given on the command line, and differently.
     """
-    decided: dict[str, Any] = {
-        "stages": len(set(given.placement)),
-        "schedule": given.schedule,
-        "microbatches": given.microbatches,
-        "microbatch_size": given.microbatch_size,
+    fixed: dict[str, Any] = {
+        "stages": len(set(plan.placement)),
+        "schedule": plan.schedule,
+        "microbatches": plan.microbatches,
+        "microbatch_size": plan.microbatch_size,
     }
-    said = {override.partition("=")[0].strip() for override in overrides}
-    for key, value in decided.items():
-        asked = getattr(config.pipeline, key)
-        if f"pipeline.{key}" in said and asked != value:
+    overridden = {override.partition("=")[0].strip() for override in overrides}
+    for key, value in fixed.items():
+        setting = getattr(config.pipeline, key)
+        if f"pipeline.{key}" in overridden and setting != value:
             raise ConfigError(
-                f"pipeline.{key} is to be {asked}, but the plan {config.pipeline.plan} has {value}",
+                f"pipeline.{key} is to be {setting}, but the plan {config.pipeline.plan} has {value}",
                 hint="leave one of them out; --set pipeline.plan= does without the plan file",
             )
-    return replace(config, pipeline=replace(config.pipeline, **decided))
+    return replace(config, pipeline=replace(config.pipeline, **fixed))
 
 
 def make_plan(config: Config, workload: Workload, console: Console) -> Plan:
     """Read the plan that the config names, or capture, profile and plan."""
     settings = config.pipeline
     if settings.plan is not None:
-        return capped(load_plan(Path(settings.plan)), settings.device_memory)
+        return with_caps(load_plan(Path(settings.plan)), settings.device_memory)
     with console.status("capturing, profiling and planning"):
         made: dict[str, Any] = {}
         if settings.device != "cpu" or settings.autocast is not None:
@@ -249,16 +253,16 @@ def make_plan(config: Config, workload: Workload, console: Console) -> Plan:
         )
 
 
-def capped(given: Plan, memory: str | None) -> Plan:
+def with_caps(plan: Plan, memory: str | None) -> Plan:
     """A plan file's plan under the caps that the config sets too; each rank's lower one counts.
 
     The run refuses to start if it does not fit.
     """
     if memory is None:
-        return given
+        return plan
     size = parse_bytes(memory)
-    ranks = len(set(given.placement))
-    return replace(given, caps=tuple(min(size, cap) for cap in given.caps or (size,) * ranks))
+    ranks = len(set(plan.placement))
+    return replace(plan, caps=tuple(min(size, cap) for cap in plan.caps or (size,) * ranks))
 
 
 def as_sentence(
@@ -272,25 +276,25 @@ def as_sentence(
     return f"warning: {message}\n"
 
 
-def run_rank(settled: Settled) -> None:
+def run_rank(prepared: PreparedRun) -> None:
     """Everything that one rank does. What is wrong is one sentence, never our traceback."""
     warnings.formatwarning = as_sentence
     try:
-        _train_rank(settled)
+        _train_rank(prepared)
     except PeerError:
         raise  # the launcher knows that the cause is elsewhere
     except PipeloomError as error:
-        leave(error)
+        exit_rank(error)
 
 
-def _train_rank(settled: Settled) -> None:
-    config, out, console = settled.config, settled.out, settled.request.console
+def _train_rank(prepared: PreparedRun) -> None:
+    config, out, console = prepared.config, prepared.out, prepared.request.console
     workload, planned = make_workload(config), load_plan(out / "plan.json")
     options = Options(
         device=config.pipeline.device,
         seed=config.seed,
         clip_norm=config.optimizer.clip_norm or None,
-        scheduler=scheduler_of(config),
+        scheduler=rate_scheduler(config),
         autocast=_autocast(config),
         compiled=config.pipeline.compile,
         accumulate=config.pipeline.accumulate,
@@ -298,7 +302,7 @@ def _train_rank(settled: Settled) -> None:
     )
     with Pipeline(workload.job, planned, options=options) as pipeline:
         forecast = pipeline.predict()
-        outcome = train(pipeline, config, workload, out, resume=settled.request.resume, console=console)
+        outcome = train(pipeline, config, workload, out, resume=prepared.request.resume, console=console)
         if pipeline.rank != 0:
             return
         rows = stage_rows(pipeline.captured.graph, planned)
@@ -316,7 +320,7 @@ def _train_rank(settled: Settled) -> None:
             explanations=reasons,
         )
         print_end(console, out, outcome, forecast, rows)
-    if settled.request.as_json:
+    if prepared.request.as_json:
         print(json.dumps(figures, indent=1))
 
 
@@ -325,6 +329,6 @@ def _autocast(config: Config) -> torch.dtype | None:
     return None if name is None else getattr(torch, name)
 
 
-def leave(error: PipeloomError) -> NoReturn:
+def exit_rank(error: PipeloomError) -> NoReturn:
     """End a rank with a sentence and a hint; the launcher prints them once."""
     sys.exit(str(error))

@@ -1,19 +1,21 @@
-"""What a config trains: the model's job, its batches by step, and a name for the data."""
+"""What a config trains: the model's job, its batches and learning rate by step, and a name for the data."""
 
 from __future__ import annotations
 
+import hashlib
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
 from ..api import Job
 from ..ir.errors import ConfigError
 from .config import Config
 from .model import GPT
-from .seeds import derive
 from .text import Text, files_of, split, standard_library
 
 Batch = dict[str, Tensor]
@@ -69,8 +71,8 @@ def gpt_workload(config: Config) -> Workload:
             weight=lambda batch: batch["labels"].numel(),
             optimizer=lambda parameters: make_optimizer(config, parameters),
         ),
-        train=lambda step: batch(train, derive(seed, "train", step), rows * rounds),
-        validation=lambda index: batch(validation, derive(0, "validation", index), rows),
+        train=lambda step: batch(train, derive_seed(seed, "train", step), rows * rounds),
+        validation=lambda index: batch(validation, derive_seed(0, "validation", index), rows),
         data=train.fingerprint,
         rate=config.optimizer.learning_rate,
     )
@@ -84,8 +86,8 @@ def job_workload(config: Config, job: Job) -> Workload:
         job = replace(job, optimizer=lambda parameters: make_optimizer(config, parameters))
     return Workload(
         job=job,
-        train=lambda step: job.batch(derive(seed, "train", step), rows * rounds),
-        validation=lambda index: job.batch(derive(0, "validation", index), rows),
+        train=lambda step: job.batch(derive_seed(seed, "train", step), rows * rounds),
+        validation=lambda index: job.batch(derive_seed(0, "validation", index), rows),
         data=config.job or job.name,
         rate=rate,
     )
@@ -111,3 +113,38 @@ def build_model(config: Config) -> GPT:
 def make_optimizer(config: Config, parameters: Iterable[nn.Parameter]) -> Optimizer:
     settings = config.optimizer
     return AdamW(parameters, lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=settings.weight_decay)
+
+
+def rate_share(config: Config, step: int) -> float:
+    """Learning rate of a step (0-based) as a share of the highest: linear warm-up, then half a cosine.
+
+    Source: cosine decay of Loshchilov and Hutter, arXiv 1608.03983, without restarts.
+
+    >>> from .config import OptimizerConfig
+    >>> config = Config(steps=14, optimizer=OptimizerConfig(warmup_steps=4, final_rate_share=0.1))
+    >>> [round(rate_share(config, step), 3) for step in (0, 3, 4, 9, 13)]
+    [0.25, 1.0, 1.0, 0.55, 0.122]
+    """
+    settings = config.optimizer
+    if step < settings.warmup_steps:
+        return (step + 1) / settings.warmup_steps
+    length = max(config.steps - settings.warmup_steps, 1)
+    progress = min((step - settings.warmup_steps) / length, 1.0)
+    cosine = 0.5 * (1 + math.cos(math.pi * progress))
+    return settings.final_rate_share + (1 - settings.final_rate_share) * cosine
+
+
+def rate_scheduler(config: Config) -> Callable[[Optimizer], LambdaLR]:
+    """Optimizer -> scheduler, stepped once per training step."""
+    return lambda optimizer: LambdaLR(optimizer, lambda step: rate_share(config, step))
+
+
+def derive_seed(seed: int, purpose: str, step: int) -> int:
+    """A seed below 2**31, independent for each purpose and step. It follows from these, so that resuming
+    needs no generator state.
+
+    >>> derive(0, "train", 7) == derive(0, "train", 7) != derive(0, "validation", 7)
+    True
+    """
+    digest = hashlib.blake2b(f"{seed} {purpose} {step}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") % 2**31

@@ -34,7 +34,7 @@ class Rehearsing(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Window:
+class RehearsalWindow:
     """One rehearsal and the middle one of the steps around it.
 
     step: steps done when it was made.  steps: how many steps the measured one is the middle of.
@@ -52,13 +52,13 @@ class Window:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class RehearsalComparison:
     """All windows of a run, in order; at least one."""
 
-    windows: tuple[Window, ...]
+    windows: tuple[RehearsalWindow, ...]
 
     @property
-    def middle(self) -> Window:
+    def middle(self) -> RehearsalWindow:
         """The window of middle error; its error is the run's."""
         return _middle(self.windows, [window.error for window in self.windows])
 
@@ -83,7 +83,7 @@ class Comparison:
         return text
 
 
-class Pace:
+class StepRehearsals:
     """Rehearses at the planned steps of a run, and keeps the steps around them. Every rank does the same.
 
     first, end: steps done before and after the run.  rehearsals: at most so many.
@@ -96,7 +96,7 @@ class Pace:
         self._last = end - 1
         self._kept: dict[int, Timeline] = {}
         self._rehearsed: dict[int, Timeline] = {}
-        self._windows: list[Window] = []
+        self._windows: list[RehearsalWindow] = []
         self._final: Timeline | None = None
 
     def before(self, step: int) -> float | None:
@@ -114,14 +114,16 @@ class Pace:
             around = [self._kept[s] for s in range(at - BEFORE, at + AFTER) if s in self._kept]
             middle = _middle(around, [timeline.step_s for timeline in around])
             self._windows.append(
-                Window(step=at, steps=len(around), predicted=self._rehearsed.pop(at), measured=middle)
+                RehearsalWindow(
+                    step=at, steps=len(around), predicted=self._rehearsed.pop(at), measured=middle
+                )
             )
             self._kept = {s: timeline for s, timeline in self._kept.items() if s >= step - BEFORE}
 
     @property
-    def comparison(self) -> Comparison | None:
+    def comparison(self) -> RehearsalComparison | None:
         """None if there was no rehearsal."""
-        return Comparison(windows=tuple(self._windows)) if self._windows else None
+        return RehearsalComparison(windows=tuple(self._windows)) if self._windows else None
 
     @property
     def measured(self) -> Timeline | None:

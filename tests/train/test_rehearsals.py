@@ -4,7 +4,14 @@ import pytest
 from hypothesis import given, strategies as st
 
 from pipeloom.ir.timeline import Event, Timeline
-from pipeloom.train import AFTER, BEFORE, Comparison, Pace, Window, rehearsal_steps
+from pipeloom.train import (
+    AFTER,
+    BEFORE,
+    RehearsalComparison,
+    RehearsalWindow,
+    StepRehearsals,
+    rehearsal_steps,
+)
 
 
 def step(source: str, seconds: float) -> Timeline:
@@ -29,8 +36,8 @@ class Machine:
         return step("measured", 9.0 if self.now == self.disturbed else self.pace())
 
 
-def run(machine: Machine, first: int, end: int, rehearsals: int = 21) -> Pace:
-    pace = Pace(machine, first=first, end=end, rehearsals=rehearsals)
+def run(machine: Machine, first: int, end: int, rehearsals: int = 21) -> StepRehearsals:
+    pace = StepRehearsals(machine, first=first, end=end, rehearsals=rehearsals)
     for machine.now in range(first, end):
         predicted = pace.before(machine.now)
         assert predicted in (None, machine.pace())
@@ -82,16 +89,18 @@ def test_without_rehearsals_the_last_step_stands_for_the_run() -> None:
 
 
 def test_what_was_compared_is_told() -> None:
-    def window(at: int, error: float) -> Window:
-        return Window(step=at, steps=5, predicted=step("predicted", 1 + error), measured=step("measured", 1))
+    def window(at: int, error: float) -> RehearsalWindow:
+        return RehearsalWindow(
+            step=at, steps=5, predicted=step("predicted", 1 + error), measured=step("measured", 1)
+        )
 
-    one = Comparison(windows=(window(5, -0.021),))
+    one = RehearsalComparison(windows=(window(5, -0.021),))
     assert one.quartiles is None
     assert str(one) == (
         "one rehearsal after 5 steps, against the steps around it: predicted step time off by -2.1%"
     )
     errors = (0.3, -0.1, 0.0, 0.02, 0.01)
-    many = Comparison(windows=tuple(window(10 * i, error) for i, error in enumerate(errors)))
+    many = RehearsalComparison(windows=tuple(window(10 * i, error) for i, error in enumerate(errors)))
     assert many.middle.step == 40 and many.quartiles == pytest.approx((0.0, 0.02))
     assert str(many) == (
         "5 rehearsals after 0 to 40 steps, each against the steps around it: predicted step time off by "

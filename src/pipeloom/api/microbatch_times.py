@@ -28,7 +28,7 @@ LONGEST = 1 << 24
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class MicrobatchTimes:
     """What one micro-batch takes. residual_bytes: per piece of the model, if known."""
 
     forward_s: Seconds = 1.0
@@ -37,7 +37,7 @@ class Work:
     residual_bytes: tuple[float, ...] = ()
 
 
-def load_work(path: Path, ranks: int) -> Work:
+def load_work(path: Path, ranks: int) -> MicrobatchTimes:
     """Times of a saved plan, stage by stage; or of a saved profile, spread evenly over the ranks.
 
     Raises: ConfigError if the file is missing or is neither.
@@ -55,7 +55,7 @@ def load_work(path: Path, ranks: int) -> Work:
                 hint="write one with `pipeloom plan MODEL -o FILE` or `pipeloom profile MODEL --save FILE`",
             ) from None
         costs = profile.costs.values()
-        return Work(
+        return MicrobatchTimes(
             forward_s=sum(c.forward_s for c in costs) / ranks,
             input_grad_s=sum(c.input_grad_s for c in costs) / ranks,
             weight_grad_s=sum(c.weight_grad_s for c in costs) / ranks,
@@ -63,10 +63,10 @@ def load_work(path: Path, ranks: int) -> Work:
     return _work_of_plan(plan)
 
 
-def _work_of_plan(plan: Plan) -> Work:
+def _work_of_plan(plan: Plan) -> MicrobatchTimes:
     held = schedules.in_flight(plan.as_schedule)
     residuals = [s.memory.residuals / max(count, 1) for s, count in zip(plan.stages, held, strict=False)]
-    return Work(
+    return MicrobatchTimes(
         forward_s=tuple(s.forward_s for s in plan.stages),
         input_grad_s=tuple(s.input_grad_s for s in plan.stages),
         weight_grad_s=tuple(s.weight_grad_s for s in plan.stages),
@@ -74,14 +74,16 @@ def _work_of_plan(plan: Plan) -> Work:
     )
 
 
-def stage_costs(work: Work, stages: int, ranks: float, *, slices: int = 1) -> tuple[StageCost, ...]:
+def stage_costs(
+    work: MicrobatchTimes, stages: int, ranks: float, *, slices: int = 1
+) -> tuple[StageCost, ...]:
     """One cost per stage, for an action on one of the `slices` of a micro-batch.
 
     Residuals are held until W: what I frees is not known without a model.
 
     Raises: ConfigError if the numbers of a list do not fit the stages.
 
-    >>> [c.forward_s for c in stage_costs(Work(forward_s=(1.0, 3.0)), 4, 2)]
+    >>> [c.forward_s for c in stage_costs(MicrobatchTimes(forward_s=(1.0, 3.0)), 4, 2)]
     [0.5, 0.5, 1.5, 1.5]
     """
     f, i, w = (

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from pipeloom.ir.errors import ConfigError
-from pipeloom.train import STARTED, Before, find_run, new_run
+from pipeloom.train import STARTED, DirectorySnapshot, find_run, new_run
 
 
 @pytest.fixture(autouse=True)
@@ -52,16 +52,16 @@ def test_what_is_wrong_is_said(here: Path) -> None:
 
 def test_a_start_that_ends_before_training_leaves_nothing() -> None:
     """What the ranks refused left a run behind, and the next try was told "holds a run already"."""
-    before = Before.of(Path("a"))
+    before = DirectorySnapshot.of(Path("a"))
     started(new_run("gpt", Path("a")))
-    before.put_back(Path("a"))
+    before.restore(Path("a"))
     assert not Path("a").exists()
 
     Path("b").mkdir()
     (Path("b") / "mine.txt").write_text("")
-    before = Before.of(Path("b"))
+    before = DirectorySnapshot.of(Path("b"))
     started(new_run("gpt", Path("b")))
-    before.put_back(Path("b"))
+    before.restore(Path("b"))
     assert [path.name for path in Path("b").iterdir()] == ["mine.txt"]
 
 
@@ -69,12 +69,12 @@ def test_a_resumed_run_that_ends_before_training_is_as_it_was() -> None:
     out = new_run("gpt", Path("a"))
     for name in ("config.toml", "plan.json", STARTED):
         (out / name).write_text("old")
-    before = Before.of(out)
+    before = DirectorySnapshot.of(out)
     (out / "config.toml").write_text("new")
-    before.put_back(out)
+    before.restore(out)
     assert (out / "config.toml").read_text() == "old"
     (out / "config.toml").write_text("new")
     (out / f"{STARTED}.partial").write_text("old")
     (out / f"{STARTED}.partial").replace(out / STARTED)  # as training does it
-    before.put_back(out)
+    before.restore(out)
     assert (out / "config.toml").read_text() == "new"
