@@ -28,7 +28,7 @@ def bench(
     steps: int,
     warmup: int,
     as_json: bool,
-    **wanted: Any,
+    **plan_flags: Any,
 ) -> None:
     """Plan MODEL, run some steps in as many processes as stages, and print the speed.
 
@@ -46,6 +46,6 @@ def bench(
         steps=steps,
         warmup=warmup,
         as_json=as_json,
-        **wanted,
+        **plan_flags,
     )
     ctx.exit(run_bench(settings))

@@ -7,11 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .common import NEW_FILE, console, json_option, print_json
+from .common import NEW_FILE, console, json_option, new_table, print_json
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from ..api import BuiltIn, Detected, Figure
     from ..ir.cluster import Cluster, Link
 
@@ -35,7 +33,8 @@ def list_(*, as_json: bool) -> None:
     if as_json:
         print_json({"devices": [_listed(entry) for entry in found]})
         return
-    table = _table("name", "also", "memory", "16-bit TFLOP/s", "float32 TFLOP/s", "memory GB/s", "about")
+    heads = ("name", "also", "memory", "16-bit TFLOP/s", "float32 TFLOP/s", "memory GB/s", "about")
+    table = new_table(*heads, left=("name", "also", "about"))
     for entry in found:
         rates = entry.numbers("flops_per_s")
         half = max(rates.get("bfloat16", 0.0), rates.get("float16", 0.0))
@@ -112,7 +111,7 @@ def detect(
         print_json({**_described(found.cluster), "measured": [vars(row) for row in found.measured]})
         return
     _print_cluster(found.cluster)
-    table = _table("figure", "measured", "lowest", "highest", "of")
+    table = new_table("figure", "measured", "lowest", "highest", "of", left=("figure", "of"))
     for row in found.measured:
         values = (_amount(value, row.unit) for value in (row.value, row.low, row.high))
         table.add_row(row.name, *values, row.of)
@@ -151,7 +150,8 @@ def _print_cluster(found: Cluster) -> None:
 
     from ..ir.units import format_bytes
 
-    table = _table("ranks", "device", "node", "memory", "to host GB/s", "back GB/s", "host memory", "shares")
+    heads = ("ranks", "device", "node", "memory", "to host GB/s", "back GB/s", "host memory", "shares")
+    table = new_table(*heads, left=("device", "shares"))
     first = 0
     for device, same in groupby(found.devices):
         count = len(list(same))
@@ -179,7 +179,7 @@ def _print_cluster(found: Cluster) -> None:
 def _print_figures(kind: BuiltIn) -> None:
     out = console()
     out.print(f"\n{kind.name}: {kind.about}", highlight=False)
-    table = _table("figure", "value", "source")
+    table = new_table("figure", "value", "source", left=("figure", "source"))
     for figure in kind.figures.values():
         table.add_row(figure.name, _value(figure), figure.source)
     out.print(table)
@@ -220,14 +220,3 @@ def _note(found: Detected) -> str:
         for row in found.measured
     ]
     return "\n".join(["Measured by `pipeloom cluster detect`; lowest and highest of what was found:", *rows])
-
-
-def _table(*heads: str) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    words = ("name", "also", "about", "figure", "source", "device", "shares", "of")
-    for head in heads:
-        table.add_column(head, justify="left" if head in words else "right")
-    return table

@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -19,9 +19,11 @@ from ..ir.units import parse_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
     from ..api import Job
     from ..ir.cluster import Cluster
+    from ..ir.profile import Profile
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -179,12 +181,31 @@ def cluster_of(text: str | None) -> Cluster | None:
     return None if text is None else find_cluster(text)
 
 
+def load_profile(path: Path | None) -> Profile | None:
+    """The saved profile that --profile names."""
+    from ..ir import codec
+    from ..ir.profile import Profile
+
+    return None if path is None else codec.load(path, Profile)
+
+
+def new_table(*heads: str, left: Collection[str] = (), no_wrap: bool = False) -> Table:
+    """An empty table with columns of figures. left: columns of words."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for head in heads:
+        table.add_column(head, justify="left" if head in left else "right", no_wrap=no_wrap)
+    return table
+
+
 def console() -> Console:
     """Standard output; in a file or a pipe tables need no folding."""
     from rich.console import Console
 
-    found = Console()
-    return found if found.is_terminal else Console(width=120)
+    output = Console()
+    return output if output.is_terminal else Console(width=120)
 
 
 def print_json(values: object) -> None:

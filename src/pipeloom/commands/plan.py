@@ -22,7 +22,9 @@ from .common import (
     console,
     job_of,
     json_option,
+    load_profile,
     model_argument,
+    new_table,
     plan_options,
     print_json,
     treat_option,
@@ -57,7 +59,7 @@ if TYPE_CHECKING:
 @click.option("--what-if/--no-what-if", default=True, help="Plan again with 10 % more memory, bandwidth.")
 @click.option("--output", "-o", type=NEW_FILE, help="Write the plan to this JSON file.")
 @json_option
-def plan(*, strategies: bool, as_json: bool, **wanted: Any) -> None:
+def plan(*, strategies: bool, as_json: bool, **options: Any) -> None:
     """Cut MODEL into stages and print what each runs, takes and holds, what limits the plan, and what a bit
     more memory or bandwidth would buy.
 
@@ -70,7 +72,7 @@ def plan(*, strategies: bool, as_json: bool, **wanted: Any) -> None:
     if strategies:
         _list(as_json)
     else:
-        _plan(as_json=as_json, **wanted)
+        _plan(as_json=as_json, **options)
 
 
 def _plan(
@@ -85,65 +87,57 @@ def _plan(
     treat: str | None,
     max_batch: bool,
     what_if: bool,
-    **wanted: Any,
+    **options: Any,
 ) -> None:
-    from ..ir import codec
-    from ..ir.profile import Profile
-
     if device_memory is not None and cluster is not None:
         raise ConfigError(
             "--device-memory and --cluster were both given",
             hint="say each device's memory in the cluster, as in --cluster '4 x a100-40 with 20GiB'",
         )
-    profiled = None if profile_file is None else codec.load(profile_file, Profile)
+    profiled = load_profile(profile_file)
     if max_batch and profiled is not None:
         raise ConfigError(
             "--max-batch and --profile were both given", hint="a profile is of one size: leave out one"
         )
     job = job_of(model)
-    from ..api import (  # what is wrong is said before torch is loaded
-        disk_speed,
-        limits,
-        make_request,
-        plan_largest,
-        plan_rows,
-        plan_size,
-    )
+    from .. import api  # what is wrong is said before torch is loaded
 
     with _watching() as watch:
-        request = make_request(
+        request = api.make_request(
             job,
             memory=device_memory,
             cluster=cluster_of(cluster),
             watch=watch,
             treatments=None if treat is None else TREATMENTS[treat],
-            **wanted,
+            **options,
         )
         if max_batch:
-            plan, model_at_size = plan_largest(request, job, microbatch_size)
+            plan, model_at_size = api.plan_largest(request, job, microbatch_size)
         else:
-            plan, model_at_size = plan_size(request, job, microbatch_size, profiled=profiled)
+            plan, model_at_size = api.plan_size(request, job, microbatch_size, profiled=profiled)
         if output is not None:
             plan.save(output)
         changes = request.changes(plan, model_at_size) if what_if else []
-    rows = plan_rows(plan, model_at_size.graph)
+    rows = api.plan_rows(plan, model_at_size.graph)
     if as_json:
-        keys = (
-            "predicted_step_s",
-            "planner",
-            "schedule",
-            "weights",
-            "microbatches",
-            "microbatch_size",
-            "graph",
-        )
-        print_json(
-            {key: getattr(plan, key) for key in keys}
-            | {"limits": limits(plan), "what_if": [vars(change) for change in changes], "stages": rows}
-        )
+        figures = {key: getattr(plan, key) for key in JSON_KEYS}
+        what_ifs = [vars(change) for change in changes]
+        print_json({**figures, "limits": api.limits(plan), "what_if": what_ifs, "stages": rows})
     else:
-        speed = [] if wanted["offload_dir"] is None else [disk_speed(request.cluster)]
-        _print(rows, plan, [*speed, *limits(plan)], changes)
+        speed = [] if options["offload_dir"] is None else [api.disk_speed(request.cluster)]
+        _print(rows, plan, [*speed, *api.limits(plan)], changes)
+
+
+JSON_KEYS = (
+    "predicted_step_s",
+    "planner",
+    "schedule",
+    "weights",
+    "microbatches",
+    "microbatch_size",
+    "graph",
+)
+"""What `--json` says of the whole plan."""
 
 
 @contextmanager
@@ -183,7 +177,8 @@ def _list(as_json: bool) -> None:
     if as_json:
         print_json({"planners": rows})
         return
-    table = _table(("planner", "granularity", "frees memory", "about", "source"), right=False)
+    heads = ("planner", "granularity", "frees memory", "about", "source")
+    table = new_table(*heads, left=heads)
     for row in rows:
         table.add_row(row["name"], row["granularity"], row["optimises"], row["about"], row["source"])
     console().print(table)
@@ -195,7 +190,7 @@ def _print(rows: list[dict[str, Any]], plan: Plan, sentences: list[str], changes
     ways = [kind for kind in ("recomputed", "offloaded") if any(row[f"{kind}_bytes"] for row in rows)]
     kinds = ("kept", *ways) if ways else ("residuals",)
     heads = ["stage", "rank", "ops", "layers", "F ms", "B ms", "parameters"]
-    table = _table((*heads, *kinds, "peak", "cap"))
+    table = new_table(*heads, *kinds, "peak", "cap", left=("layers",), no_wrap=True)
     for row in rows:
         backward_s = row["input_grad_s"] + row["weight_grad_s"] + row["recompute_s"]
         cap = row["cap_bytes"]
@@ -229,14 +224,3 @@ def _gain(change: Change) -> str:
     if change.step_s is None:
         return "no plan"
     return f"step {change.step_s * 1e3:.1f} ms, {change.gain:+.1%} faster"
-
-
-def _table(heads: tuple[str, ...], *, right: bool = True) -> Any:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for head in heads:
-        side: Any = "right" if right and head != "layers" else "left"
-        table.add_column(head, justify=side, no_wrap=right)
-    return table

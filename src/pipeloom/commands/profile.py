@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from .common import (
     job_of,
     json_option,
     model_argument,
+    new_table,
     print_json,
 )
 
@@ -98,7 +100,7 @@ def summary(graph: OpGraph, costs: Profile) -> dict[str, Any]:
         "source": costs.source,
         "batch": list(costs.batch),
         "ops": len(graph.ops),
-        "parameters": sum(_count(p.shape) for p in graph.parameters),
+        "parameters": sum(prod(p.shape) for p in graph.parameters),
         "forward_s": _sum(c.forward_s for c in costs.costs.values()),
         "input_grad_s": _sum(c.input_grad_s for c in costs.costs.values()),
         "weight_grad_s": _sum(c.weight_grad_s for c in costs.costs.values()),
@@ -107,9 +109,6 @@ def summary(graph: OpGraph, costs: Profile) -> dict[str, Any]:
 
 
 def _print(figures: dict[str, Any], top: int) -> None:
-    from rich import box
-    from rich.table import Table
-
     out = console()
     out.print(
         f"{figures['model']}: {figures['ops']} ops, {figures['parameters']:,} parameters, "
@@ -118,9 +117,7 @@ def _print(figures: dict[str, Any], top: int) -> None:
         markup=False,
         soft_wrap=True,
     )
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for head in ("op", "calls", "forward ms", "backward ms", "share"):
-        table.add_column(head, justify="left" if head == "op" else "right")
+    table = new_table("op", "calls", "forward ms", "backward ms", "share", left=("op",))
     total = _sum(k["forward_s"] + k["backward_s"] for k in figures["kinds"])
     for kind in figures["kinds"][:top]:
         both = kind["forward_s"] + kind["backward_s"]
@@ -140,10 +137,3 @@ def _print(figures: dict[str, Any], top: int) -> None:
 
 def _sum(values: Iterable[float]) -> float:
     return float(sum(values))
-
-
-def _count(shape: Iterable[int]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total

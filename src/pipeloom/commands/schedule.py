@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..ir.weight_policy import Updates
-from .common import FILE, NEW_FILE, console, json_option, print_json
+from .common import FILE, NEW_FILE, console, json_option, new_table, print_json
 from .schedule_options import TIMES_HELP, shape_options, times_options, updates_options
 
 if TYPE_CHECKING:
@@ -134,19 +134,14 @@ def compare(*, names: tuple[str, ...], scenario: Scenario, as_json: bool) -> Non
 
     With --json: name -> step_s, bubble, span_s, span_bubble, peak, peak_bytes, as in `show`.
     """
-    from rich import box
-    from rich.table import Table
-
     from ..api import simulate_schedule
 
     by_name = {name: simulate_schedule(name, scenario) for name in names}
     if as_json:
         print_json({name: _figures(simulated) for name, simulated in by_name.items()})
         return
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     bubbles = "bubble until\nthe last ends", "bubble of the\nlongest span"
-    for head in ("schedule", "step time", *bubbles, "peak,\nmicro-batches"):
-        table.add_column(head, justify="left" if head == "schedule" else "right")
+    table = new_table("schedule", "step time", *bubbles, "peak,\nmicro-batches", left=("schedule",))
     for name, simulated in by_name.items():
         s = simulated.summary
         table.add_row(name, f"{s.step_s:.6g}", _percent(s.bubble), _percent(s.span_bubble), _peak(simulated))

@@ -17,6 +17,7 @@ from .common import (
     console,
     job_of,
     json_option,
+    load_profile,
     print_json,
 )
 
@@ -101,7 +102,6 @@ def _costs(
     from ..api import passes
     from ..ir import codec
     from ..ir.graph import OpGraph
-    from ..ir.profile import Profile
 
     if graph_file is not None and model is not None:
         raise ConfigError("--graph and MODEL were both given", hint="give one of them")
@@ -109,7 +109,7 @@ def _costs(
         raise ConfigError(
             "--graph alone does not say what ops cost", hint="add --profile or --cluster, or name the MODEL"
         )
-    profiled = None if profile_file is None else codec.load(profile_file, Profile)
+    profiled = load_profile(profile_file)
     if graph_file is not None:
         captured, graph = None, codec.load(graph_file, OpGraph)
     else:

@@ -83,13 +83,13 @@ def train(
     from ..ir.plan import load_plan
     from ..train import read_config
 
-    wanted = (*_as_overrides(settings), *overrides)
-    plan_file = read_config(config, wanted).pipeline.plan
+    changes = (*_as_overrides(settings), *overrides)
+    plan_file = read_config(config, changes).pipeline.plan
     if plan_file is not None and not resume:
         load_plan(Path(plan_file))
     from ..train import TrainRequest, run
 
-    ctx.exit(run(TrainRequest(file=config, overrides=wanted, out=out, resume=resume, as_json=as_json)))
+    ctx.exit(run(TrainRequest(file=config, overrides=changes, out=out, resume=resume, as_json=as_json)))
 
 
 KEYS = {

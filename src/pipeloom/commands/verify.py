@@ -30,7 +30,7 @@ def verify(
     tolerance: float,
     seed: int,
     as_json: bool,
-    **wanted: Any,
+    **plan_flags: Any,
 ) -> None:
     """Train MODEL one step in one process and in the pipeline, and compare.
 
@@ -50,7 +50,7 @@ def verify(
     )
 
     if plan is None:  # times do not matter here, so none are measured
-        plan = passes.plan(job, cluster=cpu_cluster(wanted["stages"]), **wanted)
+        plan = passes.plan(job, cluster=cpu_cluster(plan_flags["stages"]), **plan_flags)
     found = compare(job, plan, tolerance=tolerance, seed=seed)
     if as_json:
         print_json(summary(found))

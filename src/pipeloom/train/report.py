@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ def stage_rows(graph: OpGraph, plan: Plan) -> list[StageRow]:
                 stage=stage.index,
                 rank=plan.placement[stage.index],
                 ops=len(stage.ops),
-                parameters=sum(_count(shape) for shape in sizes),
+                parameters=sum(prod(shape) for shape in sizes),
                 contents=contents(modules),
             )
         )
@@ -153,13 +154,6 @@ def print_end(
                 f"{name} loss: {before:.3f} at step {first}, {after:.3f} at step {last}", highlight=False
             )
     console.print(f"report: {out / 'report.html'}", highlight=False, soft_wrap=True)
-
-
-def _count(shape: Sequence[int]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total
 
 
 def _ends(points: Sequence[tuple[int, float]]) -> list[float] | None:
