@@ -113,7 +113,7 @@ def test_a_rehearsal_leaves_nothing_either() -> None:
     def broken(pipeline: Pipeline) -> None:
         pipeline.rehearse()
         assert pipeline.rehearsals is not None
-        worker = pipeline.rehearsals._rehearsal._worker
+        worker = pipeline.rehearsals._rehearsal.worker
         own, pipeline.worker = pipeline.worker, worker
         with interrupted(pipeline, B, 1):
             pipeline.rehearse()

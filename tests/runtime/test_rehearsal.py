@@ -52,7 +52,7 @@ def test_every_action_is_timed_and_nothing_is_left(split: bool) -> None:
         with Pipeline(job, plan, channel=channel) as pipeline:
             weights = pipeline.weights
             before = {key: tensor.clone() for key, tensor in weights.state(0).items()}
-            walk = rehearsal_of(pipeline).walk()
+            walk = rehearsal_of(pipeline).time_actions()
             assert set(walk) == set(plan.as_schedule.rows[index])
             assert min(walk.values()) > 0
             after = weights.state(0)

@@ -169,7 +169,7 @@ class Rehearsals:
 
     def _walk(self) -> ActionTimes:
         self._forecast.channel.all_reduce(torch.zeros(1, device=self._forecast.device))  # all start together
-        return self._rehearsal.walk()
+        return self._rehearsal.time_actions()
 
     def _simulated(self, walk: ActionTimes) -> Timeline:
         """A step of all ranks. An action takes as long as it took: the step waits for the slower of two ranks

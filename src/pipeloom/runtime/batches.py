@@ -28,9 +28,9 @@ def split_batch(batch: Mapping[str, Tensor], parts: int) -> list[dict[str, Tenso
     """
     rows = {name: len(t) if t.ndim else 0 for name, t in batch.items()}
     if len(set(rows.values())) != 1:
-        found = ", ".join(f"{n} {c}" for n, c in rows.items())
+        counts = ", ".join(f"{n} {c}" for n, c in rows.items())
         raise BatchError(
-            f"the batch's tensors have different numbers of rows: {found}",
+            f"the batch's tensors have different numbers of rows: {counts}",
             hint="the first dimension of every tensor is the batch",
         )
     count = next(iter(rows.values()))
@@ -58,10 +58,12 @@ def agree_on_shapes(channel: PostedChannel, shapes: tuple[str, ...], device: tor
 
     Raises: BatchError on a rank that sees the difference; its failure ends the others.
     """
-    own = float(zlib.crc32(repr(shapes).encode()) % 2**21)  # squares of 1000 ranks add up exactly
-    total = torch.tensor([own, own * own], dtype=torch.float64, device=device)
+    # Sums h and h^2 of a hash over n ranks: only if all hashes are equal, they are n h and n h^2 (the
+    # variance is zero). One all-reduce of two numbers, exact in float64 for 1000 ranks.
+    mine = float(zlib.crc32(repr(shapes).encode()) % 2**21)
+    total = torch.tensor([mine, mine * mine], dtype=torch.float64, device=device)
     channel.all_reduce(total)
-    if total.tolist() == [channel.ranks * own, channel.ranks * own * own]:
+    if total.tolist() == [channel.ranks * mine, channel.ranks * mine * mine]:
         return
     raise BatchError(
         f"rank {channel.rank} has a batch of {', '.join(shapes)}, and other ranks have other shapes",
@@ -82,13 +84,13 @@ def agree_on_layouts(channel: PostedChannel, stages: StageGraph) -> None:
         if odd := next((name for name in first | theirs if first.get(name) != theirs.get(name)), None):
             raise CommunicationError(
                 f"{odd} lies in memory otherwise for rank {rank} than for rank 0, where the model was "
-                f"captured: {_said(theirs.get(odd))}, and {_said(first.get(odd))}",
+                f"captured: {_described(theirs.get(odd))}, and {_described(first.get(odd))}",
                 hint="start all ranks with the same versions and settings of PyTorch, such as which kernels "
                 "attention may use",
             )
 
 
-def _said(value: tuple[tuple[int, ...], str, tuple[int, ...]] | None) -> str:
+def _described(value: tuple[tuple[int, ...], str, tuple[int, ...]] | None) -> str:
     if value is None:
         return "no such value"
     shape, dtype, order = value

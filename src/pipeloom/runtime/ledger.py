@@ -60,20 +60,20 @@ class Ledger:
         """This kind grows or shrinks by `change` bytes. Raises as `set`."""
         self.set(kind, self.levels[kind] + change, doing)
 
-    def during(self, doing: str, size: int, made: Mapping[str, int]) -> None:
+    def during(self, doing: str, size: int, outliving: Mapping[str, int]) -> None:
         """While `doing` ran, `size` bytes were alive on top of the rest. Raises as `set`.
 
-        made: kind -> bytes among them that outlive it, and that are entered once it is over.
+        outliving: kind -> bytes among them that outlive it, and that are entered once it is over.
 
         >>> ledger = Ledger(0)
         >>> ledger.during("0F0", 100, {"residuals": 60})
         >>> ledger.at_peak["residuals"], ledger.at_peak["transient"], ledger.total
         (60, 40, 0)
         """
-        before = {kind: self.levels[kind] for kind in (*made, "transient")}
-        for kind, part in made.items():
+        before = {kind: self.levels[kind] for kind in (*outliving, "transient")}
+        for kind, part in outliving.items():
             self.add(kind, part, doing)
-        self.add("transient", max(0, size - sum(made.values())), doing)
+        self.add("transient", max(0, size - sum(outliving.values())), doing)
         for kind, level in before.items():
             self.set(kind, level)
 

@@ -71,9 +71,9 @@ def check_tensors(message: Message, tensors: Sequence[Tensor]) -> None:
         )
     for tensor, value, dtype in zip(tensors, message.values, message.dtypes, strict=True):
         if tensor.shape != value.shape or tensor.dtype != dtype:
-            found = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+            actual = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
             raise CommunicationError(
-                f"{message.key}: value {value.name} is {found}, "
+                f"{message.key}: value {value.name} is {actual}, "
                 f"but the plan says {value.dtype}{list(value.shape)}",
                 hint="the batch differs from the one the pipeline was built for; build it again for this one",
             )

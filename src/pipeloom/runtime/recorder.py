@@ -119,7 +119,7 @@ class Recorder:
         levels = self._timed(self.levels)
         for gone, noticed, size in self.late:
             begin, end = self.clock.seconds(gone), self.clock.seconds(noticed)
-            levels = [(at, held - size if begin <= at < end else held) for at, held in levels]
+            levels = [(at, level - size if begin <= at < end else level) for at, level in levels]
             place = bisect_left(levels, begin, key=itemgetter(0))
             if place:
                 levels.insert(place, (begin, levels[place - 1][1] - size))

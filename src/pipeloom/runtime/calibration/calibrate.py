@@ -1,7 +1,7 @@
 """What this rank's stages, optimizer and link take: memory from their graphs, times from running them.
 
 All ranks calibrate at the same time, so that they share caches and memory bandwidth as they will in a step.
-How long the stages' own actions take: see `rehearsal.py`.
+How long the stages' actions take: see `rehearsal.py`.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def optimizer_ratio(make: MakeOptimizer | None) -> float:
     optimizer = (make or default_optimizer)([param])
     param.grad = torch.zeros(4096)
     optimizer.step()
-    held = sum(t.nbytes for t in optimizer_tensors(optimizer) if t.numel() > 1)
-    return held / param.nbytes
+    state_bytes = sum(t.nbytes for t in optimizer_tensors(optimizer) if t.numel() > 1)
+    return state_bytes / param.nbytes
 
 
 def graph_memory(functions: StageFunctions, stages: StageGraph) -> StageCost:
@@ -79,19 +79,19 @@ def stage_memory(
     counted: parameters and buffers that another stage of the rank counts.
     """
     params = {name: weights.params[name] for name in functions.params}
-    own = [param for name, param in params.items() if name not in counted]
-    trained = sum(p.nbytes for p in own if p.requires_grad)
-    made = graph_memory(functions, stages)
+    uncounted = [param for name, param in params.items() if name not in counted]
+    trained = sum(p.nbytes for p in uncounted if p.requires_grad)
+    graph_cost = graph_memory(functions, stages)
     return replace(
-        made,
+        graph_cost,
         static_bytes={
-            "parameters": sum(p.nbytes for p in own),
+            "parameters": sum(p.nbytes for p in uncounted),
             "gradients": trained,
             "optimizer": int(trained * optimizer_bytes),
             "buffers": sum(weights.buffers[n].nbytes for n in functions.buffers if n not in counted),
             "batch": batch_bytes,
         },
-        transient_bytes={**made.transient_bytes, STEP: weights.step_bytes, REDUCE: 0},
+        transient_bytes={**graph_cost.transient_bytes, STEP: weights.step_bytes, REDUCE: 0},
         tied_bytes={n: params[n].nbytes for n in stages.tied if n in params and params[n].requires_grad},
     )
 
@@ -107,7 +107,7 @@ def time_optimizer(weights: Weights, clock: Clock) -> float:
     groups = [dict(group) for group in optimizer.param_groups]
     state, gradients = dict(optimizer.state), weights.last_gradients
     optimizer.state.update(copy.deepcopy(state, {id(p): p for p in params}))
-    took = []
+    times_s = []
     try:
         with torch.random.fork_rng({p.device for p in params if p.is_cuda}):
             for _ in range(STEPS):
@@ -115,7 +115,7 @@ def time_optimizer(weights: Weights, clock: Clock) -> float:
                     weights.grads.total(name)
                 start = clock.mark()
                 weights.step()
-                took.append(clock.seconds(clock.mark()) - clock.seconds(start))
+                times_s.append(clock.seconds(clock.mark()) - clock.seconds(start))
     finally:
         optimizer.state.clear()
         optimizer.state.update(state)
@@ -127,18 +127,18 @@ def time_optimizer(weights: Weights, clock: Clock) -> float:
                 p.copy_(value)
         weights.last_gradients = gradients
         weights.discard_gradients()
-    return statistics.median(took[1:])  # the first one may make the state
+    return statistics.median(times_s[1:])  # the first one may make the state
 
 
 def time_clipping(weights: Weights, channel: PostedChannel, clock: Clock) -> float:
     """Seconds that finding the global norm of the gradients takes. Every rank calls it."""
-    took = []
+    times_s = []
     for _ in range(STEPS):
         for name in weights.grads.sums:
             weights.grads.total(name)
         start = clock.mark()
         squares = weights.norm_squares(list(weights.grads.sums)).reshape(1)
         channel.all_reduce(squares)
-        took.append(clock.seconds(clock.mark()) - clock.seconds(start))
+        times_s.append(clock.seconds(clock.mark()) - clock.seconds(start))
     weights.discard_gradients()
-    return statistics.median(took)
+    return statistics.median(times_s)

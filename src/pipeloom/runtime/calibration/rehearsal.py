@@ -1,6 +1,6 @@
-"""How long this rank's actions take, from walking its row of the program without the other ranks.
+"""How long this rank's actions take, from running its row of the program without the other ranks.
 
-The worker itself walks, so that micro-batches are in flight as in a step: a stage that alternates between
+The worker itself runs it, so that micro-batches are in flight as in a step: a stage that alternates between
 them finds less of its data in the caches than one that repeats one of them.
 """
 
@@ -97,7 +97,7 @@ class NullChannel:
 
 
 class Rehearsal:
-    """Walks a rank's row as often as asked, between any two steps, and leaves no trace in its weights.
+    """Runs a rank's row as often as asked, between any two steps, and leaves no trace in its weights.
 
     sample: the batch inputs of one micro-batch.  cap_bytes: what the rank may hold, in a rehearsal too.
     """
@@ -120,13 +120,13 @@ class Rehearsal:
         self._weights = weights
         self._watch = watch
         self._recorder = Recorder(rank, clock)
-        self._ledger = Ledger(rank, cap_bytes)
-        self._ledger.set("batch", sum(t.nbytes for t in sample.values()))
-        self._worker = Worker(
+        self.ledger = Ledger(rank, cap_bytes)
+        self.ledger.set("batch", sum(t.nbytes for t in sample.values()))
+        self.worker = Worker(
             rank=rank,
             program=program,
             weights=weights,
-            ledger=self._ledger,
+            ledger=self.ledger,
             recorder=self._recorder,
             watch=watch,
             channel=NullChannel(rank, len(program.rows), examples, device),
@@ -137,7 +137,7 @@ class Rehearsal:
             Microbatch(variant=variant, inputs=sample, weight=1 / count, seed=index) for index in range(count)
         ]
 
-    def walk(self) -> ActionTimes:
+    def time_actions(self) -> ActionTimes:
         """Do all actions of the row once; weights, buffers, optimizer and random numbers stay as they are.
 
         An action takes until the rank goes on to the next one, so what the worker does between them counts.
@@ -146,35 +146,35 @@ class Rehearsal:
         assert not self._weights.grads.touched, "a rehearsal within a step would add to its gradients"
         buffers = dict(self._weights.buffers)
         for kind, size in self._weights.sizes.items():
-            self._ledger.set(kind, size)
+            self.ledger.set(kind, size)
         self._recorder.begin()
         try:
-            self._worker.run(self._microbatches, update=False)
+            self.worker.run(self._microbatches, update=False)
         finally:
-            self._worker.forget()
+            self.worker.forget()
             for name, buffer in buffers.items():
                 self._weights.replace_buffer(name, buffer)
-        walk = {
+        times_s = {
             parse_action(event.action): after.start_s - event.start_s
             for event, after in pairwise(e for e in self._recorder.events() if e.stream not in COPIES)
             if event.stream == "compute"
         }
-        walk |= {
+        times_s |= {
             parse_action(event.action): event.duration_s
             for event in self._recorder.events()
             if event.stream in COPIES
         }
         self._watch.status = ""
-        return walk
+        return times_s
 
 
-def with_times(cost: StageCost, stage: int, walk: ActionTimes, step_s: float) -> StageCost:
+def with_times(cost: StageCost, stage: int, times_s: ActionTimes, step_s: float) -> StageCost:
     """The cost of a stage with mean times; an action that the program lacks takes none.
 
     step_s: seconds of the optimizer for this stage.
     """
     spans: dict[Kind, list[float]] = {}
-    for action, span in walk.items():
+    for action, span in times_s.items():
         if action.stage == stage:
             spans.setdefault(action.kind, []).append(span)
     mean = {kind: statistics.fmean(took) for kind, took in spans.items()}

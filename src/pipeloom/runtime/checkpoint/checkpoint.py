@@ -1,6 +1,6 @@
 """Checkpoints that do not depend on the plan: saved on two ranks, loaded on one or on five.
 
-Tensors go through `torch.distributed.checkpoint` (DCP) under names made from the model's own FQNs. One
+Tensors go through `torch.distributed.checkpoint` (DCP) under names made from the model's mine FQNs. One
 rank's failure is everybody's: ranks agree on the outcome before and after each step that can fail, so
 that none of them waits for another that has given up.
 
@@ -91,7 +91,7 @@ def save(
 def load(directory: Path, state: TrainState, *, group: Group) -> tuple[int, dict[str, Any]]:
     """Fill `state` from the newest checkpoint in `directory` (or from that checkpoint itself).
 
-    Every rank of `group` calls it with its own part, however the parts were spread when saving. The
+    Every rank of `group` calls it with its mine part, however the parts were spread when saving. The
     parameters and buffers are filled in place; optimizers may be fresh ones without state yet.
 
     Returns: the step it was saved at, and `extra`.
@@ -108,8 +108,8 @@ def load(directory: Path, state: TrainState, *, group: Group) -> tuple[int, dict
         problem = error
     seen = _agree((problem, (path.name, list(state.model))), group)
     assert index is not None
-    _refuse_different_sight(directory, seen)
-    _refuse_leftover(path, index, {name for _, names in seen for name in names})
+    _require_same_checkpoint(directory, seen)
+    _require_all_loaded(path, index, {name for _, names in seen for name in names})
     with _one_error(f"cannot read checkpoint {path}", None):
         reader = FileSystemReader(path)
         state_dict_loader.load(
@@ -162,8 +162,8 @@ def _saved_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def _written_by(rank: int, partial: Path) -> list[str]:
-    own = [path.name for path in partial.glob(f"__{rank}_*")]
-    return [*own, ".metadata"] if rank == 0 else own
+    mine = [path.name for path in partial.glob(f"__{rank}_*")]
+    return [*mine, ".metadata"] if rank == 0 else mine
 
 
 def _merge(parts: list[Index], sums: list[dict[str, tuple[int, int]]]) -> Index:
@@ -183,7 +183,7 @@ def _merge(parts: list[Index], sums: list[dict[str, tuple[int, int]]]) -> Index:
     )
 
 
-def _refuse_different_sight(directory: Path, seen: list[tuple[str, list[str]]]) -> None:
+def _require_same_checkpoint(directory: Path, seen: list[tuple[str, list[str]]]) -> None:
     for rank, (name, _) in enumerate(seen):
         if name != seen[0][0]:
             raise CheckpointError(
@@ -192,8 +192,8 @@ def _refuse_different_sight(directory: Path, seen: list[tuple[str, list[str]]]) 
             )
 
 
-def _refuse_leftover(path: Path, index: Index, known: set[str]) -> None:
-    leftover = sorted(set(index.model) - known)
+def _require_all_loaded(path: Path, index: Index, model_names: set[str]) -> None:
+    leftover = sorted(set(index.model) - model_names)
     if leftover:
         more = f" and {len(leftover) - 1} more" if len(leftover) > 1 else ""
         raise CheckpointError(
@@ -213,7 +213,11 @@ def _as_json(extra: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _agree(mine: tuple[CheckpointError | None, T], group: Group) -> list[T]:
-    """What every rank brings, in rank order. Raises on all ranks if any of them brings an error."""
+    """What every rank brings, in rank order: one all-gather, which every rank must reach.
+
+    So a rank that has failed brings its error instead of raising it.
+    Raises: CheckpointError on all ranks, with the error of the lowest rank that brings one.
+    """
     everyone: list[Any] = [mine]
     if group is not None:
         everyone = [None] * _size(group)

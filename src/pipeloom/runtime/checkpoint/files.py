@@ -9,6 +9,16 @@
       step-00000100.old/         the same step saved again: read only if the new one did not come to stand
       step-00000050.doomed/      being removed
 
+A save, and what a crash behind each of its steps leaves to readers and to the next save:
+
+    prepare   mkdir step-N.partial          removed by the next save; readers never look at it
+    (DCP writes its files, each rank its own)
+    publish   write index.json              still .partial: removed
+              step-N -> step-N.old          only if step N was saved before; .old is read, and renamed back
+              step-N.partial -> step-N      complete; `latest` names the one before, which is complete, too
+              latest -> step-N              done
+              old ones -> .doomed, removed  the next save removes the rest
+
 Nothing here knows about tensors.
 """
 
@@ -69,8 +79,8 @@ def complete(directory: Path) -> list[Path]:
     """The complete checkpoints of a directory, oldest step first."""
     if not directory.is_dir():
         return []
-    found = [(int(m[1]), p) for p in directory.iterdir() if (m := _NAME.fullmatch(p.name))]
-    return [path for _, path in sorted(found) if (path / INDEX).is_file() and not _replaced(path)]
+    named = [(int(m[1]), p) for p in directory.iterdir() if (m := _NAME.fullmatch(p.name))]
+    return [path for _, path in sorted(named) if (path / INDEX).is_file() and not _replaced(path)]
 
 
 def newest(directory: Path) -> Path:
@@ -89,8 +99,8 @@ def newest(directory: Path) -> Path:
         for named in (directory / name, directory / (name + ".old")):
             if _NAME.fullmatch(named.name) and (named / INDEX).is_file():
                 return named
-    if found := complete(directory):
-        return found[-1]
+    if checkpoints := complete(directory):
+        return checkpoints[-1]
     what = "holds no complete checkpoint" if directory.is_dir() else "does not exist"
     raise CheckpointError(f"checkpoint directory {directory} {what}", hint="check the path, or train first")
 
@@ -157,28 +167,28 @@ def read_index(path: Path) -> Index:
 
 def checksums(folder: Path, names: Iterable[str]) -> dict[str, tuple[int, int]]:
     """Name -> (bytes, CRC-32) of the files."""
-    found = {}
+    sums = {}
     for name in names:
         size = crc = 0
         with (folder / name).open("rb") as file:
             while chunk := file.read(_CHUNK_BYTES):
                 size, crc = size + len(chunk), zlib.crc32(chunk, crc)
-        found[name] = (size, crc)
-    return found
+        sums[name] = (size, crc)
+    return sums
 
 
 def verify_sizes(path: Path, index: Index) -> None:
     """Check that every file is there in full size. Raises: CheckpointError naming the first that is not."""
     for name, (size, _) in sorted(index.files.items()):
         try:
-            found = (path / name).stat().st_size
+            actual = (path / name).stat().st_size
         except OSError as error:
             raise CheckpointError(
                 f"checkpoint {path} is incomplete: {name}: {error.strerror}", hint=_ELSEWHERE
             ) from None
-        if found != size:
+        if actual != size:
             raise CheckpointError(
-                f"checkpoint {path} is corrupt: {name} has {found} bytes instead of {size}", hint=_ELSEWHERE
+                f"checkpoint {path} is corrupt: {name} has {actual} bytes instead of {size}", hint=_ELSEWHERE
             )
 
 

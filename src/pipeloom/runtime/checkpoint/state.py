@@ -46,10 +46,10 @@ class TrainState:
         names = {id(tensor): name for name, tensor in self.parameters.items()}
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                strange = [p for p in group["params"] if id(p) not in names]
-                if strange:
+                foreign = [p for p in group["params"] if id(p) not in names]
+                if foreign:
                     raise CheckpointError(
-                        f"the optimizer holds a {list(strange[0].shape)} tensor that is not the model's",
+                        f"the optimizer holds a {list(foreign[0].shape)} tensor that is not the model's",
                         hint="give the optimizer the parameters it is called with, and nothing else",
                     )
                 yield optimizer, group, [names[id(p)] for p in group["params"]]
@@ -97,7 +97,7 @@ def empty_like_saved(state: TrainState, index: Index, saved: Mapping[str, Tensor
     saved: every tensor of the checkpoint by key, without data (on the meta device).
     Raises: CheckpointError if the checkpoint does not fit this rank's part of the model.
     """
-    wanted = {f"model.{name}": tensor for name, tensor in state.model.items()}
+    tensors_to_fill = {f"model.{name}": tensor for name, tensor in state.model.items()}
     for name, tensor in state.model.items():
         _refuse_mismatch(name, tensor, index)
     for optimizer, _, names in state.optimized():
@@ -112,10 +112,10 @@ def empty_like_saved(state: TrainState, index: Index, saved: Mapping[str, Tensor
             prefix = f"optimizer.{name}."
             for key, like in saved.items():
                 if key.startswith(prefix):
-                    wanted[key] = torch.empty(like.shape, dtype=like.dtype)
+                    tensors_to_fill[key] = torch.empty(like.shape, dtype=like.dtype)
         if names:
             _common_hyper(names, index)
-    return wanted
+    return tensors_to_fill
 
 
 def restore_optimizers(state: TrainState, index: Index, tensors: Mapping[str, Tensor]) -> None:
@@ -124,19 +124,18 @@ def restore_optimizers(state: TrainState, index: Index, tensors: Mapping[str, Te
     Raises: CheckpointError if parameters of one group were saved with different hyper-parameters.
     """
     for optimizer in state.optimizers:
-        alone = TrainState(parameters=state.parameters, optimizers=(optimizer,))
+        only_this = TrainState(parameters=state.parameters, optimizers=(optimizer,))
         plain = optimizer.state_dict()
         restored: dict[int, dict[str, Any]] = {}
-        for (_, group, names), numbered in zip(alone.optimized(), plain["param_groups"], strict=True):
+        for (_, group, names), numbered in zip(only_this.optimized(), plain["param_groups"], strict=True):
             if not names:
                 continue
             saved = _common_hyper(names, index)
             for key, value in saved.items():
                 numbered[key] = _like_live(value, group.get(key))
             for name, number in zip(names, numbered["params"], strict=True):
-                found = _state_of(name, index, tensors)
-                if found:
-                    restored[number] = found
+                if saved_state := _state_of(name, index, tensors):
+                    restored[number] = saved_state
         optimizer.load_state_dict({"state": restored, "param_groups": plain["param_groups"]})
 
 
@@ -196,7 +195,7 @@ def _common_hyper(names: list[str], index: Index) -> Mapping[str, Any]:
 
 def _state_of(name: str, index: Index, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     prefix = f"optimizer.{name}."
-    found: dict[str, Any] = {
+    saved_tensors: dict[str, Any] = {
         key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)
     }
-    return found | dict(index.values.get(name, {}))
+    return saved_tensors | dict(index.values.get(name, {}))

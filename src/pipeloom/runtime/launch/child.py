@@ -61,16 +61,16 @@ def run(target: Any, args: tuple[object, ...]) -> RankExit:
     return RankExit(status=0)
 
 
-def main(life: int, report: int) -> int:
+def main(launcher_alive: int, report: int) -> int:
     """Run what standard input says.
 
-    life: pipe that ends with the launcher.  report: pipe for the outcome.
+    launcher_alive: pipe that ends with the launcher.  report: pipe for the outcome.
     """
     socket = os.environ.get(LISTENING_SOCKET)
-    inherited = [life, report, *([int(socket)] if socket else [])]
+    inherited = [launcher_alive, report, *([int(socket)] if socket else [])]
     for descriptor in inherited:
         os.set_inheritable(descriptor, False)
-    _end_with(life, inherited[1:])
+    _start_guard(launcher_alive, inherited[1:])
     try:
         target, args = _read_work()
     except Exception as error:  # noqa: B902  importing the user's code can fail in any way
@@ -104,23 +104,26 @@ def _traceback(error: BaseException) -> str:
     return "".join(traceback.format_exception(type(error), error, trace))
 
 
-def _end_with(life: int, others: list[int]) -> None:
-    """Start the guard: when `life` ends, it kills this rank's session; when this rank ends, it ends.
+def _start_guard(launcher_alive: int, others: list[int]) -> None:
+    """Start the guard, a process that ends what this rank has started, however the launcher ends.
+
+        launcher ends ─▶ launcher_alive can be read ─▶ the guard kills this rank's session, itself too
+        rank ends     ─▶ rank_alive can be read     ─▶ the guard ends
 
     A process and not a thread, since code that holds the interpreter's lock would hold up a thread; and not
     Linux's PR_SET_PDEATHSIG, which would leave behind what this rank has started.
     others: descriptors that the guard must not keep open.
     """
-    alive, held = os.pipe()
+    rank_alive, held = os.pipe()
     if os.fork():
-        os.close(alive)  # `held` stays open until this rank ends
+        os.close(rank_alive)  # `held` stays open until this rank ends
         return
     for number in (signal.SIGINT, signal.SIGTERM):  # those are for the rank, which may take its time
         signal.signal(number, signal.SIG_IGN)
     for descriptor in (held, *others, 0, 1, 2):
         os.close(descriptor)
-    ended, _, _ = select.select([life, alive], [], [])
-    if life in ended:
+    ended, _, _ = select.select([launcher_alive, rank_alive], [], [])
+    if launcher_alive in ended:
         os.killpg(0, signal.SIGKILL)
     os._exit(0)
 

@@ -18,7 +18,7 @@ from ...ir.errors import ConfigError
 from ..failure import StoreBoard, Watch
 from .child import LISTENING_SOCKET
 
-_MEETING = threading.Event()
+_HAS_GROUPS = threading.Event()
 """Set once there may be a group whose threads are to end at exit."""
 
 EXIT_AFTER_S = 5.0
@@ -38,7 +38,7 @@ def connect(
     Raises: ConfigError if no launcher's environment is found, the port is taken, or the mesh has no "pp".
     """
     if device.type == "cpu" or not dist.is_initialized():
-        _MEETING.set()
+        _HAS_GROUPS.set()
     if isinstance(group, DeviceMesh):
         names = group.mesh_dim_names or ()
         if "pp" not in names:
@@ -120,7 +120,7 @@ def _disconnect() -> None:
     a group, a mesh or a pipeline in a global. The interpreter would clear those in a moment, but too late: a
     thread that lives on and then drops a tensor while the interpreter is being torn down aborts the process.
     """
-    if not _MEETING.is_set():
+    if not _HAS_GROUPS.is_set():
         return
     if dist.is_initialized():
         dist.destroy_process_group()

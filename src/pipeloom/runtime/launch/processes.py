@@ -40,13 +40,14 @@ class _Rank:
     rank: int
     process: subprocess.Popen[bytes]
     report: int
-    said: bytes = b""
+    report_text: bytes = b""
     ended: bool = False
 
     @property
     def outcome(self) -> RankExit | None:
-        """What it said, once it has said all."""
-        return msgspec.json.decode(self.said, type=RankExit) if self.said.endswith(b"\n") else None
+        """What it reported, once the report is complete: a line of JSON."""
+        complete = self.report_text.endswith(b"\n")
+        return msgspec.json.decode(self.report_text, type=RankExit) if complete else None
 
     @property
     def status(self) -> int | None:
@@ -56,7 +57,7 @@ class _Rank:
         code = self.process.returncode
         return code if code is None or code >= 0 else 128 - code
 
-    def words(self) -> str:
+    def failure_text(self) -> str:
         """How it failed, for the user."""
         if self.outcome is not None and self.outcome.text:
             return f"rank {self.rank} failed:\n{self.outcome.text.rstrip()}"
@@ -80,8 +81,8 @@ class Processes:
         self._printers: list[threading.Thread] = []
         self._printing = threading.Lock()
         self._selector = selectors.DefaultSelector()
-        # Nobody ever writes here: the pipe ends when this process ends, however that happens.
-        self._life_read, self._life_write = os.pipe()
+        # Nobody ever writes here: ranks see that this pipe ends when this process does, however that happens.
+        self._alive_read, self._alive_write = os.pipe()
         self._cause: _Rank | None = None
         self._stopped = False
 
@@ -93,12 +94,12 @@ class Processes:
         )
         command = [sys.executable, "-P", "-m", "pipeloom.runtime.launch.child"]
         process = subprocess.Popen(
-            [*command, str(self._life_read), str(report_write)],
+            [*command, str(self._alive_read), str(report_write)],
             stdin=subprocess.PIPE,
             stdout=out,
             stderr=err,
             env=env,
-            pass_fds=(self._life_read, report_write, *pass_fds),
+            pass_fds=(self._alive_read, report_write, *pass_fds),
             start_new_session=True,  # so Ctrl-C reaches only us, and signals reach all that the rank started
         )
         os.close(report_write)
@@ -132,7 +133,7 @@ class Processes:
         self.stop()
         failed = [rank for rank in self._ranks if rank.status]
         if self._cause is None and failed:
-            self._blame(failed[0])
+            self._print_cause(failed[0])
         return 0 if self._cause is None else self._cause.status or 1
 
     def stop(self) -> None:
@@ -140,7 +141,7 @@ class Processes:
         if self._stopped:
             return
         self._stopped = True
-        with undisturbed():
+        with ignore_signals():
             running = [rank for rank in self._ranks if rank.process.poll() is None]
             self._signal(running, signal.SIGTERM)
             end = time.monotonic() + TERM_S
@@ -153,8 +154,8 @@ class Processes:
             for printer in self._printers:
                 printer.join(timeout=5.0)
         self._selector.close()
-        os.close(self._life_read)
-        os.close(self._life_write)
+        os.close(self._alive_read)
+        os.close(self._alive_write)
 
     def _listen(self, rank: _Rank) -> None:
         """Take what a rank says, and notice whether it has ended.
@@ -166,7 +167,7 @@ class Processes:
         ended = rank.process.poll() is not None
         try:
             while text := os.read(rank.report, 1 << 16):
-                rank.said += text
+                rank.report_text += text
         except BlockingIOError:
             pass
         if ended or rank.outcome is not None:
@@ -175,16 +176,16 @@ class Processes:
         rank.ended = ended
         peer = rank.outcome is not None and rank.outcome.peer
         if self._cause is None and rank.status and rank.status != PEER_FAILED and not peer:
-            self._blame(rank)
+            self._print_cause(rank)
 
     def _unregister(self, rank: _Rank) -> None:
         if rank.report in self._selector.get_map():
             self._selector.unregister(rank.report)
 
-    def _blame(self, rank: _Rank) -> None:
+    def _print_cause(self, rank: _Rank) -> None:
         self._cause = rank
         with self._printing:
-            _write(sys.stderr, f"{rank.words()}\n")
+            _write(sys.stderr, f"{rank.failure_text()}\n")
 
     def _print(self, stream: IO[bytes] | None, out: TextIO, rank: int) -> None:
         """Print a rank's output as it comes, whole lines, those of ranks other than 0 with the rank."""
@@ -235,7 +236,7 @@ def _write(out: TextIO, text: str) -> None:
 
 
 @contextmanager
-def undisturbed() -> Iterator[None]:
+def ignore_signals() -> Iterator[None]:
     """No second Ctrl-C or SIGTERM interrupts the clean-up."""
     with _handlers(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM):
         yield

@@ -2,7 +2,7 @@
 
 What gloo does, and what follows from it (seen with torch 2.11 and 2.13):
 
-- A send is through only when its receive is posted, and `is_completed()` of a point-to-point operation
+- A send ends only when its receive is posted, and `is_completed()` of a point-to-point operation
   stays False until someone waits. So that large buffers are freed early, one thread per target waits for
   the sends to it. Small ones are waited for at the end of the step: a thread's wake-up takes longer than
   they do.
@@ -31,10 +31,10 @@ from .transport import FailedTransfer, PendingTransfer
 MESSAGE_TAGS = 1 << 20
 FIRST_TAG = 1 << 30
 """Tags from here on are ours, so a user's own messages on the same group do not mix with the pipeline's."""
-APART_TAG = FIRST_TAG + MESSAGE_TAGS
-INTERRUPT_TAG = APART_TAG + 1
+UNORDERED_TAG = FIRST_TAG + MESSAGE_TAGS
+INTERRUPT_TAG = UNORDERED_TAG + 1
 
-LONG = timedelta(days=30)
+NO_LIMIT = timedelta(days=30)
 """For waits that another wait's time limit covers."""
 
 
@@ -45,7 +45,7 @@ class GlooTransport:
         self.rank = group.rank()
         self.ranks = group.size()
         self._group = group
-        self._lines: dict[int, _SendLine] = {}
+        self._send_waiters: dict[int, _SendWaiter] = {}
         # gloo's own thread lets go of a collective a moment after the wait for it ends. Were it the last one
         # to do so, it would free Python objects, and that crashes while the interpreter shuts down.
         self._last_collective: dist.Work | None = None
@@ -58,10 +58,10 @@ class GlooTransport:
         assert work is not None, "this rank is a member of the group"
         if buffer.numel() <= SMALL_BYTES or index is None:
             return WorkHandle(work)
-        line = self._lines.get(target)
-        if line is None:
-            line = self._lines[target] = _SendLine(f"pipeloom-send-{self.rank}-{target}")
-        return line.put(work)
+        waiter = self._send_waiters.get(target)
+        if waiter is None:
+            waiter = self._send_waiters[target] = _SendWaiter(f"pipeloom-send-{self.rank}-{target}")
+        return waiter.put(work)
 
     def receive(self, buffer: Tensor, source: int, index: int | None) -> PendingTransfer:
         try:
@@ -101,16 +101,16 @@ class GlooTransport:
                 pass  # that is the purpose; or the connection to this peer has ended already
 
     def close(self) -> None:
-        for line in self._lines.values():
-            line.close()
+        for waiter in self._send_waiters.values():
+            waiter.close()
 
     def _all_gather(self, tensor: Tensor, timeout_s: float) -> list[Tensor]:
-        found = [torch.empty_like(tensor) for _ in range(self.ranks)]
-        work = dist.all_gather(found, tensor, group=self._group, async_op=True)
+        gathered = [torch.empty_like(tensor) for _ in range(self.ranks)]
+        work = dist.all_gather(gathered, tensor, group=self._group, async_op=True)
         assert work is not None, "this rank is a member of the group"
         self._last_collective = work
         WorkHandle(work).wait(timeout_s)
-        return found
+        return gathered
 
 
 class WorkHandle:
@@ -118,10 +118,10 @@ class WorkHandle:
 
     def __init__(self, work: dist.Work) -> None:
         self._work = work
-        self._through = False
+        self._done = False
 
     def done(self) -> bool:
-        return self._through
+        return self._done
 
     def wait(self, timeout_s: float) -> None:
         start = time.monotonic()
@@ -131,15 +131,15 @@ class WorkHandle:
             if time.monotonic() - start >= 0.99 * timeout_s:
                 raise TimeoutError from None
             raise ConnectionError(_first_line(error)) from None
-        self._through = True
+        self._done = True
 
 
-class _SendLine:
+class _SendWaiter:
     """The large sends to one rank, and the thread that waits for them one after the other."""
 
     def __init__(self, name: str) -> None:
-        self.through = 0
-        self.broken = ""
+        self.completed = 0
+        self.error = ""
         self._posted = 0
         self._queue: queue.SimpleQueue[dist.Work | threading.Event | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -150,8 +150,8 @@ class _SendLine:
         self._posted += 1
         return _LargeSend(self, self._posted)
 
-    def reached(self, timeout_s: float) -> bool:
-        """Wait until all sends so far are through or broken; False if the time passes first."""
+    def wait_for_all(self, timeout_s: float) -> bool:
+        """Wait until all sends so far have ended, well or not; False if the time passes first."""
         event = threading.Event()
         self._queue.put(event)
         return event.wait(timeout_s)
@@ -166,33 +166,33 @@ class _SendLine:
                 item.set()
                 continue
             try:
-                item.wait(LONG)
-                self.through += 1
+                item.wait(NO_LIMIT)
+                self.completed += 1
             except RuntimeError as error:
-                self.broken = _first_line(error)
+                self.error = _first_line(error)
 
 
 class _LargeSend:
-    """The `number`-th send of a line, counted from 1."""
+    """The `number`-th send of a waiter, counted from 1."""
 
-    def __init__(self, line: _SendLine, number: int) -> None:
-        self._line = line
+    def __init__(self, waiter: _SendWaiter, number: int) -> None:
+        self._waiter = waiter
         self._number = number
 
     def done(self) -> bool:
-        return self._line.through >= self._number
+        return self._waiter.completed >= self._number
 
     def wait(self, timeout_s: float) -> None:
         if self.done():
             return
-        if not self._line.reached(timeout_s):
+        if not self._waiter.wait_for_all(timeout_s):
             raise TimeoutError
         if not self.done():
-            raise ConnectionError(self._line.broken)
+            raise ConnectionError(self._waiter.error)
 
 
 def _tag(index: int | None) -> int:
-    return APART_TAG if index is None else FIRST_TAG + index % MESSAGE_TAGS
+    return UNORDERED_TAG if index is None else FIRST_TAG + index % MESSAGE_TAGS
 
 
 def _first_line(error: RuntimeError) -> str:

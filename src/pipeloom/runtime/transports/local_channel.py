@@ -51,31 +51,34 @@ def local_channels(
 
     on_change: called with the rank and its `held_bytes` whenever they change.
     """
-    meeting = _Meeting()
+    rendezvous = _Rendezvous()
 
     def listener(rank: int) -> Callable[[int], None] | None:
         return None if on_change is None else lambda held: on_change(rank, held)
 
     return [
         LocalChannel(
-            LocalTransport(board, meeting), ahead=ahead, timeout_s=timeout_s, on_change=listener(board.rank)
+            LocalTransport(board, rendezvous),
+            ahead=ahead,
+            timeout_s=timeout_s,
+            on_change=listener(board.rank),
         )
         for board in local_boards(ranks)
     ]
 
 
-_Place: TypeAlias = tuple[int, int, str, int]
+_TransferKey: TypeAlias = tuple[int, int, str, int]
 """Source, target, kind of order, and number within it."""
 
 
 @dataclass
-class _Meeting:
+class _Rendezvous:
     """Where the two ends of a transfer, and the contributions to a sum, find each other."""
 
     changed: threading.Condition = field(default_factory=threading.Condition)
     broken: bool = False
-    transfers: dict[_Place, _Transfer] = field(default_factory=dict)
-    rounds: dict[int, _Round] = field(default_factory=dict)
+    transfers: dict[_TransferKey, _LocalTransfer] = field(default_factory=dict)
+    collectives: dict[int, _Collective] = field(default_factory=dict)
 
     def wait_for(self, ready: Callable[[], bool], timeout_s: float) -> None:
         with self.changed:
@@ -85,36 +88,36 @@ class _Meeting:
             raise ConnectionError("a rank failed") if self.broken else TimeoutError
 
 
-class _Transfer:
+class _LocalTransfer:
     """Both ends' handle."""
 
-    def __init__(self, meeting: _Meeting) -> None:
-        self._meeting = meeting
-        self._through = False
+    def __init__(self, rendezvous: _Rendezvous) -> None:
+        self._rendezvous = rendezvous
+        self._done = False
         self.source: Tensor | None = None
         self.target: Tensor | None = None
 
-    def meet(self) -> bool:
+    def copy_if_both_are_there(self) -> bool:
         """Copy if both ends are there."""
         if self.source is None or self.target is None:
             return False
         self.target.copy_(self.source)
-        self._through = True
+        self._done = True
         self.source = self.target = None
         return True
 
     def done(self) -> bool:
-        return self._through
+        return self._done
 
     def wait(self, timeout_s: float) -> None:
-        self._meeting.wait_for(self.done, timeout_s)
+        self._rendezvous.wait_for(self.done, timeout_s)
 
 
 @dataclass
-class _Round:
-    """One collective: what each rank brings, and how many have taken the result."""
+class _Collective:
+    """What each rank contributes, and how many ranks have taken the result."""
 
-    brought: dict[int, Any] = field(default_factory=dict)
+    contributions: dict[int, Any] = field(default_factory=dict)
     taken: int = 0
 
 
@@ -140,13 +143,13 @@ class _Sum:
 class LocalTransport:
     """Moves bytes between threads."""
 
-    def __init__(self, board: LocalBoard, meeting: _Meeting) -> None:
+    def __init__(self, board: LocalBoard, rendezvous: _Rendezvous) -> None:
         self.board = board
         self.rank = board.rank
         self.ranks = board.ranks
-        self._meeting = meeting
-        self._apart: dict[tuple[int, int], int] = {}
-        self._round = 0
+        self._rendezvous = rendezvous
+        self._unordered: dict[tuple[int, int], int] = {}
+        self._collective_count = 0
 
     def send(self, buffer: Tensor, target: int, index: int | None) -> PendingTransfer:
         return self._post(self.rank, target, index, source=buffer)
@@ -155,35 +158,35 @@ class LocalTransport:
         return self._post(source, self.rank, index, target=buffer)
 
     def all_reduce(self, tensor: Tensor) -> PendingTransfer:
-        return _Sum(self, tensor, self._bring(tensor.detach().clone()))
+        return _Sum(self, tensor, self._contribute(tensor.detach().clone()))
 
     def all_gather_object(self, value: Any, timeout_s: float) -> list[Any]:
-        return self.take(self._bring(value), timeout_s)
+        return self.take(self._contribute(value), timeout_s)
 
     def take(self, number: int, timeout_s: float) -> list[Any]:
-        """What all ranks brought to a collective, in rank order. Raises: as `PendingTransfer.wait`."""
-        this = self._meeting.rounds[number]
-        self._meeting.wait_for(lambda: len(this.brought) == self.ranks, timeout_s)
-        with self._meeting.changed:
-            this.taken += 1
-            if this.taken == self.ranks:
-                del self._meeting.rounds[number]
-        return [this.brought[rank] for rank in range(self.ranks)]
+        """What all ranks contributed to a collective, in rank order. Raises: as `PendingTransfer.wait`."""
+        collective = self._rendezvous.collectives[number]
+        self._rendezvous.wait_for(lambda: len(collective.contributions) == self.ranks, timeout_s)
+        with self._rendezvous.changed:
+            collective.taken += 1
+            if collective.taken == self.ranks:
+                del self._rendezvous.collectives[number]
+        return [collective.contributions[rank] for rank in range(self.ranks)]
 
     def interrupt(self) -> None:
-        with self._meeting.changed:
-            self._meeting.broken = True
-            self._meeting.changed.notify_all()
+        with self._rendezvous.changed:
+            self._rendezvous.broken = True
+            self._rendezvous.changed.notify_all()
 
     def close(self) -> None:
         """Nothing to do."""
 
-    def _bring(self, value: Any) -> int:
-        number = self._round
-        self._round += 1
-        with self._meeting.changed:
-            self._meeting.rounds.setdefault(number, _Round()).brought[self.rank] = value
-            self._meeting.changed.notify_all()
+    def _contribute(self, value: Any) -> int:
+        number = self._collective_count
+        self._collective_count += 1
+        with self._rendezvous.changed:
+            self._rendezvous.collectives.setdefault(number, _Collective()).contributions[self.rank] = value
+            self._rendezvous.changed.notify_all()
         return number
 
     def _post(
@@ -195,19 +198,19 @@ class LocalTransport:
         source: Tensor | None = None,
         target: Tensor | None = None,
     ) -> PendingTransfer:
-        place = self._place(sender, receiver, index)
-        with self._meeting.changed:
-            transfer = self._meeting.transfers.setdefault(place, _Transfer(self._meeting))
+        key = self._transfer_key(sender, receiver, index)
+        with self._rendezvous.changed:
+            transfer = self._rendezvous.transfers.setdefault(key, _LocalTransfer(self._rendezvous))
             transfer.source = transfer.source if source is None else source
             transfer.target = transfer.target if target is None else target
-            if transfer.meet():
-                del self._meeting.transfers[place]
-                self._meeting.changed.notify_all()
+            if transfer.copy_if_both_are_there():
+                del self._rendezvous.transfers[key]
+                self._rendezvous.changed.notify_all()
         return transfer
 
-    def _place(self, sender: int, receiver: int, index: int | None) -> _Place:
+    def _transfer_key(self, sender: int, receiver: int, index: int | None) -> _TransferKey:
         if index is not None:
             return (sender, receiver, "message", index)
-        number = self._apart.get((sender, receiver), 0)
-        self._apart[sender, receiver] = number + 1
-        return (sender, receiver, "apart", number)
+        number = self._unordered.get((sender, receiver), 0)
+        self._unordered[sender, receiver] = number + 1
+        return (sender, receiver, "unordered", number)

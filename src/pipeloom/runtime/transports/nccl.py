@@ -193,7 +193,7 @@ class _Enqueued:
 def _same_ranks(group: dist.ProcessGroup, backend: str, timeout_s: float) -> dist.ProcessGroup:
     """Another group of the same ranks."""
     ranks = dist.get_process_group_ranks(group)
-    made = dist.new_group(
+    new_group = dist.new_group(
         ranks,
         timeout=timedelta(seconds=timeout_s),
         backend=backend,
@@ -201,5 +201,5 @@ def _same_ranks(group: dist.ProcessGroup, backend: str, timeout_s: float) -> dis
         # rank has made, so the ranks of one pipeline must have made the same groups before.
         use_local_synchronization=len(ranks) < dist.get_world_size(),
     )
-    assert isinstance(made, dist.ProcessGroup), "this rank is a member of the group"
-    return made
+    assert isinstance(new_group, dist.ProcessGroup), "this rank is a member of the group"
+    return new_group

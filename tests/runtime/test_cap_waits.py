@@ -125,12 +125,12 @@ def test_it_waits_where_the_simulator_does(room: float, tmp_path: Path) -> None:
 def even_pace(monkeypatch: pytest.MonkeyPatch) -> None:
     """Actions and the link take what is said here: if the link stalls while it is measured, messages pile up
     in the prediction."""
-    walk = Rehearsal.walk
+    time_actions = Rehearsal.time_actions
 
     def evenly(self: Rehearsal) -> ActionTimes:
-        return {action: 1e3 if action.kind == "OFFLOAD" else 1.0 for action in walk(self)}
+        return {action: 1e3 if action.kind == "OFFLOAD" else 1.0 for action in time_actions(self)}
 
-    monkeypatch.setattr(Rehearsal, "walk", evenly)
+    monkeypatch.setattr(Rehearsal, "time_actions", evenly)
     link = Link(bandwidth_bytes_per_s=1e15)
     monkeypatch.setattr("pipeloom.api.forecast.measure_link", lambda *_: link)
 
@@ -152,7 +152,7 @@ def test_rehearsals_keep_the_cap(tmp_path: Path) -> None:
             rehearsals = pipeline.rehearsals
             assert rehearsals is not None
             pipeline.step(TANH.batch(1, ROWS * COUNT))
-            walked = rehearsals._rehearsal._ledger.peak
+            walked = rehearsals._rehearsal.ledger.peak
             return predicted.peak_bytes(index), walked, pipeline.ledger.peak
 
     assert size > 4 * ACTIVATION
