@@ -14,7 +14,7 @@ from pipeloom.ir.graph import Value
 from pipeloom.runtime import Message, PendingTransfer
 from pipeloom.runtime.failure import local_boards
 from pipeloom.runtime.transports import LocalChannel, LocalTransport, local_channels
-from pipeloom.runtime.transports.local_channel import _Meeting
+from pipeloom.runtime.transports.local_channel import _Rendezvous
 
 Body = Callable[[LocalChannel], object]
 
@@ -326,7 +326,7 @@ def test_ranks_that_wait_for_each_other_are_told_so() -> None:
                 time.sleep(0.01)
         channel.receive(wanted)
 
-    boards, meeting = local_boards(2), _Meeting()
+    boards, meeting = local_boards(2), _Rendezvous()
     limits_s = (0.5, 300.0)
     channels = [
         LocalChannel(LocalTransport(board, meeting), timeout_s=limit)

@@ -1,6 +1,6 @@
 """Checkpoints that do not depend on the plan: saved on two ranks, loaded on one or on five.
 
-Tensors go through `torch.distributed.checkpoint` (DCP) under names made from the model's mine FQNs. One
+Tensors go through `torch.distributed.checkpoint` (DCP) under names made from the model's own FQNs. One
 rank's failure is everybody's: ranks agree on the outcome before and after each step that can fail, so
 that none of them waits for another that has given up.
 
@@ -91,7 +91,7 @@ def save(
 def load(directory: Path, state: TrainState, *, group: Group) -> tuple[int, dict[str, Any]]:
     """Fill `state` from the newest checkpoint in `directory` (or from that checkpoint itself).
 
-    Every rank of `group` calls it with its mine part, however the parts were spread when saving. The
+    Every rank of `group` calls it with its own part, however the parts were spread when saving. The
     parameters and buffers are filled in place; optimizers may be fresh ones without state yet.
 
     Returns: the step it was saved at, and `extra`.
