@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from unittest.mock import patch
 
 import pytest
@@ -17,14 +17,15 @@ from rich.console import Console
 
 from pipeloom import Plan, load_plan, plan, schedules, simulate, simulator, viewer
 from pipeloom.api import estimate
-from pipeloom.checks import check, versions, weight_versions
+from pipeloom.checks import check, check_program, versions, weight_versions
 from pipeloom.ir.action import KINDS, Action, ActionKind, B, F, Kind, register_kind
 from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.costs import equal_costs
 from pipeloom.ir.errors import ScheduleError
+from pipeloom.ir.flow import dag
 from pipeloom.ir.memory_policy import MemoryPolicy
 from pipeloom.ir.operation import OPERATIONS
-from pipeloom.ir.schedule import Schedule, parse_rows
+from pipeloom.ir.schedule import Program, Schedule, parse_program, parse_rows
 from pipeloom.ir.stages import StageGraph, chain
 from pipeloom.ir.timeline import Timeline
 from pipeloom.ir.weight_policy import WEIGHT_POLICIES, Updates, WeightPolicy, register_weight_policy
@@ -72,11 +73,13 @@ def assert_trains_like_plain_pytorch(made: Plan) -> None:
     runs.assert_same(trained, runs.plain(JOB, batches, MICROBATCHES), tolerance=1e-5)
 
 
-def with_naps(made: Schedule, kind: Kind) -> Schedule:
-    """A nap behind every forward."""
-    naps = [{a: (a, replace(a, kind=kind)) for a in row if a.kind == F} for row in made.rows]
-    pairs = zip(made.rows, naps, strict=True)
-    return replace(made, rows=tuple(tuple(b for a in row for b in new.get(a, (a,))) for row, new in pairs))
+T = TypeVar("T", Schedule, Program)
+
+
+def after_forwards(made: T, kind: Kind) -> T:
+    """With an action of a kind behind every forward."""
+    rows = [[(a, replace(a, kind=kind)) if a.kind == F else (a,) for a in row] for row in made.rows]
+    return replace(made, rows=tuple(tuple(action for part in row for action in part) for row in rows))
 
 
 def test_a_kind_of_action() -> None:
@@ -88,7 +91,7 @@ def test_a_kind_of_action() -> None:
     kind = register_kind("NAP", ActionKind(label="a short nap", after=F, handler=nap))
 
     plain = schedules.build("1f1b", chain(STAGES), (0, 1), MICROBATCHES)
-    napping = with_naps(plain, kind)
+    napping = after_forwards(plain, kind)
     check(napping, chain(STAGES))
     assert parse_rows(tuple(str(napping).splitlines())) == napping.rows
     early = replace(plain, rows=((Action(0, kind, 0), *plain.rows[0]), plain.rows[1]))
@@ -108,6 +111,23 @@ def test_a_kind_of_action() -> None:
     even = runs.even_plan(JOB, STAGES, microbatches=MICROBATCHES)
     assert_trains_like_plain_pytorch(replace(even, schedule_rows=tuple(str(napping).splitlines())))
     assert seen == {(stage, b) for stage in range(STAGES) for b in range(MICROBATCHES)}
+
+
+def test_a_kind_that_only_programs_have() -> None:
+    held = {"takes": "residual_bytes", "frees": "residual_bytes"}
+    copy = ActionKind(label="a copy", category="memory", in_schedule=False, after=F, **held)
+    kind = register_kind("COPY", copy)
+
+    stages, costs = dag(STAGES, [(0, 1)], value_bytes=0), equal_costs(STAGES, residual_bytes=10)
+    schedule = schedules.build("1f1b", stages, (0, 1), MICROBATCHES)
+    plain = lower(schedule, stages)
+    with pytest.raises(ScheduleError, match="0COPY0, whose kind is not a compute action"):
+        check(after_forwards(schedule, kind), stages)
+    program = after_forwards(plain, kind)
+    check_program(program, stages)
+    assert parse_program(MICROBATCHES, (0, 1), tuple(str(program).splitlines())).rows == program.rows
+    peaks = [simulator.simulate(p, stages, costs, CLUSTER).peak_bytes(0) for p in (plain, program)]
+    assert peaks == [20, 30]
 
 
 def test_a_schedule() -> None:

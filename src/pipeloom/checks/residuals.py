@@ -19,6 +19,9 @@ from ..ir.errors import ScheduleError
 from ..ir.flow import Flow
 from ..ir.schedule import Schedule
 
+ORDERED = (OFFLOAD_, RELOAD_, RECOMPUTE_)
+"""Codes of what stands between F and the backward, in this order."""
+
 Rule: TypeAlias = Callable[[Schedule, Flow], None]
 
 
@@ -59,7 +62,7 @@ def in_order(schedule: Schedule, flow: Flow) -> None:
     if not schedule.columns.treats_residuals:
         return
     index = schedule.action_index
-    steps = [index.of(F_), *(index.of(code) for code in (OFFLOAD_, RELOAD_, RECOMPUTE_))]
+    steps = [index.of(F_), *(index.of(code) for code in ORDERED)]
     steps.append(index.gradients())
     found: list[tuple[int, int]] = []
     for number, late in enumerate(steps):

@@ -205,8 +205,8 @@ def _uses_on_rank(schedule: Schedule, flow: Flow) -> Iterator[tuple[Ints, Ints, 
     yield back, forward, (-1, 0)
     yield index.of(W_), back, (-1, 1)
     for code, kind in enumerate(schedule.columns.kinds):
-        row = None if kind in CODE else KINDS.get(kind)
-        if row is not None and row.after is not None:
+        row = KINDS.get(kind)
+        if row is not None and row.after is not None and code not in (B_, I_, W_, *residuals.ORDERED):
             yield index.of(code), forward if row.after == F else back, (-1, int(row.after != F))
     for stage, rank in enumerate(schedule.placement):
         for phase, (table, peers) in enumerate(

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .action import (
+    KINDS,
     OFFLOAD,
     RECOMPUTE,
     RECV_B,
@@ -50,9 +51,9 @@ def starts_of(counts: Sequence[int] | Ints) -> Ints:
     return starts
 
 
-CODED = (F, B, I, W, SEND_F, RECV_F, SEND_B, RECV_B, REDUCE, STEP, OFFLOAD, RELOAD, RECOMPUTE)
-"""Kinds whose code is their index here in all columns, so that kernels can name them. The others follow in
-`Columns.kinds`."""
+CODED = (F, B, I, W, *(kind for kind, row in KINDS.items() if not row.in_schedule))
+"""Kinds with the same code in all columns, their index here, so that kernels can name them. What else there is
+follows in `Columns.kinds`."""
 
 CODE = {kind: code for code, kind in enumerate(CODED)}
 F_, B_, I_, W_ = (CODE[kind] for kind in (F, B, I, W))
