@@ -52,8 +52,8 @@ def starts_of(counts: Sequence[int] | Ints) -> Ints:
 
 
 CODED = (F, B, I, W, *(kind for kind, row in KINDS.items() if not row.in_schedule))
-"""Kinds with the same code in all columns, their index here, so that kernels can name them. What else there is
-follows in `Columns.kinds`."""
+"""Kinds with the same code in all columns, their index here, so that kernels can name them. Any others follow
+in `Columns.kinds`."""
 
 CODE = {kind: code for code, kind in enumerate(CODED)}
 F_, B_, I_, W_ = (CODE[kind] for kind in (F, B, I, W))
