@@ -104,8 +104,8 @@ def extract(captured: Captured, stages: StageGraph, index: int, device: str) -> 
 
 def reshaped_copy(tensor: Tensor, shape: list[int]) -> Tensor:
     """A reshape that had to copy. It does so, too, where a stage receives the tensor without gaps."""
-    made: Tensor = torch.ops.aten._unsafe_view.default(copy_in_order(tensor, ()), shape)
-    return made
+    copy: Tensor = torch.ops.aten._unsafe_view.default(copy_in_order(tensor, ()), shape)
+    return copy
 
 
 def _owner(node: fx.Node) -> str:
@@ -153,7 +153,7 @@ class _Callable(nn.Module):
         orders: Mapping[str, DimOrder],
     ) -> None:
         super().__init__()
-        self.held = nn.ParameterList(params.values())
+        self.leaves = nn.ParameterList(params.values())
         self.where = dict(zip(params, range(len(params)), strict=True))
         self.stage = [stage]  # in a list, so that its tensors are not registered a second time
         self.detached = detached
@@ -163,7 +163,7 @@ class _Callable(nn.Module):
         stage = self.stage[0]
         rest = iter(args)
         inputs = [
-            self.held[self.where[i]] if i in self.where else next(rest) for i in range(len(stage.names))
+            self.leaves[self.where[i]] if i in self.where else next(rest) for i in range(len(stage.names))
         ]
         with traceback.preserve_node_meta():
             made = fx.Interpreter(stage.module).run(*inputs)
@@ -212,13 +212,13 @@ def trace_joint(stage: StageModule, captured: Captured, device: str) -> Joint:
 
 def orders_of(stage: StageModule, captured: Captured) -> dict[str, DimOrder]:
     """How the values of a graph lie, and the next states of a stage's buffers: as the buffers do."""
-    found = {name: value.order for name, value in captured.graph.value.items()}
+    orders = {name: value.order for name, value in captured.graph.value.items()}
     for node, name, kind in zip(
         stage.module.graph.find_nodes(op="placeholder"), stage.names, stage.kinds, strict=True
     ):
         if kind == "buffer":
-            found[f"buffer:{name}"] = memory_order(node.meta["val"])
-    return {name: order for name, order in found.items() if order}
+            orders[f"buffer:{name}"] = memory_order(node.meta["val"])
+    return {name: order for name, order in orders.items() if order}
 
 
 def _needs_grad(output: str, captured: Captured) -> bool:

@@ -22,42 +22,45 @@ from .residual_names import is_view, op_of
 
 def ancestors(outputs: Iterable[fx.Node], stop: Callable[[fx.Node], bool]) -> set[fx.Node]:
     """Nodes that outputs need, themselves included; none that `stop` is true of, nor what only these need."""
-    found: set[fx.Node] = set()
+    needed: set[fx.Node] = set()
     pending = list(outputs)
     while pending:
         node = pending.pop()
-        if node not in found and not stop(node):
-            found.add(node)
+        if node not in needed and not stop(node):
+            needed.add(node)
             pending.extend(node.all_input_nodes)
-    return found
+    return needed
 
 
-def chain(wanted: Collection[fx.Node], kept: Collection[fx.Node]) -> set[fx.Node]:
-    """The nodes that run again to make `wanted` from `kept` and placeholders."""
-    return ancestors(wanted, lambda node: node.op == "placeholder" or node in kept)
+def chain(lost: Collection[fx.Node], kept: Collection[fx.Node]) -> set[fx.Node]:
+    """The nodes that run again to make `lost` from `kept` and placeholders."""
+    return ancestors(lost, lambda node: node.op == "placeholder" or node in kept)
 
 
 def describe_residuals(
-    joint: Joint, made: Mapping[fx.Node, str], state: frozenset[str], updated: frozenset[str]
+    joint: Joint, names: Mapping[fx.Node, str], state: frozenset[str], updated: frozenset[str]
 ) -> dict[str, Residual]:
-    """made: node of each residual -> its name.  state, updated: see `split`."""
+    """Residuals by name: how large each is, and from what it can be made again.
+
+    names: node of each residual -> its name.  state, updated: see `split.Splitter`.
+    """
     place = {node: index for index, node in enumerate(joint.graph.nodes)}
-    found = {}
-    for node, name in made.items():
-        members = chain([node], made.keys() - {node})
+    residuals = {}
+    for node, name in names.items():
+        members = chain([node], names.keys() - {node})
         ordered = sorted(members, key=place.__getitem__)
         read = dict.fromkeys(s for member in ordered for s in member.all_input_nodes if s not in members)
         inputs = {source: joint.inputs[source] for source in read if source in joint.inputs}
-        others = [made[source] for source in read if source in made]
+        sources = [names[source] for source in read if source in names]
         size = sum(t.untyped_storage().nbytes() for t in tensors_of(node.meta["val"]))
-        found[name] = Residual(
+        residuals[name] = Residual(
             name=name,
             bytes=size,
             ops=tuple(dict.fromkeys(op_of(n) for n in ordered if not is_view(n))),
-            sources=(*others, *(f"input:{n}" for n in inputs.values() if n not in state)),
+            sources=(*sources, *(f"input:{n}" for n in inputs.values() if n not in state)),
             obstacle=_obstacle(ordered, {s: n for s, n in inputs.items() if n in updated}),
         )
-    return found
+    return residuals
 
 
 def _obstacle(members: list[fx.Node], buffers: Mapping[fx.Node, str]) -> str:

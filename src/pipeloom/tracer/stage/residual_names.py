@@ -1,4 +1,5 @@
-"""Names of residuals, as `ir.memory_policy` has them: by the op of the graph that made the tensor."""
+"""Names of residuals, as `ir.memory_policy` has them: by the op of the graph that made the tensor. A view is
+never one: the tensor that owns its storage is."""
 
 from __future__ import annotations
 
@@ -11,8 +12,6 @@ import torch
 from torch import Tensor, fx
 
 from .joint import Joint
-
-# Which nodes of a graph make no tensor of their own.
 
 _VIEWS_BY_CONVENTION = {
     torch.ops.aten._unsafe_view.default,
@@ -53,14 +52,14 @@ def residual_names(joint: Joint, forward: Container[fx.Node]) -> dict[fx.Node, s
     sent = set(joint.outputs.values())
     names: dict[fx.Node, str] = {}
     for op, nodes in made.items():
-        own = [node for node in nodes if not is_view(node) and isinstance(node.meta.get("val"), Tensor)]
+        owners = [node for node in nodes if not is_view(node) and isinstance(node.meta.get("val"), Tensor)]
         if op == _COPY:
-            names |= {node: f"{_COPY}{node.name}" for node in own}
+            names |= {node: f"{_COPY}{node.name}" for node in owners}
             continue
         results = _origin(nodes[0])["results"]
         places = _of_several(nodes, results) if results else {_only_result(nodes, forward, sent): 0}
         further = max(1, len(results))
-        for node in own:
+        for node in owners:
             if node not in places:
                 places[node] = further
                 further += 1

@@ -1,12 +1,27 @@
 """A joint graph -> forward, backward, input-gradient, weight-gradient and recomputation graphs.
 
+    joint graph (F and B as autograd wrote them down)     the parts that run
+
+    inputs, state                                         forward   F: everything that the outputs need,
+       |                                                               and every random call
+      [F] ---- outputs                                        |
+       |  \                                                  residuals
+       |   residuals  .......... the cut .........            |
+       |      |                                           recompute: dropped residuals from kept ones
+    tangents  |                                               |
+       |      |                                           backward  B: gradients of inputs and weights
+      [B] ----+---- gradients of inputs                          or, split,
+       |                                                  input_grad  I: what gradients of inputs need
+       +---- gradients of weights                             | carried: what W reads of I
+                                                          weight_grad W: the rest of B
+
 What the backward needs from the forward becomes a residual: always the tensor that owns the storage, never
 a view of it, so that no storage is counted or kept twice; views are made again where they are used.
 Parameters and buffers are not residuals: they are passed again.
 
-What the forward drops is made again either ahead of the backward, by a graph of its own and all at once, or
+What the forward drops is recomputed either ahead of the backward, by a graph of its own and all at once, or
 inside the backward: each in front of the first op that reads it, and gone behind the last. A split backward
-makes in I what I needs and hands on what W reads of that; the rest is made in W.
+recomputes in I what I needs and hands on what W reads of that; the rest is recomputed in W.
 """
 
 from __future__ import annotations
@@ -40,7 +55,10 @@ class Part:
 
 @dataclass(eq=False)
 class Parts:
-    """recompute: makes the residuals that the forward drops; None if none are made ahead of the backward."""
+    """The graphs of a stage, as the picture above has them.
+
+    recompute: makes the residuals that the forward drops; None if none are made ahead of the backward.
+    """
 
     forward: Part
     backward: Part
@@ -100,54 +118,64 @@ class Splitter:
 
     def residuals(self) -> dict[str, Residual]:
         """What the backward needs of the forward, and how each can be made again."""
-        made = {node: self.names[node] for node in self._made()}
+        made = {node: self.names[node] for node in self._residual_nodes()}
         return describe_residuals(self.joint, made, self.state, self.updated)
 
     def parts(self, dropped: Collection[str] = (), *, ahead: bool = False) -> Parts:
-        """dropped: residuals that the forward does not keep.  ahead: whether `recompute` makes them, not the
-        graphs that read them."""
-        backward = self._ran_in_backward(self.joint.grads.values())
-        ingoing = self._ran_in_backward(self.input_grads.values())
-        ingoing |= _results_of(ingoing, backward)
-        rest = self._ran_in_backward(self.weight_grads.values()) - ingoing
-        made = self._made()
-        kept = [node for node in made if self.names[node] not in dropped]
-        again = [node for node in made if self.names[node] in dropped]
-        repeated = chain(again, set(kept))
-        early, late = (set(), set()) if ahead else self._moments(ingoing, rest, again, kept)
-        outgoing, own = self._grad_slots("input_grad"), self._grad_slots("weight_grad")
-        weight = self._part(rest, own, again=late, carried=early)
-        carried = {s.name for s in weight.inputs if s.kind == "carried"}
-        handed = [(Slot("carried", n.name), n) for n in self.nodes if n.name in carried]
+        """The graphs of the stage.
+
+        dropped: residuals, by name, that the forward does not keep.
+        ahead: whether `recompute` makes them all, instead of the graphs that read them.
+        """
+        backward = self._backward_nodes(self.joint.grads.values())
+        input_grad = self._backward_nodes(self.input_grads.values())
+        input_grad |= _results_of(input_grad, backward)
+        weight_grad = self._backward_nodes(self.weight_grads.values()) - input_grad
+        residuals = self._residual_nodes()
+        kept = [node for node in residuals if self.names[node] not in dropped]
+        lost = [node for node in residuals if self.names[node] in dropped]
+        in_i, in_w = (set(), set()) if ahead else self._recomputed_inside(input_grad, weight_grad, lost, kept)
+        input_grads, weight_grads = self._grad_slots("input_grad"), self._grad_slots("weight_grad")
+        weight_part = self._part(weight_grad, weight_grads, recomputed=in_w, carried=in_i)
+        names = {slot.name for slot in weight_part.inputs if slot.kind == "carried"}
+        carried = [(Slot("carried", node.name), node) for node in self.nodes if node.name in names]
         outputs = [(Slot("out", name), node) for name, node in self.joint.outputs.items()]
+        recompute = None
+        if lost and ahead:
+            recompute = self._part(chain(lost, set(kept)), self._residual_slots(lost), state=True)
         return Parts(
-            forward=self._part(self.forward_nodes, outputs + self._as_made(kept)),
-            backward=self._part(backward, outgoing + own, again=early | late),
-            input_grad=self._part(ingoing, outgoing + handed, again=early),
-            weight_grad=weight,
-            recompute=self._part(repeated, self._as_made(again), state=True) if again and ahead else None,
+            forward=self._part(self.forward_nodes, outputs + self._residual_slots(kept)),
+            backward=self._part(backward, input_grads + weight_grads, recomputed=in_i | in_w),
+            input_grad=self._part(input_grad, input_grads + carried, recomputed=in_i),
+            weight_grad=weight_part,
+            recompute=recompute,
         )
 
-    def _moments(
-        self, ingoing: set[fx.Node], rest: set[fx.Node], again: list[fx.Node], kept: list[fx.Node]
+    def _recomputed_inside(
+        self,
+        input_grad: set[fx.Node],
+        weight_grad: set[fx.Node],
+        lost: list[fx.Node],
+        kept: list[fx.Node],
     ) -> tuple[set[fx.Node], set[fx.Node]]:
-        """What I makes again, and what W does, which begins with what I has made: nothing runs twice."""
-        read = self._read(ingoing, self._grad_slots("input_grad"))
-        early = chain(set(again).intersection(read), set(kept))
-        read = self._read(rest, self._grad_slots("weight_grad"))
-        late = chain(set(again).intersection(read), early.union(kept))
-        early |= _results_of(early, late)
-        return early, late - early
+        """The nodes of the forward that I runs again, and those that W does, which begins with what I has
+        made: nothing runs again twice."""
+        read = self._read(input_grad, self._grad_slots("input_grad"))
+        in_i = chain(set(lost).intersection(read), set(kept))
+        read = self._read(weight_grad, self._grad_slots("weight_grad"))
+        in_w = chain(set(lost).intersection(read), in_i.union(kept))
+        in_i |= _results_of(in_i, in_w)
+        return in_i, in_w - in_i
 
-    def _made(self) -> list[fx.Node]:
+    def _residual_nodes(self) -> list[fx.Node]:
         """The residuals."""
-        backward = self._ran_in_backward(self.joint.grads.values())
+        backward = self._backward_nodes(self.joint.grads.values())
         return [n for n in self._read(backward, self._grad_slots()) if n in self.forward_nodes]
 
-    def _as_made(self, nodes: list[fx.Node]) -> list[tuple[Slot, fx.Node]]:
+    def _residual_slots(self, nodes: list[fx.Node]) -> list[tuple[Slot, fx.Node]]:
         return [(Slot("made", self.names[node]), node) for node in nodes]
 
-    def _ran_in_backward(self, grads: Iterable[fx.Node]) -> set[fx.Node]:
+    def _backward_nodes(self, grads: Iterable[fx.Node]) -> set[fx.Node]:
         stop = self.forward_nodes.__contains__
         return ancestors(grads, lambda n: n.op == "placeholder" or stop(n))
 
@@ -175,23 +203,24 @@ class Splitter:
         outputs: list[tuple[Slot, fx.Node]],
         *,
         state: bool = False,
-        again: Collection[fx.Node] = (),
+        recomputed: Collection[fx.Node] = (),
         carried: Collection[fx.Node] = (),
     ) -> Part:
         """A graph of these nodes.
 
-        state: whether updated buffers are read as they are, not as they were at the forward; the nodes that
-        are made `again` inside always read them so.  carried: nodes of the forward that I hands on.
+        state: whether updated buffers are read as they are, not as they were at the forward.
+        recomputed: nodes of the forward that run again here; they always read buffers as they are.
+        carried: nodes of the forward that I hands on.
         """
         state = state or members is self.forward_nodes
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
         slots: list[Slot] = []
-        old = set() if state else set(self._read(members, outputs))
-        for node in self._read(members.union(again), outputs):
+        read_as_it_was = set() if state else set(self._read(members, outputs))
+        for node in self._read(members.union(recomputed), outputs):
             copies[node] = graph.placeholder(f"in_{len(slots)}")
             copies[node].meta = {"val": node.meta.get("val")}
-            slots.append(self._slot(node, node in old, carried))
+            slots.append(self._slot(node, node in read_as_it_was, carried))
         added: dict[fx.Node, list[str]] = {}
         if self.accumulate and any(slot.kind == "weight_grad" for slot, _ in outputs):
             slots.append(Slot("sink", "gradients"))
@@ -202,11 +231,11 @@ class Splitter:
             outputs = [(slot, node) for slot, node in outputs if slot.kind != "weight_grad"]
 
         def copy(node: fx.Node) -> fx.Node:
-            """A node's copy, behind what it needs and nothing has needed so far: nodes that are made again,
+            """A node's copy, behind what it needs and nothing has needed so far: nodes that are recomputed,
             and views of what comes from outside."""
             needed = ancestors([node], copies.__contains__)
             for each in sorted(needed, key=self.place.__getitem__):
-                results = [n for n in each.users if n.target is getitem and n in again]
+                results = [n for n in each.users if n.target is getitem and n in recomputed]
                 # At once, since a call's results stay alive together until the last of them is taken.
                 for one in (each, *results):
                     if one not in copies:
@@ -228,16 +257,16 @@ class Splitter:
 
     def _read(self, members: set[fx.Node], outputs: list[tuple[Slot, fx.Node]]) -> list[fx.Node]:
         """What a graph of these members takes in, in the joint graph's order."""
-        found: set[fx.Node] = set()
-        wanted = [s for n in members for s in n.all_input_nodes] + [node for _, node in outputs]
-        pending = [n for n in wanted if n not in members]
+        sources: set[fx.Node] = set()
+        needed = [s for n in members for s in n.all_input_nodes] + [node for _, node in outputs]
+        pending = [n for n in needed if n not in members]
         while pending:
             node = pending.pop()
             if is_view(node) and node not in members:
                 pending.extend(s for s in node.all_input_nodes if s not in members)
             else:
-                found.add(node)
-        return sorted(found, key=self.place.__getitem__)
+                sources.add(node)
+        return sorted(sources, key=self.place.__getitem__)
 
     def _results(self, graph: fx.Graph, outputs: list[tuple[Slot, fx.Node]]) -> list[Argument]:
         """Give each output but residuals and carried tensors a storage of its own, and what is sent the
@@ -251,10 +280,10 @@ class Splitter:
             strided = slot.kind == "input_grad" and not has_order(node.meta["val"], order)
             expanded = slot.kind.endswith("_grad") and not _dense(node.meta["val"])
             if slot.kind not in ("made", "carried") and (shared or strided or expanded):
-                own = graph.call_function(copy_in_order, (node, order))
+                copy = graph.call_function(copy_in_order, (node, order))
                 with node.meta["val"].fake_mode:
-                    own.meta = {"val": copy_in_order(node.meta["val"], order)}
-                node = own
+                    copy.meta = {"val": copy_in_order(node.meta["val"], order)}
+                node = copy
             seen.add(storage_owner(node))
             results.append(node)
         return results

@@ -154,7 +154,7 @@ class GraphFunctions:
         self,
         name: str,
         state: Mapping[str, Tensor],
-        held: Tensors,
+        tensors: Tensors,
         grads: Mapping[str, Tensor],
         sink: Sink | None,
     ) -> Tensors:
@@ -164,12 +164,12 @@ class GraphFunctions:
             if slot.kind == "state"
             else sink
             if slot.kind == "sink"
-            else held[slot]
-            if slot in held
+            else tensors[slot]
+            if slot in tensors
             else grads[slot.name]
             for slot in function.part.inputs
         ]
-        held.clear()
+        tensors.clear()
         results = dict(zip(function.part.outputs, function(box), strict=True))
         if sink is not None:  # compiled parts return what eager ones add on the way
             for weight, grad in _of_kind(results, "weight_grad").items():
@@ -201,7 +201,7 @@ def stage_functions(
     Raises: PlanError if the stage has no such residual, or cannot recompute it.
     """
     if captured.cut is not None:
-        _refuse_modules(index, treatments)
+        _refuse_treatments(index, treatments)
         return module_stage_functions(
             captured.cut, captured.graph, stages, index, device=device, compiled=compiled
         )
@@ -222,9 +222,10 @@ def stage_functions(
     if trained:
         parts = _parts(splitter, treatments, ahead)
     functions = {
-        name: _function(part, attributes, compiled, freed=_freed(name, parts)) for name, part in parts.items()
+        name: _compile_part(part, attributes, compiled, freed=_freed_inputs(name, parts))
+        for name, part in parts.items()
     }
-    dropped = _treated(treatments, "recompute")
+    dropped = _names_treated(treatments, "recompute")
     needed = [slot for name in ("backward", "recompute") if name in parts for slot in parts[name].inputs]
     return GraphFunctions(
         index=index,
@@ -235,7 +236,7 @@ def stage_functions(
         sent=sent,
         loss=captured.graph.loss if captured.graph.loss in module.outputs else None,
         residual_bytes={n: r.bytes for n, r in residuals.items() if ahead or n not in dropped},
-        offloaded=_treated(treatments, "offload"),
+        offloaded=_names_treated(treatments, "offload"),
         recomputed=dropped if ahead else frozenset(),
         kept_inputs=frozenset(s.name for s in needed if s.kind == "input"),
         kept_buffers=frozenset(s.name for s in needed if s.kind == "old"),
@@ -257,11 +258,11 @@ def stage_residuals(
     return _splitter(module, captured, device, compiled=False)[0].residuals()
 
 
-def _treated(treatments: Mapping[str, Treatment], treatment: Treatment) -> frozenset[str]:
-    return frozenset(name for name, given in treatments.items() if given == treatment)
+def _names_treated(treatments: Mapping[str, Treatment], treatment: Treatment) -> frozenset[str]:
+    return frozenset(name for name, chosen in treatments.items() if chosen == treatment)
 
 
-def _refuse_modules(index: int, treatments: Mapping[str, Treatment]) -> None:
+def _refuse_treatments(index: int, treatments: Mapping[str, Treatment]) -> None:
     for name, treatment in treatments.items():
         if treatment != "keep":
             raise PlanError(
@@ -281,7 +282,7 @@ def _splitter(
 
 
 def _parts(splitter: Splitter, treatments: Mapping[str, Treatment], ahead: bool) -> dict[str, Part]:
-    parts = splitter.parts(_treated(treatments, "recompute"), ahead=ahead)
+    parts = splitter.parts(_names_treated(treatments, "recompute"), ahead=ahead)
     named = {
         "forward": parts.forward,
         "backward": parts.backward,
@@ -304,7 +305,7 @@ def _forward_only(module: StageModule) -> Part:
     return Part(graph, tuple(inputs), tuple(Slot("out", o) for o in module.outputs))
 
 
-def _freed(name: str, parts: Mapping[str, Part]) -> frozenset[Slot]:
+def _freed_inputs(name: str, parts: Mapping[str, Part]) -> frozenset[Slot]:
     """The residuals that a part's run frees, each at its last use: not those that others read afterwards."""
     if name == "recompute":
         return frozenset()
@@ -312,7 +313,7 @@ def _freed(name: str, parts: Mapping[str, Part]) -> frozenset[Slot]:
     return frozenset(s for s in parts[name].inputs if s.kind in ("made", "carried")).difference(left)
 
 
-def _function(part: Part, attributes: object, compiled: bool, *, freed: frozenset[Slot]) -> CompiledPart:
+def _compile_part(part: Part, attributes: object, compiled: bool, *, freed: frozenset[Slot]) -> CompiledPart:
     """freed: inputs that the caller gives up."""
     owned = {
         node.name: slot in freed
