@@ -1,14 +1,12 @@
 """Measuring a device: matrix products per dtype, memory, the launch of a kernel, and classes of ops.
 
-Each device is measured alone, by one thread on the CPU, as `measure.py` does. On the CPU that thread's own
-time counts, so that other programs disturb less.
+Each device is measured alone, by one thread on the CPU, as `measure_ops.py` does. On the CPU that thread's
+own time counts, so that other programs disturb less.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from time import perf_counter, thread_time
 
@@ -16,7 +14,7 @@ import torch
 
 from ..ir.cluster import Device, MiB
 from .efficiency import ON_CPU, ON_GPU, measure_efficiency
-from .measure_op import Timer
+from .measure_op import Timer, torch_threads
 from .measurement import Measurement, summarise_runs
 
 BF16 = torch.bfloat16
@@ -38,14 +36,14 @@ def detect_device(where: torch.device) -> tuple[Device, list[Measurement]]:
     cuda = where.type == "cuda"
     has_bf16 = not cuda or torch.cuda.is_bf16_supported(including_emulation=False)
     timer = Timer(where, thread_time)
-    with _one_thread():
+    with torch_threads(1):
         products = [measured_product(dtype, timer) for dtype in DTYPES if has_bf16 or dtype is not BF16]
         bandwidth = summarise_runs("memory_bytes_per_s", _bandwidths(timer), "B/s")
         launch = summarise_runs("launch_s", _launches(where), "s")
     device = Device(
         name=torch.cuda.get_device_name(where) if cuda else "cpu",
         memory_bytes=free_memory(where),
-        flops_per_s={found.name.removeprefix("flops_per_s."): found.value for found in products},
+        flops_per_s={rate.name.removeprefix("flops_per_s."): rate.value for rate in products},
         memory_bytes_per_s=bandwidth.value,
         launch_s=launch.value,
     )
@@ -53,9 +51,9 @@ def detect_device(where: torch.device) -> tuple[Device, list[Measurement]]:
     classes = measure_efficiency(
         device, where, sizes=ON_GPU if cuda else ON_CPU, autocast=autocast, budget_s=SHARES_S
     )
-    efficiency = {found.name: found.value for found in classes}
+    efficiency = {share.name: share.value for share in classes}
     efficiency["default"] = efficiency["elementwise"]
-    named = [replace(found, name=f"efficiency.{found.name}") for found in classes]
+    named = [replace(share, name=f"efficiency.{share.name}") for share in classes]
     return replace(device, efficiency=efficiency), [*products, bandwidth, launch, *named]
 
 
@@ -76,7 +74,7 @@ def measured_product(dtype: torch.dtype, timer: Timer, *, budget_s: float = PROD
         out = torch.empty_like(a)
         times = timer.samples(lambda a=a, b=b, out=out: torch.mm(a, b, out=out), budget_s / 8)  # type: ignore[misc]
         rates = [2 * size**3 / took for took in times]
-        best = max(best, rates, key=lambda found: sorted(found)[len(found) // 2] if found else 0.0)
+        best = max(best, rates, key=lambda samples: sorted(samples)[len(samples) // 2] if samples else 0.0)
         size *= 2
         # The next size takes eight times as long, and is run at least four times.
         if perf_counter() + 8 * 4 * min(times) > until:
@@ -104,13 +102,3 @@ def _launches(where: torch.device) -> list[float]:
         return (clock() - start) / LAUNCHES
 
     return [one() for _ in range(10)][1:]
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -119,24 +119,24 @@ def efficiency_by_class(
 
     ideal: without launches.  real: with them; a launch is taken off each kernel that the ideal has.
     """
-    found: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    sums: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for op in ops:
         kind = RULES.get(base_name(op.target), UNKNOWN).kind
         fast, slow = _parts(ideal[op.name]), _parts(real[op.name])
         kernels = [(a, max(b - launch_s, 0.1 * b)) for a, b in zip(fast, slow, strict=True) if a > 0 < b]
         if kind != "free" and not op.view and kernels:
-            found[kind].append((sum(a for a, _ in kernels), sum(b for _, b in kernels)))
-    return [_share(kind, sums) for kind, sums in sorted(found.items())]
+            sums[kind].append((sum(a for a, _ in kernels), sum(b for _, b in kernels)))
+    return [_share(kind, pairs) for kind, pairs in sorted(sums.items())]
 
 
 def _parts(cost: OpCost) -> tuple[float, float, float]:
     return cost.forward_s, cost.input_grad_s, cost.weight_grad_s
 
 
-def _share(kind: str, sums: list[tuple[float, float]]) -> Measurement:
+def _share(kind: str, pairs: list[tuple[float, float]]) -> Measurement:
     """Over all ops together, and over each of those that take at least a hundredth of the class's time."""
-    fast, slow = (sum(pair[i] for pair in sums) for i in (0, 1))
-    single = [a / b for a, b in sums if b >= slow / 100]
+    fast, slow = (sum(pair[i] for pair in pairs) for i in (0, 1))
+    single = [a / b for a, b in pairs if b >= slow / 100]
     return Measurement(
         name=kind, value=fast / slow, low=min(single), high=max(single), unit="", of=f"{len(single)} ops"
     )

@@ -6,8 +6,7 @@ module is timed too, and taken off.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from statistics import median
 
@@ -26,7 +25,7 @@ from ..tracer import (
     initial_state,
     stage_functions,
 )
-from .measure_op import LEAST_REPEATS, Timer
+from .measure_op import LEAST_REPEATS, Timer, torch_threads
 
 
 def measure_modules(
@@ -42,14 +41,14 @@ def measure_modules(
     signatures = {op.name: _signature(op, graph) for op in graph.ops}
     share = budget_s / max(1, len(set(signatures.values())))
     timer = Timer(torch.device(device))
-    alone = _each_alone(graph)
+    stages = _one_stage_per_op(graph)
     measured: dict[Hashable, tuple[Op, OpCost]] = {}
     costs: dict[str, OpCost] = {}
-    with _threads(threads):
+    with torch_threads(threads):
         for index, op in enumerate(graph.ops):
             key = signatures[op.name]
             if key not in measured:
-                functions = stage_functions(captured, alone, index, device=device)
+                functions = stage_functions(captured, stages, index, device=device)
                 assert isinstance(functions, ModuleFunctions)
                 measured[key] = op, _measure(captured, op, functions, timer, share)
             costs[op.name] = _renamed(measured[key], op)
@@ -62,7 +61,7 @@ def measure_modules(
     )
 
 
-def _each_alone(graph: OpGraph) -> StageGraph:
+def _one_stage_per_op(graph: OpGraph) -> StageGraph:
     """Every op a stage. Buffers are not followed from step to step here, so any cut will do."""
     loose = replace(graph, ops=tuple(replace(op, updates=()) for op in graph.ops))
     return cut(loose, {op.name: index for index, op in enumerate(graph.ops)})
@@ -77,9 +76,9 @@ def _signature(op: Op, graph: OpGraph) -> Hashable:
     return op.attributes, len(read), tuple(values), tuple(params), tuple(buffers), last
 
 
-def _renamed(found: tuple[Op, OpCost], op: Op) -> OpCost:
+def _renamed(equal: tuple[Op, OpCost], op: Op) -> OpCost:
     """Costs of an equal op, in terms of this one's values."""
-    measured, cost = found
+    measured, cost = equal
     before = (*measured.inputs, *(v.name for v in measured.outputs))
     name_of = dict(zip(before, (*op.inputs, *(v.name for v in op.outputs)), strict=True))
     return replace(cost, saves=tuple(name_of[name] for name in cost.saves))
@@ -95,19 +94,19 @@ def _measure(captured: Captured, op: Op, functions: ModuleFunctions, timer: Time
         outputs, residuals = functions.forward(state, inputs, 0)
         saves, extra = _saved(functions, outputs, residuals)
         del outputs, residuals
-        way_s = timer(lambda: ahead.forward(state, inputs, 0), budget_s / 8)
+        ahead_s = timer(lambda: ahead.forward(state, inputs, 0), budget_s / 8)
         whole_s = timer(lambda: functions.forward(state, inputs, 0), budget_s / 4)
-        ingoing_s, both_s = _backward_s(functions, state, inputs, timer)
-    peaks, made = functions.peak_bytes, sum(v.bytes for v in op.outputs)
+        input_grad_s, both_s = _backward_s(functions, state, inputs, timer)
+    peaks, output_bytes = functions.peak_bytes, sum(v.bytes for v in op.outputs)
     back = sum(graph.value[n].bytes for n in op.inputs if graph.value[n].needs_grad)
     kept = sum(functions.residual_bytes.values())
     return OpCost(
-        forward_s=max(whole_s - way_s, 0.0),
-        input_grad_s=ingoing_s,
-        weight_grad_s=max(0.0, both_s - ingoing_s),
+        forward_s=max(whole_s - ahead_s, 0.0),
+        input_grad_s=input_grad_s,
+        weight_grad_s=max(0.0, both_s - input_grad_s),
         saves=saves,
         extra_saved_bytes=extra,
-        transient_bytes=max(0, peaks["forward"] - kept - made, peaks.get("backward", 0) - back),
+        transient_bytes=max(0, peaks["forward"] - kept - output_bytes, peaks.get("backward", 0) - back),
     )
 
 
@@ -140,13 +139,3 @@ def _backward_s(
         timed(lambda residuals, grads: functions.backward_input(state, residuals, grads)),
         timed(lambda residuals, grads: functions.backward(state, residuals, grads, DiscardSink())),
     )
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
@@ -16,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from .op_arguments import call
+from .op_arguments import call_node
 
 _weak: Any = StorageWeakRef  # carries no types
 LEAST_REPEATS, MOST_REPEATS = 3, 50
@@ -79,6 +80,17 @@ class Timer:
         return float(begin.elapsed_time(end)) / 1000
 
 
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """This many CPU threads for PyTorch's kernels; afterwards as many as before."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def autograd_overhead_s(timer: Timer) -> float:
     """What a call of autograd costs besides the kernels; the stage functions do not pay it."""
     x = torch.ones(1, device=timer.device, requires_grad=True)
@@ -93,25 +105,25 @@ def measure_op(
     roles: Sequence[str],
     *,
     timer: Timer,
-    engine: float,
+    overhead_s: float,
     budget_s: float,
 ) -> OpMeasurement:
     """Measure one op.
 
     roles: for each argument "value", "weight" or "none" (see OpArguments.role).
-    engine: see `autograd_overhead_s`.
+    overhead_s: see `autograd_overhead_s`.
 
     The input gradient is timed alone. The weight gradient is what both together take beyond that: a
     backward that makes both in one kernel (layer_norm, convolution) is so counted once.
     """
     tensors = list(arguments.values())
     with torch.no_grad():
-        forward = timer(lambda: call(node, arguments), budget_s / 3)
+        forward = timer(lambda: call_node(node, arguments), budget_s / 3)
     saved: list[Tensor] = []
     with torch.enable_grad(), saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):  # type: ignore[func-returns-value]
         # As when a stage is traced: dropout keeps a mask of bytes, not of numbers.
         with enable_python_dispatcher():
-            results, scratch = _scratch(timer.device, lambda: call(node, arguments))
+            results, scratch = _scratch(timer.device, lambda: call_node(node, arguments))
     outputs = _tensors(results)
     if _shares_storage(outputs, tensors):
         forward = 0.0  # a view: nothing is computed
@@ -135,14 +147,14 @@ def measure_op(
         return lambda: torch.autograd.grad(ends, targets, grads, retain_graph=True, allow_unused=True)
 
     def seconds(targets: list[Tensor]) -> float:
-        return max(0.0, timer(backward(targets), budget_s / 3) - engine) if targets else 0.0
+        return max(0.0, timer(backward(targets), budget_s / 3) - overhead_s) if targets else 0.0
 
-    found, backward_scratch = _scratch(timer.device, backward([*values, *weights]))
-    moved = [t for t in _tensors(found) if not _shares_storage([t], grads)]
-    learning = [i for role in ("value", "weight") for i, own in enumerate(roles) if own == role]
-    passed = tuple(i for i, t in zip(learning, found, strict=True) if _shares_storage(t, grads))
-    of_values = seconds(values) if moved else 0.0
-    of_all = max(of_values, seconds([*values, *weights])) if weights and moved else of_values
+    gradients, backward_scratch = _scratch(timer.device, backward([*values, *weights]))
+    computed = [t for t in _tensors(gradients) if not _shares_storage([t], grads)]
+    learning = [i for role in ("value", "weight") for i, actual in enumerate(roles) if actual == role]
+    passed = tuple(i for i, t in zip(learning, gradients, strict=True) if _shares_storage(t, grads))
+    of_values = seconds(values) if computed else 0.0
+    of_all = max(of_values, seconds([*values, *weights])) if weights and computed else of_values
     return OpMeasurement(
         forward_s=forward,
         input_grad_s=of_values,
@@ -183,7 +195,7 @@ def _identify(
     return of_args, of_outputs, sum(held.values())
 
 
-class _Alive(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _AliveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Most bytes alive, after any call inside, of the tensors that calls inside made."""
 
     def __init__(self) -> None:
@@ -217,6 +229,6 @@ def _scratch(device: torch.device, run: Callable[[], Any]) -> tuple[Any, int]:
         torch.cuda.synchronize(device)
         peak, after = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
         return results, max(0, peak - max(before, after))
-    with _Alive() as alive:
+    with _AliveBytes() as alive:
         results = run()
     return results, alive.peak - alive.level()

@@ -7,8 +7,7 @@ median counts. What is measured is the op's own kernels: not the interpreter aro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Mapping
 from operator import getitem
 from time import perf_counter
 
@@ -17,9 +16,10 @@ from torch import Tensor, fx
 
 from ..ir.graph import Op, OpGraph, storages
 from ..ir.profile import OpCost, Profile, batch_text
+from ..tracer import Captured
 from .gradient_order import gradient_order
-from .measure_op import OpMeasurement, Timer, autograd_overhead_s, measure_op
-from .op_arguments import Captured, OpArguments
+from .measure_op import OpMeasurement, Timer, autograd_overhead_s, measure_op, torch_threads
+from .op_arguments import OpArguments
 
 
 def measure(
@@ -45,23 +45,25 @@ def measure(
     timer = Timer(where, clock)
     measured: dict[Hashable, OpMeasurement] = {}
     with (
-        _threads(threads),
+        torch_threads(threads),
         torch.autocast(
             where.type, dtype=captured.autocast or torch.bfloat16, enabled=captured.autocast is not None
         ),
     ):
-        engine = autograd_overhead_s(timer)
+        overhead_s = autograd_overhead_s(timer)
         for op in captured.graph.ops:
             if signatures[op.name] not in measured:
                 node = nodes[op.name]
-                made = arguments.of(node)
-                roles = [arguments.role(source) for source in made]
+                tensors = arguments.of(node)
+                roles = [arguments.role(source) for source in tensors]
                 try:
-                    kernel = measure_op(node, made, roles, timer=timer, engine=engine, budget_s=share)
+                    measurement = measure_op(
+                        node, tensors, roles, timer=timer, overhead_s=overhead_s, budget_s=share
+                    )
                 except (RuntimeError, ValueError, TypeError, IndexError) as error:
                     error.add_note(f"while measuring op {op.name} ({op.target}) of {captured.graph.name}")
                     raise
-                measured[signatures[op.name]] = kernel
+                measured[signatures[op.name]] = measurement
     base = storages(captured.graph)
     costs = {
         op.name: _cost(op, captured.graph, nodes[op.name], measured[signatures[op.name]], arguments, base)
@@ -79,14 +81,14 @@ def measure(
 def _signature(node: fx.Node, arguments: OpArguments) -> Hashable:
     order = {source: index for index, source in enumerate(dict.fromkeys(node.all_input_nodes))}
     layout = tuple(_layout(source, arguments) for source in order)
-    call = repr(fx.map_arg((node.args, dict(node.kwargs)), lambda n: _Place(order[n])))
+    call = repr(fx.map_arg((node.args, dict(node.kwargs)), lambda n: _Position(order[n])))
     return str(node.target), call, layout
 
 
-class _Place(str):
+class _Position(str):
     """The position of a tensor among an op's arguments."""
 
-    def __new__(cls, index: int) -> _Place:
+    def __new__(cls, index: int) -> _Position:
         return super().__new__(cls, f"%{index}")
 
 
@@ -99,49 +101,39 @@ def _cost(
     op: Op,
     graph: OpGraph,
     node: fx.Node,
-    kernel: OpMeasurement,
+    measurement: OpMeasurement,
     arguments: OpArguments,
     base: Mapping[str, str],
 ) -> OpCost:
     """A kernel's measurements under the names of one of the ops that it stands for. The order of gradients is
     that of the table: alone, an op lets go of nothing."""
     if not any(value.needs_grad for value in op.outputs):
-        return OpCost(forward_s=kernel.forward_s, transient_bytes=kernel.transient_bytes)
+        return OpCost(forward_s=measurement.forward_s, transient_bytes=measurement.transient_bytes)
     sources = list(dict.fromkeys(node.all_input_nodes))
     saves = {
         base[arguments.name(sources[i])]: None
-        for i in kernel.saved_args
+        for i in measurement.saved_args
         if not arguments.is_state(sources[i])
     }
     results = {user.args[1]: user.name for user in node.users if user.target is getitem} or {0: node.name}
-    extra = kernel.extra_saved_bytes
-    for position, size in kernel.saved_outputs:
+    extra = measurement.extra_saved_bytes
+    for position, size in measurement.saved_outputs:
         if position in results:
             saves[base[results[position]]] = None
         else:
             extra += size
     order = gradient_order(op, graph, base, tuple(saves))
     return OpCost(
-        forward_s=kernel.forward_s,
-        input_grad_s=kernel.input_grad_s,
-        weight_grad_s=kernel.weight_grad_s,
+        forward_s=measurement.forward_s,
+        input_grad_s=measurement.input_grad_s,
+        weight_grad_s=measurement.weight_grad_s,
         saves=tuple(saves),
         extra_saved_bytes=extra,
-        transient_bytes=kernel.transient_bytes,
-        grad_transient_bytes=kernel.grad_transient_bytes,
-        passes=tuple(arguments.name(sources[i]) for i in kernel.passed_args),
+        transient_bytes=measurement.transient_bytes,
+        grad_transient_bytes=measurement.grad_transient_bytes,
+        passes=tuple(arguments.name(sources[i]) for i in measurement.passed_args),
         adds=order.adds,
         lets_go=order.lets_go,
         grad_first_bytes=order.first,
         grad_rest_bytes=order.rest,
     )
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -1,4 +1,4 @@
-"""What measuring a machine gives: figures with their spread."""
+"""What measuring a machine gives: figures with their spread. No torch: planning reads them, too."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def summarise_runs(name: str, values: Iterable[float], unit: str) -> Measurement
     >>> measured("launch", [3.0, 1.0, 2.0], "s")
     Measured(name='launch', value=2.0, low=1.0, high=3.0, unit='s', of='3 runs')
     """
-    found = sorted(values)
+    runs = sorted(values)
     return Measurement(
-        name=name, value=median(found), low=found[0], high=found[-1], unit=unit, of=f"{len(found)} runs"
+        name=name, value=median(runs), low=runs[0], high=runs[-1], unit=unit, of=f"{len(runs)} runs"
     )
 
 

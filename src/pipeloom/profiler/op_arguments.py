@@ -10,38 +10,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from operator import getitem
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from ..ir.graph import OpGraph, views_of_state
-
-
-class Captured(Protocol):
-    """What the profiler needs of a captured model (see tracer.capture)."""
-
-    @property
-    def graph(self) -> OpGraph: ...
-    @property
-    def module(self) -> fx.GraphModule: ...
-    @property
-    def targets(self) -> Mapping[str, str]: ...
-    @property
-    def constants(self) -> Mapping[str, Tensor]: ...
-    @property
-    def autocast(self) -> torch.dtype | None: ...
+from ..ir.graph import views_of_state
+from ..tracer import Captured
 
 
 class OpArguments:
-    """Makes the arguments of ops, on one device."""
+    """Makes the arguments of ops, on one device.
+
+    batch: a real micro-batch, or nothing.
+    """
 
     def __init__(self, captured: Captured, device: torch.device, batch: Mapping[str, Tensor]) -> None:
         self.captured = captured
         self.device = device
         self.batch = batch
         self.state = views_of_state(captured.graph)
-        self.known: dict[fx.Node, Any] = {}
+        self.values: dict[fx.Node, Any] = {}
         self.random = torch.Generator().manual_seed(0)
 
     def name(self, node: fx.Node) -> str:
@@ -65,10 +54,12 @@ class OpArguments:
 
     def of(self, node: fx.Node) -> dict[fx.Node, Tensor]:
         """One tensor per argument node; those with a gradient are leaves that require it."""
-        made = {source: self._tensor(source) for source in dict.fromkeys(node.all_input_nodes)}
+        tensors = {source: self._tensor(source) for source in dict.fromkeys(node.all_input_nodes)}
         if "grouped_mm" in str(node.target):
-            _spread_groups(node, made)
-        return {source: tensor.requires_grad_(self.role(source) != "none") for source, tensor in made.items()}
+            _spread_groups(node, tensors)
+        return {
+            source: tensor.requires_grad_(self.role(source) != "none") for source, tensor in tensors.items()
+        }
 
     def _tensor(self, node: fx.Node) -> Tensor:
         real = self._real(node)
@@ -78,15 +69,15 @@ class OpArguments:
 
     def _real(self, node: fx.Node) -> Any:
         """The value itself where it follows from the batch and constants by cheap ops, else None."""
-        if node not in self.known:
-            self.known[node] = self._evaluate(node)
-        return self.known[node]
+        if node not in self.values:
+            self.values[node] = self._evaluate(node)
+        return self.values[node]
 
     def _evaluate(self, node: fx.Node) -> Any:
         graph, name = self.captured.graph, self.name(node)
         if node.op == "placeholder":
-            known = self.captured.constants if name in self.captured.constants else self.batch
-            return known.get(name)
+            real = self.captured.constants if name in self.captured.constants else self.batch
+            return real.get(name)
         source = node.args[0] if node.target is getitem else node
         assert isinstance(source, fx.Node)
         if node.target is getitem:
@@ -96,7 +87,7 @@ class OpArguments:
             return None
         args = {n: self._real(n) for n in node.all_input_nodes}
         args = {n: self._invented(n.meta["val"]) if v is None else v for n, v in args.items()}
-        return call(node, args)
+        return call_node(node, args)
 
     def _invented(self, like: Tensor) -> Tensor:
         """A tensor of the same layout; overlapping elements (expanded dimensions) share their number."""
@@ -110,7 +101,7 @@ class OpArguments:
         return flat.as_strided(like.shape, like.stride())
 
 
-def call(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
+def call_node(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
     """Run one node on the given argument values, on the device that they are on."""
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: values[n])
     if "device" in kwargs:
@@ -119,10 +110,10 @@ def call(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
     return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
-def _spread_groups(node: fx.Node, made: dict[fx.Node, Tensor]) -> None:
+def _spread_groups(node: fx.Node, tensors: dict[fx.Node, Tensor]) -> None:
     """Give each expert of a grouped product an equal share of the rows: the ends of the groups."""
-    rows = next(t.shape[0] for t in made.values() if t.ndim == 2)
-    for source, tensor in made.items():
+    rows = next(t.shape[0] for t in tensors.values() if t.ndim == 2)
+    for source, tensor in tensors.items():
         if tensor.dtype == torch.int32 and tensor.ndim == 1:
             ends = torch.arange(1, len(tensor) + 1) * rows // len(tensor)
-            made[source] = ends.to(tensor)
+            tensors[source] = ends.to(tensor)

@@ -111,7 +111,7 @@ def call_without_data(
         with torch.no_grad():
             result = function(*args, **named)
     except (RuntimeError, NotImplementedError, ValueError, TypeError, IndexError) as error:
-        clear_frames(error.__traceback__)  # as `exporting.export` does
+        clear_frames(error.__traceback__)  # as `export_program` does
         return MissingValue(f"the result of {name}, whose shape depends on data ({error})", ask), []
     own = {id(stand_in): leaf for leaf, stand_in, _ in twins.values()}
     changed = [leaf for leaf, stand_in, version in twins.values() if stand_in._version != version]

@@ -19,53 +19,57 @@ from .torch_functions import open_up
 class IsolatedCall:
     """Runs a unit on copies of what requires a gradient, and hands its results over without graph.
 
-    leaves: flattened arguments.  handed: tensors handed over, by name.  updates: buffers it changed.
-    remembered: names of attributes that are Python values and that it changed.
+    leaves: flattened arguments.  outputs: tensors that it hands over, by name.  updates: buffers it changed.
+    changed_attributes: names of attributes that are Python values and that it changed.
     """
 
     def __init__(self, skeleton: Skeleton, unit: Unit, leaves: Sequence[Any]) -> None:
         self.skeleton = skeleton
         self.unit = unit
         self.leaves = leaves
-        self.given = [_with_graph(leaf) for leaf in leaves]
-        self.handed: dict[str, Tensor] = {}
+        self.arguments = [_with_graph(leaf) for leaf in leaves]
+        self.outputs: dict[str, Tensor] = {}
         self.updates: tuple[str, ...] = ()
-        self.remembered: tuple[str, ...] = ()
+        self.changed_attributes: tuple[str, ...] = ()
         self._changed: list[int] = []
-        self._left: list[tuple[str, str, Tensor]] = []
+        self._new_attributes: list[tuple[str, str, Tensor]] = []
         self._flat: list[Any] = []
 
     def run(self, spec: TreeSpec, state: Mapping[str, Tensor], meter: MemoryMeter) -> TreeSpec:
         """Run it with these parameters. Returns how its result is built of leaves."""
-        versions = [_version(leaf) for leaf in self.given]
+        versions = [_version(leaf) for leaf in self.arguments]
         buffers = {n: (t, t._version) for n, t in state.items() if n not in self.skeleton.params}
         with self.skeleton.using(state):
             before = {(m, a): id(t) for m, a, t in attributes(self.unit.module)}
             values = _python_values(self.unit.module)
             with meter:
-                args, kwargs = tree_unflatten(self.given, spec)
+                args, kwargs = tree_unflatten(self.arguments, spec)
                 result = self.unit.original_forward(*args, **kwargs)
             self.updates = tuple(
                 name
                 for name, (tensor, version) in buffers.items()
                 if _updated(self.skeleton.current(name), tensor, version, meter)
             )
-            self._left = [
+            self._new_attributes = [
                 (m, a, t) for m, a, t in attributes(self.unit.module) if before.get((m, a)) != id(t)
             ]
             now = _python_values(self.unit.module)
-            self.remembered = tuple(n for n, v in now.items() if n not in values or values[n] != v)
+            self.changed_attributes = tuple(n for n, v in now.items() if n not in values or values[n] != v)
         torch.clear_autocast_cache()
-        self._changed = [i for i, leaf in enumerate(self.given) if _version(leaf) != versions[i]]
+        self._changed = [i for i, leaf in enumerate(self.arguments) if _version(leaf) != versions[i]]
         open_up(result)
         self._flat, built = tree_flatten(result)
         return built
 
-    def hand_over(self, call: str) -> tuple[tuple[UnitOutput, ...], list[Any]]:
-        """Returns: what other code sees of the call, and the leaves of its result."""
+    def detached_outputs(self, call: str) -> tuple[tuple[UnitOutput, ...], list[Any]]:
+        """Let go of the unit's autograd graph.
+
+        call: name of the call, from which the names of the outputs are made.
+        Returns: what other code sees of the call, and the leaves of its result.
+        """
         outputs = []
         for index in self._changed:
-            leaf, copy = self.leaves[index], self.given[index]
+            leaf, copy = self.leaves[index], self.arguments[index]
             if leaf is not copy:
                 with torch.no_grad():
                     leaf.copy_(copy)
@@ -73,7 +77,7 @@ class IsolatedCall:
             outputs.append(self._output(f"{call}:given{index}", leaf, kind="argument", index=index))
         flat = []
         for index, leaf in enumerate(self._flat):
-            source = next((i for i, g in enumerate(self.given) if g is leaf), None)
+            source = next((i for i, g in enumerate(self.arguments) if g is leaf), None)
             if not isinstance(leaf, Tensor):
                 flat.append(leaf)
             elif source is not None:
@@ -82,17 +86,19 @@ class IsolatedCall:
             else:
                 flat.append(_without_graph(leaf))
                 outputs.append(self._output(output_name(call, index), flat[-1], kind="result", index=index))
-        for path, attribute, tensor in self._left:
-            alone = next((f for f, o in zip(flat, self._flat, strict=True) if o is tensor), None)
-            alone = _without_graph(tensor) if alone is None else alone
-            setattr(self.unit.module.get_submodule(path), attribute, alone)
+        for path, attribute, tensor in self._new_attributes:
+            detached = next((f for f, o in zip(flat, self._flat, strict=True) if o is tensor), None)
+            detached = _without_graph(tensor) if detached is None else detached
+            setattr(self.unit.module.get_submodule(path), attribute, detached)
             name = f"{call}:{path}.{attribute}" if path else f"{call}:{attribute}"
-            if not any(alone is known for known in self.handed.values()):
-                outputs.append(self._output(name, alone, kind="attribute", module=path, attribute=attribute))
+            if not any(detached is output for output in self.outputs.values()):
+                outputs.append(
+                    self._output(name, detached, kind="attribute", module=path, attribute=attribute)
+                )
         return tuple(outputs), flat
 
     def _output(self, name: str, tensor: Tensor, **how: Any) -> UnitOutput:
-        self.handed[name] = tensor
+        self.outputs[name] = tensor
         return UnitOutput(name=name, **how)
 
 

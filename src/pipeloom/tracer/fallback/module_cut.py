@@ -45,7 +45,7 @@ class ModuleCut:
     units: tuple[str, ...]
     groups: tuple[tuple[str, ...], ...] | None
     recording: RecordedRun
-    members: Sequence[ModuleOp]
+    module_ops: Sequence[ModuleOp]
     batch: Mapping[str, Tensor]
     autocast: torch.dtype | None
 
@@ -53,7 +53,7 @@ class ModuleCut:
 def cut_modules(
     job: Job,
     batch: Mapping[str, Tensor],
-    made: Blueprint,
+    blueprint: Blueprint,
     *,
     reason: str,
     autocast: torch.dtype | None = None,
@@ -65,28 +65,28 @@ def cut_modules(
         units stay, and the forward takes the same way.
     Raises: CaptureError if the forward fails, CutError if Job.modules cannot be.
     """
-    skeleton = like.skeleton if like is not None else Skeleton(made)
+    skeleton = like.skeleton if like is not None else Skeleton(blueprint)
     units, groups, recording = _recorded(job, batch, skeleton, autocast, like)
     with skeleton.evaluating():
-        evaluated = _record(job, batch, skeleton, autocast, recording.tainted)
-    recording.evaluated = evaluated.call_named
+        evaluated = _record(job, batch, skeleton, autocast, recording.tainted_decisions)
+    recording.evaluation_calls = evaluated.call_named
     recording.values = evaluated.values | recording.values
-    for unit, names in recording.remembered.items():
+    for unit, names in recording.changed_attributes.items():
         _log.warning(
             "%s changes its attribute %s: stages that do not run it never see that, so the code between "
             "modules must not depend on it",
             unit,
             ", ".join(names),
         )
-    wiring = build_ops(recording, skeleton, groups)
-    ops = wiring.ops()
+    builder = build_ops(recording, skeleton, groups)
+    ops = builder.ops()
     sent = {value.name for op in ops for value in op.outputs}
     recording.samples = {name: sample.clone() for name, sample in recording.samples.items() if name in sent}
     graph = OpGraph(
         name=job.name,
         inputs=tuple(_value(key, tensor) for key, tensor in batch.items()),
         ops=ops,
-        parameters=model_parameters(skeleton.model, wiring.reached()),
+        parameters=model_parameters(skeleton.model, builder.reached()),
         buffers=model_buffers(skeleton.model, {n: skeleton.resting(n) for n in skeleton.attributes}),
         loss=LOSS,
         fallback=reason,
@@ -98,7 +98,7 @@ def cut_modules(
         units=units,
         groups=groups,
         recording=recording,
-        members=wiring.members,
+        module_ops=builder.module_ops,
         batch=dict(batch),
         autocast=autocast,
     )
@@ -118,7 +118,11 @@ def _recorded(
 ) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...] | None, RecordedRun]:
     """The units and a run with them. A module that decides on data within becomes a unit itself."""
     if like is not None:
-        return like.units, like.groups, _record(job, batch, skeleton, autocast, like.recording.tainted)
+        return (
+            like.units,
+            like.groups,
+            _record(job, batch, skeleton, autocast, like.recording.tainted_decisions),
+        )
     groups = listed_units(skeleton.model, job.modules) if job.modules is not None else None
     whole: frozenset[str] = frozenset()
     while True:
@@ -140,14 +144,14 @@ def _decides_within(recording: RecordedRun, model: nn.Module, trunks: Sequence[s
     """Modules to keep whole, although they were expanded: those that shape tensors by data, and, where they
     hold less than half of the parameters, those that decide on data or may be called or not by such a
     decision of the model's own forward."""
-    suspects = set(recording.undecided) - {""}
-    if "" in recording.undecided:
-        shapes = recording.undecided[""]
+    suspects = set(recording.decides_on_data) - {""}
+    if "" in recording.decides_on_data:
+        shapes = recording.decides_on_data[""]
         suspects |= {fqn for fqn in trunks if shapes or not is_container(model.get_submodule(fqn))}
     return frozenset(
         fqn
         for fqn in suspects
-        if recording.undecided.get(fqn) or 2 * size_of(model.get_submodule(fqn)) < size_of(model)
+        if recording.decides_on_data.get(fqn) or 2 * size_of(model.get_submodule(fqn)) < size_of(model)
     )
 
 
@@ -182,7 +186,7 @@ def _record(
         except PipeloomError:
             raise
         except Exception as error:  # the user's forward raises every kind of exception
-            clear_frames(error.__traceback__)  # as `exporting.export` does
+            clear_frames(error.__traceback__)  # as `export_program` does
             problem = error
         finally:
             skeleton.rest()
@@ -227,7 +231,7 @@ def module_stage_functions(
     compiled: bool = False,
 ) -> ModuleFunctions:
     """The functions of one stage; see `tracer.stage.trace.stage_functions`."""
-    task = derive_stage_task(cut.recording, cut.members, cut.units, stages, index)
+    task = derive_stage_task(cut.recording, cut.module_ops, cut.units, stages, index)
     received = {c.value.name: c.value for c in stages.crossings if c.target == index}
     sent = {c.value.name: graph.value[c.value.name] for c in stages.crossings if c.source == index}
     gives = [*sent.values(), *[graph.value[LOSS]] * task.makes_loss]

@@ -115,12 +115,12 @@ class ModuleFunctions:
 
         with self._measuring("forward"):
             with torch.enable_grad(), saved_tensors_hooks(pack, _unpack):
-                handed, outputs = self._run(graph, inputs)
+                result, outputs = self._run(graph, inputs)
                 self._refuse_lost_leaves(graph)
-                results = self._outputs(handed, given, self._device(inputs))
-            graph.outputs = {n: t for n, t in handed.bound.items() if t.requires_grad and n in self.sent}
-            if handed.loss is not None and handed.loss.requires_grad:
-                graph.outputs[LOSS] = handed.loss
+                results = self._outputs(result, given, self._device(inputs))
+            graph.outputs = {n: t for n, t in result.bound.items() if t.requires_grad and n in self.sent}
+            if result.loss is not None and result.loss.requires_grad:
+                graph.outputs[LOSS] = result.loss
         self.saved_inputs = frozenset(n for n, t in inputs.items() if t.untyped_storage()._cdata in kept)
         if not self.differentiable:
             graph.clear()
@@ -177,9 +177,9 @@ class ModuleFunctions:
         graph = _Graph(0, {}, {n: inputs[n] for n in self.received})
         graph.state = self._cloned(state)
         with torch.no_grad(), self.skeleton.evaluating():
-            handed, _ = self._run(graph, inputs, training=False)
+            result, _ = self._run(graph, inputs, training=False)
             held = _storages([*state.values(), *inputs.values()])
-            return self._outputs(handed, held, self._device(inputs))
+            return self._outputs(result, held, self._device(inputs))
 
     def _device(self, inputs: Mapping[str, Tensor]) -> torch.device:
         return inputs[self.batch[0]].device
@@ -223,18 +223,18 @@ class ModuleFunctions:
             if not name.startswith(PATH_PREFIX)
         }
         paths = [decode_path(inputs[n]) for n in self.received if n.startswith(PATH_PREFIX)]
-        known = max(paths, key=lambda path: len(path.calls), default=ForwardPath())
+        earlier_path = max(paths, key=lambda path: len(path.calls), default=ForwardPath())
         run = StageRun(
             self.skeleton,
             self.task,
             received=received,
-            known=known,
+            earlier_path=earlier_path,
             seed=graph.seed,
             device=device,
             training=training,
         )
         with self.skeleton.using(graph.state), autocast_region(device.type, self.autocast):
-            handed = run.run(self.job, batch)
+            result = run.run(self.job, batch)
             now = {name: self.skeleton.current(name) for name in self.buffers}
         self.skeleton.rest(self.skeleton.attributes)  # where units of other stages left theirs
         changed = {
@@ -242,7 +242,7 @@ class ModuleFunctions:
             for name, tensor in now.items()
             if name in self.updated or (tensor is not graph.state[name] and not tensor.requires_grad)
         }
-        return handed, changed
+        return result, changed
 
     def _refuse_lost_leaves(self, graph: _Graph) -> None:
         """A user's own function mode can hide autograd functions, which then take over what they return."""
@@ -252,19 +252,19 @@ class ModuleFunctions:
 
     # --- after a run ------------------------------------------------------------------------------
 
-    def _outputs(self, handed: StageRunResult, given: set[int], device: torch.device) -> dict[str, Tensor]:
+    def _outputs(self, result: StageRunResult, given: set[int], device: torch.device) -> dict[str, Tensor]:
         """What is sent, and the loss, each with a storage of its own and without graph."""
         found = {}
         for name in self.sent:
             value = self.values[name]
             if name.startswith(PATH_PREFIX):
-                found[name] = encode_path(handed.path, value, device)
-            elif name in handed.bound:
-                found[name] = _checked(handed.bound[name], value)
+                found[name] = encode_path(result.path, value, device)
+            elif name in result.bound:
+                found[name] = _checked(result.bound[name], value)
             else:
                 found[name] = _never_read(value, device)
-        if handed.loss is not None:
-            found[LOSS] = handed.loss
+        if result.loss is not None:
+            found[LOSS] = result.loss
         taken = set(given)
         return {name: ensure_unshared(tensor.detach(), (), taken) for name, tensor in found.items()}
 

@@ -1,4 +1,4 @@
-"""Course: what happened in one recorded run of a forward. Data only; `wiring` makes ops of it."""
+"""What happened in one recorded run of a forward. Data only; `recorded_ops` makes ops of it."""
 
 from __future__ import annotations
 
@@ -88,16 +88,16 @@ class RecordedRun:
     """A recorded run.
 
     values: every tensor by name.  samples: their data, if the run had any.
-    decisions: what the glue read from data, in order; `tainted` are those that depend on the model.
+    decisions: what the glue read from data, in order; `tainted_decisions` are those that depend on the model.
     stale: values that were changed through another view of their storage; they cannot be sent.
-    sized: values whose shape depends on data; neither can they.
+    data_sized: values whose shape depends on data; neither can they.
     same_stage: unit calls that no cut may separate.
     changed_later: values that a unit or the glue changes in place.
     random: functions of the glue that drew random numbers.
-    undecided: modules whose own glue decides on data -> whether shapes depend on it too.
+    decides_on_data: modules whose own glue decides on data -> whether shapes depend on it too.
     python_random: Python's or NumPy's generators were used.
-    remembered: unit -> attributes, Python values, that it changed: other stages do not see that.
-    evaluated: calls of a run in evaluation mode, by name: what units return may differ.
+    changed_attributes: unit -> attributes, Python values, that it changed: other stages do not see that.
+    evaluation_calls: calls of a run in evaluation mode, by name: what units return may differ.
     """
 
     calls: list[UnitCall] = field(default_factory=list)
@@ -105,17 +105,17 @@ class RecordedRun:
     values: dict[str, Value] = field(default_factory=dict)
     samples: dict[str, Tensor] = field(default_factory=dict)
     decisions: list[float] = field(default_factory=list)
-    tainted: list[float] = field(default_factory=list)
+    tainted_decisions: list[float] = field(default_factory=list)
     stale: set[str] = field(default_factory=set)
     changed_later: set[str] = field(default_factory=set)
     random: set[str] = field(default_factory=set)
-    undecided: dict[str, bool] = field(default_factory=dict)
+    decides_on_data: dict[str, bool] = field(default_factory=dict)
     first_stretch: list[str] = field(default_factory=list)
-    sized: set[str] = field(default_factory=set)
+    data_sized: set[str] = field(default_factory=set)
     same_stage: list[SameStage] = field(default_factory=list)
     python_random: bool = False
-    remembered: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    evaluated: Mapping[str, UnitCall] = field(default_factory=dict)
+    changed_attributes: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    evaluation_calls: Mapping[str, UnitCall] = field(default_factory=dict)
 
     def stretch(self, name: str) -> list[str]:
         """Functions called after the unit call of this name."""

@@ -1,4 +1,4 @@
-"""Recorder: runs the whole forward once and writes down which tensor goes where.
+"""Runs the whole forward once and writes down which tensor goes where.
 
 Units run on real parameters, a few at a time; between them nothing but the tensors that cross is alive,
 and no autograd graph: what requires a gradient is worked out call by call. Where nothing looks at data the
@@ -32,24 +32,33 @@ from .torch_functions import (
     RANDOM,
     READS,
     SHAPES,
-    convert,
-    count_of,
+    count_numbers,
     leaves_in,
-    numbers_of,
     open_up,
+    python_value,
+    read_numbers,
     sized_by_data,
 )
 from .trial import TrialParameters
 
 
+class Traits(NamedTuple):
+    """What follows for a tensor from those that it was made of.
+
+    tainted: it depends on the model, not only on the batch and on random numbers.
+    data_sized: its shape depends on data.
+    """
+
+    tainted: bool
+    data_sized: bool = False
+
+
 class KnownTensor(NamedTuple):
-    """tainted: it depends on the model, not only on the batch and on random numbers.
-    sized: its shape depends on data."""
+    """A tensor of the run. version: its version counter when it got its name."""
 
     name: str
     version: int
-    tainted: bool
-    sized: bool = False
+    traits: Traits
 
 
 class ForwardRecorder(InterceptedForward):
@@ -72,25 +81,25 @@ class ForwardRecorder(InterceptedForward):
         self.parameters = parameters
         self.forced = list(forced)
         self.trunks = trunks
-        self.within = [""]
+        self.trunk_stack = [""]
         self.batch: frozenset[str] = frozenset()
-        self.known: Any = WeakTensorKeyDictionary()
+        self.tensors: Any = WeakTensorKeyDictionary()
         self.storages: dict[int, str] = {}
         self.meter = MemoryMeter()
-        self.made_in: dict[int, int] = {}
+        self.call_of_storage: dict[int, int] = {}
         self.python_state = python_state()
 
     def record(self, job: Job, batch: Mapping[str, Tensor]) -> RecordedRun:
         """Run model and loss on a micro-batch."""
         self.batch = frozenset(batch)
         for key, tensor in batch.items():
-            self._name(tensor, f"batch:{key}", tainted=False)
+            self._name(tensor, f"batch:{key}", Traits(tainted=False))
         with self._watching_trunks(), torch.enable_grad():
             loss = self.loss(job, batch)
         names = self._names([loss])
         self.recording.steps.append(RecordedStep(kind="loss", call=self._last_call, inputs=names, outputs=()))
         self.recording.values[LOSS] = _value(LOSS, loss)
-        self._note_replaced_buffers()
+        self._record_replaced_buffers()
         return self.recording
 
     def after(self, job: Job, outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
@@ -110,10 +119,10 @@ class ForwardRecorder(InterceptedForward):
 
     # --- tensors and their names ------------------------------------------------------------------
 
-    def _name(self, tensor: Tensor, name: str, *, tainted: bool, sized: bool = False) -> None:
-        self.known[tensor] = KnownTensor(name, tensor._version, tainted, sized)
-        if sized:
-            self.recording.sized.add(name)
+    def _name(self, tensor: Tensor, name: str, traits: Traits) -> None:
+        self.tensors[tensor] = KnownTensor(name, tensor._version, traits)
+        if traits.data_sized:
+            self.recording.data_sized.add(name)
         self.recording.values[name] = _value(name, tensor)
         if not isinstance(tensor, FakeTensor) and not is_source(name):
             self.recording.samples[name] = tensor.detach()
@@ -123,9 +132,9 @@ class ForwardRecorder(InterceptedForward):
 
         reader: number of the call that reads it, or whose stretch does: the last one unless given.
         """
-        found: KnownTensor | None = self.known.get(tensor)
-        if found is None:
-            maker = self.made_in.get(tensor.untyped_storage()._cdata)
+        known: KnownTensor | None = self.tensors.get(tensor)
+        if known is None:
+            maker = self.call_of_storage.get(tensor.untyped_storage()._cdata)
             if maker is None or not self.meter.made(tensor):
                 return None
             why = (
@@ -133,13 +142,13 @@ class ForwardRecorder(InterceptedForward):
             )
             reader = self._last_call if reader is None else reader
             self.recording.same_stage.append(SameStage(maker, reader, f"{why} as an attribute"))
-            return KnownTensor("", 0, True)
-        if tensor.requires_grad and not self.recording.values[found.name].needs_grad:
+            return KnownTensor("", 0, Traits(tainted=True))
+        if tensor.requires_grad and not self.recording.values[known.name].needs_grad:
             # an autograd function of the user's has given it one after it was made
-            self.recording.values[found.name] = _value(found.name, tensor)
-        if found.version != tensor._version:
-            self.recording.stale.add(found.name)
-        return found
+            self.recording.values[known.name] = _value(known.name, tensor)
+        if known.version != tensor._version:
+            self.recording.stale.add(known.name)
+        return known
 
     def _names(self, tensors: Sequence[Tensor], reader: int | None = None) -> tuple[str, ...]:
         """Names of what is read; for one changed through a view also that of the change."""
@@ -153,7 +162,7 @@ class ForwardRecorder(InterceptedForward):
                     names |= {change: None} if change else {}
         return tuple(names)
 
-    def _present(self, leaf: Any) -> Any:
+    def _real_tensor(self, leaf: Any) -> Any:
         """The tensor to compute with in place of a resting parameter or buffer."""
         if not isinstance(leaf, Tensor):
             return leaf
@@ -161,29 +170,29 @@ class ForwardRecorder(InterceptedForward):
         if name is None:
             return leaf
         real = self.parameters.pinned(name)
-        if real not in self.known:
+        if real not in self.tensors:
             kind = "param" if name in self.skeleton.params else "buffer"
-            self._name(real, f"{kind}:{name}", tainted=True)
+            self._name(real, f"{kind}:{name}", Traits(tainted=True))
         return real
 
     # --- functions of the glue --------------------------------------------------------------------
 
     def function(self, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        args, kwargs = tree_map(self._present, (args, kwargs))
+        args, kwargs = tree_map(self._real_tensor, (args, kwargs))
         tensors = [leaf for leaf in leaves_in(args, kwargs) if isinstance(leaf, Tensor)]
         sources = [known for t in tensors if (known := self._source(t)) is not None]
-        tainted = any(known.tainted for known in sources)
-        sized = any(known.sized for known in sources)
-        if sized and name in SHAPES and tainted:
+        tainted = any(known.traits.tainted for known in sources)
+        data_sized = any(known.traits.data_sized for known in sources)
+        if data_sized and name in SHAPES and tainted:
             self._keep_rest_together(
                 f"the forward asks for the size of {sources[0].name}, which depends on data"
             )
         if name in READS:
             return self._read(function, name, args, kwargs, tainted=tainted)
         if sized_by_data(name, args):
-            sized = True
+            data_sized = True
             if tainted:
-                self.recording.undecided[self.within[-1]] = True
+                self.recording.decides_on_data[self.trunk_stack[-1]] = True
         names = self._names(tensors)
         versions = [t._version for t in tensors]
         needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
@@ -193,49 +202,47 @@ class ForwardRecorder(InterceptedForward):
         made = tensors_of(result)
         changed = [t for t, version in zip(tensors, versions, strict=True) if t._version != version]
         if made or changed:
-            grad = needs_grad and name not in DETACHING
-            self._note_function(name, names, tensors, made, changed, (tainted, sized, grad))
+            untouched = {id(t) for t in tensors} - {id(t) for t in changed}
+            results = made + [t for t in changed if not any(t is m for m in made)]
+            outputs = [(i, t) for i, t in enumerate(results) if id(t) not in untouched]
+            if needs_grad and name not in DETACHING:
+                _require_grad([tensor for _, tensor in outputs])
+            updates = self._changed_buffers(changed)
+            self._record_function(name, names, outputs, updates, Traits(tainted, data_sized))
         return result
 
-    def _note_function(
+    def _record_function(
         self,
         name: str,
-        names: tuple[str, ...],
-        given: list[Tensor],
-        made: list[Tensor],
-        changed: list[Tensor],
-        flags: tuple[bool, bool, bool],
+        inputs: tuple[str, ...],
+        outputs: list[tuple[int, Tensor]],
+        updates: tuple[str, ...],
+        traits: Traits,
     ) -> None:
-        tainted, sized, grad = flags
-        place, stretch = self.index, self.stretch
-        self.place()
+        """A function of the glue has run. outputs: what it made or changed, with positions among its results.
+        updates: buffers that it changed."""
+        function = self.place()
         self._stretch().append(name)
-        updates = self._changed_buffers(changed)
-        old = {id(t) for t in given} - {id(t) for t in changed}
-        handed = made + [t for t in changed if not any(t is m for m in made)]
-        outputs = []
-        for position, tensor in enumerate(handed):
-            if id(tensor) in old:
-                continue
-            if grad and (tensor.is_floating_point() or tensor.is_complex()):
-                tensor.requires_grad_()
-            outputs.append(glue_name(stretch, place, position))
-            self._change(tensor, outputs[-1], tainted=tainted, sized=sized)
-        call = self._last_call
+        names = []
+        for position, tensor in outputs:
+            names.append(f"{function}:{position}" if position else function)
+            self._name_change(tensor, names[-1], traits)
         self.recording.steps.append(
-            RecordedStep(kind="glue", call=call, inputs=names, outputs=tuple(outputs), updates=updates)
+            RecordedStep(
+                kind="glue", call=self._last_call, inputs=inputs, outputs=tuple(names), updates=updates
+            )
         )
 
     def _stretch(self) -> list[str]:
         return self.recording.calls[-1].stretch if self.recording.calls else self.recording.first_stretch
 
-    def _change(self, tensor: Tensor, name: str, *, tainted: bool, sized: bool) -> None:
+    def _name_change(self, tensor: Tensor, name: str, traits: Traits) -> None:
         """A tensor is new, or has new content under a new name."""
-        before: KnownTensor | None = self.known.get(tensor)
+        before: KnownTensor | None = self.tensors.get(tensor)
         if before is not None:
             self.recording.changed_later.add(before.name)
         self.storages[tensor.untyped_storage()._cdata] = name
-        self._name(tensor, name, tainted=tainted, sized=sized)
+        self._name(tensor, name, traits)
 
     @property
     def _last_call(self) -> int:
@@ -246,7 +253,7 @@ class ForwardRecorder(InterceptedForward):
         self.recording.same_stage.append(SameStage(max(self._last_call, 0), -1, why))
 
     def _changed_buffers(self, changed: Sequence[Tensor]) -> tuple[str, ...]:
-        found = [known.name for t in changed if (known := self.known.get(t)) is not None]
+        found = [known.name for t in changed if (known := self.tensors.get(t)) is not None]
         return tuple(n.removeprefix("buffer:") for n in found if n.startswith("buffer:"))
 
     @contextmanager
@@ -266,17 +273,17 @@ class ForwardRecorder(InterceptedForward):
     ) -> Any:
         tensor = args[0]
         if tainted and self.forced:
-            count = count_of(name, tensor)
+            count = count_numbers(name, tensor)
             numbers, self.forced = self.forced[:count], self.forced[count:]
-            result = convert(name, numbers, tensor)
+            result = python_value(name, numbers, tensor)
         else:
             with torch.no_grad():
                 result = function(*args, **kwargs)
-            numbers = numbers_of(result)
+            numbers = read_numbers(result)
         self.recording.decisions += numbers
         if tainted:
-            self.recording.tainted += numbers
-            self.recording.undecided.setdefault(self.within[-1], False)
+            self.recording.tainted_decisions += numbers
+            self.recording.decides_on_data.setdefault(self.trunk_stack[-1], False)
             tensors = [leaf for leaf in leaves_in(args, kwargs) if isinstance(leaf, Tensor)]
             self.recording.steps.append(
                 RecordedStep(
@@ -290,25 +297,25 @@ class ForwardRecorder(InterceptedForward):
     def call(self, unit: Unit, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = call_name(unit.fqn, number)
         open_up((args, kwargs))
-        leaves, spec = tree_flatten(tree_map(self._present, (args, kwargs)))
+        leaves, spec = tree_flatten(tree_map(self._real_tensor, (args, kwargs)))
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         names = self._names(given, reader=len(self.recording.calls))
         inputs = tuple(self._leaf_name(leaf) for leaf in leaves)
-        sized = any(name in self.recording.sized for name in names)
+        traits = Traits(True, any(name in self.recording.data_sized for name in names))
         run = IsolatedCall(self.skeleton, unit, leaves)
         with seeded(self.seed, name):
             self.meter.drew = False
             self.meter.statistics.clear()
             built = run.run(spec, self.parameters.state(self.skeleton.below(unit.fqn)), self.meter)
         drew = self._python_drew()
-        if run.remembered:
-            self.recording.remembered[unit.fqn] = run.remembered
-        outputs, flat = run.hand_over(f"{name}:0" if name in self.batch else name)
+        if run.changed_attributes:
+            self.recording.changed_attributes[unit.fqn] = run.changed_attributes
+        outputs, flat = run.detached_outputs(f"{name}:0" if name in self.batch else name)
         for output in outputs:
             if output.kind != "same":
-                self._change(run.handed[output.name], output.name, tainted=True, sized=sized)
+                self._name_change(run.outputs[output.name], output.name, traits)
         for storage in self.meter.alive:
-            self.made_in.setdefault(storage, len(self.recording.calls))
+            self.call_of_storage.setdefault(storage, len(self.recording.calls))
         self.recording.calls.append(
             UnitCall(
                 name=name,
@@ -333,16 +340,16 @@ class ForwardRecorder(InterceptedForward):
         return tree_unflatten(flat, built)
 
     def _leaf_name(self, leaf: Any) -> str | None:
-        known: KnownTensor | None = self.known.get(leaf) if isinstance(leaf, Tensor) else None
+        known: KnownTensor | None = self.tensors.get(leaf) if isinstance(leaf, Tensor) else None
         return known.name if known is not None else None
 
-    def _note_replaced_buffers(self) -> None:
+    def _record_replaced_buffers(self) -> None:
         """Buffers and attributes that the glue replaced by new tensors; the resting ones come back."""
         for name in self.skeleton.names:
             tensor = self.skeleton.current(name)
             if tensor is self.skeleton.resting(name):
                 continue
-            known: KnownTensor | None = self.known.get(tensor)
+            known: KnownTensor | None = self.tensors.get(tensor)
             for index, step in enumerate(self.recording.steps):
                 if known is not None and known.name in step.outputs:
                     self.recording.steps[index] = replace(step, updates=(*step.updates, name))
@@ -350,13 +357,13 @@ class ForwardRecorder(InterceptedForward):
 
     @contextmanager
     def _watching_trunks(self) -> Iterator[None]:
-        """Know in `within` which module's own code runs."""
+        """Know in `trunk_stack` which module's own code runs."""
 
         def enter(fqn: str) -> Callable[..., None]:
-            return lambda *_: self.within.append(fqn)
+            return lambda *_: self.trunk_stack.append(fqn)
 
         def leave(*_: Any) -> None:
-            self.within.pop()
+            self.trunk_stack.pop()
 
         handles = []
         for fqn in self.trunks:
@@ -376,3 +383,9 @@ def _value(name: str, tensor: Tensor) -> Value:
         dtype=str(tensor.dtype).removeprefix("torch."),
         needs_grad=tensor.requires_grad,
     )
+
+
+def _require_grad(tensors: Sequence[Tensor]) -> None:
+    for tensor in tensors:
+        if tensor.is_floating_point() or tensor.is_complex():
+            tensor.requires_grad_()

@@ -1,7 +1,15 @@
-"""StageRun: one stage's part of the user's forward.
+"""One stage's part of the user's forward.
 
 The forward runs from its start. Units of other stages are stubs that return what was received, or tensors
 without data; glue runs where its data is. The run ends at the first unit behind the stage's own ones.
+
+    forward    embed     x + p    blocks.0   x + y    blocks.1   x + y    head     loss
+    stage 0    runs      runs     runs       sends    stops
+    stage 1    stub      shapes   stub       gets     runs       sends    stops
+    stage 2    stub      shapes   stub       shapes   stub       gets     runs     runs
+
+sends: it runs, and the result is bound to the name of a value that crosses.  gets: it runs for its shape
+only, and stands for the received tensor of that name from then on.  shapes: no data, on the meta device.
 
 A value that crosses is bound, on both sides alike, where the recorded run made it: at a unit's output, or at
 the same function of the same stretch of glue. Where the glue takes another way than recorded and does not
@@ -14,7 +22,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -29,8 +37,8 @@ from .forward_path import ForwardPath
 from .intercepted_forward import InterceptedForward, call_name, glue_name, seeded
 from .recorded_run import UnitCall
 from .skeleton import Skeleton, Unit
-from .stage_task import StageTask, StopPoint
-from .torch_functions import LIKE, PLACES, READS, SILENT, convert, count_of, leaves_in, numbers_of
+from .stage_task import CallPlace, StageTask, StopPoint
+from .torch_functions import LIKE, PLACES, READS, SILENT, count_numbers, leaves_in, python_value, read_numbers
 
 
 class _Stop(BaseException):
@@ -49,7 +57,14 @@ class StageRunResult:
 class StageRun(InterceptedForward):
     """A run of one stage on one micro-batch.
 
-    received: values by name.  known: the way that earlier stages took.  device: where tensors are.
+    received: values by name.  earlier_path: the way that earlier stages took.  device: where tensors are.
+
+    result: what it gives.  bound_inputs: received values that stand for a tensor of this run by now.
+    resolved: tensor without data -> the received one that it stands for.
+    overwritten: storages with new content that is on another stage.
+    stages_passed: stages we receive from that have stopped where this run is.
+    as_recorded: whether the glue since the last unit call has run as recorded.
+    versions, made_after: of bound values, their version counter then, and how many unit calls came before.
     """
 
     def __init__(
@@ -58,7 +73,7 @@ class StageRun(InterceptedForward):
         task: StageTask,
         *,
         received: Mapping[str, Tensor],
-        known: ForwardPath,
+        earlier_path: ForwardPath,
         seed: int,
         device: torch.device,
         training: bool = True,
@@ -66,14 +81,14 @@ class StageRun(InterceptedForward):
         super().__init__(skeleton, seed, random=task.random, python_random=task.recording.python_random)
         self.task = task
         self.received = received
-        self.known = known
+        self.earlier_path = earlier_path
         self.device = device
         self.training = training
-        self.handed = StageRunResult()
-        self.arrived: set[str] = set()
+        self.result = StageRunResult()
+        self.bound_inputs: set[str] = set()
         self.resolved: Any = WeakTensorKeyDictionary()
-        self.spoilt: dict[int, Tensor] = {}
-        self.passed: set[int] = set()
+        self.overwritten: dict[int, Tensor] = {}
+        self.stages_passed: set[int] = set()
         self.as_recorded = True
         self.versions: dict[str, int] = {}
         self.made_after: dict[str, int] = {}
@@ -83,13 +98,13 @@ class StageRun(InterceptedForward):
         try:
             loss = self.loss(job, batch)
             if self.task.makes_loss:
-                self.handed.loss = self._data(loss, "the loss")
+                self.result.loss = self._data(loss, "the loss")
         except _Stop:
             pass
-        for name, tensor in self.handed.bound.items():
+        for name, tensor in self.result.bound.items():
             if tensor._version != self.versions[name]:
                 raise CutError(f"{name} is sent, and changed in place later", hint=KEEP_TOGETHER)
-        return self.handed
+        return self.result
 
     def checkpoint(self, apply: Any, args: tuple[Any, ...]) -> Any:
         """What another stage checkpoints is no concern of this one."""
@@ -106,7 +121,9 @@ class StageRun(InterceptedForward):
     # --- data or not ------------------------------------------------------------------------------
 
     def _absent(self, tensor: Tensor) -> bool:
-        return has_no_data(tensor) or (bool(self.spoilt) and tensor.untyped_storage()._cdata in self.spoilt)
+        if has_no_data(tensor):
+            return True
+        return bool(self.overwritten) and tensor.untyped_storage()._cdata in self.overwritten
 
     def _resolve(self, leaf: Any) -> Any:
         """What a tensor stands for by now."""
@@ -114,10 +131,10 @@ class StageRun(InterceptedForward):
             return self.resolved.get(leaf, leaf)
         return leaf
 
-    def _spoil(self, tensor: Tensor) -> None:
+    def _mark_overwritten(self, tensor: Tensor) -> None:
         """A tensor has new content that is on another stage."""
         if not has_no_data(tensor):
-            self.spoilt[tensor.untyped_storage()._cdata] = tensor
+            self.overwritten[tensor.untyped_storage()._cdata] = tensor
 
     def _data(self, leaf: Any, what: str) -> Tensor:
         """A tensor that must be there. Raises: CutError if it is not."""
@@ -146,7 +163,7 @@ class StageRun(InterceptedForward):
         if name in READS and tensors:
             return self._read(function, name, args, kwargs, absent=absent or missing is not None)
         if missing is not None:
-            return self._made(name, missing, [])
+            return self._bind_results(name, missing, [])
         if absent and name in SILENT:
             return MissingValue(f"the result of {name}")
         if not absent:
@@ -158,8 +175,8 @@ class StageRun(InterceptedForward):
             return self._compute(function, name, (stand_in, *args[1:]), kwargs, [])
         result, changed = call_without_data(function, name, args, kwargs, self._decided)
         for tensor in changed:
-            self._spoil(tensor)
-        return self._made(name, result, changed)
+            self._mark_overwritten(tensor)
+        return self._bind_results(name, result, changed)
 
     def _compute(
         self, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]
@@ -172,9 +189,9 @@ class StageRun(InterceptedForward):
         else:
             result = function(*args, **kwargs)
         changed = [t for t, version in zip(given, versions, strict=True) if t._version != version]
-        return self._made(name, result, changed)
+        return self._bind_results(name, result, changed)
 
-    def _made(self, name: str, result: Any, changed: list[Tensor]) -> Any:
+    def _bind_results(self, name: str, result: Any, changed: list[Tensor]) -> Any:
         """Bind what a function made, or changed in place, if it crosses."""
         flat, spec = tree_flatten(result)
         made = [leaf for leaf in flat if isinstance(leaf, (Tensor, MissingValue))]
@@ -197,14 +214,14 @@ class StageRun(InterceptedForward):
         if name in self.received:
             if self._comes_as_argument(name):
                 return leaf
-            self.arrived.add(name)
+            self.bound_inputs.add(name)
             if isinstance(leaf, Tensor):
                 self.resolved[leaf] = self.received[name]
             return self.received[name]
         if name in self.task.sends:
-            self.handed.bound[name] = self._data(leaf, name)
-            self.versions[name] = self.handed.bound[name]._version
-            self.made_after[name] = len(self.handed.path.calls)
+            self.result.bound[name] = self._data(leaf, name)
+            self.versions[name] = self.result.bound[name]._version
+            self.made_after[name] = len(self.result.path.calls)
         return leaf
 
     def _comes_as_argument(self, name: str) -> bool:
@@ -213,7 +230,7 @@ class StageRun(InterceptedForward):
         entry = self.task.sources[self.task.source_of[name]]
         if not self.task.dynamic or name not in entry.arguments.values():
             return False
-        calls = self.known.calls
+        calls = self.earlier_path.calls
         counts: Counter[int] = Counter()
         end = len(calls)
         for index, number in enumerate(calls):
@@ -221,7 +238,7 @@ class StageRun(InterceptedForward):
                 end = index
                 break
             counts[number] += 1
-        done = len(self.handed.path.calls)
+        done = len(self.result.path.calls)
         return not self._as_recorded_after(name, calls[done:end], entry)
 
     def _as_recorded_after(self, name: str, calls: Sequence[int], entry: StopPoint) -> bool:
@@ -232,26 +249,26 @@ class StageRun(InterceptedForward):
         self, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, absent: bool
     ) -> Any:
         """Decide as earlier stages did; what they have not decided is decided here."""
-        decisions = self.handed.path.decisions
+        decisions = self.result.path.decisions
         tensor = next(leaf for leaf in leaves_in(args, kwargs) if isinstance(leaf, Tensor))
-        count = count_of(name, tensor)
-        if absent or len(decisions) + count <= len(self.known.decisions):
-            return convert(name, [self._decided() for _ in range(count)], tensor)
+        count = count_numbers(name, tensor)
+        if absent or len(decisions) + count <= len(self.earlier_path.decisions):
+            return python_value(name, [self._decided() for _ in range(count)], tensor)
         result = function(*args, **kwargs)
-        decisions += numbers_of(result)
+        decisions += read_numbers(result)
         return result
 
     def _decided(self) -> float:
         """The number that an earlier stage read here. Raises: CutError if none did."""
-        decisions = self.handed.path.decisions
-        if len(decisions) == len(self.known.decisions):
+        decisions = self.result.path.decisions
+        if len(decisions) == len(self.earlier_path.decisions):
             where = f"after {self.stretch}" if self.stretch else "at its start"
             raise CutError(
                 f"stage {self.task.stage} must decide on data of another stage {where} of the forward, which "
                 "did not decide there when captured",
                 hint=KEEP_TOGETHER,
             )
-        decisions.append(self.known.decisions[len(decisions)])
+        decisions.append(self.earlier_path.decisions[len(decisions)])
         return decisions[-1]
 
     # --- units ------------------------------------------------------------------------------------
@@ -260,79 +277,78 @@ class StageRun(InterceptedForward):
         place = self.task.place(unit.fqn, number)
         leaves, spec = tree_flatten((args, kwargs))
         leaves = [self._resolve(leaf) for leaf in leaves]
-        self._pass(place.position, leaves)
+        self._bind_arguments(place.position, leaves)
         leaves = [self._resolve(leaf) for leaf in leaves]
         self.as_recorded = place.call is not None
-        if not place.own and place.position > self.task.last:
-            self._end(unit, leaves)
-        self._go_on(unit)
+        if not place.runs_here and place.position > self.task.last:
+            self._stop_before(unit, leaves)
+        self._note_call(unit)
         name = call_name(unit.fqn, number)
-        call = place.call if self.training else self.task.recording.evaluated.get(name, place.call)
-        if place.own:
-            return self._run(unit, (name, call, place.random), leaves, spec)
+        call = place.call if self.training else self.task.recording.evaluation_calls.get(name, place.call)
+        if place.runs_here:
+            return self._run(unit, name, replace(place, call=call), leaves, spec)
         if call is None:
             return MissingValue(f"the result of {name}, which was not called when captured", self._decided)
         return self._stub(unit, call, leaves)
 
-    def _pass(self, position: int, leaves: list[Any]) -> None:
+    def _bind_arguments(self, position: int, leaves: list[Any]) -> None:
         """Where a stage we receive from stops, what it did not make as recorded is among the arguments."""
         for stage, entry in self.task.sources.items():
-            if stage in self.passed or position <= entry.last:
+            if stage in self.stages_passed or position <= entry.last:
                 continue
-            self.passed.add(stage)
+            self.stages_passed.add(stage)
             for index, name in entry.arguments.items():
-                if name not in self.received or name in self.arrived or index >= len(leaves):
+                if name not in self.received or name in self.bound_inputs or index >= len(leaves):
                     continue
                 if isinstance(leaves[index], MissingValue):
                     leaves[index] = self.received[name]
                 elif isinstance(leaves[index], Tensor) and self._absent(leaves[index]):
                     self.resolved[leaves[index]] = self.received[name]
-                self.arrived.add(name)
+                self.bound_inputs.add(name)
 
-    def _end(self, unit: Unit, leaves: list[Any]) -> None:
+    def _stop_before(self, unit: Unit, leaves: list[Any]) -> None:
         """The stage is done. What it did not make as recorded is the argument of the next unit."""
-        for index, name in self.task.entry.arguments.items():
+        for index, name in self.task.stop.arguments.items():
             if name not in self.task.sends or index >= len(leaves):
                 continue
-            since = self.handed.path.calls[self.made_after.get(name, 0) :]
-            made = name in self.handed.bound
-            if not made or (self.task.dynamic and not self._as_recorded_after(name, since, self.task.entry)):
+            since = self.result.path.calls[self.made_after.get(name, 0) :]
+            made = name in self.result.bound
+            if not made or (self.task.dynamic and not self._as_recorded_after(name, since, self.task.stop)):
                 self._bind(name, leaves[index])
-        self._go_on(unit)  # so that the next stage can see that it takes the same way
+        self._note_call(unit)  # so that the next stage can see that it takes the same way
         raise _Stop
 
-    def _go_on(self, unit: Unit) -> None:
+    def _note_call(self, unit: Unit) -> None:
         """Note a call. Raises: CutError if earlier stages called another unit here."""
-        calls, known, number = self.handed.path.calls, self.known.calls, self.task.units.index(unit.fqn)
-        if len(calls) < len(known) and known[len(calls)] != number:
+        calls, earlier = self.result.path.calls, self.earlier_path.calls
+        number = self.task.units.index(unit.fqn)
+        if len(calls) < len(earlier) and earlier[len(calls)] != number:
             raise CutError(
                 f"stage {self.task.stage} calls {unit.fqn} where earlier stages called "
-                f"{self.task.units[known[len(calls)]]}: the forward decides on what only some stages know",
+                f"{self.task.units[earlier[len(calls)]]}: the forward decides on what only some stages know",
                 hint="decide on tensors, or on random numbers of torch, Python or NumPy's global generator",
             )
         calls.append(number)
 
-    def _run(
-        self, unit: Unit, what_call: tuple[str, UnitCall | None, bool], leaves: list[Any], spec: TreeSpec
-    ) -> Any:
-        name, call, random = what_call
+    def _run(self, unit: Unit, name: str, place: CallPlace, leaves: list[Any], spec: TreeSpec) -> Any:
+        """Run one of the stage's own units. name: of the call."""
         what = f"an argument of {unit.fqn}"
-        given = [
+        arguments = [
             self._data(leaf, what) if isinstance(leaf, (Tensor, MissingValue)) else leaf for leaf in leaves
         ]
-        args, kwargs = tree_unflatten(given, spec)
-        if random:
+        args, kwargs = tree_unflatten(arguments, spec)
+        if place.random:
             with seeded(self.seed, name):
                 result = unit.original_forward(*args, **kwargs)
         else:
             result = unit.original_forward(*args, **kwargs)
-        if call is not None:
-            self._bind_outputs(unit, call, given, result)
+        if place.call is not None:
+            self._bind_outputs(unit, place.call, arguments, result)
         return result
 
-    def _bind_outputs(self, unit: Unit, call: UnitCall, given: list[Any], result: Any) -> None:
+    def _bind_outputs(self, unit: Unit, call: UnitCall, arguments: list[Any], result: Any) -> None:
         flat, _ = tree_flatten(result)
-        if self.task.others and _constants(flat) != _constants(call.leaves):
+        if self.task.has_other_stages and _constants(flat) != _constants(call.leaves):
             raise CutError(
                 f"{unit.fqn} returned {_constants(flat)}, and {_constants(call.leaves)} when captured: "
                 "other stages cannot know",
@@ -342,7 +358,7 @@ class StageRun(InterceptedForward):
             if output.kind == "result" and output.index < len(flat):
                 self._bind(output.name, flat[output.index])
             elif output.kind == "argument":
-                self._bind(output.name, given[output.index])
+                self._bind(output.name, arguments[output.index])
             elif output.kind == "attribute":
                 owner = unit.module.get_submodule(output.module)
                 self._bind(output.name, getattr(owner, output.attribute))
@@ -356,7 +372,7 @@ class StageRun(InterceptedForward):
             elif output.kind == "argument":
                 target = leaves[output.index]
                 if isinstance(target, Tensor):
-                    self._spoil(target)
+                    self._mark_overwritten(target)
                     self._bind(output.name, target)
             else:
                 shape = self.task.recording.values[output.name]

@@ -19,12 +19,13 @@ class CallPlace:
     """A unit call as seen by a stage.
 
     position: of the call in the recorded run; one that was not recorded counts with those of its op.
-    call: the recorded call, if there is one.  own: this stage runs it.  random: it draws random numbers.
+    call: the recorded call, if there is one.  runs_here: whether this stage runs it.
+    random: it draws random numbers.
     """
 
     position: int
     call: UnitCall | None
-    own: bool
+    runs_here: bool
     random: bool
 
 
@@ -40,20 +41,21 @@ class StopPoint:
 class StageTask:
     """One stage of a cut.
 
-    members: all ops.  own: indices of this stage's.  sends, receives: names of values that cross, without
-    those that carry paths.  sources: stage -> where it stops, for stages that it receives from.
+    module_ops: all ops.  own_ops: numbers of this stage's.
+    sends, receives: names of values that cross, without those that carry paths.
+    stop: where it stops.  sources: stage -> where that stops, for stages that it receives from.
     source_of: received value -> stage.  units: all, in the order of their numbers in a path.
     """
 
     stage: int
     recording: RecordedRun
-    members: Sequence[ModuleOp]
-    own: frozenset[int]
-    others: bool
+    module_ops: Sequence[ModuleOp]
+    own_ops: frozenset[int]
+    has_other_stages: bool
     makes_loss: bool
     sends: frozenset[str]
     receives: frozenset[str]
-    entry: StopPoint
+    stop: StopPoint
     sources: Mapping[int, StopPoint]
     source_of: Mapping[str, int]
     units: tuple[str, ...]
@@ -61,7 +63,7 @@ class StageTask:
     @cached_property
     def dynamic(self) -> bool:
         """Whether the forward may call other units than recorded."""
-        return is_dynamic(self.recording, self.members)
+        return is_dynamic(self.recording, self.module_ops)
 
     def made_at(self, name: str) -> int:
         """Number of the recorded unit call that makes a value, or in whose stretch it is made; -1 before."""
@@ -74,20 +76,20 @@ class StageTask:
     @property
     def last(self) -> int:
         """Position of the last recorded call of this stage."""
-        return self.entry.last
+        return self.stop.last
 
     def before(self) -> StageTask:
         """The same run, ended where this stage's own modules would start."""
-        first = min(call for index in self.own for call in self.members[index].calls)
+        first = min(call for index in self.own_ops for call in self.module_ops[index].calls)
         nothing: frozenset[str] = frozenset()
         return replace(
             self,
-            own=frozenset(),
+            own_ops=frozenset(),
             makes_loss=False,
             sends=nothing,
             receives=nothing,
             sources={},
-            entry=StopPoint(last=first - 1, arguments={}),
+            stop=StopPoint(last=first - 1, arguments={}),
         )
 
     @cached_property
@@ -111,62 +113,62 @@ class StageTask:
         """Where a unit call belongs."""
         key = unit, number
         if key not in self._places:
-            self._places[key] = self._find(unit, number)
+            self._places[key] = self._locate(unit, number)
         return self._places[key]
 
     @cached_property
     def _places(self) -> dict[tuple[str, int], CallPlace]:
         return {}
 
-    def _find(self, unit: str, number: int) -> CallPlace:
+    def _locate(self, unit: str, number: int) -> CallPlace:
         calls = [i for i, call in enumerate(self.recording.calls) if call.unit == unit]
         name = call_name(unit, number)
         exact = next((i for i in calls if self.recording.calls[i].name == name), None)
         position = exact if exact is not None else calls[-1] if calls else None
         if position is None:
-            index = next(i for i, m in enumerate(self.members) if unit in m.idle)
-            position = self.members[index].calls[0]
+            index = next(i for i, m in enumerate(self.module_ops) if unit in m.idle)
+            position = self.module_ops[index].calls[0]
         else:
-            index = next(i for i, m in enumerate(self.members) if position in m.calls)
+            index = next(i for i, m in enumerate(self.module_ops) if position in m.calls)
         random = any(self.recording.calls[i].random for i in calls) or not calls
         return CallPlace(
             position=position,
             call=None if exact is None else self.recording.calls[exact],
-            own=index in self.own,
+            runs_here=index in self.own_ops,
             random=random,
         )
 
 
 def derive_stage_task(
     recording: RecordedRun,
-    members: Sequence[ModuleOp],
+    module_ops: Sequence[ModuleOp],
     units: tuple[str, ...],
     stages: StageGraph,
     index: int,
 ) -> StageTask:
     """The task of stage `index`."""
-    number = {member.name: i for i, member in enumerate(members)}
-    own = [frozenset(number[op] for op in stage.ops) for stage in stages.stages]
+    number = {module_op.name: i for i, module_op in enumerate(module_ops)}
+    op_numbers = [frozenset(number[op] for op in stage.ops) for stage in stages.stages]
     sends = {c.value.name for c in stages.crossings if c.source == index}
     receives = {c.value.name for c in stages.crossings if c.target == index}
-    entries = [_entry(recording, [members[i] for i in mine]) for mine in own]
+    stops = [_stop_point(recording, [module_ops[i] for i in numbers]) for numbers in op_numbers]
     return StageTask(
         stage=index,
         recording=recording,
-        members=members,
-        own=own[index],
-        others=len(stages.stages) > 1,
+        module_ops=module_ops,
+        own_ops=op_numbers[index],
+        has_other_stages=len(stages.stages) > 1,
         makes_loss=index == stages.loss_stage,
         sends=frozenset(n for n in sends if not n.startswith(PATH_PREFIX) and n != LOSS),
         receives=frozenset(n for n in receives if not n.startswith(PATH_PREFIX)),
-        entry=entries[index],
-        sources={s: entries[s] for s in stages.predecessors[index]},
+        stop=stops[index],
+        sources={s: stops[s] for s in stages.predecessors[index]},
         source_of={c.value.name: c.source for c in stages.crossings if c.target == index},
         units=units,
     )
 
 
-def _entry(recording: RecordedRun, members: Sequence[ModuleOp]) -> StopPoint:
-    last = max(call for member in members for call in member.calls)
+def _stop_point(recording: RecordedRun, module_ops: Sequence[ModuleOp]) -> StopPoint:
+    last = max(call for module_op in module_ops for call in module_op.calls)
     behind = recording.calls[last + 1].inputs if last + 1 < len(recording.calls) else ()
     return StopPoint(last=last, arguments={i: name for i, name in enumerate(behind) if name})
