@@ -92,11 +92,11 @@ def measure_efficiency(
     """
 
     def batch(seed: int, rows: int) -> dict[str, Tensor]:
-        made = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(seed)
         images = (rows, sizes.channels, sizes.pixels, sizes.pixels)
         return {
-            "tokens": torch.randint(sizes.vocabulary, (rows, sizes.length), generator=made),
-            "images": torch.randn(images, generator=made),
+            "tokens": torch.randint(sizes.vocabulary, (rows, sizes.length), generator=generator),
+            "images": torch.randn(images, generator=generator),
         }
 
     job = Job(

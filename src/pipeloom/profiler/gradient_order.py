@@ -97,8 +97,8 @@ def _factors(op: Op, graph: OpGraph) -> tuple[Value | Parameter, ...]:
     """The operands in their order, if gradients of the result's precision flow to all of them; else none."""
     values = tuple(graph.value[name] for name in op.inputs)
     params = tuple(graph.parameter[name] for name in op.params)
-    found: tuple[Value | Parameter, ...] = (*values, *params)
+    factors: tuple[Value | Parameter, ...] = (*values, *params)
     learn = all(v.needs_grad for v in values) and all(p.trainable for p in params)
-    alike = all(factor.dtype == op.outputs[0].dtype for factor in found)
+    alike = all(factor.dtype == op.outputs[0].dtype for factor in factors)
     places = op.attributes.split("{")[0].count("%")
-    return found if learn and alike and places in (0, len(found)) else ()
+    return factors if learn and alike and places in (0, len(factors)) else ()

@@ -176,23 +176,23 @@ def _storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _shares_storage(results: Any, others: Iterable[Tensor]) -> bool:
-    held = {_storage(t) for t in others}
-    return any(_storage(t) in held for t in _tensors(results))
+def _shares_storage(results: Any, tensors: Iterable[Tensor]) -> bool:
+    storages = {_storage(t) for t in tensors}
+    return any(_storage(t) in storages for t in _tensors(results))
 
 
 def _identify(
     saved: list[Tensor], arguments: list[Tensor], outputs: list[Tensor]
 ) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...], int]:
     """Which arguments and results the saved tensors are, and the bytes of the rest, by storage."""
-    held = {_storage(t): t.untyped_storage().nbytes() for t in saved}
-    of_args = tuple(i for i, t in enumerate(arguments) if _storage(t) in held)
+    sizes = {_storage(t): t.untyped_storage().nbytes() for t in saved}
+    of_args = tuple(i for i, t in enumerate(arguments) if _storage(t) in sizes)
     for i in of_args:
-        held.pop(_storage(arguments[i]), None)
-    of_outputs = tuple((i, held[_storage(t)]) for i, t in enumerate(outputs) if _storage(t) in held)
+        sizes.pop(_storage(arguments[i]), None)
+    of_outputs = tuple((i, sizes[_storage(t)]) for i, t in enumerate(outputs) if _storage(t) in sizes)
     for i, _ in of_outputs:
-        held.pop(_storage(outputs[i]), None)
-    return of_args, of_outputs, sum(held.values())
+        sizes.pop(_storage(outputs[i]), None)
+    return of_args, of_outputs, sum(sizes.values())
 
 
 class _AliveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -200,23 +200,23 @@ class _AliveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.made: dict[int, tuple[Any, int]] = {}
+        self.alive: dict[int, tuple[Any, int]] = {}
         self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        known = {_storage(t) for t in _tensors((args, kwargs))}
+        inputs = {_storage(t) for t in _tensors((args, kwargs))}
         results = func(*args, **(kwargs or {}))
         for tensor in _tensors(results):
             storage = tensor.untyped_storage()
-            if storage._cdata not in known and storage._cdata not in self.made:
-                self.made[storage._cdata] = (_weak(storage), storage.nbytes())
+            if storage._cdata not in inputs and storage._cdata not in self.alive:
+                self.alive[storage._cdata] = (_weak(storage), storage.nbytes())
         self.peak = max(self.peak, self.level())
         return results
 
     def level(self) -> int:
         """Bytes alive now."""
-        self.made = {key: entry for key, entry in self.made.items() if not entry[0].expired()}
-        return sum(size for _, size in self.made.values())
+        self.alive = {key: entry for key, entry in self.alive.items() if not entry[0].expired()}
+        return sum(size for _, size in self.alive.values())
 
 
 def _scratch(device: torch.device, run: Callable[[], Any]) -> tuple[Any, int]:

@@ -23,9 +23,10 @@ class Measurement:
 
 
 def summarise_runs(name: str, values: Iterable[float], unit: str) -> Measurement:
-    """
-    >>> measured("launch", [3.0, 1.0, 2.0], "s")
-    Measured(name='launch', value=2.0, low=1.0, high=3.0, unit='s', of='3 runs')
+    """The median of several measurements of one figure, with the lowest and the highest of them.
+
+    >>> summarise_runs("launch", [3.0, 1.0, 2.0], "s")
+    Measurement(name='launch', value=2.0, low=1.0, high=3.0, unit='s', of='3 runs')
     """
     runs = sorted(values)
     return Measurement(
@@ -36,7 +37,7 @@ def summarise_runs(name: str, values: Iterable[float], unit: str) -> Measurement
 def connected_components(pairs: Sequence[tuple[int, int]], count: int) -> list[int]:
     """The component that each of `count` devices belongs to when those pairs belong together.
 
-    >>> joined([(0, 1), (2, 3)], 5)
+    >>> connected_components([(0, 1), (2, 3)], 5)
     [0, 0, 2, 2, 4]
     """
     first = list(range(count))

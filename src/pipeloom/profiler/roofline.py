@@ -190,10 +190,10 @@ class _Operands:
 
     def passed(self) -> tuple[str, ...]:
         """The inputs whose gradient is the output's own."""
-        made = self.op.outputs[0].dtype
+        output_dtype = self.op.outputs[0].dtype
         values = [(v.name, v.shape, v.dtype) for v in self.values if v.needs_grad]
         values += [(p.name, p.shape, p.dtype) for p in self._parameters if p.trainable]
-        return tuple(name for name, shape, dtype in values if dtype == made and self._passes(shape))
+        return tuple(name for name, shape, dtype in values if dtype == output_dtype and self._passes(shape))
 
     def _gradient(self, shape: tuple[int, ...], size: int, arriving: int) -> _Work:
         """The gradient of one operand."""

@@ -24,7 +24,7 @@ from .tracing_lock import one_thread_at_a_time
 class Blueprint:
     """A model on fake tensors, with what is needed to make any part of it real.
 
-    others: tensors that the model holds and that are neither parameters nor buffers, by name.
+    attribute_tensors: tensors that the model holds and that are neither parameters nor buffers, by name.
     why_whole: set when the constructor reads tensor values and so cannot run on fake ones: then each
         materialisation builds the whole model.
     """
@@ -32,27 +32,27 @@ class Blueprint:
     build: Callable[[], nn.Module]
     model: nn.Module
     record: ConstructorRecord = field(default_factory=ConstructorRecord)
-    others: dict[str, Tensor] = field(default_factory=dict)
+    attribute_tensors: dict[str, Tensor] = field(default_factory=dict)
     why_whole: str = ""
 
     def __post_init__(self) -> None:
         """Keep what the constructor made: a forward may put other tensors in the place of buffers."""
-        self.made = _named_tensors(self.model)
+        self.initial = _named_tensors(self.model)
 
     @one_thread_at_a_time
-    def materialise(self, seed: int, wanted: Iterable[str]) -> dict[str, Tensor]:
+    def materialise(self, seed: int, names: Iterable[str]) -> dict[str, Tensor]:
         """The named parameters and buffers as `torch.manual_seed(seed); build()` makes them.
 
-        wanted: FQNs, or names in `others`. Tied names give the same tensor. The generator's state is left
-            as it was.
+        names: FQNs, or names in `attribute_tensors`. Tied names give the same tensor.
+        The generator's state is left as it was.
         """
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             if self.why_whole:
                 real = _named_tensors(self.build())
-                return {name: real[name].detach() for name in wanted}
-            named: Mapping[str, Tensor] = _named_tensors(self.model) | self.made | self.others
-            return ConstructorReplay(self.record, {name: named[name] for name in wanted}).run()
+                return {name: real[name].detach() for name in names}
+            named: Mapping[str, Tensor] = _named_tensors(self.model) | self.initial | self.attribute_tensors
+            return ConstructorReplay(self.record, {name: named[name] for name in names}).run()
 
 
 def _named_tensors(model: nn.Module) -> dict[str, Tensor]:

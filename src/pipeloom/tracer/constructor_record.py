@@ -85,18 +85,18 @@ def _storages(tree: object) -> frozenset[int]:
 
 def _written(function: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> set[int]:
     """Storages of arguments that the call changes."""
-    found: set[int] = set()
+    written: set[int] = set()
     for position, argument in enumerate(function._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            given = args[position] if position < len(args) else kwargs.get(argument.name)
-            found |= _storages(given)
-    return found
+            argument_value = args[position] if position < len(args) else kwargs.get(argument.name)
+            written |= _storages(argument_value)
+    return written
 
 
-def _blind(function: torch._ops.OpOverload, given: Any) -> bool:
-    """Whether how much a call draws is known without the values of the tensors it is given."""
+def _blind(function: torch._ops.OpOverload, arguments: Any) -> bool:
+    """Whether how much a call draws is known without the values of the tensors among its arguments."""
     name = str(function.overloadpacket).split(".")[-1]
-    tensors = sum(isinstance(leaf, StorageView) for leaf in _leaves(given))
+    tensors = sum(isinstance(leaf, StorageView) for leaf in _leaves(arguments))
     return not tensors or (tensors == 1 and name.endswith(("_", "_like")))
 
 
@@ -116,28 +116,28 @@ class ConstructorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = tree_map(self._describe, (args, kwargs))
-        made = func(*args, **kwargs)
-        result = tree_map(self._describe, made)
-        reads, writes = _storages(given), _written(func, *given)
+        arguments = tree_map(self._describe, (args, kwargs))
+        value = func(*args, **kwargs)
+        result = tree_map(self._describe, value)
+        reads, writes = _storages(arguments), _written(func, *arguments)
         writes |= _storages(result) - reads
         random = torch.Tag.nondeterministic_seeded in func.tags
         self.record.calls.append(
             RecordedCall(
                 function=func,
-                args=given[0],
-                kwargs=given[1],
+                args=arguments[0],
+                kwargs=arguments[1],
                 result=result,
                 writes=frozenset(writes),
                 reads=reads - writes,
                 random=random,
-                blind=_blind(func, given),
-                seeds=tuple(self._seeded(given)) if random else (),
+                blind=_blind(func, arguments),
+                seeds=tuple(self._seeded(arguments)) if random else (),
             )
         )
         # `module.to(dtype)` swaps fake parameters, and refuses while the mode's memo has weak references
         self.fake.fake_tensor_converter.tensor_memo.clear()
-        return made
+        return value
 
     @contextmanager
     def whole_initialisers(self) -> Iterator[None]:
@@ -147,17 +147,17 @@ class ConstructorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def recorded(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             if not isinstance(tensor, FakeTensor):
                 return original(tensor, *args, **kwargs)
-            given = tree_map(self._describe, ((tensor, *args), kwargs))
+            arguments = tree_map(self._describe, ((tensor, *args), kwargs))
             self.record.calls.append(
                 RecordedCall(
                     function=original,
-                    args=given[0],
-                    kwargs=given[1],
-                    result=given[0][0],
-                    writes=_storages(given),
+                    args=arguments[0],
+                    kwargs=arguments[1],
+                    result=arguments[0][0],
+                    writes=_storages(arguments),
                     reads=frozenset(),
                     random=True,
-                    seeds=tuple(self._seeded(given)),
+                    seeds=tuple(self._seeded(arguments)),
                 )
             )
             return tensor
@@ -174,16 +174,16 @@ class ConstructorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.record.alive.setdefault(view.storage, leaf.untyped_storage())
             return view
         if isinstance(leaf, torch.Generator):
-            if not any(leaf is known for known in self.generators):
+            if not any(leaf is generator for generator in self.generators):
                 self.generators.append(leaf)
-            return GeneratorUse(next(i for i, known in enumerate(self.generators) if leaf is known))
+            return GeneratorUse(next(i for i, generator in enumerate(self.generators) if leaf is generator))
         if isinstance(leaf, Tensor):
             with _disable_current_modes():
                 return leaf.clone()
         return leaf
 
-    def _seeded(self, given: Any) -> Iterator[tuple[int, Tensor]]:
-        used = {leaf.generator for leaf in _leaves(given) if isinstance(leaf, GeneratorUse)} or {0}
+    def _seeded(self, arguments: Any) -> Iterator[tuple[int, Tensor]]:
+        used = {leaf.generator for leaf in _leaves(arguments) if isinstance(leaf, GeneratorUse)} or {0}
         with _disable_current_modes():  # states are real tensors
             for number in used:
                 generator = self.generators[number]
@@ -197,16 +197,16 @@ class ConstructorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class ConstructorReplay:
     """Runs recorded calls on real tensors, as far as some tensors need them."""
 
-    def __init__(self, record: ConstructorRecord, wanted: Mapping[str, Tensor]) -> None:
+    def __init__(self, record: ConstructorRecord, targets: Mapping[str, Tensor]) -> None:
         self.calls = record.calls
-        self.wanted = {name: view_of(tensor) for name, tensor in wanted.items()}
+        self.targets = {name: view_of(tensor) for name, tensor in targets.items()}
         self.storages: dict[int, torch.UntypedStorage] = {}
         self.generators: dict[int, torch.Generator] = {0: torch.default_generator}
         self.real: dict[StorageView, Tensor] = {}
 
     def run(self) -> dict[str, Tensor]:
-        """The wanted tensors by name; names of one tensor get the same object."""
-        kept = {view.storage for view in self.wanted.values()}
+        """The target tensors by name; names of one tensor get the same object."""
+        kept = {view.storage for view in self.targets.values()}
         chosen = self._chosen(kept)
         last = {storage: index for index in sorted(chosen) for storage in self._touched(index)}
         with torch.no_grad():
@@ -218,10 +218,10 @@ class ConstructorReplay:
                     self._forget(s for s in self._touched(index) - kept if last[s] == index)
                 elif call.random:
                     self._run(call, self._scratch)
-        return {name: self._make(view) for name, view in self.wanted.items()}
+        return {name: self._make(view) for name, view in self.targets.items()}
 
     def _chosen(self, kept: set[int]) -> set[int]:
-        """Indices of the calls whose effect can be seen in the wanted tensors or in the generators."""
+        """Indices of the calls whose effect can be seen in the target tensors or in the generators."""
         needed = set(kept)
         chosen = set()
         for index in reversed(range(len(self.calls))):
@@ -257,8 +257,8 @@ class ConstructorReplay:
     def _generator(self, number: int) -> torch.Generator:
         return self.generators.setdefault(number, torch.Generator())
 
-    def _remember(self, views: Any, made: Any) -> None:
-        pairs = zip(_leaves(views), tree_iter(made), strict=True)
+    def _remember(self, views: Any, result: Any) -> None:
+        pairs = zip(_leaves(views), tree_iter(result), strict=True)
         for view, tensor in pairs:
             if isinstance(view, StorageView):
                 self.storages.setdefault(view.storage, tensor.untyped_storage())
@@ -285,8 +285,8 @@ class FakeDeepCopy(TorchFunctionMode):
 
     >>> from torch._subclasses.fake_tensor import FakeTensorMode
     >>> with FakeTensorMode() as fake, FakeDeepCopy():
-    ...     again = copy.deepcopy(torch.nn.BatchNorm1d(4))
-    >>> again.running_mean.fake_mode is fake
+    ...     twin = copy.deepcopy(torch.nn.BatchNorm1d(4))
+    >>> twin.running_mean.fake_mode is fake
     True
     """
 
@@ -302,10 +302,10 @@ def _copied(tensor: Tensor, memo: dict[Any, Any]) -> Tensor:
         if tensor.grad is not None or not tensor.is_leaf:
             raise NotImplementedError("a tensor with a gradient or a history is copied")
         with torch.no_grad():
-            alone = isinstance(tensor, nn.Parameter)
-            memo[id(tensor)] = _parameter(tensor) if alone else _plain(tensor, memo)
-    found: Tensor = memo[id(tensor)]
-    return found
+            is_parameter = isinstance(tensor, nn.Parameter)
+            memo[id(tensor)] = _parameter(tensor) if is_parameter else _plain(tensor, memo)
+    copied: Tensor = memo[id(tensor)]
+    return copied
 
 
 def _parameter(tensor: Tensor) -> nn.Parameter:

@@ -54,10 +54,10 @@ def _from_file(path: Path) -> ModuleType:
     # Under its own name in sys.modules, so that classes in it can be pickled and import each other.
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None, "a .py file always has a loader"
-    known = sys.modules.get(path.stem)
-    if known is not None and getattr(known, "__file__", None) == str(path):
-        return known
-    if known is not None:  # such as a file called json.py: it must not hide the real one
+    loaded = sys.modules.get(path.stem)
+    if loaded is not None and getattr(loaded, "__file__", None) == str(path):
+        return loaded
+    if loaded is not None:  # such as a file called json.py: it must not hide the real one
         spec.name = spec.loader.name = f"pipeloom_job_{path.stem}"  # type: ignore[attr-defined]
     module = importlib.util.module_from_spec(spec)
     sys.modules[module.__name__] = module

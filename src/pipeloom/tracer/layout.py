@@ -22,9 +22,9 @@ DimOrder = tuple[int, ...]
 def memory_order(tensor: Tensor) -> DimOrder:
     """The order in which a tensor's dimensions lie in memory.
 
-    >>> order_of(torch.empty(2, 3, 4).transpose(1, 2)), order_of(torch.empty(2, 3, 4))
+    >>> memory_order(torch.empty(2, 3, 4).transpose(1, 2)), memory_order(torch.empty(2, 3, 4))
     ((0, 2, 1), ())
-    >>> order_of(torch.empty(2, 3, 1).expand(2, 3, 4))
+    >>> memory_order(torch.empty(2, 3, 1).expand(2, 3, 4))
     ()
     """
     if tensor.layout is not torch.strided or tensor.is_contiguous():
@@ -49,7 +49,7 @@ def has_order(tensor: Tensor, order: DimOrder) -> bool:
 def view_in_order(row: Tensor, shape: Sequence[int], order: DimOrder) -> Tensor:
     """A row of numbers as a tensor of this shape that lies so; shares the row's memory.
 
-    >>> seen_so(torch.arange(6), (3, 2), (1, 0)).tolist()
+    >>> view_in_order(torch.arange(6), (3, 2), (1, 0)).tolist()
     [[0, 3], [1, 4], [2, 5]]
     """
     if not order:
@@ -59,8 +59,8 @@ def view_in_order(row: Tensor, shape: Sequence[int], order: DimOrder) -> Tensor:
 
 def copy_in_order(tensor: Tensor, order: DimOrder) -> Tensor:
     """A copy that lies so."""
-    made = permute_to_memory(tensor, order).clone(memory_format=torch.contiguous_format)
-    return made.permute(_inverse(order)) if order else made
+    copy = permute_to_memory(tensor, order).clone(memory_format=torch.contiguous_format)
+    return copy.permute(_inverse(order)) if order else copy
 
 
 def ensure_unshared(tensor: Tensor, order: DimOrder, taken: set[int]) -> Tensor:

@@ -68,7 +68,7 @@ def call_seeded(seed: int, call: str, function: Callable[..., Any], *args: Any, 
 
 
 def seed_draws(graph: fx.Graph, keys: Mapping[fx.Node, str]) -> bool:
-    """Make the random calls of a graph go through `drawn`, with a new last placeholder for the seed.
+    """Make the random calls of a graph go through `call_seeded`, with a new last placeholder for the seed.
 
     keys: for each random node a name that does not depend on the cut.
     Returns: whether there were any; without, the graph is left as it was.
@@ -97,10 +97,10 @@ def call_draws(call: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
         return False
     for position, argument in enumerate(call._schema.arguments):
         if argument.name in _PROBABILITIES:
-            given = kwargs.get(argument.name, argument.default_value)
+            probability = kwargs.get(argument.name, argument.default_value)
             if position < len(args):
-                given = args[position]
-            return bool(given != 0.0)
+                probability = args[position]
+            return bool(probability != 0.0)
     return True
 
 
@@ -125,9 +125,9 @@ def python_state() -> tuple[object, ...]:
 @contextmanager
 def python_random_kept() -> Iterator[None]:
     """The generators are afterwards where they were before."""
-    own, numpy = random.getstate(), np.random.get_state()
+    python, numpy = random.getstate(), np.random.get_state()
     try:
         yield
     finally:
-        random.setstate(own)
+        random.setstate(python)
         np.random.set_state(numpy)

@@ -67,15 +67,15 @@ def cut_evaluation(evaluated: OpGraph, trained: OpGraph, stages: StageGraph) -> 
     while True:
         graph = replace(evaluated, ops=tuple(replace(op, cheap=op.name in cheap) for op in evaluated.ops))
         homes = _Homes(trained, stages, order)
-        found = cut(graph, _places(graph, homes, order))
+        result = cut(graph, _places(graph, homes, order))
         torn = [
             name
-            for stage in found.stages
+            for stage in result.stages
             for name in stage.clones
             if not homes.holds(order.index(stage.index), graph.op[name])
         ]
         if not torn:
-            return found
+            return result
         cheap.difference_update(torn)
         for op in graph.ops:  # nor can what reads them be cloned
             if any(graph.producer[name] not in cheap for name in op.inputs if name in graph.producer):
@@ -121,16 +121,16 @@ class _Homes:
         """Where an op belongs that cannot stand before position `earliest`."""
         key = op.module, op.target
         alike = self.of_kind.get(key, [])
-        wanted = max(alike[self.taken[key]] if self.taken[key] < len(alike) else 0, earliest)
+        preferred = max(alike[self.taken[key]] if self.taken[key] < len(alike) else 0, earliest)
         self.taken[key] += 1
-        held = [self.holding[name] for name in (*op.params, *op.buffers) if name in self.holding]
-        if not held:
-            return wanted
-        possible = sorted(p for p in set.intersection(*held) if p >= earliest)
+        holders = [self.holding[name] for name in (*op.params, *op.buffers) if name in self.holding]
+        if not holders:
+            return preferred
+        possible = sorted(p for p in set.intersection(*holders) if p >= earliest)
         if not possible:
             names = ", ".join((*op.params, *op.buffers))
             raise CutError(
                 f"in evaluation mode {op.name} reads {names}, which no later stage holds together",
                 hint="put the ops that read them into one stage, or evaluate with a plan of one stage",
             )
-        return min(possible, key=lambda position: (position < wanted, abs(position - wanted)))
+        return min(possible, key=lambda position: (position < preferred, abs(position - preferred)))

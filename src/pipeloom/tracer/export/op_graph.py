@@ -37,7 +37,7 @@ def build_op_graph(
     constants: Mapping[str, Tensor],
     name: str,
 ) -> OpGraph:
-    """Turn nodes with `meta` filled by `propagate` into an OpGraph."""
+    """Turn nodes with `meta` filled by `propagate_gradient_flow` into an OpGraph."""
     kinds = _kinds(module, targets, model, constants)
     loss = loss_node(module.graph).name
     _refuse_other_nodes(module, name)
@@ -79,12 +79,12 @@ def _kinds(
     """Placeholder name -> ("param" | "buffer" | "input", its target)."""
     params = {n for n, _ in model.named_parameters(remove_duplicate=False)}
     buffers = {n for n, _ in model.named_buffers(remove_duplicate=False)} | set(constants)
-    found = {}
+    kinds = {}
     for node in module.graph.find_nodes(op="placeholder"):
         target = targets[node.name]
         kind = "param" if target in params else "buffer" if target in buffers else "input"
-        found[node.name] = (kind, target)
-    return found
+        kinds[node.name] = (kind, target)
+    return kinds
 
 
 def _value(node: fx.Node, name: str | None = None) -> Value:
@@ -128,8 +128,8 @@ def _op(node: fx.Node, kinds: Mapping[str, tuple[str, str]], updates: Mapping[st
 def _is_view(node: fx.Node, call: torch._ops.OpOverload) -> bool:
     """Whether a result lies in the storage of the first argument: a reshape may have to copy."""
     if call is torch.ops.aten.reshape.default:
-        made, given = (n.meta["val"].untyped_storage()._cdata for n in (node, node.all_input_nodes[0]))
-        return bool(made == given)
+        result, source = (n.meta["val"].untyped_storage()._cdata for n in (node, node.all_input_nodes[0]))
+        return bool(result == source)
     return call.is_view or call is torch.ops.aten._unsafe_view.default
 
 
@@ -189,13 +189,13 @@ def model_parameters(model: nn.Module, reached: Container[str]) -> tuple[Paramet
         tensors[id(tensor)] = tensor
     return tuple(
         Parameter(
-            name=found[0],
+            name=aliases[0],
             shape=tuple(tensors[key].shape),
-            trainable=found[0] in reached,
+            trainable=aliases[0] in reached,
             dtype=str(tensors[key].dtype).removeprefix("torch."),
-            aliases=tuple(found[1:]),
+            aliases=tuple(aliases[1:]),
         )
-        for key, found in names.items()
+        for key, aliases in names.items()
     )
 
 

@@ -24,7 +24,7 @@ _CLONE = _aten.clone.default
 def unfold_copies(graph: fx.Graph) -> dict[str, str]:
     """Replace products that copy operands by the copies and what is done with them.
 
-    graph: with `meta` filled by `propagate`, which most new nodes lack.
+    graph: with `meta` filled by `propagate_gradient_flow`, which most new nodes lack.
     Returns: name of a replaced node -> name of the one that makes its result now.
     """
     renamed = {}
@@ -36,12 +36,14 @@ def unfold_copies(graph: fx.Graph) -> dict[str, str]:
             continue
         before = {*graph.nodes}
         with graph.inserting_before(node):
-            made = _linear(node, inside) if node.target is _aten.linear.default else _inlined(node, inside)
+            replacement = (
+                _linear(node, inside) if node.target is _aten.linear.default else _inlined(node, inside)
+            )
         for new in {*graph.nodes} - before:
             new.meta = {key: value for key, value in node.meta.items() if key not in _OWN}
-        made.meta = dict(node.meta)
-        node.replace_all_uses_with(made)
-        renamed[node.name] = made.name
+        replacement.meta = dict(node.meta)
+        node.replace_all_uses_with(replacement)
+        renamed[node.name] = replacement.name
         graph.erase_node(node)
     return renamed
 
@@ -56,16 +58,16 @@ def _inside(node: fx.Node) -> fx.Graph:
     sources = node.all_input_nodes
 
     def call(*tensors: Tensor) -> Any:
-        given = dict(zip(sources, tensors, strict=True))
-        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), given.__getitem__)
+        tensor_of = dict(zip(sources, tensors, strict=True))
+        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), tensor_of.__getitem__)
         target: Callable[..., Any] = node.target  # type: ignore[assignment]
         return target(*args, **kwargs)
 
     tensors = [source.meta["val"].detach().requires_grad_(source.meta["requires_grad"]) for source in sources]
     with torch.enable_grad():
-        found: fx.Graph = make_fx(call)(*tensors).graph
-    found.eliminate_dead_code()
-    return found
+        traced: fx.Graph = make_fx(call)(*tensors).graph
+    traced.eliminate_dead_code()
+    return traced
 
 
 def _linear(node: fx.Node, inside: fx.Graph) -> fx.Node:
@@ -84,6 +86,6 @@ def _linear(node: fx.Node, inside: fx.Graph) -> fx.Node:
 
 def _inlined(node: fx.Node, inside: fx.Graph) -> fx.Node:
     sources = dict(zip(inside.find_nodes(op="placeholder"), node.all_input_nodes, strict=True))
-    made = node.graph.graph_copy(inside, sources)
-    assert isinstance(made, fx.Node)
-    return made
+    result = node.graph.graph_copy(inside, sources)
+    assert isinstance(result, fx.Node)
+    return result

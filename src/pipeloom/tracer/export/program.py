@@ -57,7 +57,7 @@ def captured_from_program(
         if spec.kind is InputKind.CONSTANT_TENSOR:
             constants[target] = _constant(program, spec.target)
             if isinstance(constants[target], FakeTensor):  # the constructor made it
-                blueprint.others[target] = constants[target]
+                blueprint.attribute_tensors[target] = constants[target]
         if target in first:
             node.replace_all_uses_with(first[target])
         else:
@@ -71,9 +71,8 @@ def captured_from_program(
     _refuse_double_names(keys, {*canonical, *constants}, job.name)
     _tidy(graph, set(targets), program.graph_signature.user_outputs[0], list(updates))
     module = fx.GraphModule(program.graph_module, graph)
-    propagate_gradient_flow(
-        module, targets, blueprint.model
-    )  # products copy what learns, in evaluation mode too
+    # With gradients in evaluation mode, too: products copy what learns.
+    propagate_gradient_flow(module, targets, blueprint.model)
     unfolded = unfold_copies(graph)
     if unfolded or not training:
         _replace_targets(graph)
@@ -88,7 +87,7 @@ def captured_from_program(
         targets=targets,
         updates=updates,
         blueprint=blueprint,
-        constants={n: t for n, t in constants.items() if n not in blueprint.others},
+        constants={n: t for n, t in constants.items() if n not in blueprint.attribute_tensors},
     )
 
 
@@ -174,8 +173,8 @@ def _copy_source(node: fx.Node) -> fx.Node | None:
     """
     if node.target is not torch.ops.aten.clone.default or not isinstance(source := node.args[0], fx.Node):
         return None
-    made, given = node.meta["val"], source.meta["val"]
-    same = given.is_contiguous() and made.stride() == given.stride()
+    result, original = node.meta["val"], source.meta["val"]
+    same = original.is_contiguous() and result.stride() == original.stride()
     return source if same and source.op == "call_function" else None
 
 

@@ -108,8 +108,8 @@ def _what_export_loses_refused(name: str) -> Iterator[None]:
 
     def checked_setattr(self: nn.Module, name: str, value: Any) -> None:
         """`self.count = self.count + 1`: export forgets it, other than `self.count += 1`."""
-        known = self.__dict__.get("_buffers", {}).get(name, self.__dict__.get(name))
-        if isinstance(known, Tensor) and isinstance(value, Tensor) and value is not known:
+        current = self.__dict__.get("_buffers", {}).get(name, self.__dict__.get(name))
+        if isinstance(current, Tensor) and isinstance(value, Tensor) and value is not current:
             refused(f"a new tensor as {name}, instead of changing the one that is there,")()
         set_attribute(self, name, value)
 
@@ -157,9 +157,9 @@ def _detach_no_grad_regions(module: fx.GraphModule) -> None:
 
 
 def _detach(node: fx.Node) -> fx.Node:
-    made = node.graph.call_function(torch.ops.aten.detach.default, (node,))
-    made.meta = dict(node.meta)
-    return made
+    detached = node.graph.call_function(torch.ops.aten.detach.default, (node,))
+    detached.meta = dict(node.meta)
+    return detached
 
 
 # What torch.export prints when it fails is not shown: its error is reported in one sentence instead.

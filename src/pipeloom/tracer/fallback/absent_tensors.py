@@ -113,10 +113,12 @@ def call_without_data(
     except (RuntimeError, NotImplementedError, ValueError, TypeError, IndexError) as error:
         clear_frames(error.__traceback__)  # as `export_program` does
         return MissingValue(f"the result of {name}, whose shape depends on data ({error})", ask), []
-    own = {id(stand_in): leaf for leaf, stand_in, _ in twins.values()}
+    original_of = {id(stand_in): leaf for leaf, stand_in, _ in twins.values()}
     changed = [leaf for leaf, stand_in, version in twins.values() if stand_in._version != version]
-    back = tree_map(lambda leaf: own.get(id(leaf), leaf) if isinstance(leaf, Tensor) else leaf, result)
-    return back, changed
+    restored = tree_map(
+        lambda leaf: original_of.get(id(leaf), leaf) if isinstance(leaf, Tensor) else leaf, result
+    )
+    return restored, changed
 
 
 def missing_in(*trees: Any) -> MissingValue | None:

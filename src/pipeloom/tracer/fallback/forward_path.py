@@ -51,10 +51,10 @@ def encode_path(path: ForwardPath, value: Value, device: torch.device) -> Tensor
 
 
 def decode_path(tensor: Tensor) -> ForwardPath:
-    """The path in a tensor made by `encode`.
+    """The path in a tensor made by `encode_path`.
 
     >>> value = Value(name="path:a", shape=(6,), dtype="float64")
-    >>> path = decode(encode(Path([1.5], [0, 2]), value, torch.device("cpu")))
+    >>> path = decode_path(encode_path(ForwardPath([1.5], [0, 2]), value, torch.device("cpu")))
     >>> path.decisions, path.calls
     ([1.5], [0, 2])
     """

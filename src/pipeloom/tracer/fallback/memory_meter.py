@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..random import call_draws
-from ..tensors import tensors_of
+from ..tensors import storage_ids, tensors_of
 
 
 class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -43,14 +43,14 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = {t.untyped_storage()._cdata for t in tensors_of((args, kwargs))}
+        inputs = storage_ids(tensors_of((args, kwargs)))
         result = func(*args, **kwargs)
         self.drew = self.drew or call_draws(func, args, kwargs)
         if "batch_norm" in str(func) and "backward" not in str(func):
-            self.statistics |= {t.untyped_storage()._cdata for t in tensors_of(args[3:5])}
+            self.statistics |= storage_ids(tensors_of(args[3:5]))
         for tensor in tensors_of(result):
             storage = tensor.untyped_storage()
-            if storage._cdata not in given:
+            if storage._cdata not in inputs:
                 self._add(storage)
         return result
 

@@ -215,10 +215,10 @@ def _attempt(
 
 
 def _fakes(skeleton: Skeleton) -> list[FakeTensor]:
-    found = [t for name in skeleton.names if isinstance(t := skeleton.resting(name), FakeTensor)]
-    if not found:
+    tensors = [t for name in skeleton.names if isinstance(t := skeleton.resting(name), FakeTensor)]
+    if not tensors:
         raise ValueError("the model has no parameters")
-    return found
+    return tensors
 
 
 def module_stage_functions(
@@ -267,5 +267,5 @@ def _example(cut: ModuleCut, value: Value, device: torch.device) -> Tensor:
     sample = cut.recording.samples.get(value.name)
     if sample is not None:
         return sample.to(device)
-    made = zeros_like_value(value, device)
-    return made.normal_(0.0, 0.1) if made.is_floating_point() else made
+    tensor = zeros_like_value(value, device)
+    return tensor.normal_(0.0, 0.1) if tensor.is_floating_point() else tensor

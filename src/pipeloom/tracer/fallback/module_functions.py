@@ -17,7 +17,7 @@ from ...ir.graph import Value
 from ..job import Job
 from ..layout import ensure_unshared
 from ..stage import Sink, Slot, Tensors
-from ..tensors import autocast_region
+from ..tensors import autocast_region, storage_ids
 from ..tracing_lock import one_thread_at_a_time
 from .absent_tensors import KEEP_TOGETHER
 from .forward_path import PATH_PREFIX, ForwardPath, decode_path, encode_path
@@ -101,13 +101,13 @@ class ModuleFunctions:
     ) -> tuple[dict[str, Tensor], Tensors]:
         graph = _Graph(seed, {}, self._received(inputs))
         graph.state = self._state(state, graph)
-        given = _storages([*state.values(), *inputs.values()])
+        taken = storage_ids([*state.values(), *inputs.values()])
         saved: dict[int, Tensor] = {}
         kept: set[int] = set()
 
         def pack(tensor: Tensor) -> tuple[Tensor, int]:
             storage = tensor.untyped_storage()._cdata
-            if storage in given:
+            if storage in taken:
                 kept.add(storage)
             else:
                 saved[storage] = tensor
@@ -117,7 +117,7 @@ class ModuleFunctions:
             with torch.enable_grad(), saved_tensors_hooks(pack, _unpack):
                 result, outputs = self._run(graph, inputs)
                 self._refuse_lost_leaves(graph)
-                results = self._outputs(result, given, self._device(inputs))
+                results = self._outputs(result, taken, self._device(inputs))
             graph.outputs = {n: t for n, t in result.bound.items() if t.requires_grad and n in self.sent}
             if result.loss is not None and result.loss.requires_grad:
                 graph.outputs[LOSS] = result.loss
@@ -140,10 +140,12 @@ class ModuleFunctions:
             names = [name for name in graph.outputs if name in grads]
             if names:
                 torch.autograd.backward([graph.outputs[n] for n in names], [grads[n] for n in names])
-            found = {name: tensor.grad for name, tensor in graph.received.items()}
-            made = {n: _to_send(grad, grads.values()) for n, grad in found.items() if grad is not None}
+            gradients = {name: tensor.grad for name, tensor in graph.received.items()}
+            input_grads = {
+                n: _to_send(grad, grads.values()) for n, grad in gradients.items() if grad is not None
+            }
             graph.clear()
-        return made
+        return input_grads
 
     @one_thread_at_a_time
     def backward_input(
@@ -153,14 +155,16 @@ class ModuleFunctions:
         carried = dict(residuals)
         with self._measuring("input_grad", residuals), self._ready(graph, None):
             names = [name for name in graph.outputs if name in grads]
-            wanted = {n: t for n, t in graph.received.items() if t.requires_grad}
+            received = {n: t for n, t in graph.received.items() if t.requires_grad}
             graph.grads = {name: grads[name] for name in names}
-            made: dict[str, Tensor] = {}
-            if names and wanted:
-                found = _gradients([graph.outputs[n] for n in names], list(wanted.values()), graph.grads)
-                pairs = zip(wanted, found, strict=True)
-                made = {n: _to_send(grad, grads.values()) for n, grad in pairs if grad is not None}
-        return made, carried
+            input_grads: dict[str, Tensor] = {}
+            if names and received:
+                gradients = _gradients(
+                    [graph.outputs[n] for n in names], list(received.values()), graph.grads
+                )
+                pairs = zip(received, gradients, strict=True)
+                input_grads = {n: _to_send(grad, grads.values()) for n, grad in pairs if grad is not None}
+        return input_grads, carried
 
     @one_thread_at_a_time
     def backward_weight(self, state: Mapping[str, Tensor], carried: Tensors, sink: Sink) -> None:
@@ -178,8 +182,8 @@ class ModuleFunctions:
         graph.state = self._cloned(state)
         with torch.no_grad(), self.skeleton.evaluating():
             result, _ = self._run(graph, inputs, training=False)
-            held = _storages([*state.values(), *inputs.values()])
-            return self._outputs(result, held, self._device(inputs))
+            taken = storage_ids([*state.values(), *inputs.values()])
+            return self._outputs(result, taken, self._device(inputs))
 
     def _device(self, inputs: Mapping[str, Tensor]) -> torch.device:
         return inputs[self.batch[0]].device
@@ -200,15 +204,15 @@ class ModuleFunctions:
 
     def _state(self, state: Mapping[str, Tensor], graph: _Graph) -> dict[str, Tensor]:
         """The same with parameters as leaves of this micro-batch's graph alone."""
-        own = self._cloned(state)
+        leaves = self._cloned(state)
         for name in self.params:
-            own[name] = leaf = state[name].detach().requires_grad_(name in self.trainable)
+            leaves[name] = leaf = state[name].detach().requires_grad_(name in self.trainable)
             if name in self.trainable and self.differentiable:
                 leaf.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                     partial(graph.add, name)
                 )
                 graph.trained.append(leaf)
-        return own
+        return leaves
 
     def _run(
         self, graph: _Graph, inputs: Mapping[str, Tensor], *, training: bool = True
@@ -252,21 +256,21 @@ class ModuleFunctions:
 
     # --- after a run ------------------------------------------------------------------------------
 
-    def _outputs(self, result: StageRunResult, given: set[int], device: torch.device) -> dict[str, Tensor]:
+    def _outputs(self, result: StageRunResult, taken: set[int], device: torch.device) -> dict[str, Tensor]:
         """What is sent, and the loss, each with a storage of its own and without graph."""
-        found = {}
+        outputs = {}
         for name in self.sent:
             value = self.values[name]
             if name.startswith(PATH_PREFIX):
-                found[name] = encode_path(result.path, value, device)
+                outputs[name] = encode_path(result.path, value, device)
             elif name in result.bound:
-                found[name] = _checked(result.bound[name], value)
+                outputs[name] = _checked(result.bound[name], value)
             else:
-                found[name] = _never_read(value, device)
+                outputs[name] = _never_read(value, device)
         if result.loss is not None:
-            found[LOSS] = result.loss
-        taken = set(given)
-        return {name: ensure_unshared(tensor.detach(), (), taken) for name, tensor in found.items()}
+            outputs[LOSS] = result.loss
+        unavailable = set(taken)
+        return {name: ensure_unshared(tensor.detach(), (), unavailable) for name, tensor in outputs.items()}
 
     @contextmanager
     def _ready(self, graph: _Graph, sink: Sink | None) -> Iterator[None]:
@@ -293,15 +297,15 @@ class ModuleFunctions:
             self.skeleton.rerun = None
 
     @contextmanager
-    def _measuring(self, name: str, held: Tensors | None = None) -> Iterator[None]:
+    def _measuring(self, name: str, inputs: Tensors | None = None) -> Iterator[None]:
         """Measure the first run of a function; `held` is given up to it."""
-        held = {} if held is None else held
+        inputs = {} if inputs is None else inputs
         if name in self.peak_bytes:
-            held.clear()
+            inputs.clear()
             yield
             return
-        meter = MemoryMeter(t for slot, t in held.items() if slot.kind == "made")
-        held.clear()
+        meter = MemoryMeter(t for slot, t in inputs.items() if slot.kind == "made")
+        inputs.clear()
         with meter:
             yield
         self.peak_bytes[name] = meter.peak_bytes
@@ -319,12 +323,12 @@ def _unpack(packed: tuple[Tensor, int]) -> Tensor:
 
 
 def _gradients(
-    outputs: Sequence[Tensor], wanted: Sequence[Tensor], grads: Mapping[str, Tensor]
+    outputs: Sequence[Tensor], inputs: Sequence[Tensor], grads: Mapping[str, Tensor]
 ) -> Sequence[Tensor | None]:
-    """Gradients of `wanted`; the graph stays for the other ones."""
+    """Gradients of the inputs; the graph stays for the other ones."""
     try:
         return torch.autograd.grad(
-            outputs, wanted, list(grads.values()), retain_graph=True, allow_unused=True
+            outputs, inputs, list(grads.values()), retain_graph=True, allow_unused=True
         )
     except RuntimeError as error:
         if "use_reentrant" not in str(error):
@@ -358,10 +362,6 @@ def _never_read(value: Value, device: torch.device) -> Tensor:
     return torch.full(value.shape, fill, dtype=dtype, device=device)
 
 
-def _to_send(grad: Tensor, others: Iterable[Tensor]) -> Tensor:
+def _to_send(grad: Tensor, incoming: Iterable[Tensor]) -> Tensor:
     """A gradient to send: dense, and not the very tensor that came in."""
-    return ensure_unshared(grad.detach(), (), _storages(others))
-
-
-def _storages(tensors: Iterable[Tensor]) -> set[int]:
-    return {t.untyped_storage()._cdata for t in tensors}
+    return ensure_unshared(grad.detach(), (), storage_ids(incoming))

@@ -199,11 +199,11 @@ class ForwardRecorder(InterceptedForward):
         # without tensors it may be the user's `torch.no_grad` itself, which must last
         with torch.no_grad() if tensors else nullcontext(), self._drawing(name):
             result = function(*args, **kwargs)
-        made = tensors_of(result)
+        new = tensors_of(result)
         changed = [t for t, version in zip(tensors, versions, strict=True) if t._version != version]
-        if made or changed:
+        if new or changed:
             untouched = {id(t) for t in tensors} - {id(t) for t in changed}
-            results = made + [t for t in changed if not any(t is m for m in made)]
+            results = new + [t for t in changed if not any(t is m for m in new)]
             outputs = [(i, t) for i, t in enumerate(results) if id(t) not in untouched]
             if needs_grad and name not in DETACHING:
                 _require_grad([tensor for _, tensor in outputs])
@@ -253,8 +253,8 @@ class ForwardRecorder(InterceptedForward):
         self.recording.same_stage.append(SameStage(max(self._last_call, 0), -1, why))
 
     def _changed_buffers(self, changed: Sequence[Tensor]) -> tuple[str, ...]:
-        found = [known.name for t in changed if (known := self.tensors.get(t)) is not None]
-        return tuple(n.removeprefix("buffer:") for n in found if n.startswith("buffer:"))
+        names = [known.name for t in changed if (known := self.tensors.get(t)) is not None]
+        return tuple(n.removeprefix("buffer:") for n in names if n.startswith("buffer:"))
 
     @contextmanager
     def _drawing(self, name: str) -> Iterator[None]:
@@ -298,8 +298,8 @@ class ForwardRecorder(InterceptedForward):
         name = call_name(unit.fqn, number)
         open_up((args, kwargs))
         leaves, spec = tree_flatten(tree_map(self._real_tensor, (args, kwargs)))
-        given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        names = self._names(given, reader=len(self.recording.calls))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        names = self._names(tensors, reader=len(self.recording.calls))
         inputs = tuple(self._leaf_name(leaf) for leaf in leaves)
         traits = Traits(True, any(name in self.recording.data_sized for name in names))
         run = IsolatedCall(self.skeleton, unit, leaves)

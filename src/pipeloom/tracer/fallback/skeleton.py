@@ -72,11 +72,11 @@ class Skeleton:
         for path, module in self.model.named_modules():
             for name, tensor, location in _attributes(module, f"{path}." if path else ""):
                 self._add(name, tensor, location)
-        known = {*self.params, *dict(self.model.named_buffers())}
-        self.attributes = tuple(name for name in self.names if name not in known)
+        registered = {*self.params, *dict(self.model.named_buffers())}
+        self.attributes = tuple(name for name in self.names if name not in registered)
         for name in self.attributes:
             if isinstance(self._resting[name], FakeTensor):
-                blueprint.others[name] = self._resting[name]
+                blueprint.attribute_tensors[name] = self._resting[name]
             else:
                 self.constants[name] = self._resting[name]
 

@@ -108,10 +108,12 @@ class StageRun(InterceptedForward):
 
     def checkpoint(self, apply: Any, args: tuple[Any, ...]) -> Any:
         """What another stage checkpoints is no concern of this one."""
-        run, _, *given = args
+        run, _, *arguments = args
         with self._passing():
-            there = all(not self._absent(leaf) for leaf in leaves_in(*given) if isinstance(leaf, Tensor))
-        return apply(*args) if there and missing_in(*given) is None else run(*given)
+            all_here = all(
+                not self._absent(leaf) for leaf in leaves_in(*arguments) if isinstance(leaf, Tensor)
+            )
+        return apply(*args) if all_here and missing_in(*arguments) is None else run(*arguments)
 
     def after(self, job: Job, outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
         if not self.task.makes_loss:
@@ -179,23 +181,23 @@ class StageRun(InterceptedForward):
         return self._bind_results(name, result, changed)
 
     def _compute(
-        self, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]
+        self, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
     ) -> Any:
         """Run a function whose data is all here."""
-        versions = [t._version for t in given]
+        versions = [t._version for t in tensors]
         if name in self.random:
             with seeded(self.seed, glue_name(self.stretch, self.index, 0)):
                 result = function(*args, **kwargs)
         else:
             result = function(*args, **kwargs)
-        changed = [t for t, version in zip(given, versions, strict=True) if t._version != version]
+        changed = [t for t, version in zip(tensors, versions, strict=True) if t._version != version]
         return self._bind_results(name, result, changed)
 
     def _bind_results(self, name: str, result: Any, changed: list[Tensor]) -> Any:
         """Bind what a function made, or changed in place, if it crosses."""
         flat, spec = tree_flatten(result)
-        made = [leaf for leaf in flat if isinstance(leaf, (Tensor, MissingValue))]
-        if not made and not changed:
+        new = [leaf for leaf in flat if isinstance(leaf, (Tensor, MissingValue))]
+        if not new and not changed:
             return result
         stretch, index = self.stretch, self.index
         self.index += 1
@@ -203,8 +205,8 @@ class StageRun(InterceptedForward):
         self.as_recorded = self.as_recorded and recorded[index : index + 1] == [name]
         if not self.as_recorded or stretch not in self.task.stretches:
             return result
-        extra = [t for t in changed if not any(t is m for m in made)]
-        bound = [self._bind(glue_name(stretch, index, i), leaf) for i, leaf in enumerate([*made, *extra])]
+        extra = [t for t in changed if not any(t is m for m in new)]
+        bound = [self._bind(glue_name(stretch, index, i), leaf) for i, leaf in enumerate([*new, *extra])]
         parts = iter(bound)
         flat = [next(parts) if isinstance(leaf, (Tensor, MissingValue)) else leaf for leaf in flat]
         return tree_unflatten(flat, spec)
@@ -312,8 +314,10 @@ class StageRun(InterceptedForward):
             if name not in self.task.sends or index >= len(leaves):
                 continue
             since = self.result.path.calls[self.made_after.get(name, 0) :]
-            made = name in self.result.bound
-            if not made or (self.task.dynamic and not self._as_recorded_after(name, since, self.task.stop)):
+            is_bound = name in self.result.bound
+            if not is_bound or (
+                self.task.dynamic and not self._as_recorded_after(name, since, self.task.stop)
+            ):
                 self._bind(name, leaves[index])
         self._note_call(unit)  # so that the next stage can see that it takes the same way
         raise _Stop

@@ -153,11 +153,11 @@ def leaves_in(*trees: Any) -> Iterator[Any]:
 
 def open_up(tree: Any) -> None:
     """Let tensors in dataclasses be seen: such a class is made known to pytree when it first appears."""
-    found = True
-    while found:
+    more = True
+    while more:
         leaves = [leaf for leaf in tree_leaves(tree) if not isinstance(leaf, type)]
         kinds = {type(leaf) for leaf in leaves if is_dataclass(leaf)}
-        found = bool(kinds)
+        more = bool(kinds)
         for kind in kinds:
             register_dataclass(kind)
 

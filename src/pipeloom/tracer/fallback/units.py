@@ -26,13 +26,13 @@ def derive_units(model: nn.Module, whole: frozenset[str] = frozenset()) -> tuple
     ('0', '1.0', '1.1')
     """
     seen: set[int] = set()
-    found = []
+    units = []
     large = size_of(model) / 3
     for fqn, module in _units(model, "", whole, large):
         if id(module) not in seen:  # a module with two names is one unit
             seen.add(id(module))
-            found.append(fqn)
-    return tuple(found)
+            units.append(fqn)
+    return tuple(units)
 
 
 def size_of(module: nn.Module) -> int:
@@ -66,8 +66,8 @@ def listed_units(model: nn.Module, lists: Sequence[Sequence[str]]) -> tuple[tupl
 
     Raises: CutError if a list is empty, or a name is unknown, given twice, or inside another one.
     """
-    known = dict(model.named_modules(remove_duplicate=False))
-    groups = tuple(tuple(_expanded(name, known) for name in names) for names in lists)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    groups = tuple(tuple(_expanded(name, modules) for name in names) for names in lists)
     flat = tuple(tuple(fqn for part in group for fqn in part) for group in groups)
     taken: dict[str, int] = {}
     for stage, names in enumerate(flat):
@@ -86,14 +86,14 @@ def listed_units(model: nn.Module, lists: Sequence[Sequence[str]]) -> tuple[tupl
     return flat
 
 
-def _expanded(name: str, known: dict[str, nn.Module]) -> tuple[str, ...]:
-    if name not in known or not name:
-        near = difflib.get_close_matches(name, list(known), n=1)
+def _expanded(name: str, modules: dict[str, nn.Module]) -> tuple[str, ...]:
+    if name not in modules or not name:
+        near = difflib.get_close_matches(name, list(modules), n=1)
         raise CutError(
             f"Job.modules names {name!r}, which the model does not have",
             hint=f"did you mean {near[0]}?" if near else _HINT,
         )
-    module = known[name]
+    module = modules[name]
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)):  # they have no forward to call
-        return tuple(f for key, _ in module.named_children() for f in _expanded(f"{name}.{key}", known))
+        return tuple(f for key, _ in module.named_children() for f in _expanded(f"{name}.{key}", modules))
     return (name,)

@@ -29,6 +29,7 @@ from torch.fx import traceback
 from ...ir.stages import StageGraph
 from ..captured import Captured
 from ..layout import DimOrder, copy_in_order, ensure_unshared, memory_order, zeros_like_value
+from ..tensors import storage_ids
 
 
 @dataclass(eq=False)
@@ -166,11 +167,11 @@ class _Callable(nn.Module):
             self.leaves[self.where[i]] if i in self.where else next(rest) for i in range(len(stage.names))
         ]
         with traceback.preserve_node_meta():
-            made = fx.Interpreter(stage.module).run(*inputs)
-        taken = {t.untyped_storage()._cdata for t in inputs}
+            results = fx.Interpreter(stage.module).run(*inputs)
+        taken = storage_ids(inputs)
         return tuple(
             ensure_unshared(t.detach() if name in self.detached else t, self.orders.get(name, ()), taken)
-            for name, t in zip(stage.outputs, made, strict=True)
+            for name, t in zip(stage.outputs, results, strict=True)
         )
 
 

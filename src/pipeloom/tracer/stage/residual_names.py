@@ -45,13 +45,13 @@ _COPY = "sent:"
 
 def residual_names(joint: Joint, forward: Container[fx.Node]) -> dict[fx.Node, str]:
     """Name the tensors of the forward that own their storage."""
-    made: dict[str, list[fx.Node]] = defaultdict(list)
+    nodes_of_op: dict[str, list[fx.Node]] = defaultdict(list)
     for node in joint.graph.nodes:
         if node in forward and node.op == "call_function":
-            made[_origin(node).get("op", _COPY)].append(node)
+            nodes_of_op[_origin(node).get("op", _COPY)].append(node)
     sent = set(joint.outputs.values())
     names: dict[fx.Node, str] = {}
-    for op, nodes in made.items():
+    for op, nodes in nodes_of_op.items():
         owners = [node for node in nodes if not is_view(node) and isinstance(node.meta.get("val"), Tensor)]
         if op == _COPY:
             names |= {node: f"{_COPY}{node.name}" for node in owners}

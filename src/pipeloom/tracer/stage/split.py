@@ -118,8 +118,8 @@ class Splitter:
 
     def residuals(self) -> dict[str, Residual]:
         """What the backward needs of the forward, and how each can be made again."""
-        made = {node: self.names[node] for node in self._residual_nodes()}
-        return describe_residuals(self.joint, made, self.state, self.updated)
+        names = {node: self.names[node] for node in self._residual_nodes()}
+        return describe_residuals(self.joint, names, self.state, self.updated)
 
     def parts(self, dropped: Collection[str] = (), *, ahead: bool = False) -> Parts:
         """The graphs of the stage.

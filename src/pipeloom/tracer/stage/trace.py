@@ -20,7 +20,7 @@ from ..captured import Captured
 from ..fallback import module_stage_functions
 from ..layout import DimOrder, ensure_unshared
 from ..random import seed_draws
-from ..tensors import tensors_of
+from ..tensors import storage_ids, tensors_of
 from ..tracing_lock import one_thread_at_a_time
 from .compile_graph import BoxedFunction, MemoryUse, compile_graph, predict_memory, run_measured
 from .functions import Sink, Slot, StageFunctions, Tensors
@@ -108,7 +108,7 @@ class GraphFunctions:
         results = dict(zip(function.part.outputs, function(box), strict=True))
         outputs = {slot.name: t for slot, t in results.items() if slot.kind == "out"}
         if not self.differentiable:
-            taken = {t.untyped_storage()._cdata for t in (*state.values(), *inputs.values())}
+            taken = storage_ids((*state.values(), *inputs.values()))
             outputs = {
                 name: ensure_unshared(t, self.orders.get(name, ()), taken) for name, t in outputs.items()
             }
