@@ -15,18 +15,11 @@ from ...ir.graph import Buffer, Op, OpGraph, Parameter, Value
 from ..layout import memory_order
 from ..random import draws
 
-_HEAVY = {
-    "mm",
-    "bmm",
-    "addmm",
-    "baddbmm",
-    "matmul",
-    "linear",
-    "convolution",
-    "conv2d",
-    "einsum",
-    "scaled_dot_product_attention",
-}
+_HEAVY = frozenset(
+    """
+    mm bmm addmm baddbmm matmul linear convolution conv2d einsum scaled_dot_product_attention
+    """.split()
+)
 
 
 def build_op_graph(

@@ -1,4 +1,5 @@
-"""What is known about the functions that glue code calls, by name."""
+"""What is known about the functions that glue calls, by name: which read data, draw random numbers, or need
+no data at all; and what is read, as numbers that can be sent to other stages."""
 
 from __future__ import annotations
 
@@ -13,114 +14,52 @@ from torch.utils._pytree import register_dataclass, tree_leaves
 from ...ir.errors import CaptureError
 
 READS = frozenset(
-    {
-        "item",
-        "__bool__",
-        "__int__",
-        "__float__",
-        "__index__",
-        "__complex__",
-        "tolist",
-        "numpy",
-        "__array__",
-        "is_nonzero",
-        "equal",
-        "allclose",
-        "__contains__",
-    }
+    """
+    item __bool__ __int__ __float__ __index__ __complex__ tolist numpy __array__ is_nonzero equal allclose
+    __contains__
+    """.split()
 )
 """Functions that turn data into Python values, on which the forward may then decide."""
 
 RANDOM = frozenset(
-    {
-        "rand",
-        "randn",
-        "randint",
-        "randperm",
-        "normal",
-        "bernoulli",
-        "multinomial",
-        "poisson",
-        "rand_like",
-        "randn_like",
-        "randint_like",
-        "uniform_",
-        "normal_",
-        "random_",
-        "bernoulli_",
-        "exponential_",
-        "cauchy_",
-        "log_normal_",
-        "geometric_",
-        "trunc_normal_",
-        "dropout",
-        "dropout_",
-        "dropout1d",
-        "dropout2d",
-        "dropout3d",
-        "alpha_dropout",
-        "alpha_dropout_",
-        "feature_dropout",
-        "feature_dropout_",
-        "feature_alpha_dropout",
-        "feature_alpha_dropout_",
-        "native_dropout",
-        "gumbel_softmax",
-        "rrelu",
-        "rrelu_",
-        "fractional_max_pool2d",
-        "fractional_max_pool3d",
-        "scaled_dot_product_attention",
-        "multi_head_attention_forward",
-    }
+    """
+    rand randn randint randperm normal bernoulli multinomial poisson rand_like randn_like randint_like
+    uniform_ normal_ random_ bernoulli_ exponential_ cauchy_ log_normal_ geometric_ trunc_normal_ dropout
+    dropout_ dropout1d dropout2d dropout3d alpha_dropout alpha_dropout_ feature_dropout feature_dropout_
+    feature_alpha_dropout feature_alpha_dropout_ native_dropout gumbel_softmax rrelu rrelu_
+    fractional_max_pool2d fractional_max_pool3d scaled_dot_product_attention multi_head_attention_forward
+    """.split()
 )
 """Functions that may draw random numbers."""
 
 LIKE = frozenset(
-    {
-        "zeros_like",
-        "ones_like",
-        "empty_like",
-        "full_like",
-        "rand_like",
-        "randn_like",
-        "randint_like",
-        "new_zeros",
-        "new_ones",
-        "new_empty",
-        "new_full",
-        "new_tensor",
-    }
+    """
+    zeros_like ones_like empty_like full_like rand_like randn_like randint_like new_zeros new_ones new_empty
+    new_full new_tensor
+    """.split()
 )
 """Functions that need no data of their first argument, only its shape and dtype."""
+
+SHAPES = frozenset({"__get__.shape", "size", "numel", "__len__", "nelement", "__get__.nbytes"})
+"""Questions how large a tensor is."""
 
 PLACES = frozenset({"__get__.device", "__get__.is_cuda", "__get__.is_cpu", "__get__.is_meta", "get_device"})
 """Questions where a tensor is."""
 
 SILENT = frozenset(
-    {
-        "register_hook",
-        "register_post_accumulate_grad_hook",
-        "retain_grad",
-        "backward",
-        "storage",
-        "untyped_storage",
-        "data_ptr",
-    }
+    """
+    register_hook register_post_accumulate_grad_hook retain_grad backward storage untyped_storage data_ptr
+    """.split()
 )
 """Functions that make no tensor and may fail on one without data."""
 
 DETACHING = frozenset({"detach", "detach_", "__get__.data"})
+"""Functions whose result no gradient flows back from."""
 
 _SIZED_BY_DATA = frozenset(
-    {
-        "nonzero",
-        "argwhere",
-        "masked_select",
-        "unique",
-        "unique_consecutive",
-        "bincount",
-    }
+    """
+    nonzero argwhere masked_select unique unique_consecutive bincount
+    """.split()
 )
 
 
@@ -134,10 +73,6 @@ def function_name(function: Any) -> str:
     if name in ("__get__", "__set__"):
         return f"{name}.{getattr(function.__self__, '__name__', '')}"
     return name
-
-
-SHAPES = frozenset({"__get__.shape", "size", "numel", "__len__", "nelement", "__get__.nbytes"})
-"""Questions how large a tensor is."""
 
 
 def leaves_in(*trees: Any) -> Iterator[Any]:

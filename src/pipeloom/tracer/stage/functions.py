@@ -1,4 +1,8 @@
-"""What a rank runs of one stage, whichever way the model was captured."""
+"""What a rank runs of one stage, whichever way the model was captured.
+
+`stage.trace.stage_functions` makes them: from the captured graph, or, of a model that could not be exported,
+from its modules.
+"""
 
 from __future__ import annotations
 
@@ -40,6 +44,8 @@ class Slot(NamedTuple):
 
 
 Tensors = dict[Slot, Any]
+"""What one function of a stage leaves for another: residuals, or what I hands on to W. Tensors of any shape;
+from whole modules also the autograd graph, which only they can use."""
 
 
 class StageFunctions(Protocol):
@@ -101,6 +107,10 @@ class StageFunctions(Protocol):
     ) -> tuple[dict[str, Tensor], Tensors]:
         """Run one micro-batch forward.
 
+        state: parameters and buffers by FQN, on the stage's device.
+        inputs: batch inputs, with the rows of the micro-batch as their first dimension, and received
+            values, shaped as `ir.graph.Value` says.
+        seed: of this micro-batch; decides all random numbers.
         Returns: outputs by name (crossing values, the loss, `buffer:FQN` for next buffer states), and
             the residuals, which belong to the backward.
         """

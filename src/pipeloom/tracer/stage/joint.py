@@ -36,18 +36,18 @@ from ..tensors import storage_ids
 class StageModule:
     """A stage's part of the captured graph.
 
-    module: one placeholder per entry of `names`, then per output in `outputs`, in order.
+    module: the graph; its placeholders are described by `names` and `kinds`, its results by `outputs`.
     names: FQN of a parameter or buffer, batch input or crossing value, in placeholder order.
+    kinds: "param", "buffer", "batch" or "value", for each of the names.
     outputs: crossing values that this stage makes, the loss, or `buffer:<FQN>` for a buffer's next state.
+    learning: the outputs that a gradient comes back for: some that have one are only read where none flows.
     """
 
     module: fx.GraphModule
     names: tuple[str, ...]
     kinds: tuple[str, ...]
-    """For each name: "param", "buffer", "batch" or "value"."""
     outputs: tuple[str, ...]
     learning: frozenset[str]
-    """The outputs that a gradient comes back for: some that have one are only read where none flows."""
 
 
 def extract(captured: Captured, stages: StageGraph, index: int, device: str) -> StageModule:
@@ -129,8 +129,9 @@ class Joint:
     """A joint graph with each placeholder and output identified.
 
     attributes: the module that holds what `get_attr` nodes name.
-    inputs: placeholder -> name (as in StageModule.names).  tangents: placeholder -> name of the output
-    whose gradient it is.  outputs: name -> node.  grads: name -> gradient node, for the inputs that have one.
+    inputs: placeholder -> name, as in StageModule.names.
+    tangents: placeholder -> name of the output whose gradient it is.
+    outputs: name -> node.  grads: name -> gradient node, for the inputs that have one.
     orders: of values that do not lie as their dimensions are numbered, see `tracer.layout`.
     """
 
@@ -176,7 +177,11 @@ class _Callable(nn.Module):
 
 
 def trace_joint(stage: StageModule, captured: Captured, device: str) -> Joint:
-    """Trace forward and backward of a stage together, on fake tensors of `device`."""
+    """Trace forward and backward of a stage together, on fake tensors of `device`.
+
+    Received values lie as `Value.order` says, and so do the gradients of what is sent. What leaves the stage
+    has a storage of its own. An output that learns nothing is detached.
+    """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     params: dict[int, nn.Parameter] = {}
     args: list[Tensor] = []
