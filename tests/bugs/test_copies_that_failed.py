@@ -22,7 +22,7 @@ from pipeloom.ir.stages import cut
 from pipeloom.runtime.offload import PAGE, FileCopy, FileTier
 from pipeloom.tracer.stage import Slot, stage_residuals
 
-SLOT = Slot("made", "a")
+SLOT = Slot("residual", "a")
 EIO = OSError(errno.EIO, os.strerror(errno.EIO))
 
 

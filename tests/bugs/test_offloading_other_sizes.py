@@ -10,7 +10,7 @@ import torch
 from pipeloom.runtime.offload import PAGE, FileTier
 from pipeloom.tracer.stage import Slot
 
-SLOT = Slot("made", "a")
+SLOT = Slot("residual", "a")
 
 
 def never() -> None:

@@ -39,12 +39,12 @@ def tier(monkeypatch: pytest.MonkeyPatch) -> CudaTier:
 
 def residuals(*lengths: int) -> dict[Slot, Tensor]:
     dice = torch.Generator().manual_seed(len(lengths))
-    return {Slot("made", f"r{i}"): torch.randn(n, generator=dice) for i, n in enumerate(lengths)}
+    return {Slot("residual", f"r{i}"): torch.randn(n, generator=dice) for i, n in enumerate(lengths)}
 
 
 def test_what_left_comes_back(tier: CudaTier) -> None:
     transposed = torch.arange(12.0).reshape(3, 4).T
-    sent = residuals(0, 5, CHUNK // 2, CHUNK // 4 - 7) | {Slot("made", "view"): transposed}
+    sent = residuals(0, 5, CHUNK // 2, CHUNK // 4 - 7) | {Slot("residual", "view"): transposed}
     expected = {slot: t.clone() for slot, t in sent.items()}
     copy = tier.start_offload("0OFFLOAD0", sent)
     assert not sent and tier.held_bytes == copy.bytes
@@ -52,17 +52,17 @@ def test_what_left_comes_back(tier: CudaTier) -> None:
     found = tier.wait_reload(copy, lambda: None)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[slot], t) for slot, t in expected.items())
-    assert found[Slot("made", "view")].stride() == transposed.stride()
+    assert found[Slot("residual", "view")].stride() == transposed.stride()
     assert tier.held_bytes == 0
 
 
 def test_what_is_on_the_host_stays_there(tier: CudaTier) -> None:
     """The host would write to a chunk at once, though a copy from it may be pending."""
     seed = torch.tensor(7)
-    copy = tier.start_offload("0OFFLOAD0", {Slot("made", "seed"): seed, **residuals(10)})
+    copy = tier.start_offload("0OFFLOAD0", {Slot("residual", "seed"): seed, **residuals(10)})
     assert copy.bytes == 40
     tier.start_reload(copy)
-    assert tier.wait_reload(copy, lambda: None)[Slot("made", "seed")] is seed
+    assert tier.wait_reload(copy, lambda: None)[Slot("residual", "seed")] is seed
 
 
 def test_pinned_memory_is_used_again_whatever_the_sizes(tier: CudaTier) -> None:

@@ -33,13 +33,13 @@ def never() -> None:
 def residuals() -> Tensors:
     whole = torch.arange(24, dtype=torch.float32).reshape(4, 6)
     return {
-        Slot("made", "dense"): whole,
-        Slot("made", "transposed"): torch.arange(6.0).reshape(2, 3).t(),
-        Slot("made", "part"): torch.arange(100, dtype=torch.int64)[10:20],
-        Slot("made", "half"): torch.randn(5).bfloat16(),
-        Slot("made", "mask"): torch.tensor([True, False]),
-        Slot("made", "scalar"): torch.tensor(2.5),
-        Slot("made", "empty"): torch.empty(0, 3),
+        Slot("residual", "dense"): whole,
+        Slot("residual", "transposed"): torch.arange(6.0).reshape(2, 3).t(),
+        Slot("residual", "part"): torch.arange(100, dtype=torch.int64)[10:20],
+        Slot("residual", "half"): torch.randn(5).bfloat16(),
+        Slot("residual", "mask"): torch.tensor([True, False]),
+        Slot("residual", "scalar"): torch.tensor(2.5),
+        Slot("residual", "empty"): torch.empty(0, 3),
     }
 
 
@@ -73,18 +73,18 @@ def test_places_are_used_again(tier: FileTier) -> None:
 
 @pytest.mark.parametrize("asked", [False, True])
 def test_what_is_given_up_leaves_its_place_to_others(tier: FileTier, asked: bool) -> None:
-    copy = tier.start_offload("0OFFLOAD0", {Slot("made", "a"): torch.zeros(1000)})
+    copy = tier.start_offload("0OFFLOAD0", {Slot("residual", "a"): torch.zeros(1000)})
     if asked:
         tier.start_reload(copy)
     tier.discard(copy)
     assert copy.reloaded.wait(60)
     assert (tier.held_bytes, tier.peak_bytes) == (0, 4000)
-    there_and_back(tier, {Slot("made", "a"): torch.zeros(1000)})
+    there_and_back(tier, {Slot("residual", "a"): torch.zeros(1000)})
     assert os.fstat(tier._file.fileno()).st_size == 4096
 
 
 def test_what_is_there_is_counted(tier: FileTier) -> None:
-    one, two = ({Slot("made", "a"): torch.zeros(1000)} for _ in range(2))
+    one, two = ({Slot("residual", "a"): torch.zeros(1000)} for _ in range(2))
     copies: list[AsyncCopy] = [tier.start_offload("0OFFLOAD0", one), tier.start_offload("0OFFLOAD1", two)]
     assert (tier.held_bytes, tier.peak_bytes) == (8000, 8000)
     for copy in copies:
@@ -97,8 +97,8 @@ def test_what_is_there_is_counted(tier: FileTier) -> None:
 def test_tensors_are_freed_once_they_are_written(tier: FileTier) -> None:
     import weakref
 
-    tensors: Tensors = {Slot("made", "a"): torch.zeros(1000)}
-    alive = weakref.ref(tensors[Slot("made", "a")].untyped_storage())
+    tensors: Tensors = {Slot("residual", "a"): torch.zeros(1000)}
+    alive = weakref.ref(tensors[Slot("residual", "a")].untyped_storage())
     copy = tier.start_offload("0OFFLOAD0", tensors)
     copy.offloaded.wait(10)  # type: ignore[attr-defined]
     assert alive() is None
@@ -152,7 +152,7 @@ def test_a_disk_that_fails_while_writing_is_said_at_the_next_look(
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(os, "pwrite", broken)
-    copy = tier.start_offload("1OFFLOAD2", {Slot("made", "a"): torch.zeros(1000)})
+    copy = tier.start_offload("1OFFLOAD2", {Slot("residual", "a"): torch.zeros(1000)})
     tier.start_reload(copy)
     with pytest.raises(OffloadError, match="rank 3 cannot move 3.9 KiB at 1OFFLOAD2: Input/output error"):
         tier.wait_reload(copy, never)
@@ -161,7 +161,7 @@ def test_a_disk_that_fails_while_writing_is_said_at_the_next_look(
 
 
 def test_a_file_that_was_cut_short_is_said(tier: FileTier) -> None:
-    copy = tier.start_offload("1OFFLOAD2", {Slot("made", "a"): torch.zeros(3000)})
+    copy = tier.start_offload("1OFFLOAD2", {Slot("residual", "a"): torch.zeros(3000)})
     copy.offloaded.wait(10)
     os.ftruncate(tier._file.fileno(), 5000)
     tier.start_reload(copy)
@@ -182,7 +182,7 @@ def test_no_memory_to_read_into_is_said(
     def full(*_: object, **__: object) -> Tensor:
         raise error
 
-    copy = tier.start_offload("1OFFLOAD2", {Slot("made", "a"): torch.zeros(1000)})
+    copy = tier.start_offload("1OFFLOAD2", {Slot("residual", "a"): torch.zeros(1000)})
     tier.wait_offload(copy, never)
     monkeypatch.setattr(torch, "empty", full)
     tier.start_reload(copy)
@@ -210,8 +210,8 @@ def test_a_directory_that_vanishes_does_not_matter(tmp_path: Path) -> None:
     tier = FileTier(place, 0)
     place.rmdir()
     given = residuals()
-    expected = given[Slot("made", "dense")].clone()
-    assert torch.equal(there_and_back(tier, given)[Slot("made", "dense")], expected)
+    expected = given[Slot("residual", "dense")].clone()
+    assert torch.equal(there_and_back(tier, given)[Slot("residual", "dense")], expected)
     tier.close()
 
 
@@ -219,7 +219,10 @@ def test_a_wait_ends_when_another_rank_fails(tier: FileTier) -> None:
     def check() -> None:
         raise PeerError("rank 1 failed")
 
-    copy = tier.start_offload("1OFFLOAD2", {Slot("made", "a"): torch.zeros(10)})  # nobody asks for it back
+    # Nobody asks for it back.
+    copy = tier.start_offload(
+        "1OFFLOAD2", {Slot("residual", "a"): torch.zeros(10)}
+    )  # nobody asks for it back
     with pytest.raises(PeerError):
         tier.wait_reload(copy, check)
 
@@ -236,9 +239,9 @@ LIMITED = textwrap.dedent(
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
     tier = FileTier(Path(sys.argv[1]), 0)
-    tier.start_offload("0OFFLOAD0", {Slot("made", "a"): torch.zeros(1 << 17)})
+    tier.start_offload("0OFFLOAD0", {Slot("residual", "a"): torch.zeros(1 << 17)})
     try:
-        tier.start_offload("0OFFLOAD1", {Slot("made", "a"): torch.zeros(1 << 18)})
+        tier.start_offload("0OFFLOAD1", {Slot("residual", "a"): torch.zeros(1 << 18)})
     except OffloadError as error:
         print(error)
     tier.close()

@@ -30,10 +30,10 @@ def plan_of(treatment: Treatment, ahead: tuple[int, ...]) -> tuple[Plan, Seen]:
     seen: Seen = {"LOOK": [], "PEEK": []}
 
     def look(context: OperationContext) -> None:
-        seen["LOOK"].append({slot.name for slot in context.residuals if slot.kind == "made"})
+        seen["LOOK"].append({slot.name for slot in context.residuals if slot.kind == "residual"})
 
     def peek(context: OperationContext) -> None:
-        seen["PEEK"].append({slot.name for slot in context.residuals if slot.kind == "made"})
+        seen["PEEK"].append({slot.name for slot in context.residuals if slot.kind == "residual"})
 
     declare(Operation(letters="LOOK", meaning="a look behind the forward", after=F, handler=look))
     declare(Operation(letters="PEEK", meaning="a look in front of the backward", before=B, handler=peek))

@@ -82,11 +82,11 @@ def test_residuals_are_freed_by_the_backward() -> None:
     gc.collect()
     gc.disable()  # nothing may depend on the collector
     try:
-        alive = [weakref.ref(t.untyped_storage()) for slot, t in last.items() if slot.kind == "made"]
+        alive = [weakref.ref(t.untyped_storage()) for slot, t in last.items() if slot.kind == "residual"]
         grads = functions[1].backward(state, last, {functions[1].loss or "": torch.ones(())}, Sums())
         values.clear()
         assert not last and not any(ref() for ref in alive)
-        alive = [weakref.ref(t.untyped_storage()) for slot, t in first.items() if slot.kind == "made"]
+        alive = [weakref.ref(t.untyped_storage()) for slot, t in first.items() if slot.kind == "residual"]
         _, carried = functions[0].backward_input(state, first, grads)
         assert not first and activation_bytes(carried) > 0
         functions[0].backward_weight(state, carried, Sums())

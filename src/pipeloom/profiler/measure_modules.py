@@ -114,7 +114,7 @@ def _saved(
     functions: ModuleFunctions, outputs: Mapping[str, Tensor], residuals: Tensors
 ) -> tuple[tuple[str, ...], int]:
     """Names of the inputs and outputs that are kept for the backward, and bytes of all else that is."""
-    storages = {t.untyped_storage()._cdata for slot, t in residuals.items() if slot.kind == "made"}
+    storages = {t.untyped_storage()._cdata for slot, t in residuals.items() if slot.kind == "residual"}
     named = [n for n in functions.sent if outputs[n].untyped_storage()._cdata in storages]
     extra = activation_bytes(residuals) - sum(outputs[n].nbytes for n in named)
     return (*sorted(functions.saved_inputs), *named), extra

@@ -14,7 +14,7 @@ def offload(step: StepContext, action: Action) -> None:
     """OFFLOAD: begin to copy residuals to the tier, which frees them once they are copied."""
     state = step.state(action)
     names = step.functions(action).offloaded
-    leaving = {s: t for s, t in state.residuals.items() if s.kind == "made" and s.name in names}
+    leaving = {s: t for s, t in state.residuals.items() if s.kind == "residual" and s.name in names}
     assert step.tier is not None, "whoever plans to offload gives the worker a tier"
     for slot in leaving:
         del state.residuals[slot]

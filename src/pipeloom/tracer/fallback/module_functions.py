@@ -125,7 +125,7 @@ class ModuleFunctions:
         if not self.differentiable:
             graph.clear()
             return results | outputs, {}
-        residuals: Tensors = {Slot("made", f"saved.{i}"): t for i, t in enumerate(saved.values())}
+        residuals: Tensors = {Slot("residual", f"saved.{i}"): t for i, t in enumerate(saved.values())}
         return results | outputs, residuals | {_GRAPH: graph}
 
     def recompute(self, state: Mapping[str, Tensor], residuals: Tensors) -> Tensors:
@@ -304,7 +304,7 @@ class ModuleFunctions:
             inputs.clear()
             yield
             return
-        meter = MemoryMeter(t for slot, t in inputs.items() if slot.kind == "made")
+        meter = MemoryMeter(t for slot, t in inputs.items() if slot.kind == "residual")
         inputs.clear()
         with meter:
             yield

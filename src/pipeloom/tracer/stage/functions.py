@@ -7,7 +7,7 @@ from its modules.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -29,17 +29,26 @@ class DiscardSink(Sink):
         pass
 
 
+SlotKind = Literal[
+    "state",  # a parameter or buffer, by FQN
+    "input",  # a batch input or received value
+    "grad",  # the gradient of a value that this stage sends, or of the loss
+    "sink",  # where gradients of parameters are added
+    "residual",  # of the forward for the backward, by its name in the plan
+    "old_buffer",  # a buffer as it was before the forward updated it
+    "carried",  # handed from I to W
+    "seed",  # of the random numbers
+    "output",  # a value that is sent, the loss, or `buffer:FQN`
+    "input_grad",  # the gradient of a received value
+    "weight_grad",  # the gradient of a parameter, by FQN
+    "graph",  # the autograd graph of whole modules
+]
+
+
 class Slot(NamedTuple):
-    """What a graph's placeholder or output stands for.
+    """What a graph's placeholder or output stands for."""
 
-    kind: "state" (parameter or buffer by FQN), "input" (batch input or received value), "grad" (gradient
-        of a value that this stage sends, or of the loss), "sink" (where gradients of parameters are
-        added), "made" (a residual, by its name in the plan), "old" (an updated buffer as it was),
-        "carried" (handed from I to W), "random" (the seed), "out" (value, loss or `buffer:FQN`),
-        "input_grad" (value name) or "weight_grad" (FQN).
-    """
-
-    kind: str
+    kind: SlotKind
     name: str
 
 
@@ -157,6 +166,6 @@ def activation_bytes(tensors: Tensors) -> int:
     storages = {
         t.untyped_storage()._cdata: t.untyped_storage().nbytes()
         for slot, t in tensors.items()
-        if slot.kind in ("made", "carried")
+        if slot.kind in ("residual", "carried")
     }
     return sum(storages.values())

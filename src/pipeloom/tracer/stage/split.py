@@ -139,7 +139,7 @@ class Splitter:
         weight_part = self._part(weight_grad, weight_grads, recomputed=in_w, carried=in_i)
         names = {slot.name for slot in weight_part.inputs if slot.kind == "carried"}
         carried = [(Slot("carried", node.name), node) for node in self.nodes if node.name in names]
-        outputs = [(Slot("out", name), node) for name, node in self.joint.outputs.items()]
+        outputs = [(Slot("output", name), node) for name, node in self.joint.outputs.items()]
         recompute = None
         if lost and ahead:
             recompute = self._part(chain(lost, set(kept)), self._residual_slots(lost), state=True)
@@ -173,7 +173,7 @@ class Splitter:
         return [n for n in self._read(backward, self._grad_slots()) if n in self.forward_nodes]
 
     def _residual_slots(self, nodes: list[fx.Node]) -> list[tuple[Slot, fx.Node]]:
-        return [(Slot("made", self.names[node]), node) for node in nodes]
+        return [(Slot("residual", self.names[node]), node) for node in nodes]
 
     def _backward_nodes(self, grads: Iterable[fx.Node]) -> set[fx.Node]:
         stop = self.forward_nodes.__contains__
@@ -192,9 +192,9 @@ class Splitter:
             name = self.joint.inputs[node]
             if name not in self.state:
                 return Slot("input", name)
-            return Slot("old" if in_backward and name in self.updated else "state", name)
+            return Slot("old_buffer" if in_backward and name in self.updated else "state", name)
         if node in self.forward_nodes and node not in carried:
-            return Slot("made", self.names[node])
+            return Slot("residual", self.names[node])
         return Slot("carried", node.name)
 
     def _part(
@@ -252,7 +252,7 @@ class Splitter:
             add_in_place(graph, {copies[node] for node in members - self.forward_nodes})
             add_products(graph)
         if seed_draws(graph, {copies[n]: key for n, key in self.keys.items() if n in copies}):
-            slots.append(Slot("random", "seed"))
+            slots.append(Slot("seed", "seed"))
         return Part(graph, tuple(slots), tuple(slot for slot, _ in outputs))
 
     def _read(self, members: set[fx.Node], outputs: list[tuple[Slot, fx.Node]]) -> list[fx.Node]:
@@ -276,10 +276,10 @@ class Splitter:
         for slot, node in outputs:
             base = storage_owner(node)
             shared = base.op == "placeholder" or base in seen
-            order = self.joint.orders.get(slot.name, ()) if slot.kind in ("input_grad", "out") else ()
+            order = self.joint.orders.get(slot.name, ()) if slot.kind in ("input_grad", "output") else ()
             strided = slot.kind == "input_grad" and not has_order(node.meta["val"], order)
             expanded = slot.kind.endswith("_grad") and not _dense(node.meta["val"])
-            if slot.kind not in ("made", "carried") and (shared or strided or expanded):
+            if slot.kind not in ("residual", "carried") and (shared or strided or expanded):
                 copy = graph.call_function(copy_in_order, (node, order))
                 with node.meta["val"].fake_mode:
                     copy.meta = {"val": copy_in_order(node.meta["val"], order)}

@@ -89,7 +89,7 @@ class GraphFunctions:
         return sum(
             t.untyped_storage().nbytes()
             for node, slot in zip(part.graph.find_nodes(op="placeholder"), part.inputs, strict=True)
-            if slot.kind in ("made", "carried")
+            if slot.kind in ("residual", "carried")
             for t in tensors_of(node.meta["val"])
         )
 
@@ -102,19 +102,19 @@ class GraphFunctions:
     ) -> tuple[dict[str, Tensor], Tensors]:
         function = self.functions["forward"]
         box = [
-            seed if kind == "random" else self._read(state, name) if kind == "state" else inputs[name]
+            seed if kind == "seed" else self._read(state, name) if kind == "state" else inputs[name]
             for kind, name in function.part.inputs
         ]
         results = dict(zip(function.part.outputs, function(box), strict=True))
-        outputs = {slot.name: t for slot, t in results.items() if slot.kind == "out"}
+        outputs = {slot.name: t for slot, t in results.items() if slot.kind == "output"}
         if not self.differentiable:
             taken = storage_ids((*state.values(), *inputs.values()))
             outputs = {
                 name: ensure_unshared(t, self.orders.get(name, ()), taken) for name, t in outputs.items()
             }
-        residuals: Tensors = {slot: t for slot, t in results.items() if slot.kind == "made"}
+        residuals: Tensors = {slot: t for slot, t in results.items() if slot.kind == "residual"}
         residuals |= {Slot("input", name): inputs[name] for name in self.kept_inputs}
-        residuals |= {Slot("old", name): state[name] for name in self.kept_buffers}
+        residuals |= {Slot("old_buffer", name): state[name] for name in self.kept_buffers}
         return outputs, residuals
 
     def recompute(self, state: Mapping[str, Tensor], residuals: Tensors) -> Tensors:
@@ -134,7 +134,7 @@ class GraphFunctions:
         self, state: Mapping[str, Tensor], residuals: Tensors, grads: Mapping[str, Tensor]
     ) -> tuple[dict[str, Tensor], Tensors]:
         needed = self.functions["weight_grad"].part.inputs
-        carried: Tensors = {s: residuals[s] for s in needed if s.kind in ("made", "input", "old")}
+        carried: Tensors = {s: residuals[s] for s in needed if s.kind in ("residual", "input", "old_buffer")}
         carried |= {s: grads[s.name] for s in needed if s.kind == "grad"}
         results = self._run("input_grad", state, residuals, grads, None)
         carried |= {slot: t for slot, t in results.items() if slot.kind == "carried"}
@@ -239,7 +239,7 @@ def stage_functions(
         offloaded=_names_treated(treatments, "offload"),
         recomputed=dropped if ahead else frozenset(),
         kept_inputs=frozenset(s.name for s in needed if s.kind == "input"),
-        kept_buffers=frozenset(s.name for s in needed if s.kind == "old"),
+        kept_buffers=frozenset(s.name for s in needed if s.kind == "old_buffer"),
         functions=functions,
         constants={n: t.to(device) for n, t in captured.constants.items() if n in module.names},
         orders=orders_of(module, captured),
@@ -301,8 +301,8 @@ def _forward_only(module: StageModule) -> Part:
         for name, kind in zip(module.names, module.kinds, strict=True)
     ]
     if seed_draws(graph, draw_keys(graph.nodes)):
-        inputs.append(Slot("random", "seed"))
-    return Part(graph, tuple(inputs), tuple(Slot("out", o) for o in module.outputs))
+        inputs.append(Slot("seed", "seed"))
+    return Part(graph, tuple(inputs), tuple(Slot("output", o) for o in module.outputs))
 
 
 def _freed_inputs(name: str, parts: Mapping[str, Part]) -> frozenset[Slot]:
@@ -310,7 +310,7 @@ def _freed_inputs(name: str, parts: Mapping[str, Part]) -> frozenset[Slot]:
     if name == "recompute":
         return frozenset()
     left = parts["weight_grad"].inputs if name == "input_grad" else ()
-    return frozenset(s for s in parts[name].inputs if s.kind in ("made", "carried")).difference(left)
+    return frozenset(s for s in parts[name].inputs if s.kind in ("residual", "carried")).difference(left)
 
 
 def _compile_part(part: Part, attributes: object, compiled: bool, *, freed: frozenset[Slot]) -> CompiledPart:
@@ -320,7 +320,7 @@ def _compile_part(part: Part, attributes: object, compiled: bool, *, freed: froz
         for node, slot in zip(part.graph.find_nodes(op="placeholder"), part.inputs, strict=True)
     }
     footprint = predict_memory(part.graph, owned)
-    if compiled and not any(slot.kind == "random" for slot in part.inputs):
+    if compiled and not any(slot.kind == "seed" for slot in part.inputs):
         fast = torch.compile(fx.GraphModule(attributes, part.graph), dynamic=False)  # type: ignore[arg-type]
         return CompiledPart(part, attributes, footprint, lambda box: tuple(fast(*box)), measured=True)
     return CompiledPart(part, attributes, footprint, compile_graph(part.graph, attributes), _owned=owned)
