@@ -220,9 +220,7 @@ def test_a_wait_ends_when_another_rank_fails(tier: FileTier) -> None:
         raise PeerError("rank 1 failed")
 
     # Nobody asks for it back.
-    copy = tier.start_offload(
-        "1OFFLOAD2", {Slot("residual", "a"): torch.zeros(10)}
-    )  # nobody asks for it back
+    copy = tier.start_offload("1OFFLOAD2", {Slot("residual", "a"): torch.zeros(10)})
     with pytest.raises(PeerError):
         tier.wait_reload(copy, check)
 

@@ -1,19 +1,14 @@
 """A joint graph -> forward, backward, input-gradient, weight-gradient and recomputation graphs.
 
-    joint graph (F and B as autograd wrote them down)     the parts that run
-
-    inputs, state                                         forward   F: everything that the outputs need,
-       |                                                               and every random call
-      [F] ---- outputs                                        |
-       |  \                                                  residuals
-       |   residuals  .......... the cut .........            |
-       |      |                                           recompute: dropped residuals from kept ones
-    tangents  |                                               |
-       |      |                                           backward  B: gradients of inputs and weights
-      [B] ----+---- gradients of inputs                          or, split,
-       |                                                  input_grad  I: what gradients of inputs need
-       +---- gradients of weights                             | carried: what W reads of I
-                                                          weight_grad W: the rest of B
+    inputs, state --> [ F ] --> outputs                  forward      F, and every random call
+                        |
+                     residuals   . . . the cut . . .     recompute    dropped residuals, from kept ones
+                        |
+    tangents ------> [ I ] --> gradients of inputs       input_grad   what gradients of inputs need
+                        |                     |
+                     carried                  | B        backward     I and W in one
+                        |                     |
+                     [ W ] --> gradients of weights      weight_grad  the rest
 
 What the backward needs from the forward becomes a residual: always the tensor that owns the storage, never
 a view of it, so that no storage is counted or kept twice; views are made again where they are used.
