@@ -19,8 +19,8 @@ from pipeloom.ir.stages import cut
 from pipeloom.ir.timeline import Timeline
 from pipeloom.lowering import lower
 from pipeloom.planner.search import Evaluation
-from pipeloom.planner.stage_cost import CostModel, CostOptions, stage_costs, stage_plan
-from pipeloom.planner.treatments import BOTH, optimise
+from pipeloom.planner.stage_cost import CostModel, CostOptions, estimate_stage
+from pipeloom.planner.treatments import BOTH, treat_interval
 from pipeloom.profiler import measure, roofline
 from pipeloom.simulator import simulate
 
@@ -147,7 +147,7 @@ class Setup:
 
     def _optimise(self, cap: float, treatments: Sequence[Treatment]) -> Evaluation:
         model = self.models["profile"]
-        return optimise(
+        return treat_interval(
             model, 0, len(model), 0, in_flight=self.size.in_flight, cap=cap, treatments=treatments
         )
 
@@ -178,7 +178,7 @@ class Setup:
             planner="memopt",
             placement=(0,),
             schedule=f"first of {q} stages",
-            stages=(stage_plan(self.models["profile"], self.stages, 0, q, choice.treatments),),
+            stages=(estimate_stage(self.models["profile"], self.stages, 0, choice.treatments).plan(q),),
             schedule_rows=(" ".join(order),),
             microbatches=count,
             microbatch_size=self.size.rows,
@@ -190,8 +190,8 @@ class Setup:
 
     def predicted(self, plan: Plan, by: str) -> Timeline:
         model, given = self.models[by], plan.memory.stages
-        part = stage_plan(model, self.stages, 0, self.size.in_flight, given[0] if given else {})
-        costs = stage_costs(model, self.stages, [part], given)
+        estimate = estimate_stage(model, self.stages, 0, given[0] if given else {})
+        costs = (estimate.simulator_cost(estimate.plan(self.size.in_flight)),)
         program = lower(plan.as_schedule, self.stages, policy=plan.memory)
         return simulate(program, self.stages, costs, self.cluster)
 

@@ -27,8 +27,8 @@ from machine import describe_machine
 
 from pipeloom.clusters import cpu_cluster
 from pipeloom.ir.cluster import Cluster, Link
-from pipeloom.planner.stage_cost import CostModel, CostOptions
-from pipeloom.planner.treatments import greedy, optimise
+from pipeloom.planner.stage_cost import CostModel, CostOptions, static_memory
+from pipeloom.planner.treatments import choose_greedily, treat_interval
 from pipeloom.profiler import roofline
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
@@ -71,11 +71,11 @@ def family_cases(families: list[str]) -> Iterator[Case]:
 
 def rows_of(case: Case, limit_s: float) -> Iterator[dict[str, Any]]:
     name, model, start, end, in_flight = case
-    free = optimise(model, start, end, 0, in_flight=in_flight, cap=inf)
+    free = treat_interval(model, start, end, 0, in_flight=in_flight, cap=inf)
     footprint, _ = model.row(start, np.array([end]))
-    parts = model.static_parts(footprint, in_flight).values()
+    parts = static_memory(footprint, model.options, in_flight).values()
     static = float(np.sum([np.ravel(part)[0] for part in parts]) + np.ravel(footprint.largest)[0])
-    least = optimise(model, start, end, 0, in_flight=in_flight, cap=static).peak_bytes
+    least = treat_interval(model, start, end, 0, in_flight=in_flight, cap=static).peak_bytes
     for share in SHARES:
         cap = least + share * (free.peak_bytes - least)
         row: dict[str, Any] = {
@@ -85,9 +85,9 @@ def rows_of(case: Case, limit_s: float) -> Iterator[dict[str, Any]]:
             "share": share,
             "free_s": free.seconds,
         }
-        for method, solve in (("greedy", greedy), ("exact", partial(exact, limit_s=limit_s))):
+        for method, solve in (("greedy", choose_greedily), ("exact", partial(exact, limit_s=limit_s))):
             began = time.perf_counter()
-            found = optimise(model, start, end, 0, in_flight=in_flight, cap=cap, solve=solve)
+            found = treat_interval(model, start, end, 0, in_flight=in_flight, cap=cap, solve=solve)
             row[f"{method}_took_s"] = time.perf_counter() - began
             row[f"{method}_s"] = found.seconds if found.fits else None
             row[f"{method}_treated"] = len(found.treatments)
@@ -127,11 +127,11 @@ def growth() -> list[dict[str, Any]]:
     found = []
     for ops in (100, 200, 400, 800, 1600, 3200):
         model = random_stages.random_model(1, ops)
-        free = optimise(model, 0, ops - 1, 0, in_flight=8, cap=inf)
+        free = treat_interval(model, 0, ops - 1, 0, in_flight=8, cap=inf)
         took = []
         for _ in range(5):
             began = time.perf_counter()
-            made = optimise(model, 0, ops - 1, 0, in_flight=8, cap=0.6 * free.peak_bytes)
+            made = treat_interval(model, 0, ops - 1, 0, in_flight=8, cap=0.6 * free.peak_bytes)
             took.append(time.perf_counter() - began)
         found.append({"ops": ops, "treated": len(made.treatments), "took_s": min(took)})
     return found

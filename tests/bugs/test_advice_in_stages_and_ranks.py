@@ -13,7 +13,7 @@ from pipeloom import Job, plan
 from pipeloom.api import advice, passes
 from pipeloom.clusters import cpu_cluster
 from pipeloom.ir.errors import InfeasibleError, PlanError
-from pipeloom.planner.stage_cost import Wiring
+from pipeloom.planner.stage_cost import Readers
 
 HOW = {"microbatch_size": 2, "microbatches": 4, "strategy": "balanced"}
 
@@ -53,7 +53,7 @@ SEEN = Job(model=Seen, batch=lambda seed, rows: {"x": torch.randn(rows, 4)}, nam
 def test_who_uses_at_most_so_many_gets_a_plan(schedule: str, stages: int, why: str, most: int) -> None:
     """The hint named 55 stages where the next refusal left 32, and 32 stages where 16 ranks would do."""
     job, cluster = SEEN, "60 x cpu"
-    wiring = Wiring(capture_of(job).graph)
+    wiring = Readers(capture_of(job).graph)
     assert (len(wiring.ops), len(wiring.cut_points) - 1) == (55, 32)
     with pytest.raises(PlanError, match=why) as caught:
         plan(job, stages=stages, cluster=cluster, schedule=schedule, captured=capture_of(job), **HOW)

@@ -7,7 +7,7 @@ from exact_treatments import exact
 from random_stages import chain_model, random_model
 
 from pipeloom.planner.stage_cost import KEEP
-from pipeloom.planner.treatments import choices, greedy, optimise
+from pipeloom.planner.treatments import choose_checkpoints, choose_greedily, treat_interval
 
 
 @pytest.mark.parametrize(
@@ -21,10 +21,10 @@ from pipeloom.planner.treatments import choices, greedy, optimise
 def test_what_the_exact_choice_fits_fits(seed, ops, in_flight, share):
     """Five of 568 random stages were said not to fit."""
     model = random_model(seed, ops)
-    free = optimise(model, 0, ops - 1, 0, in_flight=in_flight, cap=inf)
+    free = treat_interval(model, 0, ops - 1, 0, in_flight=in_flight, cap=inf)
     best, found = (
-        optimise(model, 0, ops - 1, 0, in_flight=in_flight, cap=share * free.peak_bytes, solve=solve)
-        for solve in (exact, greedy)
+        treat_interval(model, 0, ops - 1, 0, in_flight=in_flight, cap=share * free.peak_bytes, solve=solve)
+        for solve in (exact, choose_greedily)
     )
     assert best.fits and found.fits
     assert best.seconds * (1 - 1e-9) <= found.seconds <= 1.2 * best.seconds
@@ -36,11 +36,13 @@ def test_checkpoints_are_chosen_together():
     sizes = []
 
     def look(task):
-        sizes.extend((task.moments.peak(c), int((c == KEEP).sum())) for c in choices(task.moments, task.may))
-        return greedy(task)
+        sizes.extend(
+            (task.moments.peak(c), int((c == KEEP).sum())) for c in choose_checkpoints(task.moments, task.may)
+        )
+        return choose_greedily(task)
 
     model = chain_model(ops)
-    optimise(model, 0, ops, 0, in_flight=1, cap=20 * 400, solve=look)
+    treat_interval(model, 0, ops, 0, in_flight=1, cap=20 * 400, solve=look)
     least, kept = min(sizes)
     assert least <= 400 * ((2 * ops) ** 0.5 + 4)
     assert 1 < kept < 2 * (2 * ops) ** 0.5

@@ -17,22 +17,43 @@ from pipeloom.planner.stage_cost import (
     OFFLOAD,
     RECOMPUTE,
     CostModel,
-    Moments,
-    moments_of,
+    RecomputeLiveness,
+    find_residuals,
+    peak_terms,
     recompute_liveness as again,
-    residuals_of,
 )
-from pipeloom.planner.treatments import LEAST, OPTION, PEAK, Task, least_peaks, optimise, plan_of, treat
+from pipeloom.planner.treatments import (
+    LEAST,
+    OPTION,
+    PEAK,
+    TreatmentProblem,
+    greedy_state,
+    least_peaks,
+    treat,
+    treat_interval,
+)
 
 
-def moments(model: CostModel, end: int, in_flight: int = 1, start: int = 0) -> Moments:
+def moments(model: CostModel, end: int, in_flight: int = 1, start: int = 0) -> RecomputeLiveness:
     """Of the stage of ops [start, end), between others."""
-    names = [op.name for op in model.wiring.ops]
+    names = [op.name for op in model.readers.ops]
     number = {name: (place >= start > 0) + (place >= end) for place, name in enumerate(names)}
-    footprint = model.footprint(cut(model.graph, number), number[names[start]])
-    place = model.sweep, start, end
-    residuals = residuals_of(*place, model.forward_s[0, start:end], model.cheap_s[0], footprint.kept > 0)
-    return moments_of(model, footprint, residuals, in_flight, place)
+    footprint = model.stage_footprint(cut(model.graph, number), number[names[start]])
+    residuals = find_residuals(
+        model.sweep,
+        start,
+        end,
+        model.forward_s[0, start:end],
+        model.cheap_s[0],
+        footprint.saved_inputs > 0,
+    )
+    return RecomputeLiveness(
+        sweep=model.sweep,
+        start=start,
+        end=end,
+        residuals=residuals,
+        terms=peak_terms(footprint, model.options, in_flight),
+    )
 
 
 def letting_go(model: CostModel, seed: int) -> CostModel:
@@ -57,7 +78,7 @@ def test_levels_are_those_of_a_plain_reference(seed, ops, data):
     choice = np.where(np.array(which, dtype=bool) & residuals.may, RECOMPUTE, KEEP)
     dropped = frozenset(n for n, kind in zip(residuals.names, choice, strict=True) if kind == RECOMPUTE)
     plain, slow = SlowStage(model, end, frozenset()), SlowStage(model, end, dropped)
-    most = found.most(choice)
+    most = found.highest_levels(choice)
     levels = found.stage[4][:, :end]
     assert levels[again.FORWARD].tolist() == slow.forward()
     assert levels[again.KEPT_FORWARD].tolist() == plain.forward()
@@ -75,7 +96,7 @@ def test_levels_are_those_of_a_plain_reference(seed, ops, data):
     assert levels[again.BACKWARD].tolist() == expected.tolist()
     assert most == (max(slow.forward()), expected.max())
     assert [op for op in range(end) if found.stage[3][again.AT, op] >= 0] == sorted(
-        model.wiring.position[step.op] for step in slow.steps if step.kind == "again"
+        model.readers.position[step.op] for step in slow.steps if step.kind == "again"
     )
 
 
@@ -87,7 +108,7 @@ def test_no_residual_kept_again_lowers_the_peak_below_its_bound(seed, ops, in_fl
     found = replace(moments(model, ops - 1, in_flight, start), ahead=draw.random() < 0.1)
     may = found.residuals.may.astype(np.int64)
     kinds = [RECOMPUTE if ok and draw.random() < 0.8 else draw.choice((KEEP, OFFLOAD)) for ok in may]
-    task = Task(
+    task = TreatmentProblem(
         moments=found,
         allowance=0.0,
         per_offloaded=1.0,
@@ -96,7 +117,7 @@ def test_no_residual_kept_again_lowers_the_peak_below_its_bound(seed, ops, in_fl
         s_per_byte=0.0,
         may=may,
     )
-    plan = plan_of(task)
+    plan = greedy_state(task)
     _, numbers, figures, sums, limits = plan
     for k, kind in enumerate(kinds):
         numbers[OPTION, k] = kind
@@ -113,10 +134,10 @@ def test_no_residual_kept_again_lowers_the_peak_below_its_bound(seed, ops, in_fl
 def test_checkpoints_of_a_chain(ops):
     """Equal ops, one micro-batch in flight: few are kept, and the stretches between them get shorter."""
     model = chain_model(ops)
-    free = optimise(model, 0, ops, 0, in_flight=1, cap=inf)
+    free = treat_interval(model, 0, ops, 0, in_flight=1, cap=inf)
     for cap in np.arange(2000, free.peak_bytes, 800):
-        found = optimise(model, 0, ops, 0, in_flight=1, cap=cap)
-        best = optimise(model, 0, ops, 0, in_flight=1, cap=cap, solve=exact)
+        found = treat_interval(model, 0, ops, 0, in_flight=1, cap=cap)
+        best = treat_interval(model, 0, ops, 0, in_flight=1, cap=cap, solve=exact)
         assert found.fits == best.fits and found.seconds == best.seconds, cap
         if found.fits:
             assert found.peak_bytes <= cap
@@ -132,5 +153,5 @@ def test_the_least_that_a_chain_can_hold():
     ops, each = 45, 400
     model = chain_model(ops)
     caps = range(each, 30 * each, each)
-    least = next(cap for cap in caps if optimise(model, 0, ops, 0, in_flight=1, cap=cap).fits)
+    least = next(cap for cap in caps if treat_interval(model, 0, ops, 0, in_flight=1, cap=cap).fits)
     assert least <= each * (np.sqrt(2 * ops) + 4)

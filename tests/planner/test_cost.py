@@ -9,15 +9,12 @@ from hypothesis import given, settings, strategies as st
 from pipeloom.ir.graph import Op, OpGraph, Parameter, Value
 from pipeloom.ir.profile import OpCost, Profile
 from pipeloom.ir.stages import cut
-from pipeloom.planner.stage_cost import CostModel, CostOptions, Footprint
+from pipeloom.planner.stage_cost import CostModel, CostOptions, Footprint, estimate_stage
 
 
 def columns(footprint: Footprint) -> tuple:
-    """All figures of a footprint, the transient ones as a list."""
-    made = {f.name: getattr(footprint, f.name) for f in fields(footprint)}
-    if isinstance(made["transient"], tuple):
-        made["transient"] = list(made["transient"])
-    return tuple(made.values())
+    """All figures of a footprint."""
+    return tuple(getattr(footprint, f.name) for f in fields(footprint))
 
 
 @settings(max_examples=150, deadline=None)
@@ -39,14 +36,15 @@ def test_rows_of_intervals_agree_with_stages(data, draw_graph, draw_profile, mak
     for s in range(stages):
         footprint, seconds = model.row(cuts[s], np.arange(cuts[s] + 1, ops + 1))
         here = cuts[s + 1] - cuts[s] - 1
-        expected = model.footprint(stage_graph, s, once=True)
-        assert tuple(column[..., here].tolist() for column in columns(footprint)) == columns(expected)
+        expected = model.stage_footprint(stage_graph, s, once=True)
+        assert columns(footprint.at(here)) == columns(expected)
         rough, _ = model.row(cuts[s], np.arange(cuts[s] + 1, ops + 1), exact=False)
-        assert (rough.transient >= footprint.transient).all()
-        each, in_flight = model.footprint(stage_graph, s), s + 1
+        assert (rough.forward_transient >= footprint.forward_transient).all()
+        assert (rough.backward_transient >= footprint.backward_transient).all()
+        each, in_flight = model.stage_footprint(stage_graph, s), s + 1
         turn_s = model.turns(footprint, seconds, np.array([s]))[0, here]
-        held = model.memory(footprint, np.array([in_flight]))[0, here]
-        plan = model.stage(stage_graph, s, in_flight)
+        held = model.peaks(footprint, np.array([in_flight]))[0, here]
+        plan = estimate_stage(model, stage_graph, s).plan(in_flight)
         if columns(each) == columns(expected):
             assert turn_s == pytest.approx(model.turn_s(stage_graph, s)) and held == plan.memory.total
         else:  # several stages read a value, each of which gets a message of its own
@@ -89,7 +87,7 @@ def test_memory_by_kind_of_a_hand_made_cut(make_cluster):
     options = CostOptions(microbatches=4, optimizer_bytes=1.0)
     model = CostModel(graph, [profile] * 2, make_cluster([1, 1]), options)
     stages = cut(graph, {"a": 0, "v": 0, "b": 1})
-    first, second = model.stage(stages, 0, 2), model.stage(stages, 1, 1)
+    first, second = estimate_stage(model, stages, 0).plan(2), estimate_stage(model, stages, 1).plan(1)
     assert (first.memory.parameters, first.memory.gradients, first.memory.optimizer) == (400, 400, 400)
     assert second.memory.parameters == 400  # a tied parameter has a replica in each stage that reads it
     assert (first.memory.residuals, first.memory.buffers) == (0, 4 * 40)  # it saves x, which is the batch
@@ -98,9 +96,11 @@ def test_memory_by_kind_of_a_hand_made_cut(make_cluster):
     assert first.memory.boundary == 3 * 40 + 40
     # Buffers of v, one in use and two ahead; a gradient is made, and another one is on its way.
     assert second.memory.boundary == 3 * 40 + 2 * 40
-    assert model.stage(stages, 1, 2).memory.boundary == 4 * 40 + 2 * 40  # one more buffer is kept
+    assert (
+        estimate_stage(model, stages, 1).plan(2).memory.boundary == 4 * 40 + 2 * 40
+    )  # one more buffer is kept
     at_once = CostModel(graph, [profile] * 2, make_cluster([1, 1]), replace(options, sends_in_flight=0))
-    assert at_once.stage(stages, 1, 1).memory.boundary == 3 * 40 + 40
+    assert estimate_stage(at_once, stages, 1).plan(1).memory.boundary == 3 * 40 + 40
     # Around b only the new gradient of w: that of v is a message. Around a also its own, made by the view.
     assert (first.memory.transient, second.memory.transient) == (40 + 400, 400)
     assert (first.forward_s, first.input_grad_s, first.weight_grad_s) == (1, 0, 2)
@@ -112,7 +112,7 @@ def test_a_received_value_that_is_not_saved_frees_its_buffer_after_the_forward(m
     options = CostOptions(microbatches=9, sends_in_flight=0)
     model = CostModel(graph, [profile] * 2, make_cluster([1, 1]), options)
     stages = cut(graph, {"a": 0, "v": 0, "b": 1})
-    assert model.stage(stages, 1, 3).memory.boundary == 2 * 40 + 40
+    assert estimate_stage(model, stages, 1).plan(3).memory.boundary == 2 * 40 + 40
 
 
 def untied(graph: OpGraph) -> OpGraph:
@@ -126,14 +126,15 @@ def test_what_is_freed_along_the_way(make_cluster):
     graph = untied(tied)
     whole = cut(graph, {"a": 0, "v": 0, "b": 0})
     model = CostModel(graph, [profile], make_cluster([1]), CostOptions(microbatches=2))
-    found = model.footprint(whole, 0)
+    found = model.stage_footprint(whole, 0)
     # The forward ends with b (80) besides. Worst is b's backward: gradients of v and u, with all residuals.
-    assert (found.residuals, found.transient) == (40 + 8, (80, 40 + 400))
+    assert (found.residuals, found.forward_transient, found.backward_transient) == (40 + 8, 80, 40 + 400)
     heavy = replace(profile.costs["a"], grad_transient_bytes=1000)
     profile = replace(profile, costs={**profile.costs, "a": heavy})
     model = CostModel(graph, [profile], make_cluster([1]), CostOptions(microbatches=2))
     # Now it is a's: only its own gradients (a is saved by b, gone by then) and the scratch.
-    assert model.footprint(whole, 0).transient == (80, 40 + 400 + 1000 - 48)
+    found = model.stage_footprint(whole, 0)
+    assert (found.forward_transient, found.backward_transient) == (80, 40 + 400 + 1000 - 48)
 
 
 def test_gradients_that_views_and_additions_pass_on_are_no_new_tensors(make_cluster):
@@ -144,8 +145,8 @@ def test_gradients_that_views_and_additions_pass_on_are_no_new_tensors(make_clus
     own = {**profile.costs, "a": at_end, "v": OpCost(forward_s=0, passes=("a",))}
     sizes = [
         CostModel(graph, [replace(profile, costs=costs)], make_cluster([1]), CostOptions(microbatches=2))
-        .footprint(whole, 0)
-        .transient[1]
+        .stage_footprint(whole, 0)
+        .backward_transient
         for costs in (own, {**own, "a": profile.costs["a"]})
     ]
     assert sizes == [40 + 400 + 1000 - 48, 40 + 400]
@@ -155,7 +156,9 @@ def test_gradients_of_a_tied_parameter_are_added_in_the_first_of_its_backwards(m
     graph, profile = two_linears()
     model = CostModel(graph, [profile], make_cluster([1]), CostOptions(microbatches=2))
     # Both gradients of w, one of which becomes the sum, and that of a's output; the residuals are gone.
-    assert model.footprint(cut(graph, {"a": 0, "v": 0, "b": 0}), 0).transient[1] == 2 * 400 + 40 - 48
+    assert (
+        model.stage_footprint(cut(graph, {"a": 0, "v": 0, "b": 0}), 0).backward_transient == 2 * 400 + 40 - 48
+    )
 
 
 def test_a_value_read_twice_gets_its_gradient_added_up(make_cluster):
@@ -178,7 +181,7 @@ def test_a_value_read_twice_gets_its_gradient_added_up(make_cluster):
         own = costs | {name: replace(costs[name], passes=(*source,)) for name, source in passing}
         made = replace(profile, costs=own)
         model = CostModel(graph, [made], make_cluster([1]), CostOptions(microbatches=1))
-        return model.footprint(cut(graph, dict.fromkeys("abcd", 0)), 0).transient[1]
+        return model.stage_footprint(cut(graph, dict.fromkeys("abcd", 0)), 0).backward_transient
 
     assert transient() == 3 * 40  # in b's backward: its own gradient, a's from c, and a's from b, added to it
     assert transient(("d", "bc")) == 2 * 40  # b's own is the loss's
@@ -193,7 +196,7 @@ def test_weight_versions(make_cluster):
     for policy, versions in (("flush", 1), ("stash", 3), ("2bw", 2)):
         options = CostOptions(microbatches=4, weights=policy)
         model = CostModel(graph, [profile] * 2, make_cluster([1, 1]), options)
-        memory = model.stage(stages, 0, 3).memory
+        memory = estimate_stage(model, stages, 0).plan(3).memory
         assert (memory.parameters, memory.gradients, memory.optimizer) == (versions * 400, 400, 800)
 
 
@@ -202,13 +205,13 @@ def test_the_optimizer_needs_one_tensor_of_the_largest_parameter(make_cluster):
     costs = {name: OpCost(forward_s=1) for name in "avb"}
     small = replace(graph, ops=tuple(replace(op, params=()) for op in graph.ops))
     model = CostModel(small, [replace(profile, costs=costs)], make_cluster([1]), CostOptions(microbatches=1))
-    assert model.stage(cut(small, dict.fromkeys("avb", 0)), 0, 1).memory.transient == 400
+    assert estimate_stage(model, cut(small, dict.fromkeys("avb", 0)), 0).plan(1).memory.transient == 400
 
 
 def test_a_value_saved_by_two_ops_and_a_tied_parameter_count_once(make_cluster):
     graph, profile = two_linears()
     model = CostModel(graph, [profile], make_cluster([1]), CostOptions(microbatches=4))
-    whole = model.footprint(cut(graph, {"a": 0, "v": 0, "b": 0}), 0)
+    whole = model.stage_footprint(cut(graph, {"a": 0, "v": 0, "b": 0}), 0)
     assert (whole.parameters, whole.residuals, whole.received, whole.sent) == (400, 40 + 8, 0, 0)
 
 
@@ -232,8 +235,8 @@ def test_a_part_of_a_storage_is_sent_as_a_copy(make_cluster):
     profile = replace(profile, graph=graph.fingerprint)
     model = CostModel(graph, [profile] * 2, make_cluster([1, 1]), CostOptions(microbatches=4))
     after, before = (cut(graph, {"a": 0, "v": v, "b": 1}) for v in (0, 1))
-    parts, whole = model.footprint(after, 0), model.footprint(before, 0)
-    assert (parts.sent, parts.whole, parts.transient[0]) == (40, 0, 40)
-    assert (whole.sent, whole.whole, whole.transient[0]) == (40, 40, 0)
+    parts, whole = model.stage_footprint(after, 0), model.stage_footprint(before, 0)
+    assert (parts.sent, parts.whole, parts.forward_transient) == (40, 0, 40)
+    assert (whole.sent, whole.whole, whole.forward_transient) == (40, 40, 0)
     row, _ = model.row(0, np.array([1, 2]))
-    assert row.whole.tolist() == [40, 0] and row.transient[0].tolist() == [0, 40]
+    assert row.whole.tolist() == [40, 0] and row.forward_transient.tolist() == [0, 40]

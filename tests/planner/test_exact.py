@@ -12,7 +12,7 @@ from pipeloom.ir.profile import OpCost, Profile
 from pipeloom.ir.stages import cut
 from pipeloom.planner import stage_needs
 from pipeloom.planner.search import Search, best_cuts
-from pipeloom.planner.stage_cost import CostModel, CostOptions
+from pipeloom.planner.stage_cost import CostModel, CostOptions, estimate_stage
 from pipeloom.planner.strategies import balanced
 
 
@@ -54,7 +54,9 @@ def weigh(search: Search, cuts) -> tuple[float, float]:
         intervals = [search.evaluate(i, j, s) for s, (i, j) in enumerate(pairwise(cuts))]
         shares = [e.peak_bytes / cap for e, cap in zip(intervals, search.caps, strict=True)]
         return max(e.seconds for e in intervals), max(shares)
-    held = [search.model.stage(stages, s, q).memory.total for s, q in enumerate(search.in_flight)]
+    held = [
+        estimate_stage(search.model, stages, s).plan(q).memory.total for s, q in enumerate(search.in_flight)
+    ]
     share = max(size / cap for size, cap in zip(held, search.caps, strict=True))
     slowest = max(search.model.turn_s(stages, s) for s in range(len(held)))
     return (slowest if share <= 1 else float("inf")), share

@@ -19,8 +19,15 @@ from pipeloom.ir.graph import Buffer
 from pipeloom.ir.memory_policy import MemoryPolicy
 from pipeloom.ir.stages import cut
 from pipeloom.lowering import lower
-from pipeloom.planner.stage_cost import CostModel, host_copies, stage_costs, stage_plan
-from pipeloom.planner.treatments import Optimised, greedy, optimise, treated_stage
+from pipeloom.planner.stage_cost import (
+    CostModel,
+    cost_treatments,
+    estimate_stage,
+    host_copies,
+    moments,
+    peak_bytes,
+)
+from pipeloom.planner.treatments import TreatedStageEvaluator, choose_greedily, treat_interval
 from pipeloom.simulator import simulate
 
 best_choice = partial(exact, limit_s=2.0)
@@ -29,25 +36,25 @@ best_choice = partial(exact, limit_s=2.0)
 
 def peak_of(model: CostModel, treatments: dict, in_flight: int, end: int | None = None) -> float:
     """Bytes of ops 0 .. end as stage 0, by the way that plans are costed."""
-    ops = [op.name for op in model.wiring.ops]
+    ops = [op.name for op in model.readers.ops]
     split = len(ops) if end is None else end
     graph = cut(model.graph, {name: int(place >= split) for place, name in enumerate(ops)})
-    return stage_plan(model, graph, 0, in_flight, treatments).memory.total
+    return estimate_stage(model, graph, 0, treatments).plan(in_flight).memory.total
 
 
 def seconds_of(model: CostModel, treatments: dict, end: int) -> float:
     footprint, seconds = model.row(0, np.array([end]))
-    own = model.footprint(_two_stages(model, end), 0)
-    found = treated_stage(model, own, range(end), 0, treatments)
-    return found.seconds(model, 0, float(seconds[0, 0]), float(model.forward_s[0, :end].sum()))
+    own = model.stage_footprint(_two_stages(model, end), 0)
+    found = cost_treatments(model, own, range(end), 0, treatments)
+    return found.turn_s(model, 0, float(seconds[0, 0]), float(model.forward_s[0, :end].sum()))
 
 
 def _whole(model: CostModel):
-    return cut(model.graph, {op.name: 0 for op in model.wiring.ops})
+    return cut(model.graph, {op.name: 0 for op in model.readers.ops})
 
 
 def _two_stages(model: CostModel, end: int):
-    ops = [op.name for op in model.wiring.ops]
+    ops = [op.name for op in model.readers.ops]
     return cut(model.graph, {name: int(place >= end) for place, name in enumerate(ops)})
 
 
@@ -57,15 +64,15 @@ def _two_stages(model: CostModel, end: int):
     ops=st.integers(4, 20),
     in_flight=st.integers(1, 8),
     share=st.floats(0.3, 1.0),
-    solve=st.sampled_from([greedy, best_choice]),
+    solve=st.sampled_from([choose_greedily, best_choice]),
 )
 def test_what_fits_keeps_its_cap_and_every_pick_is_needed(seed, ops, in_flight, share, solve):
     model = random_model(seed, ops)
     end = ops - 1
-    free = optimise(model, 0, end, 0, in_flight=in_flight, cap=inf)
+    free = treat_interval(model, 0, end, 0, in_flight=in_flight, cap=inf)
     assert free.treatments == {} and free.peak_bytes == peak_of(model, {}, in_flight, end)
     cap = share * free.peak_bytes
-    found = optimise(model, 0, end, 0, in_flight=in_flight, cap=cap, solve=solve)
+    found = treat_interval(model, 0, end, 0, in_flight=in_flight, cap=cap, solve=solve)
     if not found.fits:
         assert found.peak_bytes > cap
         return
@@ -87,16 +94,16 @@ def test_what_fits_keeps_its_cap_and_every_pick_is_needed(seed, ops, in_flight, 
 def test_against_all_choices_of_a_small_stage(seed, in_flight, share):
     model = random_model(seed, 8)
     end = 7
-    cap = share * optimise(model, 0, end, 0, in_flight=in_flight, cap=inf).peak_bytes
+    cap = share * treat_interval(model, 0, end, 0, in_flight=in_flight, cap=inf).peak_bytes
     names = _candidates(model, end)
     if len(names) > 5:
         return  # 3 ** 6 choices take too long
     best = min((_seconds_under(cap, model, end, in_flight, how) for how in _choices(names)), default=inf)
-    greedy = optimise(model, 0, end, 0, in_flight=in_flight, cap=cap)
-    exact = optimise(model, 0, end, 0, in_flight=in_flight, cap=cap, solve=best_choice)
+    choose_greedily = treat_interval(model, 0, end, 0, in_flight=in_flight, cap=cap)
+    exact = treat_interval(model, 0, end, 0, in_flight=in_flight, cap=cap, solve=best_choice)
     assert exact.seconds == pytest.approx(best) or exact.seconds == inf == best
-    assert greedy.fits == exact.fits
-    assert not greedy.fits or best * (1 - 1e-9) <= greedy.seconds <= 1.5 * best
+    assert choose_greedily.fits == exact.fits
+    assert not choose_greedily.fits or best * (1 - 1e-9) <= choose_greedily.seconds <= 1.5 * best
 
 
 def _choices(names: list[str]):
@@ -105,35 +112,39 @@ def _choices(names: list[str]):
 
 
 def _seconds_under(cap: float, model: CostModel, end: int, in_flight: int, treatments: dict) -> float:
-    footprint = model.footprint(_two_stages(model, end), 0)
+    footprint = model.stage_footprint(_two_stages(model, end), 0)
     try:
-        found = treated_stage(model, footprint, range(end), 0, treatments)
+        found = cost_treatments(model, footprint, range(end), 0, treatments)
     except PlanError:
         return inf  # a chain that cannot be
-    if sum(found.memory_parts(model, in_flight).values()) > cap:
+    if peak_bytes(found.footprint, model.options, in_flight) > cap:
         return inf
     compute_s, forward_s = float(model.prefix_s[0, end]), float(model.forward_s[0, :end].sum())
     if found.offload_s > forward_s:
         return inf  # copies to the host would pile up
-    return found.seconds(model, 0, compute_s, forward_s)
+    return found.turn_s(model, 0, compute_s, forward_s)
 
 
 def _candidates(model: CostModel, end: int) -> list[str]:
-    saved = {v for op in model.wiring.ops[:end] for v in model.saves[op.name]}
-    return [op.name for op in model.wiring.ops[:end] if op.name in saved]
+    saved = {v for op in model.readers.ops[:end] for v in model.saves[op.name]}
+    return [op.name for op in model.readers.ops[:end] if op.name in saved]
 
 
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 10**6), in_flight=st.integers(2, 8))
 def test_a_higher_cap_costs_little_more_at_most(seed, in_flight):
     model = random_model(seed, 16)
-    free = optimise(model, 0, 15, 0, in_flight=in_flight, cap=inf)
+    free = treat_interval(model, 0, 15, 0, in_flight=in_flight, cap=inf)
     shares = np.linspace(0.3, 1.0, 12)
-    times = [optimise(model, 0, 15, 0, in_flight=in_flight, cap=s * free.peak_bytes).seconds for s in shares]
+    times = [
+        treat_interval(model, 0, 15, 0, in_flight=in_flight, cap=s * free.peak_bytes).seconds for s in shares
+    ]
     for tighter, looser in zip(times, times[1:], strict=False):
         assert looser <= 1.2 * tighter
     best = [
-        optimise(model, 0, 15, 0, in_flight=in_flight, cap=s * free.peak_bytes, solve=best_choice).seconds
+        treat_interval(
+            model, 0, 15, 0, in_flight=in_flight, cap=s * free.peak_bytes, solve=best_choice
+        ).seconds
         for s in shares[::3]
     ]
     for tighter, looser in zip(best, best[1:], strict=False):
@@ -144,23 +155,23 @@ def test_swaps_are_taken_only_while_hidden_and_then_what_is_worth_most():
     """Twelve residuals of which a few fit beside computing."""
     fast, slow = random_model(3, 30, host_bytes_per_s=1e6), random_model(3, 30, host_bytes_per_s=1e-3)
     for model, expected in ((fast, {"offload"}), (slow, {"recompute"})):
-        free = optimise(model, 0, 29, 0, in_flight=8, cap=inf)
-        found = optimise(model, 0, 29, 0, in_flight=8, cap=0.85 * free.peak_bytes)
+        free = treat_interval(model, 0, 29, 0, in_flight=8, cap=inf)
+        found = treat_interval(model, 0, 29, 0, in_flight=8, cap=0.85 * free.peak_bytes)
         assert found.fits and set(found.treatments.values()) == expected
         assert (found.seconds == free.seconds) == (expected == {"offload"})
-    alone = optimise(fast, 0, 29, 0, in_flight=8, cap=0.85 * free.peak_bytes, treatments=("recompute",))
+    alone = treat_interval(fast, 0, 29, 0, in_flight=8, cap=0.85 * free.peak_bytes, treatments=("recompute",))
     assert set(alone.treatments.values()) == {"recompute"}
 
 
 def test_one_micro_batch_in_flight():
     """What is dropped is made again as late as can be, so that not all of a micro-batch is there at once."""
     model = chain_model(16)
-    free = optimise(model, 0, 16, 0, in_flight=1, cap=inf)
-    tight = optimise(model, 0, 16, 0, in_flight=1, cap=0.6 * free.peak_bytes)
+    free = treat_interval(model, 0, 16, 0, in_flight=1, cap=inf)
+    tight = treat_interval(model, 0, 16, 0, in_flight=1, cap=0.6 * free.peak_bytes)
     assert tight.fits and tight.peak_bytes <= 0.6 * free.peak_bytes
-    footprint = model.footprint(_whole(model), 0)
-    restored = treated_stage(model, footprint, range(16), 0, tight.treatments)
-    assert sum(restored.memory_parts(model, 1, ahead=True).values()) >= free.peak_bytes
+    footprint = model.stage_footprint(_whole(model), 0)
+    restored = cost_treatments(model, footprint, range(16), 0, tight.treatments)
+    assert peak_bytes(restored.footprint, model.options, 1, restored.ahead) >= free.peak_bytes
 
 
 def test_nothing_random_or_stateful_is_in_a_chain():
@@ -177,8 +188,8 @@ def test_nothing_random_or_stateful_is_in_a_chain():
         graph, [replace(model.profile, graph=graph.fingerprint)] * 8, model.cluster, model.options
     )
     for fixed in (everywhere, stateful):
-        free = optimise(fixed, 0, 29, 0, in_flight=8, cap=inf)
-        assert not optimise(fixed, 0, 29, 0, in_flight=8, cap=0.95 * free.peak_bytes).fits
+        free = treat_interval(fixed, 0, 29, 0, in_flight=8, cap=inf)
+        assert not treat_interval(fixed, 0, 29, 0, in_flight=8, cap=0.95 * free.peak_bytes).fits
 
 
 def test_a_switch_is_shared_by_its_devices():
@@ -190,39 +201,40 @@ def test_a_switch_is_shared_by_its_devices():
         devices = (device,) * sharing + (lone,) * (8 - sharing)
         cluster = Cluster(devices=devices, within_node=model.cluster.within_node, switches=uplink)
         copies = host_copies(cluster, 0)
-        assert copies is not None and 1 / copies.back_s_per_byte == pytest.approx(expected)
+        assert copies is not None and 1 / copies.reload_s_per_byte == pytest.approx(expected)
 
 
 def test_the_host_has_room_for_all_micro_batches_in_flight():
     roomy, cramped = (random_model(3, 30, host_bytes_per_s=1e6, host_memory=room) for room in (0, 200))
-    cap = 0.85 * optimise(roomy, 0, 29, 0, in_flight=8, cap=inf).peak_bytes
+    cap = 0.85 * treat_interval(roomy, 0, 29, 0, in_flight=8, cap=inf).peak_bytes
     size = {op.name: op.output_bytes for op in roomy.graph.ops}
     for model, most in ((roomy, inf), (cramped, 200)):
-        found = optimise(model, 0, 29, 0, in_flight=8, cap=cap)
+        found = treat_interval(model, 0, 29, 0, in_flight=8, cap=cap)
         away = sum(size[name] for name, how in found.treatments.items() if how == "offload")
         assert found.fits and 8 * away <= most
 
 
 def test_costs_of_a_treated_stage():
     model = random_model(3, 30, host_bytes_per_s=8.0)
-    free = optimise(model, 0, 29, 0, in_flight=8, cap=inf)
-    found = optimise(model, 0, 29, 0, in_flight=8, cap=0.7 * free.peak_bytes)
+    free = treat_interval(model, 0, 29, 0, in_flight=8, cap=inf)
+    found = treat_interval(model, 0, 29, 0, in_flight=8, cap=0.7 * free.peak_bytes)
     assert set(found.treatments.values()) == {"recompute", "offload"}
     stages = _two_stages(model, 29)
-    parts = [stage_plan(model, stages, 0, 8, found.treatments), model.stage(stages, 1, 1)]
-    cost, other = stage_costs(model, stages, parts, [found.treatments, {}])
+    treated, last = estimate_stage(model, stages, 0, found.treatments), estimate_stage(model, stages, 1)
+    part = treated.plan(8)
+    cost, other = treated.simulator_cost(part), last.simulator_cost(last.plan(1))
     size = {op.name: op.output_bytes for op in model.graph.ops}
-    early, _ = stage_costs(model, stages, parts, [found.treatments, {}], ahead=(0,))
+    early = treated.simulator_cost(part, ahead=True)
     for how, total in (("offload", cost.offloaded_bytes), ("recompute", early.recomputed_bytes)):
         assert total == sum(size[name] for name, own in found.treatments.items() if own == how) > 0
-    assert early.residual_bytes == stage_costs(model, stages, parts)[0].residual_bytes
+    assert early.residual_bytes == estimate_stage(model, stages, 0).simulator_cost(part).residual_bytes
     assert cost.residual_bytes == early.residual_bytes - early.recomputed_bytes and not cost.recomputed_bytes
-    assert early.recompute_s == parts[0].recompute_s > 0 == cost.recompute_s
+    assert early.recompute_s == part.recompute_s > 0 == cost.recompute_s
     for inside_s, ahead_s in ((cost.backward_s, early.backward_s), (cost.input_grad_s, early.input_grad_s)):
         assert inside_s == pytest.approx(ahead_s + early.recompute_s)
     assert cost.reload_s == early.reload_s == cost.offloaded_bytes / 8
     assert early.transient_bytes[RECOMPUTE] >= 0 == cost.transient_bytes[RECOMPUTE]
-    assert other.recompute_s == 0 and (parts[0].recomputed_bytes, parts[0].offloaded_bytes) == (
+    assert other.recompute_s == 0 and (part.recomputed_bytes, part.offloaded_bytes) == (
         early.recomputed_bytes,
         early.offloaded_bytes,
     )
@@ -241,25 +253,29 @@ def test_the_simulator_needs_no_more(seed, schedule, ahead):
         equal_times=True,
         host_bytes_per_s=(5.0, 40.0, 1e4)[seed % 3],
     )
-    stages = cut(model.graph, {op.name: place // each for place, op in enumerate(model.wiring.ops)})
+    stages = cut(model.graph, {op.name: place // each for place, op in enumerate(model.readers.ops)})
     made = schedules.build(schedule, stages, tuple(range(count)), microbatches)
     in_flight = schedules.in_flight(made)
     found = []
     for stage, q in enumerate(in_flight):
-        own = partial(optimise, model, stage * each, (stage + 1) * each, stage, in_flight=q)
+        own = partial(treat_interval, model, stage * each, (stage + 1) * each, stage, in_flight=q)
         caps = [share * own(cap=inf).peak_bytes for share in (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)]
         found.append(next(tight for cap in caps if (tight := own(cap=cap)).fits).treatments)
-    parts = [stage_plan(model, stages, s, q, found[s], ahead=ahead) for s, q in enumerate(in_flight)]
+    estimates = [estimate_stage(model, stages, s, treatments) for s, treatments in enumerate(found)]
     early = tuple(range(count)) if ahead else ()
-    costs = stage_costs(model, stages, parts, found, ahead=early)
+    costs = tuple(
+        stage.simulator_cost(stage.plan(q, ahead=ahead), ahead=ahead)
+        for stage, q in zip(estimates, in_flight, strict=True)
+    )
     program = lower(made, stages, policy=MemoryPolicy(stages=tuple(found), ahead=early))
     drops = any("recompute" in own.values() for own in found)
     assert any(found) and ("RECOMPUTE" in str(program)) == (ahead and drops)
     peaks = simulate(program, stages, costs, model.cluster).peaks
     for stage, (peak, q) in enumerate(zip(peaks, in_flight, strict=True)):
-        own = range(stage * each, (stage + 1) * each)
-        treated = treated_stage(model, model.footprint(stages, stage), own, stage, found[stage])
-        most = max(m["residuals"] + m["transient"] for m in treated.moments(model, q, ahead=ahead))
+        treated = estimates[stage].treated
+        scratch = treated.ahead if ahead and treated else None
+        each_moment = moments(estimates[stage].footprint, model.options, q, scratch)
+        most = max(moment.residuals + moment.transient for moment in each_moment)
         assert peak["residuals"] + peak["transient"] <= most
 
 
@@ -268,17 +284,17 @@ def test_unknown_or_impossible_treatments_are_refused():
     stages = _two_stages(model, 29)
     name = _candidates(model, 29)[0]
     with pytest.raises(PlanError, match="keeps no residual named"):
-        stage_plan(model, stages, 0, 2, {f"{name}0": "recompute"})
+        estimate_stage(model, stages, 0, {f"{name}0": "recompute"})
     with pytest.raises(PlanError, match="no link to a host"):
-        stage_plan(model, stages, 0, 2, {name: "offload"})
+        estimate_stage(model, stages, 0, {name: "offload"})
     frozen = next(op.name for op in model.graph.ops if op.random and op.name in _candidates(model, 29))
     with pytest.raises(PlanError, match="random"):
-        stage_plan(model, stages, 0, 2, {frozen: "recompute"})
+        estimate_stage(model, stages, 0, {frozen: "recompute"})
 
 
 def test_an_evaluator_of_stages():
     model = random_model(3, 30)
-    free = optimise(model, 0, 29, 0, in_flight=8, cap=inf)
-    evaluate = Optimised(model, [0.7 * free.peak_bytes] * 8, [8] * 8)
+    free = treat_interval(model, 0, 29, 0, in_flight=8, cap=inf)
+    evaluate = TreatedStageEvaluator(model, [0.7 * free.peak_bytes] * 8, [8] * 8)
     assert evaluate(0, 29, 0).fits and evaluate(0, 29, 0).treatments
-    assert not Optimised(model, [0.7 * free.peak_bytes] * 8, [8] * 8, ())(0, 29, 0).fits
+    assert not TreatedStageEvaluator(model, [0.7 * free.peak_bytes] * 8, [8] * 8, ())(0, 29, 0).fits

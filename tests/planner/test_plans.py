@@ -25,7 +25,7 @@ from pipeloom.planner import (
     make_plan,
     what_if,
 )
-from pipeloom.planner.stage_cost import CostModel, CostOptions, stage_costs
+from pipeloom.planner.stage_cost import CostModel, CostOptions, estimate_stage
 from pipeloom.profiler import roofline
 from pipeloom.simulator import simulate
 
@@ -64,7 +64,12 @@ def peaks(plan: Plan, graph: OpGraph, cluster: Cluster) -> list[int]:
     )
     stages = plan.stage_graph(graph)
     policy = plan.memory
-    costs = stage_costs(model, stages, plan.stages, policy.stages, ahead=policy.ahead)
+    costs = tuple(
+        estimate_stage(model, stages, index, policy.stages[index] if policy.stages else None).simulator_cost(
+            part, ahead=index in policy.ahead
+        )
+        for index, part in enumerate(plan.stages)
+    )
     program = lower(plan.as_schedule, stages, policy=plan.memory)
     step = simulate(program, stages, costs, cluster)
     assert step.step_s == pytest.approx(plan.predicted_step_s)

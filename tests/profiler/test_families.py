@@ -49,7 +49,7 @@ def test_residuals_are_those_of_the_stage_functions(family):
     model = CostModel(captured.graph, [measured] * 2, cpu_cluster(2), options)
     for stage in range(2):
         functions = stage_functions(captured, graph, stage)
-        footprint = model.footprint(graph, stage)
+        footprint = model.stage_footprint(graph, stage)
         # Where a cut goes through the middle of attention, a reshape that copies in the whole model may not.
         assert footprint.residuals == pytest.approx(sum(functions.residual_bytes.values()), rel=0.03)
-        assert (footprint.kept > 0) == bool(functions.kept_inputs & set(functions.received))
+        assert (footprint.saved_inputs > 0) == bool(functions.kept_inputs & set(functions.received))

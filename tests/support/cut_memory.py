@@ -7,7 +7,7 @@ from typing import NamedTuple
 from pipeloom.clusters import cpu_cluster
 from pipeloom.ir.action import B, F
 from pipeloom.ir.stages import StageGraph
-from pipeloom.planner.stage_cost import CostModel, CostOptions, stage_costs, stage_plan
+from pipeloom.planner.stage_cost import CostModel, CostOptions, estimate_stage
 from pipeloom.profiler import roofline
 from pipeloom.runtime import crossing_bytes
 from pipeloom.tracer import Captured
@@ -40,9 +40,10 @@ def stage_bytes(captured: Captured, stages: StageGraph) -> list[StageBytes]:
     cluster = cpu_cluster(count)
     profile = roofline(captured.graph, cluster.devices[0])
     model = CostModel(captured.graph, [profile] * count, cluster, CostOptions(microbatches=1))
-    parts = [stage_plan(model, stages, index, 1, {}) for index in range(count)]
     found = []
-    for index, cost in enumerate(stage_costs(model, stages, parts, split=False)):
+    for index in range(count):
+        estimate = estimate_stage(model, stages, index)
+        cost = estimate.simulator_cost(estimate.plan(1), split=False)
         functions = stage_functions(captured, stages, index)
         sent, back = crossing_bytes(stages, index)
         held, most = cost.residual_bytes, functions.peak_bytes

@@ -46,7 +46,7 @@ from pipeloom.planner.stage_cost import (
     Indices,
     of_others,
 )
-from pipeloom.planner.treatments import Found, Task, greedy, seconds_of
+from pipeloom.planner.treatments import TreatmentChoice, TreatmentProblem, choose_greedily, seconds_of
 
 LIMIT_S = 30.0
 
@@ -54,18 +54,18 @@ AT_ONCE = 4
 """Moments that are added after each answer, at most."""
 
 
-def exact(task: Task, limit_s: float = LIMIT_S) -> Found:
+def exact(task: TreatmentProblem, limit_s: float = LIMIT_S) -> TreatmentChoice:
     """The choice that keeps the allowance in least time; the greedy one if it is not found within limit_s."""
     end = perf_counter() + limit_s
     programme = _Programme(task)
     while (left := end - perf_counter()) > 0:
         choice = programme.solved(left)
         if choice is None:
-            return greedy(task)
+            return choose_greedily(task)
         if (peak := task.moments.peak(choice)) <= task.allowance:
-            return Found(False, seconds_of(task, choice), peak, choice)
+            return TreatmentChoice(False, seconds_of(task, choice), peak, choice)
         programme.exclude(choice)
-    return greedy(task)
+    return choose_greedily(task)
 
 
 @dataclass
@@ -92,7 +92,7 @@ class _Rows:
 class _Programme:
     """Columns: x, o, y, e, and the a of one moment after another."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: TreatmentProblem) -> None:
         self.task = task
         moments = self.moments = task.moments
         residuals = self.residuals = moments.residuals

@@ -22,8 +22,8 @@ from pipeloom.ir.plan import Plan, StageMemory, StagePlan
 from pipeloom.ir.stages import StageGraph
 from pipeloom.lowering import lower
 from pipeloom.planner.search import Evaluation
-from pipeloom.planner.stage_cost import CostModel, CostOptions, stage_costs, stage_plan
-from pipeloom.planner.treatments import optimise
+from pipeloom.planner.stage_cost import CostModel, CostOptions, estimate_stage, static_memory
+from pipeloom.planner.treatments import treat_interval
 from pipeloom.profiler import roofline
 from pipeloom.runtime import CompletedTransfer, PendingTransfer, channel as posting
 from pipeloom.runtime.transports import LocalChannel, LocalTransport
@@ -67,7 +67,7 @@ def calm(graph: OpGraph, stages: int) -> dict[str, int]:
     for stage in range(1, stages):
         near = [p for p in points if abs(p - stage * ops / stages) <= ops / stages / 2.5 and p > cuts[-1]]
         cuts.append(int(min(near, key=lambda p: (model.crossing_bytes[p], abs(p - stage * ops / stages)))))
-    return {op.name: sum(c <= place for c in cuts) - 1 for place, op in enumerate(model.wiring.ops)}
+    return {op.name: sum(c <= place for c in cuts) - 1 for place, op in enumerate(model.readers.ops)}
 
 
 def compare(
@@ -99,7 +99,7 @@ def compare(
     policy = MemoryPolicy(stages=tuple(treatments), ahead=tuple(range(stages)) if ahead else ())
     plan = replace(plan, memory=policy)
     parts = [
-        stage_plan(model, cut, stage, q, given, ahead=ahead)
+        estimate_stage(model, cut, stage, given).plan(q, ahead=ahead)
         for stage, (q, given) in enumerate(zip(in_flight, treatments, strict=True))
     ]
     predicted = [part.memory for part in parts]
@@ -122,7 +122,7 @@ def _simulated(
 ) -> list[StageMemory]:
     """The peaks of a step in which messages take no time."""
     cluster = replace(model.cluster, within_node=Link(bandwidth_bytes_per_s=inf))
-    costs = stage_costs(model, cut, parts)
+    costs = tuple(estimate_stage(model, cut, index).simulator_cost(part) for index, part in enumerate(parts))
     step = simulate(lower(plan.as_schedule, cut), cut, costs, cluster)
     found = []
     for peak in step.peaks:
@@ -136,16 +136,18 @@ def _recomputed(
     model: CostModel, cut: StageGraph, stage: int, in_flight: int, share: float
 ) -> dict[str, Treatment]:
     """What to recompute of a stage."""
-    place = [model.wiring.position[n] for n in cut.stages[stage].ops if n in model.wiring.position]
+    place = model.positions(cut, stage)
     start, end = place[0], place[-1] + 1
     assert end - start == len(place)
 
     def under(cap: float) -> Evaluation:
-        return optimise(model, start, end, stage, in_flight=in_flight, cap=cap, treatments=("recompute",))
+        return treat_interval(
+            model, start, end, stage, in_flight=in_flight, cap=cap, treatments=("recompute",)
+        )
 
     most = under(inf).peak_bytes
-    footprint = model.footprint(cut, stage)
-    static = sum(model.static_parts(footprint, in_flight).values())
+    footprint = model.stage_footprint(cut, stage)
+    static = sum(static_memory(footprint, model.options, in_flight).values())
     least = under(float(static + footprint.largest)).peak_bytes
     caps = [least + step * (most - least) for step in (share, (1 + share) / 2, 1.0)]
     return dict(next(found for cap in caps if (found := under(cap)).fits).treatments)

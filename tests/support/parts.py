@@ -10,7 +10,7 @@ from pipeloom.clusters import cpu_cluster
 from pipeloom.ir.action import B, F, I, W
 from pipeloom.ir.memory_policy import Treatment
 from pipeloom.ir.stages import StageGraph
-from pipeloom.planner.stage_cost import CostModel, CostOptions, residuals_of, stage_costs, stage_plan
+from pipeloom.planner.stage_cost import CostModel, CostOptions, estimate_stage, find_residuals
 from pipeloom.profiler import roofline
 from pipeloom.runtime import crossing_bytes
 from pipeloom.tracer import Captured
@@ -57,9 +57,9 @@ def parts_of(
     ahead: bool = False,
 ) -> Parts:
     """One stage with treatments of its residuals."""
-    given = [treatments if s == index else {} for s in range(len(stages.stages))]
-    plans = [stage_plan(model, stages, s, 1, own, ahead=ahead) for s, own in enumerate(given)]
-    planned = stage_costs(model, stages, plans, given, ahead=(index,) if ahead else ())[index]
+    estimate = estimate_stage(model, stages, index, treatments)
+    plan = estimate.plan(1, ahead=ahead)
+    planned = estimate.simulator_cost(plan, ahead=ahead)
     real = stage_functions(captured, stages, index, treatments=treatments, ahead=ahead)
     sent, back = crossing_bytes(stages, index)
     residual = sum(real.residual_bytes.values())
@@ -73,7 +73,7 @@ def parts_of(
         carried=(planned.carried_bytes, real.carried_bytes),
         ingoing=(planned.transient_bytes[I], max(0, peak.get("input_grad", 0) - back)),
         weights=(planned.transient_bytes[W], max(0, peak.get("weight_grad", 0))),
-        whole=plans[index].memory.total,
+        whole=plan.memory.total,
     )
 
 
@@ -81,11 +81,11 @@ def some_recomputed(
     model: CostModel, stages: StageGraph, index: int, share: float, seed: int
 ) -> dict[str, Treatment]:
     """A random share of the residuals of a stage, an interval of ops, that can be made again."""
-    place = [model.wiring.position[n] for n in stages.stages[index].ops if n in model.wiring.position]
+    place = model.positions(stages, index)
     start, end = place[0], place[-1] + 1
-    footprint = model.footprint(stages, index)
-    found = residuals_of(
-        model.sweep, start, end, model.forward_s[0, start:end], model.cheap_s[0], footprint.kept > 0
+    footprint = model.stage_footprint(stages, index)
+    found = find_residuals(
+        model.sweep, start, end, model.forward_s[0, start:end], model.cheap_s[0], footprint.saved_inputs > 0
     )
     draw = random.Random(seed)
     return {

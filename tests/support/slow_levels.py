@@ -27,7 +27,7 @@ class SlowStage:
     """Ops 0 .. end of a model whose values are no views, with residuals dropped by name."""
 
     def __init__(self, model: CostModel, end: int, dropped: frozenset[str]) -> None:
-        self.ops = model.wiring.ops[:end]
+        self.ops = model.readers.ops[:end]
         self.costs = model.profile.costs
         self.size = {v.name: v.bytes for op in self.ops for v in op.outputs}
         self.maker = {v.name: op.name for op in self.ops for v in op.outputs}
@@ -35,7 +35,7 @@ class SlowStage:
         self.saved = {op.name: [v for v in self.costs[op.name].saves if v in self.maker] for op in self.ops}
         self.residuals = {v for saved in self.saved.values() for v in saved}
         self.dropped = dropped & self.residuals
-        self.sent = {v for op in model.wiring.ops[end:] for v in op.inputs if v in self.maker}
+        self.sent = {v for op in model.readers.ops[end:] for v in op.inputs if v in self.maker}
         self.steps = self._steps()
 
     def _steps(self) -> list[Step]:

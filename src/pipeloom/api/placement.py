@@ -15,7 +15,7 @@ from ..ir.errors import InfeasibleError, PlanError, ScheduleError
 from ..ir.graph import OpGraph
 from ..ir.plan import Plan
 from ..ir.units import format_bytes
-from ..planner import NoCutFits, TooManyStages, Wiring
+from ..planner import NoCutFits, Readers, TooManyStages
 from .plan_costs import PlanCosts
 
 
@@ -89,7 +89,7 @@ def plan_placed(
     graph = costs.graph
     stages = stages_for(schedule, ranks)
     if stages > (ops := sum(not op.cheap for op in graph.ops)):
-        places = len(Wiring(graph).cut_points) - 1
+        places = len(Readers(graph).cut_points) - 1
         raise _too_many(f"{stages} stages, the model has {ops} ops", places, schedule, ranks, cluster)
     try:
         line = cut(_one_device_each(cluster, schedule, ranks), stages)

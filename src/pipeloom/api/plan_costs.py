@@ -16,7 +16,7 @@ from ..ir.profile import Profile
 from ..ir.stages import StageGraph
 from ..ir.timeline import Timeline
 from ..lowering import lower
-from ..planner import CostModel, CostOptions, profile_of, stage_costs, stage_plan
+from ..planner import CostModel, CostOptions, estimate_stage, profile_of
 from ..simulator import simulate
 
 Profiles: TypeAlias = Profile | Mapping[str, Profile]
@@ -47,12 +47,14 @@ class PlanCosts:
         # Of what a StageCost says, only weight versions depend on how many micro-batches are in flight.
         in_flight = schedules.in_flight(plan.as_schedule)
         ahead = plan.memory.ahead
-        parts = [
-            stage_plan(model, stages, s, max(1, in_flight[s]), treatment, ahead=s in ahead)
-            for s, treatment in enumerate(treatments)
-        ]
-        each = stage_costs(model, stages, parts, treatments, ahead=ahead) * plan.replicas
-        return _counting_once(each, plan, stages, self.graph, model.options.optimizer_bytes)
+        each = []
+        for index, treatment in enumerate(treatments):
+            estimate = estimate_stage(model, stages, index, treatment)
+            part = estimate.plan(max(1, in_flight[index]), ahead=index in ahead)
+            each.append(estimate.simulator_cost(part, ahead=index in ahead))
+        return _counting_once(
+            (*each,) * plan.replicas, plan, stages, self.graph, model.options.optimizer_bytes
+        )
 
     def simulate(self, plan: Plan) -> Timeline:
         """One step of a plan, predicted."""

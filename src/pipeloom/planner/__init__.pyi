@@ -20,7 +20,8 @@ from .request import (
     profile_of as profile_of,
     refuse_other_weights as refuse_other_weights,
 )
-from .stage_cost.model import CostModel as CostModel, CostOptions as CostOptions
-from .stage_cost.readers import Wiring as Wiring
-from .stage_cost.simulator_costs import stage_costs as stage_costs, stage_plan as stage_plan
+from .stage_cost.model import CostModel as CostModel
+from .stage_cost.peak_memory import CostOptions as CostOptions
+from .stage_cost.readers import Readers as Readers
+from .stage_cost.stage_estimate import estimate_stage as estimate_stage
 from .what_if import Change as Change, what_if as what_if

@@ -18,7 +18,20 @@ from ..simulator import simulate
 from .microbatch_sizes import shared_rows
 from .request import Request
 from .search import Evaluation, Search
-from .stage_cost import stage_costs, stage_plan
+from .stage_cost import StageEstimate, estimate_stage
+
+
+class _StageChoice(NamedTuple):
+    """One stage of a candidate.  ahead: whether it recomputes in front of its backward."""
+
+    evaluation: Evaluation
+    estimate: StageEstimate
+    plan: StagePlan
+    ahead: bool
+
+    @property
+    def recomputes(self) -> bool:
+        return "recompute" in self.evaluation.treatments.values()
 
 
 class _SimulatedStages(NamedTuple):
@@ -44,64 +57,58 @@ class Candidate:
 
     def __init__(self, request: Request, search: Search, cuts: tuple[int, ...]) -> None:
         self.request, self.search, self.cuts = request, search, cuts
-        ops = [op.name for op in search.model.wiring.ops]
+        ops = [op.name for op in search.model.readers.ops]
         stage_of = {name: s for s, (i, j) in enumerate(pairwise(cuts)) for name in ops[i:j]}
         self.stages = cut(request.graph, stage_of)
         self.schedule = request.build(self.stages)
         self.in_flight = schedules.in_flight(self.schedule)
-        evaluations = [search.evaluate(i, j, s) for s, (i, j) in enumerate(pairwise(cuts))]
-        chosen = self._simulate([self._stage(s, e) for s, e in enumerate(evaluations)], evaluations)
-        if self._recomputing(evaluations) > set(chosen.policy.ahead):
-            chosen = min(chosen, self._recompute_ahead(evaluations), key=lambda simulated: simulated.key)
+        stages = [self._choose_ahead(s, search.evaluate(i, j, s)) for s, (i, j) in enumerate(pairwise(cuts))]
+        chosen = self._simulate(stages)
+        if any(stage.plan.recomputed_bytes and not stage.ahead for stage in stages):
+            chosen = min(
+                chosen, self._simulate(self._recompute_ahead(stages)), key=lambda simulated: simulated.key
+            )
         self.policy, self.parts, self.timeline, self._estimates, self.over = chosen
 
-    def _recomputing(self, evaluations: Sequence[Evaluation]) -> set[int]:
-        """The stages that recompute something."""
-        return {s for s, e in enumerate(evaluations) if "recompute" in e.treatments.values()}
-
-    def _recompute_ahead(self, evaluations: Sequence[Evaluation]) -> _SimulatedStages:
+    def _recompute_ahead(self, stages: Sequence[_StageChoice]) -> list[_StageChoice]:
         """With every stage that recomputes doing so ahead, where that can keep its cap: it has to free more
         for that, but what it does while its gradient is on the way costs no time."""
-        other = list(evaluations)
-        for stage in self._recomputing(evaluations):
-            start, end = self.cuts[stage : stage + 2]
-            better = self.search.ahead(start, end, stage)
-            if better.fits and self._stage(stage, better)[1]:
-                other[stage] = better
-        return self._simulate([self._stage(s, e) for s, e in enumerate(other)], other)
+        chosen = list(stages)
+        for index, stage in enumerate(stages):
+            if stage.recomputes:
+                start, end = self.cuts[index : index + 2]
+                better = self.search.ahead(start, end, index)
+                if better.fits and (other := self._choose_ahead(index, better)).ahead:
+                    chosen[index] = other
+        return chosen
 
-    def _stage(self, stage: int, evaluation: Evaluation) -> tuple[StagePlan, bool]:
-        """A stage, and whether it recomputes ahead: if it recomputes at all, and keeps its cap then."""
-        model, in_flight = self.search.model, self.in_flight[stage]
+    def _choose_ahead(self, index: int, evaluation: Evaluation) -> _StageChoice:
+        """A stage, which recomputes ahead if it recomputes at all, and keeps its cap then."""
+        estimate = estimate_stage(self.search.model, self.stages, index, evaluation.treatments)
         inside, ahead = (
-            replace(
-                stage_plan(model, self.stages, stage, in_flight, evaluation.treatments, ahead=early),
-                turn_s=evaluation.seconds,
-            )
+            estimate.plan(self.in_flight[index], ahead=early, turn_s=evaluation.seconds)
             for early in (False, True)
         )
-        fits = bool(inside.recomputed_bytes) and ahead.memory.total <= self.search.caps[stage]
-        return (ahead if fits else inside), fits
+        fits = bool(inside.recomputed_bytes) and ahead.memory.total <= self.search.caps[index]
+        return _StageChoice(evaluation, estimate, ahead if fits else inside, fits)
 
-    def _simulate(
-        self, stages: Sequence[tuple[StagePlan, bool]], evaluations: Sequence[Evaluation]
-    ) -> _SimulatedStages:
+    def _simulate(self, stages: Sequence[_StageChoice]) -> _SimulatedStages:
         """The stages with what they take, and their step."""
-        model = self.search.model
-        parts = tuple(part for part, _ in stages)
-        treatments = tuple(e.treatments for e in evaluations) if self.search.optimises else ()
-        ahead = tuple(s for s, (_, early) in enumerate(stages) if early)
+        parts = tuple(stage.plan for stage in stages)
+        treatments = tuple(s.evaluation.treatments for s in stages) if self.search.optimises else ()
+        ahead = tuple(index for index, stage in enumerate(stages) if stage.ahead)
         policy = MemoryPolicy(stages=treatments, ahead=ahead)
         program = lower(self.schedule, self.stages, policy=policy)
         split = program.columns.splits
-        costs = stage_costs(model, self.stages, parts, treatments, ahead=ahead, split=split)
-        caps = [device.memory_bytes for device in model.cluster.devices]
-        timeline = simulate(program, self.stages, costs, model.cluster, caps=caps)
+        costs = tuple(s.estimate.simulator_cost(s.plan, ahead=s.ahead, split=split) for s in stages)
+        cluster = self.search.model.cluster
+        caps = [device.memory_bytes for device in cluster.devices]
+        timeline = simulate(program, self.stages, costs, cluster, caps=caps)
         over = [
             max(0, timeline.peak_bytes(rank) - caps[rank], part.memory.total - caps[rank])
             for rank, part in enumerate(parts)
         ]
-        return _SimulatedStages(policy, parts, timeline, [e.peak_bytes for e in evaluations], over)
+        return _SimulatedStages(policy, parts, timeline, [s.evaluation.peak_bytes for s in stages], over)
 
     def tighter(self) -> Search | None:
         """The search to repeat, if the schedule keeps more in flight or a cap is passed: a stage that does so

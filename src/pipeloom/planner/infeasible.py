@@ -91,7 +91,7 @@ def stage_needs(search: Search, cuts: tuple[int, ...]) -> list[int]:
     found = []
     for stage, (start, end) in enumerate(pairwise(cuts)):
         footprint, _ = search.model.row(start, np.array([end]))
-        found.append(int(search.model.memory(footprint, np.array([search.in_flight[stage]]))[0, 0]))
+        found.append(int(search.model.peaks(footprint, np.array([search.in_flight[stage]]))[0, 0]))
     return found
 
 

@@ -17,7 +17,7 @@ from .infeasible import does_not_fit, explain_infeasible, passes_caps, scale_cap
 from .registry import Planner, planner
 from .request import PlanOptions, Request
 from .search import Search, polish_cuts
-from .stage_cost import Wiring
+from .stage_cost import Readers
 
 
 class TooManyStages(PlanError):
@@ -181,7 +181,7 @@ def _refuse_nonsense(graph: OpGraph, cluster: Cluster, stages: int) -> None:
     if stages < 1:
         raise PlanError(f"{stages} stages", hint="use at least 1")
     if stages > ops:
-        places = len(Wiring(graph).cut_points) - 1
+        places = len(Readers(graph).cut_points) - 1
         raise TooManyStages(
             f"{shown(stages)} stages for {ops} ops", hint=_at_most(places, cluster), places=places
         )

@@ -18,14 +18,14 @@ from numpy.typing import NDArray
 
 from ...ir.memory_policy import Treatment
 from ..stage_cost import Array, CostModel, Footprint, Indices
-from ..treatments import Optimised, by_layers, greedy
+from ..treatments import TreatedStageEvaluator, choose_by_layers, choose_greedily
 from .evaluation import Evaluator, KeepEverything, Known, Memoised
 from .problem import Problem
 
 Row = Callable[[int, Indices, Indices], Array]
 """(start, ends, ranks) -> values of the intervals [start, end) on those ranks: (ranks, ends)."""
 
-Evaluate = Callable[[int, Indices, Indices, Footprint, Array], Array]
+Evaluate = Callable[[int, Indices, Indices, Footprint[Array], Array], Array]
 """The same from the intervals' rough footprints and their compute times."""
 
 FIRST_PIECE = 128
@@ -125,9 +125,9 @@ class Search:
 
     def freeing(self, *, ahead: bool = False) -> Evaluator:
         """Evaluations with memory optimisation. ahead: stages recompute in front of their backward."""
-        layers = [self.layers.get(op.name, -1) for op in self.model.wiring.ops] if self.layers else []
-        solve = by_layers(layers) if layers else greedy
-        return Optimised(self.model, self.caps, self.in_flight, self.treatments, solve, ahead)
+        layers = [self.layers.get(op.name, -1) for op in self.model.readers.ops] if self.layers else []
+        solve = choose_by_layers(layers) if layers else choose_greedily
+        return TreatedStageEvaluator(self.model, self.caps, self.in_flight, self.treatments, solve, ahead)
 
     @property
     def optimises(self) -> bool:
@@ -148,7 +148,7 @@ class Search:
         @cache  # half of what is asked is asked again
         def shares(start: int, end: int) -> Sequence[float]:
             rough, _ = self.model.row(start, np.array([end]), exact=False)
-            return list(self.model.memory(rough, everyone)[:, 0] / caps)
+            return list(self.model.peaks(rough, everyone)[:, 0] / caps)
 
         return Problem(
             points=self.model.cut_points.tolist(),
@@ -253,38 +253,40 @@ class Search:
 
         return row
 
-    def _filled(self, footprint: Footprint, ranks: Indices) -> Array:
+    def _filled(self, footprint: Footprint[Array], ranks: Indices) -> Array:
         """Share of its cap that each interval fills on each rank."""
         in_flight, caps = np.array(self.in_flight)[ranks], np.array(self.caps, dtype=np.float64)[ranks]
-        return np.asarray(self.model.memory(footprint, in_flight) / caps[:, None])
+        return np.asarray(self.model.peaks(footprint, in_flight) / caps[:, None])
 
-    def _fits(self, start: int, ends: Indices, ranks: Indices, rough: Footprint) -> NDArray[np.bool_]:
+    def _fits(self, start: int, ends: Indices, ranks: Indices, rough: Footprint[Array]) -> NDArray[np.bool_]:
         """Which intervals fit; the exact transient memory is worked out only where it decides."""
         fits = self._filled(rough, ranks) <= 1
         if fits.all():
             return np.asarray(fits)
-        least = self._filled(replace(rough, transient=0.0), ranks) <= 1
+        least = self._filled(without_transient(rough), ranks) <= 1
         open_ends = np.nonzero((least & ~fits).any(axis=0))[0]
         if len(open_ends):
             exact, _ = self.model.row(start, ends[open_ends])
             fits[:, open_ends] = self._filled(exact, ranks) <= 1
         return np.asarray(fits)
 
-    def _turns(self, start: int, ends: Indices, ranks: Indices, rough: Footprint, seconds: Array) -> Array:
+    def _turns(
+        self, start: int, ends: Indices, ranks: Indices, rough: Footprint[Array], seconds: Array
+    ) -> Array:
         fits = self._fits(start, ends, ranks, rough)
         return np.where(fits, self.model.turns(rough, seconds, ranks), np.inf)
 
     def _traffic(
-        self, limit: float, start: int, ends: Indices, ranks: Indices, rough: Footprint, seconds: Array
+        self, limit: float, start: int, ends: Indices, ranks: Indices, rough: Footprint[Array], seconds: Array
     ) -> Array:
         allowed = self.model.turns(rough, seconds, ranks) <= limit
         allowed &= self._fits(start, ends, ranks, rough)
         return np.where(allowed, self.model.edges(rough, ranks), np.inf)
 
     def _shares(
-        self, bound: float, start: int, ends: Indices, ranks: Indices, rough: Footprint, seconds: Array
+        self, bound: float, start: int, ends: Indices, ranks: Indices, rough: Footprint[Array], seconds: Array
     ) -> Array:
-        least = self._filled(replace(rough, transient=0.0), ranks)
+        least = self._filled(without_transient(rough), ranks)
         shares = np.full(least.shape, np.inf)
         open_ends = np.nonzero((least <= bound).any(axis=0))[0]
         if len(open_ends):
@@ -292,6 +294,10 @@ class Search:
         return shares
 
 
-def growing_part(f: Footprint) -> Footprint:
+def without_transient(f: Footprint[Any]) -> Footprint[Any]:
+    return replace(f, forward_transient=0.0, backward_transient=0.0)
+
+
+def growing_part(f: Footprint[Any]) -> Footprint[Any]:
     """What an interval can only have more of when it gets longer."""
-    return replace(f, received=0.0, received_grads=0.0, sent=0.0, sent_grads=0.0, transient=0.0)
+    return replace(without_transient(f), received=0.0, received_grads=0.0, sent=0.0, sent_grads=0.0)

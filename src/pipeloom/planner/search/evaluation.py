@@ -95,7 +95,7 @@ class KeepEverything:
 
     def __call__(self, start: int, end: int, stage: int, /) -> Evaluation:
         footprint, seconds = self.model.row(start, np.array([end]))
-        peak = float(self.model.memory(footprint, np.array([self.in_flight[stage]]))[0, 0])
+        peak = float(self.model.peaks(footprint, np.array([self.in_flight[stage]]))[0, 0])
         if peak > self.caps[stage]:
             return Evaluation(seconds=inf, peak_bytes=peak)
         turn = float(self.model.turns(footprint, seconds, np.array([stage]))[0, 0])

@@ -1,7 +1,18 @@
-from .interval_sums import Array as Array, Indices as Indices
-from .liveness import Sweep as Sweep
-from .model import CostModel as CostModel, CostOptions as CostOptions, Footprint as Footprint
-from .readers import Wiring as Wiring
+from .arrays import Array as Array, Indices as Indices
+from .liveness import LivenessSweep as LivenessSweep
+from .model import CostModel as CostModel
+from .peak_memory import (
+    OFFLOAD_COPIES as OFFLOAD_COPIES,
+    CostOptions as CostOptions,
+    Footprint as Footprint,
+    RecomputeAhead as RecomputeAhead,
+    moments as moments,
+    peak_bytes as peak_bytes,
+    peak_terms as peak_terms,
+    predict_peak_memory as predict_peak_memory,
+    static_memory as static_memory,
+)
+from .readers import Readers as Readers
 from .recompute_liveness import (
     AGAIN as AGAIN,
     AT as AT,
@@ -20,7 +31,7 @@ from .recompute_liveness import (
     PENDING as PENDING,
     SAVER as SAVER,
     SEARCHED as SEARCHED,
-    Moments as Moments,
+    RecomputeLiveness as RecomputeLiveness,
     of_others as of_others,
     peak_of as peak_of,
 )
@@ -29,15 +40,13 @@ from .residuals import (
     OFFLOAD as OFFLOAD,
     RECOMPUTE as RECOMPUTE,
     Residuals as Residuals,
-    choice_of as choice_of,
-    residuals_of as residuals_of,
+    find_residuals as find_residuals,
 )
-from .simulator_costs import stage_costs as stage_costs, stage_plan as stage_plan
+from .stage_estimate import StageEstimate as StageEstimate, estimate_stage as estimate_stage
 from .treated_stage import (
-    COPIES as COPIES,
     HostCopies as HostCopies,
-    Treated as Treated,
+    TreatedStage as TreatedStage,
+    cost_choice as cost_choice,
+    cost_treatments as cost_treatments,
     host_copies as host_copies,
-    moments_of as moments_of,
-    treated as treated,
 )

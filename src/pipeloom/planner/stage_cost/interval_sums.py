@@ -10,13 +10,15 @@ cumulative sum.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
-Array = NDArray[np.float64]
-Indices = NDArray[np.int64]
+from .arrays import Array
+from .readers import Readers
+
+# The terms (see intervals.py) from which the bytes of an interval of ops are summed.
+
 Term = tuple[int, int, int, int, float]
 """(after, until, at, column, weight)"""
 
@@ -61,3 +63,76 @@ class IntervalSums:
         cell = self.column[window][valid] * width + self.at[window][valid] - start
         sums = np.bincount(cell, self.weight[window][valid], minlength=self.columns * width)
         return np.cumsum(sums.reshape(self.columns, width), axis=1, dtype=np.float64)
+
+
+Columns = Mapping[str, int]
+
+
+def interval_terms(
+    readers: Readers,
+    saves: Mapping[str, Sequence[str]],
+    columns: Columns,
+    clones: Sequence[Mapping[str, float]],
+) -> Iterable[Term]:
+    """All terms of a graph.
+
+    saves: op -> values it keeps for its backward.  columns: name of a sum -> its column.
+    clones: per distinct profile the seconds of each op; what cheap ops take in each stage goes into
+        columns of their own after the named ones.
+    """
+    yield from _state(readers, columns)
+    yield from _crossings(readers, columns)
+    yield from _residuals(readers, saves, columns)
+    for name, users in readers.cheap_readers.items():
+        for kind, seconds in enumerate(clones):
+            yield from first_use_terms(users, len(columns) + kind, seconds[name])
+
+
+def _state(readers: Readers, columns: Columns) -> Iterable[Term]:
+    """Parameters and buffers; what no op reads is held by the stage that starts at 0."""
+    for parameter in readers.graph.parameters:
+        users = readers.state_readers[parameter.name] or (0,)
+        yield from first_use_terms(users, columns["parameters"], parameter.bytes)
+        if parameter.trainable:
+            yield from first_use_terms(users, columns["trainable"], parameter.bytes)
+    for buffer in readers.graph.buffers:
+        yield from first_use_terms(
+            readers.state_readers[buffer.name] or (0,), columns["buffers"], buffer.bytes
+        )
+
+
+def _crossings(readers: Readers, columns: Columns) -> Iterable[Term]:
+    """Values that cross in (at the first reader inside), and out (from the producer to the last reader)."""
+    for name, value in readers.graph.value.items():
+        producer, readings = readers.produced_at(name), readers.value_readers(name)
+        if producer < 0 or not readings:
+            continue
+        back = readers.grad_readers(name)
+        for into, out, where in (("received", "sent", readings), ("received_grads", "sent_grads", back)):
+            if where:
+                yield from first_use_terms(where, columns[into], value.bytes, after=producer)
+                yield -1, producer, producer, columns[out], value.bytes
+                yield -1, producer, where[-1], columns[out], -value.bytes
+        if readers.is_whole(value):
+            yield -1, producer, producer, columns["whole"], value.bytes
+            yield -1, producer, readings[-1], columns["whole"], -value.bytes
+
+
+def _residuals(readers: Readers, saves: Mapping[str, Sequence[str]], columns: Columns) -> Iterable[Term]:
+    """Saved values that are made inside; and how many are not, but received.
+
+    What cheap ops make is made in every stage, and the batch is held anyway.
+    """
+    savers: dict[str, list[int]] = {}
+    for name, values in saves.items():
+        for value in values:
+            savers.setdefault(value, []).append(readers.position[name])
+    for value, positions in savers.items():
+        if value not in readers.graph.producer:
+            continue
+        producer, size = readers.produced_at(value), readers.graph.value[value].bytes
+        if producer < 0:
+            yield from first_use_terms(sorted(positions), columns["residuals"], size)
+        else:
+            yield -1, producer, min(positions), columns["residuals"], size
+            yield from first_use_terms(sorted(positions), columns["saved_inputs"], 1, after=producer)

@@ -17,8 +17,8 @@ from functools import cached_property
 import numpy as np
 
 from ...ir.kernels import kernel
-from .interval_sums import Array, Indices
-from .tensors import ADDED, PASSED, STATE, Rows, Tensors
+from .arrays import Array, Indices, Rows
+from .tensors import ADDED, PASSED, STATE, Tensors
 
 GIVEN = 0
 """The gradient tensor that is held elsewhere."""
@@ -209,7 +209,7 @@ def _sweeps(start, ends, forward, backward, work, found):  # type: ignore[no-unt
         found[2, index] = _in_backward(start, end, forward, backward, work, residual)
 
 
-class Sweep:
+class LivenessSweep:
     """Sweeps over stages of one graph. Time of each grows with the tensors that its ops touch."""
 
     def __init__(self, tensors: Tensors) -> None:
@@ -251,12 +251,12 @@ class Sweep:
         sweep, start, end = self.apart(positions)
         return tuple(sweep.of_intervals(start, np.array([end]))[:, 0].tolist())
 
-    def apart(self, positions: Sequence[int]) -> tuple[Sweep, int, int]:
+    def apart(self, positions: Sequence[int]) -> tuple[LivenessSweep, int, int]:
         """A sweep in which these ops are an interval, and its start and end."""
         start, end = positions[0], positions[-1] + 1
         if end - start == len(positions):
             return self, start, end
-        return Sweep(self.tensors.in_front(positions)), 0, len(positions)
+        return LivenessSweep(self.tensors.in_front(positions)), 0, len(positions)
 
     def moments(self, start: int, end: int) -> tuple[Indices, Indices, Array]:
         """Of each storage that [start, end) touches the last reader and the first saver in it, -1 for none;

@@ -13,11 +13,11 @@ import numpy as np
 
 from ...ir.graph import Op, OpGraph, Value, storages, views_of_state
 from ...ir.profile import Profile
-from .interval_sums import Indices
+from .arrays import Indices
 
 
 @dataclass(frozen=True)
-class Wiring:
+class Readers:
     """A graph as a row of assignable ops. Positions count the ops that are not cheap, from 0."""
 
     graph: OpGraph
@@ -33,34 +33,33 @@ class Wiring:
         return {op.name: index for index, op in enumerate(self.ops)}
 
     @cached_property
-    def cheap_users(self) -> dict[str, tuple[int, ...]]:
+    def cheap_readers(self) -> dict[str, tuple[int, ...]]:
         """Cheap op -> positions that need it, directly or through other cheap ops, ascending."""
-        users: dict[str, set[int]] = {}
+        readers: dict[str, set[int]] = {}
         for op in reversed(self.graph.ops):
             if op.cheap:
-                found: set[int] = set()
+                readers[op.name] = set()
                 for value in op.outputs:
-                    for reader in self.graph.consumers[value.name]:
-                        found |= users[reader] if reader in users else {self.position[reader]}
-                users[op.name] = found
-        return {name: tuple(sorted(found)) for name, found in users.items()}
+                    for name in self.graph.consumers[value.name]:
+                        readers[op.name] |= readers[name] if name in readers else {self.position[name]}
+        return {name: tuple(sorted(positions)) for name, positions in readers.items()}
 
     @cached_property
-    def users(self) -> dict[str, tuple[int, ...]]:
+    def state_readers(self) -> dict[str, tuple[int, ...]]:
         """Parameter or buffer -> positions of the ops that read it, cheap ones as above, ascending."""
-        found: dict[str, set[int]] = {name: set() for name in (*self.graph.parameter, *self.graph.buffer)}
+        readers: dict[str, set[int]] = {name: set() for name in (*self.graph.parameter, *self.graph.buffer)}
         for op in self.graph.ops:
-            where = self.cheap_users[op.name] if op.cheap else (self.position[op.name],)
+            where = self.cheap_readers[op.name] if op.cheap else (self.position[op.name],)
             for name in (*op.params, *op.buffers, *op.updates):
-                found[name].update(where)
-        return {name: tuple(sorted(positions)) for name, positions in found.items()}
+                readers[name].update(where)
+        return {name: tuple(sorted(positions)) for name, positions in readers.items()}
 
-    def readers(self, value: str) -> tuple[int, ...]:
+    def value_readers(self, value: str) -> tuple[int, ...]:
         """Positions that need a value, directly or through cheap ops, ascending."""
-        found: set[int] = set()
+        positions: set[int] = set()
         for reader in self.graph.consumers[value]:
-            found.update(self.cheap_users.get(reader) or (self.position.get(reader, -1),))
-        return tuple(sorted(found - {-1}))
+            positions.update(self.cheap_readers.get(reader) or (self.position.get(reader, -1),))
+        return tuple(sorted(positions - {-1}))
 
     def grad_readers(self, value: str) -> tuple[int, ...]:
         """Positions of the ops through which a gradient flows back to a value, ascending."""
@@ -70,8 +69,8 @@ class Wiring:
         through = [op.name for op in ops if not op.cheap and any(v.needs_grad for v in op.outputs)]
         return tuple(sorted(self.position[name] for name in through))
 
-    def made_at(self, value: str) -> int:
-        """Position of a value's maker; -1 for what every stage has or makes itself (batch, cheap ops)."""
+    def produced_at(self, value: str) -> int:
+        """Position of a value's producer; -1 for what every stage has or makes itself (batch, cheap ops)."""
         return self.position.get(self.graph.producer.get(value, ""), -1)
 
     @cached_property
@@ -94,11 +93,11 @@ class Wiring:
         return value.bytes == self.graph.value[self.base[value.name]].bytes
 
 
-def saved_by(wiring: Wiring, profile: Profile) -> dict[str, tuple[str, ...]]:
+def find_saved_storages(readers: Readers, profile: Profile) -> dict[str, tuple[str, ...]]:
     """Op -> storages of the values that it saves; those of parameters and buffers are there anyway."""
-    state = views_of_state(wiring.graph)
-    found: dict[str, tuple[str, ...]] = {}
-    for op in wiring.ops:
-        names = {wiring.base[s]: None for s in profile.costs[op.name].saves if s not in state}
-        found[op.name] = tuple(names)
-    return found
+    state = views_of_state(readers.graph)
+    saved: dict[str, tuple[str, ...]] = {}
+    for op in readers.ops:
+        names = {readers.base[s]: None for s in profile.costs[op.name].saves if s not in state}
+        saved[op.name] = tuple(names)
+    return saved

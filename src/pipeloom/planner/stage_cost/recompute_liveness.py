@@ -24,8 +24,9 @@ from typing import Any
 import numpy as np
 
 from ...ir.kernels import kernel
-from .interval_sums import Array, Indices
-from .liveness import Sweep
+from .arrays import Array, Indices
+from .liveness import LivenessSweep
+from .peak_memory import PeakTerms
 from .residuals import OFFLOAD, RECOMPUTE, Residuals
 
 Stage = tuple[int, int, tuple[Any, ...], Indices, Array, int]
@@ -209,19 +210,18 @@ def peak_of(stage, sums):  # type: ignore[no-untyped-def]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Moments:
+class RecomputeLiveness:
     """The moments of one stage, for any choice of treatments of its residuals.
 
-    held: bytes of all residuals, those included that have no name.  edges: the six sums from `EDGE` on.
+    terms: what the stage's peak depends on besides.
     ahead: all that is dropped is restored in front of the backward; the scratch of that is left out.
     """
 
-    sweep: Sweep
+    sweep: LivenessSweep
     start: int
     end: int
     residuals: Residuals
-    held: float
-    edges: tuple[float, ...]
+    terms: PeakTerms
     ahead: bool = False
 
     @cached_property
@@ -261,13 +261,18 @@ class Moments:
         at, marks = self.residuals.storage, self.stage[3]
         return self.sweep.tensors.made[at], marks[LAST_IN, at], marks[SAVER, at]
 
+    def freed_bytes(self, choice: Indices) -> Array:
+        """Bytes of one micro-batch's residuals that are recomputed, and that are offloaded: (2,)."""
+        size = self.residuals.size
+        return np.array([size[choice == kind].sum() for kind in (RECOMPUTE, OFFLOAD)])
+
     def sums(self, choice: Indices) -> Array:
         """See `HELD` and what follows it."""
-        size = self.residuals.size
-        parts = (size[choice == kind].sum() for kind in (RECOMPUTE, OFFLOAD))
-        return np.array([self.held, *parts, *self.edges])
+        t = self.terms
+        edges = *t.boundary, *t.messages, t.others_kept, t.others_offloaded
+        return np.array([t.residuals, *self.freed_bytes(choice), *edges])
 
-    def most(self, choice: Indices) -> tuple[float, float]:
+    def highest_levels(self, choice: Indices) -> tuple[float, float]:
         """What one micro-batch holds at most in the forward and in the backward. Sets levels and marks."""
         self.stage[3][DROPPED, self.residuals.storage] = choice == RECOMPUTE
         ahead, back = levels_of.form(self.end - self.start)(self.stage)

@@ -16,9 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...ir.kernels import kernel
-from .interval_sums import Array, Indices
-from .liveness import Sweep
-from .tensors import Rows
+from .arrays import Array, Indices, Rows
+from .liveness import LivenessSweep
 
 LONGEST = 64
 """Ops of a chain; what would take more is kept or offloaded."""
@@ -144,8 +143,8 @@ class Residuals:
         return float(self.seconds[self.chosen_ops(choice)].sum() + self.besides[again].sum())
 
 
-def residuals_of(
-    sweep: Sweep, start: int, end: int, seconds: Array, besides: Array, inputs_kept: bool
+def find_residuals(
+    sweep: LivenessSweep, start: int, end: int, seconds: Array, besides: Array, inputs_kept: bool
 ) -> Residuals:
     """The residuals of ops [start, end).
 
@@ -181,7 +180,7 @@ def residuals_of(
     )
 
 
-def scratch_ahead(sweep: Sweep, residuals: Residuals, start: int, choice: Indices) -> float:
+def recompute_ahead_bytes(sweep: LivenessSweep, residuals: Residuals, start: int, choice: Indices) -> float:
     """The most that running all chains at once needs besides what they are run for."""
     again = np.zeros(len(sweep.tensors.size), dtype=np.bool_)
     again[residuals.storage[choice == RECOMPUTE]] = True
@@ -190,7 +189,7 @@ def scratch_ahead(sweep: Sweep, residuals: Residuals, start: int, choice: Indice
     return float(_most_again.form(len(ops))(ops, sweep.forward, again, room))
 
 
-def choice_of(residuals: Residuals, treatments: Mapping[str, str]) -> Indices:
+def encode_treatments(residuals: Residuals, treatments: Mapping[str, str]) -> Indices:
     """A choice from treatments by name. Names of other stages are passed over."""
     number = {"keep": KEEP, "recompute": RECOMPUTE, "offload": OFFLOAD}
     return np.array([number[treatments.get(n, "keep")] for n in residuals.names], dtype=np.int64)

@@ -16,23 +16,28 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from .liveness import GIVEN, Sweep
+from .liveness import GIVEN, LivenessSweep
 from .tensors import ADDED, PASSED, STATE, Tensors
 
 ONE_KERNEL = ("norm", "conv", "attention", "grouped_mm")
 """Parts of the names of ops whose backward makes all gradients at once."""
 
 
-class Halves(NamedTuple):
-    """Bytes of one micro-batch. carried: from I to W, messages not counted.  ingoing, weights: the most that
-    I has on top of the residuals, and W on top of what is carried, at any moment."""
+class SplitBackward(NamedTuple):
+    """Bytes of one micro-batch.
+
+    carried: from I to W, messages not counted.  input_grad, weight_grad: the most that I has on top of the
+    residuals, and W on top of what is carried, at any moment.
+    """
 
     carried: float
-    ingoing: float
-    weights: float
+    input_grad: float
+    weight_grad: float
 
 
-def halves_of(sweep: Sweep, positions: Sequence[int], targets: Sequence[str]) -> Halves:
+def sweep_split_backward(
+    sweep: LivenessSweep, positions: Sequence[int], targets: Sequence[str]
+) -> SplitBackward:
     """positions: of the stage's ops, ascending.  targets: what each op of the graph calls, by position."""
     own, start, end = sweep.apart(positions)
     _, saver, _ = own.moments(start, end)
@@ -79,7 +84,7 @@ class _Walk:
                 found.update(self.outs[p])
         return found
 
-    def both(self) -> Halves:
+    def both(self) -> SplitBackward:
         t, here = self.t, range(self.end - 1, self.start - 1, -1)
         for p in here:
             self.current |= {g: GIVEN for g in self.outs[p] if t.grad_last[g] >= self.end}
@@ -94,11 +99,11 @@ class _Walk:
             self._op(p, first[p], self._freed(p, done) + (0.0 if later[p] else t.extra[p]), bool(later[p]))
         for g in self.received & self.current.keys():
             self._drop(self.current.pop(g))
-        carried, ingoing = self.level, self.most - residual
+        carried, input_grad = self.level, self.most - residual
         self.most = carried
         for p in here:
             self._op(p, later[p], self._freed(p, wanted) + (t.extra[p] if later[p] else 0.0), False)
-        return Halves(carried, ingoing, self.most - carried)
+        return SplitBackward(carried, input_grad, self.most - carried)
 
     def _first(self, p: int) -> list[int]:
         """Which of the gradients that an op gives are made in I, by their place."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,8 +16,8 @@ from numpy.typing import NDArray
 from ...ir.graph import Op, OpGraph, views_of_state
 from ...ir.memory_policy import residual_names
 from ...ir.profile import Profile
-from .interval_sums import Array, Indices
-from .readers import Wiring
+from .arrays import Array, Indices, Rows, rows
+from .readers import Readers
 
 EVERYWHERE = -1
 """Maker of what every stage makes itself: the values of cheap ops."""
@@ -36,29 +35,9 @@ NEW, PASSED, ADDED = 0, 1, 2
 belongs while it is made, unless another op of the stage reads the parameter too."""
 
 
-class Rows(NamedTuple):
-    """Lists of numbers, one after another: row r is `items[first[r] : first[r + 1]]`."""
-
-    first: Indices
-    items: Indices
-
-    def __getitem__(self, row: int) -> Indices:  # type: ignore[override]
-        return self.items[self.first[row] : self.first[row + 1]]
-
-
-def rows(lists: Iterable[Iterable[int]]) -> Rows:
-    """
-    >>> rows([[3, 4], [], [5]])[2].tolist()
-    [5]
-    """
-    found = [list(one) for one in lists]
-    first = np.cumsum([0, *map(len, found)])
-    return Rows(first.astype(np.int64), np.array([i for one in found for i in one], dtype=np.int64))
-
-
 @dataclass(frozen=True, kw_only=True)
 class Tensors:
-    """Of one graph, whose ops stand at positions 0 .. n-1 (see wiring).
+    """Of one graph, whose ops stand at positions 0 .. n-1 (see `Readers`).
 
     reads, makes, saves: op -> storages.  extra: bytes that an op saves besides.
     size, made, last: of each storage its bytes, its maker's position, and its last reader's.
@@ -151,9 +130,9 @@ def _last_of(lists: Rows, place: Indices, count: int) -> Indices:
     return last
 
 
-def tensors_of(wiring: Wiring, saves: Mapping[str, Sequence[str]], profile: Profile) -> Tensors:
-    """saves: op -> storages (see wiring.saved_by)."""
-    graph, base = wiring.graph, wiring.base
+def tensors_of(readers: Readers, saves: Mapping[str, Sequence[str]], profile: Profile) -> Tensors:
+    """saves: op -> storages (see readers.find_saved_storages)."""
+    graph, base = readers.graph, readers.base
     outside = {v.name for v in graph.inputs} | views_of_state(graph)
     names = tuple(v for v in dict.fromkeys(base.values()) if v not in outside)
     number = {name: index for index, name in enumerate(names)}
@@ -161,8 +140,8 @@ def tensors_of(wiring: Wiring, saves: Mapping[str, Sequence[str]], profile: Prof
     def storages(values: Iterable[str]) -> list[int]:
         return [number[b] for b in dict.fromkeys(base[v] for v in values) if b in number]
 
-    reads = rows(storages(op.inputs) for op in wiring.ops)
-    ops = wiring.ops
+    reads = rows(storages(op.inputs) for op in readers.ops)
+    ops = readers.ops
     trained = [p for p in graph.parameters if p.trainable]
     learning = [v for v in graph.value.values() if v.needs_grad]
     sizes = {v.name: v.bytes for v in learning} | {p.name: p.bytes for p in trained}
@@ -198,13 +177,15 @@ def tensors_of(wiring: Wiring, saves: Mapping[str, Sequence[str]], profile: Prof
         saves=rows([number[v] for v in saves[op.name] if v in number] for op in ops),
         extra=_floats(c.extra_saved_bytes for c in costs),
         size=_floats(graph.value[v].bytes for v in names),
-        made=np.array([wiring.made_at(v) for v in names], dtype=np.int64),
+        made=np.array([readers.produced_at(v) for v in names], dtype=np.int64),
         last=last,
         makes_grads=rows([grad[v.name] for v in op.outputs if v.name in grad] for op in ops),
         gives=given,
         passes=np.array(passed, dtype=np.int64),
         grad_size=_floats(sizes.values()),
-        grad_made=np.array([wiring.made_at(v.name) for v in learning] + [STATE] * len(trained), np.int64),
+        grad_made=np.array(
+            [readers.produced_at(v.name) for v in learning] + [STATE] * len(trained), np.int64
+        ),
         grad_last=grad_last,
         scratch=_floats(c.transient_bytes for c in costs),
         grad_scratch=_floats(
@@ -218,12 +199,12 @@ def tensors_of(wiring: Wiring, saves: Mapping[str, Sequence[str]], profile: Prof
 
 def _next_states(op: Op, graph: OpGraph) -> list[str]:
     """The outputs of an op that are next states of buffers: the last ones of the buffers' shapes."""
-    found: list[str] = []
+    states: list[str] = []
     for name in reversed(op.updates):
         shape = graph.buffer[name].shape
-        left = [v.name for v in op.outputs if v.shape == shape and v.name not in found]
-        found += left[-1:]
-    return found
+        left = [v.name for v in op.outputs if v.shape == shape and v.name not in states]
+        states += left[-1:]
+    return states
 
 
 def _floats(numbers: Iterable[float]) -> Array:

@@ -1,67 +1,53 @@
 """What a stage takes and holds if some of its residuals are recomputed or offloaded.
 
-With q micro-batches in flight, of K bytes that are kept, O that are offloaded and R that are recomputed:
-
-    forward      q K + min(q, 3) O           and what is dropped in it, as scratch until its last reader
-    backward     q K + min(q, 3) O           and its own scratch: gradients and what is made again, less what
-                                             of K, O and that has gone (again.py)
-
-Where a stage recomputes ahead, in an action of its own in front of the backward:
-
-    recompute    q K + min(q, 3) O + R       and the scratch of the ops that run again
-    backward     q K + min(q, 3) O + R       and its own scratch, as if everything had been kept
-
-Three copies of O: of the newest micro-batch, of the one before while it is on its way to the host, and of
-the one whose backward is next, which is fetched one action ahead.
-
 Nothing waits for an offload, and forwards may follow each other at once: so that copies do not pile up, one
 may take no longer than a forward. A reload that takes longer than the forward behind which it is fetched
 holds the backward up by the rest; recomputing is added to the other computing. A device has its share of what
 its switch can carry if all the others there copy as well. The host has room for all micro-batches in flight.
+
+Of memory, only levels are worked out here (`recompute_liveness.py`): `peak_memory.py` makes the peak of them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
-
-import numpy as np
+from difflib import get_close_matches
 
 from ...ir.cluster import Cluster, Link
-from .interval_sums import Indices
-from .liveness import Sweep
-from .model import CostModel, Footprint, Moment
-from .recompute_liveness import Moments
-from .residuals import RECOMPUTE, Residuals, scratch_ahead
-
-COPIES = 3
-"""Of an offloaded residual that are on the device at once; see above."""
+from ...ir.errors import PlanError
+from ...ir.memory_policy import Treatment
+from .arrays import Indices
+from .model import CostModel
+from .peak_memory import Footprint, RecomputeAhead, peak_terms
+from .recompute_liveness import RecomputeLiveness
+from .residuals import RECOMPUTE, Residuals, encode_treatments, find_residuals, recompute_ahead_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostCopies:
-    """Of one device: seconds per byte and latency to the host (away) and back, and bytes there."""
+    """Of one device: seconds per byte and latency of copies to the host and back, and bytes there."""
 
-    away_s_per_byte: float
-    back_s_per_byte: float
-    away_latency_s: float
-    back_latency_s: float
+    offload_s_per_byte: float
+    reload_s_per_byte: float
+    offload_latency_s: float
+    reload_latency_s: float
     memory_bytes: float
 
-    def away_s(self, size: float) -> float:
+    def offload_s(self, size: float) -> float:
         """Seconds of OFFLOAD; 0 for nothing."""
-        return self.away_latency_s + size * self.away_s_per_byte if size else 0.0
+        return self.offload_latency_s + size * self.offload_s_per_byte if size else 0.0
 
-    def back_s(self, size: float) -> float:
+    def reload_s(self, size: float) -> float:
         """Seconds of RELOAD; 0 for nothing."""
-        return self.back_latency_s + size * self.back_s_per_byte if size else 0.0
+        return self.reload_latency_s + size * self.reload_s_per_byte if size else 0.0
 
 
 def host_copies(cluster: Cluster, rank: int) -> HostCopies | None:
     """None if the device has no link to the host."""
     device = cluster.devices[rank]
-    away, back = device.host_link, device.reload_link
-    if away is None or back is None:
+    offload, reload = device.host_link, device.reload_link
+    if offload is None or reload is None:
         return None
     sharing = sum(other.switch == device.switch for other in cluster.devices)
     uplink = cluster.switches[device.switch] if device.switch is not None else None
@@ -71,55 +57,29 @@ def host_copies(cluster: Cluster, rank: int) -> HostCopies | None:
         return alone if uplink is None else max(alone, sharing / uplink.bandwidth_bytes_per_s)
 
     return HostCopies(
-        away_s_per_byte=s_per_byte(away),
-        back_s_per_byte=s_per_byte(back),
-        away_latency_s=away.latency_s,
-        back_latency_s=back.latency_s,
+        offload_s_per_byte=s_per_byte(offload),
+        reload_s_per_byte=s_per_byte(reload),
+        offload_latency_s=offload.latency_s,
+        reload_latency_s=reload.latency_s,
         memory_bytes=float(device.host_memory_bytes),
     )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Treated:
-    """One stage with a choice of treatments, for one micro-batch. Bytes and seconds.
+class TreatedStage:
+    """One stage with treatments of its residuals, for one micro-batch. Bytes and seconds.
 
-    footprint: its transient parts are those with the treatments, where it recomputes inside the backward.
-    restored, again: where it recomputes ahead, scratch of the backward, and of RECOMPUTE.
+    footprint: with the treatments; its transient bytes are those of recomputing inside the backward.
+    ahead: transient bytes if it recomputes ahead.
     """
 
-    footprint: Footprint
-    offloaded: float
-    recomputed: float
-    restored: float
-    again: float
+    footprint: Footprint[float]
+    ahead: RecomputeAhead
     recompute_s: float
     offload_s: float
     reload_s: float
 
-    def moments(
-        self, model: CostModel, in_flight: int, *, ahead: bool = False
-    ) -> tuple[dict[str, float], ...]:
-        """Bytes by the kinds of `StageMemory` besides static ones: in forward and backward, and between them
-        in recomputing ahead."""
-        kept = self.footprint.residuals - self.offloaded - self.recomputed
-        held = float(in_flight * kept + min(in_flight, COPIES) * self.offloaded)
-        forward, backward = model.moments(self.footprint, in_flight)
-        if not (ahead and self.recomputed):
-            return _parts(held, forward), _parts(held, backward)
-        waiting = float(backward.boundary) - self.footprint.sent_grads - self.footprint.received_grads
-        return (
-            _parts(held, forward),
-            _parts(held + self.recomputed, Moment(waiting, self.again)),
-            _parts(held + self.recomputed, Moment(backward.boundary, self.restored)),
-        )
-
-    def memory_parts(self, model: CostModel, in_flight: int, *, ahead: bool = False) -> dict[str, float]:
-        """Bytes by the kinds of `StageMemory` at the peak."""
-        worst = max(self.moments(model, in_flight, ahead=ahead), key=lambda parts: sum(parts.values()))
-        worst["transient"] += max(0.0, self.footprint.largest - sum(worst.values()))
-        return {k: float(v) for k, v in model.static_parts(self.footprint, in_flight).items()} | worst
-
-    def seconds(self, model: CostModel, rank: int, compute_s: float, forward_s: float) -> float:
+    def turn_s(self, model: CostModel, rank: int, compute_s: float, forward_s: float) -> float:
         """Time that one micro-batch occupies the stage. compute_s: without treatments."""
         busy = compute_s + self.recompute_s
         if not model.options.overlap:
@@ -128,75 +88,90 @@ class Treated:
         return max(turn, self.reload_s)
 
 
-def _parts(residuals: float, moment: Moment) -> dict[str, float]:
-    return {
-        "residuals": residuals,
-        "boundary": float(moment.boundary),
-        "transient": float(moment.transient),
-    }
-
-
-def moments_of(
+def cost_treatments(
     model: CostModel,
-    footprint: Footprint,
-    residuals: Residuals,
-    in_flight: int,
-    place: tuple[Sweep, int, int],
-    *,
-    ahead: bool = False,
-) -> Moments:
-    """The moments of a stage for any choice; place: the sweep, start and end of its ops."""
-    sweep, start, end = place
-    forward, backward = model.moments(footprint, in_flight)
-    sent, returned = footprint.whole, footprint.received_grads
-    edges = (
-        forward.boundary - sent,
-        backward.boundary - returned,
-        sent,
-        returned,
-        in_flight - 1,
-        min(in_flight, COPIES) - 1,
+    footprint: Footprint[float],
+    positions: Sequence[int],
+    stage: int,
+    treatments: Mapping[str, Treatment],
+) -> TreatedStage:
+    """A stage of any ops (positions, ascending) with these treatments of its residuals, by their names.
+
+    footprint: of the stage with everything kept.
+    Raises: PlanError if one of them is of no residual of this stage, or cannot be.
+    """
+    sweep, start, end = model.sweep.apart(positions)
+    forward_s = model.forward_s[model.kind[stage], list(positions)]
+    cheap_s = model.cheap_s[model.kind[stage]]
+    residuals = find_residuals(sweep, start, end, forward_s, cheap_s, footprint.saved_inputs > 0)
+    copies = host_copies(model.cluster, stage)
+    _refuse_treatments(residuals, treatments, stage, copies)
+    liveness = RecomputeLiveness(
+        sweep=sweep, start=start, end=end, residuals=residuals, terms=peak_terms(footprint, model.options, 1)
     )
-    return Moments(
-        sweep=sweep,
-        start=start,
-        end=end,
-        residuals=residuals,
-        held=float(footprint.residuals),
-        edges=tuple(map(float, edges)),
-        ahead=ahead,
+    choice = encode_treatments(residuals, treatments)
+    return cost_choice(
+        footprint, liveness, choice, copies, recompute_ahead_bytes(sweep, residuals, start, choice)
     )
 
 
-def treated(
-    footprint: Footprint,
-    moments: Moments,
+def cost_choice(
+    footprint: Footprint[float],
+    liveness: RecomputeLiveness,
     choice: Indices,
     copies: HostCopies | None,
-    *,
-    ahead: bool = True,
-) -> Treated:
-    """A stage with a choice.  ahead: whether what recomputing ahead needs is to be known."""
-    residuals = moments.residuals
-    _, recomputed, offloaded, *_ = moments.sums(choice).tolist()
-    again, own = 0.0, footprint
+    ahead_bytes: float = 0.0,
+) -> TreatedStage:
+    """A stage with a choice of treatments.
+
+    footprint: of the stage with everything kept.  choice: residual -> `KEEP`, `RECOMPUTE` or `OFFLOAD`.
+    copies: None if the device has no link to the host.  ahead_bytes: transient bytes of recomputing ahead.
+    """
+    residuals = liveness.residuals
+    recomputed, offloaded = liveness.freed_bytes(choice).tolist()
+    kept = footprint.residuals - recomputed - offloaded
+    treated = replace(footprint, residuals=kept, offloaded=offloaded, recomputed=recomputed)
     if recomputed:
-        forward, backward = moments.most(choice)
-        kept = footprint.residuals - recomputed
-        transient: Any = (
-            max(0.0, forward - kept - footprint.whole),
-            max(0.0, backward - kept - footprint.received_grads),
+        forward, backward = liveness.highest_levels(choice)
+        needs_input = bool((residuals.needs_input & (choice == RECOMPUTE)).any())
+        treated = replace(
+            treated,
+            forward_transient=max(0.0, forward - kept - offloaded - footprint.whole),
+            backward_transient=max(0.0, backward - kept - offloaded - footprint.received_grads),
+            saved_inputs=max(footprint.saved_inputs, int(needs_input)),
         )
-        inputs = bool((residuals.needs_input & (choice == RECOMPUTE)).any())
-        own = replace(footprint, transient=transient, kept=np.maximum(footprint.kept, int(inputs)))
-        again = scratch_ahead(moments.sweep, residuals, moments.start, choice) if ahead else 0.0
-    return Treated(
-        footprint=own,
-        offloaded=offloaded,
-        recomputed=recomputed,
-        again=again,
-        restored=float(footprint.transient[1]),
+    return TreatedStage(
+        footprint=treated,
+        ahead=RecomputeAhead(ahead_bytes, float(footprint.backward_transient)),
         recompute_s=residuals.recompute_s(choice),
-        offload_s=copies.away_s(offloaded) if copies else 0.0,
-        reload_s=copies.back_s(offloaded) if copies else 0.0,
+        offload_s=copies.offload_s(offloaded) if copies else 0.0,
+        reload_s=copies.reload_s(offloaded) if copies else 0.0,
     )
+
+
+def _refuse_treatments(
+    residuals: Residuals, treatments: Mapping[str, Treatment], stage: int, copies: HostCopies | None
+) -> None:
+    """Refuse treatments that this stage cannot have."""
+    number = {name: index for index, name in enumerate(residuals.names)}
+    for name, treatment in treatments.items():
+        if treatment == "keep":
+            continue
+        if name not in number:
+            near = get_close_matches(name, number, n=1)
+            raise PlanError(
+                f"stage {stage} keeps no residual named {name!r} that could be treated",
+                hint=f"did you mean {near[0]}?" if near else "plan again for this model and this cut",
+            )
+        if treatment == "offload" and copies is None:
+            raise PlanError(
+                f"stage {stage} offloads {name}, but its device has no link to a host",
+                hint="add host_link to the device in the cluster file, or keep it",
+            )
+        index = number[name]
+        if treatment == "recompute" and not residuals.may[index] and not residuals.needs_input[index]:
+            raise PlanError(
+                f"stage {stage} recomputes {name}, whose chain draws random numbers, depends on a buffer "
+                "that changes, or is too long",
+                hint="keep or offload it",
+            )

@@ -15,7 +15,7 @@ from ..search import Cuts, Search, layers
 def equal(search: Search) -> Cuts:
     """Cut positions. Raises: PlanError if there are fewer layers than stages."""
     points = search.model.cut_points.tolist()
-    pieces = layers(search.model.wiring.ops)
+    pieces = layers(search.model.readers.ops)
     repeated = [piece for piece in pieces if piece.layer] or pieces
     allowed = set(points[1:-1])
     inner = [piece.start for piece in repeated[1:] if piece.start in allowed]

@@ -79,7 +79,7 @@ def pipedream_repo(search: Search) -> Cuts:
 
 def _by_modules(search: Search, mode: Mode) -> Cuts:
     model = search.model
-    places = borders(calls(model.wiring.ops), model.cut_points.tolist())
+    places = borders(calls(model.readers.ops), model.cut_points.tolist())
     if len(places) <= len(search.caps):
         places = model.cut_points.tolist()
     chain = layers_between(search, places)
@@ -93,7 +93,7 @@ def _by_modules(search: Search, mode: Mode) -> Cuts:
 
 def layers_between(search: Search, places: Sequence[int]) -> list[Layer]:
     """A profile as PipeDream's profiler would give it, one layer between neighbouring places."""
-    model, ops = search.model, search.model.wiring.ops
+    model, ops = search.model, search.model.readers.ops
     found = []
     seen: set[str] = set()
     for start, end in zip(places, places[1:], strict=False):

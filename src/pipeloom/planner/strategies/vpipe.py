@@ -28,7 +28,7 @@ State = tuple[Key, ...]
 def vpipe(search: Search) -> Cuts:
     """Cut positions, 0 and the number of ops included; () if nothing fits."""
     allowed = search.model.cut_points.tolist()
-    places = borders(layers(search.model.wiring.ops), allowed)
+    places = borders(layers(search.model.readers.ops), allowed)
     if len(places) <= len(search.caps):
         places = allowed
     problem = search.problem.coarser(places)

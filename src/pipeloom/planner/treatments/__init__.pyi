@@ -1,16 +1,15 @@
-from .checkpoints import choices as choices
+from .checkpoints import choose_checkpoints as choose_checkpoints
 from .choose import (
     BOTH as BOTH,
-    Optimised as Optimised,
     Solver as Solver,
-    optimise as optimise,
-    treated_stage as treated_stage,
+    TreatedStageEvaluator as TreatedStageEvaluator,
+    treat_interval as treat_interval,
 )
 from .greedy import (
-    Found as Found,
-    Task as Task,
-    greedy as greedy,
-    plan_of as plan_of,
+    TreatmentChoice as TreatmentChoice,
+    TreatmentProblem as TreatmentProblem,
+    choose_greedily as choose_greedily,
+    greedy_state as greedy_state,
     seconds_of as seconds_of,
 )
 from .greedy_kernels import (
@@ -20,4 +19,4 @@ from .greedy_kernels import (
     least_peaks as least_peaks,
     treat as treat,
 )
-from .layers import by_layers as by_layers
+from .layers import choose_by_layers as choose_by_layers

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from ...ir.kernels import kernel
-from ..stage_cost import KEEP, RECOMPUTE, Array, Indices, Moments
+from ..stage_cost import KEEP, RECOMPUTE, Array, Indices, RecomputeLiveness
 
 LIMITS = 40
 """How many limits are tried: shares of all that may be dropped, from 1 down to `LEAST`, in equal ratios."""
@@ -68,7 +68,7 @@ def _best_places(dropped, kept, held, limit, found):  # type: ignore[no-untyped-
     return least[len(dropped) - 1] < np.inf
 
 
-def choices(moments: Moments, may: Indices) -> Iterator[Indices]:
+def choose_checkpoints(moments: RecomputeLiveness, may: Indices) -> Iterator[Indices]:
     """Different choices, each with other checkpoints. may: residual -> whether it may be recomputed."""
     residuals, start, end = moments.residuals, moments.start, moments.end
     made, _, _ = moments.lives
@@ -97,7 +97,7 @@ def choices(moments: Moments, may: Indices) -> Iterator[Indices]:
             yield choice
 
 
-def _needed_until(moments: Moments) -> Indices:
+def _needed_until(moments: RecomputeLiveness) -> Indices:
     residuals, forward = moments.residuals, moments.sweep.forward
     number = np.full(len(moments.sweep.tensors.size), -1, np.int64)
     number[residuals.storage] = np.arange(len(residuals))

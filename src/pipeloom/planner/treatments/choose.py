@@ -8,44 +8,37 @@ Source: DawnPiper's cost-model based memory optimisation (2505.05856), reconstru
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from difflib import get_close_matches
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from math import inf
-from typing import Any
 
 import numpy as np
 
-from ...ir.errors import PlanError
 from ...ir.memory_policy import Treatment
 from ..search import Evaluation
 from ..stage_cost import (
-    COPIES,
     OFFLOAD,
+    OFFLOAD_COPIES,
     RECOMPUTE,
-    Array,
     CostModel,
-    Footprint,
     HostCopies,
     Indices,
-    Moments,
+    RecomputeLiveness,
     Residuals,
-    Sweep,
-    Treated,
-    choice_of,
+    cost_choice,
+    find_residuals,
     host_copies,
-    moments_of,
-    residuals_of,
-    treated,
+    peak_bytes,
+    peak_terms,
+    static_memory,
 )
-from .greedy import Found, Task, greedy
+from .greedy import TreatmentChoice, TreatmentProblem, choose_greedily
 
 BOTH: tuple[Treatment, ...] = ("recompute", "offload")
-Solver = Callable[[Task], Found]
+Solver = Callable[[TreatmentProblem], TreatmentChoice]
 
 
-def optimise(
+def treat_interval(
     model: CostModel,
     start: int,
     end: int,
@@ -54,7 +47,7 @@ def optimise(
     in_flight: int,
     cap: float,
     treatments: Sequence[Treatment] = BOTH,
-    solve: Solver = greedy,
+    solve: Solver = choose_greedily,
     ahead: bool = False,
 ) -> Evaluation:
     """Ops [start, end) as stage `stage` on the rank of that number: the fastest way found to keep its cap.
@@ -63,107 +56,76 @@ def optimise(
     ahead: what is recomputed is restored in front of the backward, and all there in it.
     Returns: seconds are inf if no choice fits; peak_bytes is then the least that any reaches.
     """
-    footprint, seconds = model.row(start, np.array([end]))
-    compute_s = float(seconds[model.kind[stage], 0])
-    own = _one(footprint)
-    peak = float(model.memory(own, np.array([in_flight]))[0, 0])
+    row, seconds = model.row(start, np.array([end]))
+    footprint, compute_s = row.at(0), float(seconds[model.kind[stage], 0])
+    peak = float(peak_bytes(footprint, model.options, in_flight))
     if peak <= cap:
-        return Evaluation(seconds=model.turn_of(own, compute_s, stage), peak_bytes=peak)
-    fixed = {k: float(v) for k, v in model.static_parts(own, in_flight).items()}
-    if sum(fixed.values()) + own.largest > cap or not treatments:
+        return Evaluation(seconds=model.turn_of(footprint, compute_s, stage), peak_bytes=peak)
+    static = float(sum(static_memory(footprint, model.options, in_flight).values()))
+    if static + footprint.largest > cap or not treatments:
         return Evaluation(seconds=inf, peak_bytes=peak)
-    forward = model.forward_s[model.kind[stage], start:end]
-    decide = _Stage(
-        model=model,
-        footprint=own,
-        place=(model.sweep, start, end),
-        compute_s=compute_s,
-        forward_s=forward,
-        copies=host_copies(model.cluster, stage),
-        rank=stage,
-        in_flight=in_flight,
-        treatments=tuple(treatments),
+    forward_s, cheap_s = model.forward_s[model.kind[stage], start:end], model.cheap_s[model.kind[stage]]
+    residuals = find_residuals(model.sweep, start, end, forward_s, cheap_s, footprint.saved_inputs > 0)
+    liveness = RecomputeLiveness(
+        sweep=model.sweep,
+        start=start,
+        end=end,
+        residuals=residuals,
+        terms=peak_terms(footprint, model.options, in_flight),
         ahead=ahead,
     )
-    return decide.under(cap, solve)
+    copies = host_copies(model.cluster, stage)
+    window_s = float(forward_s.sum())
+    problem = _treatment_problem(liveness, copies, window_s, in_flight, treatments, cap - static)
+    solution = solve(problem)
+    peak = static + max(solution.peak, footprint.largest)
+    if solution.fails:
+        return Evaluation(seconds=inf, peak_bytes=peak)
+    treated = cost_choice(footprint, liveness, solution.choice, copies)
+    turn_s = treated.turn_s(model, stage, compute_s, window_s)
+    names = _name_treatments(residuals, solution.choice)
+    return Evaluation(seconds=turn_s, treatments=names, peak_bytes=peak)
 
 
-def _one(footprint: Footprint) -> Footprint:
-    """The footprint of a single interval, as numbers."""
-    values: dict[str, Any] = {f.name: getattr(footprint, f.name) for f in fields(footprint)}
-    first, second = values.pop("transient")[:, 0]
-    return Footprint(
-        **{name: float(v[0]) for name, v in values.items()}, transient=(float(first), float(second))
+def _treatment_problem(
+    liveness: RecomputeLiveness,
+    copies: HostCopies | None,
+    window_s: float,
+    in_flight: int,
+    treatments: Sequence[Treatment],
+    allowance: float,
+) -> TreatmentProblem:
+    """window_s: of the stage's forward, behind which a copy is hidden."""
+    residuals = liveness.residuals
+    freed_copies = in_flight - min(in_flight, OFFLOAD_COPIES) if "offload" in treatments and copies else 0
+    hidden, most, s_per_byte = 0.0, 0.0, 0.0
+    if freed_copies and copies is not None:
+        hidden = max(0.0, window_s - copies.reload_latency_s) / copies.reload_s_per_byte
+        most = max(0.0, window_s - copies.offload_latency_s) / copies.offload_s_per_byte
+        if copies.memory_bytes:
+            most = min(most, copies.memory_bytes / in_flight)
+        s_per_byte = copies.reload_s_per_byte
+    most = min(most, float(residuals.size.sum()))
+    may = residuals.may & ("recompute" in treatments)
+    return TreatmentProblem(
+        moments=liveness,
+        allowance=allowance,
+        per_offloaded=float(freed_copies),
+        hidden=min(hidden, most),
+        most=most,
+        s_per_byte=s_per_byte,
+        may=may.astype(np.int64),
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Stage:
-    """What is to be decided of one stage."""
-
-    model: CostModel
-    footprint: Footprint
-    place: tuple[Sweep, int, int]
-    compute_s: float
-    forward_s: Array
-    copies: HostCopies | None
-    rank: int
-    in_flight: int
-    treatments: tuple[Treatment, ...]
-    ahead: bool
-
-    @cached_property
-    def moments(self) -> Moments:
-        besides = self.model.cheap_s[self.model.kind[self.rank]]
-        found = residuals_of(*self.place, self.forward_s, besides, self.footprint.kept > 0)
-        return moments_of(self.model, self.footprint, found, self.in_flight, self.place, ahead=self.ahead)
-
-    def under(self, cap: float, solve: Solver) -> Evaluation:
-        """The evaluation with treatments that keep the cap."""
-        static = float(sum(self.model.static_parts(self.footprint, self.in_flight).values()))
-        found = solve(self.task(cap - static))
-        peak = static + max(found.peak, float(self.footprint.largest))
-        if found.fails:
-            return Evaluation(seconds=inf, peak_bytes=peak)
-        chosen = treated(self.footprint, self.moments, found.choice, self.copies, ahead=False)
-        turn = chosen.seconds(self.model, self.rank, self.compute_s, float(self.forward_s.sum()))
-        return Evaluation(seconds=turn, treatments=self.named(found.choice), peak_bytes=peak)
-
-    def task(self, allowance: float) -> Task:
-        q, copies = self.in_flight, self.copies
-        away = q - min(q, COPIES) if "offload" in self.treatments and copies is not None else 0
-        hidden, most, s_per_byte = 0.0, 0.0, 0.0
-        if away and copies is not None:
-            window = float(self.forward_s.sum())
-            hidden = max(0.0, window - copies.back_latency_s) / copies.back_s_per_byte
-            most = max(0.0, window - copies.away_latency_s) / copies.away_s_per_byte
-            if copies.memory_bytes:
-                most = min(most, copies.memory_bytes / q)
-            s_per_byte = copies.back_s_per_byte
-        residuals = self.moments.residuals
-        most = min(most, float(residuals.size.sum()))
-        may = residuals.may & ("recompute" in self.treatments)
-        return Task(
-            moments=self.moments,
-            allowance=allowance,
-            per_offloaded=float(away),
-            hidden=min(hidden, most),
-            most=most,
-            s_per_byte=s_per_byte,
-            may=may.astype(np.int64),
-        )
-
-    def named(self, choice: Indices) -> dict[str, Treatment]:
-        words: dict[int, Treatment] = {RECOMPUTE: "recompute", OFFLOAD: "offload"}
-        return {
-            name: words[int(kind)]
-            for name, kind in zip(self.moments.residuals.names, choice, strict=True)
-            if int(kind) in words
-        }
+def _name_treatments(residuals: Residuals, choice: Indices) -> dict[str, Treatment]:
+    words: dict[int, Treatment] = {RECOMPUTE: "recompute", OFFLOAD: "offload"}
+    kinds = zip(residuals.names, choice.tolist(), strict=True)
+    return {name: words[kind] for name, kind in kinds if kind in words}
 
 
 @dataclass(frozen=True)
-class Optimised:
+class TreatedStageEvaluator:
     """Evaluations with memory optimisation, as `evaluation.KeepEverything` without.
 
     caps, in_flight: bytes, and micro-batches whose residuals are held at the peak, of each stage.
@@ -173,11 +135,11 @@ class Optimised:
     caps: Sequence[int]
     in_flight: Sequence[int]
     treatments: Sequence[Treatment] = BOTH
-    solve: Solver = greedy
+    solve: Solver = choose_greedily
     ahead: bool = False
 
     def __call__(self, start: int, end: int, stage: int, /) -> Evaluation:
-        return optimise(
+        return treat_interval(
             self.model,
             start,
             end,
@@ -188,52 +150,3 @@ class Optimised:
             solve=self.solve,
             ahead=self.ahead,
         )
-
-
-def treated_stage(
-    model: CostModel,
-    footprint: Footprint,
-    positions: Sequence[int],
-    stage: int,
-    treatments: Mapping[str, Treatment],
-) -> Treated:
-    """A stage of any ops (positions, ascending) with given treatments.
-
-    Raises: PlanError if one of them is of no residual of this stage, or cannot be.
-    """
-    sweep, start, end = model.sweep.apart(positions)
-    forward = model.forward_s[model.kind[stage], list(positions)]
-    besides = model.cheap_s[model.kind[stage]]
-    residuals = residuals_of(sweep, start, end, forward, besides, footprint.kept > 0)
-    copies = host_copies(model.cluster, stage)
-    _refuse(residuals, treatments, stage, copies)
-    moments = moments_of(model, footprint, residuals, 1, (sweep, start, end))
-    return treated(footprint, moments, choice_of(residuals, treatments), copies)
-
-
-def _refuse(
-    residuals: Residuals, treatments: Mapping[str, Treatment], stage: int, copies: HostCopies | None
-) -> None:
-    """Refuse treatments that this stage cannot have."""
-    number = {name: index for index, name in enumerate(residuals.names)}
-    for name, treatment in treatments.items():
-        if treatment == "keep":
-            continue
-        if name not in number:
-            near = get_close_matches(name, number, n=1)
-            raise PlanError(
-                f"stage {stage} keeps no residual named {name!r} that could be treated",
-                hint=f"did you mean {near[0]}?" if near else "plan again for this model and this cut",
-            )
-        if treatment == "offload" and copies is None:
-            raise PlanError(
-                f"stage {stage} offloads {name}, but its device has no link to a host",
-                hint="add host_link to the device in the cluster file, or keep it",
-            )
-        index = number[name]
-        if treatment == "recompute" and not residuals.may[index] and not residuals.needs_input[index]:
-            raise PlanError(
-                f"stage {stage} recomputes {name}, whose chain draws random numbers, depends on a buffer "
-                "that changes, or is too long",
-                hint="keep or offload it",
-            )

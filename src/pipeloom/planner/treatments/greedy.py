@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..stage_cost import DROPPED, KEEP, OFFLOAD, Indices, Moments
-from .checkpoints import choices
+from ..stage_cost import DROPPED, KEEP, OFFLOAD, Indices, RecomputeLiveness
+from .checkpoints import choose_checkpoints
 from .greedy_kernels import BANNED, BESIDES, CHOICE, LEAST, MAY, PEAK, SECONDS, SIZE, STORAGE, TOP, pick_all
 
 FINISHED = 3
@@ -41,7 +41,7 @@ CHEAP = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
+class TreatmentProblem:
     """What to reach. Sizes in bytes.
 
     allowance: what the stage may hold besides static bytes.  per_offloaded: copies freed per residual that is
@@ -50,7 +50,7 @@ class Task:
     s_per_byte: of what is offloaded beyond `hidden`.  may: residual -> whether it may be recomputed.
     """
 
-    moments: Moments
+    moments: RecomputeLiveness
     allowance: float
     per_offloaded: float
     hidden: float
@@ -59,7 +59,7 @@ class Task:
     may: Indices
 
 
-class Found(NamedTuple):
+class TreatmentChoice(NamedTuple):
     """A choice.
 
     fails: whether it does not keep the allowance, but only needs little.  seconds: what it adds.  peak: bytes
@@ -71,21 +71,21 @@ class Found(NamedTuple):
     peak: float
     choice: Indices
 
-    def better(self, other: Found) -> bool:
+    def better(self, other: TreatmentChoice) -> bool:
         """Whether it fits and is faster, or else needs less."""
         if self.fails and other.fails:
             return self.peak < other.peak
         return (self.fails, self.seconds) < (other.fails, other.seconds)
 
 
-def greedy(task: Task) -> Found:
+def choose_greedily(task: TreatmentProblem) -> TreatmentChoice:
     """A choice that keeps the allowance, or as little as was reached."""
     found = _from_nothing(task)
     little = CHEAP * float(task.moments.residuals.seconds.sum())
     return found if not found.fails and found.seconds <= little else _from_checkpoints(task, found)
 
 
-def _from_nothing(task: Task) -> Found:
+def _from_nothing(task: TreatmentProblem) -> TreatmentChoice:
     """From everything kept, with what is offloaded for nothing chosen in two ways."""
     residuals, peak = task.moments.residuals, task.moments.peak(np.full(len(task.may), KEEP))
     begun = np.concatenate([[0.0], np.cumsum(residuals.seconds[residuals.chain.items])])
@@ -100,15 +100,15 @@ def _from_nothing(task: Task) -> Found:
     return second if second.better(found) else found
 
 
-def _from_checkpoints(task: Task, found: Found) -> Found:
+def _from_checkpoints(task: TreatmentProblem, found: TreatmentChoice) -> TreatmentChoice:
     """The better of what was found and of what comes of choosing checkpoints first: of the fastest choices
     that fit; where none does, of the one that needs least, and of all if the stage is small."""
     order = np.argsort(-task.moments.residuals.size, kind="stable")
     begun = []
-    for choice in choices(task.moments, task.may):
+    for choice in choose_checkpoints(task.moments, task.may):
         own = _offloaded(task, choice, np.inf, order)
         peak = task.moments.peak(own)
-        begun.append(Found(peak > task.allowance, seconds_of(task, own), peak, own))
+        begun.append(TreatmentChoice(peak > task.allowance, seconds_of(task, own), peak, own))
     begun.sort(key=lambda one: (one.fails, one.peak if one.fails else one.seconds))
     fitting = [one for one in begun if not one.fails][:FINISHED]
     for one in fitting or begun[: len(begun) if len(task.may) <= SMALL else 1]:
@@ -117,22 +117,22 @@ def _from_checkpoints(task: Task, found: Found) -> Found:
     return found
 
 
-def seconds_of(task: Task, choice: Indices) -> float:
+def seconds_of(task: TreatmentProblem, choice: Indices) -> float:
     """What a choice adds to the stage's time."""
     residuals = task.moments.residuals
     away = float(residuals.size[choice == OFFLOAD].sum())
     return residuals.recompute_s(choice) + max(0.0, away - task.hidden) * task.s_per_byte
 
 
-def _solved(task: Task, begin: Indices) -> Found:
+def _solved(task: TreatmentProblem, begin: Indices) -> TreatmentChoice:
     """What the greedy choice makes of a choice to begin with."""
-    stage, plan = task.moments.stage, plan_of(task)
+    stage, plan = task.moments.stage, greedy_state(task)
     fits = pick_all.form(4 * len(begin) * (task.moments.end - task.moments.start))(begin, stage, plan)
     _, numbers, _, _, limits = plan
-    return Found(not fits, float(limits[SECONDS]), float(limits[PEAK]), numbers[CHOICE])
+    return TreatmentChoice(not fits, float(limits[SECONDS]), float(limits[PEAK]), numbers[CHOICE])
 
 
-def plan_of(task: Task) -> tuple[Any, ...]:
+def greedy_state(task: TreatmentProblem) -> tuple[Any, ...]:
     """What kernels see of a task besides its stage (see memopt_picks.py). Sets every residual to kept."""
     moments, residuals = task.moments, task.moments.residuals
     count = len(residuals)
@@ -155,7 +155,7 @@ def plan_of(task: Task) -> tuple[Any, ...]:
     return chains, numbers, figures, moments.sums(np.full(count, KEEP, np.int64)), limits
 
 
-def _offloaded(task: Task, choice: Indices, need: float, order: Indices) -> Indices:
+def _offloaded(task: TreatmentProblem, choice: Indices, need: float, order: Indices) -> Indices:
     """The choice, and of what it keeps offloaded what costs no time, in this order, while it is needed."""
     found, sizes = choice.copy(), task.moments.residuals.size
     away, most = 0.0, min(task.hidden, task.most) if task.per_offloaded > 0 else 0.0

@@ -18,14 +18,14 @@ from numpy.typing import NDArray
 
 from ..stage_cost import KEEP, OFFLOAD, RECOMPUTE, Indices
 from .choose import Solver
-from .greedy import Found, Task, seconds_of
+from .greedy import TreatmentChoice, TreatmentProblem, seconds_of
 
 
-def by_layers(layer_of: Sequence[int]) -> Solver:
+def choose_by_layers(layer_of: Sequence[int]) -> Solver:
     """A solver for `memopt.optimise`. layer_of: op, by its position -> number of its layer, -1 for none."""
     number = np.array([*layer_of, -1])
 
-    def solve(task: Task) -> Found:
+    def solve(task: TreatmentProblem) -> TreatmentChoice:
         residuals, peak = task.moments.residuals, task.moments.peak
         made, last_in, _ = task.moments.lives
         own, read = number[made], number[np.where(last_in < 0, made, last_in)]
@@ -42,10 +42,10 @@ def by_layers(layer_of: Sequence[int]) -> Solver:
             picks = [_worth(task, now, pick) for pick in _picks(task, choice, layers, inner)]
             picks = [pick for pick in picks if pick[0] > 0]
             if not picks:
-                return Found(True, seconds_of(task, choice), level, choice)
+                return TreatmentChoice(True, seconds_of(task, choice), level, choice)
             _, choice = max(picks, key=lambda pick: pick[0])
             level = peak(choice)
-        return Found(False, seconds_of(task, choice), level, choice)
+        return TreatmentChoice(False, seconds_of(task, choice), level, choice)
 
     return solve
 
@@ -56,11 +56,13 @@ def _treated(choice: Indices, which: Indices, treatment: int) -> Indices:
     return found
 
 
-def _away(task: Task, choice: Indices) -> float:
+def _away(task: TreatmentProblem, choice: Indices) -> float:
     return float(task.moments.residuals.size[choice == OFFLOAD].sum())
 
 
-def _picks(task: Task, choice: Indices, layers: list[Indices], inner: NDArray[np.bool_]) -> Iterator[Indices]:
+def _picks(
+    task: TreatmentProblem, choice: Indices, layers: list[Indices], inner: NDArray[np.bool_]
+) -> Iterator[Indices]:
     """The choices with one more layer treated."""
     for layer in layers:
         if (choice[layer] == KEEP).all():
@@ -71,7 +73,7 @@ def _picks(task: Task, choice: Indices, layers: list[Indices], inner: NDArray[np
                 yield after
 
 
-def _worth(task: Task, now: tuple[float, float], after: Indices) -> tuple[float, Indices]:
+def _worth(task: TreatmentProblem, now: tuple[float, float], after: Indices) -> tuple[float, Indices]:
     """Bytes freed at the peak per second that it costs, and the choice. now: peak and seconds before."""
     seconds = seconds_of(task, after) - now[1]
     freed = now[0] - task.moments.peak(after)

@@ -1,0 +1,223 @@
+"""Peak memory of a stage: the prediction that every planner, plan and report uses.
+
+    peak = static + max over moments of (residuals + boundary + transient), or static + largest
+
+    static       parameters, gradients, optimizer state: each parameter once per stage, tied ones in each
+                 stage that reads them; of parameters as many versions as the weight policy keeps. Buffers,
+                 and the whole batch, which every rank holds.
+    residuals    q K + min(q, 3) O with q micro-batches in flight, of each of which the stage keeps K bytes on
+                 the device and offloads O (`OFFLOAD_COPIES`). Of a saved value that the stage received, the
+                 receive buffer is kept instead, and the batch is there anyway.
+    boundary     receive buffers of the micro-batches in flight and of those posted ahead, and messages on
+                 their way out, of values and of gradients.
+    transient    what the newest micro-batch needs besides, at its worst op: found by the sweeps over the ops
+                 in `liveness.py`, and with recomputation in `recompute_liveness.py`.
+    largest      the optimizer's step needs one more tensor as large as the largest trainable parameter.
+
+The moments are the last forward before the first backward, and that backward. A stage that recomputes R bytes
+inside its backward does so at the backward's moment. One that recomputes ahead, in an action of its own, has
+a third moment between the two, and holds R in addition from there to the end of the backward.
+
+The search for treatments weighs many choices for one stage. It asks `recompute_liveness.peak_of` for the same
+peak, less what is static, from the `PeakTerms` made here.
+
+Times are in `model.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
+
+import numpy as np
+
+from ...ir.weight_policy import FLUSH, WEIGHT_POLICIES
+from .arrays import Array, Indices
+
+B = TypeVar("B", float, Array)
+"""Bytes: a number for one stage, or an array with one entry per stage."""
+
+Bytes: TypeAlias = float | Array
+
+Count: TypeAlias = int | Indices
+"""A number of micro-batches, or a column (counts, 1) of several."""
+
+OFFLOAD_COPIES = 3
+"""Copies of an offloaded residual that are on the device at once: that of the newest micro-batch, that of
+the one before while it is on its way to the host, and that of the one whose backward is next, which is
+fetched one action ahead."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostOptions:
+    """What a run will do, as far as time and memory depend on it.
+
+    optimizer_bytes: bytes of optimizer state per byte of trainable parameter: SGD 0, with momentum 1,
+        Adam 2 (all in the parameter's precision).
+    receive_ahead: receives posted ahead, each with a buffer.  sends_in_flight: messages not yet taken when
+        the next one is made; 0 where each is through at once.
+    overlap: transfers run while the stage computes.
+    weights: the weight policy, see `ir.weight_policy`.
+    """
+
+    microbatches: int
+    optimizer_bytes: float = 2.0
+    receive_ahead: int = 2
+    sends_in_flight: int = 1
+    overlap: bool = True
+    weights: str = FLUSH
+
+
+@dataclass(frozen=True, kw_only=True)
+class Footprint(Generic[B]):
+    """Bytes of a stage, of values those of one micro-batch.
+
+    trainable: of the parameters.  buffers: and the whole batch.  largest: of the trainable parameters.
+    residuals: kept on the device.  offloaded, recomputed: those that are not.
+    saved_inputs: how many received storages an op saves; with none, receive buffers are free after the
+        forward.
+    received, received_grads: values that cross in, and their gradients, which go back.
+    sent, sent_grads: values that cross out, and their gradients, which come back.
+    whole: of the values that cross out those that fill a storage; others are sent as copies, which are there
+        beside the storage that they are parts of.
+    forward_transient, backward_transient: see the module.
+    """
+
+    parameters: B
+    trainable: B
+    buffers: B
+    residuals: B
+    saved_inputs: B
+    received: B
+    received_grads: B
+    sent: B
+    sent_grads: B
+    whole: B
+    largest: B
+    forward_transient: B
+    backward_transient: B
+    offloaded: float = 0.0
+    recomputed: float = 0.0
+
+    def at(self, index: int) -> Footprint[float]:
+        """That of one stage, as numbers."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return Footprint(**{name: float(v[index] if np.ndim(v) else v) for name, v in values.items()})
+
+
+class RecomputeAhead(NamedTuple):
+    """Transient bytes of a stage that recomputes in an action of its own in front of the backward: in that
+    action, and in the backward after it."""
+
+    recompute: float
+    backward: float
+
+
+class Moment(NamedTuple):
+    """Bytes at one moment of a step, static ones apart."""
+
+    residuals: Bytes
+    boundary: Bytes
+    transient: Bytes
+
+    @property
+    def total(self) -> Bytes:
+        return self.residuals + self.boundary + self.transient
+
+
+class PeakTerms(NamedTuple):
+    """What the peak of a stage depends on besides its levels (see `recompute_liveness.peak_of`).
+
+    residuals: bytes of all residuals of one micro-batch.
+    boundary: bytes of messages that the sweep does not count: in the forward, in the backward.
+    messages: bytes of messages that it counts: what is sent at the end of the forward, and of the backward.
+    others_kept, others_offloaded: how many other micro-batches have kept, and offloaded, residuals there.
+    """
+
+    residuals: float
+    boundary: tuple[float, float]
+    messages: tuple[float, float]
+    others_kept: float
+    others_offloaded: float
+
+
+def predict_peak_memory(
+    footprint: Footprint[Any], options: CostOptions, in_flight: Count, ahead: RecomputeAhead | None = None
+) -> dict[str, Bytes]:
+    """Bytes of a stage at its worst moment, by the kinds of `ir.plan.StageMemory`; elementwise for arrays.
+
+    in_flight: micro-batches whose residuals are held.  ahead: for a stage that recomputes ahead.
+    """
+    worst, *later = moments(footprint, options, in_flight, ahead)
+    for moment in later:
+        higher = np.asarray(moment.total) > worst.total
+        worst = Moment(*(np.where(higher, *pair) for pair in zip(moment, worst, strict=True)))
+    step = np.maximum(footprint.largest - worst.total, 0)
+    return {
+        **static_memory(footprint, options, in_flight),
+        "residuals": worst.residuals,
+        "boundary": worst.boundary,
+        "transient": worst.transient + step,
+    }
+
+
+def peak_bytes(
+    footprint: Footprint[Any], options: CostOptions, in_flight: Count, ahead: RecomputeAhead | None = None
+) -> Bytes:
+    """The same in total."""
+    parts = predict_peak_memory(footprint, options, in_flight, ahead)
+    return sum(parts.values(), start=0.0)
+
+
+def static_memory(footprint: Footprint[Any], options: CostOptions, in_flight: Count) -> dict[str, Bytes]:
+    """Bytes that are there for the whole step, by kind."""
+    return {
+        "parameters": footprint.parameters * WEIGHT_POLICIES[options.weights].copies(in_flight),
+        "gradients": footprint.trainable,
+        "optimizer": footprint.trainable * options.optimizer_bytes,
+        "buffers": footprint.buffers,
+    }
+
+
+def moments(
+    f: Footprint[Any], options: CostOptions, in_flight: Count, ahead: RecomputeAhead | None = None
+) -> tuple[Moment, ...]:
+    """The moments when most micro-batches are in flight, see the module."""
+    held = in_flight * f.residuals + np.minimum(in_flight, OFFLOAD_COPIES) * f.offloaded
+    forward, backward = boundary_bytes(f, options, in_flight)
+    first = Moment(held, forward, f.forward_transient)
+    if ahead is None or not f.recomputed:
+        return first, Moment(held, backward, f.backward_transient)
+    restored = held + f.recomputed
+    return (
+        first,
+        Moment(restored, backward - f.sent_grads - f.received_grads, ahead.recompute),
+        Moment(restored, backward, ahead.backward),
+    )
+
+
+def boundary_bytes(f: Footprint[Any], options: CostOptions, in_flight: Count) -> tuple[Bytes, Bytes]:
+    """Messages and receive buffers: in the newest micro-batch's forward, in the backward after it."""
+    ahead, count = options.receive_ahead, options.microbatches
+    saved = np.where(np.asarray(f.saved_inputs) > 0, in_flight, 0)  # micro-batches whose inputs are kept
+    leaving = options.sends_in_flight * np.maximum(f.sent, f.received_grads)
+    posted = np.minimum(ahead, np.maximum(count - in_flight, 0))  # for micro-batches not yet begun
+    inputs = (np.maximum(saved, 1) + posted) * f.received
+    inputs_later = (saved + posted) * f.received
+    return (
+        inputs + min(ahead, count) * f.sent_grads + f.sent + leaving,
+        inputs_later + min(1 + ahead, count) * f.sent_grads + f.received_grads + leaving,
+    )
+
+
+def peak_terms(footprint: Footprint[float], options: CostOptions, in_flight: int) -> PeakTerms:
+    """Those of a stage of which everything is kept so far."""
+    forward, backward = boundary_bytes(footprint, options, in_flight)
+    sent, returned = float(footprint.whole), float(footprint.received_grads)
+    return PeakTerms(
+        residuals=float(footprint.residuals),
+        boundary=(float(forward) - sent, float(backward) - returned),
+        messages=(sent, returned),
+        others_kept=float(in_flight - 1),
+        others_offloaded=float(min(in_flight, OFFLOAD_COPIES) - 1),
+    )
