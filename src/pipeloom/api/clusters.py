@@ -103,9 +103,9 @@ def with_files(cluster: Cluster, directory: Path) -> tuple[Cluster, list[Measure
             f"cannot offload to {directory}: {error.strerror}", hint="name a folder on a disk with room"
         ) from None
     out, back, rows = file_tier(directory)
-    room = free_disk(directory) // len(cluster.devices)
+    free_bytes = free_disk(directory) // len(cluster.devices)
     devices = tuple(
-        replace(device, host_link=out, host_link_back=back, host_memory_bytes=room, switch="disk")
+        replace(device, host_link=out, host_link_back=back, host_memory_bytes=free_bytes, switch="disk")
         for device in cluster.devices
     )
     switches = {"disk": min((out, back), key=lambda link: link.bandwidth_bytes_per_s)}
@@ -185,11 +185,11 @@ def _distinct(
         if name not in kinds:
             progress(name)
             with torch.cuda.device(where):
-                device, found = detect_device(where)
+                device, figures = detect_device(where)
                 out, back, copies = pinned_copies(where)
                 torch.cuda.empty_cache()
             kinds[name] = replace(device, host_link=out, host_link_back=back, host_memory_bytes=host_bytes)
-            rows += [replace(row, name=f"{name}: {row.name}") for row in (*found, *copies)]
+            rows += [replace(row, name=f"{name}: {row.name}") for row in (*figures, *copies)]
         devices.append(replace(kinds[name], memory_bytes=free_memory(where)))
     return devices, rows
 
@@ -229,11 +229,11 @@ def grouped(
     limit = ALIKE * ordered[0].bandwidth_bytes_per_s
     fast = [pair for pair, link in links.items() if link.bandwidth_bytes_per_s > limit]
     first = connected_components(fast, count)
-    found: dict[str, Link] = {}
+    groups: dict[str, Link] = {}
     for leader in set(first):
         inside = [pair for pair in links if first[pair[0]] == first[pair[1]] == leader]
         if inside and all(pair in fast for pair in inside):
             slowest = min((links[pair] for pair in inside), key=lambda link: link.bandwidth_bytes_per_s)
-            found[f"group-{leader}"] = slowest
-    names = [f"group-{leader}" if f"group-{leader}" in found else None for leader in first]
-    return ordered[0], found, names
+            groups[f"group-{leader}"] = slowest
+    names = [f"group-{leader}" if f"group-{leader}" in groups else None for leader in first]
+    return ordered[0], groups, names

@@ -64,8 +64,8 @@ def load_work(path: Path, ranks: int) -> MicrobatchTimes:
 
 
 def _work_of_plan(plan: Plan) -> MicrobatchTimes:
-    held = schedules.in_flight(plan.as_schedule)
-    residuals = [s.memory.residuals / max(count, 1) for s, count in zip(plan.stages, held, strict=False)]
+    in_flight = schedules.in_flight(plan.as_schedule)
+    residuals = [s.memory.residuals / max(count, 1) for s, count in zip(plan.stages, in_flight, strict=False)]
     return MicrobatchTimes(
         forward_s=tuple(s.forward_s for s in plan.stages),
         input_grad_s=tuple(s.input_grad_s for s in plan.stages),
@@ -75,7 +75,7 @@ def _work_of_plan(plan: Plan) -> MicrobatchTimes:
 
 
 def stage_costs(
-    work: MicrobatchTimes, stages: int, ranks: float, *, slices: int = 1
+    times: MicrobatchTimes, stages: int, ranks: float, *, slices: int = 1
 ) -> tuple[StageCost, ...]:
     """One cost per stage, for an action on one of the `slices` of a micro-batch.
 
@@ -89,20 +89,20 @@ def stage_costs(
     f, i, w = (
         per_stage(seconds, stages, ranks, name)
         for seconds, name in (
-            (work.forward_s, "F"),
-            (work.input_grad_s, "I"),
-            (work.weight_grad_s, "W"),
+            (times.forward_s, "F"),
+            (times.input_grad_s, "I"),
+            (times.weight_grad_s, "W"),
         )
     )
-    held = per_stage(work.residual_bytes or float(UNIT), stages, ranks, "residuals")
+    held_bytes = per_stage(times.residual_bytes or float(UNIT), stages, ranks, "residuals")
     return tuple(
         StageCost(
             forward_s=f[s] / slices,
             input_grad_s=i[s] / slices,
             weight_grad_s=w[s] / slices,
             backward_s=(i[s] + w[s]) / slices,
-            residual_bytes=round(held[s] / slices),
-            carried_bytes=round(held[s] / slices),
+            residual_bytes=round(held_bytes[s] / slices),
+            carried_bytes=round(held_bytes[s] / slices),
         )
         for s in range(stages)
     )

@@ -82,8 +82,8 @@ def estimate(graph: OpGraph, cluster: Cluster) -> dict[str, Profile]:
     """
     kinds: dict[str, Device] = {}
     for device in cluster.devices:
-        known = kinds.setdefault(device.name, device)
-        if _rates(known) != _rates(device):
+        first = kinds.setdefault(device.name, device)
+        if _rates(first) != _rates(device):
             raise ConfigError(
                 f"the cluster has devices named {device.name} that compute at different rates",
                 hint="give each kind of device a name of its own",

@@ -54,11 +54,11 @@ def place(
     Raises: PlanError if the stages or the micro-batches of the plan are not as many as the schedule needs.
     """
     shape, placement = schedules.default_placement(schedule, ranks)
-    wanted = len(placement) // shape.replicas
-    if len(plan.stages) != wanted:
+    needed = len(placement) // shape.replicas
+    if len(plan.stages) != needed:
         raise PlanError(
-            f"{schedule} on {ranks} ranks is for {wanted} stages, the plan has {len(plan.stages)}",
-            hint=f"plan {wanted} stages",
+            f"{schedule} on {ranks} ranks is for {needed} stages, the plan has {len(plan.stages)}",
+            hint=f"plan {needed} stages",
         )
     if plan.microbatches % shape.replicas:
         raise PlanError(
@@ -68,8 +68,8 @@ def place(
     placed = replace(plan, placement=placement, caps=())
     stages = placed.replicated(placed.stage_graph(graph))
     count = plan.microbatches // shape.replicas
-    made = schedules.build(schedule, stages, placement, count, times=times, split_backward=split_backward)
-    return replace(placed, schedule=made.name, schedule_rows=tuple(str(made).splitlines()))
+    built = schedules.build(schedule, stages, placement, count, times=times, split_backward=split_backward)
+    return replace(placed, schedule=built.name, schedule_rows=tuple(str(built).splitlines()))
 
 
 def plan_placed(
@@ -138,8 +138,8 @@ def _one_device_each(cluster: Cluster, schedule: str, ranks: int) -> Cluster:
             f"{ranks} ranks for {len(cluster.devices)} devices", hint="use fewer ranks, or add devices"
         )
     shape, placement = schedules.default_placement(schedule, ranks)
-    own = []
+    shares = []
     for rank in placement[: len(placement) // shape.replicas]:
         device = cluster.devices[rank]
-        own.append(replace(device, memory_bytes=max(1, device.memory_bytes // placement.count(rank))))
-    return replace(cluster, devices=tuple(own))
+        shares.append(replace(device, memory_bytes=max(1, device.memory_bytes // placement.count(rank))))
+    return replace(cluster, devices=tuple(shares))

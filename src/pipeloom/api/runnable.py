@@ -26,9 +26,9 @@ def require_runnable(schedule: str, weights: str = FLUSH) -> None:
         )
     if schedule.endswith(".csv"):
         return  # a plan has the rows of the file; it may be gone by now
-    own = schedules.names_user_file(schedule)
-    name = schedule if own else schedule.partition(":")[0].lower().replace("-", "_")
-    if (own or name in schedules.names()) and (lacks := schedules.entry(name).lacks):
+    in_file = schedules.names_user_file(schedule)
+    name = schedule if in_file else schedule.partition(":")[0].lower().replace("-", "_")
+    if (in_file or name in schedules.names()) and (lacks := schedules.entry(name).lacks):
         raise ScheduleError(
             f"schedule {name} cannot be run: it needs {lacks}, which the runtime does not have",
             hint="it can be checked, simulated and drawn; to run, choose another one: pipeloom schedule list",

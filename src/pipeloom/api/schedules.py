@@ -289,7 +289,7 @@ def _simulate(
     wired, cluster = _wired(stages, schedule.ranks, scenario)
     program = lower(schedule, wired)
     timeline = simulate(program, wired, costs, cluster)
-    held = [peak.get("residuals", 0) for peak in timeline.peaks]
+    residual_peaks = [peak.get("residuals", 0) for peak in timeline.peaks]
     return SimulatedSchedule(
         schedule=schedule,
         stages=wired,
@@ -298,8 +298,8 @@ def _simulate(
         cluster=cluster,
         timeline=timeline,
         summary=summarise(timeline),
-        peaks=tuple(size / unit for size, unit in zip(held, units, strict=True)),
-        peaks_bytes=tuple(held) if sized else (),
+        peaks=tuple(size / unit for size, unit in zip(residual_peaks, units, strict=True)),
+        peaks_bytes=tuple(residual_peaks) if sized else (),
     )
 
 

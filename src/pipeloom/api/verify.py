@@ -74,15 +74,15 @@ def verify(
     options = replace(options or Options(), keep_gradients=True)
     job = replace(job, optimizer=job.optimizer or (lambda params: torch.optim.SGD(params, lr=0.1)))
     batch = job.batch(seed, plan.microbatches * plan.microbatch_size)
-    found = _run_threads(job, plan, options, batch)
-    if found.random or options.autocast:
+    pipelined = _run_threads(job, plan, options, batch)
+    if pipelined.random or options.autocast:
         expected, what = _run_threads(job, _uncut(plan), options, batch), "captured graph, uncut"
     else:
         expected, what = _run_eager(job, plan, options, batch), "the module itself, eager"
     return Verification(
-        loss=_relative(abs(found.loss - expected.loss), max(abs(expected.loss), 1e-12)),
-        gradients=_differences(found.gradients, expected.gradients),
-        parameters=_differences(found.parameters, _updated(job, expected.initial, found.gradients)),
+        loss=_relative(abs(pipelined.loss - expected.loss), max(abs(expected.loss), 1e-12)),
+        gradients=_differences(pipelined.gradients, expected.gradients),
+        parameters=_differences(pipelined.parameters, _updated(job, expected.initial, pipelined.gradients)),
         tolerance=tolerance,
         reference=what,
     )
@@ -110,17 +110,17 @@ def _updated(job: Job, initial: Mapping[str, Tensor], gradients: Mapping[str, Te
     return {name: params[name].detach() if name in params else t for name, t in initial.items()}
 
 
-def _differences(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
+def _differences(pipelined: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
     sizes = {name: float(t.abs().max()) for name, t in expected.items() if t.numel()}
     largest = max(filter(isfinite, sizes.values()), default=0.0)
-    missing = {name: inf for name in expected.keys() ^ found.keys()}
+    missing = {name: inf for name in expected.keys() ^ pipelined.keys()}
     return missing | {
         name: _relative(
-            float((found[name].double() - expected[name].double()).abs().max()),
+            float((pipelined[name].double() - expected[name].double()).abs().max()),
             max(size, NOISE * largest, 1e-30),
         )
         for name, size in sizes.items()
-        if name in found
+        if name in pipelined
     }
 
 
@@ -170,8 +170,8 @@ def _run_threads(job: Job, plan: Plan, options: Options, batch: Mapping[str, Ten
     for thread in threads:
         thread.join()
     if errors:
-        own = [e for e in errors.values() if not isinstance(e, PeerError)]
-        raise (own or list(errors.values()))[0]
+        causes = [e for e in errors.values() if not isinstance(e, PeerError)]
+        raise (causes or list(errors.values()))[0]
     return _Numbers(
         loss=results[0].loss,
         random=results[0].random,

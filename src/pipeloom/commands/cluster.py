@@ -29,13 +29,13 @@ def list_(*, as_json: bool) -> None:
     from ..api import built_in_devices
     from ..ir.units import format_bytes
 
-    found = list(built_in_devices().values())
+    entries = list(built_in_devices().values())
     if as_json:
-        print_json({"devices": [_listed(entry) for entry in found]})
+        print_json({"devices": [_listed(entry) for entry in entries]})
         return
     heads = ("name", "also", "memory", "16-bit TFLOP/s", "float32 TFLOP/s", "memory GB/s", "about")
     table = new_table(*heads, left=("name", "also", "about"))
-    for entry in found:
+    for entry in entries:
         rates = entry.numbers("flops_per_s")
         half = max(rates.get("bfloat16", 0.0), rates.get("float16", 0.0))
         size = entry.bytes("memory")
@@ -65,15 +65,15 @@ def show(*, name: str, output: Path | None, as_json: bool) -> None:
     """
     from ..api import built_in_devices, find_cluster, save_cluster
 
-    found = find_cluster(name)
+    described = find_cluster(name)
     if output is not None:
-        save_cluster(found, output, note=f"{name}; for sources: pipeloom cluster show")
-    known = built_in_devices()
-    kinds = [known[kind] for kind in dict.fromkeys(d.name for d in found.devices) if kind in known]
+        save_cluster(described, output, note=f"{name}; for sources: pipeloom cluster show")
+    built_in = built_in_devices()
+    kinds = [built_in[kind] for kind in dict.fromkeys(d.name for d in described.devices) if kind in built_in]
     if as_json:
-        print_json({**_described(found), "sources": {kind.name: _sourced(kind) for kind in kinds}})
+        print_json({**_described(described), "sources": {kind.name: _sourced(kind) for kind in kinds}})
         return
-    _print_cluster(found)
+    _print_cluster(described)
     for kind in kinds:
         _print_figures(kind)
 
@@ -99,20 +99,20 @@ def detect(
     """
     from ..api import detect as measure, save_cluster
 
-    found = measure(
+    detected = measure(
         device,
         devices=devices,
         directory=directory,
         progress=lambda what: click.echo(f"measuring {what}", err=True),
     )
     if output is not None:
-        save_cluster(found.cluster, output, note=_note(found))
+        save_cluster(detected.cluster, output, note=_note(detected))
     if as_json:
-        print_json({**_described(found.cluster), "measured": [vars(row) for row in found.measured]})
+        print_json({**_described(detected.cluster), "measured": [vars(row) for row in detected.measured]})
         return
-    _print_cluster(found.cluster)
+    _print_cluster(detected.cluster)
     table = new_table("figure", "measured", "lowest", "highest", "of", left=("figure", "of"))
-    for row in found.measured:
+    for row in detected.measured:
         values = (_amount(value, row.unit) for value in (row.value, row.low, row.high))
         table.add_row(row.name, *values, row.of)
     out = console()
@@ -137,15 +137,15 @@ def _sourced(kind: BuiltIn) -> dict[str, Any]:
     return {f.name: {**f.table, "source": f.source} for f in kind.figures.values()}
 
 
-def _described(found: Cluster) -> dict[str, Any]:
+def _described(described: Cluster) -> dict[str, Any]:
     """Devices and links as JSON."""
     import msgspec
 
-    values: dict[str, Any] = msgspec.to_builtins(found)
+    values: dict[str, Any] = msgspec.to_builtins(described)
     return {"devices": values.pop("devices"), "links": values}
 
 
-def _print_cluster(found: Cluster) -> None:
+def _print_cluster(described: Cluster) -> None:
     from itertools import groupby
 
     from ..ir.units import format_bytes
@@ -153,7 +153,7 @@ def _print_cluster(found: Cluster) -> None:
     heads = ("ranks", "device", "node", "memory", "to host GB/s", "back GB/s", "host memory", "shares")
     table = new_table(*heads, left=("device", "shares"))
     first = 0
-    for device, same in groupby(found.devices):
+    for device, same in groupby(described.devices):
         count = len(list(same))
         shared = [name for name in (device.group, device.switch) if name]
         table.add_row(
@@ -169,8 +169,8 @@ def _print_cluster(found: Cluster) -> None:
         first += count
     out = console()
     out.print(table)
-    links = {"within a node": found.within_node, "between nodes": found.between_nodes}
-    links |= {"node": found.node_link, **found.groups, **found.switches}
+    links = {"within a node": described.within_node, "between nodes": described.between_nodes}
+    links |= {"node": described.node_link, **described.groups, **described.switches}
     for name, link in links.items():
         if link is not None:
             out.print(f"{name}: {_rate(link)} GB/s, {link.latency_s * 1e6:.1f} us", highlight=False)
@@ -213,10 +213,10 @@ def _rate(link: Link | None) -> str:
     return "–" if link is None else f"{link.bandwidth_bytes_per_s / 1e9:.4g}"
 
 
-def _note(found: Detected) -> str:
+def _note(detected: Detected) -> str:
     """The head of a measured file."""
     rows = [
         f"{row.name}: {_amount(row.low, row.unit)} to {_amount(row.high, row.unit)} over {row.of}"
-        for row in found.measured
+        for row in detected.measured
     ]
     return "\n".join(["Measured by `pipeloom cluster detect`; lowest and highest of what was found:", *rows])

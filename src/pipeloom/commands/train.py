@@ -112,10 +112,10 @@ def _as_overrides(settings: dict[str, object]) -> list[str]:
     """
     import json
 
-    found = []
+    pairs = []
     for option, value in settings.items():
         if isinstance(value, tuple):
-            found += [f"{KEYS[option]}={json.dumps(value)}"] if value else []
+            pairs += [f"{KEYS[option]}={json.dumps(value)}"] if value else []
         elif value is not None:
-            found.append(f"{KEYS[option]}={value}")
-    return found
+            pairs.append(f"{KEYS[option]}={value}")
+    return pairs

@@ -51,36 +51,36 @@ def verify(
 
     if plan is None:  # times do not matter here, so none are measured
         plan = passes.plan(job, cluster=cpu_cluster(plan_flags["stages"]), **plan_flags)
-    found = compare(job, plan, tolerance=tolerance, seed=seed)
+    verification = compare(job, plan, tolerance=tolerance, seed=seed)
     if as_json:
-        print_json(summary(found))
+        print_json(summary(verification))
     else:
-        for line in report(found):
+        for line in report(verification):
             click.echo(line)
-    ctx.exit(0 if found.passed else 1)
+    ctx.exit(0 if verification.passed else 1)
 
 
-def summary(found: Verification) -> dict[str, Any]:
+def summary(verification: Verification) -> dict[str, Any]:
     """The documented keys of `--json`."""
     return {
-        "passed": found.passed,
-        "tolerance": found.tolerance,
-        "reference": found.reference,
-        "loss": found.loss,
-        "gradients": dict(found.gradients),
-        "parameters": dict(found.parameters),
+        "passed": verification.passed,
+        "tolerance": verification.tolerance,
+        "reference": verification.reference,
+        "loss": verification.loss,
+        "gradients": dict(verification.gradients),
+        "parameters": dict(verification.parameters),
     }
 
 
-def report(found: Verification) -> list[str]:
+def report(verification: Verification) -> list[str]:
     """What is printed."""
     lines = [
-        f"compared with {found.reference}; largest relative differences:",
-        f"  loss        {found.loss:.2e}",
+        f"compared with {verification.reference}; largest relative differences:",
+        f"  loss        {verification.loss:.2e}",
     ]
-    for what, differences in (("gradients", found.gradients), ("parameters", found.parameters)):
+    for what, differences in (("gradients", verification.gradients), ("parameters", verification.parameters)):
         if differences:
             worst = max(differences, key=differences.__getitem__)
             lines.append(f"  {what:<11} {differences[worst]:.2e}  ({worst}, of {len(differences)})")
-    verdict = "equal within" if found.passed else "NOT equal within"
-    return [*lines, f"{verdict} the tolerance {found.tolerance:.0e}"]
+    verdict = "equal within" if verification.passed else "NOT equal within"
+    return [*lines, f"{verdict} the tolerance {verification.tolerance:.0e}"]

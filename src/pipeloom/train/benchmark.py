@@ -43,7 +43,7 @@ def run_bench(settings: BenchSettings) -> int:
     Raises: PipeloomError for what is wrong before the ranks start.
     """
     require_runnable(settings.schedule)
-    found = plan(
+    planned = plan(
         settings.job(),
         stages=settings.stages,
         microbatches=settings.microbatches,
@@ -53,11 +53,11 @@ def run_bench(settings: BenchSettings) -> int:
         memory=settings.device_memory,
         treatments=None if settings.treat is None else TREATMENTS[settings.treat],
     )
-    require_training(found)
+    require_training(planned)
     with tempfile.TemporaryDirectory(prefix="pipeloom-bench-") as folder:
         path = Path(folder) / "plan.json"
-        found.save(path)
-        return launch(_rank, len(set(found.placement)), args=(settings, path))
+        planned.save(path)
+        return launch(_rank, len(set(planned.placement)), args=(settings, path))
 
 
 def _rank(settings: BenchSettings, path: Path) -> None:

@@ -81,10 +81,10 @@ def known_keys(kind: Any = Config, prefix: str = "") -> list[str]:
     >>> known_keys()[7:10]
     ['keep_checkpoints', 'rehearsals', 'model.layers']
     """
-    found = []
+    keys = []
     for name, inner in get_type_hints(kind).items():
-        found += known_keys(inner, f"{prefix}{name}.") if dataclasses.is_dataclass(inner) else [prefix + name]
-    return found
+        keys += known_keys(inner, f"{prefix}{name}.") if dataclasses.is_dataclass(inner) else [prefix + name]
+    return keys
 
 
 def _read(file: Path) -> str:

@@ -98,12 +98,12 @@ def files_of(paths: Sequence[str]) -> list[Span]:
     Raises: ConfigError if a path is missing or nothing is in it.
     """
     spans: list[Span] = []
-    for given in map(Path, paths):
-        if given.is_dir():
-            inside = [f for f in given.rglob("*") if not _hidden(f.relative_to(given)) and f.is_file()]
-            spans += _spans(given, inside)
+    for path in map(Path, paths):
+        if path.is_dir():
+            inside = [f for f in path.rglob("*") if not _hidden(f.relative_to(path)) and f.is_file()]
+            spans += _spans(path, inside)
         else:
-            spans += _spans(given.parent, [given])
+            spans += _spans(path.parent, [path])
     if not sum(span.size for span in spans):
         raise ConfigError(
             f"data.paths {', '.join(paths)}: no file with text in it",
