@@ -1,14 +1,110 @@
-"""The passes before training, joined."""
+"""The passes before training, joined: what plans have, and mistakes told in one sentence."""
+
+from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import zoo
 from runs import capture_of
 
 from pipeloom import plan
-from pipeloom.clusters import cpu_cluster
+from pipeloom.api import passes
+from pipeloom.clusters import cpu_cluster, find_cluster, load_cluster
+from pipeloom.ir.errors import ConfigError, InfeasibleError, PlanError
 
 MiB = 1024**2
+
+HOW = {"stages": 2, "microbatches": 2, "microbatch_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"weights": "2b"}, "'2b' is no weight policy"),
+        ({"treatments": ("recomp",)}, "'recomp' is no treatment"),
+        ({"microbatch_size": 0}, "micro-batches of 0 rows"),
+        ({"global_batch": 0}, "a global batch of 0 rows"),
+        ({"microbatch_size": 4}, "micro-batches of 2 rows, the plan is for 4"),
+    ],
+)
+def test_nonsense_is_refused(more: dict, said: str) -> None:
+    job = zoo.job("skips")
+    with pytest.raises((PlanError, ConfigError), match=said):
+        plan(job, cluster=cpu_cluster(2), captured=capture_of(job), **HOW | more)
+
+
+def test_a_profile_of_another_size_is_refused() -> None:
+    job, cluster = zoo.job("skips"), cpu_cluster(2)
+    large = passes.capture(job, 8)
+    profile = passes.estimate(large.graph, cluster)["cpu"]
+    with pytest.raises(PlanError, match=r"the profile is of micro-batches .*\[8"):
+        plan(job, cluster=cluster, captured=capture_of(job), profiled=profile, **HOW)
+    made = plan(job, cluster=cluster, captured=capture_of(job), **HOW)
+    with pytest.raises(PlanError, match=r"the profile is of micro-batches .*\[8"):
+        passes.simulate(made, capture_of(job).graph, profile, cluster)
+
+
+def test_one_profile_stands_for_one_kind_of_device() -> None:
+    job, mixed = zoo.job("skips"), find_cluster("1 x a100-40 + 1 x v100-32")
+    graph = capture_of(job).graph
+    profile = passes.estimate(graph, mixed)[mixed.devices[0].name]
+    with pytest.raises(PlanError, match="for the kinds a100-40-sxm, v100-32"):
+        plan(job, cluster=mixed, captured=capture_of(job), profiled=profile, **HOW)
+
+
+def test_devices_of_one_name_compute_alike() -> None:
+    graph = capture_of(zoo.job("skips")).graph
+    two = cpu_cluster(2)
+    first, second = two.devices
+    other = replace(two, devices=(first, replace(second, memory_bytes_per_s=1e9)))
+    with pytest.raises(ConfigError, match="named cpu that compute at different rates"):
+        passes.estimate(graph, other)
+    unequal = replace(two, devices=(first, replace(second, memory_bytes=1)))
+    assert list(passes.estimate(graph, unequal)) == ["cpu"]
+
+
+def test_a_plan_for_more_devices_than_there_are() -> None:
+    job = zoo.job("skips")
+    made = plan(job, cluster=cpu_cluster(2), captured=capture_of(job), **HOW)
+    graph = capture_of(job).graph
+    with pytest.raises(PlanError, match="the plan is for 2 devices, the cluster has 1"):
+        passes.simulate(made, graph, passes.estimate(graph, cpu_cluster(1)), cpu_cluster(1))
+    with pytest.raises(PlanError, match="no profile for device cpu"):
+        passes.simulate(made, graph, {"gpu": passes.estimate(graph, cpu_cluster(1))["cpu"]}, cpu_cluster(2))
+
+
+def test_a_long_text_names_no_cluster() -> None:
+    with pytest.raises(ConfigError):
+        find_cluster("8 x a100-40 and " * 40)
+
+
+def test_nodes_need_a_link_between_them(tmp_path) -> None:
+    rows = "".join(f'[[device]]\nname = "any"\nmemory = "1GiB"\nnode = {node}\n' for node in (0, 1))
+    file = tmp_path / "cluster.toml"
+    file.write_text(f'{rows}[within_node]\nbandwidth = "12GB"\n')
+    with pytest.raises(ConfigError, match=r"2 nodes and there is no \[between_nodes\] table"):
+        load_cluster(file)
+
+
+def test_stages_of_one_rank_share_its_memory() -> None:
+    job = zoo.job("gpt")
+    with pytest.raises(InfeasibleError, match="zb_v puts 2 stages on each rank, each with 1/2 of its"):
+        plan(job, cluster=cpu_cluster(2), memory="100KiB", schedule="zb_v", captured=capture_of(job), **HOW)
+
+
+def test_a_split_backward_is_split_wherever_the_stages_are_placed() -> None:
+    job = zoo.job("gpt")
+    made = passes.plan(
+        job,
+        cluster=cpu_cluster(2),
+        schedule="interleaved_1f1b",
+        split_backward=True,
+        captured=capture_of(job),
+        **HOW,
+    )
+    rows = " ".join(made.schedule_rows)
+    assert "I0" in rows and "B" not in rows
 
 
 def test_a_plan_has_the_caps_of_the_devices_that_it_was_made_for() -> None:
