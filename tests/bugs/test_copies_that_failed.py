@@ -76,7 +76,7 @@ def test_it_is_said_and_its_place_and_bytes_are_given_back(
             (tier.wait_reload if asked else tier.wait_offload)(copy, never)
     tier.discard(copy)
     there_and_back(tier)  # copies back follow each other, so the place is given back now
-    assert tier.held_bytes == 0
+    assert tier.used_bytes == 0
     assert {offload(tier).file_offset, offload(tier).file_offset} == {0, PAGE}
     assert os.fstat(tier._file.fileno()).st_size == 2 * PAGE
 
@@ -97,5 +97,5 @@ def test_steps_after_one_that_failed_hold_nothing(tmp_path: Path, monkeypatch: p
                 with pytest.raises(OffloadError, match="Input/output error"):
                     pipeline.step(job.batch(1, 8))
             pipeline.step(job.batch(2, 8))
-            assert tier.held_bytes == pipeline.ledger.host == 0
+            assert tier.used_bytes == pipeline.ledger.host == 0
         assert tier._allocator._free == [(tier._allocator.end, 0)]

@@ -67,7 +67,7 @@ def test_the_next_step_starts_from_nothing(kind: Any, tmp_path: Path) -> None:
             with interrupted(pipeline, kind, 0):
                 pipeline.step(JOB.batch(1, 8))
             pipeline.step(JOB.batch(2, 8))
-            assert pipeline.ledger.levels == levels and pipeline.ledger.host == tier.held_bytes == 0
+            assert pipeline.ledger.levels == levels and pipeline.ledger.host == tier.used_bytes == 0
         assert pipeline.ledger.peak == sum(pipeline.ledger.at_peak.values())
         # However slow copies are, there are never more than a step's and those of the one broken off before.
         assert tier.peak_bytes <= 2 * plan.microbatches * sum(r.bytes for r in residuals.values())

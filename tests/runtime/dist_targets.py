@@ -82,7 +82,7 @@ def _all_to_all(channel: PostedChannel) -> None:
         for m in incoming:
             channel.release(m)
         channel.end()
-        assert channel.held_bytes == channel.sending_bytes == 0
+        assert channel.used_bytes == channel.sending_bytes == 0
 
 
 def _large_messages(channel: PostedChannel) -> None:

@@ -47,13 +47,13 @@ def test_what_left_comes_back(tier: CudaTier) -> None:
     sent = residuals(0, 5, CHUNK // 2, CHUNK // 4 - 7) | {Slot("residual", "view"): transposed}
     expected = {slot: t.clone() for slot, t in sent.items()}
     copy = tier.start_offload("0OFFLOAD0", sent)
-    assert not sent and tier.held_bytes == copy.bytes
+    assert not sent and tier.used_bytes == copy.bytes
     tier.start_reload(copy)
     found = tier.wait_reload(copy, lambda: None)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[slot], t) for slot, t in expected.items())
     assert found[Slot("residual", "view")].stride() == transposed.stride()
-    assert tier.held_bytes == 0
+    assert tier.used_bytes == 0
 
 
 def test_what_is_on_the_host_stays_there(tier: CudaTier) -> None:
@@ -86,6 +86,6 @@ def test_what_is_given_up_leaves_its_place_to_others(tier: CudaTier, asked: bool
     if asked:
         tier.start_reload(copy)
     tier.discard(copy)
-    assert tier.held_bytes == 0 and not tier._reloading and not copy.reloading
+    assert tier.used_bytes == 0 and not tier._reloading and not copy.reloading
     tier.start_offload("0OFFLOAD0", residuals(CHUNK // 4))
     assert tier.pinned_bytes == CHUNK

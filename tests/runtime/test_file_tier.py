@@ -78,7 +78,7 @@ def test_what_is_given_up_leaves_its_place_to_others(tier: FileTier, asked: bool
         tier.start_reload(copy)
     tier.discard(copy)
     assert copy.reloaded.wait(60)
-    assert (tier.held_bytes, tier.peak_bytes) == (0, 4000)
+    assert (tier.used_bytes, tier.peak_bytes) == (0, 4000)
     there_and_back(tier, {Slot("residual", "a"): torch.zeros(1000)})
     assert os.fstat(tier._file.fileno()).st_size == 4096
 
@@ -86,12 +86,12 @@ def test_what_is_given_up_leaves_its_place_to_others(tier: FileTier, asked: bool
 def test_what_is_there_is_counted(tier: FileTier) -> None:
     one, two = ({Slot("residual", "a"): torch.zeros(1000)} for _ in range(2))
     copies: list[AsyncCopy] = [tier.start_offload("0OFFLOAD0", one), tier.start_offload("0OFFLOAD1", two)]
-    assert (tier.held_bytes, tier.peak_bytes) == (8000, 8000)
+    assert (tier.used_bytes, tier.peak_bytes) == (8000, 8000)
     for copy in copies:
         tier.start_reload(copy)
         tier.wait_reload(copy, never)
         assert tier.offload_done(copy) and copy.offload_span is not None and copy.reload_span is not None
-    assert (tier.held_bytes, tier.peak_bytes) == (0, 8000)
+    assert (tier.used_bytes, tier.peak_bytes) == (0, 8000)
 
 
 def test_tensors_are_freed_once_they_are_written(tier: FileTier) -> None:

@@ -91,7 +91,7 @@ def test_messages_arrive_whole_whatever_the_order_of_waiting(data: st.DataObject
                 assert all((t == 10.0 * step + k).all() for t in got[message.key])
                 channel.release(message)
             channel.end()
-        assert channel.held_bytes == 0
+        assert channel.used_bytes == 0
 
     all_well(local_channels(3, ahead=ahead), body)
 
@@ -102,7 +102,7 @@ def test_receives_are_posted_ahead_and_their_buffers_reused() -> None:
     channels = local_channels(2, on_change=lambda rank, held: seen.append(held) if rank == 1 else None)
 
     def receive(channel: LocalChannel) -> None:
-        assert channel.held_bytes == 2 * 16, "two receives are posted ahead"
+        assert channel.used_bytes == 2 * 16, "two receives are posted ahead"
         for message in messages:
             channel.receive(message)
             channel.release(message)
@@ -130,7 +130,7 @@ def test_the_next_receive_is_opened_after_what_is_computed_in_between(ahead: int
     def receive(channel: LocalChannel) -> None:
         assert len(sources) == ahead
         channel.receive(messages[0])
-        assert channel.held_bytes == (1 + ahead) * 16
+        assert channel.used_bytes == (1 + ahead) * 16
         assert len(sources) == opened
         channel.receive(messages[1])
         assert len(sources) == min(opened + 1, 5)
@@ -189,7 +189,7 @@ def test_one_contiguous_value_is_sent_from_where_it_is() -> None:
             channel.send(plain, [torch.ones(rows, columns)])
             channel.send(strided, [turned])
             channel.send(two, [torch.ones(rows, columns), torch.ones(columns)])
-            assert channel.held_bytes == two.bytes
+            assert channel.used_bytes == two.bytes
             assert channel.sending_bytes == 0
         channel.all_gather_object(None)
         if channel.rank == 1:
@@ -199,7 +199,7 @@ def test_one_contiguous_value_is_sent_from_where_it_is() -> None:
                     assert torch.equal(found, turned)
                 channel.release(message)
         channel.end()
-        assert channel.held_bytes == channel.sending_bytes == 0
+        assert channel.used_bytes == channel.sending_bytes == 0
 
     all_well(local_channels(2), body)
 
@@ -235,10 +235,10 @@ def test_sends_are_finished_in_their_order_when_asked() -> None:
             for message in messages:
                 channel.send(message, [torch.ones(v.shape) for v in message.values])
             turns = 0
-            while channel.held_bytes + channel.sending_bytes:
+            while channel.used_bytes + channel.sending_bytes:
                 assert channel.finish_send()
                 turns += 1
-                assert channel.held_bytes + channel.sending_bytes <= sum(left[turns])
+                assert channel.used_bytes + channel.sending_bytes <= sum(left[turns])
             assert not channel.finish_send()
         else:
             for message in messages:
@@ -258,9 +258,9 @@ def test_what_a_receive_opens_is_known_before_it() -> None:
             if channel.rank == 0:
                 channel.send(message, [torch.zeros(v.shape) for v in message.values])
                 continue
-            before, opened = channel.held_bytes, channel.opening_bytes(message)
+            before, opened = channel.used_bytes, channel.opening_bytes(message)
             channel.receive(message)
-            assert channel.held_bytes == before + opened
+            assert channel.used_bytes == before + opened
             channel.release(message)
         channel.end()
 

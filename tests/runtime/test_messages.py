@@ -67,7 +67,7 @@ def test_a_pool_hands_buffers_out_again_and_counts_them() -> None:
     pool.give(first)
     assert pool.take(100) is first
     assert pool.take(64) is not second
-    assert (pool.held_bytes, pool.idle_bytes) == (264, 0)
+    assert (pool.used_bytes, pool.idle_bytes) == (264, 0)
     assert seen == [100, 200, 100, 200, 264]
 
 

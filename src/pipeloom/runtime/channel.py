@@ -43,7 +43,7 @@ class Channel(Protocol):
     def ranks(self) -> int: ...
 
     @property
-    def held_bytes(self) -> int:
+    def used_bytes(self) -> int:
         """Bytes of buffers: receives open, or received and not released; packed sends."""
 
     @property
@@ -117,7 +117,7 @@ class PostedChannel:
     """A `Channel` over any transport.
 
     device: where receive buffers live.  ahead: receives kept posted per source.
-    timeout_s: limit of each single wait.  on_change: called with `held_bytes` whenever it changes.
+    timeout_s: limit of each single wait.  on_change: called with `used_bytes` whenever it changes.
     A finished send is noticed at the next call of `begin`, `send`, `receive` or `end`, or when one asks what
     is held; a small one at `end` or `finish_send`.
     """
@@ -153,13 +153,13 @@ class PostedChannel:
         watch.on_exit(transport.close)
 
     @property
-    def held_bytes(self) -> int:
+    def used_bytes(self) -> int:
         """Bytes of receive buffers (open, or received and not released) and of packed send buffers.
 
         One value that lies as it is to be sent is sent from the caller's own tensor: see `sending_bytes`.
         """
         self._free_finished_sends()
-        return self._pool.held_bytes
+        return self._pool.used_bytes
 
     @property
     def sending_bytes(self) -> int:

@@ -101,12 +101,12 @@ def unpack(message: Message, buffer: Tensor) -> list[Tensor]:
 class BufferPool:
     """Flat byte buffers, kept by size after use and handed out again.
 
-    held_bytes: bytes of buffers in use.  idle_bytes: bytes kept for reuse.
-    on_change: called with the new `held_bytes` whenever it changes.
+    used_bytes: bytes of buffers in use.  idle_bytes: bytes kept for reuse.
+    on_change: called with the new `used_bytes` whenever it changes.
     """
 
     def __init__(self, device: torch.device, on_change: Callable[[int], None] | None = None) -> None:
-        self.held_bytes = 0
+        self.used_bytes = 0
         self.idle_bytes = 0
         self._device = device
         self._on_change = on_change
@@ -122,7 +122,7 @@ class BufferPool:
         else:
             buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
         self._recent.add(size)
-        self._held(size)
+        self._change_used(size)
         return buffer
 
     def give(self, buffer: Tensor) -> None:
@@ -130,7 +130,7 @@ class BufferPool:
         size = buffer.numel()
         self._idle.setdefault(size, []).append(buffer)
         self.idle_bytes += size
-        self._held(-size)
+        self._change_used(-size)
 
     def drop_unused(self) -> None:
         """Free idle buffers of sizes not taken since the last call, as after a change of sequence length."""
@@ -138,7 +138,7 @@ class BufferPool:
             self.idle_bytes -= size * len(self._idle.pop(size))
         self._recent.clear()
 
-    def _held(self, change: int) -> None:
-        self.held_bytes += change
+    def _change_used(self, change: int) -> None:
+        self.used_bytes += change
         if change and self._on_change is not None:
-            self._on_change(self.held_bytes)
+            self._on_change(self.used_bytes)

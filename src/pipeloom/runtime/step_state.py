@@ -195,7 +195,7 @@ class StepContext:
 
     def count_boundary(self, instruction: Instruction | None = None) -> None:
         """Enter what messages and values between stages take now. Raises: MemoryCapError."""
-        size = self.channel.held_bytes + self.channel.sending_bytes + self.in_flight.local_bytes
+        size = self.channel.used_bytes + self.channel.sending_bytes + self.in_flight.local_bytes
         self.ledger.set("boundary", size, str(instruction or ""))
         self.recorder.level(self.ledger.total)
 

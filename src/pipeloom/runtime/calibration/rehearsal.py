@@ -48,7 +48,7 @@ class NullChannel:
     def __init__(self, rank: int, ranks: int, examples: Mapping[str, Tensor], device: torch.device) -> None:
         self.rank = rank
         self.ranks = ranks
-        self.held_bytes = 0
+        self.used_bytes = 0
         self._examples = examples
         self._device = device
         # Of its own: what the user draws between two steps must not depend on rehearsals.
@@ -61,7 +61,7 @@ class NullChannel:
         pass
 
     def receive(self, message: Message) -> list[Tensor]:
-        self.held_bytes += message.bytes
+        self.used_bytes += message.bytes
         return [self._make(value) for value in message.values]
 
     def opening_bytes(self, message: Message) -> int:
@@ -71,7 +71,7 @@ class NullChannel:
         return False
 
     def release(self, message: Message) -> None:
-        self.held_bytes -= message.bytes
+        self.used_bytes -= message.bytes
 
     def end(self) -> None:
         pass

@@ -76,7 +76,7 @@ class CudaTier:
     """
 
     def __init__(self, rank: int) -> None:
-        self.held_bytes = self.peak_bytes = self.pinned_bytes = 0
+        self.used_bytes = self.peak_bytes = self.pinned_bytes = 0
         self._rank = rank
         self._out, self._in = _stream(), _stream()
         self._idle_chunks: list[Tensor] = []
@@ -101,8 +101,8 @@ class CudaTier:
         copy.offload_span = (begin, copy.offloaded)
         residuals.clear()
         self._last_offload = copy
-        self.held_bytes += copy.bytes
-        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
+        self.used_bytes += copy.bytes
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
         return copy
 
     def offload_done(self, copy: AsyncCopy) -> bool:
@@ -149,7 +149,7 @@ class CudaTier:
     def _free_chunks(self, copy: CudaCopy) -> None:
         copy.reloading, copy.on_host = {}, {}
         self._reloading.discard(copy)
-        self.held_bytes -= copy.bytes
+        self.used_bytes -= copy.bytes
         self._idle_chunks += copy.host
         copy.host = []
 
@@ -175,7 +175,7 @@ class CudaTier:
         except RuntimeError as error:
             raise OffloadError(
                 f"rank {self._rank} cannot pin {format_bytes(size)} of host memory at {action}: {error}; "
-                f"{format_bytes(self.held_bytes)} of residuals are there",
+                f"{format_bytes(self.used_bytes)} of residuals are there",
                 hint="plan with fewer offloaded residuals, or with more host memory",
             ) from None
         return [self._idle_chunks.pop() for _ in range(count)]

@@ -71,7 +71,7 @@ class FileTier:
     """
 
     def __init__(self, directory: Path, rank: int) -> None:
-        self.held_bytes = self.peak_bytes = 0
+        self.used_bytes = self.peak_bytes = 0
         self._directory, self._rank = directory, rank
         try:
             directory.mkdir(parents=True, exist_ok=True)
@@ -96,7 +96,7 @@ class FileTier:
         copy = FileCopy(layouts, action=action, raw=[bytes_of(tensor) for tensor in residuals.values()])
         copy.file_offset = self._allocate(_file_bytes(copy), action)
         residuals.clear()
-        self._change_held(copy.bytes)
+        self._change_used(copy.bytes)
         self._out.put(copy)
         return copy
 
@@ -193,7 +193,7 @@ class FileTier:
             if copy.error is None and not copy.discarded:
                 self._read_back(copy)
         finally:
-            self._change_held(-copy.bytes)
+            self._change_used(-copy.bytes)
             with self._lock:
                 self._allocator.free(copy.file_offset, _file_bytes(copy))
         copy.reloaded.set()
@@ -212,11 +212,11 @@ class FileTier:
         self._forget_pages(copy)
         copy.reload_span = (begin, time.perf_counter())
 
-    def _change_held(self, change: int) -> None:
-        """Both the caller's thread and the one that reads change `held_bytes`."""
+    def _change_used(self, change: int) -> None:
+        """Both the caller's thread and the one that reads change `used_bytes`."""
         with self._lock:
-            self.held_bytes += change
-            self.peak_bytes = max(self.peak_bytes, self.held_bytes)
+            self.used_bytes += change
+            self.peak_bytes = max(self.peak_bytes, self.used_bytes)
 
     def _forget_pages(self, copy: FileCopy) -> None:
         """Tell the system that it need not cache them: it would hold what was to leave its memory."""
@@ -241,7 +241,7 @@ class FileTier:
         left = shutil.disk_usage(self._directory).free if self._directory.is_dir() else 0
         return OffloadError(
             f"rank {self._rank} cannot {what} at {action}: {error.strerror or error}; {self._directory} has "
-            f"{format_bytes(left)} free, {format_bytes(self.held_bytes)} of residuals are there",
+            f"{format_bytes(left)} free, {format_bytes(self.used_bytes)} of residuals are there",
             hint=f"make room there, {_ELSEWHERE}, or plan with fewer offloaded residuals; {_RESUME}",
         )
 

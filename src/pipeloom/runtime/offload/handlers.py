@@ -67,7 +67,7 @@ def count_copies(step: StepContext) -> None:
     """Enter into the ledger what copies have done since the last time; waits for none of them."""
     if step.tier is None:
         return
-    if step.tier.held_bytes != step.ledger.host:
+    if step.tier.used_bytes != step.ledger.host:
         _count_host(step)
     for offloaded in step.in_flight.offloaded:
         copy = offloaded.copy
@@ -84,5 +84,5 @@ def count_copies(step: StepContext) -> None:
 
 def _count_host(step: StepContext) -> None:
     assert step.tier is not None
-    step.ledger.set_host(step.tier.held_bytes)
-    step.recorder.host_level(step.tier.held_bytes)
+    step.ledger.set_host(step.tier.used_bytes)
+    step.recorder.host_level(step.tier.used_bytes)

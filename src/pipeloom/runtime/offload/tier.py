@@ -94,10 +94,10 @@ class TierOptions:
 class Tier(Protocol):
     """Memory for residuals beside the device's. Copies to it follow each other, and so do copies back.
 
-    held_bytes, peak_bytes: there now, and at most; from the start of the copy to the end of the copy back.
+    used_bytes, peak_bytes: there now, and at most; from the start of the copy to the end of the copy back.
     """
 
-    held_bytes: int
+    used_bytes: int
     peak_bytes: int
 
     def start_offload(self, action: str, residuals: Tensors) -> AsyncCopy:

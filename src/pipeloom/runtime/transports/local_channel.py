@@ -49,12 +49,12 @@ def local_channels(
 ) -> list[LocalChannel]:
     """Channels of ranks 0 to `ranks` - 1, for one thread each.
 
-    on_change: called with the rank and its `held_bytes` whenever they change.
+    on_change: called with the rank and its `used_bytes` whenever they change.
     """
     rendezvous = _Rendezvous()
 
     def listener(rank: int) -> Callable[[int], None] | None:
-        return None if on_change is None else lambda held: on_change(rank, held)
+        return None if on_change is None else lambda used: on_change(rank, used)
 
     return [
         LocalChannel(
