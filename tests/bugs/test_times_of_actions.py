@@ -18,7 +18,7 @@ def simulated(own_s: dict[Action, float]) -> Timeline:
     device, link = Device(name="any", memory_bytes=1), Link(bandwidth_bytes_per_s=1e9)
     program = parse_program(1, (0,), ("0F0 0B0 0STEP",))
     cluster = Cluster(devices=(device,), within_node=link)
-    return simulate(program, chain(1), equal_costs(1), cluster, own_s=own_s)
+    return simulate(program, chain(1), equal_costs(1), cluster, action_s=own_s)
 
 
 def test_an_action_takes_its_own_time() -> None:

@@ -17,7 +17,7 @@ from pipeloom.ir.schedule import Program, parse_program
 from pipeloom.ir.stages import StageGraph, chain
 from pipeloom.ir.timeline import Event, Timeline
 from pipeloom.lowering import lower
-from pipeloom.simulator import explain, simulate
+from pipeloom.simulator import explain_idle_time, simulate
 
 
 def links(ranks: int, latency_s: float = 0.0, bytes_per_s: float = float("inf")) -> Cluster:
@@ -37,7 +37,7 @@ def step(
     built = schedules.build(name, stages, placement, microbatches)
     program = lower(built, stages)
     timeline = simulate(program, stages, costs or equal_costs(len(placement)), links(ranks, latency_s))
-    return program, timeline, explain(program, timeline, stages)
+    return program, timeline, explain_idle_time(program, timeline, stages)
 
 
 def obey_the_laws(timeline: Timeline, found: Explanation) -> None:
@@ -127,7 +127,7 @@ def test_a_busy_link_is_the_reason() -> None:
     rows = ("0F0 0SEND_F0>1 0F1 0SEND_F1>1", "1RECV_F0<0 1F0 1RECV_F1<0 1F1")
     program = parse_program(2, (0, 1), rows)
     timeline = simulate(program, chain(2), equal_costs(2), links(2, 5.0))
-    found = explain(program, timeline, chain(2))
+    found = explain_idle_time(program, timeline, chain(2))
     wait = found.idle[-1]
     assert (wait.reason, wait.start_s, wait.end_s, wait.root) == ("transfer", 7.0, 11.0, "0SEND_F0>1")
     assert [p.action for p in found.path] == ["0F0", "0SEND_F0>1", "0SEND_F1>1", "1F1"]
@@ -138,7 +138,7 @@ def test_waits_for_the_sum_of_tied_gradients() -> None:
     program = lower(schedules.build("1f1b", stages, (0, 1), 2), stages)
     costs = tuple(replace(c, step_s=1.0, tied_bytes={"x": 8}) for c in equal_costs(2))
     timeline = simulate(program, stages, costs, links(2, bytes_per_s=2.0))
-    found = explain(program, timeline, stages)
+    found = explain_idle_time(program, timeline, stages)
     obey_the_laws(timeline, found)
     last = [i for i in found.idle if i.rank == 1][-1]
     assert (last.reason, last.action) == ("reduce", "1STEP")
@@ -159,7 +159,7 @@ def test_a_measured_step_has_overhead_and_no_send_events() -> None:
     )
     events = tuple(Event(rank=r, stream=s, action=a, start_s=b, end_s=e) for r, s, a, b, e in at)
     timeline = Timeline(source="measured", ranks=2, events=events)
-    found = explain(program, timeline, chain(2))
+    found = explain_idle_time(program, timeline, chain(2))
     obey_the_laws(timeline, found)
     assert [(i.rank, i.reason, i.start_s, i.end_s) for i in found.idle] == [
         (0, "warm-up", 0.0, 0.25),
@@ -182,7 +182,7 @@ def test_a_copy_from_host_memory_is_the_reason() -> None:
     at = (("compute", "0F0", 0.0, 1.0), ("host", "0RELOAD0", 1.5, 3.0), ("compute", "0B0", 3.25, 5.0))
     events = tuple(Event(rank=0, stream=s, action=a, start_s=b, end_s=e) for s, a, b, e in at)
     timeline = Timeline(source="measured", ranks=1, events=events)
-    found = explain(parse_program(1, (0,), ("0F0 0RELOAD0 0B0",)), timeline, dag(1, []))
+    found = explain_idle_time(parse_program(1, (0,), ("0F0 0RELOAD0 0B0",)), timeline, dag(1, []))
     obey_the_laws(timeline, found)
     assert [(i.reason, i.start_s, i.end_s) for i in found.idle if i.duration_s >= 0.25][-1] == (
         "overhead",
@@ -197,7 +197,7 @@ def test_a_step_that_runs_the_program_twice() -> None:
     program, once, _ = step("1f1b", ranks=2, microbatches=2)
     later = [replace(e, start_s=e.start_s + once.step_s, end_s=e.end_s + once.step_s) for e in once.events]
     twice = replace(once, events=(*once.events, *later))
-    found = explain(program, twice, chain(2))
+    found = explain_idle_time(program, twice, chain(2))
     obey_the_laws(twice, found)
     assert [p.action for p in found.path].count("0F0") == 2
 
@@ -205,9 +205,9 @@ def test_a_step_that_runs_the_program_twice() -> None:
 def test_nothing_and_a_rank_that_does_nothing() -> None:
     program = parse_program(1, (0, 1), ("0F0", "1F0"))
     nothing = Timeline(source="measured", ranks=2, events=())
-    assert explain(program, nothing, dag(2, [])).path == ()
+    assert explain_idle_time(program, nothing, dag(2, [])).path == ()
     one = Event(rank=0, stream="compute", action="0F0", start_s=0.0, end_s=2.0)
-    found = explain(program, replace(nothing, events=(one,)), dag(2, []))
+    found = explain_idle_time(program, replace(nothing, events=(one,)), dag(2, []))
     assert [(i.rank, i.reason, i.duration_s) for i in found.idle] == [(1, "drain", 2.0)]
 
 
@@ -270,7 +270,7 @@ def test_laws_hold_for_random_graphs_and_times(data: st.DataObject) -> None:
         links(ranks, data.draw(st.integers(0, 3)), bytes_per_s=4.0),
         receive_ahead=data.draw(st.integers(1, 3)),
     )
-    found = explain(program, timeline, stages)
+    found = explain_idle_time(program, timeline, stages)
     obey_the_laws(timeline, found)
     name_what_really_ended(program, timeline, found)
     assert not [p for p in found.path if p.kind == "overhead"]
@@ -294,4 +294,4 @@ def test_laws_hold_for_disturbed_timelines(data: st.DataObject) -> None:
             events.append(replace(e, start_s=start, end_s=at))
     noisy = replace(timeline, source="measured", events=tuple(events))
     stages, _ = schedules.default_placement(name, 3)
-    obey_the_laws(noisy, explain(program, noisy, stages))
+    obey_the_laws(noisy, explain_idle_time(program, noisy, stages))

@@ -15,7 +15,7 @@ from pipeloom.ir.cluster import Link
 from pipeloom.ir.costs import StageCost, equal_costs
 from pipeloom.ir.flow import dag
 from pipeloom.ir.schedule import parse_program
-from pipeloom.simulator import explain, simulate
+from pipeloom.simulator import explain_idle_time, simulate
 from pipeloom.viewer import fold, sentence, sources
 
 SECOND = Link(bandwidth_bytes_per_s=4.0)
@@ -30,7 +30,7 @@ def test_a_message_that_waits_for_its_nodes_link_names_what_held_it() -> None:
     costs = (*(replace(equal_costs(1)[0], forward_s=s) for s in (1.0, 1.5)), *equal_costs(3))
     where = nodes(0, 0, 1, 2, between_nodes=SECOND, node_link=SECOND)
     timeline = simulate(program, stages, costs, where)
-    found = explain(program, timeline, stages, where)
+    found = explain_idle_time(program, timeline, stages, where)
     link, moves = (i for i in found.idle if i.rank == 3)
     assert (link.reason, link.start_s, link.end_s) == ("link", 1.0, 2.0)
     assert (link.waits_for, link.waiting, link.root, link.root_rank) == ("1F0", "1SEND_F0>3", "0SEND_F0>2", 0)
@@ -50,7 +50,7 @@ def test_a_message_that_waits_for_its_nodes_link_names_what_held_it() -> None:
     assert "rank 3 waits for F of rank 1, held up on a shared link by SEND of rank 0" in {
         source.text for source in sources(found)
     }
-    blind = explain(program, timeline, stages)
+    blind = explain_idle_time(program, timeline, stages)
     assert "link" not in blind.by_reason
 
 
@@ -68,7 +68,7 @@ def test_of_two_links_the_one_that_was_free_last_is_named() -> None:
     costs = tuple(replace(equal_costs(1)[0], forward_s=s) for s in (1.0, 1.6, 1.0, 1.0, 1.5))
     where = nodes(0, 0, 1, 2, 3, between_nodes=SECOND, node_link=SECOND)
     timeline = simulate(program, stages, costs, where)
-    found = explain(program, timeline, stages, where)
+    found = explain_idle_time(program, timeline, stages, where)
     assert [(p.action, p.end_s, p.waiting) for p in found.path] == [
         ("4F0", 1.5, ""),
         ("4SEND_F0>3", 2.5, "1SEND_F0>3"),
@@ -83,7 +83,7 @@ def test_a_fast_link_is_held_for_less_than_a_message_takes() -> None:
     program = parse_program(1, (0, 1, 2, 3), rows)
     where = nodes(0, 0, 1, 1, between_nodes=SECOND, node_link=Link(bandwidth_bytes_per_s=16.0))
     timeline = simulate(program, stages, equal_costs(4), where)
-    found = explain(program, timeline, stages, where)
+    found = explain_idle_time(program, timeline, stages, where)
     assert [(p.action, p.start_s, p.end_s) for p in found.path] == [
         ("0F0", 0.0, 1.0),
         ("0SEND_F0>2", 1.0, 1.25),
@@ -108,7 +108,7 @@ def test_a_copy_that_waits_for_its_switch_names_what_held_it() -> None:
     costs = (cost, replace(cost, forward_s=1.25))
     where = on_switches("a", "a", a=Link(bandwidth_bytes_per_s=4.0))  # 2 s a copy
     timeline = simulate(program, dag(2, []), costs, where)
-    found = explain(program, timeline, dag(2, []), where)
+    found = explain_idle_time(program, timeline, dag(2, []), where)
     waits = [i for i in found.idle if i.rank == 1]
     assert [(i.reason, i.start_s, i.end_s, i.waiting, i.root) for i in waits] == [
         ("link", 1.25, 3.0, "1OFFLOAD0", "0OFFLOAD0"),
@@ -123,7 +123,7 @@ def test_a_copy_that_waits_for_its_switch_names_what_held_it() -> None:
 def test_a_message_that_waits_for_a_sum_names_it() -> None:
     program, stages, costs = sum_beside_a_message()
     where = nodes(0, 0, 1, 2, between_nodes=SECOND, node_link=SECOND)
-    found = explain(program, simulate(program, stages, costs, where), stages, where)
+    found = explain_idle_time(program, simulate(program, stages, costs, where), stages, where)
     held = [(p.kind, p.action, p.start_s, p.end_s) for p in found.path if p.waiting == "1SEND_F0>3"]
     assert held == [("reduce", "0REDUCE", 3.0, 5.0)]
 
@@ -147,7 +147,7 @@ def test_no_wait_of_a_simulated_step_is_left_without_a_cause(case: Case, seed: i
     some = random_cluster(len(program.rows), dice)
     where = replace(some, within_node=replace(some.within_node, overhead_s=0.0))
     timeline = simulate(program, stages, costs, where, receive_ahead=ahead)
-    found = explain(program, timeline, stages, where)
+    found = explain_idle_time(program, timeline, stages, where)
     assert "overhead" not in found.by_reason
     assert "overhead" not in {step.kind for step in found.path}
     at = {e.action: e for e in timeline.events}

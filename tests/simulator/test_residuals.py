@@ -25,7 +25,7 @@ from pipeloom.ir.schedule import Program, parse_program
 from pipeloom.ir.stages import StageGraph, chain
 from pipeloom.ir.timeline import MemoryCurve, Timeline
 from pipeloom.lowering import lower
-from pipeloom.simulator import explain, simulate
+from pipeloom.simulator import explain_idle_time, simulate
 from pipeloom.viewer import chrome_trace, timelines_figure
 
 COST = StageCost(
@@ -137,7 +137,7 @@ def test_a_backward_that_waits_for_its_reload_says_so() -> None:
     program, timeline = one_rank(
         "0F0 0OFFLOAD0 0F1 0RELOAD0 0B0 0B1 0STEP", replace(COST, recomputed_bytes=0)
     )
-    found = explain(program, timeline, chain(1))
+    found = explain_idle_time(program, timeline, chain(1))
     assert [(i.reason, i.waits_for, i.action, i.start_s, i.end_s) for i in found.idle] == [
         ("copy", "0RELOAD0", "0B0", 2.0, 8.0)
     ]
@@ -153,7 +153,7 @@ def test_a_backward_that_waits_for_its_reload_says_so() -> None:
 def test_a_reload_that_waits_for_another_one_is_on_the_path() -> None:
     row = "0F0 0OFFLOAD0 0F1 0OFFLOAD1 0RELOAD0 0RELOAD1 0B1 0B0 0STEP"
     program, timeline = one_rank(row, replace(COST, recomputed_bytes=0, offload_s=0.25))
-    found = explain(program, timeline, chain(1))
+    found = explain_idle_time(program, timeline, chain(1))
     assert [(p.action, p.end_s) for p in found.path] == [
         ("0F0", 1.0),
         ("0F1", 2.0),
@@ -172,7 +172,7 @@ def test_the_wait_of_another_rank_goes_back_to_the_copy() -> None:
     program = parse_program(1, (0, 1), rows)
     check_program(program, chain(2))
     timeline = simulate(program, chain(2), (replace(COST, recomputed_bytes=0),) * 2, cluster(2))
-    found = explain(program, timeline, chain(2))
+    found = explain_idle_time(program, timeline, chain(2))
     assert [(i.reason, i.start_s, i.end_s) for i in found.idle if i.rank == 0] == [
         ("fill", 1.0, 2.0),
         ("copy", 2.0, 9.0),
@@ -321,7 +321,7 @@ def test_random_programs_run_as_a_plain_simulator_says(case: Case, seed: int, ah
     times = Slow(program, stages, costs, where, ahead).run()
     seen = {(e.stream, e.action): (e.start_s, e.end_s) for e in timeline.events if e.stream != "recv"}
     assert seen == times
-    explain(program, timeline, stages)
+    explain_idle_time(program, timeline, stages)
     without = replace(
         stages, crossings=tuple(replace(c, value=replace(c.value, shape=(0,))) for c in stages.crossings)
     )
@@ -362,7 +362,7 @@ def test_transfers_stay_where_they_were() -> None:
     program = parse_program(1, (0, 1), rows)
     cost = replace(COST, recomputed_bytes=0, offload_s=0.5, reload_s=0.5)
     timeline = simulate(program, chain(2), (cost, cost), cluster(2))
-    found = explain(program, timeline, chain(2))
+    found = explain_idle_time(program, timeline, chain(2))
     waits = [(i.reason, i.waits_for, i.start_s, i.end_s) for i in found.idle if i.rank == 0]
     assert waits == [("fill", "0RELOAD0", 1.0, 4.0), ("copy", "0RELOAD0", 4.0, 4.5)]
     assert all(

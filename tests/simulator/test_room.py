@@ -19,7 +19,7 @@ from pipeloom.ir.schedule import Program, parse_program
 from pipeloom.ir.stages import chain
 from pipeloom.ir.timeline import Timeline
 from pipeloom.lowering import lower
-from pipeloom.simulator import explain, simulate
+from pipeloom.simulator import explain_idle_time, simulate
 
 COST = StageCost(
     forward_s=1.0,
@@ -69,7 +69,9 @@ def test_an_action_waits_for_room(switch: bool) -> None:
 
 
 def test_the_wait_is_explained() -> None:
-    found = explain(program(), simulate(program(), chain(1), (COST,), cluster(1), caps=(200,)), chain(1))
+    found = explain_idle_time(
+        program(), simulate(program(), chain(1), (COST,), cluster(1), caps=(200,)), chain(1)
+    )
     first = found.idle[0]
     assert (first.reason, first.waits_for, first.action, first.start_s, first.end_s) == (
         "copy",
@@ -88,7 +90,7 @@ def test_a_reload_waits_for_room_too() -> None:
     assert times["0RELOAD0"] == (2.0, 2.5)
     # OFFLOAD0 is over at 1 s, OFFLOAD1 at 5 s; 40 and 100 bytes are there at 2 s.
     own = {made.rows[0][1]: 0.0, made.rows[0][3]: 3.0}
-    late = simulate(made, chain(1), (slow,), cluster(1), caps=(199,), own_s=own)
+    late = simulate(made, chain(1), (slow,), cluster(1), caps=(199,), action_s=own)
     assert at(late)["0RELOAD0"] == (5.0, 5.5)
     assert late.peak_bytes(0) == 200  # what cannot be kept is passed: whoever gave the cap refuses it
 
@@ -138,4 +140,4 @@ def test_random_programs_wait_as_a_plain_simulator_does(case: Case, seed: int, a
     times = slow.run()
     seen = {(e.stream, e.action): (e.start_s, e.end_s) for e in timeline.events if e.stream != "recv"}
     assert seen == times
-    explain(made, timeline, stages)
+    explain_idle_time(made, timeline, stages)

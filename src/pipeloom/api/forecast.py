@@ -196,7 +196,7 @@ class Rehearsals:
                 costs,
                 self._cluster,
                 begin_s=begin_s,
-                own_s=action_s,
+                action_s=action_s,
                 caps=self._forecast.plan.caps,
                 small_bytes=SMALL_BYTES,
             )

@@ -10,7 +10,7 @@ from ..ir.graph import OpGraph
 from ..ir.plan import Plan
 from ..ir.timeline import Timeline
 from ..lowering import lower
-from ..simulator import explain
+from ..simulator import explain_idle_time
 from ..viewer import (
     SizeUnit,
     StageRow,
@@ -51,4 +51,4 @@ def explain_steps(
     stages = plan.replicated(plan.stage_graph(graph))
     program = lower(plan.as_schedule, stages, policy=plan.memory)
     shown = [timeline for timeline in timelines if timeline and timeline.events]
-    return [explain(program, timeline, stages, cluster) for timeline in shown]
+    return [explain_idle_time(program, timeline, stages, cluster) for timeline in shown]

@@ -20,7 +20,7 @@ from ..ir.units import format_bytes, parse_bytes
 from ..ir.weight_policy import Updates
 from ..lowering import lower
 from ..schedules import load_file, program_text, read_schedule, schedule_text
-from ..simulator import Summary, check_memory_limit, explain as explain_timeline, simulate, summarise
+from ..simulator import Summary, check_memory_limit, explain_idle_time, simulate, summarise
 from .microbatch_times import UNIT, MicrobatchTimes, load_work, stage_costs, with_transfers
 
 __all__ = [
@@ -189,7 +189,7 @@ def weights(simulated: SimulatedSchedule, updates: Updates) -> tuple[StageVersio
 
 def explain(simulated: SimulatedSchedule) -> Explanation:
     """Why its ranks are idle, and its critical path."""
-    return explain_timeline(simulated.program, simulated.timeline, simulated.stages, simulated.cluster)
+    return explain_idle_time(simulated.program, simulated.timeline, simulated.stages, simulated.cluster)
 
 
 def csv_text(simulated: SimulatedSchedule, *, transfers: bool = False) -> str:

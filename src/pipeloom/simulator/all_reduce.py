@@ -15,44 +15,46 @@ from ..ir.tied_gradients import Reduction
 from .loop_state import Floats
 from .shared_links import crosses, transfer_s
 
-Gate: TypeAlias = tuple[str, int]
+NodeLink: TypeAlias = tuple[str, int]
 """("out of" or "into", a node)."""
 
 
-class Sums(NamedTuple):
+class AllReduces(NamedTuple):
     """The sums of a program. first: sums of rank r are `numbers[first[r] : first[r + 1]]`, in order.
     ranks, seconds: by sum, how many ranks meet, and how long it takes.  size: by sum, its bytes."""
 
     first: Ints
     numbers: Ints
-    found: Sequence[Reduction]
+    reductions: Sequence[Reduction]
     ranks: Ints
     seconds: Floats
     size: Sequence[int]
 
-    def held(self, cluster: Cluster) -> list[dict[Gate, float]]:
-        """By sum, what `held_s` says of it."""
+    def links(self, cluster: Cluster) -> list[dict[NodeLink, float]]:
+        """By sum, what `link_seconds` says of it."""
         every = len(self.first) - 1
         return [
-            held_s(size, reduction.ranks, cluster, all_ranks=every)
-            for size, reduction in zip(self.size, self.found, strict=True)
+            link_seconds(size, reduction.ranks, cluster, all_ranks=every)
+            for size, reduction in zip(self.size, self.reductions, strict=True)
         ]
 
 
-def sums_of(
+def all_reduces_of(
     rows: Sequence[Sequence[Reduction]], costs: Sequence[StageCost], cluster: Cluster, ranks: int
-) -> Sums:
+) -> AllReduces:
     """rows: for each rank its sums in order, see `reductions`."""
-    found = list({r.name: r for row in rows for r in row}.values())
-    number = {reduction.name: at for at, reduction in enumerate(found)}
+    reductions = list({r.name: r for row in rows for r in row}.values())
+    number = {reduction.name: at for at, reduction in enumerate(reductions)}
     all_rows = [[number[r.name] for r in row] for row in (*rows, *((),) * (ranks - len(rows)))]
-    size = [max(costs[stage].tied_bytes.get(r.name, 0) for stage in r.stages) for r in found]
-    seconds = [all_reduce_s(n, r.ranks, cluster, all_ranks=ranks) for n, r in zip(size, found, strict=True)]
-    return Sums(
+    size = [max(costs[stage].tied_bytes.get(r.name, 0) for stage in r.stages) for r in reductions]
+    seconds = [
+        all_reduce_s(n, r.ranks, cluster, all_ranks=ranks) for n, r in zip(size, reductions, strict=True)
+    ]
+    return AllReduces(
         first=starts_of([len(row) for row in all_rows]),
         numbers=np.array([n for row in all_rows for n in row], np.int32),
-        found=found,
-        ranks=np.array([len(r.ranks) for r in found], np.int32),
+        reductions=reductions,
+        ranks=np.array([len(r.ranks) for r in reductions], np.int32),
         seconds=np.array(seconds, np.float64),
         size=size,
     )
@@ -74,29 +76,31 @@ def all_reduce_s(size: int, ranks: tuple[int, ...], cluster: Cluster, *, all_ran
         return sum(transfer_s(cluster, a, b, size) for a, b in _star(ranks))
     piece = -(-size // count)
     paced = 2 * (count - 1) * max(transfer_s(cluster, a, b, piece) for a, b in _ring(ranks))
-    return max([paced, *held_s(size, ranks, cluster, all_ranks=all_ranks).values()])
+    return max([paced, *link_seconds(size, ranks, cluster, all_ranks=all_ranks).values()])
 
 
-def held_s(size: int, ranks: tuple[int, ...], cluster: Cluster, *, all_ranks: int) -> dict[Gate, float]:
+def link_seconds(
+    size: int, ranks: tuple[int, ...], cluster: Cluster, *, all_ranks: int
+) -> dict[NodeLink, float]:
     """The network links of nodes that a sum goes through, with the seconds that its bytes take of each.
 
     >>> from ..ir.cluster import Device, Link
     >>> link = Link(bandwidth_bytes_per_s=4.0)
     >>> devices = tuple(Device(name="any", memory_bytes=1, node=node) for node in (0, 0, 1))
     >>> cluster = Cluster(devices=devices, within_node=link, node_link=link)
-    >>> held_s(8, (0, 2), cluster, all_ranks=3)
+    >>> link_seconds(8, (0, 2), cluster, all_ranks=3)
     {('out of', 1): 2.0, ('into', 0): 2.0, ('out of', 0): 2.0, ('into', 1): 2.0}
     """
-    found: dict[Gate, float] = defaultdict(float)
+    seconds: dict[NodeLink, float] = defaultdict(float)
     if cluster.node_link is None or len(ranks) < 2:
-        return found
+        return seconds
     ring = len(ranks) == all_ranks
     each = 2 * (len(ranks) - 1) * -(-size // len(ranks)) if ring else size
     for a, b in _ring(ranks) if ring else _star(ranks):
         if crosses(cluster, a, b):
-            for gate in (("out of", cluster.devices[a].node), ("into", cluster.devices[b].node)):
-                found[gate] += each / cluster.node_link.bandwidth_bytes_per_s
-    return dict(found)
+            for link in (("out of", cluster.devices[a].node), ("into", cluster.devices[b].node)):
+                seconds[link] += each / cluster.node_link.bandwidth_bytes_per_s
+    return dict(seconds)
 
 
 def _ring(ranks: tuple[int, ...]) -> list[tuple[int, int]]:

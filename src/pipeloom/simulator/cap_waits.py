@@ -1,9 +1,13 @@
-"""Room: which copies to the host an action waits for so that its rank keeps its cap.
+"""Cap waits: which copies to the host an action waits for so that its rank keeps its cap.
 
 The rule is that of the runtime (`runtime.residuals.Residuals.make_room`). When a rank comes to an action that
 together with what is there would take more than the cap, it first waits for OFFLOADs that it has come to and
 that are still going on, the oldest first, until the action fits or none is left. Those always end, so nothing
 blocks; what does not fit even then passes the cap.
+
+    cap      -----------------------------.
+    held     F0 F1 |        wait        | F2 ...        F2 would pass the cap
+    d2h            |-OFFLOAD0-|-OFFLOAD1-|              OFFLOAD0 frees too little, OFFLOAD1 enough
 
 What is there at that moment depends on the times of copies and of messages, and these on the waits. So a
 program is run again and again, each time with the waits that follow from the times before. All waits up to
@@ -14,6 +18,7 @@ them, and usually all that are left.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -36,80 +41,100 @@ from ..ir.columns import (
 )
 from ..ir.kernels import kernel
 from ..ir.schedule import Program
-from .loop_state import Floats, Layout, State
+from .loop_state import Floats, Layout
 from .memory import Memory
-from .memory_replay import BOUNDARY, RESIDUALS, TRANSIENT, Books, through
+from .memory_replay import BOUNDARY, RESIDUALS, TRANSIENT, MemoryChanges, Step, sent_messages
 
 ROUNDS = 8
 """After so many runs waits are only added, so that it ends soon however they depend on each other."""
 
 
-def next_room(program: Program, memory: Memory, caps: Sequence[int], runs: int) -> Ints:
+class RankCopies(NamedTuple):
+    """A rank, and what it offloads.
+
+    rank, static, cap: the rank, its static bytes and its cap in bytes.
+    offloads: entries of its OFFLOADs, in order.  number: (entries,), the number of an OFFLOAD there.
+    offload_of: (entries,), the OFFLOAD of a RELOAD, else -1.  size: (stages,), bytes that OFFLOAD copies.
+    """
+
+    rank: int
+    static: int
+    cap: int
+    offloads: Longs
+    number: Longs
+    offload_of: Ints
+    size: Longs
+
+
+class SentMessages(NamedTuple):
+    """The messages of a rank, by time.  time: when each is through, in seconds.  size: its bytes."""
+
+    time: Floats
+    size: Longs
+
+
+class Receives(NamedTuple):
+    """(channels,): messages posted and received so far."""
+
+    posted: Longs
+    received: Longs
+
+
+def next_cap_waits(program: Program, memory: Memory, caps: Sequence[int], runs: int) -> Ints:
     """Per entry the OFFLOAD that it waits for, or -1, as follows from the times of the last run.
 
     memory: of that run.  caps: bytes, by rank.  runs: how many there were.
     """
-    p, s, books = memory.layout, memory.state, memory.books
+    layout, step = memory.layout, memory.step
     columns, index = program.columns, program.action_index
-    found = np.full(len(columns), -1, np.int32)
-    away_of = np.full(len(columns), -1, np.int32)
+    waits = np.full(len(columns), -1, np.int32)
+    offload_of = np.full(len(columns), -1, np.int32)
     away, back = index.of(OFFLOAD_), index.of(RELOAD_)
-    has = (away >= 0) & (back >= 0)
-    away_of[back[has]] = away[has]
-    turn = np.zeros(len(columns), np.int64)
+    both = (away >= 0) & (back >= 0)
+    offload_of[back[both]] = away[both]
+    number = np.zeros(len(columns), np.int64)
     for rank, static in enumerate(memory.static):
         low, high = columns.offsets[rank : rank + 2].tolist()
-        leaving = low + np.flatnonzero(columns.kind[low:high] == OFFLOAD_)
-        if not len(leaving):
+        offloads = low + np.flatnonzero(columns.kind[low:high] == OFFLOAD_)
+        if not len(offloads):
             continue
-        turn[leaving] = np.arange(len(leaving))
-        pipes = np.zeros((2, len(p.target)), np.int64)
-        copies = (leaving, turn, away_of, memory.offloaded)
-        own = (rank, sum(static), caps[rank])
-        _find((p, s, books), own, copies, through(p, s, books, rank), pipes, found)
-    return np.maximum(found, p.room) if runs > ROUNDS and len(p.room) else found
+        number[offloads] = np.arange(len(offloads))
+        copies = RankCopies(rank, sum(static), caps[rank], offloads, number, offload_of, memory.offloaded)
+        channels = len(layout.target)
+        receives = Receives(np.zeros(channels, np.int64), np.zeros(channels, np.int64))
+        _find_waits(step, copies, SentMessages(*sent_messages(step, rank)), receives, waits)
+    return np.maximum(waits, layout.cap_wait) if runs > ROUNDS and len(layout.cap_wait) else waits
 
 
 @kernel
-def _find(
-    of: tuple[Layout, State, Books],
-    own: tuple[int, int, int],
-    copies: tuple[Longs, Longs, Ints, Longs],
-    gone: tuple[Floats, Longs],
-    pipes: Longs,
-    room: Ints,
-) -> None:
+def _find_waits(step: Step, copies: RankCopies, sent: SentMessages, receives: Receives, waits: Ints) -> None:
     """Go through a rank's row, and fill in what its actions wait for.
 
-    own: the rank, its static bytes and its cap.  copies: its OFFLOADs in order, the place of each there, the
-    OFFLOAD of each RELOAD, and by stage the bytes.  gone: when its messages are through, and their bytes.
-    pipes: messages posted and received so far, zero at first.
+    receives: all zero at first.
     """
-    p, s, b = of
-    rank, level, cap = own
-    leaving, turn, away_of, offloaded = copies
-    gone_at, gone_size = gone
-    clock, at_gone, at_lent = b.begin_s[rank], 0, b.lent.first[rank]
+    p, s, b = step
+    rank, level = copies.rank, copies.static
+    clock, at_sent, at_lent = b.begin_s[rank], 0, b.lent.first[rank]
     ended, begun = 0, 0  # OFFLOADs that are known to have ended, and those that the rank has come to
     for at in range(b.first_in[rank], b.first_in[rank + 1]):
-        level += _posted(p, b, (b.pipes_in[at], p.ahead), pipes)
+        level += _posted_bytes(step, b.channels_in[at], p.receive_ahead, receives)
     for entry in range(p.offsets[rank], p.offsets[rank + 1]):
         code, stage = p.kind[entry], p.stage[entry]
-        while at_gone < len(gone_at) and gone_at[at_gone] <= clock:
-            level -= gone_size[at_gone]
-            at_gone += 1
+        while at_sent < len(sent.time) and sent.time[at_sent] <= clock:
+            level -= sent.size[at_sent]
+            at_sent += 1
         while at_lent < b.lent.first[rank + 1] and b.lent.time[at_lent] <= clock:
             level += b.lent.size[at_lent]
             at_lent += 1
-        while ended < begun and s.end[leaving[ended]] <= clock:
-            level -= _left(p, (leaving[ended], entry), offloaded)
+        while ended < begun and s.end[copies.offloads[ended]] <= clock:
+            level -= _freed_bytes(p, copies, copies.offloads[ended], entry)
             ended += 1
         if code == RECV_F_ or code == RECV_B_:
             message = p.message[entry]
-            pipe = p.pipe[p.route[message]]
-            level += _posted(p, b, (pipe, message - p.first[pipe] + 1), pipes)
-            pipes[1, pipe] += 1
-            level += _posted(p, b, (pipe, pipes[1, pipe] + p.ahead), pipes)
+            channel = p.channel[p.route[message]]
+            level += _posted_bytes(step, channel, message - p.first_message[channel] + 1, receives)
+            receives.received[channel] += 1
+            level += _posted_bytes(step, channel, receives.received[channel] + p.receive_ahead, receives)
             clock = s.end[entry]
             continue
         if code == SEND_F_ or code == SEND_B_ or code == REDUCE_ or code == STEP_:
@@ -119,23 +144,23 @@ def _find(
             begun += 1
             continue
         if _waits_for_room(code):
-            need = _taken(b, entry, stage, code)
+            need = _taken_bytes(b, entry, stage, code)
             if code == RELOAD_:
-                need = offloaded[stage] if turn[away_of[entry]] < ended else 0
-            while ended < begun and level + need > cap:
-                away = leaving[ended]
-                level -= _left(p, (away, entry), offloaded)
-                if p.held[away] == entry:
-                    need = offloaded[stage]
-                room[entry] = away
+                need = copies.size[stage] if copies.number[copies.offload_of[entry]] < ended else 0
+            while ended < begun and level + need > copies.cap:
+                offload = copies.offloads[ended]
+                level -= _freed_bytes(p, copies, offload, entry)
+                if p.blocks[offload] == entry:
+                    need = copies.size[stage]
+                waits[entry] = offload
                 ended += 1
-                clock = max(clock, s.end[away])
+                clock = max(clock, s.end[offload])
             if code == RELOAD_:
                 level += need
                 continue
         for part in (RESIDUALS, BOUNDARY):
             level += b.begin[stage, code, part] + b.finish[stage, code, part]
-        level -= _dropped(b, entry, stage)
+        level -= _dropped_bytes(b, entry, stage)
         if not p.stream[code]:
             clock = s.end[entry]
 
@@ -148,32 +173,31 @@ def _waits_for_room(code: int) -> bool:
 
 
 @kernel
-def _left(p: Layout, which: tuple[int, int], offloaded: Longs) -> int:
+def _freed_bytes(p: Layout, copies: RankCopies, offload: int, entry: int) -> int:
     """Bytes that are gone once an OFFLOAD has ended: none if its RELOAD stands before the entry, as it then
-    goes on at once. which: the OFFLOAD and the entry."""
-    away, entry = which
-    return int(offloaded[p.stage[away]]) if p.held[away] >= entry else 0
+    goes on at once."""
+    return int(copies.size[p.stage[offload]]) if p.blocks[offload] >= entry else 0
 
 
 @kernel
-def _taken(b: Books, entry: int, stage: int, code: int) -> int:
+def _taken_bytes(b: MemoryChanges, entry: int, stage: int, code: int) -> int:
     """Bytes that a compute action takes while it runs."""
     taken = b.begin[stage, code, RESIDUALS] + b.begin[stage, code, BOUNDARY] + b.begin[stage, code, TRANSIENT]
-    return int(taken) - _dropped(b, entry, stage)
+    return int(taken) - _dropped_bytes(b, entry, stage)
 
 
 @kernel
-def _dropped(b: Books, entry: int, stage: int) -> int:
+def _dropped_bytes(b: MemoryChanges, entry: int, stage: int) -> int:
     """What an F leaves to a RECOMPUTE."""
-    return int(b.dropped[stage]) if len(b.bare) and b.bare[entry] else 0
+    return int(b.dropped[stage]) if len(b.drops) and b.drops[entry] else 0
 
 
 @kernel
-def _posted(p: Layout, b: Books, goal: tuple[int, int], pipes: Longs) -> int:
-    """Bytes of the receives that a rank posts; goal: a pipe, and how many of its messages then have one."""
-    pipe, upto = goal
-    until, size = min(upto, p.first[pipe + 1] - p.first[pipe]), 0
-    while pipes[0, pipe] < until:
-        size += b.message_bytes[p.route[p.first[pipe] + pipes[0, pipe]]]
-        pipes[0, pipe] += 1
+def _posted_bytes(step: Step, channel: int, upto: int, receives: Receives) -> int:
+    """Bytes of the receives that a rank posts, until `upto` messages of a channel have one."""
+    p, _, b = step
+    until, size = min(upto, p.first_message[channel + 1] - p.first_message[channel]), 0
+    while receives.posted[channel] < until:
+        size += b.message_bytes[p.route[p.first_message[channel] + receives.posted[channel]]]
+        receives.posted[channel] += 1
     return int(size)

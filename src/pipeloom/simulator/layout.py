@@ -30,14 +30,14 @@ from ..ir.costs import StageCost, action_seconds, pair_shares
 from ..ir.errors import PlanError
 from ..ir.flow import Flow, flow_of
 from ..ir.kernels import kernel
-from ..ir.message_index import EventCodes, Routes
+from ..ir.message_index import EventCodes, MessageIndex, Routes
 from ..ir.operation import ANCHORS, OPERATIONS
 from ..ir.schedule import Program
 from ..ir.stages import StageGraph
 from ..ir.tied_gradients import reductions
-from .all_reduce import all_reduce_s as all_reduce_s, sums_of
+from .all_reduce import all_reduce_s as all_reduce_s, all_reduces_of
 from .loop_state import COMPUTES, OTHER, RECEIVES, SENDS, Floats, Layout
-from .shared_links import copy_s, sharing_of, transfer_s
+from .shared_links import copy_s, shared_links_of, transfer_s
 
 STREAMS = ("compute", "send", "host", "d2h", "h2d")
 """Streams by their number in a layout."""
@@ -51,59 +51,53 @@ def layout_of(
     costs: Sequence[StageCost],
     cluster: Cluster,
     *,
-    ahead: int,
-    own_s: Mapping[Action, float],
+    receive_ahead: int,
+    action_s: Mapping[Action, float],
 ) -> Layout:
     """Lay out a program of which `check_shape` knows that all it names is there."""
     flow = flow_of(stages)
     columns, messages = program.columns, program.message_index(flow)
     size = message_bytes(messages.routes, stages)
-    pipe, ends = _pipes(messages.routes, program.placement)
+    channel, ends = _channels(messages.routes, program.placement)
     counts = np.zeros(len(ends) + 1, np.int64)
-    np.add.at(counts, pipe + 1, np.count_nonzero(messages.sent >= 0, axis=1))
+    np.add.at(counts, channel + 1, np.count_nonzero(messages.sent >= 0, axis=1))
     counts[0] = 0  # routes within a rank carry nothing
     first = np.cumsum(counts)
     if messages.event_codes is None:
-        message, route = np.full(len(columns), -1, np.int32), np.empty(first[-1], np.int32)
-        ends_of = (columns.microbatch, messages.route, messages.sent)
-        _number(columns.kind, ends_of, pipe, first[:-1].copy(), message, route)
-        step, kinds = np.full(len(columns), OTHER, np.int32), len(columns.kinds)
-        entries = (columns.kind, columns.stage, messages.route, message)
-        in_turn = bool(_pack(entries, kinds, (pipe, first[:-1].copy()), step))
-        messages.event_codes = EventCodes(message, route, step, in_turn)
-    message, route, step, in_turn = messages.event_codes
-    seconds = _by_line(pipe, [partial(transfer_s, cluster, *pair) for pair in ends], size)
+        messages.event_codes = _event_codes(columns, messages, channel, first)
+    codes = messages.event_codes
+    seconds = _by_route(channel, [partial(transfer_s, cluster, *pair) for pair in ends], size)
     durations = _durations(program, costs, cluster)
     first_meet, meets = _meets(program, flow)
-    sums = sums_of(reductions(stages, program.placement), costs, cluster, columns.ranks)
+    sums = all_reduces_of(reductions(stages, program.placement), costs, cluster, columns.ranks)
     return Layout(
         kind=columns.kind,
         stage=columns.stage,
         offsets=columns.offsets,
-        step=step,
-        in_turn=in_turn,
-        message=message,
-        route=route,
-        pipe=pipe,
+        code=codes.code,
+        in_order=codes.in_order,
+        message=codes.message,
+        route=codes.route,
+        channel=channel,
         seconds=seconds,
-        pace=_paces(pipe, seconds, len(ends)),
-        busy=_by_line(pipe, [cluster.link(*pair).occupied_s for pair in ends], size),
-        first=first,
+        channel_seconds=_channel_seconds(channel, seconds, len(ends)),
+        occupied=_by_route(channel, [cluster.link(*pair).occupied_s for pair in ends], size),
+        first_message=first,
         target=np.array([target for _, target in ends], np.int32),
         duration=durations,
-        flat=durations.ravel(),
-        own_duration=_own_durations(program, costs, own_s, durations),
+        flat_duration=durations.ravel(),
+        entry_duration=_entry_durations(program, costs, action_s, durations),
         stream=_streams(columns),
-        held=_held(program),
-        room=_NONE,
+        blocks=_blocks(program),
+        cap_wait=_NONE,
         first_meet=first_meet,
         meets=meets,
         first_sum=sums.first,
         sums=sums.numbers,
         sum_ranks=sums.ranks,
         sum_seconds=sums.seconds,
-        ahead=ahead,
-        sharing=sharing_of(program, costs, cluster, (ends, message, size), sums.held(cluster)),
+        receive_ahead=receive_ahead,
+        shared=shared_links_of(program, costs, cluster, (ends, codes.message, size), sums.links(cluster)),
     )
 
 
@@ -118,31 +112,42 @@ def message_bytes(routes: Routes, stages: StageGraph) -> Longs:
     return np.array(sizes, np.int64)
 
 
-def _pipes(routes: Routes, placement: Sequence[int]) -> tuple[Ints, list[tuple[int, int]]]:
-    """The pipe of each route, -1 within a rank; and the ranks at both ends of each pipe."""
+def _channels(routes: Routes, placement: Sequence[int]) -> tuple[Ints, list[tuple[int, int]]]:
+    """The channel of each route, -1 within a rank; and the ranks at both ends of each channel."""
     both = zip(routes.sender.tolist(), routes.receiver.tolist(), strict=True)
     ends = [(placement[a], placement[b]) for a, b in both]
     known = {pair: at for at, pair in enumerate(sorted({pair for pair in ends if pair[0] != pair[1]}))}
     return np.array([known.get(pair, -1) for pair in ends], np.int32), list(known)
 
 
-def _by_line(pipe: Ints, seconds: Sequence[Callable[[int], float]], size: Longs) -> Floats:
-    each = zip(pipe.tolist(), size.tolist(), strict=True)
+def _by_route(channel: Ints, seconds: Sequence[Callable[[int], float]], size: Longs) -> Floats:
+    each = zip(channel.tolist(), size.tolist(), strict=True)
     return np.array([seconds[at](amount) if at >= 0 else 0.0 for at, amount in each], np.float64)
 
 
-@kernel
-def _number(
-    kind: Codes, ends: tuple[Ints, Ints, Ints], pipe: Ints, following: Longs, message: Ints, route_of: Ints
-) -> None:
-    """Fill in the message of each entry, and the route of each message: pipe by pipe in the order sent.
+def _event_codes(columns: Columns, messages: MessageIndex, channel: Ints, first: Longs) -> EventCodes:
+    """first: the first message of each channel, and their number."""
+    message, route = np.full(len(columns), -1, np.int32), np.empty(first[-1], np.int32)
+    code = np.full(len(columns), OTHER, np.int32)
+    ends = (columns.microbatch, messages.route, messages.sent)
+    _number_messages(columns.kind, ends, channel, first[:-1].copy(), message, route)
+    entries = (columns.kind, columns.stage, messages.route, message)
+    in_order = bool(_encode(entries, len(columns.kinds), (channel, first[:-1].copy()), code))
+    return EventCodes(message, route, code, in_order)
 
-    following: the next message of each pipe.
+
+@kernel
+def _number_messages(
+    kind: Codes, ends: tuple[Ints, Ints, Ints], channel: Ints, following: Longs, message: Ints, route_of: Ints
+) -> None:
+    """Fill in the message of each entry, and the route of each message: channel by channel in the order sent.
+
+    following: the next message of each channel.
     """
     microbatch, route, sent = ends
     for entry in range(len(kind)):
         if kind[entry] == SEND_F_ or kind[entry] == SEND_B_:
-            at = pipe[route[entry]]
+            at = channel[route[entry]]
             message[entry] = following[at]
             route_of[following[at]] = route[entry]
             following[at] += 1
@@ -152,35 +157,37 @@ def _number(
 
 
 @kernel
-def _pack(entries: tuple[Codes, Ints, Ints, Ints], kinds: int, pipes: tuple[Ints, Longs], step: Ints) -> bool:
-    """Fill in the steps, see `Layout`. Returns whether all receives stand in the order sent.
+def _encode(
+    entries: tuple[Codes, Ints, Ints, Ints], kinds: int, channels: tuple[Ints, Longs], codes: Ints
+) -> bool:
+    """Fill in the codes, see `Layout.code`. Returns whether all receives stand in the order sent.
 
-    entries: kind, stage, route and message of each.  pipes: of each route, and the next message of each.
+    entries: kind, stage, route and message of each.  channels: of each route, and the next message of each.
     """
     kind, stage, route, message = entries
-    pipe, following = pipes
-    in_turn = True
+    channel, following = channels
+    in_order = True
     for entry in range(len(kind)):
         code = kind[entry]
         if code == SEND_F_ or code == SEND_B_:
-            step[entry] = 4 * route[entry] + SENDS
+            codes[entry] = 4 * route[entry] + SENDS
         elif code == RECV_F_ or code == RECV_B_:
-            step[entry] = 4 * route[entry] + RECEIVES
-            at = pipe[route[entry]]
-            in_turn = in_turn and message[entry] == following[at]
+            codes[entry] = 4 * route[entry] + RECEIVES
+            at = channel[route[entry]]
+            in_order = in_order and message[entry] == following[at]
             following[at] += 1
         elif code != REDUCE_ and code != STEP_:
-            step[entry] = 4 * (stage[entry] * kinds + code) + COMPUTES
-    return in_turn
+            codes[entry] = 4 * (stage[entry] * kinds + code) + COMPUTES
+    return in_order
 
 
-def _paces(pipe: Ints, seconds: Floats, pipes: int) -> Floats:
-    """By pipe the time of a message, or -1 where its routes differ."""
-    found: list[set[float]] = [set() for _ in range(pipes)]
-    for at, time in zip(pipe.tolist(), seconds.tolist(), strict=True):
+def _channel_seconds(channel: Ints, seconds: Floats, channels: int) -> Floats:
+    """By channel the time of a message, or -1 where its routes differ."""
+    times_of: list[set[float]] = [set() for _ in range(channels)]
+    for at, time in zip(channel.tolist(), seconds.tolist(), strict=True):
         if at >= 0:
-            found[at].add(time)
-    return np.array([min(times) if len(times) == 1 else -1.0 for times in found], np.float64)
+            times_of[at].add(time)
+    return np.array([min(times) if len(times) == 1 else -1.0 for times in times_of], np.float64)
 
 
 def _durations(program: Program, costs: Sequence[StageCost], cluster: Cluster) -> Floats:
@@ -197,15 +204,15 @@ def _durations(program: Program, costs: Sequence[StageCost], cluster: Cluster) -
     return table
 
 
-def _own_durations(
-    program: Program, costs: Sequence[StageCost], own_s: Mapping[Action, float], durations: Floats
+def _entry_durations(
+    program: Program, costs: Sequence[StageCost], action_s: Mapping[Action, float], durations: Floats
 ) -> Floats:
     """Per entry, where pairs share their time or actions have times of their own; else empty."""
-    if not program.pairs and not own_s:
+    if not program.pairs and not action_s:
         return np.zeros(0)
     columns = program.columns
     own: Floats = durations[columns.stage, columns.kind]
-    for action, seconds in {**pair_shares(costs, program.pairs), **own_s}.items():
+    for action, seconds in {**pair_shares(costs, program.pairs), **action_s}.items():
         if not 0 <= seconds < float("inf"):
             raise PlanError(f"{action} is to take {seconds} s", hint="give finite times from 0 on")
         own[_entry(program, action)] = seconds
@@ -237,28 +244,28 @@ def _streams(columns: Columns) -> Ints:
     return numbers
 
 
-def _held(program: Program) -> Ints:
+def _blocks(program: Program) -> Ints:
     """Per entry the one that waits for it: the anchor of an operation, and the RELOAD, RECOMPUTE, B or I that
     follows an OFFLOAD or a RELOAD. Empty where the program has neither."""
     columns, index = program.columns, program.action_index
     before = [c for c, k in enumerate(columns.kinds) if k in OPERATIONS and OPERATIONS[k].before is not None]
     if not before and not columns.treats_residuals:
         return _NONE
-    held = np.full(len(columns), -1, np.int32)
+    blocks = np.full(len(columns), -1, np.int32)
     if columns.treats_residuals:
         back, again = index.of(RELOAD_), index.of(RECOMPUTE_)
         user = np.where(again >= 0, again, index.gradients())
         for table, waiting in ((index.of(OFFLOAD_), back), (back, user)):
             has = table >= 0
-            held[table[has]] = waiting[has]
+            blocks[table[has]] = waiting[has]
     for code in before:
         operation = OPERATIONS[columns.kinds[code]]
         table = index.of(code)
         for kind in reversed(ANCHORS[operation.anchor]):
             anchor = index.of(CODE[kind])
             both = (table >= 0) & (anchor >= 0)
-            held[table[both]] = anchor[both]
-    return held
+            blocks[table[both]] = anchor[both]
+    return blocks
 
 
 def _meets(program: Program, flow: Flow) -> tuple[Ints, Ints]:
@@ -272,17 +279,17 @@ def _meets(program: Program, flow: Flow) -> tuple[Ints, Ints]:
     if not groups:
         return _NONE, _NONE
     counts = np.zeros(len(columns), np.int32)
-    found = []
+    meetings = []
     for code, stage, others in groups:
         table = index.of(code)
         for other in others:
             if 0 <= other < len(table):
                 both = (table[stage] >= 0) & (table[other] >= 0)
                 mine = table[stage][both]
-                found.append((mine, counts[mine], table[other][both]))
+                meetings.append((mine, counts[mine], table[other][both]))
                 counts[mine] += 1
     first = starts_of(counts)
     meets = np.empty(first[-1], np.int32)
-    for mine, at, theirs in found:
+    for mine, at, theirs in meetings:
         meets[first[mine] + at] = theirs
     return first, meets

@@ -8,145 +8,185 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..ir.columns import Bools, Codes, Ints, Longs
+from ..ir.kernels import kernel
 
 Floats = NDArray[np.float64]
 
 COMPUTES, SENDS, RECEIVES, OTHER = range(4)
-"""What an entry is, in the two lowest bits of its `Layout.step`."""
+"""What an entry is, in the two lowest bits of its `Layout.code`."""
 COPY_LANES = 2
 COPY_OUT, COPY_IN = range(COPY_LANES)
 """The lanes of a rank: of its OFFLOADs, and of its RELOADs."""
+SENT, POSTED, MOVED, RECEIVED = range(4)
+"""Columns of `State.counts`."""
 
 
-class Sharing(NamedTuple):
-    """What goes through links that several share. All empty where nothing does.
+class SharedLinks(NamedTuple):
+    """What goes through links that several share. All arrays are empty where none is shared.
 
-    gates: by pipe the shared links that its messages leave and enter through, -1 for none.  slot: by route,
-        how long a message takes of each.  sender: by message, the entry that sends it.
-    home: rank by stage.  lanes: by (rank, 0 for OFFLOAD or 1 for RELOAD) the shared link of its copies, -1
-        for none.  copy_slot: by (stage, 0 or 1), how long a copy takes of it.  first_copy: by (rank, 0 or 1)
-        the first such entry, or -1.  next_copy: per such entry the next one.  needs: per entry the RELOAD
-        that RECOMPUTE, B or I, and the OFFLOAD that a RELOAD waits for, or -1.
-    first_gate, sum_gates, sum_slots: by sum over ranks, the shared links that it goes through, and how long
-        it takes of each.
+    A message takes two links at once, out of one node and into another; a copy takes one; a sum over ranks
+    takes `sum_links[first_sum_link[n] : first_sum_link[n + 1]]`.
     """
 
-    gates: Ints
-    slot: Floats
+    channel_links: Ints
+    """(channels, 2): the links that its messages leave and enter through, -1 for none."""
+    message_link_s: Floats
+    """(routes,): seconds that a message takes of each."""
     sender: Ints
+    """(messages,): the entry that sends it."""
     home: Ints
-    lanes: Ints
-    copy_slot: Floats
+    """(stages,): its rank."""
+    copy_link: Ints
+    """(ranks, lanes): the link of its copies, -1 for none."""
+    copy_link_s: Floats
+    """(stages, lanes): seconds that a copy takes of it."""
     first_copy: Ints
+    """(ranks, lanes): the first such entry, -1 for none."""
     next_copy: Ints
+    """(entries,): of a copy the next one of its lane, else -1."""
     needs: Ints
-    first_gate: Ints
-    sum_gates: Ints
-    sum_slots: Floats
-    links: int
+    """(entries,): the RELOAD that RECOMPUTE, B or I waits for, or the OFFLOAD of a RELOAD, else -1."""
+    first_sum_link: Ints
+    """(sums + 1,)"""
+    sum_links: Ints
+    sum_link_s: Floats
+    """Seconds that a sum takes of each of its links."""
+    link_count: int
 
 
 class Layout(NamedTuple):
-    """What runs. Entries are those of the program's columns; messages are numbered pipe by pipe, in the order
-    sent; a pipe leads from one rank to another. Empty arrays where a program has nothing of a kind.
+    """What runs. Entries are those of the program's columns.
 
-    step: per entry all that most of them need, in one number: above what it is, for COMPUTES its place in
-    `flat`, for SENDS and RECEIVES its route; 0 for OTHER.  in_turn: whether ranks receive in the order sent.
-    message: per entry, -1 for no transfer.  route: per message.  pipe, seconds, busy: per route: time that a
-    message takes, and for which it keeps its sender.  pace: by pipe, that time if all its messages take the
-    same, else -1.  first: of each pipe's messages, and their number.
-    duration: by (stage, kind); flat: the same in one row; own_duration: per entry, where some differ from
-    that.  stream: by kind, 0 computes, others run beside.  held: per entry the entry that cannot begin before
-    it ends, or -1.  room: per entry the OFFLOAD that its rank waits for in front of it, see `room`, or -1.
-    first_meet, meets: entries that begin together with an entry.
-    first_sum, sums: sums of each rank's REDUCE in order; by sum how many ranks meet, and how long it takes.
+    A channel leads from one rank to another and carries messages of several routes, in the order sent;
+    messages are numbered channel by channel. Arrays are empty where a program has nothing of a kind. All
+    times are in seconds.
     """
 
     kind: Codes
     stage: Ints
     offsets: Longs
-    step: Ints
-    in_turn: bool
+    code: Ints
+    """(entries,): all that most of them need, in one number: 4 * n + what it is. For COMPUTES n is the index
+    into `flat_duration`, for SENDS and RECEIVES the route; 0 for OTHER."""
+    in_order: bool
+    """Whether all ranks receive in the order sent."""
     message: Ints
+    """(entries,): -1 for no transfer."""
     route: Ints
-    pipe: Ints
+    """(messages,)"""
+    channel: Ints
+    """(routes,): -1 for a route within a rank."""
     seconds: Floats
-    busy: Floats
-    pace: Floats
-    first: Longs
+    """(routes,): time that a message is on its way."""
+    occupied: Floats
+    """(routes,): time for which it keeps its sender, and its receiver."""
+    channel_seconds: Floats
+    """(channels,): `seconds` where all its messages take the same, else -1."""
+    first_message: Longs
+    """(channels + 1,)"""
     target: Ints
+    """(channels,): the rank that it leads to."""
     duration: Floats
-    flat: Floats
-    own_duration: Floats
+    """(stages, kinds)"""
+    flat_duration: Floats
+    """The same in one row."""
+    entry_duration: Floats
+    """(entries,) where some differ from that, else empty."""
     stream: Ints
-    held: Ints
-    room: Ints
+    """(kinds,): 0 computes, others run beside it."""
+    blocks: Ints
+    """(entries,): the entry that cannot begin before this one ends, -1 for none."""
+    cap_wait: Ints
+    """(entries,): the OFFLOAD that its rank waits for in front of it to keep its cap, -1 for none."""
     first_meet: Ints
+    """(entries + 1,): what begins together with e is `meets[first_meet[e] : first_meet[e + 1]]`."""
     meets: Ints
     first_sum: Ints
+    """(ranks + 1,): the REDUCE of rank r goes through the sums `sums[first_sum[r] : first_sum[r + 1]]`."""
     sums: Ints
     sum_ranks: Ints
+    """(sums,): how many ranks meet."""
     sum_seconds: Floats
-    ahead: int
-    sharing: Sharing
+    """(sums,)"""
+    receive_ahead: int
+    """Receives that a rank keeps posted on each channel."""
+    shared: SharedLinks
 
 
-class Queue(NamedTuple):
-    """Requests for shared links, and who waits for them.
+class LinkRequests(NamedTuple):
+    """Requests for shared links, and who waits. Sources are the channels, then the lanes of each rank.
 
-    time, entry: a heap of requests, by time and then by entry: a SEND or a copy; behind all entries, a sum.
-    news: pipes, and behind them lanes of ranks, to which something has come.  size: of the heap, of `news`.
-    asked, noted: per pipe, then per lane of each rank, whether its next one is in the heap, and whether it is
-    in `news`.  free: when each shared link is free.
-    issued: per copy when its rank came to it, -1 before.  copied: whether it has its times.  head: by (rank,
-    lane) the next copy, or -1.  awaited: per rank the copy that it waits for; -1 none, -2 all.
+    A source requests its links for one message or copy at a time:
+
+        something comes to it  ->  pending  ->  requested, in the heap  ->  served: has its times
     """
 
     time: Floats
+    """Heap of requests, by time and then by entry."""
     entry: Longs
-    news: Longs
+    """What each is for: the entry of a SEND or a copy; behind all entries, the number of a sum."""
+    pending: Longs
+    """Stack of sources to which something has come."""
     size: Longs
-    asked: Bools
-    noted: Bools
-    free: Floats
+    """(2,): of the heap, and of `pending`."""
+    requested: Bools
+    """(sources,): whether its next one is in the heap."""
+    is_pending: Bools
+    """(sources,): whether it is in `pending`."""
+    link_free: Floats
+    """(links,): when each is free."""
     issued: Floats
+    """(entries,): of a copy when its rank came to it, -1 before."""
     copied: Bools
+    """(entries,): whether a copy has its times."""
     head: Longs
+    """(ranks, lanes): the next copy, -1 for none."""
     awaited: Longs
+    """(ranks,): the copy that it waits for; -1 none, -2 all."""
 
 
 class State(NamedTuple):
-    """What changes.
-
-    start, end: per entry; start may be empty, see `new_state`.
-    move_start, move_end: per message; before it moves, when it was sent and when its receive was posted.
-    at, clock, awaited, part, behind, streams: per rank: where it stands, its clock, the message that it waits
-        for, the part of its REDUCE that it is in, who waits behind it for the same thing, when its streams
-        are free.
-    counts, free: per pipe: messages sent, posted, moved and received; when it is free.
-    stack, ready: ranks that can go on, and how many they are.
-    """
+    """What changes. All times are in seconds."""
 
     start: Floats
+    """(entries,), or empty, see `new_state`."""
     end: Floats
-    move_start: Floats
-    move_end: Floats
-    at: Longs
+    """(entries,)"""
+    transfer_start: Floats
+    """(messages,); before it moves, when it was sent."""
+    transfer_end: Floats
+    """(messages,); before it moves, when its receive was posted."""
+    position: Longs
+    """(ranks,): the entry at which it stands."""
     clock: Floats
+    """(ranks,)"""
     awaited: Longs
-    part: Longs
-    behind: Longs
-    streams: Floats
+    """(ranks,): the message that it waits for, -1 for none."""
+    sum_part: Longs
+    """(ranks,): where in its REDUCE it is, see `event_loop._run_all_reduces`."""
+    next_waiter: Longs
+    """(ranks,): who waits behind it for the same thing, -1 for none."""
+    stream_free: Floats
+    """(ranks, streams): when each is free."""
     counts: Longs
-    free: Floats
-    sum_at: Floats
-    sum_here: Longs
+    """(channels, 4): messages sent, posted, moved and received."""
+    channel_free: Floats
+    """(channels,): when it is free."""
+    sum_start: Floats
+    """(sums,): when the last of those that have come to it came."""
+    sum_arrived: Longs
+    """(sums,): how many have come."""
     sum_waiter: Longs
-    meet_at: Floats
+    """(sums,): the first rank that waits for it, -1 for none."""
+    meet_start: Floats
+    """(entries,): when its rank came to it, below 0 before."""
     meet_waiter: Longs
-    stack: Longs
-    ready: Longs
-    queue: Queue
+    """(entries,): the first rank that waits for that, -1 for none."""
+    runnable: Longs
+    """Stack of ranks that can go on."""
+    runnable_count: Longs
+    """(1,)"""
+    requests: LinkRequests
 
 
 STREAMS = 5
@@ -160,45 +200,61 @@ def new_state(layout: Layout, begin_s: Floats, *, starts: bool = True) -> State:
     begin_s: when each rank starts.  starts: whether to note when entries start. Where nothing meets others or
     runs beside computing, each starts when the one before it in its row ends, so that need not be stored.
     """
-    entries, ranks, pipes = len(layout.kind), len(begin_s), len(layout.target)
+    entries, ranks, channels = len(layout.kind), len(begin_s), len(layout.target)
     sums, meeting = len(layout.sum_ranks), len(layout.first_meet)
     return State(
         start=np.zeros(entries if starts else 0),
         end=np.zeros(entries),
-        move_start=np.zeros(len(layout.route)),
-        move_end=np.zeros(len(layout.route)),
-        at=layout.offsets[:-1].copy(),
+        transfer_start=np.zeros(len(layout.route)),
+        transfer_end=np.zeros(len(layout.route)),
+        position=layout.offsets[:-1].copy(),
         clock=begin_s.astype(np.float64),
         awaited=np.full(ranks, -1),
-        part=np.zeros(ranks, np.int64),
-        behind=np.full(ranks, -1),
-        streams=np.zeros((ranks, STREAMS)),
-        counts=np.zeros((pipes, 4), np.int64),
-        free=np.zeros(pipes),
-        sum_at=np.zeros(sums),
-        sum_here=np.zeros(sums, np.int64),
+        sum_part=np.zeros(ranks, np.int64),
+        next_waiter=np.full(ranks, -1),
+        stream_free=np.zeros((ranks, STREAMS)),
+        counts=np.zeros((channels, 4), np.int64),
+        channel_free=np.zeros(channels),
+        sum_start=np.zeros(sums),
+        sum_arrived=np.zeros(sums, np.int64),
         sum_waiter=np.full(sums, -1),
-        meet_at=np.full(meeting, NOT_YET),
+        meet_start=np.full(meeting, NOT_YET),
         meet_waiter=np.full(meeting, -1),
-        stack=np.arange(ranks)[::-1].copy(),
-        ready=np.array([ranks]),
-        queue=_new_queue(layout.sharing, pipes),
+        runnable=np.arange(ranks)[::-1].copy(),
+        runnable_count=np.array([ranks]),
+        requests=_new_requests(layout.shared, channels),
     )
 
 
-def _new_queue(sharing: Sharing, pipes: int) -> Queue:
-    copies, ranks = len(sharing.next_copy), len(sharing.lanes)
-    room = pipes + COPY_LANES * ranks + len(sharing.first_gate) if sharing.links else 0
-    return Queue(
-        time=np.zeros(room),
-        entry=np.zeros(room, np.int64),
-        news=np.zeros(room, np.int64),
+def _new_requests(shared: SharedLinks, channels: int) -> LinkRequests:
+    copies, ranks = len(shared.next_copy), len(shared.copy_link)
+    most = channels + COPY_LANES * ranks + len(shared.first_sum_link) if shared.link_count else 0
+    return LinkRequests(
+        time=np.zeros(most),
+        entry=np.zeros(most, np.int64),
+        pending=np.zeros(most, np.int64),
         size=np.zeros(2, np.int64),
-        asked=np.zeros(room, np.bool_),
-        noted=np.zeros(room, np.bool_),
-        free=np.zeros(sharing.links),
+        requested=np.zeros(most, np.bool_),
+        is_pending=np.zeros(most, np.bool_),
+        link_free=np.zeros(shared.link_count),
         issued=np.full(copies, NOT_YET),
         copied=np.zeros(copies, np.bool_),
-        head=sharing.first_copy.astype(np.int64),
+        head=shared.first_copy.astype(np.int64),
         awaited=np.full(ranks, -1),
     )
+
+
+@kernel
+def wake(s: State, rank: int) -> None:
+    """Let a rank go on."""
+    s.runnable[s.runnable_count[0]] = rank
+    s.runnable_count[0] += 1
+
+
+@kernel
+def wake_all_reduce(s: State, number: int) -> None:
+    """Wake all that wait for a sum."""
+    waiter = s.sum_waiter[number]
+    while waiter >= 0:
+        wake(s, waiter)
+        waiter = s.next_waiter[waiter]

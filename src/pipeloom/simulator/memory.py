@@ -5,7 +5,7 @@
                  What OFFLOAD copies to the host is here until it ends, and again from the start of RELOAD;
                  what F drops is here from the start of RECOMPUTE
     boundary     a message: at its sender from the start of the action that makes it until it has arrived,
-                 or, of forecasts, until its sender notices (see `held`);
+                 or, of forecasts, until its sender notices (see `with_held_sends`);
                  at its receiver from the moment that the receive is posted, with its buffer, until the
                  receiver's B or W of that micro-batch ends.
                  Neighbours on one rank share one copy, from the maker's start to the user's end.
@@ -22,12 +22,12 @@ Inputs go when F ends if no backward reads them (`StageCost.keeps_inputs`), or w
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from ..ir.action import EVICT, FETCH, B, F, I, Kind, W, eviction_partner
-from ..ir.columns import F_, OFFLOAD_, RECOMPUTE_, RELOAD_, Bools, Ints, Longs, starts_of
+from ..ir.columns import F_, OFFLOAD_, RECOMPUTE_, RELOAD_, SEND_B_, SEND_F_, Bools, Ints, Longs, starts_of
 from ..ir.costs import STATIC_KINDS, StageCost
 from ..ir.flow import Flow, flow_of
 from ..ir.operation import OPERATIONS
@@ -36,7 +36,7 @@ from ..ir.stages import StageGraph
 from ..ir.timeline import MemoryCurve
 from .layout import message_bytes
 from .loop_state import Floats, Layout, State
-from .memory_replay import RESIDUALS, Books, Lent, replay
+from .memory_replay import RESIDUALS, LentMemory, MemoryChanges, Output, Step, replay
 
 KINDS = (*STATIC_KINDS, "residuals", "boundary", "transient")
 """The last three in the order of `replay`."""
@@ -48,7 +48,7 @@ class Memory:
 
     layout: Layout
     state: State
-    books: Books
+    changes: MemoryChanges
     static: Sequence[Sequence[int]]
     begin_s: Floats
     offloaded: Longs
@@ -57,15 +57,17 @@ class Memory:
     """When each message's sender lets go of it; None for when it is through."""
 
     @property
-    def _state(self) -> State:
-        return self.state if self.gone_s is None else self.state._replace(move_end=self.gone_s)
+    def step(self) -> Step:
+        """What is replayed: messages are through when their senders let go of them."""
+        late = self.state if self.gone_s is None else self.state._replace(transfer_end=self.gone_s)
+        return Step(self.layout, late, self.changes)
 
     def peaks(self) -> tuple[Mapping[str, int], ...]:
         """Per rank the bytes by kind at its first peak."""
         ranks = len(self.static)
         at_peak = np.zeros((ranks, 3), np.int64)
         none = np.zeros(0)
-        replay(self.layout, self._state, self.books, (0, ranks), at_peak, (none, none.astype(np.int64)))
+        replay(self.step, (0, ranks), Output(at_peak, none, none.astype(np.int64)))
         return tuple(
             dict(zip(KINDS, (*static, *own), strict=True))
             for static, own in zip(self.static, at_peak.tolist(), strict=True)
@@ -74,16 +76,17 @@ class Memory:
     def curve(self, rank: int) -> MemoryCurve:
         """Bytes over time of one rank."""
         p = self.layout
-        room = 2 * int(p.offsets[rank + 1] - p.offsets[rank]) + len(self.books.lent.time) + 1
-        room += sum(int(p.first[pipe + 1] - p.first[pipe]) for pipe in self.books.outgoing(rank))
-        times, sizes = np.zeros(room), np.zeros(room, np.int64)
+        most = 2 * int(p.offsets[rank + 1] - p.offsets[rank]) + len(self.changes.lent.time) + 1
+        first = p.first_message
+        most += sum(int(first[c + 1] - first[c]) for c in self.changes.outgoing(rank))
+        times, sizes = np.zeros(most), np.zeros(most, np.int64)
         at_peak = np.zeros((len(self.static), 3), np.int64)
-        count = replay(self.layout, self._state, self.books, (rank, rank + 1), at_peak, (times, sizes))
-        held = sum(self.static[rank])
+        count = replay(self.step, (rank, rank + 1), Output(at_peak, times, sizes))
+        static = sum(self.static[rank])
         return MemoryCurve(
             rank=rank,
             times_s=(0.0, *times[:count].tolist()),
-            sizes=(held, *(held + size for size in sizes[:count].tolist())),
+            sizes=(static, *(static + size for size in sizes[:count].tolist())),
         )
 
     def host_curve(self, rank: int) -> MemoryCurve:
@@ -113,7 +116,7 @@ def memory_of(
     *,
     begin_s: Floats,
 ) -> Memory:
-    """The books of a simulation that has run."""
+    """What every rank held in a simulation that has run."""
     columns = program.columns
     flow = flow_of(stages)
     begin, finish = byte_changes(columns.kinds, stages, flow, costs, columns.trains)
@@ -122,24 +125,24 @@ def memory_of(
     out: list[list[int]] = [[] for _ in range(ranks)]
     routes = program.message_index(flow).routes
     pairs = {
-        pipe: program.placement[sender]
-        for pipe, sender in zip(layout.pipe.tolist(), routes.sender.tolist(), strict=True)
-        if pipe >= 0
+        channel: program.placement[sender]
+        for channel, sender in zip(layout.channel.tolist(), routes.sender.tolist(), strict=True)
+        if channel >= 0
     }
-    for pipe, source in sorted(pairs.items()):
-        out[source].append(pipe)
-        into[int(layout.target[pipe])].append(pipe)
-    books = Books(
+    for channel, source in sorted(pairs.items()):
+        out[source].append(channel)
+        into[int(layout.target[channel])].append(channel)
+    changes = MemoryChanges(
         begin=begin,
         finish=finish,
-        bare=_bare(program),
+        drops=_forwards_that_drop(program),
         dropped=np.array([cost.recomputed_bytes for cost in costs], np.int64),
         message_bytes=message_bytes(routes, stages),
         begin_s=begin_s,
         first_in=starts_of([len(row) for row in into]),
-        pipes_in=_listed(into),
+        channels_in=_joined(into),
         first_out=starts_of([len(row) for row in out]),
-        pipes_out=_listed(out),
+        channels_out=_joined(out),
         lent=_lent(program, costs, state),
     )
     static = [[0] * len(STATIC_KINDS) for _ in range(ranks)]
@@ -149,24 +152,24 @@ def memory_of(
     return Memory(
         layout=layout,
         state=state,
-        books=books,
+        changes=changes,
         static=static,
         begin_s=begin_s,
         offloaded=np.array([cost.offloaded_bytes for cost in costs], np.int64),
     )
 
 
-def _bare(program: Program) -> Bools:
+def _forwards_that_drop(program: Program) -> Bools:
     """Which entries are an F whose residuals are in part made again by a RECOMPUTE."""
     if not program.columns.treats_residuals:
         return np.zeros(0, np.bool_)
-    bare = np.zeros(len(program.columns), np.bool_)
+    drops = np.zeros(len(program.columns), np.bool_)
     forward = program.action_index.of(F_)
-    bare[forward[(forward >= 0) & (program.action_index.of(RECOMPUTE_) >= 0)]] = True
-    return bare
+    drops[forward[(forward >= 0) & (program.action_index.of(RECOMPUTE_) >= 0)]] = True
+    return drops
 
 
-def _listed(rows: Sequence[Sequence[int]]) -> Ints:
+def _joined(rows: Sequence[Sequence[int]]) -> Ints:
     return np.array([item for row in rows for item in row], np.int32)
 
 
@@ -176,7 +179,7 @@ def byte_changes(
     """Bytes that come when an action begins, and that go (below 0) when it ends, by stage and kind."""
     begin = np.zeros((len(costs), len(kinds), 3), np.int64)
     finish = np.zeros((len(costs), len(kinds), 3), np.int64)
-    values = {edge: sum(v.bytes for v in found) for edge, found in stages.between.items()}
+    values = {edge: sum(v.bytes for v in crossing) for edge, crossing in stages.between.items()}
     gradients = {edge: sum(v.bytes for v in stages.gradients(*edge)) for edge in values}
     for s, cost in enumerate(costs):
         inputs = sum(values[p, s] for p in flow.reads_from[s])
@@ -184,16 +187,16 @@ def byte_changes(
         outputs = sum(values[s, r] for r in flow.read_by[s])
         gradients_in = sum(gradients[s, r] for r in flow.gradients_from[s])
         gradients_out = sum(gradients[p, s] for p in flow.gradients_to[s])
-        held, carried = cost.residual_bytes, cost.carried_bytes
+        residuals, carried = cost.residual_bytes, cost.carried_bytes
         comes = {
-            F: (held if training else 0, outputs),
+            F: (residuals if training else 0, outputs),
             B: (0, gradients_out),
             I: (0, gradients_out),
         }
         goes = {
             F: (0, kept - inputs),
-            B: (-held, -kept - gradients_in),
-            I: (carried - held, 0),
+            B: (-residuals, -kept - gradients_in),
+            I: (carried - residuals, 0),
             W: (-carried, -kept - gradients_in),
         }
         for code, kind in enumerate(kinds):
@@ -208,10 +211,10 @@ def byte_changes(
     return begin, finish
 
 
-def _lent(program: Program, costs: Sequence[StageCost], state: State) -> Lent:
+def _lent(program: Program, costs: Sequence[StageCost], state: State) -> LentMemory:
     """What partners keep: from the start of an EVICT until the end of its FETCH."""
     columns = program.columns
-    found: list[list[tuple[float, int, int]]] = [[] for _ in range(columns.ranks)]
+    by_rank: list[list[tuple[float, int, int]]] = [[] for _ in range(columns.ranks)]
     for kind, when, order, sign in ((EVICT, state.start, 2, 1), (FETCH, state.end, 0, -1)):
         if kind not in columns.kinds:
             continue
@@ -219,12 +222,55 @@ def _lent(program: Program, costs: Sequence[StageCost], state: State) -> Lent:
             stage = int(columns.stage[entry])
             keeper = eviction_partner(program.placement[stage], columns.ranks)
             if costs[stage].residual_bytes:
-                found[keeper].append((float(when[entry]), order, sign * costs[stage].residual_bytes))
-    rows = [change for row in found for change in sorted(row)]
+                by_rank[keeper].append((float(when[entry]), order, sign * costs[stage].residual_bytes))
+    rows = [change for row in by_rank for change in sorted(row)]
     time, late, size = zip(*rows, strict=True) if rows else ((), (), ())
-    return Lent(
-        first=starts_of([len(row) for row in found]),
+    return LentMemory(
+        first=starts_of([len(row) for row in by_rank]),
         time=np.array(time, np.float64),
         late=np.array(late, np.int32),
         size=np.array(size, np.int64),
     )
+
+
+def with_held_sends(memory: Memory, small_bytes: int, caps: Sequence[int] = ()) -> Memory:
+    """The same step with messages held until their sender notices that they are through.
+
+    A rank looks after its sends between two actions. A small message is looked at only at the end of the
+    step, since that takes longer than it does. Where an action would pass the rank's cap because of that, the
+    runtime waits for its sends before it; so the peak is then that of messages that go when they are through.
+    small_bytes: messages up to this size are held until the end.  caps: bytes of each rank, or none.
+    """
+    noticed, sender = _noticed(memory, small_bytes)
+    late = replace(memory, gone_s=noticed)
+    if not len(caps):
+        return late
+    over = np.array([sum(peak.values()) > cap for peak, cap in zip(late.peaks(), caps, strict=True)])
+    return replace(memory, gone_s=np.where(over[sender], memory.state.transfer_end, noticed))
+
+
+def _noticed(memory: Memory, small_bytes: int) -> tuple[Floats, np.ndarray]:
+    """Of each message when its sender notices that it is through, and who that is."""
+    p, s = memory.layout, memory.state
+    count = int(p.first_message[-1])
+    gone, sender = s.transfer_end[:count].copy(), np.zeros(count, np.int64)
+    size = memory.changes.message_bytes[p.route[:count]]
+    own_clock = p.stream[p.kind] == 0
+    for rank in range(len(p.offsets) - 1):
+        low, high = int(p.offsets[rank]), int(p.offsets[rank + 1])
+        here = np.arange(low, high)
+        sends = here[(p.kind[low:high] == SEND_F_) | (p.kind[low:high] == SEND_B_)]
+        ends = np.maximum.accumulate(s.end[low:high][own_clock[low:high]])
+        if not len(sends):
+            continue
+        message = p.message[sends]
+        through = s.transfer_end[message]
+        at = np.searchsorted(ends, through)
+        seen = np.where(at < len(ends), ends[np.minimum(at, len(ends) - 1)], through)
+        seen = np.where(through <= s.end[sends], through, seen)
+        gone[message] = np.where(size[message] <= small_bytes, max(ends[-1], through.max()), seen)
+        sender[message] = rank
+    for channel in range(len(p.target)):
+        low, high = int(p.first_message[channel]), int(p.first_message[channel + 1])
+        gone[low:high] = np.maximum.accumulate(gone[low:high])
+    return gone, sender

@@ -17,65 +17,67 @@ from ..ir.cluster import Cluster
 from ..ir.columns import OFFLOAD_, RECOMPUTE_, RELOAD_, SEND_B_, SEND_F_, Columns, Ints, Longs, starts_of
 from ..ir.costs import StageCost
 from ..ir.schedule import Program
-from .loop_state import COPY_IN, COPY_LANES, COPY_OUT, Sharing
+from .loop_state import COPY_IN, COPY_LANES, COPY_OUT, SharedLinks
 
 _NO_INTS, _NO_FLOATS = np.zeros(0, np.int32), np.zeros(0)
-_NONE = Sharing(
-    gates=np.zeros((0, 2), np.int32),
-    slot=_NO_FLOATS,
+_NONE = SharedLinks(
+    channel_links=np.zeros((0, 2), np.int32),
+    message_link_s=_NO_FLOATS,
     sender=_NO_INTS,
     home=_NO_INTS,
-    lanes=np.zeros((0, COPY_LANES), np.int32),
-    copy_slot=np.zeros((0, COPY_LANES)),
+    copy_link=np.zeros((0, COPY_LANES), np.int32),
+    copy_link_s=np.zeros((0, COPY_LANES)),
     first_copy=np.zeros((0, COPY_LANES), np.int32),
     next_copy=_NO_INTS,
     needs=_NO_INTS,
-    first_gate=_NO_INTS,
-    sum_gates=_NO_INTS,
-    sum_slots=_NO_FLOATS,
-    links=0,
+    first_sum_link=_NO_INTS,
+    sum_links=_NO_INTS,
+    sum_link_s=_NO_FLOATS,
+    link_count=0,
 )
 
 
-def sharing_of(
+def shared_links_of(
     program: Program,
     costs: Sequence[StageCost],
     cluster: Cluster,
     messages: tuple[Sequence[tuple[int, int]], Ints, Longs],
     sums: Sequence[Mapping[tuple[str, int], float]],
-) -> Sharing:
+) -> SharedLinks:
     """What is shared; `_NONE` where nothing is, and then the event loop does nothing for it.
 
-    messages: the ranks at both ends of each pipe; the message of each entry; bytes of a message, by route.
+    messages: the ranks at both ends of each channel; the message of each entry; bytes of a message, by route.
     sums: by sum over ranks, what it takes of the links of nodes, in seconds (see `sums.held_s`).
     """
-    found = _NONE
+    shared = _NONE
     ends, message, size = messages
-    gates = _gates(cluster, ends)
+    gates = _channel_links(cluster, ends)
     if cluster.node_link is not None and ((gates >= 0).any() or any(sums)):
         rate = cluster.node_link.bandwidth_bytes_per_s
         sender = _senders(program.columns, message)
         nodes = {node: at for at, node in enumerate(sorted({device.node for device in cluster.devices}))}
-        taken = [(2 * nodes[node] + (way == "into"), s) for held in sums for (way, node), s in held.items()]
-        found = found._replace(
-            gates=gates,
-            slot=size / rate,
+        sum_links = [
+            (2 * nodes[node] + (way == "into"), s) for seconds in sums for (way, node), s in seconds.items()
+        ]
+        shared = shared._replace(
+            channel_links=gates,
+            message_link_s=size / rate,
             sender=sender,
-            links=2 * len(nodes),
-            first_gate=starts_of([len(held) for held in sums]),
-            sum_gates=np.array([gate for gate, _ in taken], np.int32),
-            sum_slots=np.array([seconds for _, seconds in taken], np.float64),
+            link_count=2 * len(nodes),
+            first_sum_link=starts_of([len(seconds) for seconds in sums]),
+            sum_links=np.array([gate for gate, _ in sum_links], np.int32),
+            sum_link_s=np.array([seconds for _, seconds in sum_links], np.float64),
         )
     if program.columns.treats_residuals and any(device.switch for device in cluster.devices):
-        found = _with_copies(found, program, costs, cluster)
-    return found
+        shared = _with_copies(shared, program, costs, cluster)
+    return shared
 
 
 def crosses(cluster: Cluster, a: int, b: int) -> bool:
     """Whether messages between two ranks go through the network links of their nodes."""
     one, other = cluster.devices[a], cluster.devices[b]
-    own = one.group is not None and one.group == other.group
-    return cluster.node_link is not None and one.node != other.node and not own
+    same_group = one.group is not None and one.group == other.group
+    return cluster.node_link is not None and one.node != other.node and not same_group
 
 
 def transfer_s(cluster: Cluster, a: int, b: int, size: int) -> float:
@@ -102,8 +104,8 @@ def copy_s(cost: StageCost, cluster: Cluster, rank: int) -> tuple[float, float]:
     return max(cost.offload_s, least), max(cost.reload_s, least)
 
 
-def _gates(cluster: Cluster, ends: Sequence[tuple[int, int]]) -> Ints:
-    """Per pipe: twice the node that it leaves, and twice the node that it enters plus 1."""
+def _channel_links(cluster: Cluster, ends: Sequence[tuple[int, int]]) -> Ints:
+    """Per channel: twice the node that it leaves, and twice the node that it enters plus 1."""
     nodes = {node: at for at, node in enumerate(sorted({device.node for device in cluster.devices}))}
     place = [nodes[device.node] for device in cluster.devices]
     rows = [(2 * place[a], 2 * place[b] + 1) if crosses(cluster, a, b) else (-1, -1) for a, b in ends]
@@ -117,7 +119,9 @@ def _senders(columns: Columns, message: Ints) -> Ints:
     return sender
 
 
-def _with_copies(found: Sharing, program: Program, costs: Sequence[StageCost], cluster: Cluster) -> Sharing:
+def _with_copies(
+    links: SharedLinks, program: Program, costs: Sequence[StageCost], cluster: Cluster
+) -> SharedLinks:
     columns, index = program.columns, program.action_index
     names = {name: at for at, name in enumerate(sorted(cluster.switches))}
     switches = [cluster.devices[rank].switch for rank in range(columns.ranks)]
@@ -133,7 +137,7 @@ def _with_copies(found: Sharing, program: Program, costs: Sequence[StageCost], c
             continue
         low, high = columns.offsets[rank : rank + 2].tolist()
         for lane, code in ((COPY_OUT, OFFLOAD_), (COPY_IN, RELOAD_)):
-            lanes[rank, lane] = found.links + COPY_LANES * names[switch] + lane
+            lanes[rank, lane] = links.link_count + COPY_LANES * names[switch] + lane
             row = low + np.flatnonzero(columns.kind[low:high] == code)
             first_copy[rank, lane] = row[0] if len(row) else -1
             next_copy[row[:-1]] = row[1:]
@@ -143,12 +147,12 @@ def _with_copies(found: Sharing, program: Program, costs: Sequence[StageCost], c
     for table, waiting in ((away, back), (back, user)):
         both = (table >= 0) & (waiting >= 0) & shared
         needs[waiting[both]] = table[both]
-    return found._replace(
+    return links._replace(
         home=np.array(program.placement, np.int32),
-        lanes=lanes,
-        copy_slot=slot,
+        copy_link=lanes,
+        copy_link_s=slot,
         first_copy=first_copy,
         next_copy=next_copy,
         needs=needs,
-        links=found.links + COPY_LANES * len(names),
+        link_count=links.link_count + COPY_LANES * len(names),
     )

@@ -16,13 +16,12 @@ from ..ir.schedule import Program
 from ..ir.stages import StageGraph
 from ..ir.timeline import Curves, Timeline
 from .all_reduce import all_reduce_s as all_reduce_s
-from .cap_waits import next_room
-from .event_array import Spans
+from .cap_waits import next_cap_waits
 from .event_loop import run, run_sharing
 from .layout import layout_of
 from .loop_state import Floats, Layout, new_state
-from .memory import Memory, memory_of
-from .send_buffers import held_longer
+from .memory import Memory, memory_of, with_held_sends
+from .timeline_events import SimulatedEvents
 
 
 def simulate(
@@ -33,7 +32,7 @@ def simulate(
     *,
     receive_ahead: int = 2,
     begin_s: Sequence[float] = (),
-    own_s: Mapping[Action, float] | None = None,
+    action_s: Mapping[Action, float] | None = None,
     caps: Sequence[int] = (),
     small_bytes: int | None = None,
 ) -> Timeline:
@@ -43,7 +42,7 @@ def simulate(
     costs: for each stage, on the device of its rank (see `StageCost.slowed`).
     receive_ahead: receives that a rank keeps posted for each rank that sends to it, each with a buffer.
     begin_s: when each rank starts, in seconds after time 0 of the timeline; all at 0 unless given.
-    own_s: seconds of single actions of the program, instead of what their stage's costs say.
+    action_s: seconds of single actions of the program, instead of what their stage's costs say.
     caps: bytes that each rank keeps, if it can, as the runtime does: an action that would pass them waits for
         OFFLOADs that its rank has come to and that have not ended, the oldest first. None unless given.
     small_bytes: how long senders hold messages: those up to this size until the end of the step, and others
@@ -78,17 +77,17 @@ def simulate(
         raise PlanError(f"{receive_ahead} receives posted ahead", hint="post at least 1")
     begin = _begin(begin_s, program.columns.ranks)
     check_shape(program, stages)
-    layout = layout_of(program, stages, costs, cluster, ahead=receive_ahead, own_s=own_s or {})
+    layout = layout_of(program, stages, costs, cluster, receive_ahead=receive_ahead, action_s=action_s or {})
     memory = _run(program, stages, costs, layout, begin)
     if len(caps) and OFFLOAD_ in program.columns.kind:
         runs = 1
-        while not np.array_equal(room := next_room(program, memory, caps, runs), layout.room):
-            if not len(layout.room) and (room < 0).all():
+        while not np.array_equal(waits := next_cap_waits(program, memory, caps, runs), layout.cap_wait):
+            if not len(layout.cap_wait) and (waits < 0).all():
                 break
-            layout, runs = layout._replace(room=room), runs + 1
+            layout, runs = layout._replace(cap_wait=waits), runs + 1
             memory = _run(program, stages, costs, layout, begin)
     if small_bytes is not None:
-        memory = held_longer(memory, small_bytes, caps)
+        memory = with_held_sends(memory, small_bytes, caps)
     state = memory.state
     peaks = memory.peaks()
     host_curve = memory.host_curve if program.columns.treats_residuals else None
@@ -97,12 +96,12 @@ def simulate(
         ranks=program.columns.ranks,
         peaks=peaks,
         pairs=tuple((str(first), str(second)) for first, second in program.pairs),
-        events=Spans(
+        events=SimulatedEvents(
             program.columns,
             [KINDS[kind].stream for kind in program.columns.kinds],
             (state.start, state.end, begin),
             layout.message,
-            (state.move_start, state.move_end),
+            (state.transfer_start, state.transfer_end),
         ),
         memory=Curves([sum(peak.values()) for peak in peaks], memory.curve, host_curve),
     )
@@ -112,8 +111,8 @@ def _run(
     program: Program, stages: StageGraph, costs: Sequence[StageCost], layout: Layout, begin: Floats
 ) -> Memory:
     state = new_state(layout, begin, starts=_needs_starts(program, layout))
-    (run_sharing if layout.sharing.links else run)(layout, state)
-    if not (state.at == layout.offsets[1:]).all():
+    (run_sharing if layout.shared.link_count else run)(layout, state)
+    if not (state.position == layout.offsets[1:]).all():
         check_program(program, stages)
         raise AssertionError("the simulator is stuck on a program that the checks let pass")
     return memory_of(program, stages, costs, layout, state, begin_s=begin)
@@ -122,7 +121,7 @@ def _run(
 def _needs_starts(program: Program, layout: Layout) -> bool:
     """Whether anything may start later than what is before it in its row ends."""
     lends = not {EVICT, FETCH}.isdisjoint(program.columns.kinds)
-    return lends or bool(len(layout.held) or len(layout.first_meet) or layout.stream.any())
+    return lends or bool(len(layout.blocks) or len(layout.first_meet) or layout.stream.any())
 
 
 def _refuse_caps(caps: Sequence[int], ranks: int) -> None:

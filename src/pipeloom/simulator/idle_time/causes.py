@@ -27,9 +27,8 @@ from ...ir.schedule import Program
 from ...ir.stages import StageGraph
 from ...ir.tied_gradients import reductions
 from ...ir.timeline import Timeline
-from .items import Ends, Item, Key
-from .link_occupancy import Holders
-from .timeline_index import Happened
+from .link_occupancy import LinkOccupancy
+from .timeline_index import Key, Span, SpansByEnd, TimelineIndex
 
 COPIES = {kind: row.stream for kind, row in KINDS.items() if row.stream in ("d2h", "h2d")}
 """Kind -> the stream that it runs on."""
@@ -51,13 +50,13 @@ class Causes:
     ) -> None:
         """cluster: where it ran, to know of links that several ranks share."""
         self._flow = flow_of(stages)
-        self._causes: dict[Item, Item | None] = {}
-        self._roots: dict[Item, Item | None] = {}
+        self._causes: dict[Span, Span | None] = {}
+        self._roots: dict[Span, Span | None] = {}
         self._read: dict[str, Action | None] = {}
-        self._messages: dict[tuple[str, Item], Item | None] = {}
+        self._messages: dict[tuple[str, Span], Span | None] = {}
         self._read_program(program, stages)
-        found = Happened(timeline)
-        self._holders = Holders(program, found, stages, self._flow, cluster) if cluster else None
+        found = TimelineIndex(timeline)
+        self._holders = LinkOccupancy(program, found, stages, self._flow, cluster) if cluster else None
         self._read_timeline(found)
 
     def _read_program(self, program: Program, stages: StageGraph) -> None:
@@ -115,31 +114,31 @@ class Causes:
             for row in reductions(stages, program.placement)
         ]
 
-    def _read_timeline(self, found: Happened) -> None:
+    def _read_timeline(self, found: TimelineIndex) -> None:
         self.rows, self._made = found.rows, found.made
         self._moved, self._waited, self._sums = found.moved, found.waited, found.sums
-        self._computed = [Ends(row) for row in self.rows]
-        self._copied = [Ends(row) for row in found.beside]
+        self._computed = [SpansByEnd(row) for row in self.rows]
+        self._copied = [SpansByEnd(row) for row in found.beside]
         self.busy_s = [sum(i.end_s - i.start_s for i in row) for row in self.rows]
-        self._copies: dict[Key, Item] = {}
+        self._copies: dict[Key, Span] = {}
         """What is copied to the host and back; beside other copies, each stream on its own."""
-        lanes: dict[tuple[int, str], list[Item]] = defaultdict(list)
+        lanes: dict[tuple[int, str], list[Span]] = defaultdict(list)
         for (text, turn), (rank, stream, times) in found.away.items():
             issuer = self._made.get((self._issuer.get(text, ""), turn))
-            item = Item("copy", rank, text, turn, *times, issuer.place + 1 if issuer else 0)
+            item = Span("copy", rank, text, turn, *times, issuer.place + 1 if issuer else 0)
             self._copies[text, turn] = item
             lanes[rank, stream].append(item)
-        self._lanes = {lane: Ends(items) for lane, items in lanes.items()}
+        self._lanes = {lane: SpansByEnd(items) for lane, items in lanes.items()}
 
     @cached_property
-    def _arrived(self) -> list[Ends]:
+    def _arrived(self) -> list[SpansByEnd]:
         """Messages by the rank that they go to; few timelines ask for them."""
-        found: list[list[Item]] = [[] for _ in self.rows]
+        found: list[list[Span]] = [[] for _ in self.rows]
         for text, turn in self._moved:
             user = self._made.get((self._user.get(text, ""), turn))
             if user and (item := self.message(text, user)):
                 found[user.rank].append(item)
-        return [Ends(row) for row in found]
+        return [SpansByEnd(row) for row in found]
 
     def _action(self, text: str) -> Action | None:
         if text not in self._read:
@@ -155,11 +154,11 @@ class Causes:
             )
         return self._read[text]
 
-    def before(self, item: Item) -> Item | None:
+    def before(self, item: Span) -> Span | None:
         """The compute action before this one on its rank."""
         return self.rows[item.rank][item.place - 1] if item.place else None
 
-    def cause(self, item: Item) -> Item | None:
+    def cause(self, item: Span) -> Span | None:
         """What ended last of all that an item waited for; None if it waited for nothing.
 
         Where an action's rank became free just as its message came, the rank is the cause.
@@ -168,7 +167,7 @@ class Causes:
             self._causes[item] = self._find_cause(item)
         return self._causes[item]
 
-    def _find_cause(self, item: Item) -> Item | None:
+    def _find_cause(self, item: Span) -> Span | None:
         if item.kind == "compute":
             found = list(self._needs(item))
         elif item.kind == "transfer":
@@ -183,7 +182,7 @@ class Causes:
             found = [i for i in (self._computed[item.rank].until(item.start_s),) if i]
         return max(found, key=lambda i: i.end_s, default=None)
 
-    def _needs(self, item: Item) -> Iterator[Item]:
+    def _needs(self, item: Span) -> Iterator[Span]:
         previous = self.before(item)
         if previous is not None:
             yield previous
@@ -204,23 +203,23 @@ class Causes:
             yield copy
         yield from self._room(item)
 
-    def _room(self, item: Item) -> Iterator[Item]:
+    def _room(self, item: Span) -> Iterator[Span]:
         """The OFFLOAD that ended last before an action or a RELOAD: it may have waited for the room."""
         lane = self._lanes.get((item.rank, COPIES[OFFLOAD]))
         if lane and (away := lane.until(item.start_s)):
             yield away
 
-    def _copy(self, kind: Kind, of: Action, turn: int) -> Item | None:
+    def _copy(self, kind: Kind, of: Action, turn: int) -> Span | None:
         return self._copies.get((str(replace(of, kind=kind)), turn))
 
-    def _reload(self, action: Action, turn: int) -> Item | None:
+    def _reload(self, action: Action, turn: int) -> Span | None:
         """The copy that a RECOMPUTE waits for, or a backward where nothing is recomputed."""
         again = str(replace(action, kind=RECOMPUTE)) in self._actions
         if action.kind not in ((RECOMPUTE,) if again else (B, I)):
             return None
         return self._copy(RELOAD, action, turn)
 
-    def _issued(self, copy: Item) -> Iterator[Item]:
+    def _issued(self, copy: Span) -> Iterator[Span]:
         """What a copy to the host or back waits for: its rank, its stream, and of a RELOAD its OFFLOAD."""
         action = parse_action(copy.action)
         if issuer := self._made.get((self._issuer[copy.action], copy.turn)):
@@ -233,7 +232,7 @@ class Causes:
         if earlier := self._lanes[copy.rank, COPIES[action.kind]].until(copy.start_s):
             yield earlier
 
-    def message(self, text: str, user: Item) -> Item | None:
+    def message(self, text: str, user: Span) -> Span | None:
         """A message, by the text of its SEND, on its way to `user`; None if the timeline does not have it.
 
         A run notes when its receiver waited for it, but not when it moved: it is then taken to be on its
@@ -244,7 +243,7 @@ class Causes:
             self._messages[text, user] = self._message(text, user)
         return self._messages[text, user]
 
-    def _message(self, text: str, user: Item) -> Item | None:
+    def _message(self, text: str, user: Span) -> Span | None:
         turn = user.turn
         made = self._made.get((self._maker.get(text, ""), turn))
         if made is None:
@@ -255,13 +254,13 @@ class Causes:
         elif (waited := self._waited.get((self._received[text], turn))) is not None:
             end_s = waited[1]
             start_s = min(max(made.end_s, waited[0]), end_s)
-        return Item("transfer", made.rank, text, turn, start_s, end_s, user.place, user.rank)
+        return Span("transfer", made.rank, text, turn, start_s, end_s, user.place, user.rank)
 
-    def maker(self, message: Item) -> Item:
+    def maker(self, message: Span) -> Span:
         """The action that made a message."""
         return self._made[self._maker[message.action], message.turn]
 
-    def _held_up(self, message: Item) -> Iterator[Item]:
+    def _held_up(self, message: Span) -> Iterator[Span]:
         maker = self.maker(message)
         yield maker
         latest_s = maker.end_s
@@ -288,7 +287,7 @@ class Causes:
             if moved and (e := self._holders.summing(key, message.start_s)):
                 yield replace(self._summed(e, message.place, message.start_s), waiting=message.action)
 
-    def _holder(self, item: Item, since_s: float) -> Item | None:
+    def _holder(self, item: Span, since_s: float) -> Span | None:
         """What held a shared link that a message or a copy waited for from `since_s` on."""
         if self._holders is None:
             return None
@@ -301,7 +300,7 @@ class Causes:
             held = self.message(text, user)
         return None if held is None else replace(held, end_s=until_s, waiting=item.action)
 
-    def _reduction(self, item: Item) -> Iterator[Item]:
+    def _reduction(self, item: Span) -> Iterator[Span]:
         """The sum over ranks before a STEP: from when the last of its ranks came to it."""
         previous = self.before(item)
         begin_s = previous.end_s if previous else 0.0
@@ -310,16 +309,16 @@ class Causes:
                 yield self._summed(e, item.place, e.end_s)
                 return
 
-    def _summed(self, e: Item, place: int, end_s: float) -> Item:
+    def _summed(self, e: Span, place: int, end_s: float) -> Span:
         """A sum over ranks up to `end_s`, from when the last of its ranks came to it."""
         came = [i.end_s for r in self._peers(e) if (i := self._computed[r].until(end_s))]
         return replace(e, place=place, start_s=min(max(came, default=e.start_s), end_s), end_s=end_s)
 
-    def _peers(self, sum_up: Item) -> Sequence[int]:
+    def _peers(self, sum_up: Span) -> Sequence[int]:
         """The ranks of a REDUCE; all of them for any other sum, such as that of the gradients' norm."""
         return self._partners[sum_up.rank] if REDUCE in sum_up.action else range(len(self.rows))
 
-    def data(self, item: Item, earlier: Item) -> bool:
+    def data(self, item: Span, earlier: Span) -> bool:
         """Whether an action, or a copy, needs what an earlier one of its rank made."""
         one, other = self._action(item.action), self._action(earlier.action)
         if one is None or other is None or item.turn != earlier.turn:
@@ -329,14 +328,14 @@ class Causes:
             return ON_RESIDUALS.index(other.kind) < ON_RESIDUALS.index(one.kind)
         return any(made in needs(one, self._flow) for made in produces(other))
 
-    def root(self, item: Item) -> Item | None:
+    def root(self, item: Span) -> Span | None:
         """Follow back until something could have begun earlier but for its rank, or its link, being busy.
 
         Returns: what its rank or link was busy with; None at the beginning of the step.
         """
-        passed: list[Item] = []
-        now: Item | None = item
-        root: Item | None = None
+        passed: list[Span] = []
+        now: Span | None = item
+        root: Span | None = None
         while now is not None:
             if now in self._roots:
                 root = self._roots[now]
@@ -350,7 +349,7 @@ class Causes:
         self._roots.update(dict.fromkeys(passed, root))
         return root
 
-    def _busy(self, item: Item, cause: Item) -> bool:
+    def _busy(self, item: Span, cause: Span) -> bool:
         if item.kind == "transfer":
             own = cause.kind == "compute" and cause.rank == item.to_rank != item.rank
             return own or cause.kind == "transfer"
@@ -359,7 +358,7 @@ class Causes:
             return placed and cause.kind in ("compute", "copy") and not self.data(item, cause)
         return item.kind == cause.kind == "compute" and not self.data(item, cause)
 
-    def back(self, item: Item | None, at_s: float) -> Iterator[tuple[Item, float, float, bool]]:
+    def back(self, item: Span | None, at_s: float) -> Iterator[tuple[Span, float, float, bool]]:
         """What led to `item`, which ends at `at_s`: pieces without a hole, the latest first, down to 0.
 
         Yields: an item, its piece's start and end, and whether that is the item itself; if not, it is time
@@ -376,7 +375,7 @@ class Causes:
                 yield item, end_s, start_s, False
             at_s, item = end_s, earlier
 
-    def path(self, item: Item, at_s: float) -> Iterator[PathStep]:
+    def path(self, item: Span, at_s: float) -> Iterator[PathStep]:
         """The same as pieces of a critical path."""
         for i, start_s, end_s, itself in self.back(item, at_s):
             yield PathStep(
@@ -389,7 +388,7 @@ class Causes:
                 waiting=i.waiting if itself else "",
             )
 
-    def last(self) -> Item | None:
+    def last(self) -> Span | None:
         """The compute action that ends last; of several, one that took time."""
         ends = [row[-1] for row in self.rows if row]
         return max(ends, key=lambda i: (i.end_s, i.end_s - i.start_s), default=None)

@@ -21,11 +21,10 @@ from ...ir.flow import Flow
 from ...ir.schedule import Program
 from ...ir.stages import StageGraph
 from ...ir.tied_gradients import reductions
-from ..all_reduce import held_s
+from ..all_reduce import link_seconds
 from ..layout import message_bytes
 from ..shared_links import crosses
-from .items import Item, Key
-from .timeline_index import COPY_STREAMS, Happened, Times
+from .timeline_index import COPY_STREAMS, Key, Span, TimelineIndex, Times
 
 Link: TypeAlias = tuple[str, int | str]
 """("out of" or "into", a node); or (a copy stream, a switch)."""
@@ -33,11 +32,11 @@ Served: TypeAlias = tuple[list[Times], list[Key]]
 """What a link served, in order: from when until when it held the link at most, and what it was."""
 
 
-class Holders:
+class LinkOccupancy:
     """Looks up what held a link. Takes time in proportion to what goes through shared links to make."""
 
     def __init__(
-        self, program: Program, found: Happened, stages: StageGraph, flow: Flow, cluster: Cluster
+        self, program: Program, found: TimelineIndex, stages: StageGraph, flow: Flow, cluster: Cluster
     ) -> None:
         self._links: dict[str, tuple[Link, ...]] = {}
         """Message -> the shared links that it goes through."""
@@ -60,12 +59,12 @@ class Holders:
             entries.sort(key=lambda entry: entry[0])
             self._served[link] = [times for times, _ in entries], [key for _, key in entries]
 
-        self._sums: list[tuple[Item, set[Link]]] = []
+        self._sums: list[tuple[Span, set[Link]]] = []
         """What sums over ranks there were, with the links that they go through."""
         for row, items in zip(reductions(stages, program.placement), found.sums, strict=False):
             links: set[Link] = set()
             for tie in row:
-                links |= held_s(1, tie.ranks, cluster, all_ranks=program.columns.ranks).keys()
+                links |= link_seconds(1, tie.ranks, cluster, all_ranks=program.columns.ranks).keys()
             self._sums += [(item, links) for item in items if links and REDUCE in item.action]
 
     def _read_routes(self, program: Program, stages: StageGraph, flow: Flow, cluster: Cluster) -> None:
@@ -84,7 +83,7 @@ class Holders:
             self._links[text] = ("out of", a), ("into", b)
             self._held[text] = float(held[route])
 
-    def summing(self, key: Key, start_s: float) -> Item | None:
+    def summing(self, key: Key, start_s: float) -> Span | None:
         """A sum over ranks that went on until a message began, or longer, and goes through a link of it."""
         links = self._links.get(key[0], ())
         for item, held in self._sums if links else ():

@@ -2,19 +2,65 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
-from typing import TypeAlias
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 from ...ir.timeline import Timeline
-from ..event_array import Listed, Spans
-from .items import Item, Key
+from ..timeline_events import EventLists, SimulatedEvents
+
+# Items: what took time in a step, and looking them up by when they ended.
+
+Key: TypeAlias = tuple[str, int]
+"""(an instruction's text, how often it came before): a step may run a program several times."""
+
+
+@dataclass(slots=True, eq=False)  # looked up very often, and each is made once; not frozen, as that is slow
+class Span:
+    """Something that took time: an action, a message on its way, a sum over ranks, a copy.
+
+    place: which of its rank's compute actions it is; of a message, the place of the action that waits; of a
+        copy, how many compute actions stand in front of it.
+    waiting: of something that holds a shared link, the message or copy that waits for it; then it ends when
+        it lets go of the link.
+    """
+
+    kind: Literal["compute", "transfer", "reduce", "copy"]
+    rank: int
+    action: str
+    turn: int
+    start_s: float
+    end_s: float
+    place: int
+    to_rank: int = -1
+    waiting: str = ""
+
+
+class SpansByEnd:
+    """Items to be found by their end."""
+
+    def __init__(self, items: Iterable[Span]) -> None:
+        self._items = sorted(items, key=lambda i: i.end_s)
+        self._ends = [i.end_s for i in self._items]
+
+    def until(self, at_s: float, *, most: int | None = None) -> Span | None:
+        """The last one that took time and ended by `at_s`; `most`: of the first so many."""
+        place = bisect_right(self._ends, at_s, hi=most)
+        while place:
+            place -= 1
+            if self._items[place].end_s > self._items[place].start_s:
+                return self._items[place]
+        return None
+
 
 COPY_STREAMS = ("d2h", "h2d")
 Times: TypeAlias = tuple[float, float]
 """Start and end in seconds."""
 
 
-class Happened:
+class TimelineIndex:
     """A timeline read once.
 
     rows: per rank its compute actions in order.  made: the same by text and turn.
@@ -24,14 +70,14 @@ class Happened:
     """
 
     def __init__(self, timeline: Timeline) -> None:
-        self.rows: list[list[Item]] = [[] for _ in range(timeline.ranks)]
-        self.made: dict[Key, Item] = {}
+        self.rows: list[list[Span]] = [[] for _ in range(timeline.ranks)]
+        self.made: dict[Key, Span] = {}
         self.moved: dict[Key, Times] = {}
         self.waited: dict[Key, Times] = {}
         self.away: dict[Key, tuple[int, str, Times]] = {}
-        self.beside: list[list[Item]] = [[] for _ in range(timeline.ranks)]
-        self.sums: list[list[Item]] = [[] for _ in range(timeline.ranks)]
-        once = isinstance(timeline.events, Spans)  # the simulator runs each instruction once
+        self.beside: list[list[Span]] = [[] for _ in range(timeline.ranks)]
+        self.sums: list[list[Span]] = [[] for _ in range(timeline.ranks)]
+        once = isinstance(timeline.events, SimulatedEvents)  # the simulator runs each instruction once
         turns: Counter[tuple[str, int, str]] = Counter()
         for stream, rank, text, start_s, end_s in zip(*_listed(timeline), strict=True):
             turn = 0
@@ -40,26 +86,26 @@ class Happened:
                 turns[stream, rank, text] += 1
             if stream == "compute":
                 row = self.rows[rank]
-                self.made[text, turn] = item = Item("compute", rank, text, turn, start_s, end_s, len(row))
+                self.made[text, turn] = item = Span("compute", rank, text, turn, start_s, end_s, len(row))
                 row.append(item)
             elif stream == "send" and "SEND" in text:
                 self.moved[text, turn] = start_s, end_s
             elif stream in COPY_STREAMS:
                 self.away[text, turn] = rank, stream, (start_s, end_s)
             elif stream in ("send", "host"):
-                self.beside[rank].append(Item("copy", rank, text, 0, start_s, end_s, 0))
+                self.beside[rank].append(Span("copy", rank, text, 0, start_s, end_s, 0))
             elif "RECV" in text:
                 self.waited[text, turn] = start_s, end_s
             elif text not in ("END", "ROOM"):
-                self.sums[rank].append(Item("reduce", rank, text, 0, start_s, end_s, 0))
+                self.sums[rank].append(Span("reduce", rank, text, 0, start_s, end_s, 0))
 
 
-def _listed(timeline: Timeline) -> Listed:
+def _listed(timeline: Timeline) -> EventLists:
     events = timeline.events
-    if isinstance(events, Spans):
+    if isinstance(events, SimulatedEvents):
         return events.listed()
     found = sorted(events, key=lambda e: (e.start_s, e.end_s))
-    return Listed(
+    return EventLists(
         streams=[e.stream for e in found],
         ranks=[e.rank for e in found],
         actions=[e.action for e in found],

@@ -16,7 +16,7 @@ from ..ir.timeline import Event, Totals
 Floats = NDArray[np.float64]
 
 
-class Listed(NamedTuple):
+class EventLists(NamedTuple):
     """Events by start, one list for each of their fields. Times in seconds."""
 
     streams: list[str]
@@ -26,7 +26,7 @@ class Listed(NamedTuple):
     ends: list[float]
 
 
-class Spans(Sequence[Event]):
+class SimulatedEvents(Sequence[Event]):
     """Events of a program, by start.
 
     stream: by kind of the columns, the name of the stream it runs on.
@@ -70,7 +70,7 @@ class Spans(Sequence[Event]):
         sends: Bools = (kind == SEND_F_) | (kind == SEND_B_)
         return sends
 
-    def listed(self) -> Listed:
+    def listed(self) -> EventLists:
         """All events as lists, without an object for each."""
         columns, shown = self._columns, self._shown
         start, end = self._start.copy(), self._end.copy()
@@ -78,7 +78,7 @@ class Spans(Sequence[Event]):
         start[sends], end[sends] = (moves[self._message[sends]] for moves in self._moves)
         order = shown[np.argsort(start[shown], kind="stable")]
         ranks = np.searchsorted(columns.offsets, order, side="right") - 1
-        return Listed(
+        return EventLists(
             streams=[self._stream[code] for code in columns.kind[order].tolist()],
             ranks=ranks.tolist(),
             actions=columns.texts(order),
@@ -119,7 +119,7 @@ class Spans(Sequence[Event]):
         return self._events[at]
 
     def __eq__(self, other: object) -> bool:
-        return tuple(self) == tuple(other) if isinstance(other, Spans | tuple) else NotImplemented
+        return tuple(self) == tuple(other) if isinstance(other, SimulatedEvents | tuple) else NotImplemented
 
     def __hash__(self) -> int:
         return hash(self._events)

@@ -16,13 +16,13 @@ from ...ir.schedule import Program
 from ...ir.stages import StageGraph
 from ...ir.timeline import Timeline
 from .causes import Causes
-from .items import Item
+from .timeline_index import Span
 
 MORE = 1e-9
 """A rank has more work than another if it has more by this share."""
 
 
-def explain(
+def explain_idle_time(
     program: Program, timeline: Timeline, stages: StageGraph, cluster: Cluster | None = None
 ) -> Explanation:
     """Give each moment in which a rank computes nothing a reason, and find the critical path.
@@ -39,10 +39,10 @@ def explain(
     >>> at = ((0, "0F0", 0, 1), (1, "1F0", 1, 2), (1, "1B0", 2, 4), (0, "0B0", 4, 6))
     >>> events = [Event(rank=r, stream="compute", action=a, start_s=s, end_s=e) for r, a, s, e in at]
     >>> timeline = Timeline(source="predicted", ranks=2, events=tuple(events))
-    >>> found = explain(parse_program(1, (0, 1), rows), timeline, chain(2))
-    >>> found.by_reason
+    >>> explanation = explain_idle_time(parse_program(1, (0, 1), rows), timeline, chain(2))
+    >>> explanation.by_reason
     {'fill': 3.0, 'drain': 2.0, 'warm-up': 1.0}
-    >>> [step.action for step in found.path]
+    >>> [step.action for step in explanation.path]
     ['0F0', '1F0', '1B0', '0B0']
     """
     causes = Causes(program, timeline, stages, cluster)
@@ -60,7 +60,7 @@ def explain(
     )
 
 
-def _idle(causes: Causes, rank: int, step_s: float, last: Item | None) -> Iterator[Idle]:
+def _idle(causes: Causes, rank: int, step_s: float, last: Span | None) -> Iterator[Idle]:
     """All idle time of one rank, in order."""
     budget_s = max(causes.busy_s) - causes.busy_s[rank]
     now_s = 0.0
@@ -82,7 +82,7 @@ def _idle(causes: Causes, rank: int, step_s: float, last: Item | None) -> Iterat
         yield Idle(rank=rank, start_s=now_s, end_s=step_s, reason="drain", waits_for=other, on_rank=on_rank)
 
 
-def _wait(causes: Causes, item: Item, since_s: float) -> list[Idle]:
+def _wait(causes: Causes, item: Span, since_s: float) -> list[Idle]:
     """The wait of a rank from `since_s` until `item` begins, cut where the reason changes."""
     cause = causes.cause(item)
     waits_for, on_rank = "", -1
@@ -92,7 +92,7 @@ def _wait(causes: Causes, item: Item, since_s: float) -> list[Idle]:
     elif cause is not None and (cause.rank != item.rank or cause.kind == "copy"):
         waits_for, on_rank = cause.action, cause.rank
 
-    def piece(start_s: float, end_s: float, reason: Reason, root: Item | None = None) -> Idle:
+    def piece(start_s: float, end_s: float, reason: Reason, root: Span | None = None) -> Idle:
         text, rank, waiting = ("", -1, "") if root is None else (root.action, root.rank, root.waiting)
         return Idle(
             rank=item.rank,
@@ -133,7 +133,7 @@ def _wait(causes: Causes, item: Item, since_s: float) -> list[Idle]:
     return pieces[::-1]
 
 
-def _reason(causes: Causes, item: Item, root: Item | None) -> Reason:
+def _reason(causes: Causes, item: Span, root: Span | None) -> Reason:
     if root is None:
         return "fill"
     if root.waiting:

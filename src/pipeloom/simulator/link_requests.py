@@ -1,0 +1,211 @@
+"""Requests for links that several share: a heap, served one by one, the earliest first.
+
+Who gets a link depends on who asks first, on whatever rank. A channel requests the two links of its next
+message, a lane of a rank the link of its next copy, and a sum over ranks all of its links, from when it could
+move or begin. Only when every rank waits or has ended is the earliest request served: all that is requested
+later follows from it, so it cannot be for an earlier time.
+
+    rank 0   F  SEND ---.                              link out of node 0
+    rank 1   F  F  SEND -+-> heap of (time, entry) -->  |0's message|1's message|
+                          served by time, then entry
+"""
+
+from __future__ import annotations
+
+from ..ir.columns import RELOAD_, SEND_B_, SEND_F_
+from ..ir.kernels import kernel
+from .loop_state import (
+    COPY_IN,
+    COPY_LANES,
+    COPY_OUT,
+    MOVED,
+    POSTED,
+    SENT,
+    Layout,
+    State,
+    wake,
+    wake_all_reduce,
+)
+
+
+@kernel
+def _goes_first(time: float, entry: int, other_time: float, other_entry: int) -> bool:
+    """Whether one request goes before another: by time, then by entry."""
+    return bool(time < other_time or (time == other_time and entry < other_entry))
+
+
+@kernel
+def request(s: State, time: float, entry: int) -> None:
+    """Add a request to the heap."""
+    times, entries, at = s.requests.time, s.requests.entry, s.requests.size[0]
+    s.requests.size[0] += 1
+    while at and _goes_first(time, entry, times[(at - 1) // 2], entries[(at - 1) // 2]):
+        times[at], entries[at] = times[(at - 1) // 2], entries[(at - 1) // 2]
+        at = (at - 1) // 2
+    times[at], entries[at] = time, entry
+
+
+@kernel
+def _drop_first(s: State) -> None:
+    """Take the earliest request from the heap."""
+    s.requests.size[0] -= 1
+    times, entries, size, at = s.requests.time, s.requests.entry, s.requests.size[0], 0
+    time, entry = times[size], entries[size]
+    while 2 * at + 1 < size:
+        child = 2 * at + 1
+        if child + 1 < size and _goes_first(
+            times[child + 1], entries[child + 1], times[child], entries[child]
+        ):
+            child += 1
+        if not _goes_first(times[child], entries[child], time, entry):
+            break
+        times[at], entries[at] = times[child], entries[child]
+        at = child
+    times[at], entries[at] = time, entry
+
+
+@kernel
+def mark_pending(s: State, number: int) -> None:
+    """Remember a channel, or behind all channels a lane of a rank: something has come to it."""
+    if not s.requests.is_pending[number]:
+        s.requests.is_pending[number] = True
+        s.requests.pending[s.requests.size[1]] = number
+        s.requests.size[1] += 1
+
+
+@kernel
+def issue_copy(p: Layout, s: State, rank: int, entry: int, clock: float) -> bool:
+    """Note that a rank has come to a copy; false if its link is its own."""
+    lane = COPY_IN if p.kind[entry] == RELOAD_ else COPY_OUT
+    if not len(p.shared.copy_link) or p.shared.copy_link[rank, lane] < 0:
+        return False
+    s.requests.issued[entry] = clock
+    mark_pending(s, len(p.target) + COPY_LANES * rank + lane)
+    return True
+
+
+@kernel
+def reload_known(p: Layout, s: State, rank: int, entry: int) -> bool:
+    """Whether the RELOAD that an action waits for has its times."""
+    needed = p.shared.needs[entry]
+    if needed < 0 or s.requests.copied[needed]:
+        return True
+    s.requests.awaited[rank] = needed
+    return False
+
+
+@kernel
+def offload_known(p: Layout, s: State, rank: int, away: int) -> bool:
+    """Whether the OFFLOAD whose room an action needs has its times."""
+    if not len(p.shared.copy_link) or p.shared.copy_link[rank, COPY_OUT] < 0 or s.requests.copied[away]:
+        return True
+    s.requests.awaited[rank] = away
+    return False
+
+
+@kernel
+def all_copies_known(s: State, rank: int) -> bool:
+    """Whether all copies of a rank have their times."""
+    if s.requests.head[rank, COPY_OUT] < 0 and s.requests.head[rank, COPY_IN] < 0:
+        return True
+    s.requests.awaited[rank] = -2
+    return False
+
+
+@kernel
+def request_links(p: Layout, s: State) -> None:
+    """Let what has come to channels and lanes ask for links, as far as it could move or begin."""
+    channels = len(p.target)
+    while s.requests.size[1]:
+        s.requests.size[1] -= 1
+        number = s.requests.pending[s.requests.size[1]]
+        s.requests.is_pending[number] = False
+        if s.requests.requested[number]:
+            continue
+        time, entry = 0.0, -1
+        if number < channels:
+            moved = s.counts[number, MOVED]
+            if moved < min(s.counts[number, SENT], s.counts[number, POSTED]):
+                message = p.first_message[number] + moved
+                time = max(s.transfer_start[message], s.transfer_end[message], s.channel_free[number])
+                entry = p.shared.sender[message]
+        else:
+            rank, lane = divmod(number - channels, COPY_LANES)
+            head = s.requests.head[rank, lane]
+            if head >= 0 and s.requests.issued[head] >= 0:
+                needed = p.shared.needs[head]
+                if needed < 0 or s.requests.copied[needed]:
+                    free = s.stream_free[rank, p.stream[p.kind[head]]]
+                    time = max(s.requests.issued[head], free, s.start[head])
+                    entry = head
+        if entry >= 0:
+            s.requests.requested[number] = True
+            request(s, time, entry)
+
+
+@kernel
+def serve_earliest(p: Layout, s: State) -> None:
+    """Give the earliest request its links, as soon as they are free."""
+    time, entry = s.requests.time[0], s.requests.entry[0]
+    _drop_first(s)
+    if entry >= len(p.kind):
+        _serve_sum(p, s, entry - len(p.kind), time)
+        return
+    code = p.kind[entry]
+    if code == SEND_F_ or code == SEND_B_:
+        message = p.message[entry]
+        route = p.route[message]
+        channel = p.channel[route]
+        leaves, enters = p.shared.channel_links[channel, 0], p.shared.channel_links[channel, 1]
+        begin = max(time, s.requests.link_free[leaves], s.requests.link_free[enters])
+        s.requests.link_free[leaves] = s.requests.link_free[enters] = begin + p.shared.message_link_s[route]
+        s.transfer_start[message], s.transfer_end[message] = begin, begin + p.seconds[route]
+        s.channel_free[channel] = s.transfer_end[message]
+        s.counts[channel, MOVED] += 1
+        target = p.target[channel]
+        if s.awaited[target] == message:
+            s.awaited[target] = -1
+            wake(s, target)
+        s.requests.requested[channel] = False
+        mark_pending(s, channel)
+    else:
+        _serve_copy(p, s, entry, time)
+
+
+@kernel
+def _serve_sum(p: Layout, s: State, number: int, time: float) -> None:
+    """Begin a sum as soon as all links that it goes through are free."""
+    low, high = p.shared.first_sum_link[number], p.shared.first_sum_link[number + 1]
+    begin = time
+    for at in range(low, high):
+        begin = max(begin, s.requests.link_free[p.shared.sum_links[at]])
+    for at in range(low, high):
+        s.requests.link_free[p.shared.sum_links[at]] = begin + p.shared.sum_link_s[at]
+    s.sum_start[number] = begin
+    s.sum_arrived[number] += 1
+    wake_all_reduce(s, number)
+
+
+@kernel
+def _serve_copy(p: Layout, s: State, entry: int, time: float) -> None:
+    """Copy residuals as soon as the link is free, from when it was asked for."""
+    code, stage = p.kind[entry], p.stage[entry]
+    rank = p.shared.home[stage]
+    lane = COPY_IN if code == RELOAD_ else COPY_OUT
+    link = p.shared.copy_link[rank, lane]
+    begin = max(time, s.requests.link_free[link])
+    s.requests.link_free[link] = begin + p.shared.copy_link_s[stage, lane]
+    end = begin + (p.entry_duration[entry] if len(p.entry_duration) else p.duration[stage, code])
+    s.start[entry], s.end[entry] = begin, end
+    s.stream_free[rank, p.stream[code]] = end
+    s.requests.copied[entry] = True
+    if p.blocks[entry] >= 0:
+        s.start[p.blocks[entry]] = max(s.start[p.blocks[entry]], end)
+    s.requests.head[rank, lane] = p.shared.next_copy[entry]
+    number = len(p.target) + COPY_LANES * rank
+    s.requests.requested[number + lane] = False
+    for other in range(COPY_LANES):  # a RELOAD may have waited for this OFFLOAD
+        mark_pending(s, number + other)
+    if s.requests.awaited[rank] == entry or s.requests.awaited[rank] == -2:
+        s.requests.awaited[rank] = -1
+        wake(s, rank)
