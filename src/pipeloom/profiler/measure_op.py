@@ -15,8 +15,8 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from ..tracer import tensors_of
 from .op_arguments import call_node
 
 _weak: Any = StorageWeakRef  # carries no types
@@ -124,7 +124,7 @@ def measure_op(
         # As when a stage is traced: dropout keeps a mask of bytes, not of numbers.
         with enable_python_dispatcher():
             results, scratch = _scratch(timer.device, lambda: call_node(node, arguments))
-    outputs = _tensors(results)
+    outputs = tensors_of(results)
     if _shares_storage(outputs, tensors):
         forward = 0.0  # a view: nothing is computed
     saved_args, saved_outputs, extra = _identify(saved, tensors, outputs)
@@ -150,7 +150,7 @@ def measure_op(
         return max(0.0, timer(backward(targets), budget_s / 3) - overhead_s) if targets else 0.0
 
     gradients, backward_scratch = _scratch(timer.device, backward([*values, *weights]))
-    computed = [t for t in _tensors(gradients) if not _shares_storage([t], grads)]
+    computed = [t for t in tensors_of(gradients) if not _shares_storage([t], grads)]
     learning = [i for role in ("value", "weight") for i, actual in enumerate(roles) if actual == role]
     passed = tuple(i for i, t in zip(learning, gradients, strict=True) if _shares_storage(t, grads))
     of_values = seconds(values) if computed else 0.0
@@ -168,17 +168,13 @@ def measure_op(
     )
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-
-
 def _storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
 def _shares_storage(results: Any, tensors: Iterable[Tensor]) -> bool:
     storages = {_storage(t) for t in tensors}
-    return any(_storage(t) in storages for t in _tensors(results))
+    return any(_storage(t) in storages for t in tensors_of(results))
 
 
 def _identify(
@@ -204,9 +200,9 @@ class _AliveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        inputs = {_storage(t) for t in _tensors((args, kwargs))}
+        inputs = {_storage(t) for t in tensors_of((args, kwargs))}
         results = func(*args, **(kwargs or {}))
-        for tensor in _tensors(results):
+        for tensor in tensors_of(results):
             storage = tensor.untyped_storage()
             if storage._cdata not in inputs and storage._cdata not in self.alive:
                 self.alive[storage._cdata] = (_weak(storage), storage.nbytes())

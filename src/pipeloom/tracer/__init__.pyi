@@ -31,4 +31,5 @@ from .stage.functions import (
     activation_bytes as activation_bytes,
 )
 from .stage.trace import stage_functions as stage_functions
+from .tensors import tensors_of as tensors_of
 from .tracing_lock import one_thread_at_a_time as one_thread_at_a_time

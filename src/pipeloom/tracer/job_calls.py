@@ -1,8 +1,9 @@
-"""What pipeloom calls of a job: its batches, and its model together with its loss."""
+"""What pipeloom calls of a job: its batches, and its model, together with its loss or in evaluation mode."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,6 +23,18 @@ def sample_batch(job: Job, seed: int, rows: int) -> dict[str, Tensor]:
     """
     with torch.random.fork_rng(devices=[]):
         return job.batch(seed, rows)
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """`model.eval()`; afterwards each module has the mode that it had."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 class ModelWithLoss(nn.Module):

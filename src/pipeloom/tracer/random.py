@@ -58,13 +58,20 @@ def end_random() -> None:
     TRACING_LOCK.release()
 
 
-def call_seeded(seed: int, call: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run one random call. See `seed_draws`."""
+@contextmanager
+def seeded(seed: int, call: str) -> Iterator[None]:
+    """Random numbers in the block depend on the seed and the call's name only."""
     seed_random(seed, call)
     try:
-        return function(*args, **kwargs)
+        yield
     finally:
         end_random()
+
+
+def call_seeded(seed: int, call: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run one random call. See `seed_draws`."""
+    with seeded(seed, call):
+        return function(*args, **kwargs)
 
 
 def seed_draws(graph: fx.Graph, keys: Mapping[fx.Node, str]) -> bool:

@@ -7,12 +7,11 @@ nothing is guessed from the training graph; only the places of the new ops are t
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...ir.errors import CutError
 from ...ir.flow import flow_of
@@ -20,7 +19,7 @@ from ...ir.graph import Op, OpGraph
 from ...ir.stages import StageGraph, cut
 from ..captured import Captured
 from ..job import Job
-from ..job_calls import ModelWithLoss
+from ..job_calls import ModelWithLoss, evaluation_mode
 from ..tracing_lock import one_thread_at_a_time
 from .program import captured_from_program
 from .torch_export import export_program
@@ -36,22 +35,11 @@ def capture_evaluation(
     Raises: CaptureError if that fails.
     """
     example = {key: tensor.clone() for key, tensor in batch.items()}
-    with _evaluating(trained.blueprint.model):
+    with evaluation_mode(trained.blueprint.model):
         program = export_program(
             ModelWithLoss(trained.blueprint.model, job), example, f"{job.name} in evaluation mode", autocast
         )
         return captured_from_program(program, job, trained.blueprint, list(example), training=False)
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    before = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in before:
-            module.training = training
 
 
 def cut_evaluation(evaluated: OpGraph, trained: OpGraph, stages: StageGraph) -> StageGraph:

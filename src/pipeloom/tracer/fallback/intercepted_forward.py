@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from ..job import Job
 from ..job_calls import scalar_loss
-from ..random import end_random, python_random_kept, seed_python, seed_random
+from ..random import python_random_kept, seed_python
 from .skeleton import Skeleton, Unit
 from .torch_functions import RANDOM, function_name
 
@@ -45,16 +45,6 @@ def glue_name(stretch: str, index: int, position: int) -> str:
     ('blocks.0/2', 'blocks.0/2:1')
     """
     return f"{stretch}/{index}:{position}" if position else f"{stretch}/{index}"
-
-
-@contextmanager
-def seeded(seed: int, call: str) -> Iterator[None]:
-    """Random numbers in the block depend on the seed and the call's name only."""
-    seed_random(seed, call)
-    try:
-        yield
-    finally:
-        end_random()
 
 
 class InterceptedForward(TorchFunctionMode):

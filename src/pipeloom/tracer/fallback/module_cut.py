@@ -17,6 +17,7 @@ from ...ir.stages import StageGraph
 from ..blueprint import Blueprint
 from ..export import model_buffers, model_parameters
 from ..job import Job
+from ..job_calls import evaluation_mode
 from ..layout import zeros_like_value
 from ..tensors import autocast_region
 from .forward_path import PATH_PREFIX, ForwardPath, encode_path
@@ -67,7 +68,7 @@ def cut_modules(
     """
     skeleton = like.skeleton if like is not None else Skeleton(blueprint)
     units, groups, recording = _recorded(job, batch, skeleton, autocast, like)
-    with skeleton.evaluating():
+    with evaluation_mode(skeleton.model):
         evaluated = _record(job, batch, skeleton, autocast, recording.tainted_decisions)
     recording.evaluation_calls = evaluated.call_named
     recording.values = evaluated.values | recording.values

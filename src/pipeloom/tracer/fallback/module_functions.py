@@ -15,13 +15,15 @@ from torch.autograd.graph import saved_tensors_hooks
 from ...ir.errors import CutError
 from ...ir.graph import Value
 from ..job import Job
+from ..job_calls import evaluation_mode
 from ..layout import ensure_unshared
+from ..random import seeded
 from ..stage import Sink, Slot, Tensors
 from ..tensors import autocast_region, storage_ids
 from ..tracing_lock import one_thread_at_a_time
 from .absent_tensors import KEEP_TOGETHER
 from .forward_path import PATH_PREFIX, ForwardPath, decode_path, encode_path
-from .intercepted_forward import call_name, seeded
+from .intercepted_forward import call_name
 from .memory_meter import MemoryMeter
 from .recorded_run import LOSS
 from .skeleton import Skeleton, Unit
@@ -180,7 +182,7 @@ class ModuleFunctions:
     def evaluate(self, state: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         graph = _Graph(0, {}, {n: inputs[n] for n in self.received})
         graph.state = self._cloned(state)
-        with torch.no_grad(), self.skeleton.evaluating():
+        with torch.no_grad(), evaluation_mode(self.skeleton.model):
             result, _ = self._run(graph, inputs, training=False)
             taken = storage_ids([*state.values(), *inputs.values()])
             return self._outputs(result, taken, self._device(inputs))

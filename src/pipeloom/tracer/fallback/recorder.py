@@ -20,9 +20,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...ir.graph import Value
 from ..job import Job
-from ..random import python_state
+from ..random import python_state, seeded
 from ..tensors import tensors_of
-from .intercepted_forward import START, InterceptedForward, call_name, glue_name, seeded
+from .intercepted_forward import START, InterceptedForward, call_name, glue_name
 from .isolated_call import IsolatedCall
 from .memory_meter import MemoryMeter
 from .recorded_run import LOSS, RecordedRun, RecordedStep, SameStage, UnitCall, is_source

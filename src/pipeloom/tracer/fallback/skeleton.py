@@ -131,17 +131,6 @@ class Skeleton:
             for store, key in self.names[name]:
                 store[key] = self._resting[name]
 
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """Evaluation mode; afterwards each module has the mode that it had."""
-        modes = [(module, module.training) for module in self.model.modules()]
-        self.model.eval()
-        try:
-            yield
-        finally:
-            for module, training in modes:
-                module.training = training
-
     def install(self, fqns: Iterable[str]) -> None:
         """Make these modules, and no others, the units."""
         for unit in self.units.values():

@@ -32,9 +32,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...ir.errors import CutError
 from ..job import Job
+from ..random import seeded
 from .absent_tensors import KEEP_TOGETHER, MissingValue, call_without_data, has_no_data, missing_in
 from .forward_path import ForwardPath
-from .intercepted_forward import InterceptedForward, call_name, glue_name, seeded
+from .intercepted_forward import InterceptedForward, call_name, glue_name
 from .recorded_run import UnitCall
 from .skeleton import Skeleton, Unit
 from .stage_task import CallPlace, StageTask, StopPoint
