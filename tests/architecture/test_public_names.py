@@ -20,6 +20,7 @@ PUBLIC = [
     "Pipeline",
     "PipeloomError",
     "Plan",
+    "__version__",
     "capture",
     "load_plan",
     "plan",
