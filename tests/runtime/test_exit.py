@@ -36,7 +36,7 @@ SCRIPT = textwrap.dedent(
     if sys.argv[1] == "mesh":
         mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("pp",))
     if sys.argv[1] == "ours":
-        from pipeloom.runtime.connect import connect
+        from pipeloom.runtime.launch import connect
         group = connect(torch.device("cpu"))
     pipeline = Pipeline(job, plan, group=mesh or group)
     pipeline.step(job.batch(0, 4))

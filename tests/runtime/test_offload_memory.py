@@ -20,11 +20,11 @@ CHILD = textwrap.dedent(
     import torch
     from torch import nn
     from pipeloom import Job, Options, Pipeline, schedules
-    from pipeloom.ir.memory import MemoryPolicy
+    from pipeloom.ir.memory_policy import MemoryPolicy
     from pipeloom.ir.plan import Plan, StagePlan
     from pipeloom.ir.stages import cut
-    from pipeloom.tracer.capture import capture
-    from pipeloom.tracer.functions import stage_residuals
+    from pipeloom.tracer import capture
+    from pipeloom.tracer.stage import stage_residuals
 
     WIDTH, ROWS, DEPTH, MICROBATCHES = 32, 1 << 13, 24, 12
 
