@@ -7,6 +7,7 @@ import zoo
 from click.testing import CliRunner
 
 from pipeloom import Job, plan
+from pipeloom.api import PlanRequest
 from pipeloom.cli import main
 from pipeloom.clusters import find_cluster
 from pipeloom.ir.cluster import Cluster, Device, Link
@@ -94,7 +95,7 @@ def test_a_plan_is_there_before_what_if_is_asked(tmp_path: Path, monkeypatch: py
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("pipeloom.api.plan_request.what_if", interrupted)
+    monkeypatch.setattr(PlanRequest, "changes", interrupted)
     file = tmp_path / "plan.json"
     done = CliRunner().invoke(main, ["plan", "--cluster", "2 x a100-40", "-o", str(file)])
     assert done.exit_code == 130
