@@ -43,7 +43,7 @@ ABOVE = (0.02, 0.08, 0.25, 0.7, 2.0, 6.0, inf)
 """Shares above perfect division at which the first partition is sought."""
 
 FEW = 20_000
-"""Intervals up to which all that are left may be tried."""
+"""Intervals up to which all cuts that are left may be tried."""
 
 
 def probe(search: Search) -> Cuts:
@@ -59,12 +59,14 @@ def parametric_search(
     follow: int = FOLLOW,
     tolerance: float = 1e-9,
     mend: bool = True,
+    few: int = FEW,
 ) -> Partition:
     """The best partition that parametric search finds; see the module's docstring.
 
     window: places on either side that are looked at where crossing bytes vary.  follow: ends of each stage
         that are followed there.  tolerance: relative, of the slowest stage's time, at which to stop.
     mend: try other cuts where crossing bytes vary, as the module's docstring says; if not, filling is all.
+    few: intervals up to which all cuts that may still win are tried at the end.
     """
     even = len({problem.crossing(point) for point in problem.points[1:-1]}) <= 1
     mend = mend and not even
@@ -79,7 +81,7 @@ def parametric_search(
                 break
             low = max(tau, blocked) if even else tau
     if not best.cuts:
-        return _all_left(problem, inf) if mend else best
+        return _all_left(problem, inf, few) if mend else best
     for _ in range(STEPS):
         if best.seconds <= low * (1 + tolerance):
             break
@@ -91,15 +93,15 @@ def parametric_search(
             low = max(tau, min(blocked, best.seconds)) if even else tau
     if not mend:
         return best
-    better = _all_left(problem, best.seconds, bands_around(problem, best.cuts, window))
+    better = _all_left(problem, best.seconds, few, bands_around(problem, best.cuts, window))
     return better if better.cuts else best
 
 
-def _all_left(problem: Problem, below: float, otherwise: Bands = ()) -> Partition:
+def _all_left(problem: Problem, below: float, few: int, otherwise: Bands = ()) -> Partition:
     """The best partition faster than `below`, among all if few are left, else in the other bands; nothing if
     there is none."""
     left = bands_below(problem, below)
-    bands = left if count_intervals(left) <= FEW else otherwise
+    bands = left if count_intervals(left) <= few else otherwise
     return best_cuts_within(problem, bands, below=below) if bands else Partition()
 
 
