@@ -55,9 +55,9 @@ class Causes:
         self._read: dict[str, Action | None] = {}
         self._messages: dict[tuple[str, Span], Span | None] = {}
         self._read_program(program, stages)
-        found = TimelineIndex(timeline)
-        self._holders = LinkOccupancy(program, found, stages, self._flow, cluster) if cluster else None
-        self._read_timeline(found)
+        index = TimelineIndex(timeline)
+        self._occupancy = LinkOccupancy(program, index, stages, self._flow, cluster) if cluster else None
+        self._read_timeline(index)
 
     def _read_program(self, program: Program, stages: StageGraph) -> None:
         """Notes texts only: what few actions are looked at closely is read from them later."""
@@ -114,19 +114,19 @@ class Causes:
             for row in reductions(stages, program.placement)
         ]
 
-    def _read_timeline(self, found: TimelineIndex) -> None:
-        self.rows, self._made = found.rows, found.made
-        self._moved, self._waited, self._sums = found.moved, found.waited, found.sums
+    def _read_timeline(self, index: TimelineIndex) -> None:
+        self.rows, self._made = index.rows, index.computed
+        self._moved, self._waited, self._sums = index.sent, index.received, index.sums
         self._computed = [SpansByEnd(row) for row in self.rows]
-        self._copied = [SpansByEnd(row) for row in found.beside]
+        self._copied = [SpansByEnd(row) for row in index.beside]
         self.busy_s = [sum(i.end_s - i.start_s for i in row) for row in self.rows]
         self._copies: dict[Key, Span] = {}
         """What is copied to the host and back; beside other copies, each stream on its own."""
         lanes: dict[tuple[int, str], list[Span]] = defaultdict(list)
-        for (text, turn), (rank, stream, times) in found.away.items():
-            issuer = self._made.get((self._issuer.get(text, ""), turn))
-            item = Span("copy", rank, text, turn, *times, issuer.place + 1 if issuer else 0)
-            self._copies[text, turn] = item
+        for (text, repeat), (rank, stream, times) in index.copies.items():
+            issuer = self._made.get((self._issuer.get(text, ""), repeat))
+            item = Span("copy", rank, text, repeat, *times, issuer.place + 1 if issuer else 0)
+            self._copies[text, repeat] = item
             lanes[rank, stream].append(item)
         self._lanes = {lane: SpansByEnd(items) for lane, items in lanes.items()}
 
@@ -134,8 +134,8 @@ class Causes:
     def _arrived(self) -> list[SpansByEnd]:
         """Messages by the rank that they go to; few timelines ask for them."""
         found: list[list[Span]] = [[] for _ in self.rows]
-        for text, turn in self._moved:
-            user = self._made.get((self._user.get(text, ""), turn))
+        for text, repeat in self._moved:
+            user = self._made.get((self._user.get(text, ""), repeat))
             if user and (item := self.message(text, user)):
                 found[user.rank].append(item)
         return [SpansByEnd(row) for row in found]
@@ -174,7 +174,7 @@ class Causes:
             found = list(self._held_up(item))
         elif item.kind == "reduce":
             found = [i for rank in self._peers(item) if (i := self._computed[rank].until(item.start_s))]
-        elif (item.action, item.turn) in self._copies:
+        elif (item.action, item.repeat) in self._copies:
             found = list(self._issued(item))
             if holder := self._holder(item, max((i.end_s for i in found), default=0.0)):
                 found.append(holder)
@@ -194,10 +194,10 @@ class Causes:
             lanes = (self._lanes.get((item.rank, stream)) for stream in COPIES.values())
             yield from (copy for lane in lanes if lane and (copy := lane.until(item.start_s)))
         if (self._copies or self._meets) and (action := self._action(item.action)) is not None:
-            if reload := self._reload(action, item.turn):
+            if reload := self._reload(action, item.repeat):
                 yield reload
             for other in meeting_actions(action, OPERATIONS, self._flow):
-                if (partner := self._made.get((str(other), item.turn))) and (last := self.before(partner)):
+                if (partner := self._made.get((str(other), item.repeat))) and (last := self.before(partner)):
                     yield last
         if copy := self._copied[item.rank].until(item.start_s):
             yield copy
@@ -209,20 +209,20 @@ class Causes:
         if lane and (away := lane.until(item.start_s)):
             yield away
 
-    def _copy(self, kind: Kind, of: Action, turn: int) -> Span | None:
-        return self._copies.get((str(replace(of, kind=kind)), turn))
+    def _copy(self, kind: Kind, of: Action, repeat: int) -> Span | None:
+        return self._copies.get((str(replace(of, kind=kind)), repeat))
 
-    def _reload(self, action: Action, turn: int) -> Span | None:
+    def _reload(self, action: Action, repeat: int) -> Span | None:
         """The copy that a RECOMPUTE waits for, or a backward where nothing is recomputed."""
         again = str(replace(action, kind=RECOMPUTE)) in self._actions
         if action.kind not in ((RECOMPUTE,) if again else (B, I)):
             return None
-        return self._copy(RELOAD, action, turn)
+        return self._copy(RELOAD, action, repeat)
 
     def _issued(self, copy: Span) -> Iterator[Span]:
         """What a copy to the host or back waits for: its rank, its stream, and of a RELOAD its OFFLOAD."""
         action = parse_action(copy.action)
-        if issuer := self._made.get((self._issuer[copy.action], copy.turn)):
+        if issuer := self._made.get((self._issuer[copy.action], copy.repeat)):
             yield issuer
         for message in self._receives.get(copy.action, ()):
             if moved := self.message(message, copy):
@@ -244,29 +244,29 @@ class Causes:
         return self._messages[text, user]
 
     def _message(self, text: str, user: Span) -> Span | None:
-        turn = user.turn
-        made = self._made.get((self._maker.get(text, ""), turn))
+        repeat = user.repeat
+        made = self._made.get((self._maker.get(text, ""), repeat))
         if made is None:
             return None
         start_s = end_s = made.end_s
-        if (moved := self._moved.get((text, turn))) is not None:
+        if (moved := self._moved.get((text, repeat))) is not None:
             start_s, end_s = moved
-        elif (waited := self._waited.get((self._received[text], turn))) is not None:
+        elif (waited := self._waited.get((self._received[text], repeat))) is not None:
             end_s = waited[1]
             start_s = min(max(made.end_s, waited[0]), end_s)
-        return Span("transfer", made.rank, text, turn, start_s, end_s, user.place, user.rank)
+        return Span("transfer", made.rank, text, repeat, start_s, end_s, user.place, user.rank)
 
     def maker(self, message: Span) -> Span:
         """The action that made a message."""
-        return self._made[self._maker[message.action], message.turn]
+        return self._made[self._maker[message.action], message.repeat]
 
     def _held_up(self, message: Span) -> Iterator[Span]:
         maker = self.maker(message)
         yield maker
         latest_s = maker.end_s
-        moved = (message.action, message.turn) in self._moved
+        moved = (message.action, message.repeat) in self._moved
         before = self._before.get(message.action)
-        if moved and before is not None and (user := self._made.get((self._user[before], message.turn))):
+        if moved and before is not None and (user := self._made.get((self._user[before], message.repeat))):
             if earlier := self.message(before, user):
                 yield earlier
                 latest_s = max(latest_s, earlier.end_s)
@@ -282,21 +282,21 @@ class Causes:
             if moved and (other := self._arrived[message.to_rank].until(message.start_s)):
                 yield other
                 latest_s = max(latest_s, other.end_s)
-        if self._holders is not None and latest_s < message.start_s:
-            key = message.action, message.turn
-            if moved and (e := self._holders.summing(key, message.start_s)):
+        if self._occupancy is not None and latest_s < message.start_s:
+            key = message.action, message.repeat
+            if moved and (e := self._occupancy.summing(key, message.start_s)):
                 yield replace(self._summed(e, message.place, message.start_s), waiting=message.action)
 
     def _holder(self, item: Span, since_s: float) -> Span | None:
         """What held a shared link that a message or a copy waited for from `since_s` on."""
-        if self._holders is None:
+        if self._occupancy is None:
             return None
-        found = self._holders.before((item.action, item.turn), item.start_s, since_s)
+        found = self._occupancy.before((item.action, item.repeat), item.start_s, since_s)
         if found is None:
             return None
-        (text, turn), until_s = found
-        held = self._copies.get((text, turn))
-        if held is None and (user := self._made.get((self._user.get(text, ""), turn))):
+        (text, repeat), until_s = found
+        held = self._copies.get((text, repeat))
+        if held is None and (user := self._made.get((self._user.get(text, ""), repeat))):
             held = self.message(text, user)
         return None if held is None else replace(held, end_s=until_s, waiting=item.action)
 
@@ -321,7 +321,7 @@ class Causes:
     def data(self, item: Span, earlier: Span) -> bool:
         """Whether an action, or a copy, needs what an earlier one of its rank made."""
         one, other = self._action(item.action), self._action(earlier.action)
-        if one is None or other is None or item.turn != earlier.turn:
+        if one is None or other is None or item.repeat != earlier.repeat:
             return False
         same = (one.stage, one.microbatch) == (other.stage, other.microbatch)
         if same and one.kind in ON_RESIDUALS and other.kind in ON_RESIDUALS:
@@ -354,7 +354,7 @@ class Causes:
             own = cause.kind == "compute" and cause.rank == item.to_rank != item.rank
             return own or cause.kind == "transfer"
         if item.kind == "copy":
-            placed = (item.action, item.turn) in self._copies
+            placed = (item.action, item.repeat) in self._copies
             return placed and cause.kind in ("compute", "copy") and not self.data(item, cause)
         return item.kind == cause.kind == "compute" and not self.data(item, cause)
 

@@ -1,4 +1,4 @@
-"""Holders: what a shared link carried while a message or a copy waited for it (see `sharing`).
+"""Link occupancy: what a shared link carried while a message or a copy waited for it (see `shared_links`).
 
 Links serve first what asked first, one after the other. So what a wait ends with is whatever the link served
 last before: a message holds the links of both nodes for its bytes at their rate; a copy, whose bytes no
@@ -36,7 +36,7 @@ class LinkOccupancy:
     """Looks up what held a link. Takes time in proportion to what goes through shared links to make."""
 
     def __init__(
-        self, program: Program, found: TimelineIndex, stages: StageGraph, flow: Flow, cluster: Cluster
+        self, program: Program, index: TimelineIndex, stages: StageGraph, flow: Flow, cluster: Cluster
     ) -> None:
         self._links: dict[str, tuple[Link, ...]] = {}
         """Message -> the shared links that it goes through."""
@@ -45,12 +45,12 @@ class LinkOccupancy:
         served: dict[Link, list[tuple[Times, Key]]] = defaultdict(list)
         if cluster.node_link is not None:
             self._read_routes(program, stages, flow, cluster)
-            for key, (start_s, _) in found.moved.items():
+            for key, (start_s, _) in index.sent.items():
                 for link in self._links.get(key[0], ()):
                     served[link].append(((start_s, start_s + self._held[key[0]]), key))
         self._switch = [device.switch for device in cluster.devices]
         self._copy: dict[Key, Link] = {}
-        for key, (rank, stream, times) in found.away.items():
+        for key, (rank, stream, times) in index.copies.items():
             if (switch := self._switch[rank]) is not None and stream in COPY_STREAMS:
                 self._copy[key] = (stream, switch)
                 served[stream, switch].append((times, key))
@@ -61,7 +61,7 @@ class LinkOccupancy:
 
         self._sums: list[tuple[Span, set[Link]]] = []
         """What sums over ranks there were, with the links that they go through."""
-        for row, items in zip(reductions(stages, program.placement), found.sums, strict=False):
+        for row, items in zip(reductions(stages, program.placement), index.sums, strict=False):
             links: set[Link] = set()
             for tie in row:
                 links |= link_seconds(1, tie.ranks, cluster, all_ranks=program.columns.ranks).keys()

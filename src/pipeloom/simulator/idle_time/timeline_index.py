@@ -1,4 +1,4 @@
-"""Happened: what a timeline holds, sorted for looking up what something waited for."""
+"""Timeline index: the spans of a timeline, sorted for looking up what something waited for."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from typing import Literal, TypeAlias
 
 from ...ir.timeline import Timeline
 from ..timeline_events import EventLists, SimulatedEvents
-
-# Items: what took time in a step, and looking them up by when they ended.
 
 Key: TypeAlias = tuple[str, int]
 """(an instruction's text, how often it came before): a step may run a program several times."""
@@ -30,7 +28,7 @@ class Span:
     kind: Literal["compute", "transfer", "reduce", "copy"]
     rank: int
     action: str
-    turn: int
+    repeat: int
     start_s: float
     end_s: float
     place: int
@@ -39,19 +37,19 @@ class Span:
 
 
 class SpansByEnd:
-    """Items to be found by their end."""
+    """Spans to be found by their end."""
 
-    def __init__(self, items: Iterable[Span]) -> None:
-        self._items = sorted(items, key=lambda i: i.end_s)
-        self._ends = [i.end_s for i in self._items]
+    def __init__(self, spans: Iterable[Span]) -> None:
+        self._spans = sorted(spans, key=lambda i: i.end_s)
+        self._ends = [i.end_s for i in self._spans]
 
     def until(self, at_s: float, *, most: int | None = None) -> Span | None:
         """The last one that took time and ended by `at_s`; `most`: of the first so many."""
         place = bisect_right(self._ends, at_s, hi=most)
         while place:
             place -= 1
-            if self._items[place].end_s > self._items[place].start_s:
-                return self._items[place]
+            if self._spans[place].end_s > self._spans[place].start_s:
+                return self._spans[place]
         return None
 
 
@@ -63,39 +61,40 @@ Times: TypeAlias = tuple[float, float]
 class TimelineIndex:
     """A timeline read once.
 
-    rows: per rank its compute actions in order.  made: the same by text and turn.
-    moved: messages on their way, by the text of their SEND.  waited: receives that waited.
-    away: copies to the host and back, with their rank and stream.  beside: per rank what operations do beside
+    rows: per rank its compute actions in order.  computed: the same by text and repeat.
+    sent: messages on their way, by the text of their SEND.  received: receives that waited.
+    copies: to the host and back, with their rank and stream.  beside: per rank what operations do beside
     computing.  sums: per rank its sums over ranks.
     """
 
     def __init__(self, timeline: Timeline) -> None:
         self.rows: list[list[Span]] = [[] for _ in range(timeline.ranks)]
-        self.made: dict[Key, Span] = {}
-        self.moved: dict[Key, Times] = {}
-        self.waited: dict[Key, Times] = {}
-        self.away: dict[Key, tuple[int, str, Times]] = {}
+        self.computed: dict[Key, Span] = {}
+        self.sent: dict[Key, Times] = {}
+        self.received: dict[Key, Times] = {}
+        self.copies: dict[Key, tuple[int, str, Times]] = {}
         self.beside: list[list[Span]] = [[] for _ in range(timeline.ranks)]
         self.sums: list[list[Span]] = [[] for _ in range(timeline.ranks)]
         once = isinstance(timeline.events, SimulatedEvents)  # the simulator runs each instruction once
-        turns: Counter[tuple[str, int, str]] = Counter()
+        repeats: Counter[tuple[str, int, str]] = Counter()
         for stream, rank, text, start_s, end_s in zip(*_listed(timeline), strict=True):
-            turn = 0
+            repeat = 0
             if not once:
-                turn = turns[stream, rank, text]
-                turns[stream, rank, text] += 1
+                repeat = repeats[stream, rank, text]
+                repeats[stream, rank, text] += 1
             if stream == "compute":
                 row = self.rows[rank]
-                self.made[text, turn] = item = Span("compute", rank, text, turn, start_s, end_s, len(row))
+                item = Span("compute", rank, text, repeat, start_s, end_s, len(row))
+                self.computed[text, repeat] = item
                 row.append(item)
             elif stream == "send" and "SEND" in text:
-                self.moved[text, turn] = start_s, end_s
+                self.sent[text, repeat] = start_s, end_s
             elif stream in COPY_STREAMS:
-                self.away[text, turn] = rank, stream, (start_s, end_s)
+                self.copies[text, repeat] = rank, stream, (start_s, end_s)
             elif stream in ("send", "host"):
                 self.beside[rank].append(Span("copy", rank, text, 0, start_s, end_s, 0))
             elif "RECV" in text:
-                self.waited[text, turn] = start_s, end_s
+                self.received[text, repeat] = start_s, end_s
             elif text not in ("END", "ROOM"):
                 self.sums[rank].append(Span("reduce", rank, text, 0, start_s, end_s, 0))
 
@@ -104,11 +103,11 @@ def _listed(timeline: Timeline) -> EventLists:
     events = timeline.events
     if isinstance(events, SimulatedEvents):
         return events.listed()
-    found = sorted(events, key=lambda e: (e.start_s, e.end_s))
+    ordered = sorted(events, key=lambda e: (e.start_s, e.end_s))
     return EventLists(
-        streams=[e.stream for e in found],
-        ranks=[e.rank for e in found],
-        actions=[e.action for e in found],
-        starts=[e.start_s for e in found],
-        ends=[e.end_s for e in found],
+        streams=[e.stream for e in ordered],
+        ranks=[e.rank for e in ordered],
+        actions=[e.action for e in ordered],
+        starts=[e.start_s for e in ordered],
+        ends=[e.end_s for e in ordered],
     )

@@ -9,7 +9,7 @@ import pytest
 from edits import Case, dag_cases
 from hypothesis import given, settings, strategies as st
 from residuals import treated, uneven
-from slow_room import SlowRoom
+from slow_cap_waits import SlowRoom
 
 from pipeloom.checks import check_program
 from pipeloom.ir.cluster import Cluster, Device, Link
