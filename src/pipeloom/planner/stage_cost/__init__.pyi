@@ -1,5 +1,5 @@
-from .arrays import Array as Array, Indices as Indices
-from .liveness import LivenessSweep as LivenessSweep
+from .arrays import Array as Array, Indices as Indices, Rows as Rows
+from .liveness import ForwardArrays as ForwardArrays, LivenessSweep as LivenessSweep
 from .model import CostModel as CostModel
 from .peak_memory import (
     OFFLOAD_COPIES as OFFLOAD_COPIES,
@@ -32,6 +32,7 @@ from .recompute_liveness import (
     SAVER as SAVER,
     SEARCHED as SEARCHED,
     RecomputeLiveness as RecomputeLiveness,
+    StageArrays as StageArrays,
     of_others as of_others,
     peak_of as peak_of,
 )

@@ -17,7 +17,7 @@ import numpy as np
 from .arrays import Array
 from .readers import Readers
 
-# The terms (see intervals.py) from which the bytes of an interval of ops are summed.
+# The terms from which the bytes of an interval of ops are summed.
 
 Term = tuple[int, int, int, int, float]
 """(after, until, at, column, weight)"""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,13 +25,87 @@ GIVEN = 0
 """The gradient tensor that is held elsewhere."""
 
 
+class ForwardArrays(NamedTuple):
+    """What the ops of a graph read, make and save in the forward, as kernels see it (see `Tensors`).
+
+    reads, makes, saves: storages of op p are `reads[reads_first[p] : reads_first[p + 1]]`, and so on.
+    extra, scratch: (ops,), bytes.  size: (storages,), bytes.  made, last: (storages,), positions of ops.
+    """
+
+    reads_first: Indices
+    reads: Indices
+    makes_first: Indices
+    makes: Indices
+    saves_first: Indices
+    saves: Indices
+    extra: Array
+    size: Array
+    made: Indices
+    last: Indices
+    scratch: Array
+
+
+class BackwardArrays(NamedTuple):
+    """The same of the backward, by values with a gradient.
+
+    outs: the op's outputs that have one.  gives: its inputs that have one.  passes: (gives,), see `NEW`.
+    grad_size: (gradients,), bytes.  grad_made, grad_last: (gradients,), positions of ops.
+    grad_scratch, begun: (ops,), bytes.  lets_go: (ops,), a storage, -1 for none.
+    """
+
+    outs_first: Indices
+    outs: Indices
+    gives_first: Indices
+    gives: Indices
+    passes: Indices
+    grad_size: Array
+    grad_made: Indices
+    grad_last: Indices
+    grad_scratch: Array
+    begun: Array
+    lets_go: Indices
+
+
+class GradientArrays(NamedTuple):
+    """Room for which tensor holds which gradient. Tensors are numbered from 1; `GIVEN` is no new one.
+
+    current: (gradients,), the tensor that holds each, -1 for none.  giver: (gradients,), the first op of the
+    stage that makes a part of each.  tensor_size: (tensors,), bytes.  holders: (tensors,), how many gradients
+    each holds.  given: (most inputs of an op,), the tensors that one op gives.
+    """
+
+    current: Indices
+    giver: Indices
+    tensor_size: Array
+    holders: Indices
+    given: Indices
+
+
+class SweepArrays(NamedTuple):
+    """Room for one sweep, and what it leaves.
+
+    last_in, saver: (storages,), last reader and first saver in the stage, -1 for none.
+    levels: (5, ops), bytes alive, see `_in_forward` and `_in_backward`.
+    """
+
+    last_in: Indices
+    saver: Indices
+    levels: Array
+    gradients: GradientArrays
+
+
 @kernel
-def _owners(start, end, forward, last_in, saver):  # type: ignore[no-untyped-def]
+def _owners(
+    start: int, end: int, forward: ForwardArrays, last_in: Indices, saver: Indices
+) -> tuple[float, float]:
     """Find the last reader and the first saver of each storage in the stage, -1 for none.
 
     Returns: (residual bytes, bytes of what the stage has before its first op: that of cheap ops).
     """
-    reads_first, reads, makes_first, makes, saves_first, saves, extra, size, made, _, _ = forward
+    reads_first, reads = forward.reads_first, forward.reads
+    makes_first, makes = forward.makes_first, forward.makes
+    saves_first, saves, extra, size = forward.saves_first, forward.saves, forward.extra, forward.size
+    made = forward.made
     for p in range(start, end):
         for k in range(reads_first[p], reads_first[p + 1]):
             last_in[reads[k]] = -1
@@ -62,10 +137,13 @@ def _owners(start, end, forward, last_in, saver):  # type: ignore[no-untyped-def
 
 
 @kernel
-def _in_forward(start, end, forward, work, level):  # type: ignore[no-untyped-def]
+def _in_forward(start: int, end: int, forward: ForwardArrays, work: SweepArrays, level: float) -> float:
     """The most that is alive, from `level` on; in `levels[0]` that in each op."""
     last_in, saver, levels, _ = work
-    reads_first, reads, makes_first, makes, _, _, extra, size, made, last, scratch = forward
+    reads_first, reads = forward.reads_first, forward.reads
+    makes_first, makes = forward.makes_first, forward.makes
+    extra, size, made, last = forward.extra, forward.size, forward.made, forward.last
+    scratch = forward.scratch
     most = level
     for p in range(start, end):
         for k in range(makes_first[p], makes_first[p + 1]):
@@ -86,7 +164,7 @@ def _in_forward(start, end, forward, work, level):  # type: ignore[no-untyped-de
 
 
 @kernel
-def _dropped(tensor, holders, tensor_size):  # type: ignore[no-untyped-def]
+def _dropped(tensor: int, holders: Indices, tensor_size: Array) -> float:
     """Bytes that are free once a gradient tensor has one holder less."""
     if tensor <= GIVEN:
         return 0.0
@@ -95,9 +173,11 @@ def _dropped(tensor, holders, tensor_size):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _first_givers(start, end, backward, current, giver):  # type: ignore[no-untyped-def]
+def _first_givers(start: int, end: int, backward: BackwardArrays, current: Indices, giver: Indices) -> None:
     """Which gradients are given from outside, and the first op of the stage that makes a part of each."""
-    outs_first, outs, gives_first, gives, _, _, _, grad_last, _, _, _ = backward
+    outs_first, outs = backward.outs_first, backward.outs
+    gives_first, gives = backward.gives_first, backward.gives
+    grad_last = backward.grad_last
     for p in range(end - 1, start - 1, -1):
         for k in range(gives_first[p], gives_first[p + 1]):
             current[gives[k]] = -1
@@ -107,13 +187,26 @@ def _first_givers(start, end, backward, current, giver):  # type: ignore[no-unty
 
 
 @kernel
-def _give(p, passed, tensors, backward, work):  # type: ignore[no-untyped-def]
+def _arriving(p: int, backward: BackwardArrays, current: Indices) -> int:
+    """The tensor with the gradient of op p's outputs, -1 if none arrives."""
+    passed = -1
+    for k in range(backward.outs_first[p], backward.outs_first[p + 1]):
+        if passed < 0:
+            passed = current[backward.outs[k]]
+    return passed
+
+
+@kernel
+def _give(
+    p: int, passed: int, tensors: int, backward: BackwardArrays, work: SweepArrays
+) -> tuple[int, float]:
     """Write which tensor holds the gradient that op p gives each input: what it is passed, or new ones.
 
     tensors: the first free number.  Returns: the next free one, and the bytes of those that are new.
     """
-    _, _, gives_first, gives, passes, grad_size, _, _, _, _, _ = backward
-    current, giver, tensor_size, holders, given = work[3]
+    gives_first, gives = backward.gives_first, backward.gives
+    passes, grad_size = backward.passes, backward.grad_size
+    current, giver, tensor_size, holders, given = work.gradients
     first, made = gives_first[p], 0.0
     for k in range(first, gives_first[p + 1]):
         g = gives[k]
@@ -132,24 +225,25 @@ def _give(p, passed, tensors, backward, work):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _in_backward(start, end, forward, backward, work, level):  # type: ignore[no-untyped-def]
+def _in_backward(
+    start: int, end: int, forward: ForwardArrays, backward: BackwardArrays, work: SweepArrays, level: float
+) -> float:
     """The same of the backward, from all residuals on.
 
     `levels` gets what is alive before each op (1), the most from there until residuals go (2), and after (3);
     and (4) the most until then if the op lets go of nothing early.
     """
-    _, _, _, _, saves_first, saves, extra, size, _, _, _ = forward
-    outs_first, outs, gives_first, gives, _, grad_size, grad_made, _, _, _, _ = backward
-    _, _, _, _, _, _, _, _, grad_scratch, begun, lets_go = backward
+    saves_first, saves, extra, size = forward.saves_first, forward.saves, forward.extra, forward.size
+    outs_first, outs = backward.outs_first, backward.outs
+    gives_first, gives = backward.gives_first, backward.gives
+    grad_size, grad_made = backward.grad_size, backward.grad_made
+    grad_scratch, begun, lets_go = backward.grad_scratch, backward.begun, backward.lets_go
     _, saver, levels, (current, giver, tensor_size, holders, given) = work
     _first_givers(start, end, backward, current, giver)
     tensors = GIVEN + 1
     most = level
     for p in range(end - 1, start - 1, -1):
-        passed = -1
-        for k in range(outs_first[p], outs_first[p + 1]):
-            if passed < 0:
-                passed = current[outs[k]]
+        passed = _arriving(p, backward, current)
         first = gives_first[p]
         learns = passed >= 0
         levels[1, p] = level
@@ -198,7 +292,14 @@ def _in_backward(start, end, forward, backward, work, level):  # type: ignore[no
 
 
 @kernel
-def _sweeps(start, ends, forward, backward, work, found):  # type: ignore[no-untyped-def]
+def _sweeps(
+    start: int,
+    ends: Indices,
+    forward: ForwardArrays,
+    backward: BackwardArrays,
+    work: SweepArrays,
+    found: Array,
+) -> None:
     """One sweep per end; `found` gets a column of three figures for each."""
     last_in, saver, _, _ = work
     for index in range(len(ends)):
@@ -215,8 +316,8 @@ class LivenessSweep:
     def __init__(self, tensors: Tensors) -> None:
         self.tensors = tensors
         t = tensors
-        self.forward = (*t.reads, *t.makes, *t.saves, t.extra, t.size, t.made, t.last, t.scratch)
-        self._backward = (
+        self.forward = ForwardArrays(*t.reads, *t.makes, *t.saves, t.extra, t.size, t.made, t.last, t.scratch)
+        self._backward = BackwardArrays(
             *t.makes_grads,
             *t.gives,
             t.passes,
@@ -230,7 +331,7 @@ class LivenessSweep:
         grads = 2 * len(t.passes) + 2
         self.last_in, self.saver = (np.zeros(len(t.size), np.int64) for _ in range(2))
         self.levels = np.zeros((5, len(t)))
-        self._grads = (
+        self._grads = GradientArrays(
             np.zeros(len(t.grad_size), np.int64),
             np.zeros(len(t.grad_size), np.int64),
             np.zeros(grads),
@@ -241,7 +342,7 @@ class LivenessSweep:
     def of_intervals(self, start: int, ends: Indices) -> Array:
         """Of ops [start, end), for each end: residual bytes, most in the forward, most in the backward."""
         found = np.zeros((3, len(ends)))
-        work = self.last_in, self.saver, self.levels, self._grads
+        work = SweepArrays(self.last_in, self.saver, self.levels, self._grads)
         sweep = _sweeps.form(int((ends - start).sum()))
         sweep(start, np.asarray(ends, dtype=np.int64), self.forward, self._backward, work, found)
         return found

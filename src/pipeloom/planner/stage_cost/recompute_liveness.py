@@ -11,7 +11,7 @@ are kept and O that are offloaded:
     forward      (q - 1) K + (c - 1) O + what the newest one has made, less what it has dropped
     backward     (q - 1) K + (c - 1) O + what is left of K and O, what is made again, gradients, scratch
 
-All figures are differences to those of the sweep that keeps everything (sweep.py), so that a choice is
+All figures are differences to those of the sweep that keeps everything (liveness.py), so that a choice is
 weighed in a time that grows with what it drops.
 """
 
@@ -19,17 +19,31 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
 from ...ir.kernels import kernel
 from .arrays import Array, Indices
-from .liveness import LivenessSweep
+from .liveness import ForwardArrays, LivenessSweep
 from .peak_memory import PeakTerms
 from .residuals import OFFLOAD, RECOMPUTE, Residuals
 
-Stage = tuple[int, int, tuple[Any, ...], Indices, Array, int]
+
+class StageArrays(NamedTuple):
+    """A stage, ops [start, end), as kernels see it.
+
+    marks: (rows, most of ops and storages, + 1), see `AT` and `FIRST_AT`.  levels: (rows, ops), bytes, see
+    `KEPT_FORWARD`.  ahead: 1 if all that is dropped is restored in front of the backward.
+    """
+
+    start: int
+    end: int
+    forward: ForwardArrays
+    marks: Indices
+    levels: Array
+    ahead: int
+
 
 AT, HEAD, FOLLOWING, PENDING, SEARCHED = range(5)
 """Rows of the marks, by op: in front of whose backward it runs again, -1 for never; the first op that does so
@@ -52,10 +66,12 @@ many other micro-batches hold what is kept, and what is offloaded."""
 
 
 @kernel
-def _first_needs(stage):  # type: ignore[no-untyped-def]
+def _first_needs(stage: StageArrays) -> None:
     """Find where ops run again, and what they read when."""
     start, end, forward, marks, _, ahead = stage
-    reads_first, reads, _, _, saves_first, saves, _, _, made, _, _ = forward
+    reads_first, reads = forward.reads_first, forward.reads
+    saves_first, saves = forward.saves_first, forward.saves
+    made = forward.made
     for p in range(start, end):
         marks[AT, p] = -1
         marks[HEAD, p] = -1
@@ -98,10 +114,10 @@ def _first_needs(stage):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _forward_levels(stage):  # type: ignore[no-untyped-def]
+def _forward_levels(stage: StageArrays) -> None:
     """What is dropped goes with its last reader, unless it is sent."""
     start, end, forward, marks, levels, _ = stage
-    size, gone = forward[7], 0.0
+    size, gone = forward.size, 0.0
     for p in range(start, end):
         levels[FORWARD, p] = 0.0
     for k in range(marks[TOUCHED, -1]):
@@ -115,13 +131,15 @@ def _forward_levels(stage):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _run_again(c, p, level, stage):  # type: ignore[no-untyped-def]
+def _run_again(c: int, p: int, level: float, stage: StageArrays) -> tuple[float, float]:
     """Run op c again in front of the backward of op p.
 
     level: that before it, as a difference to everything kept.  Returns that in it, and that after it.
     """
     start, end, forward, marks, _, _ = stage
-    reads_first, reads, makes_first, makes, _, _, extra, size, made, _, scratch = forward
+    reads_first, reads = forward.reads_first, forward.reads
+    makes_first, makes = forward.makes_first, forward.makes
+    extra, size, made, scratch = forward.extra, forward.size, forward.made, forward.scratch
     for k in range(reads_first[c], reads_first[c + 1]):
         s = reads[k]
         if made[s] < 0 and marks[THERE, s] < 0 and (marks[SAVER, s] < 0 or marks[DROPPED, s] > 0):
@@ -145,11 +163,11 @@ def _run_again(c, p, level, stage):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _backward_levels(stage):  # type: ignore[no-untyped-def]
+def _backward_levels(stage: StageArrays) -> None:
     """What is dropped is there from when it is made until the backward of its first saver, or longer; and all
     the time where it is restored ahead."""
     start, end, forward, marks, levels, ahead = stage
-    saves_first, saves, size, made = forward[4], forward[5], forward[7], forward[8]
+    saves_first, saves, size, made = forward.saves_first, forward.saves, forward.size, forward.made
     level = 0.0
     for k in range(marks[TOUCHED, -1] if ahead == 0 else 0):
         s = marks[TOUCHED, k]
@@ -178,7 +196,7 @@ def _backward_levels(stage):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def levels_of(stage):  # type: ignore[no-untyped-def]
+def levels_of(stage: StageArrays) -> tuple[float, float]:
     """Write what one micro-batch holds in the forward of each op and around its backward. Returns the most of
     both."""
     start, end, _, _, levels, _ = stage
@@ -193,19 +211,20 @@ def levels_of(stage):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def of_others(sums):  # type: ignore[no-untyped-def]
+def of_others(sums: Array) -> float:
     """Bytes that the other micro-batches in flight hold."""
-    kept = sums[HELD] - sums[AGAIN] - sums[AWAY]
-    return sums[OTHERS] * kept + sums[OTHERS + 1] * sums[AWAY]
+    kept: float = sums[HELD] - sums[AGAIN] - sums[AWAY]
+    others: float = sums[OTHERS] * kept + sums[OTHERS + 1] * sums[AWAY]
+    return others
 
 
 @kernel
-def peak_of(stage, sums):  # type: ignore[no-untyped-def]
+def peak_of(stage: StageArrays, sums: Array) -> float:
     """Bytes of a stage, static ones apart, at its worst moment."""
     ahead, back = levels_of(stage)
     own = sums[HELD] - sums[AGAIN]
-    before = max(ahead, own + sums[MESSAGE]) + sums[EDGE]
-    after = max(back, own + sums[MESSAGE + 1]) + sums[EDGE + 1]
+    before: float = max(ahead, own + sums[MESSAGE]) + sums[EDGE]
+    after: float = max(back, own + sums[MESSAGE + 1]) + sums[EDGE + 1]
     return of_others(sums) + max(before, after)
 
 
@@ -225,7 +244,7 @@ class RecomputeLiveness:
     ahead: bool = False
 
     @cached_property
-    def stage(self) -> Stage:
+    def stage(self) -> StageArrays:
         """The stage as kernels see it: its start and end, what it does forward, marks, levels, ahead."""
         last_in, saver, levels = self.sweep.moments(self.start, self.end)
         ops, storages = len(self.sweep.tensors), len(last_in)
@@ -238,7 +257,7 @@ class RecomputeLiveness:
         own = np.zeros((EARLIER + 2, ops))
         here = slice(self.start, self.end)
         own[:FORWARD, here] = levels[:, here]
-        return self.start, self.end, self.sweep.forward, marks, own, int(self.ahead)
+        return StageArrays(self.start, self.end, self.sweep.forward, marks, own, int(self.ahead))
 
     def _touched(self) -> Indices:
         """The storages that the stage's ops read, make or save."""
@@ -258,7 +277,7 @@ class RecomputeLiveness:
     @property
     def lives(self) -> tuple[Indices, Indices, Indices]:
         """Of each residual its maker, its last reader and its first saver in the stage, -1 for none."""
-        at, marks = self.residuals.storage, self.stage[3]
+        at, marks = self.residuals.storage, self.stage.marks
         return self.sweep.tensors.made[at], marks[LAST_IN, at], marks[SAVER, at]
 
     def freed_bytes(self, choice: Indices) -> Array:
@@ -274,11 +293,11 @@ class RecomputeLiveness:
 
     def highest_levels(self, choice: Indices) -> tuple[float, float]:
         """What one micro-batch holds at most in the forward and in the backward. Sets levels and marks."""
-        self.stage[3][DROPPED, self.residuals.storage] = choice == RECOMPUTE
+        self.stage.marks[DROPPED, self.residuals.storage] = choice == RECOMPUTE
         ahead, back = levels_of.form(self.end - self.start)(self.stage)
         return float(ahead), float(back)
 
     def peak(self, choice: Indices) -> float:
         """Bytes of the stage, static ones apart, at the worst moment. Sets levels and marks."""
-        self.stage[3][DROPPED, self.residuals.storage] = choice == RECOMPUTE
+        self.stage.marks[DROPPED, self.residuals.storage] = choice == RECOMPUTE
         return float(peak_of.form(self.end - self.start)(self.stage, self.sums(choice)))

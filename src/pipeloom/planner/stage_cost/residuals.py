@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ...ir.kernels import kernel
 from .arrays import Array, Indices, Rows
-from .liveness import LivenessSweep
+from .liveness import ForwardArrays, LivenessSweep
 
 LONGEST = 64
 """Ops of a chain; what would take more is kept or offloaded."""
@@ -29,9 +29,16 @@ _FREE, _NEEDS_INPUT, _STUCK = 0, 1, 2
 
 
 @kernel
-def _chains(start, end, forward, owned, found, marks):  # type: ignore[no-untyped-def]
+def _chains(
+    start: int,
+    end: int,
+    forward: ForwardArrays,
+    owned: tuple[Indices, NDArray[np.bool_]],
+    found: tuple[Indices, Indices, Indices, Indices],
+    marks: tuple[Indices, Indices],
+) -> int:
     """Write the chain of each residual, and whether it can be made again. Returns the length of all."""
-    reads_first, reads, _, _, _, _, _, _, made, _, _ = forward
+    reads_first, reads, made = forward.reads_first, forward.reads, forward.made
     saver, fixed = owned
     wanted, state, first, ops = found
     seen, pending = marks
@@ -69,12 +76,14 @@ def _chains(start, end, forward, owned, found, marks):  # type: ignore[no-untype
 
 
 @kernel
-def _most_again(ops, forward, again, until):  # type: ignore[no-untyped-def]
+def _most_again(ops: Indices, forward: ForwardArrays, again: NDArray[np.bool_], until: Indices) -> float:
     """The most that running ops (ascending) again needs besides what they are run for.
 
     again: whether a storage is one of those.  until: room for the last of the ops that reads a storage.
     """
-    reads_first, reads, makes_first, makes, _, _, extra, size, _, _, scratch = forward
+    reads_first, reads = forward.reads_first, forward.reads
+    makes_first, makes = forward.makes_first, forward.makes
+    extra, size, scratch = forward.extra, forward.size, forward.scratch
     for p in ops:
         for k in range(makes_first[p], makes_first[p + 1]):
             until[makes[k]] = -1

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ...ir.graph import Op, OpGraph, views_of_state
 from ...ir.memory_policy import residual_names
-from ...ir.profile import Profile
+from ...ir.profile import OpCost, Profile
 from .arrays import Array, Indices, Rows, rows
 from .readers import Readers
 
@@ -153,15 +153,6 @@ def tensors_of(readers: Readers, saves: Mapping[str, Sequence[str]], profile: Pr
     ]
     given = rows([grad[name] for name in names] for names in gives)
     costs = [profile.costs[op.name] for op in ops]
-    passed = [
-        PASSED if name in cost.passes else ADDED if name in cost.adds else NEW
-        for cost, own in zip(costs, gives, strict=True)
-        for name in own
-    ]
-    made_new = [
-        sum(sizes[name] for name in own if name not in (*cost.passes, *cost.adds))
-        for cost, own in zip(costs, gives, strict=True)
-    ]
     here = np.arange(len(ops) + 1)
     known, changing = residual_names(graph), set(graph.together)
     grad_last = _last_of(given, here, len(grad))
@@ -181,7 +172,7 @@ def tensors_of(readers: Readers, saves: Mapping[str, Sequence[str]], profile: Pr
         last=last,
         makes_grads=rows([grad[v.name] for v in op.outputs if v.name in grad] for op in ops),
         gives=given,
-        passes=np.array(passed, dtype=np.int64),
+        passes=_passes(costs, gives),
         grad_size=_floats(sizes.values()),
         grad_made=np.array(
             [readers.produced_at(v.name) for v in learning] + [STATE] * len(trained), np.int64
@@ -189,12 +180,31 @@ def tensors_of(readers: Readers, saves: Mapping[str, Sequence[str]], profile: Pr
         grad_last=grad_last,
         scratch=_floats(c.transient_bytes for c in costs),
         grad_scratch=_floats(
-            c.grad_rest_bytes - new if c.grad_rest_bytes else c.grad_transient_bytes
-            for c, new in zip(costs, made_new, strict=True)
+            _grad_scratch_bytes(
+                cost, [name for name in names if name not in (*cost.passes, *cost.adds)], sizes
+            )
+            for cost, names in zip(costs, gives, strict=True)
         ),
         first=_floats(c.grad_first_bytes for c in costs),
         lets_go=np.array([number.get(base.get(c.lets_go, ""), -1) for c in costs], dtype=np.int64),
     )
+
+
+def _passes(costs: Sequence[OpCost], gives: Sequence[Sequence[str]]) -> Indices:
+    """What the gradient of each input of each op is, see `NEW`."""
+    kinds = [
+        PASSED if name in cost.passes else ADDED if name in cost.adds else NEW
+        for cost, names in zip(costs, gives, strict=True)
+        for name in names
+    ]
+    return np.array(kinds, dtype=np.int64)
+
+
+def _grad_scratch_bytes(cost: OpCost, new: Iterable[str], sizes: Mapping[str, int]) -> float:
+    """What an op's backward needs besides. new: of the gradients that it makes those that are new tensors."""
+    if cost.grad_rest_bytes:
+        return cost.grad_rest_bytes - sum(sizes[name] for name in new)
+    return cost.grad_transient_bytes
 
 
 def _next_states(op: Op, graph: OpGraph) -> list[str]:

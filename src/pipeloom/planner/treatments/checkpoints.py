@@ -1,6 +1,6 @@
 """Stretches of a stage that are made again one after another, between checkpoints: choices to begin with.
 
-The greedy choice (memopt_greedy.py) drops one residual after another and may end where no single step helps,
+The greedy choice (greedy.py) drops one residual after another and may end where no single step helps,
 with checkpoints in the wrong places: large ones, or too many. Here the checkpoints are chosen all at once.
 A checkpoint at op p keeps every residual that is made in front of p and that something behind it needs: a
 backward, or the chain of a residual made there. All between two checkpoints is dropped that may be.
@@ -20,7 +20,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from ...ir.kernels import kernel
-from ..stage_cost import KEEP, RECOMPUTE, Array, Indices, RecomputeLiveness
+from ..stage_cost import KEEP, RECOMPUTE, Array, ForwardArrays, Indices, RecomputeLiveness, Rows
 
 LIMITS = 40
 """How many limits are tried: shares of all that may be dropped, from 1 down to `LEAST`, in equal ratios."""
@@ -29,13 +29,13 @@ LEAST = 0.01
 
 
 @kernel
-def _until(start, chain, forward, number, until):  # type: ignore[no-untyped-def]
+def _until(start: int, chain: Rows, forward: ForwardArrays, number: Indices, until: Indices) -> None:
     """Write of each residual the last op that needs it, be that for making another residual again.
 
     number: storage -> residual, -1 for none.  until: the last ops whose backward reads them.
     """
     first, ops = chain
-    reads_first, reads, _, _, _, _, _, _, made, _, _ = forward
+    reads_first, reads, made = forward.reads_first, forward.reads, forward.made
     for k in range(len(first) - 1):
         for i in range(first[k], first[k + 1]):
             last = start + ops[first[k]]  # a chain begins with the maker
@@ -46,7 +46,9 @@ def _until(start, chain, forward, number, until):  # type: ignore[no-untyped-def
 
 
 @kernel
-def _best_places(dropped, kept, held, limit, found):  # type: ignore[no-untyped-def]
+def _best_places(
+    dropped: Array, kept: Array, held: Array, limit: float, found: tuple[Array, Indices]
+) -> bool:
     """Choose checkpoints among places 1 .. n, the last of which is the stage's end.
 
     dropped: bytes that may be dropped of what is made in front of each place.  kept, held: of what a
@@ -65,7 +67,7 @@ def _best_places(dropped, kept, held, limit, found):  # type: ignore[no-untyped-
                 least[j] = least[i]
                 before[j] = i
         least[j] += held[j]
-    return least[len(dropped) - 1] < np.inf
+    return bool(least[len(dropped) - 1] < np.inf)
 
 
 def choose_checkpoints(moments: RecomputeLiveness, may: Indices) -> Iterator[Indices]:
@@ -103,7 +105,7 @@ def _needed_until(moments: RecomputeLiveness) -> Indices:
     number[residuals.storage] = np.arange(len(residuals))
     until = residuals.top + moments.start
     chains = len(residuals.chain.items)
-    _until.form(chains)(moments.start, (*residuals.chain,), forward, number, until)
+    _until.form(chains)(moments.start, residuals.chain, forward, number, until)
     return until
 
 

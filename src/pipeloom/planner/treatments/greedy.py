@@ -8,7 +8,7 @@
        such end is tried as well.
     4. Picks that are no longer needed are dropped, first those that save most seconds per byte.
     5. Where that fails, or costs more than a little, the same from choices of checkpoints
-       (memopt_segments.py); the best of all is taken.
+       (checkpoints.py); the best of all is taken.
 
 What recomputing frees depends on what else is dropped. A residual from which others are made again is a
 checkpoint: without it, what lies on both sides of it is made again at once, at a moment that may then need
@@ -22,13 +22,27 @@ Time grows with (picks) x (ops and chains of the stage).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from ..stage_cost import DROPPED, KEEP, OFFLOAD, Indices, RecomputeLiveness
 from .checkpoints import choose_checkpoints
-from .greedy_kernels import BANNED, BESIDES, CHOICE, LEAST, MAY, PEAK, SECONDS, SIZE, STORAGE, TOP, pick_all
+from .greedy_kernels import (
+    BANNED,
+    BESIDES,
+    CHOICE,
+    LEAST,
+    MAY,
+    PEAK,
+    SECONDS,
+    SIZE,
+    STORAGE,
+    TOP,
+    ChainArrays,
+    GreedyState,
+    pick_all,
+)
 
 FINISHED = 3
 """Of the choices of checkpoints that fit, how many are finished greedily."""
@@ -132,8 +146,8 @@ def _solved(task: TreatmentProblem, begin: Indices) -> TreatmentChoice:
     return TreatmentChoice(not fits, float(limits[SECONDS]), float(limits[PEAK]), numbers[CHOICE])
 
 
-def greedy_state(task: TreatmentProblem) -> tuple[Any, ...]:
-    """What kernels see of a task besides its stage (see memopt_picks.py). Sets every residual to kept."""
+def greedy_state(task: TreatmentProblem) -> GreedyState:
+    """What kernels see of a task besides its stage (see greedy_kernels.py). Sets every residual to kept."""
     moments, residuals = task.moments, task.moments.residuals
     count = len(residuals)
     numbers, figures = np.zeros((BANNED + 1, count), np.int64), np.zeros((LEAST + 1, count))
@@ -150,9 +164,10 @@ def greedy_state(task: TreatmentProblem) -> tuple[Any, ...]:
             0.0,
         ]
     )
-    chains = *residuals.chain, residuals.seconds, np.zeros(len(residuals.seconds), np.int64)
-    moments.stage[3][DROPPED] = 0
-    return chains, numbers, figures, moments.sums(np.full(count, KEEP, np.int64)), limits
+    users = np.zeros(len(residuals.seconds), np.int64)
+    chains = ChainArrays(*residuals.chain, residuals.seconds, users)
+    moments.stage.marks[DROPPED] = 0
+    return GreedyState(chains, numbers, figures, moments.sums(np.full(count, KEEP, np.int64)), limits)
 
 
 def _offloaded(task: TreatmentProblem, choice: Indices, need: float, order: Indices) -> Indices:

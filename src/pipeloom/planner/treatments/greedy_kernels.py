@@ -1,10 +1,15 @@
-"""The kernels of the greedy choice (memopt_greedy.py).
+"""The kernels of the greedy choice (greedy.py).
 
-They know the stage as `Moments.stage` says, and as the plan: chains (first and ops of each residual, seconds
-of each op, how often it is wanted again), numbers and figures by residual, sums (see `again.HELD`), limits.
+They know the stage as `StageArrays`, and its residuals as `GreedyState`:
+
+    worst moment  ->  worth of each residual there  ->  treat the best  ->  sweep again
+         ^                                                                     |
+         +------------- until the peak keeps the allowance --------------------+
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,6 +34,9 @@ from ..stage_cost import (
     RECOMPUTE,
     SAVER,
     SEARCHED,
+    Array,
+    Indices,
+    StageArrays,
     of_others,
     peak_of,
 )
@@ -45,8 +53,33 @@ ALLOWANCE, PER_OFFLOADED, HIDDEN, MOST, S_PER_BYTE, SECONDS, PEAK = range(7)
 """The limits, as in `Task`; then what the choice adds to the stage's time, and its peak."""
 
 
+class ChainArrays(NamedTuple):
+    """The chain of residual k is the ops `ops[first[k] : first[k + 1]]`, from the stage's first op.
+
+    seconds: (ops,), of each op's forward.  users: (ops,), how many recomputed residuals want it.
+    """
+
+    first: Indices
+    ops: Indices
+    seconds: Array
+    users: Indices
+
+
+class GreedyState(NamedTuple):
+    """What the greedy choice knows of a stage's residuals, and what it has chosen so far.
+
+    numbers, figures: (rows, residuals), see `CHOICE`, `SIZE`.  sums: see `HELD`.  limits: see `ALLOWANCE`.
+    """
+
+    chains: ChainArrays
+    numbers: Indices
+    figures: Array
+    sums: Array
+    limits: Array
+
+
 @kernel
-def _worst_moment(stage, sums):  # type: ignore[no-untyped-def]
+def _worst_moment(stage: StageArrays, sums: Array) -> tuple[int, int]:
     """The row and the op of the moment that needs most; the stage's end for one between ops. Levels from
     `EARLIER` on become what each needs."""
     start, end, _, _, levels, _ = stage
@@ -64,10 +97,10 @@ def _worst_moment(stage, sums):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _does_good(row, op, stage, plan):  # type: ignore[no-untyped-def]
+def _does_good(row: int, op: int, stage: StageArrays, plan: GreedyState) -> bool:
     """Whether that moment needs less than before, and none more than both before and the limit."""
     start, end, _, _, levels, _ = stage
-    sums, allowance = plan[3], plan[4][ALLOWANCE]
+    sums, allowance = plan.sums, plan.limits[ALLOWANCE]
     others, slack = of_others(sums), 1e-9 * abs(allowance)
     for side in range(2):
         for p in range(start, end):
@@ -81,21 +114,22 @@ def _does_good(row, op, stage, plan):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _freed(k, row, op, stage, plan):  # type: ignore[no-untyped-def]
+def _freed(k: int, row: int, op: int, stage: StageArrays, plan: GreedyState) -> float:
     """Bytes that dropping residual k frees at a moment, less what is then made again earlier for it."""
     start, end, forward, marks, _, ahead = stage
-    reads_first, reads, makes_first, makes, _, _, _, size, made, last, _ = forward
+    reads_first, reads = forward.reads_first, forward.reads
+    size, made, last = forward.size, forward.made, forward.last
     _, numbers, figures, sums, _ = plan
     s = numbers[STORAGE, k]
     others = sums[OTHERS + 1] if numbers[CHOICE, k] == OFFLOAD else sums[OTHERS]
-    found = others * figures[SIZE, k]
+    freed: float = others * figures[SIZE, k]
     if row == FORWARD:
         gone = made[s] < op and marks[LAST_IN, s] < op and last[s] < end
-        return found + figures[SIZE, k] if gone else found
+        return freed + float(figures[SIZE, k]) if gone else freed
     if ahead > 0:
-        return found
+        return freed
     if max(numbers[TOP, k], marks[FIRST_AT, s]) < op:
-        return found + figures[SIZE, k]
+        return freed + float(figures[SIZE, k])
     count = 0
     marks[SEARCHED, -1] += 1
     if made[s] >= 0 and marks[AT, made[s]] < op:
@@ -105,9 +139,9 @@ def _freed(k, row, op, stage, plan):  # type: ignore[no-untyped-def]
     while count > 0:
         count -= 1
         c = marks[PENDING, count]
-        for i in range(makes_first[c], makes_first[c + 1]):
-            if marks[DROPPED, makes[i]] > 0:
-                found -= size[makes[i]]
+        for i in range(forward.makes_first[c], forward.makes_first[c + 1]):
+            if marks[DROPPED, forward.makes[i]] > 0:
+                freed -= size[forward.makes[i]]
         for i in range(reads_first[c], reads_first[c + 1]):
             r, m = reads[i], made[reads[i]]
             gone = marks[SAVER, r] < 0 or marks[DROPPED, r] > 0
@@ -115,29 +149,29 @@ def _freed(k, row, op, stage, plan):  # type: ignore[no-untyped-def]
                 marks[SEARCHED, m] = marks[SEARCHED, -1]
                 marks[PENDING, count] = m
                 count += 1
-    return found
+    return freed
 
 
 @kernel
-def _again_s(k, plan):  # type: ignore[no-untyped-def]
+def _again_s(k: int, plan: GreedyState) -> float:
     """Seconds that making residual k again adds to what runs again already."""
     (first, ops, seconds, users), _, figures, _, _ = plan
-    found = figures[BESIDES, k]
+    added_s: float = figures[BESIDES, k]
     for i in range(first[k], first[k + 1]):
         if users[ops[i]] == 0:
-            found += seconds[ops[i]]
-    return found
+            added_s += seconds[ops[i]]
+    return added_s
 
 
 @kernel
-def _away_s(more, plan):  # type: ignore[no-untyped-def]
+def _away_s(more: float, plan: GreedyState) -> float:
     """Seconds that offloading so many bytes more adds."""
-    away, hidden = plan[3][AWAY], plan[4][HIDDEN]
-    return (max(0.0, away + more - hidden) - max(0.0, away - hidden)) * plan[4][S_PER_BYTE]
+    away, hidden = plan.sums[AWAY], plan.limits[HIDDEN]
+    return float((max(0.0, away + more - hidden) - max(0.0, away - hidden)) * plan.limits[S_PER_BYTE])
 
 
 @kernel
-def treat(k, stage, plan):  # type: ignore[no-untyped-def]
+def treat(k: int, stage: StageArrays, plan: GreedyState) -> None:
     """Treat residual k as its option says; what was done to it becomes the option."""
     (first, ops, _, users), numbers, figures, sums, limits = plan
     size, now, treatment = figures[SIZE, k], numbers[CHOICE, k], numbers[OPTION, k]
@@ -157,13 +191,13 @@ def treat(k, stage, plan):  # type: ignore[no-untyped-def]
     elif treatment == OFFLOAD:
         limits[SECONDS] += _away_s(size, plan)
         sums[AWAY] += size
-    stage[3][DROPPED, numbers[STORAGE, k]] = 1 if treatment == RECOMPUTE else 0
+    stage.marks[DROPPED, numbers[STORAGE, k]] = 1 if treatment == RECOMPUTE else 0
     numbers[CHOICE, k] = treatment
     numbers[OPTION, k] = now
 
 
 @kernel
-def _weigh_options(row, op, stage, plan):  # type: ignore[no-untyped-def]
+def _weigh_options(row: int, op: int, stage: StageArrays, plan: GreedyState) -> None:
     """What treating each residual is worth per second at a moment, and how. One that frees all that is left
     in no more time than the best is worth more than any."""
     _, numbers, figures, sums, limits = plan
@@ -194,9 +228,9 @@ def _weigh_options(row, op, stage, plan):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _best(plan):  # type: ignore[no-untyped-def]
+def _best(plan: GreedyState) -> int:
     """The residual whose worth is largest, -1 if none is worth anything."""
-    figures = plan[2]
+    figures = plan.figures
     pick, most = -1, -1.0
     for k in range(figures.shape[1]):
         worth = figures[WORTH, k]
@@ -207,7 +241,7 @@ def _best(plan):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _take_best(row, op, stage, plan):  # type: ignore[no-untyped-def]
+def _take_best(row: int, op: int, stage: StageArrays, plan: GreedyState) -> int:
     """Apply the option that is worth most, of those that do good. Returns its residual, -1 for none."""
     _, numbers, figures, sums, limits = plan
     pick = _best(plan)
@@ -224,24 +258,24 @@ def _take_best(row, op, stage, plan):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _longer_held(k, at, stage, plan):  # type: ignore[no-untyped-def]
+def _longer_held(k: int, at: int, stage: StageArrays, plan: GreedyState) -> float:
     """Bytes that may be there behind the op `at` only because residual k is made again in front of its
     backward: what its chain reads that is there so early, and that no backward so late reads."""
     start, _, forward, marks, _, _ = stage
-    reads_first, reads, _, _, _, _, _, size, made, _, _ = forward
-    first, ops, _, _ = plan[0]
-    found = 0.0
+    reads_first, reads, size, made = forward.reads_first, forward.reads, forward.size, forward.made
+    first, ops, _, _ = plan.chains
+    longer = 0.0
     for i in range(first[k], first[k + 1]):
         for r in range(reads_first[start + ops[i]], reads_first[start + ops[i] + 1]):
             s = reads[r]
             there = marks[AT, made[s]] if made[s] >= start else marks[FIRST_AT, s]
             if marks[SAVER, s] > at or (marks[SAVER, s] < 0 and there > at):
-                found += size[s]
-    return found
+                longer += size[s]
+    return longer
 
 
 @kernel
-def least_peaks(stage, plan):  # type: ignore[no-untyped-def]
+def least_peaks(stage: StageArrays, plan: GreedyState) -> None:
     """Write of each residual that is treated a peak that the stage does not get below if it is kept again.
 
     Levels, marks and the peak must be those of the present choice. Kept, the residual is there in the forward
@@ -249,7 +283,7 @@ def least_peaks(stage, plan):  # type: ignore[no-untyped-def]
     there for its chain may be gone, nothing else. Levels from `EARLIER` on become the most from each op on.
     """
     start, end, forward, marks, levels, ahead = stage
-    made, last = forward[8], forward[9]
+    made, last = forward.made, forward.last
     _, numbers, figures, sums, limits = plan
     others, own = of_others(sums), sums[HELD] - sums[AGAIN]
     for side in range(2):
@@ -278,7 +312,7 @@ def least_peaks(stage, plan):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _relieve(stage, plan):  # type: ignore[no-untyped-def]
+def _relieve(stage: StageArrays, plan: GreedyState) -> bool:
     """Keep again for good the residual without which the peak is lowest: a checkpoint. False if it is lower
     without none. Sweeps only where bounds leave it open; they are as exact as peaks, of whole bytes."""
     _, numbers, figures, sums, limits = plan
@@ -307,7 +341,7 @@ def _relieve(stage, plan):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _spare(stage, plan):  # type: ignore[no-untyped-def]
+def _spare(stage: StageArrays, plan: GreedyState) -> None:
     """Keep again what need not be treated, until nothing more may be: first what saves most per byte."""
     _, numbers, figures, sums, limits = plan
     most = limits[ALLOWANCE]
@@ -340,7 +374,7 @@ def _spare(stage, plan):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def pick_all(begin, stage, plan):  # type: ignore[no-untyped-def]
+def pick_all(begin: Indices, stage: StageArrays, plan: GreedyState) -> bool:
     """Make the choice, with one to begin with; False if it does not keep the allowance."""
     _, numbers, _, sums, limits = plan
     for k in range(len(begin)):
