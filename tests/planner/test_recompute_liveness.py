@@ -79,7 +79,7 @@ def test_levels_are_those_of_a_plain_reference(seed, ops, data):
     dropped = frozenset(n for n, kind in zip(residuals.names, choice, strict=True) if kind == RECOMPUTE)
     plain, slow = SlowStage(model, end, frozenset()), SlowStage(model, end, dropped)
     most = found.highest_levels(choice)
-    levels = found.stage[4][:, :end]
+    levels = found.stage.levels[:, :end]
     assert levels[again.FORWARD].tolist() == slow.forward()
     assert levels[again.KEPT_FORWARD].tolist() == plain.forward()
     before = {step.at: (held, after) for step, held, after in plain.backward()}
@@ -95,7 +95,7 @@ def test_levels_are_those_of_a_plain_reference(seed, ops, data):
         expected[place] = max(expected[place], here)
     assert levels[again.BACKWARD].tolist() == expected.tolist()
     assert most == (max(slow.forward()), expected.max())
-    assert [op for op in range(end) if found.stage[3][again.AT, op] >= 0] == sorted(
+    assert [op for op in range(end) if found.stage.marks[again.AT, op] >= 0] == sorted(
         model.readers.position[step.op] for step in slow.steps if step.kind == "again"
     )
 

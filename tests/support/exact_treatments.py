@@ -111,7 +111,7 @@ class _Programme:
         offloads = list(range(count, 2 * count))
         self.rows.add([self.first - 1, *offloads], [1.0, *-size], least=-task.hidden)
         self.rows.add(offloads, [*size], most=task.most)
-        *_, kept, away = moments.edges
+        kept, away = moments.terms.others_kept, moments.terms.others_offloaded
         self.others = kept * size, (kept - away) * size
         self.implied = self._implied()
 
@@ -177,8 +177,8 @@ class _Programme:
         """What each moment needs, (forward, backward) x ops of the stage; and the same at the ends."""
         moments = self.moments
         sums = moments.sums(choice)
-        moments.most(choice)
-        found = moments.stage[4][[FORWARD, BACKWARD], moments.start : moments.end]
+        moments.highest_levels(choice)
+        found = moments.stage.levels[[FORWARD, BACKWARD], moments.start : moments.end]
         edge, message = sums[EDGE:MESSAGE], sums[MESSAGE:OTHERS]
         others = float(of_others(sums))
         return found + others + edge[:, None], sums[HELD] - sums[AGAIN] + others + message + edge
@@ -211,7 +211,7 @@ class _Programme:
             return
         first = self.first + count * (sum(s == 1 for s, _ in self.known) - 1)
         alive = size * (saver <= place)
-        levels = self.moments.stage[4]
+        levels = self.moments.stage.levels
         before = levels[KEPT_UNTIL, place] + found[1, op] - levels[BACKWARD, place]
         self.rows.add(
             [*columns, *range(first, first + count)],
