@@ -15,8 +15,9 @@ from pipeloom.ir.graph import OpGraph
 from pipeloom.ir.plan import Plan, load_plan
 from pipeloom.ir.profile import Profile
 from pipeloom.lowering import lower
-from pipeloom.planner import NoCutFits, (
+from pipeloom.planner import (
     PLANNERS,
+    NoCutFits,
     PlanOptions,
     ProfiledModel,
     Request,
