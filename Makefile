@@ -7,7 +7,7 @@ READY := .venv/.ready
 export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all lint fmt gpu-check bench clean
+.PHONY: help train test test-all lint fmt docs gpu-check bench clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -35,6 +35,10 @@ lint: $(READY)  ## ruff, formatting, and mypy in strict mode on src
 fmt: $(READY)  ## put imports in order and format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: $(READY)  ## the API reference, made from docstrings: build/docs/index.html
+	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[docs]'
+	$(BIN)/python -m pdoc pipeloom --template-directory docs/pdoc --output-directory build/docs
 
 # The environment above has torch's CPU build, so this target takes the machine's own Python with its CUDA build.
 gpu-check:  ## the tests that need a CUDA device and bench/gpu_check.py, with the python named by GPU_PYTHON
