@@ -1,15 +1,18 @@
-"""The examples of docs/schedules.md give what stands there."""
+"""The examples of the pages on schedules give what stands there."""
 
 from __future__ import annotations
 
 import doctest
 from pathlib import Path
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "schedules.md"
+import pytest
+
+DOCS = Path(__file__).parents[2] / "docs"
 
 
-def test_the_examples_of_the_document() -> None:
+@pytest.mark.parametrize(("page", "least"), [("schedules.md", 5), ("schedule-language.md", 30)])
+def test_the_examples_of_a_page(page: str, least: int) -> None:
     failed, tried = doctest.testfile(
-        str(DOCUMENT), module_relative=False, optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+        str(DOCS / page), module_relative=False, optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     )
-    assert not failed and tried > 30
+    assert not failed and tried > least

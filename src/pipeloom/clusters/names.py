@@ -3,8 +3,8 @@
     cluster  part ["+" part] ...
     part     [N "nodes of"] [N "x"] DEVICE ["with" SIZE]
 
-Each part is in a node, or nodes, of its own. DEVICE is a built-in device (see `builtin.py`), SIZE the memory
-that plans may use of each instead of what it has. Other machines are described in files (`cluster_files.py`).
+Each part is in a node, or nodes, of its own. DEVICE is a built-in device (see `devices.py`), SIZE the memory
+that plans may use of each instead of what it has. Other machines are described in files (`files.py`).
 """
 
 from __future__ import annotations

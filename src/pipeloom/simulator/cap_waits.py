@@ -1,6 +1,6 @@
 """Cap waits: which copies to the host an action waits for so that its rank keeps its cap.
 
-The rule is that of the runtime (`runtime.residuals.Residuals.make_room`). When a rank comes to an action that
+The rule is that of the runtime (`runtime.worker.Worker.run`). When a rank comes to an action that
 together with what is there would take more than the cap, it first waits for OFFLOADs that it has come to and
 that are still going on, the oldest first, until the action fits or none is left. Those always end, so nothing
 blocks; what does not fit even then passes the cap.
