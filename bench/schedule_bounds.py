@@ -100,7 +100,7 @@ def solve(s: Shape, memory: float, step_s: float, seconds: float) -> tuple[float
         after(b, a, switch={count: horizon})  # a waits for b unless a is first
         after(a, b, switch={count: -horizon, -1: 1.0})
         count += 1
-    for rank, own in enumerate(s.own):
+    for rank, own in enumerate(s.rank_stages):
         for opening in (a for a in actions if a.kind == F and s.placement[a.stage] == rank):
             _limit(program, first, opening, own, s.microbatches, memory * len(own))
     cost = np.zeros(count)

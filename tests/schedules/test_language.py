@@ -97,7 +97,7 @@ def chimera(s: Shape) -> list[Recipe]:
 
 def zb_v(s: Shape) -> Recipe:
     def row(rank: int) -> list[Action]:
-        (first, second), later = s.own[rank], s.ranks - 1 - rank
+        (first, second), later = s.rank_stages[rank], s.ranks - 1 - rank
         order = [(first, F)] * (2 * later + 1) + [(second, F), (first, F)] * rank
         order += [(second, F), (second, I)] * later
         order += [(second, F), (second, I), (first, F), (first, I)] * 2 * s.microbatches
@@ -115,7 +115,7 @@ def dualpipev(s: Shape) -> Recipe:
         words += "I1 I0 " * (rank + 1) + "I0 " * left
         number = {(kind, at): iter(range(s.microbatches)) for kind in "FB" for at in "01"}
         number |= {("I", at): number["B", at] for at in "01"}
-        return [Action(s.own[rank][int(at)], Kind(k), next(number[k, at])) for k, at in words.split()]
+        return [Action(s.rank_stages[rank][int(at)], Kind(k), next(number[k, at])) for k, at in words.split()]
 
     def other_way(a: Action, b: Action) -> bool:
         return (a.kind, b.kind) == (F, B) and a.stage != b.stage

@@ -112,7 +112,7 @@ def plain(name: str, *, keeps: bool = False) -> tuple[float, list[int]]:
 
     def may_open(a: Action, taken: Sequence[int]) -> bool:
         rank, stage = s.placement[a.stage], recipe.in_flight_stage
-        held = sum(taken[own] for own in s.own[rank])
+        held = sum(taken[own] for own in s.rank_stages[rank])
         most = inf if recipe.memory is None else per_rank(recipe.memory, rank) * s.chunks
         if keeps:
             return held < most - (s.chunk[a.stage] < s.chunks - 1)

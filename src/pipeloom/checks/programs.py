@@ -109,21 +109,21 @@ def _repeated(program: Program) -> ScheduleError:
 
 def data_in_place(program: Program, stages: StageGraph, flow: Flow) -> None:
     """A RECV stands before the action that uses it, and a SEND after the action that makes it."""
-    found: tuple[int, Action | Transfer] | None = None
+    first: tuple[int, Action | Transfer] | None = None
     for user, maker, stage, kind, peer in _uses(program, flow):
         wrong = (user >= 0) & ((maker < 0) | (maker > user))
         if wrong.any():
             microbatch = int(np.argmin(np.where(wrong, user, len(program.columns))))
-            if found is None or user[microbatch] < found[0]:
+            if first is None or user[microbatch] < first[0]:
                 lacking = Action(stage, kind, microbatch)
-                found = (
+                first = (
                     int(user[microbatch]),
                     lacking if peer < 0 else Transfer(stage, kind, microbatch, peer),
                 )
-    if found is not None:
-        rank, step = program.locate(found[0])
+    if first is not None:
+        rank, step = program.locate(first[0])
         raise ScheduleError(
-            f"rank {rank} runs {step} without {found[1]} before it", hint=f"put {found[1]} in front of {step}"
+            f"rank {rank} runs {step} without {first[1]} before it", hint=f"put {first[1]} in front of {step}"
         )
 
 
@@ -151,9 +151,9 @@ def optimizer(program: Program, stages: StageGraph, flow: Flow) -> None:
     entries = np.flatnonzero((columns.kind == REDUCE_) | (columns.kind == STEP_))
     parts = np.split(entries, np.searchsorted(entries, columns.offsets[1:-1]))
     for rank, part in enumerate(parts):
-        found = [columns.at(entry) for entry in part.tolist()]
-        allowed, present = set(wanted[rank]), set(found)
-        for step in found:
+        closing = [columns.at(entry) for entry in part.tolist()]
+        allowed, present = set(wanted[rank]), set(closing)
+        for step in closing:
             if step not in allowed:
                 raise ScheduleError(
                     f"rank {rank} runs {step}, which has nothing to do there",
@@ -163,11 +163,11 @@ def optimizer(program: Program, stages: StageGraph, flow: Flow) -> None:
         for wish in wanted[rank]:
             if wish not in present:
                 raise ScheduleError(f"rank {rank} never runs {wish}", hint="add it at the end of the row")
-        if len(found) > len(present):
-            twice = next(step for step in wanted[rank] if found.count(step) > 1)
+        if len(closing) > len(present):
+            twice = next(step for step in wanted[rank] if closing.count(step) > 1)
             raise ScheduleError(f"rank {rank} runs {twice} twice", hint="remove one of them")
-        if found:
-            _closes(program, rank, found, int(part[0]))
+        if closing:
+            _closes(program, rank, closing, int(part[0]))
 
 
 def _optimizer_steps(program: Program, stages: StageGraph) -> list[list[StageAction]]:
@@ -182,18 +182,18 @@ def _optimizer_steps(program: Program, stages: StageGraph) -> list[list[StageAct
     return steps
 
 
-def _closes(program: Program, rank: int, found: list[Instruction], begin: int) -> None:
+def _closes(program: Program, rank: int, closing: list[Instruction], begin: int) -> None:
     """REDUCE before any STEP, and both behind all compute actions, as those add to the gradients."""
-    kinds = [step.kind for step in found]
+    kinds = [step.kind for step in closing]
     if REDUCE in kinds[1:]:
-        late = found[kinds.index(REDUCE)]
-        raise ScheduleError(f"rank {rank} runs {late} after {found[0]}", hint=f"move {late} in front of it")
+        late = closing[kinds.index(REDUCE)]
+        raise ScheduleError(f"rank {rank} runs {late} after {closing[0]}", hint=f"move {late} in front of it")
     columns = program.columns
     behind = np.flatnonzero(columns.is_compute[begin : columns.offsets[rank + 1]])
     if len(behind):
         step = columns.at(begin + int(behind[0]))
         raise ScheduleError(
-            f"rank {rank} runs {found[0]} before {step}", hint=f"move {found[0]} behind {step}"
+            f"rank {rank} runs {closing[0]} before {step}", hint=f"move {closing[0]} behind {step}"
         )
 
 
@@ -228,15 +228,15 @@ def _meeting_actions(program: Program, flow: Flow) -> dict[int, list[int]]:
         operation = OPERATIONS.get(kind)
         if operation is not None and operation.meets is not None:
             groups += [(code, s, tuple(operation.meets(s))) for s in range(len(program.placement))]
-    found: dict[int, list[int]] = {}
+    meeting: dict[int, list[int]] = {}
     starts = set(program.columns.offsets.tolist())
     for code, stage, others in groups:
         table = program.action_index.of(code)
         for microbatch, entry in enumerate(table[stage].tolist()):
             if entry >= 0:
                 ends = [int(table[other, microbatch]) for other in others]
-                found[entry] = [end - 1 for end in ends if end not in starts]
-    return found
+                meeting[entry] = [end - 1 for end in ends if end not in starts]
+    return meeting
 
 
 def _meeting_reductions(program: Program, stages: StageGraph) -> dict[int, list[int]]:

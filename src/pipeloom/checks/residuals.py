@@ -41,16 +41,16 @@ def both_ways(schedule: Schedule, flow: Flow) -> None:
     if not schedule.columns.treats_residuals:
         return
     away, back = schedule.action_index.of(OFFLOAD_), schedule.action_index.of(RELOAD_)
-    if (found := _first((away >= 0) & (back < 0), away)) is not None:
-        rank, action = schedule.locate(found)
-        reload, reader = _named(schedule, found, RELOAD_), _backward(schedule, found)
+    if (entry := _first((away >= 0) & (back < 0), away)) is not None:
+        rank, action = schedule.locate(entry)
+        reload, reader = _named(schedule, entry, RELOAD_), _backward(schedule, entry)
         raise ScheduleError(
             f"rank {rank} runs {action} and never {reload}",
             hint=f"add {reload} between {action} and {reader}",
         )
-    if (found := _first((back >= 0) & (away < 0), back)) is not None:
-        rank, action = schedule.locate(found)
-        made, offload = _named(schedule, found, F_), _named(schedule, found, OFFLOAD_)
+    if (entry := _first((back >= 0) & (away < 0), back)) is not None:
+        rank, action = schedule.locate(entry)
+        made, offload = _named(schedule, entry, F_), _named(schedule, entry, OFFLOAD_)
         raise ScheduleError(
             f"rank {rank} runs {action}, but nothing of it was offloaded",
             hint=f"add {offload} between {made} and {action}, or drop {action}",
@@ -64,14 +64,14 @@ def in_order(schedule: Schedule, flow: Flow) -> None:
     index = schedule.action_index
     steps = [index.of(F_), *(index.of(code) for code in ORDERED)]
     steps.append(index.gradients())
-    found: list[tuple[int, int]] = []
+    wrong_pairs: list[tuple[int, int]] = []
     for number, late in enumerate(steps):
         for early in steps[:number]:
             wrong = (early >= 0) & (late >= 0) & (early > late)
-            found += zip(late[wrong].tolist(), early[wrong].tolist(), strict=True)
+            wrong_pairs += zip(late[wrong].tolist(), early[wrong].tolist(), strict=True)
     # Schedules are in order without these actions, so one of them is in each of these pairs.
-    if found:
-        late_entry, early_entry = min(found)
+    if wrong_pairs:
+        late_entry, early_entry = min(wrong_pairs)
         rank, action = schedule.locate(late_entry)
         _, other = schedule.locate(early_entry)
         raise ScheduleError(
@@ -88,8 +88,8 @@ def in_one_place(schedule: Schedule, flow: Flow) -> None:
     evicted = schedule.action_index.of(columns.kinds.index(EVICT))
     for code in (OFFLOAD_, RECOMPUTE_):
         treated = schedule.action_index.of(code)
-        if (found := _first((treated >= 0) & (evicted >= 0), treated)) is not None:
-            rank, action = schedule.locate(found)
+        if (entry := _first((treated >= 0) & (evicted >= 0), treated)) is not None:
+            rank, action = schedule.locate(entry)
             lent = Action(action.stage, EVICT, action.microbatch)
             raise ScheduleError(
                 f"rank {rank} runs {action}, but {lent} lends the same residuals to a partner",

@@ -179,18 +179,18 @@ def _repeated(schedule: Schedule) -> ScheduleError:
 
 def order_on_rank(schedule: Schedule, flow: Flow) -> None:
     """In a row, what makes something stands before what uses it: F before B or I, I before W, and so on."""
-    found: tuple[int, Milestone] | None = None
+    first: tuple[int, Milestone] | None = None
     for user, maker, need in _uses_on_rank(schedule, flow):
         wrong = (user >= 0) & ((maker < 0) | (maker > user))
         if wrong.any():
             cell = int(np.argmin(np.where(wrong, user, len(schedule.columns))))
             entry = int(user.flat[cell])
             stage, microbatch = divmod(cell, schedule.microbatches)
-            if found is None or entry < found[0]:
-                found = entry, (need[0] if need[0] >= 0 else stage, microbatch, need[1])
-    if found is not None:
-        rank, action = schedule.locate(found[0])
-        name = name_of(found[1], schedule)
+            if first is None or entry < first[0]:
+                first = entry, (need[0] if need[0] >= 0 else stage, microbatch, need[1])
+    if first is not None:
+        rank, action = schedule.locate(first[0])
+        name = name_of(first[1], schedule)
         raise ScheduleError(
             f"rank {rank} runs {action} before {name}, which it needs",
             hint=f"move {name} in front of {action}",

@@ -53,14 +53,14 @@ def versions(schedule: Schedule, updates: Updates) -> tuple[StageVersions, ...]:
             f"{count} micro-batches make no whole number of updates of {every}",
             hint=f"use a multiple of {every}, or another number of micro-batches per update",
         )
-    found: dict[int, _Weights] = {}
+    stages: dict[int, _Weights] = {}
     for rank, row in enumerate(schedule.rows):
         for action in row:
             stage = action.stage
-            if stage not in found:
-                found[stage] = _Weights(schedule, rank, stage, replace(updates, every=every))
-            found[stage].run(action)
-    return tuple(found[stage].result() for stage in sorted(found))
+            if stage not in stages:
+                stages[stage] = _Weights(schedule, rank, stage, replace(updates, every=every))
+            stages[stage].run(action)
+    return tuple(stages[stage].result() for stage in sorted(stages))
 
 
 def weight_versions(schedule: Schedule, stages: StageGraph, updates: Updates) -> None:
@@ -69,9 +69,9 @@ def weight_versions(schedule: Schedule, stages: StageGraph, updates: Updates) ->
     Raises: ScheduleError that names rank, action and versions. Tied parameters that are updated at different
     times on different stages are refused too.
     """
-    found = versions(schedule, updates)
+    stages_versions = versions(schedule, updates)
     for name, readers in stages.tied.items():
-        first, *others = (found[stage] for stage in readers)
+        first, *others = (stages_versions[stage] for stage in readers)
         for other in others:
             for microbatch, pair in enumerate(zip(first.used, other.used, strict=True)):
                 if pair[0] != pair[1]:
@@ -185,7 +185,7 @@ class _Weights:
         )
 
 
-def by_rank(found: Sequence[StageVersions]) -> tuple[int, ...]:
+def by_rank(stages: Sequence[StageVersions]) -> tuple[int, ...]:
     """Most versions that a stage of each rank keeps."""
-    ranks = 1 + max(stage.rank for stage in found)
-    return tuple(max((s.needed for s in found if s.rank == rank), default=0) for rank in range(ranks))
+    ranks = 1 + max(stage.rank for stage in stages)
+    return tuple(max((s.needed for s in stages if s.rank == rank), default=0) for rank in range(ranks))

@@ -161,7 +161,7 @@ def _line(tables: Mapping[str, dict[str, Any]], name: str) -> list[dict[str, Any
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> list[tuple[str, dict[str, Any]]]:
     """Tables with a source by their dotted names."""
-    found: list[tuple[str, dict[str, Any]]] = []
+    rows: list[tuple[str, dict[str, Any]]] = []
     for key, row in table.items():
-        found += [(prefix + key, row)] if "source" in row else _flat(row, f"{prefix}{key}.")
-    return found
+        rows += [(prefix + key, row)] if "source" in row else _flat(row, f"{prefix}{key}.")
+    return rows

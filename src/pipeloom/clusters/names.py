@@ -87,19 +87,19 @@ class _Part:
 
 
 def _part(text: str) -> _Part:
-    found = _PART.fullmatch(" ".join(text.split()))
-    if found is None:
+    match = _PART.fullmatch(" ".join(text.split()))
+    if match is None:
         raise ConfigError(f"cannot read {text.strip()!r} as a part of a cluster", hint=_HINT)
-    nodes, count = (_count(found[key] or "1") for key in ("nodes", "count"))
+    nodes, count = (_count(match[key] or "1") for key in ("nodes", "count"))
     if not nodes or not count:
         raise ConfigError(f"{text.strip()!r} has no device", hint="use at least 1 node and 1 device in each")
     try:
-        kind = built_in(found["name"])
+        kind = built_in(match["name"])
     except ConfigError as error:
         raise ConfigError(
             f"{error.message}, and no file {text.strip()!r} exists", hint=f"{error.hint}; {_HINT}"
         ) from None
-    return _Part(nodes, count, kind, None if found["size"] is None else parse_bytes(found["size"]))
+    return _Part(nodes, count, kind, None if match["size"] is None else parse_bytes(match["size"]))
 
 
 def _count(digits: str) -> int:

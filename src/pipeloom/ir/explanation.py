@@ -118,7 +118,7 @@ class Explanation:
     @property
     def by_reason(self) -> dict[Reason, float]:
         """Rank-seconds of each reason that occurs, largest first."""
-        found: dict[Reason, float] = {}
+        seconds: dict[Reason, float] = {}
         for i in self.idle:
-            found[i.reason] = found.get(i.reason, 0.0) + i.duration_s
-        return dict(sorted(found.items(), key=lambda item: -item[1]))
+            seconds[i.reason] = seconds.get(i.reason, 0.0) + i.duration_s
+        return dict(sorted(seconds.items(), key=lambda item: -item[1]))

@@ -145,12 +145,12 @@ class Timeline:
             return ()
         second = dict(self.pairs)
         wanted = {*second, *second.values()}
-        found: dict[str, list[Event]] = {}
+        events: dict[str, list[Event]] = {}
         for e in sorted(self.events, key=lambda e: e.start_s):
             if e.stream == "compute" and e.action in wanted:
-                found.setdefault(e.action, []).append(e)
-        made = (zip(found.get(a, ()), found.get(b, ()), strict=False) for a, b in self.pairs)
-        return tuple(sorted((pair for both in made for pair in both), key=lambda pair: pair[0].start_s))
+                events.setdefault(e.action, []).append(e)
+        pairs = (zip(events.get(a, ()), events.get(b, ()), strict=False) for a, b in self.pairs)
+        return tuple(sorted((pair for both in pairs for pair in both), key=lambda pair: pair[0].start_s))
 
     def busy_s(self, rank: int) -> float:
         """Seconds that a rank computes."""

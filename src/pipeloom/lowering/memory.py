@@ -60,11 +60,12 @@ def add_memory(
     units = _Units(program)
     forward, back = program.action_index.of(F_), program.action_index.gradients()
     stage, microbatch = (grid.astype(np.int32) for grid in np.indices(forward.shape))
-    found: list[NDArray[np.int64]] = []  # per insertion: place, order there, order of need, and what it is
+    # Rows of an array per insertion: place, order there, order of need, and what it is.
+    insertions: list[NDArray[np.int64]] = []
 
     def insert(code: int, chosen: NDArray[np.bool_], at: Any, order: Any) -> None:
         rows = np.broadcast_arrays(at, order, back, code, stage, microbatch)
-        found.append(np.stack([row[chosen].astype(np.int64) for row in rows]))
+        insertions.append(np.stack([row[chosen].astype(np.int64) for row in rows]))
 
     behind = units.end[units.number[forward]]
     first = units.number[back] - prefetch
@@ -75,7 +76,7 @@ def add_memory(
     insert(OFFLOAD_, away[stage], behind, _OFFLOAD)
     insert(RELOAD_, away[stage], np.where(at_once, behind, begin), order)
     insert(RECOMPUTE_, again[stage], units.begin[units.number[back]], _RECOMPUTE)
-    return replace(program, rows=Rows(_with(old, np.concatenate(found, axis=1))))
+    return replace(program, rows=Rows(_with(old, np.concatenate(insertions, axis=1))))
 
 
 class _Units:
@@ -105,11 +106,12 @@ class _Units:
 
 def _seconds(program: Program) -> Bools:
     """Which entries are the second action of a pair."""
-    found = np.zeros(len(program.columns), bool)
+    second_of_pair = np.zeros(len(program.columns), bool)
     kinds = program.columns.kinds
     for _, second in program.pairs:
-        found[program.action_index.of(kinds.index(second.kind))[second.stage, second.microbatch]] = True
-    return found
+        entries = program.action_index.of(kinds.index(second.kind))
+        second_of_pair[entries[second.stage, second.microbatch]] = True
+    return second_of_pair
 
 
 def _with(old: Columns, added: NDArray[np.int64]) -> Columns:

@@ -64,15 +64,16 @@ def spread(
     ranks = [entry if isinstance(entry, tuple) else (entry,) for entry in table]
     if len(ranks) != count:
         raise ScheduleError(f"a placement of {len(ranks)} stages, not {count}", hint="give one entry each")
-    for stage, own in enumerate(ranks):
-        if not own or len(set(own)) < len(own) or min(own) < 0:
+    for stage, stage_ranks in enumerate(ranks):
+        if not stage_ranks or len(set(stage_ranks)) < len(stage_ranks) or min(stage_ranks) < 0:
             raise ScheduleError(
-                f"stage {stage} is placed on ranks {own}", hint="name each of its ranks once, from 0 on"
+                f"stage {stage} is placed on ranks {stage_ranks}",
+                hint="name each of its ranks once, from 0 on",
             )
     shards: list[list[int]] = [[s] for s in range(count)]
-    origin, placement = list(range(count)), [own[0] for own in ranks]
-    for stage, own in enumerate(ranks):
-        for rank in own[1:]:
+    origin, placement = list(range(count)), [stage_ranks[0] for stage_ranks in ranks]
+    for stage, stage_ranks in enumerate(ranks):
+        for rank in stage_ranks[1:]:
             shards[stage].append(len(origin))
             origin.append(stage)
             placement.append(rank)

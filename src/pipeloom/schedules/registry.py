@@ -76,11 +76,11 @@ class Entry:
         if self.family is not None:
             return self.family(shape.stages, shape.placement, shape.microbatches), 1, ()
         if self.rows is not None:
-            given = self.rows(shape)
-            return (given.rows, given.slices, given.pairs) if isinstance(given, Schedule) else (given, 1, ())
+            rows = self.rows(shape)
+            return (rows.rows, rows.slices, rows.pairs) if isinstance(rows, Schedule) else (rows, 1, ())
         assert self.recipe is not None
-        made = fastest(shape, self.recipe)
-        return made.outcome.rows, made.recipe.slices, made.outcome.pairs
+        scheduled = fastest(shape, self.recipe)
+        return scheduled.outcome.rows, scheduled.recipe.slices, scheduled.outcome.pairs
 
 
 VERSIONS = "weight versions"
@@ -141,8 +141,8 @@ def register(name: str, family: Family | Entry) -> None:
 
 def entry(name: str) -> Entry:
     """What the library knows of a schedule. Raises: ScheduleError if the name is unknown."""
-    found = _family(split_options(name)[0])
-    return found if isinstance(found, Entry) else Entry(family=found)
+    family = _family(split_options(name)[0])
+    return family if isinstance(family, Entry) else Entry(family=family)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,9 +181,9 @@ def build(
     0F0 0F1 0B0 0F2 0B1 0B2
     1F0 1B0 1F1 1B1 1F2 1B2
     """
-    known = entry(name)
+    library_entry = entry(name)
     _refuse_bad_shape(stages, placement, microbatches)
-    made, slices, pairs = known.make(_shape(name, stages, placement, microbatches, times or Times()))
+    made, slices, pairs = library_entry.make(_shape(name, stages, placement, microbatches, times or Times()))
     if split_backward and pairs:
         raise ScheduleError(
             f"{name} runs pairs such as {pairs[0][0]}&{pairs[0][1]}, which a split backward would tear apart",
@@ -202,7 +202,7 @@ def build(
 def _shape(
     name: str, stages: StageGraph, placement: tuple[int, ...], microbatches: int, times: Times
 ) -> Shape:
-    given = times.transfer_s
+    transfer_s = times.transfer_s
     count = len(stages.stages)
     costs = times.costs or equal_costs(count)
     if len(costs) != count:
@@ -212,24 +212,24 @@ def _shape(
         placement=placement,
         microbatches=microbatches,
         costs=costs,
-        transfer_s=given if callable(given) else (lambda source, target: given),
+        transfer_s=transfer_s if callable(transfer_s) else (lambda source, target: transfer_s),
         limit_bytes=times.limit_bytes,
         options={**times.options, **_options(name)},
     )
 
 
 def _options(name: str) -> dict[str, float]:
-    found: dict[str, float] = {}
+    options: dict[str, float] = {}
     for part in filter(None, split_options(name)[1].split(",")):
         key, _, value = part.partition("=")
         try:
-            found[key.strip()] = float(value)
+            options[key.strip()] = float(value)
         except ValueError:
             raise ScheduleError(
                 f"cannot read option {part!r} of {name!r}",
                 hint="write name:option=number, as in gis_g:group=3",
             ) from None
-    return found
+    return options
 
 
 def default_placement(name: str, ranks: int, chunks: int = 0) -> tuple[StageGraph, tuple[int, ...]]:
@@ -237,13 +237,13 @@ def default_placement(name: str, ranks: int, chunks: int = 0) -> tuple[StageGrap
 
     chunks: stages per rank; 2 where a schedule needs several, unless given.
 
-    >>> usual("zb_v", 2)[1]
+    >>> default_placement("zb_v", 2)[1]
     (0, 1, 1, 0)
     """
-    known = entry(name)
-    place = known.place
-    if known.table is not None:
-        table = known.table(ranks)
+    library_entry = entry(name)
+    place = library_entry.place
+    if library_entry.table is not None:
+        table = library_entry.table(ranks)
         return spread(chain(len(table)), table)
     if place == "both ways":
         return replicate(chain(ranks), 2), both_ways(ranks)
@@ -297,22 +297,22 @@ def _key(name: str) -> str:
 
 def _from_file(file: Path) -> Entry:
     """An order that is given: its ranks, stages and micro-batches are those of the file."""
-    given = read_schedule(file)
+    schedule = read_schedule(file)
 
     def table(ranks: int) -> RankTable:
-        if ranks != given.ranks:
+        if ranks != schedule.ranks:
             raise ScheduleError(
-                f"{file} is for {given.ranks} ranks, not {ranks}", hint=f"use as many: -p {given.ranks}"
+                f"{file} is for {schedule.ranks} ranks, not {ranks}", hint=f"use as many: -p {schedule.ranks}"
             )
-        return given.placement
+        return schedule.placement
 
     def rows(shape: Shape) -> Schedule:
-        if shape.microbatches != given.microbatches:
+        if shape.microbatches != schedule.microbatches:
             raise ScheduleError(
-                f"{file} is for {given.microbatches} micro-batches, not {shape.microbatches}",
-                hint=f"use as many: -m {given.microbatches}",
+                f"{file} is for {schedule.microbatches} micro-batches, not {shape.microbatches}",
+                hint=f"use as many: -m {schedule.microbatches}",
             )
-        return given
+        return schedule
 
     return Entry(rows=rows, place="table", table=table, about="from a file")
 
@@ -321,8 +321,12 @@ def _family(name: str) -> Family | Entry:
     if name.endswith(LISTED):
         return _from_file(Path(name))
     if names_user_file(name):
-        found = load_user_schedule(name)
-        return found if isinstance(found, Entry) else Entry(recipe=found, about="your own")
+        user_schedule = load_user_schedule(name)
+        return (
+            user_schedule
+            if isinstance(user_schedule, Entry)
+            else Entry(recipe=user_schedule, about="your own")
+        )
     key = _key(name)
     if key not in FAMILIES:
         near = get_close_matches(key, FAMILIES, n=1)

@@ -95,17 +95,17 @@ def fold(path: Sequence[PathStep], *, shortest_s: float = 0.0) -> list[Fold]:
     shown = [p for p in path if p.kind == "compute" or p.duration_s > shortest_s]
     legs = [part for leg in _legs(shown) for part in _apart(leg)]
     shapes = [leg.shape for leg in legs]
-    found: list[Fold] = []
+    folds: list[Fold] = []
     at = 0
     while at < len(legs):
         period, times = _repeats(shapes, at)
-        if times == 1 and found and found[-1].times == 1 and _same_rank(found[-1], legs[at]):
-            found[-1] = Fold(legs=(*found[-1].legs, legs[at]), times=1, last=(legs[at],))
+        if times == 1 and folds and folds[-1].times == 1 and _same_rank(folds[-1], legs[at]):
+            folds[-1] = Fold(legs=(*folds[-1].legs, legs[at]), times=1, last=(legs[at],))
         else:
             last = legs[at + period * (times - 1) : at + period * times]
-            found.append(Fold(legs=tuple(legs[at : at + period]), times=times, last=tuple(last)))
+            folds.append(Fold(legs=tuple(legs[at : at + period]), times=times, last=tuple(last)))
         at += period * times
-    return found
+    return folds
 
 
 def _same_rank(before: Fold, leg: Leg) -> bool:

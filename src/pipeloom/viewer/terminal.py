@@ -69,10 +69,10 @@ def gantt(
         lines.insert(0, Text(f"{'':{margin + 1 + width}}{heads}", style="dim"))
     end = show_time(span_s)
     scale = Text(f"{'':{margin}} 0{end:>{width - 1}}", style="dim")
-    found = [*lines, scale, _legend(timeline, place, numbered)]
+    parts = [*lines, scale, _legend(timeline, place, numbered)]
     if crowded := _crowded(timeline, width):
-        found.append(Text(crowded, style="dim"))
-    return Group(*found)
+        parts.append(Text(crowded, style="dim"))
+    return Group(*parts)
 
 
 def _crowded(timeline: Timeline, width: int) -> str:

@@ -34,7 +34,7 @@ def dualpipe(s: Shape) -> list[Recipe]:
     apart = list(_clocks(s, "FIW", memory))
     if not given["pairs"]:
         return apart
-    own = [stages if r <= last - r else stages[::-1] for r, stages in enumerate(map(sorted, s.own))]
+    own = [stages if r <= last - r else stages[::-1] for r, stages in enumerate(map(sorted, s.rank_stages))]
     fits = s.ranks % 2 == 0 and s.placement == both_ways(s.ranks)
     return _eight_phases(s, memory, own if fits else (), lambda rank: min(rank, last - rank)) or apart
 
@@ -47,7 +47,7 @@ def dualpipev(s: Shape) -> list[Recipe]:
     apart = zb_v_recipes(replace(s, options={}), memory)
     if not given["pairs"]:
         return apart
-    own = s.own if s.placement == wave(s.ranks) else ()
+    own = s.rank_stages if s.placement == wave(s.ranks) else ()
     return _eight_phases(s, memory, own, lambda rank: rank) or apart
 
 

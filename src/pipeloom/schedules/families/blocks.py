@@ -70,7 +70,7 @@ def block_clock(s: Shape, memory: float) -> Periodic | None:
 
 def _clock(s: Shape, times: Times, start: Floats) -> Periodic:
     at: dict[tuple[int, Kind], float] = {}
-    for rank, (first, second) in enumerate(s.own):
+    for rank, (first, second) in enumerate(s.rank_stages):
         actions = ((first, F), (second, F), (second, I), (first, I), (second, W), (first, W))
         at.update(zip(actions, map(float, start[rank]), strict=True))
     return Periodic(at, times.period)

@@ -63,12 +63,12 @@ def rows_by_clock(
     >>> [str(a) for a in rows_by_clock(flow, (0,), 2, forward=[0], backward=[1])[0]]
     ['0F0', '0B0', '0F1', '0B1']
     """
-    own: list[list[int]] = [[] for _ in range(max(placement) + 1)]
+    stages_of_rank: list[list[int]] = [[] for _ in range(max(placement) + 1)]
     for stage in flow.order:
-        own[placement[stage]].append(stage)
+        stages_of_rank[placement[stage]].append(stage)
     turn = np.arange(microbatches, dtype=np.int64) * period
     parts: list[tuple[Codes, Ints, Ints]] = []
-    for stages in own:
+    for stages in stages_of_rank:
         streams = [(B_, s, backward[s]) for s in reversed(stages)] if backward is not None else []
         streams += [(F_, s, forward[s]) for s in stages]
         code, where, begin = np.array(streams, np.int64).reshape(-1, 3).T

@@ -34,7 +34,7 @@ def interleaved_1f1b(s: Shape) -> list[Recipe]:
     """Megatron's order: 2 (p - 1 - rank) + (v - 1) g forwards ahead, then one forward, one backward."""
     g = int(options(s, group=s.ranks)["group"])
     forward, backward = (lambda r: turns(s, r, F, g)), (lambda r: turns(s, r, B, g))
-    ahead = lambda r: 2 * last(s, r) + (len(s.own[r]) - 1) * g  # noqa: E731
+    ahead = lambda r: 2 * last(s, r) + (len(s.rank_stages[r]) - 1) * g  # noqa: E731
     published = Recipe(
         rows=phases(s, warm_up=ahead, repeat="FB", kinds="FB", forward=forward, backward=backward)
     )
@@ -84,7 +84,7 @@ def _grouped(s: Shape, g: int) -> Rows[Action]:
     whole = replace(s, microbatches=-(-s.microbatches // g) * g)
     rows = phases(
         whole,
-        warm_up=lambda r: g * (len(s.own[r]) - 1) + last(s, r),
+        warm_up=lambda r: g * (len(s.rank_stages[r]) - 1) + last(s, r),
         repeat="FIW",
         forward=lambda r: turns(whole, r, F, g),
         backward=lambda r: turns(whole, r, I, g),
@@ -123,4 +123,4 @@ def _uniform(s: Shape) -> Periodic:
 
 def last(s: Shape, rank: int) -> int:
     """Rank changes from the last chunk of a rank to the end: p - 1 - rank in a loop."""
-    return s.ahead[s.own[rank][-1]]
+    return s.ahead[s.rank_stages[rank][-1]]

@@ -27,30 +27,36 @@ def recipes(s: Shape, memory: float, paces: Sequence[Pace], **rules: str) -> lis
     has a rule for W: first of all a block made for these times, and W that keeps to its place in the order
     until the drain."""
     memory = options(s, memory=memory)["memory"]
-    found: list[Recipe] = []
+    candidates: list[Recipe] = []
     tuned = not s.even and "fill" not in rules
     block = block_clock(s, memory) if tuned else None
     if block is not None:
-        own = Recipe(kinds="FIW", clock=block, memory=memory, fill="", drain="W", patience=0.5)
-        found += [own, replace(own, early="warm"), replace(own, fill="W", overlap=0.5)]
+        tuned_recipe = Recipe(kinds="FIW", clock=block, memory=memory, fill="", drain="W", patience=0.5)
+        candidates += [
+            tuned_recipe,
+            replace(tuned_recipe, early="warm"),
+            replace(tuned_recipe, fill="W", overlap=0.5),
+        ]
     for early, forward, backward, turns in paces:
         for real in (False,) if s.even or block is not None else (False, True):
             clock = path_clock(s, forward, backward, turns=turns, real=real)
             recipe = Recipe(kinds="FIW", clock=clock, memory=memory, early=early, **rules)  # type: ignore[arg-type]
-            found += timings(s, recipe)
+            candidates += timings(s, recipe)
             if tuned:
                 placed = clock if real else _w_in_free_slots(s, clock)
-                found += [replace(recipe, clock=placed, fill="", drain="W", patience=p) for p in (0.5, 1.0)]
+                candidates += [
+                    replace(recipe, clock=placed, fill="", drain="W", patience=p) for p in (0.5, 1.0)
+                ]
                 if not real:
-                    found.append(replace(recipe, clock=placed, patience=1.0))
-    return found
+                    candidates.append(replace(recipe, clock=placed, patience=1.0))
+    return candidates
 
 
 def _w_in_free_slots(s: Shape, clock: Periodic) -> Periodic:
     """A clock of equal slots with each W in the first slot after its I that no F or I of its rank has."""
     period = round(clock.period)
     at: dict[int, float] = {}
-    for own in s.own:
+    for own in s.rank_stages:
         taken = {round(clock(stage, kind, 0)) % period for stage in own for kind in (F, I)}
         for stage in sorted(own, key=lambda stage: clock(stage, I, 0)):
             free = (round(clock(stage, I, 0)) + 1 + i for i in range(period))
@@ -67,7 +73,7 @@ def zb_v(s: Shape) -> list[Recipe]:
 def zb_v_recipes(s: Shape, memory: float) -> list[Recipe]:
     """The pattern of ZB-V; with less memory than it takes, or on another placement, clocks."""
     pattern = Recipe(kinds="FIW", rows=lambda rank: _zb_v_row(s, rank), memory=memory)
-    patterns = timings(s, pattern) if all(len(own) == 2 for own in s.own) else []
+    patterns = timings(s, pattern) if all(len(own) == 2 for own in s.rank_stages) else []
     if patterns and not s.even:
         patterns += [replace(pattern, overlap=overlap) for overlap in ((1.0, 0.0), (0.0, 0.75))]
         patterns += [replace(pattern, level=True, overlap=(share, 0.0)) for share in (0.0, 0.1)]
@@ -88,7 +94,7 @@ def zb_v_recipes(s: Shape, memory: float) -> list[Recipe]:
 def _zb_v_row(s: Shape, rank: int) -> Iterator[Action]:
     """2p - 1 forwards, the later ones in turn from both chunks; then F and I of the second chunk until
     the first I of the first chunk is near; then both chunks in turn. W fills the gaps."""
-    first, second = s.own[rank]
+    first, second = s.rank_stages[rank]
     p, m = s.ranks, s.microbatches
     down, up, back, out = (
         iter([Action(c, k, b) for b in range(m)])

@@ -42,7 +42,12 @@ def seq1f1b(s: Shape) -> Recipe:
 
     def backward(rank: int) -> list[Action]:
         starts = range(0, s.microbatches, k)
-        return [Action(c, B, low + k - 1 - i) for low in starts for c in s.own[rank][::-1] for i in range(k)]
+        return [
+            Action(c, B, low + k - 1 - i)
+            for low in starts
+            for c in s.rank_stages[rank][::-1]
+            for i in range(k)
+        ]
 
     rows = phases(s, warm_up=lambda r: _last(s, r) + k - 1, repeat="FB", kinds="FB", backward=backward)
     return Recipe(rows=rows, slices=k)
@@ -77,9 +82,9 @@ def _with_evictions(row: tuple[Action, ...], limit: int) -> Iterator[Action]:
 
 
 def _last(s: Shape, rank: int) -> int:
-    if len(s.own[rank]) != 1:
+    if len(s.rank_stages[rank]) != 1:
         raise ScheduleError(
-            f"rank {rank} has {len(s.own[rank])} stages, this schedule is for one per rank",
+            f"rank {rank} has {len(s.rank_stages[rank])} stages, this schedule is for one per rank",
             hint="use interleaved_1f1b, gis or zb_v for several",
         )
-    return s.ahead[s.own[rank][0]]
+    return s.ahead[s.rank_stages[rank][0]]

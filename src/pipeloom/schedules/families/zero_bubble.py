@@ -29,7 +29,7 @@ def zb_h2(s: Shape) -> list[Recipe]:
 
 
 def _family(s: Shape, memory: float) -> Iterator[Recipe]:
-    last = [s.ahead[own[-1]] for own in s.own]
+    last = [s.ahead[own[-1]] for own in s.rank_stages]
     if memory >= 2 * s.ranks - 1:
         yield Recipe(
             kinds="FIW",
@@ -63,7 +63,7 @@ def _level(s: Shape, memory: float) -> Iterator[Recipe]:
 
     def round_trip(rank: int) -> float:
         """How many forwards fit into it; any number of those that take no time."""
-        stage = s.own[rank][-1]
+        stage = s.rank_stages[rank][-1]
         took = s.seconds(stage, F)
         return int((clock[stage, I] - clock[stage, F]) / took + EPS) if took else inf
 

@@ -149,10 +149,10 @@ def parse_schedule(text: str, *, name: str = "csv") -> Schedule:
     for rank, cells in enumerate(_cells(text)):
         row: list[Action] = []
         for column, cell in enumerate(cells):
-            found = _read(cell.strip(), rank, column)
-            row += found
-            if len(found) == 2:
-                pairs.append((found[0], found[1]))
+            actions = _read(cell.strip(), rank, column)
+            row += actions
+            if len(actions) == 2:
+                pairs.append((actions[0], actions[1]))
         rows.append(row)
     return from_rows(rows, pairs, name=name)
 

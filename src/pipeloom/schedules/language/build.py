@@ -54,14 +54,14 @@ def order(shape: Shape, recipes: Recipe | Sequence[Recipe], *, name: str = "mine
     >>> print(order(shape_of(1, microbatches=2), Recipe(priority=lambda a: (a.kind == B, a.microbatch))))
     0F0 0F1 0B0 0B1
     """
-    made = best(shape, recipes)
+    scheduled = best(shape, recipes)
     schedule = Schedule(
         name=name,
         microbatches=shape.microbatches,
         placement=shape.placement,
-        rows=made.outcome.rows,
-        slices=made.recipe.slices,
-        pairs=made.outcome.pairs,
+        rows=scheduled.outcome.rows,
+        slices=scheduled.recipe.slices,
+        pairs=scheduled.outcome.pairs,
     )
     check(schedule, shape.stages)
     return schedule

@@ -40,7 +40,7 @@ def turns(shape: Shape, rank: int, kind: Kind, group: int | None = None) -> Line
     """Actions of a rank, `group` micro-batches at a time per stage: forwards from its first stage on,
     backwards from its last."""
     size = group or shape.microbatches
-    own = np.array(shape.own[rank] if kind == F else shape.own[rank][::-1], np.int64)
+    own = np.array(shape.rank_stages[rank] if kind == F else shape.rank_stages[rank][::-1], np.int64)
     # One entry per group, stage and place in the group; the last group may be shorter.
     low = np.arange(0, shape.microbatches, size)[:, None, None]
     microbatch = np.broadcast_to(low + np.arange(size), (len(low), len(own), size)).reshape(-1)

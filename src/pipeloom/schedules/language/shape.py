@@ -41,37 +41,37 @@ class Shape:
         return max(self.placement) + 1
 
     @cached_property
-    def own(self) -> tuple[tuple[int, ...], ...]:
+    def rank_stages(self) -> tuple[tuple[int, ...], ...]:
         """Per rank its stages, in the order of the data."""
-        own: list[list[int]] = [[] for _ in range(self.ranks)]
+        stages: list[list[int]] = [[] for _ in range(self.ranks)]
         for stage in self.flow.order:
-            own[self.placement[stage]].append(stage)
-        return tuple(map(tuple, own))
+            stages[self.placement[stage]].append(stage)
+        return tuple(map(tuple, stages))
 
     @cached_property
     def chunks(self) -> int:
         """Most stages of any rank."""
-        return max(map(len, self.own))
+        return max(map(len, self.rank_stages))
 
     @cached_property
     def chunk(self) -> tuple[int, ...]:
         """Per stage its number among the stages of its rank, 0 for the first in the order of the data."""
-        found = [0] * len(self.placement)
-        for stages in self.own:
+        chunk = [0] * len(self.placement)
+        for stages in self.rank_stages:
             for number, stage in enumerate(stages):
-                found[stage] = number
-        return tuple(found)
+                chunk[stage] = number
+        return tuple(chunk)
 
     @cached_property
     def ahead(self) -> tuple[int, ...]:
         """Per stage the most rank changes on a path from it to a stage that nothing reads."""
-        found = [0] * len(self.placement)
+        ahead = [0] * len(self.placement)
         for stage in reversed(self.flow.order):
-            found[stage] = max(
-                (found[r] + (self.placement[r] != self.placement[stage]) for r in self.flow.read_by[stage]),
+            ahead[stage] = max(
+                (ahead[r] + (self.placement[r] != self.placement[stage]) for r in self.flow.read_by[stage]),
                 default=0,
             )
-        return tuple(found)
+        return tuple(ahead)
 
     def option(self, name: str, default: float) -> float:
         """A number that the user may set."""
@@ -87,7 +87,7 @@ class Shape:
     @cached_property
     def period_s(self) -> float:
         """Busy seconds of the busiest rank for one micro-batch: no order can be faster in the long run."""
-        return max(sum(self.seconds(s, F) + self.seconds(s, B) for s in own) for own in self.own)
+        return max(sum(self.seconds(s, F) + self.seconds(s, B) for s in own) for own in self.rank_stages)
 
     @cached_property
     def even(self) -> bool:
@@ -151,7 +151,7 @@ def path_clock(
     back: dict[int, float] = {}
     kind = Kind(kinds[1])
     for s in reversed(flow.order):
-        hops = pace(backward, len(shape.own[shape.placement[s]]) - 1 - chunk[s])
+        hops = pace(backward, len(shape.rank_stages[shape.placement[s]]) - 1 - chunk[s])
         own = start[s] + slot(s, F) * (1.0 + turns[1])
         back[s] = max(
             (leave(back, (r, s), kind, hops, turns[2]) for r in flow.gradients_from[s]), default=own
@@ -167,4 +167,4 @@ def path_clock(
 
 
 def _period(shape: Shape, kinds: str, slot: Callable[[int, Kind], float]) -> float:
-    return max(sum(slot(s, Kind(k)) for s in own for k in kinds) for own in shape.own)
+    return max(sum(slot(s, Kind(k)) for s in own for k in kinds) for own in shape.rank_stages)

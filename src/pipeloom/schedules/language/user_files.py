@@ -30,7 +30,7 @@ _HINT = "name a function that takes a Shape and returns a Recipe, as file.py:fun
 def names_user_file(name: str) -> bool:
     """Whether a schedule's name is that of a file and not of the library.
 
-    >>> names_own("mine.py:zigzag"), names_own("mine.csv"), names_own("gis_g:group=3")
+    >>> names_user_file("mine.py:zigzag"), names_user_file("mine.csv"), names_user_file("gis_g:group=3")
     (True, True, False)
     """
     return name.endswith(LISTED) or name.partition(":")[0].endswith(".py")
@@ -39,7 +39,7 @@ def names_user_file(name: str) -> bool:
 def split_options(name: str) -> tuple[str, str]:
     """A name without its options, and the options.
 
-    >>> parts("gis_g:group=3"), parts("mine.py:zigzag:group=2")
+    >>> split_options("gis_g:group=3"), split_options("mine.py:zigzag:group=2")
     (('gis_g', 'group=3'), ('mine.py:zigzag', 'group=2'))
     """
     if name.endswith(LISTED):
@@ -60,16 +60,16 @@ def load_user_schedule(name: str) -> Any:
     """
     file, _, function = split_options(name)[0].partition(":")
     module = load_file(Path(file))
-    found = getattr(module, function, None)
-    if found is None:
+    schedule = getattr(module, function, None)
+    if schedule is None:
         near = get_close_matches(function, [n for n in vars(module) if not n.startswith("_")], n=1)
         raise ScheduleError(
             f"{file} has no {function or 'name behind the colon'}",
             hint=f"did you mean {file}:{near[0]}?" if near else _HINT,
         )
-    if inspect.isclass(found) or (callable(found) and not _takes_one(found)):
+    if inspect.isclass(schedule) or (callable(schedule) and not _takes_one(schedule)):
         raise ScheduleError(f"{name} is not a function of one Shape", hint=_HINT)
-    return found
+    return schedule
 
 
 def _takes_one(function: Any) -> bool:
@@ -87,9 +87,9 @@ def load_file(path: Path) -> ModuleType:
     path = path.resolve()
     # The user's job may be in the same file, which `tracer.job_loader` has then imported under such a name.
     names = (path.stem, f"pipeloom_job_{path.stem}", f"pipeloom_schedule_{path.stem}")
-    for known in names:
-        if getattr(sys.modules.get(known), "__file__", None) == str(path):
-            return sys.modules[known]
+    for module_name in names:
+        if getattr(sys.modules.get(module_name), "__file__", None) == str(path):
+            return sys.modules[module_name]
     name = names[0] if names[0] not in sys.modules else names[2]
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None, "a .py file always has a loader"

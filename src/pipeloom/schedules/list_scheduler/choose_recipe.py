@@ -23,9 +23,9 @@ def make(shape: Shape, recipe: Recipe) -> ScheduledRecipe:
 
     Raises: DeadlockError if its limits block; ScheduleError if it does not fit the shape.
     """
-    made = _make(shape, recipe, inf)
-    assert made is not None
-    return made
+    scheduled = _make(shape, recipe, inf)
+    assert scheduled is not None
+    return scheduled
 
 
 def _make(shape: Shape, recipe: Recipe, within_s: float) -> ScheduledRecipe | None:
@@ -55,19 +55,19 @@ def fastest(shape: Shape, family: Family) -> ScheduledRecipe:
 
     Raises: what the last recipe raised, if none works.
     """
-    given = family(shape)
-    if not isinstance(given, Recipe | Sequence) or not all(isinstance(r, Recipe) for r in _several(given)):
+    answer = family(shape)
+    if not isinstance(answer, Recipe | Sequence) or not all(isinstance(r, Recipe) for r in _several(answer)):
         raise ScheduleError(
-            f"the schedule's function returned a {type(given).__name__}", hint="return a Recipe, or several"
+            f"the schedule's function returned a {type(answer).__name__}", hint="return a Recipe, or several"
         )
-    recipes = _several(given)
+    recipes = _several(answer)
     few = (2 if shape.chunks > 1 else 3) * shape.ranks
     if len(recipes) < 3 or shape.microbatches <= few:
         return best(shape, recipes)
     small = replace(shape, microbatches=few)
     try:
         ranked = _ranked(small, _several(family(small)), 2)
-        return _lengthened(shape, small, [(made, recipes[index]) for made, index in ranked])
+        return _lengthened(shape, small, [(scheduled, recipes[index]) for scheduled, index in ranked])
     except DeadlockError:  # more micro-batches may need more room
         return best(shape, recipes)
 
@@ -76,18 +76,18 @@ def _lengthened(
     shape: Shape, small: Shape, tries: Sequence[tuple[ScheduledRecipe, Recipe]]
 ) -> ScheduledRecipe:
     """The best of some recipes for all micro-batches, each with what it gives for few of them."""
-    found: list[ScheduledRecipe] = []
+    scheduled: list[ScheduledRecipe] = []
     left: list[Recipe] = []
     for few, recipe in tries:
         many = stretched(few, small, recipe, shape.microbatches)
         if many is None:
             left.append(recipe)
         else:
-            found.append(many)
-    within_s = min((made.outcome.step_s for made in found), default=inf)
+            scheduled.append(many)
+    within_s = min((each.outcome.step_s for each in scheduled), default=inf)
     if left:
-        found += [made for made, _ in _ranked(shape, left, 1, within_s)]
-    return _first(shape, found)
+        scheduled += [each for each, _ in _ranked(shape, left, 1, within_s)]
+    return _first(shape, scheduled)
 
 
 def _ranked(
@@ -98,36 +98,36 @@ def _ranked(
     limit_s: longer steps than that are no use; then the list may be empty.
     Raises: what the last recipe raised, if none works.
     """
-    found: list[tuple[ScheduledRecipe, int]] = []
+    scheduled: list[tuple[ScheduledRecipe, int]] = []
     problem: ScheduleError | None = None
     bound = lower_bound_s(shape), shape.microbatches * shape.period_s
     for index, recipe in enumerate(recipes):
-        steps = sorted(made.outcome.step_s for made, _ in found)
+        steps = sorted(one.outcome.step_s for one, _ in scheduled)
         within_s = steps[most - 1] * (1 + _slack(shape)) if len(steps) >= most else limit_s
         try:
-            made = _make(shape, recipe, within_s)
+            one = _make(shape, recipe, within_s)
         except DeadlockError as error:
             problem = error
             continue
-        if made is not None:
-            found.append((made, index))
-            if made.outcome.step_s <= bound[0] + EPS and made.outcome.span_s <= bound[1] + EPS:
+        if one is not None:
+            scheduled.append((one, index))
+            if one.outcome.step_s <= bound[0] + EPS and one.outcome.span_s <= bound[1] + EPS:
                 break
-    if not found and limit_s == inf:
+    if not scheduled and limit_s == inf:
         assert problem is not None
         raise problem
-    places = {id(made): index for made, index in found}
+    places = {id(one): index for one, index in scheduled}
     ranked: list[tuple[ScheduledRecipe, int]] = []
     while places and len(ranked) < most:
-        first = _first(shape, [made for made, _ in found if id(made) in places])
+        first = _first(shape, [one for one, _ in scheduled if id(one) in places])
         ranked.append((first, places.pop(id(first))))
     return ranked
 
 
-def _first(shape: Shape, found: Sequence[ScheduledRecipe]) -> ScheduledRecipe:
+def _first(shape: Shape, scheduled: Sequence[ScheduledRecipe]) -> ScheduledRecipe:
     """The best: of the shortest steps the one with the shortest span of a rank."""
-    least = min(made.outcome.step_s for made in found) * (1 + _slack(shape)) + EPS
-    return min((made for made in found if made.outcome.step_s <= least), key=lambda made: made.cost[::-1])
+    least = min(one.outcome.step_s for one in scheduled) * (1 + _slack(shape)) + EPS
+    return min((one for one in scheduled if one.outcome.step_s <= least), key=lambda one: one.cost[::-1])
 
 
 def _slack(shape: Shape) -> float:
@@ -136,8 +136,8 @@ def _slack(shape: Shape) -> float:
     return 0.0 if shape.even else 1e-3
 
 
-def _several(given: Recipe | Sequence[Recipe]) -> list[Recipe]:
-    return [given] if isinstance(given, Recipe) else list(given)
+def _several(recipes: Recipe | Sequence[Recipe]) -> list[Recipe]:
+    return [recipes] if isinstance(recipes, Recipe) else list(recipes)
 
 
 def lower_bound_s(shape: Shape) -> float:
@@ -148,5 +148,8 @@ def lower_bound_s(shape: Shape) -> float:
             (start[r] + shape.seconds(r, F) + shape.delay_s(r, s) for r in shape.flow.reads_from[s]),
             default=0.0,
         )
-    busy = [sum(shape.seconds(s, F) + shape.seconds(s, B) for s in own) for own in shape.own]
-    return max(min(start[s] for s in own) + shape.microbatches * busy[r] for r, own in enumerate(shape.own))
+    busy = [sum(shape.seconds(s, F) + shape.seconds(s, B) for s in stages) for stages in shape.rank_stages]
+    return max(
+        min(start[s] for s in stages) + shape.microbatches * busy[r]
+        for r, stages in enumerate(shape.rank_stages)
+    )

@@ -34,7 +34,7 @@ def _row(
     front: Near = defaultdict(list)
     behind: Near = defaultdict(list)
     for operation in operations:
-        for stage in shape.own[rank]:
+        for stage in shape.rank_stages[rank]:
             anchors = [a for a in row if a.stage == stage and operation.stands_at(a.kind)]
             for at, anchor in enumerate(anchors):
                 if not operation.runs(stage, rank, anchor.microbatch):
@@ -44,19 +44,19 @@ def _row(
                     behind[anchor].append(action)
                 else:
                     front[anchors[max(0, at - operation.ahead)]].append(action)
-    made: list[Action] = []
+    actions: list[Action] = []
     late: list[Action] = []
     partner = None
     for action in row:
         if action == partner:
-            made += [action, *late, *behind[action]]
+            actions += [action, *late, *behind[action]]
             late, partner = [], None
             continue
-        made += front[action]
+        actions += front[action]
         partner = second.get(action)
         if partner is None:
-            made += [action, *behind[action]]
+            actions += [action, *behind[action]]
         else:
-            made += [*front[partner], action]
+            actions += [*front[partner], action]
             late = behind[action]
-    return tuple(made)
+    return tuple(actions)

@@ -86,15 +86,15 @@ def _depth(shape: Shape) -> tuple[int, ...]:
 
 def _pairs(shape: Shape, recipe: Recipe, rows: Sequence[Sequence[Action]]) -> dict[Action, Action]:
     """Neighbours in fixed rows that are to run as one unit; not those of which one needs the other."""
-    found: dict[Action, Action] = {}
+    second_of: dict[Action, Action] = {}
     for row in rows if recipe.together is not None else ():
         taken = False
         for a, b in zip(row, row[1:], strict=False):
             assert recipe.together is not None
             taken = not taken and recipe.together(a, b) and set(produces(a)).isdisjoint(needs(b, shape.flow))
             if taken:
-                found[a] = b
-    return found
+                second_of[a] = b
+    return second_of
 
 
 def _with_neighbours(shape: Shape, s: Stream, beside: Sequence[Operation]) -> Stream:
@@ -126,7 +126,7 @@ def _memory(
     def change(s: Stream) -> float:
         cost, operation = shape.costs[s.stage], OPERATIONS.get(s.kind)
         if not in_bytes:
-            share = 1.0 / len(shape.own[s.rank])
+            share = 1.0 / len(shape.rank_stages[s.rank])
             return {F: share, B: -share, W: -share}.get(s.kind, 0.0)
         if operation is not None:
             return float(operation.acquired(s.stage) - operation.released(s.stage))
@@ -137,7 +137,7 @@ def _memory(
 
     def free(rank: int) -> int:
         """Bytes that operations hold only while they run."""
-        both = [(o, s) for o in recipe.insert for s in shape.own[rank]]
+        both = [(o, s) for o in recipe.insert for s in shape.rank_stages[rank]]
         return max((min(o.acquired(s), o.released(s)) for o, s in both), default=0)
 
     if in_bytes:

@@ -49,9 +49,9 @@ def _stretched(few: Outcome, small: Shape, microbatches: int) -> Outcome | None:
             if abs(period - (middle - begins[first])) > EPS:
                 continue
             cuts = (_cut(few, columns, r, middle, period, size) for r in range(small.ranks))
-            found = [cut for cut in takewhile(lambda cut: cut is not None, cuts) if cut is not None]
-            if len(found) == small.ranks:
-                return _longer(few, columns, found, period, size, more // size)
+            rank_cuts = [cut for cut in takewhile(lambda cut: cut is not None, cuts) if cut is not None]
+            if len(rank_cuts) == small.ranks:
+                return _longer(few, columns, rank_cuts, period, size, more // size)
     return None
 
 
