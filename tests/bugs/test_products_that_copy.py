@@ -109,10 +109,11 @@ def quickly(*names: str) -> list[Any]:
     return [job if job.name in names else pytest.param(job, marks=pytest.mark.slow) for job in JOBS]
 
 
+STAGES_OF = [*quickly("Attention", "Shared", "Mixer"), pytest.param(job_of(Dropping), marks=pytest.mark.slow)]
+
+
 @pytest.mark.parametrize("step", [5, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "job", [*quickly("Attention", "Shared", "Mixer"), job_of(Dropping)], ids=lambda job: job.name
-)
+@pytest.mark.parametrize("job", STAGES_OF, ids=lambda job: job.name)
 def test_stages_keep_what_the_plan_says(job: Job, step: int) -> None:
     captured = capture_of(job, ROWS)
     names = places(captured)

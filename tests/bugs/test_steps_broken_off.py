@@ -88,7 +88,15 @@ def trained(broken: Callable[[Pipeline], None] | None, *, accumulate: int = 1) -
         return losses, dict(pipeline.weights.state(0)), pipeline.weights.last_gradients
 
 
-@pytest.mark.parametrize(("kind", "at", "accumulate"), [(F, 2, 1), (B, 1, 1), (B, 4, 2), (STEP, 0, 1)])
+@pytest.mark.parametrize(
+    ("kind", "at", "accumulate"),
+    [
+        pytest.param(F, 2, 1, marks=pytest.mark.slow),
+        pytest.param(B, 1, 1, marks=pytest.mark.slow),
+        (B, 4, 2),
+        (STEP, 0, 1),
+    ],
+)
 def test_nothing_of_it_is_in_the_next_gradients(kind: Any, at: int, accumulate: int) -> None:
     def broken(pipeline: Pipeline) -> None:
         with interrupted(pipeline, kind, at):

@@ -118,7 +118,7 @@ def links(ranks: int, dice: Random) -> Cluster:
     return Cluster(devices=devices, within_node=near, between_nodes=far, switches=shared)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(dag_cases(), st.integers(0, 2**32), st.integers(1, 3))
 def test_random_programs_wait_as_a_plain_simulator_does(case: Case, seed: int, ahead: int) -> None:
     stages = replace(case.stages, params=((),) * len(case.stages.stages))

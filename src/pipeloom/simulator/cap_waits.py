@@ -43,7 +43,8 @@ from ..ir.kernels import kernel
 from ..ir.schedule import Program
 from .loop_state import Floats, Layout
 from .memory import Memory
-from .memory_replay import BOUNDARY, RESIDUALS, TRANSIENT, MemoryChanges, Step, sent_messages
+from .memory_changes import MemoryChanges
+from .memory_replay import BOUNDARY, RESIDUALS, TRANSIENT, Step, sent_messages
 
 ROUNDS = 8
 """After so many runs waits are only added, so that it ends soon however they depend on each other."""

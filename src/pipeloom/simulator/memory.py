@@ -36,7 +36,8 @@ from ..ir.stages import StageGraph
 from ..ir.timeline import MemoryCurve
 from .layout import message_bytes
 from .loop_state import Floats, Layout, State
-from .memory_replay import RESIDUALS, LentMemory, MemoryChanges, Output, Step, replay
+from .memory_changes import LentMemory, MemoryChanges
+from .memory_replay import RESIDUALS, Output, Step, replay
 
 KINDS = (*STATIC_KINDS, "residuals", "boundary", "transient")
 """The last three in the order of `replay`."""

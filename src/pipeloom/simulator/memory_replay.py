@@ -19,51 +19,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..ir.columns import RECV_B_, RECV_F_, SEND_B_, SEND_F_, Bools, Ints, Longs
+from ..ir.columns import RECV_B_, RECV_F_, SEND_B_, SEND_F_, Longs
 from ..ir.kernels import allocating, kernel
 from .loop_state import Floats, Layout, State
+from .memory_changes import MemoryChanges
 
 RESIDUALS, BOUNDARY, TRANSIENT = 0, 1, 2
-
-
-class LentMemory(NamedTuple):
-    """What each rank keeps for its partner: the changes `first[r] : first[r + 1]`, by time."""
-
-    first: Ints
-    """(ranks + 1,)"""
-    time: Floats
-    """(changes,): seconds."""
-    late: Ints
-    """(changes,): 2 for what comes after the rank's own changes of that time, 0 for what goes before them."""
-    size: Longs
-    """(changes,): bytes, below 0 for what goes."""
-
-
-class MemoryChanges(NamedTuple):
-    """What changes memory, in bytes; when follows from the times of a simulation."""
-
-    begin: Longs
-    """(stages, kinds, 3): residuals, boundary and transient bytes that come when an action begins."""
-    finish: Longs
-    """(stages, kinds, 3): the change when it ends, below 0 for what goes."""
-    drops: Bools
-    """(entries,): whether it is an F that keeps `dropped[stage]` bytes less, as a RECOMPUTE makes them again;
-    empty where there is none."""
-    dropped: Longs
-    """(stages,)"""
-    message_bytes: Longs
-    """(routes,)"""
-    begin_s: Floats
-    """(ranks,): when each starts, in seconds."""
-    first_in: Ints
-    """(ranks + 1,): the channels to rank r are `channels_in[first_in[r] : first_in[r + 1]]`."""
-    channels_in: Ints
-    first_out: Ints
-    channels_out: Ints
-    lent: LentMemory
-
-    def outgoing(self, rank: int) -> Ints:
-        return self.channels_out[self.first_out[rank] : self.first_out[rank + 1]]
 
 
 class Step(NamedTuple):

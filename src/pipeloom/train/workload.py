@@ -143,7 +143,7 @@ def derive_seed(seed: int, purpose: str, step: int) -> int:
     """A seed below 2**31, independent for each purpose and step. It follows from these, so that resuming
     needs no generator state.
 
-    >>> derive(0, "train", 7) == derive(0, "train", 7) != derive(0, "validation", 7)
+    >>> derive_seed(0, "train", 7) == derive_seed(0, "train", 7) != derive_seed(0, "validation", 7)
     True
     """
     digest = hashlib.blake2b(f"{seed} {purpose} {step}".encode(), digest_size=8).digest()

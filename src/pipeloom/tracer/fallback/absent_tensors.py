@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from traceback import clear_frames
 from typing import Any
 
@@ -13,6 +13,18 @@ from torch.utils._pytree import tree_map
 
 from ...ir.errors import CutError
 from .torch_functions import leaves_in
+
+
+def constant_leaves(leaves: Sequence[Any]) -> list[Any]:
+    """What a unit returns besides tensors, as far as a stub can return the same."""
+    return [leaf for leaf in leaves if isinstance(leaf, (bool, int, str)) and not isinstance(leaf, Tensor)]
+
+
+def sendable_leaf(leaf: Any, unit: str) -> Any:
+    if leaf is None or isinstance(leaf, (bool, int, str)):
+        return leaf
+    return MissingValue(f"the {type(leaf).__name__} that {unit} returned: only tensors are sent")
+
 
 KEEP_TOGETHER = (
     "keep what makes it and what uses it in one stage (Job.modules fixes the cut), "

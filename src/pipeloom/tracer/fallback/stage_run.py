@@ -33,7 +33,15 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ...ir.errors import CutError
 from ..job import Job
 from ..random import seeded
-from .absent_tensors import KEEP_TOGETHER, MissingValue, call_without_data, has_no_data, missing_in
+from .absent_tensors import (
+    KEEP_TOGETHER,
+    MissingValue,
+    call_without_data,
+    constant_leaves,
+    has_no_data,
+    missing_in,
+    sendable_leaf,
+)
 from .forward_path import ForwardPath
 from .intercepted_forward import InterceptedForward, call_name, glue_name
 from .recorded_run import UnitCall
@@ -353,10 +361,10 @@ class StageRun(InterceptedForward):
 
     def _bind_outputs(self, unit: Unit, call: UnitCall, arguments: list[Any], result: Any) -> None:
         flat, _ = tree_flatten(result)
-        if self.task.has_other_stages and _constants(flat) != _constants(call.leaves):
+        now, captured = constant_leaves(flat), constant_leaves(call.leaves)
+        if self.task.has_other_stages and now != captured:
             raise CutError(
-                f"{unit.fqn} returned {_constants(flat)}, and {_constants(call.leaves)} when captured: "
-                "other stages cannot know",
+                f"{unit.fqn} returned {now}, and {captured} when captured: other stages cannot know",
                 hint="return a tensor instead, or keep the module and what uses its result in one stage",
             )
         for output in call.outputs:
@@ -370,7 +378,7 @@ class StageRun(InterceptedForward):
 
     def _stub(self, unit: Unit, call: UnitCall, leaves: list[Any]) -> Any:
         """What another stage's unit gives."""
-        flat = [_sendable(leaf, unit.fqn) for leaf in call.leaves]
+        flat = [sendable_leaf(leaf, unit.fqn) for leaf in call.leaves]
         for output in call.outputs:
             if output.kind == "same":
                 flat[output.index] = leaves[output.argument]
@@ -388,14 +396,3 @@ class StageRun(InterceptedForward):
                 else:
                     setattr(unit.module.get_submodule(output.module), output.attribute, tensor)
         return tree_unflatten([self._resolve(leaf) for leaf in flat], call.spec)
-
-
-def _constants(leaves: Sequence[Any]) -> list[Any]:
-    """What a unit returns besides tensors, as far as a stub can return the same."""
-    return [leaf for leaf in leaves if isinstance(leaf, (bool, int, str)) and not isinstance(leaf, Tensor)]
-
-
-def _sendable(leaf: Any, unit: str) -> Any:
-    if leaf is None or isinstance(leaf, (bool, int, str)):
-        return leaf
-    return MissingValue(f"the {type(leaf).__name__} that {unit} returned: only tensors are sent")
