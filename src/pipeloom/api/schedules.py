@@ -183,8 +183,10 @@ def weights(simulated: SimulatedSchedule, updates: Updates) -> tuple[StageVersio
 
     Raises: ScheduleError if a forward or backward does not find its version.
     """
+    if updates.rule.flushes:
+        return ()
     weight_versions(simulated.schedule, simulated.stages, updates)
-    return () if updates.rule.flushes else versions(simulated.schedule, updates)
+    return versions(simulated.schedule, updates)
 
 
 def explain(simulated: SimulatedSchedule) -> Explanation:
