@@ -29,7 +29,7 @@ def keys(devices: Sequence[int]) -> list[tuple[int, str, str]]:
 @cache
 def code() -> str:
     """The version of the rooms that decide figures."""
-    return code_of(("planner", "simulator", "lowering", "profiler"))
+    return code_of(("planner", "clusters", "simulator", "lowering", "profiler"))
 
 
 class Record:

@@ -15,8 +15,8 @@ import torch
 
 import pipeloom
 
-WORDS = frozenset({"cluster_files.py", "explaining.py", "whatif.py"})
-"""Files of the planners that read what users write and word what is found: no figure depends on them."""
+WORDS = frozenset({"files.py", "plan_table.py", "what_if.py"})
+"""Files of clusters and planners that read what users write and word results: no figure depends on them."""
 
 _PARSING = Lock()
 """Python 3.11 may fail when two threads parse at a time: "AST constructor recursion depth mismatch"."""

@@ -349,7 +349,7 @@ def apart(piece: Sequence[str]) -> Any:
 
 def version() -> str:
     """Of this file and of what searches."""
-    return code_of(("planner",), [Path(__file__)])
+    return code_of(("planner", "clusters"), [Path(__file__)])
 
 
 def main() -> int:
