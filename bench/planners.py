@@ -248,30 +248,13 @@ def on_growth(layers: int) -> dict[str, Any]:
 
 def on_llama(layers: int, stages: int, planner: str) -> dict[str, Any]:
     """Capture, profile by roofline, plan."""
-    import torch
-    import transformers as hf
+    from llama_70b import job
 
-    from pipeloom import Job, capture
+    from pipeloom import capture
     from pipeloom.planner import PlanOptions, make_plan
 
-    config = hf.LlamaConfig(
-        hidden_size=8192,
-        num_hidden_layers=layers,
-        num_attention_heads=64,
-        num_key_value_heads=8,
-        intermediate_size=28672,
-        vocab_size=128256,
-        max_position_embeddings=8192,
-        use_cache=False,
-    )
-
-    def batch(seed: int, size: int) -> dict[str, Any]:
-        ids = torch.randint(0, 1000, (size, 2048), generator=torch.Generator().manual_seed(seed))
-        return {"input_ids": ids, "labels": ids}
-
     begin = time.perf_counter()
-    job = Job(model=lambda: hf.LlamaForCausalLM(config), batch=batch, name="llama-70b")
-    graph = capture(job, 1).graph
+    graph = capture(job(layers=layers), 1).graph
     captured = time.perf_counter()
     nodes = -(-stages // 8)
     cluster = find_cluster(f"{nodes} nodes of 8 x h100" if nodes > 1 else f"{stages} x h100")

@@ -32,7 +32,7 @@ class Transfers:
         ]
 
     def send(self, step: StepContext, transfer: Transfer) -> None:
-        """SEND_F, SEND_B: post a message; nothing waits for it here."""
+        """SEND_F, SEND_B: hand a message's values to the channel, which posts the send."""
         state = step.state(transfer)
         values = state.outputs if transfer.kind == SEND_F else state.input_grads
         message = self._message(step, transfer)

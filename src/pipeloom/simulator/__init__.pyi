@@ -1,5 +1,5 @@
 from .all_reduce import all_reduce_s as all_reduce_s
-from .idle_time.reasons import explain_idle_time as explain_idle_time
+from .idle_time.explain import explain_idle_time as explain_idle_time
 from .memory_limit import check_memory_limit as check_memory_limit
 from .simulate import simulate as simulate
 from .summary import (

@@ -15,8 +15,8 @@ from ...ir.explanation import Explanation, Idle, Reason
 from ...ir.schedule import Program
 from ...ir.stages import StageGraph
 from ...ir.timeline import Timeline
-from .causes import Causes
 from .timeline_index import Span
+from .wait_causes import Causes
 
 MORE = 1e-9
 """A rank has more work than another if it has more by this share."""
