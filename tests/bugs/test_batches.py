@@ -1,14 +1,18 @@
 """Batches as users make them."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 import zoo
-from runs import assert_same, even_plan, pipelined, plain, threads
+from runs import assert_same, even_plan, pipelined, plain, shared_captures, threads
 
-from pipeloom.ir.errors import BatchError
+from pipeloom import Options, Pipeline
+from pipeloom.ir.errors import BatchError, CaptureError
 from pipeloom.runtime import agree_on_shapes
+from pipeloom.runtime.transports import LocalChannel
 
 
 def sliced(seed: int, size: int) -> zoo.Batch:
@@ -44,3 +48,84 @@ def test_different_batches_are_refused_on_all_ranks() -> None:
             agree_on_shapes(channel, (f"x[{rank // 2}]",), torch.device("cpu"))
 
     threads(3, disagree)
+
+
+Refused = Callable[[int, Pipeline], None]
+
+
+def after_refusals(job: Any, refused: Sequence[Refused]) -> list[list[str]]:
+    """What two ranks say to each refused call; then they train and evaluate as if it had not been."""
+    plan = even_plan(job, 2, microbatches=4)
+    batches = [job.batch(seed, 8) for seed in range(2)]
+
+    def rank(index: int, channel: LocalChannel) -> tuple[list[str], list[float]]:
+        said = []
+        with Pipeline(job, plan, channel=channel, options=Options()) as pipeline:
+            numbers = []
+            for batch in batches:
+                for call in refused:
+                    with pytest.raises(BatchError) as caught:
+                        call(index, pipeline)
+                    said.append(caught.value.message)
+                numbers += [pipeline.step(batch), pipeline.evaluate(batch)]
+            return said, numbers
+
+    with shared_captures():
+        found = threads(2, rank, timeout_s=60.0)
+    expected = pipelined(job, plan, batches[:1], evaluate=batches[:1])
+    for _, numbers in found:
+        assert numbers[:2] == [expected.losses[0], expected.evaluated[0]]
+    return [said for said, _ in found]
+
+
+def test_a_refused_batch_leaves_the_pipeline_as_it_was() -> None:
+    """Nothing has been sent, but several ranks said "cannot go on" to every later call."""
+    job = zoo.job("skips")
+
+    def too_few(_: int, pipeline: Pipeline) -> None:
+        pipeline.step(job.batch(0, 3))
+
+    def too_few_to_evaluate(_: int, pipeline: Pipeline) -> None:
+        pipeline.evaluate(job.batch(0, 3))
+
+    def different(rank: int, pipeline: Pipeline) -> None:
+        pipeline.step(job.batch(0, 8 + 4 * rank))
+
+    first, second = after_refusals(job, [too_few, too_few_to_evaluate, different])
+    few = "a batch of 3 rows cannot be split into 4 micro-batches"
+    assert first[:2] == second[:2] == [few, few]
+    assert first[2].startswith("rank 0 has a batch of ") and second[2].startswith("rank 1 has a batch of ")
+
+
+def test_what_one_rank_refuses_none_begins() -> None:
+    """The shapes are the same, so the other one would begin the step, and wait for the one that refused."""
+    job = replace(zoo.job("skips"), weight=lambda part: float(next(iter(part.values())).abs().sum()))
+
+    def counts_nowhere(rank: int, pipeline: Pipeline) -> None:
+        batch = job.batch(0, 8)
+        pipeline.step(batch if rank else {name: torch.zeros_like(t) for name, t in batch.items()})
+
+    first, second = after_refusals(job, [counts_nowhere])
+    assert first == ["no token of this batch counts for the loss"] * 2
+    assert second == ["no token of this batch counts for the loss (rank 0)"] * 2
+
+
+def test_a_size_that_one_rank_cannot_capture_is_refused_by_all() -> None:
+    """The other one would wait for it to agree on how values lie in memory."""
+    job = zoo.job("skips")
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise CaptureError("it has another graph")
+
+    def other_size(rank: int, pipeline: Pipeline) -> None:
+        traced = pipeline.training._traced
+        if rank == 1:
+            pipeline.training._traced = refuse  # type: ignore[method-assign]
+        try:
+            pipeline.step(job.batch(0, 12))
+        finally:
+            pipeline.training._traced = traced  # type: ignore[method-assign]
+
+    first, second = after_refusals(job, [other_size])
+    assert second[0].startswith("a micro-batch of ") and second[0].endswith(": it has another graph")
+    assert first[0] == f"{second[0]} (rank 1)"

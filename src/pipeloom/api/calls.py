@@ -2,6 +2,7 @@
 
 several ranks   the others are told, and every later call is refused: messages of the broken one may still
                 be under way, and each rank has stopped somewhere else
+a refused batch nothing: all ranks refuse it before anything is sent, and the next call starts as usual
 one rank        the next call starts clean: no gradient, residual or operation of the broken one is left,
                 and buffers are what they were before it; but if its optimizer may have updated some
                 parameters and not others, only `load` is allowed
@@ -14,7 +15,7 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from ..ir.errors import PeerError, PipeloomError
+from ..ir.errors import BatchError, PeerError, PipeloomError
 from ..runtime import Watch, Worker
 
 
@@ -28,9 +29,12 @@ class Calls:
         self._buffers: dict[str, Tensor] = {}
 
     @contextmanager
-    def call(self, what: str, *, heals: bool = False) -> Iterator[None]:
-        """Do `what`, such as "step 3". heals: it makes parameters, buffers and optimizer anew.
+    def call(self, what: str, *, heals: bool = False, refuses_batches: bool = False) -> Iterator[None]:
+        """Do `what`, such as "step 3".
 
+        heals: it makes parameters, buffers and optimizer anew.
+        refuses_batches: nothing is sent or computed yet, and all ranks raise a BatchError if one does. So it
+            breaks nothing off: the next call starts from where this one did.
         Raises: PipeloomError if an earlier call was broken off and this one cannot go on from there;
             PeerError if another rank failed.
         """
@@ -40,6 +44,8 @@ class Calls:
         try:
             yield
         except BaseException as error:
+            if refuses_batches and isinstance(error, BatchError):
+                raise
             first = str(error).partition("\n")[0]
             by = first if isinstance(error, PeerError) else f"{type(error).__name__}: {first}".rstrip(": ")
             self._broken, self._torn = f"{what} was broken off ({by})", self._worker.reduce_and_step.updating

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..ir.cluster import Cluster
-from ..ir.errors import PlanError
+from ..ir.errors import BatchError, PlanError
 from ..ir.plan import Plan, load_plan
 from ..ir.timeline import Timeline
 from ..lowering import lower
@@ -155,12 +155,15 @@ class Pipeline:
         batch: tensors whose first dimension is the batch; the same on every rank. Its rows are spread
             evenly over the micro-batches; another sequence length than before is captured anew.
         Returns: the loss, averaged over the batch, on every rank.
-        Raises: BatchError on all ranks if the batch cannot be split or the ranks have different ones.
+        Raises: BatchError on all ranks if the batch cannot be split or the ranks have different ones; the
+            next call may bring another batch.
         """
         start = time.perf_counter()
         require_training(self.plan)
-        with self.calls.call(f"step {self.steps + 1}"):
+        what = f"step {self.steps + 1}"
+        with self.calls.call(what, refuses_batches=True):
             rounds = self._microbatches(batch, training=True)
+        with self.calls.call(what):
             self.recorder.begin()
             losses = [
                 self._round(microbatches, last=index == len(rounds) - 1)
@@ -181,10 +184,15 @@ class Pipeline:
         return scaled_loss(self.worker.run(microbatches, update=last), microbatches)
 
     def evaluate(self, batch: Mapping[str, Tensor]) -> float:
-        """The loss of one batch in evaluation mode, on every rank. Nothing is updated."""
+        """The loss of one batch in evaluation mode, on every rank. Nothing is updated.
+
+        Raises: BatchError as `step` does.
+        """
+        with self.calls.call("an evaluation", refuses_batches=True):
+            rounds = self._microbatches(batch, training=False)
         with self.calls.call("an evaluation"):
             total = torch.zeros(1, dtype=torch.float64, device=self.device)
-            for microbatches in self._microbatches(batch, training=False):
+            for microbatches in rounds:
                 losses = self.worker.run(microbatches, program=self.evaluation.program, training=False)
                 total += scaled_loss(losses, microbatches)
             self.channel.all_reduce(total)
@@ -194,11 +202,17 @@ class Pipeline:
         """Rounds of micro-batches, each with its share of the loss."""
         plan, job = self.plan, self.job
         rounds = self.options.accumulate if training else 1
+        parts: list[dict[str, Tensor]] = []
+        shares: list[float] = []
+        refusal: BatchError | None = None
+        try:
+            parts = split_batch(batch, plan.microbatches * rounds)
+            shares = loss_shares(parts, job.weight)
+        except BatchError as error:
+            refusal = error
         start = time.perf_counter()
-        agree_on_shapes(self.channel, signature_of(batch), self.device)
+        agree_on_shapes(self.channel, signature_of(batch), self.device, refusal)
         self._agreeing_s = time.perf_counter() - start
-        parts = split_batch(batch, plan.microbatches * rounds)
-        shares = loss_shares(parts, job.weight)
         variants = self.training if training else self.evaluation
         microbatches = [
             Microbatch(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,15 @@ from ..ir.plan import Plan
 from ..ir.schedule import Program
 from ..ir.stages import StageGraph
 from ..lowering import lower
-from ..runtime import PostedChannel, Variant, Weights, agree_on_layouts, rows_of, signature_of
+from ..runtime import (
+    PostedChannel,
+    Variant,
+    Weights,
+    agree_on_layouts,
+    agree_on_refusal,
+    rows_of,
+    signature_of,
+)
 from ..tracer import (
     Captured,
     Job,
@@ -26,6 +35,8 @@ from ..tracer import (
     stage_functions,
 )
 from .options import Options
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -76,31 +87,31 @@ class TrainingVariants:
         self._variants = {planned: self.planned}
 
     def variant(self, part: Mapping[str, Tensor]) -> Variant:
-        """The stages for one micro-batch. Raises: BatchError if its size does not fit the plan."""
+        """The stages for one micro-batch. Every rank calls it.
+
+        Raises: BatchError, on all ranks, if its size does not fit the plan.
+        """
         signature, rank = signature_of(part), self._rank
         if signature not in self._variants:
-            try:
+
+            def captured_and_cut() -> tuple[Captured, StageGraph]:
                 captured = capture(
-                    rank.job,
-                    rows_of(part),
-                    batch=part,
-                    autocast=rank.options.autocast,
-                    like=rank.captured,
+                    rank.job, rows_of(part), batch=part, autocast=rank.options.autocast, like=rank.captured
                 )
-                self._variants[signature] = self._make(captured)
-            except (CaptureError, PlanError) as error:
-                planned = next(iter(self._variants))
-                raise BatchError(
-                    f"a micro-batch of {', '.join(signature)} does not fit the plan, which was made for "
-                    f"{', '.join(planned)}: {error.message}",
-                    hint="pad or cut the batch to the planned size, or plan for this one",
-                ) from None
+                return captured, rank.plan.stage_graph(captured.graph)
+
+            captured, stages = self._on_all_ranks(signature, captured_and_cut)
+            agree_on_layouts(rank.channel, stages)
+            self._variants[signature] = self._on_all_ranks(signature, lambda: self._traced(captured, stages))
         return self._variants[signature]
 
     def _make(self, captured: Captured) -> Variant:
+        stages = self._rank.plan.stage_graph(captured.graph)
+        agree_on_layouts(self._rank.channel, stages)
+        return self._traced(captured, stages)
+
+    def _traced(self, captured: Captured, stages: StageGraph) -> Variant:
         rank = self._rank
-        stages = rank.plan.stage_graph(captured.graph)
-        agree_on_layouts(rank.channel, stages)
         return make_variant(
             captured,
             rank.plan,
@@ -110,6 +121,22 @@ class TrainingVariants:
             compiled=rank.options.compiled,
             policy=rank.plan.memory,
         )
+
+    def _on_all_ranks(self, signature: tuple[str, ...], make: Callable[[], T]) -> T:
+        """What `make` returns, if it can on all ranks: one that cannot would leave the others waiting."""
+        made: list[T] = []
+        refusal: BatchError | None = None
+        try:
+            made.append(make())
+        except (CaptureError, PlanError) as error:
+            planned = next(iter(self._variants))
+            refusal = BatchError(
+                f"a micro-batch of {', '.join(signature)} does not fit the plan, which was made for "
+                f"{', '.join(planned)}: {error.message}",
+                hint="pad or cut the batch to the planned size, or plan for this one",
+            )
+        agree_on_refusal(self._rank.channel, refusal)
+        return made[0]
 
 
 @dataclass(eq=False)
@@ -133,14 +160,14 @@ class EvaluationVariants:
         """
         signature = signature_of(part)
         if signature not in self._variants:
-            self._variants[signature] = self._make(part)
-            program = self._lower(self._variants[signature].stages)
+            made = self._make(part)
+            program = self._lower(made.stages)
             if self.program is not None and str(program) != str(self.program):
                 raise BatchError(
                     f"in evaluation mode {', '.join(signature)} is computed in another way than other sizes",
                     hint="evaluate batches of one size",
                 )
-            self.program = program
+            self._variants[signature], self.program = made, program
         return self._variants[signature]
 
     def _make(self, part: Mapping[str, Tensor]) -> Variant:

@@ -4,6 +4,7 @@ from .allocator import (
 )
 from .batches import (
     agree_on_layouts as agree_on_layouts,
+    agree_on_refusal as agree_on_refusal,
     agree_on_shapes as agree_on_shapes,
     rows_of as rows_of,
     signature_of as signature_of,

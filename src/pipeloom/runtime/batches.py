@@ -53,22 +53,48 @@ def microbatch_rows(rows: int, parts: int) -> Sequence[int]:
     return [rows // parts + (i < rows % parts) for i in range(parts)]
 
 
-def agree_on_shapes(channel: PostedChannel, shapes: tuple[str, ...], device: torch.device) -> None:
-    """All ranks must have a batch of the same shapes, or transfers would not match.
+def agree_on_shapes(
+    channel: PostedChannel,
+    shapes: tuple[str, ...],
+    device: torch.device,
+    refusal: BatchError | None = None,
+) -> None:
+    """All ranks must have a batch of the same shapes, or transfers would not match; and if one of them cannot
+    use its batch, none may begin the step. Nothing else has been sent, so all can go on with another batch.
 
-    Raises: BatchError on a rank that sees the difference; its failure ends the others.
+    refusal: why this rank cannot use its batch.
+    Raises: BatchError on all ranks if shapes differ or one refuses, with its own reason if it has one.
     """
     # Sums h and h^2 of a hash over n ranks: only if all hashes are equal, they are n h and n h^2 (the
-    # variance is zero). One all-reduce of two numbers, exact in float64 for 1000 ranks.
+    # variance is zero). One all-reduce of three numbers, exact in float64 for 1000 ranks.
     mine = float(zlib.crc32(repr(shapes).encode()) % 2**21)
-    total = torch.tensor([mine, mine * mine], dtype=torch.float64, device=device)
+    total = torch.tensor([mine, mine * mine, refusal is not None], dtype=torch.float64, device=device)
     channel.all_reduce(total)
-    if total.tolist() == [channel.ranks * mine, channel.ranks * mine * mine]:
-        return
-    raise BatchError(
-        f"rank {channel.rank} has a batch of {', '.join(shapes)}, and other ranks have other shapes",
-        hint="give all ranks the same batch",
-    )
+    *hashes, refusals = total.tolist()
+    if hashes != [channel.ranks * mine, channel.ranks * mine * mine]:
+        raise BatchError(
+            f"rank {channel.rank} has a batch of {', '.join(shapes)}, and other ranks have other shapes",
+            hint="give all ranks the same batch",
+        )
+    if refusals:
+        agree_on_refusal(channel, refusal)
+
+
+def agree_on_refusal(channel: PostedChannel, refusal: BatchError | None) -> None:
+    """If one rank cannot use its batch, none may begin the step. Every rank calls it, before anything of the
+    step is sent.
+
+    refusal: why this rank cannot use its batch.
+    Raises: BatchError on all ranks if any rank refuses, with its own reason or else the lowest such rank's.
+    """
+    mine = None if refusal is None else (refusal.message, refusal.hint)
+    everyone = channel.all_gather_object(mine)
+    if refusal is not None:
+        raise refusal
+    for rank, theirs in enumerate(everyone):
+        if theirs is not None:
+            message, hint = theirs
+            raise BatchError(f"{message} (rank {rank})", hint=hint)
 
 
 def agree_on_layouts(channel: PostedChannel, stages: StageGraph) -> None:
