@@ -24,7 +24,7 @@ from max_batch import PLANNERS, least_cap, planned, planning, samples_per_s, wit
 from models import SMALL
 
 from pipeloom import Pipeline
-from pipeloom.api import ModelAt, captured_model, largest_plan, require_runnable
+from pipeloom.api import ModelAt, captured_model, largest_plan, require_runnable_plan
 from pipeloom.clusters import find_cluster
 from pipeloom.ir.errors import InfeasibleError, MemoryCapError, ScheduleError
 from pipeloom.ir.plan import Plan, load_plan
@@ -169,7 +169,7 @@ def asynchronous(cluster: Any, take: ModelAt) -> str:
     if plan is None:
         return "no plan fits the cap"
     try:
-        require_runnable(plan.schedule, plan.weights)
+        require_runnable_plan(plan)
     except ScheduleError as error:
         return f"refused: {error.message}"
     return "runs"

@@ -57,7 +57,12 @@ from .reports import (
     write_report as write_report,
     write_trace as write_trace,
 )
-from .runnable import require_runnable as require_runnable, require_training as require_training
+from .runnable import (
+    imports_file as imports_file,
+    require_runnable as require_runnable,
+    require_runnable_plan as require_runnable_plan,
+    require_training as require_training,
+)
 from .schedules import (
     UNIT as UNIT,
     Scenario as Scenario,

@@ -45,7 +45,7 @@ from .forecast import Forecast, Rehearsals
 from .options import Options
 from .rank_stages import EvaluationVariants, RankStages, TrainingVariants
 from .ranks import join_ranks, rank_device
-from .runnable import refuse_torn_updates, require_runnable, require_training
+from .runnable import refuse_torn_updates, require_runnable_plan, require_training
 from .step_reports import StepRecord, StepReport
 
 
@@ -80,7 +80,7 @@ class Pipeline:
         self.options = options or Options()
         self.job = job
         self.plan = plan if isinstance(plan, Plan) else load_plan(plan)
-        require_runnable(self.plan.schedule, self.plan.weights)
+        require_runnable_plan(self.plan)
         self.device = rank_device(self.options)
         self.joined = join_ranks(self.plan, self.device, self.options, group=group, channel=channel)
         self.watch = self.joined.watch

@@ -5,30 +5,73 @@ from __future__ import annotations
 from .. import schedules
 from ..checks import forwards_in_order
 from ..ir.action import F
-from ..ir.errors import PlanError, ScheduleError
+from ..ir.errors import PlanError, ScheduleError, shown
 from ..ir.plan import Plan
 from ..ir.weight_policy import FLUSH
 from ..tracer import Captured
 
 
+def imports_file(schedule: str) -> bool:
+    """Whether a schedule of this name is code of the user's, which is imported to build it.
+
+    >>> imports_file("mine.py:zigzag"), imports_file("mine.csv"), imports_file("1f1b")
+    (True, False, False)
+    """
+    return schedules.names_user_file(schedule) and not schedule.endswith(schedules.LISTED)
+
+
 def require_runnable(schedule: str, weights: str = FLUSH) -> None:
     """Refuse a schedule of the library that needs what the runtime has not, before anything starts.
 
-    schedule: its name; `file.py:function` is loaded, so that its operations are known. Any other name that
-        the library does not know is only checked when built.  weights: the plan's policy.
+    schedule: its name as the user gave it; `file.py:function` is loaded, so that its operations are known. Of
+        a plan, which may come from anywhere, ask `require_runnable_plan`. Any other name that the library
+        does not know is only checked when built.  weights: the plan's policy.
     Raises: ScheduleError that names the reason.
     """
+    _refuse_versions(weights)
+    if imports_file(schedule):
+        _refuse_lacking(schedule)
+    else:
+        _require_library_schedule(schedule)
+
+
+def require_runnable_plan(plan: Plan) -> None:
+    """Refuse a plan that the runtime cannot run. A plan has its rows: no file that it names is opened.
+
+    Raises: ScheduleError that names the reason: a weight policy, a schedule of the library, or an action of
+        an operation that nobody has declared in this process.
+    """
+    _refuse_versions(plan.weights)
+    if not imports_file(plan.schedule):
+        _require_library_schedule(plan.schedule)
+        return
+    try:
+        assert plan.as_schedule  # its rows are read here
+    except ScheduleError as error:
+        raise ScheduleError(
+            f"in a plan for schedule {shown(plan.schedule)}: {error.message}",
+            hint="no file is imported because a plan names it: if you trust it, give it as --schedule, "
+            "or import it in your own script",
+        ) from None
+
+
+def _refuse_versions(weights: str) -> None:
     if weights != FLUSH:
         raise ScheduleError(
             f"a plan with weights={weights} cannot be run: it needs weight versions, which the runtime does "
             "not have",
             hint="it can be planned and simulated; to run, plan with --weights flush",
         )
-    if schedule.endswith(".csv"):
-        return  # a plan has the rows of the file; it may be gone by now
-    in_file = schedules.names_user_file(schedule)
-    name = schedule if in_file else schedule.partition(":")[0].lower().replace("-", "_")
-    if (in_file or name in schedules.names()) and (lacks := schedules.entry(name).lacks):
+
+
+def _require_library_schedule(schedule: str) -> None:
+    name = schedule.partition(":")[0].lower().replace("-", "_")
+    if name in schedules.names():
+        _refuse_lacking(name)
+
+
+def _refuse_lacking(name: str) -> None:
+    if lacks := schedules.entry(name).lacks:
         raise ScheduleError(
             f"schedule {name} cannot be run: it needs {lacks}, which the runtime does not have",
             hint="it can be checked, simulated and drawn; to run, choose another one: pipeloom schedule list",

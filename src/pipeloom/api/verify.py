@@ -17,7 +17,7 @@ from ..runtime import Gradients, LocalChannel, local_channels, loss_shares, spli
 from ..tracer import Job, scalar_loss
 from .options import Options
 from .pipeline import Pipeline
-from .runnable import require_runnable, require_training
+from .runnable import require_runnable_plan, require_training
 
 NOISE = 1e-3
 """Differences are relative to the largest entry of a tensor, or to this share of the largest entry of any,
@@ -69,7 +69,7 @@ def verify(
     captured graph uncut in one process, whose random numbers are the same; any other with the user's own
     module.
     """
-    require_runnable(plan.schedule, plan.weights)
+    require_runnable_plan(plan)
     require_training(plan)
     options = replace(options or Options(), keep_gradients=True)
     job = replace(job, optimizer=job.optimizer or (lambda params: torch.optim.SGD(params, lr=0.1)))

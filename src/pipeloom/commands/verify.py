@@ -46,8 +46,11 @@ def verify(
     from ..api import (
         cpu_cluster,  # a missing file is said before torch's compiler is loaded
         passes,
+        require_runnable,
         verify as compare,
     )
+
+    require_runnable(plan_flags["schedule"])  # which loads the operations of a user's own
 
     if plan is None:  # times do not matter here, so none are measured
         plan = passes.plan(job, cluster=cpu_cluster(plan_flags["stages"]), **plan_flags)

@@ -7,7 +7,11 @@ from .language.build import Operation as Operation, declare as declare, order as
 from .language.patterns import phases as phases, turns as turns
 from .language.recipe import Recipe as Recipe
 from .language.shape import Shape as Shape, path_clock as path_clock
-from .language.user_files import load_file as load_file, names_user_file as names_user_file
+from .language.user_files import (
+    LISTED as LISTED,
+    load_file as load_file,
+    names_user_file as names_user_file,
+)
 from .list_scheduler.choose_recipe import best as best, fastest as fastest, make as make
 from .placements import (
     both_ways as both_ways,

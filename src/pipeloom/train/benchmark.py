@@ -62,6 +62,7 @@ def run_bench(settings: BenchSettings) -> int:
 
 def _rank(settings: BenchSettings, path: Path) -> None:
     try:
+        require_runnable(settings.schedule)  # which loads the operations of a user's own
         _time_steps(settings, path)
     except PeerError:
         raise  # the launcher knows that the cause is elsewhere

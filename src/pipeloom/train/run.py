@@ -27,6 +27,7 @@ from ..api import (
     checkpoint_step,
     connect,
     explain_steps,
+    imports_file,
     launch,
     load_job,
     plan,
@@ -210,6 +211,9 @@ def make_workload(config: Config) -> Workload:
 def follow_plan(config: Config, plan: Plan, overrides: Sequence[str]) -> Config:
     """A plan file decides the stages, the schedule and the micro-batches.
 
+    A schedule of the user's own is named by the user only: a `file.py:function` of the plan, whose rows say
+    all there is, does not get into the config, since what stands there is imported.
+
     Raises: ConfigError if one of these is also given on the command line, and differently.
     """
     fixed: dict[str, Any] = {
@@ -226,6 +230,8 @@ def follow_plan(config: Config, plan: Plan, overrides: Sequence[str]) -> Config:
                 f"pipeline.{key} is to be {setting}, but the plan {config.pipeline.plan} has {value}",
                 hint="leave one of them out; --set pipeline.plan= does without the plan file",
             )
+    if imports_file(plan.schedule):
+        del fixed["schedule"]
     return replace(config, pipeline=replace(config.pipeline, **fixed))
 
 
@@ -289,6 +295,7 @@ def run_rank(prepared: PreparedRun) -> None:
 
 def _train_rank(prepared: PreparedRun) -> None:
     config, out, console = prepared.config, prepared.out, prepared.request.console
+    require_runnable(config.pipeline.schedule)  # which loads the operations of a user's own
     workload, planned = make_workload(config), load_plan(out / "plan.json")
     options = Options(
         device=config.pipeline.device,

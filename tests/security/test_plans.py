@@ -1,0 +1,89 @@
+"""A plan names a schedule. No file is imported, or opened, because a plan names it."""
+
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from runs import even_plan
+from torch import nn
+
+from pipeloom import Job, Pipeline
+from pipeloom.api import require_runnable_plan, verify
+from pipeloom.cli import main
+from pipeloom.ir.errors import ScheduleError
+from pipeloom.ir.plan import Plan
+from pipeloom.train import TrainRequest, gpt_workload, prepare_run, read_config
+
+EVIL = "from pathlib import Path\nPath('ran').touch()\nz = lambda shape: None\n"
+JOB = Job(
+    name="line",
+    model=lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)),
+    batch=lambda seed, rows: {"input": torch.randn(rows, 4, generator=torch.Generator().manual_seed(seed))},
+    loss=lambda outputs, batch: outputs.square().mean(),
+)
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "evil.py").write_text(EVIL)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def evil_plan(**changes: object) -> Plan:
+    return replace(even_plan(JOB, 2, microbatches=2), schedule="evil.py:z", **changes)
+
+
+def test_a_plan_that_names_a_file_runs_its_rows_and_not_the_file(place: Path) -> None:
+    assert verify(JOB, evil_plan()).passed
+    with Pipeline(JOB, replace(even_plan(JOB, 1, microbatches=2), schedule="evil.py:z")) as pipeline:
+        assert pipeline.step(JOB.batch(0, 4)) > 0
+    assert not (place / "ran").exists()
+
+
+def test_lists_of_actions_that_a_plan_names_may_be_gone(place: Path) -> None:
+    for name in ("gone.csv", "gone.txt"):
+        require_runnable_plan(replace(evil_plan(), schedule=name))
+
+
+def test_operations_that_nobody_declared_are_named_with_the_remedy() -> None:
+    plan = evil_plan()
+    rows = (plan.schedule_rows[0] + " 0ZAP0", *plan.schedule_rows[1:])
+    with pytest.raises(ScheduleError, match="schedule 'evil.py:z': cannot read action '0ZAP0'") as caught:
+        require_runnable_plan(replace(plan, schedule_rows=rows))
+    assert "no file is imported because a plan names it" in str(caught.value.hint)
+
+
+def test_train_follows_a_plan_and_imports_nothing(place: Path) -> None:
+    settings = ["model.layers=1", "model.width=16", "model.heads=2", "model.context=16", "steps=1"]
+    made = even_plan(gpt_workload(read_config(None, settings)).job, 2, microbatches=2)
+    replace(made, schedule="evil.py:z").save(place / "plan.json")
+    request = TrainRequest(overrides=(*settings, "pipeline.plan=plan.json"), out=place / "run")
+    assert prepare_run(request).config.pipeline.schedule == "1f1b"
+    assert not (place / "ran").exists()
+    # What goes on with the run reads the config that it wrote.
+    assert "evil.py" not in tomllib.loads((place / "run" / "config.toml").read_text())["pipeline"]["schedule"]
+    # Whoever names the file himself means it.
+    own = replace(request, out=place / "own", overrides=(*request.overrides, "pipeline.schedule=evil.py:z"))
+    assert prepare_run(own).config.pipeline.schedule == "evil.py:z"
+    assert (place / "ran").exists()
+
+
+def test_verify_reads_a_plan_and_imports_nothing(place: Path) -> None:
+    (place / "job.py").write_text(
+        "import torch\nfrom torch import nn\nfrom pipeloom import Job\n"
+        "def job():\n    return Job(name='line', model=lambda: nn.Linear(4, 1),\n"
+        "        batch=lambda seed, rows: {'input': torch.ones(rows, 4)}, loss=lambda y, batch: y.mean())\n"
+    )
+    words = ["plan", "job.py:job", "-p", "1", "-m", "2", "--cluster", "1 x cpu", "-o", "plan.json"]
+    made = CliRunner().invoke(main, words)
+    assert made.exit_code == 0, made.output
+    text = (place / "plan.json").read_text()
+    assert '"1f1b"' in text
+    (place / "plan.json").write_text(text.replace('"1f1b"', '"evil.py:z"'))
+    done = CliRunner().invoke(main, ["verify", "job.py:job", "--plan", "plan.json"])
+    assert done.exit_code == 0, done.output
+    assert not (place / "ran").exists()
