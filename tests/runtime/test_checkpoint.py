@@ -231,7 +231,7 @@ def damaged(tmp_path: Path, harm: str) -> tuple[Path, TrainState]:
     elif harm == "gone":
         data.unlink()
     elif harm == "metadata":
-        (path / ".metadata").write_bytes(b"x" * (path / ".metadata").stat().st_size)
+        (path / "tensors.json").write_bytes(b"x" * (path / "tensors.json").stat().st_size)
     elif harm == "index":
         os.truncate(path / "index.json", 20)
     elif harm == "schema":
@@ -246,9 +246,9 @@ def damaged(tmp_path: Path, harm: str) -> tuple[Path, TrainState]:
         ("truncated", "is corrupt: __0_0.distcp has"),
         ("flipped", "is corrupt: the bytes of __0_0.distcp have changed since it was saved"),
         ("gone", "is incomplete: __0_0.distcp: No such file or directory"),
-        ("metadata", "is corrupt: the bytes of .metadata have changed since it was saved"),
+        ("metadata", "is corrupt: the bytes of tensors.json have changed since it was saved"),
         ("index", "is corrupt: index.json: Expecting ':' delimiter"),
-        ("schema", "has schema 99, this pipeloom reads 1"),
+        ("schema", "has schema 99, this pipeloom reads 2"),
     ],
 )
 def test_damage_is_named_and_nothing_is_overwritten(tmp_path: Path, harm: str, message: str) -> None:

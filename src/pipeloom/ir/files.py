@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,9 +36,12 @@ def write_whole(path: Path, text: str) -> None:
             path.write_text(text, encoding="utf-8")
             return
         target = Path(os.path.realpath(path))  # which takes links that lead to themselves, too
-        partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
+        # A name that nobody can foresee, and put a link there; and if they could, it would not be followed.
+        partial = target.with_name(f"{target.name[:40]}.{secrets.token_hex(8)}.partial")
+        handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
         try:
-            partial.write_text(text, encoding="utf-8")
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(text)
             partial.replace(target)
         finally:
             partial.unlink(missing_ok=True)

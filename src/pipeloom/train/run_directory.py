@@ -29,6 +29,26 @@ WRITTEN = ("config.toml", "plan.json")
 """What is written before the ranks start."""
 
 
+OWN = (*WRITTEN, STARTED, "checkpoint", "trace.json", "report.html", "summary.json")
+"""All that a run reads and writes in its directory."""
+
+
+def require_own_files(out: Path) -> None:
+    """Refuse a directory in which a link would lead a run's reading and writing out of it.
+
+    Raises: ConfigError that names the link.
+    """
+    for name in OWN:
+        path = out / name
+        if path.is_symlink():
+            raise ConfigError(
+                f"{path} is a link to {os.readlink(path)}: a run keeps its files in its own directory",
+                hint="copy what it leads to in its place, or choose another --out, which may be a link",
+            )
+        if path.exists() and not (path.is_dir() if name == "checkpoint" else path.is_file()):
+            raise ConfigError(f"{path} is in the way of a run's file of that name", hint="move it")
+
+
 def require_new(out: Path | None) -> None:
     """Refuse a directory for a new run before work is done for it.
 
@@ -38,6 +58,8 @@ def require_new(out: Path | None) -> None:
         raise ConfigError(
             f"{out} holds a run already", hint="add --resume to go on with it, or give another --out"
         )
+    if out is not None:
+        require_own_files(out)
     place = out or RUNS
     folder = next(path for path in (place, *place.parents) if path.exists())
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
@@ -122,10 +144,12 @@ def find_run(name: str, out: Path | None) -> Path:
             raise ConfigError(
                 f"{out} holds no run", hint="give the directory of a run, or leave out --resume"
             )
+        require_own_files(out)
         return out
     for number in sorted(_numbers(name), reverse=True):
         run = RUNS / f"{name}-{number}"
         if (run / "config.toml").is_file():
+            require_own_files(run)
             return run
     raise ConfigError(
         f"there is no run {RUNS / name}-<n> to resume", hint="give its directory with --out, or train first"

@@ -4,8 +4,8 @@ Tensors go through `torch.distributed.checkpoint` (DCP) under names made from th
 rank's failure is everybody's: ranks agree on the outcome before and after each step that can fail, so
 that none of them waits for another that has given up.
 
-With several machines the directory must be one that all of them see.
-DCP keeps its table of contents as a pickle: load only checkpoints that you trust.
+With several machines the directory must be one that all of them see. No file of a checkpoint is code to
+run: of DCP's only the tensors' own archives are kept, and what lies where stands in JSON (table.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -26,13 +25,12 @@ from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ...ir.errors import CheckpointError
 from . import files
 from .files import Index
 from .state import TrainState, empty_like_saved, flatten, restore_optimizers
+from .table import TABLE, SavedTensor, TableReader, TableWriter, read_table
 
 T = TypeVar("T")
 Group = dist.ProcessGroup | None
@@ -67,7 +65,7 @@ def save(
         problem = error
     parts = _agree((problem, index), group)
     with _one_error(f"cannot write checkpoint {partial.with_suffix('')}", partial if rank == 0 else None):
-        writer = FileSystemWriter(partial, sync_files=True)
+        writer = TableWriter(partial, sync_files=True)
         planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
         state_dict_saver.save(
             tensors, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None
@@ -98,12 +96,14 @@ def load(directory: Path, state: TrainState, *, group: Group) -> tuple[int, dict
     Raises: CheckpointError, on all ranks, if the checkpoint is missing, damaged, or of another model or
         optimizer. Damage and mismatches are found before anything is overwritten.
     """
-    problem, index, tensors, path = None, None, dict[str, Tensor](), directory
+    problem, index, path = None, None, directory
+    tensors, table = dict[str, Tensor](), dict[str, SavedTensor]()
     try:
         path = files.newest(directory)
         index = files.read_index(path)
         files.verify(path, index, share=_rank(group), shares=_size(group))
-        tensors = empty_like_saved(state, index, _saved_tensors(path))
+        table = read_table(path, index)
+        tensors = empty_like_saved(state, index, {key: t.empty("meta") for key, t in table.items()})
     except CheckpointError as error:
         problem = error
     seen = _agree((problem, (path.name, list(state.model))), group)
@@ -111,7 +111,7 @@ def load(directory: Path, state: TrainState, *, group: Group) -> tuple[int, dict
     _require_same_checkpoint(directory, seen)
     _require_all_loaded(path, index, {name for _, names in seen for name in names})
     with _one_error(f"cannot read checkpoint {path}", None):
-        reader = FileSystemReader(path)
+        reader = TableReader(path, table)
         state_dict_loader.load(
             dict(tensors), storage_reader=reader, process_group=group, no_dist=group is None
         )
@@ -136,13 +136,10 @@ def export_safetensors(directory: Path, path: Path) -> Path:
     index = files.read_index(source)
     files.verify(source, index, share=0, shares=1)
     keys = {f"model.{name}": name for name in index.model}
-    tensors = {
-        key: torch.empty(like.shape, dtype=like.dtype)
-        for key, like in _saved_tensors(source).items()
-        if key in keys
-    }
+    table = read_table(source, index)
+    tensors = {key: table[key].empty("cpu") for key in keys}
     with _one_error(f"cannot read checkpoint {source}", None):
-        state_dict_loader.load(dict(tensors), storage_reader=FileSystemReader(source), no_dist=True)
+        state_dict_loader.load(dict(tensors), storage_reader=TableReader(source, table), no_dist=True)
     named = {keys[key]: tensor.contiguous() for key, tensor in tensors.items()}
     try:
         save_file(named, path, metadata={"format": "pt", **index.aliases})
@@ -151,19 +148,9 @@ def export_safetensors(directory: Path, path: Path) -> Path:
     return source
 
 
-def _saved_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a checkpoint without their data. The files must have been verified: this unpickles."""
-    entries = FileSystemReader(path).read_metadata().state_dict_metadata
-    return {
-        key: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
-        for key, entry in entries.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
-
-
 def _written_by(rank: int, partial: Path) -> list[str]:
     mine = [path.name for path in partial.glob(f"__{rank}_*")]
-    return [*mine, ".metadata"] if rank == 0 else mine
+    return [*mine, TABLE] if rank == 0 else mine
 
 
 def _merge(parts: list[Index], sums: list[dict[str, tuple[int, int]]]) -> Index:

@@ -3,7 +3,8 @@
     checkpoint/
       latest                     the name of the newest complete one, replaced atomically
       step-00000100/             complete: index.json was written last, and only then the folder renamed
-        .metadata  __0_0.distcp  written by torch.distributed.checkpoint
+        __0_0.distcp             tensors, written by torch.distributed.checkpoint (DCP)
+        tensors.json             which tensor lies where in those, see table.py
         index.json               what is in here, and size and CRC-32 of every other file
       step-00000200.partial/     being written, or left by a crash: never read, removed by the next save
       step-00000100.old/         the same step saved again: read only if the new one did not come to stand
@@ -28,6 +29,7 @@ import json
 import os
 import re
 import shutil
+import stat
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -36,14 +38,17 @@ from typing import Any
 
 import msgspec
 
-from ...ir.errors import CheckpointError
+from ...ir.errors import CheckpointError, shown
 
-SCHEMA = 1
+SCHEMA = 2
+UNPICKLED = 1
+"""The schema before it: the table of tensors was a pickle, of which only DCP's own classes are read."""
 INDEX = "index.json"
 LATEST = "latest"
 _NAME = re.compile(r"step-(\d{8,})(\.old)?")
 _CHUNK_BYTES = 1 << 22
-_ELSEWHERE = "remove it to use the one before it, or name another checkpoint"
+_TO_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # a pipe in a file's place makes nobody wait
+ELSEWHERE = "remove it to use the one before it, or name another checkpoint"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,26 +85,35 @@ def complete(directory: Path) -> list[Path]:
     if not directory.is_dir():
         return []
     named = [(int(m[1]), p) for p in directory.iterdir() if (m := _NAME.fullmatch(p.name))]
-    return [path for _, path in sorted(named) if (path / INDEX).is_file() and not _replaced(path)]
+    own = [path for _, path in sorted(named) if not path.is_symlink() and (path / INDEX).is_file()]
+    return [path for path in own if not _replaced(path)]
 
 
 def newest(directory: Path) -> Path:
     """The checkpoint to read: `directory` itself if it is one, else the one that `latest` names.
 
     A crash between the renaming and the writing of `latest` leaves the one before named, which is
-    complete too. Without a usable `latest`, the highest step counts.
+    complete too. Without `latest`, or the one that it names, the highest step counts. Links among the
+    checkpoints of a directory are not followed: name such a checkpoint itself.
 
-    Raises: CheckpointError if there is none.
+    Raises: CheckpointError if there is none, or `latest` leads elsewhere.
     """
     if (directory / INDEX).is_file():
         return directory
+    checkpoints = complete(directory)
     latest = directory / LATEST
     if latest.is_file():
-        name = latest.read_text().strip()
+        name = read(latest).decode(errors="replace").strip()
+        if _NAME.fullmatch(name) is None:
+            there = ", ".join(path.name for path in checkpoints) or "none is there"
+            raise CheckpointError(
+                f"{latest} names no checkpoint of its directory: {shown(name)}",
+                hint=f"write the one to go on with there: {there}",
+            )
         for named in (directory / name, directory / (name + ".old")):
-            if _NAME.fullmatch(named.name) and (named / INDEX).is_file():
+            if named in checkpoints:
                 return named
-    if checkpoints := complete(directory):
+    if checkpoints:
         return checkpoints[-1]
     what = "holds no complete checkpoint" if directory.is_dir() else "does not exist"
     raise CheckpointError(f"checkpoint directory {directory} {what}", hint="check the path, or train first")
@@ -130,14 +144,15 @@ def publish(partial: Path, index: Index, *, keep: int) -> Path:
     """
     directory, final = partial.parent, partial.with_suffix("")
     try:
-        _write(partial / INDEX, json.dumps(asdict(index)))
+        write_new(partial / INDEX, json.dumps(asdict(index)))
         _sync_folder(partial)
         if final.exists():  # saved again at the same step: the old one steps aside until the new one stands
             final.replace(final.with_name(final.name + ".old"))
         partial.replace(final)
         _sync_folder(directory)
         new_latest = directory / (LATEST + ".partial")
-        _write(new_latest, final.name + "\n")
+        new_latest.unlink(missing_ok=True)  # left by a crash
+        write_new(new_latest, final.name + "\n")
         new_latest.replace(directory / LATEST)
         _sync_folder(directory)
         _prune(directory, index.step, keep)
@@ -149,20 +164,24 @@ def publish(partial: Path, index: Index, *, keep: int) -> Path:
 def read_index(path: Path) -> Index:
     """Raises: CheckpointError if it is missing, not readable, or of another schema."""
     try:
-        plain = json.loads((path / INDEX).read_bytes())
+        plain = json.loads(read(path / INDEX))
         schema = plain["schema"]
-        if schema != SCHEMA:
+        if schema not in (UNPICKLED, SCHEMA):
             raise CheckpointError(
                 f"checkpoint {path} has schema {schema}, this pipeloom reads {SCHEMA}",
                 hint="load it with the version that wrote it",
             )
-        return msgspec.convert(plain, Index)
+        index = msgspec.convert(plain, Index)
+        for name in index.files:
+            if name != Path(name).name or name == ".." or "\0" in name:
+                raise ValueError(f"it names the file {shown(name)}, which is not in its folder")
+        return index
     except OSError as error:
         raise CheckpointError(
             f"cannot read checkpoint {path}: {error.strerror}", hint="check the path"
         ) from None
     except (ValueError, KeyError, TypeError) as error:  # msgspec's and json's errors are ValueErrors
-        raise CheckpointError(f"checkpoint {path} is corrupt: {INDEX}: {error}", hint=_ELSEWHERE) from None
+        raise CheckpointError(f"checkpoint {path} is corrupt: {INDEX}: {error}", hint=ELSEWHERE) from None
 
 
 def checksums(folder: Path, names: Iterable[str]) -> dict[str, tuple[int, int]]:
@@ -170,7 +189,7 @@ def checksums(folder: Path, names: Iterable[str]) -> dict[str, tuple[int, int]]:
     sums = {}
     for name in names:
         size = crc = 0
-        with (folder / name).open("rb") as file:
+        with os.fdopen(os.open(folder / name, _TO_READ), "rb") as file:
             while chunk := file.read(_CHUNK_BYTES):
                 size, crc = size + len(chunk), zlib.crc32(chunk, crc)
         sums[name] = (size, crc)
@@ -181,14 +200,20 @@ def verify_sizes(path: Path, index: Index) -> None:
     """Check that every file is there in full size. Raises: CheckpointError naming the first that is not."""
     for name, (size, _) in sorted(index.files.items()):
         try:
-            actual = (path / name).stat().st_size
+            found = (path / name).lstat()
         except OSError as error:
             raise CheckpointError(
-                f"checkpoint {path} is incomplete: {name}: {error.strerror}", hint=_ELSEWHERE
+                f"checkpoint {path} is incomplete: {name}: {error.strerror}", hint=ELSEWHERE
             ) from None
+        if not stat.S_ISREG(found.st_mode):
+            raise CheckpointError(
+                f"checkpoint {path} is corrupt: {name} is no file but a {_kind(found.st_mode)}",
+                hint="put the file itself there, or name another checkpoint",
+            )
+        actual = found.st_size
         if actual != size:
             raise CheckpointError(
-                f"checkpoint {path} is corrupt: {name} has {actual} bytes instead of {size}", hint=_ELSEWHERE
+                f"checkpoint {path} is corrupt: {name} has {actual} bytes instead of {size}", hint=ELSEWHERE
             )
 
 
@@ -203,11 +228,11 @@ def verify(path: Path, index: Index, *, share: int, shares: int) -> None:
         try:
             same = checksums(path, [name])[name] == tuple(index.files[name])
         except OSError as error:
-            raise CheckpointError(f"cannot read {path / name}: {error.strerror}", hint=_ELSEWHERE) from None
+            raise CheckpointError(f"cannot read {path / name}: {error.strerror}", hint=ELSEWHERE) from None
         if not same:
             raise CheckpointError(
                 f"checkpoint {path} is corrupt: the bytes of {name} have changed since it was saved",
-                hint=_ELSEWHERE,
+                hint=ELSEWHERE,
             )
 
 
@@ -232,11 +257,25 @@ def _replaced(path: Path) -> bool:
 def _sweep(directory: Path, *suffixes: str) -> None:
     for suffix in suffixes:
         for path in directory.glob(f"step-*{suffix}"):
-            shutil.rmtree(path)
+            if path.is_symlink():
+                path.unlink()
+            else:
+                shutil.rmtree(path)
 
 
-def _write(path: Path, text: str) -> None:
-    with path.open("w") as file:
+def _kind(mode: int) -> str:
+    return "link" if stat.S_ISLNK(mode) else "folder" if stat.S_ISDIR(mode) else "device or pipe"
+
+
+def read(path: Path) -> bytes:
+    """A file of a checkpoint. Raises: OSError if it is not there, or a link."""
+    with os.fdopen(os.open(path, _TO_READ), "rb") as file:
+        return file.read()
+
+
+def write_new(path: Path, text: str) -> None:
+    """A file that is not there yet: nobody can have put a link in its place."""
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666), "w") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
@@ -252,6 +291,6 @@ def _sync_folder(folder: Path) -> None:
 
 def _cannot_write(directory: Path, error: OSError) -> CheckpointError:
     return CheckpointError(
-        f"cannot write a checkpoint in {directory}: {error.strerror}",
+        f"cannot write a checkpoint in {directory}: {error.strerror or error}",
         hint="free some space or choose another directory; earlier checkpoints are untouched",
     )

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ...ir.errors import CheckpointError
-from .files import Index
+from .files import SCHEMA, Index
 
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -80,7 +80,7 @@ def flatten(state: TrainState, *, step: int, extra: Mapping[str, Any]) -> tuple[
                         hint="checkpoints hold optimizer state that is tensors, numbers, strings or None",
                     )
     return tensors, Index(
-        schema=1,
+        schema=SCHEMA,
         step=step,
         extra=extra,
         aliases=state.aliases,

@@ -1,0 +1,186 @@
+"""Checkpoints that somebody else made: nothing in them runs, nothing leads out of their directory."""
+
+import io
+import json
+import os
+import pickle
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+from pipeloom.ir.errors import CheckpointError
+from pipeloom.runtime.checkpoint import TrainState, checkpoint, newest, state as states
+
+
+class Evil:
+    def __init__(self, ran: Path) -> None:
+        self.ran = ran
+
+    def __reduce__(self) -> Any:
+        return (Path.touch, (self.ran,))
+
+
+@pytest.fixture
+def ran(tmp_path: Path) -> Path:
+    return tmp_path / "ran"
+
+
+def a_state() -> TrainState:
+    torch.manual_seed(0)
+    parameters = dict(nn.Linear(4, 2).named_parameters())
+    optimizer = torch.optim.SGD(parameters.values(), lr=0.1, momentum=0.9)
+    for parameter in parameters.values():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return TrainState(parameters=parameters, optimizers=(optimizer,))
+
+
+def save(folder: Path, state: TrainState) -> Path:
+    return checkpoint.save(folder, state, step=1, extra={}, group=None)
+
+
+def save_pickled(folder: Path, state: TrainState, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """As pipeloom wrote them until its table was JSON: DCP's own writer, schema 1."""
+    with monkeypatch.context() as old:
+        old.setattr(checkpoint, "TableWriter", FileSystemWriter)
+        old.setattr(checkpoint, "TABLE", ".metadata")
+        old.setattr(states, "SCHEMA", 1)
+        return save(folder, state)
+
+
+def put(path: Path, name: str, content: bytes, *, listed: bool = True) -> None:
+    """Replace a file, and its checksum too, as whoever changes one on purpose does."""
+    (path / name).write_bytes(content)
+    index = json.loads((path / "index.json").read_text())
+    if listed:
+        index["files"][name] = [len(content), zlib.crc32(content)]
+    (path / "index.json").write_text(json.dumps(index))
+
+
+def refused(path: Path, match: str) -> None:
+    """By whoever loads it, and by whoever exports it."""
+    with pytest.raises(CheckpointError, match=match) as caught:
+        checkpoint.load(path, a_state(), group=None)
+    assert "\n" not in caught.value.message and caught.value.hint
+    with pytest.raises(CheckpointError, match=match):
+        checkpoint.export_safetensors(path, path.parent / "out.safetensors")
+
+
+def test_no_file_of_a_checkpoint_is_a_pickle_of_objects(tmp_path: Path) -> None:
+    path = save(tmp_path, a_state())
+    assert sorted(p.name for p in path.iterdir()) == ["__0_0.distcp", "index.json", "tensors.json"]
+
+
+def test_an_old_checkpoint_is_read_without_running_its_pickle(
+    tmp_path: Path, ran: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = a_state()
+    path = save_pickled(tmp_path / "old", saved, monkeypatch)
+    assert (path / ".metadata").is_file()
+    found = TrainState(parameters={n: nn.Parameter(p * 0) for n, p in saved.parameters.items()})
+    assert checkpoint.load(path, found, group=None)[0] == 1
+    assert all(torch.equal(found.parameters[n], p) for n, p in saved.parameters.items())
+    checkpoint.export_safetensors(path, tmp_path / "out.safetensors")
+
+    for evil in (pickle.dumps(Evil(ran)), pickle.dumps({"a": [Evil(ran)]}, protocol=0)):
+        put(path, ".metadata", evil)
+        refused(path, r"corrupt: \.metadata: it names pathlib\S*\.Path\.touch, which is not read|it names ")
+    assert not ran.exists()
+
+
+def test_a_pickle_beside_a_checkpoint_is_left_alone(tmp_path: Path, ran: Path) -> None:
+    path = save(tmp_path, a_state())
+    for listed in (False, True):
+        put(path, ".metadata", pickle.dumps(Evil(ran)), listed=listed)
+        assert checkpoint.load(path, a_state(), group=None)[0] == 1
+        checkpoint.export_safetensors(path, tmp_path / "out.safetensors")
+    assert not ran.exists()
+
+
+@pytest.mark.parametrize("archive", [True, False])
+def test_tensors_that_are_something_else_do_not_run(tmp_path: Path, ran: Path, archive: bool) -> None:
+    path = save(tmp_path, a_state())
+    stream = io.BytesIO()
+    torch.save(Evil(ran), stream, _use_new_zipfile_serialization=archive)
+    evil = stream.getvalue().ljust(1000, b"\0") if not archive else stream.getvalue()
+    table = json.loads((path / "tensors.json").read_text())
+    for entry in table.values():
+        entry |= {"offset": 0, "bytes": len(evil)}
+    put(path, "__0_0.distcp", evil)
+    put(path, "tensors.json", json.dumps(table).encode())
+    refused(path, "cannot read checkpoint")
+    assert not ran.exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"file": "../../secret"}, "said to lie in '../../secret', no file of the checkpoint"),
+        ({"offset": -1}, "said to lie outside of __0_0.distcp"),
+        ({"bytes": 1 << 60}, "said to lie outside of __0_0.distcp"),
+        ({"shape": [1 << 40, 1 << 40]}, "and it has not|is said to be"),
+        ({"dtype": "save"}, "is of 'save', which is no dtype"),
+    ],
+)
+def test_a_table_that_leads_elsewhere_is_refused(tmp_path: Path, change: dict, message: str) -> None:
+    path = save(tmp_path / "run", a_state())
+    (tmp_path / "secret").write_text("secret")
+    table = json.loads((path / "tensors.json").read_text())
+    table["model.weight"] |= change
+    put(path, "tensors.json", json.dumps(table).encode())
+    refused(path, message)
+
+
+@pytest.mark.parametrize("name", ["../../secret", "/etc/hostname", "..", ".", "a/b"])
+def test_an_index_that_names_files_elsewhere_is_refused(tmp_path: Path, name: str) -> None:
+    path = save(tmp_path / "run", a_state())
+    (tmp_path / "secret").write_text("secret")
+    index = json.loads((path / "index.json").read_text())
+    index["files"][name] = [6, zlib.crc32(b"secret")]
+    (path / "index.json").write_text(json.dumps(index))
+    refused(path, "index.json: it names the file .*, which is not in its folder")
+
+
+def test_latest_stays_in_its_directory(tmp_path: Path) -> None:
+    mine, other = save(tmp_path / "mine", a_state()), save(tmp_path / "other", a_state())
+    for name in ("../other/step-00000001", str(other), "", "\0", "x" * 5000):
+        (mine.parent / "latest").write_text(name)
+        with pytest.raises(CheckpointError, match="latest names no checkpoint of its directory: ") as caught:
+            newest(mine.parent)
+        assert caught.value.hint == "write the one to go on with there: step-00000001"
+    (mine.parent / "latest").write_bytes(b"\xff\xfe")
+    with pytest.raises(CheckpointError, match="latest names no checkpoint"):
+        newest(mine.parent)
+
+
+def test_links_among_checkpoints_are_not_followed(tmp_path: Path) -> None:
+    mine, other = save(tmp_path / "mine", a_state()), save(tmp_path / "other", a_state())
+    (mine.parent / "step-00000009").symlink_to(other)
+    (mine.parent / "latest").write_text("step-00000009")
+    assert newest(mine.parent) == mine
+    content = (mine / "__0_0.distcp").read_bytes()
+    (mine / "__0_0.distcp").unlink()
+    (tmp_path / "elsewhere").write_bytes(content)
+    (mine / "__0_0.distcp").symlink_to(tmp_path / "elsewhere")
+    refused(mine, "corrupt: __0_0.distcp is no file but a link")
+    (mine / "__0_0.distcp").unlink()
+    os.mkfifo(mine / "__0_0.distcp")  # which would be waited for
+    refused(mine, "corrupt: __0_0.distcp is no file but a device or pipe")
+
+
+def test_saving_writes_through_no_link(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "latest.partial").symlink_to(victim)
+    (folder / "latest").symlink_to(victim)
+    (folder / "step-00000007.partial").symlink_to(tmp_path, target_is_directory=True)
+    path = save(folder, a_state())
+    assert victim.read_text() == "mine" and newest(folder) == path
+    assert not (folder / "latest").is_symlink() and not (folder / "step-00000007.partial").exists()
