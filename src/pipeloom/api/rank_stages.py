@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from .. import schedules
-from ..ir.errors import BatchError, CaptureError, PlanError
+from ..ir.errors import BatchError, CaptureError, CutError, PlanError
 from ..ir.memory_policy import KEEP_ALL, MemoryPolicy
 from ..ir.plan import Plan
 from ..ir.schedule import Program
@@ -30,9 +30,11 @@ from ..tracer import (
     Job,
     capture,
     capture_evaluation,
+    cut_alike,
     cut_evaluation,
     sample_batch,
     stage_functions,
+    stage_residuals,
 )
 from .options import Options
 
@@ -98,7 +100,7 @@ class TrainingVariants:
                 captured = capture(
                     rank.job, rows_of(part), batch=part, autocast=rank.options.autocast, like=rank.captured
                 )
-                return captured, rank.plan.stage_graph(captured.graph)
+                return captured, self._cut(captured)
 
             captured, stages = self._on_all_ranks(signature, captured_and_cut)
             agree_on_layouts(rank.channel, stages)
@@ -119,8 +121,57 @@ class TrainingVariants:
             rank.indices,
             device=rank.device.type,
             compiled=rank.options.compiled,
-            policy=rank.plan.memory,
+            policy=self._policy(captured, stages),
         )
+
+    def _cut(self, captured: Captured) -> StageGraph:
+        """Cut a capture of another size as the plan says. Of one row a model may lack ops that it has of
+        several, such as copies of what is expanded: its ops then go where their like went.
+
+        Raises: PlanError, CutError if the stages would exchange other values than the program sends.
+        """
+        rank, plan = self._rank, self._rank.plan
+        if captured.graph.fingerprint == plan.graph:
+            return plan.stage_graph(captured.graph)
+        if captured.cut is not None:
+            raise PlanError(
+                "its forward calls other modules than that of the planned size"
+                if rank.captured.cut is not None
+                else captured.graph.fallback
+            )
+        stages = cut_alike(
+            captured.graph, rank.captured.graph, rank.stages, when="with micro-batches so small"
+        )
+        for name, edges in _exchanges(stages).items():
+            if odd := edges ^ _exchanges(rank.stages)[name]:
+                source, target = min(odd)
+                raise PlanError(
+                    f"stage {source} would exchange {name} with stage {target} otherwise than planned"
+                )
+        buffers = tuple(
+            tuple(dict.fromkeys((*planned, *(n for n in own if n in captured.constants))))
+            for planned, own in zip(rank.stages.buffers, stages.buffers, strict=True)
+        )
+        return replace(stages, params=rank.stages.params, buffers=buffers)
+
+    def _policy(self, captured: Captured, stages: StageGraph) -> MemoryPolicy:
+        """The plan's policy for those residuals that there are; others, of a graph that lacks some, stay."""
+        rank, policy = self._rank, self._rank.plan.memory
+        if captured.graph.fingerprint == rank.plan.graph:
+            return policy
+        treatments = []
+        for stage, planned in enumerate(policy.stages):
+            here = rank.indices and stage in {stages.origin(s) for s in rank.indices} and planned
+            residuals = stage_residuals(captured, stages, stage, device=rank.device.type) if here else {}
+            possible = {
+                name: given
+                for name, given in planned.items()
+                if name in residuals and not (given == "recompute" and residuals[name].obstacle)
+            }
+            if here and stage in policy.ahead and "recompute" not in possible.values():
+                raise PlanError(f"stage {stage} has nothing to recompute")
+            treatments.append(possible)
+        return replace(policy, stages=tuple(treatments))
 
     def _on_all_ranks(self, signature: tuple[str, ...], make: Callable[[], T]) -> T:
         """What `make` returns, if it can on all ranks: one that cannot would leave the others waiting."""
@@ -128,7 +179,7 @@ class TrainingVariants:
         refusal: BatchError | None = None
         try:
             made.append(make())
-        except (CaptureError, PlanError) as error:
+        except (CaptureError, CutError, PlanError) as error:
             planned = next(iter(self._variants))
             refusal = BatchError(
                 f"a micro-batch of {', '.join(signature)} does not fit the plan, which was made for "
@@ -183,6 +234,12 @@ class EvaluationVariants:
         plan = self.rank.plan
         count = plan.as_schedule.microbatches
         return lower(schedules.build("forward_only", stages, plan.placement, count), stages)
+
+
+def _exchanges(stages: StageGraph) -> dict[str, set[tuple[int, int]]]:
+    """Between which stages a program sends anything: values, and gradients back."""
+    edges = set(stages.between)
+    return {"values": edges, "gradients": {edge for edge in edges if stages.gradients(*edge)}}
 
 
 def make_variant(

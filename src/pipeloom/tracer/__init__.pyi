@@ -1,7 +1,11 @@
 from .blueprint import Blueprint as Blueprint, make_blueprint as make_blueprint
 from .capture import capture as capture
 from .captured import Captured as Captured
-from .export.evaluation import capture_evaluation as capture_evaluation, cut_evaluation as cut_evaluation
+from .export.evaluation import (
+    capture_evaluation as capture_evaluation,
+    cut_alike as cut_alike,
+    cut_evaluation as cut_evaluation,
+)
 from .fallback.module_functions import ModuleFunctions as ModuleFunctions
 from .fallback.trial import initial_state as initial_state
 from .job import Job as Job
@@ -30,6 +34,6 @@ from .stage.functions import (
     Tensors as Tensors,
     activation_bytes as activation_bytes,
 )
-from .stage.trace import stage_functions as stage_functions
+from .stage.trace import stage_functions as stage_functions, stage_residuals as stage_residuals
 from .tensors import tensors_of as tensors_of
 from .tracing_lock import one_thread_at_a_time as one_thread_at_a_time

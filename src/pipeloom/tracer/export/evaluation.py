@@ -45,16 +45,26 @@ def capture_evaluation(
 def cut_evaluation(evaluated: OpGraph, trained: OpGraph, stages: StageGraph) -> StageGraph:
     """Cut an evaluation graph so that each stage finds the parameters and buffers that it holds.
 
+    Raises: CutError, see `cut_alike`.
+    """
+    return cut_alike(evaluated, trained, stages, when="in evaluation mode")
+
+
+def cut_alike(other: OpGraph, planned: OpGraph, stages: StageGraph, *, when: str) -> StageGraph:
+    """Cut another graph of a model as the planned one is cut, so that each stage finds the parameters and
+    buffers that it holds.
+
     An op goes where the op of the same module and kind went; one without such a counterpart, to the stage
     of what it reads.
+    when: when the model computes the other graph, for messages.
     Raises: CutError if an op would need parameters that are held before the stage that makes its inputs, or
         if a stage has nothing to do.
     """
     order = flow_of(stages).order
-    cheap = {op.name for op in evaluated.ops if op.cheap}
+    cheap = {op.name for op in other.ops if op.cheap}
     while True:
-        graph = replace(evaluated, ops=tuple(replace(op, cheap=op.name in cheap) for op in evaluated.ops))
-        homes = _Homes(trained, stages, order)
+        graph = replace(other, ops=tuple(replace(op, cheap=op.name in cheap) for op in other.ops))
+        homes = _Homes(planned, stages, order, when)
         result = cut(graph, _places(graph, homes, order))
         torn = [
             name
@@ -79,7 +89,7 @@ def _places(graph: OpGraph, homes: _Homes, order: Sequence[int]) -> dict[str, in
             where[op.name] = homes.find(op, earliest)
     if idle := sorted({*range(len(order))} - {*where.values()}):
         raise CutError(
-            f"stage {order[idle[0]]} has nothing to do in evaluation mode",
+            f"stage {order[idle[0]]} has nothing to do {homes.when}",
             hint="plan with fewer stages, or put its ops together with others",
         )
     return {name: order[position] for name, position in where.items()}
@@ -88,11 +98,12 @@ def _places(graph: OpGraph, homes: _Homes, order: Sequence[int]) -> dict[str, in
 class _Homes:
     """Positions, in the order of the stages, where ops of a module and kind are, and what is held there."""
 
-    def __init__(self, trained: OpGraph, stages: StageGraph, order: Sequence[int]) -> None:
+    def __init__(self, planned: OpGraph, stages: StageGraph, order: Sequence[int], when: str) -> None:
+        self.when = when
         place = {stage: position for position, stage in enumerate(order)}
         stage_of = {name: stage.index for stage in stages.stages for name in stage.ops}
         self.of_kind: dict[tuple[str, str], list[int]] = defaultdict(list)
-        for op in trained.ops:
+        for op in planned.ops:
             if op.name in stage_of:
                 self.of_kind[op.module, op.target].append(place[stage_of[op.name]])
         self.holding: dict[str, set[int]] = defaultdict(set)
@@ -118,7 +129,7 @@ class _Homes:
         if not possible:
             names = ", ".join((*op.params, *op.buffers))
             raise CutError(
-                f"in evaluation mode {op.name} reads {names}, which no later stage holds together",
-                hint="put the ops that read them into one stage, or evaluate with a plan of one stage",
+                f"{self.when} {op.name} reads {names}, which no later stage holds together",
+                hint="put the ops that read them into one stage, or take a plan of one stage",
             )
         return min(possible, key=lambda position: (position < preferred, abs(position - preferred)))

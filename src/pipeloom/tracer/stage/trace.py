@@ -246,6 +246,7 @@ def stage_functions(
     )
 
 
+@one_thread_at_a_time
 def stage_residuals(
     captured: Captured, stages: StageGraph, index: int, *, device: str = "cpu"
 ) -> dict[str, Residual]:
