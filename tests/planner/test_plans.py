@@ -165,7 +165,8 @@ def test_weight_stashing_takes_versions():
     for plan, versions in ((plain, (1, 1, 1)), (stashed, (3, 2, 1)), (two, (2, 2, 2))):
         for stage, copies in zip(plan.stages, versions, strict=True):
             assert stage.memory.parameters == copies * stage.memory.gradients
-    assert "steady_step_s" in stashed.notes
+    assert plain.steady is None and stashed.steady is not None
+    assert two.predicted_step_s < plain.predicted_step_s
 
 
 @pytest.mark.parametrize(

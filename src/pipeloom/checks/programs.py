@@ -25,7 +25,7 @@ from ..ir.action import (
     StageAction,
     Transfer,
 )
-from ..ir.columns import B_, F_, I_, RECV_B_, RECV_F_, REDUCE_, STEP_, Ints, starts_of
+from ..ir.columns import B_, F_, I_, RECV_B_, RECV_F_, REDUCE_, STEP_, W_, Ints, starts_of
 from ..ir.errors import ScheduleError
 from ..ir.flow import Flow
 from ..ir.message_index import NO_ROUTE, on_other_ranks
@@ -145,13 +145,13 @@ def _uses(program: Program, flow: Flow) -> Iterator[tuple[Ints, Ints, int, Kind,
 
 
 def optimizer(program: Program, stages: StageGraph, flow: Flow) -> None:
-    """In training one STEP per stage, and one REDUCE per rank with tied parameters in front of them."""
+    """In training one STEP per stage and update, and one REDUCE per rank that sums something in front."""
     columns = program.columns
     wanted = _optimizer_steps(program, stages) if columns.trains else [[] for _ in range(columns.ranks)]
     entries = np.flatnonzero((columns.kind == REDUCE_) | (columns.kind == STEP_))
     parts = np.split(entries, np.searchsorted(entries, columns.offsets[1:-1]))
     for rank, part in enumerate(parts):
-        closing = [columns.at(entry) for entry in part.tolist()]
+        closing = [step for entry in part.tolist() if isinstance(step := columns.at(entry), StageAction)]
         allowed, present = set(wanted[rank]), set(closing)
         for step in closing:
             if step not in allowed:
@@ -166,30 +166,40 @@ def optimizer(program: Program, stages: StageGraph, flow: Flow) -> None:
         if len(closing) > len(present):
             twice = next(step for step in wanted[rank] if closing.count(step) > 1)
             raise ScheduleError(f"rank {rank} runs {twice} twice", hint="remove one of them")
-        if closing:
-            _closes(program, rank, closing, int(part[0]))
+        for update in program.updates:
+            mine = [at for at, step in enumerate(closing) if step.update == update]
+            if mine:
+                _closes(program, rank, update, [closing[at] for at in mine], int(part[mine[0]]))
 
 
 def _optimizer_steps(program: Program, stages: StageGraph) -> list[list[StageAction]]:
-    tied = {stage for readers in stages.tied.values() for stage in readers}
+    summed = {stage for readers in stages.tied.values() for stage in readers}
+    if program.clips:
+        summed = set(range(len(program.placement)))
     steps: list[list[StageAction]] = [[] for _ in range(program.columns.ranks)]
     sums: set[int] = set()
     for stage, rank in enumerate(program.placement):
-        if stage in tied and rank not in sums:
+        if stage in summed and rank not in sums:
             sums.add(rank)
-            steps[rank].append(StageAction(stage, REDUCE))
-        steps[rank].append(StageAction(stage, STEP))
+            steps[rank] += [StageAction(stage, REDUCE, update) for update in program.updates]
+        steps[rank] += [StageAction(stage, STEP, update) for update in program.updates]
     return steps
 
 
-def _closes(program: Program, rank: int, closing: list[Instruction], begin: int) -> None:
-    """REDUCE before any STEP, and both behind all compute actions, as those add to the gradients."""
+def _closes(program: Program, rank: int, update: int, closing: list[StageAction], begin: int) -> None:
+    """REDUCE before any STEP, and both behind all that adds to the gradients of their update: where there is
+    only one, all compute actions."""
     kinds = [step.kind for step in closing]
     if REDUCE in kinds[1:]:
         late = closing[kinds.index(REDUCE)]
         raise ScheduleError(f"rank {rank} runs {late} after {closing[0]}", hint=f"move {late} in front of it")
     columns = program.columns
-    behind = np.flatnonzero(columns.is_compute[begin : columns.offsets[rank + 1]])
+    rest = slice(begin, int(columns.offsets[rank + 1]))
+    adds = columns.is_compute[rest]
+    if program.every is not None:
+        makes_gradients = (columns.kind[rest] == B_) | (columns.kind[rest] == W_)
+        adds = adds & makes_gradients & (columns.microbatch[rest] // program.every == update)
+    behind = np.flatnonzero(adds)
     if len(behind):
         step = columns.at(begin + int(behind[0]))
         raise ScheduleError(
@@ -243,9 +253,12 @@ def _meeting_reductions(program: Program, stages: StageGraph) -> dict[int, list[
     """Entry of each REDUCE -> the entries in front of those that it meets.
 
     A rank sums one parameter after the other, so it also meets whomever its partners meet before they come
-    to the parameter that they share with it.
+    to the parameter that they share with it. In a program of several updates a REDUCE only begins its sums:
+    there it is the STEP that needs the REDUCEs of the others.
     """
     columns = program.columns
+    if program.every is not None:
+        return _awaited_reductions(program, stages)
     sums = reductions(stages, program.placement)
     met: dict[str, set[int]] = {}
     latest: dict[int, set[int]] = {}
@@ -262,6 +275,27 @@ def _meeting_reductions(program: Program, stages: StageGraph) -> dict[int, list[
         ]
         for rank, entry in entry_of.items()
     }
+
+
+def _awaited_reductions(program: Program, stages: StageGraph) -> dict[int, list[int]]:
+    """Entry of each STEP -> the REDUCEs of other ranks that its sums need."""
+    columns = program.columns
+    partners: dict[int, set[int]] = {}
+    for rank, row in enumerate(reductions(stages, program.placement)):
+        partners[rank] = {other for reduction in row for other in reduction.ranks}
+    if program.clips:
+        partners = dict.fromkeys(range(columns.ranks), set(range(columns.ranks)))
+    reduce_of = {
+        (columns.rank_of(entry), int(columns.microbatch[entry])): entry
+        for entry in np.flatnonzero(columns.kind == REDUCE_).tolist()
+    }
+    awaited = {}
+    for entry in np.flatnonzero(columns.kind == STEP_).tolist():
+        rank, update = columns.rank_of(entry), int(columns.microbatch[entry])
+        others = sorted(partners.get(rank, set()) - {rank})
+        if needed := [reduce_of[other, update] for other in others if (other, update) in reduce_of]:
+            awaited[entry] = needed
+    return awaited
 
 
 RULES: tuple[Rule, ...] = (ends, pairing, data_in_place, optimizer, progress)

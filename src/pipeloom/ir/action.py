@@ -8,6 +8,7 @@
 0EVICT3      stage 0 lends the residuals of micro-batch 3 to another rank;  0FETCH3 takes them back
 2REDUCE      stage 2 sums the gradients of parameters that it shares with other stages
 2STEP        stage 2 applies the optimizer
+2STEP1       the same, in a program of several updates: number 1, counted from 0
 2F5&1B3      in a schedule: a pair, run as one unit: both begin when both can, and end together
 """
 
@@ -149,7 +150,7 @@ def schedule_kinds() -> tuple[Kind, ...]:
 _NUMBER = "(0|[1-9][0-9]{0,8})"  # as it is printed: no leading zeros, no digits of other scripts
 _COMPUTE = re.compile(rf"{_NUMBER}([A-Z][A-Z_]*){_NUMBER}")
 _TRANSFER = re.compile(rf"{_NUMBER}({'|'.join(TRANSFERS)}){_NUMBER}([<>]){_NUMBER}")
-_STAGE_WIDE = re.compile(rf"{_NUMBER}({'|'.join(STAGE_WIDE)})")
+_STAGE_WIDE = re.compile(rf"{_NUMBER}({'|'.join(STAGE_WIDE)}){_NUMBER}?")
 _LOOSE = re.compile(r"[+-]?(?P<stage>\d*)(?P<kind>[A-Za-z_]*)(?P<microbatch>\d*)(?P<rest>.*)", re.DOTALL)
 
 
@@ -196,13 +197,17 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True, order=True)
 class StageAction:
-    """Work of a stage once per step: REDUCE or STEP."""
+    """Work of a stage once per update: REDUCE or STEP.
+
+    update: which one, from 0, in a program of several; -1 in a program that ends with its only one.
+    """
 
     stage: int
     kind: Kind
+    update: int = -1
 
     def __str__(self) -> str:
-        return f"{self.stage}{self.kind}"
+        return f"{self.stage}{self.kind}{self.update if self.update >= 0 else ''}"
 
 
 Instruction: TypeAlias = Action | Transfer | StageAction
@@ -318,7 +323,7 @@ def parse_instruction(text: str) -> Instruction:
         if transfer.sends == (match[4] == ">"):
             return transfer
     elif match := _STAGE_WIDE.fullmatch(text):
-        return StageAction(int(match[1]), Kind(match[2]))
+        return StageAction(int(match[1]), Kind(match[2]), int(match[3] or -1))
     elif _COMPUTE.fullmatch(text):
         return parse_action(text)
     raise ScheduleError(

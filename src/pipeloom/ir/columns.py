@@ -78,8 +78,8 @@ _MOST = 2**31 - 1
 class Columns:
     """One entry per action; those of rank r are entries `offsets[r]` up to `offsets[r + 1]`.
 
-    kind: index into `kinds`.  microbatch: -1 for REDUCE and STEP.  peer: stage at the other end of a
-    transfer, -1 for anything else.
+    kind: index into `kinds`.  microbatch: of REDUCE and STEP the update, -1 for the only one.
+    peer: stage at the other end of a transfer, -1 for anything else.
     """
 
     kind: Codes
@@ -145,7 +145,7 @@ class Columns:
             if code in _TRANSFER:
                 yield Transfer(stage, kind, microbatch, peer)
             elif code in _STAGE_WIDE:
-                yield StageAction(stage, kind)
+                yield StageAction(stage, kind, microbatch)
             else:
                 yield Action(stage, kind, microbatch)
 
@@ -159,7 +159,7 @@ class Columns:
             f"{stage}{self.kinds[code]}{microbatch}{arrows[code]}{peer}"
             if arrows[code]
             else f"{stage}{self.kinds[code]}"
-            if code in _STAGE_WIDE
+            if code in _STAGE_WIDE and microbatch < 0
             else f"{stage}{self.kinds[code]}{microbatch}"
             for code, stage, microbatch, peer in zip(*(c.tolist() for c in chosen), strict=True)
         ]
@@ -236,7 +236,7 @@ def columns_of(rows: Iterable[Iterable[Instruction]]) -> Columns:
             if key not in codes:
                 codes[key] = len(kinds)
                 kinds.append(step.kind)
-            microbatch = -1 if isinstance(step, StageAction) else step.microbatch
+            microbatch = step.update if isinstance(step, StageAction) else step.microbatch
             peer = step.peer if isinstance(step, Transfer) else -1
             table.append((codes[key], _held(step.stage), _held(microbatch), _held(peer)))
         offsets.append(len(table))

@@ -13,7 +13,8 @@ from .graph import OpGraph
 from .memory_policy import MemoryPolicy
 from .schedule import Schedule, parse_pairs, parse_rows
 from .stages import StageGraph, cut, replicate
-from .weight_policy import FLUSH, WEIGHT_POLICIES
+from .steady import SteadyStep, parse_steady
+from .weight_policy import FLUSH, WEIGHT_POLICIES, Updates
 
 SCHEMA = 1
 
@@ -75,7 +76,8 @@ class StagePlan:
 class Plan:
     """How one model trains on one cluster.
 
-    graph: fingerprint of the OpGraph.  schedule_rows: one line of actions per rank.
+    graph: fingerprint of the OpGraph.  schedule_rows: one line of actions per rank; of weights that are
+        updated without a flush those of the step that repeats, see `ir.steady`.
     planner: name of the strategy that made it.  batch: shapes it was made for (see Profile.batch).
     caps: bytes each rank may hold, empty for no cap.  peaks: those that it holds in the simulated step.
     microbatches: per step, of all replicas together.
@@ -122,9 +124,31 @@ class Plan:
             )
         return times
 
+    @property
+    def updates(self) -> Updates | None:
+        """When weights change in a pipeline that does not drain between two steps; None for one that does."""
+        if WEIGHT_POLICIES[self.weights].flushes:
+            return None
+        return Updates(policy=self.weights, every=self.microbatches // self.replicas)
+
+    @cached_property
+    def steady(self) -> SteadyStep | None:
+        """The step that such a pipeline repeats. Raises: ScheduleError if the rows hold none."""
+        if self.updates is None:
+            return None
+        return parse_steady(
+            self.schedule_rows,
+            name=self.schedule,
+            microbatches=self.updates.every,
+            placement=self.placement,
+        )
+
     @cached_property
     def as_schedule(self) -> Schedule:
-        """The order of each rank; `microbatches` there is what each replica runs."""
+        """The order of each rank; `microbatches` there is what each replica runs. Several steps of a pipeline
+        that does not drain between them."""
+        if self.steady is not None:
+            return self.steady.unrolled
         return Schedule(
             name=self.schedule,
             microbatches=self.microbatches // self.replicas,

@@ -119,6 +119,8 @@ class Program:
     from one rank to another is matched by the k-th entry of `incoming` there, whatever the order in
     which the receiver waits.
     pairs: as in the schedule. What a pair waits for stands in front of it, and what it sends behind it.
+    every: micro-batches per update of each replica, in a program of several updates; None where the only one
+        ends it.  clips: each of several updates awaits a sum over all ranks.
     """
 
     microbatches: int
@@ -126,9 +128,16 @@ class Program:
     rows: Sequence[tuple[Instruction, ...]]
     """A tuple, or a view of columns, see `ir.columns`."""
     pairs: tuple[Pair, ...] = ()
+    every: int | None = None
+    clips: bool = False
 
     def __str__(self) -> str:
         return _text(self.rows, self.pairs)
+
+    @property
+    def updates(self) -> tuple[int, ...]:
+        """The numbers of its updates, as REDUCE and STEP have them: -1 for the only one."""
+        return (-1,) if self.every is None else tuple(range(self.microbatches // self.every))
 
     @cached_property
     def columns(self) -> Columns:

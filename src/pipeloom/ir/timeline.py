@@ -88,11 +88,11 @@ class Curves(Sequence[MemoryCurve]):
 class Totals:
     """Sums over a timeline; lists have one entry per rank, times are in seconds.
 
-    busy_s, wait_s: computing, and waiting for messages or sums.  first_s, last_s: when a rank's computing
-    begins and ends; infinite for a rank that computes nothing.
+    end_s: of the last event.  busy_s, wait_s: computing, and waiting for messages or sums.
+    first_s, last_s: when a rank's computing begins and ends; infinite for a rank that computes nothing.
     """
 
-    step_s: float
+    end_s: float
     busy_s: Sequence[float]
     wait_s: Sequence[float]
     first_s: Sequence[float]
@@ -101,10 +101,11 @@ class Totals:
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """One step of all ranks.
+    """One step of all ranks, or several of a pipeline that does not drain between them.
 
     source: "predicted" or "measured".  peaks: per rank, bytes by kind at that rank's peak.
     pairs: actions that run as one unit, each as the texts of its two.
+    steps: how many it shows.  steady_s: of several, seconds from one to the next while the pipeline is full.
     """
 
     source: str
@@ -113,6 +114,8 @@ class Timeline:
     memory: Sequence[MemoryCurve] = ()
     peaks: tuple[Mapping[str, int], ...] = field(default=())
     pairs: tuple[tuple[str, str], ...] = ()
+    steps: int = 1
+    steady_s: float | None = None
 
     @cached_property
     def totals(self) -> Totals:
@@ -130,13 +133,19 @@ class Timeline:
                 last[e.rank] = max(last[e.rank], e.end_s)
             elif e.stream == "recv":
                 wait[e.rank] += e.duration_s
-        step_s = max((e.end_s for e in self.events), default=0.0)
-        return Totals(step_s=step_s, busy_s=busy, wait_s=wait, first_s=first, last_s=last)
+        end_s = max((e.end_s for e in self.events), default=0.0)
+        return Totals(end_s=end_s, busy_s=busy, wait_s=wait, first_s=first, last_s=last)
 
     @property
     def step_s(self) -> float:
+        """Seconds of one step: to the end of the last event, or from one step to the next where the pipeline
+        does not drain."""
+        return self.end_s if self.steady_s is None else self.steady_s
+
+    @property
+    def end_s(self) -> float:
         """Seconds from the start to the end of the last event."""
-        return self.totals.step_s
+        return self.totals.end_s
 
     @cached_property
     def paired(self) -> tuple[tuple[Event, Event], ...]:
@@ -158,14 +167,14 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """Share of rank-time in which nothing is computed, until the last rank ends.
+        """Share of a step's rank-time in which nothing is computed.
 
         >>> one = Event(rank=0, stream="compute", action="0F0", start_s=0.0, end_s=1.0)
         >>> two = Event(rank=1, stream="compute", action="1F0", start_s=1.0, end_s=2.0)
         >>> Timeline(source="predicted", ranks=2, events=(one, two)).bubble
         0.5
         """
-        whole = self.ranks * self.step_s
+        whole = self.ranks * self.step_s * self.steps
         return 1.0 - sum(self.totals.busy_s) / whole if whole else 0.0
 
     def peak_bytes(self, rank: int, tier: str = "device") -> int:

@@ -1,4 +1,14 @@
-"""Optimizer: at the end of a row the sum of tied gradients, then one STEP per stage.
+"""Optimizer: where a rank's gradients are complete the sum of those that others have too, and the STEPs.
+
+    one update at the end      ... 0B7 | 0REDUCE 0STEP 1STEP
+    several, nothing to sum    ... 0B3 | 0STEP0 | 0F7 0B4 ... 0B7 | 0STEP1 | ...
+    several, with sums         ... 0B3 | 0REDUCE0 | 0F7 0B4 ... | 0STEP0 | 0F8 ...
+
+A program with several updates is one that never drains (`ir.steady`): update u takes the gradients of the
+micro-batches u * every to (u + 1) * every - 1. The optimizer is one per rank, so what counts is when the last
+of its stages is done. There REDUCE only begins the sums, and STEP stands as late as can be: in front of the
+first forward that may use the new version. Without sums STEP stands where the gradients are complete, so that
+one set of gradient buffers is enough.
 
 A schedule without backwards gets none. See `ir.tied_gradients` for what a REDUCE stands for.
 """
@@ -11,37 +21,81 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..ir.columns import B_, REDUCE_, STEP_, W_, Columns, Rows
+from ..ir.columns import B_, F_, RECV_B_, RECV_F_, REDUCE_, SEND_B_, SEND_F_, STEP_, W_, Bools, Columns, Rows
 from ..ir.schedule import Program
 from ..ir.stages import StageGraph
+from ..ir.weight_policy import Updates
 
 
-def add_optimizer(program: Program, stages: StageGraph) -> Program:
-    """Close each row with `sREDUCE`, if one of the rank's stages is tied (s: the lowest), and the `STEP`s."""
+def add_optimizer(
+    program: Program, stages: StageGraph, *, updates: Updates | None = None, clips: bool = False
+) -> Program:
+    """Insert `sREDUCE`, if the rank sums something (s: the lowest of its stages that does), and the `STEP`s.
+
+    updates: of a program with several of them.  clips: each of those awaits the norm over all ranks.
+    """
     old = program.columns
-    if not ((old.kind == B_) | (old.kind == W_)).any():
+    if not old.trains:
         return program
-    tied = {stage for readers in stages.tied.values() for stage in readers}
-    sums: list[list[tuple[int, int]]] = [[] for _ in range(old.ranks)]
-    steps: list[list[tuple[int, int]]] = [[] for _ in range(old.ranks)]
-    for stage, rank in enumerate(program.placement):
-        steps[rank].append((STEP_, stage))
-        if stage in tied and not sums[rank]:
-            sums[rank].append((REDUCE_, stage))
-    closing = [[*sums[rank], *steps[rank]] for rank in range(old.ranks)]
-    ends = np.repeat(old.offsets[1:], [len(row) for row in closing])
-    kind, stage_of = np.array([step for row in closing for step in row], np.int64).reshape(-1, 2).T
-    added = np.concatenate(([0], np.cumsum([len(row) for row in closing])))
+    summed = {stage for readers in stages.tied.values() for stage in readers}
+    if clips and updates is not None:
+        summed = set(range(len(program.placement)))
+    inserted: list[tuple[int, int, int, int]] = []  # entry, kind, stage, update
+    for rank in range(old.ranks):
+        own = [stage for stage, home in enumerate(program.placement) if home == rank]
+        first = next((stage for stage in own if stage in summed), None)
+        for update, complete in zip(program.updates, _completed(program, rank), strict=True):
+            late = complete
+            if first is not None:
+                inserted.append((complete, REDUCE_, first, update))
+                if updates is not None:
+                    late = _before_first_use(program, rank, update, complete, updates)
+            inserted += [(late, STEP_, stage, update) for stage in own]
+    at, kind, stage_of, update_of = np.array(inserted, np.int64).reshape(-1, 4).T
 
     def closed(column: NDArray[Any], values: Any) -> NDArray[Any]:
-        return np.insert(column, ends, values)
+        return np.insert(column, at, values)
 
+    added = np.bincount(np.searchsorted(old.offsets, at, side="left"), minlength=old.ranks + 1)
     columns = Columns(
         kind=closed(old.kind, kind),
         stage=closed(old.stage, stage_of),
-        microbatch=closed(old.microbatch, -1),
+        microbatch=closed(old.microbatch, update_of),
         peer=closed(old.peer, -1),
-        offsets=old.offsets + added,
+        offsets=old.offsets + np.cumsum(added)[: old.ranks + 1],
         kinds=old.kinds,
     )
     return replace(program, rows=Rows(columns))
+
+
+def _completed(program: Program, rank: int) -> list[int]:
+    """Where a rank has all gradients of each update: the entry behind the last B or W of its micro-batches,
+    and behind what that sends."""
+    columns = program.columns
+    low, high = columns.offsets[rank : rank + 2].tolist()
+    if program.every is None:
+        return [high]
+    entries = low + np.flatnonzero((columns.kind[low:high] == B_) | (columns.kind[low:high] == W_))
+    update = columns.microbatch[entries] // program.every
+    sends = (columns.kind == SEND_F_) | (columns.kind == SEND_B_)
+    ends = [int(entries[update == number].max()) + 1 for number in program.updates]
+    return [_skip(sends, end, int(high), step=1) for end in ends]
+
+
+def _before_first_use(program: Program, rank: int, update: int, complete: int, updates: Updates) -> int:
+    """The entry of the first forward, with its messages, that may use the version an update makes."""
+    columns = program.columns
+    low, high = columns.offsets[rank : rank + 2].tolist()
+    receives = (columns.kind == RECV_F_) | (columns.kind == RECV_B_)
+    for entry in complete + np.flatnonzero(columns.kind[complete:high] == F_):
+        microbatch = int(columns.microbatch[entry])
+        if updates.rule.version(microbatch, updates.every, update + 1) > update:
+            return max(complete, _skip(receives, int(entry) - 1, low - 1, step=-1) + 1)
+    return int(high)
+
+
+def _skip(chosen: Bools, entry: int, end: int, *, step: int) -> int:
+    """The first entry from one on that is not chosen; at most `end`."""
+    while entry != end and chosen[entry]:
+        entry += step
+    return entry

@@ -12,7 +12,6 @@ from ..ir.memory_policy import MemoryPolicy
 from ..ir.plan import Plan, StagePlan
 from ..ir.stages import cut
 from ..ir.timeline import Timeline
-from ..ir.weight_policy import WEIGHT_POLICIES
 from ..lowering import lower
 from ..simulator import simulate
 from .microbatch_sizes import shared_rows
@@ -61,6 +60,7 @@ class Candidate:
         stage_of = {name: s for s, (i, j) in enumerate(pairwise(cuts)) for name in ops[i:j]}
         self.stages = cut(request.graph, stage_of)
         self.schedule = request.build(self.stages)
+        self.updates = request.updates
         self.in_flight = schedules.in_flight(self.schedule)
         stages = [self._choose_ahead(s, search.evaluate(i, j, s)) for s, (i, j) in enumerate(pairwise(cuts))]
         chosen = self._simulate(stages)
@@ -98,7 +98,7 @@ class Candidate:
         treatments = tuple(s.evaluation.treatments for s in stages) if self.search.optimises else ()
         ahead = tuple(index for index, stage in enumerate(stages) if stage.ahead)
         policy = MemoryPolicy(stages=treatments, ahead=ahead)
-        program = lower(self.schedule, self.stages, policy=policy)
+        program = lower(self.schedule, self.stages, policy=policy, updates=self.updates)
         split = program.columns.splits
         costs = tuple(s.estimate.simulator_cost(s.plan, ahead=s.ahead, split=split) for s in stages)
         cluster = self.search.model.cluster
@@ -120,13 +120,6 @@ class Candidate:
         left = (int(min(cap, need) - extra) if extra else cap for cap, need, extra in known)
         return replace(self.search, caps=tuple(max(1, cap) for cap in left), in_flight=most)
 
-    def _notes(self) -> dict[str, str]:
-        """Without a flush the pipeline stays full: then a step takes as long as the slowest stage."""
-        if WEIGHT_POLICIES[self.request.weights].flushes:
-            return {}
-        steady_s = self.request.microbatches * max(part.turn_s for part in self.parts)
-        return {"steady_step_s": f"{steady_s:.6g}"}
-
     def plan(self, strategy: str) -> Plan:
         model = self.search.model
         return Plan(
@@ -135,7 +128,7 @@ class Candidate:
             stages=self.parts,
             placement=self.schedule.placement,
             schedule=self.schedule.name,
-            schedule_rows=tuple(str(self.schedule).splitlines()),
+            schedule_rows=tuple(str(self.request.rows(self.stages)).splitlines()),
             microbatches=self.request.microbatches,
             microbatch_size=shared_rows(self.request.graph) or 1,
             batch=model.profile.batch,
@@ -144,5 +137,4 @@ class Candidate:
             predicted_step_s=self.timeline.step_s,
             memory=self.policy,
             weights=self.request.weights,
-            notes=self._notes(),
         )

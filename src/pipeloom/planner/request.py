@@ -14,7 +14,8 @@ from ..ir.memory_policy import Treatment
 from ..ir.profile import Profile, batch_text
 from ..ir.schedule import Schedule
 from ..ir.stages import StageGraph, chain
-from ..ir.weight_policy import FLUSH
+from ..ir.steady import SteadyStep
+from ..ir.weight_policy import FLUSH, WEIGHT_POLICIES, Updates
 from .registry import Planner
 from .search import Search, layers
 from .stage_cost import CostModel, CostOptions
@@ -113,14 +114,35 @@ class Request:
             layers=self.layers if self.planner.granularity == "layer" else {},
         )
 
-    def build(self, stages: StageGraph) -> Schedule:
+    @property
+    def updates(self) -> Updates | None:
+        """When weights change in a pipeline that does not drain; None for one that does."""
+        if WEIGHT_POLICIES[self.weights].flushes:
+            return None
+        return Updates(policy=self.weights, every=self.microbatches)
+
+    def rows(self, stages: StageGraph) -> Schedule | SteadyStep:
+        """What a plan's rows are: one step, or the step that repeats.
+
+        Raises: ScheduleError if the schedule does not repeat, or breaks the rule of weight versions.
+        """
+        placement = tuple(range(len(stages.stages)))
+        if self.updates is not None:
+            return schedules.build_steady(
+                self.schedule, stages, placement, self.updates, split_backward=self.options.split_backward
+            )
         return schedules.build(
             self.schedule,
             stages,
-            tuple(range(len(stages.stages))),
+            placement,
             self.microbatches,
             split_backward=self.options.split_backward,
         )
+
+    def build(self, stages: StageGraph) -> Schedule:
+        """The schedule that is simulated: one step, or several where the pipeline does not drain."""
+        rows = self.rows(stages)
+        return rows.unrolled if isinstance(rows, SteadyStep) else rows
 
     def wider(self, stages: int) -> Search | None:
         """The search on more devices like these, if they are all alike."""

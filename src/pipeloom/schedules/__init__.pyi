@@ -32,3 +32,4 @@ from .registry import (
     register as register,
     shape_of as shape_of,
 )
+from .steady import build_steady as build_steady

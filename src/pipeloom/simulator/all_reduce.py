@@ -21,7 +21,8 @@ NodeLink: TypeAlias = tuple[str, int]
 
 class AllReduces(NamedTuple):
     """The sums of a program. first: sums of rank r are `numbers[first[r] : first[r + 1]]`, in order.
-    ranks, seconds: by sum, how many ranks meet, and how long it takes.  size: by sum, its bytes."""
+    ranks, seconds: by sum, how many ranks meet, and how long it takes.  size: by sum, its bytes.
+    all_ranks: of the program."""
 
     first: Ints
     numbers: Ints
@@ -29,12 +30,27 @@ class AllReduces(NamedTuple):
     ranks: Ints
     seconds: Floats
     size: Sequence[int]
+    all_ranks: int
+
+    def repeated(self, times: int) -> AllReduces:
+        """The same sums in each of several updates: number n of update u is then n + u * their count. `first`
+        goes through the updates of rank 0, then through those of rank 1, and so on."""
+        count, rows = len(self.reductions), np.split(self.numbers, self.first[1:-1])
+        each = [row + update * count for row in rows for update in range(times)]
+        return AllReduces(
+            first=starts_of([len(row) for row in each]),
+            numbers=np.concatenate([*each, np.zeros(0, np.int32)]).astype(np.int32),
+            reductions=list(self.reductions) * times,
+            ranks=np.tile(self.ranks, times),
+            seconds=np.tile(self.seconds, times),
+            size=list(self.size) * times,
+            all_ranks=self.all_ranks,
+        )
 
     def links(self, cluster: Cluster) -> list[dict[NodeLink, float]]:
         """By sum, what `link_seconds` says of it."""
-        every = len(self.first) - 1
         return [
-            link_seconds(size, reduction.ranks, cluster, all_ranks=every)
+            link_seconds(size, reduction.ranks, cluster, all_ranks=self.all_ranks)
             for size, reduction in zip(self.size, self.reductions, strict=True)
         ]
 
@@ -57,6 +73,7 @@ def all_reduces_of(
         ranks=np.array([len(r.ranks) for r in reductions], np.int32),
         seconds=np.array(seconds, np.float64),
         size=size,
+        all_ranks=ranks,
     )
 
 

@@ -136,8 +136,14 @@ def _go_on(p: Layout, s: State) -> None:
 
 @kernel
 def _closed(p: Layout, s: State, rank: int, entry: int, clock: float) -> float:
-    """Run a REDUCE or STEP: the rank's clock behind it, below 0 where it must wait."""
+    """Run a REDUCE or STEP: the rank's clock behind it, below 0 where it must wait.
+
+    The only one of a program waits for all that runs beside the rank. One of several does not: there a REDUCE
+    begins its sums, and the STEP of that update waits for them.
+    """
     s.clock[rank] = clock
+    if p.microbatch[entry] >= 0:
+        return _closed_of_several(p, s, rank, entry, clock)
     if len(p.shared.copy_link) and not all_copies_known(s, rank):
         return -1.0
     for stream in range(1, STREAMS):
@@ -151,6 +157,39 @@ def _closed(p: Layout, s: State, rank: int, entry: int, clock: float) -> float:
         if not _run_all_reduces(p, s, rank):
             return -1.0
         clock = s.clock[rank]
+    s.end[entry] = clock
+    return float(clock)
+
+
+@kernel
+def _closed_of_several(p: Layout, s: State, rank: int, entry: int, clock: float) -> float:
+    row = rank * p.updates + p.microbatch[entry]
+    low, high = p.first_sum[row], p.first_sum[row + 1]
+    begin = clock
+    if p.kind[entry] == STEP_:
+        for at in range(low, high):
+            number = p.sums[at]
+            if s.sum_arrived[number] < p.sum_ranks[number] + _uses_shared_links(p, number):
+                s.next_waiter[rank] = s.sum_waiter[number]
+                s.sum_waiter[number] = rank
+                return -1.0
+        summed = 0.0
+        for at in range(low, high):  # one after the other, each from when the last rank had come
+            summed = max(summed, s.sum_start[p.sums[at]]) + p.sum_seconds[p.sums[at]]
+        begin = max(clock, summed)
+        clock = begin + p.duration[p.stage[entry], STEP_]
+    else:
+        for at in range(low, high):
+            number = p.sums[at]
+            s.sum_start[number] = max(s.sum_start[number], clock)
+            s.sum_arrived[number] += 1
+            if s.sum_arrived[number] == p.sum_ranks[number]:
+                if _uses_shared_links(p, number):
+                    request(s, s.sum_start[number], len(p.kind) + number)
+                else:
+                    wake_all_reduce(s, number)
+    if len(s.start):
+        s.start[entry] = begin
     s.end[entry] = clock
     return float(clock)
 

@@ -34,7 +34,7 @@ from ..ir.message_index import EventCodes, MessageIndex, Routes
 from ..ir.operation import ANCHORS, OPERATIONS
 from ..ir.schedule import Program
 from ..ir.stages import StageGraph
-from ..ir.tied_gradients import reductions
+from ..ir.tied_gradients import Reduction, reductions
 from .all_reduce import all_reduce_s as all_reduce_s, all_reduces_of
 from .loop_state import COMPUTES, OTHER, RECEIVES, SENDS, Floats, Layout
 from .shared_links import copy_s, shared_links_of, transfer_s
@@ -69,7 +69,9 @@ def layout_of(
     seconds = _by_route(channel, [partial(transfer_s, cluster, *pair) for pair in ends], size)
     durations = _durations(program, costs, cluster)
     first_meet, meets = _meets(program, flow)
-    sums = all_reduces_of(reductions(stages, program.placement), costs, cluster, columns.ranks)
+    sums = all_reduces_of(_reductions(program, stages), costs, cluster, columns.ranks).repeated(
+        len(program.updates)
+    )
     return Layout(
         kind=columns.kind,
         stage=columns.stage,
@@ -92,6 +94,8 @@ def layout_of(
         cap_wait=_NONE,
         first_meet=first_meet,
         meets=meets,
+        microbatch=columns.microbatch,
+        updates=len(program.updates),
         first_sum=sums.first,
         sums=sums.numbers,
         sum_ranks=sums.ranks,
@@ -99,6 +103,16 @@ def layout_of(
         receive_ahead=receive_ahead,
         shared=shared_links_of(program, costs, cluster, (ends, codes.message, size), sums.links(cluster)),
     )
+
+
+def _reductions(program: Program, stages: StageGraph) -> Sequence[Sequence[Reduction]]:
+    """For each rank what its REDUCEs sum: tied gradients, and the norm of all, which has hardly any bytes."""
+    tied = reductions(stages, program.placement)
+    if not program.clips:
+        return tied
+    ranks = tuple(range(program.columns.ranks))
+    norm = Reduction(name="", stages=tuple(range(len(program.placement))), ranks=ranks)
+    return [(*(tied[rank] if rank < len(tied) else ()), norm) for rank in ranks]
 
 
 def message_bytes(routes: Routes, stages: StageGraph) -> Longs:

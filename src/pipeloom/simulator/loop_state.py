@@ -101,8 +101,12 @@ class Layout(NamedTuple):
     first_meet: Ints
     """(entries + 1,): what begins together with e is `meets[first_meet[e] : first_meet[e + 1]]`."""
     meets: Ints
+    microbatch: Ints
+    """(entries,): of REDUCE and STEP the update, -1 where there is only one."""
+    updates: int
     first_sum: Ints
-    """(ranks + 1,): the REDUCE of rank r goes through the sums `sums[first_sum[r] : first_sum[r + 1]]`."""
+    """(ranks * updates + 1,): with n = r * updates + u, the REDUCE of update u of rank r goes through
+    the sums `sums[first_sum[n] : first_sum[n + 1]]`."""
     sums: Ints
     sum_ranks: Ints
     """(sums,): how many ranks meet."""

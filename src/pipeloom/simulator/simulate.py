@@ -9,7 +9,7 @@ import numpy as np
 from ..checks import check_program, check_shape
 from ..ir.action import EVICT, FETCH, KINDS, Action
 from ..ir.cluster import Cluster
-from ..ir.columns import OFFLOAD_
+from ..ir.columns import OFFLOAD_, REDUCE_, STEP_
 from ..ir.costs import StageCost
 from ..ir.errors import PlanError
 from ..ir.schedule import Program
@@ -104,7 +104,22 @@ def simulate(
             (state.transfer_start, state.transfer_end),
         ),
         memory=Curves([sum(peak.values()) for peak in peaks], memory.curve, host_curve),
+        steps=len(program.updates),
+        steady_s=None if program.every is None else _steady_s(program, state.end),
     )
+
+
+def _steady_s(program: Program, end: Floats) -> float:
+    """Seconds from one update to the next in the middle of several, on the slowest rank."""
+    columns, count = program.columns, len(program.updates)
+    steps = np.flatnonzero(columns.kind == STEP_)
+    late = max(count - 3, 0)
+    rank = np.searchsorted(columns.offsets, steps, side="right")
+    ends = np.zeros((2, columns.ranks + 1))
+    for row, update in enumerate((late, late - 1)):
+        of_update = columns.microbatch[steps] == update
+        np.maximum.at(ends[row], rank[of_update], end[steps[of_update]])
+    return float((ends[0] - ends[1]).max())
 
 
 def _run(
@@ -121,7 +136,8 @@ def _run(
 def _needs_starts(program: Program, layout: Layout) -> bool:
     """Whether anything may start later than what is before it in its row ends."""
     lends = not {EVICT, FETCH}.isdisjoint(program.columns.kinds)
-    return lends or bool(len(layout.blocks) or len(layout.first_meet) or layout.stream.any())
+    awaits = program.every is not None and REDUCE_ in program.columns.kind
+    return lends or awaits or bool(len(layout.blocks) or len(layout.first_meet) or layout.stream.any())
 
 
 def _refuse_caps(caps: Sequence[int], ranks: int) -> None:

@@ -48,12 +48,11 @@ def summarise(timeline: Timeline) -> Summary:
     0.5
     """
     totals = timeline.totals
-    busy, step_s = totals.busy_s, totals.step_s
+    busy, step_s = totals.busy_s, timeline.step_s
     span_s = max((b - a for a, b in zip(totals.first_s, totals.last_s, strict=True) if a <= b), default=0.0)
-    whole = timeline.ranks * step_s
     return Summary(
         step_s=step_s,
-        bubble=(whole - sum(busy)) / whole if whole else 0.0,
+        bubble=timeline.bubble,
         span_s=span_s,
         span_bubble=1 - sum(busy) / (timeline.ranks * span_s) if span_s else 0.0,
         ranks=tuple(

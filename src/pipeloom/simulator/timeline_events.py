@@ -103,7 +103,7 @@ class SimulatedEvents(Sequence[Event]):
         times = (self._noted, self._end, self._begin)
         latest = _add_up(columns.kind, columns.offsets, stream, times, self._moves[1], sums)
         busy, wait, first, last = sums.tolist()
-        return Totals(step_s=float(latest), busy_s=busy, wait_s=wait, first_s=first, last_s=last)
+        return Totals(end_s=float(latest), busy_s=busy, wait_s=wait, first_s=first, last_s=last)
 
     def __len__(self) -> int:
         return len(self._shown)

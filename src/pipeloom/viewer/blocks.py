@@ -101,7 +101,7 @@ def timelines_figure(timelines: Sequence[Timeline], explanations: Sequence[Expla
     """
     from plotly.subplots import make_subplots
 
-    span_s = max(t.step_s for t in timelines)
+    span_s = max(t.end_s for t in timelines)
     rows = sum(t.ranks for t in timelines)
     height = rows * (ROW_PX if rows <= 16 else NARROW_ROW_PX) + GAP_PX * (len(timelines) - 1)
     figure = make_subplots(

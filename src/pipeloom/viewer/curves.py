@@ -33,7 +33,7 @@ def memory_figure(
     unit, scale = ("GiB", 1024**3) if tallest >= 1024**3 else ("MiB", 1024**2)
     if size_unit is not None:
         unit, scale = size_unit.name, size_unit.bytes
-    span_s = max(t.step_s for t in timelines)
+    span_s = max(t.end_s for t in timelines)
     height = len(ranks) * (PANEL_PX if len(ranks) <= 8 else NARROW_PANEL_PX)
     figure = make_subplots(rows=len(ranks), cols=1, shared_xaxes=True, vertical_spacing=GAP_PX / height)
     listed: set[str] = set()
@@ -62,7 +62,7 @@ def _curve(
     """Steps: each size holds until the next time, the last one until the step's end."""
     # A run notes an action's peak after the action, at the time it started.
     steps = sorted(zip(curve.times_s, curve.sizes, strict=True), key=lambda step: step[0])
-    times = [*(t for t, _ in steps), max(timeline.step_s, steps[-1][0])]
+    times = [*(t for t, _ in steps), max(timeline.end_s, steps[-1][0])]
     sizes = [*(s for _, s in steps), steps[-1][1]]
     name = timeline.source if curve.tier == "device" else f"{timeline.source}, {curve.tier}"
     ink = COLOURS.get(timeline.source, LOSS_COLOURS[0])

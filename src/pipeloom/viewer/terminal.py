@@ -47,7 +47,7 @@ def gantt(
 
     columns: of a whole line, instead of `width`.  beside: heading -> one text per rank, to the right.
     """
-    span_s = span_s or timeline.step_s
+    span_s = span_s or timeline.end_s
     ranks = range(timeline.ranks)
     names = [f"rank {r}" for r in ranks]
     margin = max(map(len, names), default=0)
@@ -237,7 +237,7 @@ def print_report(
 ) -> None:
     """Everything above, for whichever of the two timelines is given."""
     timelines = [t for t in (predicted, measured) if t is not None]
-    span_s = max((t.step_s for t in timelines), default=0.0)
+    span_s = max((t.end_s for t in timelines), default=0.0)
     for timeline in timelines:
         share = show_share(timeline.bubble)
         console.print(f"{timeline.source}: {show_time(timeline.step_s)}, bubble {share}", style="bold")

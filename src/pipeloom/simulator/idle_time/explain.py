@@ -46,7 +46,7 @@ def explain_idle_time(
     ['0F0', '1F0', '1B0', '0B0']
     """
     causes = Causes(program, timeline, stages, cluster)
-    step_s = timeline.step_s
+    step_s = timeline.end_s
     last = causes.last()
     idle: list[Idle] = []
     for rank in range(timeline.ranks):

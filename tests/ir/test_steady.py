@@ -1,0 +1,90 @@
+"""Steady steps: what a schedule without a flush repeats, how it is unrolled, and how long a step takes."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeloom import schedules
+from pipeloom.checks import versions
+from pipeloom.ir.cluster import Cluster, Device, Link
+from pipeloom.ir.costs import equal_costs
+from pipeloom.ir.errors import ScheduleError
+from pipeloom.ir.schedule import Schedule
+from pipeloom.ir.steady import parse_steady, steady_step
+from pipeloom.ir.weight_policy import Updates
+from pipeloom.lowering import lower
+from pipeloom.schedules import build_steady
+from pipeloom.simulator import simulate
+
+
+def built(name: str, ranks: int, every: int, policy: str = "2bw"):
+    stages, placement = schedules.default_placement(name, ranks)
+    return stages, build_steady(name, stages, placement, Updates(policy=policy, every=every))
+
+
+def test_unrolled_1f1b_is_1f1b_over_all_micro_batches():
+    stages, body = built("1f1b", 4, 8)
+    assert body.unroll(5).rows == schedules.build("1f1b", stages, (0, 1, 2, 3), 40).rows
+    again = parse_steady(tuple(str(body).splitlines()), name="1f1b", microbatches=8, placement=(0, 1, 2, 3))
+    assert again == body
+
+
+@pytest.mark.parametrize("microbatches", [3, 4, 12])
+def test_2bw_keeps_two_versions_and_d_minus_s_micro_batches(microbatches):
+    _, body = built("1f1b", 4, microbatches)
+    updates = Updates(policy="2bw", every=microbatches)
+    assert [stage.needed for stage in versions(body.unrolled, updates)] == [2, 2, 2, 2]
+    assert schedules.in_flight(body.unrolled) == (4, 3, 2, 1)
+    for stage in versions(body.unrolled, updates):
+        assert stage.used == tuple(max(k // microbatches - 1, 0) for k in range(6 * microbatches))
+
+
+def test_two_micro_batches_fewer_than_stages_are_refused_with_what_suffices():
+    with pytest.raises(ScheduleError, match="update every 3 micro-batches"):
+        built("1f1b", 4, 2)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "po", "looped_bfs"])
+def test_schedules_that_do_not_repeat_are_refused(name):
+    with pytest.raises(ScheduleError, match=r"does not repeat|newest there is 0"):
+        built(name, 4, 8)
+
+
+def test_rows_outside_the_window_are_refused():
+    with pytest.raises(ScheduleError, match="at least 4 steps"):
+        steady_step(Schedule(name="", microbatches=2, placement=(0,), rows=((),)), 1)
+
+
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("name", ["1f1b", "zb_h1", "interleaved_1f1b"])
+def test_a_steady_step_has_no_bubble(name, clips):
+    """F = I = W = 1, free messages: a step of m micro-batches takes 3 m v on each rank, and no more."""
+    stages, body = built(name, 4, 8)
+    updates = Updates(policy="2bw", every=8)
+    program = lower(body.unrolled, stages, updates=updates, clips=clips)
+    device = Device(name="any", memory_bytes=10**12)
+    cluster = Cluster(devices=(device,) * 4, within_node=Link(bandwidth_bytes_per_s=1e18))
+    count = len(stages.stages)
+    timeline = simulate(program, stages, equal_costs(count), cluster)
+    assert timeline.step_s == pytest.approx(3 * 8 * count / 4)
+    assert timeline.bubble == pytest.approx(0.0, abs=1e-6)
+    flushed = schedules.build(name, stages, body.placement, 8)
+    assert timeline.step_s < simulate(lower(flushed, stages), stages, equal_costs(count), cluster).step_s
+
+
+def test_steps_stand_where_the_gradients_are_complete_and_sums_are_awaited_late():
+    stages, body = built("1f1b", 2, 2)
+    updates = Updates(policy="2bw", every=2)
+    rows = [str(lower(body.unroll(3), stages, updates=updates, clips=c)).splitlines() for c in (False, True)]
+    computed = [
+        [" ".join(word for word in row.split() if "SEND" not in word and "RECV" not in word) for row in both]
+        for both in rows
+    ]
+    assert computed[0] == [
+        "0F0 0F1 0B0 0F2 0B1 0STEP0 0F3 0B2 0F4 0B3 0STEP1 0F5 0B4 0B5 0STEP2",
+        "1F0 1B0 1F1 1B1 1STEP0 1F2 1B2 1F3 1B3 1STEP1 1F4 1B4 1F5 1B5 1STEP2",
+    ]
+    assert computed[1] == [
+        "0F0 0F1 0B0 0F2 0B1 0REDUCE0 0F3 0B2 0STEP0 0F4 0B3 0REDUCE1 0F5 0B4 0B5 0STEP1 0REDUCE2 0STEP2",
+        "1F0 1B0 1F1 1B1 1REDUCE0 1F2 1B2 1F3 1B3 1STEP0 1REDUCE1 1F4 1B4 1F5 1B5 1STEP1 1REDUCE2 1STEP2",
+    ]
