@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from .constructor_record import ConstructorRecord, ConstructorRecorder, ConstructorReplay, FakeDeepCopy
+from .hooks import Hook, parameter_hooks
 from .tracing_lock import one_thread_at_a_time
 
 
@@ -27,6 +28,7 @@ class Blueprint:
     attribute_tensors: tensors that the model holds and that are neither parameters nor buffers, by name.
     why_whole: set when the constructor reads tensor values and so cannot run on fake ones: then each
         materialisation builds the whole model.
+    hooks: on parameters, as the constructor left them.
     """
 
     build: Callable[[], nn.Module]
@@ -34,6 +36,7 @@ class Blueprint:
     record: ConstructorRecord = field(default_factory=ConstructorRecord)
     attribute_tensors: dict[str, Tensor] = field(default_factory=dict)
     why_whole: str = ""
+    hooks: tuple[Hook, ...] = ()
 
     def __post_init__(self) -> None:
         """Keep what the constructor made: a forward may put other tensors in the place of buffers."""
@@ -73,11 +76,15 @@ def make_blueprint(build: Callable[[], nn.Module], fake: FakeTensorMode) -> Blue
             model = build()
     except (RuntimeError, NotImplementedError, TypeError) as error:
         with torch.random.fork_rng(devices=[]):
-            model = _imitate(build(), fake)
-        return Blueprint(build, model, why_whole=f"{type(error).__name__}: {error}")
+            model = build()
+        hooks = parameter_hooks(model)  # imitations have none
+        why = f"{type(error).__name__}: {error}"
+        return Blueprint(build, _imitate(model, fake), why_whole=why, hooks=hooks)
+    hooks = parameter_hooks(model)
     if any(not isinstance(p, FakeTensor) for p in [*model.parameters(), *model.buffers()]):
-        return Blueprint(build, _imitate(model, fake), why_whole="it returns tensors made elsewhere")
-    return Blueprint(build, model, recorder.record)
+        why = "it returns tensors made elsewhere"
+        return Blueprint(build, _imitate(model, fake), why_whole=why, hooks=hooks)
+    return Blueprint(build, model, recorder.record, hooks=hooks)
 
 
 def _imitate(model: nn.Module, fake: FakeTensorMode) -> nn.Module:

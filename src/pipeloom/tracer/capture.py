@@ -19,6 +19,7 @@ from .blueprint import Blueprint, make_blueprint
 from .captured import Captured
 from .export import captured_from_program, export_program
 from .fallback import ModuleCut, cut_modules
+from .hooks import backward_hooks, refuse_parameter_hooks
 from .job import Job
 from .job_calls import ModelWithLoss, sample_batch
 from .random import python_random_kept, python_state
@@ -51,12 +52,14 @@ def capture(
     example = batch if batch is not None else sample_batch(job, 0, microbatch_size)
     _check_batch(example)
     _check_trainable(blueprint.model, job)
+    refuse_parameter_hooks(blueprint.hooks, job.name)
     example = {key: tensor.clone() for key, tensor in example.items()}  # export merges equal tensors
     if like is not None and like.cut is not None:
         return _as_modules(job, example, blueprint, like.cut.reason, autocast, like.cut)
     if job.modules is not None:
         return _as_modules(job, example, blueprint, "Job.modules says where to cut", autocast)
     try:
+        _refuse_backward_hooks(blueprint.model, job.name)
         with python_random_kept():
             before = python_state()
             program = export_program(ModelWithLoss(blueprint.model, job), example, job.name, autocast)
@@ -109,6 +112,14 @@ def _check_trainable(model: nn.Module, job: Job) -> None:
         raise CaptureError(
             f"no parameter of {job.name} requires a gradient, so there is nothing to train",
             hint="call requires_grad_() on what should learn",
+        )
+
+
+def _refuse_backward_hooks(model: nn.Module, name: str) -> None:
+    for hook in backward_hooks(model):
+        raise CaptureError(
+            f"{hook.owner or name} has a hook by {hook}, which torch.export would lose",
+            hint="cut by module names instead: give lists of FQNs, one list per stage",
         )
 
 

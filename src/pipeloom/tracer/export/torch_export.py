@@ -12,7 +12,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from traceback import clear_frames
 from typing import Any
 
@@ -23,9 +23,9 @@ from torch.export.graph_signature import OutputKind
 
 from ...ir.errors import CaptureError
 from ..tensors import autocast_region
+from .refusals import HINT, what_export_loses_refused
 
 _NO_GRAD_REGION = torch.ops.higher_order.wrap_with_set_grad_enabled
-_HINT = "cut by module names instead: give lists of FQNs, one list per stage"
 
 
 def export_program(
@@ -42,7 +42,7 @@ def export_program(
             # PyTorch 2.13 warns about its own use of LeafSpec, in every copy that export makes
             warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
             with autocast_region("cpu", autocast):
-                with _what_export_loses_refused(name):
+                with what_export_loses_refused(name):
                     program = torch.export.export(module, (batch,), strict=False)
                 _detach_no_grad_regions(program.graph_module)
                 functional: ExportedProgram = program.run_decompositions(_decompositions())
@@ -55,12 +55,12 @@ def export_program(
         clear_frames(error.__traceback__)
         reason = str(error).strip().splitlines()[0] if str(error).strip() else "no message"
         raise CaptureError(
-            f"torch.export cannot capture {name}: {type(error).__name__}: {reason}", hint=_HINT
+            f"torch.export cannot capture {name}: {type(error).__name__}: {reason}", hint=HINT
         ) from error
     for spec in functional.graph_signature.output_specs:
         if spec.kind is OutputKind.PARAMETER_MUTATION:
             target = str(spec.target).removeprefix("model.")
-            raise CaptureError(f"the forward of {name} changes its parameter {target}", hint=_HINT)
+            raise CaptureError(f"the forward of {name} changes its parameter {target}", hint=HINT)
     return functional
 
 
@@ -76,67 +76,6 @@ def _decompositions() -> dict[Any, Callable[..., Any]]:
 def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     """What is in `target` after `target.copy_(source)`."""
     return source.to(target.dtype).expand_as(target).clone(memory_format=torch.contiguous_format)
-
-
-@contextmanager
-def _what_export_loses_refused(name: str) -> Iterator[None]:
-    """Raise CaptureError where the forward defines gradients itself, stops them inside autocast, or puts
-    another tensor in the place of a buffer."""
-    apply = vars(torch.autograd.Function)["apply"].__func__
-    set_grad: Callable[..., None] = torch.set_grad_enabled.__init__
-    enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
-    set_attribute = nn.Module.__setattr__
-    depth = 0
-
-    def refused(what: str) -> Callable[..., Any]:
-        def refuse(*args: Any, **kwargs: Any) -> Any:
-            raise CaptureError(
-                f"the forward of {name} uses {what}, which torch.export would lose", hint=_HINT
-            )
-
-        return refuse
-
-    def checked_apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-        if cls.__module__.startswith("torch._library."):
-            return apply(cls, *args, **kwargs)  # an operator with a registered gradient stays whole
-        return refused(f"the gradient of {cls.__name__}")()
-
-    def checked_set_grad(self: torch.set_grad_enabled, mode: bool) -> None:
-        if depth and not mode and torch.is_grad_enabled():
-            refused("no_grad inside autocast")()
-        set_grad(self, mode)
-
-    def checked_setattr(self: nn.Module, name: str, value: Any) -> None:
-        """`self.count = self.count + 1`: export forgets it, other than `self.count += 1`."""
-        current = self.__dict__.get("_buffers", {}).get(name, self.__dict__.get(name))
-        if isinstance(current, Tensor) and isinstance(value, Tensor) and value is not current:
-            refused(f"a new tensor as {name}, instead of changing the one that is there,")()
-        set_attribute(self, name, value)
-
-    def counted_enter(self: torch.autocast) -> Any:
-        nonlocal depth
-        depth += 1
-        return enter(self)  # type: ignore[no-untyped-call]
-
-    def counted_leave(self: torch.autocast, *error: Any) -> Any:
-        nonlocal depth
-        depth -= 1
-        return leave(self, *error)
-
-    with ExitStack() as stack:
-        for owner, key, value in (
-            (torch.autograd.Function, "apply", classmethod(checked_apply)),
-            (torch.set_grad_enabled, "__init__", checked_set_grad),
-            (torch.autocast, "__enter__", counted_enter),
-            (torch.autocast, "__exit__", counted_leave),
-            (Tensor, "register_hook", refused("a hook on a tensor")),
-            (nn.Module, "__setattr__", checked_setattr),
-            (torch.autograd, "grad", refused("autograd.grad")),
-            (torch.autograd, "backward", refused("autograd.backward")),
-        ):
-            stack.callback(setattr, owner, key, vars(owner)[key])
-            setattr(owner, key, value)
-        yield
 
 
 def _detach_no_grad_regions(module: fx.GraphModule) -> None:

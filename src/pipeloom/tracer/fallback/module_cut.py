@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ...ir.errors import CaptureError, PipeloomError
+from ...ir.errors import CaptureError, CutError, PipeloomError
 from ...ir.graph import OpGraph, Value
 from ...ir.stages import StageGraph
 from ..blueprint import Blueprint
 from ..export import model_buffers, model_parameters
+from ..hooks import backward_hooks
 from ..job import Job
 from ..job_calls import evaluation_mode
 from ..layout import zeros_like_value
@@ -125,20 +126,34 @@ def _recorded(
             _record(job, batch, skeleton, autocast, like.recording.tainted_decisions),
         )
     groups = listed_units(skeleton.model, job.modules) if job.modules is not None else None
-    whole: frozenset[str] = frozenset()
+    whole = skeleton.with_hooks
+    _refuse_cut_hooks(skeleton, groups)
     while True:
-        units = derive_units(skeleton.model, whole) if groups is None else sum(groups, ())
+        units = ("",) if "" in whole else derive_units(skeleton.model, whole)
+        units = units if groups is None else sum(groups, ())
         skeleton.install(units)
         recording = _record(job, batch, skeleton, autocast, ())
         more = _decides_within(recording, skeleton.model, trunks_of(units)) - whole
         if groups is not None or not more:
             break
         whole |= more
-    if not recording.calls:  # all that is computed is computed by the model's own forward
+    if not recording.calls and units != ("",):  # all that is computed is computed by the model's own forward
         units = ("",)
         skeleton.install(units)
         recording = _record(job, batch, skeleton, autocast, ())
     return units, groups, recording
+
+
+def _refuse_cut_hooks(skeleton: Skeleton, groups: tuple[tuple[str, ...], ...] | None) -> None:
+    """Raises: CutError if Job.modules cuts a module whose hooks are called with gradients."""
+    trunks = {"", *trunks_of(sum(groups or (), ()))}
+    for hook in backward_hooks(skeleton.model):
+        if groups is not None and hook.owner in trunks:
+            raise CutError(
+                f"Job.modules cuts {hook.owner or 'the model'}, which has a hook by {hook}: no rank has its "
+                "gradients",
+                hint="name the module as a whole, or put the hook on a module inside it",
+            )
 
 
 def _decides_within(recording: RecordedRun, model: nn.Module, trunks: Sequence[str]) -> frozenset[str]:

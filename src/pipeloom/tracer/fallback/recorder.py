@@ -29,6 +29,7 @@ from .recorded_run import LOSS, RecordedRun, RecordedStep, SameStage, UnitCall, 
 from .skeleton import Skeleton, Unit
 from .torch_functions import (
     DETACHING,
+    HOOKS,
     RANDOM,
     READS,
     SHAPES,
@@ -37,6 +38,7 @@ from .torch_functions import (
     open_up,
     python_value,
     read_numbers,
+    refuse_hook,
     sized_by_data,
 )
 from .trial import TrialParameters
@@ -178,6 +180,8 @@ class ForwardRecorder(InterceptedForward):
     # --- functions of the glue --------------------------------------------------------------------
 
     def function(self, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if name in HOOKS:
+            refuse_hook(name)
         args, kwargs = tree_map(self._real_tensor, (args, kwargs))
         tensors = [leaf for leaf in leaves_in(args, kwargs) if isinstance(leaf, Tensor)]
         sources = [known for t in tensors if (known := self._source(t)) is not None]

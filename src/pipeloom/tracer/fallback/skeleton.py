@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..blueprint import Blueprint
+from ..hooks import backward_hooks
 
 _INTERNAL = frozenset(vars(nn.Module()))
 
@@ -29,12 +30,18 @@ class Location(NamedTuple):
 
 @dataclass(eq=False)
 class Unit:
-    """A module that is never cut. original_forward: its own forward, or that one compiled."""
+    """A module that is never cut.
+
+    original_forward: its own forward, or that one compiled.  attribute: where the skeleton puts its function.
+    A module with hooks that are called with gradients is called with them, by `_call_impl`: tensors
+    between modules have no gradients to call them with.
+    """
 
     fqn: str
     module: nn.Module
     original_forward: Callable[..., Any]
     compiled: bool = False
+    attribute: str = "forward"
 
 
 UnitHook = Callable[[Unit, tuple[Any, ...], dict[str, Any]], Any]
@@ -46,6 +53,7 @@ class Skeleton:
 
     names: canonical FQN of each parameter, buffer and plain tensor attribute -> where the model keeps it.
     constants: plain tensor attributes that are real already.
+    with_hooks: modules with hooks that are called with gradients: what they hold is not cut.
     intercept: what happens when a unit is called while a run of the forward is on; None if none is.
     rerun: what happens when one is called without a run: activation checkpointing calls units a second time
         in the backward. None: they just run.
@@ -57,6 +65,7 @@ class Skeleton:
         self.names: dict[str, list[Location]] = {}
         self.constants: dict[str, Tensor] = {}
         self.params = tuple(dict(self.model.named_parameters()))
+        self.with_hooks = frozenset(hook.owner for hook in backward_hooks(self.model))
         self.units: dict[str, Unit] = {}
         self.intercept: UnitHook | None = None
         self.rerun: UnitHook | None = None
@@ -134,13 +143,14 @@ class Skeleton:
     def install(self, fqns: Iterable[str]) -> None:
         """Make these modules, and no others, the units."""
         for unit in self.units.values():
-            del unit.module.forward
+            delattr(unit.module, unit.attribute)
         self.units = {}
         for fqn in fqns:
             module = self.model.get_submodule(fqn)
-            unit = Unit(fqn, module, module.forward)
+            attribute = "_call_impl" if fqn in self.with_hooks else "forward"
+            unit = Unit(fqn, module, getattr(module, attribute), attribute=attribute)
             self.units[fqn] = unit
-            module.forward = self._hooked_forward(unit)
+            setattr(module, attribute, self._hooked_forward(unit))
 
     def _hooked_forward(self, unit: Unit) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -155,7 +165,7 @@ class Skeleton:
     def compile_units(self, eager: Container[str]) -> None:
         """Pass the forward of each unit through torch.compile, but for those named."""
         for unit in self.units.values():
-            if not unit.compiled and unit.fqn not in eager:
+            if not unit.compiled and unit.fqn not in eager and unit.attribute == "forward":
                 unit.original_forward = torch.compile(unit.original_forward, dynamic=False)
                 unit.compiled = True
 

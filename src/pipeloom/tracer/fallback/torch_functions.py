@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import is_dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import register_dataclass, tree_leaves
 
 from ...ir.errors import CaptureError
+from ..user_code import at, user_line
 
 READS = frozenset(
     """
@@ -52,6 +53,9 @@ SILENT = frozenset(
     """.split()
 )
 """Functions that make no tensor and may fail on one without data."""
+
+HOOKS = frozenset({"register_hook", "register_post_accumulate_grad_hook", "__get__.grad_fn"})
+"""Functions by which code is to be called with gradients."""
 
 DETACHING = frozenset({"detach", "detach_", "__get__.data"})
 """Functions whose result no gradient flows back from."""
@@ -95,6 +99,16 @@ def open_up(tree: Any) -> None:
         more = bool(kinds)
         for kind in kinds:
             register_dataclass(kind)
+
+
+def refuse_hook(name: str) -> NoReturn:
+    """Raises: CaptureError: code between modules runs on several ranks, each with a part of the graph."""
+    what = name.removeprefix("__get__.")
+    raise CaptureError(
+        f"the forward calls {what} on a tensor between modules{at(user_line())}: several ranks run this "
+        "code, and a hook would be called by more than one of them, or by none",
+        hint="move this line, with what makes the tensor, into the forward of a module, which one rank runs",
+    )
 
 
 def sized_by_data(name: str, args: tuple[Any, ...]) -> bool:

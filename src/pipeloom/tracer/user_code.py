@@ -1,0 +1,74 @@
+"""Which line of the user's own files something comes from, for messages that ask for a change there."""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+from collections.abc import Callable
+from functools import lru_cache, partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+_OURS = str(Path(__file__).resolve().parents[1])
+_TORCH = str(Path(torch.__file__).resolve().parent)
+_LIBRARY = sysconfig.get_path("stdlib")
+_INSTALLED = tuple(f"/{name}/" for name in ("site-packages", "dist-packages"))
+
+
+@lru_cache(maxsize=1024)
+def is_user_file(name: str) -> bool:
+    """Whether code of this file is neither ours nor torch's nor Python's own.
+
+    >>> is_user_file(torch.__file__), is_user_file("model.py")
+    (False, True)
+    """
+    if name.startswith("<") or name.startswith((_OURS, _TORCH)):
+        return False
+    return not name.startswith(_LIBRARY) or any(part in name for part in _INSTALLED)
+
+
+def user_line(frame: FrameType | None = None) -> str:
+    """The innermost line of the user's code that is being run, as "model.py:12"; "" if there is none.
+
+    frame: where to begin; the caller by default.
+    """
+    frame = frame or sys._getframe(1)
+    while frame is not None and not is_user_file(frame.f_code.co_filename):
+        frame = frame.f_back
+    return "" if frame is None else line_of(frame)
+
+
+def line_of(frame: FrameType) -> str:
+    """A frame's file and line."""
+    return f"{_short(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+def definition_of(function: Callable[..., Any] | type) -> str:
+    """Where a function or the forward of a class is defined, as "model.py:12"; "" if Python cannot say.
+
+    >>> definition_of(len), "user_code.py:" in definition_of(user_line)
+    ('', True)
+    """
+    while isinstance(function, partial):
+        function = function.func
+    function = getattr(function, "forward", function) if isinstance(function, type) else function
+    code = getattr(getattr(function, "__func__", function), "__code__", None)
+    return "" if code is None else f"{_short(code.co_filename)}:{code.co_firstlineno}"
+
+
+def at(place: str) -> str:
+    """A place as it stands behind what is there, or nothing where none is known.
+
+    >>> "it counts" + at("model.py:12"), "it counts" + at("")
+    ('it counts (model.py:12)', 'it counts')
+    """
+    return f" ({place})" if place else ""
+
+
+def _short(name: str) -> str:
+    """A file as a user would name it: relative to the working folder if it is below."""
+    path, here = Path(name), Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else name

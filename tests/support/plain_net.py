@@ -1,0 +1,66 @@
+"""A small model whose subclasses change one thing, and how far its pipelines are from plain PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from runs import difference, even_plan, pipelined, plain
+from torch import Tensor, nn
+
+from pipeloom import Job
+
+WIDTH = 6
+
+
+def vectors(seed: int, rows: int) -> dict[str, Tensor]:
+    made = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, WIDTH, generator=made)
+    return {"x": x, "y": torch.randint(3, (rows,), generator=made)}
+
+
+class PlainNet(nn.Module):
+    """Four modules. Subclasses replace what is made, and what runs between the batch and the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+        self.b = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+        self.c = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, 3)
+        self.prepare()
+
+    def prepare(self) -> None:
+        pass
+
+    def run(self, h: Tensor) -> Tensor:
+        return self.c(self.b(self.a(h)))
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        return {"loss": F.cross_entropy(self.head(self.run(x)), y)}
+
+
+def job_of(model: Callable[[], nn.Module]) -> Job:
+    def sgd(params: object) -> torch.optim.Optimizer:
+        return torch.optim.SGD(params, lr=0.1)  # type: ignore[arg-type]
+
+    return Job(model=model, batch=vectors, optimizer=sgd, name=model.__name__)
+
+
+def distance(
+    model: Callable[[], nn.Module], *, stages: int = 3, steps: int = 3, split: bool = False
+) -> float:
+    """The largest relative difference of losses, gradients, parameters and buffers after a few steps."""
+    job = job_of(model)
+    batches = [job.batch(seed, 8) for seed in range(steps)]
+    found = pipelined(job, even_plan(job, stages, microbatches=4, split=split), batches)
+    expected = plain(job, batches, 4)
+    losses = max(abs(a - b) for a, b in zip(found.losses, expected.losses, strict=True))
+    kept = {name: t for name, t in found.buffers.items() if name in expected.buffers}
+    pairs = (
+        (found.gradients, expected.gradients),
+        (found.parameters, expected.parameters),
+        (kept, expected.buffers),
+    )
+    return max(losses, *(difference(ours, theirs)[0] for ours, theirs in pairs))
