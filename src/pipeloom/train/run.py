@@ -45,7 +45,7 @@ from .config import Config
 from .config_text import read_config, write_config
 from .loop import train
 from .report import predicted_step, print_end, stage_rows, summary, write_files
-from .run_directory import DirectorySnapshot, find_run, new_run, require_new
+from .run_directory import DirectorySnapshot, find_run, new_run, reported, require_new
 from .workload import Workload, gpt_workload, job_workload, rate_scheduler
 
 
@@ -172,12 +172,15 @@ def _interrupted(out: Path) -> str:
 
 
 def _extended(config: Config, out: Path, console: Console) -> Config:
-    """A finished run that is resumed without saying how far goes on for as many steps as last time."""
+    """A finished run that is resumed without saying how far goes on for as many steps as last time.
+
+    One that was killed before it had written its report does not: it ends as it was asked to.
+    """
     done = checkpoint_step(out / "checkpoint")
-    if done < config.steps:
+    report = reported(out)
+    if done < config.steps or report is None or report.steps != done:
         return config
-    ended = out / "summary.json"
-    first = json.loads(ended.read_text())["first_step"] if ended.is_file() else 0
+    first = report.first_step
     console.print(
         f"{out} had done its {done} steps: it goes on to step {2 * done - first}. Another end: --steps N",
         highlight=False,
@@ -187,10 +190,22 @@ def _extended(config: Config, out: Path, console: Console) -> Config:
 
 
 def _is_finished(prepared: PreparedRun) -> bool:
-    """Whether nothing is left to do; says so. Raises: CheckpointError if there is nothing to resume from."""
+    """Whether nothing is left to do, not even the report; says so.
+
+    Raises: CheckpointError if there is nothing to resume from.
+    """
     config, out, request = prepared.config, prepared.out, prepared.request
     steps = checkpoint_step(out / "checkpoint")
     if steps < config.steps:
+        return False
+    report = reported(out)
+    if report is None or report.steps != steps:
+        request.console.print(
+            f"{out} had done its {steps} steps and has no report of them: it is written now. "
+            f"To train on: --resume --steps {2 * steps}",
+            highlight=False,
+            soft_wrap=True,
+        )
         return False
     request.console.print(
         f"{out} is finished: {steps} of {config.steps} steps are done. "
@@ -198,7 +213,7 @@ def _is_finished(prepared: PreparedRun) -> bool:
         highlight=False,
         soft_wrap=True,
     )
-    if request.as_json and (out / "summary.json").is_file():
+    if request.as_json:
         print((out / "summary.json").read_text(), end="")
     return True
 

@@ -17,6 +17,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import msgspec
+
 from ..ir.errors import ConfigError
 from ..ir.files import write_whole, writing
 
@@ -29,7 +31,10 @@ WRITTEN = ("config.toml", "plan.json")
 """What is written before the ranks start."""
 
 
-OWN = (*WRITTEN, STARTED, "checkpoint", "trace.json", "report.html", "summary.json")
+REPORT = ("trace.json", "report.html", "summary.json")
+"""What is written when all steps are done, in this order."""
+
+OWN = (*WRITTEN, STARTED, "checkpoint", *REPORT)
 """All that a run reads and writes in its directory."""
 
 
@@ -124,6 +129,24 @@ class DirectorySnapshot:
                 (out / name).write_bytes(content)
         if not self.existed and not any(out.iterdir()):
             out.rmdir()
+
+
+@dataclass(frozen=True)
+class Reported:
+    """What summary.json says of how far a run got. first_step: steps done when it was last started."""
+
+    steps: int
+    first_step: int
+
+
+def reported(out: Path) -> Reported | None:
+    """Of which steps a run's directory has a whole report; None if it was never written, or is damaged."""
+    if not all((out / name).is_file() for name in REPORT):
+        return None
+    try:
+        return msgspec.json.decode((out / "summary.json").read_bytes(), type=Reported)
+    except (OSError, ValueError):  # msgspec's errors are ValueErrors
+        return None
 
 
 def _stamp(out: Path) -> tuple[int, int] | None:
