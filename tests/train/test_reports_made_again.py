@@ -11,8 +11,8 @@ from runs import even_plan
 
 from pipeloom.ir.plan import Plan
 from pipeloom.train import Config, TrainRequest, Workload, prepare_run, run, write_config
-from pipeloom.train.run import run_rank
 
+MODULE = sys.modules[run.__module__]
 REPORT = ("summary.json", "report.html", "trace.json")
 
 
@@ -29,7 +29,7 @@ def start(tiny: Config, tmp_path: Path) -> Callable[..., None]:
     def start(*overrides: str, resume: bool = False) -> None:
         file = None if resume else tmp_path / "config.toml"
         request = TrainRequest(file=file, overrides=overrides, out=tmp_path / "a", resume=resume)
-        run_rank(prepare_run(request, one_stage))
+        MODULE.run_rank(prepare_run(request, one_stage))
 
     return start
 
