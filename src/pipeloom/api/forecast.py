@@ -45,6 +45,11 @@ ENOUGH_S = 1.0
 LEAST_WALKS, MOST_WALKS = 3, 100
 """... within these limits. One more before them warms up."""
 
+LONG_S, FEW_MICROBATCHES = 1.0, 3
+"""Where a walk takes longer than this, it does the actions of so many micro-batches of each stage only, and
+those walks make the forecast that fit into `ENOUGH_S`, at least one: no rank computes for several steps
+before its first."""
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Forecast:
@@ -159,17 +164,29 @@ class Rehearsals:
         return self._simulated(self._walk())
 
     def _walk_several(self) -> list[ActionTimes]:
-        self._walk()
-        walks = [self._walk()]
-        took = torch.tensor([sum(walks[0].values())], device=self._forecast.device)
-        self._forecast.channel.all_reduce(took)
-        enough = math.ceil(ENOUGH_S * self._forecast.channel.ranks / max(float(took), 1e-6))
-        count = min(max(LEAST_WALKS, enough), MOST_WALKS)
-        return walks + [self._walk() for _ in range(1, count)]
+        warm_up_s = self._mean_s(self._walk(1))
+        if warm_up_s <= LONG_S:
+            self._walk()
+            few, least = None, LEAST_WALKS
+        else:
+            few, least = FEW_MICROBATCHES, 1
+        walks = [self._walk(few)]
+        walk_s = self._mean_s(walks[0])
+        if few is not None:
+            walk_s *= min(1.0, few / self._forecast.plan.microbatches)
+        enough = math.ceil(ENOUGH_S / max(walk_s, 1e-6))
+        count = min(max(least, enough), MOST_WALKS)
+        return walks + [self._walk(few) for _ in range(1, count)]
 
-    def _walk(self) -> ActionTimes:
+    def _mean_s(self, walk: ActionTimes) -> float:
+        """Seconds of a walk, on average over the ranks; the same on all of them."""
+        took = torch.tensor([sum(walk.values())], device=self._forecast.device)
+        self._forecast.channel.all_reduce(took)
+        return float(took) / self._forecast.channel.ranks
+
+    def _walk(self, microbatches: int | None = None) -> ActionTimes:
         self._forecast.channel.all_reduce(torch.zeros(1, device=self._forecast.device))  # all start together
-        return self._rehearsal.time_actions()
+        return self._rehearsal.time_actions(microbatches)
 
     def _simulated(self, walk: ActionTimes) -> Timeline:
         """A step of all ranks. An action takes as long as it took: the step waits for the slower of two ranks

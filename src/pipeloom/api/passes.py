@@ -227,7 +227,7 @@ def plan_size(
     *,
     captured: Captured | None = None,
     profiled: Profile | None = None,
-) -> tuple[Plan, ProfiledModel]:
+) -> tuple[Plan, CapturedModel]:
     """The plan for one micro-batch size, and the model at it.
 
     Raises: InfeasibleError that says which size would fit, if finding out does not take long.

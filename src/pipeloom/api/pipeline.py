@@ -39,7 +39,7 @@ from ..runtime import (
     split_batch,
 )
 from ..runtime.checkpoint import checkpoint
-from ..tracer import Job, capture, microbatch_seed, sample_batch
+from ..tracer import Captured, Job, capture, microbatch_seed, sample_batch
 from .calls import Calls
 from .forecast import Forecast, Rehearsals
 from .options import Options
@@ -61,6 +61,8 @@ class Pipeline:
     groups are destroyed and dropped from its script's globals, as gloo's threads must end first: what else
     holds one is to be dropped by the script.
 
+    captured: the job's model, captured for the plan's micro-batches; without it each rank captures it.
+
     A step that is broken off, as by Ctrl-C, leaves nothing to the next one; several ranks refuse to go on.
 
     Raises: PlanError if the plan was made for another model or number of ranks; ScheduleError if the
@@ -76,7 +78,9 @@ class Pipeline:
         options: Options | None = None,
         group: dist.ProcessGroup | DeviceMesh | None = None,
         channel: LocalChannel | None = None,
+        captured: Captured | None = None,
     ) -> None:
+        self._captured = captured
         self.options = options or Options()
         self.job = job
         self.plan = plan if isinstance(plan, Plan) else load_plan(plan)
@@ -104,7 +108,9 @@ class Pipeline:
             )
         if self.device.type == "cpu":
             (give_back_freed_memory if plan.memory.offloads else keep_freed_memory)()
-        self.captured = capture(job, plan.microbatch_size, autocast=options.autocast)
+        if self._captured is None:
+            self._captured = capture(job, plan.microbatch_size, autocast=options.autocast)
+        self.captured = self._captured
         refuse_torn_updates(plan, self.captured)
         self.stages = plan.stage_graph(self.captured.graph)
         self.program = lower(plan.as_schedule, plan.replicated(self.stages), policy=plan.memory)

@@ -83,10 +83,10 @@ class TrainingVariants:
 
     def __init__(self, rank: RankStages) -> None:
         self._rank = rank
-        planned = signature_of(sample_batch(rank.job, 0, rank.plan.microbatch_size))
+        self.planned_signature = signature_of(sample_batch(rank.job, 0, rank.plan.microbatch_size))
         self.planned = self._make(rank.captured)
         """For micro-batches as the plan has them."""
-        self._variants = {planned: self.planned}
+        self._variants = {self.planned_signature: self.planned}
 
     def variant(self, part: Mapping[str, Tensor]) -> Variant:
         """The stages for one micro-batch. Every rank calls it.
@@ -225,7 +225,9 @@ class EvaluationVariants:
         rank = self.rank
         if rank.captured.cut is not None:
             return self.training.variant(part)
-        evaluated = capture_evaluation(rank.job, rank.captured, part, autocast=rank.options.autocast)
+        evaluated = rank.captured.evaluation
+        if evaluated is None or signature_of(part) != self.training.planned_signature:
+            evaluated = capture_evaluation(rank.job, rank.captured, part, autocast=rank.options.autocast)
         stages = cut_evaluation(evaluated.graph, rank.captured.graph, rank.stages)
         agree_on_layouts(rank.channel, stages)
         return make_variant(evaluated, rank.plan, stages, rank.indices, device=rank.device.type)

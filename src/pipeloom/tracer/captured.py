@@ -28,6 +28,7 @@ class Captured:
     constants: FQN -> tensor, for constants that the model's forward makes.
     cut: how to run the model module by module, if `graph.fallback` says why it could not be exported; then
         `module` is empty.
+    evaluation: the same micro-batches in evaluation mode, if that was captured already.
     """
 
     graph: OpGraph
@@ -38,3 +39,4 @@ class Captured:
     constants: Mapping[str, Tensor] = field(default_factory=dict)
     autocast: torch.dtype | None = None
     cut: ModuleCut | None = None
+    evaluation: Captured | None = None

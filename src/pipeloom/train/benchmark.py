@@ -8,13 +8,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from ..api import Job, Pipeline, StepReport, launch, load_job, plan, require_runnable, require_training
+from ..api import (
+    Job,
+    Pipeline,
+    StepReport,
+    hand_over_model,
+    launch,
+    load_job,
+    make_request,
+    plan_size,
+    require_runnable,
+    require_training,
+    simulate,
+    take_over_model,
+)
 from ..ir.errors import PeerError, PipeloomError
 from ..ir.memory_policy import TREATMENTS
 from ..ir.units import format_bytes
 from .config import Config
 from .run import exit_rank
 from .workload import default_job
+
+FEWEST_STEPS = 6
+"""A bench of fewer steps than this, those that warm up included, does not rehearse."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +49,12 @@ class BenchSettings:
     warmup: int
     as_json: bool
 
+    @property
+    def rehearses(self) -> bool:
+        """Whether the ranks rehearse their rows to predict a step, which takes them about as long as a step
+        or two: not where hardly more are asked for. The prediction is then that of the plan's profile."""
+        return self.warmup + self.steps >= FEWEST_STEPS
+
     def job(self) -> Job:
         return default_job(Config()) if self.model is None else load_job(self.model)
 
@@ -43,47 +65,50 @@ def run_bench(settings: BenchSettings) -> int:
     Raises: PipeloomError for what is wrong before the ranks start.
     """
     require_runnable(settings.schedule)
-    planned = plan(
-        settings.job(),
+    job = settings.job()
+    request = make_request(
+        job,
         stages=settings.stages,
         microbatches=settings.microbatches,
-        microbatch_size=settings.microbatch_size,
         schedule=settings.schedule,
         split_backward=settings.split_backward,
         memory=settings.device_memory,
         treatments=None if settings.treat is None else TREATMENTS[settings.treat],
     )
+    planned, model = plan_size(request, job, settings.microbatch_size)
     require_training(planned)
+    handed = hand_over_model(job, planned, captured=model.captured)
+    profiled_s = simulate(planned, model.graph, model.profiles, request.cluster).step_s
     with tempfile.TemporaryDirectory(prefix="pipeloom-bench-") as folder:
         path = Path(folder) / "plan.json"
         planned.save(path)
-        return launch(_rank, len(set(planned.placement)), args=(settings, path))
+        return launch(_rank, len(set(planned.placement)), args=(settings, path, handed, profiled_s))
 
 
-def _rank(settings: BenchSettings, path: Path) -> None:
+def _rank(settings: BenchSettings, path: Path, model: bytes | None, profiled_s: float) -> None:
     try:
         require_runnable(settings.schedule)  # which loads the operations of a user's own
-        _time_steps(settings, path)
+        _time_steps(settings, path, model, profiled_s)
     except PeerError:
         raise  # the launcher knows that the cause is elsewhere
     except PipeloomError as error:
         exit_rank(error)
 
 
-def _time_steps(settings: BenchSettings, path: Path) -> None:
+def _time_steps(settings: BenchSettings, path: Path, model: bytes | None, profiled_s: float) -> None:
     job = settings.job()
     batch = job.batch(0, settings.microbatches * settings.microbatch_size)
     tokens = float(job.weight(batch)) if job.weight else float(len(next(iter(batch.values()))))
     reports: list[StepReport] = []
-    with Pipeline(job, path) as pipeline:
-        predicted = pipeline.predict()
+    with Pipeline(job, path, captured=take_over_model(model, job)) as pipeline:
+        predicted_s = pipeline.predict().step_s if settings.rehearses else profiled_s
         for _ in range(settings.warmup + settings.steps):
             pipeline.step(batch)
             assert pipeline.report is not None, "a step was just made"
             reports.append(pipeline.report)
         rank = pipeline.rank
     if rank == 0:
-        _print(settings, reports[settings.warmup :], tokens, predicted.step_s)
+        _print(settings, reports[settings.warmup :], tokens, predicted_s)
 
 
 def _print(settings: BenchSettings, reports: list[StepReport], tokens: float, predicted_s: float) -> None:

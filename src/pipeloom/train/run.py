@@ -14,27 +14,31 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
 
 from ..api import (
+    CapturedModel,
     Options,
     Pipeline,
     capture,
     checkpoint_step,
     connect,
     explain_steps,
+    hand_over_model,
     imports_file,
     launch,
     load_job,
-    plan,
+    make_request,
+    plan_size,
     profile,
     require_runnable,
     require_training,
     result_of_rank_0,
+    take_over_model,
 )
 from ..ir.errors import CheckpointError, ConfigError, PeerError, PipeloomError
 from ..ir.files import write_whole
@@ -69,12 +73,17 @@ class TrainRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedRun:
-    """A request with everything decided; the same on every rank."""
+    """A request with everything decided; the same on every rank.
+
+    model: as it was captured once for all ranks, see `hand_over_model`; None until that was done, and where
+    each rank captures it.
+    """
 
     request: TrainRequest
     config: Config
     out: Path
     snapshot: DirectorySnapshot
+    model: bytes | None = None
 
 
 def run(request: TrainRequest) -> int:
@@ -88,7 +97,7 @@ def run(request: TrainRequest) -> int:
         prepared = result_of_rank_0(group, lambda: prepare_run(request))
         if not result_of_rank_0(group, lambda: request.resume and _is_finished(prepared)):
             try:
-                run_rank(prepared)
+                run_rank(result_of_rank_0(group, lambda: with_model(prepared)))
             finally:
                 if dist.get_rank(group) == 0:
                     prepared.snapshot.restore(prepared.out)
@@ -98,7 +107,7 @@ def run(request: TrainRequest) -> int:
         return 0
     ranks = len(set(load_plan(prepared.out / "plan.json").placement))
     try:
-        return launch(run_rank, ranks, args=(prepared,))
+        return launch(run_rank, ranks, args=(with_model(prepared),))
     except KeyboardInterrupt:
         prepared.snapshot.restore(prepared.out)
         print(_interrupted(prepared.out), file=sys.stderr)
@@ -108,7 +117,7 @@ def run(request: TrainRequest) -> int:
 
 
 def prepare_run(
-    request: TrainRequest, plan_run: Callable[[Config, Workload, Console], Plan] | None = None
+    request: TrainRequest, plan_run: Callable[[Config, Workload, Console], PlannedRun] | None = None
 ) -> PreparedRun:
     """Decide config, directory and plan, and write the first and the last into the second.
 
@@ -130,20 +139,39 @@ def prepare_run(
         config = follow_plan(config, load_plan(Path(config.pipeline.plan)), request.overrides)
     require_runnable(config.pipeline.schedule)
     workload = make_workload(config)
-    plan = (plan_run or make_plan)(config, workload, request.console) if replan else None
-    if plan is not None:
-        require_training(plan)
+    planned = (plan_run or make_plan)(config, workload, request.console) if replan else None
+    if planned is not None:
+        require_training(planned.plan)
+    model = None if planned is None or planned.model is None else _handed_over(config, workload, planned)
     # Only now: a request that cannot be planned leaves no directory behind.
     snapshot = DirectorySnapshot.of(out or request.out)
     out = out or new_run(config.name, request.out)
     try:
-        if plan is not None:
-            plan.save(out / "plan.json")
+        if planned is not None:
+            planned.plan.save(out / "plan.json")
         write_whole(out / "config.toml", write_config(config))
     except ConfigError:
         snapshot.restore(out)
         raise
-    return PreparedRun(request=request, config=config, out=out, snapshot=snapshot)
+    return PreparedRun(request=request, config=config, out=out, snapshot=snapshot, model=model)
+
+
+def with_model(prepared: PreparedRun) -> PreparedRun:
+    """The run with its model captured, if planning did not capture it: its plan was there already.
+
+    Raises: CaptureError if the model cannot be captured.
+    """
+    if prepared.model is not None:
+        return prepared
+    config, plan = prepared.config, load_plan(prepared.out / "plan.json")
+    with prepared.request.console.status("capturing"):
+        return replace(prepared, model=_handed_over(config, make_workload(config), PlannedRun(plan)))
+
+
+def _handed_over(config: Config, workload: Workload, planned: PlannedRun) -> bytes | None:
+    captured = None if planned.model is None else planned.model.captured
+    autocast = _autocast(config)
+    return hand_over_model(workload.job, planned.plan, captured=captured, autocast=autocast, evaluates=True)
 
 
 def _planned_from(config: Config) -> tuple[object, ...]:
@@ -250,28 +278,35 @@ def follow_plan(config: Config, plan: Plan, overrides: Sequence[str]) -> Config:
     return replace(config, pipeline=replace(config.pipeline, **fixed))
 
 
-def make_plan(config: Config, workload: Workload, console: Console) -> Plan:
+class PlannedRun(NamedTuple):
+    """A plan, and the model if it was captured to make it."""
+
+    plan: Plan
+    model: CapturedModel | None = None
+
+
+def make_plan(config: Config, workload: Workload, console: Console) -> PlannedRun:
     """Read the plan that the config names, or capture, profile and plan."""
     settings = config.pipeline
     if settings.plan is not None:
-        return with_caps(load_plan(Path(settings.plan)), settings.device_memory)
+        return PlannedRun(with_caps(load_plan(Path(settings.plan)), settings.device_memory))
     with console.status("capturing, profiling and planning"):
         made: dict[str, Any] = {}
         if settings.device != "cpu" or settings.autocast is not None:
             captured = capture(workload.job, settings.microbatch_size, autocast=_autocast(config))
             made = {"captured": captured, "profiled": profile(captured, device=settings.device)}
-        return plan(
+        request = make_request(
             workload.job,
             stages=settings.stages,
             microbatches=settings.microbatches,
-            microbatch_size=settings.microbatch_size,
             schedule=settings.schedule,
             split_backward=settings.split_backward,
             memory=settings.device_memory,
             treatments=None if settings.treat is None else TREATMENTS[settings.treat],
             offload_dir=Path(settings.offload_dir) if settings.offload_dir else None,
-            **made,
         )
+        plan, model = plan_size(request, workload.job, settings.microbatch_size, **made)
+        return PlannedRun(plan, model)
 
 
 def with_caps(plan: Plan, memory: str | None) -> Plan:
@@ -322,7 +357,8 @@ def _train_rank(prepared: PreparedRun) -> None:
         accumulate=config.pipeline.accumulate,
         offload_dir=Path(config.pipeline.offload_dir or out),
     )
-    with Pipeline(workload.job, planned, options=options) as pipeline:
+    captured = take_over_model(prepared.model, workload.job)
+    with Pipeline(workload.job, planned, options=options, captured=captured) as pipeline:
         forecast = pipeline.predict()
         outcome = train(pipeline, config, workload, out, resume=prepared.request.resume, console=console)
         if pipeline.rank != 0:

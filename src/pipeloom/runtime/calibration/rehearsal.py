@@ -9,14 +9,14 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import cycle, pairwise
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...ir.action import KINDS, STEP, Action, B, I, Kind, W, parse_action
+from ...ir.action import KINDS, STEP, Action, B, I, Instruction, Kind, StageAction, W, parse_action
 from ...ir.costs import StageCost
 from ...ir.graph import Value
 from ...ir.schedule import Program
@@ -117,6 +117,8 @@ class Rehearsal:
     ) -> None:
         device = next(iter(sample.values())).device
         examples = {k: v for functions in variant.functions.values() for k, v in functions.examples.items()}
+        self._rank = rank
+        self._program = program
         self._weights = weights
         self._watch = watch
         self._recorder = Recorder(rank, clock)
@@ -137,9 +139,11 @@ class Rehearsal:
             Microbatch(variant=variant, inputs=sample, weight=1 / count, seed=index) for index in range(count)
         ]
 
-    def time_actions(self) -> ActionTimes:
+    def time_actions(self, microbatches: int | None = None) -> ActionTimes:
         """Do all actions of the row once; weights, buffers, optimizer and random numbers stay as they are.
 
+        microbatches: do only those of the first so many of each stage; those of later ones are taken to take
+            as long as these, in turn.
         An action takes until the rank goes on to the next one, so what the worker does between them counts.
         The sums of gradients are used, and empty again in the end, as they are between two steps.
         """
@@ -149,7 +153,8 @@ class Rehearsal:
             self.ledger.set(kind, size)
         self._recorder.begin()
         try:
-            self.worker.run(self._microbatches, update=False)
+            program = self._program if microbatches is None else shortened(self._program, microbatches)
+            self.worker.run(self._microbatches, program=program, update=False)
         finally:
             self.worker.forget()
             for name, buffer in buffers.items():
@@ -165,7 +170,37 @@ class Rehearsal:
             if event.stream in COPIES
         }
         self._watch.status = ""
-        return times_s
+        return times_s if microbatches is None else repeated(times_s, self._program.rows[self._rank])
+
+
+def shortened(program: Program, microbatches: int) -> Program:
+    """A program without what its rows do for later micro-batches than the first so many of each stage."""
+    numbers: dict[int, set[int]] = {}
+    for row in program.rows:
+        for step in row:
+            if not isinstance(step, StageAction):
+                numbers.setdefault(step.stage, set()).add(step.microbatch)
+    first = {stage: set(sorted(all_of_it)[:microbatches]) for stage, all_of_it in numbers.items()}
+    rows = tuple(
+        tuple(step for step in row if isinstance(step, StageAction) or step.microbatch in first[step.stage])
+        for row in program.rows
+    )
+    return replace(program, rows=rows, pairs=())
+
+
+def repeated(times_s: ActionTimes, row: Sequence[Instruction]) -> ActionTimes:
+    """Times of all actions of a row from those of some of them: others of a stage and kind follow in turn.
+
+    >>> row = [parse_action(text) for text in ("0F0", "0F1", "0F2")]
+    >>> [f"{action} {span}" for action, span in repeated({row[0]: 1.0, row[1]: 2.0}, row).items()]
+    ['0F0 1.0', '0F1 2.0', '0F2 1.0']
+    """
+    spans: dict[tuple[int, Kind], list[float]] = {}
+    for action, span in times_s.items():
+        spans.setdefault((action.stage, action.kind), []).append(span)
+    turns = {key: cycle(known) for key, known in spans.items()}
+    missing = (a for a in row if isinstance(a, Action) and a not in times_s and (a.stage, a.kind) in turns)
+    return times_s | {action: next(turns[action.stage, action.kind]) for action in missing}
 
 
 def with_times(cost: StageCost, stage: int, times_s: ActionTimes, step_s: float) -> StageCost:

@@ -1,0 +1,98 @@
+"""A rank that is handed a captured model computes the same, and exports nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import odd_models
+import pytest
+import torch
+import zoo
+from runs import even_plan, threads
+from torch import nn
+
+from pipeloom import Job, Options, Pipeline
+from pipeloom.ir.errors import CaptureError
+from pipeloom.runtime import LocalChannel
+from pipeloom.tracer import capture, capture_evaluation, hand_over, take_over
+
+
+class Attributes(nn.Module):
+    """Tensors that the constructor makes beside parameters and buffers; a branch on the mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.slope = torch.linspace(0, 1, 8)
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        h = self.a(x)
+        if self.training:
+            self.mean.mul_(0.9).add_(h.detach().mean(0), alpha=0.1)
+            h = (nn.functional.dropout(h, 0.3) + torch.tensor([0.5])) * self.slope
+        return ((self.b(h - self.mean).transpose(0, 1).contiguous().T - y) ** 2).mean()
+
+
+JOBS = {
+    "gpt2": zoo.job("gpt2"),
+    "convnet": zoo.job("convnet"),
+    "attributes": Job(model=Attributes, batch=zoo.vector_batch, optimizer=zoo.sgd),
+}
+
+
+def handed(job: Job) -> bytes | None:
+    captured = capture(job, 2)
+    captured.evaluation = capture_evaluation(job, captured, job.batch(0, 2))
+    return hand_over(captured)
+
+
+def refuse_to_export(*_: object, **__: object) -> None:
+    raise AssertionError("a rank exported")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n == "gpt2" else n for n in JOBS]
+)
+def test_ranks_train_and_evaluate_without_exporting(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = JOBS[name]
+    plan = even_plan(job, 2, microbatches=2)
+    data = handed(job)
+    assert data is not None
+
+    def numbers(index: int, channel: LocalChannel, *, takes_over: bool) -> list[float]:
+        captured = take_over(data, job) if takes_over else None
+        with Pipeline(job, plan, options=Options(seed=3), channel=channel, captured=captured) as pipeline:
+            losses = [pipeline.step(job.batch(seed, 4)) for seed in range(2)]
+            return [*losses, pipeline.evaluate(job.batch(5, 4))]
+
+    expected = threads(2, lambda *rank: numbers(*rank, takes_over=False))
+    monkeypatch.setattr(torch.export, "export", refuse_to_export)
+    assert threads(2, lambda *rank: numbers(*rank, takes_over=True)) == expected
+
+
+def test_the_graph_is_the_same() -> None:
+    job = JOBS["attributes"]
+    captured = capture(job, 2)
+    data = hand_over(captured)
+    assert data is not None
+    found = take_over(data, job)
+    assert found.graph == captured.graph
+    ours, theirs = (list(each.module.graph.nodes) for each in (captured, found))
+    assert [str(node.format_node()) for node in ours] == [str(node.format_node()) for node in theirs]
+    assert set(found.constants) == set(captured.constants)
+    made = ["a.weight", "slope"]
+    first, second = (each.blueprint.materialise(3, made) for each in (captured, found))
+    assert all(torch.equal(first[name], second[name]) for name in made)
+
+
+def test_models_that_each_rank_captures() -> None:
+    """Those that are cut between their modules."""
+    assert hand_over(capture(odd_models.JOBS["branch in blocks"], 2)) is None
+
+
+def test_another_model_in_the_rank_is_refused() -> None:
+    data = hand_over(capture(JOBS["convnet"], 2))
+    assert data is not None
+    with pytest.raises(CaptureError, match="which the model in this process lacks"):
+        take_over(data, replace(JOBS["convnet"], model=Attributes))

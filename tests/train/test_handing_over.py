@@ -1,0 +1,104 @@
+"""Who starts the ranks captures the model, once: a rank only makes its own stage of what it is handed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipeloom.train import (
+    BenchSettings,
+    Config,
+    TrainRequest,
+    benchmark,
+    run as train_run,
+    run_bench,
+    write_config,
+)
+
+EXPORT = torch.export.export
+
+
+def refuse_to_export(*_: object, **__: object) -> None:
+    raise AssertionError("a rank exported the model again")
+
+
+def launch_here(rank: Callable[..., None], ranks: int, *, args: tuple[Any, ...]) -> int:
+    """One rank, in this process, in which nothing can be exported."""
+    assert ranks == 1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.export, "export", refuse_to_export)
+        rank(*args)
+    return 0
+
+
+@pytest.fixture
+def started(tiny: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """Starts a run of one rank, as `launch_here` does."""
+    monkeypatch.setattr("pipeloom.train.run.launch", launch_here)
+    monkeypatch.setattr("pipeloom.api.forecast.ENOUGH_S", 0.0)
+    config = replace(tiny, steps=2, pipeline=replace(tiny.pipeline, stages=1))
+    (tmp_path / "config.toml").write_text(write_config(config))
+
+    def start(*overrides: str, **request: Any) -> int:
+        made = TrainRequest(out=tmp_path / "run", overrides=overrides, as_json=True, **request)
+        return train_run.run(made)
+
+    return start
+
+
+def test_a_rank_trains_and_validates_what_it_was_handed(started: Callable[..., int], tmp_path: Path) -> None:
+    assert started(file=tmp_path / "config.toml") == 0
+    # Going on plans nothing, and captures once all the same.
+    assert started("steps=3", resume=True) == 0
+
+
+def test_bench_does_what_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """One step is one step: no rehearsals, and the line says where the prediction is from."""
+    job = tmp_path / "small_job.py"
+    job.write_text(
+        """import torch
+from pipeloom import Job
+
+def job():
+    def batch(seed, size):
+        ids = torch.randint(8, (size, 5), generator=torch.Generator().manual_seed(seed))
+        return {"input_ids": ids, "labels": ids}
+    return Job(model=Model, batch=batch)
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = torch.nn.Embedding(8, 8), torch.nn.Linear(8, 8)
+
+    def forward(self, input_ids, labels):
+        return torch.nn.functional.cross_entropy(self.head(self.embed(input_ids)).flatten(0, 1), labels.flatten())
+"""
+    )
+    walks: list[int] = []
+    monkeypatch.setattr(benchmark, "launch", launch_here)
+    monkeypatch.setattr("pipeloom.runtime.calibration.rehearsal.Rehearsal.time_actions", walks.append)
+    settings = BenchSettings(
+        model=f"{job}:job",
+        stages=1,
+        schedule="1f1b",
+        microbatches=2,
+        microbatch_size=2,
+        split_backward=False,
+        device_memory=None,
+        treat=None,
+        steps=1,
+        warmup=0,
+        as_json=False,
+    )
+    assert run_bench(settings) == 0
+    printed = capsys.readouterr().out
+    assert not walks
+    assert "(median of 1)" in printed and "by the plan's profile" in printed
+    assert "tokens/s" in printed and "rows/s" in printed
