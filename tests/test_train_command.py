@@ -201,9 +201,11 @@ def test_bench(folder: Path) -> None:
     figures = json.loads(done.stdout)
     assert set(figures) == {
         "step_s",
+        "rows_per_s",
         "tokens_per_s",
         "bubble",
         "predicted_step_s",
+        "predicted_by",
         "peak_bytes",
         "stages",
         "schedule",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,12 +16,10 @@ from pipeloom.train import (
     Config,
     TrainRequest,
     benchmark,
-    run as train_run,
+    run,
     run_bench,
     write_config,
 )
-
-EXPORT = torch.export.export
 
 
 def refuse_to_export(*_: object, **__: object) -> None:
@@ -39,14 +38,14 @@ def launch_here(rank: Callable[..., None], ranks: int, *, args: tuple[Any, ...])
 @pytest.fixture
 def started(tiny: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     """Starts a run of one rank, as `launch_here` does."""
-    monkeypatch.setattr("pipeloom.train.run.launch", launch_here)
+    monkeypatch.setattr(sys.modules[run.__module__], "launch", launch_here)
     monkeypatch.setattr("pipeloom.api.forecast.ENOUGH_S", 0.0)
     config = replace(tiny, steps=2, pipeline=replace(tiny.pipeline, stages=1))
     (tmp_path / "config.toml").write_text(write_config(config))
 
     def start(*overrides: str, **request: Any) -> int:
         made = TrainRequest(out=tmp_path / "run", overrides=overrides, as_json=True, **request)
-        return train_run.run(made)
+        return run(made)
 
     return start
 
@@ -78,7 +77,8 @@ class Model(torch.nn.Module):
         self.embed, self.head = torch.nn.Embedding(8, 8), torch.nn.Linear(8, 8)
 
     def forward(self, input_ids, labels):
-        return torch.nn.functional.cross_entropy(self.head(self.embed(input_ids)).flatten(0, 1), labels.flatten())
+        logits = self.head(self.embed(input_ids))
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 """
     )
     walks: list[int] = []

@@ -47,6 +47,7 @@ def test_each_step_is_one_line(tiny: Config, run: Callable, tmp_path: Path) -> N
         "loss",
         "learning_rate",
         "step_s",
+        "rows_per_s",
         "tokens_per_s",
         "bubble",
         "peak_bytes",

@@ -107,7 +107,7 @@ def a_job(**others: object) -> Job:
 def test_a_job_of_ones_own(tiny: Config) -> None:
     workload = job_workload(dataclasses.replace(tiny, job="file.py:mine"), a_job())
     assert workload.train(3)["input"].tolist() == [[derive_seed(0, "train", 3)] * 2] * 4
-    assert workload.tokens(workload.train(3)) == 4
+    assert workload.tokens(workload.train(3)) == 8  # rows of two integers each
     assert workload.data == "file.py:mine" and workload.rate == tiny.optimizer.learning_rate
     made = workload.job.optimizer(nn.Linear(2, 1).parameters())
     assert isinstance(made, torch.optim.AdamW)

@@ -26,8 +26,9 @@ from ..ir.errors import PeerError, PipeloomError
 from ..ir.memory_policy import TREATMENTS
 from ..ir.units import format_bytes
 from .config import Config
+from .display import throughput
 from .run import exit_rank
-from .workload import default_job
+from .workload import default_job, tokens_of
 
 FEWEST_STEPS = 6
 """A bench of fewer steps than this, those that warm up included, does not rehearse."""
@@ -98,7 +99,6 @@ def _rank(settings: BenchSettings, path: Path, model: bytes | None, profiled_s: 
 def _time_steps(settings: BenchSettings, path: Path, model: bytes | None, profiled_s: float) -> None:
     job = settings.job()
     batch = job.batch(0, settings.microbatches * settings.microbatch_size)
-    tokens = float(job.weight(batch)) if job.weight else float(len(next(iter(batch.values()))))
     reports: list[StepReport] = []
     with Pipeline(job, path, captured=take_over_model(model, job)) as pipeline:
         predicted_s = pipeline.predict().step_s if settings.rehearses else profiled_s
@@ -108,26 +108,35 @@ def _time_steps(settings: BenchSettings, path: Path, model: bytes | None, profil
             reports.append(pipeline.report)
         rank = pipeline.rank
     if rank == 0:
-        _print(settings, reports[settings.warmup :], tokens, predicted_s)
+        _print(settings, reports[settings.warmup :], tokens_of(job, batch), predicted_s)
 
 
-def _print(settings: BenchSettings, reports: list[StepReport], tokens: float, predicted_s: float) -> None:
+def _print(
+    settings: BenchSettings, reports: list[StepReport], tokens: float | None, predicted_s: float
+) -> None:
     step_s = median(report.step_s for report in reports)
+    rows_per_s = settings.microbatches * settings.microbatch_size / step_s
+    tokens_per_s = None if tokens is None else tokens / step_s
     bubble, peaks = median(report.bubble for report in reports), reports[-1].peak_bytes
     if settings.as_json:
         keys = ("stages", "schedule", "microbatches", "microbatch_size", "steps")
         figures = {
             "step_s": step_s,
-            "tokens_per_s": tokens / step_s,
+            "rows_per_s": rows_per_s,
+            "tokens_per_s": tokens_per_s,
             "bubble": bubble,
             "predicted_step_s": predicted_s,
+            "predicted_by": "rehearsal" if settings.rehearses else "profile",
             "peak_bytes": list(peaks),
         }
         print(json.dumps(figures | {key: getattr(settings, key) for key in keys}, indent=1))
         return
+    by = "rehearsals" if settings.rehearses else "the plan's profile: for so few steps ranks rehearse none"
     print(
-        f"step        {step_s * 1e3:.1f} ms (median of {len(reports)}), predicted {predicted_s * 1e3:.1f} ms"
+        f"step        {step_s * 1e3:.1f} ms (median of {len(reports)}), "
+        f"predicted {predicted_s * 1e3:.1f} ms by {by}"
     )
-    print(f"throughput  {tokens / step_s:,.0f} tokens/s")
+    rows = "" if tokens_per_s is None else f" ({throughput(rows_per_s, None)})"
+    print(f"throughput  {throughput(rows_per_s, tokens_per_s)}{rows}")
     print(f"bubble      {bubble:.1%}")
     print(f"peak memory {' | '.join(map(format_bytes, peaks))}")

@@ -14,11 +14,13 @@ from ..ir.units import format_bytes
 
 @dataclass(frozen=True, kw_only=True)
 class StepFigures:
-    """One step's figures. peak_bytes: per rank. validation_loss: the latest, None before the first."""
+    """One step's figures. peak_bytes: per rank. tokens_per_s: None for data of another kind.
+    validation_loss: the latest, None before the first."""
 
     step: int
     loss: float
-    tokens_per_s: float
+    rows_per_s: float
+    tokens_per_s: float | None
     bubble: float
     peak_bytes: tuple[int, ...]
     validation_loss: float | None = None
@@ -26,15 +28,26 @@ class StepFigures:
     def __str__(self) -> str:
         """
         >>> peaks = (3 << 20, 2 << 20)
-        >>> print(StepFigures(step=7, loss=2.5, tokens_per_s=13e3, bubble=0.111, peak_bytes=peaks))
+        >>> speed = {"rows_per_s": 101.5, "tokens_per_s": 13e3}
+        >>> print(StepFigures(step=7, loss=2.5, bubble=0.111, peak_bytes=peaks, **speed))
         loss 2.500  13,000 tokens/s  bubble 11.1 %  memory 3.0 MiB | 2.0 MiB
         """
         validation = "" if self.validation_loss is None else f"  validation {self.validation_loss:.3f}"
         memory = " | ".join(format_bytes(size) for size in self.peak_bytes)
         return (
-            f"loss {self.loss:.3f}{validation}  {self.tokens_per_s:,.0f} tokens/s  "
+            f"loss {self.loss:.3f}{validation}  {throughput(self.rows_per_s, self.tokens_per_s)}  "
             f"bubble {self.bubble:.1%}  memory {memory}".replace("%", " %")
         )
+
+
+def throughput(rows_per_s: float, tokens_per_s: float | None) -> str:
+    """Tokens per second where the data are tokens, else rows; three figures of what is below 100.
+
+    >>> throughput(101.5, 13e3), throughput(101.5, None), throughput(1.234, None)
+    ('13,000 tokens/s', '102 rows/s', '1.23 rows/s')
+    """
+    speed, unit = (rows_per_s, "rows/s") if tokens_per_s is None else (tokens_per_s, "tokens/s")
+    return f"{speed:,.0f} {unit}" if speed >= 99.5 else f"{speed:.3g} {unit}"
 
 
 class Display(Protocol):

@@ -17,7 +17,7 @@ from .config import Config
 from .display import Display, StepFigures, display_for
 from .rehearsals import RehearsalComparison, StepRehearsals
 from .run_directory import STARTED, Metrics
-from .workload import Batch, Workload, rate_share
+from .workload import Batch, Workload, rate_share, rows_of
 
 
 class Report(Protocol):
@@ -152,14 +152,15 @@ def validate(pipeline: Trainable, config: Config, workload: Workload) -> float:
 def _figures(
     pipeline: Trainable, config: Config, workload: Workload, batch: Batch, loss: float
 ) -> dict[str, Any]:
-    report, rate = pipeline.report, workload.rate
+    report, rate, tokens = pipeline.report, workload.rate, workload.tokens(batch)
     assert report is not None, "a step was just made"
     return {
         "step": pipeline.steps,
         "loss": loss,
         "learning_rate": None if rate is None else rate * rate_share(config, pipeline.steps - 1),
         "step_s": report.step_s,
-        "tokens_per_s": workload.tokens(batch) / report.step_s,
+        "rows_per_s": rows_of(batch) / report.step_s,
+        "tokens_per_s": None if tokens is None else tokens / report.step_s,
         "bubble": report.bubble,
         "peak_bytes": list(report.peak_bytes),
         "grad_norm": report.grad_norm,
@@ -170,6 +171,7 @@ def _shown(figures: Mapping[str, Any], validation: float | None) -> StepFigures:
     return StepFigures(
         step=figures["step"],
         loss=figures["loss"],
+        rows_per_s=figures["rows_per_s"],
         tokens_per_s=figures["tokens_per_s"],
         bubble=figures["bubble"],
         peak_bytes=tuple(figures["peak_bytes"]),

@@ -187,8 +187,9 @@ def _numbers(name: str) -> list[int]:
 class Metrics:
     """metrics.jsonl: one JSON object per step, on disk as soon as the step is over.
 
-        {"step": 12, "loss": 2.9, "learning_rate": 0.0012, "step_s": 0.31, "tokens_per_s": 13213.0,
-         "bubble": 0.11, "peak_bytes": [41943040, 40265318], "grad_norm": 1.7, "validation_loss": 2.8}
+        {"step": 12, "loss": 2.9, "learning_rate": 0.0012, "step_s": 0.31, "rows_per_s": 103.2,
+         "tokens_per_s": 13213.0, "bubble": 0.11, "peak_bytes": [41943040, 40265318], "grad_norm": 1.7,
+         "validation_loss": 2.8}
 
     `validation_loss` stands only on steps after which validation ran, and on a line for step 0, which has
     nothing else: the untrained model's. `learning_rate` and `grad_norm` stand only where they are known.

@@ -36,11 +36,30 @@ class Workload:
     data: str
     rate: float | None
 
-    def tokens(self, batch: Batch) -> float:
-        """What a step's throughput counts: the job's weight, or the rows where it has none."""
-        if self.job.weight is not None:
-            return float(self.job.weight(batch))
-        return float(next(iter(batch.values())).shape[0])
+    def tokens(self, batch: Batch) -> float | None:
+        """How many tokens a batch has; None for data of another kind."""
+        return tokens_of(self.job, batch)
+
+
+def tokens_of(job: Job, batch: Batch) -> float | None:
+    """How many tokens a batch has: as many as the job's loss averages over, if the job says so, else as many
+    as its first entry has integers, where those are rows of several; None for data of another kind.
+
+    >>> images, words = {"x": torch.zeros(2, 3, 8, 8)}, {"input_ids": torch.zeros(2, 16, dtype=torch.int64)}
+    >>> job = Job(model=nn.Identity, batch=lambda seed, size: images)
+    >>> tokens_of(job, images), tokens_of(job, words)
+    (None, 32.0)
+    """
+    if job.weight is not None:
+        return float(job.weight(batch))
+    first = next(iter(batch.values()))
+    is_words = first.ndim == 2 and not first.is_floating_point() and first.dtype != torch.bool
+    return float(first.numel()) if is_words else None
+
+
+def rows_of(batch: Batch) -> int:
+    """How many rows a batch has."""
+    return next(iter(batch.values())).shape[0]
 
 
 def gpt_workload(config: Config) -> Workload:
