@@ -6,14 +6,21 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from pipeloom import Job, Pipeline
+from pipeloom.api import plan
+from pipeloom.clusters import cpu_cluster
 from pipeloom.ir.errors import CommunicationError, ConfigError, PeerError
 from pipeloom.ir.graph import Value
 from pipeloom.runtime import Message, PostedChannel
+from pipeloom.runtime.checkpoint import files
 from pipeloom.runtime.failure import Watch
 from pipeloom.runtime.launch import connect, watch_ranks
 from pipeloom.runtime.transports import DistChannel, NcclTransport
@@ -229,6 +236,36 @@ def killed() -> None:
         if channel.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         channel.receive(number(1, 0))
+
+
+class Chain(nn.Module):
+    """Three layers, so that three ranks have one each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x).square().mean()
+
+
+def chain_batch(seed: int, size: int) -> dict[str, torch.Tensor]:
+    return {"x": torch.randn(size, 4, generator=torch.Generator().manual_seed(seed))}
+
+
+def chain_job() -> Job:
+    return Job(model=Chain, batch=chain_batch, optimizer=lambda parameters: torch.optim.SGD(parameters, 0.1))
+
+
+def killed_while_saving() -> None:
+    """The last rank is killed when it has written its part: the others wait for it inside of a collective."""
+    ranks = int(os.environ["WORLD_SIZE"])
+    made = plan(chain_job(), stages=ranks, microbatches=2, microbatch_size=1, cluster=cpu_cluster(ranks))
+    with TemporaryDirectory() as folder, Pipeline(chain_job(), made) as pipeline:
+        pipeline.step(chain_batch(0, 2))
+        if pipeline.rank == ranks - 1:
+            files.checksums = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        pipeline.save(Path(folder))
 
 
 def wait() -> None:

@@ -54,6 +54,12 @@ def test_a_killed_rank_ends_the_others() -> None:
     assert err == "rank 1 was killed by SIGKILL (perhaps the machine ran out of memory)\n"
 
 
+def test_a_rank_killed_while_a_checkpoint_is_written_is_named_and_no_survivor() -> None:
+    status, _, err = launched("killed_while_saving", 3)
+    assert err == "rank 2 was killed by SIGKILL (perhaps the machine ran out of memory)\n"
+    assert status == 128 + 9
+
+
 def test_a_wait_over_the_limit_says_who_waits_for_whom() -> None:
     status, _, err = launched("deadlock", 3)
     assert status == 1

@@ -288,13 +288,16 @@ class Pipeline:
             state = {"user": dict(extra or {}), "seed": self.options.seed}
             if self.scheduler is not None:
                 state["scheduler"] = self.scheduler.state_dict()
-            return checkpoint.save(
-                directory,
-                self._train_state(),
-                step=self.steps,
-                extra=state,
-                group=self.joined.group,
-                keep=keep,
+            return self.watch.wait_for_all(
+                "all ranks to save a checkpoint",
+                lambda: checkpoint.save(
+                    directory,
+                    self._train_state(),
+                    step=self.steps,
+                    extra=state,
+                    group=self.joined.group,
+                    keep=keep,
+                ),
             )
 
     def load(self, directory: Path) -> dict[str, Any]:
@@ -303,7 +306,10 @@ class Pipeline:
         Raises: CheckpointError on all ranks if there is none, it is damaged or of another model.
         """
         with self.calls.call("loading a checkpoint", heals=True):
-            self.steps, state = checkpoint.load(directory, self._train_state(), group=self.joined.group)
+            self.steps, state = self.watch.wait_for_all(
+                "all ranks to load a checkpoint",
+                lambda: checkpoint.load(directory, self._train_state(), group=self.joined.group),
+            )
             if self.scheduler is not None and "scheduler" in state:
                 self.scheduler.load_state_dict(state["scheduler"])
             self.ledger.set("optimizer", self.weights.sizes["optimizer"])

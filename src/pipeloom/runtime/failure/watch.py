@@ -21,12 +21,16 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import NoReturn
+from typing import NoReturn, TypeVar
+
+import torch.distributed as dist
 
 from ...ir.errors import CommunicationError, PeerError
 from ..launch import PEER_FAILED
 from .ctrl_c import CtrlC
 from .noticeboard import FINISHED, Failure, Noticeboard, RankStatus
+
+T = TypeVar("T")
 
 LINGER_S = 1.5
 """Time that the process of the store stays after a failure, so that all others can learn of it."""
@@ -156,12 +160,32 @@ class Watch:
             block()
         except (TimeoutError, ConnectionError) as error:
             failure = error
+        except Exception:
+            self._waiting = None
+            raise
         # Raised outside the except clause, so that users see one error and not the transport's behind it.
         if isinstance(failure, TimeoutError):
             self._raise_first(self.timeout_error(what, time.monotonic() - self._waiting.since_s))
         if failure is not None:
             self._raise_disconnected(self._waiting, str(failure))
         self._waiting = None
+
+    def wait_for_all(self, what: str, work: Callable[[], T]) -> T:
+        """What `work` returns, which calls torch.distributed's own collectives: a wait for all other ranks.
+
+        what: such as "all ranks to save a checkpoint".
+        Raises: as `wait`, and whatever else `work` raises.
+        """
+        made: list[T] = []
+
+        def block() -> None:
+            try:
+                made.append(work())
+            except RuntimeError as error:
+                raise _as_connection_error(error) from None
+
+        self.wait(what, tuple(rank for rank in range(self.ranks) if rank != self.rank), block)
+        return made[0]
 
     def timeout_error(self, what: str, waited_s: float) -> CommunicationError:
         """The error of a wait that lasted too long, with the table over all ranks."""
@@ -240,6 +264,18 @@ class Watch:
     def _interrupt(self) -> None:
         for interrupt in self._on_failure:
             interrupt()
+
+
+def _as_connection_error(error: RuntimeError) -> Exception:
+    """What a collective of torch.distributed raised, as a transport would; other errors as they are.
+
+    gloo's errors are plain RuntimeErrors that begin with the place in its source.
+    """
+    text = str(error)
+    if not isinstance(error, dist.DistError) and "gloo" not in text.partition("]")[0]:
+        return error
+    kind = TimeoutError if "timed out" in text.lower() else ConnectionError
+    return kind(text.partition("\n")[0])
 
 
 def peer_error(failure: Failure) -> PeerError:
