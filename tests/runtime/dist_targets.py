@@ -268,6 +268,25 @@ def killed_while_saving() -> None:
         pipeline.save(Path(folder))
 
 
+def frozen() -> None:
+    """One rank is frozen (its machine may be gone as well); the others wait for each other in a chain."""
+    stopped, lost_s = int(os.environ["FROZEN"]), float(os.environ["LOST_S"])
+    world = connect(CPU)
+    with watch_ranks(world, lost_s=lost_s) as watch:
+        channel = DistChannel(world, watch, device=CPU, timeout_s=1000.0)
+        channel.all_gather_object(None)
+        watch.status = f"{watch.rank}F0"
+        if watch.rank == stopped:
+            # Until all others know what it does, as they would in a run.
+            while any(s is None or s.doing != f"{r}F0" for r, s in enumerate(watch._board.statuses())):
+                time.sleep(0.05)
+            time.sleep(1.5)
+            os.kill(os.getpid(), signal.SIGSTOP)
+        source = (watch.rank + 1) % watch.ranks
+        channel.begin([number(source, watch.rank)])
+        channel.receive(number(source, watch.rank))
+
+
 def wait() -> None:
     with channel_on(connect(CPU)) as channel:
         wanted = number(1 - channel.rank, channel.rank)

@@ -3,8 +3,10 @@
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -74,6 +76,77 @@ def test_a_wait_over_the_limit_says_who_waits_for_whom() -> None:
         r"rank 0 -> rank 1 -> rank 0: they wait for each other\n",
         err,
     ), err
+
+
+def waits_in_table(text: str) -> list[str]:
+    """The rows of the table of who waits for whom, without seconds."""
+    lines = text.splitlines()
+    start = lines.index("rank  does  waits for")
+    return [re.sub(r" for \d+(\.\d)? s", " for N s", line) for line in lines[start + 1 : start + 4]]
+
+
+def expected_waits(frozen: int) -> list[str]:
+    """Each rank waits for the next one, but the frozen one is silent."""
+    rows = []
+    for rank in range(3):
+        source = (rank + 1) % 3
+        row = f"{rank}     {rank}F0   {source}SEND_F0>{rank} from rank {source}, for N s"
+        rows.append(f"{rank}     {rank}F0   - (silent for N s)" if rank == frozen else row)
+    return rows
+
+
+FROZEN = [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("frozen", FROZEN)
+def test_a_frozen_rank_ends_all_with_the_table(frozen: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0, too, which served the store: the others waited for the store for ever, with no table."""
+    monkeypatch.setenv("FROZEN", str(frozen))
+    monkeypatch.setenv("LOST_S", "4")
+    start = time.monotonic()
+    status, _, err = launched("frozen", 3)
+    assert status != 0
+    assert err.startswith(f"rank {frozen} failed: no sign of life for 4 s: it was killed or is frozen, or ")
+    assert waits_in_table(err) == expected_waits(frozen), err
+    assert time.monotonic() - start < 400, "it had to be killed"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("frozen", range(3))
+def test_without_a_launcher_too_a_frozen_rank_ends_all(frozen: int) -> None:
+    """Rank 0 serves the store. Nobody kills the frozen one: the others end all the same."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path]),
+        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "3"},
+        **{"FROZEN": str(frozen), "LOST_S": "4", "OMP_NUM_THREADS": "1"},
+    }
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(TARGETS), "frozen"],
+            env=env | {"RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(3)
+    ]
+    try:
+        said = {rank: ranks[rank].communicate(timeout=300)[1] for rank in range(3) if rank != frozen}
+    finally:
+        for process in ranks:
+            process.kill()
+            process.communicate()
+    whole = "".join(said.values())
+    if frozen == 0:
+        reason = "rank 0 failed: the store that joins the ranks, which it serves, has not answered for 4 s"
+    else:
+        reason = f"rank {frozen} failed: no sign of life for 4 s"
+        assert waits_in_table(whole) == expected_waits(frozen), whole
+    assert all(reason in text for text in said.values()), whole
+    assert whole.count("rank  does  waits for") >= 1 and "Traceback" not in whole
 
 
 def under_torchrun(target: str, ranks: int) -> tuple[int, str, str]:

@@ -1,6 +1,7 @@
 """Boards on a store: what ranks post, the first failure, and ranks that fall silent."""
 
 import threading
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 
@@ -87,6 +88,83 @@ def test_a_store_that_goes_away_is_a_failure() -> None:
     assert failure.summary.startswith("the store that joins the ranks cannot be reached: ")
     assert board.statuses() == [None, None]
     assert board.announce(BOOM) == failure, "what was known first counts"
+
+
+class FrozenStore:
+    """A store whose server does not answer any more."""
+
+    def __init__(self) -> None:
+        self.frozen = threading.Event()
+        self.thawed = threading.Event()
+        self._values: dict[str, str] = {}
+
+    def _answer(self) -> None:
+        if self.frozen.is_set():
+            assert self.thawed.wait(60), "for ever, were it not for this test"
+
+    def set(self, key: str, value: str) -> None:
+        self._answer()
+        self._values[key] = value
+
+    def get(self, key: str) -> bytes:
+        self._answer()
+        return self._values[key].encode()
+
+    def check(self, keys: list[str]) -> bool:
+        self._answer()
+        return all(key in self._values for key in keys)
+
+    def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
+        self._answer()
+        return self._values.setdefault(key, desired_value).encode()
+
+
+def test_a_store_that_does_not_answer_is_a_failure_and_holds_up_nobody() -> None:
+    """Who serves it may be frozen. What was last heard of the others is told."""
+    store = FrozenStore()
+    boards = [StoreBoard(store, r, 3, interval_s=0.02, lost_s=1.0, server=0) for r in range(3)]
+    known = threading.Event()
+    for rank, board in enumerate(boards):
+        board.start(lambda rank=rank: RankStatus(doing=f"{rank}F1"), lambda _: known.set())  # type: ignore[misc]
+    for board in boards:
+        while any(status is None for status in board.statuses()):
+            pass
+    store.frozen.set()
+    begin = time.monotonic()
+    assert known.wait(50)
+    for board in boards[1:]:
+        while board.failure is None:
+            time.sleep(0.01)
+        assert board.failure.rank == 0 and board.failure.found_by == board.rank
+        assert board.failure.summary.startswith(
+            "the store that joins the ranks, which it serves, has not answered for 1 s: "
+        )
+        assert [line.split()[:2] for line in board.failure.table.splitlines()[1:]] == [
+            ["0", "0F1"],
+            ["1", "1F1"],
+            ["2", "2F1"],
+        ]
+        assert [status.doing for status in board.statuses() if status] == ["0F1", "1F1", "2F1"]
+        assert board.announce(BOOM) == board.failure, "what was known first counts"
+    for board in boards:
+        board.stop()
+    assert time.monotonic() - begin < 55, "no call waited for the store"
+    store.thawed.set()
+
+
+def test_who_was_frozen_itself_blames_nobody() -> None:
+    """After Ctrl-Z of a whole run every rank finds that none has posted for long."""
+    store = FrozenStore()
+    board, other = (StoreBoard(store, r, 2, lost_s=5.0) for r in range(2))
+    other.start(RankStatus, print)
+    other.stop()
+    for own_pause_s, blames in ((100, False), (0, True)):
+        board._exchange()
+        board._heard[1] = board._heard[1]._replace(at_s=time.monotonic() - 100)
+        board._exchanged_s = time.monotonic() - own_pause_s
+        board._exchange()
+        assert (board.failure is not None) == blames
+    board.stop()
 
 
 def test_a_broken_wait_names_the_rank_that_failed(boards: list[StoreBoard]) -> None:

@@ -19,7 +19,8 @@ class Options:
     clip_norm: limit of the gradients' global norm.  scheduler: optimizer -> LR scheduler, stepped once a
     step.  autocast: dtype of mixed precision.  compiled: run stages through torch.compile.
     accumulate: rounds of the schedule per optimizer step; a batch is spread over all of them.
-    timeout_s: limit of each wait.  keep_gradients: keep a copy of each step's gradients for inspection.
+    timeout_s: limit of each wait; a rank that gives no sign of life for so long (60 s at most) has failed.
+    keep_gradients: keep a copy of each step's gradients for inspection.
     offload_dir: where a CPU rank puts the residuals that the plan offloads; the system's temporary folder
     unless given. Their files have no names and vanish with the process.
     """

@@ -32,6 +32,9 @@ __all__ = ["JoinedRanks", "connect", "join_ranks", "launch", "rank_device", "res
 
 T = TypeVar("T")
 
+LOST_S = 60.0
+"""A rank that gives no sign of life for so long has failed, where `Options.timeout_s` is not shorter."""
+
 
 def result_of_rank_0(group: dist.ProcessGroup, make: Callable[[], T]) -> T:
     """What `make` returns on rank 0, on every rank; its error too, since the others must not wait for a
@@ -52,11 +55,15 @@ def result_of_rank_0(group: dist.ProcessGroup, make: Callable[[], T]) -> T:
 
 @dataclass(frozen=True, eq=False)
 class JoinedRanks:
-    """The ranks of a pipeline: of a process group, or threads of this process with a local channel each."""
+    """The ranks of a pipeline: of a process group, or threads of this process with a local channel each.
+
+    timeout_s: limit of each wait for the others.
+    """
 
     watch: Watch
     group: dist.ProcessGroup | None = None
     local: LocalChannel | None = None
+    timeout_s: float = 300.0
 
     def channel(self, program: Program, device: torch.device, options: Options) -> PostedChannel:
         """This rank's channel to the others for the messages of a program."""
@@ -74,7 +81,7 @@ class JoinedRanks:
         """
         mine = hashlib.sha256(to_json(plan).encode()).hexdigest()[:12]
         if self.group is not None:
-            digests = gather_text(self.group, mine)
+            digests = gather_text(self.group, mine, self.watch, self.timeout_s)
         else:
             digests = [mine] if self.local is None else self.local.all_gather_object(mine)
         for rank, digest in enumerate(digests):
@@ -99,7 +106,8 @@ def join_ranks(
     if channel is not None:
         return JoinedRanks(channel.watch, local=channel)
     joined = connect(device, group=group, timeout_s=options.timeout_s)
-    return JoinedRanks(watch_ranks(joined), group=joined)
+    lost_s = min(LOST_S, options.timeout_s)
+    return JoinedRanks(watch_ranks(joined, lost_s=lost_s), group=joined, timeout_s=options.timeout_s)
 
 
 def rank_device(options: Options) -> torch.device:

@@ -1,10 +1,10 @@
 from .ctrl_c import CtrlC as CtrlC
 from .noticeboard import (
-    FINISHED as FINISHED,
     Failure as Failure,
     LocalBoard as LocalBoard,
-    RankStatus as RankStatus,
     StoreBoard as StoreBoard,
     local_boards as local_boards,
 )
-from .watch import Watch as Watch, who_waits as who_waits
+from .rank_status import FINISHED as FINISHED, RankStatus as RankStatus, who_waits as who_waits
+from .store_calls import call_within as call_within
+from .watch import Watch as Watch

@@ -12,13 +12,22 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # documented names
 
-FINISHED = "finished"
+from .rank_status import FINISHED, SILENT_S, RankStatus, who_waits
+from .store_calls import Store, StoreCalls
+
+PATIENCE_S = 3.0
+"""How long what can do without the store's answer waits for it."""
+
+FOLLOWED = 8
+"""How many ranks' postings each rank reads at every exchange."""
+
+_AWAY = "its machine is down or out of reach"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,44 +37,19 @@ class Failure:
     rank: who failed; None if it cannot be known.
     summary: one line, such as "ValueError: boom".
     traceback: the text that Python prints; empty if the rank left none.
+    found_by: the rank that noticed, if the one that failed could not say so itself.
+    table: what that rank then knew of who waits for whom.
     """
 
     rank: int | None
     summary: str
     traceback: str = ""
+    found_by: int | None = None
+    table: str = ""
 
     @property
     def who(self) -> str:
         return "another rank" if self.rank is None else f"rank {self.rank}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankStatus:
-    """What a rank does, as it last posted it.
-
-    doing: the action it is at, such as "2F5".
-    waits_for: what it waits for, such as "0SEND_F2>1 from rank 0"; empty while it does not wait.
-    waits_on: the ranks that must bring it about.  waiting_s: seconds it has waited.
-    beat: counts its postings.
-    """
-
-    doing: str = ""
-    waits_for: str = ""
-    waits_on: tuple[int, ...] = ()
-    waiting_s: float = 0.0
-    beat: int = 0
-
-
-class Store(Protocol):
-    """What is used of a torch.distributed store."""
-
-    def set(self, key: str, value: str) -> None: ...
-
-    def get(self, key: str) -> bytes: ...
-
-    def check(self, keys: list[str]) -> bool: ...
-
-    def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes: ...
 
 
 class Noticeboard(Protocol):
@@ -158,17 +142,22 @@ def local_boards(ranks: int) -> list[LocalBoard]:
 class StoreBoard:
     """A board on a torch.distributed store, kept up to date by a side thread.
 
-    The thread has its own connection to the store, as a blocking call holds a connection; this class makes
-    only calls that return at once. So it never waits for a rank that has died, and can always be stopped:
-    `Store.get` and `wait` block until a key is there, hence a `check` before each `get`.
+    Whoever serves the store may be frozen or out of reach. So every call on it is made by a further thread,
+    on a connection of its own, and every method here ends within a limit, with what is known by then.
+
+        pipeloom-watch-R   every interval: asks for one exchange, and waits for it at most `lost_s`
+        pipeloom-store-R   makes all calls on the store, one after the other
+        any thread         `announce`, `statuses`, ... wait for their calls at most `PATIENCE_S`
 
     Keys, below `name`:  failure    JSON of the first `Failure`; set once, by compare_set
                          state/R    JSON of rank R's last `RankStatus`, rewritten every `interval_s`
 
     name: the same on all ranks, and different for each board on one store.
-    interval_s: between two postings.
-    lost_s: a rank whose postings stop for so long has failed. Each rank watches the next one, so the store
-        gets three calls per rank and interval, however many ranks there are.
+    interval_s: between two exchanges.
+    lost_s: a rank whose postings stop for so long has failed, and so has a store that does not answer for so
+        long. Each rank watches the next one, and keeps up with `FOLLOWED` others in turn, so the store gets a
+        dozen calls per rank and interval, however many ranks there are.
+    server: the rank that serves the store, if it is one of them.
     """
 
     def __init__(
@@ -180,24 +169,28 @@ class StoreBoard:
         name: str = "pipeloom/watch",
         interval_s: float = 0.5,
         lost_s: float = 60.0,
+        server: int | None = None,
     ) -> None:
         self.rank = rank
         self.ranks = ranks
         self.failure: Failure | None = None
-        self._store = _own_connection(store)
+        self._calls = StoreCalls(lambda: _own_connection(store), name=f"pipeloom-store-{rank}")
         self._name = name
         self._interval_s = interval_s
         self._lost_s = lost_s
+        self._patience_s = min(PATIENCE_S, lost_s)
+        self._server = server
         self._beat = 0
-        self._neighbour_beat = (0, time.monotonic())
+        self._next = 0
+        self._heard: dict[int, _Heard] = {}
+        self._exchanged_s = time.monotonic()
         self._stopped = threading.Event()
-        self._lock = threading.Lock()
         self._own_status: Callable[[], RankStatus] = RankStatus
         self._thread: threading.Thread | None = None
 
     def start(self, status: Callable[[], RankStatus], on_failure: Callable[[Failure], None]) -> None:
         self._own_status = status
-        self._post_status()
+        self._try(self._post_status)
         self._thread = threading.Thread(
             target=self._run, args=(on_failure,), name=f"pipeloom-watch-{self.rank}", daemon=True
         )
@@ -205,10 +198,13 @@ class StoreBoard:
 
     def announce(self, failure: Failure) -> Failure:
         mine = msgspec.json.encode(failure)
+
+        def post(store: Store) -> bytes:  # sets it if it is empty, and says what it is now: the first wins
+            return store.compare_set(self._key("failure"), "", mine.decode())
+
         try:
-            with self._lock:  # sets it if it is empty, and says what it is now: the first failure wins
-                first = self._store.compare_set(self._key("failure"), "", mine.decode())
-        except dist.DistError:
+            first = self._calls.call(post, self._patience_s, keep=True)
+        except (dist.DistError, TimeoutError):
             first = mine  # nobody can be told; what happened here is still the cause
         if self.failure is None:
             self.failure = failure if first == mine else msgspec.json.decode(first, type=Failure)
@@ -216,27 +212,45 @@ class StoreBoard:
 
     def wait_for_failure(self, timeout_s: float) -> Failure | None:
         end = time.monotonic() + timeout_s
-        while self.failure is None and time.monotonic() < end:
-            self._read_failure()
+        while self.failure is None and (left_s := end - time.monotonic()) > 0:
+            try:
+                self._calls.call(self._read_failure, left_s)
+            except TimeoutError:
+                break
+            except dist.DistError as error:
+                self.failure = self.failure or self._store_gone(error)
             if self.failure is None:
                 self._stopped.wait(0.05)
         return self.failure
 
     def statuses(self) -> list[RankStatus | None]:
-        try:
-            self._post_status()
-            return [self._read_status(rank) for rank in range(self.ranks)]
-        except dist.DistError:
-            return [None] * self.ranks
+        """What each rank last posted, as far as it can be known within `PATIENCE_S`."""
+
+        def post_and_read(store: Store) -> None:
+            self._post_status(store)
+            for rank in range(self.ranks):
+                self._read_status(store, rank)
+
+        self._try(post_and_read)
+        return self._known()
+
+    def _known(self) -> list[RankStatus | None]:
+        now = time.monotonic()
+        known: list[RankStatus | None] = [
+            replace(heard.status, silent_s=now - heard.at_s) if heard else None
+            for heard in map(self._heard.get, range(self.ranks))
+        ]
+        if self._thread is not None:
+            known[self.rank] = self._own_status()  # also where the store does not get to know it
+        return known
 
     def stop(self) -> None:
         self._stopped.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=2 * self._interval_s + 1)
-        try:
-            self._post_status()
-        except dist.DistError:
-            pass  # the store may go before its last user does
+        # Whoever serves the store waits for this last word, so it is worth waiting for.
+        self._try(self._post_status, self._lost_s if self.failure is None else self._patience_s)
+        self._calls.close()
 
     def _run(self, on_failure: Callable[[Failure], None]) -> None:
         while not self._stopped.is_set():
@@ -248,41 +262,53 @@ class StoreBoard:
             self._stopped.wait(self._interval_s)
 
     def _exchange(self) -> None:
-        self._read_failure()
-        if self.failure is not None:
-            return
+        begin_s = time.monotonic()
+        pause_s = begin_s - self._exchanged_s - self._interval_s
+        if pause_s > SILENT_S:
+            # This rank was frozen itself, or the store was: others may have posted without being heard.
+            self._heard = {r: h._replace(at_s=h.at_s + pause_s) for r, h in self._heard.items()}
+        self._exchanged_s = begin_s
         try:
-            self._post_status()
-            lost = self._lost_neighbour()
-        except dist.DistError as error:
-            self.failure = self._store_gone(error)
-            return
-        if lost is not None:
-            self.announce(lost)
-
-    def _read_failure(self) -> None:
-        try:
-            with self._lock:
-                posted = self._store.check([self._key("failure")])
-                text = self._store.get(self._key("failure")) if posted else b""
+            self._calls.call(self._read_and_post, self._lost_s)
         except dist.DistError as error:
             self.failure = self.failure or self._store_gone(error)
+        except TimeoutError:
+            if not self._stopped.is_set():
+                self.failure = self.failure or self._store_silent()
+        if self.failure is None and (lost := self._lost_neighbour()) is not None:
+            self.announce(replace(lost, table=who_waits(self.statuses())))
+
+    def _read_and_post(self, store: Store) -> None:
+        self._read_failure(store)
+        if self.failure is not None:
             return
+        self._post_status(store)
+        followed = {(self.rank + 1) % self.ranks}
+        while len(followed) < min(FOLLOWED, self.ranks):
+            followed.add(self._next)
+            self._next = (self._next + 1) % self.ranks
+        for rank in followed:
+            self._read_status(store, rank)
+
+    def _read_failure(self, store: Store) -> None:
+        # `Store.get` blocks until a key is there, hence a `check` in front of each.
+        text = store.get(self._key("failure")) if store.check([self._key("failure")]) else b""
         if text and self.failure is None:
             self.failure = msgspec.json.decode(text, type=Failure)
 
-    def _post_status(self) -> None:
-        with self._lock:
-            self._beat += 1
-            text = msgspec.json.encode(replace(self._own_status(), beat=self._beat))
-            self._store.set(self._key(f"state/{self.rank}"), text.decode())
+    def _post_status(self, store: Store) -> None:
+        self._beat += 1
+        text = msgspec.json.encode(replace(self._own_status(), beat=self._beat))
+        store.set(self._key(f"state/{self.rank}"), text.decode())
 
-    def _read_status(self, rank: int) -> RankStatus | None:
+    def _read_status(self, store: Store, rank: int) -> None:
         key = self._key(f"state/{rank}")
-        with self._lock:
-            if not self._store.check([key]):
-                return None
-            return msgspec.json.decode(self._store.get(key), type=RankStatus)
+        if rank not in self._heard and not store.check([key]):
+            return
+        status = msgspec.json.decode(store.get(key), type=RankStatus)
+        before = self._heard.get(rank)
+        if before is None or before.status.beat != status.beat:
+            self._heard[rank] = _Heard(status, time.monotonic())
 
     def _lost_neighbour(self) -> Failure | None:
         """The failure of the next rank, if it has posted nothing for `lost_s`.
@@ -290,23 +316,43 @@ class StoreBoard:
         Beats are compared, not times: the clocks of two machines differ.
         """
         peer = (self.rank + 1) % self.ranks
-        status = None if peer == self.rank else self._read_status(peer)
-        if status is None or status.doing == FINISHED:
+        heard = self._heard.get(peer)
+        if peer == self.rank or heard is None or heard.status.doing == FINISHED:
             return None
-        beat, since = self._neighbour_beat
-        if status.beat != beat:
-            self._neighbour_beat = (status.beat, time.monotonic())
-        elif time.monotonic() - since > self._lost_s:
-            summary = f"no sign of life for {self._lost_s:g} s: it was killed, or its machine is down"
-            return Failure(rank=peer, summary=summary)
-        return None
+        if time.monotonic() - heard.at_s <= self._lost_s:
+            return None
+        return self._found(
+            peer, f"no sign of life for {self._lost_s:g} s: it was killed or is frozen, or {_AWAY}"
+        )
 
     def _store_gone(self, error: dist.DistError) -> Failure:
         reason = str(error).splitlines()[0]
-        return Failure(rank=None, summary=f"the store that joins the ranks cannot be reached: {reason}")
+        return self._found(self._server, f"the store that joins the ranks cannot be reached: {reason}")
+
+    def _store_silent(self) -> Failure:
+        what = "the store that joins the ranks" + ("" if self._server is None else ", which it serves,")
+        why = f"whoever serves it is frozen, or {_AWAY}"
+        return self._found(self._server, f"{what} has not answered for {self._lost_s:g} s: {why}")
+
+    def _found(self, rank: int | None, summary: str) -> Failure:
+        return Failure(rank=rank, summary=summary, found_by=self.rank, table=who_waits(self._known()))
+
+    def _try(self, use: Callable[[Store], object], limit_s: float | None = None) -> None:
+        """Call the store if it answers; what can be done without it goes on."""
+        try:
+            self._calls.call(use, self._patience_s if limit_s is None else limit_s)
+        except (dist.DistError, TimeoutError):
+            pass  # the side thread finds it, too, and says so
 
     def _key(self, name: str) -> str:
         return f"{self._name}/{name}"
+
+
+class _Heard(NamedTuple):
+    """A rank's last posting, and when this rank first saw it (time.monotonic)."""
+
+    status: RankStatus
+    at_s: float
 
 
 def _own_connection(store: Store) -> Store:

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import NoReturn, TypeVar
@@ -28,7 +28,8 @@ import torch.distributed as dist
 from ...ir.errors import CommunicationError, PeerError
 from ..launch import PEER_FAILED
 from .ctrl_c import CtrlC
-from .noticeboard import FINISHED, Failure, Noticeboard, RankStatus
+from .noticeboard import Failure, Noticeboard
+from .rank_status import FINISHED, RankStatus, who_waits
 
 T = TypeVar("T")
 
@@ -93,6 +94,11 @@ class Watch:
     def ranks(self) -> int:
         return self._board.ranks
 
+    @property
+    def failure(self) -> Failure | None:
+        """The first failure as far as it is known here."""
+        return self._board.failure
+
     def __enter__(self) -> Watch:
         self._board.start(self._own_status, self._failure_known)
         if self._exit_after_s is not None:
@@ -123,7 +129,7 @@ class Watch:
         failure = self._board.failure
         if failure is not None:
             self._main_knows.set()
-            raise peer_error(failure)
+            raise peer_error(failure, self.rank)
 
     def fail(self, error: BaseException, *, main_thread: bool = True) -> Failure:
         """Tell all ranks that this one failed; returns the first failure, which may be another rank's.
@@ -199,12 +205,19 @@ class Watch:
         failure = self._board.wait_for_failure(self._cause_timeout_s)
         if failure is not None and failure.rank != self.rank:
             self._main_knows.set()
-            raise peer_error(failure)
+            raise peer_error(failure, self.rank)
+        statuses = self._board.statuses()
+        silent = tuple(r for r in waiting.ranks if (status := statuses[r]) is not None and status.is_silent)
+        lost = f"rank {self.rank} lost its connection while it waited for {waiting.what}"
+        if len(silent) == 1:
+            summary = f"no sign of life since {lost}: it was killed, or its machine is down"
+            found = Failure(rank=silent[0], summary=summary, found_by=self.rank, table=who_waits(statuses))
+            raise peer_error(self._board.announce(found), self.rank)
         self._raise_first(
             CommunicationError(
-                f"rank {self.rank} lost its connection while it waited for {waiting.what}, "
-                f"and no rank said why: {reason}",
-                hint=f"see whether {_listed(waiting.ranks)} was killed, for instance for want of memory",
+                f"{lost}, and no rank said why: {reason}",
+                hint=f"see whether {_listed(silent or waiting.ranks)} was killed, "
+                "for instance for want of memory",
             )
         )
 
@@ -212,7 +225,7 @@ class Watch:
         """Several ranks often notice the same trouble: the first one's words count."""
         failure = self.fail(error)
         if failure.rank != self.rank:
-            raise peer_error(failure)
+            raise peer_error(failure, self.rank)
         raise error
 
     def _finish(self) -> None:
@@ -255,7 +268,7 @@ class Watch:
         if self._exit_after_s is not None and not self._main_knows.wait(self._exit_after_s):
             print(
                 f"pipeloom: rank {self.rank} ends hard, as it did not notice for {self._exit_after_s:g} s "
-                f"that {failure.who} failed: {failure.summary}",
+                f"that {_in_short(peer_error(failure, self.rank))}",
                 file=sys.stderr,
                 flush=True,
             )
@@ -278,10 +291,20 @@ def _as_connection_error(error: RuntimeError) -> Exception:
     return kind(text.partition("\n")[0])
 
 
-def peer_error(failure: Failure) -> PeerError:
-    """The error for the ranks that did not fail, with the failing rank's traceback."""
+class FoundPeerError(PeerError):
+    """On the rank that noticed another one's failure, which could not say so itself."""
+
+
+def peer_error(failure: Failure, rank: int) -> PeerError:
+    """The error for a rank that did not fail, with the failing rank's traceback, or who waited for whom."""
+    kind = FoundPeerError if failure.found_by == rank else PeerError
     text = f"{failure.who} failed: {failure.summary}"
-    return PeerError(f"{text}\n{failure.traceback}".rstrip())
+    return kind(f"{text}\n{failure.traceback or failure.table}".rstrip())
+
+
+def _in_short(error: BaseException) -> str:
+    """Its first line, as the failing rank prints the rest; all of it on the rank that noticed for another."""
+    return str(error) if isinstance(error, FoundPeerError) else str(error).splitlines()[0]
 
 
 def _is_clean(error: BaseException) -> bool:
@@ -297,50 +320,12 @@ def shorten_peer_errors() -> None:
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if issubclass(kind, PeerError):
-            print(f"pipeloom: this rank ends because {str(error).splitlines()[0]}", file=sys.stderr)
+            print(f"pipeloom: this rank ends because {_in_short(error)}", file=sys.stderr)
         else:
             previous(kind, error, trace)
 
     hook.shortens_peer_errors = True  # type: ignore[attr-defined]
     sys.excepthook = hook
-
-
-def who_waits(statuses: Sequence[RankStatus | None]) -> str:
-    """A table of what each rank does and waits for, and the ranks that wait for each other, if any.
-
-    >>> waits = RankStatus(doing="0B0", waits_for="1SEND_B0>0 from rank 1", waits_on=(1,), waiting_s=2)
-    >>> print(who_waits([waits, None]))
-    rank  does  waits for
-    0     0B0   1SEND_B0>0 from rank 1, for 2.0 s
-    1     ?     (it has not said anything yet)
-    """
-    rows = [("rank", "does", "waits for")]
-    for rank, status in enumerate(statuses):
-        if status is None:
-            rows.append((str(rank), "?", "(it has not said anything yet)"))
-        elif status.waits_for:
-            waits = f"{status.waits_for}, for {status.waiting_s:.1f} s"
-            rows.append((str(rank), status.doing, waits))
-        else:
-            rows.append((str(rank), status.doing, "-"))
-    widths = [max(len(row[column]) for row in rows) for column in range(2)]
-    lines = [f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c}".rstrip() for a, b, c in rows]
-    cycle = _cycle(statuses)
-    if cycle:
-        lines.append(" -> ".join(f"rank {rank}" for rank in cycle) + ": they wait for each other")
-    return "\n".join(lines)
-
-
-def _cycle(statuses: Sequence[RankStatus | None]) -> list[int]:
-    """Ranks of which each waits on the next one, first and last the same; empty if there are none."""
-    waits_on = {r: s.waits_on[0] for r, s in enumerate(statuses) if s is not None and len(s.waits_on) == 1}
-    for start in waits_on:
-        path = [start]
-        while path[-1] in waits_on and len(path) <= len(waits_on):
-            path.append(waits_on[path[-1]])
-            if path[-1] == start:
-                return path
-    return []
 
 
 def _listed(ranks: tuple[int, ...]) -> str:

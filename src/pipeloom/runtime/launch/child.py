@@ -20,9 +20,8 @@ import msgspec
 
 from ...ir.errors import PeerError
 
-LISTENING_SOCKET = "PIPELOOM_LISTENING_SOCKET"
-"""Environment of each rank: for rank 0 the file descriptor of a socket that already listens on MASTER_PORT,
-empty for the others."""
+LAUNCHER_STORE = "PIPELOOM_LAUNCHER_STORE"
+"""Environment of each rank: set where the launching process serves the store on MASTER_PORT."""
 
 PEER_FAILED = 76
 """Exit status of a rank that ends because another one failed."""
@@ -66,11 +65,9 @@ def main(launcher_alive: int, report: int) -> int:
 
     launcher_alive: pipe that ends with the launcher.  report: pipe for the outcome.
     """
-    socket = os.environ.get(LISTENING_SOCKET)
-    inherited = [launcher_alive, report, *([int(socket)] if socket else [])]
-    for descriptor in inherited:
+    for descriptor in (launcher_alive, report):
         os.set_inheritable(descriptor, False)
-    _start_guard(launcher_alive, inherited[1:])
+    _start_guard(launcher_alive, report)
     try:
         target, args = _read_work()
     except Exception as error:  # noqa: B902  importing the user's code can fail in any way
@@ -104,7 +101,7 @@ def _traceback(error: BaseException) -> str:
     return "".join(traceback.format_exception(type(error), error, trace))
 
 
-def _start_guard(launcher_alive: int, others: list[int]) -> None:
+def _start_guard(launcher_alive: int, report: int) -> None:
     """Start the guard, a process that ends what this rank has started, however the launcher ends.
 
         launcher ends ─▶ launcher_alive can be read ─▶ the guard kills this rank's session, itself too
@@ -112,7 +109,7 @@ def _start_guard(launcher_alive: int, others: list[int]) -> None:
 
     A process and not a thread, since code that holds the interpreter's lock would hold up a thread; and not
     Linux's PR_SET_PDEATHSIG, which would leave behind what this rank has started.
-    others: descriptors that the guard must not keep open.
+    report: a pipe that the guard must not keep open.
     """
     rank_alive, held = os.pipe()
     if os.fork():
@@ -120,7 +117,7 @@ def _start_guard(launcher_alive: int, others: list[int]) -> None:
         return
     for number in (signal.SIGINT, signal.SIGTERM):  # those are for the rank, which may take its time
         signal.signal(number, signal.SIG_IGN)
-    for descriptor in (held, *others, 0, 1, 2):
+    for descriptor in (held, report, 0, 1, 2):
         os.close(descriptor)
     ended, _, _ = select.select([launcher_alive, rank_alive], [], [])
     if launcher_alive in ended:

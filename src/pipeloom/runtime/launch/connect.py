@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # a documented name
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...ir.errors import ConfigError
-from ..failure import StoreBoard, Watch
-from .child import LISTENING_SOCKET
+from ...ir.errors import CommunicationError, ConfigError
+from ..failure import StoreBoard, Watch, call_within
+from .child import LAUNCHER_STORE
 
 _HAS_GROUPS = threading.Event()
 """Set once there may be a group whose threads are to end at exit."""
@@ -56,15 +56,29 @@ def connect(
     return world
 
 
-def gather_text(group: dist.ProcessGroup, text: str) -> list[str]:
+def gather_text(group: dist.ProcessGroup, text: str, watch: Watch, timeout_s: float = 300.0) -> list[str]:
     """One short text from every rank, in rank order, by the group's store: no device takes part.
 
     All ranks call it, each the same number of times.
+    Raises: as `Watch.wait`, for the ranks whose text does not come.
     """
     store, rank = group.get_group_store(), group.rank()
-    name = f"pipeloom/texts/{group.group_name}/{store.add(f'pipeloom/texts/{rank}', 1)}"
-    store.set(f"{name}/{rank}", text)
-    return [store.get(f"{name}/{other}").decode() for other in range(group.size())]
+    texts: list[str] = []
+
+    def gather() -> list[str]:
+        name = f"pipeloom/texts/{group.group_name}/{store.add(f'pipeloom/texts/{rank}', 1)}"
+        store.set(f"{name}/{rank}", text)
+        return [store.get(f"{name}/{other}").decode() for other in range(group.size())]
+
+    def block() -> None:
+        try:
+            texts.extend(call_within(timeout_s, gather, broken=lambda: watch.failure is not None))
+        except dist.DistError as error:
+            raise ConnectionError(str(error).partition("\n")[0]) from None
+
+    others = tuple(other for other in range(group.size()) if other != rank)
+    watch.wait("a word from all ranks", others, block)
+    return texts
 
 
 def watch_ranks(
@@ -73,15 +87,25 @@ def watch_ranks(
     """A watch over the ranks of a group; all of them make it, each the same number of times.
 
     exit_after_s: see `Watch`.  lost_s: see `StoreBoard`.
+    Raises: CommunicationError if the group's store does not answer for `lost_s`.
     """
     store = group.get_group_store()
     rank = group.rank()
-    number = store.add(f"pipeloom/watches/{rank}", 1)
+    try:
+        number = call_within(lost_s, lambda: store.add(f"pipeloom/watches/{rank}", 1))
+    except TimeoutError as error:
+        raise CommunicationError(
+            f"rank {rank} cannot meet the others: {error}",
+            hint="whoever serves it (rank 0, or torchrun's agent on MASTER_ADDR) is frozen or out of reach",
+        ) from None
     name = f"pipeloom/{group.group_name}/{number}"
-    # Under torchrun its agent serves the store, otherwise the first rank of all does.
-    hosts_store = dist.get_rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    board = StoreBoard(store, rank, group.size(), name=name, lost_s=lost_s)
-    return Watch(board, exit_after_s=exit_after_s, hosts_store=hosts_store)
+    # Our launcher and torchrun's agent serve the store themselves, otherwise the first rank of all does.
+    own = LAUNCHER_STORE not in os.environ and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    server = (
+        next((r for r in range(group.size()) if dist.get_global_rank(group, r) == 0), None) if own else None
+    )
+    board = StoreBoard(store, rank, group.size(), name=name, lost_s=lost_s, server=server)
+    return Watch(board, exit_after_s=exit_after_s, hosts_store=own and dist.get_rank() == 0)
 
 
 def _initialise(device: torch.device, timeout: timedelta) -> None:
@@ -136,16 +160,14 @@ def _holds_group(value: object) -> bool:
 
 
 def _launcher_store(timeout: timedelta) -> TCPStore | None:
-    """The store of our launcher: rank 0 serves it on the socket it inherited, so the port cannot be lost."""
-    socket = os.environ.pop(LISTENING_SOCKET, None)
-    if socket is None:
+    """The store of our launcher, which serves it."""
+    if LAUNCHER_STORE not in os.environ:
         return None
     return TCPStore(
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
         world_size=int(os.environ["WORLD_SIZE"]),
-        is_master=bool(socket),
-        master_listen_fd=int(socket) if socket else None,
+        is_master=False,
         wait_for_workers=False,
         timeout=timeout,
     )

@@ -2,7 +2,7 @@
 
 However it ends, no process stays: a failing rank, Ctrl-C and SIGTERM end all ranks from here
 (`processes.py`), and if this process itself is killed, each rank ends itself (`child.py`). Nothing here
-imports torch, so the ranks start at once.
+imports torch before the ranks have started.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from contextlib import ExitStack
 
 from ...ir.errors import ConfigError
 from ..allocator import with_huge_pages
-from .child import LISTENING_SOCKET
+from .child import LAUNCHER_STORE
+from .launcher_store import LauncherStore
 from .processes import GRACE_S, Processes, terminate_as_exit
 
 HOST = "127.0.0.1"
@@ -47,16 +48,14 @@ def launch(
     if ranks < 1:
         raise ConfigError(f"{ranks} processes", hint="use at least 1")
     with ExitStack() as stack:
-        # Bound here and inherited by rank 0, so nobody can take the port in between.
-        listener = stack.enter_context(_listen(port))
+        listener = _listen(port)
+        port = listener.getsockname()[1]
+        stack.callback(LauncherStore(listener).close)
         stack.enter_context(terminate_as_exit())
         processes = Processes(pickle.dumps((target, tuple(args))), _main_file(target))
         stack.callback(processes.stop)
         for rank in range(ranks):
-            inherited = [listener.fileno()] if rank == 0 else []
-            variables = _environment(rank, ranks, listener) | dict(env or {})
-            processes.start(rank, variables, inherited)
-        listener.close()
+            processes.start(rank, _environment(rank, ranks, port) | dict(env or {}))
         return processes.wait(grace_s)
 
 
@@ -75,7 +74,7 @@ def _listen(port: int | None) -> socket.socket:
     return listener
 
 
-def _environment(rank: int, ranks: int, listener: socket.socket) -> dict[str, str]:
+def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
     """What torchrun sets, and defaults that the caller's own environment overrides."""
     loopback = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
     defaults = {
@@ -95,8 +94,8 @@ def _environment(rank: int, ranks: int, listener: socket.socket) -> dict[str, st
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
         "MASTER_ADDR": HOST,
-        "MASTER_PORT": str(listener.getsockname()[1]),
-        LISTENING_SOCKET: str(listener.fileno()) if rank == 0 else "",
+        "MASTER_PORT": str(port),
+        LAUNCHER_STORE: "1",
         "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
         # Lines pass through this process, which prints them as they come.
         "PYTHONUNBUFFERED": "1",

@@ -59,6 +59,8 @@ class _Rank:
 
     def failure_text(self) -> str:
         """How it failed, for the user."""
+        if self.outcome is not None and self.outcome.peer:
+            return self.outcome.text
         if self.outcome is not None and self.outcome.text:
             return f"rank {self.rank} failed:\n{self.outcome.text.rstrip()}"
         code = self.process.returncode
@@ -86,7 +88,7 @@ class Processes:
         self._cause: _Rank | None = None
         self._stopped = False
 
-    def start(self, rank: int, env: dict[str, str], pass_fds: Sequence[int]) -> None:
+    def start(self, rank: int, env: dict[str, str]) -> None:
         """Start one rank. On a terminal, rank 0 writes to it directly, so that its progress bar works."""
         report, report_write = os.pipe()
         out, err = (
@@ -99,7 +101,7 @@ class Processes:
             stdout=out,
             stderr=err,
             env=env,
-            pass_fds=(self._alive_read, report_write, *pass_fds),
+            pass_fds=(self._alive_read, report_write),
             start_new_session=True,  # so Ctrl-C reaches only us, and signals reach all that the rank started
         )
         os.close(report_write)
@@ -131,9 +133,11 @@ class Processes:
             if limit is not None and time.monotonic() >= limit:
                 break
         self.stop()
+        # Ranks that end because of another one know why. That one, where it is frozen, was killed only here.
         failed = [rank for rank in self._ranks if rank.status]
+        knowing = [rank for rank in failed if rank.outcome is not None and rank.outcome.peer]
         if self._cause is None and failed:
-            self._print_cause(failed[0])
+            self._print_cause((knowing or failed)[0])
         return 0 if self._cause is None else self._cause.status or 1
 
     def stop(self) -> None:
