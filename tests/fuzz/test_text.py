@@ -5,18 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+from damage import GRAPH, PLAN, changed, ours
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from pipeloom.checks import check, check_program
 from pipeloom.ir import codec
 from pipeloom.ir.action import parse_action, parse_actions, parse_instruction
 from pipeloom.ir.cluster import Cluster
-from pipeloom.ir.errors import PipeloomError
-from pipeloom.ir.graph import Op, OpGraph, Value
-from pipeloom.ir.plan import Plan, StagePlan, load_plan
+from pipeloom.ir.plan import load_plan
 from pipeloom.ir.schedule import Schedule, parse_pairs, parse_program, parse_rows
 from pipeloom.ir.stages import chain
 from pipeloom.schedules.formats import parse_schedule, read_schedule
@@ -51,16 +49,6 @@ TEXTS = st.one_of(
     st.lists(st.lists(st.one_of(GOOD, GOOD, WORDS), max_size=6).map(",".join), max_size=4).map("\n".join),
     st.lists(SCRAPS | GOOD, max_size=12).map("".join),
 )
-
-
-def ours(read: Callable[[], Any]) -> Any:
-    """What is read, or None for an error of ours that says what to do."""
-    try:
-        return read()
-    except PipeloomError as error:
-        assert error.message and error.hint, error
-        assert len(str(error)) < 4000
-        return None
 
 
 def actions(text: str) -> None:
@@ -127,55 +115,14 @@ def test_files(tmp_path: Path, content: bytes) -> None:
     ours(lambda: codec.load(file, Cluster))
 
 
-VALUES = tuple(Value(name=f"v{i}", shape=(2,), dtype="float32", needs_grad=True) for i in range(3))
-GRAPH = OpGraph(
-    name="model",
-    inputs=(Value(name="x", shape=(2,), dtype="float32"),),
-    parameters=(),
-    buffers=(),
-    loss="v2",
-    ops=tuple(
-        Op(name=f"op{i}", target="aten", inputs=("x",) if i == 0 else (f"v{i - 1}",), outputs=(VALUES[i],))
-        for i in range(3)
-    ),
-)
-PLAN = Plan(
-    graph=GRAPH.fingerprint,
-    planner="test",
-    placement=(0, 1),
-    schedule="1f1b",
-    microbatches=2,
-    caps=(10, 10),
-    stages=(StagePlan(ops=("op0", "op1")), StagePlan(ops=("op2",))),
-    schedule_rows=("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"),
-)
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-2, 3) | st.sampled_from([10**9, 2**64, 1.5]) | LINES | GOOD,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
-    max_leaves=4,
-)
-
-
-def changed(draw: st.DrawFn, at: Any) -> Any:
-    """One thing somewhere in a JSON value becomes something else, goes, or comes twice."""
-    if isinstance(at, dict) and at and draw(st.integers(0, 5)):
-        key = draw(st.sampled_from(sorted(at)))
-        if draw(st.integers(0, 7)) == 0:
-            return {k: v for k, v in at.items() if k != key}
-        return {**at, key: changed(draw, at[key])}
-    if isinstance(at, list) and at and draw(st.integers(0, 5)):
-        index = draw(st.integers(0, len(at) - 1))
-        what = draw(st.sampled_from(["change", "change", "drop", "twice"]))
-        middle = {"change": [changed(draw, at[index])], "drop": [], "twice": [at[index]] * 2}
-        return at[:index] + middle[what] + at[index + 1 :]
-    return draw(JSON)
+SCALARS = LINES | GOOD
 
 
 @st.composite
 def plans(draw: st.DrawFn) -> str:
     plain = json.loads(codec.to_json(PLAN))
     for _ in range(draw(st.integers(1, 3))):
-        plain = changed(draw, plain)
+        plain = changed(draw, plain, SCALARS)
     return json.dumps(plain)
 
 

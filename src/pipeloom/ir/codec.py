@@ -37,6 +37,12 @@ def from_json(text: str | bytes, kind: type[T], *, what: str) -> T:
             f"{what} is not a valid {kind.__name__}: {shortened(str(error))}",
             hint="write it again with this version of pipeloom",
         ) from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{what} is not text in UTF-8, from its byte {error.start} on", hint="write it again"
+        ) from None
+    except RecursionError:
+        raise ConfigError(f"{what} is nested too deeply", hint="write it again") from None
 
 
 def shortened(text: str, most: int = 400) -> str:

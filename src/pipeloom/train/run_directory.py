@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -145,7 +146,7 @@ def reported(out: Path) -> Reported | None:
         return None
     try:
         return msgspec.json.decode((out / "summary.json").read_bytes(), type=Reported)
-    except (OSError, ValueError):  # msgspec's errors are ValueErrors
+    except (OSError, ValueError, RecursionError):  # msgspec's errors are ValueErrors
         return None
 
 
@@ -184,6 +185,22 @@ def _numbers(name: str) -> list[int]:
     return [int(m[1]) for run in RUNS.glob(f"{name}-*") if (m := pattern.fullmatch(run.name))]
 
 
+def _figures_of(line: bytes) -> dict[str, Any] | None:
+    """A line of metrics.jsonl, or None if it is none.
+
+    >>> _figures_of(b'{"step": 1, "loss": 0.5}'), _figures_of(b'{"step": 1, "loss": "0.5"}'), _figures_of(b"")
+    ({'step': 1, 'loss': 0.5}, None, None)
+    """
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(found, dict) or type(found.get("step")) is not int:
+        return None
+    losses = [found.get(key, 0.0) for key in ("loss", "validation_loss")]
+    return found if all(type(loss) in (int, float) for loss in losses) else None
+
+
 class Metrics:
     """metrics.jsonl: one JSON object per step, on disk as soon as the step is over.
 
@@ -195,13 +212,14 @@ class Metrics:
     nothing else: the untrained model's. `learning_rate` and `grad_norm` stand only where they are known.
     `rehearsed_step_s`, on steps before which the run rehearsed, is what the step was predicted to take.
 
-    Appends to the file; made anew for a resumed run, it first drops the steps that will be run again.
+    Appends to the file; made anew for a resumed run, it first drops the steps that will be run again, and
+    lines that a power cut or an editor has damaged, of which it warns.
     """
 
     def __init__(self, path: Path, *, after_step: int) -> None:
         self.path = path
-        kept = [line for line in self._lines() if json.loads(line)["step"] <= after_step]
-        write_whole(path, "".join(line + "\n" for line in kept))
+        kept = [line for line in self.read(warn=True) if line["step"] <= after_step]
+        write_whole(path, "".join(json.dumps(line) + "\n" for line in kept))
         with writing(path):
             self._file = path.open("a")
 
@@ -211,14 +229,23 @@ class Metrics:
             self._file.write(json.dumps({k: v for k, v in values.items() if v is not None}) + "\n")
             self._file.flush()
 
-    def read(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self._lines()]
-
-    def _lines(self) -> list[str]:
-        """Whole lines only: a crash may have cut the last one."""
-        if not self.path.exists():
+    def read(self, *, warn: bool = False) -> list[dict[str, Any]]:
+        """The steps' figures. Raises: ConfigError if the file cannot be read."""
+        try:
+            content = self.path.read_bytes()
+        except FileNotFoundError:
             return []
-        return self.path.read_text().rpartition("\n")[0].splitlines()
+        except OSError as error:
+            raise ConfigError(f"cannot read {self.path}: {error.strerror}", hint="check its rights") from None
+        lines = content.split(b"\n")[:-1]  # whole ones only: a crash may have cut the last one
+        figures = [_figures_of(line) for line in lines]
+        damaged = [number for number, found in enumerate(figures, 1) if found is None]
+        if damaged and warn:
+            warnings.warn(
+                f"{self.path}: {len(damaged)} damaged lines are dropped, the first of them line {damaged[0]}",
+                stacklevel=2,
+            )
+        return [found for found in figures if found is not None]
 
     def __enter__(self) -> Metrics:
         return self

@@ -180,6 +180,11 @@ def _like_live(value: Any, live: Any) -> Any:
 
 
 def _common_hyper(names: list[str], index: Index) -> Mapping[str, Any]:
+    for name in names:
+        if name not in index.groups:
+            raise CheckpointError(
+                f"the checkpoint has no optimizer settings of {name}", hint="load another checkpoint"
+            )
     first = index.groups[names[0]]
     for name in names[1:]:
         differing = [key for key, value in index.groups[name].items() if first.get(key) != value]

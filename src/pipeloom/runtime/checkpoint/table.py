@@ -16,6 +16,7 @@ import json
 import math
 import os
 import pickle
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -204,11 +205,14 @@ def _unpickled(content: bytes) -> dict[str, Any]:
         }
     except (
         pickle.UnpicklingError,
+        struct.error,
         ArithmeticError,
+        AssertionError,
         AttributeError,
         EOFError,
         ImportError,
         LookupError,
+        MemoryError,
         RuntimeError,
         TypeError,
         ValueError,

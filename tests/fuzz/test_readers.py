@@ -1,0 +1,291 @@
+"""Damaged files into everything that reads a file: it is read, or refused in a sentence, and in no time.
+
+A trial takes a file that pipeloom wrote, damages it as disks, editors and people do, and reads it as commands
+do. Where a checksum lies beside it, half the trials set that right again, so that the readers behind it are
+tried, too.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import tempfile
+import warnings
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from damage import GRAPH, PLAN, changed, ours
+from hypothesis import HealthCheck, event, given, settings, strategies as st
+from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+from pipeloom.api import checkpoint_step
+from pipeloom.checks import check
+from pipeloom.clusters import cpu_cluster, load_cluster, save_cluster
+from pipeloom.ir import codec
+from pipeloom.ir.graph import OpGraph
+from pipeloom.ir.plan import load_plan
+from pipeloom.ir.profile import Profile
+from pipeloom.ir.stages import chain
+from pipeloom.runtime.checkpoint import TrainState, checkpoint, state as states
+from pipeloom.schedules.formats import read_schedule
+from pipeloom.train import Config, Metrics, TrainRequest, find_run, prepare_run, read_config, write_config
+
+CALM = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+QUICK, LONG = (
+    settings(max_examples=count, deadline=None, suppress_health_check=CALM) for count in (300, 10_000)
+)
+HANGS_S = 30
+"""No measure of anything: a trial takes milliseconds."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of file. names: what is damaged of it.  write: into an empty folder.  read: as commands do."""
+
+    names: tuple[str, ...]
+    write: Callable[[Path], None]
+    read: Callable[[Path], None]
+
+
+def a_state() -> TrainState:
+    torch.manual_seed(0)
+    layer = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1)
+    layer(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    buffers = {"count": torch.zeros((), dtype=torch.int64)}
+    return TrainState(parameters=dict(layer.named_parameters()), buffers=buffers, optimizers=(optimizer,))
+
+
+def write_checkpoint(folder: Path) -> None:
+    for step in (1, 2):
+        extra = {"user": {"step": step}, "rates": [0.5, None]}
+        checkpoint.save(folder, a_state(), step=step, extra=extra, group=None)
+
+
+def write_old_checkpoint(folder: Path) -> None:
+    with pytest.MonkeyPatch.context() as old:
+        old.setattr(checkpoint, "TableWriter", FileSystemWriter)
+        old.setattr(checkpoint, "TABLE", ".metadata")
+        old.setattr(states, "SCHEMA", 1)
+        write_checkpoint(folder)
+
+
+def read_checkpoint(folder: Path) -> None:
+    ours(lambda: checkpoint_step(folder))
+    ours(lambda: checkpoint.load(folder, a_state(), group=None))
+    ours(lambda: checkpoint.export_safetensors(folder, folder / "out.safetensors"))
+
+
+def write_run(folder: Path) -> None:
+    (folder / "config.toml").write_text(write_config(Config()))
+    PLAN.save(folder / "plan.json")
+    lines = [{"step": s, "loss": 1.0 / (s + 1), "peak_bytes": [1, 2]} for s in range(4)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "summary.json").write_text(json.dumps({"steps": 2, "first_step": 0, "train_loss": [2.0, 1.0]}))
+    for name in ("trace.json", "report.html"):
+        (folder / name).write_text("")
+    write_checkpoint(folder / "checkpoint")
+
+
+def read_run(folder: Path) -> None:
+    """As `train --resume` does, up to where ranks start."""
+    ours(lambda: find_run("gpt", folder))
+    request = TrainRequest(out=folder, resume=True, as_json=True)
+    ours(lambda: prepare_run(request, lambda *_: PLAN))
+    ours(lambda: Metrics(folder / "metrics.jsonl", after_step=2).__exit__(None, None, None))
+
+
+def read_rows(name: str) -> Callable[[Path], None]:
+    def read(folder: Path) -> None:
+        found = ours(lambda: read_schedule(folder / name))
+        if found is not None and found.stages < 100:
+            ours(lambda: check(found, chain(found.stages)))
+
+    return read
+
+
+def read_plan(folder: Path) -> None:
+    plan = ours(lambda: load_plan(folder / "plan.json"))
+    if plan is not None:
+        ours(lambda: plan.as_schedule)
+        ours(lambda: plan.replicated(plan.stage_graph(GRAPH)))
+
+
+PROFILE = Profile(device="cpu", source="measured", graph=GRAPH.fingerprint, batch=("x[2]float32",), costs={})
+KINDS = {
+    "plan": Kind(("plan.json",), lambda f: PLAN.save(f / "plan.json"), read_plan),
+    "profile": Kind(
+        ("p.json",),
+        lambda f: codec.save(PROFILE, f / "p.json"),
+        lambda f: ours(lambda: codec.load(f / "p.json", Profile)),
+    ),
+    "graph": Kind(
+        ("g.json",),
+        lambda f: codec.save(GRAPH, f / "g.json"),
+        lambda f: ours(lambda: codec.load(f / "g.json", OpGraph).fingerprint),
+    ),
+    "cluster": Kind(
+        ("c.toml",),
+        lambda f: save_cluster(cpu_cluster(2), f / "c.toml"),
+        lambda f: ours(lambda: load_cluster(f / "c.toml")),
+    ),
+    "config": Kind(
+        ("config.toml",),
+        lambda f: (f / "config.toml").write_text(write_config(Config())) and None,
+        lambda f: ours(lambda: read_config(f / "config.toml")),
+    ),
+    "rows": Kind(
+        ("s.txt",),
+        lambda f: (f / "s.txt").write_text("\n".join(PLAN.schedule_rows)) and None,
+        read_rows("s.txt"),
+    ),
+    "csv": Kind(
+        ("s.csv",),
+        lambda f: (
+            (f / "s.csv").write_text("0F0,0SEND_F0,,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n") and None
+        ),
+        read_rows("s.csv"),
+    ),
+    "run": Kind(
+        (
+            "config.toml",
+            "metrics.jsonl",
+            "summary.json",
+            "checkpoint/latest",
+            "checkpoint/step-00000002/index.json",
+        ),
+        write_run,
+        read_run,
+    ),
+    "checkpoint": Kind(
+        ("latest", *(f"step-00000002/{n}" for n in ("index.json", "tensors.json", "__0_0.distcp"))),
+        write_checkpoint,
+        read_checkpoint,
+    ),
+    "old checkpoint": Kind(
+        tuple(f"step-00000002/{n}" for n in (".metadata", "index.json")),
+        write_old_checkpoint,
+        read_checkpoint,
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def whole() -> Iterator[dict[str, Path]]:
+    """A folder of undamaged files of each kind."""
+    with tempfile.TemporaryDirectory() as folder:
+        places = {kind: Path(folder) / kind for kind in KINDS}
+        for kind, place in places.items():
+            place.mkdir()
+            KINDS[kind].write(place)
+        yield places
+
+
+WORDS = st.sampled_from(["", "0F0", "1B9", "../x", "/dev/zero", "\0", "float32", "nan", "é", "x" * 400])
+INSERTED = st.sampled_from(
+    [b"\n", b"\n\n", b"\0" * 64, b"\xff\xfe", b"\xed\xa0\x80", b'"\xff"', b"[" * 3000, b'{"a":' * 3000]
+    + [
+        b"-",
+        b"1e999",
+        b"9" * 5000,
+        b"NaN",
+        b"null",
+        b"true",
+        b'""',
+        b"../..",
+        b"\r",
+        b"\xef\xbb\xbf",
+        b"[]",
+        b"{}",
+    ]
+) | st.binary(max_size=8)
+
+
+def damaged(draw: st.DrawFn, content: bytes) -> bytes:
+    """As a power cut, a disk, an editor or somebody curious leaves a file."""
+    how = draw(st.sampled_from(["cut", "insert", "replace", "flip", "twice", "empty", "json", "json"]))
+    event(how)
+    if how == "json":
+        try:
+            return json.dumps(changed(draw, json.loads(content), WORDS)).encode()
+        except ValueError:
+            how = "replace"
+    at = draw(st.integers(0, len(content)))
+    to = min(len(content), at + draw(st.integers(0, 40)))
+    piece = content[at:to]
+    new = {
+        "cut": b"",
+        "empty": b"",
+        "insert": draw(INSERTED) + piece,
+        "replace": draw(INSERTED),
+        "flip": bytes(b ^ draw(st.sampled_from([1, 32, 128])) for b in piece[:1]) + piece[1:],
+        "twice": piece * 2,
+    }[how]
+    return b"" if how == "empty" else content[:at] + new + (b"" if how == "cut" else content[to:])
+
+
+def sign(file: Path) -> None:
+    """Set right what index.json says of a file beside it."""
+    index = file.with_name("index.json")
+    if file == index or not index.is_file():
+        return
+    plain, content = json.loads(index.read_text()), file.read_bytes()
+    plain["files"][file.name] = [len(content), zlib.crc32(content)]
+    index.write_text(json.dumps(plain))
+
+
+@contextmanager
+def no_hang() -> Iterator[None]:
+    def late(*_: object) -> None:
+        raise AssertionError(f"no answer within {HANGS_S} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(HANGS_S)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def trial(data: st.DataObject, whole: dict[str, Path]) -> None:
+    name = data.draw(st.sampled_from(sorted(KINDS)), label="kind")
+    kind = KINDS[name]
+    target = data.draw(st.sampled_from(kind.names), label="file")
+    content = data.draw(st.composite(damaged)((whole[name] / target).read_bytes()), label="content")
+    signs = data.draw(st.booleans(), label="signed")
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(), no_hang():
+        warnings.simplefilter("ignore")
+        place = Path(folder) / "files"
+        shutil.copytree(whole[name], place)
+        (place / target).write_bytes(content)
+        if signs:
+            sign(place / target)
+        kind.read(place)
+
+
+@QUICK
+@given(data=st.data())
+def test_damaged_files(data: st.DataObject, whole: dict[str, Path]) -> None:
+    trial(data, whole)
+
+
+@pytest.mark.slow
+@LONG
+@given(data=st.data())
+def test_many_damaged_files(data: st.DataObject, whole: dict[str, Path]) -> None:
+    trial(data, whole)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_files_as_they_are(kind: str, whole: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "ours", lambda read: read())
+    KINDS[kind].read(whole[kind])
