@@ -9,15 +9,14 @@ from pathlib import Path
 import pytest
 from runs import even_plan
 
-from pipeloom.ir.plan import Plan
-from pipeloom.train import Config, TrainRequest, Workload, prepare_run, run, write_config
+from pipeloom.train import Config, PlannedRun, TrainRequest, Workload, prepare_run, run, write_config
 
 MODULE = sys.modules[run.__module__]
 REPORT = ("summary.json", "report.html", "trace.json")
 
 
-def one_stage(config: Config, workload: Workload, console: object) -> Plan:
-    return even_plan(workload.job, 1, microbatches=config.pipeline.microbatches)
+def one_stage(config: Config, workload: Workload, console: object) -> PlannedRun:
+    return PlannedRun(even_plan(workload.job, 1, microbatches=config.pipeline.microbatches))
 
 
 @pytest.fixture

@@ -17,7 +17,13 @@ from .rehearsals import (
     StepRehearsals as StepRehearsals,
     rehearsal_steps as rehearsal_steps,
 )
-from .run import TrainRequest as TrainRequest, prepare_run as prepare_run, run as run, with_caps as with_caps
+from .run import (
+    PlannedRun as PlannedRun,
+    TrainRequest as TrainRequest,
+    prepare_run as prepare_run,
+    run as run,
+    with_caps as with_caps,
+)
 from .run_directory import (
     STARTED as STARTED,
     DirectorySnapshot as DirectorySnapshot,
