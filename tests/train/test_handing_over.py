@@ -88,6 +88,7 @@ class Model(torch.nn.Module):
         model=f"{job}:job",
         stages=1,
         schedule="1f1b",
+        planner="exact",
         microbatches=2,
         microbatch_size=2,
         split_backward=False,

@@ -171,7 +171,8 @@ def make_request(
     _refuse_words("treatment", treatments or (), get_args(Treatment))
     _refuse_words("weight policy", () if weights is None else (weights,), tuple(WEIGHT_POLICIES))
     devices = _devices(stages, cluster, memory, offload_dir)
-    if offload_dir is not None and treatments is None and planner(strategy).optimises != "never":
+    optimises = planner(strategy).optimises  # a name that nobody knows is refused before any work
+    if offload_dir is not None and treatments is None and optimises != "never":
         treatments = ("recompute", "offload")
     options = PlanOptions(
         optimizer_bytes=optimizer_ratio(job.optimizer),

@@ -90,12 +90,18 @@ class SimulatedSchedule:
         return max(self.peaks, default=0.0)
 
 
-def library() -> dict[str, dict[str, str]]:
-    """What the library holds: name -> what it is about, where its stages go, what running it lacks."""
-    entries = {}
+def library() -> dict[str, dict[str, str | tuple[str, ...]]]:
+    """What the library holds: name -> what it is about, where its stages go, what running it lacks, and under
+    which other names it is known."""
+    entries: dict[str, dict[str, str | tuple[str, ...]]] = {}
     for name in schedules.names():
         entry = schedules.entry(name)
-        entries[name] = {"about": entry.about, "place": entry.place, "lacks": entry.lacks}
+        entries[name] = {
+            "about": entry.about,
+            "place": entry.place,
+            "lacks": entry.lacks,
+            "aliases": schedules.ALIASES.get(name, ()),
+        }
     return entries
 
 

@@ -6,12 +6,22 @@ from typing import Any
 
 import click
 
-from .common import MODEL_HELP, Size, job_of, json_option, model_argument, plan_options, treat_option
+from .common import (
+    MODEL_HELP,
+    Size,
+    job_of,
+    json_option,
+    model_argument,
+    plan_options,
+    planner_option,
+    treat_option,
+)
 
 
 @click.command(epilog=MODEL_HELP)
 @model_argument
 @plan_options
+@planner_option("exact")
 @click.option("--device-memory", type=Size(), help="Cap per rank, as 300MiB.")
 @treat_option
 @click.option("--steps", type=click.IntRange(1), default=10, show_default=True, help="Steps to time.")

@@ -143,6 +143,17 @@ def plan_options(command: Command) -> Command:
     return command
 
 
+def planner_option(default: str | None) -> Callable[[Command], Command]:
+    """--planner, as the argument `planner`. default: None where a config has one."""
+    return click.option(
+        "--planner",
+        "--strategy",
+        default=default,
+        show_default=default is not None,
+        help="Planner, by name; see `pipeloom plan --planners`.",
+    )
+
+
 def treat_option(command: Command) -> Command:
     """--treat, as the argument `treat`: a name of `TREATMENTS`."""
     return click.option(

@@ -26,6 +26,7 @@ from .common import (
     model_argument,
     new_table,
     plan_options,
+    planner_option,
     print_json,
     treat_option,
 )
@@ -48,8 +49,8 @@ if TYPE_CHECKING:
     help="Folder on a disk where this machine's CPU may offload residuals to; how fast it is gets measured.",
 )
 @click.option("--profile", "profile_file", type=FILE, help="Use this saved profile instead of measuring.")
-@click.option("--strategy", default="exact", show_default=True, help="Planner, by name; see --strategies.")
-@click.option("--strategies", is_flag=True, help="List the planners and stop.")
+@planner_option("exact")
+@click.option("--planners", "--strategies", is_flag=True, help="List the planners and stop.")
 @treat_option
 @click.option(
     "--weights",
@@ -59,7 +60,7 @@ if TYPE_CHECKING:
 @click.option("--what-if/--no-what-if", default=True, help="Plan again with 10 % more memory, bandwidth.")
 @click.option("--output", "-o", type=NEW_FILE, help="Write the plan to this JSON file.")
 @json_option
-def plan(*, strategies: bool, as_json: bool, **options: Any) -> None:
+def plan(*, planners: bool, as_json: bool, **options: Any) -> None:
     """Cut MODEL into stages and print what each runs, takes and holds, what limits the plan, and what a bit
     more memory or bandwidth would buy.
 
@@ -69,7 +70,7 @@ def plan(*, strategies: bool, as_json: bool, **options: Any) -> None:
     offload_s, reload_s, turn_s, bytes by kind at the peak, of one micro-batch's residuals kept_bytes,
     recomputed_bytes and offloaded_bytes, peak_bytes, cap_bytes, filled.
     """
-    if strategies:
+    if planners:
         _list(as_json)
     else:
         _plan(as_json=as_json, **options)
@@ -87,6 +88,7 @@ def _plan(
     treat: str | None,
     max_batch: bool,
     what_if: bool,
+    planner: str,
     **options: Any,
 ) -> None:
     if device_memory is not None and cluster is not None:
@@ -109,6 +111,7 @@ def _plan(
             cluster=cluster_of(cluster),
             watch=watch,
             treatments=None if treat is None else TREATMENTS[treat],
+            strategy=planner,
             **options,
         )
         if max_batch:

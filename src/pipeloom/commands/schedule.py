@@ -27,7 +27,10 @@ def schedule() -> None:
 @schedule.command("list")
 @json_option
 def list_them(*, as_json: bool) -> None:
-    """Print the schedules of the library. With --json: name -> about, place, lacks."""
+    """Print the schedules of the library, with the names that torch, Megatron-LM and papers have for them.
+
+    With --json: name -> about, place, lacks, aliases.
+    """
     from ..api import library
 
     entries = library()
@@ -37,9 +40,12 @@ def list_them(*, as_json: bool) -> None:
     for name, entry in entries.items():
         lacks = f" (shown only: running it needs {entry['lacks']})" if entry["lacks"] else ""
         click.echo(f"{name:<18} {entry['about']}{lacks}")
+        if entry["aliases"]:
+            click.echo(f"{'':<18} also: {', '.join(entry['aliases'])}")
     click.echo(
         "\nF: forward, I: input gradient, W: weight gradient, B: I and W as one. A word in `` is an option, "
-        "written\nbehind a colon: pipeloom schedule show gis_g:group=3"
+        "written\nbehind a colon: pipeloom schedule show gis_g:group=3. Schedules with several stages on "
+        "each rank have `v`,\nhow many: pipeloom schedule compare interleaved:v=2 interleaved:v=4"
     )
 
 

@@ -1,3 +1,4 @@
+from .aliases import ALIASES as ALIASES
 from .formats.csv import (
     program_text as program_text,
     read_schedule as read_schedule,

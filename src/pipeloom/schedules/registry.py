@@ -16,6 +16,7 @@ from ..ir.errors import ScheduleError
 from ..ir.schedule import Pair, Schedule
 from ..ir.stages import StageGraph, chain, replicate
 from ..ir.weight_policy import FLUSH
+from .aliases import ALIASES, CHUNKS, canonical
 from .families import (
     bidirectional as two_ways,
     forward_only,
@@ -171,7 +172,8 @@ def build(
 ) -> Schedule:
     """Build a schedule by name and check it.
 
-    name: see `names`; capitals and `-` for `_` are fine; options follow a colon: "gis_g:group=3".
+    name: see `names` and `ALIASES`; capitals and `-` for `_` are fine; options follow a colon, as in
+        "gis_g:group=3".
     placement: the rank of each stage.  split_backward: every B becomes I and then W.
     times: for schedules in the language, which order by time.
     Raises: ScheduleError if the name is unknown, the placement does not fit, or a rule is broken.
@@ -214,7 +216,7 @@ def _shape(
         costs=costs,
         transfer_s=transfer_s if callable(transfer_s) else (lambda source, target: transfer_s),
         limit_bytes=times.limit_bytes,
-        options={**times.options, **_options(name)},
+        options={**times.options, **{k: v for k, v in _options(name).items() if k != CHUNKS}},
     )
 
 
@@ -235,13 +237,18 @@ def _options(name: str) -> dict[str, float]:
 def default_placement(name: str, ranks: int, chunks: int = 0) -> tuple[StageGraph, tuple[int, ...]]:
     """A chain of stages and the placement that a schedule is meant for.
 
-    chunks: stages per rank; 2 where a schedule needs several, unless given.
+    chunks: stages per rank; 2 where a schedule needs several, unless given. The name's own option, as in
+        "interleaved:v=4", goes before it.
+    Raises: ScheduleError if the name gives stages per rank to a schedule that has no choice.
 
     >>> default_placement("zb_v", 2)[1]
     (0, 1, 1, 0)
+    >>> default_placement("interleaved:v=3", 2)[1]
+    (0, 1, 0, 1, 0, 1)
     """
     library_entry = entry(name)
     place = library_entry.place
+    chunks = _chunks(name, place) or chunks
     if library_entry.table is not None:
         table = library_entry.table(ranks)
         return spread(chain(len(table)), table)
@@ -252,6 +259,21 @@ def default_placement(name: str, ranks: int, chunks: int = 0) -> tuple[StageGrap
     else:
         where = loop(ranks, chunks or (2 if place == "loop" else 1))
     return chain(len(where)), where
+
+
+def _chunks(name: str, place: str) -> int:
+    """The stages per rank that a name's option gives; 0 without it."""
+    count = _options(name).get(CHUNKS)
+    if count is None:
+        return 0
+    if place not in ("loop", "wave"):
+        raise ScheduleError(
+            f"{split_options(name)[0]} has one stage on each rank, {name!r} gives it another number",
+            hint="leave the option out, or use interleaved_1f1b, which has as many as `-v` or `:v=` says",
+        )
+    if count < 1 or count != int(count):
+        raise ScheduleError(f"{name}: {count:g} stages per rank", hint="give a whole number from 1 on")
+    return int(count)
 
 
 def shape_of(
@@ -292,7 +314,12 @@ def in_flight(schedule: Schedule) -> tuple[int, ...]:
 
 
 def _key(name: str) -> str:
-    return name if names_user_file(name) else name.lower().replace("-", "_")
+    if names_user_file(name):
+        return name
+    plain, options = split_options(name)
+    key = plain.lower().replace("-", "_")
+    key = key if key in FAMILIES else canonical(plain)  # what a user registers keeps its name
+    return f"{key}:{options.lower()}" if options else key
 
 
 def _from_file(file: Path) -> Entry:
@@ -329,12 +356,16 @@ def _family(name: str) -> Family | Entry:
         )
     key = _key(name)
     if key not in FAMILIES:
-        near = get_close_matches(key, FAMILIES, n=1)
+        near = [canonical(found) for found in get_close_matches(key, _known_names(), n=1)]
         meant = f"did you mean {near[0]}? " if near else ""
         raise ScheduleError(
             f"no schedule is named {name!r}", hint=f"{meant}the schedules are {', '.join(names())}"
         )
     return FAMILIES[key]
+
+
+def _known_names() -> list[str]:
+    return [*FAMILIES, *(alias.lower() for others in ALIASES.values() for alias in others)]
 
 
 def _refuse_bad_shape(stages: StageGraph, placement: tuple[int, ...], microbatches: int) -> None:

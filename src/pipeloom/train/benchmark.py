@@ -41,6 +41,7 @@ class BenchSettings:
     model: str | None
     stages: int
     schedule: str
+    planner: str
     microbatches: int
     microbatch_size: int
     split_backward: bool
@@ -72,6 +73,7 @@ def run_bench(settings: BenchSettings) -> int:
         stages=settings.stages,
         microbatches=settings.microbatches,
         schedule=settings.schedule,
+        strategy=settings.planner,
         split_backward=settings.split_backward,
         memory=settings.device_memory,
         treatments=None if settings.treat is None else TREATMENTS[settings.treat],

@@ -94,6 +94,7 @@ class OptimizerConfig:
 class PipelineConfig:
     """How the model is spread.
 
+    planner: by name, see `pipeloom plan --planners`.
     microbatches, microbatch_size: the schedule runs so many sequences.  accumulate: times per step.
     device: "cpu" or "cuda".  autocast: "bfloat16" or "float16" for mixed precision; unset for none.
     device_memory: cap per rank, as "300MiB"; unset for no cap.
@@ -106,6 +107,7 @@ class PipelineConfig:
     """
 
     stages: int = 2
+    planner: str = "exact"
     schedule: str = "1f1b"
     microbatches: int = 8
     microbatch_size: int = 4

@@ -261,6 +261,7 @@ def follow_plan(config: Config, plan: Plan, overrides: Sequence[str]) -> Config:
     """
     fixed: dict[str, Any] = {
         "stages": len(set(plan.placement)),
+        "planner": plan.planner,
         "schedule": plan.schedule,
         "microbatches": plan.microbatches,
         "microbatch_size": plan.microbatch_size,
@@ -300,6 +301,7 @@ def make_plan(config: Config, workload: Workload, console: Console) -> PlannedRu
             stages=settings.stages,
             microbatches=settings.microbatches,
             schedule=settings.schedule,
+            strategy=settings.planner,
             split_backward=settings.split_backward,
             memory=settings.device_memory,
             treatments=None if settings.treat is None else TREATMENTS[settings.treat],

@@ -1,0 +1,34 @@
+"""Names that torch, Megatron-LM and the papers use for the library's schedules."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeloom import schedules
+from pipeloom.ir.errors import ScheduleError
+from pipeloom.schedules import ALIASES
+
+
+@pytest.mark.parametrize(("name", "alias"), [(n, a) for n, others in ALIASES.items() for a in others])
+def test_an_alias_is_the_schedule(name: str, alias: str) -> None:
+    assert schedules.entry(alias) is schedules.entry(name)
+    assert schedules.entry(alias.upper()) is schedules.entry(name)
+
+
+def test_no_alias_hides_another_schedule() -> None:
+    assert not {alias.lower() for others in ALIASES.values() for alias in others} & set(schedules.names())
+
+
+def test_a_schedule_is_built_under_its_own_name() -> None:
+    graph, placement = schedules.default_placement("Interleaved:v=3", 2)
+    built = schedules.build("Interleaved:v=3", graph, placement, 4)
+    assert built.name == "interleaved_1f1b:v=3" and built.stages == 6
+
+
+def test_stages_per_rank_where_there_is_no_choice() -> None:
+    for name in ("zb_h1:v=2", "dualpipe:v=2"):
+        with pytest.raises(ScheduleError, match="one stage on each rank") as caught:
+            schedules.default_placement(name, 2)
+        assert "`-v`" in caught.value.hint
+    with pytest.raises(ScheduleError, match="0.5 stages per rank"):
+        schedules.default_placement("interleaved:v=0.5", 2)

@@ -1,0 +1,38 @@
+"""`pipeline.planner` of a run, which was always `exact`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pipeloom.ir.errors import ConfigError, PlanError
+from pipeloom.ir.plan import load_plan
+from pipeloom.train import Config, TrainRequest, prepare_run, write_config
+
+
+@pytest.fixture
+def file(tiny: Config, tmp_path: Path) -> Path:
+    (tmp_path / "config.toml").write_text(write_config(replace(tiny, model=replace(tiny.model, layers=2))))
+    return tmp_path / "config.toml"
+
+
+def test_a_run_is_planned_by_the_planner_of_its_config(file: Path, tmp_path: Path) -> None:
+    request = TrainRequest(file=file, out=tmp_path / "run", overrides=("pipeline.planner=balanced",))
+    prepared = prepare_run(request)
+    plan = load_plan(prepared.out / "plan.json")
+    assert plan.planner == "balanced"
+    plan.save(tmp_path / "plan.json")
+    follows = (f"pipeline.plan={tmp_path / 'plan.json'}", "pipeline.planner=probe")
+    with pytest.raises(ConfigError, match="pipeline.planner is to be probe, but the plan"):
+        prepare_run(TrainRequest(file=file, out=tmp_path / "other", overrides=follows))
+
+
+def test_an_unknown_planner_is_refused_before_any_work(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeloom.api.passes.capture", lambda *_, **__: pytest.fail("it was captured"))
+    with pytest.raises(PlanError, match="no planner is named 'exat'") as caught:
+        prepare_run(TrainRequest(file=file, out=tmp_path / "run", overrides=("pipeline.planner=exat",)))
+    assert "did you mean exact?" in caught.value.hint
