@@ -59,7 +59,7 @@ def test_a_limit_that_binds_is_named() -> None:
 
 def test_what_before_holds_back_is_not_blamed_on_limits() -> None:
     recipe = Recipe(priority=lambda a: a.microbatch, before=lambda a, b: a.kind != F and b.kind == F)
-    with pytest.raises(DeadlockError, match="no rank can move: rank 0 at 0F0 is held back"):
+    with pytest.raises(DeadlockError, match="rank 0 at 0F0 is held back by 0B0, which before= puts first"):
         order(shape_of(2, microbatches=2), recipe)
 
 

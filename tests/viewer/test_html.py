@@ -78,7 +78,7 @@ def test_memory_can_be_counted_in_another_unit(two_ranks: Timeline, tmp_path: Pa
     unit = SizeUnit(name="micro-batches", bytes=20 * MiB)
     write_report(path, title="x", predicted=two_ranks, size_unit=unit, caps=[30 * MiB, 30 * MiB])
     page = page_of(path)
-    assert cells(page)[:8] == ["0", "–", "predicted", "0.5", "1", "1.5", "–", "1.5"]
+    assert cells(page)[:6] == ["0", "simulated", "0.5", "1", "1.5", "1.5"]
     assert "peak memory, rank 0, micro-batches" in page and "MiB" not in page
 
 

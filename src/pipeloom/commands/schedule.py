@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..ir.errors import PipeloomError, PlanError, ScheduleError
 from ..ir.weight_policy import Updates
 from .common import FILE, NEW_FILE, console, json_option, new_table, print_json
 from .schedule_options import TIMES_HELP, shape_options, times_options, updates_options
@@ -15,6 +17,9 @@ if TYPE_CHECKING:
     from ..api import Scenario, SimulatedSchedule
 
 NAME_HELP = "NAME is one of `pipeloom schedule list`; options follow a colon, as in gis_g:group=3."
+MOST_LINES = 60
+"""A drawing goes on below itself up to so many lines, so that micro-batches have room for their numbers."""
+
 SHOWN = 3
 """Sources that `explain` prints under each reason."""
 
@@ -138,14 +143,31 @@ def compare(*, names: tuple[str, ...], scenario: Scenario, as_json: bool) -> Non
     optimizer; and of the longest span from a rank's first to its last action, which counts where each rank
     goes on by itself (post-validation).
 
-    With --json: name -> step_s, bubble, span_s, span_bubble, peak, peak_bytes, as in `show`.
+    A schedule that cannot be built so is named with the reason, after those that can; the exit status is 1.
+
+    With --json: name -> step_s, bubble, span_s, span_bubble, peak, peak_bytes, as in `show`; or error, hint.
     """
     from ..api import simulate_schedule
 
-    by_name = {name: simulate_schedule(name, scenario) for name in names}
+    by_name: dict[str, SimulatedSchedule] = {}
+    refused: dict[str, PipeloomError] = {}
+    for name in names:
+        try:
+            by_name[name] = simulate_schedule(name, scenario)
+        except (ScheduleError, PlanError) as error:
+            refused[name] = error
     if as_json:
-        print_json({name: _figures(simulated) for name, simulated in by_name.items()})
-        return
+        errors = {name: {"error": why.message, "hint": why.hint} for name, why in refused.items()}
+        print_json({name: _figures(simulated) for name, simulated in by_name.items()} | errors)
+    elif by_name:
+        _print_comparison(by_name)
+    for why in refused.values():
+        click.echo(f"error: {why.message}" + (f"\nhint: {why.hint}" if why.hint else ""), err=True)
+    if refused:
+        click.get_current_context().exit(1)
+
+
+def _print_comparison(by_name: Mapping[str, SimulatedSchedule]) -> None:
     bubbles = "bubble until\nthe last ends", "bubble of the\nlongest span"
     table = new_table("schedule", "step time", *bubbles, "peak,\nmicro-batches", left=("schedule",))
     for name, simulated in by_name.items():
@@ -282,7 +304,7 @@ def _present(
         "peak": [f"{r['peak']:.4g}" for r in by_rank],
     }
     out = console()
-    out.print(reports.gantt(simulated.timeline, columns=out.width, beside=beside))
+    out.print(reports.gantt(simulated.timeline, columns=out.width, beside=beside, most_lines=MOST_LINES))
     click.echo(
         f"step {s.step_s:.6g}; bubble {_percent(s.bubble)} until the last rank ends, "
         f"{_percent(s.span_bubble)} of the longest span of a rank; peak {_peak(simulated)} micro-batches"

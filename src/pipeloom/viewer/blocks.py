@@ -10,6 +10,7 @@ from ..ir.timeline import Event, Timeline
 from .axes import Figure, dress, time_axis
 from .labels import Label, chunks, colour, group_name, label, partners
 from .reasons import sentence
+from .report_facts import source_name
 from .units import show_share, show_time, time_unit
 
 # What an explanation adds to the plot of a timeline: a reason in each gap, and the critical path.
@@ -110,7 +111,7 @@ def timelines_figure(timelines: Sequence[Timeline], explanations: Sequence[Expla
         shared_xaxes=True,
         vertical_spacing=GAP_PX / height if len(timelines) > 1 else 0,
         row_heights=[t.ranks for t in timelines],
-        subplot_titles=[_title(t) for t in timelines],
+        subplot_titles=[_title(t, source_name(t, timelines)) for t in timelines],
     )
     for panel, timeline in enumerate(timelines, start=1):
         for explanation in (e for e in explanations if e.source == timeline.source):
@@ -143,8 +144,8 @@ def _lane(event: Event) -> str:
     return event.stream if event.stream in LANES else "compute"
 
 
-def _title(timeline: Timeline) -> str:
-    return f"<b>{timeline.source}</b>  {show_time(timeline.step_s)}, bubble {show_share(timeline.bubble)}"
+def _title(timeline: Timeline, name: str) -> str:
+    return f"<b>{name}</b>  {show_time(timeline.step_s)}, bubble {show_share(timeline.bubble)}"
 
 
 def _rank_axis(ranks: int) -> dict[str, Any]:

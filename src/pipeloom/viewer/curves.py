@@ -7,6 +7,7 @@ from typing import Any
 
 from ..ir.timeline import MemoryCurve, Timeline
 from .axes import Figure, dress, time_axis
+from .report_facts import source_name
 from .units import SizeUnit, show_size, time_unit
 
 COLOURS = {"predicted": "#9a6be0", "measured": "#12a594"}
@@ -38,7 +39,8 @@ def memory_figure(
     figure = make_subplots(rows=len(ranks), cols=1, shared_xaxes=True, vertical_spacing=GAP_PX / height)
     listed: set[str] = set()
     for timeline, curve in curves:
-        line = _curve(timeline, curve, scale=scale, span_s=span_s, size_unit=size_unit)
+        name = source_name(timeline, timelines)
+        line = _curve(timeline, curve, name, scale=scale, span_s=span_s, size_unit=size_unit)
         name = line["name"]
         figure.add_scatter(**line, showlegend=name not in listed, row=ranks.index(curve.rank) + 1, col=1)
         listed.add(name)
@@ -57,14 +59,20 @@ def memory_figure(
 
 
 def _curve(
-    timeline: Timeline, curve: MemoryCurve, *, scale: int, span_s: float, size_unit: SizeUnit | None
+    timeline: Timeline,
+    curve: MemoryCurve,
+    source: str,
+    *,
+    scale: int,
+    span_s: float,
+    size_unit: SizeUnit | None,
 ) -> dict[str, Any]:
     """Steps: each size holds until the next time, the last one until the step's end."""
     # A run notes an action's peak after the action, at the time it started.
     steps = sorted(zip(curve.times_s, curve.sizes, strict=True), key=lambda step: step[0])
     times = [*(t for t, _ in steps), max(timeline.end_s, steps[-1][0])]
     sizes = [*(s for _, s in steps), steps[-1][1]]
-    name = timeline.source if curve.tier == "device" else f"{timeline.source}, {curve.tier}"
+    name = source if curve.tier == "device" else f"{source}, {curve.tier}"
     ink = COLOURS.get(timeline.source, LOSS_COLOURS[0])
     dash = {("predicted", "device"): "dash", ("predicted", "host"): "dot"}.get((timeline.source, curve.tier))
     filled = timeline.source == "measured" and curve.tier == "device"

@@ -15,7 +15,15 @@ from .blocks import legend, timelines_figure
 from .curves import loss_figure, memory_figure
 from .labels import chunks
 from .reasons import merged, sources
-from .report_facts import Comparison, StageRow, facts, memory_kinds, stage_comparisons, stages_by_rank
+from .report_facts import (
+    Comparison,
+    StageRow,
+    facts,
+    memory_kinds,
+    source_name,
+    stage_comparisons,
+    stages_by_rank,
+)
 from .units import SizeUnit, show_count, show_error, show_share, show_size, show_time
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -95,7 +103,7 @@ def write_report(
         explained=bool(drawn and explanations),
         paired=any(t.paired for t in drawn),
         chunks=any(any(chunks(t).values()) for t in drawn),
-        idle=_idle_table(explanations) if any(e.idle for e in explanations) else None,
+        idle=_idle_table(explanations, alone=measured is None) if any(e.idle for e in explanations) else None,
         figures={name: _embedded(figure) if figure else "" for name, figure in figures.items()},
         stages=_stage_table(stages, predicted, measured) if stages else None,
         memory=_memory_table(predicted, measured, stages, caps, size_unit),
@@ -141,7 +149,7 @@ def _cards(
 def _card(name: str, both: Comparison, show: Callable[[float], str], bar: float | None) -> Card:
     if both.measured is None:
         assert both.predicted is not None
-        return Card(name=name, value=show(both.predicted), detail="predicted")
+        return Card(name=name, value=show(both.predicted), detail="simulated")
     detail = "measured" if both.predicted is None else f"predicted {show(both.predicted)}"
     if bar is None or both.error is None:
         return Card(name=name, value=show(both.measured), detail=detail)
@@ -187,6 +195,7 @@ def _memory_table(
     sizes = [peak for t in timelines for peak in t.peaks]
     kinds = [k for k in memory_kinds(timelines) if any(size.get(k, 0) > least for size in sizes)]
     show = partial(show_size, unit=size_unit)
+    compared, left = predicted is not None and measured is not None, ["rank", *(["stages"] if homes else [])]
     rows = []
     for peak in known.peaks:
         rank = int(peak.name.removeprefix("rank "))
@@ -197,13 +206,15 @@ def _memory_table(
             cells = [_text(size, show) for size in (*map(held.get, kinds), total)]
             error = _text(peak.error, show_error) if timeline is timelines[-1] else ""
             cap = show(caps[rank]) if rank < len(caps) and first else ""
-            where = (str(rank), homes.get(rank, DASH)) if first else ("", "")
-            rows.append((*where, timeline.source, *cells, error, *([cap] if caps else [])))
-    heads = ("rank", "stages", "", *kinds, "peak", "error", *(["cap"] if caps else []))
-    return HtmlTable(heads=heads, rows=tuple(rows), left=3)
+            where = [str(rank), homes.get(rank, DASH)] if first else ["", ""]
+            ends = [*([error] if compared else []), *([cap] if caps else [])]
+            name = source_name(timeline, timelines)
+            rows.append((*where[: len(left)], name, *cells, *ends))
+    heads = (*left, "", *kinds, "peak", *(["error"] if compared else []), *(["cap"] if caps else []))
+    return HtmlTable(heads=heads, rows=tuple(rows), left=len(left) + 1)
 
 
-def _idle_table(explanations: Sequence[Explanation]) -> HtmlTable:
+def _idle_table(explanations: Sequence[Explanation], *, alone: bool) -> HtmlTable:
     """Where idle time comes from: each reason, and the largest of its sources in the last explanation."""
     found = [{reason: (share, own) for reason, _, share, own in merged(sources(e))} for e in explanations]
     reasons = sorted(set().union(*found), key=lambda r: -max(f[r][0] for f in reversed(found) if r in f))
@@ -215,7 +226,8 @@ def _idle_table(explanations: Sequence[Explanation]) -> HtmlTable:
         rows.append((reason, REASONS[reason], largest, *shares))
     totals = (show_share(e.bubble) for e in explanations)
     rows.append(("all", "", "", *totals))
-    heads = ("idle", "", "largest source", *(f"of rank-time,\n{e.source}" for e in explanations))
+    names = ("simulated" if alone else e.source for e in explanations)
+    heads = ("idle", "", "largest source", *(f"of rank-time,\n{name}" for name in names))
     return HtmlTable(heads=heads, rows=tuple(rows), left=3)
 
 

@@ -103,6 +103,16 @@ def peak_of(timeline: Timeline | None, rank: int) -> int | None:
     return timeline.peak_bytes(rank) if known else None
 
 
+def source_name(timeline: Timeline, beside: Sequence[Timeline]) -> str:
+    """What a timeline is called among those that are shown: one that no run stands beside is simulated.
+
+    >>> source_name(_NOTHING, [_NOTHING])
+    'simulated'
+    """
+    alone = all(other.source == "predicted" for other in beside)
+    return "simulated" if alone else timeline.source
+
+
 def memory_kinds(timelines: Sequence[Timeline]) -> tuple[str, ...]:
     """Kinds of memory that any timeline's peaks name, in the order of `StageMemory`, others after."""
     named = {kind: None for t in timelines for peak in t.peaks for kind, size in peak.items() if size}

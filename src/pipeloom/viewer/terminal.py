@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
@@ -37,6 +38,7 @@ def gantt(
     span_s: float | None = None,
     columns: int | None = None,
     beside: Mapping[str, Sequence[str]] | None = None,
+    most_lines: int = 0,
 ) -> Group:
     """One line per rank of `width` columns for the step: `F3──` is the forward of micro-batch 3.
 
@@ -46,6 +48,8 @@ def gantt(
     Charts with the same `span_s` (seconds) have the same scale.
 
     columns: of a whole line, instead of `width`.  beside: heading -> one text per rank, to the right.
+    most_lines: where blocks have no room for their micro-batch's number, the step goes on below, in bands of
+        `width` columns, if that takes no more lines of ranks than these.
     """
     span_s = span_s or timeline.end_s
     ranks = range(timeline.ranks)
@@ -56,23 +60,34 @@ def gantt(
         width = max(20, columns - margin - 1 - sum(size + 2 for size, _, _ in sides))
     place = chunks(timeline)
     numbered = any(place.values()) and _all_fit(timeline, width / span_s)
-    lines = [
-        Text.assemble(
-            (f"{names[r]:>{margin}} ", "dim"),
-            _row(timeline, r, width, span_s, place, numbered),
-            "".join(f"  {texts[r]:>{size}}" for size, _, texts in sides),
-        )
-        for r in ranks
-    ]
+    bands = _bands(timeline, width, span_s)
+    bands = bands if bands * timeline.ranks <= most_lines else 1
+    rows = [_row(timeline, r, width * bands, span_s, place, numbered) for r in ranks]
+    parts = []
     if sides:
         heads = "".join(f"  {head:>{size}}" for size, head, _ in sides)
-        lines.insert(0, Text(f"{'':{margin + 1 + width}}{heads}", style="dim"))
-    end = show_time(span_s)
-    scale = Text(f"{'':{margin}} 0{end:>{width - 1}}", style="dim")
-    parts = [*lines, scale, _legend(timeline, place, numbered)]
-    if crowded := _crowded(timeline, width):
+        parts.append(Text(f"{'':{margin + 1 + width}}{heads}", style="dim"))
+    for band in range(bands):
+        for r in ranks:
+            texts = "" if band else "".join(f"  {own[r]:>{size}}" for size, _, own in sides)
+            cells = rows[r][width * band : width * (band + 1)]
+            parts.append(Text.assemble((f"{names[r]:>{margin}} ", "dim"), cells, texts))
+        begin, end = (show_time(span_s * edge / bands) if edge else "0" for edge in (band, band + 1))
+        parts.append(Text(f"{'':{margin}} {begin}{end:>{width - len(begin)}}", style="dim"))
+    parts.append(_legend(timeline, place, numbered))
+    if crowded := _crowded(timeline, width * bands):
         parts.append(Text(crowded, style="dim"))
     return Group(*parts)
+
+
+def _bands(timeline: Timeline, width: int, span_s: float) -> int:
+    """Into how many bands of `width` columns a step goes so that every action has room for its number."""
+    needed = 0.0
+    for event in timeline.events:
+        what = label(event.action)
+        if event.stream == "compute" and what.computes and event.duration_s > 0:
+            needed = max(needed, len(what.group + what.short) / event.duration_s)
+    return max(1, math.ceil(needed * span_s / width - 1e-9))
 
 
 def _crowded(timeline: Timeline, width: int) -> str:

@@ -204,8 +204,16 @@ def _waits(task: SchedulingProblem, t: Tables, s: State) -> Iterator[tuple[bool,
                 for i, other in enumerate(task.streams)
                 if any(user == index for user, _ in other.feeds) and not _has_run(t, s, i, b)
             ]
-            what = f"needs {needed[0]}" if needed else "is held back"
-            yield False, f"rank {rank} at {task.streams[index].action(b)} {what}"
+            action = task.streams[index].action(b)
+            others = (task.streams[i].action(int(s.batch[i])) for i in own if s.batch[i] >= 0 and i != index)
+            first = [str(other) for other in others if task.before is not None and task.before(other, action)]
+            if needed:
+                what = f"needs {needed[0]}"
+            elif first:
+                what = f"is held back by {first[0]}, which before= puts first"
+            else:
+                what = "is held back by the rows, in which another action stands first"
+            yield False, f"rank {rank} at {action} {what}"
 
 
 def _is_full(t: Tables, s: State, index: int) -> bool:
