@@ -57,10 +57,7 @@ def distance(
     found = pipelined(job, even_plan(job, stages, microbatches=4, split=split), batches)
     expected = plain(job, batches, 4)
     losses = max(abs(a - b) for a, b in zip(found.losses, expected.losses, strict=True))
-    kept = {name: t for name, t in found.buffers.items() if name in expected.buffers}
-    pairs = (
-        (found.gradients, expected.gradients),
-        (found.parameters, expected.parameters),
-        (kept, expected.buffers),
-    )
+    state = found.parameters | found.buffers, expected.parameters | expected.buffers
+    ours = {name: t for name, t in state[0].items() if name in state[1]}
+    pairs = (found.gradients, expected.gradients), (ours, state[1])
     return max(losses, *(difference(ours, theirs)[0] for ours, theirs in pairs))

@@ -1,7 +1,6 @@
 """The functions of a stage of modules: pure to the outside, exact in memory, loud when they cannot be."""
 
 import gc
-import logging
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,9 +15,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from pipeloom import Job
-from pipeloom.ir.errors import CutError
+from pipeloom.ir.errors import CaptureError, CutError
 from pipeloom.ir.graph import Value
 from pipeloom.ir.stages import cut
+from pipeloom.tracer import capture
 from pipeloom.tracer.fallback import ForwardPath, ModuleFunctions, encode_path
 from pipeloom.tracer.stage import Sink, activation_bytes, stage_functions
 
@@ -189,15 +189,10 @@ def test_a_value_whose_size_depends_on_data_cannot_cross() -> None:
     assert "when captured: a tensor whose size depends on data cannot be sent" in caught.value.message
 
 
-def test_decisions_that_only_one_stage_knows_are_refused(caplog: pytest.LogCaptureFixture) -> None:
-    """Each stage has a model of its own, as in processes: stages that share one see what it remembers."""
-    with caplog.at_level(logging.WARNING, logger="pipeloom"):
-        (first, _), state = stages_of(job(Secretive), 2)
-        (_, second), _ = stages_of(job(Secretive), 2)
-    with pytest.raises(CutError) as caught:
-        chain([first, second], state, dict(job(Secretive).batch(0, 2)))
-    assert "the forward decides on what only some stages know" in caught.value.message
-    assert "blocks.0 changes its attribute second: stages that do not run it never see that" in caplog.text
+def test_decisions_that_only_one_stage_knows_are_refused() -> None:
+    refused = r"blocks.0 \(block\) changes its attribute second, and code between modules reads it \(.*:176\)"
+    with pytest.raises(CaptureError, match=refused):
+        capture(job(Secretive), 2)
 
 
 def test_an_object_that_is_not_sent_says_whose_it_is() -> None:

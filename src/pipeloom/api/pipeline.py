@@ -39,7 +39,7 @@ from ..runtime import (
     split_batch,
 )
 from ..runtime.checkpoint import checkpoint
-from ..tracer import Captured, Job, capture, microbatch_seed, sample_batch
+from ..tracer import Captured, Job, attributes_kept, capture, microbatch_seed, sample_batch
 from .calls import Calls
 from .forecast import Forecast, Rehearsals
 from .options import Options
@@ -239,7 +239,7 @@ class Pipeline:
 
         cluster: its links are used; by default the link between ranks 0 and 1 is measured.
         """
-        with self.calls.call("a prediction"):
+        with self.calls.call("a prediction"), attributes_kept(self.captured.blueprint.model):
             self.rehearsals = Rehearsals(self.forecast(), cluster)
             return self.rehearsals.first
 
@@ -249,7 +249,7 @@ class Pipeline:
         Every rank calls it, between two steps. It takes about as long as one, and changes nothing."""
         if self.rehearsals is None:
             return self.predict()
-        with self.calls.call("a rehearsal"):
+        with self.calls.call("a rehearsal"), attributes_kept(self.captured.blueprint.model):
             return self.rehearsals.rehearse()
 
     def forecast(self) -> Forecast:

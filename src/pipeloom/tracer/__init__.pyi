@@ -1,3 +1,4 @@
+from .attributes import attributes_kept as attributes_kept
 from .blueprint import Blueprint as Blueprint, make_blueprint as make_blueprint
 from .capture import capture as capture
 from .captured import Captured as Captured

@@ -28,6 +28,7 @@ class Blueprint:
     attribute_tensors: tensors that the model holds and that are neither parameters nor buffers, by name.
     why_whole: set when the constructor reads tensor values and so cannot run on fake ones: then each
         materialisation builds the whole model.
+    changed_parameters: names of parameters that nothing trains and the forward changes: buffers to a graph.
     hooks: on parameters, as the constructor left them.
     """
 
@@ -37,6 +38,7 @@ class Blueprint:
     attribute_tensors: dict[str, Tensor] = field(default_factory=dict)
     why_whole: str = ""
     hooks: tuple[Hook, ...] = ()
+    changed_parameters: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         """Keep what the constructor made: a forward may put other tensors in the place of buffers."""

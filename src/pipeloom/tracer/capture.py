@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..ir.errors import CaptureError
+from .attributes import AttributeWatch, attributes_kept
 from .blueprint import Blueprint, make_blueprint
 from .captured import Captured
 from .export import captured_from_program, export_program
@@ -59,17 +60,31 @@ def capture(
     if job.modules is not None:
         return _as_modules(job, example, blueprint, "Job.modules says where to cut", autocast)
     try:
-        _refuse_backward_hooks(blueprint.model, job.name)
-        with python_random_kept():
-            before = python_state()
-            program = export_program(ModelWithLoss(blueprint.model, job), example, job.name, autocast)
-            if python_state() != before:
-                raise CaptureError(f"the forward of {job.name} draws random numbers that export would freeze")
-        return captured_from_program(program, job, blueprint, list(example))
+        return _exported(job, example, blueprint, autocast)
     except CaptureError as error:
         captured = _capture_instead(error, job, example, autocast)
     _log.warning("%s; cutting between its modules instead", captured.graph.fallback)
     return captured
+
+
+def _exported(
+    job: Job, example: dict[str, Tensor], blueprint: Blueprint, autocast: torch.dtype | None
+) -> Captured:
+    """The model by torch.export. Raises: CaptureError if that cannot be, or would lose something."""
+    _refuse_backward_hooks(blueprint.model, job.name)
+    with python_random_kept():
+        before = python_state()
+        watch = AttributeWatch(blueprint.model)
+        module = ModelWithLoss(blueprint.model, job)
+        module.register_forward_hook(lambda *_: watch.look())
+        with attributes_kept(blueprint.model), watch.watching():
+            program = export_program(module, example, job.name, autocast)
+        for carried in watch.carried():
+            carried.refuse()
+        if python_state() != before:
+            raise CaptureError(f"the forward of {job.name} draws random numbers that export would freeze")
+    _refuse_backward_hooks(blueprint.model, job.name)  # the forward may have put on some
+    return captured_from_program(program, job, blueprint, list(example))
 
 
 def _capture_instead(

@@ -15,6 +15,7 @@ from ...ir.errors import CaptureError
 from ..blueprint import Blueprint
 from ..captured import Captured
 from ..job import Job
+from ..parameter_changes import as_buffers
 from ..tensors import tensors_of
 from .op_graph import build_op_graph
 from .product_copies import unfold_copies
@@ -39,6 +40,16 @@ def captured_from_program(
 
     keys: names of the batch inputs.  training: if not, no gradients flow and no buffers are updated.
     """
+    for spec in program.graph_signature.output_specs:
+        if spec.kind is OutputKind.PARAMETER_MUTATION:
+            blueprint.changed_parameters.add((spec.target or "").removeprefix("model."))
+    with as_buffers(blueprint.model, blueprint.changed_parameters):
+        return _captured(program, job, blueprint, keys, training)
+
+
+def _captured(
+    program: ExportedProgram, job: Job, blueprint: Blueprint, keys: list[str], training: bool
+) -> Captured:
     graph = program.graph
     canonical = _canonical_names(blueprint.model)
     targets: dict[str, str] = {}
@@ -65,7 +76,7 @@ def captured_from_program(
             targets[node.name] = target
     updates: dict[str, str] = {}
     for spec in program.graph_signature.output_specs:
-        if spec.kind is OutputKind.BUFFER_MUTATION and training:
+        if spec.kind in (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION) and training:
             name = (spec.target or "").removeprefix("model.")
             updates[_node_for_buffer(spec.arg.name, graph, updates)] = canonical.get(name, name)
     _refuse_double_names(keys, {*canonical, *constants}, job.name)

@@ -57,9 +57,10 @@ def export_program(
         raise CaptureError(
             f"torch.export cannot capture {name}: {type(error).__name__}: {reason}", hint=HINT
         ) from error
+    model = module.get_submodule("model")
     for spec in functional.graph_signature.output_specs:
-        if spec.kind is OutputKind.PARAMETER_MUTATION:
-            target = str(spec.target).removeprefix("model.")
+        target = str(spec.target).removeprefix("model.")
+        if spec.kind is OutputKind.PARAMETER_MUTATION and model.get_parameter(target).requires_grad:
             raise CaptureError(f"the forward of {name} changes its parameter {target}", hint=HINT)
     return functional
 

@@ -68,6 +68,11 @@ class InterceptedForward(TorchFunctionMode):
         self.counts: Counter[str] = Counter()
         self._inside = False
 
+    @property
+    def inside(self) -> bool:
+        """Whether a unit runs now, or something else in which nothing is intercepted."""
+        return self._inside
+
     @abstractmethod
     def call(self, unit: Unit, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A unit is called for the time `number`, from 0. Nothing is intercepted meanwhile."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from ..parameter_changes import refuse_new_tensor
 from .intercepted_forward import output_name
 from .memory_meter import MemoryMeter
 from .recorded_run import UnitOutput
@@ -39,6 +40,7 @@ class IsolatedCall:
         """Run it with these parameters. Returns how its result is built of leaves."""
         versions = [_version(leaf) for leaf in self.arguments]
         buffers = {n: (t, t._version) for n, t in state.items() if n not in self.skeleton.params}
+        parameters = {n: (t, t.untyped_storage()._cdata) for n, t in state.items() if n not in buffers}
         with self.skeleton.using(state):
             before = {(m, a): id(t) for m, a, t in attributes(self.unit.module)}
             values = _python_values(self.unit.module)
@@ -50,6 +52,10 @@ class IsolatedCall:
                 for name, (tensor, version) in buffers.items()
                 if _updated(self.skeleton.current(name), tensor, version, meter)
             )
+            for name, (tensor, storage) in parameters.items():
+                now_there = self.skeleton.current(name)
+                if now_there is not tensor or tensor.untyped_storage()._cdata != storage:
+                    refuse_new_tensor(name)
             self._new_attributes = [
                 (m, a, t) for m, a, t in attributes(self.unit.module) if before.get((m, a)) != id(t)
             ]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from traceback import clear_frames
 
@@ -14,12 +16,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ...ir.errors import CaptureError, CutError, PipeloomError
 from ...ir.graph import OpGraph, Value
 from ...ir.stages import StageGraph
+from ..attributes import AttributeWatch, attributes_kept
 from ..blueprint import Blueprint
 from ..export import model_buffers, model_parameters
 from ..hooks import backward_hooks
 from ..job import Job
 from ..job_calls import evaluation_mode
 from ..layout import zeros_like_value
+from ..parameter_changes import ParameterWatch
 from ..tensors import autocast_region
 from .forward_path import PATH_PREFIX, ForwardPath, encode_path
 from .module_functions import ModuleFunctions
@@ -73,6 +77,11 @@ def cut_modules(
         evaluated = _record(job, batch, skeleton, autocast, recording.tainted_decisions)
     recording.evaluation_calls = evaluated.call_named
     recording.values = evaluated.values | recording.values
+    builder = build_ops(recording, skeleton, groups)
+    ops = builder.ops()
+    if recording.parameter_watch is not None:
+        recording.parameter_watch.refuse(Counter(name for op in ops for name in op.params))
+        recording.parameter_watch = None
     for unit, names in recording.changed_attributes.items():
         _log.warning(
             "%s changes its attribute %s: stages that do not run it never see that, so the code between "
@@ -80,8 +89,6 @@ def cut_modules(
             unit,
             ", ".join(names),
         )
-    builder = build_ops(recording, skeleton, groups)
-    ops = builder.ops()
     sent = {value.name for op in ops for value in op.outputs}
     recording.samples = {name: sample.clone() for name, sample in recording.samples.items() if name in sent}
     graph = OpGraph(
@@ -222,12 +229,21 @@ def _attempt(
     forced: Sequence[float],
 ) -> RecordedRun:
     recorder = ForwardRecorder(skeleton, parameters, forced=forced, trunks=trunks_of(list(skeleton.units)))
-    with torch.random.fork_rng(), autocast_region(parameters.device.type, autocast):
-        if not parameters.fake:
-            return recorder.record(job, {key: t.to(parameters.device).clone() for key, t in batch.items()})
-        mode = next(p.fake_mode for p in _fakes(skeleton))
-        with mode:
-            return recorder.record(job, {key: mode.from_tensor(t) for key, t in batch.items()})
+    mode = next(p.fake_mode for p in _fakes(skeleton)) if parameters.fake else None
+    if mode is None:
+        batch = {key: t.to(parameters.device).clone() for key, t in batch.items()}
+    else:
+        batch = {key: mode.from_tensor(t) for key, t in batch.items()}
+    watch = AttributeWatch(skeleton.model, units=skeleton.units, inside=lambda: recorder.inside)
+    changes = ParameterWatch(parameters.storages, between=lambda: not recorder.inside)
+    with attributes_kept(skeleton.model), torch.random.fork_rng(), watch.watching():
+        with autocast_region(parameters.device.type, autocast), mode or nullcontext(), changes.watching():
+            recording = recorder.record(job, batch)
+        watch.look()
+    for carried in watch.carried():
+        carried.refuse()
+    recording.parameter_watch = changes
+    return recording
 
 
 def _fakes(skeleton: Skeleton) -> list[FakeTensor]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec
 
 from ...ir.graph import Value
+from ..parameter_changes import ParameterWatch
 from .intercepted_forward import START
 
 LOSS = "=loss"
@@ -97,6 +98,7 @@ class RecordedRun:
     decides_on_data: modules whose own glue decides on data -> whether shapes depend on it too.
     python_random: Python's or NumPy's generators were used.
     changed_attributes: unit -> attributes, Python values, that it changed: other stages do not see that.
+    parameter_watch: what it has changed in parameters, until that is judged.
     evaluation_calls: calls of a run in evaluation mode, by name: what units return may differ.
     """
 
@@ -115,6 +117,7 @@ class RecordedRun:
     same_stage: list[SameStage] = field(default_factory=list)
     python_random: bool = False
     changed_attributes: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    parameter_watch: ParameterWatch | None = None
     evaluation_calls: Mapping[str, UnitCall] = field(default_factory=dict)
 
     def stretch(self, name: str) -> list[str]:

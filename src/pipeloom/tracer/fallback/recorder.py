@@ -20,6 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...ir.graph import Value
 from ..job import Job
+from ..parameter_changes import refuse_new_tensor
 from ..random import python_state, seeded
 from ..tensors import tensors_of
 from .intercepted_forward import START, InterceptedForward, call_name, glue_name
@@ -182,6 +183,8 @@ class ForwardRecorder(InterceptedForward):
     def function(self, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name in HOOKS:
             refuse_hook(name)
+        if name == "__set__.data" and (parameter := self.skeleton.name_of(args[0])) in self.skeleton.params:
+            refuse_new_tensor(parameter)
         args, kwargs = tree_map(self._real_tensor, (args, kwargs))
         tensors = [leaf for leaf in leaves_in(args, kwargs) if isinstance(leaf, Tensor)]
         sources = [known for t in tensors if (known := self._source(t)) is not None]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ...ir.errors import CutError
+from ..attributes import attributes_kept
 from ..stage import DiscardSink, activation_bytes
 from .module_functions import ModuleFunctions
 from .skeleton import Skeleton
@@ -40,6 +41,7 @@ class TrialParameters:
         self._order = list(skeleton.names)
         self._loaded: dict[str, Tensor] = {}
         self._pinned: dict[str, Tensor] = {}
+        self._storages: dict[int, str] = {}
 
     @property
     def loaded_bytes(self) -> int:
@@ -53,7 +55,17 @@ class TrialParameters:
             return {name: self.skeleton.resting(name) for name in names}
         if any(name not in self._loaded for name in names):
             self._loaded = self._load(names)
+            real = (self._loaded | self._pinned).items()
+            self._storages = {t.untyped_storage()._cdata: n for n, t in real if n in self.skeleton.params}
         return {name: self._leaf(name, self._loaded[name]) for name in names}
+
+    def storages(self) -> dict[int, str]:
+        """Storages of the parameters that are in memory -> FQN."""
+        if self.fake and not self._storages:
+            self._storages = {
+                self.skeleton.resting(n).untyped_storage()._cdata: n for n in self.skeleton.params
+            }
+        return self._storages
 
     def pinned(self, name: str) -> Tensor:
         """The same tensor every time."""
@@ -90,7 +102,7 @@ def trial_run(functions: ModuleFunctions, batch: Mapping[str, Tensor], device: t
     """
     state = initial_state(functions.skeleton, [*functions.params, *functions.buffers], device)
     inputs = {n: t.to(device) for n, t in batch.items()} | dict(functions.examples)
-    with torch.random.fork_rng(), torch.no_grad():
+    with attributes_kept(functions.skeleton.model), torch.random.fork_rng(), torch.no_grad():
         for split in (False, True):
             outputs, residuals = functions.forward(state, inputs, 0)
             if not functions.differentiable:
