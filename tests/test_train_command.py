@@ -2,9 +2,11 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import time
 import tomllib
 from collections.abc import Iterator
 from dataclasses import replace
@@ -112,6 +114,34 @@ def test_a_run_leaves_everything_behind(folder: Path) -> None:
     assert "predicted:" in done.stderr and "report: runs/tiny-1/report.html" in done.stderr
     told = "one rehearsal after 3 steps, against the steps around it: predicted step time off by "
     assert told in done.stderr and told in (out / "report.html").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "times", "status"), [(signal.SIGTERM, 1, 143), (signal.SIGINT, 3, 130)])
+def test_a_run_that_is_ended_says_how_far_it_is_kept(
+    folder: Path, number: signal.Signals, times: int, status: int
+) -> None:
+    process = subprocess.Popen(
+        [*COMMAND, "config.toml", "--steps", "100000", "--out", "a"],
+        cwd=folder,
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step 10/"):
+            break
+    second = run(folder, "--resume", "--out", "a")
+    assert second.returncode == 2 and f"a is in use by process {process.pid} on " in second.stderr
+    for _ in range(times):
+        process.send_signal(number)
+        time.sleep(0.1)
+    _, told = process.communicate(timeout=120)
+    assert process.returncode == status and "Traceback" not in told, told
+    assert re.search(r"^a is kept up to step \d+: go on with --resume --out a$", told, re.MULTILINE), told
+    assert not (folder / "a" / "lock").exists()
 
 
 @pytest.mark.slow

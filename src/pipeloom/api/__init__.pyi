@@ -44,7 +44,12 @@ from .plan_request import (
     limits as limits,
     plan_rows as plan_rows,
 )
-from .ranks import connect as connect, launch as launch, result_of_rank_0 as result_of_rank_0
+from .ranks import (
+    connect as connect,
+    launch as launch,
+    result_of_rank_0 as result_of_rank_0,
+    terminate_as_exit as terminate_as_exit,
+)
 from .reports import (
     SizeUnit as SizeUnit,
     StageRow as StageRow,

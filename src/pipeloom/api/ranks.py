@@ -24,11 +24,20 @@ from ..runtime import (
     gather_text,
     launch,
     local_channels,
+    terminate_as_exit,
     watch_ranks,
 )
 from .options import Options
 
-__all__ = ["JoinedRanks", "connect", "join_ranks", "launch", "rank_device", "result_of_rank_0"]
+__all__ = [
+    "JoinedRanks",
+    "connect",
+    "join_ranks",
+    "launch",
+    "rank_device",
+    "result_of_rank_0",
+    "terminate_as_exit",
+]
 
 T = TypeVar("T")
 

@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -43,6 +43,13 @@ class Commands(click.Group):
     went wrong.
     """
 
+    _is_process = False
+
+    def main(self, args: Sequence[str] | None = None, *rest: Any, **more: Any) -> Any:
+        """args: None for those of the process, which then ends with the command."""
+        self._is_process = args is None
+        return super().main(args, *rest, **more)
+
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
@@ -52,6 +59,8 @@ class Commands(click.Group):
                 click.echo(f"hint: {error.hint}", err=True)
             ctx.exit(2 if isinstance(error, ConfigError) else 1)
         except KeyboardInterrupt:
+            if self._is_process:
+                signal.signal(signal.SIGINT, signal.SIG_IGN)  # a third Ctrl-C would end in a traceback
             click.echo("interrupted", err=True)
             ctx.exit(128 + signal.SIGINT)
         except OSError as error:

@@ -31,6 +31,7 @@ from .run_directory import (
     find_run as find_run,
     new_run as new_run,
 )
+from .run_lock import LOCK as LOCK, RunLock as RunLock
 from .text import (
     Span as Span,
     Text as Text,

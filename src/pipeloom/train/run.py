@@ -25,7 +25,6 @@ from ..api import (
     Options,
     Pipeline,
     capture,
-    checkpoint_step,
     connect,
     explain_steps,
     hand_over_model,
@@ -39,8 +38,9 @@ from ..api import (
     require_training,
     result_of_rank_0,
     take_over_model,
+    terminate_as_exit,
 )
-from ..ir.errors import CheckpointError, ConfigError, PeerError, PipeloomError
+from ..ir.errors import ConfigError, PeerError, PipeloomError
 from ..ir.files import write_whole
 from ..ir.memory_policy import TREATMENTS
 from ..ir.plan import Plan, load_plan
@@ -49,7 +49,9 @@ from .config import Config
 from .config_text import read_config, write_config
 from .loop import train
 from .report import predicted_step, print_end, stage_rows, summary, write_files
-from .run_directory import DirectorySnapshot, find_run, new_run, reported, require_new
+from .resuming import end_undisturbed, extended, interrupted, is_finished
+from .run_directory import DirectorySnapshot, find_run, new_run, require_new
+from .run_lock import RunLock
 from .workload import Workload, gpt_workload, job_workload, rate_scheduler
 
 
@@ -91,37 +93,57 @@ def run(request: TrainRequest) -> int:
 
     Raises: PipeloomError for what is wrong before the ranks start.
     """
+    with RunLock() as lock:
+        return _run_alone(request, lock)
+
+
+def _run_alone(request: TrainRequest, lock: RunLock) -> int:
     if "RANK" in os.environ:
         device = torch.device(read_config(request.file, request.overrides).pipeline.device)
         group = connect(device)
-        prepared = result_of_rank_0(group, lambda: prepare_run(request))
-        if not result_of_rank_0(group, lambda: request.resume and _is_finished(prepared)):
+        prepared = result_of_rank_0(group, lambda: prepare_run(request, lock=lock))
+        if not result_of_rank_0(group, lambda: _nothing_left(prepared)):
             try:
                 run_rank(result_of_rank_0(group, lambda: with_model(prepared)))
             finally:
                 if dist.get_rank(group) == 0:
                     prepared.snapshot.restore(prepared.out)
         return 0
-    prepared = prepare_run(request)
-    if request.resume and _is_finished(prepared):
-        return 0
-    ranks = len(set(load_plan(prepared.out / "plan.json").placement))
-    try:
-        return launch(run_rank, ranks, args=(with_model(prepared),))
-    except KeyboardInterrupt:
-        prepared.snapshot.restore(prepared.out)
-        print(_interrupted(prepared.out), file=sys.stderr)
-        raise
-    finally:
-        prepared.snapshot.restore(prepared.out)
+    with terminate_as_exit():
+        prepared = prepare_run(request, lock=lock)
+        if _nothing_left(prepared):
+            return 0
+        ranks = len(set(load_plan(prepared.out / "plan.json").placement))
+        try:
+            return launch(run_rank, ranks, args=(with_model(prepared),))
+        except (KeyboardInterrupt, SystemExit):  # Ctrl-C and SIGTERM
+            end_undisturbed()
+            prepared.snapshot.restore(prepared.out)
+            print(interrupted(prepared.out), file=sys.stderr)
+            raise
+        finally:
+            prepared.snapshot.restore(prepared.out)
+
+
+def _nothing_left(prepared: PreparedRun) -> bool:
+    """Whether a run is resumed that has ended and has its report; prints what it is asked to."""
+    request, out = prepared.request, prepared.out
+    if not request.resume or not is_finished(prepared.config, out, request.console):
+        return False
+    if request.as_json:
+        print((out / "summary.json").read_text(), end="")
+    return True
 
 
 def prepare_run(
-    request: TrainRequest, plan_run: Callable[[Config, Workload, Console], PlannedRun] | None = None
+    request: TrainRequest,
+    plan_run: Callable[[Config, Workload, Console], PlannedRun] | None = None,
+    *,
+    lock: RunLock | None = None,
 ) -> PreparedRun:
     """Decide config, directory and plan, and write the first and the last into the second.
 
-    plan_run: makes the plan; `make_plan` by default.
+    plan_run: makes the plan; `make_plan` by default.  lock: takes the directory before it is read.
     """
     config = _named(read_config(request.file, request.overrides))
     if not request.resume:
@@ -129,11 +151,13 @@ def prepare_run(
         out, replan = None, True
     else:
         out = find_run(config.name, request.out)
+        if lock is not None:
+            lock.take(out)
         before = read_config(out / "config.toml")
         if request.file is None:
             config = _named(read_config(out / "config.toml", request.overrides))
             if not any(text.startswith("steps=") for text in request.overrides):
-                config = _extended(config, out, request.console)
+                config = extended(config, out, request.console)
         replan = _planned_from(config) != _planned_from(before)
     if replan and config.pipeline.plan is not None:
         config = follow_plan(config, load_plan(Path(config.pipeline.plan)), request.overrides)
@@ -145,7 +169,11 @@ def prepare_run(
     model = None if planned is None or planned.model is None else _handed_over(config, workload, planned)
     # Only now: a request that cannot be planned leaves no directory behind.
     snapshot = DirectorySnapshot.of(out or request.out)
-    out = out or new_run(config.name, request.out)
+    if out is None:
+        out = new_run(config.name, request.out)
+        if lock is not None:
+            lock.take(out)
+        require_new(out)  # again: another run may have ended here in between
     try:
         if planned is not None:
             planned.plan.save(out / "plan.json")
@@ -185,65 +213,6 @@ def _named(config: Config) -> Config:
     if config.job is None or config.name != Config().name:
         return config
     return replace(config, name=re.sub(r"[^\w.-]+", "-", load_job(config.job).name))
-
-
-def _interrupted(out: Path) -> str:
-    """What a run that was broken off leaves."""
-    if not out.exists():
-        return f"{out} had not begun to train, and is gone"
-    try:
-        return (
-            f"{out} is kept up to step {checkpoint_step(out / 'checkpoint')}: go on with --resume --out {out}"
-        )
-    except CheckpointError:
-        return f"{out} has no checkpoint yet, so it cannot be resumed: remove it, or start anew elsewhere"
-
-
-def _extended(config: Config, out: Path, console: Console) -> Config:
-    """A finished run that is resumed without saying how far goes on for as many steps as last time.
-
-    One that was killed before it had written its report does not: it ends as it was asked to.
-    """
-    done = checkpoint_step(out / "checkpoint")
-    report = reported(out)
-    if done < config.steps or report is None or report.steps != done:
-        return config
-    first = report.first_step
-    console.print(
-        f"{out} had done its {done} steps: it goes on to step {2 * done - first}. Another end: --steps N",
-        highlight=False,
-        soft_wrap=True,
-    )
-    return replace(config, steps=2 * done - first)
-
-
-def _is_finished(prepared: PreparedRun) -> bool:
-    """Whether nothing is left to do, not even the report; says so.
-
-    Raises: CheckpointError if there is nothing to resume from.
-    """
-    config, out, request = prepared.config, prepared.out, prepared.request
-    steps = checkpoint_step(out / "checkpoint")
-    if steps < config.steps:
-        return False
-    report = reported(out)
-    if report is None or report.steps != steps:
-        request.console.print(
-            f"{out} had done its {steps} steps and has no report of them: it is written now. "
-            f"To train on: --resume --steps {2 * steps}",
-            highlight=False,
-            soft_wrap=True,
-        )
-        return False
-    request.console.print(
-        f"{out} is finished: {steps} of {config.steps} steps are done. "
-        f"To train on: --resume, or --resume --steps {2 * steps}",
-        highlight=False,
-        soft_wrap=True,
-    )
-    if request.as_json:
-        print((out / "summary.json").read_text(), end="")
-    return True
 
 
 def make_workload(config: Config) -> Workload:

@@ -22,6 +22,7 @@ import msgspec
 
 from ..ir.errors import ConfigError
 from ..ir.files import write_whole, writing
+from .run_lock import LOCK
 
 RUNS = Path("runs")
 
@@ -35,7 +36,7 @@ WRITTEN = ("config.toml", "plan.json")
 REPORT = ("trace.json", "report.html", "summary.json")
 """What is written when all steps are done, in this order."""
 
-OWN = (*WRITTEN, STARTED, "checkpoint", *REPORT)
+OWN = (*WRITTEN, STARTED, LOCK, "checkpoint", *REPORT)
 """All that a run reads and writes in its directory."""
 
 
@@ -128,7 +129,8 @@ class DirectorySnapshot:
                 (out / name).unlink(missing_ok=True)
             else:
                 (out / name).write_bytes(content)
-        if not self.existed and not any(out.iterdir()):
+        if not self.existed and {path.name for path in out.iterdir()} <= {LOCK}:
+            (out / LOCK).unlink(missing_ok=True)
             out.rmdir()
 
 
