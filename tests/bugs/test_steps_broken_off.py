@@ -85,7 +85,7 @@ def trained(broken: Callable[[Pipeline], None] | None, *, accumulate: int = 1) -
             broken(pipeline)
         losses.append(pipeline.step(job.batch(2, 6 * accumulate)))
         assert pipeline.ledger.levels == levels
-        return losses, dict(pipeline.weights.state(0)), pipeline.weights.last_gradients
+        return losses, dict(pipeline.weights.newest_state), pipeline.weights.last_gradients
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,12 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Job:
 
 def everything(weights: Weights) -> Any:
     assert weights.optimizer is not None
-    found = (weights.optimizer.state_dict(), weights.state(0), weights.last_gradients, torch.get_rng_state())
+    found = (
+        weights.optimizer.state_dict(),
+        weights.newest_state,
+        weights.last_gradients,
+        torch.get_rng_state(),
+    )
     return copy.deepcopy([{**value} if isinstance(value, dict) else value for value in found])
 
 

@@ -51,11 +51,11 @@ def test_every_action_is_timed_and_nothing_is_left(split: bool) -> None:
     def rank(index: int, channel: LocalChannel) -> None:
         with Pipeline(job, plan, channel=channel) as pipeline:
             weights = pipeline.weights
-            before = {key: tensor.clone() for key, tensor in weights.state(0).items()}
+            before = {key: tensor.clone() for key, tensor in weights.newest_state.items()}
             walk = rehearsal_of(pipeline).time_actions()
             assert set(walk) == set(plan.as_schedule.rows[index])
             assert min(walk.values()) > 0
-            after = weights.state(0)
+            after = weights.newest_state
             assert set(after) == set(before)
             assert all(torch.equal(before[key], after[key]) for key in before)
             assert not weights.grads.touched
@@ -86,7 +86,7 @@ def training(job: Job, plan: Plan, *, rehearses: bool, **options: Any) -> list[t
             optimizer = pipeline.weights.optimizer
             return (
                 losses,
-                dict(pipeline.weights.state(0)),
+                dict(pipeline.weights.newest_state),
                 pipeline.weights.last_gradients,
                 copy.deepcopy(optimizer.state_dict()) if optimizer else None,
                 pipeline.ledger.peak,

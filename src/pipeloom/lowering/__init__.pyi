@@ -1,1 +1,2 @@
 from .passes import lower as lower
+from .steady import SteadyRow as SteadyRow, SteadyRows as SteadyRows

@@ -16,8 +16,7 @@ messages behind it, and who posts a receive then waits for it, with gloo for up 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -26,7 +25,8 @@ from ..ir.errors import CommunicationError
 from ..tracer import has_order, permute_to_memory
 from .failure import Watch
 from .messages import BufferPool, Message, as_bytes, check_tensors, pack, unpack
-from .transports import CompletedTransfer, PendingTransfer, Transport
+from .posted import PendingSum, PostedReceive, PostedSend, Source
+from .transports import CompletedTransfer, PendingTransfer, SumGroup, Transport
 
 SMALL_BYTES = 1 << 16
 """Sends up to this size are looked at only at the end of the step: to see whether one has ended takes longer
@@ -68,49 +68,20 @@ class Channel(Protocol):
     def release(self, message: Message) -> None:
         """The values of a received message are no longer used: its buffer may be reused."""
 
-    def end(self) -> None:
-        """End a step: wait until all sends of this rank have ended."""
+    def end(self, *, wait_for_sends: bool = True) -> None:
+        """End a step: wait until all sends of this rank have ended, unless another one follows at once."""
 
     def all_reduce(self, tensor: Tensor, ranks: Sequence[int] | None = None) -> None:
         """Sum in place over `ranks` (all of them if None); each calls it, in the same order."""
+
+    def begin_sum(self, tensor: Tensor, group: SumGroup) -> PendingSum:
+        """Begin a sum in place over the ranks of a group that `open_groups` has made."""
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """One small picklable object from every rank, in rank order."""
 
     def broadcast_object(self, value: Any, source: int = 0) -> Any:
         """The small picklable object that rank `source` has."""
-
-
-@dataclass
-class _Source:
-    """The messages of one source in this step, and how far this rank is with them.
-
-    earlier: how many there were in earlier steps.  waiting_for: key -> index, of those not received yet.
-    received <= posted <= with_buffer: how many have come, have a receive posted, have a buffer, or had.
-    """
-
-    earlier: int = 0
-    messages: tuple[Message, ...] = ()
-    with_buffer: int = 0
-    posted: int = 0
-    received: int = 0
-    waiting_for: dict[str, int] = field(default_factory=dict)
-
-
-class _PostedReceive(NamedTuple):
-    buffer: Tensor
-    transfer: PendingTransfer
-
-
-@dataclass
-class _PostedSend:
-    """A message under way. number: among all sends.  packed: its buffer is the pool's, not the caller's."""
-
-    number: int
-    message: Message
-    transfer: PendingTransfer
-    buffer: Tensor
-    packed: bool
 
 
 class PostedChannel:
@@ -140,13 +111,13 @@ class PostedChannel:
         self._ahead = ahead
         self._timeout_s = timeout_s
         self._pool = BufferPool(device, on_change)
-        self._sources: dict[int, _Source] = {}
+        self._sources: dict[int, Source] = {}
         # Receive buffers by the message's key: not posted yet, posted, and received but not released.
         self._unposted: dict[str, Tensor] = {}
-        self._receives: dict[str, _PostedReceive] = {}
+        self._receives: dict[str, PostedReceive] = {}
         self._in_use: dict[str, Tensor] = {}
-        self._sends: list[_PostedSend] = []
-        self._small_sends: list[_PostedSend] = []
+        self._sends: list[PostedSend] = []
+        self._small_sends: list[PostedSend] = []
         self._send_count = 0
         self._sent_to: dict[int, int] = {}
         watch.on_failure(transport.interrupt)
@@ -184,7 +155,7 @@ class PostedChannel:
         for message in incoming:
             by_source.setdefault(message.source, []).append(message)
         for rank, messages in by_source.items():
-            source = self._sources.setdefault(rank, _Source())
+            source = self._sources.setdefault(rank, Source())
             source.messages = tuple(messages)
             source.waiting_for = {message.key: index for index, message in enumerate(messages)}
             self._take_buffers(source, self._ahead)
@@ -215,7 +186,7 @@ class PostedChannel:
         transfer = self._transport.send(buffer, message.target, index)
         sends = self._small_sends if message.bytes <= SMALL_BYTES else self._sends
         self._send_count += 1
-        sends.append(_PostedSend(self._send_count, message, transfer, buffer, packed))
+        sends.append(PostedSend(self._send_count, message, transfer, buffer, packed))
 
     def receive(self, message: Message) -> list[Tensor]:
         """Wait for a message and return its values, which are valid until `release`.
@@ -271,8 +242,8 @@ class PostedChannel:
         """The values of a received message are no longer used: its buffer may be reused."""
         self._pool.give(self._in_use.pop(message.key))
 
-    def end(self) -> None:
-        """End a step: wait until all sends of this rank have ended.
+    def end(self, *, wait_for_sends: bool = True) -> None:
+        """End a step: wait until all sends of this rank have ended, unless another one follows at once.
 
         Raises: CommunicationError if an announced message was never received or a send does not end in
             time; PeerError if another rank failed.
@@ -283,7 +254,7 @@ class PostedChannel:
                 f"rank {self.rank} ends its step without having received {', '.join(forgotten)}",
                 hint="receive every message that begin() names",
             )
-        for sent in [*self._sends, *self._small_sends]:
+        for sent in [*self._sends, *self._small_sends] if wait_for_sends else []:
             self._wait_for(sent)
         self._free_finished_sends()
         self._small_sends = self._unfinished(self._small_sends)
@@ -322,6 +293,21 @@ class PostedChannel:
         if mine.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(mine)
 
+    def open_groups(self, groups: Sequence[SumGroup]) -> None:
+        """Make groups of ranks for sums beside the steps. Every rank calls it with the same groups."""
+        self._transport.open_groups(groups)
+
+    def begin_sum(self, tensor: Tensor, group: SumGroup) -> PendingSum:
+        """Begin a sum in place over the ranks of an open group; all its ranks begin its sums in one order.
+
+        tensor: contiguous; it must not be used before `PendingSum.wait`.
+        """
+        self._post_receives()
+        transfer: PendingTransfer = CompletedTransfer()
+        if len(group.ranks) > 1:
+            transfer = self._transport.all_reduce(tensor, group)
+        return PendingSum(group, transfer, self._wait_for_sum)
+
     def all_gather_object(self, value: Any) -> list[Any]:
         """One small picklable object from every rank, in rank order."""
         self._post_receives()
@@ -337,7 +323,7 @@ class PostedChannel:
         """The small picklable object that rank `source` has."""
         return self.all_gather_object(value if self.rank == source else None)[source]
 
-    def _take_buffers(self, source: _Source, count: int) -> None:
+    def _take_buffers(self, source: Source, count: int) -> None:
         """Take buffers until `count` of a source's messages have one; `_post_receives` posts them."""
         while source.with_buffer < min(count, len(source.messages)):
             message = source.messages[source.with_buffer]
@@ -354,10 +340,15 @@ class PostedChannel:
                 if message.bytes:
                     index = source.earlier + source.posted
                     transfer = self._transport.receive(buffer, message.source, index)
-                self._receives[message.key] = _PostedReceive(buffer, transfer)
+                self._receives[message.key] = PostedReceive(buffer, transfer)
                 source.posted += 1
 
-    def _wait_for(self, sent: _PostedSend) -> None:
+    def _wait_for_sum(self, group: SumGroup, transfer: PendingTransfer) -> None:
+        self._post_receives()
+        others = tuple(rank for rank in group.ranks if rank != self.rank)
+        self._watch.wait(f"a sum of {group.name}", others, lambda: transfer.wait(self._timeout_s))
+
+    def _wait_for(self, sent: PostedSend) -> None:
         target = sent.message.target
         self._wait(f"rank {target} to receive {sent.message.key}", target, sent.transfer)
 
@@ -377,7 +368,7 @@ class PostedChannel:
         if self._sends:
             self._sends = self._unfinished(self._sends)
 
-    def _unfinished(self, sends: list[_PostedSend]) -> list[_PostedSend]:
+    def _unfinished(self, sends: list[PostedSend]) -> list[PostedSend]:
         """The sends that have not ended; what the others held is freed."""
         unfinished = []
         for sent in sends:

@@ -65,6 +65,7 @@ class Compute:
         step.count_residuals(action, state, -state.residual_bytes)
         state.output_grads = {}
         step.in_flight.release_inputs(state, step.channel)
+        step.release_version(state)
         hand_back(step, action, input_grads)
 
     def backward_input(self, step: StepContext, action: Action) -> None:
@@ -86,11 +87,12 @@ class Compute:
         """W: what I has left -> gradients of parameters."""
         state, functions = step.state(action), step.functions(action)
         if not functions.differentiable:
-            return
+            return step.release_version(state)
         parameters = step.parameters(action)
         with step.recorder.record("compute", str(action)):
             functions.backward_weight(parameters, state.carried, step.weights.grads)
         self._count_peak(step, action)
+        step.release_version(state)
         step.count_residuals(action, state, -state.residual_bytes)
         step.in_flight.release_inputs(state, step.channel)
 
@@ -124,6 +126,8 @@ class Compute:
     def _skip_backward(self, step: StepContext, action: Action, state: MicrobatchState) -> None:
         """A stage without gradients, as one of frozen parameters on the model's inputs."""
         state.residuals = {}
+        if action.kind == B:
+            step.release_version(state)
         step.count_residuals(action, state, -state.residual_bytes)
         step.in_flight.release_inputs(state, step.channel)
 

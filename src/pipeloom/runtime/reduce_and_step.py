@@ -1,25 +1,61 @@
-"""What ends a step: REDUCE, the all-reduce of tied gradients; clipping; and STEP, the optimizer."""
+"""What ends a step: REDUCE, the all-reduce of tied gradients; clipping; and STEP, the optimizer.
+
+Where the pipeline does not drain between two steps, sums run beside the next one, and only STEP waits:
+
+    REDUCE   gradients are complete: begin the sums of tied ones, and from now on add into other buffers
+    ...      once these are there, begin the sum of the norm          (looked at between two instructions)
+    STEP     wait for both, clip, update
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
 from ..ir.action import StageAction
 from ..ir.tied_gradients import reductions
+from .posted import PendingSum
 from .step_state import StepContext
+from .transports import SumGroup
 from .weights import clip_factor
+
+
+def norm_group(ranks: int) -> SumGroup:
+    """All ranks, which sum the squares of their gradients."""
+    return SumGroup("the gradients' norm", tuple(range(ranks)))
+
+
+def gradient_group(ranks: tuple[int, ...]) -> SumGroup:
+    """Ranks that sum the gradients of what they share."""
+    return SumGroup("shared gradients", ranks)
+
+
+@dataclass(eq=False)
+class _PendingUpdate:
+    """Sums that an update waits for.  squares: of this rank's gradients; None until their sum has begun."""
+
+    gradients: list[tuple[PendingSum, Tensor, Tensor]] = field(default_factory=list)
+    squares: Tensor | None = None
+    norm: PendingSum | None = None
 
 
 class ReduceAndStep:
     """Handlers of REDUCE and STEP.
 
     clip_norm: limit of the gradients' global norm; None for no limit.  grad_norm: that norm, last time.
+    after_step: called after each update.
     updating: whether the optimizer may have updated some parameters and not others; whoever calls the worker
         sets it back once the call is over.
     """
 
-    def __init__(self, clip_norm: float | None) -> None:
+    def __init__(self, clip_norm: float | None, after_step: Callable[[], None]) -> None:
         self.clip_norm = clip_norm
         self.grad_norm: float | None = None
         self.updating = False
+        self._after_step = after_step
+        self._pending: _PendingUpdate | None = None
 
     def reduce_tied_gradients(self, step: StepContext, action: StageAction) -> None:
         """REDUCE: add the gradients of each tied parameter over the ranks that have a replica of it.
@@ -28,11 +64,43 @@ class ReduceAndStep:
         """
         if not step.update:
             return
+        if action.update >= 0:
+            return self._begin_sums(step)
         gradients = step.weights.grads
         with step.recorder.record("recv", str(action)):
             for tie in reductions(step.stages, step.placement)[step.rank]:
                 if tie.name in gradients.sums:
                     step.channel.all_reduce(gradients.total(tie.name), tie.ranks)
+
+    def _begin_sums(self, step: StepContext) -> None:
+        gradients = step.weights.begin_sums()
+        pending = self._pending = _PendingUpdate()
+        tied = reductions(step.stages, step.placement)
+        for tie in tied[step.rank] if step.rank < len(tied) else ():
+            if tie.name in gradients.sums and len(tie.ranks) > 1:
+                total = gradients.total(tie.name)
+                dense = total.contiguous()
+                begun = step.channel.begin_sum(dense, gradient_group(tie.ranks))
+                pending.gradients.append((begun, dense, total))
+        self.progress(step)
+
+    def progress(self, step: StepContext) -> None:
+        """Begin the sum of the norm once the gradients are there; never blocks."""
+        pending = self._pending
+        if pending is None or self.clip_norm is None or pending.norm is not None:
+            return
+        if all(begun.done() for begun, _, _ in pending.gradients):
+            self._begin_norm(step, pending)
+
+    def _begin_norm(self, step: StepContext, pending: _PendingUpdate) -> None:
+        for begun, dense, total in pending.gradients:
+            begun.wait()
+            if dense is not total:
+                total.copy_(dense)
+        pending.gradients = []
+        if self.clip_norm is not None:
+            pending.squares = step.weights.norm_squares(self._counted_here(step)).reshape(1)
+            pending.norm = step.channel.begin_sum(pending.squares, norm_group(len(step.program.rows)))
 
     def step(self, step: StepContext, action: StageAction) -> None:
         """STEP: clip, then update. The optimizer holds all stages of the rank: it runs at the last STEP of
@@ -40,26 +108,50 @@ class ReduceAndStep:
         last = max(s for s, rank in enumerate(step.placement) if rank == step.rank)
         if not step.update or action.stage != last:
             return
-        if self.clip_norm is not None:
+        if self._pending is not None:
+            self._wait_for_sums(step, self._pending, action)
+        elif self.clip_norm is not None:
             self._clip(step, self.clip_norm)
         self.updating = True
         with step.recorder.record("compute", str(action)):
             step.weights.step()
-        step.ledger.set("optimizer", step.weights.sizes["optimizer"], str(action))
+        self._after_step()
+        for kind in ("optimizer", "parameters"):
+            step.ledger.set(kind, step.weights.sizes[kind], str(action))
         step.ledger.during(str(action), step.weights.step_bytes, {})
 
+    def _wait_for_sums(self, step: StepContext, pending: _PendingUpdate, action: StageAction) -> None:
+        with step.recorder.record("recv", "SUMS"):
+            if pending.norm is None:
+                self._begin_norm(step, pending)
+            if pending.norm is not None:
+                pending.norm.wait()
+        self._pending = None
+        if pending.squares is not None and self.clip_norm is not None:
+            self._scale(step, pending.squares, self.clip_norm)
+
+    def forget(self) -> None:
+        """Forget sums that a step that was broken off has begun."""
+        self._pending = None
+
     def _clip(self, step: StepContext, limit: float) -> None:
-        """Scale gradients by the norm over all ranks; a tied parameter counts once, on its lowest rank."""
-        tied, placement = step.stages.tied, step.placement
-        counted_here = [
-            name
-            for name in step.weights.grads.sums
-            if name not in tied or step.rank == min(placement[stage] for stage in tied[name])
-        ]
-        squares = step.weights.norm_squares(counted_here).reshape(1)
+        """Scale gradients by the norm over all ranks."""
+        squares = step.weights.norm_squares(self._counted_here(step)).reshape(1)
         with step.recorder.record("recv", "CLIP"):
             step.channel.all_reduce(squares)
+        self._scale(step, squares, limit)
+
+    def _scale(self, step: StepContext, squares: Tensor, limit: float) -> None:
         self.grad_norm = float(squares.sqrt())
         factor = clip_factor(self.grad_norm, limit)
         if factor < 1.0:
             step.weights.scale_gradients(factor)
+
+    def _counted_here(self, step: StepContext) -> list[str]:
+        """The parameters that this rank counts in the norm: a tied one counts once, on its lowest rank."""
+        tied, placement = step.stages.tied, step.placement
+        return [
+            name
+            for name in step.weights.grads.sums
+            if name not in tied or step.rank == min(placement[stage] for stage in tied[name])
+        ]

@@ -42,12 +42,14 @@ class Microbatch:
 
     inputs: by name, those of the whole model.
     weight: its share of the step's loss; the shares of a step add up to 1.
+    number: among those of one replica, from the start of training; says which weights it uses.
     """
 
     variant: Variant
     inputs: Mapping[str, Tensor]
     weight: float
     seed: int
+    number: int = 0
 
 
 @dataclass(eq=False)
@@ -62,6 +64,7 @@ class MicrobatchState:
     residuals: what the forward left for the backward.  carried: what I left for W.
     residual_bytes: of either, as the ledger counts them.
     offloaded: what is on its way to the tier and back.
+    version: of the weights that it uses; None before its forward.
     """
 
     inputs: dict[str, Tensor] = field(default_factory=dict)
@@ -75,6 +78,7 @@ class MicrobatchState:
     carried: Tensors = field(default_factory=dict)
     residual_bytes: int = 0
     offloaded: OffloadedResiduals | None = None
+    version: int | None = None
 
 
 @dataclass(eq=False)
@@ -140,6 +144,7 @@ class StepContext:
     update: whether the step ends with the optimizer; if not, gradients stay for the next one.
     tier: where residuals go; None for a program that offloads nothing.
     losses: micro-batch -> loss, as the forward of the loss stage enters it.
+    incoming: the SENDs of the messages that the rank will get; None for all of the program.
     The other fields are parts of the rank, the same for all its steps.
     """
 
@@ -156,6 +161,7 @@ class StepContext:
     training: bool = True
     update: bool = True
     losses: dict[int, Tensor] = field(default_factory=dict)
+    incoming: Sequence[Transfer] | None = None
 
     @property
     def placement(self) -> tuple[int, ...]:
@@ -182,8 +188,19 @@ class StepContext:
         return self.microbatch(action).variant.functions[action.stage]
 
     def parameters(self, action: Action) -> Mapping[str, Tensor]:
-        """Parameters and buffers that an action reads, by FQN."""
-        return self.weights.state(self.number(action))
+        """Parameters and buffers that an action reads, by FQN: of the version that its micro-batch uses."""
+        if not self.training:
+            return self.weights.newest_state
+        state = self.state(action)
+        if state.version is None:
+            state.version = self.weights.use_version(self.microbatch(action).number)
+        return self.weights.state(state.version)
+
+    def release_version(self, state: MicrobatchState) -> None:
+        """A micro-batch's last backward on a stage is over."""
+        if state.version is not None:
+            self.weights.release_version(state.version)
+            state.version = None
 
     def state(self, action: Action | Transfer) -> MicrobatchState:
         return self.in_flight.state(action.stage, action.microbatch)

@@ -23,6 +23,8 @@ class Transfers:
 
     def incoming(self, step: StepContext) -> list[Message]:
         """All messages that this rank will get, per source in the order it sends them."""
+        if step.incoming is not None:
+            return [self._message(step, send) for send in step.incoming]
         return [
             self._message(step, send)
             for (_, target), sends in step.program.messages.items()

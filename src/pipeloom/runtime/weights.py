@@ -1,17 +1,27 @@
-"""A rank's parameters, buffers, gradients and optimizer.
+"""A rank's parameters, buffers, gradients and optimizer, and the versions of its parameters.
 
 Gradients are added into buffers that live as long as the parameters do, as soon as a backward makes them:
-no second copy of a stage's gradients ever exists.
+no second copy of a stage's gradients ever exists, unless updates wait for sums while the next step runs.
+
+Where a policy keeps versions (`ir.weight_policy`), they are chosen by reference. Torch's optimizers work in
+place, so an update copies the newest parameters once, into the buffers of a version that nobody needs:
+
+    before   newest = A   previous = B           B's micro-batches are all through
+    copy     B <- A       the parameters' data is now B
+    step     B is updated in place
+    after    newest = B   previous = A           no byte is copied when actions change versions
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..ir.weight_policy import Updates
 from ..tracer import Sink
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -60,8 +70,9 @@ class Weights:
 
     keep_gradients: copy each step's gradients to `last_gradients` before the optimizer sees them.
     device: of the rank, which may own nothing.
-    `state(microbatch)` is the mapping that an action on this micro-batch reads; with the flush policy it is
-    the same for all micro-batches of a step.
+    updates: which versions of the parameters micro-batches use; None for the newest.
+    awaited: an update's gradients wait for sums over ranks while the next ones are added up.
+    copied_bytes: by updates, to make new versions.
     """
 
     def __init__(
@@ -72,46 +83,139 @@ class Weights:
         *,
         keep_gradients: bool = False,
         device: torch.device | str = "cpu",
+        updates: Updates | None = None,
+        awaited: bool = False,
     ) -> None:
         self.params = dict(params)
         self.buffers = dict(buffers)
+        self.updates = updates
+        self.newest = 0
+        self.copied_bytes = 0
         self.grads = Gradients(self.params)
+        self.summed = Gradients(self.params) if awaited else self.grads
         trained = [p for p in self.params.values() if p.requires_grad]
         make = optimizer or default_optimizer
         self.optimizer = make(trained) if trained else None
         self.keep_gradients = keep_gradients
         self._device = device
         self.last_gradients: dict[str, Tensor] = {}
-        self._state: dict[str, Tensor] = {**self.params, **self.buffers}
+        self._versions: dict[int, dict[str, Tensor]] = {0: {**self.params, **self.buffers}}
+        self._users: Counter[int] = Counter()
+        self._spare: list[dict[str, Tensor]] = []
+        if updates is not None and updates.limit is not None:
+            self._spare = [self._empty_version() for _ in range(updates.limit - 1)]
 
-    def state(self, microbatch: int) -> Mapping[str, Tensor]:
-        return self._state
+    def use_version(self, microbatch: int) -> int:
+        """The version for a micro-batch, numbered from the start of training, whose first forward begins; it
+        is kept until `release_version`."""
+        version = self.newest
+        if self.updates is not None:
+            version = self.updates.rule.version(microbatch, self.updates.every, self.newest)
+            assert version in self._versions, f"version {version} of {sorted(self._versions)}"
+            self._users[version] += 1
+        return version
+
+    def release_version(self, version: int) -> None:
+        """The micro-batch's last backward on a stage is over."""
+        if self.updates is not None:
+            self._users[version] -= 1
+
+    def state(self, version: int) -> Mapping[str, Tensor]:
+        """Parameters and buffers by FQN, for an action that uses a version. Buffers have only one."""
+        return self._versions[version]
+
+    @property
+    def newest_state(self) -> Mapping[str, Tensor]:
+        return self._versions[self.newest]
+
+    @property
+    def previous(self) -> dict[str, Tensor]:
+        """The trained parameters of the version before the newest, by FQN; empty where there is none."""
+        state = self._versions.get(self.newest - 1, {})
+        return {name: tensor for name, tensor in state.items() if name in self.grads.sums}
+
+    def restart_versions(self, newest: int, previous: Mapping[str, Tensor]) -> None:
+        """Begin with version `newest`, as after loading; before it stands `previous`, or a copy of it.
+
+        newest: as many as there were updates. Nothing may be in flight.
+        """
+        state, spare = self._versions.pop(self.newest), self._spare
+        spare += [self._trained(version) for version in self._versions.values()]
+        self._versions, self.newest, self._users = {newest: state}, newest, Counter()
+        if self.updates is None or newest < 1:
+            return
+        before = spare.pop() if spare else self._empty_version()
+        for name, tensor in before.items():
+            tensor.copy_(previous.get(name, self.params[name].data))
+        self._versions[newest - 1] = {**state, **before}
 
     def replace_buffer(self, name: str, value: Tensor) -> None:
         """A forward made the next state of a buffer."""
-        self.buffers[name] = self._state[name] = value
+        self.buffers[name] = value
+        for state in self._versions.values():
+            state[name] = value
+
+    def begin_sums(self) -> Gradients:
+        """The gradients of an update are complete: later ones are added up elsewhere until `step`."""
+        assert not self.summed.touched, "the update before this one has not been made"
+        self.grads, self.summed = self.summed, self.grads
+        return self.summed
 
     def norm_squares(self, names: Iterable[str]) -> Tensor:
         """Sum of squares of some gradients, in float64 (float32 where there is no float64)."""
-        norms = [torch.linalg.vector_norm(self.grads.sums[n]) for n in names if n in self.grads.touched]
+        summed = self.summed
+        norms = [torch.linalg.vector_norm(summed.sums[n]) for n in names if n in summed.touched]
         if norms:
             return torch.stack(norms).double().square().sum()
         return torch.zeros((), dtype=torch.float64, device=self._device)
 
     def scale_gradients(self, factor: float) -> None:
-        for name in self.grads.touched:
-            self.grads.sums[name].mul_(factor)
+        for name in self.summed.touched:
+            self.summed.sums[name].mul_(factor)
 
     def step(self) -> None:
-        """Apply the optimizer to the gradients of this step, then forget them."""
+        """Apply the optimizer to the gradients of an update, then forget them."""
+        summed = self.summed
         if self.keep_gradients:
-            self.last_gradients = {n: self.grads.sums[n].clone() for n in sorted(self.grads.touched)}
-        if self.optimizer is None:
-            return
-        for name, param in self.params.items():
-            param.grad = self.grads.sums[name] if name in self.grads.touched else None
-        self.optimizer.step()
-        self.discard_gradients()
+            self.last_gradients = {n: summed.sums[n].clone() for n in sorted(summed.touched)}
+        if self.updates is not None:
+            self._begin_version()
+        if self.optimizer is not None:
+            for name, param in self.params.items():
+                param.grad = summed.sums[name] if name in summed.touched else None
+            self.optimizer.step()
+        for param in self.params.values():
+            param.grad = None
+        summed.clear()
+
+    def _begin_version(self) -> None:
+        """Copy the newest parameters, so that the optimizer can update the copy in place."""
+        assert self.updates is not None
+        limit = self.updates.limit
+        for version in sorted(self._versions):
+            kept = version == self.newest or (limit is not None and version > self.newest + 1 - limit)
+            if not kept and not self._users[version]:
+                self._spare.append(self._trained(self._versions.pop(version)))
+        copy = self._spare.pop() if self._spare else self._empty_version()
+        before = self._versions[self.newest]
+        old = {}
+        for name, tensor in copy.items():
+            param = self.params[name]
+            tensor.copy_(param.data)
+            self.copied_bytes += tensor.nbytes
+            old[name], param.data = param.data, tensor
+        self._versions[self.newest] = {**before, **old}
+        self.newest += 1
+        self._versions[self.newest] = before
+
+    def _empty_version(self) -> dict[str, Tensor]:
+        return {
+            name: torch.empty_like(self.params[name].data, memory_format=torch.preserve_format)
+            for name in self.grads.sums
+        }
+
+    def _trained(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: state[name] for name in self.grads.sums}
 
     @property
     def step_bytes(self) -> int:
@@ -122,13 +226,16 @@ class Weights:
         for param in self.params.values():
             param.grad = None
         self.grads.clear()
+        self.summed.clear()
 
     @property
     def sizes(self) -> dict[str, int]:
         """Bytes by kind."""
+        kept = [t for state in self._versions.values() for n, t in state.items() if n in self.params]
+        kept += [tensor for version in self._spare for tensor in version.values()]
         return {
-            "parameters": _bytes(self.params.values()),
-            "gradients": _bytes(self.grads.sums.values()),
+            "parameters": _bytes(kept),
+            "gradients": _bytes([*self.grads.sums.values(), *self.summed.sums.values()]),
             "buffers": _bytes(self.buffers.values()),
             "optimizer": _bytes(optimizer_tensors(self.optimizer)),
         }

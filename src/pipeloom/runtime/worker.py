@@ -5,7 +5,7 @@ It knows kinds of instructions and who handles them; not how a schedule was made
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +28,7 @@ from ..ir.action import (
     I,
     Instruction,
     Kind,
+    Transfer,
     W,
 )
 from ..ir.schedule import Program
@@ -48,7 +49,7 @@ class Worker:
     """Runs the steps of one rank.
 
     program: the training program.  clip_norm: limit of the gradients' global norm.
-    tier: where residuals go; None if the program offloads nothing.
+    tier: where residuals go; None if the program offloads nothing.  after_step: called after each update.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Worker:
         watch: Watch,
         clip_norm: float | None = None,
         tier: Tier | None = None,
+        after_step: Callable[[], None] = lambda: None,
     ) -> None:
         self.weights = weights
         self._between_steps = StepContext(
@@ -79,7 +81,7 @@ class Worker:
         compute = Compute()
         self.transfers = Transfers()
         self.operations = Operations()
-        self.reduce_and_step = ReduceAndStep(clip_norm)
+        self.reduce_and_step = ReduceAndStep(clip_norm, after_step)
         added = [k for k, row in KINDS.items() if row.handler is not None or row.category == "compute"]
         self.handlers: dict[Kind, Handler] = {
             **dict.fromkeys(added, self.operations.begin),
@@ -111,12 +113,16 @@ class Worker:
         program: Program | None = None,
         training: bool = True,
         update: bool = True,
+        incoming: Sequence[Transfer] | None = None,
+        drains: bool = True,
     ) -> dict[int, Tensor]:
         """Run one step.
 
         microbatches: of all replicas of the stages, in the order in which `ir.stages` deals them out.
         program: another program than the training one, such as the forward-only one.
         update: whether the step ends with the optimizer; if not, gradients stay for the next one.
+        incoming: the SENDs of the messages that the rank gets, where the program's are not all of them.
+        drains: whether nothing is in flight at its end; if it is, the next step goes on from there.
         Returns: micro-batch -> loss, on the rank of the loss stage; elsewhere nothing.
         Raises: MemoryCapError if the rank would pass its cap; CommunicationError, PeerError and OffloadError
             as channel and tier do.
@@ -127,6 +133,7 @@ class Worker:
             microbatches=microbatches,
             training=training,
             update=update,
+            incoming=incoming,
             losses={},
         )
         with torch.no_grad():
@@ -134,17 +141,26 @@ class Worker:
             for instruction in step.program.rows[step.rank]:
                 step.watch.status = str(instruction)
                 self.operations.wait_before(step, instruction)
+                self.reduce_and_step.progress(step)
                 count_copies(step)
                 self._wait_for_room_under_cap(step, instruction)
                 self.handlers[instruction.kind](step, instruction)
                 step.count_boundary(instruction)
             with step.recorder.record("recv", "END"):
-                step.channel.end()
+                step.channel.end(wait_for_sends=drains)
         step.count_boundary()
-        states = step.in_flight.states
-        assert not any(s.residuals or s.carried for s in states.values()) or not training
-        states.clear()
+        if drains:
+            states = step.in_flight.states
+            assert not any(s.residuals or s.carried for s in states.values()) or not training
+            states.clear()
         return step.losses
+
+    def reuse(self, microbatches: Container[int]) -> None:
+        """Forget what was kept of micro-batches that are through: others are going to have their numbers."""
+        states = self._between_steps.in_flight.states
+        for key in [key for key in states if key[1] in microbatches]:
+            assert not states[key].residuals, f"stage {key[0]} still keeps residuals of micro-batch {key[1]}"
+            del states[key]
 
     def forget(self) -> None:
         """Forget what a step that was broken off has left, gradients too: nothing will ask for it.
@@ -153,6 +169,7 @@ class Worker:
         """
         rank = self._between_steps
         self.operations.wait_for_all()
+        self.reduce_and_step.forget()
         rank.in_flight.discard(rank.channel, rank.tier)
         rank.weights.discard_gradients()
         for kind in ("residuals", "transient"):

@@ -25,8 +25,10 @@ from ..failure import Watch
 from ..ledger import Ledger
 from ..messages import Message
 from ..offload import Tier
+from ..posted import PendingSum
 from ..recorder import Clock, Recorder
 from ..step_state import Microbatch, Variant
+from ..transports import SumGroup
 from ..weights import Weights
 from ..worker import Worker
 
@@ -73,11 +75,14 @@ class NullChannel:
     def release(self, message: Message) -> None:
         self.used_bytes -= message.bytes
 
-    def end(self) -> None:
+    def end(self, *, wait_for_sends: bool = True) -> None:
         pass
 
     def all_reduce(self, tensor: Tensor, ranks: Sequence[int] | None = None) -> None:
         pass
+
+    def begin_sum(self, tensor: Tensor, group: SumGroup) -> PendingSum:
+        raise AssertionError("rehearsals do not update")
 
     def all_gather_object(self, value: Any) -> list[Any]:
         return [value] * self.ranks

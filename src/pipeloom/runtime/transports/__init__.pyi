@@ -9,5 +9,6 @@ from .transport import (
     CompletedTransfer as CompletedTransfer,
     FailedTransfer as FailedTransfer,
     PendingTransfer as PendingTransfer,
+    SumGroup as SumGroup,
     Transport as Transport,
 )

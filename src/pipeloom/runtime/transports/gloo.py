@@ -18,6 +18,7 @@ import pickle
 import queue
 import threading
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -26,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..channel import SMALL_BYTES
-from .transport import FailedTransfer, PendingTransfer
+from .transport import FailedTransfer, PendingTransfer, SumGroup
 
 MESSAGE_TAGS = 1 << 20
 FIRST_TAG = 1 << 30
@@ -45,6 +46,7 @@ class GlooTransport:
         self.rank = group.rank()
         self.ranks = group.size()
         self._group = group
+        self._sum_groups: dict[SumGroup, dist.ProcessGroup] = {}
         self._send_waiters: dict[int, _SendWaiter] = {}
         # gloo's own thread lets go of a collective a moment after the wait for it ends. Were it the last one
         # to do so, it would free Python objects, and that crashes while the interpreter shuts down.
@@ -71,11 +73,23 @@ class GlooTransport:
         assert work is not None, "this rank is a member of the group"
         return WorkHandle(work)
 
-    def all_reduce(self, tensor: Tensor) -> PendingTransfer:
-        work = dist.all_reduce(tensor, group=self._group, async_op=True)
+    def open_groups(self, groups: Sequence[SumGroup]) -> None:
+        members = dist.get_process_group_ranks(self._group)
+        for group in groups:
+            if group not in self._sum_groups and self.rank in group.ranks:
+                self._sum_groups[group] = dist.new_group(
+                    [members[rank] for rank in group.ranks],
+                    backend="gloo",
+                    use_local_synchronization=True,
+                    group_desc=f"pipeloom-{group.name}",
+                )
+
+    def all_reduce(self, tensor: Tensor, group: SumGroup | None = None) -> PendingTransfer:
+        over = self._group if group is None else self._sum_groups[group]
+        work = dist.all_reduce(tensor, group=over, async_op=True)
         assert work is not None, "this rank is a member of the group"
         self._last_collective = work
-        return WorkHandle(work)
+        return CollectiveHandle(work)
 
     def all_gather_object(self, value: Any, timeout_s: float) -> list[Any]:
         mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
@@ -132,6 +146,13 @@ class WorkHandle:
                 raise TimeoutError from None
             raise ConnectionError(_first_line(error)) from None
         self._done = True
+
+
+class CollectiveHandle(WorkHandle):
+    """Of a sum: unlike point-to-point operations, it is known when it has ended."""
+
+    def done(self) -> bool:
+        return self._done or self._work.is_completed()
 
 
 class _SendWaiter:

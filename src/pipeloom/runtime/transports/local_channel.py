@@ -6,7 +6,7 @@ Sends and receives meet as on a network: a transfer happens once both ends are p
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..channel import PostedChannel
 from ..failure import LocalBoard, Watch, local_boards
-from .transport import PendingTransfer
+from .transport import PendingTransfer, SumGroup
 
 
 class LocalChannel(PostedChannel):
@@ -70,6 +70,9 @@ def local_channels(
 _TransferKey: TypeAlias = tuple[int, int, str, int]
 """Source, target, kind of order, and number within it."""
 
+_SumKey: TypeAlias = tuple[SumGroup, int]
+"""The ranks that meet, and which of their sums it is."""
+
 
 @dataclass
 class _Rendezvous:
@@ -78,7 +81,7 @@ class _Rendezvous:
     changed: threading.Condition = field(default_factory=threading.Condition)
     broken: bool = False
     transfers: dict[_TransferKey, _LocalTransfer] = field(default_factory=dict)
-    collectives: dict[int, _Collective] = field(default_factory=dict)
+    collectives: dict[_SumKey, _Collective] = field(default_factory=dict)
 
     def wait_for(self, ready: Callable[[], bool], timeout_s: float) -> None:
         with self.changed:
@@ -122,18 +125,18 @@ class _Collective:
 
 
 class _Sum:
-    """The handle of a sum over all ranks, made in rank order, so that all get the same bits."""
+    """The handle of a sum over ranks, made in rank order, so that all get the same bits."""
 
-    def __init__(self, transport: LocalTransport, tensor: Tensor, number: int) -> None:
+    def __init__(self, transport: LocalTransport, tensor: Tensor, key: _SumKey) -> None:
         self._transport = transport
         self._tensor = tensor
-        self._number = number
+        self._key = key
 
     def done(self) -> bool:
-        return False
+        return self._transport.have_all_come(self._key)
 
     def wait(self, timeout_s: float) -> None:
-        first, *rest = self._transport.take(self._number, timeout_s)
+        first, *rest = self._transport.take(self._key, timeout_s)
         total = first.clone()
         for other in rest:
             total += other
@@ -149,7 +152,8 @@ class LocalTransport:
         self.ranks = board.ranks
         self._rendezvous = rendezvous
         self._unordered: dict[tuple[int, int], int] = {}
-        self._collective_count = 0
+        self._everybody = SumGroup("", tuple(range(self.ranks)))
+        self._begun: dict[SumGroup, int] = {}
 
     def send(self, buffer: Tensor, target: int, index: int | None) -> PendingTransfer:
         return self._post(self.rank, target, index, source=buffer)
@@ -157,21 +161,28 @@ class LocalTransport:
     def receive(self, buffer: Tensor, source: int, index: int | None) -> PendingTransfer:
         return self._post(source, self.rank, index, target=buffer)
 
-    def all_reduce(self, tensor: Tensor) -> PendingTransfer:
-        return _Sum(self, tensor, self._contribute(tensor.detach().clone()))
+    def open_groups(self, groups: Sequence[SumGroup]) -> None:
+        """Nothing to do."""
+
+    def all_reduce(self, tensor: Tensor, group: SumGroup | None = None) -> PendingTransfer:
+        return _Sum(self, tensor, self._contribute(tensor.detach().clone(), group or self._everybody))
 
     def all_gather_object(self, value: Any, timeout_s: float) -> list[Any]:
-        return self.take(self._contribute(value), timeout_s)
+        return self.take(self._contribute(value, self._everybody), timeout_s)
 
-    def take(self, number: int, timeout_s: float) -> list[Any]:
-        """What all ranks contributed to a collective, in rank order. Raises: as `PendingTransfer.wait`."""
-        collective = self._rendezvous.collectives[number]
-        self._rendezvous.wait_for(lambda: len(collective.contributions) == self.ranks, timeout_s)
+    def have_all_come(self, key: _SumKey) -> bool:
+        """Whether every rank of a collective has contributed."""
+        return len(self._rendezvous.collectives[key].contributions) == len(key[0].ranks)
+
+    def take(self, key: _SumKey, timeout_s: float) -> list[Any]:
+        """What the ranks contributed to a collective, in rank order. Raises: as `PendingTransfer.wait`."""
+        collective, ranks = self._rendezvous.collectives[key], key[0].ranks
+        self._rendezvous.wait_for(lambda: len(collective.contributions) == len(ranks), timeout_s)
         with self._rendezvous.changed:
             collective.taken += 1
-            if collective.taken == self.ranks:
-                del self._rendezvous.collectives[number]
-        return [collective.contributions[rank] for rank in range(self.ranks)]
+            if collective.taken == len(ranks):
+                del self._rendezvous.collectives[key]
+        return [collective.contributions[rank] for rank in ranks]
 
     def interrupt(self) -> None:
         with self._rendezvous.changed:
@@ -181,13 +192,13 @@ class LocalTransport:
     def close(self) -> None:
         """Nothing to do."""
 
-    def _contribute(self, value: Any) -> int:
-        number = self._collective_count
-        self._collective_count += 1
+    def _contribute(self, value: Any, group: SumGroup) -> _SumKey:
+        key = group, self._begun.get(group, 0)
+        self._begun[group] = key[1] + 1
         with self._rendezvous.changed:
-            self._rendezvous.collectives.setdefault(number, _Collective()).contributions[self.rank] = value
+            self._rendezvous.collectives.setdefault(key, _Collective()).contributions[self.rank] = value
             self._rendezvous.changed.notify_all()
-        return number
+        return key
 
     def _post(
         self,

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import permutations
@@ -28,7 +28,7 @@ from torch import Tensor
 from ...ir.errors import ConfigError
 from ..failure import Watch
 from .gloo import GlooTransport
-from .transport import FailedTransfer, PendingTransfer
+from .transport import FailedTransfer, PendingTransfer, SumGroup
 
 
 class StreamWork(Protocol):
@@ -107,6 +107,8 @@ class NcclTransport:
                 hint="call init_process_group without device_id",
             )
         self._group = group
+        self._backend = backend
+        self._sum_groups: dict[SumGroup, dist.ProcessGroup] = {}
         self._to_higher = _same_ranks(group, backend, timeout_s)
         self._to_lower = _same_ranks(group, backend, timeout_s)
         self._control = GlooTransport(_same_ranks(group, "gloo", timeout_s))
@@ -133,8 +135,20 @@ class NcclTransport:
         assert work is not None, "this rank is a member of the group"
         return _Enqueued(self._lookout, work, f"message {index} from rank {source}")
 
-    def all_reduce(self, tensor: Tensor) -> PendingTransfer:
-        work = dist.all_reduce(tensor, group=self._group, async_op=True)
+    def open_groups(self, groups: Sequence[SumGroup]) -> None:
+        members = dist.get_process_group_ranks(self._group)
+        for group in groups:
+            if group not in self._sum_groups and self.rank in group.ranks:
+                self._sum_groups[group] = dist.new_group(
+                    [members[rank] for rank in group.ranks],
+                    backend=self._backend,
+                    use_local_synchronization=True,
+                    group_desc=f"pipeloom-{group.name}",
+                )
+
+    def all_reduce(self, tensor: Tensor, group: SumGroup | None = None) -> PendingTransfer:
+        over = self._group if group is None else self._sum_groups[group]
+        work = dist.all_reduce(tensor, group=over, async_op=True)
         assert work is not None, "this rank is a member of the group"
         return _Enqueued(self._lookout, work, "a sum over all ranks")
 

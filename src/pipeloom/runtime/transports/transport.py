@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -15,6 +16,17 @@ class PendingTransfer(Protocol):
 
     def wait(self, timeout_s: float) -> None:
         """Raises: TimeoutError when the time passes, ConnectionError if the transfer cannot succeed."""
+
+
+class SumGroup(NamedTuple):
+    """Ranks that sum tensors, in an order of their own: sums of two groups need not begin in the same order on
+    all ranks.
+
+    name: several groups may have the same ranks.  ranks: ascending.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
 
 
 class Transport(Protocol):
@@ -38,8 +50,11 @@ class Transport(Protocol):
 
     def receive(self, buffer: Tensor, source: int, index: int | None) -> PendingTransfer: ...
 
-    def all_reduce(self, tensor: Tensor) -> PendingTransfer:
-        """Sum in place over all ranks."""
+    def open_groups(self, groups: Sequence[SumGroup]) -> None:
+        """Make groups for sums. All ranks call it with the same groups, also those that are in none."""
+
+    def all_reduce(self, tensor: Tensor, group: SumGroup | None = None) -> PendingTransfer:
+        """Begin a sum in place over the ranks of an open group, or over all; each gets the same bits."""
 
     def all_gather_object(self, value: Any, timeout_s: float) -> list[Any]:
         """Raises: as `PendingTransfer.wait`."""

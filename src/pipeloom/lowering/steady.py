@@ -1,0 +1,182 @@
+"""Steady rows: what each rank runs for one batch while the pipeline never drains, and to drain it.
+
+A steady step (`ir.steady`) is unrolled and lowered as any schedule; each rank's row is then cut at the ends of
+its steps. From the row in which the pipeline is full on, all rows are the same but for their numbers, so a run
+of any length is put together from few of them:
+
+    batch        0        1       2       3      ...      n - 1
+    row       lead-in    full    full    full    ...      full    | drain
+
+Numbers are taken modulo the window, since no two micro-batches that are alive meet there: with m micro-batches
+per step and a window of w steps, batch b has the numbers (b mod w) * m to (b mod w) * m + m - 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from ..ir.action import Action, Instruction, StageAction, Transfer
+from ..ir.errors import ScheduleError
+from ..ir.memory_policy import KEEP_ALL, MemoryPolicy
+from ..ir.schedule import Program
+from ..ir.stages import StageGraph
+from ..ir.steady import SteadyStep
+from ..ir.weight_policy import Updates
+from .passes import lower
+
+Cut = tuple[tuple[Instruction, ...], ...]
+"""One rank's row, cut into steps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SteadyRow:
+    """One row of every rank.
+
+    program: its instructions, numbered modulo the window.  incoming: rank -> the SENDs of the messages that
+        it receives in this row, per sender in the order sent.
+    """
+
+    program: Program
+    incoming: Mapping[int, tuple[Transfer, ...]]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SteadyRows:
+    """The rows of a steady step, each made when it is first asked for.
+
+    clips: updates await the norm of all gradients.
+    Raises: ScheduleError if messages would overtake each other from one row to the next.
+    """
+
+    step: SteadyStep
+    stages: StageGraph
+    updates: Updates
+    policy: MemoryPolicy = KEEP_ALL
+    clips: bool = False
+    _programs: dict[int, tuple[Program, list[Cut]]] = field(default_factory=dict, repr=False)
+    _rows: dict[tuple[int, int, bool], SteadyRow] = field(default_factory=dict, repr=False)
+
+    @property
+    def full_from(self) -> int:
+        """The number of batches after which a row is full."""
+        return 2 * self.step.window
+
+    def row(self, batch: int, fed: int) -> SteadyRow:
+        """What runs when a batch is fed.
+
+        batch: its number in training.  fed: batches since the pipeline was last empty, without this one.
+        """
+        at = min(fed, self.full_from)
+        key = batch % self.step.window, at, False
+        if key not in self._rows:
+            _, cut = self._cut(self.full_from + 2 * self.step.window)
+            self._rows[key] = self._made([row[at] for row in cut], batch - at, cut, at)
+        return self._rows[key]
+
+    def drain(self, batch: int, fed: int) -> SteadyRow:
+        """What is left to run once no further batch comes.
+
+        batch: the last one that was fed.  fed: batches since the pipeline was last empty.
+        """
+        count = min(fed, self.full_from + 1)
+        key = batch % self.step.window, count, True
+        if key not in self._rows:
+            _, long = self._cut(self.full_from + 2 * self.step.window)
+            _, cut = self._cut(count)
+            rows = []
+            for steps, all_steps in zip(cut, long, strict=True):
+                done = {instruction for row in all_steps[:count] for instruction in row}
+                rows.append(tuple(i for row in steps for i in row if i not in done))
+            self._rows[key] = self._made(rows, batch - (count - 1), long, None)
+        return self._rows[key]
+
+    def _cut(self, steps: int) -> tuple[Program, list[Cut]]:
+        """So many steps, lowered, and per rank its row cut at the ends of its steps."""
+        if steps not in self._programs:
+            schedule = self.step.unroll(steps)
+            program = lower(schedule, self.stages, policy=self.policy, updates=self.updates, clips=self.clips)
+            count = steps + self.step.window - 1
+            rows = []
+            for rank, row in enumerate(program.rows):
+                sizes = [len(self.step.row(rank, step, steps)) for step in range(count)]
+                rows.append(_cut_row(row, sizes))
+            self._programs[steps] = program, rows
+        return self._programs[steps]
+
+    def _made(
+        self, rows: Sequence[tuple[Instruction, ...]], shift: int, cut: list[Cut], at: int | None
+    ) -> SteadyRow:
+        """shift: the batch that has number 0 in these rows.  at: which row of `cut` they are."""
+        long, _ = self._cut(self.full_from + 2 * self.step.window)
+        order: dict[Transfer, int] = {}
+        for row in long.rows:
+            order.update({step: n for n, step in enumerate(row) if isinstance(step, Transfer) and step.sends})
+        incoming: dict[int, tuple[Transfer, ...]] = {}
+        for rank, row in enumerate(rows):
+            sends = [step.other_end for step in row if isinstance(step, Transfer) and not step.sends]
+            incoming[rank] = tuple(sorted(sends, key=order.__getitem__))
+            if at is not None:
+                self._refuse_overtaking(rank, incoming[rank], cut[rank][at + 1 :], order)
+        window, every = self.step.window, self.step.microbatches
+
+        def numbered(step: Instruction) -> Instruction:
+            if isinstance(step, StageAction):
+                return replace(step, update=(step.update + shift) % window)
+            return replace(step, microbatch=(step.microbatch + shift * every) % (window * every))
+
+        renamed = {
+            rank: tuple(send for send in map(numbered, sends) if isinstance(send, Transfer))
+            for rank, sends in incoming.items()
+        }
+        program = Program(
+            microbatches=window * every,
+            placement=self.step.placement,
+            rows=tuple(tuple(map(numbered, row)) for row in rows),
+            every=every,
+            clips=self.clips,
+        )
+        return SteadyRow(program=program, incoming=renamed)
+
+    def _refuse_overtaking(
+        self, rank: int, sends: Sequence[Transfer], later: Cut, order: Mapping[Transfer, int]
+    ) -> None:
+        """Messages of one sender arrive in the order sent: none of a later row may have been sent before."""
+        latest: dict[int, Transfer] = {}
+        for send in sends:
+            latest[self.step.placement[send.stage]] = send
+        for row in later:
+            for step in row:
+                if not isinstance(step, Transfer) or step.sends:
+                    continue
+                send = step.other_end
+                before = latest.get(self.step.placement[send.stage])
+                if before is not None and order[send] < order[before]:
+                    raise ScheduleError(
+                        f"rank {rank} receives {before} in one step and {send}, which was sent before it, in "
+                        "a later one",
+                        hint="use --weights flush, or a schedule such as 1f1b",
+                    )
+
+
+def _cut_row(row: tuple[Instruction, ...], sizes: Sequence[int]) -> Cut:
+    """Cut a row behind so many schedule's actions each, with what they send and what is updated then."""
+    ends, counted, at = [], 0, 0
+    for size in sizes:
+        counted += size
+        while counted:
+            step = row[at]
+            counted -= isinstance(step, Action) and step.kind in ("F", "B", "I", "W")
+            at += 1
+        while at < len(row) and _belongs_before(row[at]):
+            at += 1
+        ends.append(at)
+    ends[-1] = len(row)
+    return tuple(row[low:high] for low, high in zip([0, *ends], ends, strict=False))
+
+
+def _belongs_before(step: Instruction) -> bool:
+    """Whether it belongs to what stands before it: a send, an offload, an update."""
+    if isinstance(step, Transfer):
+        return step.sends
+    return isinstance(step, StageAction) or step.kind == "OFFLOAD"
