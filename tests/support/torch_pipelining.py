@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -94,7 +94,7 @@ def torchs_in_ours(names: list[str], microbatches: int, folder: Path) -> None:
         count = sum(len(_placed(name, r, ranks)) for r in range(ranks))
         modules = _stages(count)
         stages = [PipelineStage(modules[s], s, count, torch.device("cpu")) for s in own]
-        schedule = getattr(theirs, name)(stages, microbatches, loss_fn=_loss(1))
+        schedule = getattr(theirs, name)(stages, microbatches, loss_fn=functional.cross_entropy)
         for form in ("compute_only", "compute_comms"):
             file = folder / f"{name}.{form}.csv"
             if rank == 0:
@@ -127,18 +127,12 @@ def _stages(count: int) -> list[nn.Sequential]:
     return [nn.Sequential(*model.blocks[s * each : (s + 1) * each]) for s in range(count)]
 
 
-def _loss(microbatches: int) -> Callable[[Tensor, Tensor], Tensor]:
-    return lambda output, target: functional.cross_entropy(output, target) / microbatches
-
-
 def _step_of_torch(made: Schedule, file: Path, form: str, data: Mapping[str, Tensor]) -> dict[str, Tensor]:
     rank, modules = dist.get_rank(), _stages(made.stages)
     own = [s for s, home in enumerate(made.placement) if home == rank]
     stages = [PipelineStage(modules[s], s, made.stages, torch.device("cpu")) for s in own]
-    # In the form with transfers nobody scales gradients, so the loss is scaled in both.
-    run = theirs._PipelineScheduleRuntime(
-        stages, made.microbatches, loss_fn=_loss(made.microbatches), scale_grads=False
-    )
+    # As a user of torch has it: the loss is a micro-batch's own mean, and torch scales the gradients.
+    run = theirs._PipelineScheduleRuntime(stages, made.microbatches, loss_fn=functional.cross_entropy)
     run._load_csv(str(file), format=form)
     first, last = (made.placement[s] == rank for s in (0, -1))
     run.step(*([data["x"]] if first else []), **({"target": data["y"], "losses": []} if last else {}))

@@ -25,7 +25,7 @@ THEIRS = [
     "ScheduleDualPipeV",
 ]
 
-pytestmark = pytest.mark.slow
+RANKS = [2, pytest.param(4, marks=pytest.mark.slow)]
 
 
 def differences(folder: Path) -> dict[str, float]:
@@ -34,12 +34,13 @@ def differences(folder: Path) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", RANKS)
 def test_torchs_runtime_runs_our_schedules(ranks: int, tmp_path: Path) -> None:
     assert launch(ours_in_torch, ranks, args=(ONE_WAY, 2 * ranks, tmp_path)) == 0
     assert len(differences(tmp_path)) == 2 * len(ONE_WAY)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_our_runtime_runs_torchs_schedules(ranks: int, tmp_path: Path) -> None:
     assert launch(torchs_in_ours, ranks, args=(THEIRS, 2 * ranks, tmp_path)) == 0

@@ -1,7 +1,8 @@
 """Schedules as the CSV files of torch.distributed.pipelining: one row per rank, one action per cell.
 
     compute_only     0F0,0F1,0I0,0W0        full backwards are B
-    compute_comms    the same with 0SEND_F0, 1RECV_F0, 1SEND_B0, 0RECV_B0, each next to what it serves
+    compute_comms    the same with 0SEND_F0, 1RECV_F0, 1SEND_B0, 0RECV_B0, each next to what it serves,
+                     and 0REDUCE_GRAD behind the last backward of a stage
 
 A transfer there names only its own stage, since the stages of that runtime form a chain: the other end of
 SEND_F is the next stage, of SEND_B the one before. Cells may be empty where a rank idles. The reader is
@@ -21,6 +22,7 @@ from ...ir.action import (
     KINDS,
     RECV_B,
     RECV_F,
+    REDUCE,
     SEND_B,
     SEND_F,
     Action,
@@ -30,6 +32,7 @@ from ...ir.action import (
     Kind,
     StageAction,
     Transfer,
+    W,
     shown,
 )
 from ...ir.errors import ScheduleError
@@ -60,13 +63,34 @@ def schedule_text(schedule: Schedule) -> str:
 
 
 def program_text(program: Program) -> str:
-    """The `compute_comms` form; REDUCE and STEP are left out, as that runtime leaves them to the user.
+    """The `compute_comms` form; STEP is left out, as that runtime leaves it to the user.
+
+    REDUCE_GRAD stands where torch itself would put it: there it divides gradients by the number of
+    micro-batches (`scale_grads`), and without it they would be so many times too large.
 
     A RECV there posts a receive, which its action waits for, and messages between two ranks are matched in
     the order of posting: so receives are written in the order of the sends, if need be earlier than here.
     Raises: ScheduleError if a message does not go to a neighbour in the chain of stages.
     """
-    return _text([_posting_in_order(program, rank) for rank in range(len(program.rows))], program.pairs)
+    rows = [_posting_in_order(program, rank) for rank in range(len(program.rows))]
+    return _text([_with_reductions(row, program.pairs) for row in rows], program.pairs)
+
+
+def _with_reductions(row: Sequence[Instruction], pairs: Sequence[Pair]) -> list[Instruction]:
+    """A row with REDUCE behind the last B or W of each stage, but not between the two of a pair."""
+    first = {pair[0]: pair[1] for pair in pairs}
+    last = {step.stage: step for step in row if step.kind in (B, W)}
+    behind = {step: stage for stage, step in last.items()}
+    found: list[Instruction] = []
+    held: list[Instruction] = []
+    for step in row:
+        found.append(step)
+        if step in behind:
+            held.append(StageAction(behind[step], REDUCE))
+        if step not in first:
+            found += held
+            held.clear()
+    return found
 
 
 def _posting_in_order(program: Program, rank: int) -> list[Instruction]:
@@ -110,6 +134,8 @@ def _overlap(first: Instruction, second: Action) -> str:
 def _cell(step: Instruction) -> str:
     if isinstance(step, Action) and step.kind in _KINDS:
         return str(step)
+    if step.kind == REDUCE:
+        return f"{step.stage}REDUCE_GRAD"
     if isinstance(step, Transfer):
         if step.peer - step.stage != _PEER[step.kind]:
             raise ScheduleError(
