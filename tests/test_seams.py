@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from io import StringIO
+from math import isfinite
 from pathlib import Path
 from typing import Any, TypeVar
 from unittest.mock import patch
@@ -184,8 +185,16 @@ def test_a_weight_policy(tmp_path: Path) -> None:
     plan_late.save(tmp_path / "plan.json")
     assert load_plan(tmp_path / "plan.json") == plan_late
     assert simulated(plan_late).step_s == plan_late.predicted_step_s
-    with pytest.raises(ScheduleError, match="a plan with weights=late cannot be run"):
-        assert_trains_like_plain_pytorch(plan_late)
+    assert trains(plan_late)
+
+
+def trains(made: Plan) -> bool:
+    """Whether a plan runs, and makes losses that are numbers and parameters that change."""
+    batches = [JOB.batch(step, ROWS * MICROBATCHES) for step in range(4)]
+    trained = runs.pipelined(JOB, made, batches)
+    untrained = runs.pipelined(JOB, made, [])
+    worst, _ = runs.difference(trained.parameters, untrained.parameters)
+    return all(isfinite(loss) for loss in trained.losses) and worst > 0
 
 
 def test_a_tier(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ class PlainPipeline:
         self.optimizer = workload.job.optimizer(self.model.parameters())
         self.scheduler = rate_scheduler(config)(self.optimizer)
         self.clip_norm = config.optimizer.clip_norm
-        self.steps = 0
+        self.steps_done = 0
         self.report: SimpleNamespace | None = None
 
     def step(self, batch: Mapping[str, torch.Tensor]) -> float:
@@ -43,9 +43,9 @@ class PlainPipeline:
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm)
         self.optimizer.step()
         self.scheduler.step()
-        self.steps += 1
+        self.steps_done += 1
         self.report = SimpleNamespace(
-            step_s=float(self.steps), bubble=0.25, peak_bytes=(1 << 20, 2 << 20), grad_norm=float(norm)
+            step_s=float(self.steps_done), bubble=0.25, peak_bytes=(1 << 20, 2 << 20), grad_norm=float(norm)
         )
         return loss.item()
 
@@ -54,12 +54,12 @@ class PlainPipeline:
             return self.model(**batch).loss.item()
 
     def measured(self) -> Timeline:
-        event = Event(rank=0, stream="compute", action="0F0", start_s=0.0, end_s=float(self.steps))
+        event = Event(rank=0, stream="compute", action="0F0", start_s=0.0, end_s=float(self.steps_done))
         return Timeline(source="measured", ranks=1, events=(event,))
 
     def rehearse(self) -> Timeline:
         """Predicts a tenth more than the next step takes."""
-        event = Event(rank=0, stream="compute", action="0F0", start_s=0.0, end_s=1.1 * (self.steps + 1))
+        event = Event(rank=0, stream="compute", action="0F0", start_s=0.0, end_s=1.1 * (self.steps_done + 1))
         return Timeline(source="predicted", ranks=1, events=(event,))
 
     def state(self) -> TrainState:
@@ -67,10 +67,12 @@ class PlainPipeline:
 
     def save(self, directory: Path, *, extra: Mapping[str, Any], keep: int) -> Path:
         both = {"user": dict(extra), "scheduler": self.scheduler.state_dict()}
-        return checkpoint.save(directory, self.state(), step=self.steps, extra=both, group=None, keep=keep)
+        return checkpoint.save(
+            directory, self.state(), step=self.steps_done, extra=both, group=None, keep=keep
+        )
 
     def load(self, directory: Path) -> dict[str, Any]:
-        self.steps, both = checkpoint.load(directory, self.state(), group=None)
+        self.steps_done, both = checkpoint.load(directory, self.state(), group=None)
         self.scheduler.load_state_dict(both["scheduler"])
         return both["user"]
 

@@ -97,7 +97,8 @@ class Forecast:
     def memory(self) -> dict[int, StageCost]:
         """This rank's stages: exact bytes, times in units of a forward."""
         ratio = optimizer_ratio(self.optimizer)
-        batch_bytes = self.plan.microbatches * self.rounds * sum(t.nbytes for t in self.sample.values())
+        alive = self.rounds if self.plan.steady is None else self.plan.steady.window
+        batch_bytes = self.plan.microbatches * alive * sum(t.nbytes for t in self.sample.values())
         costs: dict[int, StageCost] = {}
         counted: set[str] = set()
         for index, functions in self.variant.functions.items():

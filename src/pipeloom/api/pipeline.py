@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..ir.cluster import Cluster
-from ..ir.errors import BatchError, PlanError
+from ..ir.errors import PlanError
 from ..ir.plan import Plan, load_plan
 from ..ir.timeline import Timeline
 from ..lowering import lower
@@ -27,25 +27,24 @@ from ..runtime import (
     Microbatch,
     Recorder,
     Tier,
-    TrainState,
     Worker,
     agree_on_shapes,
     give_back_freed_memory,
     keep_freed_memory,
-    loss_shares,
     open_tier,
     scaled_loss,
     signature_of,
-    split_batch,
 )
-from ..runtime.checkpoint import checkpoint
-from ..tracer import Captured, Job, attributes_kept, capture, microbatch_seed, sample_batch
+from ..tracer import Captured, Job, attributes_kept, capture, sample_batch
 from .calls import Calls
 from .forecast import Forecast, Rehearsals
 from .options import Options
+from .pipeline_checkpoint import PipelineCheckpoint
 from .rank_stages import EvaluationVariants, RankStages, TrainingVariants
 from .ranks import join_ranks, rank_device
 from .runnable import refuse_torn_updates, require_runnable_plan, require_training
+from .steady_run import open_steady_run
+from .step_batches import StepBatches
 from .step_reports import StepRecord, StepReport
 
 
@@ -113,7 +112,13 @@ class Pipeline:
         self.captured = self._captured
         refuse_torn_updates(plan, self.captured)
         self.stages = plan.stage_graph(self.captured.graph)
-        self.program = lower(plan.as_schedule, plan.replicated(self.stages), policy=plan.memory)
+        self.program = lower(
+            plan.as_schedule,
+            plan.replicated(self.stages),
+            policy=plan.memory,
+            updates=plan.updates,
+            clips=options.clip_norm is not None,
+        )
         self.channel = self.joined.channel(self.program, self.device, options)
         rank_stages = RankStages(
             job=job,
@@ -128,9 +133,13 @@ class Pipeline:
         self.training = TrainingVariants(rank_stages)
         self.evaluation = EvaluationVariants(rank_stages, self.training)
         self.ledger = Ledger(self.rank, plan.caps[self.rank] if plan.caps else None)
-        self.weights = rank_stages.weights()
+        self.weights = rank_stages.weights(self.program)
         for kind, size in self.weights.sizes.items():
             self.ledger.set(kind, size)
+        self._build_worker(rank_stages)
+
+    def _build_worker(self, rank_stages: RankStages) -> None:
+        job, plan, options = self.job, self.plan, self.options
         clock = CudaClock() if self.device.type == "cuda" else HostClock()
         self.recorder = Recorder(self.rank, clock)
         self.record = StepRecord(
@@ -150,10 +159,43 @@ class Pipeline:
             watch=self.watch,
             clip_norm=options.clip_norm,
             tier=self.tier,
+            after_step=self._after_update if plan.updates is not None else lambda: None,
         )
-        self.steps = 0
+        self.batches = StepBatches(
+            job=job,
+            plan=plan,
+            device=self.device,
+            rounds=options.accumulate,
+            seed=options.seed,
+            training=self.training,
+            evaluation=self.evaluation,
+        )
+        self.steady = open_steady_run(
+            plan,
+            plan.replicated(self.stages),
+            options,
+            worker=self.worker,
+            channel=self.channel,
+            recorder=self.recorder,
+            ledger=self.ledger,
+            device=self.device,
+        )
+        self.checkpoint = PipelineCheckpoint(
+            graph=self.captured.graph,
+            weights=self.weights,
+            scheduler=self.scheduler,
+            joined=self.joined,
+            watch=self.watch,
+            seed=options.seed,
+        )
+        self.steps_done = 0
         self.report: StepReport | None = None
         self.rehearsals: Rehearsals | None = None
+
+    def _after_update(self) -> None:
+        """In a pipeline that does not drain the learning rate follows each rank's own updates."""
+        if self.scheduler is not None:
+            self.scheduler.step()
 
     def step(self, batch: Mapping[str, Tensor]) -> float:
         """Train on one batch: split it into micro-batches, run the schedule, update.
@@ -166,7 +208,11 @@ class Pipeline:
         """
         start = time.perf_counter()
         require_training(self.plan)
-        what = f"step {self.steps + 1}"
+        if self.steady is not None:
+            self._feed(batch)
+            self._drain()
+            return self._new_reports()[-1].loss
+        what = f"step {self.steps_done + 1}"
         with self.calls.call(what, refuses_batches=True):
             rounds = self._microbatches(batch, training=True)
         with self.calls.call(what):
@@ -177,7 +223,7 @@ class Pipeline:
             ]
             if self.scheduler is not None:
                 self.scheduler.step()
-            self.steps += 1
+            self.steps_done += 1
             self.report = self.record.report(
                 sum(losses),
                 start_s=start,
@@ -185,6 +231,26 @@ class Pipeline:
                 grad_norm=self.worker.reduce_and_step.grad_norm,
             )
         return self.report.loss
+
+    def steps(self, batches: Iterable[Mapping[str, Tensor]]) -> Iterator[StepReport]:
+        """Train on batches one after the other, without draining the pipeline between them if the plan's
+        weights are updated without a flush; with the same numbers as `step`, which drains each time.
+
+        Yields: one report per batch, in order; without a flush up to two batches late. What else is called
+            between two of them, such as `evaluate`, drains first.
+        Raises: as `step`.
+        """
+        require_training(self.plan)
+        for batch in batches:
+            if self.steady is None:
+                self.step(batch)
+                assert self.report is not None
+                yield self.report
+            else:
+                self._feed(batch)
+                yield from self._new_reports()
+        self._drain()
+        yield from self._new_reports()
 
     def _round(self, microbatches: list[Microbatch], *, last: bool) -> float:
         return scaled_loss(self.worker.run(microbatches, update=last), microbatches)
@@ -194,6 +260,7 @@ class Pipeline:
 
         Raises: BatchError as `step` does.
         """
+        self._drain()
         with self.calls.call("an evaluation", refuses_batches=True):
             rounds = self._microbatches(batch, training=False)
         with self.calls.call("an evaluation"):
@@ -206,39 +273,45 @@ class Pipeline:
 
     def _microbatches(self, batch: Mapping[str, Tensor], *, training: bool) -> list[list[Microbatch]]:
         """Rounds of micro-batches, each with its share of the loss."""
-        plan, job = self.plan, self.job
-        rounds = self.options.accumulate if training else 1
-        parts: list[dict[str, Tensor]] = []
-        shares: list[float] = []
-        refusal: BatchError | None = None
-        try:
-            parts = split_batch(batch, plan.microbatches * rounds)
-            shares = loss_shares(parts, job.weight)
-        except BatchError as error:
-            refusal = error
+        split = self.batches.split(batch, training=training)
         start = time.perf_counter()
-        agree_on_shapes(self.channel, signature_of(batch), self.device, refusal)
+        agree_on_shapes(self.channel, signature_of(batch), self.device, split.refusal)
         self._agreeing_s = time.perf_counter() - start
-        variants = self.training if training else self.evaluation
-        microbatches = [
-            Microbatch(
-                variant=variants.variant(part),
-                inputs={name: t.to(self.device) for name, t in part.items()},
-                weight=share,
-                seed=microbatch_seed(self.options.seed, self.steps, index),
-            )
-            for index, (part, share) in enumerate(zip(parts, shares, strict=True))
-        ]
+        microbatches = self.batches.microbatches(split, step=self.steps_done, training=training)
         self.ledger.set("batch", sum(t.nbytes for t in batch.values()))
-        return [
-            microbatches[i : i + plan.microbatches] for i in range(0, len(microbatches), plan.microbatches)
-        ]
+        count = self.plan.microbatches
+        return [microbatches[i : i + count] for i in range(0, len(microbatches), count)]
+
+    def _drain(self) -> None:
+        """End what is in flight, before anything that is not a step."""
+        if self.steady is not None and self.steady.fed:
+            with self.calls.call(f"the end of step {self.steps_done}"):
+                self.steady.drain()
+
+    def _feed(self, batch: Mapping[str, Tensor]) -> None:
+        """Begin a step of a pipeline that does not drain."""
+        assert self.steady is not None, "the plan's weights are updated without a flush"
+        split = self.batches.split(batch, training=True)
+        with self.calls.call(f"step {self.steps_done + 1}", refuses_batches=split.refusal is not None):
+            if self.steady.agree(signature_of(batch), split.refusal):
+                self.steady.drain()
+            if split.refusal is not None:
+                raise split.refusal
+            microbatches = self.batches.microbatches(split, step=self.steps_done, training=True)
+            self.steady.feed(self.steps_done, microbatches, sum(t.nbytes for t in batch.values()))
+            self.steps_done += 1
+
+    def _new_reports(self) -> list[StepReport]:
+        new = [] if self.steady is None else self.steady.take_reports()
+        self.report = new[-1] if new else self.report
+        return new
 
     def predict(self, cluster: Cluster | None = None) -> Timeline:
         """Simulate a step with the times that the ranks take alone. Every rank calls it, before training.
 
         cluster: its links are used; by default the link between ranks 0 and 1 is measured.
         """
+        self._drain()
         with self.calls.call("a prediction"), attributes_kept(self.captured.blueprint.model):
             self.rehearsals = Rehearsals(self.forecast(), cluster)
             return self.rehearsals.first
@@ -249,6 +322,7 @@ class Pipeline:
         Every rank calls it, between two steps. It takes about as long as one, and changes nothing."""
         if self.rehearsals is None:
             return self.predict()
+        self._drain()
         with self.calls.call("a rehearsal"), attributes_kept(self.captured.blueprint.model):
             return self.rehearsals.rehearse()
 
@@ -284,47 +358,20 @@ class Pipeline:
 
         extra: JSON-able values to get back from `load`, such as the position in the data.
         """
+        self._drain()
         with self.calls.call("saving a checkpoint"):
-            state = {"user": dict(extra or {}), "seed": self.options.seed}
-            if self.scheduler is not None:
-                state["scheduler"] = self.scheduler.state_dict()
-            return self.watch.wait_for_all(
-                "all ranks to save a checkpoint",
-                lambda: checkpoint.save(
-                    directory,
-                    self._train_state(),
-                    step=self.steps,
-                    extra=state,
-                    group=self.joined.group,
-                    keep=keep,
-                ),
-            )
+            return self.checkpoint.save(directory, step=self.steps_done, extra=extra or {}, keep=keep)
 
     def load(self, directory: Path) -> dict[str, Any]:
         """Continue from the newest checkpoint in `directory`; returns what `save` got as `extra`.
 
         Raises: CheckpointError on all ranks if there is none, it is damaged or of another model.
         """
+        self._drain()
         with self.calls.call("loading a checkpoint", heals=True):
-            self.steps, state = self.watch.wait_for_all(
-                "all ranks to load a checkpoint",
-                lambda: checkpoint.load(directory, self._train_state(), group=self.joined.group),
-            )
-            if self.scheduler is not None and "scheduler" in state:
-                self.scheduler.load_state_dict(state["scheduler"])
+            self.steps_done, extra = self.checkpoint.load(directory)
             self.ledger.set("optimizer", self.weights.sizes["optimizer"])
-            return dict(state["user"])
-
-    def _train_state(self) -> TrainState:
-        graph = self.captured.graph
-        kept = {b.name for b in graph.buffers if b.persistent}
-        optimizer = self.weights.optimizer
-        return TrainState(
-            parameters=self.weights.params,
-            buffers={n: t for n, t in self.weights.buffers.items() if n in kept},
-            optimizers=(optimizer,) if optimizer is not None else (),
-            aliases={alias: p.name for p in graph.parameters for alias in p.aliases},
-        )
+            return extra
 
     def close(self) -> None:
         """Wait for the other ranks and disconnect."""

@@ -10,11 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from .. import schedules
+from ..checks import versions, weight_versions
+from ..ir.action import REDUCE
 from ..ir.errors import BatchError, CaptureError, CutError, PlanError
 from ..ir.memory_policy import KEEP_ALL, MemoryPolicy
 from ..ir.plan import Plan
 from ..ir.schedule import Program
 from ..ir.stages import StageGraph
+from ..ir.weight_policy import Updates
 from ..lowering import lower
 from ..runtime import (
     PostedChannel,
@@ -58,9 +61,9 @@ class RankStages:
     device: torch.device
     channel: PostedChannel
 
-    def weights(self) -> Weights:
+    def weights(self, program: Program) -> Weights:
         """The rank's parameters and buffers, as the seed initialises them, with their optimizer."""
-        captured, options = self.captured, self.options
+        captured, options, rank = self.captured, self.options, self.channel.rank
         origins = [self.stages.origin(s) for s in self.indices]
         params = list(dict.fromkeys(n for s in origins for n in self.stages.params[s]))
         buffers = list(dict.fromkeys(n for s in origins for n in self.stages.buffers[s]))
@@ -75,7 +78,21 @@ class RankStages:
             self.job.optimizer,
             keep_gradients=options.keep_gradients,
             device=self.device,
+            updates=self._updates(),
+            awaited=program.every is not None and REDUCE in {step.kind for step in program.rows[rank]},
         )
+
+    def _updates(self) -> Updates | None:
+        """With as many versions as this rank's stages keep at once.
+
+        Raises: ScheduleError if the plan's rows break the rule of weight versions.
+        """
+        updates, schedule = self.plan.updates, self.plan.as_schedule
+        if updates is None:
+            return None
+        weight_versions(schedule, self.plan.replicated(self.stages), updates)
+        kept = (stage.needed for stage in versions(schedule, updates) if stage.stage in self.indices)
+        return replace(updates, kept=max(kept))
 
 
 class TrainingVariants:
@@ -234,7 +251,7 @@ class EvaluationVariants:
 
     def _lower(self, stages: StageGraph) -> Program:
         plan = self.rank.plan
-        count = plan.as_schedule.microbatches
+        count = plan.microbatches // plan.replicas
         return lower(schedules.build("forward_only", stages, plan.placement, count), stages)
 
 

@@ -7,7 +7,6 @@ from ..checks import forwards_in_order
 from ..ir.action import F
 from ..ir.errors import PlanError, ScheduleError, shown
 from ..ir.plan import Plan
-from ..ir.weight_policy import FLUSH
 from ..tracer import Captured
 
 
@@ -20,15 +19,14 @@ def imports_file(schedule: str) -> bool:
     return schedules.names_user_file(schedule) and not schedule.endswith(schedules.LISTED)
 
 
-def require_runnable(schedule: str, weights: str = FLUSH) -> None:
+def require_runnable(schedule: str) -> None:
     """Refuse a schedule of the library that needs what the runtime has not, before anything starts.
 
     schedule: its name as the user gave it; `file.py:function` is loaded, so that its operations are known. Of
         a plan, which may come from anywhere, ask `require_runnable_plan`. Any other name that the library
-        does not know is only checked when built.  weights: the plan's policy.
+        does not know is only checked when built.
     Raises: ScheduleError that names the reason.
     """
-    _refuse_versions(weights)
     if imports_file(schedule):
         _refuse_lacking(schedule)
     else:
@@ -38,10 +36,9 @@ def require_runnable(schedule: str, weights: str = FLUSH) -> None:
 def require_runnable_plan(plan: Plan) -> None:
     """Refuse a plan that the runtime cannot run. A plan has its rows: no file that it names is opened.
 
-    Raises: ScheduleError that names the reason: a weight policy, a schedule of the library, or an action of
-        an operation that nobody has declared in this process.
+    Raises: ScheduleError that names the reason: a schedule of the library, or an action of an operation
+        that nobody has declared in this process.
     """
-    _refuse_versions(plan.weights)
     if not imports_file(plan.schedule):
         _require_library_schedule(plan.schedule)
         return
@@ -53,15 +50,6 @@ def require_runnable_plan(plan: Plan) -> None:
             hint="no file is imported because a plan names it: if you trust it, give it as --schedule, "
             "or import it in your own script",
         ) from None
-
-
-def _refuse_versions(weights: str) -> None:
-    if weights != FLUSH:
-        raise ScheduleError(
-            f"a plan with weights={weights} cannot be run: it needs weight versions, which the runtime does "
-            "not have",
-            hint="it can be planned and simulated; to run, plan with --weights flush",
-        )
 
 
 def _require_library_schedule(schedule: str) -> None:

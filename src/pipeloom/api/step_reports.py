@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from ..ir.action import Action
 from ..ir.timeline import Timeline
@@ -60,30 +61,12 @@ class StepRecord:
         loss: this rank's share.  start_s: when the step began, by `time.perf_counter`.  agreeing_s: for how
         long the ranks agreed on the batch before it.
         """
-        events = self.recorder.events()
-        busy = sum(e.duration_s for e in events if e.stream == "compute")
-        waited = sum(e.duration_s for e in events if e.stream == "recv") + agreeing_s
-        figures = [
-            max(e.end_s for e in events),
-            time.perf_counter() - start_s,
-            busy,
-            waited,
-            self.ledger.peak,
-        ]
+        figures = rank_figures(self.recorder, self.ledger, start_s, agreeing_s)
         table = torch.zeros(self.channel.ranks, len(figures), dtype=torch.float64)
-        table[self.channel.rank] = torch.tensor(figures)
+        table[self.channel.rank] = figures
         both = torch.cat([table.flatten(), torch.tensor([loss], dtype=torch.float64)]).to(self.device)
         self.channel.all_reduce(both)
-        ends, walls, busy_s, waited_s, peaks = both[:-1].reshape(self.channel.ranks, -1).T.tolist()
-        return StepReport(
-            loss=float(both[-1]),
-            step_s=max(ends),
-            wall_s=tuple(walls),
-            busy_s=tuple(busy_s),
-            waited_s=tuple(waited_s),
-            peak_bytes=tuple(map(int, peaks)),
-            grad_norm=grad_norm,
-        )
+        return report_of(both, self.channel.ranks, grad_norm)
 
     def timeline(self, pairs: Iterable[tuple[Action, Action]]) -> Timeline:
         """The last step of all ranks. pairs: actions that run as one.
@@ -104,3 +87,29 @@ class StepRecord:
             peaks=tuple(peak for _, _, peak in parts),
             pairs=tuple((str(first), str(second)) for first, second in pairs),
         )
+
+
+def rank_figures(recorder: Recorder, ledger: Ledger, start_s: float, agreeing_s: float = 0.0) -> Tensor:
+    """What one rank tells of its last step: seconds until its last action ended, of the whole call, computing
+    and waiting, and its peak bytes."""
+    events = recorder.events_of_last_step()
+    busy = sum(e.duration_s for e in events if e.stream == "compute")
+    waited = sum(e.duration_s for e in events if e.stream == "recv") + agreeing_s
+    ended = max((e.end_s for e in events), default=0.0)
+    return torch.tensor(
+        [ended, time.perf_counter() - start_s, busy, waited, ledger.peak], dtype=torch.float64
+    )
+
+
+def report_of(summed: Tensor, ranks: int, grad_norm: float | None) -> StepReport:
+    """summed: the figures of all ranks, one rank after the other, and the loss."""
+    ends, walls, busy_s, waited_s, peaks = summed[:-1].reshape(ranks, -1).T.tolist()
+    return StepReport(
+        loss=float(summed[-1]),
+        step_s=max(ends),
+        wall_s=tuple(walls),
+        busy_s=tuple(busy_s),
+        waited_s=tuple(waited_s),
+        peak_bytes=tuple(map(int, peaks)),
+        grad_norm=grad_norm,
+    )

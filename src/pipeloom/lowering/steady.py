@@ -1,14 +1,14 @@
 """Steady rows: what each rank runs for one batch while the pipeline never drains, and to drain it.
 
-A steady step (`ir.steady`) is unrolled and lowered as any schedule; each rank's row is then cut at the ends of
-its steps. From the row in which the pipeline is full on, all rows are the same but for their numbers, so a run
-of any length is put together from few of them:
+A steady step (`ir.steady`) is unrolled and lowered as any schedule; each rank's row is then cut at the ends
+of its steps. From the row in which the pipeline is full on, all rows are the same but for their numbers, so a
+run of any length is put together from few of them:
 
     batch        0        1       2       3      ...      n - 1
     row       lead-in    full    full    full    ...      full    | drain
 
-Numbers are taken modulo the window, since no two micro-batches that are alive meet there: with m micro-batches
-per step and a window of w steps, batch b has the numbers (b mod w) * m to (b mod w) * m + m - 1.
+Numbers are taken modulo the window, since no two micro-batches that are alive meet there: with m of them per
+step and a window of w steps, batch b has the numbers (b mod w) * m to (b mod w) * m + m - 1.
 """
 
 from __future__ import annotations

@@ -44,10 +44,16 @@ from .messages import (
 from .offload.open_tier import open_tier as open_tier
 from .offload.tier import Tier as Tier
 from .operations import OperationContext as OperationContext
+from .posted import PendingSum as PendingSum
 from .recorder import Clock as Clock, CudaClock as CudaClock, HostClock as HostClock, Recorder as Recorder
+from .reduce_and_step import norm_group as norm_group
 from .step_state import Microbatch as Microbatch, Variant as Variant
 from .transports.dist_channel import DistChannel as DistChannel
 from .transports.local_channel import LocalChannel as LocalChannel, local_channels as local_channels
-from .transports.transport import CompletedTransfer as CompletedTransfer, PendingTransfer as PendingTransfer
+from .transports.transport import (
+    CompletedTransfer as CompletedTransfer,
+    PendingTransfer as PendingTransfer,
+    SumGroup as SumGroup,
+)
 from .weights import Gradients as Gradients, MakeOptimizer as MakeOptimizer, Weights as Weights
 from .worker import Worker as Worker

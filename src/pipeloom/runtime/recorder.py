@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from contextlib import contextmanager
 from operator import itemgetter
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -51,8 +51,19 @@ class CudaClock:
         return float(self.zero.elapsed_time(mark)) / 1000.0
 
 
+class _StepStart(NamedTuple):
+    """How many entries of each list there were when a step began, and when that was."""
+
+    marks: int
+    levels: int
+    host_levels: int
+    late: int
+    zero: object
+    started_s: float
+
+
 class Recorder:
-    """Events and memory levels of one step of one rank."""
+    """Events and memory levels of one rank's last step, or of its last few."""
 
     def __init__(self, rank: int, clock: Clock) -> None:
         self.rank = rank
@@ -67,6 +78,46 @@ class Recorder:
         self.levels: list[tuple[object, int]] = []
         self.host_levels: list[tuple[object, int]] = []
         self.late: list[tuple[object, object, int]] = []
+        self._steps = [_StepStart(0, 0, 0, 0, self.zero, self.started_s)]
+
+    def next_step(self, *, keep: int) -> None:
+        """Start another step without forgetting those before it: at most `keep` of them are kept, the new one
+        included. Times count from the oldest."""
+        now = time.perf_counter()
+        counts = len(self.marks), len(self.levels), len(self.host_levels), len(self.late)
+        self._steps.append(_StepStart(*counts, self.clock.mark(), now))
+        if len(self._steps) <= keep:
+            return
+        first = self._steps[-keep]
+        self.marks, self.levels = self.marks[first.marks :], self.levels[first.levels :]
+        self.host_levels, self.late = self.host_levels[first.host_levels :], self.late[first.late :]
+        self.zero, self.started_s = first.zero, first.started_s
+        self._steps = [
+            _StepStart(
+                step.marks - first.marks,
+                step.levels - first.levels,
+                step.host_levels - first.host_levels,
+                step.late - first.late,
+                step.zero,
+                step.started_s,
+            )
+            for step in self._steps[-keep:]
+        ]
+
+    @property
+    def step_starts_s(self) -> list[float]:
+        """When each step that is kept began, counted from the oldest."""
+        zero = self.clock.seconds(self.zero)
+        return [self.clock.seconds(step.zero) - zero for step in self._steps]
+
+    def events_of_last_step(self) -> tuple[Event, ...]:
+        """Its times count from its own start."""
+        last, at = self._steps[-1], self.clock.seconds
+        zero = at(last.zero)
+        return tuple(
+            Event(rank=self.rank, stream=stream, action=action, start_s=at(a) - zero, end_s=at(b) - zero)
+            for stream, action, a, b in self.marks[last.marks :]
+        )
 
     @contextmanager
     def record(self, stream: str, action: str) -> Iterator[None]:

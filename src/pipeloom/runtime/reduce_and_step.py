@@ -9,12 +9,13 @@ Where the pipeline does not drain between two steps, sums run beside the next on
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from ..ir.action import StageAction
+from ..ir.stages import StageGraph
 from ..ir.tied_gradients import reductions
 from .posted import PendingSum
 from .step_state import StepContext
@@ -56,6 +57,11 @@ class ReduceAndStep:
         self.updating = False
         self._after_step = after_step
         self._pending: _PendingUpdate | None = None
+
+    def groups(self, stages: StageGraph, placement: Sequence[int]) -> list[SumGroup]:
+        """What its sums need where they run beside the steps; the same list on all ranks."""
+        ties = [tie for row in reductions(stages, placement) for tie in row]
+        return [gradient_group(ranks) for ranks in sorted({tie.ranks for tie in ties if len(tie.ranks) > 1})]
 
     def reduce_tied_gradients(self, step: StepContext, action: StageAction) -> None:
         """REDUCE: add the gradients of each tied parameter over the ranks that have a replica of it.

@@ -105,6 +105,20 @@ class Weights:
         if updates is not None and updates.limit is not None:
             self._spare = [self._empty_version() for _ in range(updates.limit - 1)]
 
+    @property
+    def copies(self) -> int:
+        """Versions of the trained parameters that there is room for."""
+        return (self.updates.limit or 1) if self.updates is not None else 1
+
+    @property
+    def gradient_sets(self) -> int:
+        return 1 if self.summed is self.grads else 2
+
+    @property
+    def next_number(self) -> int:
+        """The number of the first micro-batch that uses the newest version, by policies that count them."""
+        return 0 if self.updates is None else (self.newest + 1) * self.updates.every
+
     def use_version(self, microbatch: int) -> int:
         """The version for a micro-batch, numbered from the start of training, whose first forward begins; it
         is kept until `release_version`."""

@@ -84,7 +84,6 @@ class Entry:
         return scheduled.outcome.rows, scheduled.recipe.slices, scheduled.outcome.pairs
 
 
-VERSIONS = "weight versions"
 SLICES = "sequence slices"
 PEER = "eviction of residuals to a peer"
 
@@ -95,9 +94,7 @@ FAMILIES: dict[str, Family | Entry] = {
     "eager_1f1b": Entry(recipe=variants.eager_1f1b, about="1F1B with twice the warm-up"),
     "interleaved_1f1b": Entry(recipe=grouped.interleaved_1f1b, place="loop", about="1F1B over chunks"),
     "looped_bfs": Entry(recipe=grouped.looped_bfs, place="loop", about="GPipe over chunks"),
-    "async_1f1b": Entry(
-        recipe=variants.async_1f1b, about="1F1B without a flush", lacks=VERSIONS, weights="stash"
-    ),
+    "async_1f1b": Entry(recipe=variants.async_1f1b, about="1F1B without a flush", weights="stash"),
     "zb_h1": Entry(recipe=zb.zb_h1, about="W fills gaps, memory of 1F1B"),
     "zb_h2": Entry(recipe=zb.zb_h2, about="W fills gaps, twice the memory"),
     "zb_1p": Entry(recipe=zb.zb_h1, about="zb_h1, `memory` may be set"),

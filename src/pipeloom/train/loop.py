@@ -37,7 +37,7 @@ class Trainable(Protocol):
     """What the loop needs of `pipeloom.Pipeline`."""
 
     rank: int
-    steps: int
+    steps_done: int
 
     @property
     def report(self) -> Report | None: ...
@@ -86,7 +86,7 @@ def train(
                 f"the checkpoint in {out} is of other data: {extra.get('data')}, not {workload.data}",
                 hint="restore the files, or start a new run",
             )
-    first = pipeline.steps
+    first = pipeline.steps_done
     with ExitStack() as stack:
         writes = pipeline.rank == 0
         metrics = stack.enter_context(Metrics(out / STARTED, after_step=first)) if writes else None
@@ -97,7 +97,7 @@ def train(
         losses = {} if metrics is None else _losses(metrics)
     return TrainOutcome(
         first_step=first,
-        steps=pipeline.steps,
+        steps=pipeline.steps_done,
         losses=losses,
         comparison=pace.comparison,
         timeline=pace.measured,
@@ -112,13 +112,13 @@ def _steps(
     metrics: Metrics | None,
     display: Display,
 ) -> StepRehearsals:
-    pace = StepRehearsals(pipeline, first=pipeline.steps, end=config.steps, rehearsals=config.rehearsals)
+    pace = StepRehearsals(pipeline, first=pipeline.steps_done, end=config.steps, rehearsals=config.rehearsals)
     validation = None
-    if pipeline.steps == 0:
+    if pipeline.steps_done == 0:
         validation = validate(pipeline, config, workload)
         if metrics is not None:
             metrics.write({"step": 0, "validation_loss": validation})
-    for step in range(pipeline.steps, config.steps):
+    for step in range(pipeline.steps_done, config.steps):
         batch = workload.train(step)
         rehearsed_s = pace.before(step)
         loss = pipeline.step(batch)
@@ -155,9 +155,9 @@ def _figures(
     report, rate, tokens = pipeline.report, workload.rate, workload.tokens(batch)
     assert report is not None, "a step was just made"
     return {
-        "step": pipeline.steps,
+        "step": pipeline.steps_done,
         "loss": loss,
-        "learning_rate": None if rate is None else rate * rate_share(config, pipeline.steps - 1),
+        "learning_rate": None if rate is None else rate * rate_share(config, pipeline.steps_done - 1),
         "step_s": report.step_s,
         "rows_per_s": rows_of(batch) / report.step_s,
         "tokens_per_s": None if tokens is None else tokens / report.step_s,

@@ -85,8 +85,8 @@ def stage_memory(
     return replace(
         graph_cost,
         static_bytes={
-            "parameters": sum(p.nbytes for p in uncounted),
-            "gradients": trained,
+            "parameters": sum(p.nbytes for p in uncounted) + trained * (weights.copies - 1),
+            "gradients": trained * weights.gradient_sets,
             "optimizer": int(trained * optimizer_bytes),
             "buffers": sum(weights.buffers[n].nbytes for n in functions.buffers if n not in counted),
             "batch": batch_bytes,
@@ -106,13 +106,14 @@ def time_optimizer(weights: Weights, clock: Clock) -> float:
     values = [p.detach().clone() for p in params]
     groups = [dict(group) for group in optimizer.param_groups]
     state, gradients = dict(optimizer.state), weights.last_gradients
+    newest, previous = weights.newest, {name: tensor.clone() for name, tensor in weights.previous.items()}
     optimizer.state.update(copy.deepcopy(state, {id(p): p for p in params}))
     times_s: list[float] = []
     try:
         with torch.random.fork_rng({p.device for p in params if p.is_cuda}):
             while len(times_s) < (LONG_STEPS if times_s and times_s[0] > LONG_S else STEPS):
-                for name in weights.grads.sums:
-                    weights.grads.total(name)
+                for name in weights.summed.sums:
+                    weights.summed.total(name)
                 start = clock.mark()
                 weights.step()
                 times_s.append(clock.seconds(clock.mark()) - clock.seconds(start))
@@ -125,6 +126,7 @@ def time_optimizer(weights: Weights, clock: Clock) -> float:
         with torch.no_grad():
             for p, value in zip(params, values, strict=True):
                 p.copy_(value)
+        weights.restart_versions(newest, previous)
         weights.last_gradients = gradients
         weights.discard_gradients()
     return statistics.median(times_s[1:])  # the first one may make the state
@@ -134,10 +136,10 @@ def time_clipping(weights: Weights, channel: PostedChannel, clock: Clock) -> flo
     """Seconds that finding the global norm of the gradients takes. Every rank calls it."""
     times_s = []
     for _ in range(STEPS):
-        for name in weights.grads.sums:
-            weights.grads.total(name)
+        for name in weights.summed.sums:
+            weights.summed.total(name)
         start = clock.mark()
-        squares = weights.norm_squares(list(weights.grads.sums)).reshape(1)
+        squares = weights.norm_squares(list(weights.summed.sums)).reshape(1)
         channel.all_reduce(squares)
         times_s.append(clock.seconds(clock.mark()) - clock.seconds(start))
     weights.discard_gradients()

@@ -159,7 +159,9 @@ class Rehearsal:
         self._recorder.begin()
         try:
             program = self._program if microbatches is None else shortened(self._program, microbatches)
-            self.worker.run(self._microbatches, program=program, update=False)
+            number = self._weights.next_number
+            numbered = [replace(part, number=number) for part in self._microbatches]
+            self.worker.run(numbered, program=program, update=False)
         finally:
             self.worker.forget()
             for name, buffer in buffers.items():

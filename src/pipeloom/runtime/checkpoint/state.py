@@ -29,12 +29,16 @@ class TrainState:
         stands under its first FQN on every rank that has a replica; the lowest such rank writes it.
     optimizers: each parameter they hold must be one of `parameters` (the same object).
     aliases: other FQN of a tied parameter -> its first FQN.
+    previous: trained parameters of the version before the newest, see `ir.weight_policy`; empty without one.
+        Loading adds those that the checkpoint has, if `keeps_previous`.
     """
 
     parameters: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor] = field(default_factory=dict)
     optimizers: tuple[Optimizer, ...] = ()
     aliases: Mapping[str, str] = field(default_factory=dict)
+    previous: dict[str, Tensor] = field(default_factory=dict)
+    keeps_previous: bool = False
 
     @property
     def model(self) -> dict[str, Tensor]:
@@ -62,6 +66,7 @@ def flatten(state: TrainState, *, step: int, extra: Mapping[str, Any]) -> tuple[
     """
     model = state.model
     tensors = {f"model.{name}": tensor for name, tensor in model.items()}
+    tensors |= {f"previous.{name}": tensor.detach() for name, tensor in state.previous.items()}
     kinds: dict[str, str] = {}
     groups: dict[str, dict[str, Any]] = {}
     values: dict[str, dict[str, Any]] = {}
@@ -100,6 +105,9 @@ def empty_like_saved(state: TrainState, index: Index, saved: Mapping[str, Tensor
     tensors_to_fill = {f"model.{name}": tensor for name, tensor in state.model.items()}
     for name, tensor in state.model.items():
         _refuse_mismatch(name, tensor, index)
+    for name, parameter in state.parameters.items() if state.keeps_previous else ():
+        if (key := f"previous.{name}") in saved:
+            state.previous[name] = tensors_to_fill[key] = torch.empty_like(parameter.detach())
     for optimizer, _, names in state.optimized():
         for name in names:
             kind = index.optimizers.get(name)

@@ -19,8 +19,8 @@ class PendingTransfer(Protocol):
 
 
 class SumGroup(NamedTuple):
-    """Ranks that sum tensors, in an order of their own: sums of two groups need not begin in the same order on
-    all ranks.
+    """Ranks that sum tensors, in an order of their own: sums of two groups may begin in another order on some
+    ranks.
 
     name: several groups may have the same ranks.  ranks: ascending.
     """

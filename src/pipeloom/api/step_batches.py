@@ -1,0 +1,67 @@
+"""From the batch of a step to its micro-batches, on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..ir.errors import BatchError
+from ..ir.plan import Plan
+from ..runtime import Microbatch, loss_shares, split_batch
+from ..tracer import Job, microbatch_seed
+from .rank_stages import EvaluationVariants, TrainingVariants
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitBatch:
+    """A batch cut into micro-batches, each with its share of the loss; or why that cannot be.
+
+    parts: the inputs of each micro-batch, by name.
+    """
+
+    parts: tuple[Mapping[str, Tensor], ...] = ()
+    shares: tuple[float, ...] = ()
+    refusal: BatchError | None = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepBatches:
+    """Splits batches as a plan says. rounds: of the schedule per training step.  seed: of random ops."""
+
+    job: Job
+    plan: Plan
+    device: torch.device
+    rounds: int
+    seed: int
+    training: TrainingVariants
+    evaluation: EvaluationVariants
+
+    def split(self, batch: Mapping[str, Tensor], *, training: bool) -> SplitBatch:
+        """Never raises for a batch that cannot be used: the ranks have to agree on that first."""
+        try:
+            parts = split_batch(batch, self.plan.microbatches * (self.rounds if training else 1))
+            shares = loss_shares(parts, self.job.weight)
+        except BatchError as error:
+            return SplitBatch(refusal=error)
+        return SplitBatch(parts=tuple(parts), shares=tuple(shares))
+
+    def microbatches(self, split: SplitBatch, *, step: int, training: bool) -> list[Microbatch]:
+        """What the worker gets. step: steps made before.
+
+        Raises: BatchError if a size of micro-batch does not fit the plan.
+        """
+        variants = self.training if training else self.evaluation
+        each = self.plan.microbatches // self.plan.replicas
+        return [
+            Microbatch(
+                variant=variants.variant(part),
+                inputs={name: t.to(self.device) for name, t in part.items()},
+                weight=share,
+                seed=microbatch_seed(self.seed, step, index),
+                number=step * each + index % each,
+            )
+            for index, (part, share) in enumerate(zip(split.parts, split.shares, strict=True))
+        ]
