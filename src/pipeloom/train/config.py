@@ -104,6 +104,7 @@ class PipelineConfig:
         `device_memory` may be recomputed or offloaded, by how fast that folder is found to be. Unset: only
         what a plan file offloads is, to the run directory.
     plan: a plan file to follow instead of planning; it decides stages, schedule and micro-batches.
+    timeout_s: limit of each wait for other ranks; see `pipeloom.Options`.
     """
 
     stages: int = 2
@@ -120,6 +121,7 @@ class PipelineConfig:
     treat: str | None = None
     offload_dir: str | None = None
     plan: str | None = None
+    timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
         _require_positive(
@@ -128,6 +130,7 @@ class PipelineConfig:
             microbatches=self.microbatches,
             microbatch_size=self.microbatch_size,
             accumulate=self.accumulate,
+            timeout_s=self.timeout_s,
         )
         _require(self.device in ("cpu", "cuda"), f"pipeline.device is {self.device!r}", 'use "cpu" or "cuda"')
         _require(

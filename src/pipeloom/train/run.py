@@ -204,7 +204,7 @@ def _handed_over(config: Config, workload: Workload, planned: PlannedRun) -> byt
 
 def _planned_from(config: Config) -> tuple[object, ...]:
     """What planning reads. A resumed run may change all the rest and keep its plan."""
-    pipeline = replace(config.pipeline, accumulate=1, compile=False, offload_dir=None)
+    pipeline = replace(config.pipeline, accumulate=1, compile=False, offload_dir=None, timeout_s=300.0)
     return pipeline, config.model, config.job
 
 
@@ -327,6 +327,7 @@ def _train_rank(prepared: PreparedRun) -> None:
         compiled=config.pipeline.compile,
         accumulate=config.pipeline.accumulate,
         offload_dir=Path(config.pipeline.offload_dir or out),
+        timeout_s=config.pipeline.timeout_s,
     )
     captured = take_over_model(prepared.model, workload.job)
     with Pipeline(workload.job, planned, options=options, captured=captured) as pipeline:

@@ -1,0 +1,199 @@
+"""Ranks that are killed or frozen at any moment of a run: the others end in time and say who, and the run goes
+on from its newest checkpoint to the same losses, float for float. Linux only: ranks are found in /proc.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from pipeloom.api import plan
+from pipeloom.clusters import cpu_cluster
+from pipeloom.train import gpt_workload, read_config
+
+RANKS = 2
+STEPS = 8
+CONFIG = f"""
+name = "tiny"
+steps = {STEPS}
+validate_every = 4
+validation_batches = 1
+checkpoint_every = 2
+rehearsals = 0
+[model]
+layers = 2
+width = 16
+heads = 2
+context = 16
+dropout = 0.1
+[pipeline]
+plan = "plan.json"
+"""
+TRAIN = [sys.executable, "-m", "pipeloom", "train"]
+IN_TIME_S = 120.0
+"""From the kill to the end of all processes; without load it is the launcher's 7 s and a little."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A config and a plan from estimates, so that nothing has to be measured."""
+    made = tmp_path_factory.mktemp("kills")
+    (made / "config.toml").write_text(CONFIG)
+    job = gpt_workload(read_config(made / "config.toml")).job
+    plan(job, stages=RANKS, microbatches=3, microbatch_size=1, cluster=cpu_cluster(RANKS)).save(
+        made / "plan.json"
+    )
+    return made
+
+
+def losses(run: Path) -> dict[int, float]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+
+def pid_of_rank(launcher: int, rank: int) -> int | None:
+    """The process that a launcher has started for a rank, if it runs."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
+            variables = stat.with_name("environ").read_bytes().split(b"\0")
+        except OSError:
+            continue  # it has ended
+        if int(parent) == launcher and state != "Z" and f"RANK={rank}".encode() in variables:
+            return int(stat.parent.name)
+    return None
+
+
+def until(true: Callable[[], object], process: subprocess.Popen[str]) -> None:
+    """Wait for something in a run, or for the end of the run."""
+    while not true() and process.poll() is None:
+        time.sleep(0.001)
+
+
+@dataclass
+class Run:
+    """One start of a run, at which a rank gets a signal at some moment."""
+
+    process: subprocess.Popen[str]
+    errors: str = ""
+    hit: bool = False
+    took_s: float = 0.0
+    _reader: threading.Thread = field(init=False)
+
+    def __post_init__(self) -> None:
+        def read() -> None:
+            self.errors = self.process.communicate()[1]
+
+        self._reader = threading.Thread(target=read)
+        self._reader.start()
+
+    @classmethod
+    def of(cls, folder: Path, out: str, *more: str) -> Run:
+        resumes = (folder / out / "checkpoint" / "latest").exists()
+        if not resumes:
+            shutil.rmtree(folder / out, ignore_errors=True)
+        words = ["--resume", "--out", out] if resumes else ["config.toml", "--out", out]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        return cls(subprocess.Popen([*TRAIN, *words, *more], cwd=folder, text=True, **pipes))
+
+    def signal(self, rank: int, number: signal.Signals) -> None:
+        pid = pid_of_rank(self.process.pid, rank)
+        if pid is not None:
+            os.kill(pid, number)
+            self.hit = True
+
+    def wait(self) -> int:
+        """Its exit status. Raises: AssertionError if it does not end in time."""
+        begin = time.monotonic()
+        self._reader.join(IN_TIME_S)
+        in_time = not self._reader.is_alive()
+        self.process.kill()
+        self._reader.join()
+        self.took_s = time.monotonic() - begin
+        assert in_time, f"it had to be killed: {self.errors}"
+        return self.process.returncode
+
+
+def wait_for_moment(moment: str, run: Run, out: Path, draw: random.Random) -> None:
+    """A moment of the named part of a run that has just been started."""
+    process, checkpoints = run.process, out / "checkpoint"
+    if moment == "start":  # from the first rank's start until about the first step
+        until(lambda: pid_of_rank(process.pid, RANKS - 1), process)
+        end = time.monotonic() + draw.uniform(0, 8)
+        until(lambda: time.monotonic() > end or (out / "metrics.jsonl").exists(), process)
+    elif moment == "step":
+        before = out.joinpath("metrics.jsonl").stat().st_size if (out / "metrics.jsonl").exists() else 0
+        until(lambda: (out / "metrics.jsonl").exists(), process)
+        until(lambda: (out / "metrics.jsonl").stat().st_size > before, process)
+        time.sleep(draw.uniform(0, 0.3))
+    elif moment == "checkpoint":
+        until(lambda: list(checkpoints.glob("*.partial")), process)
+        time.sleep(draw.uniform(0, 0.05))
+    else:
+        until(lambda: (checkpoints / f"step-{STEPS:08d}").exists(), process)
+        time.sleep(draw.uniform(0, 0.5))
+
+
+def kill_often(folder: Path, kills: int, seed: int) -> dict[str, int]:
+    """Kill ranks of runs, each of which goes on where the one before was killed, until `kills` have been."""
+    whole = Run.of(folder, "whole")
+    assert whole.wait() == 0, whole.errors
+    expected = losses(folder / "whole")
+    draw, out, killed, seen = random.Random(seed), folder / "killed", 0, dict[str, int]()
+    moments = ["start", "step", "checkpoint", "end"]
+    while killed < kills:
+        moment, rank = moments[killed % 4], draw.randrange(RANKS)
+        run = Run.of(folder, out.name)
+        wait_for_moment(moment, run, out, draw)
+        run.signal(rank, signal.SIGKILL)
+        status = run.wait()
+        where = f"kill {killed} of rank {rank}, {moment}: exit status {status}, {run.errors}"
+        if run.hit and status != 0:  # a rank that has told how it ended can no longer be killed
+            assert status == 128 + signal.SIGKILL, where
+            assert f"rank {rank} was killed by SIGKILL" in run.errors, where
+            assert "Traceback" not in run.errors, where
+            killed, seen[moment] = killed + 1, seen.get(moment, 0) + 1
+        else:
+            assert status == 0, where
+        if (out / "metrics.jsonl").exists():
+            found = losses(out)
+            assert found.items() <= expected.items(), where
+            if len(found) == STEPS and status == 0:
+                shutil.rmtree(out)
+    last = Run.of(folder, out.name)
+    assert last.wait() == 0, last.errors
+    assert losses(out) == expected
+    return seen
+
+
+@pytest.mark.slow
+def test_ranks_killed_at_60_random_moments_resume_to_the_same_losses(folder: Path) -> None:
+    assert kill_often(folder, 60, seed=16) == dict.fromkeys(("start", "step", "checkpoint", "end"), 15)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", range(RANKS))
+def test_a_rank_frozen_in_a_run_ends_it_with_the_table(rank: int, folder: Path) -> None:
+    limit_s = 15
+    run = Run.of(folder, f"frozen-{rank}", "--set", f"pipeline.timeout_s={limit_s}", "--steps", "100000")
+    metrics = folder / f"frozen-{rank}" / "metrics.jsonl"
+    until(lambda: metrics.exists() and len(losses(metrics.parent)) > 2, run.process)
+    run.signal(rank, signal.SIGSTOP)
+    assert run.hit and run.wait() != 0
+    table = run.errors.partition("rank  does  waits for\n")[2].splitlines()[:RANKS]
+    assert [line.split()[0] for line in table] == [str(r) for r in range(RANKS)], run.errors
+    assert "silent for" in table[rank], run.errors
+    assert re.search(rf"rank {rank}\b", "".join(table[:rank] + table[rank + 1 :])), "others wait for it"
