@@ -1,5 +1,7 @@
-"""Ranks that are killed or frozen at any moment of a run: the others end in time and say who, and the run goes
-on from its newest checkpoint to the same losses, float for float. Linux only: ranks are found in /proc.
+"""Ranks that are killed or frozen at any moment of a run: the others end in time and say who, and the run
+goes on from its newest checkpoint to the same losses, float for float.
+
+Linux only: ranks are found in /proc.
 """
 
 from __future__ import annotations
