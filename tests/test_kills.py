@@ -107,7 +107,9 @@ class Run:
         resumes = (folder / out / "checkpoint" / "latest").exists()
         if not resumes:
             shutil.rmtree(folder / out, ignore_errors=True)
-        words = ["--resume", "--out", out] if resumes else ["config.toml", "--out", out]
+        words = (
+            ["--resume", "--steps", str(STEPS), "--out", out] if resumes else ["config.toml", "--out", out]
+        )
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         return cls(subprocess.Popen([*TRAIN, *words, *more], cwd=folder, text=True, **pipes))
 

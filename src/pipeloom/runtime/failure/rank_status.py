@@ -63,8 +63,12 @@ def who_waits(statuses: Sequence[RankStatus | None]) -> str:
 
 
 def _cycle(statuses: Sequence[RankStatus | None]) -> list[int]:
-    """Ranks of which each waits on the next one, first and last the same; empty if there are none."""
-    waits_on = {r: s.waits_on[0] for r, s in enumerate(statuses) if s is not None and len(s.waits_on) == 1}
+    """Ranks of which each waits on the next one, first and last the same; empty if there are none.
+
+    A silent rank is in none: what it does now is not known, and there is the cause.
+    """
+    heard = {rank: s for rank, s in enumerate(statuses) if s is not None and not s.is_silent}
+    waits_on = {rank: s.waits_on[0] for rank, s in heard.items() if len(s.waits_on) == 1}
     for start in waits_on:
         path = [start]
         while path[-1] in waits_on and len(path) <= len(waits_on):

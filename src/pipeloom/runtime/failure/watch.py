@@ -195,9 +195,13 @@ class Watch:
 
     def timeout_error(self, what: str, waited_s: float) -> CommunicationError:
         """The error of a wait that lasted too long, with the table over all ranks."""
+        statuses = self._board.statuses()
+        silent = tuple(r for r, status in enumerate(statuses) if status is not None and status.is_silent)
+        hint = "look at the rank that does not wait; raise the time limit if it only is slow"
+        if silent:
+            hint = f"see whether {_listed(silent)} was killed or frozen, or its machine is out of reach"
         return CommunicationError(
-            f"rank {self.rank} waited {waited_s:.3g} s for {what}\n{who_waits(self._board.statuses())}",
-            hint="look at the rank that does not wait; raise the time limit if it only is slow",
+            f"rank {self.rank} waited {waited_s:.3g} s for {what}\n{who_waits(statuses)}", hint=hint
         )
 
     def _raise_disconnected(self, waiting: Waiting, reason: str) -> NoReturn:
@@ -298,7 +302,7 @@ class FoundPeerError(PeerError):
 def peer_error(failure: Failure, rank: int) -> PeerError:
     """The error for a rank that did not fail, with the failing rank's traceback, or who waited for whom."""
     kind = FoundPeerError if failure.found_by == rank else PeerError
-    text = f"{failure.who} failed: {failure.summary}"
+    text = failure.summary if failure.rank is None else f"{failure.who} failed: {failure.summary}"
     return kind(f"{text}\n{failure.traceback or failure.table}".rstrip())
 
 
