@@ -164,6 +164,24 @@ class Columns:
             for code, stage, microbatch, peer in zip(*(c.tolist() for c in chosen), strict=True)
         ]
 
+    def row_texts(self, rank: int) -> list[str]:
+        """The entries of one rank as text. Of compute actions, of which schedules have millions, each is put
+        together from two texts that many share: a stage with its kind, and a number.
+
+        >>> columns_of([[Action(0, F, 0), Action(1, B, 12)]]).row_texts(0)
+        ['0F0', '1B12']
+        """
+        low, high = int(self.offsets[rank]), int(self.offsets[rank + 1])
+        if not self.is_compute[low:high].all():
+            return self.texts(np.arange(low, high))
+        keys, which = np.unique(
+            self.stage[low:high].astype(np.int64) * len(self.kinds) + self.kind[low:high], return_inverse=True
+        )
+        numbers, number = np.unique(self.microbatch[low:high], return_inverse=True)
+        fronts = [f"{key // len(self.kinds)}{self.kinds[key % len(self.kinds)]}" for key in keys.tolist()]
+        ends = [str(each) for each in numbers.tolist()]
+        return [fronts[i] + ends[j] for i, j in zip(which.tolist(), number.tolist(), strict=True)]
+
     def where(self, keep: Bools) -> Columns:
         """Only the entries that `keep` is true for."""
         low, high = self.offsets[:-1].tolist(), self.offsets[1:].tolist()

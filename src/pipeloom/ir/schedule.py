@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from .action import Action, Instruction, parse_actions, parse_instruction
 from .action_index import ActionIndex
-from .columns import Columns, columns_of
+from .columns import Columns, Rows, columns_of
 from .errors import ScheduleError
 from .flow import Flow
 from .message_index import MessageIndex, index_messages
@@ -77,6 +77,8 @@ class Schedule:
 
 
 def _text(rows: Sequence[Sequence[Instruction]], pairs: tuple[Pair, ...]) -> str:
+    if isinstance(rows, Rows) and not pairs:
+        return "\n".join(" ".join(rows.columns.row_texts(rank)) for rank in range(len(rows)))
     if not pairs:
         return "\n".join(" ".join(map(str, row)) for row in rows)
     joined = {(str(first), str(second)) for first, second in pairs}

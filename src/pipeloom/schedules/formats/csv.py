@@ -18,6 +18,8 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
+
 from ...ir.action import (
     KINDS,
     RECV_B,
@@ -35,6 +37,7 @@ from ...ir.action import (
     W,
     shown,
 )
+from ...ir.columns import Columns, Rows
 from ...ir.errors import ScheduleError
 from ...ir.schedule import Pair, Program, Schedule
 from .text import from_rows, parse_text
@@ -59,7 +62,15 @@ def schedule_text(schedule: Schedule) -> str:
     >>> schedule_text(Schedule(name="", microbatches=1, placement=(0, 1), rows=rows)).split()
     ['0F0,0B0', '1F0,1B0']
     """
-    return _text(schedule.rows, schedule.pairs)
+    rows = schedule.rows
+    if isinstance(rows, Rows) and not schedule.pairs and _knows(rows.columns):
+        return "".join(",".join(rows.columns.row_texts(rank)) + "\n" for rank in range(len(rows)))
+    return _text(rows, schedule.pairs)
+
+
+def _knows(columns: Columns) -> bool:
+    """Whether torch's format has all that the columns have: then no entry has to be looked at."""
+    return all(columns.kinds[code] in _KINDS for code in np.unique(columns.kind).tolist())
 
 
 def program_text(program: Program) -> str:
