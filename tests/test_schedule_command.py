@@ -335,3 +335,18 @@ def test_check_refuses_weight_versions_that_are_lost(tmp_path: Path) -> None:
     few = call("check", str(file), "--weights", "stash", "--keep-versions", "3")
     assert few.exit_code == 1
     assert "rank 0 runs 0B3 with weight version 0, that of its forward, but keeps only 3" in few.output
+
+
+def test_large_schedules_are_written_and_read_without_an_object_per_action(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Showing 1F1B of 17 million actions took 57 s, most of them for objects that were printed at once."""
+    expected = [str(row) for row in read("show", "1f1b", "-p", "3", "-m", "4")["rows"]]  # type: ignore[attr-defined]
+
+    def refused(*_: object) -> None:
+        raise AssertionError("a row of objects was made")
+
+    monkeypatch.setattr("pipeloom.ir.columns.Columns.row", refused)
+    assert read("show", "1f1b", "-p", "3", "-m", "4")["rows"] == expected
+    good("export", "1f1b", "-p", "3", "-m", "4", "-o", "rows.csv")
+    assert read("check", "rows.csv")["rows"] == expected

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch.distributed.pipelining.schedules as torch_schedules
+from hypothesis import given, strategies as st
 
 from pipeloom import schedules
 from pipeloom.ir.action import Action
@@ -14,6 +16,8 @@ from pipeloom.ir.errors import ScheduleError
 from pipeloom.ir.flow import dag
 from pipeloom.lowering import lower
 from pipeloom.schedules.formats import csv
+from pipeloom.schedules.formats.csv import parse_schedule, schedule_text
+from pipeloom.schedules.formats.plain import parse_plain
 
 NAMES = [
     "gpipe",
@@ -138,3 +142,31 @@ def test_receives_are_posted_in_the_order_of_the_sends(name: str) -> None:
     assert posted == [f"{s.peer}{s.other_end.kind}{s.microbatch}" for s in program.messages[0, 1]]
     waited = [f"{s.stage}{s.kind}{s.microbatch}" for s in program.rows[1] if str(s.kind).startswith("RECV")]
     assert posted != waited and sorted(posted) == sorted(waited)
+
+
+CELLS = st.one_of(
+    st.builds("{}{}{}".format, st.integers(0, 2), st.sampled_from("FBIW"), st.integers(0, 3)),
+    st.sampled_from(["", " 0F0", "00F01", "0SEND_F0", "(0F1;0B0)OVERLAP_F_B", "0X1", "1F9999999999"]),
+)
+
+
+@given(st.lists(st.lists(CELLS, max_size=4).map(",".join), max_size=3).map("\n".join), st.booleans())
+def test_plain_files_read_as_any_other(text: str, ends: bool) -> None:
+    """With an object for each action or without: both say the same, or the first says what is wrong."""
+    text += "\n" * ends
+    plain = parse_plain(text, name="x")
+    with patch("pipeloom.schedules.formats.csv.parse_plain", return_value=None):
+        try:
+            slow = parse_schedule(text, name="x")
+        except ScheduleError:
+            assert plain is None
+        else:
+            assert plain is None or (plain.rows == slow.rows and plain.placement == slow.placement)
+            assert plain is None or plain.microbatches == slow.microbatches
+
+
+def test_plain_files_are_read_as_columns() -> None:
+    graph, placement = schedules.default_placement("zb_h1", 4)
+    made = schedules.build("zb_h1", graph, placement, 6)
+    found = parse_plain(schedule_text(made), name=made.name)
+    assert found is not None and found == made

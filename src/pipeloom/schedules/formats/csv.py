@@ -40,6 +40,7 @@ from ...ir.action import (
 from ...ir.columns import Columns, Rows
 from ...ir.errors import ScheduleError
 from ...ir.schedule import Pair, Program, Schedule
+from .plain import parse_plain
 from .text import from_rows, parse_text
 
 _KINDS = tuple(kind for kind, row in KINDS.items() if row.csv)
@@ -181,6 +182,8 @@ def parse_schedule(text: str, *, name: str = "csv") -> Schedule:
     >>> str(parse_schedule("0F0,0SEND_F0,,0RECV_B0,0B0\\n1RECV_F0,1F0,1B0,1SEND_B0\\n"))
     '0F0 0B0\\n1F0 1B0'
     """
+    if (plain := parse_plain(text, name=name)) is not None:
+        return plain
     rows: list[list[Action]] = []
     pairs: list[Pair] = []
     for rank, cells in enumerate(_cells(text)):
