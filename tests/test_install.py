@@ -1,0 +1,115 @@
+"""`pip install .` where there is what `pyproject.toml` asks for and no more, and the same by a wheel.
+
+Nothing is downloaded: the environment's only other packages are links to those of this one, and of these only
+the dependencies that the project declares, with what they need themselves.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+import venv
+from collections.abc import Iterator
+from importlib.metadata import Distribution, distribution
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parents[1]
+TINY = ("model.layers=1", "model.width=16", "model.heads=2", "model.context=16", "validation_batches=1")
+
+pytestmark = pytest.mark.slow
+
+
+def run(*command: str | Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run a command as a newcomer does: nothing of this test's environment leads to the source tree."""
+    env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    done = subprocess.run(
+        list(map(str, command)), cwd=folder, env=env, capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.returncode == 0, f"{' '.join(map(str, command))}\n{done.stdout}\n{done.stderr}"
+    return done
+
+
+def required(names: list[str]) -> Iterator[Distribution]:
+    """The distributions of these requirements, and of theirs, as far as they are installed here."""
+    waiting, seen = [Requirement(name) for name in names], set()
+    while waiting:
+        requirement = waiting.pop()
+        applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        if not applies or requirement.name.lower() in seen:
+            continue
+        seen.add(requirement.name.lower())
+        found = distribution(requirement.name)
+        yield found
+        waiting += [Requirement(text) for text in found.requires or ()]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what a build reads: it leaves folders behind."""
+    folder = tmp_path_factory.mktemp("source")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
+    shutil.copytree(ROOT / "src", folder / "src", ignore=shutil.ignore_patterns("*.egg-info", "__pycache__"))
+    return folder
+
+
+def environment(folder: Path, source: Path) -> Path:
+    """A new environment with the project's dependencies; its folder of programs."""
+    venv.create(folder, with_pip=True, symlinks=True)
+    run(folder / "bin" / "python", "-m", "pip", "uninstall", "-yq", "setuptools", folder=folder)  # an old one
+    (packages,) = folder.glob("lib/python*/site-packages")
+    declared = tomllib.loads((source / "pyproject.toml").read_text())
+    asked = [*declared["project"]["dependencies"], *declared["build-system"]["requires"]]
+    for found in required(asked):
+        for top in {file.parts[0] for file in found.files or () if file.parts[0] != ".."}:
+            link, target = packages / top, Path(str(found.locate_file(top)))
+            if target.exists() and not link.exists() and top != "__pycache__":
+                link.symlink_to(target)
+    return folder / "bin"
+
+
+def install(programs: Path, what: Path, folder: Path) -> None:
+    plain = ("--no-deps", "--no-index", "--no-build-isolation", "--no-compile", "-q")
+    run(programs / "python", "-m", "pip", "install", *plain, what, folder=folder)
+
+
+def uses(programs: Path, folder: Path) -> None:
+    """What a newcomer does first, from a folder of their own."""
+    where = run(programs / "python", "-c", "import pipeloom; print(pipeloom.__file__)", folder=folder)
+    assert Path(where.stdout.strip()).is_relative_to(programs.parent)
+    assert "a100-80-sxm" in run(programs / "pipeloom", "cluster", "show", "a100-80", folder=folder).stdout
+    flags = [word for setting in TINY for word in ("--set", setting)]
+    done = run(programs / "pipeloom", "train", "--steps", "2", "--json", *flags, folder=folder)
+    figures = json.loads(done.stdout)
+    assert figures["steps"] == 2
+    assert (folder / "runs" / "gpt-1" / "report.html").is_file()
+
+
+def test_installing_the_source(source: Path, tmp_path: Path) -> None:
+    programs = environment(tmp_path / "env", source)
+    install(programs, source, tmp_path)
+    code = "import importlib.util; print(importlib.util.find_spec('transformers'))"
+    assert run(programs / "python", "-c", code, folder=tmp_path).stdout == "None\n", "it was not declared"
+    (tmp_path / "mine").mkdir()
+    uses(programs, tmp_path / "mine")
+
+
+def test_installing_a_wheel(source: Path, tmp_path: Path) -> None:
+    """The wheel is what the build backend gives to `python -m build --wheel` and `pip wheel` alike."""
+    folder = tmp_path / "dist"
+    plain = ("--no-deps", "--no-index", "--no-build-isolation", "-q", "-w", folder)
+    run(sys.executable, "-m", "pip", "wheel", *plain, source, folder=tmp_path)
+    (wheel,) = folder.glob("pipeloom-*.whl")
+    programs = environment(tmp_path / "env", source)
+    install(programs, wheel, tmp_path)
+    (packages,) = (tmp_path / "env").glob("lib/python*/site-packages/pipeloom")
+    assert (packages / "py.typed").is_file() and (packages / "api" / "__init__.pyi").is_file()
+    (tmp_path / "mine").mkdir()
+    uses(programs, tmp_path / "mine")
