@@ -15,9 +15,7 @@ from pipeloom.ir.action import Action
 from pipeloom.ir.errors import ScheduleError
 from pipeloom.ir.flow import dag
 from pipeloom.lowering import lower
-from pipeloom.schedules.formats import csv
-from pipeloom.schedules.formats.csv import parse_schedule, schedule_text
-from pipeloom.schedules.formats.plain import parse_plain
+from pipeloom.schedules.formats import csv, parse_plain, parse_schedule, schedule_text
 
 NAMES = [
     "gpipe",

@@ -5,4 +5,5 @@ from .csv import (
     schedule_text as schedule_text,
     write_schedule as write_schedule,
 )
+from .plain import parse_plain as parse_plain
 from .text import parse_text as parse_text
