@@ -49,6 +49,13 @@ class PlainPipeline:
         )
         return loss.item()
 
+    drains_each_step = True
+
+    def steps(self, batches):
+        for batch in batches:
+            loss = self.step(batch)
+            yield SimpleNamespace(**{**vars(self.report or SimpleNamespace()), "loss": loss})
+
     def evaluate(self, batch: Mapping[str, torch.Tensor]) -> float:
         with torch.no_grad():
             return self.model(**batch).loss.item()

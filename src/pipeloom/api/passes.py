@@ -111,6 +111,7 @@ def plan(
     profiled: Profile | None = None,
     treatments: Sequence[Treatment] | None = None,
     weights: str | None = None,
+    clips: bool = False,
     global_batch: int | None = None,
     offload_dir: Path | str | None = None,
 ) -> Plan:
@@ -123,6 +124,7 @@ def plan(
     "8 x a100-40" or the path of a cluster file.
     captured, profiled: results of `capture` and `profile`, if they are at hand.
     treatments: what may be done with residuals, see `PlanOptions`.  weights: how they are updated.
+    clips: training will clip gradients by their global norm, which matters without a flush.
     offload_dir: where ranks on this machine's CPU are to offload residuals (`Options.offload_dir`): how fast
     that is gets measured, and what does not fit may be recomputed or offloaded unless `treatments` says more.
 
@@ -141,6 +143,7 @@ def plan(
         strategy=strategy,
         treatments=treatments,
         weights=weights,
+        clips=clips,
         global_batch=global_batch,
         offload_dir=offload_dir,
     )
@@ -159,6 +162,7 @@ def make_request(
     strategy: str = "exact",
     treatments: Sequence[Treatment] | None = None,
     weights: str | None = None,
+    clips: bool = False,
     global_batch: int | None = None,
     offload_dir: Path | str | None = None,
     watch: Callable[[int], None] | None = None,
@@ -178,6 +182,7 @@ def make_request(
         optimizer_bytes=optimizer_ratio(job.optimizer),
         split_backward=split_backward,
         weights=weights,
+        clips=clips,
         treatments=None if treatments is None else tuple(treatments),
     )
     return PlanRequest(

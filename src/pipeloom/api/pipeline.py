@@ -44,6 +44,7 @@ from .rank_stages import EvaluationVariants, RankStages, TrainingVariants
 from .ranks import join_ranks, rank_device
 from .runnable import refuse_torn_updates, require_runnable_plan, require_training
 from .steady_run import open_steady_run
+from .steady_timeline import full_steps
 from .step_batches import StepBatches
 from .step_reports import StepRecord, StepReport
 
@@ -140,8 +141,7 @@ class Pipeline:
 
     def _build_worker(self, rank_stages: RankStages) -> None:
         job, plan, options = self.job, self.plan, self.options
-        clock = CudaClock() if self.device.type == "cuda" else HostClock()
-        self.recorder = Recorder(self.rank, clock)
+        self.recorder = Recorder(self.rank, CudaClock() if self.device.type == "cuda" else HostClock())
         self.record = StepRecord(
             channel=self.channel, recorder=self.recorder, ledger=self.ledger, device=self.device
         )
@@ -232,6 +232,11 @@ class Pipeline:
             )
         return self.report.loss
 
+    @property
+    def drains_each_step(self) -> bool:
+        """Whether nothing is in flight between two steps: the plan's weights are updated with a flush."""
+        return self.steady is None
+
     def steps(self, batches: Iterable[Mapping[str, Tensor]]) -> Iterator[StepReport]:
         """Train on batches one after the other, without draining the pipeline between them if the plan's
         weights are updated without a flush; with the same numbers as `step`, which drains each time.
@@ -290,7 +295,7 @@ class Pipeline:
 
     def _feed(self, batch: Mapping[str, Tensor]) -> None:
         """Begin a step of a pipeline that does not drain."""
-        assert self.steady is not None, "the plan's weights are updated without a flush"
+        assert self.steady is not None
         split = self.batches.split(batch, training=True)
         with self.calls.call(f"step {self.steps_done + 1}", refuses_batches=split.refusal is not None):
             if self.steady.agree(signature_of(batch), split.refusal):
@@ -314,7 +319,7 @@ class Pipeline:
         self._drain()
         with self.calls.call("a prediction"), attributes_kept(self.captured.blueprint.model):
             self.rehearsals = Rehearsals(self.forecast(), cluster)
-            return self.rehearsals.first
+            return self._shown(self.rehearsals.first)
 
     def rehearse(self) -> Timeline:
         """Simulate a step at the machine's pace of this moment; as `predict`, which it is the first time.
@@ -324,7 +329,10 @@ class Pipeline:
             return self.predict()
         self._drain()
         with self.calls.call("a rehearsal"), attributes_kept(self.captured.blueprint.model):
-            return self.rehearsals.rehearse()
+            return self._shown(self.rehearsals.rehearse())
+
+    def _shown(self, predicted: Timeline) -> Timeline:
+        return predicted if self.plan.steady is None else full_steps(predicted, self.plan.steady)
 
     def forecast(self) -> Forecast:
         """This rank's part in predicting a step."""
@@ -346,12 +354,13 @@ class Pipeline:
         )
 
     def measured(self) -> Timeline:
-        """The last step of all ranks. Every rank calls it.
+        """The last step of all ranks; three in a row where the pipeline does not drain. Every rank calls it.
 
         Times count from the start of the first rank where all share a machine and so a clock; otherwise
         from each rank's own start.
         """
-        return self.record.timeline(self.program.pairs)
+        self._drain()
+        return self.record.timeline(self.program.pairs, self.plan.steady)
 
     def save(self, directory: Path, *, extra: Mapping[str, Any] | None = None, keep: int = 2) -> Path:
         """Write a checkpoint that any plan of this model can load. Every rank calls it.

@@ -59,7 +59,7 @@ class PlanCosts:
     def simulate(self, plan: Plan) -> Timeline:
         """One step of a plan, predicted."""
         stages = plan.replicated(plan.stage_graph(self.graph))
-        program = lower(plan.as_schedule, stages, policy=plan.memory, updates=plan.updates)
+        program = lower(plan.as_schedule, stages, policy=plan.memory, updates=plan.updates, clips=plan.clips)
         return simulate(program, stages, self.stages(plan), self.cluster, caps=plan.caps)
 
     def _model(self, plan: Plan) -> CostModel:
@@ -71,11 +71,9 @@ class PlanCosts:
             )
         placement = plan.placement[: len(plan.stages)]
         trained = sum(s.memory.gradients for s in plan.stages)
-        options = CostOptions(
-            microbatches=plan.microbatches,
-            optimizer_bytes=sum(s.memory.optimizer for s in plan.stages) / trained if trained else 0.0,
-            weights=plan.weights,
-        )
+        options = CostOptions(microbatches=plan.microbatches, weights=plan.weights, clips=plan.clips)
+        held = sum(s.memory.optimizer for s in plan.stages) * options.gradient_sets
+        options = replace(options, optimizer_bytes=held / trained if trained else 0.0)
         if (placement, options) not in self._models:
             devices = tuple(self.cluster.devices[rank] for rank in placement)
             profiles = [profile_of(self.profiles, device.name, self.graph) for device in devices]

@@ -49,6 +49,6 @@ def explain_steps(
     Raises: PlanError if the plan was made for another model.
     """
     stages = plan.replicated(plan.stage_graph(graph))
-    program = lower(plan.as_schedule, stages, policy=plan.memory, updates=plan.updates)
+    program = lower(plan.as_schedule, stages, policy=plan.memory, updates=plan.updates, clips=plan.clips)
     shown = [timeline for timeline in timelines if timeline and timeline.events]
     return [explain_idle_time(program, timeline, stages, cluster) for timeline in shown]

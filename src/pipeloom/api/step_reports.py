@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..ir.action import Action
+from ..ir.steady import SteadyStep
 from ..ir.timeline import Timeline
 from ..runtime import Ledger, PostedChannel, Recorder
+from .steady_timeline import numbered_on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,8 +70,10 @@ class StepRecord:
         self.channel.all_reduce(both)
         return report_of(both, self.channel.ranks, grad_norm)
 
-    def timeline(self, pairs: Iterable[tuple[Action, Action]]) -> Timeline:
-        """The last step of all ranks. pairs: actions that run as one.
+    def timeline(self, pairs: Iterable[tuple[Action, Action]], steady: SteadyStep | None = None) -> Timeline:
+        """The last step of all ranks; the last few of a pipeline that does not drain between them.
+
+        pairs: actions that run as one.  steady: the step that such a pipeline repeats.
 
         Times count from the start of the first rank where all share a machine and so a clock; otherwise
         from each rank's own start.
@@ -78,15 +82,27 @@ class StepRecord:
         one_machine = len({node for node, _ in starts}) == 1
         late_s = self.recorder.started_s - min(at for _, at in starts) if one_machine else 0.0
         curves = (self.recorder.curve(late_s), *self.recorder.host_curves(late_s))
-        parts = self.channel.all_gather_object((self.recorder.events(late_s), curves, self.ledger.at_peak))
+        starts_s = [late_s + start for start in self.recorder.step_starts_s]
+        events = list(self.recorder.events(late_s))
+        if steady is not None:
+            events = numbered_on(events, steady, starts_s)
+        mine = (events, curves, self.ledger.at_peak, _row_s(starts_s))
+        parts = self.channel.all_gather_object(mine)
         return Timeline(
             source="measured",
             ranks=self.channel.ranks,
-            events=tuple(e for events, _, _ in parts for e in events),
-            memory=tuple(curve for _, curves, _ in parts for curve in curves),
-            peaks=tuple(peak for _, _, peak in parts),
+            events=tuple(e for events, _, _, _ in parts for e in events),
+            memory=tuple(curve for _, curves, _, _ in parts for curve in curves),
+            peaks=tuple(peak for _, _, peak, _ in parts),
             pairs=tuple((str(first), str(second)) for first, second in pairs),
+            steps=1 if steady is None else max(1, len(starts_s) - 1),
+            steady_s=None if steady is None else max(row_s for _, _, _, row_s in parts),
         )
+
+
+def _row_s(starts_s: Sequence[float]) -> float:
+    """Seconds from one step to the next; the last start is that of the drain."""
+    return (starts_s[-1] - starts_s[0]) / max(1, len(starts_s) - 1)
 
 
 def rank_figures(recorder: Recorder, ledger: Ledger, start_s: float, agreeing_s: float = 0.0) -> Tensor:

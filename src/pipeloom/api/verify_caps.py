@@ -76,7 +76,7 @@ def traced_peaks(plan: Plan, captured: Captured, costs: PlanCosts) -> tuple[int,
     variant = make_variant(captured, plan, stages, every, device="cpu", policy=plan.memory)
     traced = [graph_memory(variant.functions[s], stages) for s in every] * plan.replicas
     step = simulate(
-        lower(plan.as_schedule, variant.stages, policy=plan.memory, updates=plan.updates),
+        lower(plan.as_schedule, variant.stages, policy=plan.memory, updates=plan.updates, clips=plan.clips),
         variant.stages,
         tuple(_completed(graphs, cost) for graphs, cost in zip(traced, costs.stages(plan), strict=True)),
         Cluster(

@@ -15,12 +15,14 @@ from .common import (
     plan_options,
     planner_option,
     treat_option,
+    weights_option,
 )
 
 
 @click.command(epilog=MODEL_HELP)
 @model_argument
 @plan_options
+@weights_option
 @planner_option("exact")
 @click.option("--device-memory", type=Size(), help="Cap per rank, as 300MiB.")
 @treat_option

@@ -16,6 +16,7 @@ import click
 from ..ir.errors import ConfigError, PipeloomError
 from ..ir.memory_policy import TREATMENTS
 from ..ir.units import parse_bytes
+from ..ir.weight_policy import WEIGHT_POLICIES
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -113,6 +114,13 @@ class Size(click.ParamType[str]):
 def model_argument(command: Command) -> Command:
     return click.argument("model", required=False)(command)
 
+
+weights_option = click.option(
+    "--weights",
+    type=click.Choice(tuple(WEIGHT_POLICIES)),
+    help="How weights are updated: flush, once a step is over; 2bw or stash, without draining the pipeline. "
+    "By default as the schedule does it.",
+)
 
 PLAN_OPTIONS = (
     click.option(

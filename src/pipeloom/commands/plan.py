@@ -11,7 +11,6 @@ import click
 
 from ..ir.errors import ConfigError
 from ..ir.memory_policy import TREATMENTS
-from ..ir.weight_policy import WEIGHT_POLICIES
 from .common import (
     FILE,
     MODEL_HELP,
@@ -29,6 +28,7 @@ from .common import (
     planner_option,
     print_json,
     treat_option,
+    weights_option,
 )
 
 if TYPE_CHECKING:
@@ -52,11 +52,7 @@ if TYPE_CHECKING:
 @planner_option("exact")
 @click.option("--planners", "--strategies", is_flag=True, help="List the planners and stop.")
 @treat_option
-@click.option(
-    "--weights",
-    type=click.Choice(tuple(WEIGHT_POLICIES)),
-    help="How weights are updated. By default as the schedule does it.",
-)
+@weights_option
 @click.option("--what-if/--no-what-if", default=True, help="Plan again with 10 % more memory, bandwidth.")
 @click.option("--output", "-o", type=NEW_FILE, help="Write the plan to this JSON file.")
 @json_option

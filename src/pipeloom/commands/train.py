@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from .common import FILE, Size, json_option, planner_option, treat_option
+from .common import FILE, Size, json_option, planner_option, treat_option, weights_option
 
 
 @click.command()
@@ -37,6 +37,7 @@ from .common import FILE, Size, json_option, planner_option, treat_option
     help="Processes, with a stage each, or what the schedule wants on each.",
 )
 @click.option("--schedule", "-s", help="Schedule, by name.")
+@weights_option
 @planner_option(None)
 @click.option("--steps", type=click.IntRange(1), help="Train until this step.")
 @click.option("--device-memory", type=Size(), help="Cap per rank, as 300MiB: what does not fit is refused.")
@@ -98,6 +99,7 @@ KEYS = {
     "job": "job",
     "stages": "pipeline.stages",
     "schedule": "pipeline.schedule",
+    "weights": "pipeline.weights",
     "planner": "pipeline.planner",
     "steps": "steps",
     "device_memory": "pipeline.device_memory",

@@ -7,7 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .common import FILE, MODEL_HELP, job_of, json_option, model_argument, plan_options, print_json
+from .common import (
+    FILE,
+    MODEL_HELP,
+    job_of,
+    json_option,
+    model_argument,
+    plan_options,
+    print_json,
+    weights_option,
+)
 
 if TYPE_CHECKING:
     from ..api import Verification
@@ -16,6 +25,7 @@ if TYPE_CHECKING:
 @click.command(epilog=MODEL_HELP)
 @model_argument
 @plan_options
+@weights_option
 @click.option("--plan", "plan_file", type=FILE, help="Verify this plan, instead of making one.")
 @click.option("--tolerance", type=float, default=1e-5, show_default=True, help="Largest relative difference.")
 @click.option("--seed", type=int, default=1, show_default=True, help="Of the batch.")

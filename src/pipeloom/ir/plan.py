@@ -81,6 +81,7 @@ class Plan:
     planner: name of the strategy that made it.  batch: shapes it was made for (see Profile.batch).
     caps: bytes each rank may hold, empty for no cap.  peaks: those that it holds in the simulated step.
     microbatches: per step, of all replicas together.
+    clips: planned for gradients that are clipped by their norm over all ranks.
     placement: the rank of each stage; one that is several times as long as the stages places replicas of
         them, each with its share of the micro-batches (see `ir.stages`).
 
@@ -101,6 +102,7 @@ class Plan:
     peaks: tuple[int, ...] = ()
     memory: MemoryPolicy = field(default_factory=MemoryPolicy)
     weights: str = FLUSH
+    clips: bool = False
     width: int = 1
     predicted_step_s: float = 0.0
     notes: Mapping[str, str] = field(default_factory=dict)

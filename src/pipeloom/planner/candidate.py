@@ -98,7 +98,9 @@ class Candidate:
         treatments = tuple(s.evaluation.treatments for s in stages) if self.search.optimises else ()
         ahead = tuple(index for index, stage in enumerate(stages) if stage.ahead)
         policy = MemoryPolicy(stages=treatments, ahead=ahead)
-        program = lower(self.schedule, self.stages, policy=policy, updates=self.updates)
+        program = lower(
+            self.schedule, self.stages, policy=policy, updates=self.updates, clips=self.request.options.clips
+        )
         split = program.columns.splits
         costs = tuple(s.estimate.simulator_cost(s.plan, ahead=s.ahead, split=split) for s in stages)
         cluster = self.search.model.cluster
@@ -137,4 +139,5 @@ class Candidate:
             predicted_step_s=self.timeline.step_s,
             memory=self.policy,
             weights=self.request.weights,
+            clips=self.request.options.clips,
         )

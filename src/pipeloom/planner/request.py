@@ -30,7 +30,7 @@ class PlanOptions:
     overlap: transfers run while stages compute.
     treatments: what may be done with residuals besides keeping them; None: what the planner does by itself,
         offloading where the devices have a host link.
-    weights: None for those of the schedule.
+    weights: None for those of the schedule.  clips: gradients, by their norm over all ranks.
     fastest: look for the fastest plan; if not, the first that keeps its caps will do.
     """
 
@@ -39,6 +39,7 @@ class PlanOptions:
     overlap: bool = True
     treatments: tuple[Treatment, ...] | None = None
     weights: str | None = None
+    clips: bool = False
     fastest: bool = True
 
 
@@ -103,6 +104,7 @@ class Request:
             optimizer_bytes=self.options.optimizer_bytes,
             overlap=self.options.overlap,
             weights=self.weights,
+            clips=self.options.clips,
         )
         profiles = [profile_of(self.profile, device.name, self.graph) for device in devices]
         return Search(

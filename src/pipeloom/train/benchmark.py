@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
 from statistics import median
 
@@ -45,6 +46,7 @@ class BenchSettings:
     microbatches: int
     microbatch_size: int
     split_backward: bool
+    weights: str | None
     device_memory: str | None
     treat: str | None
     steps: int
@@ -77,6 +79,7 @@ def run_bench(settings: BenchSettings) -> int:
         split_backward=settings.split_backward,
         memory=settings.device_memory,
         treatments=None if settings.treat is None else TREATMENTS[settings.treat],
+        weights=settings.weights,
     )
     planned, model = plan_size(request, job, settings.microbatch_size)
     require_training(planned)
@@ -101,13 +104,9 @@ def _rank(settings: BenchSettings, path: Path, model: bytes | None, profiled_s: 
 def _time_steps(settings: BenchSettings, path: Path, model: bytes | None, profiled_s: float) -> None:
     job = settings.job()
     batch = job.batch(0, settings.microbatches * settings.microbatch_size)
-    reports: list[StepReport] = []
     with Pipeline(job, path, captured=take_over_model(model, job)) as pipeline:
         predicted_s = pipeline.predict().step_s if settings.rehearses else profiled_s
-        for _ in range(settings.warmup + settings.steps):
-            pipeline.step(batch)
-            assert pipeline.report is not None, "a step was just made"
-            reports.append(pipeline.report)
+        reports = list(pipeline.steps(repeat(batch, settings.warmup + settings.steps)))
         rank = pipeline.rank
     if rank == 0:
         _print(settings, reports[settings.warmup :], tokens_of(job, batch), predicted_s)

@@ -95,6 +95,7 @@ class PipelineConfig:
     """How the model is spread.
 
     planner: by name, see `pipeloom plan --planners`.
+    weights: how they are updated, "flush", "2bw" or "stash"; unset: as the schedule does it.
     microbatches, microbatch_size: the schedule runs so many sequences.  accumulate: times per step.
     device: "cpu" or "cuda".  autocast: "bfloat16" or "float16" for mixed precision; unset for none.
     device_memory: cap per rank, as "300MiB"; unset for no cap.
@@ -110,6 +111,7 @@ class PipelineConfig:
     stages: int = 2
     planner: str = "exact"
     schedule: str = "1f1b"
+    weights: str | None = None
     microbatches: int = 8
     microbatch_size: int = 4
     accumulate: int = 1

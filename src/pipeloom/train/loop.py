@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,8 @@ class Report(Protocol):
     """Figures of the last step; see `pipeloom.pipeline.StepReport`."""
 
     @property
+    def loss(self) -> float: ...
+    @property
     def step_s(self) -> float: ...
     @property
     def bubble(self) -> float: ...
@@ -40,8 +42,8 @@ class Trainable(Protocol):
     steps_done: int
 
     @property
-    def report(self) -> Report | None: ...
-    def step(self, batch: Batch, /) -> float: ...
+    def drains_each_step(self) -> bool: ...
+    def steps(self, batches: Iterable[Batch], /) -> Iterator[Report]: ...
     def evaluate(self, batch: Batch, /) -> float: ...
     def measured(self) -> Timeline: ...
     def rehearse(self) -> Timeline: ...
@@ -112,35 +114,58 @@ def _steps(
     metrics: Metrics | None,
     display: Display,
 ) -> StepRehearsals:
-    pace = StepRehearsals(pipeline, first=pipeline.steps_done, end=config.steps, rehearsals=config.rehearsals)
+    pace = StepRehearsals(
+        pipeline,
+        first=pipeline.steps_done,
+        end=config.steps,
+        rehearsals=config.rehearsals,
+        drains=pipeline.drains_each_step,
+    )
     validation = None
     if pipeline.steps_done == 0:
         validation = validate(pipeline, config, workload)
         if metrics is not None:
             metrics.write({"step": 0, "validation_loss": validation})
-    for step in range(pipeline.steps_done, config.steps):
-        batch = workload.train(step)
+    step = pipeline.steps_done
+    while step < config.steps:
         rehearsed_s = pace.before(step)
-        loss = pipeline.step(batch)
-        if not math.isfinite(loss):
-            raise PipeloomError(
-                f"the loss of step {step + 1} is {loss}",
-                hint="lower optimizer.learning_rate; `--resume` goes back to the newest checkpoint",
-            )
-        done, last = step + 1, step + 1 == config.steps
-        pace.after(step)
-        validates = last or done % config.validate_every == 0
-        if validates:
-            validation = validate(pipeline, config, workload)
-        if metrics is not None:
-            figures = _figures(pipeline, config, workload, batch, loss)
-            told = {"rehearsed_step_s": rehearsed_s, "validation_loss": validation if validates else None}
-            metrics.write(figures | told)
-            display.show(_shown(figures, validation))
-        if last or done % config.checkpoint_every == 0:
-            extra = {"data": workload.data, "step": done}
+        end = _next_stop(step, config, pace)
+        # Between two stops nothing is asked of the pipeline but steps, so it need not drain.
+        for done, report in enumerate(pipeline.steps(map(workload.train, range(step, end))), start=step + 1):
+            _refuse_no_number(done, report.loss)
+            validates = done == config.steps or done % config.validate_every == 0
+            if done == end:
+                pace.after(done - 1)
+                validation = validate(pipeline, config, workload) if validates else validation
+            if metrics is not None:
+                figures = _figures(done, report, config, workload, workload.train(done - 1))
+                told = {"rehearsed_step_s": rehearsed_s if done == step + 1 else None}
+                told["validation_loss"] = validation if validates else None
+                metrics.write(figures | told)
+                display.show(_shown(figures, validation))
+        if end == config.steps or end % config.checkpoint_every == 0:
+            extra = {"data": workload.data, "step": end}
             pipeline.save(out / "checkpoint", extra=extra, keep=config.keep_checkpoints)
+        step = end
     return pace
+
+
+def _next_stop(step: int, config: Config, pace: StepRehearsals) -> int:
+    """How many steps are done when something else is due: a rehearsal, its measured steps, a validation, a
+    checkpoint, or the end."""
+    for done in range(step + 1, config.steps):
+        due = done % config.validate_every == 0 or done % config.checkpoint_every == 0
+        if due or pace.is_stop(done):
+            return done
+    return config.steps
+
+
+def _refuse_no_number(step: int, loss: float) -> None:
+    if not math.isfinite(loss):
+        raise PipeloomError(
+            f"the loss of step {step} is {loss}",
+            hint="lower optimizer.learning_rate; `--resume` goes back to the newest checkpoint",
+        )
 
 
 def validate(pipeline: Trainable, config: Config, workload: Workload) -> float:
@@ -149,15 +174,12 @@ def validate(pipeline: Trainable, config: Config, workload: Workload) -> float:
     return sum(pipeline.evaluate(workload.validation(index)) for index in range(count)) / count
 
 
-def _figures(
-    pipeline: Trainable, config: Config, workload: Workload, batch: Batch, loss: float
-) -> dict[str, Any]:
-    report, rate, tokens = pipeline.report, workload.rate, workload.tokens(batch)
-    assert report is not None, "a step was just made"
+def _figures(step: int, report: Report, config: Config, workload: Workload, batch: Batch) -> dict[str, Any]:
+    rate, tokens = workload.rate, workload.tokens(batch)
     return {
-        "step": pipeline.steps_done,
-        "loss": loss,
-        "learning_rate": None if rate is None else rate * rate_share(config, pipeline.steps_done - 1),
+        "step": step,
+        "loss": report.loss,
+        "learning_rate": None if rate is None else rate * rate_share(config, step - 1),
         "step_s": report.step_s,
         "rows_per_s": rows_of(batch) / report.step_s,
         "tokens_per_s": None if tokens is None else tokens / report.step_s,

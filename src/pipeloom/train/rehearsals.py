@@ -19,6 +19,9 @@ T = TypeVar("T")
 BEFORE, AFTER = 2, 3
 """Steps that a rehearsal is held against. An odd number of them has a middle one."""
 
+STEADY_AFTER = 5
+"""The same where the pipeline does not drain: the first ones fill it."""
+
 WARM_UP_STEPS = 3
 """Steps before those."""
 
@@ -87,12 +90,19 @@ class StepRehearsals:
     """Rehearses at the planned steps of a run, and keeps the steps around them. Every rank does the same.
 
     first, end: steps done before and after the run.  rehearsals: at most so many.
+    drains: the pipeline drains after each step. If it does not, one measurement after each rehearsal has the
+        last few of the steps behind it.
     """
 
-    def __init__(self, pipeline: Rehearsing, *, first: int, end: int, rehearsals: int) -> None:
+    def __init__(
+        self, pipeline: Rehearsing, *, first: int, end: int, rehearsals: int, drains: bool = True
+    ) -> None:
         self._pipeline = pipeline
         self._planned = rehearsal_steps(first, end, rehearsals)
+        self._after = AFTER if drains else STEADY_AFTER
         self._compared = {s for at in self._planned for s in range(at - BEFORE, at + AFTER)}
+        if not drains:
+            self._compared = {at + STEADY_AFTER - 1 for at in self._planned}
         self._last = end - 1
         self._kept: dict[int, Timeline] = {}
         self._rehearsed: dict[int, Timeline] = {}
@@ -110,8 +120,8 @@ class StepRehearsals:
         """Call it after that step, with the same number."""
         if step in self._compared or step == self._last:
             self._final = self._kept[step] = self._pipeline.measured()
-        for at in [at for at in self._rehearsed if step in (at + AFTER - 1, self._last)]:
-            around = [self._kept[s] for s in range(at - BEFORE, at + AFTER) if s in self._kept]
+        for at in [at for at in self._rehearsed if step in (at + self._after - 1, self._last)]:
+            around = [self._kept[s] for s in range(at - BEFORE, at + self._after) if s in self._kept]
             middle = _middle(around, [timeline.step_s for timeline in around])
             self._windows.append(
                 RehearsalWindow(
@@ -119,6 +129,10 @@ class StepRehearsals:
                 )
             )
             self._kept = {s: timeline for s, timeline in self._kept.items() if s >= step - BEFORE}
+
+    def is_stop(self, done: int) -> bool:
+        """Whether a rehearsal, or measuring, is due when so many steps are done."""
+        return done in self._planned or done - 1 in self._compared
 
     @property
     def comparison(self) -> RehearsalComparison | None:

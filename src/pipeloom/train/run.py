@@ -232,6 +232,7 @@ def follow_plan(config: Config, plan: Plan, overrides: Sequence[str]) -> Config:
         "stages": len(set(plan.placement)),
         "planner": plan.planner,
         "schedule": plan.schedule,
+        "weights": plan.weights,
         "microbatches": plan.microbatches,
         "microbatch_size": plan.microbatch_size,
     }
@@ -274,6 +275,8 @@ def make_plan(config: Config, workload: Workload, console: Console) -> PlannedRu
             split_backward=settings.split_backward,
             memory=settings.device_memory,
             treatments=None if settings.treat is None else TREATMENTS[settings.treat],
+            weights=settings.weights,
+            clips=bool(config.optimizer.clip_norm),
             offload_dir=Path(settings.offload_dir) if settings.offload_dir else None,
         )
         plan, model = plan_size(request, workload.job, settings.microbatch_size, **made)

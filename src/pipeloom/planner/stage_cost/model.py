@@ -125,8 +125,10 @@ class CostModel:
 
     @cached_property
     def batch_bytes(self) -> int:
-        """The inputs of all micro-batches of a step."""
-        return sum(value.bytes for value in self.graph.inputs) * self.options.microbatches
+        """The inputs of all micro-batches of the steps that are under way at once."""
+        return (
+            sum(value.bytes for value in self.graph.inputs) * self.options.microbatches * self.options.batches
+        )
 
     def turn_s(self, stages: StageGraph, index: int) -> float:
         """Seconds that one micro-batch occupies a stage of any cut."""

@@ -57,7 +57,7 @@ class CostOptions:
     receive_ahead: receives posted ahead, each with a buffer.  sends_in_flight: messages not yet taken when
         the next one is made; 0 where each is through at once.
     overlap: transfers run while the stage computes.
-    weights: the weight policy, see `ir.weight_policy`.
+    weights: the weight policy, see `ir.weight_policy`.  clips: gradients, by their norm over all ranks.
     """
 
     microbatches: int
@@ -66,6 +66,18 @@ class CostOptions:
     sends_in_flight: int = 1
     overlap: bool = True
     weights: str = FLUSH
+    clips: bool = False
+
+    @property
+    def gradient_sets(self) -> int:
+        """Without a flush, an update that awaits the norm over all ranks keeps its gradients while the next
+        ones are added up."""
+        return 2 if self.clips and not WEIGHT_POLICIES[self.weights].flushes else 1
+
+    @property
+    def batches(self) -> int:
+        """Batches that are alive at once."""
+        return 1 if WEIGHT_POLICIES[self.weights].flushes else 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +185,7 @@ def static_memory(footprint: Footprint[Any], options: CostOptions, in_flight: Co
     """Bytes that are there for the whole step, by kind."""
     return {
         "parameters": footprint.parameters * WEIGHT_POLICIES[options.weights].copies(in_flight),
-        "gradients": footprint.trainable,
+        "gradients": footprint.trainable * options.gradient_sets,
         "optimizer": footprint.trainable * options.optimizer_bytes,
         "buffers": footprint.buffers,
     }
