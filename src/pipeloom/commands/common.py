@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import signal
 import sys
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 import click
 
@@ -37,6 +38,33 @@ MODEL_HELP = (
 )
 
 
+class _UnheardFile(io.FileIO):
+    """A file descriptor to which one may go on writing when nobody reads any more."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            with open(os.devnull, "wb") as nowhere:
+                os.dup2(nowhere.fileno(), self.fileno())
+            return len(data)
+
+
+def unbroken(out: TextIO) -> TextIO:
+    """Standard output after which a command goes on when `| head -1` has seen enough: its files are written,
+    and its exit status says what it found. Output that is no file of the system is returned as it is."""
+    if not isinstance(out, io.TextIOWrapper):
+        return out
+    out.flush()
+    return io.TextIOWrapper(
+        io.BufferedWriter(_UnheardFile(out.fileno(), "w", closefd=False)),
+        encoding=out.encoding,
+        errors=out.errors,
+        line_buffering=out.line_buffering,
+        write_through=out.write_through,
+    )
+
+
 class Commands(click.Group):
     """Prints what pipeloom raises on purpose as a sentence and a hint; anything else keeps its traceback.
 
@@ -49,6 +77,8 @@ class Commands(click.Group):
     def main(self, args: Sequence[str] | None = None, *rest: Any, **more: Any) -> Any:
         """args: None for those of the process, which then ends with the command."""
         self._is_process = args is None
+        if self._is_process:
+            sys.stdout = unbroken(sys.stdout)
         return super().main(args, *rest, **more)
 
     def invoke(self, ctx: click.Context) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -60,8 +61,12 @@ def save(noun: object, path: Path) -> None:
     write_whole(path, to_json(noun) + "\n")
 
 
-def load(path: Path, kind: type[T]) -> T:
-    """Read a noun from a file. Raises: ConfigError if it is missing, unreadable or invalid."""
+def load(path: Path, kind: type[T], *, strict: bool = False) -> T:
+    """Read a noun from a file.
+
+    strict: refuse keys that the noun does not have, which are slips of whoever edited the file.
+    Raises: ConfigError if it is missing, unreadable or invalid.
+    """
     try:
         text = path.read_bytes()
     except OSError as error:
@@ -69,7 +74,25 @@ def load(path: Path, kind: type[T]) -> T:
             f"cannot read {kind.__name__} from {path}: {error.strerror}",
             hint="check the path",
         ) from None
-    return from_json(text, kind, what=str(path))
+    noun = from_json(text, kind, what=str(path))
+    if strict:
+        _refuse_unknown_keys(from_json(text, dict, what=str(path)), msgspec.to_builtins(noun), str(path))
+    return noun
+
+
+def _refuse_unknown_keys(given: Any, known: Any, where: str) -> None:
+    if isinstance(given, dict) and isinstance(known, dict):
+        for key, value in given.items():
+            if key not in known:
+                near = get_close_matches(key, known, n=1)
+                raise ConfigError(
+                    f"{where} has a key that is not known: {shortened(repr(key), most=80)}",
+                    hint=f"did you mean {near[0]}?" if near else f"the keys there are {', '.join(known)}",
+                )
+            _refuse_unknown_keys(value, known[key], f"{where}: {key}")
+    elif isinstance(given, list) and isinstance(known, list | tuple):
+        for index, (value, same) in enumerate(zip(given, known, strict=False)):
+            _refuse_unknown_keys(value, same, f"{where}[{index}]")
 
 
 def as_plain(noun: object) -> Any:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 
 from . import codec
-from .errors import PlanError, shown
+from .errors import ConfigError, PlanError, shown
 from .graph import OpGraph
 from .memory_policy import MemoryPolicy
 from .schedule import Schedule, parse_pairs, parse_rows
@@ -178,9 +179,33 @@ class Plan:
         codec.save(self, path)
 
 
+def _impossible(plan: Plan) -> str | None:
+    """The first number of a plan that no plan can have."""
+    numbers: dict[str, float] = {"predicted_step_s": plan.predicted_step_s}
+    numbers |= {f"caps[{rank}]": cap for rank, cap in enumerate(plan.caps)}
+    numbers |= {f"peaks[{rank}]": peak for rank, peak in enumerate(plan.peaks)}
+    numbers |= {"microbatches": plan.microbatches - 1, "microbatch_size": plan.microbatch_size - 1}
+    numbers |= {"width": plan.width - 1}
+    for index, stage in enumerate(plan.stages):
+        for noun, at in ((stage, f"stages[{index}]"), (stage.memory, f"stages[{index}].memory")):
+            figures = {f.name: getattr(noun, f.name) for f in fields(noun)}
+            numbers |= {f"{at}.{n}": v for n, v in figures.items() if isinstance(v, int | float)}
+    for name, number in numbers.items():
+        if not 0 <= number < math.inf:
+            shift = name in ("microbatches", "microbatch_size", "width")
+            return f"{name} is {shown(number + shift)}"
+    return None
+
+
 def load_plan(path: Path) -> Plan:
-    """Read a plan. Raises: ConfigError if unreadable, PlanError if of another schema version."""
-    plan = codec.load(path, Plan)
+    """Read a plan, which somebody may have edited.
+
+    Raises: ConfigError if it is unreadable, has a key that no plan has, or a number that cannot be;
+        PlanError if it is of another schema version.
+    """
+    plan = codec.load(path, Plan, strict=True)
+    if wrong := _impossible(plan):
+        raise ConfigError(f"{path}: {wrong}", hint="times, sizes and counts are 0 or more")
     if plan.schema != SCHEMA:
         raise PlanError(
             f"{path} has plan schema {plan.schema}, this pipeloom reads {SCHEMA}",

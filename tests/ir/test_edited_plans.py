@@ -1,0 +1,56 @@
+"""Plans that somebody has edited: slips are named, and not passed over."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from damage import PLAN
+
+from pipeloom.ir.errors import ConfigError
+from pipeloom.ir.plan import load_plan
+
+Edit = Callable[[dict[str, Any]], Any]
+SLIPS: dict[str, tuple[Edit, str]] = {
+    "a key": (
+        lambda p: p.update(microbatchs=4),
+        "a key that is not known: 'microbatchs'\nhint: did you mean microbatches?",
+    ),
+    "of a stage": (
+        lambda p: p["stages"][1].update(forwards_s=1.0),
+        r"stages\[1\] has a key that is not known: 'forwards_s'",
+    ),
+    "of memory": (
+        lambda p: p["stages"][0]["memory"].update(x=1),
+        r"stages\[0\]: memory has a key that is not known: 'x'\nhint: the keys there are parameters, ",
+    ),
+    "a time": (
+        lambda p: p["stages"][0].update(forward_s=-0.5),
+        r"stages\[0\].forward_s is -0.5\nhint: times, sizes and counts are 0 or more",
+    ),
+    "a size": (
+        lambda p: p["stages"][0]["memory"].update(residuals=-1),
+        r"stages\[0\].memory.residuals is -1",
+    ),
+    "a cap": (lambda p: p.update(caps=[5, -5]), r"caps\[1\] is -5"),
+    "the step": (lambda p: p.update(predicted_step_s=-1.0), "predicted_step_s is -1.0"),
+    "rows": (lambda p: p.update(microbatch_size=0), "microbatch_size is 0"),
+}
+
+
+@pytest.mark.parametrize(("edit", "message"), SLIPS.values(), ids=SLIPS)
+def test_slips_are_named(tmp_path: Path, edit: Edit, message: str) -> None:
+    PLAN.save(tmp_path / "plan.json")
+    plain = json.loads((tmp_path / "plan.json").read_text())
+    edit(plain)
+    (tmp_path / "plan.json").write_text(json.dumps(plain))
+    with pytest.raises(ConfigError, match=message):
+        load_plan(tmp_path / "plan.json")
+
+
+def test_what_may_be_left_out_is(tmp_path: Path) -> None:
+    plan = {"graph": "g", "planner": "me", "stages": [{"ops": ["a"]}], "placement": [0], "microbatches": 1}
+    plan |= {"schedule": "gpipe", "schedule_rows": ["0F0 0B0"], "notes": {"my": "own"}}
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    assert load_plan(tmp_path / "plan.json").notes == {"my": "own"}
