@@ -175,7 +175,9 @@ def test_simulate_with_the_model(folder: Path) -> None:
 def test_verify_passes_and_fails(folder: Path) -> None:
     words = ["verify", "tiny_job.py:job", "--stages", "3", "--microbatches", "2"]
     figures = json.loads(good(*words, "--split-backward", "--json"))
-    assert set(figures) == {"passed", "tolerance", "reference", "loss", "gradients", "parameters"}
+    assert set(figures) == {
+        *("passed", "tolerance", "reference", "independent", "loss", "gradients", "parameters", "buffers")
+    }
     assert figures["passed"] and len(figures["gradients"]) == len(figures["parameters"]) == 8
     assert "equal within the tolerance 1e-05" in good(*words)
     failed = run(*words, "--tolerance", "-1")

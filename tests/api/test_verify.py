@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import odd_code
+import odd_models
 import pytest
 import torch
 from torch import Tensor, nn
 
 from pipeloom import Job, Options, Plan, schedules, verify
 from pipeloom.api import capture
+from pipeloom.commands.verify import report
 from pipeloom.ir.errors import PlanError, VerifyError
 from pipeloom.ir.plan import StagePlan
 from pipeloom.ir.stages import cut
@@ -103,11 +106,92 @@ def test_a_gradient_that_is_zero_but_for_rounding_is_no_difference_under_adam() 
     verify(job, plan_for(job, 3)).require()
 
 
-def test_a_model_with_dropout_is_compared_with_its_uncut_graph() -> None:
+def test_a_model_with_dropout_is_compared_with_the_module_itself() -> None:
     job = replace(JOB, model=lambda: Net(dropout=0.5))
     result = verify(job, plan_for(job, 3))
     result.require()
-    assert result.reference == "captured graph, uncut"
+    assert result.reference == "the module itself, eager, with the same random numbers" and result.independent
+
+
+class Sequences(nn.Module):
+    """Dropout between the layers of an LSTM draws several times in one call; none draws not at all."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(6, 5, num_layers=3, batch_first=True, dropout=dropout)
+        self.attend = nn.TransformerEncoderLayer(5, 1, 8, dropout=dropout, batch_first=True)
+        self.last = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        h, _ = self.rnn(x[:, None].expand(-1, 4, -1))
+        return {"loss": nn.functional.cross_entropy(self.last(self.attend(h).mean(1)), y)}
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_recurrent_models_are_compared_with_the_module_itself(dropout: float) -> None:
+    job = replace(JOB, model=lambda: Sequences(dropout))
+    result = verify(job, plan_for(job, 2))
+    result.require()
+    assert result.reference == "the module itself, eager" + ", with the same random numbers" * (dropout > 0)
+
+
+def test_the_verdict_says_where_a_model_is_compared_with_its_own_graph() -> None:
+    """Python's random numbers: the pipeline seeds them by place."""
+    job = odd_models.job(odd_code.LeavesOutByPython)
+    result = verify(job, plan_for(job, 2))
+    result.require()
+    assert (
+        result.reference == "its own captured graph, uncut, since the forward draws Python's random numbers"
+    )
+    assert not result.independent and report(result)[-1].endswith(", compared with its own graph")
+
+
+class Averaging(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        return super().forward(self.norm(x), y)
+
+
+def test_buffers_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = replace(JOB, model=Averaging)
+    plan = plan_for(job, 2)
+    right = verify(job, plan)
+    assert right.passed and {"norm.running_mean", "norm.running_var"} <= set(right.buffers)
+    replaced = Weights.replace_buffer
+
+    def wrong(self: Weights, name: str, tensor: Tensor) -> None:
+        replaced(self, name, tensor * 1.01 if name == "norm.running_mean" else tensor)
+
+    monkeypatch.setattr(Weights, "replace_buffer", wrong)
+    with pytest.raises(VerifyError, match=r"buffer norm.running_mean differs by 0.01"):
+        verify(job, plan).require()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_tolerance_follows_the_dtype(dtype: torch.dtype) -> None:
+    job = Job(
+        model=lambda: Net().to(dtype),
+        batch=lambda s, n: {"x": batch(s, n)["x"].to(dtype), "y": batch(s, n)["y"]},
+    )
+    result = verify(job, plan_for(job, 2))
+    result.require()
+    assert result.tolerance == {torch.float64: 1e-10, torch.bfloat16: 6e-2}[dtype]
+
+
+def test_mixed_precision_is_compared_with_the_module_itself() -> None:
+    job = replace(JOB)
+    graph = capture(job, 2, autocast=torch.bfloat16).graph
+    own = [op.name for op in graph.ops if not op.cheap]
+    cuts = cut(graph, {name: i * 2 // len(own) for i, name in enumerate(own)})
+    plan = replace(
+        plan_for(job, 2), graph=graph.fingerprint, stages=tuple(StagePlan(ops=s.ops) for s in cuts.stages)
+    )
+    result = verify(job, plan, options=Options(autocast=torch.bfloat16))
+    result.require()
+    assert result.independent and result.worst < 0.02
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from math import inf, isfinite
 
@@ -13,10 +14,11 @@ from torch import Tensor, nn
 from ..ir.errors import PeerError, VerifyError
 from ..ir.memory_policy import KEEP_ALL
 from ..ir.plan import Plan, StagePlan
-from ..runtime import Gradients, LocalChannel, local_channels, loss_shares, split_batch
-from ..tracer import Job, scalar_loss
+from ..runtime import LocalChannel, local_channels, loss_shares, split_batch
+from ..tracer import DrawRecorder, Job, OtherDraws
 from .options import Options
 from .pipeline import Pipeline
+from .plain_step import copies, plain_step, rounding
 from .runnable import require_runnable_plan, require_training
 
 NOISE = 1e-3
@@ -28,29 +30,38 @@ whichever is more: a gradient that is zero but for rounding has no digits to com
 class Verification:
     """Largest relative differences between the pipeline and one process.
 
-    gradients, parameters: by FQN.  reference: what the one process ran. A difference is infinite where either
-    side has a value that is not finite: of such numbers nothing can be said.
+    gradients, parameters, buffers: by FQN.  reference: what the one process ran, with the reason if that was
+    not the module itself: then what capturing the model may have changed is not seen. A difference is
+    infinite where either side has a value that is not finite: of such numbers nothing can be said.
     """
 
     loss: float
     gradients: Mapping[str, float]
     parameters: Mapping[str, float]
+    buffers: Mapping[str, float]
     tolerance: float
     reference: str
 
     @property
     def worst(self) -> float:
-        return max((self.loss, *self.gradients.values(), *self.parameters.values()))
+        found = (self.gradients, self.parameters, self.buffers)
+        return max((self.loss, *(d for differences in found for d in differences.values())))
 
     @property
     def passed(self) -> bool:
         return self.worst <= self.tolerance
+
+    @property
+    def independent(self) -> bool:
+        """Whether the pipeline was compared with the user's own module."""
+        return self.reference.startswith(EAGER)
 
     def require(self) -> None:
         """Raises: VerifyError if a difference is above the tolerance."""
         if not self.passed:
             where = {"loss": self.loss} | {f"gradient of {n}": d for n, d in self.gradients.items()}
             where |= {f"updated {n}": d for n, d in self.parameters.items()}
+            where |= {f"buffer {n}": d for n, d in self.buffers.items()}
             name = max(where, key=where.__getitem__)
             raise VerifyError(
                 f"{name} differs by {where[name]:.3g} relative, the tolerance is {self.tolerance:.3g}",
@@ -59,15 +70,22 @@ class Verification:
 
 
 def verify(
-    job: Job, plan: Plan, *, options: Options | None = None, tolerance: float = 1e-5, seed: int = 1
+    job: Job,
+    plan: Plan,
+    *,
+    options: Options | None = None,
+    tolerance: float | None = None,
+    seed: int = 1,
 ) -> Verification:
     """Run one step of a plan, with ranks as threads of this process, and of a single process; compare.
 
     Updated parameters are compared with what the job's optimizer (plain SGD where it names none) makes of
     the pipeline's own gradients in one process: those are compared already, and Adam would turn the
-    rounding of a zero gradient into a full-sized update. A model with random ops is compared with its
-    captured graph uncut in one process, whose random numbers are the same; any other with the user's own
-    module.
+    rounding of a zero gradient into a full-sized update. The one process runs the user's own module. Where
+    the model draws random numbers it draws those of its captured graph, run uncut; if it cannot, that graph
+    is what the pipeline is compared with, and `reference` says so.
+
+    tolerance: relative; by default what the coarsest dtype of the parameters explains.
     """
     require_runnable_plan(plan)
     require_training(plan)
@@ -75,28 +93,51 @@ def verify(
     job = replace(job, optimizer=job.optimizer or (lambda params: torch.optim.SGD(params, lr=0.1)))
     batch = job.batch(seed, plan.microbatches * plan.microbatch_size)
     pipelined = _run_threads(job, plan, options, batch)
-    if pipelined.random or options.autocast:
-        expected, what = _run_threads(job, _uncut(plan), options, batch), "captured graph, uncut"
-    else:
-        expected, what = _run_eager(job, plan, options, batch), "the module itself, eager"
+    expected, what = _reference(job, plan, options, batch, pipelined)
+    kept = {name: t for name, t in expected.initial.items() if name not in pipelined.buffers}
     return Verification(
         loss=_relative(abs(pipelined.loss - expected.loss), max(abs(expected.loss), 1e-12)),
         gradients=_differences(pipelined.gradients, expected.gradients),
-        parameters=_differences(pipelined.parameters, _updated(job, expected.initial, pipelined.gradients)),
-        tolerance=tolerance,
+        parameters=_differences(pipelined.parameters, _updated(job, kept, pipelined.gradients)),
+        buffers=_differences(
+            {n: t for n, t in pipelined.buffers.items() if n in expected.buffers},
+            {n: t for n, t in expected.buffers.items() if n in pipelined.buffers},
+        ),
+        tolerance=rounding(expected.initial, options.autocast) if tolerance is None else tolerance,
         reference=what,
     )
 
 
+EAGER = "the module itself, eager"
+
+
+def _reference(
+    job: Job, plan: Plan, options: Options, batch: Mapping[str, Tensor], pipelined: _Numbers
+) -> tuple[_Numbers, str]:
+    """What one process gives, and what it ran."""
+    if not pipelined.random and not pipelined.python_random:
+        return _run_eager(job, plan, options, batch), EAGER
+    draws: list[tuple[str, Tensor]] = []
+    uncut = _run_threads(job, _uncut(plan), replace(options, compiled=False), batch, draws)
+    try:
+        if pipelined.python_random:
+            raise OtherDraws("the forward draws Python's random numbers")
+        return _run_eager(job, plan, options, batch, draws), f"{EAGER}, with the same random numbers"
+    except OtherDraws as other:
+        return uncut, f"its own captured graph, uncut, since {other}"
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Numbers:
-    """initial, parameters: before and after the step."""
+    """initial, parameters: before and after the step.  buffers: after it."""
 
     loss: float
     gradients: Mapping[str, Tensor]
     initial: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
     parameters: Mapping[str, Tensor] = field(default_factory=dict)
     random: bool = False
+    python_random: bool = False
 
 
 def _updated(job: Job, initial: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -143,7 +184,14 @@ def _uncut(plan: Plan) -> Plan:
     )
 
 
-def _run_threads(job: Job, plan: Plan, options: Options, batch: Mapping[str, Tensor]) -> _Numbers:
+def _run_threads(
+    job: Job,
+    plan: Plan,
+    options: Options,
+    batch: Mapping[str, Tensor],
+    draws: list[tuple[str, Tensor]] | None = None,
+) -> _Numbers:
+    """draws: a list to write random numbers down in, for a plan of one rank."""
     ranks = len(set(plan.placement))
     results: dict[int, _Numbers] = {}
     errors: dict[int, BaseException] = {}
@@ -151,14 +199,20 @@ def _run_threads(job: Job, plan: Plan, options: Options, batch: Mapping[str, Ten
     def run(rank: int, channel: LocalChannel) -> None:
         try:
             with Pipeline(job, plan, options=options, channel=channel) as pipeline:
-                initial = _copies(pipeline.weights.params)
-                loss = pipeline.step(batch)
+                initial = copies(pipeline.weights.params)
+                recorder = DrawRecorder() if draws is not None else None
+                with recorder or nullcontext():
+                    loss = pipeline.step(batch)
+                if draws is not None and recorder is not None:
+                    draws.extend(recorder.draws)
                 results[rank] = _Numbers(
                     loss=loss,
                     gradients=pipeline.weights.last_gradients,
                     initial=initial,
-                    parameters=_copies(pipeline.weights.params),
+                    buffers=copies(pipeline.weights.buffers),
+                    parameters=copies(pipeline.weights.params),
                     random=any(op.random for op in pipeline.captured.graph.ops),
+                    python_random=pipeline.captured.draws_python_random,
                 )
         except BaseException as error:  # handed to the caller's thread below
             errors[rank] = error
@@ -175,32 +229,24 @@ def _run_threads(job: Job, plan: Plan, options: Options, batch: Mapping[str, Ten
     return _Numbers(
         loss=results[0].loss,
         random=results[0].random,
+        python_random=results[0].python_random,
         gradients={n: t for r in results.values() for n, t in r.gradients.items()},
         initial={n: t for r in results.values() for n, t in r.initial.items()},
+        buffers={n: t for r in results.values() for n, t in r.buffers.items()},
         parameters={n: t for r in results.values() for n, t in r.parameters.items()},
     )
 
 
-def _run_eager(job: Job, plan: Plan, options: Options, batch: Mapping[str, Tensor]) -> _Numbers:
-    """Plain PyTorch: one process, one module, gradients summed over the micro-batches."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(options.seed)
-        model = job.model()
-    named: dict[str, nn.Parameter] = dict(model.named_parameters())
-    initial = _copies(named)
-    sums = Gradients(named)
+def _run_eager(
+    job: Job,
+    plan: Plan,
+    options: Options,
+    batch: Mapping[str, Tensor],
+    draws: list[tuple[str, Tensor]] | None = None,
+) -> _Numbers:
     parts = split_batch(batch, plan.microbatches)
-    total = 0.0
-    for part, share in zip(parts, loss_shares(parts, job.weight), strict=True):
-        loss = scalar_loss(job, model(**part), part) * share
-        total += float(loss.detach())
-        torch.autograd.backward(loss)
-    for name, param in named.items():
-        if param.grad is not None:
-            sums.add(name, param.grad)
-    gradients = {name: sums.sums[name].clone() for name in sums.touched}
-    return _Numbers(loss=total, gradients=gradients, initial=initial)
-
-
-def _copies(params: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    return {name: p.detach().clone() for name, p in params.items()}
+    shares = loss_shares(parts, job.weight)
+    plain = plain_step(job, parts, shares, seed=options.seed, autocast=options.autocast, draws=draws)
+    return _Numbers(
+        loss=sum(plain.losses), gradients=plain.gradients, initial=plain.initial, buffers=plain.buffers
+    )

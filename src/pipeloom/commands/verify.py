@@ -27,7 +27,11 @@ if TYPE_CHECKING:
 @plan_options
 @weights_option
 @click.option("--plan", "plan_file", type=FILE, help="Verify this plan, instead of making one.")
-@click.option("--tolerance", type=float, default=1e-5, show_default=True, help="Largest relative difference.")
+@click.option(
+    "--tolerance",
+    type=float,
+    help="Largest relative difference. By default what the parameters' dtype explains.",
+)
 @click.option("--seed", type=int, default=1, show_default=True, help="Of the batch.")
 @json_option
 @click.pass_context
@@ -37,17 +41,18 @@ def verify(
     *,
     model: str | None,
     plan_file: Path | None,
-    tolerance: float,
+    tolerance: float | None,
     seed: int,
     as_json: bool,
     **plan_flags: Any,
 ) -> None:
     """Train MODEL one step in one process and in the pipeline, and compare.
 
-    Prints the largest relative difference of the loss, of the gradients and of the updated parameters;
-    exits with 1 if one is above the tolerance.
+    Prints the largest relative difference of the loss, of the gradients, of the updated parameters and of the
+    buffers; exits with 1 if one is above the tolerance.
 
-    With --json: passed, tolerance, reference, loss, gradients and parameters (by name, relative).
+    With --json: passed, tolerance, reference, independent (whether that is the module itself), loss,
+    gradients, parameters and buffers (by name, relative).
     """
     from ..ir.plan import load_plan
 
@@ -79,9 +84,11 @@ def summary(verification: Verification) -> dict[str, Any]:
         "passed": verification.passed,
         "tolerance": verification.tolerance,
         "reference": verification.reference,
+        "independent": verification.independent,
         "loss": verification.loss,
         "gradients": dict(verification.gradients),
         "parameters": dict(verification.parameters),
+        "buffers": dict(verification.buffers),
     }
 
 
@@ -91,9 +98,11 @@ def report(verification: Verification) -> list[str]:
         f"compared with {verification.reference}; largest relative differences:",
         f"  loss        {verification.loss:.2e}",
     ]
-    for what, differences in (("gradients", verification.gradients), ("parameters", verification.parameters)):
+    for what in ("gradients", "parameters", "buffers"):
+        differences = getattr(verification, what)
         if differences:
             worst = max(differences, key=differences.__getitem__)
             lines.append(f"  {what:<11} {differences[worst]:.2e}  ({worst}, of {len(differences)})")
     verdict = "equal within" if verification.passed else "NOT equal within"
-    return [*lines, f"{verdict} the tolerance {verification.tolerance:.0e}"]
+    own = "" if verification.independent else ", compared with its own graph"
+    return [*lines, f"{verdict} the tolerance {verification.tolerance:.0e}{own}"]

@@ -2,6 +2,7 @@ from .attributes import attributes_kept as attributes_kept
 from .blueprint import Blueprint as Blueprint, make_blueprint as make_blueprint
 from .capture import capture as capture
 from .captured import Captured as Captured
+from .draws import DrawRecorder as DrawRecorder, DrawReplay as DrawReplay, OtherDraws as OtherDraws
 from .export.evaluation import (
     capture_evaluation as capture_evaluation,
     cut_alike as cut_alike,

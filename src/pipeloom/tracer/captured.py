@@ -40,3 +40,8 @@ class Captured:
     autocast: torch.dtype | None = None
     cut: ModuleCut | None = None
     evaluation: Captured | None = None
+
+    @property
+    def draws_python_random(self) -> bool:
+        """Whether the forward draws from Python's or NumPy's global generators."""
+        return self.cut is not None and self.cut.recording.python_random

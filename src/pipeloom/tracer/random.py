@@ -20,7 +20,7 @@ from torch import Tensor, fx
 
 from .tracing_lock import TRACING_LOCK
 
-_PROBABILITIES = ("dropout_p", "p")
+_PROBABILITIES = ("dropout_p", "p", "dropout")
 """Names of arguments that, being zero, keep a call from drawing random numbers."""
 
 

@@ -57,12 +57,34 @@ def export_program(
         raise CaptureError(
             f"torch.export cannot capture {name}: {type(error).__name__}: {reason}", hint=HINT
         ) from error
+    _refuse_dropout_between_layers(functional.graph, name)
     model = module.get_submodule("model")
     for spec in functional.graph_signature.output_specs:
         target = str(spec.target).removeprefix("model.")
         if spec.kind is OutputKind.PARAMETER_MUTATION and model.get_parameter(target).requires_grad:
             raise CaptureError(f"the forward of {name} changes its parameter {target}", hint=HINT)
     return functional
+
+
+_RECURRENT = [
+    call
+    for packet in ("lstm", "gru", "rnn_tanh", "rnn_relu")
+    for call in (getattr(torch.ops.aten, packet).input, getattr(torch.ops.aten, packet).data)
+]
+
+
+def _refuse_dropout_between_layers(graph: fx.Graph, name: str) -> None:
+    """PyTorch's decomposition of recurrent layers, by which stages are traced, leaves it out (2.11 to 2.13:
+    it compares `num_layers < i - 1`)."""
+    for node in graph.nodes:
+        if node.target in _RECURRENT:
+            values = zip((a.name for a in node.target._schema.arguments), node.args, strict=False)
+            given = dict(values) | node.kwargs
+            if given["dropout"] and given["train"] and given["num_layers"] > 1:
+                raise CaptureError(
+                    f"{name} has dropout between the layers of a recurrent module, which tracing would lose",
+                    hint=HINT,
+                )
 
 
 def _decompositions() -> dict[Any, Callable[..., Any]]:

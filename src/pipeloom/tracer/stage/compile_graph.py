@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import fx
+import torch
+from torch import Tensor, fx
 
 from ..tensors import tensors_of
 
@@ -59,7 +60,8 @@ def compile_graph(graph: fx.Graph, attributes: object) -> BoxedFunction:
     for node in graph.nodes:
         if node.op == "call_function":
             args = [*map(text, node.args), *(f"{k}={text(v)}" for k, v in node.kwargs.items())]
-            lines.append(f"    {names[node]} = {constant(node.target)}({', '.join(args)})")
+            target = _IN_GRAD_MODE.get(node.target, node.target)
+            lines.append(f"    {names[node]} = {constant(target)}({', '.join(args)})")
         elif node.op == "get_attr":
             lines.append(f"    {names[node]} = {constant(_attribute(attributes, node.target))}")
         elif node.op == "output":
@@ -69,6 +71,17 @@ def compile_graph(graph: fx.Graph, attributes: object) -> BoxedFunction:
     exec(compile("\n".join(lines), "<pipeloom stage>", "exec"), scope)
     run: BoxedFunction = scope["run"]
     return run
+
+
+def _mkldnn_rnn_layer(*args: Any) -> Any:
+    """oneDNN's LSTM makes the workspace that its backward reads in grad mode only; without, that crashes."""
+    with torch.enable_grad():
+        return torch.ops.aten.mkldnn_rnn_layer.default(
+            *(a.detach() if isinstance(a, Tensor) else a for a in args)
+        )
+
+
+_IN_GRAD_MODE: dict[Any, Any] = {torch.ops.aten.mkldnn_rnn_layer.default: _mkldnn_rnn_layer}
 
 
 def _has_node(arg: Any) -> bool:
@@ -152,7 +165,7 @@ def run_measured(
         values[node] = (
             _attribute(attributes, node.target)
             if node.op == "get_attr"
-            else node.target(
+            else _IN_GRAD_MODE.get(node.target, node.target)(
                 *fx.map_arg(node.args, lambda n: values[n]), **fx.map_arg(node.kwargs, lambda n: values[n])
             )
         )
