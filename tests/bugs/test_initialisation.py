@@ -55,6 +55,18 @@ def test_trunc_normal() -> None:
     assert_bits(build)
 
 
+def test_a_model_made_on_the_meta_device_to_look_at() -> None:
+    """segmentation_models_pytorch does: what draws there moves no generator on, but did in the replay."""
+
+    def build() -> nn.Module:
+        with torch.device("meta"):
+            shape = nn.Linear(6, 5)
+            nn.init.trunc_normal_(shape.weight)
+        return nn.Linear(*reversed(shape.weight.shape))
+
+    assert_bits(build)
+
+
 def test_unneeded_draws_that_depend_on_values() -> None:
     """`bernoulli_` of a tensor ran on uninitialised probabilities, which may be outside 0 to 1."""
 

@@ -100,6 +100,12 @@ def _blind(function: torch._ops.OpOverload, arguments: Any) -> bool:
     return not tensors or (tensors == 1 and name.endswith(("_", "_like")))
 
 
+def _on_meta(*trees: Any) -> bool:
+    """Whether a call is for shapes only, as the constructor put it on the meta device itself: no generator
+    moves on there."""
+    return any(isinstance(leaf, Tensor) and leaf.device.type == "meta" for leaf in tree_iter(trees))
+
+
 class ConstructorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records every ATen call made under it.
 
@@ -121,7 +127,7 @@ class ConstructorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = tree_map(self._describe, value)
         reads, writes = _storages(arguments), _written(func, *arguments)
         writes |= _storages(result) - reads
-        random = torch.Tag.nondeterministic_seeded in func.tags
+        random = torch.Tag.nondeterministic_seeded in func.tags and not _on_meta(args, kwargs, value)
         self.record.calls.append(
             RecordedCall(
                 function=func,
@@ -147,6 +153,8 @@ class ConstructorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def recorded(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             if not isinstance(tensor, FakeTensor):
                 return original(tensor, *args, **kwargs)
+            if _on_meta(tensor):
+                return tensor
             arguments = tree_map(self._describe, ((tensor, *args), kwargs))
             self.record.calls.append(
                 RecordedCall(
