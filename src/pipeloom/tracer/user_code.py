@@ -41,6 +41,16 @@ def user_line(frame: FrameType | None = None) -> str:
     return "" if frame is None else line_of(frame)
 
 
+def raised_at(error: BaseException) -> str:
+    """The innermost line of the user's code through which an error came; "" if there is none."""
+    place, trace = "", error.__traceback__
+    while trace is not None:
+        if is_user_file(trace.tb_frame.f_code.co_filename):
+            place = f"{_short(trace.tb_frame.f_code.co_filename)}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return place
+
+
 def line_of(frame: FrameType) -> str:
     """A frame's file and line."""
     return f"{_short(frame.f_code.co_filename)}:{frame.f_lineno}"

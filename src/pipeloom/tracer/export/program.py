@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
+from torch.utils._pytree import tree_leaves
 
 from ...ir.errors import CaptureError
 from ..blueprint import Blueprint
@@ -17,8 +18,11 @@ from ..captured import Captured
 from ..job import Job
 from ..parameter_changes import as_buffers
 from ..tensors import tensors_of
+from ..user_code import at
 from .op_graph import build_op_graph
 from .product_copies import unfold_copies
+from .reads import READ_AT
+from .refusals import HINT
 
 _ASSERTIONS = {
     torch.ops.aten._assert_tensor_metadata.default,
@@ -81,6 +85,7 @@ def _captured(
             updates[_node_for_buffer(spec.arg.name, graph, updates)] = canonical.get(name, name)
     _refuse_double_names(keys, {*canonical, *constants}, job.name)
     _tidy(graph, set(targets), program.graph_signature.user_outputs[0], list(updates))
+    _refuse_sizes_and_numbers_of_data(graph, job.name, program.graph_module.meta.get(READ_AT, ()))
     module = fx.GraphModule(program.graph_module, graph)
     # With gradients in evaluation mode, too: products copy what learns.
     propagate_gradient_flow(module, targets, blueprint.model)
@@ -100,6 +105,23 @@ def _captured(
         blueprint=blueprint,
         constants={n: t for n, t in constants.items() if n not in blueprint.attribute_tensors},
     )
+
+
+def _refuse_sizes_and_numbers_of_data(graph: fx.Graph, name: str, lines: Sequence[str]) -> None:
+    """Export keeps numbers that are read from tensors, and sizes that depend on data, as symbols as long as
+    nothing is decided on them. Stages exchange tensors of known sizes. lines: where data is read."""
+    for node in graph.nodes:
+        val = node.meta.get("val") if node.op == "call_function" else None
+        symbols = [
+            v for v in tree_leaves(val) if isinstance(v, (torch.SymInt, torch.SymFloat, torch.SymBool))
+        ]
+        sized = any(not isinstance(size, int) for tensor in tensors_of(val) for size in tensor.shape)
+        if symbols or sized:
+            what = "with a number that it reads from a tensor" if symbols else "with tensors sized by data"
+            where = at(", ".join(lines[:3]) + ", ..." * (len(lines) > 3))
+            raise CaptureError(
+                f"the forward of {name} computes {what}{where}, which torch.export leaves open", hint=HINT
+            )
 
 
 def _refuse_double_names(keys: list[str], state: set[str], name: str) -> None:

@@ -23,6 +23,8 @@ from torch.export.graph_signature import OutputKind
 
 from ...ir.errors import CaptureError
 from ..tensors import autocast_region
+from ..user_code import at, raised_at
+from .reads import READ_AT, ReadsNoted
 from .refusals import HINT, what_export_loses_refused
 
 _NO_GRAD_REGION = torch.ops.higher_order.wrap_with_set_grad_enabled
@@ -37,12 +39,13 @@ def export_program(
         on any device, and parts where the forward switches it off stay as they are.
     Raises: CaptureError if that fails, or would lose a gradient that the user's code defines.
     """
+    reads = ReadsNoted()
     try:
         with warnings.catch_warnings(), without_export_output():
             # PyTorch 2.13 warns about its own use of LeafSpec, in every copy that export makes
             warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
             with autocast_region("cpu", autocast):
-                with what_export_loses_refused(name):
+                with what_export_loses_refused(name), reads:
                     program = torch.export.export(module, (batch,), strict=False)
                 _detach_no_grad_regions(program.graph_module)
                 functional: ExportedProgram = program.run_decompositions(_decompositions())
@@ -52,12 +55,14 @@ def export_program(
     except Exception as error:  # torch.export raises every kind of exception; the reason is passed on
         # What broke off inside a checkpoint has left its hooks on saved tensors in place until the generator
         # that set them goes: it hangs on the frames of the traceback.
+        where = at(raised_at(error))
         clear_frames(error.__traceback__)
         reason = str(error).strip().splitlines()[0] if str(error).strip() else "no message"
         raise CaptureError(
-            f"torch.export cannot capture {name}: {type(error).__name__}: {reason}", hint=HINT
+            f"torch.export cannot capture {name}: {type(error).__name__}: {reason}{where}", hint=HINT
         ) from error
     _refuse_dropout_between_layers(functional.graph, name)
+    functional.graph_module.meta[READ_AT] = tuple(reads.lines)
     model = module.get_submodule("model")
     for spec in functional.graph_signature.output_specs:
         target = str(spec.target).removeprefix("model.")

@@ -6,5 +6,6 @@ from .module_cut import (
 )
 from .module_functions import ModuleFunctions as ModuleFunctions
 from .skeleton import Skeleton as Skeleton
+from .torch_functions import READS as READS, function_name as function_name, sized_by_data as sized_by_data
 from .trial import TrialParameters as TrialParameters
 from .units import derive_units as derive_units, listed_units as listed_units
