@@ -63,7 +63,8 @@ def capture(
         return _exported(job, example, blueprint, autocast)
     except CaptureError as error:
         captured = _capture_instead(error, job, example, autocast)
-    _log.warning("%s; cutting between its modules instead", captured.graph.fallback)
+    instead = "; cutting between its modules instead" if len(captured.graph.ops) > 1 else ""
+    _log.warning("%s%s", captured.graph.fallback, instead)
     return captured
 
 

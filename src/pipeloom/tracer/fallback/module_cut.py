@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ...ir.errors import CaptureError, CutError, PipeloomError
 from ...ir.graph import OpGraph, Value
-from ...ir.stages import StageGraph
+from ...ir.stages import Stage, StageGraph
 from ..attributes import AttributeWatch, attributes_kept
 from ..blueprint import Blueprint
 from ..export import model_buffers, model_parameters
@@ -25,13 +25,15 @@ from ..job_calls import evaluation_mode
 from ..layout import zeros_like_value
 from ..parameter_changes import ParameterWatch
 from ..tensors import autocast_region
+from ..user_code import at, definition_of
 from .forward_path import PATH_PREFIX, ForwardPath, encode_path
 from .module_functions import ModuleFunctions
-from .recorded_ops import ModuleOp, build_ops
-from .recorded_run import LOSS, RecordedRun
+from .recorded_ops import ModuleOp, build_ops, is_dynamic
+from .recorded_run import LOSS, RecordedRun, SameStage
 from .recorder import ForwardRecorder
 from .skeleton import Skeleton
 from .stage_task import derive_stage_task
+from .stage_trial import TRIAL_LIMIT_BYTES, TRIAL_WAYS, finest_cut, first_failure
 from .trial import TrialParameters, trial_run
 from .units import derive_units, is_container, listed_units, size_of
 
@@ -43,6 +45,7 @@ class ModuleCut:
     """A model captured as modules.
 
     reason: why.  units: FQNs.  groups: units that form one op, or None.  batch: what was recorded.
+    together: calls that no stage could run apart when that was tried.
     """
 
     job: Job
@@ -54,6 +57,7 @@ class ModuleCut:
     module_ops: Sequence[ModuleOp]
     batch: Mapping[str, Tensor]
     autocast: torch.dtype | None
+    together: tuple[SameStage, ...] = ()
 
 
 def cut_modules(
@@ -77,41 +81,90 @@ def cut_modules(
         evaluated = _record(job, batch, skeleton, autocast, recording.tainted_decisions)
     recording.evaluation_calls = evaluated.call_named
     recording.values = evaluated.values | recording.values
-    builder = build_ops(recording, skeleton, groups)
+    together: tuple[SameStage, ...] = like.together if like is not None else ()
+    while True:
+        cut = ModuleCut(
+            job=job,
+            reason=reason,
+            skeleton=skeleton,
+            units=units,
+            groups=groups,
+            recording=recording,
+            module_ops=(),
+            batch=dict(batch),
+            autocast=autocast,
+            together=together,
+        )
+        graph = _assemble(cut)
+        failure = None if like is not None else _try_stages(cut, graph)
+        if failure is None:
+            return graph, cut
+        together = (*together, _kept_together(cut, *failure, tries=len(together)))
+
+
+def _assemble(cut: ModuleCut) -> OpGraph:
+    """Make ops of the recorded run."""
+    skeleton, recording = cut.skeleton, cut.recording
+    builder = build_ops(recording, skeleton, cut.groups, cut.together)
     ops = builder.ops()
     if recording.parameter_watch is not None:
         recording.parameter_watch.refuse(Counter(name for op in ops for name in op.params))
         recording.parameter_watch = None
-    for unit, names in recording.changed_attributes.items():
-        _log.warning(
-            "%s changes its attribute %s: stages that do not run it never see that, so the code between "
-            "modules must not depend on it",
-            unit,
-            ", ".join(names),
-        )
+    if not cut.together:
+        for unit, names in recording.changed_attributes.items():
+            _log.warning(
+                "%s changes its attribute %s: stages that do not run it never see that, so the code between "
+                "modules must not depend on it",
+                unit,
+                ", ".join(names),
+            )
     sent = {value.name for op in ops for value in op.outputs}
     recording.samples = {name: sample.clone() for name, sample in recording.samples.items() if name in sent}
-    graph = OpGraph(
-        name=job.name,
-        inputs=tuple(_value(key, tensor) for key, tensor in batch.items()),
+    cut.module_ops = builder.module_ops
+    if len(ops) == 1:
+        where = at(definition_of(type(skeleton.model)))
+        why = (
+            cut.together[-1].why if cut.together else f"what computes is the forward of {cut.job.name}{where}"
+        )
+        cut.reason += f"; nor can it be cut between its modules: {why}; move that into modules of its own"
+    return OpGraph(
+        name=cut.job.name,
+        inputs=tuple(_value(key, tensor) for key, tensor in cut.batch.items()),
         ops=ops,
         parameters=model_parameters(skeleton.model, builder.reached()),
         buffers=model_buffers(skeleton.model, {n: skeleton.resting(n) for n in skeleton.attributes}),
         loss=LOSS,
-        fallback=reason,
+        fallback=cut.reason,
     )
-    cut = ModuleCut(
-        job=job,
-        reason=reason,
-        skeleton=skeleton,
-        units=units,
-        groups=groups,
-        recording=recording,
-        module_ops=builder.module_ops,
-        batch=dict(batch),
-        autocast=autocast,
-    )
-    return graph, cut
+
+
+def _try_stages(cut: ModuleCut, graph: OpGraph) -> tuple[Stage, CutError] | None:
+    """The first stage of the finest cut that does not run, and why; None if all do, or the model is too large
+    or in another place to try."""
+    skeleton, recording = cut.skeleton, cut.recording
+    size = sum(skeleton.resting(name).nbytes for name in skeleton.names)
+    if recording.device != "cpu" or size > TRIAL_LIMIT_BYTES or len(graph.ops) < 2:
+        return None
+    stages = finest_cut(graph)
+    functions = [_stage_functions(cut, graph, stages, stage.index) for stage in stages.stages]
+    ways = TRIAL_WAYS if is_dynamic(recording, cut.module_ops) else 1
+    return first_failure(functions, stages, cut.batch, ways)
+
+
+def _kept_together(cut: ModuleCut, stage: Stage, error: CutError, *, tries: int) -> SameStage:
+    """Put the ops of a stage that does not run together with those before it: each time with more of them.
+
+    Raises: CutError if Job.modules does not allow that.
+    """
+    if cut.groups is not None:
+        raise error
+    number = {module_op.name: index for index, module_op in enumerate(cut.module_ops)}
+    first, last = number[stage.ops[0]], number[stage.ops[-1]]
+    begin = cut.module_ops[max(0, first - 2**tries)]
+    end = cut.module_ops[max(last, 1)]
+    what = "%s: %s to %s stay in one stage, because otherwise %s; %s"
+    _log.warning(what, cut.job.name, begin.name, end.name, error.message, error.hint)
+    return SameStage(begin.calls[0], end.calls[-1], error.message)
 
 
 def _value(name: str, tensor: Tensor) -> Value:
@@ -243,6 +296,7 @@ def _attempt(
     for carried in watch.carried():
         carried.refuse()
     recording.parameter_watch = changes
+    recording.device = parameters.device.type
     return recording
 
 
@@ -263,13 +317,21 @@ def module_stage_functions(
     compiled: bool = False,
 ) -> ModuleFunctions:
     """The functions of one stage; see `tracer.stage.trace.stage_functions`."""
+    if compiled:
+        cut.skeleton.compile_units(eager={call.unit for call in cut.recording.calls if call.random})
+    functions = _stage_functions(cut, graph, stages, index, device)
+    trial_run(functions, cut.batch, torch.device(device))
+    return functions
+
+
+def _stage_functions(
+    cut: ModuleCut, graph: OpGraph, stages: StageGraph, index: int, device: str = "cpu"
+) -> ModuleFunctions:
     task = derive_stage_task(cut.recording, cut.module_ops, cut.units, stages, index)
     received = {c.value.name: c.value for c in stages.crossings if c.target == index}
     sent = {c.value.name: graph.value[c.value.name] for c in stages.crossings if c.source == index}
     gives = [*sent.values(), *[graph.value[LOSS]] * task.makes_loss]
-    if compiled:
-        cut.skeleton.compile_units(eager={call.unit for call in cut.recording.calls if call.random})
-    functions = ModuleFunctions(
+    return ModuleFunctions(
         index=index,
         params=stages.params[index],
         buffers=stages.buffers[index],
@@ -287,8 +349,6 @@ def module_stage_functions(
         trainable=frozenset(p.name for p in graph.parameters if p.trainable),
         autocast=cut.autocast,
     )
-    trial_run(functions, cut.batch, torch.device(device))
-    return functions
 
 
 def _example(cut: ModuleCut, value: Value, device: torch.device) -> Tensor:

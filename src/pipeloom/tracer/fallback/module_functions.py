@@ -24,6 +24,7 @@ from ..tracing_lock import one_thread_at_a_time
 from .absent_tensors import KEEP_TOGETHER
 from .forward_path import PATH_PREFIX, ForwardPath, decode_path, encode_path
 from .intercepted_forward import call_name
+from .lack_of_data import lack_of_data_explained
 from .memory_meter import MemoryMeter
 from .recorded_run import LOSS
 from .skeleton import Skeleton, Unit
@@ -133,6 +134,15 @@ class ModuleFunctions:
     def recompute(self, state: Mapping[str, Tensor], residuals: Tensors) -> Tensors:
         return {}  # autograd keeps everything
 
+    def rehearse(
+        self, state: Mapping[str, Tensor], inputs: Mapping[str, Tensor], seed: int
+    ) -> dict[str, Tensor]:
+        """As `forward`, and nothing is kept for a backward."""
+        outputs, residuals = self.forward(state, inputs, seed)
+        if residuals:
+            residuals[_GRAPH].clear()
+        return outputs
+
     @one_thread_at_a_time
     def backward(
         self, state: Mapping[str, Tensor], residuals: Tensors, grads: Mapping[str, Tensor], sink: Sink
@@ -240,7 +250,8 @@ class ModuleFunctions:
             training=training,
         )
         with self.skeleton.using(graph.state), autocast_region(device.type, self.autocast):
-            result = run.run(self.job, batch)
+            with lack_of_data_explained(self.task):
+                result = run.run(self.job, batch)
             now = {name: self.skeleton.current(name) for name in self.buffers}
         self.skeleton.rest(self.skeleton.attributes)  # where units of other stages left theirs
         changed = {

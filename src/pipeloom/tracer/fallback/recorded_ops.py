@@ -38,14 +38,18 @@ def is_dynamic(recording: RecordedRun, module_ops: Sequence[ModuleOp]) -> bool:
 
 
 def build_ops(
-    recording: RecordedRun, skeleton: Skeleton, groups: Sequence[Sequence[str]] | None
+    recording: RecordedRun,
+    skeleton: Skeleton,
+    groups: Sequence[Sequence[str]] | None,
+    together: Sequence[SameStage] = (),
 ) -> OpBuilder:
     """Ops of a recorded run, such that any cut between them can run.
 
-    groups: lists of units that form one op each, or None for one op per call.
+    groups: lists of units that form one op each, or None for one op per call.  together: calls that form one
+        op in any case.
     Raises: CutError if groups tear apart what must stay together.
     """
-    joined: list[SameStage] = []
+    joined = list(together)
     while True:
         builder = OpBuilder(recording, skeleton, groups, joined)
         torn = [calls for calls in builder.same_stage() if builder.separates(calls)]

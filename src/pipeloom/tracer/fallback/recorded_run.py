@@ -99,6 +99,7 @@ class RecordedRun:
     python_random: Python's or NumPy's generators were used.
     changed_attributes: unit -> attributes, Python values, that it changed: other stages do not see that.
     parameter_watch: what it has changed in parameters, until that is judged.
+    device: where it ran.
     evaluation_calls: calls of a run in evaluation mode, by name: what units return may differ.
     """
 
@@ -118,6 +119,7 @@ class RecordedRun:
     python_random: bool = False
     changed_attributes: dict[str, tuple[str, ...]] = field(default_factory=dict)
     parameter_watch: ParameterWatch | None = None
+    device: str = "cpu"
     evaluation_calls: Mapping[str, UnitCall] = field(default_factory=dict)
 
     def stretch(self, name: str) -> list[str]:

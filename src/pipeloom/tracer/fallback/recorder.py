@@ -303,6 +303,7 @@ class ForwardRecorder(InterceptedForward):
 
     def call(self, unit: Unit, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = call_name(unit.fqn, number)
+        self.call_of_storage = {s: n for s, n in self.call_of_storage.items() if s in self.meter.alive}
         open_up((args, kwargs))
         leaves, spec = tree_flatten(tree_map(self._real_tensor, (args, kwargs)))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
