@@ -83,6 +83,8 @@ def test_a_run_leaves_everything_behind(folder: Path) -> None:
         "forecast",
         "predicted",
         "measured",
+        "middle_step_s",
+        "forecast_error",
         "step_error",
         "step_error_quartiles",
         "rehearsals",
@@ -112,6 +114,9 @@ def test_a_run_leaves_everything_behind(folder: Path) -> None:
     # Progress goes to standard error here, in plain lines.
     assert "step 6/6  loss" in done.stderr and "\x1b" not in done.stderr and "\r" not in done.stderr
     assert "predicted:" in done.stderr and "report: runs/tiny-1/report.html" in done.stderr
+    off = figures["forecast"]["step_s"] / figures["middle_step_s"] - 1
+    assert figures["forecast_error"] == pytest.approx(off)
+    assert f", off by {off:+.1%} from the middle step of" in done.stderr
     told = "one rehearsal after 3 steps, against the steps around it: predicted step time off by "
     assert told in done.stderr and told in (out / "report.html").read_text()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from ..ir.errors import CheckpointError, PipeloomError
 from ..ir.timeline import Timeline
 from .config import Config
 from .display import Display, StepFigures, display_for
-from .rehearsals import RehearsalComparison, StepRehearsals
+from .rehearsals import WARM_UP_STEPS, RehearsalComparison, StepRehearsals
 from .run_directory import STARTED, Metrics
 from .workload import Batch, Workload, rate_share, rows_of
 
@@ -58,6 +59,8 @@ class TrainOutcome:
     first_step: steps done when it began.  losses: step -> loss, of the run's whole life (rank 0).
     comparison: of rehearsals with the steps around them; None if there was no rehearsal.
     timeline: the measured step that stands for the run; None if no step was made.
+    middle_step_s: the median of the steps since it began, without those that warm up (rank 0); None if there
+        is none.
     """
 
     first_step: int
@@ -65,6 +68,7 @@ class TrainOutcome:
     losses: Mapping[str, list[tuple[int, float]]]
     comparison: RehearsalComparison | None
     timeline: Timeline | None
+    middle_step_s: float | None = None
 
 
 def train(
@@ -97,12 +101,14 @@ def train(
         )
         pace = _steps(pipeline, config, workload, out, metrics, display)
         losses = {} if metrics is None else _losses(metrics)
+        middle_s = None if metrics is None else _middle_step_s(metrics, first)
     return TrainOutcome(
         first_step=first,
         steps=pipeline.steps_done,
         losses=losses,
         comparison=pace.comparison,
         timeline=pace.measured,
+        middle_step_s=middle_s,
     )
 
 
@@ -199,6 +205,12 @@ def _shown(figures: Mapping[str, Any], validation: float | None) -> StepFigures:
         peak_bytes=tuple(figures["peak_bytes"]),
         validation_loss=validation,
     )
+
+
+def _middle_step_s(metrics: Metrics, first: int) -> float | None:
+    """The median of the steps after `first`, without the first few where there are more."""
+    took = [line["step_s"] for line in metrics.read() if line["step"] > first and "step_s" in line]
+    return statistics.median(took[min(WARM_UP_STEPS, len(took) - 1) :]) if took else None
 
 
 def _losses(metrics: Metrics) -> dict[str, list[tuple[int, float]]]:

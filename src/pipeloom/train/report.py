@@ -70,7 +70,9 @@ def summary(
     microbatches: as planned. train_loss, validation_loss: [first, last] in nats per token, null before
     there is one. forecast, predicted, measured: step_s, bubble and peak_bytes (per rank) of one step, null
     if there is none: the forecast is made before the first step, the other two belong to one rehearsal and
-    the step that it is held against, but for measured bytes, the most since the run began. step_error:
+    the step that it is held against, but for measured bytes, the most since the run began. middle_step_s:
+    the median of the steps since this start, without those that warm up. forecast_error: step time of the
+    forecast less that, as a share of it. step_error:
     predicted less measured step time, as a share of measured. step_error_quartiles: of the errors of all
     rehearsals, null for fewer than four. rehearsals: of each the steps done (step), step_s predicted and
     measured, and the number of steps (steps) that the measured one is the middle of.
@@ -89,6 +91,8 @@ def summary(
         "forecast": _step(forecast),
         "predicted": _step(predicted),
         "measured": _step(measured),
+        "middle_step_s": outcome.middle_step_s,
+        "forecast_error": forecast_error(outcome, forecast),
         "step_error": predicted.step_s / measured.step_s - 1 if measured else None,
         "step_error_quartiles": comparison and comparison.quartiles,
         "rehearsals": [
@@ -104,9 +108,17 @@ def summary(
 
 
 def compared(outcome: TrainOutcome, forecast: Timeline) -> str:
-    """What was held against what, in a sentence."""
+    """What was held against what, in a sentence: first what users plan with, then what rehearsals say."""
     before = f"forecast before the first step: {forecast.step_s * 1e3:.0f} ms"
-    return before if outcome.comparison is None else f"{outcome.comparison}; {before}"
+    error = forecast_error(outcome, forecast)
+    if error is not None and outcome.middle_step_s is not None:
+        before += f", off by {error:+.1%} from the middle step of {outcome.middle_step_s * 1e3:.0f} ms"
+    return before if outcome.comparison is None else f"{before}; {outcome.comparison}"
+
+
+def forecast_error(outcome: TrainOutcome, forecast: Timeline) -> float | None:
+    """The step time forecast before the first step, less that of the run's middle step, as a share of it."""
+    return forecast.step_s / outcome.middle_step_s - 1 if outcome.middle_step_s else None
 
 
 def write_files(

@@ -1,0 +1,142 @@
+"""How good is what a user is told before a run? Forecasts against measured steps, several times over.
+
+    python bench/forecast.py [--runs 5] [--steps 40] [--only wide] [--without-compile]
+
+For the default job and for `model.width=512`: what `pipeloom plan` predicts from its profile, what `pipeloom
+train` forecasts before its first step, and what `pipeloom bench` predicts, each against the middle step of
+its own run (plans: of the train run beside them). `train` also with `pipeline.compile`: the step's time, and
+all the time that is not steps. Runs of one round follow each other, so that all see the same machine. It
+wants two quiet cores: the load is in the table. Results: bench/results/forecast.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from machine import describe_machine
+
+RESULTS = Path(__file__).parent / "results" / "forecast.json"
+LIMIT, COMPILED_LIMIT = 0.05, 0.9
+WIDTHS = {"default": 128, "wide": 512}
+JOB = """from pipeloom.train import Config, ModelConfig, default_job
+
+
+def job():
+    return default_job(Config(model=ModelConfig(width={width})))
+"""
+
+
+class RunFailed(Exception):
+    """A command ended with another status than 0."""
+
+
+def pipeloom(folder: Path, *words: str) -> dict[str, Any]:
+    """What a command prints with --json. Raises: RunFailed with everything that it printed."""
+    command = [sys.executable, "-m", "pipeloom", *words, "--json"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RunFailed(
+            f"{' '.join(command)} ended with status {done.returncode}:\n{done.stdout}{done.stderr}"
+        )
+    figures: dict[str, Any] = json.loads(done.stdout)
+    return figures
+
+
+def train(folder: Path, width: int, steps: int, *, compiled: bool) -> dict[str, float]:
+    """One run: seconds forecast and of the middle step, the errors, and how long all took that is no step."""
+    settings = (f"model.width={width}", f"pipeline.compile={str(compiled).lower()}", "validation_batches=1")
+    flags = [word for setting in settings for word in ("--set", setting)]
+    out = f"run-{compiled}"
+    start = time.time()
+    figures = pipeloom(folder, "train", "--steps", str(steps), "--out", out, *flags)
+    lines = [json.loads(line) for line in (folder / out / "metrics.jsonl").read_text().splitlines()]
+    taken_s = sum(line.get("step_s", 0.0) for line in lines)
+    return {
+        "forecast_s": figures["forecast"]["step_s"],
+        "middle_s": figures["middle_step_s"],
+        "forecast_error": figures["forecast_error"],
+        "rehearsal_error": figures["step_error"],
+        "all_but_steps_s": round(time.time() - start - taken_s, 1),
+    }
+
+
+def one_round(name: str, steps: int, *, compile_too: bool) -> dict[str, Any]:
+    """All commands once, for one width."""
+    width = WIDTHS[name]
+    with tempfile.TemporaryDirectory(prefix="pipeloom-forecast-") as text:
+        folder = Path(text)
+        (folder / "sized.py").write_text(JOB.format(width=width))
+        planned = pipeloom(folder, "plan", "sized.py:job", "--no-what-if")["predicted_step_s"]
+        eager = train(folder, width, steps, compiled=False)
+        timed = pipeloom(folder, "bench", "sized.py:job", "--steps", str(max(6, steps // 2)))
+        row: dict[str, Any] = {
+            "job": name,
+            "load": round(os.getloadavg()[0], 2),
+            "plan_error": planned / eager["middle_s"] - 1,
+            "train": eager,
+            "bench_error": timed["predicted_step_s"] / timed["step_s"] - 1,
+            "bench_step_s": timed["step_s"],
+        }
+        if compile_too:
+            compiled = train(folder, width, steps, compiled=True)
+            row["compiled"] = compiled
+            row["compiled_share"] = compiled["middle_s"] / eager["middle_s"]
+    return row
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """The middle of all rounds of one job."""
+    found = {
+        "plan_error": [row["plan_error"] for row in rows],
+        "train_error": [row["train"]["forecast_error"] for row in rows],
+        "bench_error": [row["bench_error"] for row in rows],
+        "rehearsal_error": [row["train"]["rehearsal_error"] for row in rows],
+        "compiled_error": [row["compiled"]["forecast_error"] for row in rows if "compiled" in row],
+        "compiled_share": [row["compiled_share"] for row in rows if "compiled" in row],
+    }
+    return {key: statistics.median(values) for key, values in found.items() if values}
+
+
+def main(runs: int, steps: int, names: list[str], *, compile_too: bool) -> int:
+    machine, rounds = describe_machine(), []
+    for _ in range(runs):
+        for name in names:
+            rounds.append(one_round(name, steps, compile_too=compile_too))
+            print(json.dumps(rounds[-1]), flush=True)
+    middle = {name: summary([row for row in rounds if row["job"] == name]) for name in names}
+    table = {"machine": machine, "steps": steps, "middle": middle, "rounds": rounds}
+    RESULTS.write_text(json.dumps(table, indent=1) + "\n")
+    for name, figures in middle.items():
+        print(f"{name:<8}", ", ".join(f"{key} {value:+.1%}" for key, value in figures.items()))
+    errors = (abs(figures[key]) for figures in middle.values() for key in figures if key.endswith("_error"))
+    return 0 if max(errors) <= LIMIT else 1
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--only", choices=tuple(WIDTHS), action="append")
+    parser.add_argument("--without-compile", action="store_true")
+    options = parser.parse_args()
+    try:
+        sys.exit(
+            main(
+                options.runs,
+                options.steps,
+                options.only or list(WIDTHS),
+                compile_too=not options.without_compile,
+            )
+        )
+    except RunFailed as failed:
+        print(failed, file=sys.stderr)
+        sys.exit(2)
