@@ -197,7 +197,7 @@ def test_a_rank_frozen_in_a_run_ends_it_with_the_table(rank: int, folder: Path) 
     until(lambda: metrics.exists() and len(losses(metrics.parent)) > 2, run.process)
     run.signal(rank, signal.SIGSTOP)
     assert run.hit and run.wait() != 0
-    table = run.errors.partition("rank  does  waits for\n")[2].splitlines()[:RANKS]
+    table = re.split(r"^rank +does +waits for\n", run.errors, flags=re.MULTILINE)[-1].splitlines()[:RANKS]
     assert [line.split()[0] for line in table] == [str(r) for r in range(RANKS)], run.errors
     assert "silent for" in table[rank], run.errors
     assert re.search(rf"rank {rank}\b", "".join(table[:rank] + table[rank + 1 :])), "others wait for it"
