@@ -161,3 +161,12 @@ def test_a_missing_file_and_a_binary_one(tmp_path: Path) -> None:
 def test_every_key_is_known_once() -> None:
     assert len(known_keys()) == len(set(known_keys()))
     assert "pipeline.stages" in known_keys() and "model" not in known_keys()
+
+
+@pytest.mark.parametrize("line", ['device = "{}"', 'treat = "{}"', "{} = 1", 'stages = "{}"'])
+def test_long_values_are_cut_short_in_messages(tmp_path: Path, line: str) -> None:
+    """A damaged file gave pages of digits."""
+    (tmp_path / "c.toml").write_text("[pipeline]\n" + line.format("9" * 5000))
+    with pytest.raises(ConfigError) as caught:
+        read_config(tmp_path / "c.toml")
+    assert len(caught.value.message) < 400

@@ -12,7 +12,7 @@ from ..checks import check
 from ..ir.action import Action, B, F, W
 from ..ir.columns import Rows as Table, columns_of
 from ..ir.costs import StageCost, equal_costs
-from ..ir.errors import ScheduleError
+from ..ir.errors import ScheduleError, shown
 from ..ir.schedule import Pair, Schedule
 from ..ir.stages import StageGraph, chain, replicate
 from ..ir.weight_policy import FLUSH
@@ -356,7 +356,7 @@ def _family(name: str) -> Family | Entry:
         near = [canonical(found) for found in get_close_matches(key, _known_names(), n=1)]
         meant = f"did you mean {near[0]}? " if near else ""
         raise ScheduleError(
-            f"no schedule is named {name!r}", hint=f"{meant}the schedules are {', '.join(names())}"
+            f"no schedule is named {shown(name)}", hint=f"{meant}the schedules are {', '.join(names())}"
         )
     return FAMILIES[key]
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..ir.errors import ConfigError
+from ..ir.errors import ConfigError, shown
 from ..ir.memory_policy import TREATMENTS
 from ..ir.units import parse_bytes
 
@@ -134,15 +134,17 @@ class PipelineConfig:
             accumulate=self.accumulate,
             timeout_s=self.timeout_s,
         )
-        _require(self.device in ("cpu", "cuda"), f"pipeline.device is {self.device!r}", 'use "cpu" or "cuda"')
+        _require(
+            self.device in ("cpu", "cuda"), f"pipeline.device is {shown(self.device)}", 'use "cpu" or "cuda"'
+        )
         _require(
             self.autocast in (None, "bfloat16", "float16"),
-            f"pipeline.autocast is {self.autocast!r}",
+            f"pipeline.autocast is {shown(self.autocast)}",
             'use "bfloat16" or "float16"',
         )
         _require(
             self.treat is None or self.treat in TREATMENTS,
-            f"pipeline.treat is {self.treat!r}",
+            f"pipeline.treat is {shown(self.treat)}",
             f"use one of {', '.join(TREATMENTS)}",
         )
         if self.device_memory is not None:
@@ -192,6 +194,6 @@ class Config:
         _require(self.rehearsals >= 0, f"rehearsals is {self.rehearsals}", "use 0 or more")
         _require(
             bool(self.name) and Path(self.name).name == self.name,
-            f"name is {self.name!r}",
+            f"name is {shown(self.name)}",
             "use a plain word: it names the run directory",
         )

@@ -143,7 +143,7 @@ def _refuse_unknown(key: str, place: str) -> None:
         last = {k.rpartition(".")[2]: k for k in known}
         near = [last[word] for word in difflib.get_close_matches(key.rpartition(".")[2], last, n=1)]
     hint = f"did you mean {near[0]}?" if near else f"the keys are {', '.join(known)}"
-    raise ConfigError(f"{place}: there is no setting {key}", hint=hint)
+    raise ConfigError(f"{place}: there is no setting {shortened(key, most=80)}", hint=hint)
 
 
 def _where(file: Path | None, text: str, dotted: str) -> str:
