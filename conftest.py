@@ -4,6 +4,7 @@ This file lies at the root, not in tests/, since a profile has to be known for w
 `@settings(...)` of a test inherits the profile in force, so no test sets `derandomize` or `database` itself.
 """
 
+import os
 import signal
 
 from hypothesis import HealthCheck, settings
@@ -14,6 +15,9 @@ STEADY = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "pr
 settings.register_profile("quick", derandomize=True, database=None, **STEADY)
 settings.register_profile("search", derandomize=False, **STEADY)
 settings.load_profile("quick")  # `--hypothesis-profile=search` loads the other one after this
+
+# Tests make hundreds of pipelines; those of the comparison with plain PyTorch turn it on.
+os.environ.setdefault("PIPELOOM_COMPARE", "0")
 
 # What a script starts in the background ignores Ctrl-C, and so does all that it starts in turn.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -23,6 +24,8 @@ class Options:
     keep_gradients: keep a copy of each step's gradients for inspection.
     offload_dir: where a CPU rank puts the residuals that the plan offloads; the system's temporary folder
     unless given. Their files have no names and vanish with the process.
+    compare: before the first step of a model that was not trained here before, compare two micro-batches with
+    plain PyTorch; see `api.first_comparison`. Off by default where PIPELOOM_COMPARE is 0.
     """
 
     device: str = "cpu"
@@ -35,3 +38,4 @@ class Options:
     timeout_s: float = 300.0
     keep_gradients: bool = False
     offload_dir: Path | str | None = None
+    compare: bool = field(default_factory=lambda: os.environ.get("PIPELOOM_COMPARE") != "0")

@@ -37,6 +37,7 @@ from ..runtime import (
 )
 from ..tracer import Captured, Job, attributes_kept, capture, sample_batch
 from .calls import Calls
+from .first_comparison import require_equal_once
 from .forecast import Forecast, Rehearsals
 from .options import Options
 from .pipeline_checkpoint import PipelineCheckpoint
@@ -80,9 +81,8 @@ class Pipeline:
         channel: LocalChannel | None = None,
         captured: Captured | None = None,
     ) -> None:
-        self._captured = captured
-        self.options = options or Options()
-        self.job = job
+        self._given = captured
+        self.job, self.options = job, options or Options()
         self.plan = plan if isinstance(plan, Plan) else load_plan(plan)
         require_runnable_plan(self.plan)
         self.device = rank_device(self.options)
@@ -108,10 +108,10 @@ class Pipeline:
             )
         if self.device.type == "cpu":
             (give_back_freed_memory if plan.memory.offloads else keep_freed_memory)()
-        if self._captured is None:
-            self._captured = capture(job, plan.microbatch_size, autocast=options.autocast)
-        self.captured = self._captured
+        self.captured = self._given or capture(job, plan.microbatch_size, autocast=options.autocast)
         refuse_torn_updates(plan, self.captured)
+        if self.rank == 0:  # the others wait where they agree on layouts
+            require_equal_once(Pipeline, job, plan, self.captured, options)
         self.stages = plan.stage_graph(self.captured.graph)
         self.program = lower(
             plan.as_schedule,

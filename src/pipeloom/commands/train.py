@@ -55,6 +55,11 @@ from .common import FILE, Size, json_option, planner_option, treat_option, weigh
 @click.option(
     "--resume", is_flag=True, help="Go on with the newest run of this name, or with the one in --out."
 )
+@click.option(
+    "--compare/--no-compare",
+    default=None,
+    help="Compare a model that was not trained here before with plain PyTorch first (default).",
+)
 @json_option
 @click.pass_context
 def train(
@@ -106,6 +111,7 @@ KEYS = {
     "device_memory": "pipeline.device_memory",
     "treat": "pipeline.treat",
     "offload_dir": "pipeline.offload_dir",
+    "compare": "compare",
 }
 """Options that are short forms of a setting."""
 
@@ -121,6 +127,8 @@ def _as_overrides(settings: dict[str, object]) -> list[str]:
     for option, value in settings.items():
         if isinstance(value, tuple):
             pairs += [f"{KEYS[option]}={json.dumps(value)}"] if value else []
+        elif isinstance(value, bool):
+            pairs.append(f"{KEYS[option]}={str(value).lower()}")
         elif value is not None:
             pairs.append(f"{KEYS[option]}={value}")
     return pairs

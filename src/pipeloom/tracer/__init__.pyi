@@ -40,3 +40,4 @@ from .stage.functions import (
 from .stage.trace import stage_functions as stage_functions, stage_residuals as stage_residuals
 from .tensors import tensors_of as tensors_of
 from .tracing_lock import one_thread_at_a_time as one_thread_at_a_time
+from .user_code import is_user_file as is_user_file

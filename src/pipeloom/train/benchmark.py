@@ -11,6 +11,7 @@ from statistics import median
 
 from ..api import (
     Job,
+    Options,
     Pipeline,
     StepReport,
     hand_over_model,
@@ -104,7 +105,8 @@ def _rank(settings: BenchSettings, path: Path, model: bytes | None, profiled_s: 
 def _time_steps(settings: BenchSettings, path: Path, model: bytes | None, profiled_s: float) -> None:
     job = settings.job()
     batch = job.batch(0, settings.microbatches * settings.microbatch_size)
-    with Pipeline(job, path, captured=take_over_model(model, job)) as pipeline:
+    options = Options(compare=False)  # it times steps, and trains nothing
+    with Pipeline(job, path, options=options, captured=take_over_model(model, job)) as pipeline:
         predicted_s = pipeline.predict().step_s if settings.rehearses else profiled_s
         reports = list(pipeline.steps(repeat(batch, settings.warmup + settings.steps)))
         rank = pipeline.rank

@@ -164,6 +164,8 @@ class Config:
     job: "file.py:function" or "package.module:function" returning a `pipeloom.Job`; unset for the built-in
     GPT (then `model` and `data` are used).
     checkpoint_every: steps between checkpoints; one is always written at the end.
+    compare: before the first step of a model that was not trained here before, compare two micro-batches with
+        plain PyTorch; the run is refused if they differ.
     rehearsals: how often, at most, the run predicts a step anew between two steps, to be held against the
         steps around it; each takes nearly as long as a step. 0 for none.
     """
@@ -177,6 +179,7 @@ class Config:
     checkpoint_every: int = 100
     keep_checkpoints: int = 2
     rehearsals: int = 21
+    compare: bool = True
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)

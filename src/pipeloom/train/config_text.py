@@ -69,6 +69,7 @@ def write_config(config: Config) -> str:
     checkpoint_every = 100
     keep_checkpoints = 2
     rehearsals = 21
+    compare = true
     """
     import tomli_w  # here, since only `pipeloom train` writes a config
 
@@ -78,8 +79,8 @@ def write_config(config: Config) -> str:
 def known_keys(kind: Any = Config, prefix: str = "") -> list[str]:
     """Every dotted key, in the order of the dataclasses.
 
-    >>> known_keys()[7:10]
-    ['keep_checkpoints', 'rehearsals', 'model.layers']
+    >>> known_keys()[8:11]
+    ['rehearsals', 'compare', 'model.layers']
     """
     keys = []
     for name, inner in get_type_hints(kind).items():

@@ -331,6 +331,7 @@ def _train_rank(prepared: PreparedRun) -> None:
         accumulate=config.pipeline.accumulate,
         offload_dir=Path(config.pipeline.offload_dir or out),
         timeout_s=config.pipeline.timeout_s,
+        compare=config.compare and not prepared.request.resume and Options().compare,
     )
     captured = take_over_model(prepared.model, workload.job)
     with Pipeline(workload.job, planned, options=options, captured=captured) as pipeline:

@@ -1,0 +1,182 @@
+"""The first time that a model is trained here: two micro-batches as the plan cuts it, and in plain PyTorch.
+
+Capturing a model can lose what no rule foresees. So before a plan's stages train they run two micro-batches
+in this process, one after the other, and so does the user's own module: losses, gradients, buffers and an
+update have to agree. A model that did is remembered in the user's cache folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import logging
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from .. import __version__
+from ..ir.errors import ConfigError, VerifyError
+from ..ir.files import write_whole
+from ..ir.flow import flow_of
+from ..ir.graph import OpGraph
+from ..ir.memory_policy import KEEP_ALL
+from ..ir.plan import Plan
+from ..ir.units import format_bytes
+from ..tracer import Captured, Job, is_user_file
+from .comparison import MakePipeline, Verification, compare
+from .options import Options
+
+_log = logging.getLogger("pipeloom")
+
+MICROBATCHES = 2
+"""The second shows what the first has left behind."""
+
+LIMIT_BYTES = 8 * 2**30
+SHARE_OF_MEMORY = 0.25
+"""What the comparison may need: at most so much, and this share of the machine's memory."""
+
+
+LONG_S = 5.0
+"""A comparison that took longer is mentioned: the first step was late for it."""
+
+
+def require_equal_once(
+    make: MakePipeline, job: Job, plan: Plan, captured: Captured, options: Options
+) -> None:
+    """Compare, unless `options.compare` is off, the model has been compared before, or it does not fit; that
+    and what else could not be compared is said in a warning.
+
+    One rank calls it, before it trains. The model is built twice in this process, on the CPU.
+    make: the class of pipelines.
+    Raises: VerifyError if the numbers differ.
+    """
+    if not options.compare:
+        return
+    remembered = _cache_folder() / _key(job, plan, captured, options)
+    if remembered.is_file():
+        return
+    need, limit = needed_bytes(captured.graph), limit_bytes(plan)
+    if need > limit:
+        _warn(job, f"that needs about {format_bytes(need)}, and {format_bytes(limit)} may be used for it")
+        return
+    start = time.perf_counter()
+    found = compare_first(make, job, plan, captured, options)
+    if (took_s := time.perf_counter() - start) > LONG_S:
+        _log.warning("%s was compared with plain PyTorch in %.0f s, once for this model", job.name, took_s)
+    if not found.passed:
+        raise _difference(job, found)
+    if not found.independent:
+        _warn(job, f"it was compared with {found.reference}")
+        return
+    _remember(remembered, found)
+
+
+def compare_first(
+    make: MakePipeline, job: Job, plan: Plan, captured: Captured, options: Options
+) -> Verification:
+    """The first micro-batches of a job by the stages of a plan, one by one, and by the module itself.
+
+    make: the class of pipelines.  captured: as the ranks have it.
+    """
+    plain = Options(seed=options.seed, autocast=options.autocast, timeout_s=options.timeout_s, compare=False)
+    one_rank = in_one_rank(plan, captured.graph)
+    sgd = replace(job, optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
+    return compare(make, sgd, one_rank, options=plain, seed=0, captured=captured)
+
+
+def in_one_rank(plan: Plan, graph: OpGraph) -> Plan:
+    """The stages of a plan on one rank, with `MICROBATCHES` micro-batches, all forwards first.
+
+    Two micro-batches are in flight, as in the plan, so that what one changes under the other shows.
+    """
+    order = flow_of(plan.stage_graph(graph)).order
+    parts = [f"{s}F{m}" for m in range(MICROBATCHES) for s in order]
+    parts += [f"{s}B{m}" for m in range(MICROBATCHES) for s in reversed(order)]
+    return replace(
+        plan,
+        placement=(0,) * len(plan.stages),
+        schedule="gpipe",
+        schedule_rows=(" ".join(parts),),
+        microbatches=MICROBATCHES,
+        caps=(),
+        peaks=(),
+        memory=KEEP_ALL,
+        weights="flush",
+    )
+
+
+def needed_bytes(graph: OpGraph) -> int:
+    """About what the comparison holds: parameters, gradients and copies of both, twice, and all values of the
+    forward of each micro-batch."""
+    state = sum(p.bytes for p in graph.parameters) + sum(b.bytes for b in graph.buffers)
+    values = sum(value.bytes for op in graph.ops for value in op.outputs)
+    return 8 * state + 2 * MICROBATCHES * values
+
+
+def limit_bytes(plan: Plan) -> int:
+    """What it may hold: no more than a rank of the plan, and no large share of the machine's memory."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(LIMIT_BYTES, int(SHARE_OF_MEMORY * memory), *plan.caps)
+
+
+def _warn(job: Job, why: str) -> None:
+    _log.warning(
+        "%s was not compared with plain PyTorch before its first step: %s; `pipeloom verify` compares a "
+        "smaller one of its kind",
+        job.name,
+        why,
+    )
+
+
+def _difference(job: Job, found: Verification) -> VerifyError:
+    name, difference = found.largest
+    return VerifyError(
+        f"{job.name} does not train as in plain PyTorch: in its first {MICROBATCHES} micro-batches {name} "
+        f"differs by {difference:.3g} relative, the tolerance is {found.tolerance:.3g}",
+        hint="does its forward read what an earlier call has left, or what is not in its modules? "
+        "`pipeloom verify` shows more; compare=false (Options.compare) trains all the same",
+    )
+
+
+def _key(job: Job, plan: Plan, captured: Captured, options: Options) -> str:
+    """What a comparison holds for: the graph, how many stages, the user's files, and the versions."""
+    model = captured.blueprint.model
+    written = [*(type(module) for module in model.modules()), job.loss, job.model]
+    files = {str(_file_of(thing)) for thing in written if thing is not None}
+    parts = [captured.graph.fingerprint, str(len(plan.stages)), str(options.autocast), str(options.seed)]
+    parts += [__version__, torch.__version__, *(_digest(name) for name in sorted(files))]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
+
+
+def _file_of(thing: object) -> str | None:
+    try:
+        return inspect.getsourcefile(thing)  # type: ignore[arg-type]
+    except TypeError:  # a builtin, or an object that is called
+        return None
+
+
+def _digest(name: str) -> str:
+    if not is_user_file(name) or not Path(name).is_file():
+        return name
+    return hashlib.sha256(Path(name).read_bytes()).hexdigest()
+
+
+def _cache_folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "pipeloom" / "compared"
+
+
+def _remember(path: Path, found: Verification) -> None:
+    """Where nothing can be written, the next run compares again."""
+    text = f"equal within {found.tolerance:g}: {found.worst:.3g}\n"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, text)
+    except (OSError, ConfigError) as error:
+        _log.debug("the comparison is not remembered: %s", error)
+
+
+__all__ = ["compare_first", "require_equal_once"]

@@ -1,0 +1,130 @@
+"""The first time that a model is trained here, its numbers are compared with those of plain PyTorch."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from plain_net import PlainNet, job_of
+from runs import capture_of, even, even_plan, plan_for, threads
+from torch import Tensor, nn
+
+from pipeloom import Job, Options, Pipeline, Plan
+from pipeloom.api import first_comparison
+from pipeloom.ir.errors import VerifyError
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "pipeloom" / "compared"
+
+
+def train(job: Job, plan: Plan, *, compare: bool = True) -> list[float]:
+    captured = capture_of(job)
+
+    def work(rank: int, channel: object) -> float:
+        options = Options(compare=compare, timeout_s=60)
+        with Pipeline(job, plan, options=options, channel=channel, captured=captured) as pipeline:
+            return pipeline.step(job.batch(0, 8))
+
+    return threads(len(set(plan.placement)), work, timeout_s=60)
+
+
+COUNTED = {"calls": 0}
+
+
+class CountsElsewhere(PlainNet):
+    """What no rule foresees: it is no attribute of a module."""
+
+    def run(self, h: Tensor) -> Tensor:
+        COUNTED["calls"] += 1
+        return super().run(h) * COUNTED["calls"]
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_model_that_tracing_freezes_is_refused_before_its_first_step(stages: int) -> None:
+    job = job_of(CountsElsewhere)
+    plan = even_plan(job, stages, microbatches=4)
+    with pytest.raises(VerifyError, match="CountsElsewhere does not train as in plain PyTorch: in its"):
+        train(job, plan)
+    assert len(train(job, plan, compare=False)) == stages
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_a_model_that_is_equal_is_remembered(
+    cache: Path, schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared: list[Plan] = []
+    compare = first_comparison.compare_first
+
+    def counted(make: object, job: Job, plan: Plan, *rest: object) -> object:
+        compared.append(plan)
+        return compare(make, job, plan, *rest)
+
+    monkeypatch.setattr(first_comparison, "compare_first", counted)
+    job = job_of(PlainNet)
+    plan = even_plan(job, 2, microbatches=4, schedule=schedule)
+    first = train(job, plan)
+    assert len(list(cache.iterdir())) == len(compared) == 1
+    assert first == train(job, plan) == train(job, plan, compare=False)
+    assert len(compared) == 1
+    train(job, even_plan(job, 3, microbatches=4))  # as many stages as never before
+    assert len(compared) == 2
+
+
+class Random(PlainNet):
+    def prepare(self) -> None:
+        self.drop = nn.Dropout(0.5)
+        self.norm = nn.BatchNorm1d(6)
+
+    def run(self, h: Tensor) -> Tensor:
+        return super().run(self.norm(self.drop(h)))
+
+
+class Decides(PlainNet):
+    """A model that is cut between its modules."""
+
+    def run(self, h: Tensor) -> Tensor:
+        return super().run(h * 2 if float(h.sum()) > 0 else h)
+
+
+@pytest.mark.parametrize("model", [Random, Decides])
+def test_models_of_other_kinds_are_compared(cache: Path, model: type[nn.Module]) -> None:
+    """And training is not changed by it."""
+    job = job_of(model)
+    plan = even_plan(job, 2, microbatches=4)
+    without = train(job, plan, compare=False)
+    assert train(job, plan) == without
+    assert len(list(cache.iterdir())) == 1
+
+
+def test_what_does_not_fit_is_named(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = job_of(PlainNet)
+    plan = replace(even_plan(job, 2, microbatches=4), caps=(5_000, 10_000_000))
+    need = first_comparison.needed_bytes(capture_of(job).graph)
+    assert need > 5_000 and first_comparison.limit_bytes(plan) == 5_000
+    with caplog.at_level(logging.WARNING, logger="pipeloom"):
+        first_comparison.require_equal_once(Pipeline, job, plan, capture_of(job), Options(compare=True))
+    assert "PlainNet was not compared with plain PyTorch before its first step: that needs" in caplog.text
+    assert not cache.exists()
+
+
+def test_replicas_are_compared_as_one() -> None:
+    job = job_of(PlainNet)
+    captured = capture_of(job)
+    plan = plan_for(captured, even(captured.graph, 2), microbatches=4, placement=(0, 1))
+    twice = replace(plan, placement=(0, 1, 1, 0))
+    assert first_comparison.compare_first(Pipeline, job, twice, captured, Options()).passed
+
+
+def test_it_is_off_where_the_environment_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    for value, expected in (("0", False), ("1", True)):
+        monkeypatch.setenv("PIPELOOM_COMPARE", value)
+        assert Options().compare is expected
+    monkeypatch.delenv("PIPELOOM_COMPARE")
+    assert Options().compare
