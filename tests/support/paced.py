@@ -11,20 +11,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from pipeloom.api import SteadyRun
 from pipeloom.ir.action import RECOMPUTE, B, F, I, Kind, W
 from pipeloom.ir.costs import StageCost
 from pipeloom.ir.graph import Value
 from pipeloom.ir.schedule import Program
 from pipeloom.ir.stages import StageGraph
+from pipeloom.ir.steady import SteadyStep
 from pipeloom.ir.timeline import Timeline
+from pipeloom.ir.weight_policy import Updates
+from pipeloom.lowering import SteadyRows
 from pipeloom.runtime import (
     HostClock,
     Ledger,
     Microbatch,
+    PendingTransfer,
     PostedChannel,
     Recorder,
+    SumGroup,
     Variant,
     Watch,
     Weights,
@@ -163,3 +169,98 @@ class PacedRank:
             for e in events
         )
         return Timeline(source="measured", ranks=self.channel.ranks, events=events, memory=(), peaks=())
+
+
+class _SlowSum:
+    """The handle of a sum that takes at least so long."""
+
+    def __init__(self, transfer: PendingTransfer, seconds: float) -> None:
+        self._transfer, self._until = transfer, time.monotonic() + seconds
+
+    def done(self) -> bool:
+        return time.monotonic() >= self._until and self._transfer.done()
+
+    def wait(self, timeout_s: float) -> None:
+        self._transfer.wait(timeout_s)
+        time.sleep(max(0.0, self._until - time.monotonic()))
+
+
+class PacedSteadyRank:
+    """One rank of a paced pipeline that does not drain between its steps.
+
+    Parameters have one number each; what takes time are the stages, and the sums of gradients: `sum_s`.
+    """
+
+    def __init__(
+        self,
+        step: SteadyStep,
+        stages: StageGraph,
+        costs: Sequence[StageCost],
+        channel: PostedChannel,
+        watch: Watch,
+        *,
+        updates: Updates,
+        clips: bool = False,
+        sum_s: float = 0.0,
+    ) -> None:
+        own = [s for s, rank in enumerate(step.placement) if rank == channel.rank]
+        functions = {s: paced_functions(stages, costs, s) for s in own}
+        names = dict.fromkeys(name for s in own for name in stages.params[s])
+        rows = SteadyRows(step=step, stages=stages, updates=updates, clips=clips)
+        self._slow_down_sums(channel, sum_s)
+        self.recorder, ledger = Recorder(channel.rank, HostClock()), Ledger(channel.rank)
+        weights = Weights(
+            {name: nn.Parameter(torch.zeros(1)) for name in names},
+            {},
+            lambda params: torch.optim.SGD(params, lr=0.1),
+            updates=replace(updates, kept=2),
+            awaited=clips or bool(stages.tied),
+        )
+        self.worker = Worker(
+            rank=channel.rank,
+            program=rows.row(0, 0).program,
+            weights=weights,
+            channel=channel,
+            ledger=ledger,
+            recorder=self.recorder,
+            watch=watch,
+            clip_norm=1.0 if clips else None,
+        )
+        self.run = SteadyRun(
+            rows=rows,
+            replicas=stages.replicas,
+            worker=self.worker,
+            channel=channel,
+            recorder=self.recorder,
+            ledger=ledger,
+            device=torch.device("cpu"),
+        )
+        variant = Variant(stages=stages, functions=functions)
+        self._part = Microbatch(variant=variant, inputs={}, weight=1.0, seed=0)
+        self._channel = channel
+
+    def steady_s(self, steps: int) -> float:
+        """Seconds from one step to the next on the slowest rank, over `steps` of them after two that fill the
+        pipeline."""
+        every, count = self.run.rows.step.microbatches, self.run.replicas * self.run.rows.step.microbatches
+        starts = []
+        self._channel.all_reduce(torch.zeros(1))  # so that they begin together
+        for number in range(steps + 3):
+            parts = [replace(self._part, number=number * every + index % every) for index in range(count)]
+            starts.append(time.perf_counter())
+            self.run.feed(number, parts, 0)
+        self.run.drain()
+        mine = (starts[-1] - starts[2]) / steps
+        return max(self._channel.all_gather_object(mine))
+
+    def _slow_down_sums(self, channel: PostedChannel, seconds: float) -> None:
+        transport = channel._transport
+        begin = transport.all_reduce
+
+        def all_reduce(tensor: Tensor, group: SumGroup | None = None) -> PendingTransfer:
+            transfer = begin(tensor, group)
+            return (
+                _SlowSum(transfer, seconds) if group is not None and "gradients" in group.name else transfer
+            )
+
+        transport.all_reduce = all_reduce  # type: ignore[method-assign]

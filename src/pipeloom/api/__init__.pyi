@@ -81,6 +81,7 @@ from .schedules import (
     updates_of as updates_of,
     weights as weights,
 )
+from .steady_run import SteadyRun as SteadyRun
 from .step_reports import StepReport as StepReport
 from .verify import Verification as Verification, verify as verify
 from .verify_caps import TRIES as TRIES, plan_within_caps as plan_within_caps, traced_peaks as traced_peaks

@@ -1,0 +1,297 @@
+"""Does 2BW keep the pipeline full? Ranks that sleep, and two ranks that compute.
+
+    python bench/async.py [--steps 8] [--rounds 6]
+
+Paced: four stages, eight micro-batches per pipeline; every rank is a process with the real worker, messages
+over gloo and stages that sleep. The bubble-free rate is one step per m micro-batches of the slowest rank.
+1F1B drains: m / (m + d - 1) of that at best, 8/11. 2BW also with clipping, with a sum of tied gradients, and
+with two pipelines whose sum of gradients takes half a step. The simulator gets the same program and times.
+
+Computing: the default job of `pipeloom train` on two ranks of one thread, in turns within one run: one
+process alone, two such processes at once, GPipe, 1F1B, 2BW. "limit" is what two processes that do not talk to
+each other reach on this machine: twice one process alone over two at once.
+
+Results: bench/results/async.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from itertools import repeat
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from machine import describe_machine
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
+from paced import PacedRank, PacedSteadyRank  # noqa: E402
+
+from pipeloom import Pipeline, Plan, plan, schedules  # noqa: E402
+from pipeloom.api import capture, profile  # noqa: E402
+from pipeloom.ir.cluster import Cluster, Device  # noqa: E402
+from pipeloom.ir.costs import StageCost, equal_costs  # noqa: E402
+from pipeloom.ir.flow import dag  # noqa: E402
+from pipeloom.ir.stages import StageGraph, replicate  # noqa: E402
+from pipeloom.ir.steady import SteadyStep  # noqa: E402
+from pipeloom.ir.weight_policy import Updates  # noqa: E402
+from pipeloom.lowering import lower  # noqa: E402
+from pipeloom.runtime import HostClock  # noqa: E402
+from pipeloom.runtime.calibration import measure_link  # noqa: E402
+from pipeloom.runtime.launch import connect, launch, watch_ranks  # noqa: E402
+from pipeloom.runtime.transports import DistChannel, local_channels  # noqa: E402
+from pipeloom.simulator import simulate  # noqa: E402
+from pipeloom.train import Config, default_job  # noqa: E402
+
+RESULTS = Path(__file__).parent / "results" / "async.json"
+DEPTH, MICROBATCHES = 4, 8
+MESSAGE_BYTES = 64 * 1024
+CPU = torch.device("cpu")
+BUBBLE_FREE, ERROR = 0.97, 0.03
+
+
+@dataclass(frozen=True, kw_only=True)
+class PacedCase:
+    """name: of the row.  weights: the policy.  tied: the last stage shares a parameter with the first.
+    sum_share: seconds of each sum of gradients, as a share of the bubble-free step."""
+
+    name: str
+    weights: str = "2bw"
+    clips: bool = False
+    tied: bool = False
+    width: int = 1
+    sum_share: float = 0.0
+
+
+CASES = (
+    PacedCase(name="1f1b", weights="flush"),
+    PacedCase(name="2bw"),
+    PacedCase(name="2bw, clipping", clips=True),
+    PacedCase(name="2bw, ties", tied=True),
+    PacedCase(name="2bw, two pipelines, a sum of half a step", width=2, sum_share=0.5),
+)
+
+
+def stages_of(case: PacedCase) -> tuple[StageGraph, tuple[int, ...]]:
+    """The stages of all pipelines, and their ranks: replicas of a stage on neighbouring ones."""
+    params = {s: (f"w{s}",) for s in range(DEPTH)}
+    if case.tied:
+        params[DEPTH - 1] = ("w0",)
+    edges = [(s, s + 1) for s in range(DEPTH - 1)]
+    stages = replicate(dag(DEPTH, edges, value_bytes=MESSAGE_BYTES, params=params), case.width)
+    return stages, tuple(s * case.width + r for r in range(case.width) for s in range(DEPTH))
+
+
+def body_of(case: PacedCase) -> SteadyStep:
+    """The step that 1F1B repeats, in each of the pipelines."""
+    updates = Updates(policy=case.weights, every=MICROBATCHES)
+    stages, placement = stages_of(case)
+    return schedules.build_steady("1f1b", stages, placement, updates)
+
+
+def costs_of(case: PacedCase, seconds: float) -> tuple[StageCost, ...]:
+    third = seconds / 3
+    return equal_costs(DEPTH * case.width, forward_s=third, input_grad_s=third, weight_grad_s=third)
+
+
+def run_case(case: PacedCase, steps: int, seconds: float, file: Path) -> None:
+    """What one rank runs."""
+    torch.set_num_threads(1)
+    group = connect(CPU, timeout_s=120)
+    with watch_ranks(group) as watch:
+        channel = DistChannel(group, watch, device=CPU, timeout_s=120)
+        link = measure_link(channel, MESSAGE_BYTES, HostClock(), CPU)
+        ranks = DEPTH * case.width
+        cluster = Cluster(devices=(Device(name="paced", memory_bytes=2**40),) * ranks, within_node=link)
+        (stages, placement), costs = stages_of(case), costs_of(case, seconds)
+        ideal_s = MICROBATCHES * seconds
+        if case.weights == "flush":
+            made = schedules.build("1f1b", stages, placement, MICROBATCHES)
+            program = lower(made, stages)
+            predicted_s = simulate(program, stages, costs, cluster).step_s
+            rank = PacedRank(program, stages, costs, channel, watch)
+            measured_s = statistics.median(rank.step().step_s for _ in range(3))
+        else:
+            updates = Updates(policy=case.weights, every=MICROBATCHES)
+            program = lower(body_of(case).unrolled, stages, updates=updates, clips=case.clips)
+            predicted_s = simulate(program, stages, costs, cluster).step_s
+            steady = PacedSteadyRank(
+                body_of(case),
+                stages,
+                costs,
+                channel,
+                watch,
+                updates=updates,
+                clips=case.clips,
+                sum_s=case.sum_share * ideal_s,
+            )
+            measured_s = steady.steady_s(steps)
+        if dist.get_rank() == 0:
+            row = {"ideal_s": ideal_s, "predicted_s": predicted_s, "measured_s": measured_s}
+            file.write_text(json.dumps(row))
+
+
+def paced(steps: int, seconds: float) -> list[dict[str, Any]]:
+    rows = []
+    for case in CASES:
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "row.json"
+            if launch(run_case, DEPTH * case.width, args=(case, steps, seconds, file)) != 0:
+                raise SystemExit(f"{case.name} failed")
+            row = json.loads(file.read_text())
+        row |= {
+            "case": case.name,
+            "of_bubble_free": row["ideal_s"] / row["measured_s"],
+            "error": row["predicted_s"] / row["measured_s"] - 1,
+        }
+        rows.append(row)
+        print(
+            f"{case.name:<42} {row['of_bubble_free']:.3f} of the bubble-free rate, measured "
+            f"{row['measured_s']:.3f} s a step, predicted {row['error']:+.2%}",
+            flush=True,
+        )
+    return rows
+
+
+def plans() -> dict[str, Plan]:
+    """Of the default job: uncut, and in two stages by three schedules."""
+    job = default_job(Config())
+    captured = capture(job, 4)
+    profiled = profile(captured)
+
+    def made(stages: int, schedule: str, weights: str | None = None) -> Plan:
+        return plan(
+            job,
+            stages=stages,
+            microbatches=MICROBATCHES,
+            microbatch_size=4,
+            schedule=schedule,
+            weights=weights,
+            captured=captured,
+            profiled=profiled,
+        )
+
+    return {
+        "one": made(1, "1f1b"),
+        "gpipe": made(2, "gpipe"),
+        "1f1b": made(2, "1f1b"),
+        "2bw": made(2, "1f1b", "2bw"),
+    }
+
+
+def run_real(folder: Path, steps: int, rounds: int) -> None:
+    """What one of two ranks runs: all parties in turns."""
+    torch.set_num_threads(1)
+    group = connect(CPU, timeout_s=300)
+    rank, job = dist.get_rank(), default_job(Config())
+    names = json.loads((folder / "names.json").read_text())
+    batch = job.batch(0, MICROBATCHES * 4)
+    captured = capture(job, 4)
+    seconds: dict[str, list[float]] = {name: [] for name in ("one", "two at once", *names)}
+    peaks: dict[str, dict[str, list[int]]] = {}
+
+    def timed(pipeline: Pipeline) -> float:
+        start = time.perf_counter()
+        list(pipeline.steps(repeat(batch, steps)))
+        return (time.perf_counter() - start) / steps
+
+    alone = Pipeline(job, folder / "one.json", channel=local_channels(1)[0], captured=captured)
+    together = {
+        name: Pipeline(job, folder / f"{name}.json", captured=captured, group=group) for name in names
+    }
+    for number in range(rounds + 1):  # the first one warms up
+        taken: dict[str, float] = {}
+        dist.barrier(group)
+        if rank == 0:
+            taken["one"] = timed(alone)
+        dist.barrier(group)
+        taken["two at once"] = timed(alone)
+        for name, pipeline in together.items():
+            dist.barrier(group)
+            taken[name] = timed(pipeline)
+        if number:
+            for name, took in taken.items():
+                seconds[name].append(took)
+    for name, pipeline in together.items():
+        assert pipeline.report is not None
+        expected = pipeline.expected
+        peaks[name] = {
+            "measured": list(pipeline.report.peak_bytes),
+            "predicted": [expected.peak_bytes(r) for r in range(2)],
+        }
+    if rank == 0:
+        (folder / "seconds.json").write_text(json.dumps({"seconds": seconds, "peaks": peaks}))
+    for pipeline in reversed(together.values()):
+        pipeline.close()
+    alone.close()
+
+
+def real(steps: int, rounds: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as text:
+        folder = Path(text)
+        made = plans()
+        for name, one in made.items():
+            one.save(folder / f"{name}.json")
+        (folder / "names.json").write_text(json.dumps([name for name in made if name != "one"]))
+        if launch(run_real, 2, args=(folder, steps, rounds)) != 0:
+            raise SystemExit("the two ranks failed")
+        seen = json.loads((folder / "seconds.json").read_text())
+    rounds_of = seen["seconds"]
+    middle = {name: statistics.median(values) for name, values in rounds_of.items()}
+    limits = [2 * one / two for one, two in zip(rounds_of["one"], rounds_of["two at once"], strict=True)]
+    limit = statistics.median(limits)
+    rows: dict[str, Any] = {"limit_over_one_process": limit, "seconds": rounds_of, "peaks": seen["peaks"]}
+    for name in seen["peaks"]:
+        speedups = [one / own for one, own in zip(rounds_of["one"], rounds_of[name], strict=True)]
+        shares = [speedup / most for speedup, most in zip(speedups, limits, strict=True)]
+        error = max(
+            abs(predicted / measured - 1)
+            for predicted, measured in zip(
+                *(seen["peaks"][name][k] for k in ("predicted", "measured")), strict=True
+            )
+        )
+        rows[name] = {
+            "step_s": middle[name],
+            "over_one_process": statistics.median(speedups),
+            "of_limit": statistics.median(shares),
+            "of_limit_quartiles": statistics.quantiles(shares, n=4)[::2] if len(shares) > 1 else None,
+            "peak_error": error,
+        }
+        print(
+            f"{name:<6} {middle[name] * 1e3:.0f} ms a step, {rows[name]['over_one_process']:.3f} times one "
+            f"process, {rows[name]['of_limit']:.3f} of the limit {limit:.3f}; peak memory off by {error:.2%}",
+            flush=True,
+        )
+    return rows
+
+
+def main(steps: int, rounds: int, seconds: float) -> int:
+    table: dict[str, Any] = {"machine": describe_machine(), "depth": DEPTH, "microbatches": MICROBATCHES}
+    table["paced"] = paced(steps, seconds)
+    table["real"] = real(steps, rounds)
+    full = [row for row in table["paced"] if row["case"].startswith("2bw")]
+    table["passed"] = {
+        "paced 2bw keeps the pipeline full": all(row["of_bubble_free"] >= BUBBLE_FREE for row in full),
+        "simulated steady step": all(abs(row["error"]) <= ERROR for row in full),
+        "two ranks": table["real"]["2bw"]["of_limit"] >= BUBBLE_FREE,
+        "peak memory": table["real"]["2bw"]["peak_error"] <= ERROR,
+    }
+    RESULTS.write_text(json.dumps(table, indent=1) + "\n")
+    print(json.dumps(table["passed"], indent=1))
+    return 0 if all(table["passed"].values()) else 1
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--seconds", type=float, default=0.12, help="of a micro-batch on a paced rank")
+    arguments = parser.parse_args()
+    sys.exit(main(arguments.steps, arguments.rounds, arguments.seconds))
