@@ -7,7 +7,7 @@ from .config import (
     PipelineConfig as PipelineConfig,
 )
 from .config_text import known_keys as known_keys, read_config as read_config, write_config as write_config
-from .loop import TrainOutcome as TrainOutcome, train as train
+from .loop import TrainOutcome as TrainOutcome, train as train, validate as validate
 from .model import GPT as GPT
 from .rehearsals import (
     AFTER as AFTER,
