@@ -52,12 +52,21 @@ IN_TIME_S = 120.0
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A config and a plan from estimates, so that nothing has to be measured."""
-    made = tmp_path_factory.mktemp("kills")
+    return folder_for("flush", tmp_path_factory.mktemp("kills"))
+
+
+def folder_for(weights: str, made: Path) -> Path:
     (made / "config.toml").write_text(CONFIG)
     job = gpt_workload(read_config(made / "config.toml")).job
-    plan(job, stages=RANKS, microbatches=3, microbatch_size=1, cluster=cpu_cluster(RANKS)).save(
-        made / "plan.json"
-    )
+    plan(
+        job,
+        stages=RANKS,
+        microbatches=3,
+        microbatch_size=1,
+        weights=weights,
+        clips=True,
+        cluster=cpu_cluster(RANKS),
+    ).save(made / "plan.json")
     return made
 
 
@@ -186,6 +195,11 @@ def kill_often(folder: Path, kills: int, seed: int) -> dict[str, int]:
 @pytest.mark.slow
 def test_ranks_killed_at_60_random_moments_resume_to_the_same_losses(folder: Path) -> None:
     assert kill_often(folder, 60, seed=16) == dict.fromkeys(("start", "step", "checkpoint", "end"), 15)
+
+
+@pytest.mark.slow
+def test_a_run_whose_pipeline_does_not_drain_resumes_to_the_same_losses(tmp_path: Path) -> None:
+    assert sum(kill_often(folder_for("2bw", tmp_path), 10, seed=17).values()) == 10
 
 
 @pytest.mark.slow
