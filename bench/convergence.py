@@ -25,7 +25,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import plotly.graph_objects as go
 import torch
 from machine import describe_machine
 from playwright.sync_api import sync_playwright

@@ -50,9 +50,10 @@ def summarise(timeline: Timeline) -> Summary:
     totals = timeline.totals
     busy, step_s = totals.busy_s, timeline.step_s
     span_s = max((b - a for a, b in zip(totals.first_s, totals.last_s, strict=True) if a <= b), default=0.0)
+    whole = timeline.ranks * step_s * timeline.steps
     return Summary(
         step_s=step_s,
-        bubble=timeline.bubble,
+        bubble=(whole - sum(busy)) / whole if whole else 0.0,
         span_s=span_s,
         span_bubble=1 - sum(busy) / (timeline.ranks * span_s) if span_s else 0.0,
         ranks=tuple(
