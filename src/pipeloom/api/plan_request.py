@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from math import isqrt
 from typing import TYPE_CHECKING
 
 from .. import schedules
@@ -17,6 +16,7 @@ from ..planner import (
     Change,
     PlanOptions,
     ProfiledModel,
+    divisors,
     limits,
     make_plan,
     plan_rows,
@@ -165,13 +165,3 @@ class PlanRequest:
         return what_if(
             plan, self.cluster, lambda cluster: replace(self, cluster=cluster).plan(model, explained=False)
         )
-
-
-def divisors(whole: int) -> list[int]:
-    """All that divide a batch, ascending; of batches beyond 10**12 rows at least those up to a million.
-
-    >>> divisors(12)
-    [1, 2, 3, 4, 6, 12]
-    """
-    small = [d for d in range(1, min(isqrt(whole), 10**6) + 1) if whole % d == 0]
-    return sorted({*small, *(whole // d for d in small)})

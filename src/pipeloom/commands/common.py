@@ -152,15 +152,22 @@ weights_option = click.option(
     "By default as the schedule does it.",
 )
 
+
+class Stages(click.ParamType["int | str"]):
+    """A number of ranks, or "auto"."""
+
+    name = "integer or auto"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
+        return "auto" if value == "auto" else int(click.IntRange(1).convert(value, param, ctx))
+
+
+def _stages_option(kind: click.ParamType[Any], more: str = "") -> Callable[[Command], Command]:
+    help = f"Ranks, with a stage each, or with what the schedule wants on each{more}."
+    return click.option("--stages", "-p", type=kind, default=2, show_default=True, help=help)
+
+
 PLAN_OPTIONS = (
-    click.option(
-        "--stages",
-        "-p",
-        type=click.IntRange(1),
-        default=2,
-        show_default=True,
-        help="Ranks, with a stage each, or with what the schedule wants on each.",
-    ),
     click.option("--schedule", "-s", default="1f1b", show_default=True, help="Schedule, by name."),
     click.option(
         "--microbatches",
@@ -185,7 +192,17 @@ PLAN_OPTIONS = (
 
 def plan_options(command: Command) -> Command:
     """What `api.plan` needs, under its argument names."""
-    for option in reversed(PLAN_OPTIONS):
+    return _with_options(command, _stages_option(click.IntRange(1)))
+
+
+def shaped_plan_options(command: Command) -> Command:
+    """The same, with --stages auto."""
+    auto = "; auto: width, depth and micro-batches are chosen for --cluster and --global-batch"
+    return _with_options(command, _stages_option(Stages(), auto))
+
+
+def _with_options(command: Command, stages: Callable[[Command], Command]) -> Command:
+    for option in reversed((stages, *PLAN_OPTIONS)):
         command = option(command)
     return command
 

@@ -24,12 +24,13 @@ from .common import (
     load_profile,
     model_argument,
     new_table,
-    plan_options,
     planner_option,
     print_json,
+    shaped_plan_options,
     treat_option,
     weights_option,
 )
+from .plan_shape import print_shape
 
 if TYPE_CHECKING:
     from ..api import Change
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 @click.command(epilog=MODEL_HELP)
 @model_argument
-@plan_options
+@shaped_plan_options
 @click.option("--global-batch", type=click.IntRange(1), help="Rows per step; instead of --microbatches.")
 @click.option("--max-batch", is_flag=True, help="Search the largest micro-batch size that fits.")
 @click.option("--device-memory", type=Size(), help="Cap per rank, as 300MiB.")
@@ -53,10 +54,12 @@ if TYPE_CHECKING:
 @click.option("--planners", "--strategies", is_flag=True, help="List the planners and stop.")
 @treat_option
 @weights_option
+@click.option("--closed-form", is_flag=True, help="With --stages auto: by formulas, without simulating.")
 @click.option("--what-if/--no-what-if", default=True, help="Plan again with 10 % more memory, bandwidth.")
 @click.option("--output", "-o", type=NEW_FILE, help="Write the plan to this JSON file.")
 @json_option
-def plan(*, planners: bool, as_json: bool, **options: Any) -> None:
+@click.pass_context
+def plan(ctx: click.Context, /, *, planners: bool, closed_form: bool, as_json: bool, **options: Any) -> None:
     """Cut MODEL into stages and print what each runs, takes and holds, what limits the plan, and what a bit
     more memory or bandwidth would buy.
 
@@ -65,9 +68,17 @@ def plan(*, planners: bool, as_json: bool, **options: Any) -> None:
     stage, rank, ops, first_op, last_op, layers, forward_s, input_grad_s, weight_grad_s, recompute_s,
     offload_s, reload_s, turn_s, bytes by kind at the peak, of one micro-batch's residuals kept_bytes,
     recomputed_bytes and offloaded_bytes, peak_bytes, cap_bytes, filled.
+
+    With --stages auto it chooses width, depth, rows per micro-batch and recomputation. --json then has width,
+    depth, microbatch_size, recompute, microbatches (per pipeline), rows_per_s, step_s, peak_bytes, and next:
+    a list of the same of the next best.
     """
     if planners:
         _list(as_json)
+    elif options["stages"] == "auto":
+        print_shape(ctx, as_json=as_json, **options)
+    elif closed_form:
+        raise ConfigError("--closed-form without --stages auto", hint="add it: --stages auto --closed-form")
     else:
         _plan(as_json=as_json, **options)
 

@@ -1,3 +1,9 @@
+from .block_costs import (
+    Affine as Affine,
+    BlockCosts as BlockCosts,
+    PieceCost as PieceCost,
+    block_costs as block_costs,
+)
 from .infeasible import NoCutFits as NoCutFits, least_share as least_share, stage_needs as stage_needs
 from .make_plan import TooManyStages as TooManyStages, make_plan as make_plan
 from .microbatch_sizes import (
@@ -20,8 +26,21 @@ from .request import (
     profile_of as profile_of,
     refuse_other_weights as refuse_other_weights,
 )
+from .shape_search import (
+    PIPELININGS as PIPELININGS,
+    RankedShape as RankedShape,
+    Shape as Shape,
+    ShapeRequest as ShapeRequest,
+    best_shape_closed_form as best_shape_closed_form,
+    divisors as divisors,
+    memory as memory,
+    rank_shapes as rank_shapes,
+    refuse_unlike_devices as refuse_unlike_devices,
+    throughput as throughput,
+)
 from .stage_cost.model import CostModel as CostModel
 from .stage_cost.peak_memory import CostOptions as CostOptions
 from .stage_cost.readers import Readers as Readers
 from .stage_cost.stage_estimate import estimate_stage as estimate_stage
 from .what_if import Change as Change, what_if as what_if
+from .wide_links import WideLinks as WideLinks, wide_links as wide_links

@@ -1,0 +1,90 @@
+"""`pipeloom plan --stages auto`: the shape of a run, chosen."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+from click.core import ParameterSource
+
+from ..ir.errors import ConfigError
+from ..ir.memory_policy import TREATMENTS
+from .common import cluster_of, console, job_of, new_table, print_json
+
+if TYPE_CHECKING:
+    from ..api import PlanRequest, RankedShape
+
+SHOWN = 5
+"""Shapes that the table has: the chosen one, and the next best."""
+
+CHOSEN = ("microbatches", "microbatch_size", "max_batch", "device_memory", "offload_dir", "profile_file")
+"""Options that say what is chosen here, or do not go with a cluster described by figures."""
+
+
+def print_shape(ctx: click.Context, *, as_json: bool, **options: Any) -> None:
+    """Choose and print. options: those of `pipeloom plan`. Raises: ConfigError for those that do not fit."""
+    for name in CHOSEN:
+        if ctx.get_parameter_source(name) not in (None, ParameterSource.DEFAULT):
+            raise ConfigError(
+                f"--stages auto and --{name.removesuffix('_file').replace('_', '-')} were both given",
+                hint="leave out one: sizes follow from --cluster and --global-batch",
+            )
+    if options["output"] is not None:
+        raise ConfigError(
+            "--closed-form makes no plan that could be written",
+            hint="take the shape it prints: --stages DEPTH --microbatch-size ROWS -o plan.json",
+        )
+    from .. import api
+
+    job = job_of(options["model"])
+    treat = options["treat"]
+    request = api.make_request(
+        job,
+        stages=1,
+        schedule=options["schedule"],
+        cluster=cluster_of(options["cluster"]),
+        treatments=None if treat is None else TREATMENTS[treat],
+        weights=options["weights"],
+        global_batch=options["global_batch"],
+    )
+    _print_shapes(api.closed_form_shapes(request, job), request, as_json=as_json)
+
+
+def _print_shapes(ranked: list[RankedShape], request: PlanRequest, *, as_json: bool) -> None:
+    batch = request.global_batch
+    assert batch is not None, "refused before"
+    rows = [
+        {
+            **vars(shape),
+            "microbatches": shape.microbatches(batch),
+            "rows_per_s": rate,
+            "step_s": batch / rate,
+            "peak_bytes": round(peak),
+        }
+        for shape, rate, peak in ranked[:SHOWN]
+    ]
+    if as_json:
+        print_json({**rows[0], "next": rows[1:]})
+        return
+    from ..ir.units import format_bytes
+
+    table = new_table("width", "depth", "rows", "micro-batches", "recompute", "rows/s", "step ms", "peak")
+    for row in rows:
+        table.add_row(
+            str(row["width"]),
+            str(row["depth"]),
+            str(row["microbatch_size"]),
+            str(row["microbatches"]),
+            "yes" if row["recompute"] else "no",
+            f"{row['rows_per_s']:.2f}",
+            f"{row['step_s'] * 1e3:.1f}",
+            format_bytes(row["peak_bytes"]),
+        )
+    out = console()
+    out.print(table)
+    best = rows[0]
+    out.print(
+        f"{len(ranked)} shapes fit, by formulas; chosen: {best['width']} x {best['depth']} stages, "
+        f"{best['microbatches']} micro-batches of {best['microbatch_size']} rows in each",
+        highlight=False,
+    )

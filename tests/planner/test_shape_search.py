@@ -1,0 +1,257 @@
+"""The closed form against a brute force that goes over every shape, stage and link one by one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from math import inf
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from pipeloom.ir.cluster import Cluster, Device, Link
+from pipeloom.ir.errors import InfeasibleError, PlanError
+from pipeloom.planner import (
+    Affine,
+    BlockCosts,
+    PieceCost,
+    Shape,
+    ShapeRequest,
+    best_shape_closed_form,
+    memory,
+    rank_shapes,
+    throughput,
+)
+
+
+class BruteForce:
+    """The formulas of `shape_search`, stage by stage, in plain Python."""
+
+    def __init__(self, request: ShapeRequest, shape: Shape) -> None:
+        self.request, self.shape, self.costs = request, shape, request.costs
+        self.m = request.global_batch // (shape.width * shape.microbatch_size)
+        self.stages = range(shape.depth)
+
+    def pieces(self, stage: int) -> list[tuple[int, PieceCost]]:
+        per_stage = -(-self.costs.blocks // self.shape.depth)
+        front = [(1, self.costs.front)] if stage == 0 else []
+        rear = [(1, self.costs.rear)] if stage == self.shape.depth - 1 else []
+        return [*front, (per_stage, self.costs.block), *rear]
+
+    def at(self, figure: Affine) -> float:
+        return max(0.0, figure.constant + figure.per_row * self.shape.microbatch_size)
+
+    def rank(self, stage: int, replica: int) -> int:
+        return stage * self.shape.width + replica
+
+    def slowest(self, pairs: list[tuple[int, int]], flows: int) -> tuple[float, float]:
+        """Latency and seconds per byte."""
+        cluster, latency, per_byte = self.request.cluster, 0.0, 0.0
+        for a, b in pairs:
+            link, (one, other) = cluster.link(a, b), (cluster.devices[a], cluster.devices[b])
+            latency = max(latency, link.latency_s)
+            per_byte = max(per_byte, 1 / link.bandwidth_bytes_per_s)
+            grouped = one.group is not None and one.group == other.group
+            if cluster.node_link is not None and one.node != other.node and not grouped:
+                per_byte = max(per_byte, flows / cluster.node_link.bandwidth_bytes_per_s)
+        return latency, per_byte
+
+    def edge_s(self) -> float:
+        width, nodes = self.shape.width, [d.node for d in self.request.cluster.devices]
+        flows = min(width, max(nodes.count(node) for node in nodes))
+        pairs = [
+            (self.rank(s, r), self.rank(s + 1, r))
+            for s in self.stages
+            if s + 1 in self.stages
+            for r in range(width)
+        ]
+        latency, per_byte = self.slowest(pairs, flows)
+        return 2 * (latency + self.at(self.costs.input_bytes) * per_byte)
+
+    def turn_s(self, stage: int) -> float:
+        seconds = sum(n * (self.at(p.forward_s) + self.at(p.backward_s)) for n, p in self.pieces(stage))
+        if self.shape.recompute:
+            seconds += -(-self.costs.blocks // self.shape.depth) * self.at(self.costs.block.forward_s)
+        edges = (stage > 0) + (stage < self.shape.depth - 1)
+        return seconds + edges * self.edge_s()
+
+    def trained(self, stage: int) -> float:
+        return sum(n * p.trained_bytes for n, p in self.pieces(stage))
+
+    def exchange_s(self) -> float:
+        width = self.shape.width
+        if width == 1:
+            return 0.0
+        pairs = [(self.rank(s, r), self.rank(s, (r + 1) % width)) for s in self.stages for r in range(width)]
+        latency, per_byte = self.slowest(pairs, 1)
+        return 2 * (width - 1) * (latency + max(map(self.trained, self.stages)) / width * per_byte)
+
+    def optimizer_s(self, stage: int) -> float:
+        rate = self.request.cluster.devices[0].memory_bytes_per_s
+        return self.trained(stage) * (3 + 2 * self.request.optimizer_bytes) / rate if rate else 0.0
+
+    def throughput(self) -> float:
+        shape, m = self.shape, self.m
+        if self.request.pipelining == "2bw":
+            turn = max(self.turn_s(s) + self.optimizer_s(s) / m for s in self.stages)
+            return shape.width * shape.microbatch_size / max(turn, self.exchange_s() / m)
+        if self.request.pipelining == "one by one":
+            pieces = [(1, self.costs.front), (self.costs.blocks, self.costs.block), (1, self.costs.rear)]
+            one = sum(n * (self.at(p.forward_s) + self.at(p.backward_s)) for n, p in pieces)
+            one += self.costs.blocks * self.at(self.costs.block.forward_s) * shape.recompute
+            batch_s = m * (one + (shape.depth - 1) * self.edge_s())
+        else:
+            batch_s = (m + shape.depth - 1) * max(map(self.turn_s, self.stages))
+        return self.request.global_batch / (
+            batch_s + self.exchange_s() + max(map(self.optimizer_s, self.stages))
+        )
+
+    def in_flight(self, stage: int) -> int:
+        return {
+            "2bw": self.shape.depth - stage,
+            "flush": min(self.m, self.shape.depth - stage),
+            "gpipe": self.m,
+            "one by one": 1,
+        }[self.request.pipelining]
+
+    def stage_bytes(self, stage: int) -> float:
+        shape, request, asynchronous = self.shape, self.request, self.request.pipelining == "2bw"
+        q, pieces = self.in_flight(stage), self.pieces(stage)
+        sets = 2 if asynchronous and shape.width > 1 else 1
+        total = (1 + asynchronous) * sum(n * p.parameter_bytes for n, p in pieces)
+        total += (sets + request.optimizer_bytes) * self.trained(stage)
+        total += (1 + asynchronous) * self.m * self.at(self.costs.batch_bytes)
+        total += q * self.at(self.costs.input_bytes)
+        for count, piece in pieces:
+            again = shape.recompute and piece is self.costs.block
+            total += (1 if again else q) * count * self.at(piece.residual_bytes)
+        return total
+
+    def memory(self) -> float:
+        return max(map(self.stage_bytes, self.stages))
+
+
+def every_shape(request: ShapeRequest) -> list[Shape]:
+    count, batch = len(request.cluster.devices), request.global_batch
+    depths = range(1, min(count, request.costs.blocks) + 1)
+    shapes = [
+        Shape(width=w, depth=d, microbatch_size=b, recompute=r)
+        for w, d, b, r in product(range(1, count + 1), depths, range(1, batch + 1), request.recompute)
+        if w * d <= count and batch % (w * b) == 0
+    ]
+    if request.pipelining == "2bw":
+        return [shape for shape in shapes if batch // (shape.width * shape.microbatch_size) >= shape.depth]
+    return shapes
+
+
+AMOUNT = st.integers(0, 40).map(float)
+AFFINE = st.builds(Affine, AMOUNT, AMOUNT)
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> ShapeRequest:
+    def piece() -> PieceCost:
+        trained = draw(AMOUNT)
+        return PieceCost(
+            forward_s=draw(AFFINE),
+            backward_s=draw(AFFINE),
+            residual_bytes=draw(AFFINE),
+            parameter_bytes=trained + draw(AMOUNT),
+            trained_bytes=trained,
+        )
+
+    def link() -> Link:
+        return Link(bandwidth_bytes_per_s=draw(st.integers(1, 50)) / 2, latency_s=draw(AMOUNT) / 4)
+
+    nodes, each = draw(st.sampled_from([(1, 1), (1, 2), (1, 4), (1, 6), (2, 2), (2, 3), (2, 4), (3, 2)]))
+    cap, rate, pairs = draw(st.integers(100, 6000)), draw(AMOUNT), each % 2 == 0 and draw(st.booleans())
+    devices = tuple(
+        Device(
+            name="any",
+            memory_bytes=cap,
+            memory_bytes_per_s=rate,
+            node=rank // each,
+            group=f"pair {rank // 2}" if pairs else None,
+        )
+        for rank in range(nodes * each)
+    )
+    block = replace(piece(), forward_s=Affine(1.0, draw(AMOUNT)))
+    return ShapeRequest(
+        costs=BlockCosts(
+            blocks=draw(st.integers(2, 9)),
+            front=piece(),
+            block=block,
+            rear=piece(),
+            input_bytes=draw(AFFINE),
+            batch_bytes=draw(AFFINE),
+        ),
+        cluster=Cluster(
+            devices=devices,
+            within_node=link(),
+            between_nodes=link() if nodes > 1 else None,
+            groups={f"pair {pair}": link() for pair in range(nodes * each // 2)} if pairs else {},
+            node_link=link() if nodes > 1 and draw(st.booleans()) else None,
+        ),
+        global_batch=draw(st.sampled_from([1, 2, 6, 8, 12, 16, 24])),
+        pipelining=draw(st.sampled_from(["2bw", "flush", "gpipe", "one by one"])),
+        optimizer_bytes=draw(st.sampled_from([0.0, 1.0, 2.0])),
+        recompute=draw(st.sampled_from([(False,), (True,), (False, True)])),
+    )
+
+
+@settings(max_examples=200)
+@given(requests())
+def test_equals_brute_force(request: ShapeRequest) -> None:
+    each = {shape: BruteForce(request, shape) for shape in every_shape(request)}
+    rates = {shape: one.throughput() for shape, one in each.items()}
+    fitting = [shape for shape, one in each.items() if one.memory() <= request.cap_bytes]
+    best = max((rates[shape] for shape in fitting), default=-inf)
+    if not fitting:
+        with pytest.raises(InfeasibleError):
+            best_shape_closed_form(request)
+        return
+    ranked = rank_shapes(request)
+    assert {one.shape for one in ranked} == set(fitting)
+    for shape, rate, peak in ranked:
+        assert (rate, peak) == pytest.approx((rates[shape], each[shape].memory()), rel=1e-12)
+        assert (throughput(request, shape), memory(request, shape)) == (rate, peak)
+    assert rates[best_shape_closed_form(request)] == pytest.approx(best, rel=1e-12)
+
+
+def small(**changes: object) -> ShapeRequest:
+    piece = PieceCost(
+        forward_s=Affine(1.0, 1.0), backward_s=Affine(1.0, 2.0), residual_bytes=Affine(0.0, 10.0)
+    )
+    device = Device(name="any", memory_bytes=10**6)
+    request = ShapeRequest(
+        costs=BlockCosts(blocks=4, front=PieceCost(), block=piece, rear=PieceCost(), input_bytes=Affine()),
+        cluster=Cluster(devices=(device,) * 4, within_node=Link(bandwidth_bytes_per_s=1e9)),
+        global_batch=16,
+    )
+    return replace(request, **changes)  # type: ignore[arg-type]
+
+
+def test_large_micro_batches_win_where_launches_count() -> None:
+    """With 2bw nothing drains: depth saves memory only, and rows save launches."""
+    shape = best_shape_closed_form(small())
+    assert (shape.width * shape.depth, shape.microbatch_size, shape.recompute) == (4, 4, False)
+
+
+def test_recomputes_only_where_it_lets_larger_micro_batches_fit() -> None:
+    tight = replace(small().cluster, devices=(Device(name="any", memory_bytes=40),) * 4)
+    shape = best_shape_closed_form(small(cluster=tight, global_batch=64))
+    assert shape.recompute
+    kept = small(cluster=tight, global_batch=64, recompute=(False,))
+    assert best_shape_closed_form(kept).microbatch_size < shape.microbatch_size
+
+
+def test_what_does_not_fit_says_what_it_needs() -> None:
+    tight = replace(small().cluster, devices=(Device(name="any", memory_bytes=9),) * 4)
+    with pytest.raises(InfeasibleError, match="need 10 bytes|need 10 B"):
+        best_shape_closed_form(small(cluster=tight))
+
+
+def test_unlike_devices_are_refused() -> None:
+    devices = (Device(name="one", memory_bytes=9), Device(name="other", memory_bytes=9))
+    with pytest.raises(PlanError, match="alike, the cluster has one, other"):
+        small(cluster=replace(small().cluster, devices=devices))
