@@ -1,8 +1,10 @@
+import errno
 import json
 import os
 import re
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -118,10 +120,10 @@ def test_a_folder_that_is_not_there_is_said(two_ranks: Timeline, tmp_path: Path)
 def test_a_failed_write_leaves_the_old_page(two_ranks: Timeline, tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     path.write_text("old")
-    (tmp_path / f"report.html.{os.getpid()}.partial").mkdir()
-    with pytest.raises(ConfigError):
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with patch.object(Path, "replace", side_effect=full), pytest.raises(ConfigError, match="No space left"):
         write_report(path, title="x", predicted=two_ranks)
-    assert path.read_text() == "old"
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
 
 
 def test_waits_too_short_to_see_are_not_drawn(two_ranks: Timeline) -> None:
