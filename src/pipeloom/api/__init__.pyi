@@ -81,7 +81,6 @@ from .schedules import (
     updates_of as updates_of,
     weights as weights,
 )
-from .steady_run import SteadyRun as SteadyRun
 from .shape_search import (
     RankedShape as RankedShape,
     closed_form_shapes as closed_form_shapes,
@@ -89,6 +88,7 @@ from .shape_search import (
     sampled_models as sampled_models,
     shape_request as shape_request,
 )
+from .steady_run import SteadyRun as SteadyRun
 from .step_reports import StepReport as StepReport
 from .verify import Verification as Verification, verify as verify
 from .verify_caps import TRIES as TRIES, plan_within_caps as plan_within_caps, traced_peaks as traced_peaks
