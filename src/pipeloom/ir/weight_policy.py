@@ -6,7 +6,7 @@
     2bw     PipeDream-2BW: micro-batch k uses version max(k // every - 1, 0) on all stages, k from 0, so that
             two are enough (arXiv 2006.09503, section 3.1)
 
-A policy is one entry of the table that checks, planners and commands read. The runtime runs `flush` only.
+A policy is one entry of the table that checks, planners, commands and the runtime read.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from .errors import ScheduleError
 
 FLUSH = "flush"
-"""The policy of a schedule and of a plan unless they say otherwise, and the only one that can be run."""
+"""The policy of a schedule and of a plan unless they say otherwise."""
 
 
 @dataclass(frozen=True, kw_only=True)
