@@ -92,6 +92,7 @@ class Model(torch.nn.Module):
         microbatches=2,
         microbatch_size=2,
         split_backward=False,
+        weights=None,
         device_memory=None,
         treat=None,
         steps=1,
