@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import zoo
-from runs import even, even_plan, pipelined, plain, plan_for
+from runs import assert_same, even, even_plan, pipelined, plain, plan_for
 from torch import Tensor, nn
 from torch.nn import functional as fn
 
@@ -83,3 +83,25 @@ def test_a_stage_that_only_trains() -> None:
     stages = plan.stage_graph(captured.graph)
     with pytest.raises(CutError, match="stage 1 has nothing to do in evaluation mode"):
         cut_evaluation(evaluated.graph, captured.graph, stages)
+
+
+class PutsAWeightInPlace(nn.Module):
+    """What tracing the training mode left behind was taken for the model's own in evaluation mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 8)
+        self.direction = nn.Parameter(torch.randn(8, 8))
+        del self.head.weight
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        self.head.weight = self.direction / self.direction.norm()
+        return (self.head(self.body(x)) - y).square().mean()
+
+
+def test_tensors_that_the_forward_leaves_in_new_attributes() -> None:
+    job = Job(model=PutsAWeightInPlace, batch=zoo.vector_batch, optimizer=zoo.sgd)
+    batches = [job.batch(3, 4)]
+    found = pipelined(job, even_plan(job, 2, microbatches=2), batches, evaluate=batches)
+    assert_same(found, plain(job, batches, 2, evaluate=batches), tolerance=1e-5)

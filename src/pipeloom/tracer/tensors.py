@@ -22,4 +22,4 @@ def tensors_of(value: Any) -> list[Tensor]:
 
 def storage_ids(tensors: Iterable[Tensor]) -> set[int]:
     """What identifies the storages of these tensors while they are alive."""
-    return {tensor.untyped_storage()._cdata for tensor in tensors}
+    return {tensor.untyped_storage()._cdata for tensor in tensors if tensor.layout is torch.strided}

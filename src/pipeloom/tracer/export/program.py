@@ -85,6 +85,7 @@ def _captured(
             updates[_node_for_buffer(spec.arg.name, graph, updates)] = canonical.get(name, name)
     _refuse_double_names(keys, {*canonical, *constants}, job.name)
     _tidy(graph, set(targets), program.graph_signature.user_outputs[0], list(updates))
+    _refuse_sparse_gradients(graph, job.name)
     _refuse_sizes_and_numbers_of_data(graph, job.name, program.graph_module.meta.get(READ_AT, ()))
     module = fx.GraphModule(program.graph_module, graph)
     # With gradients in evaluation mode, too: products copy what learns.
@@ -122,6 +123,16 @@ def _refuse_sizes_and_numbers_of_data(graph: fx.Graph, name: str, lines: Sequenc
             raise CaptureError(
                 f"the forward of {name} computes {what}{where}, which torch.export leaves open", hint=HINT
             )
+
+
+def _refuse_sparse_gradients(graph: fx.Graph, name: str) -> None:
+    """Traced backwards know dense tensors only; autograd, which runs modules, makes sparse ones dense."""
+    for node in graph.nodes:
+        if not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        names = [argument.name for argument in node.target._schema.arguments]
+        if dict(zip(names, node.args, strict=False)).get("sparse", node.kwargs.get("sparse")) is True:
+            raise CaptureError(f"the forward of {name} has sparse gradients, in {node.target}", hint=HINT)
 
 
 def _refuse_double_names(keys: list[str], state: set[str], name: str) -> None:

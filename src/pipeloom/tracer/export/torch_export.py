@@ -45,7 +45,7 @@ def export_program(
             # PyTorch 2.13 warns about its own use of LeafSpec, in every copy that export makes
             warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
             with autocast_region("cpu", autocast):
-                with what_export_loses_refused(name), reads:
+                with what_export_loses_refused(name), reads, _new_tensors_removed(module):
                     program = torch.export.export(module, (batch,), strict=False)
                 _detach_no_grad_regions(program.graph_module)
                 functional: ExportedProgram = program.run_decompositions(_decompositions())
@@ -90,6 +90,19 @@ def _refuse_dropout_between_layers(graph: fx.Graph, name: str) -> None:
                     f"{name} has dropout between the layers of a recurrent module, which tracing would lose",
                     hint=HINT,
                 )
+
+
+@contextmanager
+def _new_tensors_removed(module: nn.Module) -> Iterator[None]:
+    """Tensors that the block puts into attributes which were not there are taken away again: they are traced
+    ones, and the next trace would take them for the model's own."""
+    before = [(inner, set(vars(inner))) for inner in module.modules()]
+    try:
+        yield
+    finally:
+        for inner, names in before:
+            for name in [n for n, v in vars(inner).items() if n not in names and isinstance(v, Tensor)]:
+                del vars(inner)[name]
 
 
 def _decompositions() -> dict[Any, Callable[..., Any]]:

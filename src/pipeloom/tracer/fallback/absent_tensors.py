@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from traceback import clear_frames
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map
 
@@ -85,6 +85,37 @@ def without_data(tensor: Tensor) -> Tensor:
 
 def has_no_data(tensor: Tensor) -> bool:
     return tensor.is_meta or isinstance(tensor, FakeTensor)
+
+
+def refuse_absent_inside(arguments: Sequence[Any], unit: str) -> None:
+    """Only tensors that are arguments themselves are sent.
+
+    Raises: CutError if an object among a unit's arguments, such as a cache of keys and values, holds tensors
+        that are on another stage.
+    """
+    for leaf in arguments:
+        if any(isinstance(t, MissingValue) or has_no_data(t) for t in tensors_inside(leaf)):
+            raise CutError(
+                f"{unit} is called with a {type(leaf).__name__} that holds tensors of another stage, which "
+                "are not sent",
+                hint=KEEP_TOGETHER,
+            )
+
+
+def tensors_inside(leaf: Any) -> Iterator[Tensor | MissingValue]:
+    """Tensors that an object holds, which is none itself. Modules are left out: theirs are known."""
+    return iter(()) if isinstance(leaf, (Tensor, MissingValue)) else _inside(leaf, depth=4)
+
+
+def _inside(value: Any, depth: int) -> Iterator[Tensor | MissingValue]:
+    if isinstance(value, (Tensor, MissingValue)):
+        yield value
+    elif depth and not isinstance(value, (nn.Module, type, str, bytes)):
+        parts = (
+            value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+        )
+        for part in (*parts, *getattr(value, "__dict__", {}).values()):
+            yield from _inside(part, depth - 1)
 
 
 def call_without_data(

@@ -7,6 +7,7 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from ..job import Job
 from ..job_calls import scalar_loss
 from ..random import python_random_kept, seed_python
 from .skeleton import Skeleton, Unit
-from .torch_functions import RANDOM, function_name
+from .torch_functions import RANDOM, function_name, leaves_in
 
 START = ""
 """The stretch of glue before the first unit; other stretches are named by the unit call they follow."""
@@ -103,8 +104,21 @@ class InterceptedForward(TorchFunctionMode):
             return self.function(apply, name, args, {})
 
     def checkpoint(self, apply: Any, args: tuple[Any, ...]) -> Any:
-        """Reentrant checkpointing of what may contain units."""
-        return apply(*args)
+        """Reentrant checkpointing, which runs what it is given without a graph. One unit runs so; of several,
+        the values between them would have no gradient: those run as if they were not checkpointed."""
+        run, _, *arguments = args
+        if self._is_unit(run):
+            return apply(*args)
+        with self._passing():
+            trains = any(leaf.requires_grad for leaf in leaves_in(arguments) if isinstance(leaf, Tensor))
+        with nullcontext() if trains else torch.no_grad():  # as the checkpoint, which else warns of it
+            return run(*arguments)
+
+    def _is_unit(self, run: Any) -> bool:
+        while isinstance(run, partial):
+            run = run.func
+        module = getattr(run, "__self__", run)
+        return any(module is unit.module for unit in self.skeleton.units.values())
 
     def seed_python(self, place: str) -> None:
         if self.python_random:

@@ -48,7 +48,7 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.drew = self.drew or call_draws(func, args, kwargs)
         if "batch_norm" in str(func) and "backward" not in str(func):
             self.statistics |= storage_ids(tensors_of(args[3:5]))
-        for tensor in tensors_of(result):
+        for tensor in (t for t in tensors_of(result) if t.layout is torch.strided):  # sparse ones have none
             storage = tensor.untyped_storage()
             if storage._cdata not in inputs:
                 self._add(storage)

@@ -23,6 +23,7 @@ from ..job import Job
 from ..parameter_changes import refuse_new_tensor
 from ..random import python_state, seeded
 from ..tensors import tensors_of
+from .absent_tensors import tensors_inside
 from .intercepted_forward import START, InterceptedForward, call_name, glue_name
 from .isolated_call import IsolatedCall
 from .memory_meter import MemoryMeter
@@ -66,7 +67,6 @@ class KnownTensor(NamedTuple):
 
 class ForwardRecorder(InterceptedForward):
     """A run of the whole model that fills `recording`.
-
     forced: what the tainted reads of an earlier run gave: this one takes the same way.
     trunks: modules that are no units but have units below.
     """
@@ -306,7 +306,7 @@ class ForwardRecorder(InterceptedForward):
         self.call_of_storage = {s: n for s, n in self.call_of_storage.items() if s in self.meter.alive}
         open_up((args, kwargs))
         leaves, spec = tree_flatten(tree_map(self._real_tensor, (args, kwargs)))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        tensors = [t for leaf in leaves for t in (leaf, *tensors_inside(leaf)) if isinstance(t, Tensor)]
         names = self._names(tensors, reader=len(self.recording.calls))
         inputs = tuple(self._leaf_name(leaf) for leaf in leaves)
         traits = Traits(True, any(name in self.recording.data_sized for name in names))

@@ -40,6 +40,7 @@ from .absent_tensors import (
     constant_leaves,
     has_no_data,
     missing_in,
+    refuse_absent_inside,
     sendable_leaf,
 )
 from .forward_path import ForwardPath
@@ -116,13 +117,11 @@ class StageRun(InterceptedForward):
         return self.result
 
     def checkpoint(self, apply: Any, args: tuple[Any, ...]) -> Any:
-        """What another stage checkpoints is no concern of this one."""
-        run, _, *arguments = args
+        run, _, *arguments = args  # what another stage checkpoints is no concern of this one
         with self._passing():
-            all_here = all(
-                not self._absent(leaf) for leaf in leaves_in(*arguments) if isinstance(leaf, Tensor)
-            )
-        return apply(*args) if all_here and missing_in(*arguments) is None else run(*arguments)
+            absent = any(self._absent(leaf) for leaf in leaves_in(*arguments) if isinstance(leaf, Tensor))
+        here = not absent and missing_in(*arguments) is None
+        return super().checkpoint(apply, args) if here else run(*arguments)
 
     def after(self, job: Job, outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
         if not self.task.makes_loss:
@@ -349,6 +348,7 @@ class StageRun(InterceptedForward):
         arguments = [
             self._data(leaf, what) if isinstance(leaf, (Tensor, MissingValue)) else leaf for leaf in leaves
         ]
+        refuse_absent_inside(arguments, unit.fqn)
         args, kwargs = tree_unflatten(arguments, spec)
         if place.random:
             with seeded(self.seed, name):

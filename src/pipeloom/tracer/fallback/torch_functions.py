@@ -54,8 +54,8 @@ SILENT = frozenset(
 )
 """Functions that make no tensor and may fail on one without data."""
 
-HOOKS = frozenset({"register_hook", "register_post_accumulate_grad_hook", "__get__.grad_fn"})
-"""Functions by which code is to be called with gradients."""
+HOOKS = frozenset({"register_hook", "register_post_accumulate_grad_hook", "__get__.grad_fn", "grad"})
+"""Functions by which code is to be called with gradients, or asks for them (`autograd.grad`)."""
 
 DETACHING = frozenset({"detach", "detach_", "__get__.data"})
 """Functions whose result no gradient flows back from."""
@@ -104,6 +104,12 @@ def open_up(tree: Any) -> None:
 def refuse_hook(name: str) -> NoReturn:
     """Raises: CaptureError: code between modules runs on several ranks, each with a part of the graph."""
     what = name.removeprefix("__get__.")
+    if what == "grad":
+        raise CaptureError(
+            f"the forward calls autograd.grad between modules{at(user_line())}, where no rank has the whole "
+            "graph",
+            hint="move this line, with what computes its arguments, into the forward of one module",
+        )
     raise CaptureError(
         f"the forward calls {what} on a tensor between modules{at(user_line())}: several ranks run this "
         "code, and a hook would be called by more than one of them, or by none",
