@@ -76,6 +76,7 @@ def test_a_run_leaves_everything_behind(folder: Path) -> None:
         "steps",
         "first_step",
         "stages",
+        "width",
         "schedule",
         "microbatches",
         "train_loss",

@@ -93,10 +93,10 @@ class Attempts:
 def _memory(attempts: Attempts, error: InfeasibleError) -> Iterator[str]:
     """The least memory of each device: of what the search found, or else of a plan made without caps."""
     request = attempts.request
-    caps = [device.memory_bytes for device in request.cluster.devices[: request.stages]]
+    caps = [device.memory_bytes for device in request.cluster.devices[: request.ranks]]
     least: list[float] = [cap * error.share for cap in caps] if isinstance(error, NoCutFits) else []
     if not any(least):
-        uncapped = _with_memory(request.cluster, request.stages, [1 << 60])
+        uncapped = _with_memory(request.cluster, request.ranks, [1 << 60])
         free = attempts.plan(replace(request, cluster=uncapped))
         peaks = () if free is None else free.peaks
         least = [max(pair) for pair in zip(caps, peaks, strict=False)]
@@ -104,7 +104,7 @@ def _memory(attempts: Attempts, error: InfeasibleError) -> Iterator[str]:
             least = [max(least, default=0)] * len(least)
     enough = _least_memory(attempts, least) if least else None
     if enough is not None:
-        yield _memory_sentence(enough, request.cluster, request.stages)
+        yield _memory_sentence(enough, request.cluster, request.ranks)
 
 
 def _least_memory(attempts: Attempts, least: Sequence[float]) -> Cluster | None:
@@ -114,13 +114,13 @@ def _least_memory(attempts: Attempts, least: Sequence[float]) -> Cluster | None:
     does not do to leave none of them with less than some size.
     """
     request = attempts.request
-    caps = [device.memory_bytes for device in request.cluster.devices[: request.stages]]
+    caps = [device.memory_bytes for device in request.cluster.devices[: request.ranks]]
 
     def scaled(margin: float) -> Cluster:
-        return _with_memory(request.cluster, request.stages, [ceil(size * margin) for size in least])
+        return _with_memory(request.cluster, request.ranks, [ceil(size * margin) for size in least])
 
     def filled(size: float) -> Cluster:
-        return _with_memory(request.cluster, request.stages, [ceil(size)])
+        return _with_memory(request.cluster, request.ranks, [ceil(size)])
 
     def fits(cluster: Cluster) -> bool:
         return attempts.succeeds(replace(request, cluster=cluster))
@@ -144,7 +144,7 @@ def _least_memory(attempts: Attempts, least: Sequence[float]) -> Cluster | None:
         enough = bisect(scaled, before, margin, enough)
     if len(set(caps)) == 1:
         return enough
-    most = max(device.memory_bytes for device in enough.devices[: request.stages])
+    most = max(device.memory_bytes for device in enough.devices[: request.ranks])
     return bisect(filled, min(caps), most, enough)
 
 
@@ -195,7 +195,7 @@ def _stages(attempts: Attempts, error: InfeasibleError) -> Iterator[str]:
     fewest = error.stages if isinstance(error, NoCutFits) else None
     guesses = [fewest, fewest + 1] if fewest else [request.stages + more for more in MORE_STAGES]
     for stages in guesses if fewest or not isinstance(error, NoCutFits) else ():
-        devices = _as_many(request, stages)
+        devices = _as_many(request, stages * request.width)
         wider = replace(request, stages=stages, cluster=replace(request.cluster, devices=devices))
         if attempts.succeeds(wider):
             yield _stages_sentence(request, stages)
@@ -218,8 +218,9 @@ def _stages_sentence(request: PlanRequest, stages: int) -> str:
     machine are there; other devices may have to be found."""
     line = schedules.entry(request.schedule).place == "line"
     flag = f" (--stages {stages})" if request.local or not line else ""
-    there = request.local or stages <= len(request.cluster.devices)
-    return f"use {stages} {'stages' if line else 'ranks'}{flag}{'' if there else f' on {stages} devices'}"
+    devices = stages * request.width
+    there = request.local or devices <= len(request.cluster.devices)
+    return f"use {stages} {'stages' if line else 'ranks'}{flag}{'' if there else f' on {devices} devices'}"
 
 
 def _freeing(attempts: Attempts) -> Iterator[str]:

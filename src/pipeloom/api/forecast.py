@@ -98,7 +98,9 @@ class Forecast:
         """This rank's stages: exact bytes, times in units of a forward."""
         ratio = optimizer_ratio(self.optimizer)
         alive = self.rounds if self.plan.steady is None else self.plan.steady.window
-        batch_bytes = self.plan.microbatches * alive * sum(t.nbytes for t in self.sample.values())
+        batch_bytes = (
+            self.plan.microbatches_on(self.channel.rank) * alive * sum(t.nbytes for t in self.sample.values())
+        )
         costs: dict[int, StageCost] = {}
         counted: set[str] = set()
         for index, functions in self.variant.functions.items():

@@ -100,6 +100,7 @@ def plan(
     job: Job,
     *,
     stages: int,
+    width: int = 1,
     microbatches: int = 8,
     microbatch_size: int,
     schedule: str = "1f1b",
@@ -118,7 +119,8 @@ def plan(
     """The plan for a job on this machine, or on a cluster described by figures.
 
     stages: one per device; where the schedule wants several on each, or replicas, the number of devices.
-    microbatches: per step.  global_batch: rows per step, which then says how many micro-batches there are.
+    width: replicas of every stage, on devices of their own.  microbatches: per step, of all replicas.
+    global_batch: rows per step, which then says how many micro-batches there are.
     memory: cap per device, such as "300MiB"; it wins over the cluster's, and without either the plan has no
     caps.  cluster: plan for these devices by roofline instead of measuring here; also as text, such as
     "8 x a100-40" or the path of a cluster file.
@@ -135,6 +137,7 @@ def plan(
     request = make_request(
         job,
         stages=stages,
+        width=width,
         microbatches=microbatches,
         schedule=schedule,
         split_backward=split_backward,
@@ -154,6 +157,7 @@ def make_request(
     job: Job,
     *,
     stages: int,
+    width: int = 1,
     microbatches: int = 8,
     schedule: str = "1f1b",
     split_backward: bool = False,
@@ -172,9 +176,14 @@ def make_request(
 
     if stages > MOST_DEVICES:
         raise ConfigError(f"{shown(stages)} stages", hint=f"use at most {MOST_DEVICES}")
+    if not 1 <= width <= MOST_DEVICES // max(stages, 1):
+        raise ConfigError(
+            f"{shown(width)} replicas of {stages} stages",
+            hint=f"use at least 1, and at most {MOST_DEVICES} ranks in all",
+        )
     _refuse_words("treatment", treatments or (), get_args(Treatment))
     _refuse_words("weight policy", () if weights is None else (weights,), tuple(WEIGHT_POLICIES))
-    devices = _devices(stages, cluster, memory, offload_dir)
+    devices = _devices(stages * width, cluster, memory, offload_dir)
     optimises = planner(strategy).optimises  # a name that nobody knows is refused before any work
     if offload_dir is not None and treatments is None and optimises != "never":
         treatments = ("recompute", "offload")
@@ -187,6 +196,7 @@ def make_request(
     )
     return PlanRequest(
         stages=stages,
+        width=width,
         microbatches=microbatches,
         schedule=schedule,
         strategy=strategy,
@@ -206,7 +216,7 @@ def _refuse_words(what: str, words: Iterable[str], allowed: Sequence[str]) -> No
 
 
 def _devices(
-    stages: int, cluster: Cluster | None, memory: str | int | None, offload_dir: Path | str | None
+    ranks: int, cluster: Cluster | None, memory: str | int | None, offload_dir: Path | str | None
 ) -> Cluster:
     """The devices to plan for: those of a cluster, or processes of this machine.
 
@@ -219,7 +229,7 @@ def _devices(
             "--directory` describes this machine with a directory",
         )
     if cluster is None:
-        cluster = cpu_cluster(stages, memory=memory)
+        cluster = cpu_cluster(ranks, memory=memory)
     elif memory is not None:
         size = parse_bytes(memory)
         cluster = replace(cluster, devices=tuple(replace(d, memory_bytes=size) for d in cluster.devices))

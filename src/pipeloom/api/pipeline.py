@@ -164,6 +164,7 @@ class Pipeline:
         self.batches = StepBatches(
             job=job,
             plan=plan,
+            rank=self.rank,
             device=self.device,
             rounds=options.accumulate,
             seed=options.seed,
@@ -283,7 +284,7 @@ class Pipeline:
         agree_on_shapes(self.channel, signature_of(batch), self.device, split.refusal)
         self._agreeing_s = time.perf_counter() - start
         microbatches = self.batches.microbatches(split, step=self.steps_done, training=training)
-        self.ledger.set("batch", sum(t.nbytes for t in batch.values()))
+        self.ledger.set("batch", self.batches.held_bytes(batch))
         count = self.plan.microbatches
         return [microbatches[i : i + count] for i in range(0, len(microbatches), count)]
 
@@ -303,7 +304,7 @@ class Pipeline:
             if split.refusal is not None:
                 raise split.refusal
             microbatches = self.batches.microbatches(split, step=self.steps_done, training=True)
-            self.steady.feed(self.steps_done, microbatches, sum(t.nbytes for t in batch.values()))
+            self.steady.feed(self.steps_done, microbatches, self.batches.held_bytes(batch))
             self.steps_done += 1
 
     def _new_reports(self) -> list[StepReport]:

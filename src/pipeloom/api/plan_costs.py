@@ -27,7 +27,8 @@ Profiles: TypeAlias = Profile | Mapping[str, Profile]
 class PlanCosts:
     """Costs of all plans that are made of one graph for one cluster.
 
-    The cost model of a placement is made once: plans that differ in their cuts, schedules and caps share it.
+    The cost model of a placement is made once: plans that differ in their cuts, schedules and caps share
+    it, and so do replicas on devices that are alike.
     """
 
     graph: OpGraph
@@ -40,21 +41,24 @@ class PlanCosts:
 
         Raises: PlanError if the cluster has too few devices, or one without a profile.
         """
-        model = self._model(plan)
         stages = plan.replicated(plan.stage_graph(self.graph))
         policies = plan.memory.stages
         treatments = [policies[s] if s < len(policies) else {} for s in range(len(plan.stages))]
         # Of what a StageCost says, only weight versions depend on how many micro-batches are in flight.
         in_flight = schedules.in_flight(plan.as_schedule)
         ahead = plan.memory.ahead
-        each = []
-        for index, treatment in enumerate(treatments):
-            estimate = estimate_stage(model, stages, index, treatment)
-            part = estimate.plan(max(1, in_flight[index]), ahead=index in ahead)
-            each.append(estimate.simulator_cost(part, ahead=index in ahead))
-        return _counting_once(
-            (*each,) * plan.replicas, plan, stages, self.graph, model.options.optimizer_bytes
-        )
+        known: dict[int, list[StageCost]] = {}
+        costs: list[StageCost] = []
+        for replica in range(plan.replicas):
+            model = self._model(plan, replica)
+            if id(model) not in known:
+                known[id(model)] = each = []
+                for index, treatment in enumerate(treatments):
+                    estimate = estimate_stage(model, stages, index, treatment)
+                    part = estimate.plan(max(1, in_flight[index]), ahead=index in ahead)
+                    each.append(estimate.simulator_cost(part, ahead=index in ahead))
+            costs += known[id(model)]
+        return _counting_once(tuple(costs), plan, stages, self.graph, model.options.optimizer_bytes)
 
     def simulate(self, plan: Plan) -> Timeline:
         """One step of a plan, predicted."""
@@ -62,16 +66,29 @@ class PlanCosts:
         program = lower(plan.as_schedule, stages, policy=plan.memory, updates=plan.updates, clips=plan.clips)
         return simulate(program, stages, self.stages(plan), self.cluster, caps=plan.caps)
 
-    def _model(self, plan: Plan) -> CostModel:
-        """The cost model with the devices in the order of the plan's stages."""
+    def _are_alike(self, rank: int, other: int) -> bool:
+        """Whether stages cost the same on two devices, which may be in different nodes."""
+        one, two = self.cluster.devices[rank], self.cluster.devices[other]
+        return one == replace(two, node=one.node)
+
+    def _model(self, plan: Plan, replica: int) -> CostModel:
+        """The cost model with the devices in the order of a replica's stages."""
         if (ranks := max(plan.placement) + 1) > len(self.cluster.devices):
             raise PlanError(
                 f"the plan is for {ranks} devices, the cluster has {len(self.cluster.devices)}",
                 hint="name a cluster of as many devices, or plan for this one",
             )
-        placement = plan.placement[: len(plan.stages)]
+        count = len(plan.stages)
+        first, placement = plan.placement[:count], plan.placement[replica * count : (replica + 1) * count]
+        if all(self._are_alike(one, other) for one, other in zip(first, placement, strict=True)):
+            placement = first
         trained = sum(s.memory.gradients for s in plan.stages)
-        options = CostOptions(microbatches=plan.microbatches, weights=plan.weights, clips=plan.clips)
+        options = CostOptions(
+            microbatches=max(map(plan.microbatches_on, placement)),
+            weights=plan.weights,
+            clips=plan.clips,
+            width=plan.width,
+        )
         held = sum(s.memory.optimizer for s in plan.stages) * options.gradient_sets
         options = replace(options, optimizer_bytes=held / trained if trained else 0.0)
         if (placement, options) not in self._models:

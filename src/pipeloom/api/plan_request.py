@@ -25,6 +25,7 @@ from ..planner import (
 )
 from .placement import plan_placed
 from .plan_costs import PlanCosts
+from .side_by_side import first_of_each, plan_side_by_side, refuse_width, share_of
 
 if TYPE_CHECKING:
     from ..tracer import Captured
@@ -47,9 +48,10 @@ class PlanRequest:
     """How to plan.
 
     stages: one per device; where the schedule wants several on each, or replicas, the number of devices.
-    microbatches: per step.  capped: plans name the devices' memory as their caps.
+    microbatches: per step, of all replicas together.  width: replicas of each stage, side by side.
+    capped: plans name the devices' memory as their caps.
     global_batch: rows per step; where the micro-batch size varies, so does the number of micro-batches.
-    local: the devices are processes of this machine, as many as there are stages, and share what it has.
+    local: the devices are processes of this machine, as many as there are ranks, and share what it has.
     watch: told how many stages were weighed so far.
     """
 
@@ -63,6 +65,12 @@ class PlanRequest:
     global_batch: int | None = None
     options: PlanOptions = field(default_factory=PlanOptions)
     watch: Callable[[int], None] | None = None
+    width: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """Devices that are used."""
+        return self.stages * self.width
 
     def plan(self, model: ProfiledModel, *, explained: bool = True) -> Plan:
         """The plan for a model at one micro-batch size. Of a captured one the stages can be traced: a plan
@@ -71,11 +79,17 @@ class PlanRequest:
         explained: if nothing fits, look for how far it is from fitting, which takes longer.
         Raises: PlanError; InfeasibleError if nothing fits under the caps.
         """
-        microbatches = self.microbatches_of(model.size)
+        refuse_width(self.schedule, self.stages, self.width, self.cluster)
+        microbatches = share_of(self.microbatches_of(model.size), self.width)
         costs = PlanCosts(model.graph, model.profiles, self.cluster)
 
         def search(cluster: Cluster) -> Plan:
-            return self._search(costs, cluster, microbatches, explained)
+            if self.width == 1:
+                return self._search(costs, cluster, microbatches, explained)
+            devices = first_of_each(cluster, self.width)
+            one = PlanCosts(model.graph, model.profiles, devices)
+            plan = self._search(one, devices, microbatches, explained)
+            return plan_side_by_side(plan, self.width, costs, cluster)
 
         if isinstance(model, CapturedModel) and self._runs_as_traced(model.captured):
             from .verify_caps import plan_within_caps, traced_peaks  # here, since tracing needs torch
@@ -87,7 +101,7 @@ class PlanRequest:
         return replace(plan, microbatch_size=model.size, caps=plan.caps if self.capped else ())
 
     def _search(self, costs: PlanCosts, cluster: Cluster, microbatches: int, explained: bool) -> Plan:
-        """The planner's plan under the memory of a cluster's devices."""
+        """The planner's plan for one pipeline under the memory of a cluster's devices."""
 
         def cut(devices: Cluster, stages: int, schedule: str, options: PlanOptions) -> Plan:
             return make_plan(
@@ -103,11 +117,12 @@ class PlanRequest:
                 watch=self.watch,
             )
 
+        asked = replace(self.options, width=self.width)
         entry = schedules.entry(self.schedule)
         if entry.place == "line":
-            return cut(cluster, self.stages, self.schedule, self.options)
+            return cut(cluster, self.stages, self.schedule, asked)
         refuse_other_weights(self.schedule, self.options.weights or entry.weights)
-        options = replace(self.options, weights=entry.weights)
+        options = replace(asked, weights=entry.weights)
         return plan_placed(
             lambda devices, stages: cut(devices, stages, "1f1b", options),
             costs,
@@ -144,7 +159,7 @@ class PlanRequest:
         if self.global_batch is None:
             return range(1, LARGEST_MICROBATCH + 1)
         self.microbatches_of(1)
-        directions = schedules.default_placement(self.schedule, self.stages)[0].replicas
+        directions = schedules.default_placement(self.schedule, self.stages)[0].replicas * self.width
         return [d for d in divisors(self.global_batch) if self.global_batch // d % directions == 0]
 
     def any_plan(self, model: ProfiledModel) -> Plan:

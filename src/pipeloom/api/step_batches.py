@@ -29,10 +29,11 @@ class SplitBatch:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepBatches:
-    """Splits batches as a plan says. rounds: of the schedule per training step.  seed: of random ops."""
+    """Splits batches for a plan's rank. rounds: of the schedule per training step.  seed: of random ops."""
 
     job: Job
     plan: Plan
+    rank: int
     device: torch.device
     rounds: int
     seed: int
@@ -49,19 +50,28 @@ class StepBatches:
         return SplitBatch(parts=tuple(parts), shares=tuple(shares))
 
     def microbatches(self, split: SplitBatch, *, step: int, training: bool) -> list[Microbatch]:
-        """What the worker gets. step: steps made before.
+        """What the worker gets; of other replicas' micro-batches the inputs are left out. step: steps made
+        before.
 
         Raises: BatchError if a size of micro-batch does not fit the plan.
         """
         variants = self.training if training else self.evaluation
         each = self.plan.microbatches // self.plan.replicas
+        own = self.plan.replicas_on(self.rank)
         return [
             Microbatch(
                 variant=variants.variant(part),
-                inputs={name: t.to(self.device) for name, t in part.items()},
+                inputs={n: t.to(self.device) for n, t in part.items()}
+                if index % self.plan.microbatches // each in own
+                else {},
                 weight=share,
                 seed=microbatch_seed(self.seed, step, index),
                 number=step * each + index % each,
             )
             for index, (part, share) in enumerate(zip(split.parts, split.shares, strict=True))
         ]
+
+    def held_bytes(self, batch: Mapping[str, Tensor]) -> int:
+        """Bytes of a batch that this rank needs: of the micro-batches of its own replicas."""
+        whole = sum(tensor.nbytes for tensor in batch.values())
+        return whole * self.plan.microbatches_on(self.rank) // self.plan.microbatches

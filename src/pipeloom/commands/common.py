@@ -152,6 +152,14 @@ weights_option = click.option(
     "By default as the schedule does it.",
 )
 
+width_option = click.option(
+    "--width",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Pipelines side by side: replicas of every stage, each on a rank of its own.",
+)
+
 
 class Stages(click.ParamType["int | str"]):
     """A number of ranks, or "auto"."""
@@ -168,6 +176,7 @@ def _stages_option(kind: click.ParamType[Any], more: str = "") -> Callable[[Comm
 
 
 PLAN_OPTIONS = (
+    width_option,
     click.option("--schedule", "-s", default="1f1b", show_default=True, help="Schedule, by name."),
     click.option(
         "--microbatches",
@@ -175,7 +184,7 @@ PLAN_OPTIONS = (
         type=click.IntRange(1),
         default=8,
         show_default=True,
-        help="Micro-batches per step.",
+        help="Micro-batches per step, of all replicas together.",
     ),
     click.option(
         "--microbatch-size",

@@ -63,11 +63,11 @@ def plan(ctx: click.Context, /, *, planners: bool, closed_form: bool, as_json: b
     """Cut MODEL into stages and print what each runs, takes and holds, what limits the plan, and what a bit
     more memory or bandwidth would buy.
 
-    With --json: predicted_step_s, planner, schedule, weights, microbatches, microbatch_size, graph; limits: a
-    list of sentences; what_if: a list of what, step_s, gain (share of the step's time); and stages: a list of
-    stage, rank, ops, first_op, last_op, layers, forward_s, input_grad_s, weight_grad_s, recompute_s,
-    offload_s, reload_s, turn_s, bytes by kind at the peak, of one micro-batch's residuals kept_bytes,
-    recomputed_bytes and offloaded_bytes, peak_bytes, cap_bytes, filled.
+    With --json: predicted_step_s, planner, schedule, weights, width, microbatches, microbatch_size, graph;
+    limits: a list of sentences; what_if: a list of what, step_s, gain (share of the step's time); and stages,
+    of the first replica: a list of stage, rank, ops, first_op, last_op, layers, forward_s, input_grad_s,
+    weight_grad_s, recompute_s, offload_s, reload_s, turn_s, bytes by kind at the peak, of one micro-batch's
+    residuals kept_bytes, recomputed_bytes and offloaded_bytes, peak_bytes, cap_bytes, filled.
 
     With --stages auto it chooses width, depth, rows per micro-batch and recomputation. --json then has width,
     depth, microbatch_size, recompute, microbatches (per pipeline), rows_per_s, step_s, peak_bytes, and next:
@@ -143,6 +143,7 @@ JSON_KEYS = (
     "planner",
     "schedule",
     "weights",
+    "width",
     "microbatches",
     "microbatch_size",
     "graph",
@@ -223,6 +224,7 @@ def _print(rows: list[dict[str, Any]], plan: Plan, sentences: list[str], changes
     if ways:
         out.print(f"{', '.join(kinds)}: of one micro-batch's residuals", highlight=False)
     rows_each = f"{plan.microbatches} micro-batches of {plan.microbatch_size}"
+    rows_each += f" on {plan.width} replicas of every stage" if plan.width > 1 else ""
     out.print(f"predicted step: {plan.predicted_step_s * 1e3:.1f} ms, {rows_each}", highlight=False)
     for sentence in sentences:
         out.print(sentence, highlight=False)

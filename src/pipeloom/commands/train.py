@@ -36,6 +36,11 @@ from .common import FILE, Size, json_option, planner_option, treat_option, weigh
     type=click.IntRange(1),
     help="Processes, with a stage each, or what the schedule wants on each.",
 )
+@click.option(
+    "--width",
+    type=click.IntRange(1),
+    help="Pipelines side by side: replicas of every stage, each in a process of its own.",
+)
 @click.option("--schedule", "-s", help="Schedule, by name.")
 @weights_option
 @planner_option(None)
@@ -79,8 +84,8 @@ def train(
     processes. The run directory gets config.toml, plan.json, metrics.jsonl, checkpoint/, trace.json,
     report.html and summary.json. Under torchrun each process is one rank.
 
-    With --json, what summary.json holds: run, name, steps, first_step (steps done before this start),
-    stages, schedule, microbatches, train_loss and validation_loss (first and last); forecast, predicted and
+    With --json, what summary.json holds: run, name, steps, first_step (steps done before this start), stages,
+    width, schedule, microbatches, train_loss and validation_loss (first and last); forecast, predicted and
     measured (step_s, bubble, peak_bytes per rank): the forecast is made before the first step, predicted and
     measured belong to one rehearsal and the step it is held against, those of middle error, but for measured
     peak_bytes, the most since the run began; middle_step_s (median of the steps since this start, without
@@ -104,6 +109,7 @@ KEYS = {
     "data": "data.paths",
     "job": "job",
     "stages": "pipeline.stages",
+    "width": "pipeline.width",
     "schedule": "pipeline.schedule",
     "weights": "pipeline.weights",
     "planner": "pipeline.planner",

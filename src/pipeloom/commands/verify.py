@@ -68,7 +68,7 @@ def verify(
     require_runnable(plan_flags["schedule"])  # which loads the operations of a user's own
 
     if plan is None:  # times do not matter here, so none are measured
-        plan = passes.plan(job, cluster=cpu_cluster(plan_flags["stages"]), **plan_flags)
+        plan = passes.plan(job, cluster=cpu_cluster(plan_flags["stages"] * plan_flags["width"]), **plan_flags)
     verification = compare(job, plan, tolerance=tolerance, seed=seed)
     if as_json:
         print_json(summary(verification))

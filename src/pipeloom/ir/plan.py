@@ -85,6 +85,7 @@ class Plan:
     clips: planned for gradients that are clipped by their norm over all ranks.
     placement: the rank of each stage; one that is several times as long as the stages places replicas of
         them, each with its share of the micro-batches (see `ir.stages`).
+    width: pipelines side by side (`ir.replicas`); a schedule of two directions has replicas in one of them.
 
     Raises: PlanError if `memory` says something about a stage that the plan does not have.
     """
@@ -125,7 +126,21 @@ class Plan:
                 f"plan of {len(self.stages)} stages",
                 hint="place every stage equally often, and let that number divide the micro-batches",
             )
+        if self.width not in (1, times):
+            raise PlanError(
+                f"a plan of width {self.width} that places each stage {times} times",
+                hint="plan again with that --width",
+            )
         return times
+
+    def microbatches_on(self, rank: int) -> int:
+        """How many micro-batches of a step run through a rank's stages: it needs the inputs of these only."""
+        return len(self.replicas_on(rank)) * (self.microbatches // self.replicas)
+
+    def replicas_on(self, rank: int) -> frozenset[int]:
+        """The replicas that a rank has stages of."""
+        count = len(self.stages)
+        return frozenset(stage // count for stage, home in enumerate(self.placement) if home == rank)
 
     @property
     def updates(self) -> Updates | None:

@@ -151,7 +151,7 @@ def steady_step(schedule: Schedule, microbatches: int) -> SteadyStep:
     middle = steps // 2
     rows = [_windows(row, rank, microbatches, schedule) for rank, row in enumerate(schedule.rows)]
     oldest = min(action.microbatch for row in rows for action in row[middle])
-    window = middle + 1 - oldest // microbatches
+    window = max(2, middle + 1 - oldest // microbatches)
 
     def numbered(row: Sequence[Action], step: int) -> tuple[Action, ...]:
         shift = (window - 1 - step) * microbatches
@@ -181,7 +181,7 @@ def steady_step(schedule: Schedule, microbatches: int) -> SteadyStep:
         placement=schedule.placement,
         rows=tuple(body),
         pairs=tuple(pairs),
-        window=max(2, window),
+        window=window,
     )
 
 

@@ -31,6 +31,7 @@ class PlanOptions:
     treatments: what may be done with residuals besides keeping them; None: what the planner does by itself,
         offloading where the devices have a host link.
     weights: None for those of the schedule.  clips: gradients, by their norm over all ranks.
+    width: replicas of each stage, of which one is planned.
     fastest: look for the fastest plan; if not, the first that keeps its caps will do.
     """
 
@@ -40,6 +41,7 @@ class PlanOptions:
     treatments: tuple[Treatment, ...] | None = None
     weights: str | None = None
     clips: bool = False
+    width: int = 1
     fastest: bool = True
 
 
@@ -105,6 +107,7 @@ class Request:
             overlap=self.options.overlap,
             weights=self.weights,
             clips=self.options.clips,
+            width=self.options.width,
         )
         profiles = [profile_of(self.profile, device.name, self.graph) for device in devices]
         return Search(

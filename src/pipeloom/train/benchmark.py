@@ -42,6 +42,7 @@ class BenchSettings:
 
     model: str | None
     stages: int
+    width: int
     schedule: str
     planner: str
     microbatches: int
@@ -74,6 +75,7 @@ def run_bench(settings: BenchSettings) -> int:
     request = make_request(
         job,
         stages=settings.stages,
+        width=settings.width,
         microbatches=settings.microbatches,
         schedule=settings.schedule,
         strategy=settings.planner,
@@ -122,7 +124,7 @@ def _print(
     tokens_per_s = None if tokens is None else tokens / step_s
     bubble, peaks = median(report.bubble for report in reports), reports[-1].peak_bytes
     if settings.as_json:
-        keys = ("stages", "schedule", "microbatches", "microbatch_size", "steps")
+        keys = ("stages", "width", "schedule", "microbatches", "microbatch_size", "steps")
         figures = {
             "step_s": step_s,
             "rows_per_s": rows_per_s,

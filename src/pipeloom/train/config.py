@@ -94,9 +94,9 @@ class OptimizerConfig:
 class PipelineConfig:
     """How the model is spread.
 
-    planner: by name, see `pipeloom plan --planners`.
+    width: replicas of every stage, side by side.  planner: by name, see `pipeloom plan --planners`.
     weights: how they are updated, "flush", "2bw" or "stash"; unset: as the schedule does it.
-    microbatches, microbatch_size: the schedule runs so many sequences.  accumulate: times per step.
+    microbatches, microbatch_size: the replicas together run so many sequences.  accumulate: times per step.
     device: "cpu" or "cuda".  autocast: "bfloat16" or "float16" for mixed precision; unset for none.
     device_memory: cap per rank, as "300MiB"; unset for no cap.
     treat: what may be done with residuals where they do not fit: "none", "recompute", "offload" or "both";
@@ -109,6 +109,7 @@ class PipelineConfig:
     """
 
     stages: int = 2
+    width: int = 1
     planner: str = "exact"
     schedule: str = "1f1b"
     weights: str | None = None
@@ -129,6 +130,7 @@ class PipelineConfig:
         _require_positive(
             "pipeline.",
             stages=self.stages,
+            width=self.width,
             microbatches=self.microbatches,
             microbatch_size=self.microbatch_size,
             accumulate=self.accumulate,

@@ -66,16 +66,16 @@ def summary(
 ) -> dict[str, Any]:
     """The figures of a run as one JSON object.
 
-    run: its directory. steps, first_step: steps done, and done before this start. stages, schedule,
-    microbatches: as planned. train_loss, validation_loss: [first, last] in nats per token, null before
-    there is one. forecast, predicted, measured: step_s, bubble and peak_bytes (per rank) of one step, null
-    if there is none: the forecast is made before the first step, the other two belong to one rehearsal and
-    the step that it is held against, but for measured bytes, the most since the run began. middle_step_s:
-    the median of the steps since this start, without those that warm up. forecast_error: step time of the
-    forecast less that, as a share of it. step_error:
-    predicted less measured step time, as a share of measured. step_error_quartiles: of the errors of all
-    rehearsals, null for fewer than four. rehearsals: of each the steps done (step), step_s predicted and
-    measured, and the number of steps (steps) that the measured one is the middle of.
+    run: its directory. steps, first_step: steps done, and done before this start. stages, width, schedule,
+    microbatches: as planned. train_loss, validation_loss: [first, last] in nats per token, null before there
+    is one. forecast, predicted, measured: step_s, bubble and peak_bytes (per rank) of one step, null if there
+    is none: the forecast is made before the first step, the other two belong to one rehearsal and the step
+    that it is held against, but for measured bytes, the most since the run began. middle_step_s: the median
+    of the steps since this start, without those that warm up. forecast_error: step time of the forecast less
+    that, as a share of it. step_error: predicted less measured step time, as a share of measured.
+    step_error_quartiles: of the errors of all rehearsals, null for fewer than four. rehearsals: of each the
+    steps done (step), step_s predicted and measured, and the number of steps (steps) that the measured one is
+    the middle of.
     """
     predicted, measured, comparison = predicted_step(outcome, forecast), outcome.timeline, outcome.comparison
     return {
@@ -84,6 +84,7 @@ def summary(
         "steps": outcome.steps,
         "first_step": outcome.first_step,
         "stages": len(plan.stages),
+        "width": plan.width,
         "schedule": plan.schedule,
         "microbatches": plan.microbatches,
         "train_loss": _ends(outcome.losses["train"]),

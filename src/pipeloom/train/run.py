@@ -229,7 +229,8 @@ def follow_plan(config: Config, plan: Plan, overrides: Sequence[str]) -> Config:
     Raises: ConfigError if one of these is also given on the command line, and differently.
     """
     fixed: dict[str, Any] = {
-        "stages": len(set(plan.placement)),
+        "stages": len(set(plan.placement)) // plan.width,
+        "width": plan.width,
         "planner": plan.planner,
         "schedule": plan.schedule,
         "weights": plan.weights,
@@ -269,6 +270,7 @@ def make_plan(config: Config, workload: Workload, console: Console) -> PlannedRu
         request = make_request(
             workload.job,
             stages=settings.stages,
+            width=settings.width,
             microbatches=settings.microbatches,
             schedule=settings.schedule,
             strategy=settings.planner,

@@ -57,7 +57,9 @@ class CostOptions:
     receive_ahead: receives posted ahead, each with a buffer.  sends_in_flight: messages not yet taken when
         the next one is made; 0 where each is through at once.
     overlap: transfers run while the stage computes.
+    microbatches: per step, of those that the device runs.
     weights: the weight policy, see `ir.weight_policy`.  clips: gradients, by their norm over all ranks.
+    width: replicas of the stage, which sum their gradients.
     """
 
     microbatches: int
@@ -67,12 +69,13 @@ class CostOptions:
     overlap: bool = True
     weights: str = FLUSH
     clips: bool = False
+    width: int = 1
 
     @property
     def gradient_sets(self) -> int:
-        """Without a flush, an update that awaits the norm over all ranks keeps its gradients while the next
-        ones are added up."""
-        return 2 if self.clips and not WEIGHT_POLICIES[self.weights].flushes else 1
+        """Without a flush, an update that awaits the norm over all ranks, or sums over replicas, keeps its
+        gradients while the next ones are added up."""
+        return 2 if (self.clips or self.width > 1) and not WEIGHT_POLICIES[self.weights].flushes else 1
 
     @property
     def batches(self) -> int:

@@ -1,0 +1,77 @@
+"""Planning for several pipelines side by side."""
+
+from __future__ import annotations
+
+import pytest
+import runs
+from every_schedule import gpt_job
+
+from pipeloom.api import make_request, passes
+from pipeloom.ir.errors import ConfigError, PipeloomError, PlanError
+from pipeloom.ir.plan import Plan
+from pipeloom.train.config import Config
+from pipeloom.train.run import follow_plan
+
+JOB = gpt_job()
+
+
+def planned(cluster: str = "4 x cpu", **how: object) -> Plan:
+    settings = {"stages": 2, "width": 2, "microbatches": 8, "microbatch_size": 2} | how
+    return passes.plan(JOB, cluster=cluster, captured=runs.capture_of(JOB), **settings)  # type: ignore[arg-type]
+
+
+def test_replicas_of_a_stage_are_neighbours_and_share_the_micro_batches() -> None:
+    wide, one = planned(), planned(width=1, microbatches=4)
+    assert (wide.width, wide.replicas, wide.microbatches) == (2, 2, 8)
+    assert wide.placement == (0, 2, 1, 3)
+    assert wide.stages == one.stages, "a device holds its own micro-batches only"
+    assert len(wide.caps) == len(wide.peaks) == len(wide.schedule_rows) == 4
+    assert wide.peaks[0] == wide.peaks[1] and wide.peaks[2] == wide.peaks[3]
+    assert wide.predicted_step_s > one.predicted_step_s, "replicas sum their gradients"
+
+
+def test_the_smallest_device_of_a_group_limits_its_stage() -> None:
+    wide = planned("cpu with 3MiB + cpu with 2MiB + 2 x cpu with 4MiB")
+    assert wide.peaks[0] <= 2 << 20
+
+
+def test_without_a_flush_two_sets_of_gradients_are_planned() -> None:
+    wide, one = planned(weights="2bw"), planned(weights="2bw", width=1, microbatches=4)
+    assert wide.updates is not None and wide.updates.every == 4
+    assert [s.memory.gradients for s in wide.stages] == [2 * s.memory.gradients for s in one.stages]
+
+
+@pytest.mark.parametrize("schedule", ["zb_v", "interleaved_1f1b"])
+def test_schedules_with_several_stages_on_a_rank(schedule: str) -> None:
+    wide = planned(schedule=schedule)
+    assert (len(wide.stages), wide.width, len(wide.schedule_rows)) == (4, 2, 4)
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "says"),
+    [
+        ({"microbatches": 7}, ConfigError, "7 micro-batches per step cannot be shared evenly by 2 replicas"),
+        ({"schedule": "dualpipe"}, PlanError, "dualpipe holds every stage on 2 ranks by itself"),
+        ({"width": 3, "microbatches": 9}, PlanError, "3 replicas of 2 stages are for 6 devices"),
+        ({"width": 0}, ConfigError, "0 replicas of 2 stages"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_a_sentence(
+    how: dict[str, object], error: type[PipeloomError], says: str
+) -> None:
+    with pytest.raises(error, match=says) as caught:
+        planned(**how)
+    assert caught.value.hint
+
+
+def test_a_global_batch_is_shared_by_the_replicas() -> None:
+    request = make_request(JOB, stages=2, width=2, global_batch=12)
+    assert list(request.sizes()) == [1, 2, 3, 6]
+
+
+@pytest.mark.parametrize(("schedule", "width"), [("1f1b", 2), ("zb_v", 1), ("zb_v", 2)])
+def test_a_config_that_follows_a_plan_is_for_its_ranks(schedule: str, width: int) -> None:
+    """Ranks were taken for stages: a config that followed a wide plan asked for as many stages as ranks."""
+    wide = planned(schedule=schedule, width=width)
+    settings = follow_plan(Config(), wide, ()).pipeline
+    assert (settings.stages, settings.width, settings.microbatches) == (2, width, 8)

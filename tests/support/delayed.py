@@ -1,0 +1,163 @@
+"""A pipeline whose weights are updated without a flush, and one process that does the same with a delay.
+
+The one process runs the uncut captured graph, in float64: batch b on version max(b - 1, 0), its update on the
+newest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import runs
+import torch
+from torch import Tensor, nn
+
+from pipeloom import Job, Options, Pipeline
+from pipeloom.ir.plan import Plan
+from pipeloom.ir.weight_policy import Updates
+from pipeloom.runtime.transports import LocalChannel
+from pipeloom.schedules import build_steady
+
+STEPS = 7
+WIDTH = 6
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": partial(torch.optim.SGD, lr=0.1),
+    "momentum": partial(torch.optim.SGD, lr=0.05, momentum=0.9),
+    "adamw": partial(torch.optim.AdamW, lr=0.05, weight_decay=0.1),
+}
+
+
+class Tied(nn.Module):
+    """Layers in a row, the last of which has the weights of the first if `tied`."""
+
+    def __init__(self, layers: int = 5, tied: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(layers))
+        if tied:
+            self.layers[-1].weight = self.layers[0].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def job_of(optimizer: str = "adamw", tied: bool = False) -> Job:
+    def batch(index: int, rows: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        return {"x": torch.randn(rows, WIDTH, generator=generator, dtype=torch.float64)}
+
+    return Job(
+        name=f"tied-{tied}",
+        model=partial(Tied, tied=tied),
+        loss=lambda output, batch: output.square().mean(),
+        batch=batch,
+        optimizer=OPTIMIZERS[optimizer],
+    )
+
+
+def steady_plan(
+    job: Job, stages: int, microbatches: int, policy: str = "2bw", *, split: bool = False
+) -> Plan:
+    flushed = runs.even_plan(job, stages, microbatches=microbatches)
+    graph = runs.capture_of(job, 2).graph
+    updates = Updates(policy=policy, every=microbatches)
+    body = build_steady("1f1b", flushed.stage_graph(graph), flushed.placement, updates, split_backward=split)
+    return replace(flushed, weights=policy, schedule_rows=tuple(str(body).splitlines()))
+
+
+@dataclass
+class Trained:
+    losses: list[float]
+    norms: list[float | None]
+    parameters: dict[str, Tensor]
+    copied_bytes: int = 0
+
+
+def trained(
+    job: Job,
+    plan: Plan,
+    *,
+    steps: int = STEPS,
+    drains: Sequence[int] = (),
+    one_by_one: bool = False,
+    **options: Any,
+) -> Trained:
+    """drains: after these batches something else is asked of the pipeline."""
+    rows = plan.microbatches * plan.microbatch_size
+
+    def work(rank: int, channel: LocalChannel) -> Trained:
+        with Pipeline(job, plan, options=Options(**options), channel=channel) as pipeline:
+            batches = [job.batch(index, rows) for index in range(steps)]
+            reports = []
+            if one_by_one:
+                for batch in batches:
+                    pipeline.step(batch)
+                    reports.append(pipeline.report)
+            else:
+                stops = [0, *drains, steps]
+                for low, high in zip(stops, stops[1:], strict=False):
+                    reports += list(pipeline.steps(batches[low:high]))
+                    pipeline.evaluate(batches[0])
+            return Trained(
+                losses=[report.loss for report in reports],
+                norms=[report.grad_norm for report in reports],
+                parameters={n: p.detach().clone() for n, p in pipeline.weights.params.items()},
+                copied_bytes=pipeline.weights.copied_bytes,
+            )
+
+    with runs.shared_captures():
+        ranks = runs.threads(len(set(plan.placement)), work)
+    assert all(rank.losses == ranks[0].losses for rank in ranks)
+    merged = runs._merged(rank.parameters for rank in ranks)
+    return Trained(ranks[0].losses, ranks[0].norms, merged, sum(rank.copied_bytes for rank in ranks))
+
+
+def delayed(
+    job: Job, microbatches: int, *, steps: int = STEPS, clip_norm: float | None = None, scheduler: Any = None
+) -> Trained:
+    """One process: each batch's gradient at the weights of one update before, applied to the newest."""
+    whole = runs.even_plan(job, 1, microbatches=microbatches)
+    losses, norms = [], []
+    with runs.shared_captures(), Pipeline(job, whole, options=Options(keep_gradients=True)) as pipeline:
+        params = pipeline.weights.params
+        optimizer = pipeline.weights.optimizer
+        plan = scheduler(optimizer) if scheduler else None
+        pipeline.weights.step = lambda: None  # type: ignore[method-assign]
+        newest = {n: p.detach().clone() for n, p in params.items()}
+        before = newest
+        for index in range(steps):
+            for name, param in params.items():
+                param.data.copy_(before[name])
+            losses.append(pipeline.step(job.batch(index, 2 * microbatches)))
+            grads = {n: g.clone() for n, g in pipeline.weights.grads.sums.items()}
+            pipeline.weights.discard_gradients()
+            for name, param in params.items():
+                param.data.copy_(newest[name])
+                param.grad = grads[name]
+            if clip_norm is not None:
+                squares = torch.stack([torch.linalg.vector_norm(g) for g in grads.values()]).double().square()
+                norms.append(float(squares.sum().sqrt()))
+                factor = min(1.0, clip_norm / (norms[-1] + 1e-6))
+                if factor < 1.0:
+                    for param in params.values():
+                        param.grad.mul_(factor)
+            before = newest
+            optimizer.step()
+            if plan is not None:
+                plan.step()
+            newest = {n: p.detach().clone() for n, p in params.items()}
+            for param in params.values():
+                param.grad = None
+    return Trained(losses, norms or [None] * steps, newest)
+
+
+def assert_equal(found: Trained, expected: Trained) -> None:
+    assert found.losses == expected.losses
+    assert found.norms == expected.norms
+    assert found.parameters.keys() == expected.parameters.keys()
+    for name, tensor in expected.parameters.items():
+        assert torch.equal(found.parameters[name], tensor), name

@@ -1,0 +1,92 @@
+"""Pipelines side by side: replicas of every stage train the micro-batches that one pipeline would."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import every_schedule
+import pytest
+import runs
+from delayed import Trained, delayed, job_of, steady_plan, trained
+
+from pipeloom.ir.replicas import widened
+
+TOLERANCE = 1e-12
+ONE_WAY = [
+    name
+    for name in every_schedule.SYNCHRONOUS
+    if every_schedule.schedules.entry(name).place in ("line", "loop", "wave")
+]
+
+
+def assert_close(found: Trained, expected: Trained, tolerance: float) -> None:
+    """Replicas were compared to the last bit when their parameters were merged."""
+    assert found.losses == pytest.approx(expected.losses, rel=tolerance)
+    if expected.norms[0] is not None:
+        assert found.norms == pytest.approx(expected.norms, rel=tolerance)
+    worst, where = runs.difference(found.parameters, expected.parameters)
+    assert worst <= tolerance, f"{where} differs by {worst:.3g}"
+
+
+QUICK = ("1f1b", "zb_h1", "interleaved_1f1b", "zb_v")
+GPT = every_schedule.gpt_job()
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in ONE_WAY]
+)
+def test_schedules_that_flush(name: str) -> None:
+    job = GPT
+    one = replace(every_schedule.plan_of(job, name, 2, microbatches=4), weights="flush")
+    batches = [job.batch(seed, 8) for seed in range(2)]
+    found = runs.pipelined(job, widened(one, 2), batches, evaluate=batches[:1], clip_norm=0.1)
+    expected = runs.plain(job, batches, 8, evaluate=batches[:1], clip_norm=0.1)
+    assert found.norms == pytest.approx(expected.norms, rel=TOLERANCE)
+    found.gradients = expected.gradients  # those of the pipeline are before clipping
+    runs.assert_same(found, expected, tolerance=TOLERANCE)
+
+
+def test_gradients_are_those_of_plain_pytorch() -> None:
+    batches = [GPT.batch(seed, 6) for seed in range(2)]
+    one = every_schedule.plan_of(GPT, "1f1b", 2, microbatches=2)
+    found = runs.pipelined(GPT, widened(one, 3), batches)
+    runs.assert_same(found, runs.plain(GPT, batches, 6), tolerance=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("stages", "microbatches", "tied", "clip_norm"),
+    [
+        (2, 2, False, None),
+        (1, 1, False, 0.05),
+        (3, 3, True, 0.05),
+        pytest.param(3, 2, True, None, marks=pytest.mark.slow),
+    ],
+)
+def test_2bw_is_a_delay_of_one_update(
+    stages: int, microbatches: int, tied: bool, clip_norm: float | None
+) -> None:
+    job = job_of("momentum", tied=tied)
+    found = trained(job, widened(steady_plan(job, stages, microbatches), 2), drains=(3,), clip_norm=clip_norm)
+    assert_close(found, delayed(job, 2 * microbatches, clip_norm=clip_norm), 1e-10 if tied else TOLERANCE)
+
+
+def test_a_rank_has_its_own_micro_batches_only() -> None:
+    job = job_of()
+    plan = widened(runs.even_plan(job, 2, microbatches=2), 2)
+
+    def held(rank: int, channel: object) -> int:
+        from pipeloom import Pipeline
+
+        with Pipeline(job, plan, channel=channel) as pipeline:  # type: ignore[arg-type]
+            pipeline.step(job.batch(0, 8))
+            predicted = pipeline.expected.peaks[rank]["batch"]
+            assert pipeline.ledger.levels["batch"] == predicted
+            parts = pipeline.batches.microbatches(
+                pipeline.batches.split(job.batch(0, 8), training=True), step=1, training=True
+            )
+            assert [bool(part.inputs) for part in parts] == [rank % 2 == n // 2 for n in range(4)]
+            return predicted
+
+    with runs.shared_captures():
+        whole = job.batch(0, 8)["x"].nbytes
+        assert runs.threads(4, held) == [whole // 2] * 4
