@@ -136,6 +136,7 @@ def test_plan_prints_figures_and_saves(folder: Path) -> None:
         "planner",
         "schedule",
         "weights",
+        "width",
         "microbatches",
         "microbatch_size",
         "graph",

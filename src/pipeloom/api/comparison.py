@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ..ir.errors import PeerError, VerifyError
 from ..ir.memory_policy import KEEP_ALL
 from ..ir.plan import Plan, StagePlan
+from ..ir.weight_policy import FLUSH
 from ..runtime import LocalChannel, local_channels, loss_shares, split_batch
 from ..tracer import Captured, DrawRecorder, Job, OtherDraws
 from .options import Options
@@ -200,6 +201,8 @@ def _uncut(plan: Plan) -> Plan:
         schedule_rows=(row,),
         caps=(),
         memory=KEEP_ALL,
+        weights=FLUSH,
+        width=1,
     )
 
 

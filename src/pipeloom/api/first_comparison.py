@@ -105,6 +105,7 @@ def in_one_rank(plan: Plan, graph: OpGraph) -> Plan:
         peaks=(),
         memory=KEEP_ALL,
         weights="flush",
+        width=1,
     )
 
 

@@ -17,7 +17,15 @@ if TYPE_CHECKING:
 SHOWN = 5
 """Shapes that the table has: the chosen one, and the next best."""
 
-CHOSEN = ("microbatches", "microbatch_size", "max_batch", "device_memory", "offload_dir", "profile_file")
+CHOSEN = (
+    "width",
+    "microbatches",
+    "microbatch_size",
+    "max_batch",
+    "device_memory",
+    "offload_dir",
+    "profile_file",
+)
 """Options that say what is chosen here, or do not go with a cluster described by figures."""
 
 
