@@ -9,8 +9,7 @@ from every_schedule import gpt_job
 from pipeloom.api import make_request, passes
 from pipeloom.ir.errors import ConfigError, PipeloomError, PlanError
 from pipeloom.ir.plan import Plan
-from pipeloom.train.config import Config
-from pipeloom.train.run import follow_plan
+from pipeloom.train import Config, follow_plan
 
 JOB = gpt_job()
 

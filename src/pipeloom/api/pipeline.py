@@ -285,8 +285,7 @@ class Pipeline:
         self._agreeing_s = time.perf_counter() - start
         microbatches = self.batches.microbatches(split, step=self.steps_done, training=training)
         self.ledger.set("batch", self.batches.held_bytes(batch))
-        count = self.plan.microbatches
-        return [microbatches[i : i + count] for i in range(0, len(microbatches), count)]
+        return self.batches.in_rounds(microbatches)
 
     def _drain(self) -> None:
         """End what is in flight, before anything that is not a step."""

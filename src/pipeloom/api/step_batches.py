@@ -75,3 +75,8 @@ class StepBatches:
         """Bytes of a batch that this rank needs: of the micro-batches of its own replicas."""
         whole = sum(tensor.nbytes for tensor in batch.values())
         return whole * self.plan.microbatches_on(self.rank) // self.plan.microbatches
+
+    def in_rounds(self, microbatches: list[Microbatch]) -> list[list[Microbatch]]:
+        """Those of each round of the schedule."""
+        count = self.plan.microbatches
+        return [microbatches[at : at + count] for at in range(0, len(microbatches), count)]

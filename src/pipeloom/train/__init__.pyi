@@ -20,6 +20,7 @@ from .rehearsals import (
 from .run import (
     PlannedRun as PlannedRun,
     TrainRequest as TrainRequest,
+    follow_plan as follow_plan,
     prepare_run as prepare_run,
     run as run,
     with_caps as with_caps,
