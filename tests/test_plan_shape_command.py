@@ -11,6 +11,7 @@ from click.testing import CliRunner, Result
 
 from pipeloom import api
 from pipeloom.cli import main
+from pipeloom.ir.plan import load_plan
 from pipeloom.planner import Affine, BlockCosts, PieceCost, Shape, block_costs, memory, throughput
 
 JOB = """
@@ -134,3 +135,21 @@ def test_it_needs_devices_a_batch_and_layers(folder: Path) -> None:
     assert "add it: --stages auto" in run("plan", "shape_job.py:job", "--closed-form").stderr
     words = ["plan", "shape_job.py:plain", *AUTO[2:], "--closed-form"]
     assert "no repeated layers, which the closed form is for" in run(*words).stderr
+
+
+def test_by_default_plans_are_simulated(folder: Path) -> None:
+    """The chosen shape is at least as fast as any other whose plan is asked for by hand."""
+    figures = json.loads(run(*AUTO, "--weights", "2bw", "-o", "plan.json", "--json").stdout)
+    plan = load_plan(Path("plan.json"))
+    assert len(plan.stages) == figures["depth"] == len(figures["stages"])
+    assert (plan.weights, plan.microbatch_size) == ("2bw", figures["microbatch_size"])
+    assert figures["microbatches"] * figures["microbatch_size"] * figures["width"] == 32
+    assert figures["step_s"] == pytest.approx(max(plan.predicted_step_s, figures["exchange_s"]))
+    assert figures["rows_per_s"] == pytest.approx(32 / figures["step_s"])
+    for stages, rows in ((1, 32), (2, 16), (2, 8), (4, 8), (4, 4)):
+        by_hand = run(
+            *("plan", "shape_job.py:job", "--cluster", CLUSTER, "--global-batch", "32", "--no-what-if"),
+            *("--stages", str(stages), "--microbatch-size", str(rows), "--weights", "2bw", "--json"),
+        )
+        if by_hand.exit_code == 0:
+            assert json.loads(by_hand.stdout)["predicted_step_s"] >= figures["step_s"] * 0.999

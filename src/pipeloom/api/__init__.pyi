@@ -81,6 +81,7 @@ from .schedules import (
     updates_of as updates_of,
     weights as weights,
 )
+from .shape_plan import ShapedPlan as ShapedPlan, plan_shape as plan_shape
 from .shape_search import (
     RankedShape as RankedShape,
     closed_form_shapes as closed_form_shapes,

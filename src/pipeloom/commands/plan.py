@@ -70,13 +70,14 @@ def plan(ctx: click.Context, /, *, planners: bool, closed_form: bool, as_json: b
     residuals kept_bytes, recomputed_bytes and offloaded_bytes, peak_bytes, cap_bytes, filled.
 
     With --stages auto it chooses width, depth, rows per micro-batch and recomputation. --json then has width,
-    depth, microbatch_size, recompute, microbatches (per pipeline), rows_per_s, step_s, peak_bytes, and next:
-    a list of the same of the next best.
+    depth, microbatch_size, recompute, microbatches (per pipeline), rows_per_s, step_s, peak_bytes. With
+    --closed-form it has next: a list of the same of the next best; without, of the plan of one pipeline,
+    exchange_s (the sum of gradients over pipelines), simulated (shapes), planner, limits and stages.
     """
     if planners:
         _list(as_json)
     elif options["stages"] == "auto":
-        print_shape(ctx, as_json=as_json, **options)
+        print_shape(ctx, _print, closed_form=closed_form, as_json=as_json, **options)
     elif closed_form:
         raise ConfigError("--closed-form without --stages auto", hint="add it: --stages auto --closed-form")
     else:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import click
 from click.core import ParameterSource
@@ -12,7 +14,10 @@ from ..ir.memory_policy import TREATMENTS
 from .common import cluster_of, console, job_of, new_table, print_json
 
 if TYPE_CHECKING:
-    from ..api import PlanRequest, RankedShape
+    from ..api import Change, PlanRequest, RankedShape, ShapedPlan
+    from ..ir.plan import Plan
+
+    Show: TypeAlias = Callable[[list[dict[str, Any]], Plan, list[str], list[Change]], None]
 
 SHOWN = 5
 """Shapes that the table has: the chosen one, and the next best."""
@@ -29,18 +34,23 @@ CHOSEN = (
 """Options that say what is chosen here, or do not go with a cluster described by figures."""
 
 
-def print_shape(ctx: click.Context, *, as_json: bool, **options: Any) -> None:
-    """Choose and print. options: those of `pipeloom plan`. Raises: ConfigError for those that do not fit."""
+def print_shape(ctx: click.Context, show: Show, *, closed_form: bool, as_json: bool, **options: Any) -> None:
+    """Choose and print.
+
+    show: prints a plan.  options: those of `pipeloom plan`.
+    Raises: ConfigError for those that do not fit.
+    """
     for name in CHOSEN:
         if ctx.get_parameter_source(name) not in (None, ParameterSource.DEFAULT):
             raise ConfigError(
                 f"--stages auto and --{name.removesuffix('_file').replace('_', '-')} were both given",
                 hint="leave out one: sizes follow from --cluster and --global-batch",
             )
-    if options["output"] is not None:
+    output: Path | None = options["output"]
+    if closed_form and output is not None:
         raise ConfigError(
             "--closed-form makes no plan that could be written",
-            hint="take the shape it prints: --stages DEPTH --microbatch-size ROWS -o plan.json",
+            hint="leave it out, and plans are simulated",
         )
     from .. import api
 
@@ -54,8 +64,50 @@ def print_shape(ctx: click.Context, *, as_json: bool, **options: Any) -> None:
         treatments=None if treat is None else TREATMENTS[treat],
         weights=options["weights"],
         global_batch=options["global_batch"],
+        strategy=options["planner"],
     )
-    _print_shapes(api.closed_form_shapes(request, job), request, as_json=as_json)
+    if closed_form:
+        _print_shapes(api.closed_form_shapes(request, job), request, as_json=as_json)
+        return
+    shaped, model = api.plan_shape(request, job)
+    if output is not None:
+        shaped.plan.save(output)
+    rows = api.plan_rows(shaped.plan, model.graph)
+    if as_json:
+        print_json({**_figures(shaped), "limits": api.limits(shaped.plan), "stages": rows})
+    else:
+        show(rows, shaped.plan, [*api.limits(shaped.plan), *_sentences(shaped)], [])
+
+
+def _figures(shaped: ShapedPlan) -> dict[str, Any]:
+    """What `--json` says of a shape with a plan."""
+    plan = shaped.plan
+    return {
+        **vars(shaped.shape),
+        "microbatches": plan.microbatches,
+        "rows_per_s": shaped.rows_per_s,
+        "step_s": shaped.step_s,
+        "peak_bytes": max(plan.peaks),
+        "exchange_s": shaped.exchange_s,
+        "simulated": shaped.simulated,
+        "planner": plan.planner,
+    }
+
+
+def _sentences(shaped: ShapedPlan) -> list[str]:
+    shape, plan = shaped.shape, shaped.plan
+    each = f"{plan.microbatches} micro-batches of {plan.microbatch_size} rows"
+    treated = "some residuals recomputed" if shape.recompute else "every residual kept"
+    sentences = [
+        f"width {shape.width}, depth {shape.depth}, {each} in each pipeline, {treated}",
+        f"{shaped.rows_per_s:.2f} rows/s, the most of what was simulated ({shaped.simulated} shapes)",
+    ]
+    if shape.width > 1:
+        sentences.append(
+            f"the plan is that of one of {shape.width} pipelines; with the sum of gradients, "
+            f"{shaped.exchange_s * 1e3:.1f} ms, a step takes {shaped.step_s * 1e3:.1f} ms"
+        )
+    return sentences
 
 
 def _print_shapes(ranked: list[RankedShape], request: PlanRequest, *, as_json: bool) -> None:

@@ -3,6 +3,7 @@ from .block_costs import (
     BlockCosts as BlockCosts,
     PieceCost as PieceCost,
     block_costs as block_costs,
+    even_costs as even_costs,
 )
 from .infeasible import NoCutFits as NoCutFits, least_share as least_share, stage_needs as stage_needs
 from .make_plan import TooManyStages as TooManyStages, make_plan as make_plan

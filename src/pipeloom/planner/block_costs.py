@@ -72,13 +72,31 @@ def block_costs(first: ProfiledModel, second: ProfiledModel, cluster: Cluster) -
 
     Raises: PlanError if the model has no repeated layers, or the two are of different ops or of one size.
     """
+    return _between(first, second, cluster, _by_layers)
+
+
+def even_costs(first: ProfiledModel, second: ProfiledModel, cluster: Cluster) -> BlockCosts:
+    """The same of a model that can be cut into equal parts anywhere: as many blocks as places to cut.
+
+    What a schedule could do at best, since stages are cut by op.
+    Raises: PlanError if the two are of different ops or of one size.
+    """
+    return _between(first, second, cluster, _evenly)
+
+
+def _between(
+    first: ProfiledModel,
+    second: ProfiledModel,
+    cluster: Cluster,
+    figures: Callable[[CostModel], _Figures],
+) -> BlockCosts:
     if first.size == second.size or len(first.graph.ops) != len(second.graph.ops):
         raise PlanError(
             f"samples of {first.size} and {second.size} rows, with {len(first.graph.ops)} and "
             f"{len(second.graph.ops)} ops",
             hint="capture one model at two sizes",
         )
-    low, high = (_figures(sample, cluster) for sample in (first, second))
+    low, high = (figures(_cost_model(sample, cluster)) for sample in (first, second))
     rise = float(second.size - first.size)
 
     def affine(read: Callable[[_Figures], float]) -> Affine:
@@ -128,17 +146,39 @@ class _Figures:
     batch_bytes: float
 
 
-def _figures(sample: ProfiledModel, cluster: Cluster) -> _Figures:
+def _cost_model(sample: ProfiledModel, cluster: Cluster) -> CostModel:
     device = cluster.devices[0]
     profile = profile_of(sample.profiles, device.name, sample.graph)
     one = replace(cluster, devices=(device,))
-    model = CostModel(sample.graph, [profile], one, CostOptions(microbatches=1))
+    return CostModel(sample.graph, [profile], one, CostOptions(microbatches=1))
+
+
+def _evenly(model: CostModel) -> _Figures:
+    count = len(model.cut_points) - 1
+    whole = _sums(model, 0, len(model))
+    inner = model.cut_points[1:-1]
+    return _Figures(
+        blocks=count,
+        front=_Sums(),
+        block=_Sums(**{name: figure / count for name, figure in vars(whole).items()}),
+        rear=_Sums(),
+        # Cuts are made where little crosses.
+        input_bytes=float(np.median(model.crossing_bytes[inner])) if len(inner) else 0.0,
+        batch_bytes=_batch_bytes(model),
+    )
+
+
+def _batch_bytes(model: CostModel) -> float:
+    return float(sum(value.bytes for value in model.graph.inputs))
+
+
+def _by_layers(model: CostModel) -> _Figures:
     pieces = layers(model.readers.ops)
     names = list(dict.fromkeys(piece.layer for piece in pieces if piece.layer))
     own = [piece for piece in pieces if piece.layer]
     if len(names) < 2:
         raise PlanError(
-            f"{sample.graph.name} has no repeated layers, which the closed form is for",
+            f"{model.graph.name} has no repeated layers, which the closed form is for",
             hint="leave out --closed-form, and plans are simulated",
         )
     begin, end, ops = own[0].start, own[-1].end, len(model)
@@ -152,7 +192,7 @@ def _figures(sample: ProfiledModel, cluster: Cluster) -> _Figures:
         block=_Sums(**mean),
         rear=_sums(model, end, ops),
         input_bytes=float(np.mean(model.crossing_bytes[starts])),
-        batch_bytes=float(sum(value.bytes for value in sample.graph.inputs)),
+        batch_bytes=_batch_bytes(model),
     )
 
 
