@@ -144,12 +144,28 @@ def test_by_default_plans_are_simulated(folder: Path) -> None:
     assert len(plan.stages) == figures["depth"] == len(figures["stages"])
     assert (plan.weights, plan.microbatch_size) == ("2bw", figures["microbatch_size"])
     assert figures["microbatches"] * figures["microbatch_size"] * figures["width"] == 32
-    assert figures["step_s"] == pytest.approx(max(plan.predicted_step_s, figures["exchange_s"]))
+    assert (plan.width, plan.predicted_step_s) == (figures["width"], figures["step_s"])
     assert figures["rows_per_s"] == pytest.approx(32 / figures["step_s"])
-    for stages, rows in ((1, 32), (2, 16), (2, 8), (4, 8), (4, 4)):
+    for width, stages, rows in (
+        (1, 1, 32),
+        (1, 2, 16),
+        (2, 2, 8),
+        (2, 2, 4),
+        (4, 1, 8),
+        (1, 4, 8),
+        (1, 4, 4),
+    ):
         by_hand = run(
             *("plan", "shape_job.py:job", "--cluster", CLUSTER, "--global-batch", "32", "--no-what-if"),
-            *("--stages", str(stages), "--microbatch-size", str(rows), "--weights", "2bw", "--json"),
+            *("--width", str(width), "--stages", str(stages)),
+            *("--microbatch-size", str(rows), "--weights", "2bw", "--json"),
         )
         if by_hand.exit_code == 0:
             assert json.loads(by_hand.stdout)["predicted_step_s"] >= figures["step_s"] * 0.999
+
+
+def test_where_nothing_fits_the_reason_is_said(folder: Path) -> None:
+    words = [*AUTO[:5], "4 x v100-16 with 200KiB", *AUTO[6:]]
+    said = run(*words).stderr
+    assert "fits" in said and "hint: " in said
+    assert "puts several stages on a rank" in run(*AUTO, "--schedule", "zb_v").stderr

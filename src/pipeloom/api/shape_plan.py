@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
-from math import ceil, inf
+from math import inf
 
 from .. import schedules
 from ..ir.cluster import Cluster, Link
@@ -18,13 +18,11 @@ from ..planner import (
     RankedShape,
     Shape,
     ShapeRequest,
-    WideLinks,
     even_costs,
     interpolate_sample,
     planner,
     rank_shapes,
     throughput,
-    wide_links,
 )
 from ..tracer import Job
 from .passes import captured_model
@@ -43,16 +41,13 @@ FREEING = "vpipe"
 
 @dataclass(frozen=True, kw_only=True)
 class ShapedPlan:
-    """A shape with the plan of one of its pipelines, on every `width`-th device.
+    """A shape with its plan.
 
-    step_s: of all pipelines, with the sum of gradients over replicas.  exchange_s: seconds of that sum.
-    simulated: shapes that were looked at before it was chosen.
+    rows_per_s: in the simulated step.  simulated: shapes that were looked at before it was chosen.
     """
 
     shape: Shape
     plan: Plan
-    step_s: float
-    exchange_s: float
     rows_per_s: float
     simulated: int = 1
 
@@ -76,7 +71,7 @@ def plan_shape(request: PlanRequest, job: Job) -> tuple[ShapedPlan, CapturedMode
         )
     model_at = cache(lambda size: captured_model(job, size, request.cluster))
     search = _ShapeSearch(request, *sampled_models(model_at))
-    found = sorted(search.plans(), key=lambda shaped: shaped.step_s)
+    found = sorted(search.plans(), key=lambda shaped: -shaped.rows_per_s)
     for shaped in found:
         model = model_at(shaped.shape.microbatch_size)
         again = search.plan_of(shaped.shape, model)
@@ -95,7 +90,6 @@ class _ShapeSearch:
         self.batch = request.global_batch
         weights = request.options.weights or schedules.entry(request.schedule).weights
         self.flushes = WEIGHT_POLICIES[weights].flushes
-        self.links: WideLinks = wide_links(request.cluster)
         self.ideal = ShapeRequest(
             costs=even_costs(first, second, request.cluster),
             cluster=request.cluster,
@@ -108,10 +102,10 @@ class _ShapeSearch:
 
     def plans(self) -> Iterator[ShapedPlan]:
         """Those of the shapes that are worth a look, as far as they have one."""
-        best = 0.0
+        best, planned = 0.0, 0
         failed: set[Shape] = set()
         for shape, _, _ in self._in_order():
-            if self.simulated == SIMULATED:
+            if planned == SIMULATED or (planned and self.simulated >= 2 * SIMULATED):
                 return
             bound = throughput(self.bound, shape)
             if bound <= best or any(_asks_more(shape, other, self.batch) for other in failed):
@@ -122,7 +116,7 @@ class _ShapeSearch:
             if shaped is None:
                 failed.add(shape)
             else:
-                best = max(best, shaped.rows_per_s)
+                best, planned = max(best, shaped.rows_per_s), planned + 1
                 yield shaped
 
     def _in_order(self) -> list[RankedShape]:
@@ -136,6 +130,7 @@ class _ShapeSearch:
     def plan_of(self, shape: Shape, model: ProfiledModel) -> ShapedPlan | None:
         """The plan of one of its pipelines, with everything kept if that fits; None if none fits."""
         options, strategy = self.request.options, self.request.strategy
+        cluster = self.request.cluster
         treatments: tuple[Treatment, ...] = ("recompute",)
         if options.treatments is not None:
             treatments = options.treatments
@@ -147,9 +142,8 @@ class _ShapeSearch:
             one = replace(
                 self.request,
                 stages=shape.depth,
-                microbatches=shape.microbatches(self.batch),
-                global_batch=None,
-                cluster=self._one_pipeline(shape),
+                width=shape.width,
+                cluster=replace(cluster, devices=cluster.devices[: shape.width * shape.depth]),
                 strategy=by,
                 options=replace(options, treatments=treated),
             )
@@ -160,35 +154,11 @@ class _ShapeSearch:
             return self._shaped(shape, plan)
         return None
 
-    def _one_pipeline(self, shape: Shape) -> Cluster:
-        """The devices of the first pipeline. The network link of a node is divided among its pipelines;
-        without a flush, a second set of gradients is there while the first is summed over replicas."""
-        cluster, width = self.request.cluster, shape.width
-        devices = cluster.devices[: width * shape.depth : width]
-        shared = cluster.node_link
-        if shared is not None:
-            nodes = [device.node for device in cluster.devices]
-            flows = min(width, max(nodes.count(node) for node in set(nodes)))
-            shared = replace(shared, bandwidth_bytes_per_s=shared.bandwidth_bytes_per_s / flows)
-        if width > 1 and not self.flushes:
-            trained = sum(p.bytes for p in self.first.graph.parameters if p.trainable)
-            extra = ceil(trained / shape.depth)
-            devices = tuple(replace(d, memory_bytes=max(1, d.memory_bytes - extra)) for d in devices)
-        return replace(cluster, devices=devices, node_link=shared)
-
     def _shaped(self, shape: Shape, plan: Plan) -> ShapedPlan:
-        """Source of how the sum is combined with the step: PipeDream-2BW, section 3.4."""
-        size = max(stage.memory.gradients for stage in plan.stages)
-        latency_s, s_per_byte = (table[shape.width, shape.depth] for table in self.links.around)
-        exchange_s = float(2 * (shape.width - 1) * (latency_s + size / shape.width * s_per_byte))
         step_s = plan.predicted_step_s
-        step_s = step_s + exchange_s if self.flushes else max(step_s, exchange_s)
-        recomputed = any(stage.recomputed_bytes for stage in plan.stages)
         return ShapedPlan(
-            shape=replace(shape, recompute=recomputed),
+            shape=replace(shape, recompute=any(stage.recomputed_bytes for stage in plan.stages)),
             plan=plan,
-            step_s=step_s,
-            exchange_s=exchange_s,
             rows_per_s=self.batch / step_s if step_s else inf,
         )
 

@@ -71,8 +71,8 @@ def plan(ctx: click.Context, /, *, planners: bool, closed_form: bool, as_json: b
 
     With --stages auto it chooses width, depth, rows per micro-batch and recomputation. --json then has width,
     depth, microbatch_size, recompute, microbatches (per pipeline), rows_per_s, step_s, peak_bytes. With
-    --closed-form it has next: a list of the same of the next best; without, of the plan of one pipeline,
-    exchange_s (the sum of gradients over pipelines), simulated (shapes), planner, limits and stages.
+    --closed-form it has next: a list of the same of the next best; without, simulated (how many shapes),
+    planner, limits and stages.
     """
     if planners:
         _list(as_json)

@@ -84,11 +84,10 @@ def _figures(shaped: ShapedPlan) -> dict[str, Any]:
     plan = shaped.plan
     return {
         **vars(shaped.shape),
-        "microbatches": plan.microbatches,
+        "microbatches": plan.microbatches // plan.width,
         "rows_per_s": shaped.rows_per_s,
-        "step_s": shaped.step_s,
+        "step_s": plan.predicted_step_s,
         "peak_bytes": max(plan.peaks),
-        "exchange_s": shaped.exchange_s,
         "simulated": shaped.simulated,
         "planner": plan.planner,
     }
@@ -96,18 +95,12 @@ def _figures(shaped: ShapedPlan) -> dict[str, Any]:
 
 def _sentences(shaped: ShapedPlan) -> list[str]:
     shape, plan = shaped.shape, shaped.plan
-    each = f"{plan.microbatches} micro-batches of {plan.microbatch_size} rows"
+    each = f"{plan.microbatches // plan.width} micro-batches of {plan.microbatch_size} rows"
     treated = "some residuals recomputed" if shape.recompute else "every residual kept"
-    sentences = [
+    return [
         f"width {shape.width}, depth {shape.depth}, {each} in each pipeline, {treated}",
         f"{shaped.rows_per_s:.2f} rows/s, the most of what was simulated ({shaped.simulated} shapes)",
     ]
-    if shape.width > 1:
-        sentences.append(
-            f"the plan is that of one of {shape.width} pipelines; with the sum of gradients, "
-            f"{shaped.exchange_s * 1e3:.1f} ms, a step takes {shaped.step_s * 1e3:.1f} ms"
-        )
-    return sentences
 
 
 def _print_shapes(ranked: list[RankedShape], request: PlanRequest, *, as_json: bool) -> None:
