@@ -78,7 +78,7 @@ def plan_shape(request: PlanRequest, job: Job) -> tuple[ShapedPlan, CapturedMode
         if again is not None:
             return replace(again, simulated=search.simulated), model
     raise InfeasibleError(
-        f"none of the {search.simulated} shapes that were simulated fits",
+        f"none of the {search.simulated} shapes that were tried fits; of the first: {search.reason}",
         hint="use more devices, or devices with more memory; or let residuals be recomputed",
     )
 
@@ -98,7 +98,7 @@ class _ShapeSearch:
             optimizer_bytes=request.options.optimizer_bytes,
         )
         self.bound = replace(self.ideal, cluster=_with_free_links(request.cluster))
-        self.simulated = 0
+        self.simulated, self.reason = 0, ""
 
     def plans(self) -> Iterator[ShapedPlan]:
         """Those of the shapes that are worth a look, as far as they have one."""
@@ -149,7 +149,8 @@ class _ShapeSearch:
             )
             try:
                 plan = one.plan(model, explained=False)
-            except (InfeasibleError, ScheduleError):  # the second: too few micro-batches for the schedule
+            except (InfeasibleError, ScheduleError) as error:  # the second: too few micro-batches
+                self.reason = self.reason or error.message
                 continue
             return self._shaped(shape, plan)
         return None
