@@ -7,6 +7,7 @@ Each either gives the numbers of plain PyTorch or is refused by name, with its l
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -223,3 +224,26 @@ def test_attributes_are_put_back() -> None:
         layer.name = "after"
     assert layer.held is held and held == {"items": [1, {2}], "drawn": held["drawn"], "layer": layer}
     assert held["drawn"].getstate() == state and layer.name == "before" and not hasattr(layer, "more")
+
+
+class SetsItUp(PlainNet):
+    """The first call settles something in an object of settings, as classifiers of transformers do."""
+
+    def prepare(self) -> None:
+        self.settings = SimpleNamespace(kind=None)
+
+    def run(self, h: Tensor) -> Tensor:
+        if self.settings.kind is None:
+            self.settings.kind = "twice"
+        h = super().run(h)
+        return h * 2 if self.settings.kind == "twice" else h
+
+
+class SetsItUpAndDecides(SetsItUp):
+    def run(self, h: Tensor) -> Tensor:
+        return super().run(h) if h.sum() > -1e9 else h
+
+
+@pytest.mark.parametrize("model", [SetsItUp, SetsItUpAndDecides])
+def test_what_the_first_call_settles_is_no_obstacle(model: type[nn.Module]) -> None:
+    assert distance(model) < TOLERANCE

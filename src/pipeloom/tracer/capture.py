@@ -13,6 +13,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.export import ExportedProgram
 
 from ..ir.errors import CaptureError
 from .attributes import AttributeWatch, attributes_kept
@@ -75,17 +76,31 @@ def _exported(
     _refuse_backward_hooks(blueprint.model, job.name)
     with python_random_kept():
         before = python_state()
-        watch = AttributeWatch(blueprint.model)
-        module = ModelWithLoss(blueprint.model, job)
-        module.register_forward_hook(lambda *_: watch.look())
-        with attributes_kept(blueprint.model), watch.watching():
-            program = export_program(module, example, job.name, autocast)
-        for carried in watch.carried():
-            carried.refuse()
+        with attributes_kept(blueprint.model):
+            for call in (1, 2):  # what only the first call sets up, as `config.problem_type`, is settled then
+                watch = AttributeWatch(blueprint.model)
+                program = _watched_export(blueprint, job, example, autocast, watch)
+                if not any(watch.carried()):
+                    break
+                if call == 2:
+                    next(watch.carried()).refuse()
         if python_state() != before:
             raise CaptureError(f"the forward of {job.name} draws random numbers that export would freeze")
     _refuse_backward_hooks(blueprint.model, job.name)  # the forward may have put on some
     return captured_from_program(program, job, blueprint, list(example))
+
+
+def _watched_export(
+    blueprint: Blueprint,
+    job: Job,
+    example: dict[str, Tensor],
+    autocast: torch.dtype | None,
+    watch: AttributeWatch,
+) -> ExportedProgram:
+    module = ModelWithLoss(blueprint.model, job)
+    module.register_forward_hook(lambda *_: watch.look())
+    with watch.watching():
+        return export_program(module, example, job.name, autocast)
 
 
 def _capture_instead(

@@ -81,4 +81,5 @@ def _described(func: Any, result: Any) -> str:
     drawn = tensors_of(result)[-1]
     if "dropout" in str(func) or "bernoulli" in str(func):
         drawn = drawn != 0
-    return f"{list(drawn.shape)} {crc32(drawn.detach().contiguous().view(torch.uint8).numpy().tobytes())}"
+    numbers = drawn.detach().reshape(-1).contiguous()  # one dimension at least, to be looked at as bytes
+    return f"{list(drawn.shape)} {crc32(numbers.view(torch.uint8).numpy().tobytes())}"

@@ -28,7 +28,7 @@ _RAISED = (
 @contextmanager
 def lack_of_data_explained(task: StageTask) -> Iterator[None]:
     """Errors of the code between modules are named with its line; those of modules that the stage runs pass,
-    as do all of a model in one stage.
+    as do all of the first stage, in front of which nothing is missing.
 
     Raises: CutError
     """
@@ -39,7 +39,7 @@ def lack_of_data_explained(task: StageTask) -> Iterator[None]:
             raise CutError(f"{error.message} ({where})", hint=error.hint) from error
         raise
     except _RAISED as error:
-        if not task.has_other_stages or _in_a_module(error):
+        if 0 in task.own_ops or _in_a_module(error):
             raise
         where = at(raised_at(error))
         clear_frames(error.__traceback__)  # they hold tensors

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from traceback import clear_frames
 
 import torch
@@ -281,23 +282,41 @@ def _attempt(
     parameters: TrialParameters,
     forced: Sequence[float],
 ) -> RecordedRun:
-    recorder = ForwardRecorder(skeleton, parameters, forced=forced, trunks=trunks_of(list(skeleton.units)))
     mode = next(p.fake_mode for p in _fakes(skeleton)) if parameters.fake else None
     if mode is None:
         batch = {key: t.to(parameters.device).clone() for key, t in batch.items()}
     else:
         batch = {key: mode.from_tensor(t) for key, t in batch.items()}
-    watch = AttributeWatch(skeleton.model, units=skeleton.units, inside=lambda: recorder.inside)
-    changes = ParameterWatch(parameters.storages, between=lambda: not recorder.inside)
-    with attributes_kept(skeleton.model), torch.random.fork_rng(), watch.watching():
-        with autocast_region(parameters.device.type, autocast), mode or nullcontext(), changes.watching():
-            recording = recorder.record(job, batch)
-        watch.look()
-    for carried in watch.carried():
-        carried.refuse()
+    trunks = trunks_of(list(skeleton.units))
+    with attributes_kept(skeleton.model):
+        for call in (1, 2):  # what only the first call sets up, as `config.problem_type`, is settled then
+            recorder = ForwardRecorder(skeleton, parameters, forced=forced, trunks=trunks)
+            watch = AttributeWatch(skeleton.model, units=skeleton.units, inside=partial(_is_inside, recorder))
+            changes = ParameterWatch(parameters.storages, between=partial(_is_between, recorder))
+            with torch.random.fork_rng(), watch.watching():
+                with (
+                    autocast_region(parameters.device.type, autocast),
+                    mode or nullcontext(),
+                    changes.watching(),
+                ):
+                    recording = recorder.record(job, batch)
+                watch.look()
+            skeleton.rest()
+            if not any(watch.carried()):
+                break
+            if call == 2:
+                next(watch.carried()).refuse()
     recording.parameter_watch = changes
     recording.device = parameters.device.type
     return recording
+
+
+def _is_inside(recorder: ForwardRecorder) -> bool:
+    return recorder.inside
+
+
+def _is_between(recorder: ForwardRecorder) -> bool:
+    return not recorder.inside
 
 
 def _fakes(skeleton: Skeleton) -> list[FakeTensor]:
