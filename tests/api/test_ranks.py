@@ -16,7 +16,7 @@ from pipeloom.runtime.transports import LocalChannel
 GATHER = """
 import gc
 import torch.distributed as dist
-from pipeloom.runtime.connect import gather_text
+from pipeloom.runtime import gather_text
 dist.init_process_group("gloo")
 texts = [gather_text(dist.group.WORLD, f"{time}-{dist.get_rank()}") for time in ("first", "second")]
 assert texts == [["first-0", "first-1"], ["second-0", "second-1"]], texts
