@@ -130,15 +130,14 @@ def _bad_optimizer(p: Program, g: StageGraph) -> bool:
 def program_stuck(p: Program, g: StageGraph) -> dict[int, object]:
     """Run a program with sends that never wait: rank -> the step at which it stays for ever.
 
-    A REDUCE adds one tied parameter after the other, by name; each waits for all its ranks. What meets others
-    begins when they can.
+    A REDUCE comes to all its sums at once, and waits for all their ranks. What meets others begins when they
+    can.
     """
     begun: set[Action] = set()
     homes = {name: {p.placement[s] for s in g.tied[name]} for name in sorted(g.tied)}
     sums = [[(name, ranks) for name, ranks in homes.items() if r in ranks] for r in range(len(p.rows))]
     done: set[Hashable] = set()
     at = [0] * len(p.rows)
-    part = [0] * len(p.rows)
 
     def ready(rank: int, step: object) -> bool:
         if isinstance(step, Transfer) and not step.sends:
@@ -147,16 +146,12 @@ def program_stuck(p: Program, g: StageGraph) -> dict[int, object]:
             begun.add(step)
             return all(other in begun for other in met(step, g))
         if isinstance(step, StageAction) and step.kind == "REDUCE":
-            while part[rank] < len(sums[rank]):
-                name, ranks = sums[rank][part[rank]]
-                done.add((name, rank))
-                if not all((name, other) in done for other in ranks):
-                    return False
-                part[rank] += 1
+            done.update((name, rank) for name, _ in sums[rank])
+            return all((name, other) in done for name, ranks in sums[rank] for other in ranks)
         return True
 
     before: Sequence[int] = []
-    while before != (now := [*at, *part, len(done), len(begun)]):
+    while before != (now := [*at, len(done), len(begun)]):
         before = now
         for rank, row in enumerate(p.rows):
             while at[rank] < len(row) and ready(rank, row[at[rank]]):

@@ -47,8 +47,11 @@ class Slow:
         self.free: dict[object, float] = defaultdict(float)
         self.issued: dict[tuple[int, str], list[Action]] = defaultdict(list)
         self.begun: dict[object, int] = defaultdict(int)
-        self.sums = {name: self.sum_of(name) for name in sorted(self.stages.tied)}
-        self.came: dict[str, set[int]] = {name: set() for name in self.sums}
+        shared: dict[tuple[int, ...], list[str]] = defaultdict(list)
+        for name, readers in self.stages.tied.items():
+            shared[tuple(sorted({self.program.placement[s] for s in readers}))].append(name)
+        self.sums = {ranks: self.sum_of(ranks, shared[ranks]) for ranks in sorted(shared)}
+        self.came: dict[tuple[int, ...], set[int]] = {ranks: set() for ranks in self.sums}
 
     def run(self) -> dict[tuple[str, str], tuple[float, float]]:
         for pair in self.program.messages:
@@ -131,37 +134,35 @@ class Slow:
         return True
 
     def reduce(self, rank: int) -> bool:
-        """Come to the sums of a rank, one after the other in the order of their names."""
-        for name, (ranks, _, _) in self.sums.items():
+        """Come to the sums of a rank all at once; they go on one after the other."""
+        end = 0.0
+        for ranks in self.sums:
             if rank in ranks:
-                self.came[name].add(rank)
-                if self.done.get(("sum", name), (0.0, inf))[1] > self.now:
-                    return False
-        return True
+                self.came[ranks].add(rank)
+        for ranks, (seconds, _) in self.sums.items():
+            if rank in ranks:
+                start, _ = self.done.get(("sum", str(ranks)), (inf, inf))
+                end = max(end, start) + seconds
+        if self.now < end < inf:
+            self.agenda.add(end)
+        return end <= self.now
 
-    def sum_of(self, name: str) -> tuple[set[int], float, dict[object, float]]:
-        """Its ranks, its seconds with nothing else on its way, and seconds that it takes of shared links."""
-        ranks = sorted({self.program.placement[s] for s in self.stages.tied[name]})
-        size = max(self.costs[s].tied_bytes.get(name, 0) for s in self.stages.tied[name])
+    def sum_of(self, ranks: tuple[int, ...], names: list[str]) -> tuple[float, dict[object, float]]:
+        """Its seconds with nothing else on its way, and seconds that it takes of shared links."""
+        size = sum(max(self.costs[s].tied_bytes.get(n, 0) for s in self.stages.tied[n]) for n in names)
         seconds, links = 0.0, dict[object, float]()
-        ring = len(ranks) == len(self.program.rows)
-        hops = (
-            [(a, ranks[(i + 1) % len(ranks)]) for i, a in enumerate(ranks)]
-            if ring
-            else [hop for r in ranks[1:] for hop in ((r, ranks[0]), (ranks[0], r))]
-        )
         if len(ranks) == 1:
-            return set(ranks), 0.0, links
-        piece, times = (-(-size // len(ranks)), 2 * (len(ranks) - 1)) if ring else (size, 1)
-        for a, b in hops:
+            return 0.0, links
+        piece, times = -(-size // len(ranks)), 2 * (len(ranks) - 1)
+        for a, b in [(a, ranks[(i + 1) % len(ranks)]) for i, a in enumerate(ranks)]:
             alone, node = self.cluster.link(a, b).transfer_s(piece), self.node_link(a, b)
             if node is not None:
                 alone = max(alone, node.transfer_s(piece))
                 ends = [self.cluster.devices[rank].node for rank in (a, b)]
                 for link in (("out of", ends[0]), ("into", ends[1])):
                     links[link] = links.get(link, 0.0) + times * piece / node.bandwidth_bytes_per_s
-            seconds = max(seconds, times * alone) if ring else seconds + alone
-        return set(ranks), max([seconds, *links.values()]) if ring else seconds, links
+            seconds = max(seconds, times * alone)
+        return max([seconds, *links.values()]), links
 
     def node_link(self, a: int, b: int) -> Link | None:
         """What messages between two ranks share with others."""
@@ -214,9 +215,9 @@ class Slow:
 
     def summed(self) -> Iterator[Any]:
         """The same for sums that all their ranks have come to; behind all that asks at the same time."""
-        for place, (name, (ranks, seconds, links)) in enumerate(self.sums.items()):
-            if self.came[name] == ranks and ("sum", name) not in self.done:
-                yield inf, place, "sum", name, ("sum", name), seconds, list(links.items())
+        for place, (ranks, (seconds, links)) in enumerate(self.sums.items()):
+            if self.came[ranks] == set(ranks) and ("sum", str(ranks)) not in self.done:
+                yield inf, place, "sum", ranks, ("sum", ranks), seconds, list(links.items())
 
     def copies(self) -> Iterator[Any]:
         """The same for copies."""

@@ -8,8 +8,10 @@ import every_schedule
 import pytest
 import runs
 from delayed import Trained, delayed, job_of, steady_plan, trained
+from torch import Tensor
 
 from pipeloom.ir.replicas import widened
+from pipeloom.runtime import PendingSum, PostedChannel, SumGroup
 
 TOLERANCE = 1e-12
 ONE_WAY = [
@@ -90,3 +92,24 @@ def test_a_rank_has_its_own_micro_batches_only() -> None:
     with runs.shared_captures():
         whole = job.batch(0, 8)["x"].nbytes
         assert runs.threads(4, held) == [whole // 2] * 4
+
+
+def test_ranks_sum_all_that_they_share_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twelve gradients per stage went through the lowest rank one by one."""
+    job = job_of(tied=True)
+    begun: list[tuple[tuple[int, ...], int]] = []
+    real = PostedChannel.begin_sum
+
+    def counted(self: PostedChannel, tensor: Tensor, group: SumGroup) -> PendingSum:
+        if self.rank == 0:
+            begun.append((group.ranks, tensor.numel()))
+        return real(self, tensor, group)
+
+    monkeypatch.setattr(PostedChannel, "begin_sum", counted)
+    plan = widened(runs.even_plan(job, 2, microbatches=2), 2)
+    found = runs.pipelined(job, plan, [job.batch(0, 8)])
+    runs.assert_same(found, runs.plain(job, [job.batch(0, 8)], 4), tolerance=TOLERANCE)
+    first, last = plan.stage_graph(runs.capture_of(job).graph).params
+    size = {name: tensor.numel() for name, tensor in found.parameters.items()}
+    own = sum(size[name] for name in first if name not in last)
+    assert sorted(begun) == [((0, 1), own), ((0, 1, 2, 3), sum(size[n] for n in first if n in last))]

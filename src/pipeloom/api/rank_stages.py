@@ -26,6 +26,7 @@ from ..runtime import (
     agree_on_layouts,
     agree_on_refusal,
     rows_of,
+    shared_by,
     signature_of,
 )
 from ..tracer import (
@@ -79,8 +80,14 @@ class RankStages:
             keep_gradients=options.keep_gradients,
             device=self.device,
             updates=self._updates(),
+            together=self._summed_together(),
             awaited=program.every is not None and REDUCE in {step.kind for step in program.rows[rank]},
         )
+
+    def _summed_together(self) -> list[tuple[str, ...]]:
+        """The parameters whose gradients are summed with other ranks, by the ranks."""
+        stages, placement = self.plan.replicated(self.stages), self.plan.placement
+        return [shared.names for shared in shared_by(stages, placement, self.channel.rank)]
 
     def _updates(self) -> Updates | None:
         """With as many versions as this rank's stages keep at once.

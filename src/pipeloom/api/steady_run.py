@@ -209,13 +209,15 @@ def open_steady_run(
     ledger: Ledger,
     device: torch.device,
 ) -> SteadyRun | None:
-    """For a plan whose weights are updated without a flush; None for another one. Every rank calls it.
+    """For a plan whose weights are updated without a flush; None for another one. Every rank calls it, as the
+    groups are opened here that sum gradients.
 
     stages: of all replicas.
     Raises: ConfigError if gradients are to be accumulated over several rounds; ScheduleError if the plan's
         rows cannot be cut into steps.
     """
     if plan.steady is None or plan.updates is None:
+        channel.open_groups(worker.reduce_and_step.groups(stages, plan.placement))
         return None
     if options.accumulate > 1:
         raise ConfigError(

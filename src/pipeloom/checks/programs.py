@@ -252,25 +252,19 @@ def _meeting_actions(program: Program, flow: Flow) -> dict[int, list[int]]:
 def _meeting_reductions(program: Program, stages: StageGraph) -> dict[int, list[int]]:
     """Entry of each REDUCE -> the entries in front of those that it meets.
 
-    A rank sums one parameter after the other, so it also meets whomever its partners meet before they come
-    to the parameter that they share with it. In a program of several updates a REDUCE only begins its sums:
-    there it is the STEP that needs the REDUCEs of the others.
+    It begins all its sums and waits for them, so it meets those that share something with its rank. In a
+    program of several updates a REDUCE only begins its sums: there the STEP needs the REDUCEs of the others.
     """
     columns = program.columns
     if program.every is not None:
         return _awaited_reductions(program, stages)
     sums = reductions(stages, program.placement)
-    met: dict[str, set[int]] = {}
-    latest: dict[int, set[int]] = {}
-    for reduction in sorted({r.name: r for row in sums for r in row}.values(), key=lambda r: r.name):
-        met[reduction.name] = set(reduction.ranks).union(*(latest.get(rank, ()) for rank in reduction.ranks))
-        for rank in reduction.ranks:
-            latest[rank] = met[reduction.name]
+    met = {rank: {other for reduction in row for other in reduction.ranks} for rank, row in enumerate(sums)}
     entry_of = {columns.rank_of(entry): entry for entry in np.flatnonzero(columns.kind == REDUCE_).tolist()}
     return {
         entry: [
             entry_of[other] - 1
-            for other in sorted(latest.get(rank, ()))
+            for other in sorted(met.get(rank, ()))
             if other != rank and other in entry_of and entry_of[other] > columns.offsets[other]
         ]
         for rank, entry in entry_of.items()

@@ -1,8 +1,8 @@
-"""Tied gradients: how they are summed over the ranks, in an order that cannot block.
+"""Tied gradients: what is summed over which ranks.
 
-A rank that holds tied parameters has one REDUCE, on the lowest of its stages that reads one. It stands
-for all tied parameters of all stages of that rank, one after another in the order of their names. As every
-rank follows the same order of names, the collectives of any set of ranks meet, whatever the placement.
+A rank that holds tied parameters, or replicas of a stage, has one REDUCE, on the lowest of its stages that
+reads one. It stands for one sum for each set of ranks that shares parameters with it, of all that they
+share. It begins them all and waits for them all, so that no order can block.
 """
 
 from __future__ import annotations
@@ -15,32 +15,36 @@ from .stages import StageGraph
 
 @dataclass(frozen=True, kw_only=True)
 class Reduction:
-    """One tied parameter: its replicas are added over `stages`, which sit on `ranks` (both ascending).
+    """The gradients of the parameters `names`, each of which is on all of `ranks` and on no other one, are
+    added over these. `stages`: those that read one of them. All three ascend.
 
-    A rank with several of the stages adds its own replicas first and copies the sum to each of them.
-    With a single rank nothing is sent.
+    A rank with several of the stages has one gradient for them. With a single rank nothing is sent.
     """
 
-    name: str
+    names: tuple[str, ...]
     stages: tuple[int, ...]
     ranks: tuple[int, ...]
 
 
 def reductions(stages: StageGraph, placement: Sequence[int]) -> tuple[tuple[Reduction, ...], ...]:
-    """For each rank what its REDUCE does, in order; empty for a rank without tied parameters.
+    """For each rank what its REDUCE does, by ranks; empty for a rank without tied parameters.
 
     placement: rank of each stage.
 
     >>> from pipeloom.ir.flow import dag
-    >>> tied = dag(3, [(0, 1), (1, 2)], params={0: ("embedding",), 2: ("embedding",)})
-    >>> [[r.ranks for r in rank] for rank in reductions(tied, (0, 1, 2))]
-    [[(0, 2)], [], [(0, 2)]]
+    >>> tied = dag(3, [(0, 1), (1, 2)], params={0: ("embedding", "scale"), 2: ("embedding", "scale")})
+    >>> [[(r.names, r.ranks) for r in rank] for rank in reductions(tied, (0, 1, 2))]
+    [[(('embedding', 'scale'), (0, 2))], [], [(('embedding', 'scale'), (0, 2))]]
     """
-    by_rank: list[list[Reduction]] = [[] for _ in range(max(placement) + 1)]
+    names: dict[tuple[int, ...], list[str]] = {}
+    read: dict[tuple[int, ...], set[int]] = {}
     for name in sorted(stages.tied):
-        readers = stages.tied[name]
-        ranks = tuple(sorted({placement[s] for s in readers}))
-        reduction = Reduction(name=name, stages=readers, ranks=ranks)
+        ranks = tuple(sorted({placement[stage] for stage in stages.tied[name]}))
+        names.setdefault(ranks, []).append(name)
+        read.setdefault(ranks, set()).update(stages.tied[name])
+    by_rank: list[list[Reduction]] = [[] for _ in range(max(placement) + 1)]
+    for ranks in sorted(names):
+        reduction = Reduction(names=tuple(names[ranks]), stages=tuple(sorted(read[ranks])), ranks=ranks)
         for rank in ranks:
             by_rank[rank].append(reduction)
     return tuple(tuple(row) for row in by_rank)

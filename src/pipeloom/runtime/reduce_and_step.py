@@ -1,8 +1,8 @@
-"""What ends a step: REDUCE, the all-reduce of tied gradients; clipping; and STEP, the optimizer.
+"""What ends a step: REDUCE, the sums of gradients over ranks; clipping; and STEP, the optimizer.
 
 Where the pipeline does not drain between two steps, sums run beside the next one, and only STEP waits:
 
-    REDUCE   gradients are complete: begin the sums of tied ones, and from now on add into other buffers
+    REDUCE   gradients are complete: begin their sums, and from now on add into other buffers
     ...      once these are there, begin the sum of the norm          (looked at between two instructions)
     STEP     wait for both, clip, update
 """
@@ -16,11 +16,11 @@ from torch import Tensor
 
 from ..ir.action import StageAction
 from ..ir.stages import StageGraph
-from ..ir.tied_gradients import reductions
+from ..ir.tied_gradients import Reduction, reductions
 from .posted import PendingSum
 from .step_state import StepContext
 from .transports import SumGroup
-from .weights import clip_factor
+from .weights import Gradients, clip_factor
 
 
 def norm_group(ranks: int) -> SumGroup:
@@ -33,11 +33,17 @@ def gradient_group(ranks: tuple[int, ...]) -> SumGroup:
     return SumGroup("shared gradients", ranks)
 
 
+def shared_by(stages: StageGraph, placement: Sequence[int], rank: int) -> list[Reduction]:
+    """What a rank sums with others."""
+    rows = reductions(stages, placement)
+    return [shared for shared in (rows[rank] if rank < len(rows) else ()) if len(shared.ranks) > 1]
+
+
 @dataclass(eq=False)
 class _PendingUpdate:
     """Sums that an update waits for.  squares: of this rank's gradients; None until their sum has begun."""
 
-    gradients: list[tuple[PendingSum, Tensor, Tensor]] = field(default_factory=list)
+    gradients: list[PendingSum] = field(default_factory=list)
     squares: Tensor | None = None
     norm: PendingSum | None = None
 
@@ -59,50 +65,45 @@ class ReduceAndStep:
         self._pending: _PendingUpdate | None = None
 
     def groups(self, stages: StageGraph, placement: Sequence[int]) -> list[SumGroup]:
-        """What its sums need where they run beside the steps; the same list on all ranks."""
+        """What its sums of gradients need; the same list on all ranks."""
         ties = [tie for row in reductions(stages, placement) for tie in row]
         return [gradient_group(ranks) for ranks in sorted({tie.ranks for tie in ties if len(tie.ranks) > 1})]
 
     def reduce_tied_gradients(self, step: StepContext, action: StageAction) -> None:
-        """REDUCE: add the gradients of each tied parameter over the ranks that have a replica of it.
+        """REDUCE: add gradients over the ranks that share their parameters.
 
-        All ranks go through the tied parameters in the same order, so that none blocks: `ir.tied_gradients`.
+        One sum for each set of ranks and dtype (`ir.tied_gradients`); all are begun before one is awaited.
         """
         if not step.update:
             return
         if action.update >= 0:
-            return self._begin_sums(step)
-        gradients = step.weights.grads
+            self._pending = _PendingUpdate(self._begin_sums(step, step.weights.begin_sums()))
+            return self.progress(step)
         with step.recorder.record("recv", str(action)):
-            for tie in reductions(step.stages, step.placement)[step.rank]:
-                if tie.name in gradients.sums:
-                    step.channel.all_reduce(gradients.total(tie.name), tie.ranks)
+            for begun in self._begin_sums(step, step.weights.grads):
+                begun.wait()
 
-    def _begin_sums(self, step: StepContext) -> None:
-        gradients = step.weights.begin_sums()
-        pending = self._pending = _PendingUpdate()
-        tied = reductions(step.stages, step.placement)
-        for tie in tied[step.rank] if step.rank < len(tied) else ():
-            if tie.name in gradients.sums and len(tie.ranks) > 1:
-                total = gradients.total(tie.name)
-                dense = total.contiguous()
-                begun = step.channel.begin_sum(dense, gradient_group(tie.ranks))
-                pending.gradients.append((begun, dense, total))
-        self.progress(step)
+    def _begin_sums(self, step: StepContext, gradients: Gradients) -> list[PendingSum]:
+        begun = []
+        for shared in shared_by(step.stages, step.placement, step.rank):
+            for name in shared.names:
+                if name in gradients.sums:
+                    gradients.total(name)
+            group = gradient_group(shared.ranks)
+            begun += [step.channel.begin_sum(flat, group) for flat in gradients.flat[shared.names]]
+        return begun
 
     def progress(self, step: StepContext) -> None:
         """Begin the sum of the norm once the gradients are there; never blocks."""
         pending = self._pending
         if pending is None or self.clip_norm is None or pending.norm is not None:
             return
-        if all(begun.done() for begun, _, _ in pending.gradients):
+        if all(begun.done() for begun in pending.gradients):
             self._begin_norm(step, pending)
 
     def _begin_norm(self, step: StepContext, pending: _PendingUpdate) -> None:
-        for begun, dense, total in pending.gradients:
+        for begun in pending.gradients:
             begun.wait()
-            if dense is not total:
-                total.copy_(dense)
         pending.gradients = []
         if self.clip_norm is not None:
             pending.squares = step.weights.norm_squares(self._counted_here(step)).reshape(1)

@@ -15,7 +15,7 @@ place, so an update copies the newest parameters once, into the buffers of a ver
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -28,13 +28,25 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
 class Gradients(Sink):
-    """Sums of gradients by FQN. The first of a step overwrites what was there."""
+    """Sums of gradients by FQN. The first of a step overwrites what was there.
 
-    def __init__(self, params: Mapping[str, nn.Parameter]) -> None:
+    together: names whose sums lie in one piece per dtype, in `flat` by those names: these are what is summed
+    over some ranks.
+    """
+
+    def __init__(self, params: Mapping[str, nn.Parameter], together: Sequence[tuple[str, ...]] = ()) -> None:
+        trained = {name: p for name, p in params.items() if p.requires_grad}
+        self.flat: dict[tuple[str, ...], tuple[Tensor, ...]] = {}
+        views: dict[str, Tensor] = {}
+        for names in together:
+            own = {name: trained[name] for name in names if name in trained}
+            kinds = sorted({p.dtype for p in own.values()}, key=str)
+            pieces = [lay_together({n: p for n, p in own.items() if p.dtype == kind}) for kind in kinds]
+            self.flat[names] = tuple(flat for flat, _ in pieces)
+            views |= {name: view for _, inside in pieces for name, view in inside.items()}
         self.sums: dict[str, Tensor] = {
-            name: torch.zeros_like(p, memory_format=torch.preserve_format)
-            for name, p in params.items()
-            if p.requires_grad
+            name: views[name] if name in views else torch.zeros_like(p, memory_format=torch.preserve_format)
+            for name, p in trained.items()
         }
         self.touched: set[str] = set()
 
@@ -72,6 +84,7 @@ class Weights:
     device: of the rank, which may own nothing.
     updates: which versions of the parameters micro-batches use; None for the newest.
     awaited: an update's gradients wait for sums over ranks while the next ones are added up.
+    together: see `Gradients`.
     copied_bytes: by updates, to make new versions.
     """
 
@@ -85,14 +98,15 @@ class Weights:
         device: torch.device | str = "cpu",
         updates: Updates | None = None,
         awaited: bool = False,
+        together: Sequence[tuple[str, ...]] = (),
     ) -> None:
         self.params = dict(params)
         self.buffers = dict(buffers)
         self.updates = updates
         self.newest = 0
         self.copied_bytes = 0
-        self.grads = Gradients(self.params)
-        self.summed = Gradients(self.params) if awaited else self.grads
+        self.grads = Gradients(self.params, together)
+        self.summed = Gradients(self.params, together) if awaited else self.grads
         trained = [p for p in self.params.values() if p.requires_grad]
         make = optimizer or default_optimizer
         self.optimizer = make(trained) if trained else None
@@ -253,6 +267,21 @@ class Weights:
             "buffers": _bytes(self.buffers.values()),
             "optimizer": _bytes(optimizer_tensors(self.optimizer)),
         }
+
+
+def lay_together(params: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Zeros like some tensors of one dtype, in one piece, and the part of each, which lies as that does.
+
+    The largest come first, so that those of odd sizes do not spoil how others are aligned.
+    """
+    first = next(iter(params.values()))
+    flat = torch.zeros(sum(p.numel() for p in params.values()), dtype=first.dtype, device=first.device)
+    parts, at = {}, 0
+    for name in sorted(params, key=lambda name: (-params[name].numel(), name)):
+        like = torch.empty_like(params[name], device="meta", memory_format=torch.preserve_format)
+        parts[name] = flat.as_strided(like.shape, like.stride(), at)
+        at += like.numel()
+    return flat, parts
 
 
 def default_optimizer(params: Iterable[nn.Parameter]) -> Optimizer:

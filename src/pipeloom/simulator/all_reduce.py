@@ -21,8 +21,7 @@ NodeLink: TypeAlias = tuple[str, int]
 
 class AllReduces(NamedTuple):
     """The sums of a program. first: sums of rank r are `numbers[first[r] : first[r + 1]]`, in order.
-    ranks, seconds: by sum, how many ranks meet, and how long it takes.  size: by sum, its bytes.
-    all_ranks: of the program."""
+    ranks, seconds: by sum, how many ranks meet, and how long it takes.  size: by sum, its bytes."""
 
     first: Ints
     numbers: Ints
@@ -30,7 +29,6 @@ class AllReduces(NamedTuple):
     ranks: Ints
     seconds: Floats
     size: Sequence[int]
-    all_ranks: int
 
     def repeated(self, times: int) -> AllReduces:
         """The same sums in each of several updates: number n of update u is then n + u * their count. `first`
@@ -44,13 +42,12 @@ class AllReduces(NamedTuple):
             ranks=np.tile(self.ranks, times),
             seconds=np.tile(self.seconds, times),
             size=list(self.size) * times,
-            all_ranks=self.all_ranks,
         )
 
     def links(self, cluster: Cluster) -> list[dict[NodeLink, float]]:
         """By sum, what `link_seconds` says of it."""
         return [
-            link_seconds(size, reduction.ranks, cluster, all_ranks=self.all_ranks)
+            link_seconds(size, reduction.ranks, cluster)
             for size, reduction in zip(self.size, self.reductions, strict=True)
         ]
 
@@ -59,13 +56,14 @@ def all_reduces_of(
     rows: Sequence[Sequence[Reduction]], costs: Sequence[StageCost], cluster: Cluster, ranks: int
 ) -> AllReduces:
     """rows: for each rank its sums in order, see `reductions`."""
-    reductions = list({r.name: r for row in rows for r in row}.values())
-    number = {reduction.name: at for at, reduction in enumerate(reductions)}
-    all_rows = [[number[r.name] for r in row] for row in (*rows, *((),) * (ranks - len(rows)))]
-    size = [max(costs[stage].tied_bytes.get(r.name, 0) for stage in r.stages) for r in reductions]
-    seconds = [
-        all_reduce_s(n, r.ranks, cluster, all_ranks=ranks) for n, r in zip(size, reductions, strict=True)
+    reductions = list(dict.fromkeys(r for row in rows for r in row))
+    number = {reduction: at for at, reduction in enumerate(reductions)}
+    all_rows = [[number[r] for r in row] for row in (*rows, *((),) * (ranks - len(rows)))]
+    size = [
+        sum(max(costs[stage].tied_bytes.get(name, 0) for stage in r.stages) for name in r.names)
+        for r in reductions
     ]
+    seconds = [all_reduce_s(n, r.ranks, cluster) for n, r in zip(size, reductions, strict=True)]
     return AllReduces(
         first=starts_of([len(row) for row in all_rows]),
         numbers=np.array([n for row in all_rows for n in row], np.int32),
@@ -73,47 +71,40 @@ def all_reduces_of(
         ranks=np.array([len(r.ranks) for r in reductions], np.int32),
         seconds=np.array(seconds, np.float64),
         size=size,
-        all_ranks=ranks,
     )
 
 
-def all_reduce_s(size: int, ranks: tuple[int, ...], cluster: Cluster, *, all_ranks: int) -> float:
+def all_reduce_s(size: int, ranks: tuple[int, ...], cluster: Cluster) -> float:
     """Seconds for the sum of `size` bytes over `ranks` if nothing else is on its way.
 
-    Over all ranks it is a ring, at the pace of the slowest link: each of n ranks passes on 2 (n - 1) pieces
-    of size / n; where several of its links leave one node, not faster than the node's network link.
-    Over some of them the lowest collects and returns everything, one rank after the other.
-    Source of the ring: Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of
+    It is a ring, at the pace of the slowest link: each of n ranks passes on 2 (n - 1) pieces of size / n;
+    where several of its links leave one node, not faster than the node's network link.
+    Source: Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of
     workstations".
     """
     count = len(ranks)
     if count < 2:
         return 0.0
-    if count < all_ranks:
-        return sum(transfer_s(cluster, a, b, size) for a, b in _star(ranks))
     piece = -(-size // count)
     paced = 2 * (count - 1) * max(transfer_s(cluster, a, b, piece) for a, b in _ring(ranks))
-    return max([paced, *link_seconds(size, ranks, cluster, all_ranks=all_ranks).values()])
+    return max([paced, *link_seconds(size, ranks, cluster).values()])
 
 
-def link_seconds(
-    size: int, ranks: tuple[int, ...], cluster: Cluster, *, all_ranks: int
-) -> dict[NodeLink, float]:
+def link_seconds(size: int, ranks: tuple[int, ...], cluster: Cluster) -> dict[NodeLink, float]:
     """The network links of nodes that a sum goes through, with the seconds that its bytes take of each.
 
     >>> from ..ir.cluster import Device, Link
     >>> link = Link(bandwidth_bytes_per_s=4.0)
     >>> devices = tuple(Device(name="any", memory_bytes=1, node=node) for node in (0, 0, 1))
     >>> cluster = Cluster(devices=devices, within_node=link, node_link=link)
-    >>> link_seconds(8, (0, 2), cluster, all_ranks=3)
-    {('out of', 1): 2.0, ('into', 0): 2.0, ('out of', 0): 2.0, ('into', 1): 2.0}
+    >>> link_seconds(8, (0, 2), cluster)
+    {('out of', 0): 2.0, ('into', 1): 2.0, ('out of', 1): 2.0, ('into', 0): 2.0}
     """
     seconds: dict[NodeLink, float] = defaultdict(float)
     if cluster.node_link is None or len(ranks) < 2:
         return seconds
-    ring = len(ranks) == all_ranks
-    each = 2 * (len(ranks) - 1) * -(-size // len(ranks)) if ring else size
-    for a, b in _ring(ranks) if ring else _star(ranks):
+    each = 2 * (len(ranks) - 1) * -(-size // len(ranks))
+    for a, b in _ring(ranks):
         if crosses(cluster, a, b):
             for link in (("out of", cluster.devices[a].node), ("into", cluster.devices[b].node)):
                 seconds[link] += each / cluster.node_link.bandwidth_bytes_per_s
@@ -122,8 +113,3 @@ def link_seconds(
 
 def _ring(ranks: tuple[int, ...]) -> list[tuple[int, int]]:
     return list(zip(ranks, (*ranks[1:], ranks[0]), strict=True))
-
-
-def _star(ranks: tuple[int, ...]) -> list[tuple[int, int]]:
-    lowest, *others = ranks
-    return [pair for r in others for pair in ((r, lowest), (lowest, r))]

@@ -167,27 +167,13 @@ def _closed_of_several(p: Layout, s: State, rank: int, entry: int, clock: float)
     low, high = p.first_sum[row], p.first_sum[row + 1]
     begin = clock
     if p.kind[entry] == STEP_:
-        for at in range(low, high):
-            number = p.sums[at]
-            if s.sum_arrived[number] < p.sum_ranks[number] + _uses_shared_links(p, number):
-                s.next_waiter[rank] = s.sum_waiter[number]
-                s.sum_waiter[number] = rank
-                return -1.0
-        summed = 0.0
-        for at in range(low, high):  # one after the other, each from when the last rank had come
-            summed = max(summed, s.sum_start[p.sums[at]]) + p.sum_seconds[p.sums[at]]
+        summed = _sums_end(p, s, rank, low, high)
+        if summed < 0.0:
+            return -1.0
         begin = max(clock, summed)
         clock = begin + p.duration[p.stage[entry], STEP_]
     else:
-        for at in range(low, high):
-            number = p.sums[at]
-            s.sum_start[number] = max(s.sum_start[number], clock)
-            s.sum_arrived[number] += 1
-            if s.sum_arrived[number] == p.sum_ranks[number]:
-                if _uses_shared_links(p, number):
-                    request(s, s.sum_start[number], len(p.kind) + number)
-                else:
-                    wake_all_reduce(s, number)
+        _begin_sums(p, s, low, high, clock)
     if len(s.start):
         s.start[entry] = begin
     s.end[entry] = clock
@@ -291,29 +277,47 @@ def _all_have_come(p: Layout, s: State, rank: int, entry: int, clock: float) -> 
 
 @kernel
 def _run_all_reduces(p: Layout, s: State, rank: int) -> bool:
-    """Go through a rank's sums; each starts when the last of its ranks has come; where it goes through shared
-    links, when it is served, and is then counted as one more that has come. `part` is even where the
-    rank comes to a sum, odd where it waits in it."""
-    low = p.first_sum[rank]
-    while low + s.sum_part[rank] // 2 < p.first_sum[rank + 1]:
-        number = p.sums[low + s.sum_part[rank] // 2]
-        if s.sum_part[rank] % 2 == 0:
-            s.sum_part[rank] += 1
-            s.sum_start[number] = max(s.sum_start[number], s.clock[rank])
-            s.sum_arrived[number] += 1
-            if s.sum_arrived[number] == p.sum_ranks[number]:
-                if _uses_shared_links(p, number):
-                    request(s, s.sum_start[number], len(p.kind) + number)
-                else:
-                    wake_all_reduce(s, number)
+    """Begin a rank's sums, and wait for them. `part` is 1 where the rank waits."""
+    low, high = p.first_sum[rank], p.first_sum[rank + 1]
+    if s.sum_part[rank] == 0:
+        s.sum_part[rank] = 1
+        _begin_sums(p, s, low, high, s.clock[rank])
+    end = _sums_end(p, s, rank, low, high)
+    if end < 0.0:
+        return False
+    s.clock[rank] = max(s.clock[rank], end)
+    s.sum_part[rank] = 0
+    return True
+
+
+@kernel
+def _begin_sums(p: Layout, s: State, low: int, high: int, clock: float) -> None:
+    """A rank comes to its sums. Each starts when the last of its ranks has come; where it goes through shared
+    links, when it is served, and is then counted as one more that has come."""
+    for at in range(low, high):
+        number = p.sums[at]
+        s.sum_start[number] = max(s.sum_start[number], clock)
+        s.sum_arrived[number] += 1
+        if s.sum_arrived[number] == p.sum_ranks[number]:
+            if _uses_shared_links(p, number):
+                request(s, s.sum_start[number], len(p.kind) + number)
+            else:
+                wake_all_reduce(s, number)
+
+
+@kernel
+def _sums_end(p: Layout, s: State, rank: int, low: int, high: int) -> float:
+    """When a rank has its sums, below 0 where it must wait for others to come. They follow each other, each
+    from when the last rank had come, as they share the rank's links."""
+    end = 0.0
+    for at in range(low, high):
+        number = p.sums[at]
         if s.sum_arrived[number] < p.sum_ranks[number] + _uses_shared_links(p, number):
             s.next_waiter[rank] = s.sum_waiter[number]
             s.sum_waiter[number] = rank
-            return False
-        s.clock[rank] = s.sum_start[number] + p.sum_seconds[number]
-        s.sum_part[rank] += 1
-    s.sum_part[rank] = 0
-    return True
+            return -1.0
+        end = max(end, s.sum_start[number]) + p.sum_seconds[number]
+    return float(end)
 
 
 @kernel

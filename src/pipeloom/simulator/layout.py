@@ -111,7 +111,7 @@ def _reductions(program: Program, stages: StageGraph) -> Sequence[Sequence[Reduc
     if not program.clips:
         return tied
     ranks = tuple(range(program.columns.ranks))
-    norm = Reduction(name="", stages=tuple(range(len(program.placement))), ranks=ranks)
+    norm = Reduction(names=(), stages=tuple(range(len(program.placement))), ranks=ranks)
     return [(*(tied[rank] if rank < len(tied) else ()), norm) for rank in ranks]
 
 

@@ -64,7 +64,7 @@ class LinkOccupancy:
         for row, items in zip(reductions(stages, program.placement), index.sums, strict=False):
             links: set[Link] = set()
             for tie in row:
-                links |= link_seconds(1, tie.ranks, cluster, all_ranks=program.columns.ranks).keys()
+                links |= link_seconds(1, tie.ranks, cluster).keys()
             self._sums += [(item, links) for item in items if links and REDUCE in item.action]
 
     def _read_routes(self, program: Program, stages: StageGraph, flow: Flow, cluster: Cluster) -> None:
