@@ -13,7 +13,8 @@ import runs
 import torch
 from delayed import OPTIMIZERS, STEPS, Trained, assert_equal, delayed, job_of, steady_plan, trained
 
-from pipeloom import Pipeline
+from pipeloom import Pipeline, plan
+from pipeloom.clusters import cpu_cluster
 from pipeloom.ir.errors import ScheduleError
 from pipeloom.ir.plan import Plan
 from pipeloom.runtime.transports import LocalChannel
@@ -50,6 +51,27 @@ def test_ties_and_clipping(clip_norm: float | None) -> None:
     assert found.losses == pytest.approx(expected.losses, rel=1e-12)
     for name, tensor in expected.parameters.items():
         torch.testing.assert_close(found.parameters[name], tensor, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zb_v", "dualpipe"])
+def test_other_schedules(schedule: str) -> None:
+    """Stages in a loop, in a wave, and replicas in both directions."""
+    job = job_of(tied=True)
+    captured = runs.capture_of(job, 2)
+    made = plan(
+        job,
+        stages=2,
+        schedule=schedule,
+        microbatches=8,
+        microbatch_size=2,
+        weights="2bw",
+        cluster=cpu_cluster(2),
+        captured=captured,
+    )
+    found, expected = trained(job, made), delayed(job, 8)
+    assert found.losses == pytest.approx(expected.losses, rel=1e-12)
+    for name, tensor in expected.parameters.items():
+        torch.testing.assert_close(found.parameters[name], tensor, rtol=1e-9, atol=1e-12)
 
 
 def test_too_few_micro_batches_are_refused_with_the_number_that_suffices() -> None:

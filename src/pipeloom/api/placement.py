@@ -14,6 +14,8 @@ from ..ir.cluster import Cluster
 from ..ir.errors import InfeasibleError, PlanError, ScheduleError
 from ..ir.graph import OpGraph
 from ..ir.plan import Plan
+from ..ir.schedule import Schedule
+from ..ir.steady import SteadyStep
 from ..ir.units import format_bytes
 from ..planner import NoCutFits, Readers, TooManyStages
 from .plan_costs import PlanCosts
@@ -68,8 +70,18 @@ def place(
     placed = replace(plan, placement=placement, caps=())
     stages = placed.replicated(placed.stage_graph(graph))
     count = plan.microbatches // shape.replicas
-    built = schedules.build(schedule, stages, placement, count, times=times, split_backward=split_backward)
-    return replace(placed, schedule=built.name, schedule_rows=tuple(str(built).splitlines()))
+    if plan.updates is not None:
+        rows: Schedule | SteadyStep = schedules.build_steady(
+            schedule,
+            stages,
+            placement,
+            replace(plan.updates, every=count),
+            times=times,
+            split_backward=split_backward,
+        )
+    else:
+        rows = schedules.build(schedule, stages, placement, count, times=times, split_backward=split_backward)
+    return replace(placed, schedule=rows.name, schedule_rows=tuple(str(rows).splitlines()))
 
 
 def plan_placed(
@@ -80,10 +92,12 @@ def plan_placed(
     schedule: str,
     ranks: int,
     split_backward: bool,
+    weights: str,
 ) -> Plan:
     """Cut, place and build.
 
-    cut: plans so many stages in a line, one on each device of a cluster.  cluster: whose memory is the limit.
+    cut: plans so many stages in a line, one on each device of a cluster, with a flush.  cluster: whose memory
+        is the limit.  weights: how they are updated.
     Raises: InfeasibleError if a rank needs more than its device has, as simulated.
     """
     graph = costs.graph
@@ -103,6 +117,7 @@ def plan_placed(
         )
         raise NoCutFits(message, share=error.share if isinstance(error, NoCutFits) else 0.0) from None
 
+    line = replace(line, weights=weights)
     even = place(line, graph, schedule, ranks, split_backward=split_backward)
     times = schedules.Times(costs=costs.stages(even))
     placed = place(line, graph, schedule, ranks, times=times, split_backward=split_backward)

@@ -20,7 +20,6 @@ from ..planner import (
     limits,
     make_plan,
     plan_rows,
-    refuse_other_weights,
     what_if,
 )
 from .placement import plan_placed
@@ -121,8 +120,7 @@ class PlanRequest:
         entry = schedules.entry(self.schedule)
         if entry.place == "line":
             return cut(cluster, self.stages, self.schedule, asked)
-        refuse_other_weights(self.schedule, self.options.weights or entry.weights)
-        options = replace(asked, weights=entry.weights)
+        options = replace(asked, weights=FLUSH)
         return plan_placed(
             lambda devices, stages: cut(devices, stages, "1f1b", options),
             costs,
@@ -130,6 +128,7 @@ class PlanRequest:
             schedule=self.schedule,
             ranks=self.stages,
             split_backward=self.options.split_backward,
+            weights=self.options.weights or entry.weights,
         )
 
     def _runs_as_traced(self, captured: Captured) -> bool:

@@ -25,7 +25,6 @@ from .request import (
     PlanOptions as PlanOptions,
     Request as Request,
     profile_of as profile_of,
-    refuse_other_weights as refuse_other_weights,
 )
 from .shape_search import (
     PIPELININGS as PIPELININGS,

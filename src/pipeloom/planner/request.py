@@ -15,7 +15,7 @@ from ..ir.profile import Profile, batch_text
 from ..ir.schedule import Schedule
 from ..ir.stages import StageGraph, chain
 from ..ir.steady import SteadyStep
-from ..ir.weight_policy import FLUSH, WEIGHT_POLICIES, Updates
+from ..ir.weight_policy import WEIGHT_POLICIES, Updates
 from .registry import Planner
 from .search import Search, layers
 from .stage_cost import CostModel, CostOptions
@@ -88,9 +88,6 @@ class Request:
                 hint="on this machine's CPU name a folder with --offload-dir; elsewhere give the device a "
                 "host_link in the cluster file; or allow recompute only",
             )
-        own = schedules.entry(self.schedule).weights
-        if own != FLUSH:
-            refuse_other_weights(self.schedule, self.weights)
 
     @cached_property
     def layers(self) -> Mapping[str, int]:
@@ -155,16 +152,6 @@ class Request:
         if any(device != devices[0] for device in devices):
             return None
         return replace(self, cluster=replace(self.cluster, devices=devices[:1] * stages)).search(stages)
-
-
-def refuse_other_weights(schedule: str, asked: str) -> None:
-    """Raises: PlanError if a schedule updates weights in another way than asked."""
-    own = schedules.entry(schedule).weights
-    if asked != own:
-        raise PlanError(
-            f"schedule {schedule} updates weights by {own}, not by {asked}",
-            hint=f"ask for {own}, or for another schedule",
-        )
 
 
 def profile_of(profile: Profile | Mapping[str, Profile], device: str, graph: OpGraph) -> Profile:
