@@ -74,3 +74,13 @@ def test_a_config_that_follows_a_plan_is_for_its_ranks(schedule: str, width: int
     wide = planned(schedule=schedule, width=width)
     settings = follow_plan(Config(), wide, ()).pipeline
     assert (settings.stages, settings.width, settings.microbatches) == (2, width, 8)
+
+
+def test_a_shared_out_optimizer_is_planned_for_by_rank() -> None:
+    whole, shared = planned(), planned(shard_optimizer=True)
+    ratio = sum(s.memory.optimizer for s in whole.stages) / sum(s.memory.optimizer for s in shared.stages)
+    assert shared.shard_optimizer and ratio == pytest.approx(2)
+    assert all(less < more for less, more in zip(shared.peaks, whole.peaks, strict=True))
+    with pytest.raises(ConfigError, match="every stage has one replica"):
+        planned(shard_optimizer=True, width=1)
+    assert planned("2 x cpu", schedule="dualpipe", width=1, shard_optimizer=True).shard_optimizer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from pipeloom import Options, Pipeline
 from pipeloom.ir.plan import Plan
+from pipeloom.ir.replicas import widened
 from pipeloom.runtime.launch import connect
 from pipeloom.tracer import Job
 
@@ -72,15 +74,19 @@ def _relative(found: Sequence[float], expected: Sequence[float]) -> float:
 
 
 def resume_elsewhere(folder: Path) -> None:
-    """Save a checkpoint of a schedule that holds every stage twice, and go on with another schedule."""
+    """Save checkpoints of schedules that hold every stage twice, and go on with others."""
     job = gpt_job()
     batches = [job.batch(seed, 4) for seed in range(3)]
-    with shared_captures():
-        with Pipeline(job, plan_of(job, "dualpipe", 2, microbatches=4)) as pipeline:
-            for batch in batches[:2]:
-                pipeline.step(batch)
-            pipeline.save(folder)
-        with Pipeline(job, plan_of(job, "1f1b", 2, microbatches=4)) as pipeline:
-            pipeline.load(folder)
-            loss = pipeline.step(batches[2])
-    assert loss == pytest.approx(plain(job, batches, 4).losses[2], rel=1e-12)
+    both_ways, line = (plan_of(job, name, 2, microbatches=4) for name in ("dualpipe", "1f1b"))
+    shared = replace(widened(plan_of(job, "1f1b", 1, microbatches=2), 2), shard_optimizer=True)
+    expected = plain(job, batches, 4).losses[2]
+    for number, (before, after) in enumerate([(both_ways, line), (shared, line), (line, shared)]):
+        with shared_captures():
+            with Pipeline(job, before) as pipeline:
+                for batch in batches[:2]:
+                    pipeline.step(batch)
+                pipeline.save(folder / str(number))
+            with Pipeline(job, after) as pipeline:
+                pipeline.load(folder / str(number))
+                loss = pipeline.step(batches[2])
+        assert loss == pytest.approx(expected, rel=1e-12)

@@ -25,5 +25,5 @@ def test_trains_and_evaluates_as_one_process(ranks: int, tmp_path: Path) -> None
 def test_a_checkpoint_of_replicas_loads_into_another_plan(tmp_path: Path) -> None:
     """Names are saved once, whoever holds them."""
     assert launch(resume_elsewhere, 2, args=(tmp_path,)) == 0
-    index = json.loads((tmp_path / "step-00000002" / "index.json").read_text())
+    index = json.loads((tmp_path / "0" / "step-00000002" / "index.json").read_text())
     assert index["step"] == 2

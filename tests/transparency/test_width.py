@@ -7,11 +7,13 @@ from dataclasses import replace
 import every_schedule
 import pytest
 import runs
+import torch
 from delayed import Trained, delayed, job_of, steady_plan, trained
 from torch import Tensor
 
+from pipeloom import Pipeline
 from pipeloom.ir.replicas import widened
-from pipeloom.runtime import PendingSum, PostedChannel, SumGroup
+from pipeloom.runtime import LocalChannel, PendingSum, PostedChannel, SumGroup
 
 TOLERANCE = 1e-12
 ONE_WAY = [
@@ -76,10 +78,8 @@ def test_a_rank_has_its_own_micro_batches_only() -> None:
     job = job_of()
     plan = widened(runs.even_plan(job, 2, microbatches=2), 2)
 
-    def held(rank: int, channel: object) -> int:
-        from pipeloom import Pipeline
-
-        with Pipeline(job, plan, channel=channel) as pipeline:  # type: ignore[arg-type]
+    def held(rank: int, channel: LocalChannel) -> int:
+        with Pipeline(job, plan, channel=channel) as pipeline:
             pipeline.step(job.batch(0, 8))
             predicted = pipeline.expected.peaks[rank]["batch"]
             assert pipeline.ledger.levels["batch"] == predicted
@@ -113,3 +113,32 @@ def test_ranks_sum_all_that_they_share_in_one_piece(monkeypatch: pytest.MonkeyPa
     size = {name: tensor.numel() for name, tensor in found.parameters.items()}
     own = sum(size[name] for name in first if name not in last)
     assert sorted(begun) == [((0, 1), own), ((0, 1, 2, 3), sum(size[n] for n in first if n in last))]
+
+
+@pytest.mark.parametrize("weights", ["flush", "2bw"])
+def test_replicas_that_share_out_the_optimizer_state(weights: str) -> None:
+    """The same numbers; each keeps its share of the state, as planned."""
+    job = job_of("momentum", tied=True)
+    one = steady_plan(job, 2, 2) if weights == "2bw" else runs.even_plan(job, 2, microbatches=2)
+    whole, shared = (replace(widened(one, 2), shard_optimizer=share) for share in (False, True))
+    expected = trained(job, whole, clip_norm=0.05, drains=(3,))
+    found = trained(job, shared, clip_norm=0.05, drains=(3,))
+    assert found.losses == expected.losses and found.norms == expected.norms
+    assert all(torch.equal(found.parameters[name], t) for name, t in expected.parameters.items())
+
+
+@pytest.mark.parametrize(("name", "width"), [("1f1b", 2), ("zb_v", 2), ("dualpipe", 1)])
+def test_a_share_of_the_optimizer_state_is_hardly_larger_than_an_even_one(name: str, width: int) -> None:
+    one = every_schedule.plan_of(GPT, name, 2, microbatches=4, microbatch_size=2)
+    plan = replace(widened(one, width), shard_optimizer=True)
+
+    def held(rank: int, channel: LocalChannel) -> None:
+        with Pipeline(GPT, plan, channel=channel) as pipeline:
+            pipeline.step(GPT.batch(0, 2 * plan.microbatches))
+            sizes = [p.nbytes for p in pipeline.weights.params.values()]
+            own = pipeline.weights.sizes["optimizer"]
+            assert 0 < own <= sum(sizes) / 2 + max(sizes)
+            assert own == pipeline.expected.peaks[rank]["optimizer"]
+
+    with runs.shared_captures():
+        runs.threads(len(plan.schedule_rows), held)

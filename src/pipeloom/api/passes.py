@@ -113,6 +113,7 @@ def plan(
     treatments: Sequence[Treatment] | None = None,
     weights: str | None = None,
     clips: bool = False,
+    shard_optimizer: bool = False,
     global_batch: int | None = None,
     offload_dir: Path | str | None = None,
 ) -> Plan:
@@ -127,6 +128,7 @@ def plan(
     captured, profiled: results of `capture` and `profile`, if they are at hand.
     treatments: what may be done with residuals, see `PlanOptions`.  weights: how they are updated.
     clips: training will clip gradients by their global norm, which matters without a flush.
+    shard_optimizer: replicas share out the optimizer's state.
     offload_dir: where ranks on this machine's CPU are to offload residuals (`Options.offload_dir`): how fast
     that is gets measured, and what does not fit may be recomputed or offloaded unless `treatments` says more.
 
@@ -147,6 +149,7 @@ def plan(
         treatments=treatments,
         weights=weights,
         clips=clips,
+        shard_optimizer=shard_optimizer,
         global_batch=global_batch,
         offload_dir=offload_dir,
     )
@@ -167,6 +170,7 @@ def make_request(
     treatments: Sequence[Treatment] | None = None,
     weights: str | None = None,
     clips: bool = False,
+    shard_optimizer: bool = False,
     global_batch: int | None = None,
     offload_dir: Path | str | None = None,
     watch: Callable[[int], None] | None = None,
@@ -192,6 +196,7 @@ def make_request(
         split_backward=split_backward,
         weights=weights,
         clips=clips,
+        shard_optimizer=shard_optimizer,
         treatments=None if treatments is None else tuple(treatments),
     )
     return PlanRequest(

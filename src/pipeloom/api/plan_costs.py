@@ -11,6 +11,7 @@ from ..ir.cluster import Cluster
 from ..ir.costs import StageCost
 from ..ir.errors import PlanError
 from ..ir.graph import OpGraph
+from ..ir.optimizer_shares import optimizer_shares
 from ..ir.plan import Plan
 from ..ir.profile import Profile
 from ..ir.stages import StageGraph
@@ -90,6 +91,8 @@ class PlanCosts:
             width=plan.width,
         )
         held = sum(s.memory.optimizer for s in plan.stages) * options.gradient_sets
+        if plan.shard_optimizer:  # there an even share is counted
+            held *= plan.width
         options = replace(options, optimizer_bytes=held / trained if trained else 0.0)
         if (placement, options) not in self._models:
             devices = tuple(self.cluster.devices[rank] for rank in placement)
@@ -104,12 +107,14 @@ def _counting_once(
     costs: tuple[StageCost, ...], plan: Plan, stages: StageGraph, graph: OpGraph, optimizer_bytes: float
 ) -> tuple[StageCost, ...]:
     """A parameter that several stages of one rank read is there once, and so is the batch: the first of them
-    counts it."""
+    counts it. Of optimizer state that is shared out a rank counts its share."""
     read: dict[int, set[str]] = {}
+    trained_bytes = {p.name: p.bytes for p in graph.parameters if p.trainable}
+    shares = optimizer_shares(stages, plan.placement, trained_bytes) if plan.shard_optimizer else ()
     corrected = []
     for cost, rank, names in zip(costs, plan.placement, stages.params, strict=True):
         batch = cost.static_bytes.get("batch", 0) if rank in read else 0
-        read.setdefault(rank, set())
+        new = set(names) - read.setdefault(rank, set())
         shared = [graph.parameter[name] for name in names if name in read[rank]]
         read[rank].update(names)
         trained = sum(p.bytes for p in shared if p.trainable)
@@ -120,5 +125,8 @@ def _counting_once(
             "batch": batch,
         }
         static = {kind: max(0, size - saved.get(kind, 0)) for kind, size in cost.static_bytes.items()}
+        if shares:
+            own = sum(trained_bytes[name] for name in new & shares[rank].of(rank))
+            static["optimizer"] = round(own * optimizer_bytes)
         corrected.append(replace(cost, static_bytes=static))
     return tuple(corrected)

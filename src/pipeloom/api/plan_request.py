@@ -24,7 +24,7 @@ from ..planner import (
 )
 from .placement import plan_placed
 from .plan_costs import PlanCosts
-from .side_by_side import first_of_each, plan_side_by_side, refuse_width, share_of
+from .side_by_side import first_of_each, plan_side_by_side, refuse_sharding, refuse_width, share_of
 
 if TYPE_CHECKING:
     from ..tracer import Captured
@@ -79,6 +79,8 @@ class PlanRequest:
         Raises: PlanError; InfeasibleError if nothing fits under the caps.
         """
         refuse_width(self.schedule, self.stages, self.width, self.cluster)
+        if self.options.shard_optimizer:
+            refuse_sharding(self.schedule, self.stages, self.width)
         microbatches = share_of(self.microbatches_of(model.size), self.width)
         costs = PlanCosts(model.graph, model.profiles, self.cluster)
 
@@ -117,6 +119,8 @@ class PlanRequest:
             )
 
         asked = replace(self.options, width=self.width)
+        if asked.shard_optimizer:
+            asked = replace(asked, optimizer_bytes=asked.optimizer_bytes / self.width)
         entry = schedules.entry(self.schedule)
         if entry.place == "line":
             return cut(cluster, self.stages, self.schedule, asked)

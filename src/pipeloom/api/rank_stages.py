@@ -14,6 +14,7 @@ from ..checks import versions, weight_versions
 from ..ir.action import REDUCE
 from ..ir.errors import BatchError, CaptureError, CutError, PlanError
 from ..ir.memory_policy import KEEP_ALL, MemoryPolicy
+from ..ir.optimizer_shares import OptimizerShares, optimizer_shares
 from ..ir.plan import Plan
 from ..ir.schedule import Program
 from ..ir.stages import StageGraph
@@ -81,6 +82,8 @@ class RankStages:
             device=self.device,
             updates=self._updates(),
             together=self._summed_together(),
+            shares=self._shares(),
+            rank=rank,
             awaited=program.every is not None and REDUCE in {step.kind for step in program.rows[rank]},
         )
 
@@ -88,6 +91,14 @@ class RankStages:
         """The parameters whose gradients are summed with other ranks, by the ranks."""
         stages, placement = self.plan.replicated(self.stages), self.plan.placement
         return [shared.names for shared in shared_by(stages, placement, self.channel.rank)]
+
+    def _shares(self) -> OptimizerShares | None:
+        """How the rank and its replicas share out the optimizer's state, if they do."""
+        if not self.plan.shard_optimizer:
+            return None
+        sizes = {p.name: p.bytes for p in self.captured.graph.parameters if p.trainable}
+        stages = self.plan.replicated(self.stages)
+        return optimizer_shares(stages, self.plan.placement, sizes)[self.channel.rank]
 
     def _updates(self) -> Updates | None:
         """With as many versions as this rank's stages keep at once.

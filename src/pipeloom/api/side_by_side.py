@@ -35,6 +35,15 @@ def refuse_width(schedule: str, stages: int, width: int, cluster: Cluster) -> No
         )
 
 
+def refuse_sharding(schedule: str, stages: int, width: int) -> None:
+    """Raises: ConfigError if there are no replicas that could share out the optimizer's state."""
+    if width * schedules.default_placement(schedule, stages)[0].replicas == 1:
+        raise ConfigError(
+            "the optimizer's state is to be shared out, but every stage has one replica",
+            hint="add --width 2, or leave out --shard-optimizer",
+        )
+
+
 def share_of(microbatches: int, width: int) -> int:
     """The micro-batches of each of several pipelines. Raises: ConfigError if they cannot be shared evenly.
 

@@ -73,9 +73,9 @@ class SteadyRun:
         groups = [self.control]
         if self.rows.clips:
             groups.append(norm_group(self.channel.ranks))
-        self.channel.open_groups(
-            [*groups, *self.worker.reduce_and_step.groups(self.rows.stages, self.placement)]
-        )
+        updates = self.worker.reduce_and_step
+        groups += updates.groups(self.rows.stages, self.placement, self.worker.weights)
+        self.channel.open_groups(groups)
 
     @property
     def placement(self) -> tuple[int, ...]:
@@ -217,7 +217,7 @@ def open_steady_run(
         rows cannot be cut into steps.
     """
     if plan.steady is None or plan.updates is None:
-        channel.open_groups(worker.reduce_and_step.groups(stages, plan.placement))
+        channel.open_groups(worker.reduce_and_step.groups(stages, plan.placement, worker.weights))
         return None
     if options.accumulate > 1:
         raise ConfigError(

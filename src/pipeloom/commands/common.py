@@ -196,6 +196,9 @@ PLAN_OPTIONS = (
     click.option(
         "--split-backward", is_flag=True, help="Split each backward into input and weight gradients."
     ),
+    click.option(
+        "--shard-optimizer", is_flag=True, help="Replicas share out the optimizer's state, as ZeRO-1 does."
+    ),
 )
 
 

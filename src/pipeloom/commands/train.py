@@ -41,6 +41,11 @@ from .common import FILE, Size, json_option, planner_option, treat_option, weigh
     type=click.IntRange(1),
     help="Pipelines side by side: replicas of every stage, each in a process of its own.",
 )
+@click.option(
+    "--shard-optimizer/--no-shard-optimizer",
+    default=None,
+    help="Replicas share out the optimizer's state, as ZeRO-1 does.",
+)
 @click.option("--schedule", "-s", help="Schedule, by name.")
 @weights_option
 @planner_option(None)
@@ -110,6 +115,7 @@ KEYS = {
     "job": "job",
     "stages": "pipeline.stages",
     "width": "pipeline.width",
+    "shard_optimizer": "pipeline.shard_optimizer",
     "schedule": "pipeline.schedule",
     "weights": "pipeline.weights",
     "planner": "pipeline.planner",
@@ -131,7 +137,9 @@ def _as_overrides(settings: dict[str, object]) -> list[str]:
 
     pairs = []
     for option, value in settings.items():
-        if isinstance(value, tuple):
+        if isinstance(value, bool):
+            pairs.append(f"{KEYS[option]}={json.dumps(value)}")
+        elif isinstance(value, tuple):
             pairs += [f"{KEYS[option]}={json.dumps(value)}"] if value else []
         elif isinstance(value, bool):
             pairs.append(f"{KEYS[option]}={str(value).lower()}")

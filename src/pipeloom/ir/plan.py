@@ -83,6 +83,7 @@ class Plan:
     caps: bytes each rank may hold, empty for no cap.  peaks: those that it holds in the simulated step.
     microbatches: per step, of all replicas together.
     clips: planned for gradients that are clipped by their norm over all ranks.
+    shard_optimizer: replicas share out the optimizer's state (`ir.optimizer_shares`).
     placement: the rank of each stage; one that is several times as long as the stages places replicas of
         them, each with its share of the micro-batches (see `ir.stages`).
     width: pipelines side by side (`ir.replicas`); a schedule of two directions has replicas in one of them.
@@ -105,6 +106,7 @@ class Plan:
     memory: MemoryPolicy = field(default_factory=MemoryPolicy)
     weights: str = FLUSH
     clips: bool = False
+    shard_optimizer: bool = False
     width: int = 1
     predicted_step_s: float = 0.0
     notes: Mapping[str, str] = field(default_factory=dict)

@@ -36,14 +36,14 @@ def widened(plan: Plan, width: int) -> Plan:
     >>> two.schedule_rows
     ('0F0 0B0', '2F0 2B0', '1F0 1B0', '3F0 3B0')
     """
+    if width == 1:
+        return plan
     if plan.replicas != 1:
         raise PlanError(
             f"schedule {plan.schedule} runs {plan.replicas} replicas of each stage by itself, and cannot be "
             f"run {width} times side by side",
             hint="leave out --width, or choose a schedule of one direction",
         )
-    if width == 1:
-        return plan
     shape = plan.as_schedule if plan.steady is None else plan.steady
     count = len(plan.stages)
 

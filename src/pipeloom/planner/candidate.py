@@ -140,4 +140,5 @@ class Candidate:
             memory=self.policy,
             weights=self.request.weights,
             clips=self.request.options.clips,
+            shard_optimizer=self.request.options.shard_optimizer,
         )

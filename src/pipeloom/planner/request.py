@@ -31,7 +31,7 @@ class PlanOptions:
     treatments: what may be done with residuals besides keeping them; None: what the planner does by itself,
         offloading where the devices have a host link.
     weights: None for those of the schedule.  clips: gradients, by their norm over all ranks.
-    width: replicas of each stage, of which one is planned.
+    width: replicas of each stage, of which one is planned.  shard_optimizer: they share out its state.
     fastest: look for the fastest plan; if not, the first that keeps its caps will do.
     """
 
@@ -42,6 +42,7 @@ class PlanOptions:
     weights: str | None = None
     clips: bool = False
     width: int = 1
+    shard_optimizer: bool = False
     fastest: bool = True
 
 

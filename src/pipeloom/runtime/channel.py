@@ -77,6 +77,9 @@ class Channel(Protocol):
     def begin_sum(self, tensor: Tensor, group: SumGroup) -> PendingSum:
         """Begin a sum in place over the ranks of a group that `open_groups` has made."""
 
+    def begin_broadcast(self, tensor: Tensor, group: SumGroup, source: int) -> PendingSum:
+        """Begin to give all ranks of an open group what `source`, one of them, has in a tensor."""
+
     def all_gather_object(self, value: Any) -> list[Any]:
         """One small picklable object from every rank, in rank order."""
 
@@ -307,6 +310,14 @@ class PostedChannel:
         if len(group.ranks) > 1:
             transfer = self._transport.all_reduce(tensor, group)
         return PendingSum(group, transfer, self._wait_for_sum)
+
+    def begin_broadcast(self, tensor: Tensor, group: SumGroup, source: int) -> PendingSum:
+        """Begin to give all ranks of an open group what one of them has in a tensor.
+
+        tensor: contiguous; it must not be used before `PendingSum.wait`.
+        """
+        self._post_receives()
+        return PendingSum(group, self._transport.broadcast(tensor, group, source), self._wait_for_sum)
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """One small picklable object from every rank, in rank order."""

@@ -20,7 +20,7 @@ from ..ir.tied_gradients import Reduction, reductions
 from .posted import PendingSum
 from .step_state import StepContext
 from .transports import SumGroup
-from .weights import Gradients, clip_factor
+from .weights import Gradients, Weights, clip_factor
 
 
 def norm_group(ranks: int) -> SumGroup:
@@ -31,6 +31,11 @@ def norm_group(ranks: int) -> SumGroup:
 def gradient_group(ranks: tuple[int, ...]) -> SumGroup:
     """Ranks that sum the gradients of what they share."""
     return SumGroup("shared gradients", ranks)
+
+
+def parameter_group(ranks: tuple[int, ...]) -> SumGroup:
+    """Replicas that share out the optimizer's state."""
+    return SumGroup("updated parameters", ranks)
 
 
 def shared_by(stages: StageGraph, placement: Sequence[int], rank: int) -> list[Reduction]:
@@ -64,10 +69,12 @@ class ReduceAndStep:
         self._after_step = after_step
         self._pending: _PendingUpdate | None = None
 
-    def groups(self, stages: StageGraph, placement: Sequence[int]) -> list[SumGroup]:
-        """What its sums of gradients need; the same list on all ranks."""
+    def groups(self, stages: StageGraph, placement: Sequence[int], weights: Weights) -> list[SumGroup]:
+        """What its sums of gradients need, the same on all ranks; and what updated parameters are sent in."""
         ties = [tie for row in reductions(stages, placement) for tie in row]
-        return [gradient_group(ranks) for ranks in sorted({tie.ranks for tie in ties if len(tie.ranks) > 1})]
+        shared = sorted({tie.ranks for tie in ties if len(tie.ranks) > 1})
+        sent = [] if weights.shares is None else [parameter_group(weights.shares.ranks)]
+        return [*(gradient_group(ranks) for ranks in shared), *(g for g in sent if len(g.ranks) > 1)]
 
     def reduce_tied_gradients(self, step: StepContext, action: StageAction) -> None:
         """REDUCE: add gradients over the ranks that share their parameters.
@@ -122,6 +129,7 @@ class ReduceAndStep:
         self.updating = True
         with step.recorder.record("compute", str(action)):
             step.weights.step()
+        _exchange_parameters(step, str(action))
         self._after_step()
         for kind in ("optimizer", "parameters"):
             step.ledger.set(kind, step.weights.sizes[kind], str(action))
@@ -162,3 +170,21 @@ class ReduceAndStep:
             for name in step.weights.grads.sums
             if name not in tied or step.rank == min(placement[stage] for stage in tied[name])
         ]
+
+
+def _exchange_parameters(step: StepContext, action: str) -> None:
+    """Where replicas share out the optimizer's state, each gets what the others have updated."""
+    shares, params = step.weights.shares, step.weights.params
+    if shares is None or len(shares.ranks) == 1:
+        return
+    group = parameter_group(shares.ranks)
+    with step.recorder.record("recv", action):
+        sent = []
+        for name, owner in sorted(shares.owner.items()):
+            param = params[name].data
+            dense = param.contiguous()
+            sent.append((step.channel.begin_broadcast(dense, group, owner), dense, param))
+        for begun, dense, param in sent:
+            begun.wait()
+            if dense is not param:
+                param.copy_(dense)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..ir.optimizer_shares import OptimizerShares
 from ..ir.weight_policy import Updates
 from ..tracer import Sink
 
@@ -85,6 +86,7 @@ class Weights:
     updates: which versions of the parameters micro-batches use; None for the newest.
     awaited: an update's gradients wait for sums over ranks while the next ones are added up.
     together: see `Gradients`.
+    shares: which parameters this rank steps, `rank`, and who steps the others; None for all.
     copied_bytes: by updates, to make new versions.
     """
 
@@ -99,6 +101,8 @@ class Weights:
         updates: Updates | None = None,
         awaited: bool = False,
         together: Sequence[tuple[str, ...]] = (),
+        shares: OptimizerShares | None = None,
+        rank: int = 0,
     ) -> None:
         self.params = dict(params)
         self.buffers = dict(buffers)
@@ -107,7 +111,10 @@ class Weights:
         self.copied_bytes = 0
         self.grads = Gradients(self.params, together)
         self.summed = Gradients(self.params, together) if awaited else self.grads
-        trained = [p for p in self.params.values() if p.requires_grad]
+        self.shares = shares
+        own = self.params.keys() if shares is None else shares.of(rank)
+        self.stepped = frozenset(n for n, p in self.params.items() if p.requires_grad and n in own)
+        trained = [p for n, p in self.params.items() if n in self.stepped]
         make = optimizer or default_optimizer
         self.optimizer = make(trained) if trained else None
         self.keep_gradients = keep_gradients

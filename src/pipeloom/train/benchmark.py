@@ -48,6 +48,7 @@ class BenchSettings:
     microbatches: int
     microbatch_size: int
     split_backward: bool
+    shard_optimizer: bool
     weights: str | None
     device_memory: str | None
     treat: str | None
@@ -80,6 +81,7 @@ def run_bench(settings: BenchSettings) -> int:
         schedule=settings.schedule,
         strategy=settings.planner,
         split_backward=settings.split_backward,
+        shard_optimizer=settings.shard_optimizer,
         memory=settings.device_memory,
         treatments=None if settings.treat is None else TREATMENTS[settings.treat],
         weights=settings.weights,

@@ -94,7 +94,8 @@ class OptimizerConfig:
 class PipelineConfig:
     """How the model is spread.
 
-    width: replicas of every stage, side by side.  planner: by name, see `pipeloom plan --planners`.
+    width: replicas of every stage, side by side.  shard_optimizer: they share out the optimizer's state.
+    planner: by name, see `pipeloom plan --planners`.
     weights: how they are updated, "flush", "2bw" or "stash"; unset: as the schedule does it.
     microbatches, microbatch_size: the replicas together run so many sequences.  accumulate: times per step.
     device: "cpu" or "cuda".  autocast: "bfloat16" or "float16" for mixed precision; unset for none.
@@ -117,6 +118,7 @@ class PipelineConfig:
     microbatch_size: int = 4
     accumulate: int = 1
     split_backward: bool = False
+    shard_optimizer: bool = False
     compile: bool = False
     device: str = "cpu"
     autocast: str | None = None

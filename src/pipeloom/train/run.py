@@ -231,6 +231,7 @@ def follow_plan(config: Config, plan: Plan, overrides: Sequence[str]) -> Config:
     fixed: dict[str, Any] = {
         "stages": len(set(plan.placement)) // plan.width,
         "width": plan.width,
+        "shard_optimizer": plan.shard_optimizer,
         "planner": plan.planner,
         "schedule": plan.schedule,
         "weights": plan.weights,
@@ -275,6 +276,7 @@ def make_plan(config: Config, workload: Workload, console: Console) -> PlannedRu
             schedule=settings.schedule,
             strategy=settings.planner,
             split_backward=settings.split_backward,
+            shard_optimizer=settings.shard_optimizer,
             memory=settings.device_memory,
             treatments=None if settings.treat is None else TREATMENTS[settings.treat],
             weights=settings.weights,

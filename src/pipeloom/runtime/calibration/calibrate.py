@@ -81,13 +81,14 @@ def stage_memory(
     params = {name: weights.params[name] for name in functions.params}
     uncounted = [param for name, param in params.items() if name not in counted]
     trained = sum(p.nbytes for p in uncounted if p.requires_grad)
+    stepped = sum(params[name].nbytes for name in params if name in weights.stepped and name not in counted)
     graph_cost = graph_memory(functions, stages)
     return replace(
         graph_cost,
         static_bytes={
             "parameters": sum(p.nbytes for p in uncounted) + trained * (weights.copies - 1),
             "gradients": trained * weights.gradient_sets,
-            "optimizer": int(trained * optimizer_bytes),
+            "optimizer": int(stepped * optimizer_bytes),
             "buffers": sum(weights.buffers[n].nbytes for n in functions.buffers if n not in counted),
             "batch": batch_bytes,
         },

@@ -84,6 +84,9 @@ class NullChannel:
     def begin_sum(self, tensor: Tensor, group: SumGroup) -> PendingSum:
         raise AssertionError("rehearsals do not update")
 
+    def begin_broadcast(self, tensor: Tensor, group: SumGroup, source: int) -> PendingSum:
+        raise AssertionError("rehearsals do not update")
+
     def all_gather_object(self, value: Any) -> list[Any]:
         return [value] * self.ranks
 

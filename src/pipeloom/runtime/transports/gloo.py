@@ -91,6 +91,13 @@ class GlooTransport:
         self._last_collective = work
         return CollectiveHandle(work)
 
+    def broadcast(self, tensor: Tensor, group: SumGroup, source: int) -> PendingTransfer:
+        over = self._sum_groups[group]
+        work = dist.broadcast(tensor, group=over, group_src=group.ranks.index(source), async_op=True)
+        assert work is not None, "this rank is a member of the group"
+        self._last_collective = work
+        return CollectiveHandle(work)
+
     def all_gather_object(self, value: Any, timeout_s: float) -> list[Any]:
         mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         sizes = self._all_gather(torch.tensor([mine.numel()]), timeout_s)

@@ -143,6 +143,17 @@ class _Sum:
         self._tensor.detach().copy_(total)
 
 
+class _Broadcast(_Sum):
+    """The handle of a broadcast."""
+
+    def __init__(self, transport: LocalTransport, tensor: Tensor, key: _SumKey, source: int) -> None:
+        super().__init__(transport, tensor, key)
+        self._place = key[0].ranks.index(source)
+
+    def wait(self, timeout_s: float) -> None:
+        self._tensor.detach().copy_(self._transport.take(self._key, timeout_s)[self._place])
+
+
 class LocalTransport:
     """Moves bytes between threads."""
 
@@ -166,6 +177,10 @@ class LocalTransport:
 
     def all_reduce(self, tensor: Tensor, group: SumGroup | None = None) -> PendingTransfer:
         return _Sum(self, tensor, self._contribute(tensor.detach().clone(), group or self._everybody))
+
+    def broadcast(self, tensor: Tensor, group: SumGroup, source: int) -> PendingTransfer:
+        mine = tensor.detach().clone() if self.rank == source else None
+        return _Broadcast(self, tensor, self._contribute(mine, group), source)
 
     def all_gather_object(self, value: Any, timeout_s: float) -> list[Any]:
         return self.take(self._contribute(value, self._everybody), timeout_s)

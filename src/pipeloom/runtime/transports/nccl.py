@@ -152,6 +152,12 @@ class NcclTransport:
         assert work is not None, "this rank is a member of the group"
         return _Enqueued(self._lookout, work, "a sum over all ranks")
 
+    def broadcast(self, tensor: Tensor, group: SumGroup, source: int) -> PendingTransfer:
+        over = self._sum_groups[group]
+        work = dist.broadcast(tensor, group=over, group_src=group.ranks.index(source), async_op=True)
+        assert work is not None, "this rank is a member of the group"
+        return _Enqueued(self._lookout, work, f"parameters from rank {source}")
+
     def all_gather_object(self, value: Any, timeout_s: float) -> list[Any]:
         return self._control.all_gather_object(value, timeout_s)
 

@@ -56,6 +56,9 @@ class Transport(Protocol):
     def all_reduce(self, tensor: Tensor, group: SumGroup | None = None) -> PendingTransfer:
         """Begin a sum in place over the ranks of an open group, or over all; each gets the same bits."""
 
+    def broadcast(self, tensor: Tensor, group: SumGroup, source: int) -> PendingTransfer:
+        """Begin to copy the tensor of `source`, a rank of an open group, into those of its other ranks."""
+
     def all_gather_object(self, value: Any, timeout_s: float) -> list[Any]:
         """Raises: as `PendingTransfer.wait`."""
 
