@@ -19,6 +19,7 @@ from ..ir.errors import CaptureError
 from .attributes import AttributeWatch, attributes_kept
 from .blueprint import Blueprint, make_blueprint
 from .captured import Captured
+from .checkpoints import statistics_in_checkpoints_refused
 from .export import captured_from_program, export_program
 from .fallback import ModuleCut, cut_modules
 from .hooks import backward_hooks, refuse_parameter_hooks
@@ -56,6 +57,17 @@ def capture(
     _check_trainable(blueprint.model, job)
     refuse_parameter_hooks(blueprint.hooks, job.name)
     example = {key: tensor.clone() for key, tensor in example.items()}  # export merges equal tensors
+    with statistics_in_checkpoints_refused(job.name):
+        return _captured(job, example, blueprint, autocast, like)
+
+
+def _captured(
+    job: Job,
+    example: dict[str, Tensor],
+    blueprint: Blueprint,
+    autocast: torch.dtype | None,
+    like: Captured | None,
+) -> Captured:
     if like is not None and like.cut is not None:
         return _as_modules(job, example, blueprint, like.cut.reason, autocast, like.cut)
     if job.modules is not None:

@@ -15,6 +15,7 @@ from torch import Tensor, overrides
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
+from ..checkpoints import inside_checkpoint
 from ..job import Job
 from ..job_calls import scalar_loss
 from ..random import python_random_kept, seed_python
@@ -96,6 +97,10 @@ class InterceptedForward(TorchFunctionMode):
 
     def autograd_function(self, apply: Any, name: str, args: tuple[Any, ...]) -> Any:
         """The user's autograd function is called: like any other, but for checkpoints with units inside."""
+        with inside_checkpoint() if is_checkpoint(name) else nullcontext():
+            return self._autograd_function(apply, name, args)
+
+    def _autograd_function(self, apply: Any, name: str, args: tuple[Any, ...]) -> Any:
         if self._inside:
             return apply(*args)
         if is_checkpoint(name):
