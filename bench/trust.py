@@ -1,0 +1,266 @@
+"""A zoo of models that pipeloom was not written for: each trains as in eager PyTorch, or is refused with a
+sentence.
+
+    python bench/trust.py [--libraries transformers timm ...] [--models NAME ...]
+
+Every model is trained for two steps and evaluated, in a pipeline of two or three ranks that are threads, and
+in plain PyTorch with the same micro-batches; losses, gradients, updated parameters and buffers are compared,
+in float64 where the model runs in it. Without dropout, as eager PyTorch draws other numbers. Libraries: the
+extra `bench`; one that cannot be imported is named in the table. Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import logging
+import re
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+from machine import describe_machine
+from trust_zoo import import_torchvision
+
+ROOT = Path(__file__).parent
+sys.path.insert(0, str(ROOT.parent / "tests" / "support"))
+from runs import Numbers, capture_of, difference, even_plan, pipelined, plain  # noqa: E402
+
+from pipeloom import Job  # noqa: E402
+from pipeloom.ir.errors import PipeloomError  # noqa: E402
+
+RESULTS = ROOT / "results" / "trust.json"
+PAGE = ROOT.parent / "docs" / "trust.md"
+
+LIBRARIES = {
+    "transformers": "transformers_models",
+    "timm": "timm_models",
+    "torchvision": "torchvision_models",
+    "peft": "peft_models",
+    "torch_geometric": "graph_models",
+    "diffusers": "diffusers_models",
+    "segmentation_models_pytorch": "segmentation_models",
+    "x_transformers": "x_transformers_models",
+    "plain modules": "odd_modules",
+}
+"""Library -> file of `trust_zoo`."""
+
+TOLERANCE = {"float64": 1e-9, "float32": 2e-4}
+MICROBATCHES, ROWS = 3, 2
+VERDICTS = ("equal", "refused", "wrong", "broken", "not here")
+MARK = "<!-- written by bench/trust.py -->"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What became of a model.
+
+    verdict: "equal", "refused", "wrong" (other numbers than eager PyTorch, and nothing said), "broken" (an
+        error that is none of pipeloom's) or "not here" (its library cannot be imported).
+    how: "one graph" (exported) or "between modules".  largest: relative difference.  says: why not.
+    """
+
+    library: str
+    model: str
+    verdict: str
+    how: str = ""
+    stages: int = 0
+    dtype: str = ""
+    largest: float = 0.0
+    says: str = ""
+    seconds: float = 0.0
+
+
+def try_model(library: str, model: str, stages: int) -> Verdict:
+    """Train one model both ways."""
+    quiet()
+    start = time.perf_counter()
+    zoo = models_of(library)
+    known = Verdict(library=library, model=model, verdict="broken", stages=stages)
+    for double in (True, False):
+        job = in_double(zoo.MODELS[model]()) if double else zoo.MODELS[model]()
+        known = replace(known, dtype="float64" if double else "float32")
+        try:
+            expected = eager(job)
+        except (RuntimeError, ValueError, TypeError) as error:
+            found = replace(known, says=f"not even in plain PyTorch: {error}")
+            continue
+        try:
+            found = compared(job, expected, known)
+        except PipeloomError as error:
+            found = replace(known, verdict="refused", says=str(error))
+            continue  # some forwards cast to float32 within
+        except Exception as error:  # any other is what this bench looks for
+            lines = traceback.format_exception(error)
+            found = replace(known, says=f"{type(error).__name__}: {error}\n{''.join(lines[-4:])}")
+        break
+    return replace(found, seconds=round(time.perf_counter() - start, 1))
+
+
+def compared(job: Job, expected: Numbers, known: Verdict) -> Verdict:
+    captured = capture_of(job, ROWS)
+    how = "between modules" if captured.graph.fallback else "one graph"
+    possible = sum(not op.cheap for op in captured.graph.ops)
+    known = replace(known, how=how, stages=min(known.stages, possible))
+    plan = even_plan(job, known.stages, microbatches=MICROBATCHES, microbatch_size=ROWS)
+    train, evaluate = batches(job)
+    found = pipelined(job, plan, train, evaluate=evaluate, timeout_s=120.0, compare=False)
+    # Parameters that nothing trains and the forward changes are buffers to pipeloom.
+    state, wanted = found.parameters | found.buffers, expected.parameters | expected.buffers
+    differences = {
+        "losses": apart(found.losses, expected.losses),
+        "evaluation": apart(found.evaluated, expected.evaluated),
+        "gradients": difference(found.gradients, dense(expected.gradients))[0],
+        "parameters and buffers": difference({n: t for n, t in state.items() if n in wanted}, wanted)[0],
+    }
+    worst = max(differences, key=lambda name: differences[name])
+    right = differences[worst] <= TOLERANCE[known.dtype]
+    return replace(
+        known,
+        verdict="equal" if right else "wrong",
+        largest=differences[worst],
+        says="" if right else f"{worst} differ by {differences[worst]:.2g}",
+    )
+
+
+def models_of(library: str) -> Any:
+    """The file of the zoo. Raises: ImportError if the library is not here."""
+    with suppress(ImportError):
+        import_torchvision()  # some of the others import it, and it may need help
+    return importlib.import_module(f"trust_zoo.{LIBRARIES[library]}")
+
+
+def apart(found: Sequence[float], expected: Sequence[float]) -> float:
+    """The largest relative difference of two rows of losses."""
+    return max(abs(a - b) / max(abs(b), 1e-12) for a, b in zip(found, expected, strict=True))
+
+
+def dense(gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: grad.to_dense() if grad.is_sparse else grad for name, grad in gradients.items()}
+
+
+def batches(job: Job) -> tuple[list[Any], list[Any]]:
+    made = [job.batch(seed, MICROBATCHES * ROWS) for seed in range(3)]
+    return made[:2], made[2:]
+
+
+def eager(job: Job) -> Numbers:
+    """A job's numbers in plain PyTorch."""
+    train, evaluate = batches(job)
+    with torch.random.fork_rng():
+        return plain(job, train, MICROBATCHES, evaluate=evaluate)
+
+
+def in_double(job: Job) -> Job:
+    def batch(seed: int, rows: int) -> dict[str, torch.Tensor]:
+        return {n: t.double() if t.is_floating_point() else t for n, t in job.batch(seed, rows).items()}
+
+    return replace(job, model=lambda: job.model().double(), batch=batch)
+
+
+def quiet() -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    logging.getLogger("pipeloom").setLevel(logging.ERROR)
+
+
+def listed(libraries: Sequence[str], models: Sequence[str]) -> list[tuple[str, str] | Verdict]:
+    found: list[tuple[str, str] | Verdict] = []
+    for library in libraries:
+        try:
+            zoo = models_of(library)
+        except ImportError as error:
+            found.append(Verdict(library=library, model="", verdict="not here", says=str(error)))
+            continue
+        found += [(library, name) for name in zoo.MODELS if not models or name in models]
+    return found
+
+
+def main(libraries: Sequence[str], models: Sequence[str]) -> int:
+    quiet()
+    start = time.perf_counter()
+    verdicts: list[Verdict] = []
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
+        runs = [
+            one if isinstance(one, Verdict) else pool.submit(try_model, *one, 2 + index % 2)
+            for index, one in enumerate(listed(libraries, models))
+        ]
+        for run in runs:
+            verdicts.append(run if isinstance(run, Verdict) else run.result())
+            v = verdicts[-1]
+            print(
+                f"{v.verdict:8} {v.library} / {v.model}: {v.how} {v.stages} stages {v.dtype} {v.largest:.1e} "
+                f"{v.seconds:.0f} s {v.says}",
+                flush=True,
+            )
+    counts = {kind: sum(v.verdict == kind for v in verdicts) for kind in VERDICTS}
+    took_s = time.perf_counter() - start
+    print(", ".join(f"{count} {kind}" for kind, count in counts.items()), f"in {took_s:.0f} s")
+    if not models and list(libraries) == list(LIBRARIES):
+        record(verdicts, counts, took_s)
+    return 1 if counts["wrong"] or counts["broken"] else 0
+
+
+def record(verdicts: Sequence[Verdict], counts: Mapping[str, int], took_s: float) -> None:
+    """Write the results, and the table of the page."""
+    table = {
+        "machine": describe_machine(),
+        "versions": {v.library: version_of(v.library) for v in verdicts if version_of(v.library)},
+        "seconds": round(took_s),
+        "tolerance": TOLERANCE,
+        "counts": counts,
+        "models": [asdict(v) for v in verdicts],
+    }
+    RESULTS.write_text(json.dumps(table, indent=1) + "\n")
+    begin, _, rest = PAGE.read_text().partition(MARK)
+    _, _, end = rest.partition(MARK)
+    PAGE.write_text(f"{begin}{MARK}\n{page_of(verdicts, counts)}\n{MARK}{end}")
+
+
+def version_of(library: str) -> str:
+    with suppress(PackageNotFoundError):
+        return version(library)
+    return ""
+
+
+def page_of(verdicts: Sequence[Verdict], counts: Mapping[str, int]) -> str:
+    """The verdicts as Markdown."""
+    lines = [
+        f"Of {len(verdicts)} entries: "
+        + ", ".join(f"{count} {kind}" for kind, count in counts.items())
+        + ".",
+        "",
+        "| library | model | verdict | captured | stages | numbers | largest difference | why |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for v in verdicts:
+        reason = " ".join(re.sub(r"/\S*/site-packages/", "", sentence(v.says)).split()).replace("|", "\\|")
+        largest = f"{v.largest:.1e}" if v.verdict in ("equal", "wrong") else ""
+        stages = str(v.stages) if v.how else ""
+        row = (v.library, v.model, f"**{v.verdict}**", v.how, stages, v.dtype, largest, reason)
+        lines.append(f"| {' | '.join(row)} |")
+    return "\n".join(lines)
+
+
+def sentence(says: str) -> str:
+    """What an error says, without its hint and without the files of this machine."""
+    return says.partition("\nhint: ")[0]
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--libraries", nargs="+", default=list(LIBRARIES), choices=LIBRARIES)
+    parser.add_argument("--models", nargs="+", default=[], help="only these, by name")
+    arguments = parser.parse_args()
+    sys.exit(main(arguments.libraries, arguments.models))
