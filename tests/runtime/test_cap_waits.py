@@ -127,8 +127,9 @@ def even_pace(monkeypatch: pytest.MonkeyPatch) -> None:
     in the prediction."""
     time_actions = Rehearsal.time_actions
 
-    def evenly(self: Rehearsal) -> ActionTimes:
-        return {action: 1e3 if action.kind == "OFFLOAD" else 1.0 for action in time_actions(self)}
+    def evenly(self: Rehearsal, microbatches: int | None = None) -> ActionTimes:
+        timed = time_actions(self, microbatches)
+        return {action: 1e3 if action.kind == "OFFLOAD" else 1.0 for action in timed}
 
     monkeypatch.setattr(Rehearsal, "time_actions", evenly)
     link = Link(bandwidth_bytes_per_s=1e15)

@@ -47,7 +47,7 @@ def test_wrong_actions(text: str, hint: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["0SEND_F0", "0SEND_F0<1", "01SEND_F0>1", "0SEND_F0>1 ", "0STEP0", "\u0661STEP"]
+    "text", ["0SEND_F0", "0SEND_F0<1", "01SEND_F0>1", "0SEND_F0>1 ", "0STEP00", "\u0661STEP"]
 )
 def test_wrong_instructions(text: str) -> None:
     with pytest.raises(ScheduleError):

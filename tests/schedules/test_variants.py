@@ -53,7 +53,7 @@ def test_async_1f1b_holds_as_many_micro_batches_as_pipedream_stashes_versions(p:
     made = built("async_1f1b", p, m)
     assert schedules.in_flight(made) == tuple(min(p - r, m) for r in range(p))
     assert made.rows == built("1f1b", p, m).rows
-    assert schedules.entry("async_1f1b").lacks == "weight versions"
+    assert schedules.entry("async_1f1b").weights == "stash"
 
 
 @pytest.mark.parametrize("k", [1, 2, 4])
