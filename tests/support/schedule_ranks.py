@@ -23,8 +23,13 @@ from pipeloom.tracer import Job
 STEPS = 2
 
 
-def compare_each(names: Sequence[str], microbatches: int, dtype: str, file: Path) -> None:
-    """Train and evaluate with every schedule. Rank 0 writes {name: {what: largest relative difference}}."""
+def compare_each(
+    names: Sequence[str], microbatches: int, dtype: str, file: Path, width: int = 1, shard: bool = False
+) -> None:
+    """Train and evaluate with every schedule. Rank 0 writes {name: {what: largest relative difference}}.
+
+    width: pipelines side by side, which share the micro-batches.  shard: and the optimizer's state.
+    """
     torch.set_num_threads(1)
     ranks = connect(torch.device("cpu"), timeout_s=300).size()
     job = gpt_job(layers=2, width=32, dtype=getattr(torch, dtype))
@@ -34,7 +39,9 @@ def compare_each(names: Sequence[str], microbatches: int, dtype: str, file: Path
     table = {}
     with shared_captures():
         for name in names:
-            plan = plan_of(job, name, ranks, microbatches=microbatches, microbatch_size=2)
+            each = microbatches // width
+            plan = widened(plan_of(job, name, ranks // width, microbatches=each, microbatch_size=2), width)
+            plan = replace(plan, shard_optimizer=shard)
             if name == "forward_only":
                 with Pipeline(job, plan) as pipeline:
                     found = {"evaluation": _relative([pipeline.evaluate(batches[0])], untrained.evaluated)}
