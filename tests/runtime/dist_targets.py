@@ -19,7 +19,7 @@ from pipeloom.api import plan
 from pipeloom.clusters import cpu_cluster
 from pipeloom.ir.errors import CommunicationError, ConfigError, PeerError
 from pipeloom.ir.graph import Value
-from pipeloom.runtime import Message, PostedChannel
+from pipeloom.runtime import Message, PostedChannel, SumGroup
 from pipeloom.runtime.checkpoint import files
 from pipeloom.runtime.failure import Watch
 from pipeloom.runtime.launch import connect, watch_ranks
@@ -146,6 +146,15 @@ def _sums_and_objects(channel: PostedChannel) -> None:
         part = torch.full((2, 3), 1.5 + channel.rank, dtype=torch.float64).T
         channel.all_reduce(part, [2, 0])
         assert (part == 5).all()
+    groups = [SumGroup("pair", (0, 1)), SumGroup("all", (0, 1, 2)), SumGroup("other", (1, 2))]
+    channel.open_groups(groups)  # ranks are in unequally many
+    for group in groups:
+        if channel.rank in group.ranks:
+            begun = torch.full((3,), float(channel.rank))
+            channel.begin_sum(begun, group).wait()
+            assert (begun == sum(group.ranks)).all()
+            channel.begin_broadcast(sent := torch.full((3,), channel.rank), group, group.ranks[-1]).wait()
+            assert (sent == group.ranks[-1]).all()
     assert channel.all_gather_object("x" * channel.rank) == ["", "x", "xx"]
     assert channel.broadcast_object({"from": channel.rank}, source=2) == {"from": 2}
 

@@ -22,6 +22,12 @@ def test_trains_and_evaluates_as_one_process(ranks: int, tmp_path: Path) -> None
     assert max(worst.values()) <= 1e-12, worst
 
 
+def test_pipelines_side_by_side(tmp_path: Path) -> None:
+    names, file = ["forward_only", "1f1b", "zb_v"], tmp_path / "differences.json"
+    assert launch(compare_each, 4, args=(names, 8, "float64", file, 2, True)) == 0
+    assert max(max(found.values()) for found in json.loads(file.read_text()).values()) <= 1e-12
+
+
 def test_a_checkpoint_of_replicas_loads_into_another_plan(tmp_path: Path) -> None:
     """Names are saved once, whoever holds them."""
     assert launch(resume_elsewhere, 2, args=(tmp_path,)) == 0

@@ -92,13 +92,13 @@ class RankStages:
         stages, placement = self.plan.replicated(self.stages), self.plan.placement
         return [shared.names for shared in shared_by(stages, placement, self.channel.rank)]
 
-    def _shares(self) -> OptimizerShares | None:
-        """How the rank and its replicas share out the optimizer's state, if they do."""
+    def _shares(self) -> tuple[OptimizerShares, ...]:
+        """How replicas share out the optimizer's state, if they do."""
         if not self.plan.shard_optimizer:
-            return None
+            return ()
         sizes = {p.name: p.bytes for p in self.captured.graph.parameters if p.trainable}
         stages = self.plan.replicated(self.stages)
-        return optimizer_shares(stages, self.plan.placement, sizes)[self.channel.rank]
+        return optimizer_shares(stages, self.plan.placement, sizes)
 
     def _updates(self) -> Updates | None:
         """With as many versions as this rank's stages keep at once.

@@ -70,11 +70,11 @@ class ReduceAndStep:
         self._pending: _PendingUpdate | None = None
 
     def groups(self, stages: StageGraph, placement: Sequence[int], weights: Weights) -> list[SumGroup]:
-        """What its sums of gradients need, the same on all ranks; and what updated parameters are sent in."""
+        """What its sums of gradients need, and what updated parameters are sent in; the same on all ranks."""
         ties = [tie for row in reductions(stages, placement) for tie in row]
         shared = sorted({tie.ranks for tie in ties if len(tie.ranks) > 1})
-        sent = [] if weights.shares is None else [parameter_group(weights.shares.ranks)]
-        return [*(gradient_group(ranks) for ranks in shared), *(g for g in sent if len(g.ranks) > 1)]
+        sent = sorted({share.ranks for share in weights.shares if len(share.ranks) > 1})
+        return [*map(gradient_group, shared), *map(parameter_group, sent)]
 
     def reduce_tied_gradients(self, step: StepContext, action: StageAction) -> None:
         """REDUCE: add gradients over the ranks that share their parameters.
@@ -174,7 +174,8 @@ class ReduceAndStep:
 
 def _exchange_parameters(step: StepContext, action: str) -> None:
     """Where replicas share out the optimizer's state, each gets what the others have updated."""
-    shares, params = step.weights.shares, step.weights.params
+    params = step.weights.params
+    shares = step.weights.shares[step.rank] if step.weights.shares else None
     if shares is None or len(shares.ranks) == 1:
         return
     group = parameter_group(shares.ranks)

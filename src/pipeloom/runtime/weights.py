@@ -86,7 +86,7 @@ class Weights:
     updates: which versions of the parameters micro-batches use; None for the newest.
     awaited: an update's gradients wait for sums over ranks while the next ones are added up.
     together: see `Gradients`.
-    shares: which parameters this rank steps, `rank`, and who steps the others; None for all.
+    shares: of all ranks: who steps which parameter; empty where each steps all that it has.
     copied_bytes: by updates, to make new versions.
     """
 
@@ -101,7 +101,7 @@ class Weights:
         updates: Updates | None = None,
         awaited: bool = False,
         together: Sequence[tuple[str, ...]] = (),
-        shares: OptimizerShares | None = None,
+        shares: Sequence[OptimizerShares] = (),
         rank: int = 0,
     ) -> None:
         self.params = dict(params)
@@ -112,7 +112,7 @@ class Weights:
         self.grads = Gradients(self.params, together)
         self.summed = Gradients(self.params, together) if awaited else self.grads
         self.shares = shares
-        own = self.params.keys() if shares is None else shares.of(rank)
+        own = shares[rank].of(rank) if shares else self.params.keys()
         self.stepped = frozenset(n for n, p in self.params.items() if p.requires_grad and n in own)
         trained = [p for n, p in self.params.items() if n in self.stepped]
         make = optimizer or default_optimizer

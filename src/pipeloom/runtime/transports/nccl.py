@@ -28,7 +28,7 @@ from torch import Tensor
 from ...ir.errors import ConfigError
 from ..failure import Watch
 from .gloo import GlooTransport
-from .transport import FailedTransfer, PendingTransfer, SumGroup
+from .transport import FailedTransfer, PendingTransfer, SumGroup, in_rounds
 
 
 class StreamWork(Protocol):
@@ -137,14 +137,13 @@ class NcclTransport:
 
     def open_groups(self, groups: Sequence[SumGroup]) -> None:
         members = dist.get_process_group_ranks(self._group)
-        for group in groups:
-            if group not in self._sum_groups and self.rank in group.ranks:
-                self._sum_groups[group] = dist.new_group(
-                    [members[rank] for rank in group.ranks],
-                    backend=self._backend,
-                    use_local_synchronization=True,
-                    group_desc=f"pipeloom-{group.name}",
-                )
+        for group in in_rounds(groups, self.rank):
+            self._sum_groups[group] = dist.new_group(
+                [members[rank] for rank in group.ranks],
+                backend=self._backend,
+                use_local_synchronization=True,
+                group_desc=f"pipeloom-{group.name}",
+            )
 
     def all_reduce(self, tensor: Tensor, group: SumGroup | None = None) -> PendingTransfer:
         over = self._group if group is None else self._sum_groups[group]

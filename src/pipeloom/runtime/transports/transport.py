@@ -29,6 +29,28 @@ class SumGroup(NamedTuple):
     ranks: tuple[int, ...]
 
 
+def in_rounds(groups: Sequence[SumGroup], rank: int) -> list[SumGroup]:
+    """What a rank opens so that all ranks open equally many groups: in each round one that it is in, or one
+    of its own. torch names a group after its ranks and the number of groups that a process has already, so
+    ranks of one group would wait for each other for ever if they had opened unequally many before.
+
+    groups: the same on all ranks.
+
+    >>> pair, other, all_four = SumGroup("a", (0, 1)), SumGroup("a", (2, 3)), SumGroup("a", (0, 1, 2))
+    >>> [group.ranks for group in in_rounds([pair, all_four, other], 3)]
+    [(2, 3), (3,)]
+    """
+    rounds: list[list[SumGroup]] = []
+    for group in groups:
+        free = (opened for opened in rounds if not any(set(group.ranks) & set(o.ranks) for o in opened))
+        into = next(free, None)
+        if into is None:
+            rounds.append(into := [])
+        into.append(group)
+    alone = SumGroup("nobody else", (rank,))
+    return [next((group for group in opened if rank in group.ranks), alone) for opened in rounds]
+
+
 class Transport(Protocol):
     """Moves flat byte buffers between ranks.
 
