@@ -74,14 +74,7 @@ class GlooTransport:
         return WorkHandle(work)
 
     def open_groups(self, groups: Sequence[SumGroup]) -> None:
-        members = dist.get_process_group_ranks(self._group)
-        for group in in_rounds(groups, self.rank):
-            self._sum_groups[group] = dist.new_group(
-                [members[rank] for rank in group.ranks],
-                backend="gloo",
-                use_local_synchronization=True,
-                group_desc=f"pipeloom-{group.name}",
-            )
+        self._sum_groups |= opened(groups, self._group, "gloo")
 
     def all_reduce(self, tensor: Tensor, group: SumGroup | None = None) -> PendingTransfer:
         over = self._group if group is None else self._sum_groups[group]
@@ -131,6 +124,25 @@ class GlooTransport:
         self._last_collective = work
         WorkHandle(work).wait(timeout_s)
         return gathered
+
+
+def opened(
+    groups: Sequence[SumGroup], over: dist.ProcessGroup, backend: str
+) -> dict[SumGroup, dist.ProcessGroup]:
+    """Those of some groups that this rank is in; all ranks of `over` call it with the same ones."""
+    members, rank = dist.get_process_group_ranks(over), over.rank()
+    whole = over.size() == dist.get_world_size()  # then all processes come here
+    made = {}
+    for group in groups if whole else in_rounds(groups, rank):
+        inside = dist.new_group(
+            [members[other] for other in group.ranks],
+            backend=backend,
+            use_local_synchronization=not whole,
+            group_desc=f"pipeloom-{group.name}",
+        )
+        if rank in group.ranks:
+            made[group] = inside
+    return made
 
 
 class WorkHandle:

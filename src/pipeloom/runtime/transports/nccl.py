@@ -27,8 +27,8 @@ from torch import Tensor
 
 from ...ir.errors import ConfigError
 from ..failure import Watch
-from .gloo import GlooTransport
-from .transport import FailedTransfer, PendingTransfer, SumGroup, in_rounds
+from .gloo import GlooTransport, opened
+from .transport import FailedTransfer, PendingTransfer, SumGroup
 
 
 class StreamWork(Protocol):
@@ -136,14 +136,7 @@ class NcclTransport:
         return _Enqueued(self._lookout, work, f"message {index} from rank {source}")
 
     def open_groups(self, groups: Sequence[SumGroup]) -> None:
-        members = dist.get_process_group_ranks(self._group)
-        for group in in_rounds(groups, self.rank):
-            self._sum_groups[group] = dist.new_group(
-                [members[rank] for rank in group.ranks],
-                backend=self._backend,
-                use_local_synchronization=True,
-                group_desc=f"pipeloom-{group.name}",
-            )
+        self._sum_groups |= opened(groups, self._group, self._backend)
 
     def all_reduce(self, tensor: Tensor, group: SumGroup | None = None) -> PendingTransfer:
         over = self._group if group is None else self._sum_groups[group]
