@@ -26,7 +26,7 @@ def row(**sizes: int) -> dict[str, object]:
 def test_sizes_are_in_full(ways: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     """The last letters of caps were cut off, as "12.0 M…", where a table was wider than 120 letters."""
     sizes = {name: 1000 * MiB + at * 2**17 for at, name in enumerate(ways)}
-    made = SimpleNamespace(microbatches=8, microbatch_size=4, predicted_step_s=1.0)
+    made = SimpleNamespace(microbatches=8, microbatch_size=4, predicted_step_s=1.0, width=1)
     _print([row(**sizes, cap=999 * MiB, peak=998 * MiB)], made, [], [])
     said = capsys.readouterr().out
     assert "…" not in said and "998.0 MiB" in said and "999.0 MiB" in said

@@ -87,11 +87,13 @@ class Model(torch.nn.Module):
     settings = BenchSettings(
         model=f"{job}:job",
         stages=1,
+        width=1,
         schedule="1f1b",
         planner="exact",
         microbatches=2,
         microbatch_size=2,
         split_backward=False,
+        shard_optimizer=False,
         weights=None,
         device_memory=None,
         treat=None,
