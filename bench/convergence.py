@@ -72,7 +72,9 @@ def run(optimizer: str, weights: str, seed: int, steps: int, shared: dict[str, A
         weights=weights,
         **shared,
     )
-    options = Options(seed=seed, clip_norm=config.optimizer.clip_norm, scheduler=rate_scheduler(config), compare=False)
+    options = Options(
+        seed=seed, clip_norm=config.optimizer.clip_norm, scheduler=rate_scheduler(config), compare=False
+    )
     with Pipeline(job, made, options=options, captured=shared["captured"]) as pipeline:
         losses = [(0, validate(pipeline, config, workload))]
         while pipeline.steps_done < steps:
