@@ -15,7 +15,6 @@ import argparse
 import importlib
 import json
 import logging
-import re
 import sys
 import time
 import traceback
@@ -105,7 +104,16 @@ def try_model(library: str, model: str, stages: int) -> Verdict:
             lines = traceback.format_exception(error)
             found = replace(known, says=f"{type(error).__name__}: {error}\n{''.join(lines[-4:])}")
         break
-    return replace(found, seconds=round(time.perf_counter() - start, 1))
+    if found.verdict == "refused":
+        found = replace(found, dtype="", stages=0)
+    return replace(found, says=without_folders(found.says), seconds=round(time.perf_counter() - start, 1))
+
+
+def without_folders(text: str) -> str:
+    """A message whose files are named from where Python finds them on, as on any other machine."""
+    for folder in sorted(filter(None, sys.path), key=len, reverse=True):
+        text = text.replace(f"{folder}/", "")
+    return text
 
 
 def compared(job: Job, expected: Numbers, known: Verdict) -> Verdict:
@@ -117,7 +125,9 @@ def compared(job: Job, expected: Numbers, known: Verdict) -> Verdict:
     train, evaluate = batches(job)
     found = pipelined(job, plan, train, evaluate=evaluate, timeout_s=120.0, compare=False)
     # Parameters that nothing trains and the forward changes are buffers to pipeloom.
-    state, wanted = found.parameters | found.buffers, expected.parameters | expected.buffers
+    state, named = found.parameters | found.buffers, dict(job.model().named_buffers())
+    kept = {name: t for name, t in expected.buffers.items() if name in named}  # not what a forward registers
+    wanted = expected.parameters | kept
     differences = {
         "losses": apart(found.losses, expected.losses),
         "evaluation": apart(found.evaluated, expected.evaluated),
@@ -245,17 +255,12 @@ def page_of(verdicts: Sequence[Verdict], counts: Mapping[str, int]) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     for v in verdicts:
-        reason = " ".join(re.sub(r"/\S*/site-packages/", "", sentence(v.says)).split()).replace("|", "\\|")
+        reason = " ".join(v.says.partition("\nhint: ")[0].split()).replace("|", "\\|")
         largest = f"{v.largest:.1e}" if v.verdict in ("equal", "wrong") else ""
         stages = str(v.stages) if v.how else ""
         row = (v.library, v.model, f"**{v.verdict}**", v.how, stages, v.dtype, largest, reason)
         lines.append(f"| {' | '.join(row)} |")
     return "\n".join(lines)
-
-
-def sentence(says: str) -> str:
-    """What an error says, without its hint and without the files of this machine."""
-    return says.partition("\nhint: ")[0]
 
 
 if __name__ == "__main__":

@@ -39,6 +39,6 @@ MODELS: dict[str, Callable[[], Job]] = {
     "decoder": _model("decoder"),
     "encoder": _model("encoder", Encoder),
     "rotary, RMSNorm, GLU": _model("rotary", rotary_pos_emb=True, use_rmsnorm=True, ff_glu=True),
-    "ALiBi, talking heads": _model("alibi", alibi_pos_bias=True, alibi_num_heads=2, attn_talking_heads=True),
+    "ALiBi": _model("alibi", alibi_pos_bias=True),
     "layer dropout": _model("layer_dropout", layer_dropout=1e-9),
 }

@@ -105,3 +105,30 @@ def test_tensors_that_the_forward_leaves_in_new_attributes() -> None:
     batches = [job.batch(3, 4)]
     found = pipelined(job, even_plan(job, 2, microbatches=2), batches, evaluate=batches)
     assert_same(found, plain(job, batches, 2, evaluate=batches), tolerance=1e-5)
+
+
+class RegistersABuffer(nn.Module):
+    """A cache, as of ALiBi in x_transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 8)
+        self.register_buffer("bias", None, persistent=False)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        if self.bias is None:
+            self.register_buffer("bias", torch.arange(8.0), persistent=False)
+        return (self.head(self.body(x) + self.bias) - y).square().mean()
+
+
+def test_buffers_that_the_forward_registers() -> None:
+    """They were looked for among what the constructor made: a KeyError."""
+    job = Job(model=RegistersABuffer, batch=zoo.vector_batch, optimizer=zoo.sgd)
+    batches = [job.batch(3, 4)]
+    found, expected = (
+        pipelined(job, even_plan(job, 2, microbatches=2), batches, evaluate=batches),
+        plain(job, batches, 2, evaluate=batches),
+    )
+    expected.buffers.clear()
+    assert_same(found, expected, tolerance=1e-5)

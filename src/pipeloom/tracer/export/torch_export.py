@@ -94,15 +94,19 @@ def _refuse_dropout_between_layers(graph: fx.Graph, name: str) -> None:
 
 @contextmanager
 def _new_tensors_removed(module: nn.Module) -> Iterator[None]:
-    """Tensors that the block puts into attributes which were not there are taken away again: they are traced
-    ones, and the next trace would take them for the model's own."""
-    before = [(inner, set(vars(inner))) for inner in module.modules()]
+    """Tensors that the block puts where none were, as attributes or buffers, are taken away again: they are
+    traced ones, and the next trace would take them for the model's own."""
+    stores = [store for inner in module.modules() for store in (vars(inner), inner._buffers)]
+    before = [(store, dict(store)) for store in stores]
     try:
         yield
     finally:
-        for inner, names in before:
-            for name in [n for n, v in vars(inner).items() if n not in names and isinstance(v, Tensor)]:
-                del vars(inner)[name]
+        for store, values in before:
+            for name in [n for n, v in store.items() if isinstance(v, Tensor) and values.get(n) is None]:
+                if name in values:
+                    store[name] = None
+                else:
+                    del store[name]
 
 
 def _decompositions() -> dict[Any, Callable[..., Any]]:
