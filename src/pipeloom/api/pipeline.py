@@ -242,7 +242,7 @@ class Pipeline:
         """Train on batches one after the other, without draining the pipeline between them if the plan's
         weights are updated without a flush; with the same numbers as `step`, which drains each time.
 
-        Yields: one report per batch, in order; without a flush up to two batches late. What else is called
+        Yields: one report per batch, in order; without a flush up to three batches late. What else is called
             between two of them, such as `evaluate`, drains first.
         Raises: as `step`.
         """

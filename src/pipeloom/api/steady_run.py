@@ -122,7 +122,7 @@ class SteadyRun:
         while len(self._batch_bytes) > window:
             self._batch_bytes.popleft()
         self.ledger.set("batch", sum(self._batch_bytes))
-        self._report_told()
+        self._report_told(leave=1)
         if self.fed:
             self.recorder.next_step(keep=SHOWN_ROWS)
         else:
@@ -148,7 +148,7 @@ class SteadyRun:
         while self._open:
             self._tell(self._open.popleft())
         self._check_digests(leave=0)
-        self._report_told()
+        self._report_told(leave=0)
         self.fed = 0
         self._batch_bytes.clear()
 
@@ -178,9 +178,10 @@ class SteadyRun:
         batch.pending = self.channel.begin_sum(batch.figures, self.control)
         self._told.append(batch)
 
-    def _report_told(self) -> None:
-        """Make reports of what was told: all ranks have come to it meanwhile, or soon will."""
-        while self._told:
+    def _report_told(self, *, leave: int) -> None:
+        """Make reports of what was told. The latest is left for later: ranks begin their rows one after the
+        other, and the first would wait for the last to end the row before."""
+        while len(self._told) > leave:
             batch = self._told.popleft()
             assert batch.pending is not None
             batch.pending.wait()
