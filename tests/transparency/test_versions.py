@@ -7,6 +7,7 @@ newest.
 from __future__ import annotations
 
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import runs
@@ -15,7 +16,7 @@ from delayed import OPTIMIZERS, STEPS, Trained, assert_equal, delayed, job_of, s
 
 from pipeloom import Pipeline, plan
 from pipeloom.clusters import cpu_cluster
-from pipeloom.ir.errors import ScheduleError
+from pipeloom.ir.errors import PipeloomError, ScheduleError
 from pipeloom.ir.plan import Plan
 from pipeloom.runtime.transports import LocalChannel
 
@@ -103,3 +104,23 @@ def test_a_checkpoint_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
     assert first[0].losses + second[0].losses == expected.losses
     for name, tensor in expected.parameters.items():
         assert torch.equal(second[0].parameters[name], tensor), name
+
+
+def test_after_a_step_that_was_broken_off_a_checkpoint_goes_on(tmp_path: Path) -> None:
+    """On one rank: what was in flight is forgotten, and nothing but loading is allowed."""
+    job = job_of()
+    batches = [job.batch(index, 8) for index in range(STEPS)]
+    with runs.shared_captures(), Pipeline(job, steady_plan(job, 1, 4)) as pipeline:
+        losses = [report.loss for report in pipeline.steps(batches[:3])]
+        pipeline.save(tmp_path)
+        list(pipeline.steps(batches[:1]))
+        with (
+            patch.object(pipeline.worker, "run", side_effect=KeyboardInterrupt),
+            pytest.raises(KeyboardInterrupt),
+        ):
+            list(pipeline.steps(batches[:2]))
+        with pytest.raises(PipeloomError, match="load the newest checkpoint"):
+            pipeline.step(batches[3])
+        pipeline.load(tmp_path)
+        losses += [report.loss for report in pipeline.steps(batches[3:])]
+    assert losses == delayed(job, 4).losses

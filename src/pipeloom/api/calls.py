@@ -5,7 +5,8 @@ several ranks   the others are told, and every later call is refused: messages o
 a refused batch nothing: all ranks refuse it before anything is sent, and the next call starts as usual
 one rank        the next call starts clean: no gradient, residual or operation of the broken one is left,
                 and buffers are what they were before it; but if its optimizer may have updated some
-                parameters and not others, only `load` is allowed
+                parameters and not others, or the pipeline does not drain between steps, only `load` is
+                allowed
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ from torch import Tensor
 
 from ..ir.errors import BatchError, PeerError, PipeloomError
 from ..runtime import Watch, Worker
+from .steady_run import SteadyRun
 
 
 class Calls:
     """Wraps all that a pipeline does with its worker, one call after the other."""
 
-    def __init__(self, watch: Watch, worker: Worker) -> None:
-        self._watch, self._worker = watch, worker
+    def __init__(self, watch: Watch, worker: Worker, steady: SteadyRun | None = None) -> None:
+        self._watch, self._worker, self._steady = watch, worker, steady
         self._broken = ""
         self._torn = False
         self._buffers: dict[str, Tensor] = {}
@@ -49,6 +51,9 @@ class Calls:
             first = str(error).partition("\n")[0]
             by = first if isinstance(error, PeerError) else f"{type(error).__name__}: {first}".rstrip(": ")
             self._broken, self._torn = f"{what} was broken off ({by})", self._worker.reduce_and_step.updating
+            if self._steady is not None:  # its rows go over from step to step: none can be taken back alone
+                self._torn = True
+                self._steady.forget()
             if self._watch.ranks > 1:
                 self._watch.fail(error)
             raise

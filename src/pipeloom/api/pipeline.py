@@ -96,7 +96,7 @@ class Pipeline:
             self.watch.check()
             self._build()
             ended.pop_all()
-        self.calls = Calls(self.watch, self.worker)
+        self.calls = Calls(self.watch, self.worker, self.steady)
 
     def _build(self) -> None:
         job, plan, options = self.job, self.plan, self.options
