@@ -350,3 +350,49 @@ def test_large_schedules_are_written_and_read_without_an_object_per_action(
     assert read("show", "1f1b", "-p", "3", "-m", "4")["rows"] == expected
     good("export", "1f1b", "-p", "3", "-m", "4", "-o", "rows.csv")
     assert read("check", "rows.csv")["rows"] == expected
+
+
+TOWERS = "0-1 1-8 2-3 3-8 4-5 5-8 6-7 7-8"
+
+
+def test_a_graph_of_stages_holds_as_many_as_its_longest_path_has_ranks() -> None:
+    shown = read("show", "zb_h1", "-m", "16", "--edges", TOWERS)
+    assert (shown["ranks"], shown["stages"], shown["peak"], shown["step_s"]) == (9, 9, 3.0, 50.0)
+    assert [rank["peak"] for rank in shown["by_rank"]] == [3.0] * 9  # type: ignore[attr-defined]
+    compared = read("compare", "1f1b", "zb_h1", "--edges", TOWERS)
+    assert {name: figures["peak"] for name, figures in compared.items()} == {"1f1b": 3.0, "zb_h1": 3.0}  # type: ignore[index]
+    assert "B7 through stages 1, 0" in good("explain", "1f1b", "--edges", TOWERS)
+
+
+def test_times_of_edges() -> None:
+    """The slow edge makes the step longer; the same time on every edge is that of one number."""
+    edges = ("--edges", "0-2 1-2", "-m", "1")
+    assert read("show", "1f1b", *edges, "-T", "5,0")["step_s"] == 6 + 10
+    assert read("show", "1f1b", *edges, "-T", "1,1") == read("show", "1f1b", *edges, "-T", "1")
+
+
+def test_check_holds_a_file_against_a_graph_of_stages(folder: Path) -> None:
+    edges = ("--edges", "0-1 1-4 2-3 3-4")
+    good("export", "1f1b", "-m", "4", *edges, "-o", "towers.csv")
+    assert "are complete and cannot block" in good("check", "towers.csv", *edges)
+    assert "they wait in a circle" in call("check", "towers.csv").stderr
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["show", "gis", "--edges", "0-1"], "gis runs several stages on each rank, --edges gives each stage"),
+        (["show", "chimera", "--edges", "0-1"], "chimera runs several stages on each rank"),
+        (["show", "1f1b", "--edges", "0-1 1-3"], "no edge names stage 2"),
+        (["show", "1f1b", "--edges", "0-1 0-1"], "the edge 0-1 is given twice"),
+        (["show", "1f1b", "--edges", "0-1 1-0"], "in a circle: 0 -> 1 -> 0"),
+        (["show", "1f1b", "--edges", "0-1", "-p", "2"], "--edges was given together with -p or -v"),
+        (["show", "1f1b", "--edges", "0>1"], "'0>1' is not an edge; write 0-1"),
+        (["show", "1f1b", "--edges", "0-1 1-2", "-T", "1,1,1"], "3 times for the 2 boundaries between 3"),
+        (["check", "order.csv", "--edges", "0-1 1-2"], "has 2 stages, --edges names 3"),
+        (["show", "order.csv", "--edges", "0-1"], "order.csv has stages of its own"),
+    ],
+)
+def test_a_mistake_in_edges_is_one_sentence(folder: Path, words: list[str], message: str) -> None:
+    result = call(*words)
+    assert result.exit_code != 0 and message in result.stderr

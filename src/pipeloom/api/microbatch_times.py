@@ -14,6 +14,7 @@ from ..ir.graph import Value
 from ..ir.plan import Plan, load_plan
 from ..ir.profile import Profile
 from ..ir.stages import StageGraph
+from .edges import between, seconds_by_edge
 
 Seconds: TypeAlias = float | tuple[float, ...]
 """One number: of one micro-batch on all stages of a rank together. Several: on pieces of the model from front
@@ -122,23 +123,25 @@ def per_stage(amount: Seconds, stages: int, ranks: float, name: str) -> list[flo
 
 
 def with_transfers(stages: StageGraph, transfer_s: tuple[float, ...]) -> tuple[StageGraph, float]:
-    """A chain, or replicas of one, with `transfer_s[s]` seconds from stage s to s + 1 and back.
+    """Stages with `transfer_s[i]` seconds along the i-th edge and back: in a chain from stage i to i + 1.
 
     Returns: the stages with messages of fitting sizes, and the bandwidth in bytes per second.
     Raises: ConfigError unless there is one time per boundary.
     """
-    count = stages.cuts
-    if len(transfer_s) != count - 1:
+    count = len(between(stages))
+    if len(transfer_s) != count:
         raise ConfigError(
-            f"-T has {len(transfer_s)} times for the {count - 1} boundaries between {count} stages",
+            f"-T has {len(transfer_s)} times for the {count} boundaries between {stages.cuts} stages",
             hint="give one time for all messages, or one per boundary",
         )
     longest_s = max(transfer_s, default=0.0)
     if longest_s == 0:
         return stages, float("inf")
 
-    def sized(value: Value, boundary: int) -> Value:
-        return replace(value, shape=(round(LONGEST * transfer_s[boundary] / longest_s / 4),))
+    seconds = seconds_by_edge(stages, transfer_s)
 
-    crossings = tuple(replace(c, value=sized(c.value, stages.origin(c.source))) for c in stages.crossings)
+    def sized(value: Value, edge: tuple[int, int]) -> Value:
+        return replace(value, shape=(round(LONGEST * seconds[edge] / longest_s / 4),))
+
+    crossings = tuple(replace(c, value=sized(c.value, (c.source, c.target))) for c in stages.crossings)
     return replace(stages, crossings=crossings), LONGEST / longest_s

@@ -21,6 +21,7 @@ from ..ir.weight_policy import Updates
 from ..lowering import lower
 from ..schedules import load_file, program_text, read_schedule, schedule_text
 from ..simulator import Summary, check_memory_limit, explain_idle_time, simulate, summarise
+from .edges import Edges, between, graph_of_edges, placed, seconds_by_edge
 from .microbatch_times import UNIT, MicrobatchTimes, load_work, stage_costs, with_transfers
 
 __all__ = [
@@ -45,9 +46,10 @@ SLICES = 2
 class Scenario:
     """What schedules are simulated for.
 
+    edges: of a graph of stages, each on the rank of its number; instead of `ranks` and `chunks`.
     microbatches: of a step, of both directions together, each whole.  chunks: stages per rank, 0 for as many
     as the schedule usually has.  times: of a micro-batch; or a file that says them.
-    transfer_s: seconds of a message between ranks; or per boundary of two stages.
+    transfer_s: seconds of a message between ranks; or per boundary of two stages, with edges per edge.
     per_node: ranks of a node; messages between nodes share one link out of each and one into it, and keep it
     for as long as they take. 0: every message has a link of its own.
     memory: most residuals that a rank may hold: micro-batches, or bytes with a unit if the file says sizes.
@@ -62,6 +64,7 @@ class Scenario:
     per_node: int = 0
     memory: str = ""
     pair_factor: float = 1.0
+    edges: Edges = ()
 
     def load_times(self, ranks: int) -> MicrobatchTimes:
         return load_work(self.times, ranks) if isinstance(self.times, Path) else self.times
@@ -106,16 +109,19 @@ def library() -> dict[str, dict[str, str | tuple[str, ...]]]:
 
 
 def simulate_schedule(name: str, scenario: Scenario) -> SimulatedSchedule:
-    """Build a schedule of the library in its usual placement and simulate it.
+    """Build a schedule of the library in its usual placement, or on the graph of `edges`, and simulate it.
 
     Bidirectional schedules run half of the micro-batches in each direction; in sliced ones each action has
     its share of a micro-batch.
     Raises: ScheduleError if it cannot be built or does not keep to the memory; ConfigError for wrong times.
     """
-    stages, placement = schedules.default_placement(name, scenario.ranks, scenario.chunks)
+    if scenario.edges:
+        stages, placement = placed(name, scenario.edges)
+    else:
+        stages, placement = schedules.default_placement(name, scenario.ranks, scenario.chunks)
     _refuse_misfit(name, stages, scenario)
     slices = _slices(name)
-    costs = _costs(scenario, stages, scenario.ranks, slices)
+    costs = _costs(scenario, stages, len(placement) if scenario.edges else scenario.ranks, slices)
     caps = _caps(scenario, costs, placement, stages.replicas, slices)
     transfer_s = scenario.transfer_s
     times = schedules.Times(
@@ -144,7 +150,7 @@ def simulate_file(
 
     replicas: 1 for a chain of stages; 2 if the second half of the stages is a replica of the first, which
     runs micro-batches of its own, as bidirectional schedules have it.  operations: a Python file that
-    declares what else the rows have.
+    declares what else the rows have.  The stages are a chain unless the scenario has edges.
     Raises: ScheduleError or DeadlockError that says what is wrong.
     """
     if operations is not None:
@@ -155,17 +161,28 @@ def simulate_file(
             f"{file} has {schedule.stages} stages, which {replicas} replicas do not share evenly",
             hint="leave --replicas out, or give as many stages in each",
         )
-    stages = (
-        replicate(chain(schedule.stages // replicas), replicas) if replicas > 1 else chain(schedule.stages)
-    )
+    one = _stages_of_file(file, schedule.stages // replicas, scenario.edges)
+    stages = replicate(one, replicas) if replicas > 1 else one
     try:
         check(schedule, stages)
     except ScheduleError as error:
-        if replicas == 1 and _runs_both_ways(schedule):
+        if replicas == 1 and not scenario.edges and _runs_both_ways(schedule):
             hint = f"{error.hint}; or add --replicas 2, if the second half of the stages is a replica"
             raise type(error)(error.message, hint=hint) from None
         raise
     return _simulate(schedule, stages, _costs(scenario, stages, schedule.ranks, schedule.slices), scenario)
+
+
+def _stages_of_file(file: Path, count: int, edges: Edges) -> StageGraph:
+    if not edges:
+        return chain(count)
+    graph = graph_of_edges(edges)
+    if len(graph.stages) != count:
+        raise ScheduleError(
+            f"{file} has {count} stages, --edges names {len(graph.stages)}",
+            hint="name each stage of the file in an edge, numbered from 0",
+        )
+    return graph
 
 
 def _runs_both_ways(schedule: Schedule) -> bool:
@@ -242,7 +259,8 @@ def _costs(scenario: Scenario, stages: StageGraph, ranks: int, slices: int) -> t
 
 def _by_boundary(transfer_s: tuple[float, ...], stages: StageGraph) -> Callable[[int, int], float]:
     with_transfers(stages, transfer_s)
-    return lambda source, target: transfer_s[min(stages.origin(source), stages.origin(target))]
+    seconds = seconds_by_edge(stages, transfer_s)
+    return lambda source, target: seconds[source, target]
 
 
 def _units(
@@ -316,7 +334,7 @@ def _wired(stages: StageGraph, ranks: int, scenario: Scenario) -> tuple[StageGra
     times, shared = scenario.transfer_s, None
     link = Link(bandwidth_bytes_per_s=inf)
     if scenario.per_node and isinstance(times, float):
-        times = (times,) * (stages.cuts - 1)
+        times = (times,) * len(between(stages))
     if isinstance(times, tuple):
         stages, bandwidth = with_transfers(stages, times)
         link = Link(bandwidth_bytes_per_s=bandwidth)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from functools import wraps
 from math import isfinite
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from ..ir.errors import ConfigError
 from ..ir.weight_policy import WEIGHT_POLICIES, Updates
@@ -37,6 +39,33 @@ class TimesType(click.ParamType[float | tuple[float, ...]]):
         return numbers[0] if len(numbers) == 1 else tuple(numbers)
 
 
+class EdgesType(click.ParamType[tuple[tuple[int, int], ...]]):
+    """Edges of a stage graph: "0-1 1-4 2-3 3-4"."""
+
+    name = "edges"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[tuple[int, int], ...]:
+        if not isinstance(value, str):
+            return value  # type: ignore[no-any-return]
+        edges = []
+        for part in value.replace(",", " ").split():
+            found = re.fullmatch(r"(\d{1,4})-(\d{1,4})", part)
+            if found is None:
+                self.fail(f"{part!r} is not an edge; write 0-1 for a message from stage 0 to 1", param, ctx)
+            edges.append((int(found[1]), int(found[2])))
+        if not edges:
+            self.fail('there is no edge in it; write some, as in "0-1 1-4 2-3 3-4"', param, ctx)
+        return tuple(edges)
+
+
+EDGES = click.option(
+    "--edges",
+    type=EdgesType(),
+    help='Stages that are no chain, by who sends to whom: "0-1 1-4 2-3 3-4" are two towers of two stages and '
+    "what joins them. Stage 0 is on rank 0, and so on.",
+)
 SHAPE = (
     click.option(
         "--ranks",
@@ -73,7 +102,7 @@ TIMES = (
         type=TimesType(),
         default=0.0,
         show_default=True,
-        help="Time of a message between ranks; several: one per boundary of two stages.",
+        help="Time of a message between ranks; several: one per boundary of two stages, or per edge.",
     ),
     click.option(
         "--per-node",
@@ -130,13 +159,19 @@ TIMES_HELP = (
 
 
 def shape_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """-p, -m, -v and those of `times_options`, handed to the command as one `scenario`."""
-    return _with_scenario(command, SHAPE + TIMES)
+    """-p, -m, -v, --edges and those of `times_options`, handed to the command as one `scenario`."""
+    return _with_scenario(command, (*SHAPE, EDGES, *TIMES))
 
 
 def times_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """-F, -I, -W, -T and the options behind them, handed to the command as one `scenario`."""
-    return _with_scenario(command, TIMES)
+    """--edges, -F, -I, -W, -T and the options behind them, handed to the command as one `scenario`."""
+    return _with_scenario(command, (EDGES, *TIMES))
+
+
+def _given(name: str) -> bool:
+    """Whether an option of the command that runs stands on its command line."""
+    source = click.get_current_context().get_parameter_source(name)
+    return source is ParameterSource.COMMANDLINE
 
 
 def _with_scenario(command: Callable[..., Any], options: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
@@ -154,10 +189,16 @@ def _with_scenario(command: Callable[..., Any], options: Sequence[Callable[..., 
         ranks: int = 1,
         microbatches: int = 1,
         chunks: int | None = None,
+        edges: tuple[tuple[int, int], ...] | None = None,
         **arguments: Any,
     ) -> Any:
         from ..api import MicrobatchTimes, Scenario
 
+        if edges is not None and (chunks is not None or _given("ranks")):
+            raise ConfigError(
+                "--edges was given together with -p or -v",
+                hint="leave those out: each stage that an edge names has a rank of its own",
+            )
         options = dict(forward_s=forward_s, input_grad_s=input_grad_s, weight_grad_s=weight_grad_s)
         numbers = {name: value for name, value in options.items() if value is not None}
         if times is not None and numbers:
@@ -173,6 +214,7 @@ def _with_scenario(command: Callable[..., Any], options: Sequence[Callable[..., 
             per_node=per_node or 0,
             memory=memory,
             pair_factor=pair_factor,
+            edges=edges or (),
         )
         return command(scenario=scenario, **arguments)
 

@@ -22,38 +22,38 @@ from .v_shape import zb_v_recipes
 
 def chimera(s: Shape) -> list[Recipe]:
     """Each direction as if alone; the two meet in the gaps. Peak: p micro-batches of one replica."""
-    memory = options(s, memory=s.ranks / 2)["memory"]
+    memory = options(s, memory=s.depth / 2)["memory"]
     return list(_clocks(s, "FB", memory))
 
 
 def dualpipe(s: Shape) -> list[Recipe]:
     """Peak: p + 1 micro-batches of one replica. With the option pairs=0, and where the published order does
     not fit, no pairs, and W apart everywhere."""
-    given = options(s, memory=(s.ranks + 1) / 2, pairs=1)
+    given = options(s, memory=(s.depth + 1) / 2, pairs=1)
     memory, last = given["memory"], s.ranks - 1
     apart = list(_clocks(s, "FIW", memory))
     if not given["pairs"]:
         return apart
     own = [stages if r <= last - r else stages[::-1] for r, stages in enumerate(map(sorted, s.rank_stages))]
-    fits = s.ranks % 2 == 0 and s.placement == both_ways(s.ranks)
+    fits = s.ranks % 2 == 0 and s.placement == both_ways(s.ranks) and s.depth == s.ranks
     return _eight_phases(s, memory, own if fits else (), lambda rank: min(rank, last - rank)) or apart
 
 
 def dualpipev(s: Shape) -> list[Recipe]:
     """Peak: 2p + 1 chunks. With the option pairs=0, and where the published order does not fit, the pattern
     of ZB-V with room for one chunk more."""
-    given = options(s, memory=s.ranks + 0.5, pairs=1)
+    given = options(s, memory=s.depth + 0.5, pairs=1)
     memory = given["memory"]
     apart = zb_v_recipes(replace(s, options={}), memory)
     if not given["pairs"]:
         return apart
-    own = s.rank_stages if s.placement == wave(s.ranks) else ()
+    own = s.rank_stages if s.placement == wave(s.ranks) and s.depth == s.ranks else ()
     return _eight_phases(s, memory, own, lambda rank: rank) or apart
 
 
 def hanayo(s: Shape) -> list[Recipe]:
     """Waves at full pace; peak p micro-batches."""
-    memory = options(s, memory=s.ranks)["memory"]
+    memory = options(s, memory=s.depth)["memory"]
     return list(_clocks(s, "FB", memory))
 
 

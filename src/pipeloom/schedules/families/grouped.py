@@ -32,7 +32,7 @@ def looped_bfs(s: Shape) -> Recipe:
 
 def interleaved_1f1b(s: Shape) -> list[Recipe]:
     """Megatron's order: 2 (p - 1 - rank) + (v - 1) g forwards ahead, then one forward, one backward."""
-    g = int(options(s, group=s.ranks)["group"])
+    g = int(options(s, group=s.depth)["group"])
     forward, backward = (lambda r: turns(s, r, F, g)), (lambda r: turns(s, r, B, g))
     ahead = lambda r: 2 * last(s, r) + (len(s.rank_stages[r]) - 1) * g  # noqa: E731
     published = Recipe(
@@ -40,40 +40,40 @@ def interleaved_1f1b(s: Shape) -> list[Recipe]:
     )
     if s.even and s.microbatches % g == 0:
         return [published]
-    most = s.ranks + (s.ranks - 1) / s.chunks
+    most = s.depth + (s.depth - 1) / s.chunks
     return [published, Recipe(clock=path_clock(s, kinds="FB"), memory=most)]
 
 
 def gis(s: Shape) -> list[Recipe]:
     """Interleaved with the memory of 1F1B."""
-    return list(_gis(s, s.ranks))
+    return list(_gis(s, s.depth))
 
 
 def gis_g(s: Shape) -> list[Recipe]:
     """Groups of `group` micro-batches: fewer hold less, down to half of p."""
-    half = -(-s.ranks // 2)
+    half = -(-s.depth // 2)
     g = int(s.option("group", half))
-    s.require(half <= g <= s.ranks, f"group {g} for {s.ranks} ranks", f"use {half} to {s.ranks}")
+    s.require(half <= g <= s.depth, f"group {g} for {s.depth} ranks", f"use {half} to {s.depth}")
     return list(_gis(s, g))
 
 
 def gis_h(s: Shape) -> list[Recipe]:
     """The smallest group."""
-    return list(_gis(s, -(-s.ranks // 2)))
+    return list(_gis(s, -(-s.depth // 2)))
 
 
 def _gis(s: Shape, g: int) -> Iterator[Recipe]:
     join = options(s, group=g, join=0.0)["join"]
-    memory = (g * (s.chunks - 1) + s.ranks) / s.chunks
+    memory = (g * (s.chunks - 1) + s.depth) / s.chunks
     # Groups that share the micro-batches evenly may end better than whole ones and a rest.
     alike = -(-s.microbatches // -(-s.microbatches // g))
-    sizes = dict.fromkeys((alike, g) if 2 * alike >= s.ranks else (g,))
+    sizes = dict.fromkeys((alike, g) if 2 * alike >= s.depth else (g,))
     every = [Recipe(kinds="FIW", rows=_grouped(s, size), fill="", memory=memory) for size in sizes]
     if not join:
         for published in every:
             yield from timings(s, replace(published, fill="W"))
         if not s.even:
-            clock = path_clock(s, (g / s.ranks,), real=True)
+            clock = path_clock(s, (g / s.depth,), real=True)
             yield Recipe(kinds="FIW", clock=clock, memory=memory, overlap=1.0)
     yield from every
 
@@ -94,7 +94,7 @@ def _grouped(s: Shape, g: int) -> Rows[Action]:
 
 def po(s: Shape) -> list[Recipe]:
     """Uniform repeating: GIS-H's building block with groups of one, then the same with other W and F."""
-    p, v = s.ranks, s.chunks
+    p, v = s.depth, s.chunks
     limit = options(s, memory=p * (v + 1) / (2 * v) + (1 if p <= v else v - 1) / v)["memory"]
     plain = Recipe(kinds="FIW", clock=_uniform(s), memory=limit, early="none", fill="")
     free = [replace(plain, early=early, fill="W") for early in ("all", "warm", "none")]
@@ -105,7 +105,7 @@ def _uniform(s: Shape) -> Periodic:
     """Slots of equal length: a chunk begins 3 ceil(p / 2) slots after the one before, F takes one slot from
     rank to rank and I two, W is next to its I. Where that would put chunks on top of each other, later
     ones move by 3."""
-    p, v, half = s.ranks, s.chunks, -(-s.ranks // 2)
+    p, v, half = s.depth, s.chunks, -(-s.depth // 2)
     apart = v // gcd(v, half)
 
     def begin(chunk: int) -> int:
@@ -114,8 +114,10 @@ def _uniform(s: Shape) -> Periodic:
     first: dict[tuple[int, Kind], float] = {}
     for stage, rank in enumerate(s.placement):
         chunk = s.chunk[stage]
-        turn = begin(v - 1) + rank + 3 * (p - 1 - rank) + 1
-        first[stage, F] = begin(chunk) + rank
+        # Ranks side by side have one place: how far they are from the end. In a loop it is their number.
+        place = rank if p == s.ranks else p - 1 - min(last(s, rank), p - 1)
+        turn = begin(v - 1) + place + 3 * (p - 1 - place) + 1
+        first[stage, F] = begin(chunk) + place
         first[stage, I] = turn + begin(v - 1 - chunk)
         first[stage, W] = first[stage, I] + 1
     return Periodic(first, 3 * v)

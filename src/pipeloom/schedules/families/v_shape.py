@@ -67,7 +67,7 @@ def _w_in_free_slots(s: Shape, clock: Periodic) -> Periodic:
 
 def zb_v(s: Shape) -> list[Recipe]:
     """ZB-V: no bubble but the start, with the memory of 1F1B."""
-    return zb_v_recipes(s, options(s, memory=s.ranks)["memory"])
+    return zb_v_recipes(s, options(s, memory=s.depth)["memory"])
 
 
 def zb_v_recipes(s: Shape, memory: float) -> list[Recipe]:
@@ -77,7 +77,7 @@ def zb_v_recipes(s: Shape, memory: float) -> list[Recipe]:
     if patterns and not s.even:
         patterns += [replace(pattern, overlap=overlap) for overlap in ((1.0, 0.0), (0.0, 0.75))]
         patterns += [replace(pattern, level=True, overlap=(share, 0.0)) for share in (0.0, 0.1)]
-    if patterns and memory >= s.ranks:
+    if patterns and memory >= s.depth:
         return patterns
     clocks = recipes(
         s,
@@ -95,7 +95,9 @@ def _zb_v_row(s: Shape, rank: int) -> Iterator[Action]:
     """2p - 1 forwards, the later ones in turn from both chunks; then F and I of the second chunk until
     the first I of the first chunk is near; then both chunks in turn. W fills the gaps."""
     first, second = s.rank_stages[rank]
-    p, m = s.ranks, s.microbatches
+    p, m = s.depth, s.microbatches
+    if p < s.ranks:  # ranks side by side: how far the second chunk is from the end, in a V the rank's number
+        rank = min(s.ahead[second], p - 1)
     down, up, back, out = (
         iter([Action(c, k, b) for b in range(m)])
         for c, k in ((first, F), (second, F), (second, I), (first, I))
@@ -109,7 +111,7 @@ def v_half(s: Shape) -> list[Recipe]:
     """V-Half: half the memory of 1F1B."""
     return recipes(
         s,
-        s.ranks // 2 + 1,
+        s.depth // 2 + 1,
         [
             ("warm", (1, 2), (2, 1), (2, 0, 2)),
             ("all", (1.5, 2), (1.5, 2), (0, 0, 0)),
@@ -121,10 +123,10 @@ def v_half(s: Shape) -> list[Recipe]:
 
 def v_min(s: Shape) -> list[Recipe]:
     """V-Min: a third of the memory of 1F1B, for the longest models."""
-    rest = 2.0 if s.ranks % 3 == 0 else 0.0
+    rest = 2.0 if s.depth % 3 == 0 else 0.0
     return recipes(
         s,
-        (s.ranks + 4) // 3,
+        (s.depth + 4) // 3,
         [
             ("none", (1,), (1,), (0, rest, 0)),
             ("all", (1,), (1,), (0, rest, 0)),
@@ -137,7 +139,7 @@ def one_f_one_b_v(s: Shape) -> list[Recipe]:
     """1F1B-V: two thirds of the memory of 1F1B; W right after its I, so no gradient waits for its turn."""
     return recipes(
         s,
-        -(-2 * s.ranks // 3),
+        -(-2 * s.depth // 3),
         [
             ("all", (1, 2), (2, 1), (0, 0, 0)),
             ("all", (1.5, 2), (1.5, 2), (0, 0, 0)),

@@ -56,7 +56,7 @@ def seq1f1b(s: Shape) -> Recipe:
 def bpipe_rows(s: Shape) -> Iterator[Iterator[Action]]:
     """1F1B in which ranks before the middle EVICT a residual after F where they would hold too many, and
     FETCH it in front of its B. The partner of rank x is p - 1 - x."""
-    limit = -(-(s.ranks + 2) // 2)
+    limit = -(-(s.depth + 2) // 2)
     for row in phases(s, warm_up=lambda r: _last(s, r), repeat="FB", kinds="FB"):
         yield _with_evictions(row, limit)
 

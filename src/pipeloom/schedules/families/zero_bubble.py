@@ -20,17 +20,17 @@ from ..list_scheduler import EPS
 
 def zb_h1(s: Shape) -> list[Recipe]:
     """1F1B's order of F and I, and W where it fits: memory as 1F1B."""
-    return list(_family(s, options(s, memory=s.ranks)["memory"]))
+    return list(_family(s, options(s, memory=s.depth)["memory"]))
 
 
 def zb_h2(s: Shape) -> list[Recipe]:
     """More forwards ahead, so that the last rank's W may wait for the end."""
-    return list(_family(s, options(s, memory=2 * s.ranks)["memory"]))
+    return list(_family(s, options(s, memory=2 * s.depth)["memory"]))
 
 
 def _family(s: Shape, memory: float) -> Iterator[Recipe]:
     last = [s.ahead[own[-1]] for own in s.rank_stages]
-    if memory >= 2 * s.ranks - 1:
+    if memory >= 2 * s.depth - 1:
         yield Recipe(
             kinds="FIW",
             priority=lambda a: (a.kind != I, a.microbatch),
@@ -40,7 +40,7 @@ def _family(s: Shape, memory: float) -> Iterator[Recipe]:
     rows = phases(s, warm_up=lambda rank: last[rank], repeat="FI")
     one = Recipe(kinds="FIW", rows=rows, memory=memory)
     yield one
-    if s.even and memory <= s.ranks:
+    if s.even and memory <= s.depth:
         return
     yield replace(one, overlap=1.0)
     for more in (1.25, 1.5, 2.0):

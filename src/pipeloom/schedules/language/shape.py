@@ -14,6 +14,9 @@ from ...ir.operation import OPERATIONS
 from ...ir.stages import StageGraph
 from .periodic import Periodic
 
+MOST_SETS = 64
+"""Sets of ranks, visited on the ways to one stage, up to which `Shape.depth` is exact."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
@@ -72,6 +75,40 @@ class Shape:
                 default=0,
             )
         return tuple(ahead)
+
+    @cached_property
+    def depth(self) -> int:
+        """Ranks of the longest way through the pipeline: the most different ranks on one path.
+
+        So many micro-batches are in flight before the first gradient is back, and families limit what is
+        held by it. On every chain, whatever its placement, it is the number of ranks; stages side by side
+        count once. Source: "pipeline depth", arXiv 2406.17145.
+
+        >>> from pipeloom.ir.flow import dag
+        >>> from pipeloom.schedules import shape_of
+        >>> towers = dag(5, [(0, 1), (1, 4), (2, 3), (3, 4)])
+        >>> shape_of(5, stages=towers, microbatches=8).depth, shape_of(5, microbatches=8).depth
+        (3, 5)
+        """
+        # No path has more ranks than it changes ranks, and one more. It has as many where it never comes
+        # back to a rank, as with one stage per rank; and on a chain, where it comes to all ranks.
+        most = min(self.ranks, max(self.ahead) + 1)
+        return most if self.chunks == self.stages.replicas else self._most_ranks_on_a_path(most)
+
+    def _most_ranks_on_a_path(self, most: int) -> int:
+        """Exact where few sets of ranks can be visited; `most`, which is never less, where there are many.
+
+        Per stage the sets of ranks that paths up to it visit, as the bits of a number; a set within another
+        one cannot become larger than that, and goes.
+        """
+        visited: list[list[int]] = [[] for _ in self.placement]
+        for stage in self.flow.order:
+            own = 1 << self.placement[stage]
+            found = {own | ranks for r in self.flow.reads_from[stage] for ranks in visited[r]} or {own}
+            if len(found) > MOST_SETS:
+                return most
+            visited[stage] = [a for a in found if not any(a != b and a | b == b for b in found)]
+        return max(ranks.bit_count() for sets in visited for ranks in sets)
 
     def option(self, name: str, default: float) -> float:
         """A number that the user may set."""
