@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
 from ..ir.graph import OpGraph
 from ..ir.plan import Plan, StagePlan
 from ..ir.units import format_bytes
-from .search import layer_of
+from .search import layer_names
 
 FULL = 0.95
 """Share of its cap from which on a stage is called full."""
@@ -22,6 +23,7 @@ def plan_rows(plan: Plan, graph: OpGraph | None = None) -> list[dict[str, Any]]:
     `residuals_bytes` what is held at the peak.  graph: to say which layers it has, as "h.0 .. 3".
     """
     rows = []
+    layer_of = {} if graph is None else layer_names(graph.ops)
     for stage, part in enumerate(plan.stages):
         rank = plan.placement[stage]
         cap = plan.caps[rank] if plan.caps else None
@@ -33,7 +35,7 @@ def plan_rows(plan: Plan, graph: OpGraph | None = None) -> list[dict[str, Any]]:
                 "ops": len(part.ops),
                 "first_op": part.ops[0],
                 "last_op": part.ops[-1],
-                "layers": "" if graph is None else layers_in(part, graph),
+                "layers": "" if graph is None else layers_in(part, graph, layer_of),
                 "forward_s": part.forward_s,
                 "input_grad_s": part.input_grad_s,
                 "weight_grad_s": part.weight_grad_s,
@@ -53,9 +55,12 @@ def plan_rows(plan: Plan, graph: OpGraph | None = None) -> list[dict[str, Any]]:
     return rows
 
 
-def layers_in(part: StagePlan, graph: OpGraph) -> str:
-    """The repeated layers that a stage has ops of, first and last, as "h.0 .. 3"; "" if none."""
-    found = list(dict.fromkeys(filter(None, (layer_of(graph.op[name].module) for name in part.ops))))
+def layers_in(part: StagePlan, graph: OpGraph, layer_of: Mapping[str, str]) -> str:
+    """The repeated layers that a stage has ops of, first and last, as "h.0 .. 3"; "" if none.
+
+    layer_of: see `layer_names`.
+    """
+    found = list(dict.fromkeys(filter(None, (layer_of[graph.op[name].module] for name in part.ops))))
     if len(found) < 2:
         return "".join(found)
     (container, _, _), (other, _, number) = found[0].rpartition("."), found[-1].rpartition(".")

@@ -12,7 +12,7 @@ from .layer_groups import (
     Piece as Piece,
     borders as borders,
     calls as calls,
-    layer_of as layer_of,
+    layer_names as layer_names,
     layers as layers,
 )
 from .polish import polish_cuts as polish_cuts

@@ -2,17 +2,23 @@
 
 A layer is what one entry of a numbered container makes: `model.layers.3` of a Llama, `encoder.block.0` of a
 T5. What stands before, between and behind them (embeddings, the head and the loss) is a piece of its own.
+
+Containers may lie in containers. The outermost one is that of the layers, `layers.3` and not
+`layers.3.mlp.0`, as long as its entries run one after another. Entries that run side by side, none reading
+what another made, are branches: in `towers.0.layers.3` the layers are those within, if the tower repeats
+something there, that is if two entries of the inner container have parameters and the same structure. A
+tower that repeats nothing is a layer itself, and so is each of several tables of embeddings.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ...ir.graph import Op
 
-_NUMBERED = re.compile(r"^(?:.*?\.)??\d+(?=\.|$)")
+_NUMBERED = re.compile(r"(?:^|(?<=\.))\d+(?=\.|$)")
 
 
 @dataclass(frozen=True)
@@ -24,14 +30,95 @@ class Piece:
     layer: str = ""
 
 
-def layer_of(module: str) -> str:
-    """The outermost entry of a numbered container that a module is, or is in; "" if it is in none.
+def numbered(module: str) -> list[str]:
+    """The entries of numbered containers that a module is, or is in, the outermost first.
 
-    >>> layer_of("model.layers.3.self_attn.q_proj"), layer_of("0.1"), layer_of("lm_head")
-    ('model.layers.3', '0', '')
+    >>> numbered("towers.0.layers.3.mlp"), numbered("0.1"), numbered("lm_head")
+    (['towers.0', 'towers.0.layers.3'], ['0', '0.1'], [])
     """
-    found = _NUMBERED.match(module)
-    return found.group() if found else ""
+    return [module[: found.end()] for found in _NUMBERED.finditer(module)]
+
+
+def container_of(entry: str) -> str:
+    """The container of an entry: "towers.0.layers" of "towers.0.layers.3"."""
+    return entry.rpartition(".")[0]
+
+
+def layer_names(ops: Sequence[Op]) -> dict[str, str]:
+    """Module -> the layer that it is, or is in; "" if it is in none.
+
+    Takes time ops x (entries of containers) / 64.
+
+    >>> ops = [Op(name=m, target="x", inputs=(), outputs=(), module=m) for m in ("h.3.mlp.0", "lm_head")]
+    >>> layer_names(ops)
+    {'h.3.mlp.0': 'h.3', 'lm_head': ''}
+    """
+    entries = {module: numbered(module) for module in dict.fromkeys(op.module for op in ops)}
+    if not any(len(found) > 1 for found in entries.values()):
+        return {module: found[0] if found else "" for module, found in entries.items()}
+    branches = _side_by_side(ops, entries)
+    repeated = _repeated(ops, entries)
+    # Branches within which there are layers: what else is in them is in no layer.
+    forked = {
+        outer
+        for found in entries.values()
+        for outer, inner in zip(found, found[1:], strict=False)
+        if container_of(outer) in branches and container_of(inner) in repeated
+    }
+
+    def layer(found: list[str]) -> str:
+        for place, entry in enumerate(found):
+            if entry not in forked:
+                return entry
+            if place + 1 < len(found) and container_of(found[place + 1]) not in repeated:
+                return ""
+        return ""
+
+    return {module: layer(found) for module, found in entries.items()}
+
+
+def _side_by_side(ops: Sequence[Op], entries: Mapping[str, list[str]]) -> set[str]:
+    """Containers with several entries, none of which reads, over however many ops, what another one made."""
+    number: dict[str, int] = {}
+    for found in entries.values():
+        for entry in found:
+            number.setdefault(entry, len(number))
+    # As bits: the entries that an op is in, those of each container, those that a value has come through.
+    own = {module: sum(1 << number[entry] for entry in found) for module, found in entries.items()}
+    among: dict[str, int] = {}
+    for entry, bit in number.items():
+        among[container_of(entry)] = among.get(container_of(entry), 0) | 1 << bit
+    serial: set[str] = set()
+    through: dict[str, int] = {}
+    for op in ops:
+        before = 0
+        for name in op.inputs:
+            before |= through.get(name, 0)
+        for entry in entries[op.module]:
+            if before & among[container_of(entry)] & ~(1 << number[entry]):
+                serial.add(container_of(entry))
+        for value in op.outputs:
+            through[value.name] = before | own[op.module]
+    return {container for container, bits in among.items() if bits.bit_count() > 1} - serial
+
+
+def _repeated(ops: Sequence[Op], entries: Mapping[str, list[str]]) -> set[str]:
+    """Containers of which two entries have parameters and the same ops in modules of the same names."""
+    structure: dict[str, list[tuple[str, str]]] = {}
+    learns: set[str] = set()
+    for op in ops:
+        for entry in entries[op.module]:
+            structure.setdefault(entry, []).append((op.module[len(entry) :], op.target))
+            if op.params:
+                learns.add(entry)
+    seen: set[tuple[str, tuple[tuple[str, str], ...]]] = set()
+    repeated: set[str] = set()
+    for entry in structure.keys() & learns:
+        key = container_of(entry), tuple(sorted(structure[entry]))
+        if key in seen:
+            repeated.add(key[0])
+        seen.add(key)
+    return repeated
 
 
 def layers(ops: Sequence[Op]) -> list[Piece]:
@@ -40,7 +127,8 @@ def layers(ops: Sequence[Op]) -> list[Piece]:
     What stands within a layer and is of an earlier one, or of none, belongs to it. A model without numbered
     containers has one piece per call of a module; one without modules one per op.
     """
-    names = [layer_of(op.module) for op in ops]
+    layer_of = layer_names(ops)
+    names = [layer_of[op.module] for op in ops]
     if not any(names):
         return calls(ops)
     final = {name: index for index, name in enumerate(names)}
