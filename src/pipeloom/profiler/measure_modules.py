@@ -29,7 +29,7 @@ from .measure_op import LEAST_REPEATS, Timer, torch_threads
 
 
 def measure_modules(
-    captured: Captured, device: str = "cpu", *, budget_s: float = 6.0, threads: int = 1
+    captured: Captured, device: str = "cpu", *, budget_s: float = 3.0, threads: int = 1
 ) -> Profile:
     """Measure every op of a captured model whose `graph.fallback` is set.
 

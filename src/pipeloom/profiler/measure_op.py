@@ -22,6 +22,11 @@ from .op_arguments import call_node
 _weak: Any = StorageWeakRef  # carries no types
 LEAST_REPEATS, MOST_REPEATS = 3, 50
 
+SLOW_S = 0.1
+"""A run that takes longer is not repeated: its time is the one in which memory was watched. What a first run
+has on top, such as choosing a kernel, is microseconds, and repeats of one huge product took longer than those
+of all other ops of a model."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class OpMeasurement:
@@ -54,9 +59,10 @@ class Timer:
         self.device = device
         self.clock = clock
 
-    def __call__(self, run: Callable[[], Any], budget_s: float) -> float:
-        """The median."""
-        return median(self.samples(run, budget_s))
+    def __call__(self, run: Callable[[], Any], budget_s: float, *, took_s: float = 0.0) -> float:
+        """The median. took_s: of a run before, if there was one; a slow one is not repeated."""
+        first_s = took_s or self.once(run)
+        return first_s if first_s > SLOW_S else median(self.samples(run, budget_s))
 
     def samples(self, run: Callable[[], Any], budget_s: float) -> list[float]:
         """Run once to warm up, then until the budget is spent, at least LEAST_REPEATS times."""
@@ -117,13 +123,13 @@ def measure_op(
     backward that makes both in one kernel (layer_norm, convolution) is so counted once.
     """
     tensors = list(arguments.values())
-    with torch.no_grad():
-        forward = timer(lambda: call_node(node, arguments), budget_s / 3)
     saved: list[Tensor] = []
     with torch.enable_grad(), saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):  # type: ignore[func-returns-value]
         # As when a stage is traced: dropout keeps a mask of bytes, not of numbers.
         with enable_python_dispatcher():
-            results, scratch = _scratch(timer.device, lambda: call_node(node, arguments))
+            results, scratch, took_s = _scratch(timer, lambda: call_node(node, arguments))
+    with torch.no_grad():
+        forward = timer(lambda: call_node(node, arguments), budget_s / 3, took_s=took_s)
     outputs = tensors_of(results)
     if _shares_storage(outputs, tensors):
         forward = 0.0  # a view: nothing is computed
@@ -146,15 +152,19 @@ def measure_op(
     def backward(targets: list[Tensor]) -> Callable[[], Any]:
         return lambda: torch.autograd.grad(ends, targets, grads, retain_graph=True, allow_unused=True)
 
-    def seconds(targets: list[Tensor]) -> float:
-        return max(0.0, timer(backward(targets), budget_s / 3) - overhead_s) if targets else 0.0
+    gradients, backward_scratch, took_s = _scratch(timer, backward([*values, *weights]))
 
-    gradients, backward_scratch = _scratch(timer.device, backward([*values, *weights]))
+    def seconds(targets: list[Tensor], took_s: float = 0.0) -> float:
+        if not targets:
+            return 0.0
+        return max(0.0, timer(backward(targets), budget_s / 3, took_s=took_s) - overhead_s)
+
     computed = [t for t in tensors_of(gradients) if not _shares_storage([t], grads)]
     learning = [i for role in ("value", "weight") for i, actual in enumerate(roles) if actual == role]
     passed = tuple(i for i, t in zip(learning, gradients, strict=True) if _shares_storage(t, grads))
-    of_values = seconds(values) if computed else 0.0
-    of_all = max(of_values, seconds([*values, *weights])) if weights and computed else of_values
+    alone_s = 0.0 if weights else took_s
+    of_values = seconds(values, alone_s) if computed else 0.0
+    of_all = max(of_values, seconds([*values, *weights], took_s)) if weights and computed else of_values
     return OpMeasurement(
         forward_s=forward,
         input_grad_s=of_values,
@@ -215,8 +225,10 @@ class _AliveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return sum(size for _, size in self.alive.values())
 
 
-def _scratch(device: torch.device, run: Callable[[], Any]) -> tuple[Any, int]:
-    """The results of a function, and the most bytes alive on the way beyond those that it leaves."""
+def _scratch(timer: Timer, run: Callable[[], Any]) -> tuple[Any, int, float]:
+    """The results of a function, the most bytes alive on the way beyond those that it leaves, and on the CPU
+    the seconds that it took."""
+    device = timer.device
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -224,7 +236,8 @@ def _scratch(device: torch.device, run: Callable[[], Any]) -> tuple[Any, int]:
         results = run()
         torch.cuda.synchronize(device)
         peak, after = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
-        return results, max(0, peak - max(before, after))
+        return results, max(0, peak - max(before, after)), 0.0
+    start = timer.clock()
     with _AliveBytes() as alive:
         results = run()
-    return results, alive.peak - alive.level()
+    return results, alive.peak - alive.level(), timer.clock() - start

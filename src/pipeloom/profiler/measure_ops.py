@@ -27,14 +27,15 @@ def measure(
     device: str = "cpu",
     *,
     batch: Mapping[str, Tensor] | None = None,
-    budget_s: float = 6.0,
+    budget_s: float = 3.0,
     threads: int = 1,
     clock: Callable[[], float] = perf_counter,
 ) -> Profile:
     """Measure the costs of every op.
 
     device: where to run, "cpu" or "cuda".  batch: a real micro-batch, for the range of its integers.
-    budget_s: time to spend in all; ops so slow that three runs take longer get them all the same.
+    budget_s: time to spend in all; ops too slow for three runs of their share get them all the same, those
+    of more than `SLOW_S` one.
     threads: CPU threads, as many as each rank will have.  clock: see `Timer`.
     """
     where = torch.device(device)
