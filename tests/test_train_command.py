@@ -244,6 +244,7 @@ def test_bench(folder: Path) -> None:
         "predicted_by",
         "peak_bytes",
         "stages",
+        "width",
         "schedule",
         "microbatches",
         "microbatch_size",

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import os
+import pickle
 import subprocess
 import sys
 import threading
@@ -69,7 +70,7 @@ def test_a_pipe_is_read_to_its_end_whatever_happens(monkeypatch: pytest.MonkeyPa
     raised: list[object] = []
     monkeypatch.setattr(threading, "excepthook", lambda hook: raised.append(hook.exc_value))
     stream = io.BytesIO(b"one\ntwo\nthree\n")
-    ranks = Processes(b"", None)
+    ranks = Processes(pickle.dumps((bool, ())))
     ranks._print(stream, Closed(), 1)
     ranks._printers[0].join()
     assert stream.tell() == 14 and isinstance(raised[0], ValueError)

@@ -1,6 +1,7 @@
 """Measuring op by op: what is run, how often, on which values, and what is found to be kept."""
 
 import importlib
+import itertools
 
 import pytest
 import torch
@@ -145,3 +146,21 @@ def test_a_failing_op_is_named(captured, monkeypatch):
     with pytest.raises(RuntimeError, match="no kernel") as caught:
         measure(captured)
     assert "of mixed" in caught.value.__notes__[0]
+
+
+def test_a_slow_op_runs_no_more_often_than_it_must(captured, monkeypatch):
+    """Of an op whose run takes long, one forward is watched, and that is its time."""
+    calls = []
+    call_node = importlib.import_module("pipeloom.profiler.measure_op").call_node
+
+    def count(node, arguments):
+        calls.append(node.name)
+        return call_node(node, arguments)
+
+    monkeypatch.setattr("pipeloom.profiler.measure_op.call_node", count)
+    monkeypatch.setattr(module, "autograd_overhead_s", lambda timer: 0.0)
+    ticks = itertools.count()
+    slow = measure(captured, budget_s=10.0, clock=lambda: float(next(ticks)))
+    linears = [op.name for op, _ in by_target(captured, slow, "linear")]
+    assert [name for name in calls if name in linears] == [linears[0], linears[2]]
+    assert all(slow.costs[name].forward_s == 1.0 for name in linears)

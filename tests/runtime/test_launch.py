@@ -1,5 +1,6 @@
 """Processes start together and end together, and none stays, whatever happens."""
 
+import importlib
 import json
 import os
 import signal
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from pipeloom.ir.errors import ConfigError
-from pipeloom.runtime.launch import GRACE_S, POLL_S, TERM_S, launch
+from pipeloom.runtime.launch import GRACE_S, POLL_S, TERM_S, StartedRanks, launch
 
 HERE = Path(__file__).parent
 
@@ -225,3 +226,31 @@ def test_ranks_go_on_when_nobody_reads_what_they_say(start: Start, tmp_path: Pat
     assert process.wait(timeout=300) == 0
     assert process.stderr.read() == ""
     assert {path.name for path in tmp_path.iterdir()} == {"0", "1"}
+
+
+def test_ranks_get_ready_before_they_know_their_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(HERE))
+    say = importlib.import_module("launch_targets").say
+    ready, ran = tmp_path / "ready", tmp_path / "ran"
+    ready.mkdir()
+    ran.mkdir()
+    with StartedRanks(2, prepare=say, args=(str(ready),)) as started:
+        before = pids(ready, 2)
+        assert started.run(say, (str(ran),)) == 0
+    assert pids(ran, 2) == before
+
+
+def test_ranks_that_get_no_work_end_without_a_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(HERE))
+    prepare = importlib.import_module("launch_targets").say_and_fail
+    ready: list[int] = []
+    with (
+        pytest.raises(ValueError, match="no plan"),
+        StartedRanks(2, prepare=prepare, args=(str(tmp_path),)),
+    ):
+        ready += pids(tmp_path, 2)
+        raise ValueError("no plan")
+    assert not any(alive(pid) for pid in ready)
+    assert capfd.readouterr() == ("", "")

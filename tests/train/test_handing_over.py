@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -106,3 +107,21 @@ class Model(torch.nn.Module):
     assert not walks
     assert "(median of 1)" in printed and "by the plan's profile" in printed
     assert "tokens/s" in printed and "rows/s" in printed
+
+
+def test_a_long_step_comes_first_and_nothing_else_runs(
+    started: Callable[..., int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    walks: list[int] = []
+    monkeypatch.setattr("pipeloom.runtime.calibration.rehearsal.Rehearsal.time_actions", walks.append)
+    monkeypatch.setattr("pipeloom.train.loop.LONG_STEP_S", 0.0)
+    assert started(file=tmp_path / "config.toml") == 0
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert walks == [] and [line["step"] for line in lines] == [1, 2]
+    assert lines[-1]["validation_loss"] > 0
+    figures = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert figures["rehearsals"] == [] and figures["forecast"]["step_s"] > 0
+    assert "rehearses none, the forecast is the plan's" in " ".join(capsys.readouterr().err.split())

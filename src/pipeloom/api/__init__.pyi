@@ -89,6 +89,7 @@ from .shape_search import (
     sampled_models as sampled_models,
     shape_request as shape_request,
 )
+from .started_ranks import StartedRanks as StartedRanks, build_once as build_once
 from .steady_run import SteadyRun as SteadyRun
 from .step_reports import StepReport as StepReport
 from .verify import Verification as Verification, verify as verify

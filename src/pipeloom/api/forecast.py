@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ..clusters import cpu_cluster
 from ..ir.action import StageAction
 from ..ir.cluster import Cluster, Device, Link
 from ..ir.costs import StageCost
@@ -93,6 +94,29 @@ class Forecast:
                     hint="plan again with smaller micro-batches, more stages or a higher cap",
                 )
         return timeline
+
+    def planned(self) -> Timeline:
+        """A step with exact memory and the times of the plan, for which nothing is run."""
+        costs: dict[int, StageCost] = {}
+        for rank_costs in self.channel.all_gather_object(self.memory()):
+            costs |= rank_costs
+        for index, cost in costs.items():
+            stage = self.plan.stages[index % len(self.plan.stages)]
+            both_s = stage.input_grad_s + stage.weight_grad_s
+            # A recomputation of its own is an action; any other is part of the backward.
+            again_s = 0.0 if index % len(self.plan.stages) in self.plan.memory.ahead else stage.recompute_s
+            costs[index] = replace(
+                cost,
+                forward_s=stage.forward_s,
+                backward_s=both_s + again_s,
+                input_grad_s=stage.input_grad_s + again_s,
+                weight_grad_s=stage.weight_grad_s,
+                recompute_s=stage.recompute_s,
+                offload_s=stage.offload_s,
+                reload_s=stage.reload_s,
+            )
+        cluster = self.cluster(cpu_cluster(self.channel.ranks).within_node)
+        return simulate_rounds(self, by_stage(costs), {}, cluster)
 
     def memory(self) -> dict[int, StageCost]:
         """This rank's stages: exact bytes, times in units of a forward."""
@@ -202,30 +226,33 @@ class Rehearsals:
         for rank_costs, rank_walk in self._forecast.channel.all_gather_object((timed, walk)):
             costs |= rank_costs
             action_s |= rank_walk
-        return self._rounds(by_stage(costs), action_s)
+        return simulate_rounds(self._forecast, by_stage(costs), action_s, self._cluster)
 
-    def _rounds(self, costs: tuple[StageCost, ...], action_s: ActionTimes) -> Timeline:
-        """All rounds of a step, each rank going on to the next as it ends one; the last one updates."""
-        stages, program = self._forecast.variant.stages, self._forecast.program
-        events: list[Event] = []
-        begin_s = [0.0] * len(program.rows)
-        for left in range(self._forecast.rounds - 1, -1, -1):
-            step = simulate(
-                without_update(program) if left else program,
-                stages,
-                costs,
-                self._cluster,
-                begin_s=begin_s,
-                action_s=action_s,
-                caps=self._forecast.plan.caps,
-                small_bytes=SMALL_BYTES,
-            )
-            if self._forecast.rounds == 1:
-                return step
-            events += step.events
-            for event in step.events:
-                begin_s[event.rank] = max(begin_s[event.rank], event.end_s)
-        return replace(step, events=tuple(events))
+
+def simulate_rounds(
+    forecast: Forecast, costs: tuple[StageCost, ...], action_s: ActionTimes, cluster: Cluster
+) -> Timeline:
+    """All rounds of a step, each rank going on to the next as it ends one; the last one updates."""
+    program = forecast.program
+    events: list[Event] = []
+    begin_s = [0.0] * len(program.rows)
+    for left in range(forecast.rounds - 1, -1, -1):
+        step = simulate(
+            without_update(program) if left else program,
+            forecast.variant.stages,
+            costs,
+            cluster,
+            begin_s=begin_s,
+            action_s=action_s,
+            caps=forecast.plan.caps,
+            small_bytes=SMALL_BYTES,
+        )
+        if forecast.rounds == 1:
+            return step
+        events += step.events
+        for event in step.events:
+            begin_s[event.rank] = max(begin_s[event.rank], event.end_s)
+    return replace(step, events=tuple(events))
 
 
 def without_update(program: Program) -> Program:

@@ -311,19 +311,21 @@ class Pipeline:
         self.report = new[-1] if new else self.report
         return new
 
-    def predict(self, cluster: Cluster | None = None) -> Timeline:
+    def predict(self, cluster: Cluster | None = None, *, rehearsed: bool = True) -> Timeline:
         """Simulate a step with the times that the ranks take alone. Every rank calls it, before training.
 
-        cluster: its links are used; by default the link between ranks 0 and 1 is measured.
+        cluster: its links are used; by default that between ranks 0 and 1 is measured.  rehearsed: False for
+        the times of the plan, so that no rank runs anything.
         """
         self._drain()
+        if not rehearsed:
+            return self._shown(self.forecast().planned())
         with self.calls.call("a prediction"), attributes_kept(self.captured.blueprint.model):
             self.rehearsals = Rehearsals(self.forecast(), cluster)
             return self._shown(self.rehearsals.first)
 
     def rehearse(self) -> Timeline:
         """Simulate a step at the machine's pace of this moment; as `predict`, which it is the first time.
-
         Every rank calls it, between two steps. It takes about as long as one, and changes nothing."""
         if self.rehearsals is None:
             return self.predict()
@@ -356,9 +358,7 @@ class Pipeline:
     def measured(self) -> Timeline:
         """The last step of all ranks; three in a row where the pipeline does not drain. Every rank calls it.
 
-        Times count from the start of the first rank where all share a machine and so a clock; otherwise
-        from each rank's own start.
-        """
+        Times count from the start of the first rank where all share a clock, else from each one's own."""
         self._drain()
         return self.record.timeline(self.program.pairs, self.plan.steady)
 

@@ -53,15 +53,22 @@ def bench(
     """
     if model is not None:
         job_of(model)  # a file that is missing is said before all of torch is loaded
-    from ..train import BenchSettings, run_bench
+    from ..train import start_ranks
 
-    settings = BenchSettings(
-        model=model,
-        device_memory=device_memory,
-        treat=treat,
-        steps=steps,
-        warmup=warmup,
-        as_json=as_json,
-        **plan_flags,
-    )
-    ctx.exit(run_bench(settings))
+    with start_ranks(plan_flags["stages"] * plan_flags["width"], model) as started:
+        from ..train import (
+            BenchSettings,
+            run_bench,
+        )  # all of torch is loaded here, while the ranks load it, too
+
+        settings = BenchSettings(
+            model=model,
+            device_memory=device_memory,
+            treat=treat,
+            steps=steps,
+            warmup=warmup,
+            as_json=as_json,
+            **plan_flags,
+        )
+        status = run_bench(settings, started)
+    ctx.exit(status)

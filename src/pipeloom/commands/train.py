@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import click
@@ -98,16 +99,16 @@ def train(
     as a share of measured), step_error_quartiles (of all rehearsals), rehearsals (of each: step,
     predicted_step_s, measured_step_s, and steps, of which the measured one is the middle).
     """
-    from ..ir.plan import load_plan
-    from ..train import read_config
+    from ..train import ranks_for, read_config
 
     changes = (*_as_overrides(settings), *overrides)
-    plan_file = read_config(config, changes).pipeline.plan
-    if plan_file is not None and not resume:
-        load_plan(Path(plan_file))
-    from ..train import TrainRequest, run
+    asked = read_config(config, changes)
+    with nullcontext() if resume else ranks_for(asked) as started:
+        from ..train import TrainRequest, run  # all of torch is loaded here, while the ranks load it, too
 
-    ctx.exit(run(TrainRequest(file=config, overrides=changes, out=out, resume=resume, as_json=as_json)))
+        request = TrainRequest(file=config, overrides=changes, out=out, resume=resume, as_json=as_json)
+        status = run(request, started)
+    ctx.exit(status)
 
 
 KEYS = {

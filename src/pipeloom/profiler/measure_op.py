@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -137,45 +137,69 @@ def measure_op(
     values = [t for t, role in zip(tensors, roles, strict=True) if role == "value"]
     weights = [t for t, role in zip(tensors, roles, strict=True) if role == "weight"]
     ends = [t for t in outputs if t.requires_grad]
+    forward_only = OpMeasurement(
+        forward_s=forward,
+        input_grad_s=0.0,
+        weight_grad_s=0.0,
+        saved_args=(),
+        saved_outputs=(),
+        extra_saved_bytes=0,
+        transient_bytes=scratch,
+    )
     if not ends or not (values or weights):
-        return OpMeasurement(
-            forward_s=forward,
-            input_grad_s=0.0,
-            weight_grad_s=0.0,
-            saved_args=(),
-            saved_outputs=(),
-            extra_saved_bytes=0,
-            transient_bytes=scratch,
-        )
+        return forward_only
+    gradients = _measure_backward(
+        ends, values, weights, timer=timer, overhead_s=overhead_s, budget_s=budget_s
+    )
+    learning = [i for role in ("value", "weight") for i, actual in enumerate(roles) if actual == role]
+    return replace(
+        forward_only,
+        saved_args=saved_args,
+        saved_outputs=saved_outputs,
+        extra_saved_bytes=extra,
+        input_grad_s=gradients.of_values_s,
+        weight_grad_s=gradients.of_all_s - gradients.of_values_s,
+        grad_transient_bytes=gradients.scratch_bytes,
+        passed_args=tuple(i for i, passed in zip(learning, gradients.passed, strict=True) if passed),
+    )
+
+
+class _Gradients(NamedTuple):
+    """What an op's backward took.
+
+    passed: of each value, then of each weight, whether its gradient is the output's own.
+    """
+
+    of_values_s: float
+    of_all_s: float
+    scratch_bytes: int
+    passed: tuple[bool, ...]
+
+
+def _measure_backward(
+    ends: list[Tensor],
+    values: list[Tensor],
+    weights: list[Tensor],
+    *,
+    timer: Timer,
+    overhead_s: float,
+    budget_s: float,
+) -> _Gradients:
     grads = [torch.ones_like(t, memory_format=torch.contiguous_format) for t in ends]
 
     def backward(targets: list[Tensor]) -> Callable[[], Any]:
         return lambda: torch.autograd.grad(ends, targets, grads, retain_graph=True, allow_unused=True)
-
-    gradients, backward_scratch, took_s = _scratch(timer, backward([*values, *weights]))
 
     def seconds(targets: list[Tensor], took_s: float = 0.0) -> float:
         if not targets:
             return 0.0
         return max(0.0, timer(backward(targets), budget_s / 3, took_s=took_s) - overhead_s)
 
+    gradients, scratch, took_s = _scratch(timer, backward([*values, *weights]))
     computed = [t for t in tensors_of(gradients) if not _shares_storage([t], grads)]
-    learning = [i for role in ("value", "weight") for i, actual in enumerate(roles) if actual == role]
-    passed = tuple(i for i, t in zip(learning, gradients, strict=True) if _shares_storage(t, grads))
-    alone_s = 0.0 if weights else took_s
-    of_values = seconds(values, alone_s) if computed else 0.0
+    of_values = seconds(values, 0.0 if weights else took_s) if computed else 0.0
     of_all = max(of_values, seconds([*values, *weights], took_s)) if weights and computed else of_values
-    return OpMeasurement(
-        forward_s=forward,
-        input_grad_s=of_values,
-        weight_grad_s=of_all - of_values,
-        saved_args=saved_args,
-        saved_outputs=saved_outputs,
-        extra_saved_bytes=extra,
-        transient_bytes=scratch,
-        grad_transient_bytes=backward_scratch,
-        passed_args=passed,
-    )
+    return _Gradients(of_values, of_all, scratch, tuple(_shares_storage(t, grads) for t in gradients))
 
 
 def _storage(tensor: Tensor) -> int:

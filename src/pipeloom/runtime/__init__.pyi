@@ -29,7 +29,7 @@ from .checkpoint.files import newest as newest, read_index as read_index, verify
 from .checkpoint.state import TrainState as TrainState
 from .failure.watch import Watch as Watch
 from .launch.connect import connect as connect, gather_text as gather_text, watch_ranks as watch_ranks
-from .launch.launch import launch as launch
+from .launch.launch import StartedRanks as StartedRanks, launch as launch
 from .launch.processes import terminate_as_exit as terminate_as_exit
 from .ledger import Ledger as Ledger, crossing_bytes as crossing_bytes, table as table
 from .loss_scaling import loss_shares as loss_shares, scaled_loss as scaled_loss

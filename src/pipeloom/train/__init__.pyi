@@ -7,6 +7,7 @@ from .config import (
     PipelineConfig as PipelineConfig,
 )
 from .config_text import known_keys as known_keys, read_config as read_config, write_config as write_config
+from .early_ranks import get_ready as get_ready, ranks_for as ranks_for, start_ranks as start_ranks
 from .loop import TrainOutcome as TrainOutcome, train as train, validate as validate
 from .model import GPT as GPT
 from .rehearsals import (

@@ -13,6 +13,7 @@ from ..api import (
     Job,
     Options,
     Pipeline,
+    StartedRanks,
     StepReport,
     hand_over_model,
     launch,
@@ -66,9 +67,10 @@ class BenchSettings:
         return default_job(Config()) if self.model is None else load_job(self.model)
 
 
-def run_bench(settings: BenchSettings) -> int:
+def run_bench(settings: BenchSettings, started: StartedRanks | None = None) -> int:
     """Plan, start the ranks, print; returns the exit status.
 
+    started: processes for the ranks, if they were started already.
     Raises: PipeloomError for what is wrong before the ranks start.
     """
     require_runnable(settings.schedule)
@@ -93,7 +95,10 @@ def run_bench(settings: BenchSettings) -> int:
     with tempfile.TemporaryDirectory(prefix="pipeloom-bench-") as folder:
         path = Path(folder) / "plan.json"
         planned.save(path)
-        return launch(_rank, len(set(planned.placement)), args=(settings, path, handed, profiled_s))
+        ranks, args = len(set(planned.placement)), (settings, path, handed, profiled_s)
+        if started is not None and started.ranks == ranks:
+            return started.run(_rank, args)
+        return launch(_rank, ranks, args=args)
 
 
 def _rank(settings: BenchSettings, path: Path, model: bytes | None, profiled_s: float) -> None:

@@ -20,6 +20,25 @@ from .rehearsals import WARM_UP_STEPS, RehearsalComparison, StepRehearsals
 from .run_directory import STARTED, Metrics
 from .workload import Batch, Workload, rate_share, rows_of
 
+LONG_STEP_S = 6.0
+"""Before a step that takes longer nothing runs that was not asked for: no rehearsals and no validation."""
+
+
+def why_at_once(planned_s: float) -> str:
+    """Why a run begins with its first step, where a step is planned to take so long; else nothing.
+
+    >>> why_at_once(0.3)
+    ''
+    >>> why_at_once(17.2)[:35]
+    'a step is planned to take 17 s: the'
+    """
+    if planned_s <= LONG_STEP_S:
+        return ""
+    return (
+        f"a step is planned to take {planned_s:.0f} s: the run begins with its first one and rehearses none, "
+        "the forecast is the plan's, and the first validation is that of validate_every"
+    )
+
 
 class Report(Protocol):
     """Figures of the last step; see `pipeloom.pipeline.StepReport`."""
@@ -79,8 +98,11 @@ def train(
     *,
     resume: bool,
     console: Console | None = None,
+    at_once: bool = False,
 ) -> TrainOutcome:
     """Train until `config.steps`, from the newest checkpoint in `out` if `resume`.
+
+    at_once: begin with a step, not with a validation, and rehearse none.
 
     Raises: CheckpointError on all ranks if there is nothing to resume from, or it was made with other
         data; PipeloomError on all ranks if the loss is no longer a number.
@@ -99,7 +121,7 @@ def train(
         display = stack.enter_context(
             display_for(console or Console(), rank=pipeline.rank, steps=config.steps, done=first)
         )
-        pace = _steps(pipeline, config, workload, out, metrics, display)
+        pace = _steps(pipeline, config, workload, out, metrics, display, at_once=at_once)
         losses = {} if metrics is None else _losses(metrics)
         middle_s = None if metrics is None else _middle_step_s(metrics, first)
     return TrainOutcome(
@@ -119,16 +141,18 @@ def _steps(
     out: Path,
     metrics: Metrics | None,
     display: Display,
+    *,
+    at_once: bool,
 ) -> StepRehearsals:
     pace = StepRehearsals(
         pipeline,
         first=pipeline.steps_done,
         end=config.steps,
-        rehearsals=config.rehearsals,
+        rehearsals=0 if at_once else config.rehearsals,
         drains=pipeline.drains_each_step,
     )
     validation = None
-    if pipeline.steps_done == 0:
+    if pipeline.steps_done == 0 and not at_once:
         validation = validate(pipeline, config, workload)
         if metrics is not None:
             metrics.write({"step": 0, "validation_loss": validation})

@@ -24,6 +24,7 @@ from ..api import (
     CapturedModel,
     Options,
     Pipeline,
+    StartedRanks,
     capture,
     connect,
     explain_steps,
@@ -47,7 +48,7 @@ from ..ir.plan import Plan, load_plan
 from ..ir.units import parse_bytes
 from .config import Config
 from .config_text import read_config, write_config
-from .loop import train
+from .loop import train, why_at_once
 from .report import predicted_step, print_end, stage_rows, summary, write_files
 from .resuming import end_undisturbed, extended, interrupted, is_finished
 from .run_directory import DirectorySnapshot, find_run, new_run, require_new
@@ -88,16 +89,17 @@ class PreparedRun:
     model: bytes | None = None
 
 
-def run(request: TrainRequest) -> int:
+def run(request: TrainRequest, started: StartedRanks | None = None) -> int:
     """Train; returns the exit status.
 
+    started: processes for the ranks, if they were started already.
     Raises: PipeloomError for what is wrong before the ranks start.
     """
     with RunLock() as lock:
-        return _run_alone(request, lock)
+        return _run_alone(request, lock, started)
 
 
-def _run_alone(request: TrainRequest, lock: RunLock) -> int:
+def _run_alone(request: TrainRequest, lock: RunLock, started: StartedRanks | None) -> int:
     if "RANK" in os.environ:
         device = torch.device(read_config(request.file, request.overrides).pipeline.device)
         group = connect(device)
@@ -115,7 +117,10 @@ def _run_alone(request: TrainRequest, lock: RunLock) -> int:
             return 0
         ranks = len(set(load_plan(prepared.out / "plan.json").placement))
         try:
-            return launch(run_rank, ranks, args=(with_model(prepared),))
+            args = (with_model(prepared),)
+            if started is not None and started.ranks == ranks:
+                return started.run(run_rank, args)
+            return launch(run_rank, ranks, args=args)
         except (KeyboardInterrupt, SystemExit):  # Ctrl-C and SIGTERM
             end_undisturbed()
             prepared.snapshot.restore(prepared.out)
@@ -339,8 +344,21 @@ def _train_rank(prepared: PreparedRun) -> None:
     )
     captured = take_over_model(prepared.model, workload.job)
     with Pipeline(workload.job, planned, options=options, captured=captured) as pipeline:
-        forecast = pipeline.predict()
-        outcome = train(pipeline, config, workload, out, resume=prepared.request.resume, console=console)
+        forecast = pipeline.predict(rehearsed=False)
+        at_once = why_at_once(forecast.step_s)
+        if at_once and pipeline.rank == 0:
+            console.print(at_once, highlight=False, soft_wrap=True)
+        if not at_once:
+            forecast = pipeline.predict()
+        outcome = train(
+            pipeline,
+            config,
+            workload,
+            out,
+            resume=prepared.request.resume,
+            console=console,
+            at_once=bool(at_once),
+        )
         if pipeline.rank != 0:
             return
         rows = stage_rows(pipeline.captured.graph, planned)

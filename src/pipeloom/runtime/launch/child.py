@@ -1,7 +1,8 @@
 """One rank's process, started by `launch` as `python -m pipeloom.runtime.launch.child`. Imports no torch.
 
-The work comes pickled through standard input, the outcome goes back through a pipe. When the launching
-process ends, however that happens, a guard process ends this rank and all that it has started.
+What to prepare, and then the work, come pickled through standard input, the outcome goes back through a pipe.
+When the launching process ends, however that happens, a guard process ends this rank and all that it has
+started.
 """
 
 from __future__ import annotations
@@ -83,7 +84,10 @@ def main(launcher_alive: int, report: int) -> int:
 
 def _read_work() -> tuple[Any, tuple[object, ...]]:
     with sys.stdin.buffer as pipe:
-        main_file, work = pickle.load(pipe)
+        prepare, prepare_args = pickle.loads(pickle.load(pipe))
+        run(prepare, prepare_args)  # what is wrong the work meets again, and it is then that it is said
+        main_file, path, work = pickle.load(pipe)
+    sys.path += [folder for folder in path if folder not in sys.path]
     if main_file is not None:
         names = runpy.run_path(main_file, run_name=MAIN_OF_CHILD)
         main_module = type(sys)(MAIN_OF_CHILD)

@@ -45,18 +45,55 @@ def launch(
     Raises: ConfigError if the port is taken or `ranks` is not positive; KeyboardInterrupt on Ctrl-C and
         SystemExit on SIGTERM, after all ranks have ended.
     """
-    if ranks < 1:
-        raise ConfigError(f"{ranks} processes", hint="use at least 1")
-    with ExitStack() as stack:
-        listener = _listen(port)
-        port = listener.getsockname()[1]
-        stack.callback(LauncherStore(listener).close)
-        stack.enter_context(terminate_as_exit())
-        processes = Processes(pickle.dumps((target, tuple(args))), _main_file(target))
-        stack.callback(processes.stop)
-        for rank in range(ranks):
-            processes.start(rank, _environment(rank, ranks, port) | dict(env or {}))
-        return processes.wait(grace_s)
+    with StartedRanks(ranks, port=port, env=env) as started:
+        return started.run(target, args, grace_s=grace_s)
+
+
+class StartedRanks:
+    """Processes of all ranks, started before it is known what they will run: importing torch and a model's
+    library takes them seconds, in which the launching process plans. A context manager: where nothing is run
+    in them, or that fails, they end with it.
+
+    ranks, port, env: see `launch`.  prepare, args: what each rank calls meanwhile, picklable. What it raises
+    goes unsaid: its work is expected to meet the same again.
+    Raises: ConfigError as `launch`.
+    """
+
+    def __init__(
+        self,
+        ranks: int,
+        *,
+        prepare: Callable[..., object] = bool,
+        args: Sequence[object] = (),
+        port: int | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        if ranks < 1:
+            raise ConfigError(f"{ranks} processes", hint="use at least 1")
+        self.ranks = ranks
+        with ExitStack() as stack:
+            listener = _listen(port)
+            port = listener.getsockname()[1]
+            stack.callback(LauncherStore(listener).close)
+            stack.enter_context(terminate_as_exit())
+            self._processes = Processes(pickle.dumps((prepare, tuple(args))))
+            stack.callback(self._processes.stop)
+            for rank in range(ranks):
+                self._processes.start(rank, _environment(rank, ranks, port) | dict(env or {}))
+            self._stack = stack.pop_all()
+
+    def run(
+        self, target: Callable[..., object], args: Sequence[object] = (), *, grace_s: float = GRACE_S
+    ) -> int:
+        """What `launch` does, in these processes, once."""
+        self._processes.give(pickle.dumps((target, tuple(args))), _main_file(target))
+        return self._processes.wait(grace_s)
+
+    def __enter__(self) -> StartedRanks:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
 
 
 def _listen(port: int | None) -> socket.socket:

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
 from typing import IO, TextIO, TypeAlias
@@ -71,14 +71,30 @@ class _Rank:
         return f"rank {self.rank} ended with exit status {self.status}"
 
 
+def _send(rank: _Rank, data: bytes, *, last: bool = False) -> None:
+    """Write to a rank's standard input. last: and close it."""
+    pipe = rank.process.stdin
+    assert pipe is not None
+    if pipe.closed:
+        return
+    try:
+        pipe.write(data)
+        pipe.flush()
+    except BrokenPipeError:
+        pass  # it ended before it read, and its exit status will say so
+    if last:
+        with suppress(BrokenPipeError):
+            pipe.close()
+
+
 class Processes:
     """All ranks of this machine.
 
-    work: the pickled target and arguments.  main_file: the script to load first, if it defines the target.
+    prepare: a pickled function and arguments, which each rank calls while it waits for its work.
     """
 
-    def __init__(self, work: bytes, main_file: str | None) -> None:
-        self._input = pickle.dumps((main_file, work))
+    def __init__(self, prepare: bytes) -> None:
+        self._prepare = pickle.dumps(prepare)
         self._ranks: list[_Rank] = []
         self._printers: list[threading.Thread] = []
         self._printing = threading.Lock()
@@ -111,12 +127,16 @@ class Processes:
         self._selector.register(report, selectors.EVENT_READ, started)
         self._print(process.stdout, sys.stdout, rank)
         self._print(process.stderr, sys.stderr, rank)
-        assert process.stdin is not None
-        try:
-            with process.stdin as pipe:
-                pipe.write(self._input)
-        except BrokenPipeError:
-            pass  # it ended before it read, and its exit status will say so
+        _send(started, self._prepare)
+
+    def give(self, work: bytes, main_file: str | None) -> None:
+        """Tell all ranks what to run.
+
+        work: the pickled target and arguments.  main_file: the script to load first, if it defines the
+        target.
+        """
+        for rank in self._ranks:
+            _send(rank, pickle.dumps((main_file, sys.path, work)), last=True)
 
     def wait(self, grace_s: float) -> int:
         """Wait until all ranks have ended; tell what failed first.
@@ -154,6 +174,7 @@ class Processes:
             self._signal(self._ranks, signal.SIGKILL)  # also what an ended rank started and left behind
             for rank in self._ranks:
                 rank.process.wait()
+                _send(rank, b"", last=True)
                 os.close(rank.report)
             for printer in self._printers:
                 printer.join(timeout=5.0)
