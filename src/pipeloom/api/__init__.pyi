@@ -41,6 +41,7 @@ from .plan_request import (
     CapturedModel as CapturedModel,
     Change as Change,
     PlanRequest as PlanRequest,
+    branch_figures as branch_figures,
     limits as limits,
     plan_rows as plan_rows,
 )

@@ -115,6 +115,7 @@ def plan(
     weights: str | None = None,
     clips: bool = False,
     shard_optimizer: bool = False,
+    branches: bool = True,
     global_batch: int | None = None,
     offload_dir: Path | str | None = None,
 ) -> Plan:
@@ -129,7 +130,7 @@ def plan(
     captured, profiled: results of `capture` and `profile`, if they are at hand.
     treatments: what may be done with residuals, see `PlanOptions`.  weights: how they are updated.
     clips: training will clip gradients by their global norm, which matters without a flush.
-    shard_optimizer: replicas share out the optimizer's state.
+    shard_optimizer: replicas share out the optimizer's state.  branches: see `PlanOptions`.
     offload_dir: where ranks on this machine's CPU are to offload residuals (`Options.offload_dir`): how fast
     that is gets measured, and what does not fit may be recomputed or offloaded unless `treatments` says more.
 
@@ -151,6 +152,7 @@ def plan(
         weights=weights,
         clips=clips,
         shard_optimizer=shard_optimizer,
+        branches=branches,
         global_batch=global_batch,
         offload_dir=offload_dir,
     )
@@ -172,6 +174,7 @@ def make_request(
     weights: str | None = None,
     clips: bool = False,
     shard_optimizer: bool = False,
+    branches: bool = True,
     global_batch: int | None = None,
     offload_dir: Path | str | None = None,
     watch: Callable[[int], None] | None = None,
@@ -198,6 +201,7 @@ def make_request(
         weights=weights,
         clips=clips,
         shard_optimizer=shard_optimizer,
+        branches=branches,
         treatments=None if treatments is None else tuple(treatments),
     )
     return PlanRequest(

@@ -16,6 +16,7 @@ from ..planner import (
     Change,
     PlanOptions,
     ProfiledModel,
+    branch_figures,
     divisors,
     limits,
     make_plan,
@@ -29,7 +30,7 @@ from .side_by_side import first_of_each, plan_side_by_side, refuse_sharding, ref
 if TYPE_CHECKING:
     from ..tracer import Captured
 
-__all__ = ["PLANNERS", "CapturedModel", "Change", "PlanRequest", "limits", "plan_rows"]
+__all__ = ["PLANNERS", "CapturedModel", "Change", "PlanRequest", "branch_figures", "limits", "plan_rows"]
 
 LARGEST_MICROBATCH = 1 << 16
 """Rows of the largest micro-batch that is looked at."""

@@ -54,6 +54,11 @@ if TYPE_CHECKING:
 @click.option("--planners", "--strategies", is_flag=True, help="List the planners and stop.")
 @treat_option
 @weights_option
+@click.option(
+    "--branches/--no-branches",
+    default=True,
+    help="Whether stages that read nothing of each other may run side by side, or all are a chain.",
+)
 @click.option("--closed-form", is_flag=True, help="With --stages auto: by formulas, without simulating.")
 @click.option("--what-if/--no-what-if", default=True, help="Plan again with 10 % more memory, bandwidth.")
 @click.option("--output", "-o", type=NEW_FILE, help="Write the plan to this JSON file.")
@@ -64,10 +69,11 @@ def plan(ctx: click.Context, /, *, planners: bool, closed_form: bool, as_json: b
     more memory or bandwidth would buy.
 
     With --json: predicted_step_s, planner, schedule, weights, width, microbatches, microbatch_size, graph;
-    limits: a list of sentences; what_if: a list of what, step_s, gain (share of the step's time); and stages,
-    of the first replica: a list of stage, rank, ops, first_op, last_op, layers, forward_s, input_grad_s,
-    weight_grad_s, recompute_s, offload_s, reload_s, turn_s, bytes by kind at the peak, of one micro-batch's
-    residuals kept_bytes, recomputed_bytes and offloaded_bytes, peak_bytes, cap_bytes, filled.
+    limits: a list of sentences; branches: where stages run side by side, step_s, peak_bytes and depth with
+    branches and with no_branches, else null; what_if: a list of what, step_s, gain (share of the step's
+    time); and stages, of the first replica: a list of stage, rank, ops, first_op, last_op, layers, forward_s,
+    input_grad_s, weight_grad_s, recompute_s, offload_s, reload_s, turn_s, bytes by kind at the peak, of one
+    micro-batch's residuals kept_bytes, recomputed_bytes and offloaded_bytes, peak_bytes, cap_bytes, filled.
 
     With --stages auto it chooses width, depth, rows per micro-batch and recomputation. --json then has width,
     depth, microbatch_size, recompute, microbatches (per pipeline), rows_per_s, step_s, peak_bytes. With
@@ -133,7 +139,8 @@ def _plan(
     if as_json:
         figures = {key: getattr(plan, key) for key in JSON_KEYS}
         what_ifs = [vars(change) for change in changes]
-        print_json({**figures, "limits": api.limits(plan), "what_if": what_ifs, "stages": rows})
+        said = {"limits": api.limits(plan), "branches": api.branch_figures(plan) or None}
+        print_json({**figures, **said, "what_if": what_ifs, "stages": rows})
     else:
         speed = [] if options["offload_dir"] is None else [api.disk_speed(request.cluster)]
         _print(rows, plan, [*speed, *api.limits(plan)], changes)

@@ -63,6 +63,7 @@ def print_shape(ctx: click.Context, show: Show, *, closed_form: bool, as_json: b
         cluster=cluster_of(options["cluster"]),
         treatments=None if treat is None else TREATMENTS[treat],
         weights=options["weights"],
+        branches=options["branches"],
         global_batch=options["global_batch"],
         strategy=options["planner"],
     )

@@ -5,6 +5,15 @@ from .block_costs import (
     block_costs as block_costs,
     even_costs as even_costs,
 )
+from .branches import (
+    Block as Block,
+    BranchOrdered as BranchOrdered,
+    Parallel as Parallel,
+    Series as Series,
+    branch_orders as branch_orders,
+    decompose as decompose,
+)
+from .candidate import Candidate as Candidate
 from .infeasible import NoCutFits as NoCutFits, least_share as least_share, stage_needs as stage_needs
 from .make_plan import TooManyStages as TooManyStages, make_plan as make_plan
 from .microbatch_sizes import (
@@ -13,7 +22,7 @@ from .microbatch_sizes import (
     largest_size as largest_size,
     shared_rows as shared_rows,
 )
-from .plan_table import limits as limits, plan_rows as plan_rows
+from .plan_table import branch_figures as branch_figures, limits as limits, plan_rows as plan_rows
 from .registry import (
     PLANNERS as PLANNERS,
     Planner as Planner,

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
 from .. import schedules
+from ..ir.flow import flow_of
 from ..ir.memory_policy import MemoryPolicy
 from ..ir.plan import Plan, StagePlan
-from ..ir.stages import cut
+from ..ir.stages import chain, cut
 from ..ir.timeline import Timeline
 from ..lowering import lower
 from ..simulator import simulate
@@ -55,14 +57,17 @@ class Candidate:
     """A cut that a search proposes, as stages, schedule and simulated step."""
 
     def __init__(self, request: Request, search: Search, cuts: tuple[int, ...]) -> None:
-        self.request, self.search, self.cuts = request, search, cuts
+        self.request, self.cuts = request, cuts
+        self.notes: Mapping[str, str] = {}
         ops = [op.name for op in search.model.readers.ops]
         stage_of = {name: s for s, (i, j) in enumerate(pairwise(cuts)) for name in ops[i:j]}
         self.stages = cut(request.graph, stage_of)
         self.schedule = request.build(self.stages)
         self.updates = request.updates
         self.in_flight = schedules.in_flight(self.schedule)
+        self.search = search = replace(search, in_flight=self.in_flight) if search.by_depth else search
         stages = [self._choose_ahead(s, search.evaluate(i, j, s)) for s, (i, j) in enumerate(pairwise(cuts))]
+        self.fits = all(stage.evaluation.fits for stage in stages)
         chosen = self._simulate(stages)
         if any(stage.plan.recomputed_bytes and not stage.ahead for stage in stages):
             chosen = min(
@@ -84,7 +89,9 @@ class Candidate:
 
     def _choose_ahead(self, index: int, evaluation: Evaluation) -> _StageChoice:
         """A stage, which recomputes ahead if it recomputes at all, and keeps its cap then."""
-        estimate = estimate_stage(self.search.model, self.stages, index, evaluation.treatments)
+        estimate = estimate_stage(
+            self.search.model.in_forward_order, self.stages, index, evaluation.treatments
+        )
         inside, ahead = (
             estimate.plan(self.in_flight[index], ahead=early, turn_s=evaluation.seconds)
             for early in (False, True)
@@ -111,6 +118,15 @@ class Candidate:
             for rank, part in enumerate(parts)
         ]
         return _SimulatedStages(policy, parts, timeline, [s.evaluation.peak_bytes for s in stages], over)
+
+    @cached_property
+    def depth(self) -> int:
+        """Stages on the longest path that the schedule knows of."""
+        flow = flow_of(self.stages if self.request.options.branches else chain(len(self.parts)))
+        depth: dict[int, int] = {}
+        for stage in reversed(flow.order):
+            depth[stage] = 1 + max((depth[reader] for reader in flow.read_by[stage]), default=0)
+        return max(depth.values())
 
     def tighter(self) -> Search | None:
         """The search to repeat, if the schedule keeps more in flight or a cap is passed: a stage that does so
@@ -141,4 +157,5 @@ class Candidate:
             weights=self.request.weights,
             clips=self.request.options.clips,
             shard_optimizer=self.request.options.shard_optimizer,
+            notes=self.notes,
         )

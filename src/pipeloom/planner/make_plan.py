@@ -18,6 +18,7 @@ from .registry import Planner, planner
 from .request import PlanOptions, Request
 from .search import Search, polish_cuts
 from .stage_cost import Readers
+from .stage_dag import faster_of, polish_some, shallow_candidates
 
 
 class TooManyStages(PlanError):
@@ -71,20 +72,38 @@ def make_plan(
             places=places,
         )
     log = _SearchLog()
-    candidates = []
+    best = _best_candidate(request, search, log)
+    if asked.propose is not None and options.branches and options.fastest:
+        in_a_row = replace(request, options=replace(options, branches=False))
+        best = faster_of(best, _best_candidate(in_a_row, search, log))
+    if best is None:
+        raise _refusal(request, search, log, strategy, explained=explained)
+    return best.plan(strategy)
+
+
+def _best_candidate(request: Request, search: Search, log: _SearchLog) -> Candidate | None:
+    """The fastest that the planner and those that it starts from find; the first if that will do. log: of
+    the planner that was asked, is filled."""
+    asked, options = request.planner, request.options
+    candidates: list[Candidate] = []
     planners = (asked, *map(planner, asked.also))
     for each in planners if options.fastest else reversed(planners):
-        if each is asked:
-            candidate = _first_that_fits(request, search, each, log)
-        else:
-            candidate = _first_that_fits(request, _search_of(search, request, each), each, _SearchLog())
-        if candidate is not None:
-            candidates.append(candidate)
-            if not options.fastest:
-                return candidate.plan(strategy)
+        if each.propose is not None and options.branches:
+            candidates += shallow_candidates(request, each.propose, LOWERED)
+        elif each.propose is None and each is asked:
+            candidates += _first_that_fits(request, search, each, log)
+        elif each.propose is None:
+            other = log if asked.propose is not None else _SearchLog()
+            candidates += _first_that_fits(request, _search_of(search, request, each), each, other)
+        if candidates and not options.fastest:
+            break
     if not candidates:
-        raise _refusal(request, search, log, strategy, explained=explained)
-    return (polish_cuts(candidates, search) if asked.polishes else candidates[0]).plan(strategy)
+        return None
+    if not (asked.polishes and options.fastest):
+        return candidates[0]
+    if asked.propose is not None and options.branches:
+        return polish_some(candidates)
+    return polish_cuts(candidates, search)
 
 
 @dataclass
@@ -99,22 +118,22 @@ def _search_of(search: Search, request: Request, other: Planner) -> Search:
     """The search of another planner for the same."""
     return replace(
         search,
-        treatments=() if other.optimises == "never" else search.treatments,
+        treatments=search.treatments if other.optimises == "always" else (),
         layers=request.layers if other.granularity == "layer" else {},
     )
 
 
-def _first_that_fits(request: Request, search: Search, by: Planner, log: _SearchLog) -> Candidate | None:
+def _first_that_fits(request: Request, search: Search, by: Planner, log: _SearchLog) -> list[Candidate]:
     """The first candidate of a planner that keeps its caps in its simulated step, if any. log: is filled."""
     log.first_cuts = by.find(search)
     if not log.first_cuts or (not by.keeps_caps and _exceeds_caps(search, log.first_cuts)):
-        return None
+        return []
     rounds = ROUNDS if search.large else None
     for candidate in islice(_candidates(Candidate(request, search, log.first_cuts), by), rounds):
         log.candidates.append(candidate)
         if candidate.tighter() is None:
-            return candidate
-    return None
+            return [candidate]
+    return []
 
 
 def _refusal(

@@ -67,6 +67,28 @@ def layers_in(part: StagePlan, graph: OpGraph, layer_of: Mapping[str, str]) -> s
     return f"{found[0]} .. {number if container == other else found[-1]}"
 
 
+def branch_figures(plan: Plan) -> dict[str, dict[str, float]]:
+    """What a plan takes whose stages run side by side, and what the best one would whose stages are a chain:
+    seconds of the step, bytes of the rank that holds most, stages on the longest path. Empty for a chain."""
+    figures: dict[str, dict[str, float]] = {}
+    for key, text in plan.notes.items():
+        what, _, figure = key.partition(".")
+        if what in ("branches", "no_branches"):
+            figures.setdefault(what, {})[figure] = float(text)
+    return figures
+
+
+def _gain_of_branches(plan: Plan) -> list[str]:
+    if not (figures := branch_figures(plan)):
+        return []
+    dag, row = figures["branches"], figures["no_branches"]
+    return [
+        f"stages side by side: {dag['depth']:.0f} deep, a step of {dag['step_s'] * 1e3:.4g} ms, at most "
+        f"{format_bytes(int(dag['peak_bytes']))} on a rank; one after another (--no-branches) "
+        f"{row['depth']:.0f} deep, {row['step_s'] * 1e3:.4g} ms, {format_bytes(int(row['peak_bytes']))}"
+    ]
+
+
 def limits(plan: Plan) -> list[str]:
     """What keeps a plan from being faster, as sentences: the slowest stage, what its time goes into, and
     which stages are full."""
@@ -83,7 +105,7 @@ def limits(plan: Plan) -> list[str]:
         said.append(f"{waits * 1e3:.3g} ms of that wait for transfers and copies")
     if plan.caps:
         said += _full(plan)
-    return said
+    return said + _gain_of_branches(plan)
 
 
 def _full(plan: Plan) -> list[str]:

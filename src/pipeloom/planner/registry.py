@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Literal, TypeAlias
 
 from ..ir.errors import PlanError
 from .search import Search
-from .strategies import balanced, dawnpiper, equal, exact, pipedream, pipedream_repo, probe, vpipe
+from .strategies import (
+    balanced,
+    dawnpiper,
+    equal,
+    exact,
+    graphpipe,
+    pipedream,
+    pipedream_repo,
+    probe,
+    shallow_cuts,
+    vpipe,
+)
 
 Granularity: TypeAlias = Literal["op", "module", "layer"]
 
@@ -24,6 +35,7 @@ class Planner:
     also: planners whose plans it starts from besides its own search, so that none of them has a faster one;
         the slowest to search first.
     polishes: it moves cuts by the simulated step at last (polish.py).
+    propose: several cuts, for stages of a DAG, of which the fastest simulated step wins; None: `find` is all.
     """
 
     find: Callable[[Search], tuple[int, ...]]
@@ -34,6 +46,7 @@ class Planner:
     keeps_caps: bool = True
     also: tuple[str, ...] = ()
     polishes: bool = False
+    propose: Callable[[Search], Iterator[tuple[int, ...]]] | None = None
 
 
 PLANNERS: dict[str, Planner] = {
@@ -66,6 +79,16 @@ PLANNERS: dict[str, Planner] = {
         optimises="always",
         source="Pinar and Aykanat 2004, JPDC 64(8)",
         about="parametric search; exact where transfers cost nothing",
+    ),
+    "graphpipe": Planner(
+        find=graphpipe,
+        propose=shallow_cuts,
+        granularity="op",
+        optimises="always",
+        also=("exact", "probe"),
+        source="arXiv 2406.17145, reconstructed: stages as a DAG",
+        polishes=True,
+        about="towers side by side: the least bottleneck, then the shallowest pipeline; exact, probe",
     ),
     "vpipe": Planner(
         find=vpipe,
@@ -109,7 +132,7 @@ def names() -> tuple[str, ...]:
     """All planners that `make_plan` knows.
 
     >>> names()  # doctest: +NORMALIZE_WHITESPACE
-    ('exact', 'dawnpiper', 'dawnpiper-alone', 'probe', 'vpipe', 'pipedream',
+    ('exact', 'dawnpiper', 'dawnpiper-alone', 'probe', 'graphpipe', 'vpipe', 'pipedream',
      'pipedream-repo', 'equal', 'balanced')
     """
     return tuple(PLANNERS)

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import numpy as np
+
 from .. import schedules
 from ..ir.cluster import Cluster
 from ..ir.errors import PlanError
@@ -16,9 +18,16 @@ from ..ir.schedule import Schedule
 from ..ir.stages import StageGraph, chain
 from ..ir.steady import SteadyStep
 from ..ir.weight_policy import WEIGHT_POLICIES, Updates
+from .branches import BranchOrdered, Edge, Term, branch_orders, decompose, graph_edges
 from .registry import Planner
 from .search import Search, layers
-from .stage_cost import CostModel, CostOptions
+from .stage_cost import CostModel, CostOptions, Readers
+
+MANY_ORDERS, FEW_ORDERS, SMALL = 24, 3, 2_000
+"""Orders of branches that are looked at; many while ops times stages are at most `SMALL`."""
+
+HALF_A_STAGE = 0.5
+"""Share of a stage's compute that branches must have together, the heaviest left out, to be pulled apart."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +41,7 @@ class PlanOptions:
         offloading where the devices have a host link.
     weights: None for those of the schedule.  clips: gradients, by their norm over all ranks.
     width: replicas of each stage, of which one is planned.  shard_optimizer: they share out its state.
+    branches: stages that read nothing of each other run side by side; if not, one after another, as a chain.
     fastest: look for the fastest plan; if not, the first that keeps its caps will do.
     """
 
@@ -44,6 +54,7 @@ class PlanOptions:
     width: int = 1
     shard_optimizer: bool = False
     fastest: bool = True
+    branches: bool = True
 
 
 @dataclass(frozen=True)
@@ -96,9 +107,33 @@ class Request:
         ops = [op for op in self.graph.ops if not op.cheap]
         return {op.name: n for n, piece in enumerate(layers(ops)) for op in ops[piece.start : piece.end]}
 
-    def search(self, stages: int) -> Search:
-        """The search for so many stages on the first devices of the cluster."""
+    @cached_property
+    def edges(self) -> list[Edge]:
+        """Which op reads from which, by position in the forward."""
+        return graph_edges(Readers(self.graph))
+
+    @cached_property
+    def tree(self) -> Term:
+        """The ops in series and branches."""
+        return decompose(sum(not op.cheap for op in self.graph.ops), self.edges)
+
+    def branch_orders(self, stages: int) -> list[BranchOrdered]:
+        """The ops in orders in which stages may be cut from them: branches stand together where all but the
+        heaviest of them would fill `HALF_A_STAGE`. The first is the one that planners of chains see."""
+        profile = profile_of(self.profile, self.cluster.devices[0].name, self.graph)
+        costs = [profile.costs[op.name] for op in self.graph.ops if not op.cheap]
+        seconds = np.array([cost.forward_s + cost.backward_s for cost in costs])
+        most = MANY_ORDERS if len(seconds) * stages <= SMALL else FEW_ORDERS
+        least_s = HALF_A_STAGE * float(seconds.sum()) / stages
+        return branch_orders(self.tree, seconds, least_s, most, self.edges)
+
+    def search(self, stages: int, ordered: BranchOrdered | None = None) -> Search:
+        """The search for so many stages on the first devices of the cluster.
+
+        ordered: one of the orders of branches; the first unless given.
+        """
         devices = self.cluster.devices[:stages]
+        ordered = ordered or self.branch_orders(stages)[0]
         options = CostOptions(
             microbatches=self.microbatches,
             optimizer_bytes=self.options.optimizer_bytes,
@@ -109,12 +144,19 @@ class Request:
         )
         profiles = [profile_of(self.profile, device.name, self.graph) for device in devices]
         return Search(
-            model=CostModel(self.graph, profiles, replace(self.cluster, devices=devices), options),
+            model=CostModel(
+                self.graph,
+                profiles,
+                replace(self.cluster, devices=devices),
+                options,
+                ordered.ops if ordered.borders else (),
+            ),
             caps=tuple(device.memory_bytes for device in devices),
             in_flight=schedules.in_flight(self.build(chain(stages))),
             treatments=self.treatments,
             watch=self.watch,
             layers=self.layers if self.planner.granularity == "layer" else {},
+            borders=ordered.borders,
         )
 
     @property
@@ -125,11 +167,14 @@ class Request:
         return Updates(policy=self.weights, every=self.microbatches)
 
     def rows(self, stages: StageGraph) -> Schedule | SteadyStep:
-        """What a plan's rows are: one step, or the step that repeats.
+        """What a plan's rows are: one step, or the step that repeats. Those of a chain are good for any graph
+        of stages: each waits for more than it needs.
 
         Raises: ScheduleError if the schedule does not repeat, or breaks the rule of weight versions.
         """
         placement = tuple(range(len(stages.stages)))
+        if not self.options.branches:
+            stages = chain(len(placement))
         if self.updates is not None:
             return schedules.build_steady(
                 self.schedule, stages, placement, self.updates, split_backward=self.options.split_backward

@@ -7,6 +7,7 @@ from .bands import (
     count_intervals as count_intervals,
 )
 from .cut_search import Search as Search, best_cuts as best_cuts
+from .depth_labels import DepthLabels as DepthLabels, Frontier as Frontier, StageTimes as StageTimes
 from .evaluation import Evaluation as Evaluation, Memoised as Memoised
 from .layer_groups import (
     Piece as Piece,

@@ -86,6 +86,9 @@ class Search:
     watch: told how many stages were weighed so far.
     layers: op -> number of the layer whose residuals are all treated alike; empty: each by itself.
     known: evaluations, shared by the searches that `replace` makes of one, of the same model.
+    borders: positions in the op order where a branch begins or ends (see planner/branches.py).
+    by_depth: `in_flight` is that of a chain, and a stage of another graph holds as many micro-batches as the
+        stage of the chain that is as far from the end; if not, it holds those of its place in the op order.
     """
 
     model: CostModel
@@ -96,6 +99,8 @@ class Search:
     watch: Callable[[int], None] | None = None
     layers: Mapping[str, int] = field(default_factory=dict)
     known: Known = field(default_factory=dict, compare=False, repr=False)
+    borders: tuple[int, ...] = ()
+    by_depth: bool = False
 
     @cached_property
     def evaluate(self) -> Evaluator:

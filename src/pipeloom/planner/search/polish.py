@@ -39,8 +39,9 @@ def polish_cuts(kept: Sequence[Candidate], search: Search) -> Candidate:
         return best
     climb = _Climb(best)
     for found in kept:
-        climb.try_(search, found.cuts)
-    places = search.model.cut_points.tolist()
+        if found.search.model.readers == search.model.readers:  # positions in the same op order
+            climb.try_(search, found.cuts)
+    places = best.search.model.cut_points.tolist()
     while any(climb.try_(climb.best.search, cuts) for cuts in _moves(climb.best, places)):
         pass
     return climb.best
@@ -63,10 +64,16 @@ class _Climb:
             return False
         self.tried.add(key)
         self.left -= 1
-        if not all(search.evaluate(i, j, s).fits for s, (i, j) in enumerate(pairwise(cuts))):
+        if not search.by_depth and not all(
+            search.evaluate(i, j, s).fits for s, (i, j) in enumerate(pairwise(cuts))
+        ):
             return False
         found = Candidate(self.best.request, search, cuts)
-        if found.tighter() is not None or found.timeline.step_s >= (1 - GAIN) * self.best.timeline.step_s:
+        if (
+            not found.fits
+            or found.tighter() is not None
+            or found.timeline.step_s >= (1 - GAIN) * self.best.timeline.step_s
+        ):
             return False
         self.best = found
         return True

@@ -51,16 +51,23 @@ COLUMN = {name: index for index, name in enumerate(SUMMED)}
 class CostModel:
     """Costs of stages of one graph on the ranks of one cluster, stage s on rank s.
 
-    profiles: one per rank; bytes are read from the first.
+    profiles: one per rank; bytes are read from the first.  order: of the ops whose intervals are asked for
+        (see `Readers`); () for that in which the forward runs them.
     """
 
     def __init__(
-        self, graph: OpGraph, profiles: Sequence[Profile], cluster: Cluster, options: CostOptions
+        self,
+        graph: OpGraph,
+        profiles: Sequence[Profile],
+        cluster: Cluster,
+        options: CostOptions,
+        order: tuple[int, ...] = (),
     ) -> None:
         self.graph = graph
+        self.profiles = profiles
         self.cluster = cluster
         self.options = options
-        self.readers = Readers(graph)
+        self.readers = Readers(graph, order)
         self.profile = profiles[0]
         self.distinct = list({id(p): p for p in profiles}.values())
         self.kind = [next(k for k, p in enumerate(self.distinct) if p is own) for own in profiles]
@@ -69,6 +76,13 @@ class CostModel:
     def __len__(self) -> int:
         """How many ops there are to assign."""
         return len(self.readers.ops)
+
+    @cached_property
+    def in_forward_order(self) -> CostModel:
+        """The same with the ops in the order in which a stage runs them: for stages of any cut."""
+        if not self.readers.order:
+            return self
+        return CostModel(self.graph, self.profiles, self.cluster, self.options)
 
     # --- any stage --------------------------------------------------------------------------------
 

@@ -18,14 +18,19 @@ from .arrays import Indices
 
 @dataclass(frozen=True)
 class Readers:
-    """A graph as a row of assignable ops. Positions count the ops that are not cheap, from 0."""
+    """A graph as a row of assignable ops. Positions count the ops that are not cheap, from 0.
+
+    order: another topological order of these, as positions in that of the graph; () for that of the graph.
+    """
 
     graph: OpGraph
+    order: tuple[int, ...] = ()
 
     @cached_property
     def ops(self) -> tuple[Op, ...]:
-        """The ops to assign, in the graph's order."""
-        return tuple(op for op in self.graph.ops if not op.cheap)
+        """The ops to assign, in order."""
+        ops = tuple(op for op in self.graph.ops if not op.cheap)
+        return tuple(ops[index] for index in self.order) if self.order else ops
 
     @cached_property
     def position(self) -> dict[str, int]:

@@ -2,6 +2,7 @@ from .balanced import balanced as balanced
 from .dawnpiper import binary_partition as binary_partition, dawnpiper as dawnpiper
 from .equal import equal as equal
 from .exact import exact as exact
+from .graphpipe import graphpipe as graphpipe, shallow_cuts as shallow_cuts
 from .pipedream import (
     Layer as Layer,
     Rules as Rules,

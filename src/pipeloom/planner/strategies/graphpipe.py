@@ -1,0 +1,216 @@
+"""graphpipe: stages of a DAG. Towers run side by side, so that the pipeline is shallow and holds little.
+
+Stages are intervals of the op order in which branches stand together (branches.py). The least bottleneck is
+found by bisection, the shallowest pipeline under it by labels (search/depth_labels.py), first over a few
+places, then around the cuts that were found. A pipeline whose slowest stage takes a bit more but that is
+shallower fills and drains faster: some are proposed, and the simulated step decides.
+
+Source: GraphPipe, arXiv 2406.17145, sections 5 and 6: bisection of the bottleneck, dynamic programming from
+the sink, fewest micro-batches in flight. The paper cuts along series-parallel terms; here a stage may also
+hold a join together with the tail of a branch, without which the join has a device of its own.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cached_property
+from math import inf
+
+import numpy as np
+
+from ..search import Cuts, DepthLabels, Frontier, Search
+from ..stage_cost import Array, Indices
+
+PLACES = 128
+"""Places of the first search."""
+
+TREATED_PLACES = 48
+"""The same where residuals are optimised: each stage is then a search of its own."""
+
+REFINED = 2
+"""Searches around the cuts that were found."""
+
+TOLERANCE = 2e-3
+"""Relative, of the bottleneck."""
+
+RELAXED = (1.0, 1.02, 1.05, 1.1, 1.25)
+"""Bottlenecks, as shares of the least, under which the shallowest pipeline is looked for."""
+
+
+def graphpipe(search: Search) -> Cuts:
+    """The cuts of the least bottleneck, 0 and the number of ops included; () if nothing fits."""
+    return next(shallow_cuts(search), ())
+
+
+def shallow_cuts(search: Search) -> Iterator[Cuts]:
+    """Cuts worth a simulation, none twice: the shallowest pipeline for each relaxed bottleneck. Nothing if no
+    cut keeps the caps by estimate."""
+    best: Cuts = ()
+    least = inf
+    points = first_points(search)
+    for turn in range(REFINED + 1):
+        times = interval_times(search, points, least)
+        labels = DepthLabels(times, Frontier(times.pieces, piece_edges(search, points)))
+        places, slowest = _least_bottleneck(labels, times, least)
+        if places:
+            least, best = slowest, tuple(int(points[place]) for place in places)
+        elif not best:
+            return
+        if turn < REFINED and len(points) < len(search.model.cut_points):
+            points = points_around(search, best, turn)
+        else:
+            break
+    proposed = dict.fromkeys([best])
+    for share in RELAXED:
+        if places := labels.shallowest(least * share):
+            proposed[tuple(int(points[place]) for place in places)] = None
+    yield from proposed
+
+
+def _least_bottleneck(labels: DepthLabels, times: IntervalTimes, below: float) -> tuple[Cuts, float]:
+    """Places with the least time of the slowest stage, and that time; () if nothing is as fast as `below`."""
+    low, high = times.least_s(0, times.pieces) / times.stages, min(below, times.longest_s)
+    best, slowest = labels.shallowest(high), high
+    if not best:
+        return (), inf
+    while slowest > low * (1 + TOLERANCE):
+        middle = (low + slowest) / 2
+        if places := labels.shallowest(middle):
+            best, slowest = places, middle
+        else:
+            low = middle
+    return best, slowest
+
+
+def first_points(search: Search) -> Indices:
+    """Positions over the whole op order: in stretches of equal compute the one that least bytes cross, and
+    where branches begin and end."""
+    count = max(TREATED_PLACES if search.optimises else PLACES, 4 * len(search.caps))
+    return _with_borders(search, _quietest(search, 0, len(search.model), count))
+
+
+def points_around(search: Search, cuts: Cuts, turn: int) -> Indices:
+    """Positions near the cuts, closer with each turn."""
+    total = TREATED_PLACES if search.optimises else PLACES
+    each = max(6, total // len(cuts))
+    near = []
+    reach = 1.0 / 4**turn
+    for before, cut, after in zip(cuts, cuts[1:], cuts[2:], strict=False):
+        left, right = (int(cut + reach * (to - cut) / 2) for to in (before, after))
+        near.append(_quietest(search, left, right, each))
+    return _with_borders(search, np.unique(np.concatenate([np.array(cuts), *near])))
+
+
+def _with_borders(search: Search, points: Indices) -> Indices:
+    ends = np.array([0, *search.borders, len(search.model)])
+    return np.intersect1d(search.model.cut_points, np.union1d(points, ends))
+
+
+def _quietest(search: Search, start: int, end: int, count: int) -> Indices:
+    """Between two positions, in each of `count` stretches of equal compute, where least bytes cross."""
+    model = search.model
+    allowed = model.cut_points[(model.cut_points > start) & (model.cut_points < end)]
+    if len(allowed) <= count:
+        return allowed
+    prefix, crossing = model.prefix_s[0], model.crossing_bytes
+    edges = np.linspace(prefix[start], prefix[end], count + 1)[1:-1]
+    groups = np.split(allowed, np.searchsorted(prefix[allowed], edges))
+    return np.array([group[np.argmin(crossing[group])] for group in groups if len(group)], dtype=np.int64)
+
+
+def piece_edges(search: Search, points: Indices) -> set[tuple[int, int]]:
+    """Which piece between two points is read by which."""
+    readers, ends = search.model.readers, points.tolist()
+    edges = set()
+    for value in readers.graph.value:
+        if (made := readers.produced_at(value)) >= 0:
+            source = bisect_right(ends, made) - 1
+            for reader in readers.value_readers(value):
+                if (target := bisect_right(ends, reader) - 1) != source:
+                    edges.add((source, target))
+    return edges
+
+
+def interval_times(search: Search, points: Indices, below: float) -> IntervalTimes:
+    """The stages between points that are faster than `below`."""
+    return TreatedTimes(search, points, below) if search.optimises else KeptTimes(search, points, below)
+
+
+class IntervalTimes:
+    """Stages between points, by the compute of their ops: see `DepthLabels`."""
+
+    def __init__(self, search: Search, points: Indices, below: float) -> None:
+        self.search, self.points = search, points.tolist()
+        self.below = below * max(RELAXED) * (1 + 1e-6)
+        self.stages, self.pieces = len(search.caps), len(points) - 1
+        self._prefix = search.model.prefix_s.min(axis=0)[points].tolist()
+
+    @property
+    def longest_s(self) -> float:
+        """Seconds that no stage takes longer than."""
+        model, stages = self.search.model, np.arange(self.stages)
+        footprint, seconds = model.row(0, np.array([len(model)]), exact=False)
+        whole = model.turns(footprint, seconds, stages).max()
+        return float(whole + model.edges(footprint, stages).max())
+
+    def least_s(self, start: int, end: int) -> float:
+        return float(self._prefix[end] - self._prefix[start])
+
+    def seconds(self, start: int, end: int, stage: int, depth: int) -> float:
+        raise NotImplementedError
+
+    def in_flight(self, depth: int) -> int:
+        """Micro-batches that a stage so deep holds: as many as one so far from the end of a chain."""
+        return self.search.in_flight[self.stages - depth]
+
+
+class TreatedTimes(IntervalTimes):
+    """With memory optimisation: each stage is asked for when it is needed."""
+
+    @cached_property
+    def _at_depth(self) -> list[Search]:
+        counts = range(1, self.stages + 1)
+        return [replace(self.search, in_flight=(self.in_flight(depth),) * self.stages) for depth in counts]
+
+    def seconds(self, start: int, end: int, stage: int, depth: int) -> float:
+        return self._at_depth[depth - 1].evaluate(self.points[start], self.points[end], stage).seconds
+
+
+class KeptTimes(IntervalTimes):
+    """With every residual kept: the stages that begin at a point are weighed together, at all depths."""
+
+    def __init__(self, search: Search, points: Indices, below: float) -> None:
+        super().__init__(search, points, below)
+        self._rows: dict[int, tuple[list[list[float]], list[list[int]]]] = {}
+
+    def seconds(self, start: int, end: int, stage: int, depth: int) -> float:
+        if start not in self._rows:
+            self._rows[start] = self._row(start)
+        turns, deepest = self._rows[start]
+        index = end - start - 1
+        return turns[stage][index] if depth <= deepest[stage][index] else inf
+
+    def _row(self, start: int) -> tuple[list[list[float]], list[list[int]]]:
+        """Per stage and end the seconds, and the greatest depth at which the stage fits, 0 for none."""
+        search, model = self.search, self.search.model
+        last = (
+            bisect_right(self._prefix, self._prefix[start] + self.below, lo=start + 1)
+            if self.below < inf
+            else len(self.points)
+        )
+        ends = np.array(self.points[start + 1 : max(last, start + 2)])
+        rough, seconds = model.row(self.points[start], ends, exact=False)
+        counts = np.array([self.in_flight(depth) for depth in range(1, self.stages + 1)])
+        peaks = model.peaks(rough, counts)
+        caps = np.array(search.caps)
+        open_ = (peaks > caps.min()).any(axis=0)
+        if open_.any():
+            exact, _ = model.row(self.points[start], ends[open_])
+            peaks[:, open_] = model.peaks(exact, counts)
+        deepest = {
+            cap: (peaks <= cap).cumprod(axis=0).sum(axis=0).astype(int).tolist() for cap in set(search.caps)
+        }
+        turns: Array = model.turns(rough, seconds, np.arange(self.stages))
+        return turns.tolist(), [deepest[cap] for cap in search.caps]

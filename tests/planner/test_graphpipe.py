@@ -1,0 +1,131 @@
+"""Branches of op graphs, and stages that are cut from them side by side."""
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from branching_graphs import KINDS, best_of_all, random_graph, reads_of, request_for
+from hypothesis import given, strategies as st
+
+from pipeloom.ir.errors import InfeasibleError
+from pipeloom.planner import Block, Parallel, Request, Series, branch_orders, decompose, make_plan
+
+
+def step_s(request: Request, strategy: str = "graphpipe", **options) -> float:
+    """Seconds of the planned step; infinite if nothing fits."""
+    try:
+        return make_plan(
+            request.graph,
+            request.profile,
+            request.cluster,
+            stages=len(request.cluster.devices),
+            schedule=request.schedule,
+            microbatches=request.microbatches,
+            strategy=strategy,
+            options=replace(request.options, **options),
+            explained=False,
+        ).predicted_step_s
+    except InfeasibleError:
+        return float("inf")
+
+
+def leaves(term) -> list[int]:
+    return list(term.ops) if isinstance(term, Block) else [op for part in term.terms for op in leaves(part)]
+
+
+@given(
+    seed=st.integers(0, 10**6), ops=st.integers(2, 30), kind=st.sampled_from(KINDS), most=st.integers(1, 8)
+)
+def test_every_order_of_branches_is_a_topological_order_of_all_ops(seed, ops, kind, most):
+    edges = [(j, i) for i, row in enumerate(reads_of(random.Random(seed), ops, kind)) for j in row]
+    tree = decompose(ops, edges)
+    assert sorted(leaves(tree)) == list(range(ops))
+    seconds = np.random.default_rng(seed).random(ops)
+    orders = branch_orders(tree, seconds, seconds.sum() / 4, most, edges)
+    assert 1 <= len(orders) <= most
+    assert len({ordered.ops for ordered in orders}) == len(orders)
+    for ordered in orders:
+        place = {op: index for index, op in enumerate(ordered.ops)}
+        assert sorted(place) == list(range(ops))
+        assert all(place[source] < place[target] for source, target in edges)
+    if kind == "chain":
+        assert [ordered.ops for ordered in orders] == [tuple(range(ops))]
+
+
+def test_towers_run_in_turn_come_apart_unless_they_are_light():
+    #   0 -> 1, 2;  1 -> 3 -> 5;  2 -> 4 -> 6;  5, 6 -> 7
+    towers = [(0, 1), (0, 2), (1, 3), (2, 4), (3, 5), (4, 6), (5, 7), (6, 7)]
+    tree = decompose(8, towers)
+    assert isinstance(tree, Series)
+    assert [type(part) for part in tree.terms] == [Block, Parallel, Block]
+    (first,) = branch_orders(tree, np.ones(8), 1.0, 1)
+    assert first.ops == (0, 1, 3, 5, 2, 4, 6, 7)
+    assert first.borders == (1, 4, 7)
+    assert branch_orders(tree, np.ones(8), 4.0, 1)[0].ops == tuple(range(8))  # too light to be pulled apart
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_never_slower_than_the_exact_chain_or_than_without_branches(seed):
+    dice = random.Random(seed)
+    graph, profile = random_graph(seed, dice.randint(6, 20), KINDS[seed % 3])
+    request = request_for(graph, profile, dice.randint(2, 4), slack=dice.uniform(1, 1.3))
+    side_by_side = step_s(request)
+    assert side_by_side <= step_s(request, "exact") * (1 + 1e-6)
+    assert side_by_side <= step_s(request, branches=False) * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_small_graphs_are_cut_nearly_as_well_as_by_trying_all(seed):
+    dice = random.Random(seed)
+    stages = dice.randint(2, 3)
+    graph, profile = random_graph(seed, dice.randint(5, 6), "series-parallel")
+    request = request_for(graph, profile, stages, slack=dice.choice([None, 1.0, 1.1, 1.3]))
+    best = best_of_all(request, stages)
+    assert step_s(request) <= 1.05 * best
+    assert step_s(request) >= best * (1 - 1e-9)
+
+
+def towers_of(count: int, layers: int) -> Request:
+    """Towers of equal ops, run in turn, and a join; messages take next to no time."""
+    graph, profile = random_graph(0, count * layers + 1, "chain")
+    reads = [[i - count] if i >= count else [] for i in range(count * layers)] + [
+        list(range(count * (layers - 1), count * layers))
+    ]
+    ops = tuple(
+        replace(op, inputs=tuple(f"v{j}" for j in row) or ("x",))
+        for op, row in zip(graph.ops, reads, strict=True)
+    )
+    graph = replace(graph, ops=ops)
+    cost = next(iter(profile.costs.values()))
+    costs = {
+        op.name: replace(
+            cost, forward_s=1.0, input_grad_s=1.0, weight_grad_s=1.0, saves=(op.outputs[0].name,)
+        )
+        for op in ops
+    }
+    return request_for(
+        graph,
+        replace(profile, graph=graph.fingerprint, costs=costs),
+        2 * count,
+        bytes_per_s=1e9,
+    )
+
+
+def test_towers_side_by_side_are_as_deep_as_one_tower_and_say_what_that_gains():
+    request = replace(towers_of(3, 4), microbatches=24)
+    plan = make_plan(
+        request.graph,
+        request.profile,
+        request.cluster,
+        stages=6,
+        schedule="1f1b",
+        microbatches=24,
+        strategy="graphpipe",
+        options=request.options,
+    )
+    figures = {key: float(text) for key, text in plan.notes.items()}
+    assert figures["branches.depth"] < figures["no_branches.depth"] == 6
+    assert figures["branches.step_s"] == plan.predicted_step_s
+    assert plan.predicted_step_s <= figures["no_branches.step_s"] * (1 + 1e-6)
+    assert figures["branches.peak_bytes"] < figures["no_branches.peak_bytes"]

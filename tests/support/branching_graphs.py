@@ -1,0 +1,165 @@
+"""Random op graphs: chains, series-parallel graphs, others; and every cut of a small one."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+
+from pipeloom.ir.cluster import Cluster, Device, Link
+from pipeloom.ir.graph import Op, OpGraph, Parameter, Value
+from pipeloom.ir.profile import OpCost, Profile
+from pipeloom.planner import PLANNERS, BranchOrdered, Candidate, PlanOptions, Request, least_share
+
+Reads = list[list[int]]
+"""Of each op those that it reads, all earlier ones."""
+
+KINDS = ("chain", "series-parallel", "any")
+
+
+def reads_of(dice: random.Random, ops: int, kind: str) -> Reads:
+    """A graph of so many ops, the last of which makes the loss."""
+    if kind == "chain":
+        return [[i - 1] if i else [] for i in range(ops)]
+    if kind == "any":
+        reads = [sorted(dice.sample(range(i), min(i, dice.randint(1, 2)))) for i in range(ops)]
+        unread = set(range(ops - 1)) - {i for row in reads for i in row}
+        reads[-1] = sorted({*reads[-1], *unread})
+        return reads
+    reads = [[]]
+    heads = _grow(dice, reads, [0], ops - 2)
+    reads.append(sorted(set(heads)))
+    return reads
+
+
+def _grow(dice: random.Random, reads: Reads, heads: list[int], ops: int) -> list[int]:
+    """Add so many ops behind heads, as a series or as branches; returns the ops that nothing reads yet."""
+    if ops <= 0:
+        return heads
+    if ops == 1 or dice.random() < 0.4:
+        reads.append(sorted(set(heads)))
+        return _grow(dice, reads, [len(reads) - 1], ops - 1)
+    first = dice.randint(1, ops - 1)
+    left, right = _grow(dice, reads, heads, first), _grow(dice, reads, heads, ops - first)
+    return sorted({*left, *right})
+
+
+def random_graph(seed: int, ops: int, kind: str) -> tuple[OpGraph, Profile]:
+    """A graph with trainable ops of unequal times, in a world of bytes per second."""
+    dice = random.Random(seed)
+    reads = reads_of(dice, ops, kind)
+    values = [
+        Value(name=f"v{i}", shape=(dice.randint(1, 30),), dtype="float32", needs_grad=True)
+        for i in range(ops)
+    ]
+    made = tuple(
+        Op(
+            name=f"op{i}",
+            target="aten.some.default",
+            inputs=tuple(f"v{j}" for j in reads[i]) or ("x",),
+            outputs=(values[i],),
+            params=(f"p{i}",),
+        )
+        for i in range(ops)
+    )
+    graph = OpGraph(
+        name=f"{kind} {seed}",
+        inputs=(Value(name="x", shape=(4,), dtype="float32"),),
+        ops=made,
+        parameters=tuple(
+            Parameter(name=f"p{i}", shape=(dice.randint(1, 20),), dtype="float32") for i in range(ops)
+        ),
+        buffers=(),
+        loss=f"v{ops - 1}",
+    )
+    costs = {
+        op.name: OpCost(
+            forward_s=dice.randint(1, 9),
+            input_grad_s=dice.randint(1, 9),
+            weight_grad_s=dice.randint(1, 9),
+            saves=(op.outputs[0].name,),
+        )
+        for op in made
+    }
+    return graph, Profile(device="d", source="random", graph=graph.fingerprint, batch=(), costs=costs)
+
+
+def cluster_of(stages: int, memory: int = 1 << 40, bytes_per_s: float = 100.0) -> Cluster:
+    devices = tuple(Device(name="d", memory_bytes=memory) for _ in range(stages))
+    return Cluster(devices=devices, within_node=Link(bandwidth_bytes_per_s=bytes_per_s, latency_s=0.0))
+
+
+def request_for(
+    graph: OpGraph,
+    profile: Profile,
+    stages: int,
+    *,
+    slack: float | None = None,
+    schedule: str = "1f1b",
+    bytes_per_s: float = 100.0,
+) -> Request:
+    """To cut a graph. slack: caps as multiples of the least with which some cut into a chain fits."""
+    cluster = cluster_of(stages, bytes_per_s=bytes_per_s)
+    options = PlanOptions(treatments=())
+    request = Request(graph, profile, cluster, schedule, 2 * stages, options, PLANNERS["graphpipe"])
+    if slack is None:
+        return request
+    memory = int(least_share(request.search(stages))[0] * cluster.devices[0].memory_bytes * slack) + 1
+    return replace(request, cluster=cluster_of(stages, memory, bytes_per_s))
+
+
+def convex_partitions(graph: OpGraph, stages: int) -> Iterator[tuple[int, ...]]:
+    """Every way to assign the ops to so many stages without a circle, the stages in the order of their data;
+    each set of stages once."""
+    seen = set()
+    count = len(graph.ops)
+    names = [op.name for op in graph.ops]
+    for assigned in product(range(stages), repeat=count):
+        if len(set(assigned)) < stages:
+            continue
+        sets = frozenset(frozenset(i for i in range(count) if assigned[i] == s) for s in range(stages))
+        if sets in seen:
+            continue
+        edges = [
+            (assigned[graph_index(graph, v)], assigned[i])
+            for i, op in enumerate(graph.ops)
+            for v in op.inputs
+            if v != "x"
+        ]
+        if any(source > target for source, target in edges):
+            continue
+        seen.add(sets)
+        yield assigned
+    assert names
+
+
+def graph_index(graph: OpGraph, value: str) -> int:
+    return int(value[1:])
+
+
+def candidate_of(request: Request, assigned: tuple[int, ...], stages: int) -> Candidate:
+    """A partition as a candidate: in the op order that has its stages one after another."""
+    order = tuple(sorted(range(len(assigned)), key=lambda i: (assigned[i], i)))
+    search = replace(request.search(stages, BranchOrdered(order, (0,))), by_depth=True)
+    cuts = [0]
+    for stage in range(stages):
+        cuts.append(cuts[-1] + assigned.count(stage))
+    return Candidate(request, search, tuple(cuts))
+
+
+def best_of_all(request: Request, stages: int) -> float:
+    """Seconds of the simulated step of the best partition that keeps its caps, over all there are."""
+    best = float("inf")
+    microbatches = request.microbatches
+    for assigned in convex_partitions(request.graph, stages):
+        costs = next(iter([request.profile])).costs
+        busy = [0.0] * stages
+        for op, stage in zip(request.graph.ops, assigned, strict=True):
+            busy[stage] += costs[op.name].forward_s + costs[op.name].backward_s
+        if max(busy) * microbatches >= best:
+            continue
+        found = candidate_of(request, assigned, stages)
+        if found.fits and found.tighter() is None:
+            best = min(best, found.timeline.step_s)
+    return best
