@@ -142,6 +142,7 @@ def test_plan_prints_figures_and_saves(folder: Path) -> None:
         "graph",
         "stages",
         "limits",
+        "branches",
         "what_if",
     }
     assert (figures["planner"], figures["schedule"], figures["microbatches"]) == ("exact", "1f1b", 2)

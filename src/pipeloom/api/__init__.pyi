@@ -1,4 +1,5 @@
 from .advice import plan_with_advice as plan_with_advice
+from .best_batch import best_plan as best_plan
 from .checkpoints import checkpoint_step as checkpoint_step, export_safetensors as export_safetensors
 from .clusters import (
     BuiltIn as BuiltIn,
@@ -27,6 +28,7 @@ from .passes import (
     load_job as load_job,
     make_request as make_request,
     plan as plan,
+    plan_best as plan_best,
     plan_largest as plan_largest,
     plan_size as plan_size,
     profile as profile,

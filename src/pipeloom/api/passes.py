@@ -23,6 +23,7 @@ from ..planner import PlanOptions, ProfiledModel, planner, shared_rows
 from ..profiler import roofline
 from ..tracer import Job, load_job
 from .advice import plan_with_advice
+from .best_batch import best_plan
 from .clusters import with_files
 from .largest_batch import largest_below, largest_plan
 from .plan_costs import PlanCosts
@@ -40,6 +41,7 @@ __all__ = [
     "estimate",
     "load_job",
     "plan",
+    "plan_best",
     "plan_largest",
     "make_request",
     "plan_size",
@@ -275,6 +277,11 @@ def plan_largest(request: PlanRequest, job: Job, start: int) -> tuple[Plan, Prof
     except _NoBatch as error:
         assert error.__cause__ is not None, "it was raised from what Job.batch raised"
         raise error.__cause__ from None
+
+
+def plan_best(request: PlanRequest, job: Job, start: int) -> tuple[Plan, ProfiledModel]:
+    """The plan with the fastest step over all micro-batch sizes, sought around `start`; see `best_plan`."""
+    return best_plan(request, start, partial(_model_if_batch, request, job))
 
 
 class _NoBatch(CaptureError):

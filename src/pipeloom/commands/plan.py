@@ -42,6 +42,9 @@ if TYPE_CHECKING:
 @shaped_plan_options
 @click.option("--global-batch", type=click.IntRange(1), help="Rows per step; instead of --microbatches.")
 @click.option("--max-batch", is_flag=True, help="Search the largest micro-batch size that fits.")
+@click.option(
+    "--best-batch", is_flag=True, help="With --global-batch: search the micro-batch size of the fastest step."
+)
 @click.option("--device-memory", type=Size(), help="Cap per rank, as 300MiB.")
 @cluster_option("Plan for these devices, by roofline.")
 @click.option(
@@ -101,6 +104,7 @@ def _plan(
     microbatch_size: int,
     treat: str | None,
     max_batch: bool,
+    best_batch: bool,
     what_if: bool,
     planner: str,
     **options: Any,
@@ -111,9 +115,12 @@ def _plan(
             hint="say each device's memory in the cluster, as in --cluster '4 x a100-40 with 20GiB'",
         )
     profiled = load_profile(profile_file)
-    if max_batch and profiled is not None:
+    if max_batch and best_batch:
+        raise ConfigError("--max-batch and --best-batch were both given", hint="leave out one")
+    if (max_batch or best_batch) and profiled is not None:
         raise ConfigError(
-            "--max-batch and --profile were both given", hint="a profile is of one size: leave out one"
+            f"--{'max' if max_batch else 'best'}-batch and --profile were both given",
+            hint="a profile is of one size: leave out one",
         )
     job = job_of(model)
     from .. import api  # what is wrong is said before torch is loaded
@@ -128,7 +135,9 @@ def _plan(
             strategy=planner,
             **options,
         )
-        if max_batch:
+        if best_batch:
+            plan, model_at_size = api.plan_best(request, job, microbatch_size)
+        elif max_batch:
             plan, model_at_size = api.plan_largest(request, job, microbatch_size)
         else:
             plan, model_at_size = api.plan_size(request, job, microbatch_size, profiled=profiled)

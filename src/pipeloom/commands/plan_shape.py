@@ -27,6 +27,7 @@ CHOSEN = (
     "microbatches",
     "microbatch_size",
     "max_batch",
+    "best_batch",
     "device_memory",
     "offload_dir",
     "profile_file",

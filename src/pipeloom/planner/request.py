@@ -23,8 +23,8 @@ from .registry import Planner
 from .search import Search, layers
 from .stage_cost import CostModel, CostOptions, Readers
 
-MANY_ORDERS, FEW_ORDERS, SMALL = 24, 3, 2_000
-"""Orders of branches that are looked at; many while ops times stages are at most `SMALL`."""
+MANY_ORDERS, FEW_ORDERS, SMALL = 24, 3, 32
+"""Orders of branches that are looked at; many while there are at most `SMALL` ops."""
 
 HALF_A_STAGE = 0.5
 """Share of a stage's compute that branches must have together, the heaviest left out, to be pulled apart."""
@@ -123,7 +123,7 @@ class Request:
         profile = profile_of(self.profile, self.cluster.devices[0].name, self.graph)
         costs = [profile.costs[op.name] for op in self.graph.ops if not op.cheap]
         seconds = np.array([cost.forward_s + cost.backward_s for cost in costs])
-        most = MANY_ORDERS if len(seconds) * stages <= SMALL else FEW_ORDERS
+        most = MANY_ORDERS if len(seconds) <= SMALL else FEW_ORDERS
         least_s = HALF_A_STAGE * float(seconds.sum()) / stages
         return branch_orders(self.tree, seconds, least_s, most, self.edges)
 

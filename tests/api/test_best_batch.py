@@ -1,0 +1,62 @@
+"""The micro-batch size with the fastest step, against trying all."""
+
+from dataclasses import replace
+
+import pytest
+from layered import layered
+
+from pipeloom.api import PlanRequest, best_plan, estimate
+from pipeloom.clusters import find_cluster
+from pipeloom.ir.errors import ConfigError, InfeasibleError
+from pipeloom.ir.units import parse_bytes
+from pipeloom.planner import ProfiledModel, divisors
+
+TWO = find_cluster("2 x a100-40")
+
+
+def planning(memory: str = "2GiB", **options) -> PlanRequest:
+    devices = tuple(replace(device, memory_bytes=parse_bytes(memory)) for device in TWO.devices)
+    asked = {"stages": 2, "microbatches": 4, "cluster": replace(TWO, devices=devices), "global_batch": 24}
+    return PlanRequest(**{**asked, **options})
+
+
+def take(size: int) -> ProfiledModel:
+    graph = layered(4, rows=size, hidden=512, length=128)
+    return ProfiledModel(size=size, graph=graph, profiles=estimate(graph, TWO))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "memory"), [("exact", "2GiB"), ("exact", "900MiB"), ("graphpipe", "2GiB")]
+)
+def test_the_best_size_is_as_fast_as_the_fastest_of_all(strategy, memory):
+    request = planning(memory, strategy=strategy)
+    plan, model = best_plan(request, 2, take)
+    assert plan.microbatch_size == model.size
+    assert plan.microbatch_size * plan.microbatches == 24
+    steps = {}
+    for size in divisors(24):
+        try:
+            steps[size] = request.plan(take(size)).predicted_step_s
+        except InfeasibleError:
+            continue
+    assert plan.predicted_step_s == pytest.approx(min(steps.values()))
+    assert 1 < len(steps)
+
+
+def test_replicas_share_the_rows():
+    four = find_cluster("4 x a100-40")
+    plan, _ = best_plan(planning(cluster=four, width=2), 2, take)
+    assert plan.width == 2
+    assert plan.microbatch_size * plan.microbatches == 24
+
+
+def test_without_rows_per_step_there_is_no_best_size():
+    with pytest.raises(ConfigError, match="rows per step") as caught:
+        best_plan(planning(global_batch=None), 2, take)
+    assert "--global-batch" in caught.value.hint
+
+
+def test_where_no_size_fits_it_says_what_would():
+    with pytest.raises(InfeasibleError) as caught:
+        best_plan(planning("20MiB"), 2, take)
+    assert "give each device at least" in caught.value.hint
