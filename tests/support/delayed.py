@@ -155,6 +155,35 @@ def delayed(
     return Trained(losses, norms or [None] * steps, newest)
 
 
+def stashed(job: Job, plan: Plan, *, steps: int = STEPS) -> Trained:
+    """One process by the rule of PipeDream, with an update after each micro-batch: stage s of d (from 0) uses
+    its own version of d - 1 - s updates before, the first one while there is none.
+
+        W(t + 1) = optimizer(W(t), grad f(w_0(t - d + 1), w_1(t - d + 2), ..., w_(d-1)(t)))
+    """
+    assert plan.updates is not None and plan.updates.every == 1
+    stages = plan.stage_graph(runs.capture_of(job, 2).graph)
+    late = {name: len(plan.stages) - 1 - s for s, names in enumerate(stages.params) for name in names}
+    losses = []
+    with runs.shared_captures(), Pipeline(job, runs.even_plan(job, 1, microbatches=1)) as pipeline:
+        params, optimizer = pipeline.weights.params, pipeline.weights.optimizer
+        assert optimizer is not None
+        pipeline.weights.step = lambda: None  # type: ignore[method-assign]
+        made = [{n: p.detach().clone() for n, p in params.items()}]
+        for index in range(steps):
+            for name, param in params.items():
+                param.data.copy_(made[max(index - late[name], 0)][name])
+            losses.append(pipeline.step(job.batch(index, 2)))
+            grads = {n: g.clone() for n, g in pipeline.weights.grads.sums.items()}
+            pipeline.weights.discard_gradients()
+            for name, param in params.items():
+                param.grad = grads[name]
+                param.data.copy_(made[-1][name])
+            optimizer.step()
+            made.append({n: p.detach().clone() for n, p in params.items()})
+    return Trained(losses, [None] * steps, made[-1])
+
+
 def assert_equal(found: Trained, expected: Trained) -> None:
     assert found.losses == expected.losses
     assert found.norms == expected.norms

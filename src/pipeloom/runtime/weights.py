@@ -177,7 +177,7 @@ class Weights:
         state, spare = self._versions.pop(self.newest), self._spare
         spare += [self._trained(version) for version in self._versions.values()]
         self._versions, self.newest, self._users = {newest: state}, newest, Counter()
-        if self.updates is None or newest < 1:
+        if self.updates is None or newest < 1 or self.updates.limit == 1:
             return
         before = spare.pop() if spare else self._empty_version()
         for name, tensor in before.items():
@@ -224,9 +224,15 @@ class Weights:
         summed.clear()
 
     def _begin_version(self) -> None:
-        """Copy the newest parameters, so that the optimizer can update the copy in place."""
+        """Copy the newest parameters, so that the optimizer can update the copy in place. Where one version is
+        all that is kept, nobody uses it now, and it is updated itself."""
         assert self.updates is not None
         limit = self.updates.limit
+        if limit == 1:
+            assert not self._users[self.newest], f"version {self.newest} is in use"
+            self._versions[self.newest + 1] = self._versions.pop(self.newest)
+            self.newest += 1
+            return
         for version in sorted(self._versions):
             kept = version == self.newest or (limit is not None and version > self.newest + 1 - limit)
             if not kept and not self._users[version]:
