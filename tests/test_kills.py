@@ -45,6 +45,7 @@ dropout = 0.1
 plan = "plan.json"
 """
 TRAIN = [sys.executable, "-m", "pipeloom", "train"]
+KILLS = 10
 IN_TIME_S = 120.0
 """From the kill to the end of all processes; without load it is the launcher's 7 s and a little."""
 
@@ -55,17 +56,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder_for("flush", tmp_path_factory.mktemp("kills"))
 
 
-def folder_for(weights: str, made: Path) -> Path:
+def folder_for(weights: str, made: Path, width: int = 1) -> Path:
     (made / "config.toml").write_text(CONFIG)
     job = gpt_workload(read_config(made / "config.toml")).job
     plan(
         job,
         stages=RANKS,
-        microbatches=3,
+        width=width,
+        microbatches=3 * width,
         microbatch_size=1,
         weights=weights,
         clips=True,
-        cluster=cpu_cluster(RANKS),
+        cluster=cpu_cluster(RANKS * width),
     ).save(made / "plan.json")
     return made
 
@@ -140,11 +142,11 @@ class Run:
         return self.process.returncode
 
 
-def wait_for_moment(moment: str, run: Run, out: Path, draw: random.Random) -> None:
+def wait_for_moment(moment: str, run: Run, out: Path, draw: random.Random, last: int = RANKS - 1) -> None:
     """A moment of the named part of a run that has just been started."""
     process, checkpoints = run.process, out / "checkpoint"
     if moment == "start":  # from the first rank's start until about the first step
-        until(lambda: pid_of_rank(process.pid, RANKS - 1), process)
+        until(lambda: pid_of_rank(process.pid, last), process)
         end = time.monotonic() + draw.uniform(0, 8)
         until(lambda: time.monotonic() > end or (out / "metrics.jsonl").exists(), process)
     elif moment == "step":
@@ -160,7 +162,7 @@ def wait_for_moment(moment: str, run: Run, out: Path, draw: random.Random) -> No
         time.sleep(draw.uniform(0, 0.5))
 
 
-def kill_often(folder: Path, kills: int, seed: int) -> dict[str, int]:
+def kill_often(folder: Path, kills: int, seed: int, ranks: int = RANKS) -> dict[str, int]:
     """Kill ranks of runs, each of which goes on where the one before was killed, until `kills` have been."""
     whole = Run.of(folder, "whole")
     assert whole.wait() == 0, whole.errors
@@ -168,9 +170,9 @@ def kill_often(folder: Path, kills: int, seed: int) -> dict[str, int]:
     draw, out, killed, seen = random.Random(seed), folder / "killed", 0, dict[str, int]()
     moments = ["start", "step", "checkpoint", "end"]
     while killed < kills:
-        moment, rank = moments[killed % 4], draw.randrange(RANKS)
+        moment, rank = moments[killed % 4], draw.randrange(ranks)
         run = Run.of(folder, out.name)
-        wait_for_moment(moment, run, out, draw)
+        wait_for_moment(moment, run, out, draw, ranks - 1)
         run.signal(rank, signal.SIGKILL)
         status = run.wait()
         where = f"kill {killed} of rank {rank}, {moment}: exit status {status}, {run.errors}"
@@ -198,8 +200,17 @@ def test_ranks_killed_at_60_random_moments_resume_to_the_same_losses(folder: Pat
 
 
 @pytest.mark.slow
-def test_a_run_whose_pipeline_does_not_drain_resumes_to_the_same_losses(tmp_path: Path) -> None:
-    assert sum(kill_often(folder_for("2bw", tmp_path), 10, seed=17).values()) == 10
+@pytest.mark.parametrize("width", [1, 2])
+def test_a_run_that_does_not_drain_resumes_to_the_same_losses(width: int, tmp_path: Path) -> None:
+    """The same bits, also where two pipelines sum their gradients: the order of a sum is that of the ranks."""
+    folder = folder_for("2bw", tmp_path, width)
+    assert sum(kill_often(folder, KILLS, seed=17, ranks=RANKS * width).values()) == KILLS
+
+
+@pytest.mark.slow
+def test_two_pipelines_that_flush_resume_to_the_same_losses(tmp_path: Path) -> None:
+    folder = folder_for("flush", tmp_path, width=2)
+    assert sum(kill_often(folder, KILLS, seed=18, ranks=2 * RANKS).values()) == KILLS
 
 
 @pytest.mark.slow

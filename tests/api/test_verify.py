@@ -73,6 +73,14 @@ def test_a_right_pipeline_passes(schedule: str, split: bool) -> None:
     assert set(result.gradients) == set(result.parameters) == set(dict(Net().named_parameters()))
 
 
+@pytest.mark.parametrize("clip_norm", [1e-2, 1e3])
+def test_clipping_is_compared_too(clip_norm: float) -> None:
+    """A right plan failed: the pipeline's gradients were compared after clipping."""
+    result = verify(JOB, plan_for(JOB, 2), options=Options(clip_norm=clip_norm))
+    result.require()
+    assert result.passed
+
+
 def test_a_wrong_gradient_fails_and_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     right = Gradients.add_product
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from pipeloom import Job, Options, Pipeline
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.weight_policy import Updates
-from pipeloom.runtime.transports import LocalChannel
+from pipeloom.runtime.transports import LocalChannel, local_channels
 from pipeloom.schedules import build_steady
 
 STEPS = 7
@@ -122,7 +122,8 @@ def delayed(
     """One process: each batch's gradient at the weights of one update before, applied to the newest."""
     whole = runs.even_plan(job, 1, microbatches=microbatches)
     losses, norms = [], []
-    with runs.shared_captures(), Pipeline(job, whole, options=Options(keep_gradients=True)) as pipeline:
+    made, alone = Options(keep_gradients=True), local_channels(1)[0]
+    with runs.shared_captures(), Pipeline(job, whole, options=made, channel=alone) as pipeline:
         params = pipeline.weights.params
         optimizer = pipeline.weights.optimizer
         plan = scheduler(optimizer) if scheduler else None

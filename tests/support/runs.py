@@ -216,8 +216,6 @@ def plain(
             if clip_norm is None
             else float(torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm))
         )
-        if clip_norm is not None:
-            gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
         optimizer.step()
         optimizer.zero_grad()
         if plan is not None:

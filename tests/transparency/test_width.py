@@ -46,7 +46,6 @@ def test_schedules_that_flush(name: str) -> None:
     found = runs.pipelined(job, widened(one, 2), batches, evaluate=batches[:1], clip_norm=0.1)
     expected = runs.plain(job, batches, 8, evaluate=batches[:1], clip_norm=0.1)
     assert found.norms == pytest.approx(expected.norms, rel=TOLERANCE)
-    found.gradients = expected.gradients  # those of the pipeline are before clipping
     runs.assert_same(found, expected, tolerance=TOLERANCE)
 
 

@@ -106,7 +106,9 @@ def compare(
     return Verification(
         loss=_relative(abs(pipelined.loss - expected.loss), max(abs(expected.loss), 1e-12)),
         gradients=_differences(pipelined.gradients, expected.gradients),
-        parameters=_differences(pipelined.parameters, _updated(job, kept, pipelined.gradients)),
+        parameters=_differences(
+            pipelined.parameters, _updated(job, kept, pipelined.gradients, options.clip_norm)
+        ),
         buffers=_differences(
             {n: t for n, t in pipelined.buffers.items() if n in expected.buffers},
             {n: t for n, t in expected.buffers.items() if n in pipelined.buffers},
@@ -160,11 +162,15 @@ class _Numbers:
     python_random: bool = False
 
 
-def _updated(job: Job, initial: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """One step of the job's optimizer in one process."""
+def _updated(
+    job: Job, initial: Mapping[str, Tensor], gradients: Mapping[str, Tensor], clip_norm: float | None
+) -> dict[str, Tensor]:
+    """One step of the job's optimizer in one process, on gradients that it clips."""
     params = {name: nn.Parameter(t.clone()) for name, t in initial.items() if name in gradients}
     for name, param in params.items():
-        param.grad = gradients[name]
+        param.grad = gradients[name].clone()
+    if clip_norm is not None:
+        torch.nn.utils.clip_grad_norm_(params.values(), clip_norm)
     assert job.optimizer is not None
     if params:
         job.optimizer(list(params.values())).step()

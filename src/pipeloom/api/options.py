@@ -21,7 +21,7 @@ class Options:
     step.  autocast: dtype of mixed precision.  compiled: run stages through torch.compile.
     accumulate: rounds of the schedule per optimizer step; a batch is spread over all of them.
     timeout_s: limit of each wait; a rank that gives no sign of life for so long (60 s at most) has failed.
-    keep_gradients: keep a copy of each step's gradients for inspection.
+    keep_gradients: keep a copy of each step's gradients, before clipping, for inspection.
     offload_dir: where a CPU rank puts the residuals that the plan offloads; the system's temporary folder
     unless given. Their files have no names and vanish with the process.
     compare: before the first step of a model that was not trained here before, compare two micro-batches with

@@ -47,7 +47,7 @@ from .operations import OperationContext as OperationContext
 from .posted import PendingSum as PendingSum
 from .recorder import Clock as Clock, CudaClock as CudaClock, HostClock as HostClock, Recorder as Recorder
 from .reduce_and_step import norm_group as norm_group, shared_by as shared_by
-from .step_state import Microbatch as Microbatch, Variant as Variant
+from .step_state import Microbatch as Microbatch, StepContext as StepContext, Variant as Variant
 from .transports.dist_channel import DistChannel as DistChannel
 from .transports.local_channel import LocalChannel as LocalChannel, local_channels as local_channels
 from .transports.transport import (

@@ -122,10 +122,10 @@ class ReduceAndStep:
         last = max(s for s, rank in enumerate(step.placement) if rank == step.rank)
         if not step.update or action.stage != last:
             return
-        if self._pending is not None:
-            self._wait_for_sums(step, self._pending, action)
-        elif self.clip_norm is not None:
-            self._clip(step, self.clip_norm)
+        squares = self._wait_for_sums(step, self._pending) if self._pending else self._sum_squares(step)
+        step.weights.note_gradients()
+        if squares is not None and self.clip_norm is not None:
+            self._clip(step, squares, self.clip_norm)
         self.updating = True
         with step.recorder.record("compute", str(action)):
             step.weights.step()
@@ -135,28 +135,31 @@ class ReduceAndStep:
             step.ledger.set(kind, step.weights.sizes[kind], str(action))
         step.ledger.during(str(action), step.weights.step_bytes, {})
 
-    def _wait_for_sums(self, step: StepContext, pending: _PendingUpdate, action: StageAction) -> None:
+    def _wait_for_sums(self, step: StepContext, pending: _PendingUpdate) -> Tensor | None:
+        """The gradients of all ranks, and the squares of all of them if they are to be clipped."""
         with step.recorder.record("recv", "SUMS"):
             if pending.norm is None:
                 self._begin_norm(step, pending)
             if pending.norm is not None:
                 pending.norm.wait()
         self._pending = None
-        if pending.squares is not None and self.clip_norm is not None:
-            self._scale(step, pending.squares, self.clip_norm)
+        return pending.squares
 
     def forget(self) -> None:
         """Forget sums that a step that was broken off has begun."""
         self._pending = None
 
-    def _clip(self, step: StepContext, limit: float) -> None:
-        """Scale gradients by the norm over all ranks."""
+    def _sum_squares(self, step: StepContext) -> Tensor | None:
+        """The sum over all ranks of the squares of their gradients, if these are to be clipped."""
+        if self.clip_norm is None:
+            return None
         squares = step.weights.norm_squares(self._counted_here(step)).reshape(1)
         with step.recorder.record("recv", "CLIP"):
             step.channel.all_reduce(squares)
-        self._scale(step, squares, limit)
+        return squares
 
-    def _scale(self, step: StepContext, squares: Tensor, limit: float) -> None:
+    def _clip(self, step: StepContext, squares: Tensor, limit: float) -> None:
+        """Scale gradients by the norm over all ranks."""
         self.grad_norm = float(squares.sqrt())
         factor = clip_factor(self.grad_norm, limit)
         if factor < 1.0:

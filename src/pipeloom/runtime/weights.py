@@ -81,7 +81,7 @@ class Gradients(Sink):
 class Weights:
     """What the stages of one rank own.
 
-    keep_gradients: copy each step's gradients to `last_gradients` before the optimizer sees them.
+    keep_gradients: copy each step's gradients to `last_gradients`, before they are clipped.
     device: of the rank, which may own nothing.
     updates: which versions of the parameters micro-batches use; None for the newest.
     awaited: an update's gradients wait for sums over ranks while the next ones are added up.
@@ -204,6 +204,12 @@ class Weights:
             return torch.stack(norms).double().square().sum()
         return torch.zeros((), dtype=torch.float64, device=self._device)
 
+    def note_gradients(self) -> None:
+        """Copy the gradients of an update, before they are clipped, if they are to be kept."""
+        if self.keep_gradients:
+            summed = self.summed
+            self.last_gradients = {n: summed.sums[n].clone() for n in sorted(summed.touched)}
+
     def scale_gradients(self, factor: float) -> None:
         for name in self.summed.touched:
             self.summed.sums[name].mul_(factor)
@@ -211,8 +217,6 @@ class Weights:
     def step(self) -> None:
         """Apply the optimizer to the gradients of an update, then forget them."""
         summed = self.summed
-        if self.keep_gradients:
-            self.last_gradients = {n: summed.sums[n].clone() for n in sorted(summed.touched)}
         if self.updates is not None:
             self._begin_version()
         if self.optimizer is not None:
@@ -224,8 +228,8 @@ class Weights:
         summed.clear()
 
     def _begin_version(self) -> None:
-        """Copy the newest parameters, so that the optimizer can update the copy in place. Where one version is
-        all that is kept, nobody uses it now, and it is updated itself."""
+        """Copy the newest parameters, so that the optimizer can update the copy in place. Where only one version
+        is kept, nobody uses it now, and it is updated itself."""
         assert self.updates is not None
         limit = self.updates.limit
         if limit == 1:

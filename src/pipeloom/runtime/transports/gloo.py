@@ -132,6 +132,8 @@ def opened(
     """Those of some groups that this rank is in; all ranks of `over` call it with the same ones."""
     members, rank = dist.get_process_group_ranks(over), over.rank()
     whole = over.size() == dist.get_world_size()  # then all processes come here
+    if groups and not whole:
+        _open_as_many_as_others(over, backend)
     made = {}
     for group in groups if whole else in_rounds(groups, rank):
         inside = dist.new_group(
@@ -143,6 +145,16 @@ def opened(
         if rank in group.ranks:
             made[group] = inside
     return made
+
+
+def _open_as_many_as_others(over: dist.ProcessGroup, backend: str) -> None:
+    """Open groups of this rank alone until all ranks of `over` are in equally many: see `in_rounds`. They may
+    have come here from other groups, of the user or of earlier pipelines."""
+    own = len(dist.distributed_c10d._world.pg_names)
+    counts: list[int] = [own] * over.size()
+    dist.all_gather_object(counts, own, group=over)
+    for _ in range(max(counts) - own):
+        dist.new_group([dist.get_rank()], backend=backend, use_local_synchronization=True)
 
 
 class WorkHandle:
