@@ -47,6 +47,7 @@ from .plan_request import (
     limits as limits,
     plan_rows as plan_rows,
 )
+from .rank_contention import beside_ranks as beside_ranks, contention as contention
 from .ranks import (
     connect as connect,
     launch as launch,

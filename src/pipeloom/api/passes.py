@@ -28,6 +28,7 @@ from .clusters import with_files
 from .largest_batch import largest_below, largest_plan
 from .plan_costs import PlanCosts
 from .plan_request import CapturedModel, PlanRequest
+from .rank_contention import beside_ranks
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
@@ -311,7 +312,11 @@ def _model_for(
 ) -> CapturedModel:
     """The model that a search follows on."""
     cluster = None if request.local else request.cluster
-    return captured_model(job, size, cluster, captured=captured, profiled=profiled, batch=batch)
+    model = captured_model(job, size, cluster, captured=captured, profiled=profiled, batch=batch)
+    if not request.local:
+        return model
+    beside = {n: beside_ranks(each, model.graph, request.ranks) for n, each in model.profiles.items()}
+    return replace(model, profiles=beside)
 
 
 QUICK_S = 15.0

@@ -1,3 +1,4 @@
+from .contention import Contention as Contention, measure_contention as measure_contention
 from .detect import detect_device as detect_device, free_memory as free_memory
 from .efficiency import (
     ReferenceModel as ReferenceModel,

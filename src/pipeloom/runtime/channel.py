@@ -357,7 +357,9 @@ class PostedChannel:
     def _wait_for_sum(self, group: SumGroup, transfer: PendingTransfer) -> None:
         self._post_receives()
         others = tuple(rank for rank in group.ranks if rank != self.rank)
-        self._watch.wait(f"a sum of {group.name}", others, lambda: transfer.wait(self._timeout_s))
+        named = ", ".join(f"rank {rank}" for rank in others[:3]) + (", ..." if len(others) > 3 else "")
+        what = f"a sum of {group.name} with {named}"
+        self._watch.wait(what, others, lambda: transfer.wait(self._timeout_s))
 
     def _wait_for(self, sent: PostedSend) -> None:
         target = sent.message.target
