@@ -1,0 +1,392 @@
+"""Models with parallel branches, at published sizes and at sizes for two cores, with seeded random data.
+
+    pipeloom plan bench/branching.py:mmt --cluster "8 x v100-16" --stages 8
+    pipeloom plan bench/branching.py:small_mmt --stages 5
+
+The first three and the case study are those that GraphPipe was evaluated on (arXiv 2406.17145, appendix
+A.2). What it leaves open, and what stands here instead:
+
+mmt         Multi-Modal Transformer: 4 branches of 8 Transformer layers, sequences of 256, hidden 1024, 16
+            heads, feed-forward 4096, joined at the end. Open: vocabularies, so that each branch reads
+            vectors of the hidden size; the head: the mean over the positions of all branches side by side,
+            a linear layer to 1000 classes, cross-entropy. Elsewhere the paper has two branches.
+mmt_in_turn The same model, its towers run layer by layer in turn: a planner must not depend on the order.
+dlrm        7 dense branches of 4 feed-forward layers of 4096; 7 tables of 1 million rows of 64, of which each
+            looks up 100, laid side by side; joined; feed-forward layers of 4096. Open: how many there are at
+            the end, here 4 and one to a single number; the width of dense inputs, here 4096; the loss, here
+            binary cross-entropy. Elsewhere the paper has 8 branches.
+candle      CANDLE-Uno: 7 branches of 4 feed-forward layers of 4096, joined. Open: what follows, here 4 layers
+            of 4096 and one to a single number with a squared error; and the inputs, here as in FlexFlow's
+            example: two doses, RNA sequences of 942, two drugs' descriptors of 5270 and fingerprints of 2048,
+            and SGD of 0.01. There only 5 of the 7 have a branch. Elsewhere the paper has 8 branches.
+case_study  2 branches of 4 layers, each an attention and two linear layers, joined. Open: all sizes, here
+            those of mmt.
+
+clip        Two towers and a contrastive loss over the micro-batch: ViT-B/32 of CLIP (Radford et al. 2021,
+            arXiv 2103.00020): 12 layers of 768 over 49 patches and a class token, 12 of 512 over 77 tokens.
+unet        U-Net (Ronneberger et al. 2015, arXiv 1505.04597): 4 levels, 64 to 1024 channels, images of 572,
+            convolutions without padding. Its skips are edges that others jump over, no parallel branches.
+
+Layers are pre-norm Transformer layers without dropout. Nothing here is a published implementation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pipeloom import Job
+
+Batch = dict[str, Tensor]
+
+
+class Layer(nn.Module):
+    """A Transformer layer: attention of several heads, then two linear layers."""
+
+    def __init__(
+        self, width: int, heads: int, inner: int, *, causal: bool = False, norm: bool = True
+    ) -> None:
+        super().__init__()
+        self.heads, self.causal = heads, causal
+        self.norm1 = nn.LayerNorm(width) if norm else nn.Identity()
+        self.norm2 = nn.LayerNorm(width) if norm else nn.Identity()
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, inner), nn.Linear(inner, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, length, width = x.shape
+        heads = self.qkv(self.norm1(x)).view(rows, length, 3, self.heads, width // self.heads)
+        q, k, v = heads.permute(2, 0, 3, 1, 4).unbind(0)
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        x = x + self.out(mixed.transpose(1, 2).reshape(rows, length, width))
+        return x + self.down(functional.gelu(self.up(self.norm2(x))))
+
+
+class Dense(nn.Module):
+    """One feed-forward layer: linear, ReLU."""
+
+    def __init__(self, inputs: int, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(inputs, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.relu(self.linear(x))
+
+
+class Tower(nn.Module):
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def dense_tower(inputs: int, width: int, layers: int) -> Tower:
+    return Tower(Dense(inputs if depth == 0 else width, width) for depth in range(layers))
+
+
+class MultiModal(nn.Module):
+    """Towers of Transformer layers, joined at the end. in_turn: run layer by layer, not tower by tower."""
+
+    def __init__(
+        self,
+        towers: int,
+        layers: int,
+        width: int,
+        heads: int,
+        inner: int,
+        *,
+        classes: int,
+        in_turn: bool = False,
+        norm: bool = True,
+    ) -> None:
+        super().__init__()
+        make = partial(Layer, width, heads, inner, norm=norm)
+        self.towers = nn.ModuleList(Tower(make() for _ in range(layers)) for _ in range(towers))
+        self.head = nn.Linear(towers * width, classes)
+        self.in_turn = in_turn
+
+    def forward(self, target: Tensor, **modalities: Tensor) -> dict[str, Tensor]:
+        xs = list(modalities.values())
+        if self.in_turn:
+            for layers in zip(*(tower.layers for tower in self.towers), strict=True):
+                xs = [layer(x) for layer, x in zip(layers, xs, strict=True)]
+        else:
+            xs = [tower(x) for tower, x in zip(self.towers, xs, strict=True)]
+        joined = torch.cat(xs, dim=-1).mean(1)
+        return {"loss": functional.cross_entropy(self.head(joined), target)}
+
+
+class Recommendation(nn.Module):
+    """DLRM: dense towers and bags of embeddings, joined."""
+
+    def __init__(
+        self,
+        dense: int,
+        sparse: int,
+        width: int,
+        *,
+        inputs: int,
+        entries: int,
+        dim: int,
+        bag: int,
+        layers: int,
+    ) -> None:
+        super().__init__()
+        self.towers = nn.ModuleList(dense_tower(inputs, width, layers) for _ in range(dense))
+        self.tables = nn.ModuleList(nn.Embedding(entries, dim) for _ in range(sparse))
+        self.top = dense_tower(dense * width + sparse * bag * dim, width, layers)
+        self.last = nn.Linear(width, 1)
+
+    def forward(self, target: Tensor, **inputs: Tensor) -> dict[str, Tensor]:
+        dense = [tower(inputs[f"dense{i}"]) for i, tower in enumerate(self.towers)]
+        sparse = [table(inputs[f"sparse{i}"]).flatten(1) for i, table in enumerate(self.tables)]
+        score = self.last(self.top(torch.cat([*dense, *sparse], dim=1))).squeeze(1)
+        return {"loss": functional.binary_cross_entropy_with_logits(score, target)}
+
+
+class Uno(nn.Module):
+    """CANDLE-Uno: a tower per input, joined."""
+
+    def __init__(self, inputs: Mapping[str, int], width: int, layers: int) -> None:
+        super().__init__()
+        self.names = tuple(inputs)
+        self.towers = nn.ModuleList(dense_tower(size, width, layers) for size in inputs.values())
+        self.top = dense_tower(len(inputs) * width, width, layers)
+        self.last = nn.Linear(width, 1)
+
+    def forward(self, target: Tensor, **inputs: Tensor) -> dict[str, Tensor]:
+        xs = [tower(inputs[name]) for name, tower in zip(self.names, self.towers, strict=True)]
+        return {"loss": functional.mse_loss(self.last(self.top(torch.cat(xs, dim=1))).squeeze(1), target)}
+
+
+class Contrastive(nn.Module):
+    """CLIP: an image tower and a text tower, and each pair against all others of its micro-batch."""
+
+    def __init__(
+        self,
+        image: tuple[int, int, int],
+        text: tuple[int, int, int],
+        *,
+        layers: int,
+        joint: int,
+        patch: int,
+        vocabulary: int,
+    ) -> None:
+        """image, text: positions, width and heads of each tower."""
+        super().__init__()
+        (patches, wide, image_heads), (length, narrow, text_heads) = image, text
+        self.patches = nn.Conv2d(3, wide, patch, patch, bias=False)
+        self.token = nn.Parameter(0.02 * torch.randn(1, 1, wide))
+        self.image_places = nn.Parameter(0.02 * torch.randn(1, patches + 1, wide))
+        self.words = nn.Embedding(vocabulary, narrow)
+        self.text_places = nn.Parameter(0.02 * torch.randn(1, length, narrow))
+        self.image = Tower(Layer(wide, image_heads, 4 * wide) for _ in range(layers))
+        self.text = Tower(Layer(narrow, text_heads, 4 * narrow, causal=True) for _ in range(layers))
+        self.image_norm, self.text_norm = nn.LayerNorm(wide), nn.LayerNorm(narrow)
+        self.image_head = nn.Linear(wide, joint, bias=False)
+        self.text_head = nn.Linear(narrow, joint, bias=False)
+        self.scale = nn.Parameter(torch.tensor(2.659))  # ln(1 / 0.07)
+
+    def forward(self, image: Tensor, text: Tensor) -> dict[str, Tensor]:
+        patches = self.patches(image).flatten(2).transpose(1, 2)
+        seen = torch.cat([self.token.expand(image.shape[0], -1, -1), patches], dim=1) + self.image_places
+        a = functional.normalize(self.image_head(self.image_norm(self.image(seen)[:, 0])), dim=-1)
+        read = self.text(self.words(text) + self.text_places)
+        b = functional.normalize(self.text_head(self.text_norm(read[:, -1])), dim=-1)
+        logits = self.scale.exp() * a @ b.T
+        pairs = torch.arange(image.shape[0])
+        both = functional.cross_entropy(logits, pairs) + functional.cross_entropy(logits.T, pairs)
+        return {"loss": both / 2}
+
+
+class Convolutions(nn.Module):
+    """Two convolutions of 3 x 3 without padding, each with a ReLU."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(inputs, outputs, 3), nn.Conv2d(outputs, outputs, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.relu(self.second(functional.relu(self.first(x))))
+
+
+class UNet(nn.Module):
+    def __init__(self, levels: int, channels: int, classes: int) -> None:
+        super().__init__()
+        sizes = [channels << level for level in range(levels + 1)]
+        self.downs = nn.ModuleList(Convolutions(a, b) for a, b in zip([1, *sizes], sizes[:-1], strict=False))
+        self.middle = Convolutions(sizes[-2], sizes[-1])
+        self.grow = nn.ModuleList(nn.ConvTranspose2d(2 * c, c, 2, 2) for c in reversed(sizes[:-1]))
+        self.ups = nn.ModuleList(Convolutions(2 * c, c) for c in reversed(sizes[:-1]))
+        self.head = nn.Conv2d(channels, classes, 1)
+
+    def forward(self, image: Tensor, target: Tensor) -> dict[str, Tensor]:
+        kept, x = [], image
+        for down in self.downs:
+            kept.append(down(x))
+            x = functional.max_pool2d(kept[-1], 2)
+        x = self.middle(x)
+        for grow, up in zip(self.grow, self.ups, strict=True):
+            x, skip = grow(x), kept.pop()
+            edge = (skip.shape[-1] - x.shape[-1]) // 2
+            x = up(torch.cat([skip[..., edge : edge + x.shape[-2], edge : edge + x.shape[-1]], x], dim=1))
+        return {"loss": functional.cross_entropy(self.head(x), target)}
+
+
+def seeded(make: Callable[[torch.Generator, int], Batch]) -> Callable[[int, int], Batch]:
+    """(seed, rows) -> a batch of random numbers, the same for the same seed."""
+    return lambda seed, rows: make(torch.Generator().manual_seed(seed), rows)
+
+
+def mmt(
+    *,
+    towers: int = 4,
+    layers: int = 8,
+    width: int = 1024,
+    heads: int = 16,
+    length: int = 256,
+    classes: int = 1000,
+    in_turn: bool = False,
+    norm: bool = True,
+    name: str = "mmt",
+) -> Job:
+    """The Multi-Modal Transformer; feed-forward layers are four times as wide as the model."""
+    sizes = (towers, layers, width, heads, 4 * width)
+
+    def batch(g: torch.Generator, rows: int) -> Batch:
+        xs = {f"modality{i}": torch.randn(rows, length, width, generator=g) for i in range(towers)}
+        return {"target": torch.randint(classes, (rows,), generator=g), **xs}
+
+    def model() -> nn.Module:
+        return MultiModal(*sizes, classes=classes, in_turn=in_turn, norm=norm)
+
+    return Job(model=model, batch=seeded(batch), name=name)
+
+
+mmt_in_turn = partial(mmt, in_turn=True, name="mmt-in-turn")
+case_study = partial(mmt, towers=2, layers=4, norm=False, name="case-study")
+
+
+def dlrm(
+    *,
+    branches: int = 7,
+    width: int = 4096,
+    inputs: int = 4096,
+    entries: int = 1_000_000,
+    dim: int = 64,
+    bag: int = 100,
+    layers: int = 4,
+) -> Job:
+    """Branches: so many dense ones and as many tables."""
+
+    def batch(g: torch.Generator, rows: int) -> Batch:
+        dense = {f"dense{i}": torch.randn(rows, inputs, generator=g) for i in range(branches)}
+        sparse = {f"sparse{i}": torch.randint(entries, (rows, bag), generator=g) for i in range(branches)}
+        return {"target": torch.randint(2, (rows,), generator=g).float(), **dense, **sparse}
+
+    def model() -> nn.Module:
+        sizes = {"inputs": inputs, "entries": entries, "dim": dim, "bag": bag, "layers": layers}
+        return Recommendation(branches, branches, width, **sizes)
+
+    return Job(model=model, batch=seeded(batch), name="dlrm")
+
+
+UNO = (1, 942, 5270, 2048, 1, 5270, 2048)
+"""A dose, RNA sequences; a drug's descriptors and fingerprints; the other drug's dose, and the same."""
+
+
+def candle(*, width: int = 4096, inputs: Sequence[int] = UNO, layers: int = 4) -> Job:
+    """CANDLE-Uno, one branch per input."""
+    named = {f"input{i}": size for i, size in enumerate(inputs)}
+
+    def batch(g: torch.Generator, rows: int) -> Batch:
+        xs = {name: torch.randn(rows, size, generator=g) for name, size in named.items()}
+        return {"target": torch.rand(rows, generator=g), **xs}
+
+    return Job(
+        model=lambda: Uno(named, width, layers),
+        batch=seeded(batch),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
+        name="candle",
+    )
+
+
+def clip(
+    *,
+    image: tuple[int, int] = (768, 12),
+    text: tuple[int, int] = (512, 8),
+    layers: int = 12,
+    joint: int = 512,
+    pixels: int = 224,
+    patch: int = 32,
+    length: int = 77,
+    vocabulary: int = 49408,
+) -> Job:
+    """Two towers with a contrastive loss. image, text: width and heads."""
+    patches = (pixels // patch) ** 2
+
+    def batch(g: torch.Generator, rows: int) -> Batch:
+        images = torch.randn(rows, 3, pixels, pixels, generator=g)
+        return {"image": images, "text": torch.randint(vocabulary, (rows, length), generator=g)}
+
+    def model() -> nn.Module:
+        sizes = {"layers": layers, "joint": joint, "patch": patch, "vocabulary": vocabulary}
+        return Contrastive((patches, *image), (length, *text), **sizes)
+
+    return Job(model=model, batch=seeded(batch), name="clip")
+
+
+def unet(*, levels: int = 4, channels: int = 64, pixels: int = 572, classes: int = 2) -> Job:
+    """U-Net; each level loses 4 pixels on the way down and 4 on the way up."""
+    inner = pixels
+    for _ in range(levels):
+        inner = (inner - 4) // 2
+    inner -= 4
+    for _ in range(levels):
+        inner = 2 * inner - 4
+
+    def batch(g: torch.Generator, rows: int) -> Batch:
+        image = torch.randn(rows, 1, pixels, pixels, generator=g)
+        return {"image": image, "target": torch.randint(classes, (rows, inner, inner), generator=g)}
+
+    return Job(model=lambda: UNet(levels, channels, classes), batch=seeded(batch), name="unet")
+
+
+_TINY = {"width": 16, "heads": 2, "length": 6, "classes": 5}
+small_mmt = partial(mmt, layers=2, **_TINY)
+small_mmt_in_turn = partial(mmt_in_turn, layers=2, **_TINY)
+small_case_study = partial(case_study, **_TINY)
+small_dlrm = partial(dlrm, branches=2, width=16, inputs=8, entries=20, dim=4, bag=3, layers=2)
+small_candle = partial(candle, width=16, inputs=(1, 6, 8, 4), layers=2)
+small_clip = partial(
+    clip, image=(16, 2), text=(12, 2), layers=2, joint=8, pixels=8, patch=4, length=5, vocabulary=20
+)
+small_unet = partial(unet, levels=2, channels=4, pixels=44)
+
+PUBLISHED: Mapping[str, Callable[[], Job]] = {
+    "mmt": mmt,
+    "mmt_in_turn": mmt_in_turn,
+    "dlrm": dlrm,
+    "candle": candle,
+    "case_study": case_study,
+    "clip": clip,
+    "unet": unet,
+}
+SMALL: Mapping[str, Callable[[], Job]] = {
+    "mmt": small_mmt,
+    "mmt_in_turn": small_mmt_in_turn,
+    "dlrm": small_dlrm,
+    "candle": small_candle,
+    "case_study": small_case_study,
+    "clip": small_clip,
+    "unet": small_unet,
+}
+"""The same with every branch, of a few layers that two cores run in milliseconds."""
