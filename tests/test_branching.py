@@ -1,4 +1,4 @@
-"""The models of `bench/branching.py`: what they compute, how they are captured, and that cuts change nothing."""
+"""The models of `bench/branching.py`: what they compute, how they are captured, and that cuts keep it."""
 
 from __future__ import annotations
 

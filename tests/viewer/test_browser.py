@@ -1,13 +1,14 @@
 """The report in a real browser: headless Chromium, without a network."""
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
 from pipeloom.ir.explanation import Explanation, Idle, PathStep
+from pipeloom.ir.flow import dag
 from pipeloom.ir.timeline import Timeline
-from pipeloom.viewer import StageRow, write_report
+from pipeloom.viewer import StageRow, stage_edges, write_report
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 
@@ -133,7 +134,13 @@ def open_report(
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS, timeout=PATIENCE_MS)
 
         def visit(
-            *, ranks: int = 2, mbs: int = 8, width: int = 1280, scheme: str = "light", explained: bool = False
+            *,
+            ranks: int = 2,
+            mbs: int = 8,
+            width: int = 1280,
+            scheme: str = "light",
+            explained: bool = False,
+            edges: Sequence[tuple[int, int]] = (),
         ) -> Visit:
             path = tmp_path_factory.mktemp("report") / "report.html"
             write_report(
@@ -143,6 +150,7 @@ def open_report(
                 explanations=[EXPLANATION] if explained else [],
                 measured=make_timeline(ranks=ranks, mbs=mbs, source="measured"),
                 stages=[StageRow(stage=s, rank=s, ops=9, parameters=1000) for s in range(ranks)],
+                edges=stage_edges(dag(ranks, edges, value_bytes=1536, no_gradient=edges[:1])),
                 losses={"train": [(0, 5.5), (10, 2.25)]},
                 config={"steps": 10},
             )
@@ -230,3 +238,33 @@ def test_thousands_of_blocks_draw_and_answer(open_report: Open) -> None:
     assert blocks > 4000
     assert visit.hover("7B95").startswith("7B95")
     assert visit.complaints == []
+
+
+DRAWN = """
+[...document.querySelectorAll("svg.stages g")].map((g) => {
+  const box = g.getBoundingClientRect();
+  return [g.dataset.stage ?? g.dataset.edge, g.textContent, box.width > 0 && box.height > 0,
+          getComputedStyle(g.querySelector("text")).fill];
+})
+"""
+
+
+@pytest.mark.parametrize("scheme, ink", [("light", "rgb(27, 36, 51)"), ("dark", "rgb(230, 234, 241)")])
+def test_the_stage_graph_shows_every_stage_and_every_edge(open_report: Open, scheme: str, ink: str) -> None:
+    """Two towers of two stages and a join; the first edge carries no gradient."""
+    edges = [(0, 1), (1, 4), (2, 3), (3, 4)]
+    visit = open_report(ranks=5, edges=edges, scheme=scheme)
+    drawn = {name: (text, seen, fill) for name, text, seen, fill in visit.page.evaluate(DRAWN)}
+    assert set(drawn) == {*map(str, range(5)), *(f"{a}-{b}" for a, b in edges)}
+    assert all(seen and fill == ink for _, seen, fill in drawn.values())
+    sizes = {name: text for name, (text, _, _) in drawn.items() if "-" in name}
+    assert sizes == {"0-1": "1.5 KiB, no gradient", "1-4": "1.5 KiB", "2-3": "1.5 KiB", "3-4": "1.5 KiB"}
+    for stage in range(5):
+        text = drawn[str(stage)][0]
+        assert text.startswith(f"stage {stage}, rank {stage}F ") and text.count(" ms") == 2
+    assert visit.complaints == []
+
+
+def test_a_long_pipeline_scrolls_in_its_frame(open_report: Open) -> None:
+    visit = open_report(ranks=9, mbs=4, width=390, edges=[(s, s + 1) for s in range(8)])
+    assert visit.page.evaluate("document.documentElement.scrollWidth") == 390

@@ -56,6 +56,7 @@ from .ranks import (
 )
 from .reports import (
     SizeUnit as SizeUnit,
+    StageEdge as StageEdge,
     StageRow as StageRow,
     explain_steps as explain_steps,
     fold as fold,
@@ -64,6 +65,8 @@ from .reports import (
     peak_of as peak_of,
     print_report as print_report,
     sources as sources,
+    stage_edges as stage_edges,
+    stage_rows as stage_rows,
     write_report as write_report,
     write_trace as write_trace,
 )

@@ -66,7 +66,14 @@ def simulate(
     if html is not None:
         reasons = reports.explain_steps(plan, graph, [timeline], devices)
         title = f"{graph.name}: {plan.schedule}, simulated"
-        reports.write_report(html, title=title, predicted=timeline, explanations=reasons)
+        reports.write_report(
+            html,
+            title=title,
+            predicted=timeline,
+            stages=reports.stage_rows(graph, plan),
+            edges=reports.stage_edges(plan.stage_graph(graph)),
+            explanations=reasons,
+        )
     if trace is not None:
         reports.write_trace(trace, [timeline])
     if as_json:

@@ -3,57 +3,20 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from rich.console import Console
 
-from ..api import StageRow, peak_of, print_report, write_report, write_trace
+from ..api import StageEdge, StageRow, peak_of, print_report, write_report, write_trace
 from ..ir.explanation import Explanation
 from ..ir.files import write_whole
-from ..ir.graph import OpGraph
 from ..ir.plan import Plan
 from ..ir.timeline import Timeline
 from .config import Config
 from .loop import TrainOutcome
-
-_BLOCK = re.compile(r"(.*?\.)?\d+(?=\.|$)")
-
-
-def stage_rows(graph: OpGraph, plan: Plan) -> list[StageRow]:
-    """What stands in each stage, for the tables."""
-    stages = plan.stage_graph(graph)
-    rows = []
-    for stage in stages.stages:
-        sizes = (graph.parameter[name].shape for name in stages.params[stage.index])
-        modules = [graph.op[name].module for name in stage.ops]
-        rows.append(
-            StageRow(
-                stage=stage.index,
-                rank=plan.placement[stage.index],
-                ops=len(stage.ops),
-                parameters=sum(prod(shape) for shape in sizes),
-                contents=contents(modules),
-            )
-        )
-    return rows
-
-
-def contents(modules: Sequence[str]) -> str:
-    """The modules that ops come from, repeated blocks as one: first and last where there are many.
-
-    >>> contents(["embed", "blocks.0.norm", "blocks.0.mlp.2", "blocks.1.norm", ""])
-    'embed, blocks.0, blocks.1'
-    >>> contents([f"model.layers.{n}.mlp" for n in range(9)])
-    'model.layers.0 … model.layers.8'
-    """
-    blocks = dict.fromkeys((m[0] if (m := _BLOCK.match(name)) else name) for name in modules if name)
-    names = list(blocks)
-    return ", ".join(names) if len(names) <= 4 else f"{names[0]} … {names[-1]}"
 
 
 def predicted_step(outcome: TrainOutcome, forecast: Timeline) -> Timeline:
@@ -129,6 +92,7 @@ def write_files(
     *,
     forecast: Timeline,
     rows: Sequence[StageRow],
+    edges: Sequence[StageEdge],
     figures: Mapping[str, Any],
     caps: Sequence[int],
     explanations: Sequence[Explanation] = (),
@@ -143,6 +107,7 @@ def write_files(
         predicted=predicted,
         measured=outcome.timeline,
         stages=rows,
+        edges=edges,
         losses=outcome.losses,
         config=msgspec.to_builtins(config),
         caps=caps,

@@ -38,6 +38,8 @@ from ..api import (
     require_runnable,
     require_training,
     result_of_rank_0,
+    stage_edges,
+    stage_rows,
     take_over_model,
     terminate_as_exit,
 )
@@ -49,7 +51,7 @@ from ..ir.units import parse_bytes
 from .config import Config
 from .config_text import read_config, write_config
 from .loop import train, why_at_once
-from .report import predicted_step, print_end, stage_rows, summary, write_files
+from .report import predicted_step, print_end, summary, write_files
 from .resuming import end_undisturbed, extended, interrupted, is_finished
 from .run_directory import DirectorySnapshot, find_run, new_run, require_new
 from .run_lock import RunLock
@@ -371,6 +373,7 @@ def _train_rank(prepared: PreparedRun) -> None:
             outcome,
             forecast=forecast,
             rows=rows,
+            edges=stage_edges(planned.stage_graph(pipeline.captured.graph)),
             figures=figures,
             caps=planned.caps,
             explanations=reasons,

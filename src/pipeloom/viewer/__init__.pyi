@@ -20,6 +20,12 @@ from .report_facts import (
     stage_comparisons as stage_comparisons,
     stage_seconds as stage_seconds,
 )
+from .stage_graph import (
+    BOX as BOX,
+    StageEdge as StageEdge,
+    draw_stages as draw_stages,
+    stage_edges as stage_edges,
+)
 from .terminal import (
     gantt as gantt,
     memory_table as memory_table,

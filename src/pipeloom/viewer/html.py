@@ -22,8 +22,10 @@ from .report_facts import (
     memory_kinds,
     source_name,
     stage_comparisons,
+    stage_seconds,
     stages_by_rank,
 )
+from .stage_graph import StageEdge, draw_stages
 from .units import SizeUnit, show_count, show_error, show_share, show_size, show_time
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -62,6 +64,7 @@ def write_report(
     predicted: Timeline | None = None,
     measured: Timeline | None = None,
     stages: Sequence[StageRow] = (),
+    edges: Sequence[StageEdge] = (),
     losses: Mapping[str, Sequence[tuple[int, float]]] | None = None,
     config: Mapping[str, object] | None = None,
     caps: Sequence[int] = (),
@@ -71,6 +74,7 @@ def write_report(
 ) -> None:
     """Write the page, whole or not at all.
 
+    edges: between the stages, which are then drawn as a graph.
     losses: name ("train", "validation") -> (step, loss) in order.  config: settings, nested or flat.
     caps: bytes each rank may hold.  explanations: of the timelines with the same source.
     size_unit: what memory is counted in, instead of bytes.  note: a sentence on how the two were compared.
@@ -106,6 +110,7 @@ def write_report(
         idle=_idle_table(explanations, alone=measured is None) if any(e.idle for e in explanations) else None,
         figures={name: _embedded(figure) if figure else "" for name, figure in figures.items()},
         stages=_stage_table(stages, predicted, measured) if stages else None,
+        stage_graph=draw_stages(stages, edges, _stage_seconds(stages, timelines)) if edges else None,
         memory=_memory_table(predicted, measured, stages, caps, size_unit),
         memory_unit="" if size_unit is None else size_unit.name,
         config=_flat(config or {}),
@@ -163,6 +168,16 @@ def _text(value: float | None, show: Callable[[float], str]) -> str:
 
 def _triple(both: Comparison, show: Callable[[float], str]) -> tuple[str, str, str]:
     return _text(both.predicted, show), _text(both.measured, show), _text(both.error, show_error)
+
+
+def _stage_seconds(stages: Sequence[StageRow], timelines: Sequence[Timeline]) -> dict[int, list[str]]:
+    """Of each stage the seconds of one micro-batch, measured or else predicted."""
+    texts: dict[int, list[str]] = {}
+    for row in stages:
+        found = [stage_seconds(timeline, row.stage) for timeline in timelines]
+        forward, backward = (next((s[i] for s in reversed(found) if s[i] is not None), None) for i in (0, 1))
+        texts[row.stage] = [f"F {_text(forward, show_time)}", f"B {_text(backward, show_time)}"]
+    return texts
 
 
 def _stage_table(
