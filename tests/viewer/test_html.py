@@ -11,7 +11,15 @@ import pytest
 from pipeloom.ir.errors import ConfigError
 from pipeloom.ir.explanation import Explanation, Idle
 from pipeloom.ir.timeline import Event, MemoryCurve, Timeline
-from pipeloom.viewer import SizeUnit, StageRow, legend, memory_figure, timelines_figure, write_report
+from pipeloom.viewer import (
+    Comparison,
+    SizeUnit,
+    StageRow,
+    legend,
+    memory_figure,
+    timelines_figure,
+    write_report,
+)
 
 MiB = 1024**2
 
@@ -30,6 +38,14 @@ def figure_in(page: str, name: str) -> dict[str, object]:
 
 def cells(page: str) -> list[str]:
     return re.findall(r"<td[^>]*>([^<]*)</td>", page)
+
+
+def test_the_first_card_is_the_error_of_the_forecast(two_ranks: Timeline, tmp_path: Path) -> None:
+    forecast = Comparison(name="step time, forecast", predicted=8.0, measured=10.0)
+    measured = replace(two_ranks, source="measured")
+    write_report(tmp_path / "r.html", title="t", predicted=two_ranks, measured=measured, forecast=forecast)
+    page = page_of(tmp_path / "r.html")
+    assert page.index("-20.0 %") < page.index("predicted 9.50 s") and "predicted 8.00 s" in page
 
 
 def test_the_page_tells_prediction_and_measurement(two_ranks: Timeline, tmp_path: Path) -> None:

@@ -3,7 +3,15 @@ from dataclasses import replace
 from rich.console import Console, RenderableType
 
 from pipeloom.ir.timeline import Event, Timeline
-from pipeloom.viewer import StageRow, gantt, memory_table, print_report, stage_table, summary_table
+from pipeloom.viewer import (
+    Comparison,
+    StageRow,
+    gantt,
+    memory_table,
+    print_report,
+    stage_table,
+    summary_table,
+)
 
 ROWS = [
     StageRow(stage=0, rank=0, ops=12, parameters=1_250_000, contents="blocks.0 .. blocks.3"),
@@ -94,6 +102,15 @@ bubble                  34.2 %    34.2 %
 peak memory, rank 0   30.0 MiB  30.0 MiB  0.0 %
 peak memory, rank 1   10.0 MiB  10.0 MiB  0.0 %"""
     )
+
+
+def test_the_error_of_the_forecast_comes_first(two_ranks: Timeline) -> None:
+    forecast = Comparison(name="step time, forecast", predicted=9.0, measured=10.0)
+    rows = text(summary_table(two_ranks, replace(two_ranks, source="measured"), forecast)).splitlines()[3:5]
+    assert [row.split() for row in rows] == [
+        ["step", "time,", "forecast", "9.00", "s", "10.00", "s", "-10.0", "%"],
+        ["step", "time", "9.50", "s", "9.50", "s", "0.0", "%"],
+    ]
 
 
 def test_stage_and_memory_tables(two_ranks: Timeline) -> None:

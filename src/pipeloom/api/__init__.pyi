@@ -55,6 +55,7 @@ from .ranks import (
     terminate_as_exit as terminate_as_exit,
 )
 from .reports import (
+    Comparison as Comparison,
     SizeUnit as SizeUnit,
     StageEdge as StageEdge,
     StageRow as StageRow,

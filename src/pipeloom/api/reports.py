@@ -14,6 +14,7 @@ from ..ir.timeline import Timeline
 from ..lowering import lower
 from ..simulator import explain_idle_time
 from ..viewer import (
+    Comparison,
     SizeUnit,
     StageEdge,
     StageRow,
@@ -29,6 +30,7 @@ from ..viewer import (
 )
 
 __all__ = [
+    "Comparison",
     "SizeUnit",
     "StageEdge",
     "StageRow",

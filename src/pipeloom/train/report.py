@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
-from ..api import StageEdge, StageRow, peak_of, print_report, write_report, write_trace
+from ..api import Comparison, StageEdge, StageRow, peak_of, print_report, write_report, write_trace
 from ..ir.explanation import Explanation
 from ..ir.files import write_whole
 from ..ir.plan import Plan
@@ -71,6 +71,13 @@ def summary(
     }
 
 
+def forecast_step(outcome: TrainOutcome, forecast: Timeline) -> Comparison:
+    """The step time of the forecast beside the run's middle one."""
+    return Comparison(
+        name="step time, forecast", predicted=forecast.step_s, measured=outcome.middle_step_s or None
+    )
+
+
 def compared(outcome: TrainOutcome, forecast: Timeline) -> str:
     """What was held against what, in a sentence: first what users plan with, then what rehearsals say."""
     before = f"forecast before the first step: {forecast.step_s * 1e3:.0f} ms"
@@ -113,6 +120,7 @@ def write_files(
         caps=caps,
         explanations=explanations,
         note=compared(outcome, forecast),
+        forecast=forecast_step(outcome, forecast),
     )
     write_whole(out / "summary.json", json.dumps(figures, indent=1) + "\n")
 
@@ -122,7 +130,8 @@ def print_end(
 ) -> None:
     """Predicted against measured, the losses, and where everything is."""
     predicted = predicted_step(outcome, forecast)
-    print_report(console, predicted=predicted, measured=outcome.timeline, stages=rows)
+    foretold = forecast_step(outcome, forecast)
+    print_report(console, predicted=predicted, measured=outcome.timeline, stages=rows, forecast=foretold)
     console.print()
     console.print(compared(outcome, forecast), highlight=False, soft_wrap=True)
     for name, points in outcome.losses.items():

@@ -71,6 +71,7 @@ def write_report(
     explanations: Sequence[Explanation] = (),
     size_unit: SizeUnit | None = None,
     note: str = "",
+    forecast: Comparison | None = None,
 ) -> None:
     """Write the page, whole or not at all.
 
@@ -78,6 +79,7 @@ def write_report(
     losses: name ("train", "validation") -> (step, loss) in order.  config: settings, nested or flat.
     caps: bytes each rank may hold.  explanations: of the timelines with the same source.
     size_unit: what memory is counted in, instead of bytes.  note: a sentence on how the two were compared.
+    forecast: step time as foretold before the run, and the run's middle one: the first card.
     What is not given is left out of the page.
     Raises: ConfigError if the file cannot be written.
     """
@@ -102,7 +104,7 @@ def write_report(
     page = environment.get_template("report.html").render(
         title=title,
         note=note,
-        cards=_cards(predicted, measured, losses, explanations, size_unit),
+        cards=[*_forecast_card(forecast), *_cards(predicted, measured, losses, explanations, size_unit)],
         legend=legend(drawn),
         explained=bool(drawn and explanations),
         paired=any(t.paired for t in drawn),
@@ -122,6 +124,10 @@ def write_report(
 def _embedded(figure: Figure) -> str:
     """JSON that may stand in a script element: no `<` can end it early."""
     return str(figure.to_json()).replace("<", "\\u003c")
+
+
+def _forecast_card(forecast: Comparison | None) -> list[Card]:
+    return [] if forecast is None else [_card(forecast.name, forecast, show_time, STEP_BAR)]
 
 
 def _cards(

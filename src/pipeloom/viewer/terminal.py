@@ -187,11 +187,17 @@ def _legend(timeline: Timeline, place: Mapping[int, int], numbered: bool) -> Tex
     return legend
 
 
-def summary_table(predicted: Timeline | None, measured: Timeline | None) -> Table:
-    """Step time, bubble and peak memory of each rank, with the error of the prediction."""
+def summary_table(
+    predicted: Timeline | None, measured: Timeline | None, forecast: Comparison | None = None
+) -> Table:
+    """Step time, bubble and peak memory of each rank, with the error of the prediction.
+
+    forecast: the step time as foretold before the run, and the run's middle one: the first row.
+    """
     known = facts(predicted, measured)
     table = _table("step", ("", "predicted", "measured", "error"), left=("",))
-    table.add_row("step time", *_cells(known.step, show_time), _cell(known.step.error, show_error))
+    for step in (*([] if forecast is None else [forecast]), known.step):
+        table.add_row(step.name, *_cells(step, show_time), _cell(step.error, show_error))
     table.add_row("bubble", *_cells(known.bubble, show_share), "")
     for peak in known.peaks:
         table.add_row(f"peak memory, {peak.name}", *_cells(peak, format_bytes), _cell(peak.error, show_error))
@@ -249,6 +255,7 @@ def print_report(
     predicted: Timeline | None = None,
     measured: Timeline | None = None,
     stages: Sequence[StageRow] = (),
+    forecast: Comparison | None = None,
 ) -> None:
     """Everything above, for whichever of the two timelines is given."""
     timelines = [t for t in (predicted, measured) if t is not None]
@@ -257,7 +264,7 @@ def print_report(
         share = show_share(timeline.bubble)
         console.print(f"{timeline.source}: {show_time(timeline.step_s)}, bubble {share}", style="bold")
         console.print(gantt(timeline, width=max(20, min(console.width, 160) - 12), span_s=span_s))
-    tables = [summary_table(predicted, measured)]
+    tables = [summary_table(predicted, measured, forecast)]
     if stages:
         tables.append(stage_table(stages, predicted, measured))
     if memory_kinds(timelines):
