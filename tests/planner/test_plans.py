@@ -106,7 +106,7 @@ def test_searches_come_close_to_the_exact_planner_with_memory_optimisation(stage
     options, turn = PlanOptions(treatments=("recompute",)), {}
     for name in ("exact", "dawnpiper", "probe", "vpipe"):
         request = Request(graph, profile, cluster, "1f1b", 2 * stages, options, PLANNERS[name])
-        search = request.search(stages)
+        search = request.search()
         bounds = enumerate(pairwise(PLANNERS[name].find(search)))
         turn[name] = max(search.evaluate(start, end, stage).seconds for stage, (start, end) in bounds)
     assert turn["exact"] <= min(turn.values()) * (1 + 1e-9)

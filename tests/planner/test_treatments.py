@@ -200,8 +200,12 @@ def test_a_switch_is_shared_by_its_devices():
     for sharing, expected in ((1, 100.0), (2, 60.0), (8, 15.0)):
         devices = (device,) * sharing + (lone,) * (8 - sharing)
         cluster = Cluster(devices=devices, within_node=model.cluster.within_node, switches=uplink)
-        copies = host_copies(cluster, 0)
-        assert copies is not None and 1 / copies.reload_s_per_byte == pytest.approx(expected)
+        shared = CostModel(model.graph, [model.profile] * 8, cluster, model.options)
+        copies = host_copies(shared, 0)
+        assert copies is not None and 1 / copies.reload_s_per_byte == pytest.approx(100.0)
+        assert 1 / (copies.reload_s_per_byte * copies.crowded) == pytest.approx(expected)
+        together = CostModel(model.graph, [model.profile] * 8, cluster, model.options, ranks=(0,) * 8)
+        assert host_copies(together, 0) == replace(copies, crowded=1.0), "one device has its link alone"
 
 
 def test_the_host_has_room_for_all_micro_batches_in_flight():

@@ -32,3 +32,11 @@ def test_stages_per_rank_where_there_is_no_choice() -> None:
         assert "`-v`" in caught.value.hint
     with pytest.raises(ScheduleError, match="0.5 stages per rank"):
         schedules.default_placement("interleaved:v=0.5", 2)
+
+
+def test_a_number_of_stages_per_rank_joins_a_name() -> None:
+    assert schedules.with_chunks("interleaved:v=3", 3) == "interleaved:v=3"
+    with pytest.raises(ScheduleError, match="interleaved:v=3 is to have 4 stages per rank"):
+        schedules.with_chunks("interleaved:v=3", 4)
+    with pytest.raises(ScheduleError, match="1f1b has one stage on each rank"):
+        schedules.with_chunks("1f1b", 2)

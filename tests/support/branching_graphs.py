@@ -105,7 +105,7 @@ def request_for(
     request = Request(graph, profile, cluster, schedule, 2 * stages, options, PLANNERS["graphpipe"])
     if slack is None:
         return request
-    memory = int(least_share(request.search(stages))[0] * cluster.devices[0].memory_bytes * slack) + 1
+    memory = int(least_share(request.search())[0] * cluster.devices[0].memory_bytes * slack) + 1
     return replace(request, cluster=cluster_of(stages, memory, bytes_per_s))
 
 
@@ -141,7 +141,7 @@ def graph_index(graph: OpGraph, value: str) -> int:
 def candidate_of(request: Request, assigned: tuple[int, ...], stages: int) -> Candidate:
     """A partition as a candidate: in the op order that has its stages one after another."""
     order = tuple(sorted(range(len(assigned)), key=lambda i: (assigned[i], i)))
-    search = replace(request.search(stages, BranchOrdered(order, (0,))), by_depth=True)
+    search = replace(request.search(BranchOrdered(order, (0,))), by_depth=True)
     cuts = [0]
     for stage in range(stages):
         cuts.append(cuts[-1] + assigned.count(stage))

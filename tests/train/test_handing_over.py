@@ -90,6 +90,7 @@ class Model(torch.nn.Module):
         stages=1,
         width=1,
         schedule="1f1b",
+        chunks=None,
         planner="exact",
         microbatches=2,
         microbatch_size=2,

@@ -35,17 +35,18 @@ from .passes import (
     simulate as simulate,
 )
 from .pipeline import Pipeline as Pipeline
-from .placement import place as place, stages_for as stages_for
-from .plan_costs import PlanCosts as PlanCosts
 from .plan_request import (
     LARGEST_MICROBATCH as LARGEST_MICROBATCH,
     PLANNERS as PLANNERS,
     CapturedModel as CapturedModel,
     Change as Change,
+    PlanCosts as PlanCosts,
     PlanRequest as PlanRequest,
     branch_figures as branch_figures,
     limits as limits,
+    place as place,
     plan_rows as plan_rows,
+    stages_for as stages_for,
 )
 from .rank_contention import beside_ranks as beside_ranks, contention as contention
 from .ranks import (

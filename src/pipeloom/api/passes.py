@@ -19,14 +19,14 @@ from ..ir.profile import Profile
 from ..ir.timeline import Timeline
 from ..ir.units import parse_bytes
 from ..ir.weight_policy import WEIGHT_POLICIES
-from ..planner import PlanOptions, ProfiledModel, planner, shared_rows
+from ..planner import PlanCosts, PlanOptions, ProfiledModel, planner, shared_rows
 from ..profiler import roofline
+from ..schedules import with_chunks
 from ..tracer import Job, load_job
 from .advice import plan_with_advice
 from .best_batch import best_plan
 from .clusters import with_files
 from .largest_batch import largest_below, largest_plan
-from .plan_costs import PlanCosts
 from .plan_request import CapturedModel, PlanRequest
 from .rank_contention import beside_ranks
 
@@ -108,6 +108,7 @@ def plan(
     microbatches: int = 8,
     microbatch_size: int,
     schedule: str = "1f1b",
+    chunks: int | None = None,
     split_backward: bool = False,
     memory: str | int | None = None,
     cluster: Cluster | str | Path | None = None,
@@ -126,6 +127,7 @@ def plan(
 
     stages: one per device; where the schedule wants several on each, or replicas, the number of devices.
     width: replicas of every stage, on devices of their own.  microbatches: per step, of all replicas.
+    chunks: stages on each rank, for schedules that want several; 2 by default.
     global_batch: rows per step, which then says how many micro-batches there are.
     memory: cap per device, such as "300MiB"; it wins over the cluster's, and without either the plan has no
     caps.  cluster: plan for these devices by roofline instead of measuring here; also as text, such as
@@ -147,6 +149,7 @@ def plan(
         width=width,
         microbatches=microbatches,
         schedule=schedule,
+        chunks=chunks,
         split_backward=split_backward,
         memory=memory,
         cluster=cluster,
@@ -169,6 +172,7 @@ def make_request(
     width: int = 1,
     microbatches: int = 8,
     schedule: str = "1f1b",
+    chunks: int | None = None,
     split_backward: bool = False,
     memory: str | int | None = None,
     cluster: Cluster | None = None,
@@ -211,7 +215,7 @@ def make_request(
         stages=stages,
         width=width,
         microbatches=microbatches,
-        schedule=schedule,
+        schedule=with_chunks(schedule, chunks),
         strategy=strategy,
         cluster=devices,
         capped=cluster is not None or memory is not None,

@@ -14,23 +14,35 @@ from ..ir.weight_policy import FLUSH
 from ..planner import (
     PLANNERS,
     Change,
+    PlanCosts,
     PlanOptions,
     ProfiledModel,
     branch_figures,
     divisors,
     limits,
     make_plan,
+    place,
     plan_rows,
+    stages_for,
     what_if,
 )
-from .placement import plan_placed
-from .plan_costs import PlanCosts
 from .side_by_side import first_of_each, plan_side_by_side, refuse_sharding, refuse_width, share_of
 
 if TYPE_CHECKING:
     from ..tracer import Captured
 
-__all__ = ["PLANNERS", "CapturedModel", "Change", "PlanRequest", "branch_figures", "limits", "plan_rows"]
+__all__ = [
+    "PLANNERS",
+    "CapturedModel",
+    "Change",
+    "PlanCosts",
+    "PlanRequest",
+    "branch_figures",
+    "limits",
+    "place",
+    "plan_rows",
+    "stages_for",
+]
 
 LARGEST_MICROBATCH = 1 << 16
 """Rows of the largest micro-batch that is looked at."""
@@ -104,36 +116,20 @@ class PlanRequest:
 
     def _search(self, costs: PlanCosts, cluster: Cluster, microbatches: int, explained: bool) -> Plan:
         """The planner's plan for one pipeline under the memory of a cluster's devices."""
-
-        def cut(devices: Cluster, stages: int, schedule: str, options: PlanOptions) -> Plan:
-            return make_plan(
-                costs.graph,
-                costs.profiles,
-                devices,
-                stages=stages,
-                schedule=schedule,
-                microbatches=microbatches,
-                strategy=self.strategy,
-                options=options,
-                explained=explained,
-                watch=self.watch,
-            )
-
         asked = replace(self.options, width=self.width)
         if asked.shard_optimizer:
             asked = replace(asked, optimizer_bytes=asked.optimizer_bytes / self.width)
-        entry = schedules.entry(self.schedule)
-        if entry.place == "line":
-            return cut(cluster, self.stages, self.schedule, asked)
-        options = replace(asked, weights=FLUSH)
-        return plan_placed(
-            lambda devices, stages: cut(devices, stages, "1f1b", options),
-            costs,
+        return make_plan(
+            costs.graph,
+            costs.profiles,
             cluster,
+            stages=self.stages,
             schedule=self.schedule,
-            ranks=self.stages,
-            split_backward=self.options.split_backward,
-            weights=self.options.weights or entry.weights,
+            microbatches=microbatches,
+            strategy=self.strategy,
+            options=asked,
+            explained=explained,
+            watch=self.watch,
         )
 
     def _runs_as_traced(self, captured: Captured) -> bool:

@@ -10,7 +10,7 @@ from ..ir.errors import ConfigError, InfeasibleError, PlanError
 from ..ir.plan import Plan
 from ..ir.replicas import widened
 from ..ir.units import format_bytes
-from .plan_costs import PlanCosts
+from ..planner import PlanCosts
 
 
 def refuse_width(schedule: str, stages: int, width: int, cluster: Cluster) -> None:

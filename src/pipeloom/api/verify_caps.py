@@ -17,10 +17,10 @@ from ..ir.errors import InfeasibleError
 from ..ir.plan import Plan
 from ..ir.units import format_bytes
 from ..lowering import lower
+from ..planner import PlanCosts
 from ..runtime import SMALL_BYTES, graph_memory
 from ..simulator import simulate
 from ..tracer import Captured
-from .plan_costs import PlanCosts
 from .rank_stages import make_variant
 
 TRIES = 7

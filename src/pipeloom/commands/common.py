@@ -161,6 +161,14 @@ width_option = click.option(
 )
 
 
+chunks_option = click.option(
+    "--chunks",
+    "-v",
+    type=click.IntRange(1),
+    help="Stages per rank, for schedules that want several; 2 by default.",
+)
+
+
 class Stages(click.ParamType["int | str"]):
     """A number of ranks, or "auto"."""
 
@@ -178,6 +186,7 @@ def _stages_option(kind: click.ParamType[Any], more: str = "") -> Callable[[Comm
 PLAN_OPTIONS = (
     width_option,
     click.option("--schedule", "-s", default="1f1b", show_default=True, help="Schedule, by name."),
+    chunks_option,
     click.option(
         "--microbatches",
         "-m",

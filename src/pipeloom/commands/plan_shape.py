@@ -24,6 +24,7 @@ SHOWN = 5
 
 CHOSEN = (
     "width",
+    "chunks",
     "microbatches",
     "microbatch_size",
     "max_batch",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from .common import FILE, Size, json_option, planner_option, treat_option, weights_option
+from .common import FILE, Size, chunks_option, json_option, planner_option, treat_option, weights_option
 
 
 @click.command()
@@ -48,6 +48,7 @@ from .common import FILE, Size, json_option, planner_option, treat_option, weigh
     help="Replicas share out the optimizer's state, as ZeRO-1 does.",
 )
 @click.option("--schedule", "-s", help="Schedule, by name.")
+@chunks_option
 @weights_option
 @planner_option(None)
 @click.option("--steps", type=click.IntRange(1), help="Train until this step.")
@@ -118,6 +119,7 @@ KEYS = {
     "width": "pipeline.width",
     "shard_optimizer": "pipeline.shard_optimizer",
     "schedule": "pipeline.schedule",
+    "chunks": "pipeline.chunks",
     "weights": "pipeline.weights",
     "planner": "pipeline.planner",
     "steps": "steps",

@@ -22,6 +22,8 @@ from .microbatch_sizes import (
     largest_size as largest_size,
     shared_rows as shared_rows,
 )
+from .placement import place as place, stages_for as stages_for
+from .plan_costs import PlanCosts as PlanCosts
 from .plan_table import branch_figures as branch_figures, limits as limits, plan_rows as plan_rows
 from .registry import (
     PLANNERS as PLANNERS,

@@ -9,15 +9,19 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from .. import schedules
+from ..ir.costs import StageCost
 from ..ir.flow import flow_of
 from ..ir.memory_policy import MemoryPolicy
 from ..ir.plan import Plan, StagePlan
-from ..ir.stages import chain, cut
+from ..ir.schedule import Schedule
+from ..ir.stages import chain, cut, replicate
+from ..ir.steady import SteadyStep
 from ..ir.timeline import Timeline
 from ..lowering import lower
 from ..simulator import simulate
 from .microbatch_sizes import shared_rows
-from .request import Request
+from .plan_costs import count_once
+from .request import Request, unrolled
 from .search import Evaluation, Search
 from .stage_cost import StageEstimate, estimate_stage
 
@@ -61,19 +65,59 @@ class Candidate:
         self.notes: Mapping[str, str] = {}
         ops = [op.name for op in search.model.readers.ops]
         stage_of = {name: s for s, (i, j) in enumerate(pairwise(cuts)) for name in ops[i:j]}
-        self.stages = cut(request.graph, stage_of)
-        self.schedule = request.build(self.stages)
+        self.layout = request.layout
+        self.stages = replicate(cut(request.graph, stage_of), self.layout.replicas)
+        self.search, self.in_flight = search, search.in_flight
+        self.rows = self._order()
+        self.schedule = unrolled(self.rows)
         self.updates = request.updates
-        self.in_flight = schedules.in_flight(self.schedule)
+        held = schedules.in_flight(self.schedule)
+        self.in_flight = tuple(max(held[s :: self.layout.stages]) for s in range(self.layout.stages))
         self.search = search = replace(search, in_flight=self.in_flight) if search.by_depth else search
-        stages = [self._choose_ahead(s, search.evaluate(i, j, s)) for s, (i, j) in enumerate(pairwise(cuts))]
-        self.fits = all(stage.evaluation.fits for stage in stages)
-        chosen = self._simulate(stages)
+        found = [search.evaluate(i, j, s) for s, (i, j) in enumerate(pairwise(cuts))]
+        self.fits = all(evaluation.fits for evaluation in found)
+        stages = [self._choose_ahead(s, evaluation) for s, evaluation in enumerate(found)]
+        tries = [self._simulate(stages)]
         if any(stage.plan.recomputed_bytes and not stage.ahead for stage in stages):
-            chosen = min(
-                chosen, self._simulate(self._recompute_ahead(stages)), key=lambda simulated: simulated.key
-            )
+            tries.append(self._simulate(self._recompute_ahead(stages)))
+        if not self.layout.in_line and any(tries[0].over) and any(stage.ahead for stage in stages):
+            inside = [self._choose_ahead(s, evaluation, may=False) for s, evaluation in enumerate(found)]
+            tries.append(self._simulate(inside))
+        chosen = min(tries, key=lambda simulated: simulated.key)
         self.policy, self.parts, self.timeline, self._estimates, self.over = chosen
+
+    def _order(self) -> Schedule | SteadyStep:
+        """The rows; for schedules that order by time, for what the search takes the stages to need."""
+        if schedules.entry(self.request.schedule).recipe is None:
+            return self.request.rows(self.stages)
+        bounds = enumerate(pairwise(self.cuts))
+        stages = [self._choose_ahead(s, self.search.evaluate(i, j, s)) for s, (i, j) in bounds]
+        return self.request.rows(self.stages, self._costs(stages, split=False))
+
+    def _costs(self, stages: Sequence[_StageChoice], *, split: bool) -> tuple[StageCost, ...]:
+        """What each stage takes, replicas included."""
+        own = tuple(s.estimate.simulator_cost(s.plan, ahead=s.ahead, split=split) for s in stages)
+        if self.layout.in_line:
+            return own
+        costs = list(own)
+        first, *others = self.request.models
+        for model in others:
+            if model is first:
+                costs += own
+                continue
+            for index, stage in enumerate(stages):
+                treatments = stage.evaluation.treatments
+                estimate = estimate_stage(model.in_forward_order, self.stages, index, treatments)
+                part = estimate.plan(self.in_flight[index], ahead=stage.ahead)
+                costs.append(estimate.simulator_cost(part, ahead=stage.ahead, split=split))
+        return count_once(
+            costs,
+            self.stages,
+            self.request.graph,
+            placement=self.layout.placement,
+            optimizer_bytes=self.request.options.optimizer_bytes,
+            shared_out=self.request.options.shard_optimizer,
+        )
 
     def _recompute_ahead(self, stages: Sequence[_StageChoice]) -> list[_StageChoice]:
         """With every stage that recomputes doing so ahead, where that can keep its cap: it has to free more
@@ -87,16 +131,15 @@ class Candidate:
                     chosen[index] = other
         return chosen
 
-    def _choose_ahead(self, index: int, evaluation: Evaluation) -> _StageChoice:
-        """A stage, which recomputes ahead if it recomputes at all, and keeps its cap then."""
-        estimate = estimate_stage(
-            self.search.model.in_forward_order, self.stages, index, evaluation.treatments
-        )
+    def _choose_ahead(self, index: int, evaluation: Evaluation, *, may: bool = True) -> _StageChoice:
+        """A stage, which recomputes ahead if it may and recomputes at all, and keeps its cap then."""
+        model = self.search.model.in_forward_order
+        estimate = estimate_stage(model, self.stages, index, evaluation.treatments)
         inside, ahead = (
             estimate.plan(self.in_flight[index], ahead=early, turn_s=evaluation.seconds)
             for early in (False, True)
         )
-        fits = bool(inside.recomputed_bytes) and ahead.memory.total <= self.search.caps[index]
+        fits = may and bool(inside.recomputed_bytes) and ahead.memory.total <= self.search.caps[index]
         return _StageChoice(evaluation, estimate, ahead if fits else inside, fits)
 
     def _simulate(self, stages: Sequence[_StageChoice]) -> _SimulatedStages:
@@ -108,15 +151,14 @@ class Candidate:
         program = lower(
             self.schedule, self.stages, policy=policy, updates=self.updates, clips=self.request.options.clips
         )
-        split = program.columns.splits
-        costs = tuple(s.estimate.simulator_cost(s.plan, ahead=s.ahead, split=split) for s in stages)
-        cluster = self.search.model.cluster
+        costs = self._costs(stages, split=program.columns.splits)
+        cluster = self.request.cluster
         caps = [device.memory_bytes for device in cluster.devices]
         timeline = simulate(program, self.stages, costs, cluster, caps=caps)
-        over = [
-            max(0, timeline.peak_bytes(rank) - caps[rank], part.memory.total - caps[rank])
-            for rank, part in enumerate(parts)
-        ]
+        over = [max(0, timeline.peak_bytes(rank) - cap) for rank, cap in enumerate(caps)]
+        if self.layout.in_line:
+            alone = zip(over, parts, caps, strict=True)
+            over = [max(extra, part.memory.total - cap) for extra, part, cap in alone]
         return _SimulatedStages(policy, parts, timeline, [s.evaluation.peak_bytes for s in stages], over)
 
     @cached_property
@@ -129,14 +171,35 @@ class Candidate:
         return max(depth.values())
 
     def tighter(self) -> Search | None:
-        """The search to repeat, if the schedule keeps more in flight or a cap is passed: a stage that does so
-        may then take by as much less than what the search took it to need."""
+        """The search to repeat, if a cap is passed, or a stage alone on its rank keeps more in flight: a
+        stage may then take by as much less than what the search took it to need.
+
+        Of several stages on a rank each gives up its part of what is too much, and gets its part of what is
+        left: together they may then take what the rank has, by the difference that there is between the sum
+        of their estimates, each at its own worst moment, and the rank's simulated peak.
+        """
+        if not self.layout.in_line:
+            return replace(self.search, caps=self._parts_of_caps()) if any(self.over) else None
         most = tuple(max(pair) for pair in zip(self.in_flight, self.search.in_flight, strict=True))
         if most == self.search.in_flight and not any(self.over):
             return None
         known = zip(self.search.caps, self._estimates, self.over, strict=True)
         left = (int(min(cap, need) - extra) if extra else cap for cap, need, extra in known)
         return replace(self.search, caps=tuple(max(1, cap) for cap in left), in_flight=most)
+
+    def _parts_of_caps(self) -> tuple[int, ...]:
+        """What each stage may take, of its rank's cap. Its part of what is too much, or left, is as large as
+        its share of the residuals there, if these may be freed, and else of all bytes."""
+        devices = self.request.cluster.devices
+        sizes = [part.memory.residuals if self.search.optimises else part.memory.total for part in self.parts]
+        caps = [float(devices[self.layout.placement[stage]].memory_bytes) for stage in range(len(sizes))]
+        for rank, held in enumerate(self.layout.held):
+            extra = self.timeline.peak_bytes(rank) - devices[rank].memory_bytes
+            together = sum(sizes[stage] for stage in held)
+            for stage in held:
+                part = sizes[stage] / together if together else 1 / len(held)
+                caps[stage] = min(caps[stage], self._estimates[stage] - extra * part)
+        return tuple(max(1, int(cap)) for cap in caps)
 
     def plan(self, strategy: str) -> Plan:
         model = self.search.model
@@ -145,12 +208,12 @@ class Candidate:
             planner=strategy,
             stages=self.parts,
             placement=self.schedule.placement,
-            schedule=self.schedule.name,
-            schedule_rows=tuple(str(self.request.rows(self.stages)).splitlines()),
+            schedule=self.rows.name,
+            schedule_rows=tuple(str(self.rows).splitlines()),
             microbatches=self.request.microbatches,
             microbatch_size=shared_rows(self.request.graph) or 1,
             batch=model.profile.batch,
-            caps=tuple(device.memory_bytes for device in model.cluster.devices),
+            caps=tuple(device.memory_bytes for device in self.request.cluster.devices),
             peaks=tuple(self.timeline.peak_bytes(rank) for rank in range(self.timeline.ranks)),
             predicted_step_s=self.timeline.step_s,
             memory=self.policy,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
+from .. import schedules
 from ..ir.cluster import Cluster
 from ..ir.errors import InfeasibleError, PlanError, shown
 from ..ir.graph import OpGraph
@@ -14,6 +15,7 @@ from ..ir.plan import Plan
 from ..ir.profile import Profile
 from .candidate import Candidate
 from .infeasible import does_not_fit, explain_infeasible, passes_caps, scale_caps, stage_needs
+from .placement import stages_for
 from .registry import Planner, planner
 from .request import PlanOptions, Request
 from .search import Search, polish_cuts
@@ -33,6 +35,9 @@ ROUNDS = 5
 """Searches until the schedule and the simulated peaks of the found cut agree with what was searched with; of
 large graphs all that are made."""
 
+ROUNDS_TOGETHER = 16
+"""All searches where ranks have several stages, each of which takes longer."""
+
 LOWERED = (0.95, 0.9, 0.8, 0.7)
 """Shares of all caps that are searched with where that does not come to an end."""
 
@@ -50,8 +55,9 @@ def make_plan(
     explained: bool = True,
     watch: Callable[[int], None] | None = None,
 ) -> Plan:
-    """Cut a graph into stages, stage s on device s.
+    """Cut a graph into stages, for the usual placement of a schedule.
 
+    stages: one on each device; where the schedule wants several on each, or replicas, the number of devices.
     profile: costs per micro-batch, for all devices or by device name.
     schedule: see `schedules.names`.  microbatches: per step.  strategy: see `planner.names`.
     explained: if nothing fits, look for how far it is from fitting, which takes longer.
@@ -59,21 +65,19 @@ def make_plan(
     Raises: PlanError if the request makes no sense; InfeasibleError if nothing fits under the devices'
         memory.
     """
-    _refuse_nonsense(graph, cluster, stages)
+    _refuse_nonsense(graph, cluster, stages, schedule)
     asked = planner(strategy)
     devices = replace(cluster, devices=cluster.devices[:stages])
     request = Request(graph, profile, devices, schedule, microbatches, options, asked, watch)
     request.refuse_what_cannot_be()
-    search = request.search(stages)
-    if stages > (places := len(search.model.cut_points) - 1):
-        raise TooManyStages(
-            f"{stages} stages, but ops that share an updated buffer stay together, which leaves {places}",
-            hint=_at_most(places, cluster),
-            places=places,
-        )
+    count = request.layout.stages
+    if count > (places := len(request.models[0].cut_points) - 1):
+        why = f"{count} stages, but ops that share an updated buffer stay together, which leaves {places}"
+        raise _too_many(why, places, schedule, stages, cluster)
+    search = request.search()
     log = _SearchLog()
     best = _best_candidate(request, search, log)
-    if asked.propose is not None and options.branches and options.fastest:
+    if asked.propose is not None and options.branches and request.layout.in_line and options.fastest:
         in_a_row = replace(request, options=replace(options, branches=False))
         best = faster_of(best, _best_candidate(in_a_row, search, log))
     if best is None:
@@ -85,10 +89,11 @@ def _best_candidate(request: Request, search: Search, log: _SearchLog) -> Candid
     """The fastest that the planner and those that it starts from find; the first if that will do. log: of
     the planner that was asked, is filled."""
     asked, options = request.planner, request.options
+    branches = options.branches and request.layout.in_line
     candidates: list[Candidate] = []
     planners = (asked, *map(planner, asked.also))
     for each in planners if options.fastest else reversed(planners):
-        if each.propose is not None and options.branches:
+        if each.propose is not None and branches:
             candidates += shallow_candidates(request, each.propose, LOWERED)
         elif each.propose is None and each is asked:
             candidates += _first_that_fits(request, search, each, log)
@@ -101,7 +106,7 @@ def _best_candidate(request: Request, search: Search, log: _SearchLog) -> Candid
         return None
     if not (asked.polishes and options.fastest):
         return candidates[0]
-    if asked.propose is not None and options.branches:
+    if asked.propose is not None and branches:
         return polish_some(candidates)
     return polish_cuts(candidates, search)
 
@@ -128,7 +133,7 @@ def _first_that_fits(request: Request, search: Search, by: Planner, log: _Search
     log.first_cuts = by.find(search)
     if not log.first_cuts or (not by.keeps_caps and _exceeds_caps(search, log.first_cuts)):
         return []
-    rounds = ROUNDS if search.large else None
+    rounds = ROUNDS if search.large else None if request.layout.in_line else ROUNDS_TOGETHER
     for candidate in islice(_candidates(Candidate(request, search, log.first_cuts), by), rounds):
         log.candidates.append(candidate)
         if candidate.tighter() is None:
@@ -160,14 +165,24 @@ def _candidates(first: Candidate, by: Planner) -> Iterator[Candidate]:
         in_flight = tuple(map(max, first.in_flight, search.in_flight))
         relaxed = replace(search, treatments=treatments, in_flight=in_flight)
         following = _tighter_search(first) if treatments == search.treatments else relaxed
+        last = relaxed
         for _ in range(ROUNDS):
             if (candidate := _candidate(request, following, by)) is None:
                 break
             yield candidate
-            following = _tighter_search(candidate)
-        for share in LOWERED:
-            if candidate := _candidate(request, scale_caps(relaxed, share), by):
+            last = following = _tighter_search(candidate)
+        for lower in _lowered(first, relaxed, last):
+            if candidate := _candidate(request, lower, by):
                 yield candidate
+
+
+def _lowered(first: Candidate, relaxed: Search, last: Search) -> Iterator[Search]:
+    """Searches with all caps lowered alike.  last: the one before, whose stages fill their ranks together,
+    where several are on each."""
+    yield from (scale_caps(relaxed if first.layout.in_line else last, share) for share in LOWERED)
+    if not first.layout.in_line:
+        even = 1 / max(map(len, first.layout.held))
+        yield from (scale_caps(relaxed, even * share) for share in (1.0, *LOWERED[1::2]))
 
 
 def _tighter_search(candidate: Candidate) -> Search:
@@ -195,22 +210,36 @@ def _exceeds_caps(search: Search, cuts: tuple[int, ...]) -> bool:
     return any(need > cap for need, cap in zip(stage_needs(search, cuts), search.caps, strict=True))
 
 
-def _refuse_nonsense(graph: OpGraph, cluster: Cluster, stages: int) -> None:
+def _refuse_nonsense(graph: OpGraph, cluster: Cluster, ranks: int, schedule: str) -> None:
     ops = sum(not op.cheap for op in graph.ops)
-    if stages < 1:
-        raise PlanError(f"{stages} stages", hint="use at least 1")
+    if ranks < 1:
+        raise PlanError(f"{ranks} stages", hint="use at least 1")
+    placed = ranks <= len(cluster.devices) and schedules.entry(schedule).place != "line"
+    stages = stages_for(schedule, ranks) if placed else ranks
     if stages > ops:
         places = len(Readers(graph).cut_points) - 1
-        raise TooManyStages(
-            f"{shown(stages)} stages for {ops} ops", hint=_at_most(places, cluster), places=places
-        )
-    if stages > len(cluster.devices):
+        why = f"{shown(stages)} stages" + (f", the model has {ops} ops" if placed else f" for {ops} ops")
+        raise _too_many(why, places, schedule, ranks, cluster)
+    if ranks > len(cluster.devices):
         raise PlanError(
-            f"{stages} stages for {len(cluster.devices)} devices", hint="use fewer stages, or add devices"
+            f"{ranks} {'ranks' if schedules.entry(schedule).place != 'line' else 'stages'} for "
+            f"{len(cluster.devices)} devices",
+            hint="use fewer stages, or add devices",
         )
 
 
-def _at_most(places: int, cluster: Cluster) -> str:
-    """What is advised where the model has too few places to be cut at: nothing that is refused next."""
-    most = min(places, len(cluster.devices))
-    return f"use at most {most} {'stages' if most > 1 else 'stage'}"
+def _too_many(why: str, places: int, schedule: str, ranks: int, cluster: Cluster) -> TooManyStages:
+    """The error where a schedule wants more stages than a model can be cut into: what is advised is not
+    refused next.
+
+    why: begins with how many it wants.  places: how many there can be.
+    """
+    if schedules.entry(schedule).place == "line":
+        most = min(places, len(cluster.devices))
+        hint = f"use at most {most} {'stages' if most > 1 else 'stage'}"
+        return TooManyStages(why, hint=hint, places=places)
+    most = min(ranks - 1, places, len(cluster.devices))
+    fewer = next((n for n in range(most, 0, -1) if stages_for(schedule, n) <= places), None)
+    ranks_word = "ranks" if fewer and fewer > 1 else "rank"
+    hint = f"use at most {fewer} {ranks_word} (--stages {fewer})" if fewer else "use another schedule"
+    return TooManyStages(f"{schedule} on {ranks} ranks is for {why}", hint=hint, places=places)

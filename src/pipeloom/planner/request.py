@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
 from .. import schedules
-from ..ir.cluster import Cluster
+from ..ir.cluster import Cluster, Device
+from ..ir.costs import StageCost
 from ..ir.errors import PlanError
 from ..ir.graph import OpGraph
 from ..ir.memory_policy import Treatment
 from ..ir.profile import Profile, batch_text
 from ..ir.schedule import Schedule
-from ..ir.stages import StageGraph, chain
+from ..ir.stages import StageGraph, chain, replicate
 from ..ir.steady import SteadyStep
 from ..ir.weight_policy import WEIGHT_POLICIES, Updates
 from .branches import BranchOrdered, Edge, Term, branch_orders, decompose, graph_edges
+from .placement import Layout, layout_of, message_seconds, refuse_microbatches
 from .registry import Planner
 from .search import Search, layers
 from .stage_cost import CostModel, CostOptions, Readers
@@ -76,6 +78,11 @@ class Request:
         return self.options.weights or schedules.entry(self.schedule).weights
 
     @cached_property
+    def layout(self) -> Layout:
+        """Where the stages go."""
+        return layout_of(self.schedule, len(self.cluster.devices))
+
+    @cached_property
     def treatments(self) -> tuple[Treatment, ...]:
         """What may be done with residuals."""
         asked = self.options.treatments
@@ -88,6 +95,7 @@ class Request:
 
     def refuse_what_cannot_be(self) -> None:
         """Raises: PlanError if what is asked for contradicts the planner, the devices or the schedule."""
+        refuse_microbatches(self.schedule, self.microbatches, self.layout.replicas)
         if self.treatments and self.planner.optimises == "never":
             raise PlanError(
                 f"this planner keeps every residual, it cannot {' or '.join(self.treatments)}",
@@ -127,36 +135,66 @@ class Request:
         least_s = HALF_A_STAGE * float(seconds.sum()) / stages
         return branch_orders(self.tree, seconds, least_s, most, self.edges)
 
-    def search(self, stages: int, ordered: BranchOrdered | None = None) -> Search:
-        """The search for so many stages on the first devices of the cluster.
+    @cached_property
+    def models(self) -> tuple[CostModel, ...]:
+        """The costs of the stages of each replica, on the devices of their ranks."""
+        first = self._model(0)
+        models = [first]
+        for replica in range(1, self.layout.replicas):
+            own = self._devices_of(replica)
+            alike = all(map(are_alike, own, first.cluster.devices))
+            models.append(first if alike else self._model(replica))
+        return tuple(models)
 
-        ordered: one of the orders of branches; the first unless given.
-        """
-        devices = self.cluster.devices[:stages]
-        ordered = ordered or self.branch_orders(stages)[0]
+    def _devices_of(self, replica: int) -> list[Device]:
+        count = self.layout.stages
+        ranks = self.layout.placement[replica * count :][:count]
+        return [self.cluster.devices[rank] for rank in ranks]
+
+    def _model(self, replica: int, ordered: BranchOrdered | None = None) -> CostModel:
+        """The costs of one replica's stages.  ordered: see `search`."""
+        layout, devices = self.layout, self._devices_of(replica)
+        ordered = ordered or self.first_order
         options = CostOptions(
-            microbatches=self.microbatches,
+            microbatches=self.microbatches // layout.replicas * layout.most_replicas,
             optimizer_bytes=self.options.optimizer_bytes,
             overlap=self.options.overlap,
             weights=self.weights,
             clips=self.options.clips,
             width=self.options.width,
         )
-        profiles = [profile_of(self.profile, device.name, self.graph) for device in devices]
+        return CostModel(
+            self.graph,
+            [profile_of(self.profile, device.name, self.graph) for device in devices],
+            replace(self.cluster, devices=tuple(devices)),
+            options,
+            ordered.ops if ordered.borders else (),
+            ranks=layout.placement[replica * layout.stages :][: layout.stages],
+        )
+
+    @cached_property
+    def first_order(self) -> BranchOrdered:
+        """The order of branches that planners of chains see."""
+        return self.branch_orders(self.layout.stages)[0]
+
+    def search(self, ordered: BranchOrdered | None = None) -> Search:
+        """The search for stages that may each fill the device of their rank, where there is but one of them.
+        With several on a rank, or replicas, `Candidate.tighter` says what is left for each.
+
+        ordered: one of the orders of branches; the first unless given.
+        """
+        layout, devices = self.layout, self.cluster.devices
+        count = layout.stages
+        held = schedules.in_flight(self.build(replicate(chain(count), layout.replicas)))
+        homes = [layout.homes(stage) for stage in range(count)]
         return Search(
-            model=CostModel(
-                self.graph,
-                profiles,
-                replace(self.cluster, devices=devices),
-                options,
-                ordered.ops if ordered.borders else (),
-            ),
-            caps=tuple(device.memory_bytes for device in devices),
-            in_flight=schedules.in_flight(self.build(chain(stages))),
+            model=self.models[0] if ordered is None else self._model(0, ordered),
+            caps=tuple(min(devices[rank].memory_bytes for rank in ranks) for ranks in homes),
+            in_flight=tuple(max(held[stage::count]) for stage in range(count)),
             treatments=self.treatments,
             watch=self.watch,
             layers=self.layers if self.planner.granularity == "layer" else {},
-            borders=ordered.borders,
+            borders=(ordered or self.first_order).borders,
         )
 
     @property
@@ -164,40 +202,51 @@ class Request:
         """When weights change in a pipeline that does not drain; None for one that does."""
         if WEIGHT_POLICIES[self.weights].flushes:
             return None
-        return Updates(policy=self.weights, every=self.microbatches)
+        return Updates(policy=self.weights, every=self.microbatches // self.layout.replicas)
 
-    def rows(self, stages: StageGraph) -> Schedule | SteadyStep:
+    def rows(self, stages: StageGraph, costs: Sequence[StageCost] | None = None) -> Schedule | SteadyStep:
         """What a plan's rows are: one step, or the step that repeats. Those of a chain are good for any graph
         of stages: each waits for more than it needs.
 
+        stages: of all replicas.  costs: of each, for schedules that order by time; equal ones by default.
         Raises: ScheduleError if the schedule does not repeat, or breaks the rule of weight versions.
         """
-        placement = tuple(range(len(stages.stages)))
+        layout, split = self.layout, self.options.split_backward
+        times = None
+        if costs is not None:
+            messages = message_seconds(stages, layout.placement, self.cluster)
+            times = schedules.Times(costs=tuple(costs), transfer_s=messages)
         if not self.options.branches:
-            stages = chain(len(placement))
+            stages = replicate(chain(layout.stages), layout.replicas)
         if self.updates is not None:
             return schedules.build_steady(
-                self.schedule, stages, placement, self.updates, split_backward=self.options.split_backward
+                self.schedule, stages, layout.placement, self.updates, split_backward=split, times=times
             )
+        count = self.microbatches // layout.replicas
         return schedules.build(
-            self.schedule,
-            stages,
-            placement,
-            self.microbatches,
-            split_backward=self.options.split_backward,
+            self.schedule, stages, layout.placement, count, split_backward=split, times=times
         )
 
     def build(self, stages: StageGraph) -> Schedule:
         """The schedule that is simulated: one step, or several where the pipeline does not drain."""
-        rows = self.rows(stages)
-        return rows.unrolled if isinstance(rows, SteadyStep) else rows
+        return unrolled(self.rows(stages))
 
     def wider(self, stages: int) -> Search | None:
-        """The search on more devices like these, if they are all alike."""
+        """The search on more devices like these, if they are all alike, with a stage on each."""
         devices = self.cluster.devices
-        if any(device != devices[0] for device in devices):
+        if not self.layout.in_line or any(device != devices[0] for device in devices):
             return None
-        return replace(self, cluster=replace(self.cluster, devices=devices[:1] * stages)).search(stages)
+        return replace(self, cluster=replace(self.cluster, devices=devices[:1] * stages)).search()
+
+
+def unrolled(rows: Schedule | SteadyStep) -> Schedule:
+    """The schedule of a plan's rows."""
+    return rows.unrolled if isinstance(rows, SteadyStep) else rows
+
+
+def are_alike(one: Device, two: Device) -> bool:
+    """Whether stages cost the same on two devices, which may be in different places."""
+    return one == replace(two, node=one.node, group=one.group, switch=one.switch)
 
 
 def profile_of(profile: Profile | Mapping[str, Profile], device: str, graph: OpGraph) -> Profile:

@@ -26,7 +26,7 @@ def shallow_candidates(request: Request, propose: Propose, lowered: Sequence[flo
     """
     stages = len(request.cluster.devices)
     orders = request.branch_orders(stages)
-    searches = [replace(request.search(stages, order), by_depth=True) for order in orders]
+    searches = [replace(request.search(order), by_depth=True) for order in orders]
     kept = _that_fit(request, [replace(search, treatments=()) for search in searches], propose, (1.0,))
     if any(search.optimises for search in searches) and not any(map(_has_room, kept)):
         kept += _that_fit(request, searches, propose, (1.0, *lowered))

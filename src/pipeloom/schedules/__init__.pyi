@@ -1,4 +1,5 @@
 from .aliases import ALIASES as ALIASES
+from .chunks import with_chunks as with_chunks
 from .formats.csv import (
     program_text as program_text,
     read_schedule as read_schedule,

@@ -245,7 +245,7 @@ def default_placement(name: str, ranks: int, chunks: int = 0) -> tuple[StageGrap
     """
     library_entry = entry(name)
     place = library_entry.place
-    chunks = _chunks(name, place) or chunks
+    chunks = named_chunks(name, place) or chunks
     if library_entry.table is not None:
         table = library_entry.table(ranks)
         return spread(chain(len(table)), table)
@@ -258,7 +258,7 @@ def default_placement(name: str, ranks: int, chunks: int = 0) -> tuple[StageGrap
     return chain(len(where)), where
 
 
-def _chunks(name: str, place: str) -> int:
+def named_chunks(name: str, place: str) -> int:
     """The stages per rank that a name's option gives; 0 without it."""
     count = _options(name).get(CHUNKS)
     if count is None:

@@ -45,6 +45,7 @@ class BenchSettings:
     stages: int
     width: int
     schedule: str
+    chunks: int | None
     planner: str
     microbatches: int
     microbatch_size: int
@@ -81,6 +82,7 @@ def run_bench(settings: BenchSettings, started: StartedRanks | None = None) -> i
         width=settings.width,
         microbatches=settings.microbatches,
         schedule=settings.schedule,
+        chunks=settings.chunks,
         strategy=settings.planner,
         split_backward=settings.split_backward,
         shard_optimizer=settings.shard_optimizer,

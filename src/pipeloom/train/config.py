@@ -95,6 +95,7 @@ class PipelineConfig:
     """How the model is spread.
 
     width: replicas of every stage, side by side.  shard_optimizer: they share out the optimizer's state.
+    chunks: stages per rank, for schedules that want several; unset: 2.
     planner: by name, see `pipeloom plan --planners`.
     weights: how they are updated, "flush", "2bw" or "stash"; unset: as the schedule does it.
     microbatches, microbatch_size: the replicas together run so many sequences.  accumulate: times per step.
@@ -113,6 +114,7 @@ class PipelineConfig:
     width: int = 1
     planner: str = "exact"
     schedule: str = "1f1b"
+    chunks: int | None = None
     weights: str | None = None
     microbatches: int = 8
     microbatch_size: int = 4
@@ -137,6 +139,9 @@ class PipelineConfig:
             microbatch_size=self.microbatch_size,
             accumulate=self.accumulate,
             timeout_s=self.timeout_s,
+        )
+        _require(
+            self.chunks is None or self.chunks > 0, f"pipeline.chunks is {self.chunks}", "use at least 1"
         )
         _require(
             self.device in ("cpu", "cuda"), f"pipeline.device is {shown(self.device)}", 'use "cpu" or "cuda"'

@@ -245,6 +245,8 @@ def follow_plan(config: Config, plan: Plan, overrides: Sequence[str]) -> Config:
         "microbatches": plan.microbatches,
         "microbatch_size": plan.microbatch_size,
     }
+    if config.pipeline.chunks is not None:
+        fixed["chunks"] = len(plan.stages) * plan.width // len(set(plan.placement))
     overridden = {override.partition("=")[0].strip() for override in overrides}
     for key, value in fixed.items():
         setting = getattr(config.pipeline, key)
@@ -281,6 +283,7 @@ def make_plan(config: Config, workload: Workload, console: Console) -> PlannedRu
             width=settings.width,
             microbatches=settings.microbatches,
             schedule=settings.schedule,
+            chunks=settings.chunks,
             strategy=settings.planner,
             split_backward=settings.split_backward,
             shard_optimizer=settings.shard_optimizer,

@@ -49,10 +49,11 @@ COLUMN = {name: index for index, name in enumerate(SUMMED)}
 
 
 class CostModel:
-    """Costs of stages of one graph on the ranks of one cluster, stage s on rank s.
+    """Costs of stages of one graph, stage s on device s of a cluster.
 
-    profiles: one per rank; bytes are read from the first.  order: of the ops whose intervals are asked for
-        (see `Readers`); () for that in which the forward runs them.
+    profiles: one per stage; bytes are read from the first.  order: of the ops whose intervals are asked for
+        (see `Readers`); () for that in which the forward runs them.  ranks: of each stage; s of stage s by
+        default.
     """
 
     def __init__(
@@ -62,11 +63,14 @@ class CostModel:
         cluster: Cluster,
         options: CostOptions,
         order: tuple[int, ...] = (),
+        *,
+        ranks: Sequence[int] = (),
     ) -> None:
         self.graph = graph
         self.profiles = profiles
         self.cluster = cluster
         self.options = options
+        self.ranks = tuple(ranks) or tuple(range(len(cluster.devices)))
         self.readers = Readers(graph, order)
         self.profile = profiles[0]
         self.distinct = list({id(p): p for p in profiles}.values())
@@ -82,7 +86,7 @@ class CostModel:
         """The same with the ops in the order in which a stage runs them: for stages of any cut."""
         if not self.readers.order:
             return self
-        return CostModel(self.graph, self.profiles, self.cluster, self.options)
+        return CostModel(self.graph, self.profiles, self.cluster, self.options, ranks=self.ranks)
 
     # --- any stage --------------------------------------------------------------------------------
 

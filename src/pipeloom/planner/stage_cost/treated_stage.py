@@ -2,8 +2,10 @@
 
 Nothing waits for an offload, and forwards may follow each other at once: so that copies do not pile up, one
 may take no longer than a forward. A reload that takes longer than the forward behind which it is fetched
-holds the backward up by the rest; recomputing is added to the other computing. A device has its share of what
-its switch can carry if all the others there copy as well. The host has room for all micro-batches in flight.
+holds the backward up by the rest; recomputing is added to the other computing. Copies take what the device's
+own link takes: what several devices share is for the simulator to say, which knows when each of them copies.
+How much to copy is chosen for the case that all of them do.
+The host has room for all micro-batches in flight.
 
 Of memory, only levels are worked out here (`recompute_liveness.py`): `peak_memory.py` makes the peak of them.
 """
@@ -14,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
-from ...ir.cluster import Cluster, Link
 from ...ir.errors import PlanError
 from ...ir.memory_policy import Treatment
 from .arrays import Indices
@@ -26,13 +27,17 @@ from .residuals import RECOMPUTE, Residuals, encode_treatments, find_residuals, 
 
 @dataclass(frozen=True, kw_only=True)
 class HostCopies:
-    """Of one device: seconds per byte and latency of copies to the host and back, and bytes there."""
+    """Of one device: seconds per byte and latency of copies to the host and back, and bytes there.
+
+    crowded: how many times as long a byte takes while all devices of its switch copy, at most.
+    """
 
     offload_s_per_byte: float
     reload_s_per_byte: float
     offload_latency_s: float
     reload_latency_s: float
     memory_bytes: float
+    crowded: float = 1.0
 
     def offload_s(self, size: float) -> float:
         """Seconds of OFFLOAD; 0 for nothing."""
@@ -43,25 +48,26 @@ class HostCopies:
         return self.reload_latency_s + size * self.reload_s_per_byte if size else 0.0
 
 
-def host_copies(cluster: Cluster, rank: int) -> HostCopies | None:
-    """None if the device has no link to the host."""
-    device = cluster.devices[rank]
+def host_copies(model: CostModel, stage: int) -> HostCopies | None:
+    """Those of a stage's device; None if it has no link to the host."""
+    cluster = model.cluster
+    device = cluster.devices[stage]
     offload, reload = device.host_link, device.reload_link
     if offload is None or reload is None:
         return None
-    sharing = sum(other.switch == device.switch for other in cluster.devices)
-    uplink = cluster.switches[device.switch] if device.switch is not None else None
-
-    def s_per_byte(link: Link) -> float:
-        alone = 1 / link.bandwidth_bytes_per_s
-        return alone if uplink is None else max(alone, sharing / uplink.bandwidth_bytes_per_s)
-
+    crowded = 1.0
+    if device.switch is not None:
+        homes = zip(model.ranks, cluster.devices, strict=True)
+        sharing = len({rank for rank, other in homes if other.switch == device.switch})
+        fastest = max(offload.bandwidth_bytes_per_s, reload.bandwidth_bytes_per_s)
+        crowded = max(1.0, sharing * fastest / cluster.switches[device.switch].bandwidth_bytes_per_s)
     return HostCopies(
-        offload_s_per_byte=s_per_byte(offload),
-        reload_s_per_byte=s_per_byte(reload),
+        offload_s_per_byte=1 / offload.bandwidth_bytes_per_s,
+        reload_s_per_byte=1 / reload.bandwidth_bytes_per_s,
         offload_latency_s=offload.latency_s,
         reload_latency_s=reload.latency_s,
         memory_bytes=float(device.host_memory_bytes),
+        crowded=crowded,
     )
 
 
@@ -104,7 +110,7 @@ def cost_treatments(
     forward_s = model.forward_s[model.kind[stage], list(positions)]
     cheap_s = model.cheap_s[model.kind[stage]]
     residuals = find_residuals(sweep, start, end, forward_s, cheap_s, footprint.saved_inputs > 0)
-    copies = host_copies(model.cluster, stage)
+    copies = host_copies(model, stage)
     _refuse_treatments(residuals, treatments, stage, copies)
     liveness = RecomputeLiveness(
         sweep=sweep, start=start, end=end, residuals=residuals, terms=peak_terms(footprint, model.options, 1)

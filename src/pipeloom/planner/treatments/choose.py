@@ -74,7 +74,7 @@ def treat_interval(
         terms=peak_terms(footprint, model.options, in_flight),
         ahead=ahead,
     )
-    copies = host_copies(model.cluster, stage)
+    copies = host_copies(model, stage)
     window_s = float(forward_s.sum())
     problem = _treatment_problem(liveness, copies, window_s, in_flight, treatments, cap - static)
     solution = solve(problem)
@@ -100,11 +100,11 @@ def _treatment_problem(
     freed_copies = in_flight - min(in_flight, OFFLOAD_COPIES) if "offload" in treatments and copies else 0
     hidden, most, s_per_byte = 0.0, 0.0, 0.0
     if freed_copies and copies is not None:
-        hidden = max(0.0, window_s - copies.reload_latency_s) / copies.reload_s_per_byte
-        most = max(0.0, window_s - copies.offload_latency_s) / copies.offload_s_per_byte
+        hidden = max(0.0, window_s - copies.reload_latency_s) / (copies.reload_s_per_byte * copies.crowded)
+        most = max(0.0, window_s - copies.offload_latency_s) / (copies.offload_s_per_byte * copies.crowded)
         if copies.memory_bytes:
             most = min(most, copies.memory_bytes / in_flight)
-        s_per_byte = copies.reload_s_per_byte
+        s_per_byte = copies.reload_s_per_byte * copies.crowded
     most = min(most, float(residuals.size.sum()))
     may = residuals.may & ("recompute" in treatments)
     return TreatmentProblem(

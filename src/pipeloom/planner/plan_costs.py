@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
@@ -17,8 +17,9 @@ from ..ir.profile import Profile
 from ..ir.stages import StageGraph
 from ..ir.timeline import Timeline
 from ..lowering import lower
-from ..planner import CostModel, CostOptions, estimate_stage, profile_of
 from ..simulator import simulate
+from .request import are_alike, profile_of
+from .stage_cost import CostModel, CostOptions, estimate_stage
 
 Profiles: TypeAlias = Profile | Mapping[str, Profile]
 """One profile for all devices, or by device name."""
@@ -59,18 +60,20 @@ class PlanCosts:
                     part = estimate.plan(max(1, in_flight[index]), ahead=index in ahead)
                     each.append(estimate.simulator_cost(part, ahead=index in ahead))
             costs += known[id(model)]
-        return _counting_once(tuple(costs), plan, stages, self.graph, model.options.optimizer_bytes)
+        return count_once(
+            costs,
+            stages,
+            self.graph,
+            placement=plan.placement,
+            optimizer_bytes=model.options.optimizer_bytes,
+            shared_out=plan.shard_optimizer,
+        )
 
     def simulate(self, plan: Plan) -> Timeline:
         """One step of a plan, predicted."""
         stages = plan.replicated(plan.stage_graph(self.graph))
         program = lower(plan.as_schedule, stages, policy=plan.memory, updates=plan.updates, clips=plan.clips)
         return simulate(program, stages, self.stages(plan), self.cluster, caps=plan.caps)
-
-    def _are_alike(self, rank: int, other: int) -> bool:
-        """Whether stages cost the same on two devices, which may be in different nodes."""
-        one, two = self.cluster.devices[rank], self.cluster.devices[other]
-        return one == replace(two, node=one.node)
 
     def _model(self, plan: Plan, replica: int) -> CostModel:
         """The cost model with the devices in the order of a replica's stages."""
@@ -81,7 +84,8 @@ class PlanCosts:
             )
         count = len(plan.stages)
         first, placement = plan.placement[:count], plan.placement[replica * count : (replica + 1) * count]
-        if all(self._are_alike(one, other) for one, other in zip(first, placement, strict=True)):
+        devices = self.cluster.devices
+        if all(are_alike(devices[a], devices[b]) for a, b in zip(first, placement, strict=True)):
             placement = first
         trained = sum(s.memory.gradients for s in plan.stages)
         options = CostOptions(
@@ -95,24 +99,33 @@ class PlanCosts:
             held *= plan.width
         options = replace(options, optimizer_bytes=held / trained if trained else 0.0)
         if (placement, options) not in self._models:
-            devices = tuple(self.cluster.devices[rank] for rank in placement)
+            devices = tuple(devices[rank] for rank in placement)
             profiles = [profile_of(self.profiles, device.name, self.graph) for device in devices]
             self._models[placement, options] = CostModel(
-                self.graph, profiles, replace(self.cluster, devices=devices), options
+                self.graph, profiles, replace(self.cluster, devices=devices), options, ranks=placement
             )
         return self._models[placement, options]
 
 
-def _counting_once(
-    costs: tuple[StageCost, ...], plan: Plan, stages: StageGraph, graph: OpGraph, optimizer_bytes: float
+def count_once(
+    costs: Sequence[StageCost],
+    stages: StageGraph,
+    graph: OpGraph,
+    *,
+    placement: Sequence[int],
+    optimizer_bytes: float,
+    shared_out: bool,
 ) -> tuple[StageCost, ...]:
-    """A parameter that several stages of one rank read is there once, and so is the batch: the first of them
-    counts it. Of optimizer state that is shared out a rank counts its share."""
+    """Costs of stages of which several are on a rank: a parameter that they read is there once, and so is the
+    batch; the first of them counts it. Of optimizer state that is shared out a rank counts its share.
+
+    stages: of all replicas, with the costs and the rank of each.  optimizer_bytes: per byte trained.
+    """
     read: dict[int, set[str]] = {}
     trained_bytes = {p.name: p.bytes for p in graph.parameters if p.trainable}
-    shares = optimizer_shares(stages, plan.placement, trained_bytes) if plan.shard_optimizer else ()
+    shares = optimizer_shares(stages, placement, trained_bytes) if shared_out else ()
     corrected = []
-    for cost, rank, names in zip(costs, plan.placement, stages.params, strict=True):
+    for cost, rank, names in zip(costs, placement, stages.params, strict=True):
         batch = cost.static_bytes.get("batch", 0) if rank in read else 0
         new = set(names) - read.setdefault(rank, set())
         shared = [graph.parameter[name] for name in names if name in read[rank]]

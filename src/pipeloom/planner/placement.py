@@ -1,0 +1,163 @@
+"""Where the stages of a plan go: one on each rank, several on each, or replicas of all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from .. import schedules
+from ..ir.cluster import Cluster
+from ..ir.errors import PlanError, ScheduleError
+from ..ir.graph import OpGraph
+from ..ir.plan import Plan
+from ..ir.schedule import Schedule
+from ..ir.stages import StageGraph
+from ..ir.steady import SteadyStep
+from ..simulator import transfer_s
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The places of a schedule's stages on so many ranks; made by `layout_of`.
+
+    placement: the rank of each stage, of one replica after another.
+    """
+
+    placement: tuple[int, ...]
+    replicas: int = 1
+
+    @property
+    def stages(self) -> int:
+        """Into how many stages the model is cut."""
+        return len(self.placement) // self.replicas
+
+    @property
+    def ranks(self) -> int:
+        return max(self.placement) + 1
+
+    @property
+    def most_replicas(self) -> int:
+        """Of how many replicas a rank has stages, at most."""
+        count = self.stages
+        homes = {(rank, index // count) for index, rank in enumerate(self.placement)}
+        return max(sum(home == rank for home, _ in homes) for rank in range(self.ranks))
+
+    @property
+    def in_line(self) -> bool:
+        """Whether stage s is alone on rank s."""
+        return self.placement == tuple(range(len(self.placement)))
+
+    def homes(self, stage: int) -> tuple[int, ...]:
+        """The ranks that hold a stage: as many as there are replicas.
+
+        >>> Layout((0, 1, 1, 0), 2).homes(0)
+        (0, 1)
+        """
+        return self.placement[stage :: self.stages]
+
+    @cached_property
+    def held(self) -> tuple[tuple[int, ...], ...]:
+        """Per rank the stages that it holds, one as often as it holds replicas of it.
+
+        >>> Layout((0, 1, 1, 0)).held
+        ((0, 3), (1, 2))
+        """
+        held: list[list[int]] = [[] for _ in range(self.ranks)]
+        for index, rank in enumerate(self.placement):
+            held[rank].append(index % self.stages)
+        return tuple(map(tuple, held))
+
+
+def layout_of(schedule: str, ranks: int) -> Layout:
+    """The usual places of a schedule's stages.
+
+    Raises: ScheduleError if one of them is to span several ranks.
+    """
+    shape, placement = schedules.default_placement(schedule, ranks)
+    if shape.shards:
+        both = " and ".join(str(placement[s]) for s in shape.shards[0])
+        raise ScheduleError(
+            f"schedule {schedule} cannot be run: its stage {shape.shards[0][0]} spans ranks {both}, and the "
+            "runtime runs a stage on one rank",
+            hint="it can be checked, simulated and drawn; to run, place each stage on one rank",
+        )
+    return Layout(placement, shape.replicas)
+
+
+def stages_for(schedule: str, ranks: int) -> int:
+    """Into how many stages a model is cut for a schedule in its usual placement.
+
+    Raises: ScheduleError if one of them is to span several ranks.
+
+    >>> stages_for("1f1b", 4), stages_for("zb_v", 4), stages_for("dualpipe", 4), stages_for("gis:v=4", 4)
+    (4, 8, 4, 16)
+    """
+    return layout_of(schedule, ranks).stages
+
+
+def refuse_microbatches(schedule: str, microbatches: int, replicas: int) -> None:
+    """Raises: PlanError if the directions of a schedule cannot have equally many micro-batches."""
+    if microbatches % replicas:
+        raise PlanError(
+            f"{schedule} runs in {replicas} directions, there are {microbatches} micro-batches",
+            hint=f"use a multiple of {replicas}",
+        )
+
+
+def place(
+    plan: Plan,
+    graph: OpGraph,
+    schedule: str,
+    ranks: int,
+    *,
+    times: schedules.Times | None = None,
+    split_backward: bool = False,
+) -> Plan:
+    """The same stages on `ranks` ranks, in the usual placement of another schedule.
+
+    times: of the stages, for schedules that order by time; equal ones by default.
+    split_backward: also where the schedule does not by itself.
+    Raises: PlanError if the stages or the micro-batches of the plan are not as many as the schedule needs.
+    """
+    layout = layout_of(schedule, ranks)
+    if len(plan.stages) != layout.stages:
+        raise PlanError(
+            f"{schedule} on {ranks} ranks is for {layout.stages} stages, the plan has {len(plan.stages)}",
+            hint=f"plan {layout.stages} stages",
+        )
+    refuse_microbatches(schedule, plan.microbatches, layout.replicas)
+    placed = replace(plan, placement=layout.placement, caps=())
+    stages = placed.replicated(placed.stage_graph(graph))
+    count = plan.microbatches // layout.replicas
+    if plan.updates is not None:
+        rows: Schedule | SteadyStep = schedules.build_steady(
+            schedule,
+            stages,
+            layout.placement,
+            replace(plan.updates, every=count),
+            times=times,
+            split_backward=split_backward,
+        )
+    else:
+        rows = schedules.build(
+            schedule, stages, layout.placement, count, times=times, split_backward=split_backward
+        )
+    return replace(placed, schedule=rows.name, schedule_rows=tuple(str(rows).splitlines()))
+
+
+def message_seconds(
+    stages: StageGraph, placement: tuple[int, ...], cluster: Cluster
+) -> Callable[[int, int], float]:
+    """(from stage, to stage) -> seconds of its message: of values to the stages that read them, of gradients
+    the other way."""
+    size: dict[tuple[int, int], int] = {}
+    for crossing in stages.crossings:
+        there, back = (crossing.source, crossing.target), (crossing.target, crossing.source)
+        size[there] = size.get(there, 0) + crossing.value.bytes
+        size[back] = size.get(back, 0) + crossing.value.bytes * crossing.value.needs_grad
+
+    def seconds(source: int, target: int) -> float:
+        return transfer_s(cluster, placement[source], placement[target], size.get((source, target), 0))
+
+    return seconds

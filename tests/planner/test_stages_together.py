@@ -1,0 +1,96 @@
+"""Plans for schedules with several stages on a rank: one cap for all of them, and what they really hold."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from every_schedule import gpt_job
+from runs import capture_of
+
+from pipeloom import Job, verify
+from pipeloom.api import passes
+from pipeloom.clusters import cpu_cluster, find_cluster
+from pipeloom.ir.errors import InfeasibleError
+from pipeloom.ir.plan import Plan
+from pipeloom.train import GPT
+
+MiB = 2**20
+
+
+@cache
+def larger_job() -> Job:
+    def batch(seed: int, rows: int) -> dict[str, torch.Tensor]:
+        text = torch.randint(256, (rows, 257), generator=torch.Generator().manual_seed(seed))
+        return {"input_ids": text[:, :-1].contiguous(), "labels": text[:, 1:].contiguous()}
+
+    return Job(
+        name="GPT of 8 layers",
+        model=lambda: GPT(layers=8, width=512, heads=8, context=256),
+        batch=batch,
+        optimizer=lambda params: torch.optim.AdamW(params),
+    )
+
+
+def planned(schedule: str, memory: str | None, cluster: str = "4 x a100-40", **how: object) -> Plan:
+    job = larger_job()
+    return passes.plan(
+        job,
+        stages=4,
+        microbatches=8,
+        microbatch_size=4,
+        schedule=schedule,
+        cluster=find_cluster(cluster),
+        memory=memory,
+        captured=capture_of(job, 4),
+        **how,  # type: ignore[arg-type]
+    )
+
+
+@pytest.mark.parametrize(
+    ("schedule", "memory", "most_ms"),
+    [("zb_v", "420MiB", 24.5), ("gis", "460MiB", 25.1), ("gis_h", "420MiB", 26.5)],
+)
+def test_a_cap_above_the_simulated_peak_is_planned_for(schedule: str, memory: str, most_ms: float) -> None:
+    """Each stage had 1/v of the cap, and was held against what it would hold under 1F1B: `zb_v`, which holds
+    393 MiB, and `gis_h`, which holds 333, were refused at 420."""
+    found = planned(schedule, memory)
+    assert max(found.peaks) <= found.caps[0]
+    assert found.predicted_step_s <= most_ms / 1e3
+
+
+def test_a_plan_just_above_its_simulated_peak_runs() -> None:
+    job = gpt_job(layers=2)
+
+    def plan(memory: int | None) -> Plan:
+        return passes.plan(
+            job,
+            stages=2,
+            microbatches=4,
+            microbatch_size=1,
+            schedule="gis_h",
+            cluster=cpu_cluster(2),
+            captured=capture_of(job, 1),
+            memory=memory,
+        )
+
+    free = plan(1 << 40)
+    cap = max(free.peaks) + 1024
+    found = plan(cap)
+    assert found.caps == (cap, cap) and max(found.peaks) <= cap
+    verify(job, found).require()
+
+
+def test_stages_together_make_room_under_a_smaller_cap() -> None:
+    """380 MiB are less than 393: residuals are freed, by each stage of a rank some."""
+    found = planned("zb_v", "380MiB", strategy="dawnpiper-alone", treatments=("recompute",))
+    assert max(found.peaks) <= 380 * MiB < max(planned("zb_v", None).peaks)
+    assert sum(part.recomputed_bytes for part in found.stages) > 0
+
+
+def test_what_cannot_fit_is_refused_with_the_rank_that_comes_closest() -> None:
+    with pytest.raises(
+        InfeasibleError, match=r"rank \d holds .* its device's cap is 150.0 MiB|stage \d needs"
+    ):
+        planned("zb_v", "150MiB")
