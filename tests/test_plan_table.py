@@ -17,6 +17,7 @@ def row(**sizes: int) -> dict[str, object]:
         "rank": 10,
         "ops": 100_000,
         "layers": "encoder.layers.10 .. 19",
+        "offload_ratio": None,
         **times,
         **{f"{name}_bytes": sizes.get(name, 0) for name in names},
     }

@@ -76,7 +76,9 @@ def plan(ctx: click.Context, /, *, planners: bool, closed_form: bool, as_json: b
     branches and with no_branches, else null; what_if: a list of what, step_s, gain (share of the step's
     time); and stages, of the first replica: a list of stage, rank, ops, first_op, last_op, layers, forward_s,
     input_grad_s, weight_grad_s, recompute_s, offload_s, reload_s, turn_s, bytes by kind at the peak, of one
-    micro-batch's residuals kept_bytes, recomputed_bytes and offloaded_bytes, peak_bytes, cap_bytes, filled.
+    micro-batch's residuals kept_bytes, recomputed_bytes and offloaded_bytes, peak_bytes, cap_bytes, filled; and
+    what offloading them all would ask: offload_ratio (k, copying by computing), link_use (share of the time
+    that the link to the host copies), offloadable_stages (of its rank, so that all copies hide).
 
     With --stages auto it chooses width, depth, rows per micro-batch and recomputation. --json then has width,
     depth, microbatch_size, recompute, microbatches (per pipeline), rows_per_s, step_s, peak_bytes. With
@@ -144,7 +146,7 @@ def _plan(
         if output is not None:
             plan.save(output)
         changes = request.changes(plan, model_at_size) if what_if else []
-    rows = api.plan_rows(plan, model_at_size.graph)
+    rows = api.plan_rows(plan, model_at_size.graph, request.cluster)
     if as_json:
         figures = {key: getattr(plan, key) for key in JSON_KEYS}
         what_ifs = [vars(change) for change in changes]
@@ -218,7 +220,9 @@ def _print(rows: list[dict[str, Any]], plan: Plan, sentences: list[str], changes
     ways = [kind for kind in ("recomputed", "offloaded") if any(row[f"{kind}_bytes"] for row in rows)]
     kinds = ("kept", *ways) if ways else ("residuals",)
     heads = ["stage", "rank", "ops", "layers", "F ms", "B ms", "parameters"]
-    table = new_table(*heads, *kinds, "peak", "cap", left=("layers",), no_wrap=True)
+    linked = any(row["offload_ratio"] is not None for row in rows)
+    more = ("k", "link") if linked else ()
+    table = new_table(*heads, *kinds, "peak", "cap", *more, left=("layers",), no_wrap=True)
     for row in rows:
         backward_s = row["input_grad_s"] + row["weight_grad_s"] + row["recompute_s"]
         cap = row["cap_bytes"]
@@ -233,6 +237,7 @@ def _print(rows: list[dict[str, Any]], plan: Plan, sentences: list[str], changes
             *(format_bytes(row[f"{kind}_bytes"]) for kind in kinds),
             format_bytes(row["peak_bytes"]),
             "–" if cap is None else format_bytes(cap),
+            *(_copying(row) if linked else ()),
         )
     out = console()
     if not out.is_terminal:  # a size that is cut short says nothing
@@ -240,6 +245,8 @@ def _print(rows: list[dict[str, Any]], plan: Plan, sentences: list[str], changes
     out.print(table)
     if ways:
         out.print(f"{', '.join(kinds)}: of one micro-batch's residuals", highlight=False)
+    if linked:
+        out.print(_offloadable(rows), highlight=False)
     rows_each = f"{plan.microbatches} micro-batches of {plan.microbatch_size}"
     rows_each += f" on {plan.width} replicas of every stage" if plan.width > 1 else ""
     out.print(f"predicted step: {plan.predicted_step_s * 1e3:.1f} ms, {rows_each}", highlight=False)
@@ -247,6 +254,32 @@ def _print(rows: list[dict[str, Any]], plan: Plan, sentences: list[str], changes
         out.print(sentence, highlight=False)
     for change in changes:
         out.print(f"{change.what}: {_gain(change)}", highlight=False)
+
+
+def _copying(row: dict[str, Any]) -> tuple[str, str]:
+    """Of a stage, k and how much of the time its link copies."""
+    k, use = row["offload_ratio"], row["link_use"]
+    return ("–", "–") if k is None else (f"{k:.2f}", f"{use:.0%}")
+
+
+def _offloadable(rows: list[dict[str, Any]]) -> str:
+    """How many stages of each rank may be offloaded whole.
+
+    >>> row = {"rank": 0, "offloadable_stages": 1}
+    >>> print(_offloadable([row, row | {"rank": 1, "offloadable_stages": 0}]))
+    k: copying by computing. Copies hide if these leave whole: 1 of 1 stages of rank 0, 0 of 1 of rank 1
+    """
+    counts: dict[int, int] = {}
+    for row in rows:
+        counts[row["rank"]] = counts.get(row["rank"], 0) + 1
+    allowed = {row["rank"]: row["offloadable_stages"] or 0 for row in rows}
+    each = {(allowed[rank], count) for rank, count in counts.items()}
+    if len(each) == 1 and len(counts) > 1:
+        said = f"{allowed[0]} of the {counts[0]} stages of each rank"
+    else:
+        listed = [(f"{allowed[rank]} of {counts[rank]}", rank) for rank in sorted(counts)]
+        said = ", ".join(f"{n}{' stages' if at == 0 else ''} of rank {r}" for at, (n, r) in enumerate(listed))
+    return f"k: copying by computing. Copies hide if these leave whole: {said}"
 
 
 def _gain(change: Change) -> str:

@@ -22,6 +22,11 @@ from .microbatch_sizes import (
     largest_size as largest_size,
     shared_rows as shared_rows,
 )
+from .offload_ratio import (
+    CopyLoad as CopyLoad,
+    copy_loads as copy_loads,
+    transformer_ratio as transformer_ratio,
+)
 from .placement import place as place, stages_for as stages_for
 from .plan_costs import PlanCosts as PlanCosts
 from .plan_table import branch_figures as branch_figures, limits as limits, plan_rows as plan_rows

@@ -6,25 +6,32 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from ..ir.cluster import Cluster
 from ..ir.graph import OpGraph
 from ..ir.plan import Plan, StagePlan
 from ..ir.units import format_bytes
+from .offload_ratio import copy_loads
 from .search import layer_names
 
 FULL = 0.95
 """Share of its cap from which on a stage is called full."""
 
 
-def plan_rows(plan: Plan, graph: OpGraph | None = None) -> list[dict[str, Any]]:
+def plan_rows(
+    plan: Plan, graph: OpGraph | None = None, cluster: Cluster | None = None
+) -> list[dict[str, Any]]:
     """One row per stage: what it runs, how long, and what it holds. Times in seconds, sizes in bytes.
 
     `filled` is of its rank's cap, by all that the rank holds in the simulated step where that is known. Of
     residuals `kept_bytes`, `recomputed_bytes` and `offloaded_bytes` are those of one micro-batch, and
     `residuals_bytes` what is held at the peak.  graph: to say which layers it has, as "h.0 .. 3".
+    cluster: to say what offloading would ask of links, see `offload_ratio`: `offload_ratio` (k), `link_use`
+    and `offloadable_stages` of its rank; None where a device has no link to a host.
     """
     rows = []
+    loads = copy_loads(plan, cluster) if cluster is not None else (None,) * len(plan.stages)
     layer_of = {} if graph is None else layer_names(graph.ops)
-    for stage, part in enumerate(plan.stages):
+    for stage, (part, load) in enumerate(zip(plan.stages, loads, strict=True)):
         rank = plan.placement[stage]
         cap = plan.caps[rank] if plan.caps else None
         peak = plan.peaks[rank] if plan.peaks else part.memory.total
@@ -50,6 +57,9 @@ def plan_rows(plan: Plan, graph: OpGraph | None = None) -> list[dict[str, Any]]:
                 "peak_bytes": part.memory.total,
                 "cap_bytes": cap,
                 "filled": peak / cap if cap else None,
+                "offload_ratio": load.ratio if load else None,
+                "link_use": load.utilisation if load else None,
+                "offloadable_stages": load.offloadable if load else None,
             }
         )
     return rows
