@@ -194,7 +194,7 @@ def test_a_memory_limit_is_kept_or_refused() -> None:
     assert read("show", "1f1b", "--memory", "4")["peak"] == 4.0
 
 
-@pytest.mark.parametrize("name", [n for n in schedules.names() if n not in ("bpipe", "seq1f1b")])
+@pytest.mark.parametrize("name", [n for n in schedules.names() if n != "seq1f1b"])
 def test_what_export_writes_check_accepts(name: str, folder: Path) -> None:
     good("export", name, "-p", "2", "-m", "4", "-o", "mine.csv")
     both = ["--replicas", "2"] if schedules.entry(name).place == "both ways" else []
@@ -243,7 +243,6 @@ MISTAKES = [
     (["show", "1f1b", "--trace", "no/x.json"], 2, "error: cannot write no/x.json: there is no folder no"),
     (["show", "1f1b", "--html", "."], 2, "is a directory"),
     (["export", "1f1b", "-o", "no/x.csv"], 2, "error: cannot write no/x.csv: there is no folder no"),
-    (["export", "bpipe"], 1, "error: torch's format has no action 0EVICT1"),
     (["check", "none.csv"], 1, "error: cannot read none.csv: No such file or directory\n"),
     (["check", "."], 2, "is a directory"),
     (["check", "binary.csv"], 1, "error: cannot read binary.csv: it is no text"),

@@ -98,7 +98,7 @@ def test_a_kind_of_action() -> None:
     early = replace(plain, rows=((Action(0, kind, 0), *plain.rows[0]), plain.rows[1]))
     with pytest.raises(ScheduleError, match="rank 0 runs 0NAP0 before 0F0, which it needs"):
         check(early, chain(STAGES))
-    with pytest.raises(ScheduleError, match="torch's format has no action 0NAP0"):
+    with pytest.raises(ScheduleError, match="CSV files have no action 0NAP0"):
         schedules.schedule_text(napping)
 
     costs = tuple(replace(cost, other_s={kind: 0.5}) for cost in equal_costs(STAGES))

@@ -73,7 +73,7 @@ def test_it_is_said_and_its_place_and_bytes_are_given_back(
         if asked:
             tier.start_reload(copy)
         with pytest.raises(kind):
-            (tier.wait_reload if asked else tier.wait_offload)(copy, never)
+            (tier.wait_reload if asked else tier.finish_leaving)(copy, never)
     tier.discard(copy)
     there_and_back(tier)  # copies back follow each other, so the place is given back now
     assert tier.used_bytes == 0

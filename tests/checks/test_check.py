@@ -49,9 +49,9 @@ def test_accepts(rows: tuple[str, ...]) -> None:
             "hint: correct the micro-batch, or drop the action",
         ),
         (
-            ("0F0 0F1 0B0 0B1 0OFFLOAD1", "1F0 1B0 1F1 1B1"),
-            "rank 0 runs 0OFFLOAD1, whose kind is not a compute action\n"
-            "hint: drop it: the memory policy of a plan says what is offloaded and recomputed",
+            ("0F0 0F1 0B0 0B1 0RECOMPUTE1", "1F0 1B0 1F1 1B1"),
+            "rank 0 runs 0RECOMPUTE1, whose kind is not a compute action\n"
+            "hint: drop it: the memory policy of a plan says what is recomputed",
         ),
         (
             ("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1 1F1"),

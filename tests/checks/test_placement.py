@@ -1,4 +1,4 @@
-"""Ranks without stages, and evictions that do not come back."""
+"""Ranks without stages."""
 
 from __future__ import annotations
 
@@ -50,46 +50,4 @@ def test_an_action_on_the_rank_of_a_replica_is_sent_home() -> None:
         check(moved, stages)
     assert str(caught.value) == (
         "rank 1 runs 0F0, but stage 0 is placed on rank 0\nhint: move 0F0 to the row of rank 0"
-    )
-
-
-EVICTED = "0F0 0EVICT0 0FETCH0 0B0"
-
-
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        (
-            "0F0 0EVICT0 0B0 0FETCH0",
-            "rank 0 runs 0B0, but its residuals are on rank 1 since 0EVICT0\n"
-            "hint: put 0FETCH0 between them, or drop 0EVICT0",
-        ),
-        (
-            "0F0 0I0 0EVICT0 0FETCH0 0W0",
-            "rank 0 runs 0EVICT0 after 0I0, which has used its residuals\n"
-            "hint: put 0EVICT0 between 0F0 and 0I0, or drop it",
-        ),
-        (
-            "0F0 0FETCH0 0EVICT0 0B0",
-            "rank 0 runs 0FETCH0, but nothing of it was evicted\n"
-            "hint: put 0EVICT0 in front of it, or drop it",
-        ),
-        ("0F0 0EVICT0", "rank 0 runs 0EVICT0 and never 0FETCH0\nhint: add 0FETCH0 behind it"),
-        (
-            "0EVICT0 0F0 0FETCH0 0B0",
-            "rank 0 runs 0EVICT0 before 0F0, which it needs\nhint: move 0F0 in front of 0EVICT0",
-        ),
-    ],
-)
-def test_evictions_come_back_before_they_are_used(row: str, message: str) -> None:
-    schedules.build("bpipe", chain(2), (0, 1), 1)  # makes the kinds known
-    check(hand(EVICTED, "1F0 1B0"), chain(2))
-    second = "1F0" if "B0" not in row and "W0" not in row else "1F0 1B0"
-    assert refused(hand(row, second)) == message
-
-
-def test_a_rank_that_is_its_own_partner_evicts_nothing() -> None:
-    schedules.build("bpipe", chain(2), (0, 1), 1)
-    assert refused(hand(EVICTED, placement=(0,))) == (
-        "rank 0 runs 0EVICT0, but it is its own partner\nhint: drop 0EVICT0 and its FETCH"
     )

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from pipeloom import schedules
-from pipeloom.ir.action import OFFLOAD, RECOMPUTE, RELOAD, Action, B, F, I, Transfer
+from pipeloom.ir.action import AWAIT, OFFLOAD, RECOMPUTE, RELOAD, Action, B, F, I, Transfer
+from pipeloom.ir.columns import AWAIT_, OFFLOAD_, RECOMPUTE_, RELOAD_
 from pipeloom.ir.memory_policy import MemoryPolicy
 from pipeloom.ir.schedule import Program, Schedule, parse_pairs, parse_program, parse_rows
 from pipeloom.ir.stages import chain, replicate
@@ -17,9 +18,9 @@ from pipeloom.lowering import lower
 BOTH = MemoryPolicy(stages=({"a": "offload", "b": "recompute", "c": "keep"}, {"a": "offload"}), ahead=(0, 1))
 
 
-def lowered(name: str, microbatches: int, *, split: bool = False, prefetch: int = 1) -> str:
+def lowered(name: str, microbatches: int, *, split: bool = False) -> str:
     schedule = schedules.build(name, chain(2), (0, 1), microbatches, split_backward=split)
-    program = lower(schedule, chain(2), policy=BOTH, prefetch=prefetch)
+    program = lower(schedule, chain(2), policy=BOTH)
     assert parse_program(microbatches, (0, 1), tuple(str(program).splitlines())) == program
     return str(program)
 
@@ -29,8 +30,7 @@ def test_a_reload_runs_beside_the_action_before_and_a_recomputation_while_waitin
         "0F0 0SEND_F0>1 0OFFLOAD0 0RELOAD0 0F1 0SEND_F1>1 0OFFLOAD1 0RECOMPUTE0 0RECV_B0<1 0B0 "
         "0RELOAD1 0F2 0SEND_F2>1 0OFFLOAD2 0RECOMPUTE1 0RECV_B1<1 0RELOAD2 0B1 0RECOMPUTE2 0RECV_B2<1 0B2 "
         "0STEP\n"
-        "1RECV_F0<0 1F0 1OFFLOAD0 1RELOAD0 1B0 1SEND_B0>0 1RECV_F1<0 1F1 1OFFLOAD1 1RELOAD1 1B1 1SEND_B1>0 "
-        "1RECV_F2<0 1F2 1OFFLOAD2 1RELOAD2 1B2 1SEND_B2>0 1STEP"
+        "1RECV_F0<0 1F0 1B0 1SEND_B0>0 1RECV_F1<0 1F1 1B1 1SEND_B1>0 1RECV_F2<0 1F2 1B2 1SEND_B2>0 1STEP"
     )
 
 
@@ -43,10 +43,24 @@ def test_split_backwards_have_them_before_i() -> None:
     )
 
 
-def test_without_prefetch_a_reload_stands_at_its_backward() -> None:
-    assert lowered("gpipe", 2, prefetch=0).startswith(
-        "0F0 0SEND_F0>1 0OFFLOAD0 0F1 0SEND_F1>1 0OFFLOAD1 0RELOAD0 0RECOMPUTE0 0RECV_B0<1 0B0 0RELOAD1 "
+def test_no_more_than_three_are_on_the_device_however_slow_copies_are() -> None:
+    assert lowered("gpipe", 5).splitlines()[1] == (
+        "1RECV_F0<0 1F0 1OFFLOAD0 1RECV_F1<0 1F1 1OFFLOAD1 1RECV_F2<0 1F2 1OFFLOAD2 1AWAIT0 1RECV_F3<0 1F3 "
+        "1OFFLOAD3 1AWAIT2 1RECV_F4<0 1AWAIT1 1RELOAD0 1F4 1OFFLOAD4 1AWAIT3 1RELOAD1 1B0 1SEND_B0>0 "
+        "1RELOAD2 1B1 1SEND_B1>0 1RELOAD3 1B2 1SEND_B2>0 1RELOAD4 1B3 1SEND_B3>0 1B4 1SEND_B4>0 1STEP"
     )
+
+
+def test_copies_of_a_schedule_stay_and_its_stages_get_no_others() -> None:
+    rows = ("0F0 0OFFLOAD0 0F1 0AWAIT0 0F2 0RELOAD0 0B0 0B1 0B2", "1F0 1F1 1F2 1B0 1B1 1B2")
+    given = Schedule(name="by hand", microbatches=3, placement=(0, 1), rows=parse_rows(rows))
+    policy = MemoryPolicy(stages=({"a": "offload"}, {"a": "offload"}))
+    first, second = str(lower(given, chain(2), policy=policy)).splitlines()
+    assert first == (
+        "0F0 0SEND_F0>1 0OFFLOAD0 0F1 0SEND_F1>1 0AWAIT0 0F2 0SEND_F2>1 0RELOAD0 0RECV_B0<1 0B0 0RECV_B1<1 "
+        "0B1 0RECV_B2<1 0B2 0STEP"
+    )
+    assert "1RELOAD2 1B1" in second
 
 
 def test_around_a_pair_they_stand_as_around_one_action() -> None:
@@ -56,8 +70,8 @@ def test_around_a_pair_they_stand_as_around_one_action() -> None:
     )
     first, _ = str(lower(schedule, chain(2), policy=BOTH)).splitlines()
     assert first.endswith(
-        "0RECOMPUTE0 0RECV_B0<1 0RELOAD1 0B0 0RECOMPUTE1 0RECV_B1<1 0F2&0B1 0SEND_F2>1 0OFFLOAD2 "
-        "0RELOAD2 0RECOMPUTE2 0RECV_B2<1 0B2 0STEP"
+        "0RECOMPUTE0 0RECV_B0<1 0RELOAD1 0B0 0RECOMPUTE1 0RECV_B1<1 0F2&0B1 0SEND_F2>1 "
+        "0RECOMPUTE2 0RECV_B2<1 0B2 0STEP"
     )
 
 
@@ -88,9 +102,8 @@ def test_without_residuals_to_treat_the_program_is_the_same() -> None:
     assert lower(only_forward, chain(2), policy=BOTH) == lower(only_forward, chain(2))
 
 
-@pytest.mark.parametrize("prefetch", [0, 1, 2, 5])
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb_h1", "zb_v", "interleaved_1f1b", "dualpipev"])
-def test_every_schedule(name: str, prefetch: int) -> None:
+def test_every_schedule(name: str) -> None:
     """Each once, in order, around F and B; and nothing else has moved."""
     from pipeloom.api import stages_for
 
@@ -100,15 +113,18 @@ def test_every_schedule(name: str, prefetch: int) -> None:
     treated = ({"a": "offload", "b": "recompute"}, {"a": "offload"}, {"b": "recompute"}, {})
     policy = MemoryPolicy(stages=treated[:count], ahead=(0, 1))
     schedule = schedules.build(name, stages, where, microbatches)
-    program = lower(schedule, stages, policy=policy, prefetch=prefetch)
+    program = lower(schedule, stages, policy=policy)
     assert _without(program) == tuple(tuple(row) for row in lower(schedule, stages).rows)
     place = {step: at for row in program.rows for at, step in enumerate(row)}
     for stage, microbatch in product(range(count), range(microbatches)):
-        at = {k: place.get(Action(stage, k, microbatch)) for k in (F, B, I, OFFLOAD, RELOAD, RECOMPUTE)}
+        at = {
+            k: place.get(Action(stage, k, microbatch)) for k in (F, B, I, OFFLOAD, AWAIT, RELOAD, RECOMPUTE)
+        }
         back = at[B] if at[B] is not None else at[I]
-        assert (at[OFFLOAD] is not None) == ("a" in treated[stage])
+        assert (at[OFFLOAD] is None) == (at[RELOAD] is None)
+        assert at[OFFLOAD] is None or "a" in treated[stage]
         assert (at[RECOMPUTE] is not None) == ("b" in treated[stage] and stage in policy.ahead)
-        known = [at[F], at[OFFLOAD], at[RELOAD], at[RECOMPUTE] if prefetch == 0 else None, back]
+        known = [at[F], at[OFFLOAD], at[AWAIT], at[RELOAD], back]
         found = [a for a in known if a is not None]
         assert found == sorted(found)
         if at[RECOMPUTE] is not None:
@@ -119,7 +135,8 @@ def test_every_schedule(name: str, prefetch: int) -> None:
 
 def _without(program: Program) -> tuple[tuple[object, ...], ...]:
     return tuple(
-        tuple(step for step in row if step.kind not in (OFFLOAD, RELOAD, RECOMPUTE)) for row in program.rows
+        tuple(step for step in row if step.kind not in (OFFLOAD, AWAIT, RELOAD, RECOMPUTE))
+        for row in program.rows
     )
 
 
@@ -127,5 +144,7 @@ def test_large_programs_are_treated_as_small_ones() -> None:
     schedule = schedules.build("1f1b", chain(8), tuple(range(8)), 512)
     policy = MemoryPolicy(stages=({"a": "offload", "b": "recompute"},) * 8, ahead=tuple(range(8)))
     plain, treated = lower(schedule, chain(8)), lower(schedule, chain(8), policy=policy)
-    assert len(treated.columns) == len(plain.columns) + 3 * 8 * 512
+    counts = np.bincount(treated.columns.kind)
+    assert counts[RECOMPUTE_] == 8 * 512 and counts[OFFLOAD_] == counts[RELOAD_] == 7 * 512
+    assert counts.sum() == len(plain.columns) + sum(counts[[OFFLOAD_, AWAIT_, RELOAD_, RECOMPUTE_]])
     assert np.all(np.diff(treated.columns.offsets) > 0)

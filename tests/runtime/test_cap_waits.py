@@ -1,4 +1,4 @@
-"""A rank with a cap waits for copies to end, in a rehearsal as in a step, and just where it was predicted to.
+"""A rank waits for copies to end where its program says so, in a rehearsal as in a step.
 
 Disks here are as slow as can be: a copy ends when somebody waits for it.
 """
@@ -22,7 +22,6 @@ from pipeloom.ir.errors import MemoryCapError
 from pipeloom.ir.memory_policy import MemoryPolicy
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.stages import cut
-from pipeloom.ir.timeline import Timeline
 from pipeloom.runtime.calibration import ActionTimes, Rehearsal
 from pipeloom.runtime.offload import AsyncCopy, FileTier
 from pipeloom.runtime.transports import LocalChannel
@@ -46,7 +45,7 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     order: dict[int, list[AsyncCopy]] = {}
     ended: set[int] = set()
     start_offload, offload_done = FileTier.start_offload, FileTier.offload_done
-    wait_offload, wait_reload = FileTier.wait_offload, FileTier.wait_reload
+    finish_leaving, wait_reload = FileTier.finish_leaving, FileTier.wait_reload
 
     def begin(self: FileTier, action: str, residuals: Any) -> Any:
         copy = start_offload(self, action, residuals)
@@ -59,7 +58,7 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def wait(self: FileTier, copy: AsyncCopy, check: Callable[[], None]) -> None:
         end(self, copy)
-        wait_offload(self, copy, check)
+        finish_leaving(self, copy, check)
 
     def come(self: FileTier, copy: AsyncCopy, check: Callable[[], None]) -> Any:
         end(self, copy)
@@ -70,7 +69,7 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(FileTier, "start_offload", begin)
     monkeypatch.setattr(FileTier, "offload_done", done)
-    monkeypatch.setattr(FileTier, "wait_offload", wait)
+    monkeypatch.setattr(FileTier, "finish_leaving", wait)
     monkeypatch.setattr(FileTier, "wait_reload", come)
 
 
@@ -84,41 +83,23 @@ def offloading(stages: int) -> tuple[Plan, int]:
     return replace(plan, memory=policy), sum(r.bytes for r in residuals[0].values())
 
 
-def waits(timeline: Timeline) -> dict[str, str]:
-    """Compute action or RELOAD -> the OFFLOAD whose end it waited for, by what each says in its own way."""
-    compute = sorted((e for e in timeline.events if e.stream in ("compute", "h2d")), key=lambda e: e.start_s)
-    if timeline.source == "predicted":
-        ends = {e.end_s: e.action for e in timeline.events if e.stream == "d2h"}
-        return {e.action: ends[e.start_s] for e in compute if e.start_s in ends}
-    found = {}
-    for event in timeline.events:
-        if event.stream == "recv" and "OFFLOAD" in event.action:
-            following = next(e for e in compute if e.stream == "compute" and e.start_s >= event.end_s)
-            found[following.action] = event.action
-    return found
-
-
-@pytest.mark.parametrize("room", [0.0, 0.5, 2.5])
-def test_it_waits_where_the_simulator_does(room: float, tmp_path: Path) -> None:
+def test_slow_copies_cost_time_but_no_room(tmp_path: Path) -> None:
+    """However slow the disk is, a rank holds what the simulator says of a step in which copies never end."""
     plan, size = offloading(1)
     with Pipeline(TANH, plan, options=Options(offload_dir=tmp_path)) as pipeline:
-        least = pipeline.expected.peak_bytes(0)
+        forecast = pipeline.forecast()
+        costs = tuple(replace(c, offload_s=1e6, reload_s=1e6) for c in by_stage(forecast.memory()))
+        where = forecast.cluster(Link(bandwidth_bytes_per_s=1e15))
+        predicted = simulate(forecast.program, forecast.variant.stages, costs, where)
         for step in range(2):  # the first one makes the optimizer's state
             pipeline.step(TANH.batch(step, ROWS * COUNT))
-        without = pipeline.ledger.peak
-    cap = least + round(room * size)
-    assert without > least + 2.5 * size
-    with Pipeline(TANH, replace(plan, caps=(cap,)), options=Options(offload_dir=tmp_path)) as pipeline:
-        forecast = pipeline.forecast()
-        costs = tuple(replace(c, offload_s=1e6) for c in by_stage(forecast.memory()))
-        where = forecast.cluster(Link(bandwidth_bytes_per_s=1e15))
-        predicted = simulate(forecast.program, forecast.variant.stages, costs, where, caps=(cap,))
-        assert predicted.peak_bytes(0) <= cap
+        slowest = pipeline.ledger.peak
+        assert slowest <= predicted.peak_bytes(0) < slowest + size
+        awaited = {str(a) for a in forecast.program.rows[0] if a.kind == "AWAIT"}
+        assert awaited == {e.action for e in pipeline.measured().events if "AWAIT" in e.action}
+    with Pipeline(TANH, replace(plan, caps=(slowest,)), options=Options(offload_dir=tmp_path)) as pipeline:
         for step in range(2):
             pipeline.step(TANH.batch(step, ROWS * COUNT))
-        assert pipeline.ledger.peak <= cap
-        forwards = {a: w for a, w in waits(predicted).items() if "F" in a}
-        assert forwards and forwards == {a: w for a, w in waits(pipeline.measured()).items() if "F" in a}
 
 
 @pytest.fixture
@@ -142,14 +123,19 @@ def test_rehearsals_keep_the_cap(tmp_path: Path) -> None:
 
     def expected(rank: int, channel: LocalChannel) -> list[int]:
         with Pipeline(TANH, plan, options=Options(offload_dir=tmp_path), channel=channel) as pipeline:
-            return [pipeline.expected.peak_bytes(r) for r in range(2)]
+            forecast, costs = pipeline.forecast(), {}
+            for each in channel.all_gather_object(forecast.memory()):
+                costs |= each
+            slow = tuple(replace(cost, offload_s=1e6, reload_s=1e6) for cost in by_stage(costs))
+            where = forecast.cluster(Link(bandwidth_bytes_per_s=1e15))
+            predicted = simulate(forecast.program, forecast.variant.stages, slow, where)
+            return [predicted.peak_bytes(r) for r in range(2)]
 
     def rank(index: int, channel: LocalChannel) -> tuple[int, int, int]:
         capped = replace(plan, caps=caps)
         with Pipeline(TANH, capped, options=Options(offload_dir=tmp_path), channel=channel) as pipeline:
             pipeline.step(TANH.batch(0, ROWS * COUNT))
             predicted = pipeline.rehearse()
-            assert waits(predicted)
             rehearsals = pipeline.rehearsals
             assert rehearsals is not None
             pipeline.step(TANH.batch(1, ROWS * COUNT))
@@ -158,12 +144,12 @@ def test_rehearsals_keep_the_cap(tmp_path: Path) -> None:
 
     assert size > 4 * ACTIVATION
     with sends_are_through_at_once():
-        caps = tuple(peak + size // 2 for peak in runs.threads(2, expected)[0])
+        caps = tuple(peak + size // 8 for peak in runs.threads(2, expected)[0])
         for cap, peaks in zip(caps, runs.threads(2, rank), strict=True):
             assert max(peaks) <= cap, (peaks, cap)
 
 
-def test_what_no_copy_makes_room_for_is_refused_before_it_runs(tmp_path: Path) -> None:
+def test_what_nothing_makes_room_for_is_refused_before_it_runs(tmp_path: Path) -> None:
     plan, _ = offloading(1)
     with Pipeline(TANH, plan, options=Options(offload_dir=tmp_path)) as pipeline:
         pipeline.step(TANH.batch(0, ROWS * COUNT))
@@ -171,5 +157,5 @@ def test_what_no_copy_makes_room_for_is_refused_before_it_runs(tmp_path: Path) -
         with pytest.raises(MemoryCapError) as caught:
             pipeline.step(TANH.batch(1, ROWS * COUNT))
         assert caught.value.message.startswith("rank 0 needs ") and " for 0F0 and holds " in str(caught.value)
-        assert "no copy under way would make room" in caught.value.message
+        assert "no message under way would make room" in caught.value.message
         assert pipeline.ledger.total <= cap

@@ -183,7 +183,7 @@ def test_no_memory_to_read_into_is_said(
         raise error
 
     copy = tier.start_offload("1OFFLOAD2", {Slot("residual", "a"): torch.zeros(1000)})
-    tier.wait_offload(copy, never)
+    tier.finish_leaving(copy, never)
     monkeypatch.setattr(torch, "empty", full)
     tier.start_reload(copy)
     with pytest.raises(OffloadError) as caught:

@@ -6,17 +6,14 @@ Facts: arXiv 2211.05322 (eager), 1806.03377 (PipeDream), 2406.03488 (Seq1F1B), 2
 
 from __future__ import annotations
 
-from collections import Counter
-
 import pytest
 from timed import made_for, shape
 
 from pipeloom import schedules
-from pipeloom.ir.action import Action, B, F, I, Kind, W
+from pipeloom.ir.action import Action, B, F, I, W
 from pipeloom.ir.errors import ScheduleError
 from pipeloom.ir.schedule import Schedule
 
-EVICT, FETCH = Kind("EVICT"), Kind("FETCH")
 SIZES = [(2, 4), (4, 16), (8, 16), (8, 5)]
 
 
@@ -65,26 +62,6 @@ def test_seq1f1b_holds_slices_and_its_bubble_is_theirs(p: int, m: int, k: int) -
     name = f"seq1f1b:slices={k}"
     outcome = made_for(name, shape(name, p, m * k, times=(1 / k, 1 / k, 1 / k))).outcome
     assert outcome.step_s == pytest.approx(3 * m + 3 * (p - 1) / k)
-
-
-@pytest.mark.parametrize(("p", "m"), [(4, 8), (6, 12), (8, 16), (16, 32)])
-def test_bpipe_evens_out_what_pairs_hold(p: int, m: int) -> None:
-    """No rank of a pair x, p - 1 - x holds more than ceil((p + 2) / 2), its partner's included."""
-    limit = -(-(p + 2) // 2)
-    rows = built("bpipe", p, m).rows
-    most_away = []
-    for rank, row in enumerate(rows):
-        held = away = most = most_gone = 0
-        for action in row:
-            held += {F: 1, EVICT: -1, FETCH: 1, B: -1}[action.kind]
-            away += {EVICT: 1, FETCH: -1}.get(action.kind, 0)
-            most, most_gone = max(most, held), max(most_gone, away)
-        counts = Counter(a.kind for a in row)
-        assert most <= limit and (held, away) == (0, 0) and counts[EVICT] == counts[FETCH]
-        assert (counts[EVICT] > 0) == (p - rank > limit - 1 and rank < p / 2 and p - rank >= limit)
-        most_away.append(most_gone)
-    own = schedules.in_flight(built("1f1b", p, m))
-    assert all(own[p - 1 - rank] + most_away[rank] <= limit for rank in range(p // 2))
 
 
 def both_ways(name: str, p: int, m: int) -> tuple[float, tuple[float, ...]]:

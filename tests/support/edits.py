@@ -282,7 +282,7 @@ def other_peer(draw: st.DrawFn, rows: Table) -> None:
 def other_kind(draw: st.DrawFn, rows: Table) -> None:
     rank, at = _place(draw, rows)
     step = rows[rank][at]
-    kinds = [F, B, I, W, Kind("EVICT"), Kind("FETCH"), Kind("OFFLOAD"), Kind("RELOAD"), Kind("RECOMPUTE")]
+    kinds = [F, B, I, W, Kind("OFFLOAD"), Kind("AWAIT"), Kind("RELOAD"), Kind("RECOMPUTE")]
     kinds += [operation.kind for operation in ADDED]
     if isinstance(step, StageAction):
         kinds = [Kind("STEP"), Kind("REDUCE")]
@@ -329,7 +329,7 @@ OFTEN = ("next_to_next", "swap", "move", "reverse")
 
 NAMES = st.lists(st.sampled_from(sorted(EDITS)) | st.sampled_from(OFTEN), min_size=1, max_size=3)
 
-ORDERING = {"order", "slices", "evictions", "deadlock", "pairs", "operations"}
+ORDERING = {"order", "slices", "residuals", "deadlock", "pairs", "operations"}
 COUNTING = {"completeness", "shards", *ORDERING}
 MAY_BREAK: dict[str, set[str]] = {
     "next_to_next": ORDERING,

@@ -17,24 +17,23 @@ from pipeloom.ir.stages import StageGraph
 
 ADDED = "NOTE", "PACK", "WARM", "SWAP"
 """The operations of `edits`."""
-COMPUTE = ("F", "B", "I", "W", "EVICT", "FETCH", *ADDED)
-TREATED = ("OFFLOAD", "RELOAD", "RECOMPUTE")
-"""What a program may do with residuals, and a schedule may not."""
+COPIES = ("OFFLOAD", "AWAIT", "RELOAD")
+COMPUTE = ("F", "B", "I", "W", *COPIES, *ADDED)
+TREATED = (*COPIES, "RECOMPUTE")
+"""What a program may do with residuals; a schedule only copies."""
 BACKWARD = ("B", "I", "W")
 
 MESSAGES = {
     "placement": r"the placement names|is placed on rank|but the stages are 0 to",
     "ranks": r"no stage: the stages are on",
     "kinds": r"whose kind is not a compute action|runs \d+[A-Z]+\d+, but the micro-batches are 0 to",
-    "completeness": r"runs (\d+(F|B|I|W|EVICT|FETCH|OFFLOAD|RELOAD|RECOMPUTE|NOTE|PACK|WARM|SWAP)\d+) twice"
+    "completeness": r"runs (\d+(F|B|I|W|OFFLOAD|AWAIT|RELOAD|RECOMPUTE|NOTE|PACK|WARM|SWAP)\d+) twice"
     r"|never runs \d+[FBIW]\d+|runs both",
     "order": r"runs \S+ before \S+, which it needs$",
     "shards": r"which are one stage on several ranks$|which has the same stage, runs",
     "slices": r"another slice of the same micro-batch",
-    "evictions": r"its residuals are on rank|nothing of it was evicted|which has used its residuals"
-    r"|is its own partner|and never \d+FETCH",
     "residuals": r"no backward reads its residuals|and never \d+RELOAD|nothing of it was offloaded"
-    r"|which comes first of the two$|lends the same residuals",
+    r"|which comes first of the two$",
     "pairs": r"of the pair|is in two pairs|is a pair$|as a pair, but",
     "operations": r"never runs \d+(NOTE|PACK|WARM|SWAP)\d+$|is not declared for it"
     r"|runs \d+(NOTE|PACK|WARM|SWAP)\d+ (before|after) \d+[FBIW]\d+$",
@@ -57,7 +56,7 @@ SCHEDULE_RULES = (
     "order",
     "slices",
     "deadlock",
-    "evictions",
+    "residuals",
     "pairs",
     "operations",
 )
@@ -68,7 +67,6 @@ PROGRAM_RULES = (
     "shards",
     "order",
     "residuals",
-    "evictions",
     "pairs",
     "operations",
     "ends",
@@ -99,7 +97,7 @@ def broken_rule(schedule: Schedule, stages: StageGraph) -> str | None:
         "shards": bad_shards,
         "order": out_of_order,
         "slices": _slices_mixed,
-        "evictions": lost,
+        "residuals": lambda s, g: badly_treated(s),
         "deadlock": lambda s, g: bool(stuck(s, g, together=False)),
         "pairs": lambda s, g: bool(bad_pairs(s, g)),
         "operations": lambda s, g: badly_added(s),
@@ -146,6 +144,8 @@ def wants(action: Action, g: StageGraph) -> set[tuple[int, str, int]]:
     if action.kind in ("B", "I"):
         readers = {t for s, t in g.between if s == stage and any(v.needs_grad for v in g.between[s, t])}
         return {(stage, "F", b)} | {(reader, "G", b) for reader in readers}
+    if action.kind in TREATED:
+        return set()
     if action.kind in ADDED:
         after = OPERATIONS[action.kind].after
         return set() if after is None else {(stage, "F" if after == "F" else "G", b)}
@@ -179,31 +179,16 @@ def _slices_mixed(s: Schedule, g: StageGraph) -> bool:
     return False
 
 
-def lost(s: Schedule, g: StageGraph) -> bool:
-    for rank, row in enumerate(s.rows):
-        for stage, b in {(a.stage, a.microbatch) for a in row if a.kind in ("EVICT", "FETCH")}:
-            letters = {"EVICT": "e", "FETCH": "f", "F": "", **dict.fromkeys(ADDED, "")}
-            mine = (a.kind for a in row if (a.stage, a.microbatch) == (stage, b))
-            word = "".join(letters.get(kind, "g") for kind in mine)
-            if rank == len(s.rows) - 1 - rank or not re.fullmatch("(ef)*g*", word):
-                return True
-    return False
-
-
 def badly_treated(s: Schedule) -> bool:
     """The actions of each micro-batch of a stage as a word that must fit a pattern."""
     words: dict[tuple[int, int], str] = {}
     for row in s.rows:
         for a in row:
-            letter = {"B": "b", "I": "b", "OFFLOAD": "o", "RELOAD": "r", "RECOMPUTE": "c", "EVICT": "e"}
+            letter = {"B": "b", "I": "b", "OFFLOAD": "o", "AWAIT": "a", "RELOAD": "r", "RECOMPUTE": "c"}
             at = a.stage, a.microbatch
             words[at] = words.get(at, "") + letter.get(a.kind, "f" if a.kind == "F" else "")
     for word in words.values():
-        treated = set("orc") & set(word)
-        plain = word.replace("e", "")
-        if treated and not re.fullmatch("f(or)?c?b", plain):
-            return True
-        if "e" in word and set("oc") & treated:
+        if set("oarc") & set(word) and not re.fullmatch("f(oa?r)?c?b", word):
             return True
     return False
 

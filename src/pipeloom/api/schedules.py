@@ -54,6 +54,9 @@ class Scenario:
     for as long as they take. 0: every message has a link of its own.
     memory: most residuals that a rank may hold: micro-batches, or bytes with a unit if the file says sizes.
     pair_factor: what a pair of actions takes of the sum of their times.
+    copy_ratio: k, what OFFLOAD and RELOAD of a stage's residuals together take of the time of its F, I and W.
+    per_uplink: neighbouring ranks that share an uplink to the host, as fast in either direction as the link
+    of each of them.
     """
 
     ranks: int = 4
@@ -65,6 +68,8 @@ class Scenario:
     memory: str = ""
     pair_factor: float = 1.0
     edges: Edges = ()
+    copy_ratio: float = schedules.USUAL_K
+    per_uplink: int = 1
 
     def load_times(self, ranks: int) -> MicrobatchTimes:
         return load_work(self.times, ranks) if isinstance(self.times, Path) else self.times
@@ -128,6 +133,7 @@ def simulate_schedule(name: str, scenario: Scenario) -> SimulatedSchedule:
         costs=costs,
         limit_bytes=min(caps) if scenario.memory else None,
         transfer_s=transfer_s if isinstance(transfer_s, float) else _by_boundary(transfer_s, stages),
+        uplinks=schedules.shared_uplinks(costs, scenario.ranks, scenario.per_uplink),
     )
     count = scenario.microbatches // stages.replicas * slices
     try:
@@ -223,8 +229,9 @@ def csv_text(simulated: SimulatedSchedule, *, transfers: bool = False) -> str:
 
 
 def _refuse_misfit(name: str, stages: StageGraph, scenario: Scenario) -> None:
-    if schedules.entry(name).family is not None and ":" in name:
-        plain = name.partition(":")[0]
+    plain, _, options = name.partition(":")
+    own = [option for option in options.split(",") if option.split("=")[0] not in schedules.COPY_OPTIONS]
+    if schedules.entry(name).family is not None and ":" in name and any(own):
         raise ScheduleError(f"{plain} has no options, {name!r} gives some", hint=f"write {plain}")
     if stages.replicas > 1 and scenario.chunks > 1:
         raise ScheduleError(
@@ -253,8 +260,9 @@ def _costs(scenario: Scenario, stages: StageGraph, ranks: int, slices: int) -> t
     """Costs of an action of each stage; those of a replica or a shard are its origin's."""
     share = stages.cuts * stages.replicas / len(stages.stages)  # below 1 if stages span several ranks
     costs = stage_costs(scenario.load_times(ranks), stages.cuts, ranks * share, slices=slices)
-    each = (costs[stages.origin(s)] for s in range(len(stages.stages)))
-    return tuple(replace(cost, pair_factor=scenario.pair_factor) for cost in each)
+    each = [costs[stages.origin(s)] for s in range(len(stages.stages))]
+    copied = schedules.with_copies(each, scenario.copy_ratio)
+    return tuple(replace(cost, pair_factor=scenario.pair_factor) for cost in copied)
 
 
 def _by_boundary(transfer_s: tuple[float, ...], stages: StageGraph) -> Callable[[int, int], float]:
@@ -312,7 +320,7 @@ def _simulate(
         one = max(units)
         show = format_bytes if sized else (lambda size: f"{size / one:g} micro-batches")
         check_memory_limit(schedule, stages, costs, caps, show=show)
-    wired, cluster = _wired(stages, schedule.ranks, scenario)
+    wired, cluster = _wired(stages, schedule.ranks, scenario, costs)
     program = lower(schedule, wired)
     timeline = simulate(program, wired, costs, cluster)
     residual_peaks = [peak.get("residuals", 0) for peak in timeline.peaks]
@@ -329,8 +337,11 @@ def _simulate(
     )
 
 
-def _wired(stages: StageGraph, ranks: int, scenario: Scenario) -> tuple[StageGraph, Cluster]:
-    """The stages with messages of some size, and links on which these take the times that are given."""
+def _wired(
+    stages: StageGraph, ranks: int, scenario: Scenario, costs: tuple[StageCost, ...]
+) -> tuple[StageGraph, Cluster]:
+    """The stages with messages of some size, and links on which these take the times that are given; and
+    uplinks on which copies do."""
     times, shared = scenario.transfer_s, None
     link = Link(bandwidth_bytes_per_s=inf)
     if scenario.per_node and isinstance(times, float):
@@ -343,4 +354,14 @@ def _wired(stages: StageGraph, ranks: int, scenario: Scenario) -> tuple[StageGra
         link = Link(bandwidth_bytes_per_s=inf, latency_s=times)
     size = scenario.per_node or ranks
     devices = tuple(Device(name="any", memory_bytes=1, node=rank // size) for rank in range(ranks))
-    return stages, Cluster(devices=devices, within_node=link, node_link=shared)
+    switches: dict[str, Link] = {}
+    copied = next((cost for cost in costs if cost.offload_s), None)
+    if scenario.per_uplink > 1 and copied is not None:
+        uplink = Link(bandwidth_bytes_per_s=copied.offloaded_bytes / copied.offload_s)
+        names = [f"uplink {rank // scenario.per_uplink}" for rank in range(ranks)]
+        switches = dict.fromkeys(names, uplink)
+        devices = tuple(
+            replace(device, switch=name, host_link=uplink)
+            for device, name in zip(devices, names, strict=True)
+        )
+    return stages, Cluster(devices=devices, within_node=link, node_link=shared, switches=switches)

@@ -1,9 +1,9 @@
-"""Rules for residuals between forward and backward: eviction to a peer, offloading, recomputing.
+"""Rules for residuals between forward and backward: copies to the host and back, recomputing.
 
-    0F3 0OFFLOAD3 ... 0RELOAD3 ... 0RECOMPUTE3 0B3
+    0F3 0OFFLOAD3 ... 0AWAIT3 ... 0RELOAD3 ... 0RECOMPUTE3 0B3
 
-Nothing here waits for another rank: OFFLOAD, RELOAD, RECOMPUTE and the backward (B, or I) of one micro-batch
-follow each other in one row, so these rules prove that each finds what it needs.
+Nothing here waits for another rank: OFFLOAD, AWAIT, RELOAD, RECOMPUTE and the backward (B, or I) of one
+micro-batch follow each other in one row, so these rules prove that each finds what it needs.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import TypeAlias
 
 import numpy as np
 
-from ..ir.action import EVICT, FETCH, Action, B, F, I, W, eviction_partner
-from ..ir.columns import F_, OFFLOAD_, RECOMPUTE_, RELOAD_, TREATING, Bools, Ints
+from ..ir.action import Action
+from ..ir.columns import AWAIT_, F_, OFFLOAD_, RECOMPUTE_, RELOAD_, TREATING, Bools, Ints
 from ..ir.errors import ScheduleError
 from ..ir.flow import Flow
 from ..ir.schedule import Schedule
 
-ORDERED = (OFFLOAD_, RELOAD_, RECOMPUTE_)
+ORDERED = (OFFLOAD_, AWAIT_, RELOAD_, RECOMPUTE_)
 """Codes of what stands between F and the backward, in this order."""
 
 Rule: TypeAlias = Callable[[Schedule, Flow], None]
@@ -37,7 +37,7 @@ def used(schedule: Schedule, flow: Flow) -> None:
 
 
 def both_ways(schedule: Schedule, flow: Flow) -> None:
-    """What is offloaded is reloaded, and only that."""
+    """What is offloaded is reloaded, and only that; and only that is waited for."""
     if not schedule.columns.treats_residuals:
         return
     away, back = schedule.action_index.of(OFFLOAD_), schedule.action_index.of(RELOAD_)
@@ -48,7 +48,9 @@ def both_ways(schedule: Schedule, flow: Flow) -> None:
             f"rank {rank} runs {action} and never {reload}",
             hint=f"add {reload} between {action} and {reader}",
         )
-    if (entry := _first((back >= 0) & (away < 0), back)) is not None:
+    awaited = schedule.action_index.of(AWAIT_)
+    lonely = np.where(awaited >= 0, awaited, back)
+    if (entry := _first((lonely >= 0) & (away < 0), lonely)) is not None:
         rank, action = schedule.locate(entry)
         made, offload = _named(schedule, entry, F_), _named(schedule, entry, OFFLOAD_)
         raise ScheduleError(
@@ -58,7 +60,7 @@ def both_ways(schedule: Schedule, flow: Flow) -> None:
 
 
 def in_order(schedule: Schedule, flow: Flow) -> None:
-    """F, OFFLOAD, RELOAD, RECOMPUTE, and B or I of one micro-batch stand in this order."""
+    """F, OFFLOAD, AWAIT, RELOAD, RECOMPUTE, and B or I of one micro-batch stand in this order."""
     if not schedule.columns.treats_residuals:
         return
     index = schedule.action_index
@@ -76,70 +78,8 @@ def in_order(schedule: Schedule, flow: Flow) -> None:
         _, other = schedule.locate(early_entry)
         raise ScheduleError(
             f"rank {rank} runs {action} before {other}, which comes first of the two",
-            hint=f"move {other} in front of {action}: the order is F, OFFLOAD, RELOAD, RECOMPUTE, B (or I)",
-        )
-
-
-def in_one_place(schedule: Schedule, flow: Flow) -> None:
-    """No residuals are both lent to a partner and offloaded to the host, or recomputed."""
-    columns = schedule.columns
-    if not columns.treats_residuals or EVICT not in columns.kinds:
-        return
-    evicted = schedule.action_index.of(columns.kinds.index(EVICT))
-    for code in (OFFLOAD_, RECOMPUTE_):
-        treated = schedule.action_index.of(code)
-        if (entry := _first((treated >= 0) & (evicted >= 0), treated)) is not None:
-            rank, action = schedule.locate(entry)
-            lent = Action(action.stage, EVICT, action.microbatch)
-            raise ScheduleError(
-                f"rank {rank} runs {action}, but {lent} lends the same residuals to a partner",
-                hint=f"drop {lent} and its FETCH, or {action} and what belongs to it",
-            )
-
-
-def evictions(schedule: Schedule, flow: Flow) -> None:
-    """After the F of a micro-batch EVICT and FETCH take turns, and all is back before its B, or I and W."""
-    if not {EVICT, FETCH} & set(schedule.columns.kinds):
-        return
-    for rank, row in enumerate(schedule.rows):
-        away: dict[tuple[int, int], Action] = {}
-        used: dict[tuple[int, int], Action] = {}
-        for action in row:
-            place = (action.stage, action.microbatch)
-            if action.kind in (B, I, W):
-                used[place] = action
-            if action.kind in (B, I, W) and place in away:
-                fetch = Action(action.stage, FETCH, action.microbatch)
-                raise ScheduleError(
-                    f"rank {rank} runs {action}, but its residuals are on rank "
-                    f"{eviction_partner(rank, schedule.ranks)} since {away[place]}",
-                    hint=f"put {fetch} between them, or drop {away[place]}",
-                )
-            if action.kind == FETCH and away.pop(place, None) is None:
-                evict = Action(action.stage, EVICT, action.microbatch)
-                raise ScheduleError(
-                    f"rank {rank} runs {action}, but nothing of it was evicted",
-                    hint=f"put {evict} in front of it, or drop it",
-                )
-            if action.kind == EVICT:
-                _refuse_eviction(rank, action, schedule, used.get(place))
-                away[place] = action
-        for action in away.values():
-            fetch = Action(action.stage, FETCH, action.microbatch)
-            raise ScheduleError(f"rank {rank} runs {action} and never {fetch}", hint=f"add {fetch} behind it")
-
-
-def _refuse_eviction(rank: int, action: Action, schedule: Schedule, used: Action | None) -> None:
-    other = eviction_partner(rank, schedule.ranks)
-    if other == rank:
-        raise ScheduleError(
-            f"rank {rank} runs {action}, but it is its own partner", hint=f"drop {action} and its FETCH"
-        )
-    if used is not None:
-        forward = Action(action.stage, F, action.microbatch)
-        raise ScheduleError(
-            f"rank {rank} runs {action} after {used}, which has used its residuals",
-            hint=f"put {action} between {forward} and {used}, or drop it",
+            hint=f"move {other} in front of {action}: the order is F, OFFLOAD, AWAIT, RELOAD, RECOMPUTE, "
+            "B (or I)",
         )
 
 
@@ -160,5 +100,5 @@ def _backward(schedule: Schedule, entry: int) -> Action:
     return schedule.locate(int(schedule.action_index.gradients()[action.stage, action.microbatch]))[1]
 
 
-RULES: tuple[Rule, ...] = (used, both_ways, in_order, in_one_place)
-"""For programs that are complete, and in order but for these actions."""
+RULES: tuple[Rule, ...] = (used, both_ways, in_order)
+"""For what is complete, and in order but for these actions."""

@@ -87,7 +87,7 @@ def kinds(schedule: Schedule, flow: Flow) -> None:
 
 
 def kinds_of_program(schedule: Schedule, flow: Flow) -> None:
-    """The same for a program, which may also offload and recompute."""
+    """The same for a program, which may also recompute."""
     _known_kinds(schedule, lambda row: row.on_microbatch)
 
 
@@ -104,7 +104,7 @@ def _known_kinds(schedule: Schedule, allowed: Callable[[ActionKind], bool]) -> N
     rank, action = schedule.locate(entry)
     if not known[columns.kind[entry]]:
         treats = columns.kind[entry] in TREATING
-        policy = "drop it: the memory policy of a plan says what is offloaded and recomputed"
+        policy = "drop it: the memory policy of a plan says what is recomputed"
         raise ScheduleError(
             f"rank {rank} runs {action}, whose kind is not a compute action",
             hint=policy if treats else "use F, B, I, W, or register the kind; transfers are derived",
@@ -295,7 +295,7 @@ def forwards_in_order(schedule: Schedule, updates: Mapping[int, str]) -> None:
             latest[stage] = action.microbatch
 
 
-ADDED_RULES: tuple[Rule, ...] = (residuals.evictions, *operations.RULES)
+ADDED_RULES: tuple[Rule, ...] = (*residuals.RULES, *operations.RULES)
 """For what a schedule may have besides F, B, I and W."""
 PROGRAM_RULES: tuple[Rule, ...] = (
     placement,
@@ -303,7 +303,6 @@ PROGRAM_RULES: tuple[Rule, ...] = (
     completeness,
     shards,
     order_on_rank,
-    *residuals.RULES,
     *ADDED_RULES,
 )
 """For the actions of a program."""

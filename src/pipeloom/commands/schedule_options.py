@@ -123,6 +123,22 @@ TIMES = (
         help="What a pair of actions, F&B, takes of the sum of their times.",
     ),
     click.option(
+        "--copy-ratio",
+        "-k",
+        type=click.FloatRange(0, min_open=True),
+        default=0.75,
+        show_default=True,
+        help="What copying the residuals of a stage to the host and back takes of the time of its F, I and "
+        "W: for schedules that offload.",
+    ),
+    click.option(
+        "--per-uplink",
+        type=click.IntRange(1),
+        default=1,
+        show_default=True,
+        help="Neighbouring ranks that share one uplink to the host.",
+    ),
+    click.option(
         "--memory",
         default="",
         help="Most residuals that a rank may hold: micro-batches, as 2.5; or a size, as 3GiB, if --times is "
@@ -186,6 +202,8 @@ def _with_scenario(command: Callable[..., Any], options: Sequence[Callable[..., 
         memory: str,
         pair_factor: float,
         per_node: int | None,
+        copy_ratio: float,
+        per_uplink: int,
         ranks: int = 1,
         microbatches: int = 1,
         chunks: int | None = None,
@@ -215,6 +233,8 @@ def _with_scenario(command: Callable[..., Any], options: Sequence[Callable[..., 
             memory=memory,
             pair_factor=pair_factor,
             edges=edges or (),
+            copy_ratio=copy_ratio,
+            per_uplink=per_uplink,
         )
         return command(scenario=scenario, **arguments)
 

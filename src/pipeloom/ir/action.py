@@ -5,7 +5,8 @@
 2SEND_F5>3   stage 2 sends its outputs of micro-batch 5 to stage 3
 3RECV_F5<2   stage 3 waits for them
 3SEND_B5>2   stage 3 sends gradients back to stage 2;  2RECV_B5<3 waits for them
-0EVICT3      stage 0 lends the residuals of micro-batch 3 to another rank;  0FETCH3 takes them back
+0OFFLOAD3    stage 0 begins to copy the residuals of micro-batch 3 to the host;  0RELOAD3 brings them back
+0AWAIT3      stage 0 waits until that OFFLOAD has ended: from here on the device has their room
 2REDUCE      stage 2 sums the gradients of parameters that it shares with other stages
 2STEP        stage 2 applies the optimizer
 2STEP1       the same, in a program of several updates: number 1, counted from 0
@@ -34,10 +35,9 @@ RECV_B = Kind("RECV_B")
 REDUCE = Kind("REDUCE")
 STEP = Kind("STEP")
 OFFLOAD = Kind("OFFLOAD")
+AWAIT = Kind("AWAIT")
 RELOAD = Kind("RELOAD")
 RECOMPUTE = Kind("RECOMPUTE")
-EVICT = Kind("EVICT")
-FETCH = Kind("FETCH")
 
 Category: TypeAlias = Literal["compute", "memory", "transfer", "stage"]
 Stream: TypeAlias = Literal["compute", "send", "recv", "host", "d2h", "h2d"]
@@ -60,7 +60,7 @@ class ActionKind:
     seconds: the field of `StageCost` with its time; "" for `StageCost.other_s`, by its letters.
     takes, frees: the fields of `StageCost` with the bytes of residuals that are on the device from its start
         on, and that leave it at its end; "" for none.
-    csv: the CSV files of torch.distributed.pipelining know it.
+    csv: CSV files of schedules may have it.
     handler: what the runtime calls for it; None where the worker does it, or there is nothing to do.
     """
 
@@ -87,11 +87,6 @@ class ActionKind:
     def is_stage_wide(self) -> bool:
         return self.category == "stage"
 
-    @property
-    def treats_residuals(self) -> bool:
-        """Whether it is there because a memory policy asks for it."""
-        return self.category == "memory" and not self.in_schedule
-
 
 def _transfer(label: str, stream: Stream) -> ActionKind:
     return ActionKind(label=label, category="transfer", in_schedule=False, stream=stream, csv=True)
@@ -101,11 +96,20 @@ def _stage_wide(label: str, stream: Stream, seconds: str = "") -> ActionKind:
     return ActionKind(label=label, category="stage", in_schedule=False, stream=stream, seconds=seconds)
 
 
-def _treatment(label: str, stream: Stream, seconds: str, *, takes: str = "", frees: str = "") -> ActionKind:
+def _treatment(
+    label: str,
+    stream: Stream,
+    seconds: str = "",
+    *,
+    takes: str = "",
+    frees: str = "",
+    in_schedule: bool = True,
+) -> ActionKind:
     return ActionKind(
         label=label,
         category="memory",
-        in_schedule=False,
+        in_schedule=in_schedule,
+        csv=in_schedule,
         after=F,
         stream=stream,
         seconds=seconds,
@@ -126,23 +130,25 @@ KINDS: dict[Kind, ActionKind] = {
     REDUCE: _stage_wide("sum tied gradients", "recv"),
     STEP: _stage_wide("optimizer step", "compute", "step_s"),
     OFFLOAD: _treatment("offload", "d2h", "offload_s", frees="offloaded_bytes"),
+    AWAIT: _treatment("wait for an offload", "compute"),
     RELOAD: _treatment("reload", "h2d", "reload_s", takes="offloaded_bytes"),
-    RECOMPUTE: _treatment("recompute", "compute", "recompute_s", takes="recomputed_bytes"),
-    EVICT: ActionKind(label="eviction to a peer", category="memory", after=F, frees="residual_bytes"),
-    FETCH: ActionKind(label="return from a peer", category="memory", after=F, takes="residual_bytes"),
+    RECOMPUTE: _treatment("recompute", "compute", "recompute_s", takes="recomputed_bytes", in_schedule=False),
 }
 """The one table of kinds, in the order in which messages list them; `register_kind` adds to it."""
 
 TRANSFERS = tuple(kind for kind, row in KINDS.items() if row.is_transfer)
 STAGE_WIDE = tuple(kind for kind, row in KINDS.items() if row.is_stage_wide)
-TREATMENTS = tuple(kind for kind, row in KINDS.items() if row.treats_residuals)
+COPYING = (OFFLOAD, AWAIT, RELOAD)
+"""What a schedule may say of copies to the host, for single micro-batches."""
+TREATMENTS = (*COPYING, RECOMPUTE)
+"""What a memory policy asks for."""
 
 
 def schedule_kinds() -> tuple[Kind, ...]:
     """The kinds that a schedule may contain.
 
-    >>> schedule_kinds()[:6]
-    ('F', 'B', 'I', 'W', 'EVICT', 'FETCH')
+    >>> schedule_kinds()[:7]
+    ('F', 'B', 'I', 'W', 'OFFLOAD', 'AWAIT', 'RELOAD')
     """
     return tuple(kind for kind, row in KINDS.items() if row.in_schedule)
 
@@ -330,18 +336,3 @@ def parse_instruction(text: str) -> Instruction:
         f"cannot read instruction {shown(text)}",
         hint="write 2F5, 2SEND_F5>3, 3RECV_F5<2, 2REDUCE or 2STEP",
     )
-
-
-def eviction_partner(rank: int, ranks: int) -> int:
-    """The rank that keeps what `rank` evicts: the middle one of an odd number has none but itself.
-
-        0EVICT3   stage 0 hands the residuals of micro-batch 3 to the partner of its rank
-        0FETCH3   takes them back, before its backward of micro-batch 3
-
-    Who receives has them from the start of the action, who gives until its end. The partner of rank x of p is
-    rank p - 1 - x, as in BPipe: 1F1B holds most on the first rank and least on the last.
-
-    >>> [eviction_partner(rank, 4) for rank in range(4)]
-    [3, 2, 1, 0]
-    """
-    return ranks - 1 - rank

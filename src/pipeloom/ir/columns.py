@@ -15,13 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .action import (
+    COPYING,
     KINDS,
-    OFFLOAD,
-    RECOMPUTE,
     RECV_B,
     RECV_F,
     REDUCE,
-    RELOAD,
     SEND_B,
     SEND_F,
     STAGE_WIDE,
@@ -51,7 +49,7 @@ def starts_of(counts: Sequence[int] | Ints) -> Ints:
     return starts
 
 
-CODED = (F, B, I, W, *(kind for kind, row in KINDS.items() if not row.in_schedule))
+CODED = (F, B, I, W, *(kind for kind, row in KINDS.items() if not row.in_schedule or kind in COPYING))
 """Kinds with the same code in all columns, their index here, so that kernels can name them. Any others follow
 in `Columns.kinds`."""
 
@@ -59,7 +57,7 @@ CODE = {kind: code for code, kind in enumerate(CODED)}
 F_, B_, I_, W_ = (CODE[kind] for kind in (F, B, I, W))
 SEND_F_, RECV_F_, SEND_B_, RECV_B_ = (CODE[kind] for kind in (SEND_F, RECV_F, SEND_B, RECV_B))
 REDUCE_, STEP_ = CODE[REDUCE], CODE[STEP]
-OFFLOAD_, RELOAD_, RECOMPUTE_ = (CODE[kind] for kind in (OFFLOAD, RELOAD, RECOMPUTE))
+OFFLOAD_, AWAIT_, RELOAD_, RECOMPUTE_ = (CODE[kind] for kind in TREATMENTS)
 
 _TRANSFER = tuple(CODE[kind] for kind in TRANSFERS)
 _STAGE_WIDE = tuple(CODE[kind] for kind in STAGE_WIDE)
@@ -113,6 +111,11 @@ class Columns:
     def splits(self) -> bool:
         """Whether any backward is split."""
         return bool((self.kind == W_).any())
+
+    @cached_property
+    def copies(self) -> bool:
+        """Whether anything is copied to the host."""
+        return bool(self.among((OFFLOAD_, AWAIT_, RELOAD_)).any())
 
     @cached_property
     def treats_residuals(self) -> bool:

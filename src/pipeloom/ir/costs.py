@@ -94,8 +94,8 @@ class StageCost:
 
         Only of kinds that the table says it of.
 
-        >>> cost = equal_costs(1, residual_bytes=8)[0]
-        >>> cost.residual_changes(Kind("EVICT"))
+        >>> cost = replace(equal_costs(1, residual_bytes=8)[0], offloaded_bytes=8)
+        >>> cost.residual_changes(Kind("OFFLOAD"))
         (0, 8)
         """
         row = KINDS.get(kind)

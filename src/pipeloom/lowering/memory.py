@@ -1,8 +1,16 @@
 """Memory: where residuals leave the device, come back, and are made again.
 
     OFFLOAD    right behind F and its SENDs
-    RELOAD     in front of the compute action before B, but behind OFFLOAD: the copy runs beside that action
+    RELOAD     in front of the compute action before B: the copy runs beside that action
+    AWAIT      in front of the F or RELOAD that would be one copy too many on the device
     RECOMPUTE  in front of the RECVs of B: it runs while the gradient is on its way
+
+A micro-batch whose B follows its F at once, or after one action, is not copied: it would come back at once. A
+schedule may say itself when single micro-batches of a stage are copied: such a stage gets no other copies. Of
+another one that offloads at most `COPIES_ON_DEVICE` micro-batches have all their residuals on the device,
+however slow the copies are:
+
+    F0 OFFLOAD0 F1 OFFLOAD1 F2 OFFLOAD2 AWAIT0 F3 OFFLOAD3 AWAIT1 ...
 
 A stage has RECOMPUTEs if the policy has it recompute ahead; another one does so inside B, or I and W. Split
 backwards have these actions before I; what W needs stays from then on.
@@ -10,6 +18,7 @@ backwards have these actions before I; what W needs stays from then on.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..ir.columns import (
+    AWAIT_,
     B_,
     F_,
     I_,
@@ -30,30 +40,28 @@ from ..ir.columns import (
     W_,
     Bools,
     Columns,
+    Ints,
     Rows,
 )
 from ..ir.memory_policy import MemoryPolicy
 from ..ir.schedule import Program
 from ..ir.stages import StageGraph
 
-PREFETCH = 1
-"""Compute actions in front of which a reload begins, unless told otherwise."""
+COPIES_ON_DEVICE = 3
+"""Micro-batches of a stage with all their residuals on the device: the newest, the one before it while it
+leaves, and the one whose backward is next."""
 
-_OFFLOAD, _RELOAD_AT_ONCE, _RELOAD_LATE, _RECOMPUTE, _RELOAD = range(5)
-"""The order of what comes to stand at one place."""
+_OFFLOAD, _RECOMPUTE, _AWAIT, _RELOAD, _RUN = range(5)
+"""The order of what comes to stand at one place; `_RUN` is what stands there already."""
 
 
-def add_memory(
-    program: Program, stages: StageGraph, *, policy: MemoryPolicy, prefetch: int = PREFETCH
-) -> Program:
-    """Insert the actions that a policy asks for; a pair counts as one action.
-
-    prefetch: how many compute actions before B its RELOAD stands; 0: in front of its RECOMPUTE.
-    """
+def add_memory(program: Program, stages: StageGraph, *, policy: MemoryPolicy) -> Program:
+    """Insert the actions that a policy asks for; a pair counts as one action."""
     old = program.columns
     count = len(program.placement)
     origins = [stages.origin(stage) for stage in range(count)]
     away = np.array([bool(policy.treated(origin, "offload")) for origin in origins])
+    away &= ~(program.action_index.of(OFFLOAD_) >= 0).any(axis=1)
     again = np.array([o in policy.ahead and bool(policy.treated(o, "recompute")) for o in origins])
     if not old.trains or not (away | again).any():
         return program
@@ -68,15 +76,44 @@ def add_memory(
         insertions.append(np.stack([row[chosen].astype(np.int64) for row in rows]))
 
     behind = units.end[units.number[forward]]
-    first = units.number[back] - prefetch
-    at_once = first <= units.number[forward]
-    late = np.broadcast_to(prefetch == 0, at_once.shape)
-    begin = np.where(late, units.begin[units.number[back]], units.head[np.maximum(first, 0)])
-    order = np.where(at_once, _RELOAD_AT_ONCE, np.where(late, _RELOAD_LATE, _RELOAD))
-    insert(OFFLOAD_, away[stage], behind, _OFFLOAD)
-    insert(RELOAD_, away[stage], np.where(at_once, behind, begin), order)
+    first = units.number[back] - 1
+    copied = away[stage] & (first > units.number[forward])
+    reload = np.where(copied, units.head[np.maximum(first, 0)], -1)
+    insert(OFFLOAD_, copied, behind, _OFFLOAD)
+    insert(RELOAD_, copied, reload, _RELOAD)
+    awaits = np.full(forward.shape, -1)
+    for s in np.flatnonzero(away).tolist():
+        begin = units.begin[units.number[forward[s]]]
+        for number, at in _awaited(forward[s], back[s], reload[s], begin):
+            awaits[s, number] = at
+    insert(AWAIT_, awaits >= 0, awaits, _AWAIT)
     insert(RECOMPUTE_, again[stage], units.begin[units.number[back]], _RECOMPUTE)
     return replace(program, rows=Rows(_with(old, np.concatenate(insertions, axis=1))))
+
+
+def _awaited(forward: Ints, back: Ints, reload: Ints, begin: Ints) -> Iterator[tuple[int, int]]:
+    """What a stage waits for so that no more than `COPIES_ON_DEVICE` micro-batches have all their residuals
+    on the device: the micro-batch of an OFFLOAD, and the entry in front of which that is awaited.
+
+    Per micro-batch, forward, back: entries of F, and of B or I.  reload: the entry in front of which RELOAD
+    stands, -1 for what is not copied.  begin: of what F receives.
+    """
+    events = [(at, _RUN, number, 1) for number, at in enumerate(forward.tolist())]
+    events += [(at, _RELOAD, number, 1) for number, at in enumerate(reload.tolist()) if at >= 0]
+    events += [(at, _RUN, number, -1) for number, at in enumerate(back.tolist())]
+    held, leaving = 0, dict[int, None]()
+    for at, order, number, change in sorted(events):
+        if order == _RELOAD and number in leaving:
+            del leaving[number]  # it goes on with what has not left
+            continue
+        while change > 0 and held >= COPIES_ON_DEVICE and leaving:
+            oldest = next(iter(leaving))
+            del leaving[oldest]
+            held -= 1
+            yield oldest, at if order == _RELOAD else int(begin[number])
+        held += change
+        if change > 0 and order == _RUN and reload[number] >= 0:
+            leaving[number] = None
 
 
 class _Units:

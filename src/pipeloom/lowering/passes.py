@@ -12,7 +12,7 @@ from ..ir.memory_policy import KEEP_ALL, MemoryPolicy
 from ..ir.schedule import Program, Schedule
 from ..ir.stages import StageGraph
 from ..ir.weight_policy import Updates
-from .memory import PREFETCH, add_memory
+from .memory import add_memory
 from .optimizer import add_optimizer
 from .pairs import join_pairs
 from .transfers import add_transfers
@@ -20,9 +20,9 @@ from .transfers import add_transfers
 Pass: TypeAlias = Callable[[Program, StageGraph], Program]
 
 
-def passes(policy: MemoryPolicy, prefetch: int, optimizer: Pass) -> tuple[Pass, ...]:
+def passes(policy: MemoryPolicy, optimizer: Pass) -> tuple[Pass, ...]:
     """In order. Memory actions stand around whole pairs, so they come once those are closed up."""
-    memory = partial(add_memory, policy=policy, prefetch=prefetch)
+    memory = partial(add_memory, policy=policy)
     return (add_transfers, join_pairs, memory, optimizer)
 
 
@@ -31,7 +31,6 @@ def lower(
     stages: StageGraph,
     *,
     policy: MemoryPolicy = KEEP_ALL,
-    prefetch: int = PREFETCH,
     updates: Updates | None = None,
     clips: bool = False,
 ) -> Program:
@@ -39,7 +38,8 @@ def lower(
 
     Takes time linear in the number of actions, but for sorting what a policy inserts.
 
-    policy: what becomes of residuals; by the stage of the first replica.  prefetch: see `add_memory`.
+    policy: what becomes of residuals; by the stage of the first replica; copies that the
+        schedule has stay, and stages that have none get their own, see `add_memory`.
     updates: of a schedule with several of them (see `ir.steady`); None for one at its end.
     clips: such an update awaits a sum over all ranks, of the gradients' norm.
     Raises: ScheduleError if the schedule breaks a rule; DeadlockError if its order blocks; PlanError if the
@@ -63,7 +63,7 @@ def lower(
         every=None if updates is None else updates.every,
         clips=clips and updates is not None,
     )
-    for make in passes(policy, prefetch, partial(add_optimizer, updates=updates, clips=clips)):
+    for make in passes(policy, partial(add_optimizer, updates=updates, clips=clips)):
         program = make(program, stages)
     check_program(program, stages)
     return program

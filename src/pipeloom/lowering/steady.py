@@ -179,4 +179,4 @@ def _belongs_before(step: Instruction) -> bool:
     """Whether it belongs to what stands before it: a send, an offload, an update."""
     if isinstance(step, Transfer):
         return step.sends
-    return isinstance(step, StageAction) or step.kind == "OFFLOAD"
+    return isinstance(step, StageAction) or step.kind in ("OFFLOAD", "AWAIT")

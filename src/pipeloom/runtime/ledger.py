@@ -87,7 +87,7 @@ class Ledger:
         assert self.cap_bytes is not None, "only a cap can be passed"
         raise MemoryCapError(
             f"rank {self.rank} needs {format_bytes(size)} for {doing} and holds {format_bytes(self.total)}, "
-            f"its cap is {format_bytes(self.cap_bytes)}, and no copy under way would make room\n"
+            f"its cap is {format_bytes(self.cap_bytes)}, and no message under way would make room\n"
             f"{table(self.levels)}",
             hint=_SMALLER,
         )

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..ir.action import (
+    AWAIT,
     KINDS,
     OFFLOAD,
     RECOMPUTE,
@@ -36,7 +37,7 @@ from .channel import Channel
 from .compute import PEAK_OF, Compute
 from .failure import Watch
 from .ledger import Ledger
-from .offload import Tier, count_copies, offload, reload, reload_bytes, wait_offload
+from .offload import Tier, await_offload, count_copies, offload, reload, reload_bytes
 from .operations import Operations
 from .recorder import Recorder
 from .reduce_and_step import ReduceAndStep
@@ -95,6 +96,7 @@ class Worker:
             RECV_F: self.transfers.receive,
             RECV_B: self.transfers.receive,
             OFFLOAD: offload,
+            AWAIT: await_offload,
             RELOAD: reload,
             REDUCE: self.reduce_and_step.reduce_tied_gradients,
             STEP: self.reduce_and_step.step,
@@ -143,7 +145,7 @@ class Worker:
                 self.operations.wait_before(step, instruction)
                 self.reduce_and_step.progress(step)
                 count_copies(step)
-                self._wait_for_room_under_cap(step, instruction)
+                self._wait_for_sends_under_cap(step, instruction)
                 self.handlers[instruction.kind](step, instruction)
                 step.count_boundary(instruction)
             with step.recorder.record("recv", "END"):
@@ -176,25 +178,20 @@ class Worker:
             rank.ledger.set(kind, 0)
         rank.count_boundary()
 
-    def _wait_for_room_under_cap(self, step: StepContext, instruction: Instruction) -> None:
-        """While the next instruction would pass the cap, wait for copies to the tier to end, oldest first,
-        and when all have, for messages of this rank to be taken.
+    def _wait_for_sends_under_cap(self, step: StepContext, instruction: Instruction) -> None:
+        """While the next instruction would pass the cap, wait for messages of this rank to be taken.
 
-        The simulator waits for copies the same way (`simulator.cap_waits`), and lets messages go when
-        they have travelled. So what a plan's peak counts on has been taken once its receiver has come as
-        far as in the simulation, for which nothing later of this rank is needed: where that peak keeps
-        the cap, these waits end.
+        The simulator lets messages go when they have travelled. So what a plan's peak counts on has been
+        taken once its receiver has come as far as in the simulation, for which nothing later of this rank is
+        needed: where that peak keeps the cap, these waits end. What leaves for the tier is awaited where the
+        program says so (AWAIT).
         Raises: MemoryCapError if an action of a program that offloads would pass the cap even so.
         """
         cap, bytes_of = step.ledger.cap_bytes, self._needed_bytes.get(instruction.kind)
         if cap is None or not step.training:
             return
-        leaving = iter([o for o in step.in_flight.offloaded if not o.off_device])
         while step.ledger.total + (need := bytes_of(step, instruction) if bytes_of else 0) > cap:
-            offloaded = next(leaving, None)
-            if offloaded is not None:
-                wait_offload(step, offloaded)
-            elif not self._finish_send(step):
+            if not self._finish_send(step):
                 if step.tier is not None:
                     step.ledger.refuse(need, str(instruction))
                 return

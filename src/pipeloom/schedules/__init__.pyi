@@ -1,5 +1,12 @@
 from .aliases import ALIASES as ALIASES
 from .chunks import with_chunks as with_chunks
+from .copies.asked import COPY_OPTIONS as COPY_OPTIONS
+from .copies.uplinks import (
+    USUAL_K as USUAL_K,
+    Uplinks as Uplinks,
+    shared_uplinks as shared_uplinks,
+    with_copies as with_copies,
+)
 from .formats.csv import (
     program_text as program_text,
     read_schedule as read_schedule,
@@ -14,6 +21,7 @@ from .language.user_files import (
     load_file as load_file,
     names_user_file as names_user_file,
 )
+from .library_entry import Entry as Entry
 from .list_scheduler.choose_recipe import best as best, fastest as fastest, make as make
 from .placements import (
     both_ways as both_ways,
@@ -24,7 +32,6 @@ from .placements import (
 )
 from .registry import (
     FAMILIES as FAMILIES,
-    Entry as Entry,
     Times as Times,
     build as build,
     default_placement as default_placement,

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Protocol, TypeAlias
 
 from ..checks import check
-from ..ir.action import Action, B, F, W
+from ..ir.action import B, F, W
 from ..ir.columns import Rows as Table, columns_of
 from ..ir.costs import StageCost, equal_costs
 from ..ir.errors import ScheduleError, shown
-from ..ir.schedule import Pair, Schedule
+from ..ir.schedule import Schedule
 from ..ir.stages import StageGraph, chain, replicate
-from ..ir.weight_policy import FLUSH
 from .aliases import ALIASES, CHUNKS, canonical
+from .copies import COPY_OPTIONS, Uplinks, copies_asked, place_copies
 from .families import (
     bidirectional as two_ways,
     forward_only,
@@ -28,64 +27,11 @@ from .families import (
     zero_bubble as zb,
 )
 from .formats import read_schedule
-from .language import LISTED, Recipe, Shape, load_user_schedule, names_user_file, split_options
-from .list_scheduler import fastest
+from .language import LISTED, Shape, load_user_schedule, names_user_file, split_options
+from .library_entry import PLACES as PLACES, Entry as Entry, Family
 from .placements import RankTable, both_ways, loop, spread, wave
 
-Rows: TypeAlias = Iterable[Iterable[Action]]
-
-
-class Family(Protocol):
-    """Makes one row of compute actions per rank, from placement[stage] = rank."""
-
-    def __call__(self, stages: StageGraph, placement: tuple[int, ...], microbatches: int, /) -> Rows: ...
-
-
-PLACES = ("line", "loop", "wave", "both ways", "table")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Entry:
-    """A schedule in the library.
-
-    family: makes rows from the shape alone, or recipe: in the language, for any times.  rows: from a Shape,
-        for what has operations of its own; a whole schedule where it has pairs or slices.
-    place: where its stages go unless the user says otherwise: "line", "loop", "wave", "both ways", or
-        "table".  table: number of ranks -> for each stage its rank, or the ranks that it spans.
-    lacks: what a runtime must have to run it and has not, if anything.
-    weights: the policy by which it updates them, see `ir.weight_policy`.
-    """
-
-    family: Family | None = None
-    recipe: Callable[[Shape], Recipe | Sequence[Recipe]] | None = None
-    rows: Callable[[Shape], Rows | Schedule] | None = None
-    place: str = "line"
-    about: str = ""
-    table: Callable[[int], RankTable] | None = None
-    lacks: str = ""
-    weights: str = FLUSH
-
-    def __post_init__(self) -> None:
-        if (self.place == "table") != (self.table is not None) or self.place not in PLACES:
-            raise ScheduleError(
-                f"a schedule with place={self.place!r} and {'a' if self.table else 'no'} table",
-                hint=f"the places are {', '.join(PLACES)}; give a table with place='table', and only then",
-            )
-
-    def make(self, shape: Shape) -> tuple[Rows, int, tuple[Pair, ...]]:
-        """The rows, how many slices a micro-batch has, and the pairs."""
-        if self.family is not None:
-            return self.family(shape.stages, shape.placement, shape.microbatches), 1, ()
-        if self.rows is not None:
-            rows = self.rows(shape)
-            return (rows.rows, rows.slices, rows.pairs) if isinstance(rows, Schedule) else (rows, 1, ())
-        assert self.recipe is not None
-        scheduled = fastest(shape, self.recipe)
-        return scheduled.outcome.rows, scheduled.recipe.slices, scheduled.outcome.pairs
-
-
 SLICES = "sequence slices"
-PEER = "eviction of residuals to a peer"
 
 FAMILIES: dict[str, Family | Entry] = {
     "forward_only": Entry(family=forward_only.rows, about="forwards, for evaluation"),
@@ -114,9 +60,30 @@ FAMILIES: dict[str, Family | Entry] = {
     "gis": Entry(recipe=grouped.gis, place="loop", about="interleaved with the memory of 1F1B"),
     "gis_g": Entry(recipe=grouped.gis_g, place="loop", about="gis in groups of `group`"),
     "gis_h": Entry(recipe=grouped.gis_h, place="loop", about="gis with the smallest groups"),
-    "po": Entry(recipe=grouped.po, place="loop", about="uniform repeating, for offloading"),
+    "po": Entry(
+        recipe=grouped.po,
+        place="loop",
+        about="uniform repeating; `offload` stages of each rank on the host",
+        copied=grouped.po_joined,
+        held=grouped.po_held,
+    ),
+    "po_h": Entry(
+        recipe=grouped.po_joined,
+        place="loop",
+        about="po with half of the stages offloaded",
+        copied=grouped.po_joined,
+        offload=lambda s: -(-s.chunks // 2),
+        held=grouped.po_held,
+    ),
+    "po_f": Entry(
+        recipe=grouped.po_joined,
+        place="loop",
+        about="po with all stages offloaded",
+        copied=grouped.po_joined,
+        offload=lambda s: s.chunks,
+        held=grouped.po_held,
+    ),
     "seq1f1b": Entry(recipe=variants.seq1f1b, about="1F1B over sequence slices", lacks=SLICES),
-    "bpipe": Entry(rows=variants.bpipe_rows, about="1F1B, residuals moved to a partner", lacks=PEER),
 }
 
 
@@ -149,12 +116,14 @@ class Times:
 
     costs: one per stage; equal ones by default.  transfer_s: seconds of a message between two ranks, the
         same for all or by (from stage, to stage).  limit_bytes: most residual bytes of a rank; the costs
-        must then say what residuals take.
+        must then say what residuals take.  uplinks: through which copies to the host go; by default each
+        rank has its own.
     """
 
     costs: tuple[StageCost, ...] | None = None
     transfer_s: float | Callable[[int, int], float] = 0.0
     limit_bytes: float | None = None
+    uplinks: Uplinks | None = None
     options: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -170,7 +139,7 @@ def build(
     """Build a schedule by name and check it.
 
     name: see `names` and `ALIASES`; capitals and `-` for `_` are fine; options follow a colon, as in
-        "gis_g:group=3".
+        "gis_g:group=3"; any schedule takes `offload` and `limit`, see `copies.copies_asked`.
     placement: the rank of each stage.  split_backward: every B becomes I and then W.
     times: for schedules in the language, which order by time.
     Raises: ScheduleError if the name is unknown, the placement does not fit, or a rule is broken.
@@ -182,7 +151,10 @@ def build(
     """
     library_entry = entry(name)
     _refuse_bad_shape(stages, placement, microbatches)
-    made, slices, pairs = library_entry.make(_shape(name, stages, placement, microbatches, times or Times()))
+    times = times or Times()
+    shape = _shape(name, stages, placement, microbatches, times)
+    copies = copies_asked(name, _options(name), shape, library_entry)
+    made, slices, pairs = library_entry.make(shape, copied=copies is not None)
     if split_backward and pairs:
         raise ScheduleError(
             f"{name} runs pairs such as {pairs[0][0]}&{pairs[0][1]}, which a split backward would tear apart",
@@ -191,6 +163,8 @@ def build(
     rows = made if isinstance(made, Table) else tuple(map(tuple, made))
     if split_backward:
         rows = Table(columns_of(rows).split_backward())
+    if copies is not None:
+        rows = place_copies(rows, shape, times.uplinks, copies, pairs=pairs)
     schedule = Schedule(
         name=_key(name), microbatches=microbatches, placement=placement, rows=rows, slices=slices, pairs=pairs
     )
@@ -213,7 +187,11 @@ def _shape(
         costs=costs,
         transfer_s=transfer_s if callable(transfer_s) else (lambda source, target: transfer_s),
         limit_bytes=times.limit_bytes,
-        options={**times.options, **{k: v for k, v in _options(name).items() if k != CHUNKS}},
+        options={
+            option: value
+            for option, value in {**times.options, **_options(name)}.items()
+            if option not in (CHUNKS, *COPY_OPTIONS)
+        },
     )
 
 

@@ -25,10 +25,9 @@ from ..ir.columns import OFFLOAD_, REDUCE_, RELOAD_, STEP_
 from ..ir.kernels import kernel
 from .link_requests import (
     all_copies_known,
+    copy_known,
     issue_copy,
     mark_pending,
-    offload_known,
-    reload_known,
     request,
     request_links,
     serve_earliest,
@@ -88,10 +87,6 @@ def _go_on(p: Layout, s: State) -> None:
                 entry += 1
                 continue
             code = p.kind[entry]
-            if len(p.cap_wait) and p.cap_wait[entry] >= 0:
-                if not offload_known(p, s, rank, p.cap_wait[entry]):
-                    break
-                clock = max(clock, s.end[p.cap_wait[entry]])
             if what == SENDS:
                 channel = p.channel[number]
                 message = p.first_message[channel] + s.counts[channel, SENT]
@@ -123,7 +118,7 @@ def _go_on(p: Layout, s: State) -> None:
             elif (code == OFFLOAD_ or code == RELOAD_) and issue_copy(p, s, rank, entry, clock):
                 pass  # it asks for its link, and the rank goes on
             else:
-                if len(p.shared.copy_link) and not reload_known(p, s, rank, entry):
+                if len(p.shared.copy_link) and not copy_known(p, s, rank, entry):
                     break
                 if len(p.first_meet) and not _all_have_come(p, s, rank, entry, clock):
                     break

@@ -10,6 +10,7 @@ import numpy as np
 from ..ir.action import KINDS, TREATMENTS, Action, B, F, I
 from ..ir.cluster import Cluster
 from ..ir.columns import (
+    AWAIT_,
     CODE,
     OFFLOAD_,
     RECOMPUTE_,
@@ -91,7 +92,6 @@ def layout_of(
         entry_duration=_entry_durations(program, costs, action_s, durations),
         stream=_streams(columns),
         blocks=_blocks(program),
-        cap_wait=_NONE,
         first_meet=first_meet,
         meets=meets,
         microbatch=columns.microbatch,
@@ -259,8 +259,8 @@ def _streams(columns: Columns) -> Ints:
 
 
 def _blocks(program: Program) -> Ints:
-    """Per entry the one that waits for it: the anchor of an operation, and the RELOAD, RECOMPUTE, B or I that
-    follows an OFFLOAD or a RELOAD. Empty where the program has neither."""
+    """Per entry the one that waits for it: the anchor of an operation, the AWAIT or else the RELOAD that
+    follows an OFFLOAD, and the RECOMPUTE, B or I that follows a RELOAD. Empty where there is neither."""
     columns, index = program.columns, program.action_index
     before = [c for c, k in enumerate(columns.kinds) if k in OPERATIONS and OPERATIONS[k].before is not None]
     if not before and not columns.treats_residuals:
@@ -269,7 +269,8 @@ def _blocks(program: Program) -> Ints:
     if columns.treats_residuals:
         back, again = index.of(RELOAD_), index.of(RECOMPUTE_)
         user = np.where(again >= 0, again, index.gradients())
-        for table, waiting in ((index.of(OFFLOAD_), back), (back, user)):
+        awaits = index.of(AWAIT_)
+        for table, waiting in ((index.of(OFFLOAD_), np.where(awaits >= 0, awaits, back)), (back, user)):
             has = table >= 0
             blocks[table[has]] = waiting[has]
     for code in before:

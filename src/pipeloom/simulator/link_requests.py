@@ -85,21 +85,12 @@ def issue_copy(p: Layout, s: State, rank: int, entry: int, clock: float) -> bool
 
 
 @kernel
-def reload_known(p: Layout, s: State, rank: int, entry: int) -> bool:
-    """Whether the RELOAD that an action waits for has its times."""
+def copy_known(p: Layout, s: State, rank: int, entry: int) -> bool:
+    """Whether the copy that an action waits for has its times."""
     needed = p.shared.needs[entry]
     if needed < 0 or s.requests.copied[needed]:
         return True
     s.requests.awaited[rank] = needed
-    return False
-
-
-@kernel
-def offload_known(p: Layout, s: State, rank: int, away: int) -> bool:
-    """Whether the OFFLOAD whose room an action needs has its times."""
-    if not len(p.shared.copy_link) or p.shared.copy_link[rank, COPY_OUT] < 0 or s.requests.copied[away]:
-        return True
-    s.requests.awaited[rank] = away
     return False
 
 

@@ -45,7 +45,7 @@ class SharedLinks(NamedTuple):
     next_copy: Ints
     """(entries,): of a copy the next one of its lane, else -1."""
     needs: Ints
-    """(entries,): the RELOAD that RECOMPUTE, B or I waits for, or the OFFLOAD of a RELOAD, else -1."""
+    """(entries,): the RELOAD that RECOMPUTE, B or I waits for, the OFFLOAD of an AWAIT or RELOAD, else -1."""
     first_sum_link: Ints
     """(sums + 1,)"""
     sum_links: Ints
@@ -96,8 +96,6 @@ class Layout(NamedTuple):
     """(kinds,): 0 computes, others run beside it."""
     blocks: Ints
     """(entries,): the entry that cannot begin before this one ends, -1 for none."""
-    cap_wait: Ints
-    """(entries,): the OFFLOAD that its rank waits for in front of it to keep its cap, -1 for none."""
     first_meet: Ints
     """(entries + 1,): what begins together with e is `meets[first_meet[e] : first_meet[e + 1]]`."""
     meets: Ints

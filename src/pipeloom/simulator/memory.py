@@ -11,9 +11,6 @@
                  Neighbours on one rank share one copy, from the maker's start to the user's end.
     transient    scratch of the running action
 
-EVICT moves residuals to the rank's partner and FETCH moves them back (see `ir.action.eviction_partner`): the
-receiver has them from the start, the giver until the end.
-
 Host memory: what OFFLOAD copies, from its start until the end of RELOAD.
 
 Inputs go when F ends if no backward reads them (`StageCost.keeps_inputs`), or where there are no backwards.
@@ -26,7 +23,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..ir.action import EVICT, FETCH, B, F, I, Kind, W, eviction_partner
+from ..ir.action import B, F, I, Kind, W
 from ..ir.columns import F_, OFFLOAD_, RECOMPUTE_, RELOAD_, SEND_B_, SEND_F_, Bools, Ints, Longs, starts_of
 from ..ir.costs import STATIC_KINDS, StageCost
 from ..ir.flow import Flow, flow_of
@@ -36,7 +33,7 @@ from ..ir.stages import StageGraph
 from ..ir.timeline import MemoryCurve
 from .layout import message_bytes
 from .loop_state import Floats, Layout, State
-from .memory_changes import LentMemory, MemoryChanges
+from .memory_changes import MemoryChanges
 from .memory_replay import RESIDUALS, Output, Step, replay
 
 KINDS = (*STATIC_KINDS, "residuals", "boundary", "transient")
@@ -77,7 +74,7 @@ class Memory:
     def curve(self, rank: int) -> MemoryCurve:
         """Bytes over time of one rank."""
         p = self.layout
-        most = 2 * int(p.offsets[rank + 1] - p.offsets[rank]) + len(self.changes.lent.time) + 1
+        most = 2 * int(p.offsets[rank + 1] - p.offsets[rank]) + 1
         first = p.first_message
         most += sum(int(first[c + 1] - first[c]) for c in self.changes.outgoing(rank))
         times, sizes = np.zeros(most), np.zeros(most, np.int64)
@@ -144,7 +141,6 @@ def memory_of(
         channels_in=_joined(into),
         first_out=starts_of([len(row) for row in out]),
         channels_out=_joined(out),
-        lent=_lent(program, costs, state),
     )
     static = [[0] * len(STATIC_KINDS) for _ in range(ranks)]
     for cost, home in zip(costs, program.placement, strict=True):
@@ -210,28 +206,6 @@ def byte_changes(
             begin[s, code, RESIDUALS] += taken
             finish[s, code, RESIDUALS] -= freed
     return begin, finish
-
-
-def _lent(program: Program, costs: Sequence[StageCost], state: State) -> LentMemory:
-    """What partners keep: from the start of an EVICT until the end of its FETCH."""
-    columns = program.columns
-    by_rank: list[list[tuple[float, int, int]]] = [[] for _ in range(columns.ranks)]
-    for kind, when, order, sign in ((EVICT, state.start, 2, 1), (FETCH, state.end, 0, -1)):
-        if kind not in columns.kinds:
-            continue
-        for entry in np.flatnonzero(columns.kind == columns.kinds.index(kind)).tolist():
-            stage = int(columns.stage[entry])
-            keeper = eviction_partner(program.placement[stage], columns.ranks)
-            if costs[stage].residual_bytes:
-                by_rank[keeper].append((float(when[entry]), order, sign * costs[stage].residual_bytes))
-    rows = [change for row in by_rank for change in sorted(row)]
-    time, late, size = zip(*rows, strict=True) if rows else ((), (), ())
-    return LentMemory(
-        first=starts_of([len(row) for row in by_rank]),
-        time=np.array(time, np.float64),
-        late=np.array(late, np.int32),
-        size=np.array(size, np.int64),
-    )
 
 
 def with_held_sends(memory: Memory, small_bytes: int, caps: Sequence[int] = ()) -> Memory:

@@ -29,20 +29,6 @@ class MemoryChanges(NamedTuple):
     channels_in: Ints
     first_out: Ints
     channels_out: Ints
-    lent: LentMemory
 
     def outgoing(self, rank: int) -> Ints:
         return self.channels_out[self.first_out[rank] : self.first_out[rank + 1]]
-
-
-class LentMemory(NamedTuple):
-    """What each rank keeps for its partner: the changes `first[r] : first[r + 1]`, by time."""
-
-    first: Ints
-    """(ranks + 1,)"""
-    time: Floats
-    """(changes,): seconds."""
-    late: Ints
-    """(changes,): 2 for what comes after the rank's own changes of that time, 0 for what goes before them."""
-    size: Longs
-    """(changes,): bytes, below 0 for what goes."""

@@ -7,6 +7,8 @@ the simulator counts (`memory.byte_changes`), whatever the times:
     begins    +10   +10    +2   +10         bytes that come when an action begins
     ends        0     0   -12     0         bytes that go when it ends
     held       10    20    22    20         while it runs
+
+What is copied to the host is taken to be there until that is awaited: the limit holds at any speed of copies.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import numpy as np
 
 from ..checks import check
 from ..ir.action import Action, B, F, I, W
-from ..ir.columns import Longs
+from ..ir.columns import AWAIT_, OFFLOAD_, RELOAD_, Longs
 from ..ir.costs import StageCost
 from ..ir.errors import ScheduleError
 from ..ir.flow import flow_of
@@ -55,6 +57,8 @@ def check_memory_limit(
     for rank, cap in enumerate(caps):
         row = slice(*columns.offsets[rank : rank + 2].tolist())
         comes, goes = (table[columns.stage[row], columns.kind[row]] for table in (begins, ends))
+        if columns.copies:
+            comes, goes = _awaited(schedule, row, comes, goes)
         change = comes + goes
         held = np.cumsum(change) - goes
         for position in np.flatnonzero(held > cap)[:1].tolist():
@@ -63,6 +67,19 @@ def check_memory_limit(
                 f"rank {rank} needs {show(size)} at {at}: {show(size - cap)} above its cap of {show(cap)}",
                 hint=_remedy(schedule, stages, (rank, position), (comes, change), size - cap, cap),
             )
+
+
+def _awaited(schedule: Schedule, row: slice, comes: Longs, goes: Longs) -> tuple[Longs, Longs]:
+    """The changes of a row where what an OFFLOAD frees goes with its AWAIT, and comes back only then."""
+    columns = schedule.columns
+    stage, microbatch, kind = columns.stage[row], columns.microbatch[row], columns.kind[row]
+    away, awaited = (schedule.action_index.of(code)[stage, microbatch] for code in (OFFLOAD_, AWAIT_))
+    freed = np.where((kind == AWAIT_) & (away >= 0), -1, 0)
+    size = np.zeros(len(kind), np.int64)
+    here = away >= row.start
+    size[here] = goes[away[here] - row.start]
+    comes = np.where((kind == RELOAD_) & (awaited < 0), 0, comes)
+    return comes, np.where(kind == OFFLOAD_, 0, goes) - freed * size
 
 
 def _remedy(

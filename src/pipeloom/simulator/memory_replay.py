@@ -1,13 +1,12 @@
 """Replay: what each rank held, from the times of a simulation that has run.
 
-Changes of one rank come from three sources, each in the order of time:
+Changes of one rank come from two sources, each in the order of time:
 
     its own row          |+F|+RECV buffer|-B|...     what begins comes, what ends goes
     its sent messages       |-m0|    |-m1|           when they are through
-    what it keeps for its partner   |+EVICT|  |-FETCH|
 
 At equal times messages that are through go first, then the rank's own order decides: what ends goes before
-what begins comes. Residuals that a partner sends come last.
+what begins comes.
 
 Where every entry starts when the one before it ends, rows are in the order of time, and one pass does all
 (`_in_order`); else the changes of a row are noted, sorted by time, and merged with the others (`_merged`).
@@ -319,28 +318,22 @@ def _merged(step: Step, rank: int, row: RowChanges, own: int, out: Output) -> in
 def _add_sources(
     own: tuple[Floats, Longs, Longs], sent: tuple[Floats, Longs], step: Step, rank: int, out: Output
 ) -> int:
-    """Merge the three sources of a rank by time, and add them up.
+    """Merge both sources of a rank by time, and add them up.
 
     own: times and bytes of its row's changes, and their order by time.  sent: when its messages are through,
     and their bytes.
     """
     time, change, order = own
     gone_at, gone_size = sent
-    lent = step.changes.lent
-    at_own, at_gone, at_lent = 0, 0, lent.first[rank]
+    at_own, at_gone = 0, 0
     residuals, boundary, transient, peak, count = 0, 0, 0, 0, 0
-    while at_own < len(order) or at_gone < len(gone_at) or at_lent < lent.first[rank + 1]:
+    while at_own < len(order) or at_gone < len(gone_at):
         own_time = time[order[at_own]] if at_own < len(order) else np.inf
         gone_time = gone_at[at_gone] if at_gone < len(gone_at) else np.inf
-        lent_time = lent.time[at_lent] if at_lent < lent.first[rank + 1] else np.inf
-        if gone_time <= own_time and gone_time <= lent_time:
+        if gone_time <= own_time:
             now = gone_time
             boundary -= gone_size[at_gone]
             at_gone += 1
-        elif lent_time < own_time or (lent_time == own_time and lent.late[at_lent] == 0):
-            now = lent_time
-            residuals += lent.size[at_lent]
-            at_lent += 1
         else:
             now = own_time
             entry = order[at_own]

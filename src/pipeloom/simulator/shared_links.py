@@ -14,7 +14,18 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from ..ir.cluster import Cluster
-from ..ir.columns import OFFLOAD_, RECOMPUTE_, RELOAD_, SEND_B_, SEND_F_, Columns, Ints, Longs, starts_of
+from ..ir.columns import (
+    AWAIT_,
+    OFFLOAD_,
+    RECOMPUTE_,
+    RELOAD_,
+    SEND_B_,
+    SEND_F_,
+    Columns,
+    Ints,
+    Longs,
+    starts_of,
+)
 from ..ir.costs import StageCost
 from ..ir.schedule import Program
 from .loop_state import COPY_IN, COPY_LANES, COPY_OUT, SharedLinks
@@ -144,7 +155,7 @@ def _with_copies(
     away, back, again = (index.of(code) for code in (OFFLOAD_, RELOAD_, RECOMPUTE_))
     user = np.where(again >= 0, again, index.gradients())
     shared = np.array([switches[rank] is not None for rank in program.placement])[:, None]
-    for table, waiting in ((away, back), (back, user)):
+    for table, waiting in ((away, index.of(AWAIT_)), (away, back), (back, user)):
         both = (table >= 0) & (waiting >= 0) & shared
         needs[waiting[both]] = table[both]
     return links._replace(

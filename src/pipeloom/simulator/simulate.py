@@ -7,16 +7,15 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from ..checks import check_program, check_shape
-from ..ir.action import EVICT, FETCH, KINDS, Action
+from ..ir.action import KINDS, Action
 from ..ir.cluster import Cluster
-from ..ir.columns import OFFLOAD_, REDUCE_, STEP_
+from ..ir.columns import REDUCE_, STEP_
 from ..ir.costs import StageCost
 from ..ir.errors import PlanError
 from ..ir.schedule import Program
 from ..ir.stages import StageGraph
 from ..ir.timeline import Curves, Timeline
 from .all_reduce import all_reduce_s as all_reduce_s
-from .cap_waits import next_cap_waits
 from .event_loop import run, run_sharing
 from .layout import layout_of
 from .loop_state import Floats, Layout, new_state
@@ -43,8 +42,7 @@ def simulate(
     receive_ahead: receives that a rank keeps posted for each rank that sends to it, each with a buffer.
     begin_s: when each rank starts, in seconds after time 0 of the timeline; all at 0 unless given.
     action_s: seconds of single actions of the program, instead of what their stage's costs say.
-    caps: bytes that each rank keeps, if it can, as the runtime does: an action that would pass them waits for
-        OFFLOADs that its rank has come to and that have not ended, the oldest first. None unless given.
+    caps: bytes that each rank keeps, if it can, by waiting for its messages, see `small_bytes`; or none.
     small_bytes: how long senders hold messages: those up to this size until the end of the step, and others
         until the action ends during which they got through, as the runtime does while that keeps the cap.
         Unless given, all of them until they are through.
@@ -54,8 +52,8 @@ def simulate(
     actions, RECOMPUTE and STEP on stream "compute"; each message on "send" of its sender; time that a rank
     waits for one and receives it, where there is any, and REDUCE with its waits on "recv"; OFFLOAD on "d2h"
     and RELOAD on "h2d", beside computing and each other, one at a time on each. An OFFLOAD begins when its
-    rank comes to it, a RELOAD when that is so and its OFFLOAD has ended; RECOMPUTE, B and I wait for their
-    RELOAD, and STEP for all that runs beside computing.
+    rank comes to it, a RELOAD when that is so and its OFFLOAD has ended; AWAIT waits for its OFFLOAD,
+    RECOMPUTE, B and I for their RELOAD, and STEP for all that runs beside computing.
 
     Raises: PlanError if an argument does not fit the program; DeadlockError if the program blocks.
 
@@ -79,13 +77,6 @@ def simulate(
     check_shape(program, stages)
     layout = layout_of(program, stages, costs, cluster, receive_ahead=receive_ahead, action_s=action_s or {})
     memory = _run(program, stages, costs, layout, begin)
-    if len(caps) and OFFLOAD_ in program.columns.kind:
-        runs = 1
-        while not np.array_equal(waits := next_cap_waits(program, memory, caps, runs), layout.cap_wait):
-            if not len(layout.cap_wait) and (waits < 0).all():
-                break
-            layout, runs = layout._replace(cap_wait=waits), runs + 1
-            memory = _run(program, stages, costs, layout, begin)
     if small_bytes is not None:
         memory = with_held_sends(memory, small_bytes, caps)
     state = memory.state
@@ -135,9 +126,8 @@ def _run(
 
 def _needs_starts(program: Program, layout: Layout) -> bool:
     """Whether anything may start later than what is before it in its row ends."""
-    lends = not {EVICT, FETCH}.isdisjoint(program.columns.kinds)
     awaits = program.every is not None and REDUCE_ in program.columns.kind
-    return lends or awaits or bool(len(layout.blocks) or len(layout.first_meet) or layout.stream.any())
+    return awaits or bool(len(layout.blocks) or len(layout.first_meet) or layout.stream.any())
 
 
 def _refuse_caps(caps: Sequence[int], ranks: int) -> None:

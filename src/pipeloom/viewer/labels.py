@@ -5,7 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ..ir.action import KINDS, RECV_F, SEND_F, Action, Kind, StageAction, Transfer, parse_instruction
+from ..ir.action import (
+    KINDS,
+    RECV_F,
+    SEND_F,
+    TREATMENTS,
+    Action,
+    Kind,
+    StageAction,
+    Transfer,
+    parse_instruction,
+)
 from ..ir.errors import ScheduleError
 from ..ir.timeline import Timeline
 
@@ -19,6 +29,7 @@ COLOURS: dict[str, str] = {
     "SEND": "#8794a8",
     "wait": "#a9b4c4",
     "OFFLOAD": "#a1887f",
+    "AWAIT": "#a9b4c4",
     "RELOAD": "#c5a48c",
     "REDUCE": "#8a6fd1",
     "STEP": "#c05fa5",
@@ -127,7 +138,7 @@ def group_name(group: str) -> str:
 def computes(group: str) -> bool:
     """Whether actions of a group stand in schedules."""
     row = KINDS.get(Kind(group))
-    return row is not None and row.in_schedule
+    return row is not None and row.in_schedule and Kind(group) not in TREATMENTS
 
 
 def colour(group: str, shade: int = 0) -> str:

@@ -7,11 +7,11 @@ from .file_tier import (
     lies_in_memory as lies_in_memory,
 )
 from .handlers import (
+    await_offload as await_offload,
     count_copies as count_copies,
     offload as offload,
     reload as reload,
     reload_bytes as reload_bytes,
-    wait_offload as wait_offload,
     wait_reload as wait_reload,
 )
 from .open_tier import TIERS as TIERS, open_tier as open_tier

@@ -1,15 +1,14 @@
 """Residuals of a CUDA rank in pinned host memory, copied on two streams beside the computation.
 
-Host memory is pinned once, in chunks that any residuals use again: pinning takes far longer than a copy. The
-host issues kernels far ahead of the device. It waits here so as not to ask for more memory than a plan counts
-on: in `start_offload` until the copy before has freed its device memory, in `start_reload` until the memory
-of the same residuals is free.
+Host memory is pinned once, in chunks that any residuals use again: pinning takes far longer than a copy.
 
-Order on the device: a copy away waits for the computation so far, so also for the copies back that it waited
-for; hence chunks that `wait_reload` freed may be written at once. A copy back waits for the computation so
-far, which may still read the memory that is to be filled, and the computation waits for it in `wait_reload`;
-hence that memory needs no `record_stream`, which would keep it, once freed, until all *later* copies on that
-stream have ended. What is copied away does need it: it is freed before its copy has ended.
+The host issues kernels far ahead of the device and waits for no copy. Order on the device: a copy away waits
+for the computation so far, so also for the copies back that it waited for; hence chunks that `wait_reload`
+freed may be written at once. What is copied away is kept until `finish_leaving`, where the computation waits
+for the copy: its memory is free for whatever is computed from then on. A copy back waits for the computation
+so far, which may still read the memory that is to be filled, and the computation waits for it in
+`wait_reload`. So all memory is taken and freed in the order of the computing stream, and none needs
+`record_stream`, after which it would be free at times that no plan knows.
 """
 
 from __future__ import annotations
@@ -38,13 +37,15 @@ CHUNK = 16 * MiB
 class CudaCopy(AsyncCopy):
     """One micro-batch's residuals on their way to pinned memory and back.
 
-    host: its chunks.  offloaded, reloaded: events behind the copies.  reloading: what is being copied back.
+    host: its chunks.  offloaded, reloaded: events behind the copies.  leaving: what is being copied away,
+    until its memory may be used again.  reloading: what is being copied back.
     on_host: what is in the host's memory anyway, as the seeds that attention keeps.
     """
 
     host: list[Tensor] = field(default_factory=list)
     offloaded: torch.cuda.Event | None = None
     reloaded: torch.cuda.Event | None = None
+    leaving: Tensors = field(default_factory=dict)
     reloading: Tensors = field(default_factory=dict)
     on_host: Tensors = field(default_factory=dict)
 
@@ -81,42 +82,42 @@ class CudaTier:
         self._out, self._in = _stream(), _stream()
         self._idle_chunks: list[Tensor] = []
         self._reloading: set[CudaCopy] = set()  # kept from being freed under a copy if the run is given up
-        self._last_offload: CudaCopy | None = None
 
     def start_offload(self, action: str, residuals: Tensors) -> CudaCopy:
         on_host = {slot: residuals.pop(slot) for slot in list(residuals) if not _on_device(residuals[slot])}
         layouts = tuple(TensorLayout.of(slot, tensor) for slot, tensor in residuals.items())
         copy = CudaCopy(layouts, on_host=on_host)
         copy.host = self._allocate(copy.host_bytes, action)
-        if self._last_offload is not None and self._last_offload.offloaded is not None:
-            self._last_offload.offloaded.synchronize()
         self._out.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._out):
             begin = _mark()
             for layout, span, part in copy.pieces():
                 part.copy_(bytes_of(residuals[layout.slot])[span], non_blocking=True)
-            for tensor in residuals.values():
-                tensor.record_stream(self._out)
             copy.offloaded = _mark()
         copy.offload_span = (begin, copy.offloaded)
+        copy.leaving = dict(residuals)
         residuals.clear()
-        self._last_offload = copy
         self.used_bytes += copy.bytes
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
         return copy
 
     def offload_done(self, copy: AsyncCopy) -> bool:
-        assert isinstance(copy, CudaCopy)
-        return copy.offloaded is not None and _reached(copy.offloaded)
-
-    def wait_offload(self, copy: AsyncCopy, check: Callable[[], None]) -> None:
         assert isinstance(copy, CudaCopy) and copy.offloaded is not None
-        copy.offloaded.synchronize()
+        if copy.leaving and _reached(copy.offloaded):
+            copy.leaving.clear()
+        return not copy.leaving
+
+    def finish_leaving(self, copy: AsyncCopy, check: Callable[[], None]) -> None:
+        """Only the computing stream waits, not the host."""
+        assert isinstance(copy, CudaCopy) and copy.offloaded is not None
+        if copy.leaving:
+            torch.cuda.current_stream().wait_event(copy.offloaded)
+            copy.leaving.clear()
 
     def start_reload(self, copy: AsyncCopy) -> None:
         """The memory is taken on the computing stream: it is memory that the computation is done with."""
-        assert isinstance(copy, CudaCopy) and copy.offloaded is not None
-        copy.offloaded.synchronize()
+        assert isinstance(copy, CudaCopy)
+        self.finish_leaving(copy, lambda: None)
         for layout in copy.layouts:
             copy.reloading[layout.slot] = torch.empty(layout.bytes, dtype=torch.uint8, device=layout.device)
         self._reloading.add(copy)
@@ -147,7 +148,7 @@ class CudaTier:
         self._free_chunks(copy)
 
     def _free_chunks(self, copy: CudaCopy) -> None:
-        copy.reloading, copy.on_host = {}, {}
+        copy.leaving, copy.reloading, copy.on_host = {}, {}, {}
         self._reloading.discard(copy)
         self.used_bytes -= copy.bytes
         self._idle_chunks += copy.host
@@ -158,7 +159,6 @@ class CudaTier:
         for stream in (self._out, self._in):
             with suppress(RuntimeError):  # how torch.cuda reports the device's failure, again at every call
                 stream.synchronize()
-        self._last_offload = None
         self._reloading.clear()
         self._idle_chunks.clear()
 

@@ -105,7 +105,7 @@ class FileTier:
         self._raise_error(copy)
         return copy.offloaded.is_set()
 
-    def wait_offload(self, copy: AsyncCopy, check: Callable[[], None]) -> None:
+    def finish_leaving(self, copy: AsyncCopy, check: Callable[[], None]) -> None:
         assert isinstance(copy, FileCopy)
         while not copy.offloaded.wait(CHECK_INTERVAL_S):
             check()

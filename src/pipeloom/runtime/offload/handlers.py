@@ -1,4 +1,4 @@
-"""Handlers of OFFLOAD and RELOAD, and the ledger's view of copies.
+"""Handlers of OFFLOAD, AWAIT and RELOAD, and the ledger's view of copies.
 
 Copies run beside the computation. The ledger learns of their progress between two actions: residuals count
 until the copy to the tier has ended, and again from the start of the copy back.
@@ -22,6 +22,16 @@ def offload(step: StepContext, action: Action) -> None:
     state.offloaded = OffloadedResiduals(copy, state, action)
     step.in_flight.offloaded.append(state.offloaded)
     _count_host(step)
+
+
+def await_offload(step: StepContext, action: Action) -> None:
+    """AWAIT: from here on the room of what was offloaded is free."""
+    offloaded = step.state(action).offloaded
+    assert step.tier is not None and offloaded is not None, "the checks of programs prove it"
+    if not offloaded.off_device:
+        with step.recorder.record("recv", str(action)):
+            step.tier.finish_leaving(offloaded.copy, step.watch.check)
+        count_copies(step)
 
 
 def reload(step: StepContext, action: Action) -> None:
@@ -53,14 +63,6 @@ def wait_reload(step: StepContext, state: MicrobatchState) -> None:
         step.recorder.copied("h2d", str(offloaded.reload), *offloaded.copy.reload_span)
     step.in_flight.offloaded.remove(offloaded)
     state.offloaded = None
-
-
-def wait_offload(step: StepContext, offloaded: OffloadedResiduals) -> None:
-    """Wait until residuals have left the device."""
-    assert step.tier is not None, "they are on their way there"
-    with step.recorder.record("recv", str(offloaded.offload)):
-        step.tier.wait_offload(offloaded.copy, step.watch.check)
-    count_copies(step)
 
 
 def count_copies(step: StepContext) -> None:

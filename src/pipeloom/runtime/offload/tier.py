@@ -5,7 +5,7 @@ computation:
 
     OFFLOAD                                   RELOAD                     backward
     start_offload ── offload_done? ──────────▶ start_reload ───────────▶ wait_reload ─▶ residuals
-                     wait_offload (cap)                discard: a step that was broken off
+                     finish_leaving (AWAIT)            discard: a step that was broken off
 """
 
 from __future__ import annotations
@@ -115,8 +115,11 @@ class Tier(Protocol):
         """
         ...
 
-    def wait_offload(self, copy: AsyncCopy, check: Callable[[], None]) -> None:
-        """Wait until `offload_done`, and raise as it does; `check` is called now and then and may raise."""
+    def finish_leaving(self, copy: AsyncCopy, check: Callable[[], None]) -> None:
+        """What comes next may take their room: whoever runs it, this thread or a device, waits for the copy.
+
+        check: called now and then by a thread that waits, and may raise.  Raises: as `offload_done`.
+        """
         ...
 
     def start_reload(self, copy: AsyncCopy) -> None:

@@ -5,6 +5,7 @@
     gis, gis_g        W apart from I and a shorter warm-up: peak p, or (g (v - 1) + p) / v with groups of g
     gis_h             g = ceil(p / 2): peak p (v + 1) / 2v
     po                a new micro-batch every period: long-lived residuals stand out, for offloading
+    po_h, po_f        the same with half, and all, of the stages of a rank offloaded (see `copies`)
 
 Peaks in micro-batches, bubbles in F, for F = I = W. Published GIS runs W right after its I: bubble
 2 (p - 1) / v, for gis_h [2 (p - 1) + (v - 1) p / 2] / v; option `join=1` makes that. By default W fills the
@@ -99,6 +100,23 @@ def po(s: Shape) -> list[Recipe]:
     plain = Recipe(kinds="FIW", clock=_uniform(s), memory=limit, early="none", fill="")
     free = [replace(plain, early=early, fill="W") for early in ("all", "warm", "none")]
     return [*(timed for r in free for timed in timings(s, r)), plain]
+
+
+def po_joined(s: Shape) -> Recipe:
+    """The same with W next to its I, so that nothing is kept for it, and as much memory as that takes: for
+    copies to the host, which are to free the rest."""
+    options(s, memory=0.0)
+    return Recipe(kinds="FIW", clock=_uniform(s), early="none", fill="")
+
+
+def po_held(s: Shape, offload: int) -> float:
+    """The most that a rank is to hold with so many stages offloaded, in residuals of one micro-batch on one
+    stage: p (v - n) (v - n + 1) / 2v, and 3 in transit; 4 with all of them.
+
+    Source: arXiv 2503.01328, for a peak of p (v + 1) / 2 where stage c keeps p (v - c) / v.
+    """
+    p, v, rest = s.depth, s.chunks, s.chunks - offload
+    return float(p * rest * (rest + 1) // (2 * v) + 3 if rest else 4)
 
 
 def _uniform(s: Shape) -> Periodic:

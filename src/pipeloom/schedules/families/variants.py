@@ -3,15 +3,11 @@
 eager_1f1b    twice the warm-up, so that transfers hide behind computing; arXiv 2211.05322
 async_1f1b    PipeDream: no flush, each micro-batch is an update of its own; arXiv 1806.03377
 seq1f1b       each micro-batch in `slices` sequence slices: a smaller warm-up; arXiv 2406.03488
-bpipe         1F1B where the early ranks hand residuals to the late ones: none holds more than
-              ceil((p + 2) / 2) micro-batches
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from ...ir.action import EVICT, FETCH, Action, B, F
+from ...ir.action import Action, B
 from ...ir.errors import ScheduleError
 from ..language import Recipe, Shape, options, phases
 
@@ -51,34 +47,6 @@ def seq1f1b(s: Shape) -> Recipe:
 
     rows = phases(s, warm_up=lambda r: _last(s, r) + k - 1, repeat="FB", kinds="FB", backward=backward)
     return Recipe(rows=rows, slices=k)
-
-
-def bpipe_rows(s: Shape) -> Iterator[Iterator[Action]]:
-    """1F1B in which ranks before the middle EVICT a residual after F where they would hold too many, and
-    FETCH it in front of its B. The partner of rank x is p - 1 - x."""
-    limit = -(-(s.depth + 2) // 2)
-    for row in phases(s, warm_up=lambda r: _last(s, r), repeat="FB", kinds="FB"):
-        yield _with_evictions(row, limit)
-
-
-def _with_evictions(row: tuple[Action, ...], limit: int) -> Iterator[Action]:
-    held: list[Action] = []
-    away: set[Action] = set()
-    for action in row:
-        if action.kind == F:
-            if len(held) >= limit - 1:
-                newest = held.pop()  # needed last of all that is here
-                away.add(newest)
-                yield Action(newest.stage, EVICT, newest.microbatch)
-            held.append(action)
-        else:
-            made = Action(action.stage, F, action.microbatch)
-            if made in away:
-                away.remove(made)
-                yield Action(made.stage, FETCH, made.microbatch)
-            else:
-                held.remove(made)
-        yield action
 
 
 def _last(s: Shape, rank: int) -> int:

@@ -8,6 +8,7 @@ A transfer there names only its own stage, since the stages of that runtime form
 SEND_F is the next stage, of SEND_B the one before. Cells may be empty where a rank idles. The reader is
 strict: what it does not know it refuses, with the row and the cell. It passes over what torch adds for
 sharded parameters (UNSHARD, RESHARD, REDUCE_GRAD). A pair of F and B is one cell, (0F5;0B3)OVERLAP_F_B.
+Copies to the host, which torch does not know, are written like any action: 0OFFLOAD3, 0AWAIT3, 0RELOAD3.
 """
 
 from __future__ import annotations
@@ -156,7 +157,8 @@ def _cell(step: Instruction) -> str:
             )
         return f"{step.stage}{step.kind}{step.microbatch}"
     raise ScheduleError(
-        f"torch's format has no action {step}", hint="it knows F, B, I, W and transfers; drop the others"
+        f"CSV files have no action {step}",
+        hint="files know F, B, I, W, copies and transfers; drop the others",
     )
 
 
@@ -218,7 +220,7 @@ def _read(cell: str, rank: int, column: int) -> list[Action]:
     if match is None:
         raise ScheduleError(
             f"row {rank + 1}, cell {column + 1}: cannot read {shown(cell)}",
-            hint="write stage, kind, micro-batch, as in 2F5; the kinds are F, B, I, W and the transfers",
+            hint="write stage, kind, micro-batch, as in 2F5; the kinds are F, B, I, W, copies, transfers",
         )
     if KINDS[Kind(match[2])].is_transfer:
         return []

@@ -16,7 +16,20 @@ from itertools import pairwise
 import numpy as np
 
 from ...checks import meeting_actions
-from ...ir.action import KINDS, OFFLOAD, RECOMPUTE, REDUCE, RELOAD, STEP, Action, B, F, I, Kind, parse_action
+from ...ir.action import (
+    AWAIT,
+    KINDS,
+    OFFLOAD,
+    RECOMPUTE,
+    REDUCE,
+    RELOAD,
+    STEP,
+    Action,
+    B,
+    F,
+    I,
+    parse_action,
+)
 from ...ir.cluster import Cluster
 from ...ir.columns import RECV_B_, RECV_F_, SEND_B_, SEND_F_, Columns
 from ...ir.dependencies import needs, produces
@@ -32,7 +45,7 @@ from .timeline_index import Key, Span, SpansByEnd, TimelineIndex
 
 COPIES = {kind: row.stream for kind, row in KINDS.items() if row.stream in ("d2h", "h2d")}
 """Kind -> the stream that it runs on."""
-ON_RESIDUALS = (F, OFFLOAD, RELOAD, RECOMPUTE, B, I)
+ON_RESIDUALS = (F, OFFLOAD, AWAIT, RELOAD, RECOMPUTE, B, I)
 """What makes, treats and reads the residuals of a micro-batch, in order."""
 
 
@@ -201,23 +214,14 @@ class Causes:
                     yield last
         if copy := self._copied[item.rank].until(item.start_s):
             yield copy
-        yield from self._room(item)
-
-    def _room(self, item: Span) -> Iterator[Span]:
-        """The OFFLOAD that ended last before an action or a RELOAD: it may have waited for the room."""
-        lane = self._lanes.get((item.rank, COPIES[OFFLOAD]))
-        if lane and (away := lane.until(item.start_s)):
-            yield away
-
-    def _copy(self, kind: Kind, of: Action, repeat: int) -> Span | None:
-        return self._copies.get((str(replace(of, kind=kind)), repeat))
 
     def _reload(self, action: Action, repeat: int) -> Span | None:
-        """The copy that a RECOMPUTE waits for, or a backward where nothing is recomputed."""
+        """The copy that a RECOMPUTE waits for, or a backward where nothing is recomputed; or an AWAIT."""
         again = str(replace(action, kind=RECOMPUTE)) in self._actions
-        if action.kind not in ((RECOMPUTE,) if again else (B, I)):
+        if action.kind not in (AWAIT, *((RECOMPUTE,) if again else (B, I))):
             return None
-        return self._copy(RELOAD, action, repeat)
+        kind = OFFLOAD if action.kind == AWAIT else RELOAD
+        return self._copies.get((str(replace(action, kind=kind)), repeat))
 
     def _issued(self, copy: Span) -> Iterator[Span]:
         """What a copy to the host or back waits for: its rank, its stream, and of a RELOAD its OFFLOAD."""
@@ -228,7 +232,7 @@ class Causes:
             if moved := self.message(message, copy):
                 yield moved
         if action.kind == RELOAD:
-            yield from self._room(copy)  # the one of its own residuals may be that too
+            yield self._copies[str(replace(action, kind=OFFLOAD)), copy.repeat]
         if earlier := self._lanes[copy.rank, COPIES[action.kind]].until(copy.start_s):
             yield earlier
 

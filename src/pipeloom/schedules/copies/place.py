@@ -1,0 +1,314 @@
+"""The pass that puts copies into any rows: which micro-batches leave, and when they come back.
+
+    1. When everything happens without copies, by a small simulation (`clock.py`).
+    2. Which residuals leave: those of the stages of a rank that are kept longest, or, under a limit, single
+       micro-batches, the longest kept first. What is needed again too soon stays.
+    3. When each must begin to come back: from the last backward to the first, each in the latest slot of its
+       uplink that is free.
+    4. Where that is in the row, with room for it, and which copies are awaited (`rows.py`).
+    5. The same for some other margins and limits; the one whose step is shortest is kept, and of those as
+       good as it the one that holds least.
+
+Source: the idea of placing copies in a schedule, of PipeOffload (arXiv 2503.01328, section 4.2), which takes
+fixed slots of one length for the copies of two ranks in turn, for an even number of ranks. Here slots follow
+from times stage by stage, and room is proved, so that nothing is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from ...ir.action import COPYING, Action
+from ...ir.action_index import ActionIndex
+from ...ir.columns import (
+    B_,
+    CODE,
+    F_,
+    W_,
+    Bools,
+    Columns,
+    Longs,
+    Rows,
+    columns_of,
+)
+from ...ir.errors import ScheduleError
+from ...ir.kernels import kernel
+from ...ir.schedule import Pair
+from ..language import Shape
+from .clock import run, walk_of
+from .rows import Lives, RankItems, RowInserts, Sizes, Work, find_inserts, find_reloads, held_bytes
+from .uplinks import USUAL_K, Floats, Uplinks, shared_uplinks, with_copies
+
+SHORT = 1.5
+"""What is needed again within so many times its two copies stays on the device."""
+
+IN_TRANSIT = 3
+"""Residuals of single micro-batches of a stage that a rank may hold on top of what stays: of the forward that
+runs, on their way out, and on their way back."""
+
+MARGINS = (0.0, 0.5, 1.0, 2.0)
+"""Copies that a RELOAD begins earlier than it must."""
+
+AS_GOOD = 1.001
+"""A step that is longer by no more than this is as good."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Copies:
+    """What to copy. stages: of how many stages of each rank.  held: the most that a rank may hold, in
+    residuals of one micro-batch on its largest stage, for which single micro-batches of other stages leave as
+    well; None for no limit.  strict: refuse rows that need more than that even so."""
+
+    stages: int = 0
+    held: float | None = None
+    strict: bool = False
+
+
+class _Base(NamedTuple):
+    """Rows without copies, and when what happens."""
+
+    shape: Shape
+    columns: Columns
+    uplinks: Uplinks
+    lives: Lives
+    sizes: Sizes
+    start: Floats
+    end: Floats
+
+
+def place_copies(
+    rows: Iterable[Iterable[Action]],
+    shape: Shape,
+    uplinks: Uplinks | None,
+    copies: Copies,
+    *,
+    pairs: Sequence[Pair] = (),
+) -> Rows[Action]:
+    """Rows with copies.
+
+    rows: complete, in order, without copies.  shape: where its costs say nothing of copies, they take what
+    `with_copies` makes of `USUAL_K`.  uplinks: None for one of each rank.
+    Raises: ScheduleError if there are pairs, or no backwards.
+    """
+    columns = columns_of(rows)
+    if pairs or not columns.trains:
+        raise ScheduleError(
+            f"copies cannot be placed in rows with {'pairs' if pairs else 'forwards only'}",
+            hint="leave out `offload` and `limit`" + ("; or the pairs, with pairs=0" if pairs else ""),
+        )
+    if not any(cost.offloaded_bytes for cost in shape.costs):
+        shape = replace(shape, costs=with_copies(shape.costs, USUAL_K))
+    uplinks = uplinks or shared_uplinks(shape.costs, shape.ranks)
+    index = ActionIndex(columns, stages=len(shape.placement), microbatches=shape.microbatches)
+    last = index.of(B_)
+    lives = Lives(
+        index.of(F_).astype(np.int64),
+        index.gradients().astype(np.int64),
+        np.where(last >= 0, last, index.of(W_)).astype(np.int64),
+    )
+    costs = shape.costs
+    sizes = Sizes(
+        residual=np.array([cost.residual_bytes for cost in costs], np.float64),
+        carried=np.array([cost.carried_bytes for cost in costs], np.float64),
+        copied=np.array([cost.offloaded_bytes for cost in costs], np.float64),
+    )
+    alone = run(walk_of(columns, shape, uplinks), shape.microbatches)
+    base = _Base(shape, columns, uplinks, lives, sizes, alone.start, alone.end)
+    return _best(base, _chosen(base, copies), copies)
+
+
+def _best(base: _Base, copied: Bools, copies: Copies) -> Rows[Action]:
+    """The best of several ways to place copies of what is chosen."""
+    tries = []
+    for limits in _limits(base, copied, copies):
+        for margin in MARGINS:
+            made = _placed(base, copied, limits, margin)
+            step_s = float(run(walk_of(made, base.shape, base.uplinks), base.shape.microbatches).end.max())
+            tries.append((step_s, float(sum(limits)), made))
+    shortest = min(step_s for step_s, _, _ in tries)
+    good = [one for one in tries if one[0] <= AS_GOOD * shortest]
+    return Rows(min(good, key=lambda one: (one[1], one[0]))[2])
+
+
+def _window_s(base: _Base) -> Floats:
+    """(stages, micro-batches): seconds from the end of F to the start of B or I."""
+    return base.start[base.lives.back] - base.end[base.lives.forward]
+
+
+def _chosen(base: _Base, copies: Copies) -> Bools:
+    """Which micro-batches of which stages leave: those of the stages that are to, then, under a limit, the
+    longest kept of the others, as many as it takes to leave `IN_TRANSIT` of it free, or all."""
+    costs, window_s = base.shape.costs, _window_s(base)
+    there_and_back = np.array([cost.offload_s + cost.reload_s for cost in costs])
+    leaves = (window_s > SHORT * there_and_back[:, None]) & (base.sizes.copied > 0)[:, None]
+    chosen = np.zeros_like(leaves)
+    for own in base.shape.rank_stages:
+        longest = sorted(own, key=lambda stage: -float(window_s[stage].mean()))
+        chosen[longest[: copies.stages]] = True
+    chosen &= leaves
+    if copies.held is None:
+        return chosen
+    # Places in the order in which they are chosen, counted on each rank by itself.
+    placement = np.array(base.shape.placement)
+    turn = np.full(leaves.shape, np.iinfo(np.int64).max)
+    candidates = []
+    for rank in range(base.shape.ranks):
+        stages, numbers = np.nonzero(leaves & ~chosen & (placement == rank)[:, None])
+        order = np.argsort(-window_s[stages, numbers], kind="stable")
+        turn[stages[order], numbers[order]] = np.arange(len(order))
+        candidates.append(len(order))
+    wanted = (copies.held - IN_TRANSIT) * _largest(base)
+    low, high = np.zeros(base.shape.ranks, np.int64), np.array(candidates, np.int64)
+    while (low < high).any():
+        middle = (low + high) // 2
+        fits = _kept(base, chosen | (turn < middle[placement][:, None])) <= wanted
+        low, high = np.where(fits, low, np.minimum(middle + 1, high)), np.where(fits, middle, high)
+    found: Bools = chosen | (turn < low[placement][:, None])
+    return found
+
+
+def _largest(base: _Base) -> Floats:
+    """Bytes of one micro-batch on the largest stage of each rank."""
+    return np.array([base.sizes.residual[list(own)].max() for own in base.shape.rank_stages])
+
+
+def _limits(base: _Base, copied: Bools, copies: Copies) -> Iterator[Floats]:
+    """What each rank may hold, in bytes: little first."""
+    least = _row_peaks(base, held_bytes(base.columns, base.lives, base.sizes, copied))
+    kept, size = _kept(base, copied), _largest(base)
+    most = np.inf if copies.held is None else copies.held * size
+    if copies.strict and (least > most).any():
+        rank = int(np.argmax(least > most))
+        raise ScheduleError(
+            f"rank {rank} holds {least[rank] / size[rank]:g} residuals of a stage at once, whatever is "
+            f"copied; its limit is {copies.held:g}",
+            hint="raise the limit, or choose an order that computes W right behind I, such as gis or po",
+        )
+    for extra in (IN_TRANSIT - 1, IN_TRANSIT, IN_TRANSIT + 1)[: 2 if copies.held is None else 3]:
+        yield np.maximum(least, np.minimum(most, kept + extra * size))
+
+
+def _kept(base: _Base, copied: Bools) -> Floats:
+    """Bytes of what is not copied that each rank holds at most."""
+    kept = Lives(*(np.where(copied, -1, entries) for entries in base.lives))
+    return _row_peaks(base, held_bytes(base.columns, kept, base.sizes, np.zeros_like(copied)))
+
+
+def _row_peaks(base: _Base, held: Floats) -> Floats:
+    rows = pairwise(base.columns.offsets.tolist())
+    return np.array([held[low:high].max(initial=0.0) for low, high in rows])
+
+
+def _placed(base: _Base, copied: Bools, limits: Floats, margin: float) -> Columns:
+    """Rows with copies of what is chosen."""
+    held = held_bytes(base.columns, base.lives, base.sizes, copied)
+    begin_s = _latest_starts(base, copied, margin)
+    parts = []
+    for rank, (low, high) in enumerate(pairwise(base.columns.offsets.tolist())):
+        stages, numbers = np.nonzero(copied & (np.array(base.shape.placement) == rank)[:, None])
+        back = base.lives.back[stages, numbers]
+        order = np.argsort(back)
+        stages, numbers = stages[order], numbers[order]
+        items = RankItems(
+            low,
+            base.lives.forward[stages, numbers] - low,
+            base.lives.back[stages, numbers] - low,
+            base.sizes.copied[stages],
+        )
+        before_s = np.concatenate(([0.0], base.end[low:high]))[:-1]
+        wanted = np.searchsorted(before_s, begin_s[stages, numbers], side="right") - 1
+        found = _row_inserts(base, items, wanted, held[low:high].copy(), float(limits[rank]))
+        parts.append(_Inserts(found.at + low, found.code, stages[found.item], numbers[found.item]))
+    return _inserted(base.columns, parts)
+
+
+class _Inserts(NamedTuple):
+    """What comes into a row: the entries in front of which, kinds, stages and micro-batches."""
+
+    at: Longs
+    code: Longs
+    stage: Longs
+    microbatch: Longs
+
+
+def _row_inserts(base: _Base, items: RankItems, wanted: Longs, held: Floats, limit: float) -> RowInserts:
+    """What comes into the row of a rank. wanted: where RELOADs are to stand.  held: bytes at each entry."""
+    count, entries = len(items.back), len(held)
+    reload = np.zeros(count, np.int64)
+    largest = float(items.size.max(initial=0.0))
+    find_reloads(items, wanted.astype(np.int64), limit - largest, held, reload)
+    of_forward = np.full(entries, -1, np.int64)
+    of_forward[items.forward] = np.arange(count)
+    low = items.first
+    stage, kind = base.columns.stage[low : low + entries], base.columns.kind[low : low + entries]
+    comes = np.where(kind == F_, base.sizes.residual[stage], 0.0)
+    work = Work(np.zeros(count, np.int64), np.zeros(count, np.int64))
+    inserts = RowInserts(*(np.zeros(3 * count, np.int64) for _ in range(3)))
+    made = find_inserts(items, (of_forward, comes, held), reload, limit, work, inserts)
+    return RowInserts(*(column[:made] for column in inserts))
+
+
+def _latest_starts(base: _Base, copied: Bools, margin: float) -> Floats:
+    """(stages, micro-batches): when each RELOAD has to begin at the latest, so that all are in time."""
+    begin_s = np.zeros(copied.shape)
+    stages, numbers = np.nonzero(copied)
+    seconds = np.array([cost.reload_s for cost in base.shape.costs])
+    due = base.start[base.lives.back[stages, numbers]] - margin * seconds[stages]
+    order = np.argsort(-due, kind="stable")
+    ranks = np.array(base.shape.placement)[stages]
+    own = np.full(base.shape.ranks, np.inf)
+    uplink = np.full(max(base.uplinks.of_rank) + 1, np.inf)
+    found = np.zeros(len(due))
+    of_rank = np.array(base.uplinks.of_rank)
+    _slots(
+        (order, due, ranks.astype(np.int64), of_rank[ranks].astype(np.int64)),
+        (seconds[stages], np.array(base.uplinks.seconds)[stages]),
+        (own, uplink),
+        found,
+    )
+    begin_s[stages, numbers] = found
+    return begin_s
+
+
+@kernel
+def _slots(
+    items: tuple[Longs, Floats, Longs, Longs],
+    seconds: tuple[Floats, Floats],
+    free: tuple[Floats, Floats],
+    found: Floats,
+) -> None:
+    """Fill in when each item begins, from the one that is due last to the first.
+
+    items: their order, when they are due, their ranks, and their uplinks.  seconds: of the copy, and of the
+    uplink.  free: until when each rank's lane and each uplink are free.
+    """
+    order, due, ranks, uplinks = items
+    copy_s, uplink_s = seconds
+    own, shared = free
+    for item in order:
+        rank, uplink = ranks[item], uplinks[item]
+        begin = min(min(due[item], own[rank]) - copy_s[item], shared[uplink] - uplink_s[item])
+        found[item] = begin
+        own[rank] = begin
+        shared[uplink] = begin
+
+
+def _inserted(old: Columns, parts: Sequence[_Inserts]) -> Columns:
+    """The columns with what is inserted, in the order in which it was found."""
+    at, code, stage, microbatch = (np.concatenate(column) for column in zip(*parts, strict=True))
+    counts = [len(part.at) for part in parts]
+    known = {kind: number for number, kind in enumerate(old.kinds)}
+    assert all(known[kind] == CODE[kind] for kind in COPYING), "they have the same codes in all columns"
+    return Columns(
+        kind=np.insert(old.kind, at, code.astype(old.kind.dtype)),
+        stage=np.insert(old.stage, at, stage.astype(old.stage.dtype)),
+        microbatch=np.insert(old.microbatch, at, microbatch.astype(old.microbatch.dtype)),
+        peer=np.insert(old.peer, at, -1),
+        offsets=old.offsets + np.concatenate(([0], np.cumsum(counts))),
+        kinds=old.kinds,
+    )

@@ -1,0 +1,153 @@
+"""Copies to the host in the rows of any schedule: who leaves, that there is room, and what it costs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import example, given, settings, strategies as st
+
+from pipeloom import schedules
+from pipeloom.api import Scenario, SimulatedSchedule, csv_text, simulate_schedule
+from pipeloom.checks import check
+from pipeloom.ir.action import AWAIT, COPYING, OFFLOAD, RELOAD, Action, B, F, W
+from pipeloom.ir.costs import StageCost, equal_costs
+from pipeloom.ir.errors import ScheduleError
+from pipeloom.ir.schedule import Schedule, parse_rows
+from pipeloom.ir.stages import chain
+from pipeloom.lowering import lower
+from pipeloom.schedules.formats import parse_schedule
+from pipeloom.simulator import check_memory_limit, simulate
+
+SIZE = 1000
+
+
+def held_at_worst(schedule: Schedule) -> list[float]:
+    """The most residuals of a stage that each rank holds if a copy ends only when it is awaited."""
+    peaks = []
+    for row in schedule.rows:
+        awaited = {(a.stage, a.microbatch) for a in row if a.kind == AWAIT}
+        held = most = 0
+        for action in row:
+            held += {F: 1, AWAIT: -1, RELOAD: (action.stage, action.microbatch) in awaited}.get(
+                action.kind, 0
+            )
+            most = max(most, held)
+            held -= action.kind in (B, W)
+        assert held == 0
+        peaks.append(float(most))
+    return peaks
+
+
+def built(name: str, ranks: int, chunks: int, microbatches: int) -> Schedule:
+    stages, placement = schedules.default_placement(name, ranks, chunks)
+    return schedules.build(name, stages, placement, microbatches)
+
+
+def without(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
+    return tuple(tuple(a for a in row if a.kind not in COPYING) for row in schedule.rows)
+
+
+@settings(max_examples=25)
+@given(
+    st.sampled_from(["po", "gis", "interleaved_1f1b", "zb_v", "looped_bfs"]),
+    st.integers(2, 5),
+    st.integers(2, 4),
+    st.integers(1, 12),
+    st.integers(1, 4),
+)
+@example("po", 3, 4, 9, 3)
+def test_rows_keep_their_order_and_what_they_hold_does_not_depend_on_links(
+    name: str, ranks: int, chunks: int, microbatches: int, offload: int
+) -> None:
+    offload = min(offload, chunks)
+    made = built(f"{name}:offload={offload}", ranks, chunks, microbatches)
+    if name != "po":
+        assert without(made) == built(name, ranks, chunks, microbatches).rows
+    check(made, chain(made.stages))
+    away = {(a.stage, a.microbatch) for row in made.rows for a in row if a.kind == OFFLOAD}
+    assert all(len({s for s, _ in away if made.placement[s] == rank}) <= chunks for rank in range(ranks))
+    caps, costs = held_at_worst(made), equal_costs(made.stages, residual_bytes=SIZE)
+    copied = tuple(replace(cost, carried_bytes=SIZE, offloaded_bytes=SIZE) for cost in costs)
+    check_memory_limit(made, chain(made.stages), copied, [held * SIZE for held in caps])
+    with pytest.raises(ScheduleError, match="above its cap"):
+        check_memory_limit(made, chain(made.stages), copied, [held * SIZE - 1 for held in caps])
+
+
+@pytest.mark.parametrize("k", [0.5, 0.75, 1.0])
+@pytest.mark.parametrize(("ranks", "chunks"), [(3, 2), (4, 4), (8, 2), (8, 4)])
+def test_po_holds_what_the_formula_says_at_no_cost(ranks: int, chunks: int, k: float) -> None:
+    """p (v - n) (v - n + 1) / 2v and 3 in transit, 4 for n = v; pairs share an uplink."""
+    where = Scenario(ranks=ranks, chunks=chunks, microbatches=4 * ranks, copy_ratio=k, per_uplink=2)
+    for n in range(1, chunks + 1):
+        made = simulate_schedule(f"po:offload={n}", where)
+        rest = chunks - n
+        most = ranks * rest * (rest + 1) / (2 * chunks) + 3 if rest else 4
+        assert made.peak * chunks <= most
+        assert max(held_at_worst(made.schedule)) <= most
+        plain = replace(made.schedule, rows=without(made.schedule))
+        program = lower(plain, made.stages)
+        alone = simulate(program, made.stages, costs_of(made), made.cluster)
+        assert made.summary.step_s <= (1.02 if k < 1 else 1.07) * alone.step_s
+
+
+def costs_of(made: SimulatedSchedule) -> tuple[StageCost, ...]:
+    """A micro-batch takes 1 s for each of F, I and W on all stages of a rank together."""
+    share = made.schedule.ranks / made.schedule.stages
+    return equal_costs(made.schedule.stages, forward_s=share, input_grad_s=share, weight_grad_s=share)
+
+
+def test_half_and_all_of_the_stages() -> None:
+    assert built("po_h", 4, 4, 16).rows == built("po:offload=2", 4, 4, 16).rows
+    assert built("po_f", 4, 3, 8).rows == built("po:offload=3", 4, 3, 8).rows
+    assert built("po_h", 3, 3, 8).rows == built("po:offload=2", 3, 3, 8).rows
+
+
+def test_under_a_limit_single_microbatches_leave_the_longest_kept_first() -> None:
+    made = built("1f1b:limit=6", 8, 1, 24)
+    assert max(held_at_worst(made)) <= 6
+    away = [{a.microbatch for a in row if a.kind == OFFLOAD} for row in made.rows]
+    assert 0 < len(away[0]) and all(len(a) >= len(b) for a, b in zip(away, away[1:], strict=False))
+    assert not away[-1]
+
+
+def test_a_limit_that_no_copy_makes_room_for_is_refused() -> None:
+    with pytest.raises(ScheduleError, match="rank 2 holds 4 residuals of a stage at once") as caught:
+        built("zb_h1:limit=3", 4, 1, 16)
+    assert "W right behind I" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("po:offload=5,v=4", "po:offload=5,v=4 offloads 5 of the 4 stages of a rank"),
+        ("po:offload=1.5", "po:offload=1.5 offloads 1.5 of the 2 stages of a rank"),
+        ("1f1b:limit=0", "1f1b:limit=0 limits a rank to 0 residuals"),
+        ("dualpipe:offload=1", "copies cannot be placed in rows with pairs"),
+        ("forward_only:offload=1", "copies cannot be placed in rows with forwards only"),
+    ],
+)
+def test_what_cannot_be_is_refused(name: str, message: str) -> None:
+    with pytest.raises(ScheduleError) as caught:
+        built(name, 4, 0, 8)
+    assert caught.value.message == message and caught.value.hint
+
+
+def test_rows_with_copies_are_read_as_they_are_written() -> None:
+    made = simulate_schedule("po_f", Scenario(ranks=2, microbatches=6))
+    assert parse_rows(tuple(str(made.schedule).splitlines())) == made.schedule.rows
+    assert parse_schedule(csv_text(made)).rows == made.schedule.rows
+
+
+def test_a_window_too_short_for_its_copies_stays() -> None:
+    last = built("1f1b:offload=1", 4, 1, 8).rows[-1]
+    assert [str(action) for action in last[:4]] == ["3F0", "3B0", "3F1", "3B1"]
+
+
+def test_slow_links_cost_time_and_no_room() -> None:
+    fast, slow = (
+        simulate_schedule("po_f", Scenario(ranks=4, chunks=4, microbatches=16, copy_ratio=k))
+        for k in (0.5, 4.0)
+    )
+    assert max(held_at_worst(slow.schedule)) <= 4
+    assert slow.summary.step_s > 1.5 * fast.summary.step_s
