@@ -34,3 +34,24 @@ def test_sizes_are_in_full(ways: tuple[str, ...], capsys: pytest.CaptureFixture[
     for name in ("recomputed", "offloaded"):
         assert (name in said) == (name in ways)
     assert ("of one micro-batch's residuals" in said) == bool(ways)
+
+
+def test_of_stages_that_are_no_chain_it_says_what_each_reads_and_how_deep_it_is(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    made = SimpleNamespace(microbatches=8, microbatch_size=4, predicted_step_s=1.0, width=1)
+    towers = [((), 2), ((), 2), ((0, 1), 1)]
+    rows = [row() | {"stage": s, "reads": reads, "depth": depth} for s, (reads, depth) in enumerate(towers)]
+    _print(rows, made, [], [])
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[0][:4] == ["stage", "rank", "reads", "depth"]
+    assert [line[2:4] for line in lines[2:4]] == [["–", "2"], ["–", "2"]] and lines[4][2:5] == [
+        "0,",
+        "1",
+        "1",
+    ]
+    chain = [row() | {"stage": s, "reads": (s - 1,) if s else (), "depth": 3 - s} for s in range(3)]
+    _print(chain, made, [], [])
+    said = capsys.readouterr().out
+    _print([row() | {"stage": s} for s in range(3)], made, [], [])
+    assert said == capsys.readouterr().out and "reads" not in said

@@ -10,7 +10,7 @@ from pipeloom.ir import codec
 from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.errors import InfeasibleError, PlanError
 from pipeloom.ir.graph import Op, OpGraph, Parameter, Value
-from pipeloom.ir.plan import load_plan
+from pipeloom.ir.plan import Plan, StagePlan, load_plan
 from pipeloom.ir.profile import OpCost, Profile
 from pipeloom.ir.units import parse_bytes
 
@@ -180,3 +180,36 @@ def test_explain_is_plain_data():
     rows = planner.plan_rows(plan)
     assert codec.to_json(rows)
     assert all(a["last_op"] < b["first_op"] for a, b in pairwise(rows))
+
+
+def test_rows_say_which_stages_a_stage_reads_and_how_deep_it_is():
+    """Two towers of two stages and a join; the ops of a stage are one op."""
+    edges = {0: (), 1: ("v0",), 2: (), 3: ("v2",), 4: ("v1", "v3")}
+    ops = tuple(
+        Op(
+            name=f"op{s}",
+            target="x",
+            inputs=reads,
+            outputs=(Value(name=f"v{s}", shape=(4,), dtype="float32", needs_grad=True),),
+        )
+        for s, reads in edges.items()
+    )
+    graph = OpGraph(name="towers", inputs=(), ops=ops, parameters=(), buffers=(), loss="v4")
+    made = Plan(
+        graph=graph.fingerprint,
+        planner="test",
+        stages=tuple(StagePlan(ops=(op.name,)) for op in ops),
+        placement=(0, 1, 2, 3, 4),
+        schedule="1f1b",
+        schedule_rows=(),
+        microbatches=1,
+    )
+    rows = planner.plan_rows(made, graph)
+    assert [(row["reads"], row["depth"]) for row in rows] == [
+        ((), 3),
+        ((0,), 2),
+        ((), 3),
+        ((2,), 2),
+        ((1, 3), 1),
+    ]
+    assert {row["depth"] for row in planner.plan_rows(made)} == {None}

@@ -74,11 +74,12 @@ def plan(ctx: click.Context, /, *, planners: bool, closed_form: bool, as_json: b
     With --json: predicted_step_s, planner, schedule, weights, width, microbatches, microbatch_size, graph;
     limits: a list of sentences; branches: where stages run side by side, step_s, peak_bytes and depth with
     branches and with no_branches, else null; what_if: a list of what, step_s, gain (share of the step's
-    time); and stages, of the first replica: a list of stage, rank, ops, first_op, last_op, layers, forward_s,
-    input_grad_s, weight_grad_s, recompute_s, offload_s, reload_s, turn_s, bytes by kind at the peak, of one
-    micro-batch's residuals kept_bytes, recomputed_bytes and offloaded_bytes, peak_bytes, cap_bytes, filled; and
-    what offloading them all would ask: offload_ratio (k, copying by computing), link_use (share of the time
-    that the link to the host copies), offloadable_stages (of its rank, so that all copies hide).
+    time); and stages, of the first replica: a list of stage, rank, ops, first_op, last_op, layers, reads
+    (stages), depth (ranks of the longest path from it to the end), forward_s, input_grad_s, weight_grad_s,
+    recompute_s, offload_s, reload_s, turn_s, bytes by kind at the peak, of one micro-batch's residuals
+    kept_bytes, recomputed_bytes and offloaded_bytes, peak_bytes, cap_bytes, filled; and what offloading them
+    all would ask: offload_ratio (k, copying by computing), link_use (share of the time that the link to the
+    host copies), offloadable_stages (of its rank, so that all copies hide).
 
     With --stages auto it chooses width, depth, rows per micro-batch and recomputation. --json then has width,
     depth, microbatch_size, recompute, microbatches (per pipeline), rows_per_s, step_s, peak_bytes. With
@@ -117,13 +118,7 @@ def _plan(
             hint="say each device's memory in the cluster, as in --cluster '4 x a100-40 with 20GiB'",
         )
     profiled = load_profile(profile_file)
-    if max_batch and best_batch:
-        raise ConfigError("--max-batch and --best-batch were both given", hint="leave out one")
-    if (max_batch or best_batch) and profiled is not None:
-        raise ConfigError(
-            f"--{'max' if max_batch else 'best'}-batch and --profile were both given",
-            hint="a profile is of one size: leave out one",
-        )
+    _refuse_two_sizes(max_batch, best_batch, profiled is not None)
     job = job_of(model)
     from .. import api  # what is wrong is said before torch is loaded
 
@@ -155,6 +150,17 @@ def _plan(
     else:
         speed = [] if options["offload_dir"] is None else [api.disk_speed(request.cluster)]
         _print(rows, plan, [*speed, *api.limits(plan)], changes)
+
+
+def _refuse_two_sizes(max_batch: bool, best_batch: bool, profiled: bool) -> None:
+    """Raises: ConfigError if two options each say the size of a micro-batch."""
+    if max_batch and best_batch:
+        raise ConfigError("--max-batch and --best-batch were both given", hint="leave out one")
+    if (max_batch or best_batch) and profiled:
+        raise ConfigError(
+            f"--{'max' if max_batch else 'best'}-batch and --profile were both given",
+            hint="a profile is of one size: leave out one",
+        )
 
 
 JSON_KEYS = (
@@ -219,16 +225,19 @@ def _print(rows: list[dict[str, Any]], plan: Plan, sentences: list[str], changes
 
     ways = [kind for kind in ("recomputed", "offloaded") if any(row[f"{kind}_bytes"] for row in rows)]
     kinds = ("kept", *ways) if ways else ("residuals",)
-    heads = ["stage", "rank", "ops", "layers", "F ms", "B ms", "parameters"]
+    chain = all(row.get("reads") in (None, (), (row["stage"] - 1,)) for row in rows)
+    wiring = [] if chain else ["reads", "depth"]
+    heads = ["stage", "rank", *wiring, "ops", "layers", "F ms", "B ms", "parameters"]
     linked = any(row["offload_ratio"] is not None for row in rows)
     more = ("k", "link") if linked else ()
-    table = new_table(*heads, *kinds, "peak", "cap", *more, left=("layers",), no_wrap=True)
+    table = new_table(*heads, *kinds, "peak", "cap", *more, left=("reads", "layers"), no_wrap=True)
     for row in rows:
         backward_s = row["input_grad_s"] + row["weight_grad_s"] + row["recompute_s"]
         cap = row["cap_bytes"]
         table.add_row(
             str(row["stage"]),
             str(row["rank"]),
+            *([] if chain else [", ".join(map(str, row["reads"])) or "–", str(row["depth"])]),
             str(row["ops"]),
             row["layers"],
             f"{row['forward_s'] * 1e3:.2f}",

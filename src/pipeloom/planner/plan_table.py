@@ -7,8 +7,10 @@ from dataclasses import asdict
 from typing import Any
 
 from ..ir.cluster import Cluster
+from ..ir.flow import flow_of
 from ..ir.graph import OpGraph
 from ..ir.plan import Plan, StagePlan
+from ..ir.stages import StageGraph
 from ..ir.units import format_bytes
 from .offload_ratio import copy_loads
 from .search import layer_names
@@ -24,12 +26,14 @@ def plan_rows(
 
     `filled` is of its rank's cap, by all that the rank holds in the simulated step where that is known. Of
     residuals `kept_bytes`, `recomputed_bytes` and `offloaded_bytes` are those of one micro-batch, and
-    `residuals_bytes` what is held at the peak.  graph: to say which layers it has, as "h.0 .. 3".
+    `residuals_bytes` what is held at the peak.  graph: to say which layers it has, as "h.0 .. 3", which
+    stages it reads (`reads`), and the ranks of its longest path to the end (`depth`).
     cluster: to say what offloading would ask of links, see `offload_ratio`: `offload_ratio` (k), `link_use`
     and `offloadable_stages` of its rank; None where a device has no link to a host.
     """
     rows = []
     loads = copy_loads(plan, cluster) if cluster is not None else (None,) * len(plan.stages)
+    reads, depths = ([], []) if graph is None else reads_and_depths(plan, plan.stage_graph(graph))
     layer_of = {} if graph is None else layer_names(graph.ops)
     for stage, (part, load) in enumerate(zip(plan.stages, loads, strict=True)):
         rank = plan.placement[stage]
@@ -43,6 +47,8 @@ def plan_rows(
                 "first_op": part.ops[0],
                 "last_op": part.ops[-1],
                 "layers": "" if graph is None else layers_in(part, graph, layer_of),
+                "reads": reads[stage] if reads else None,
+                "depth": depths[stage] if depths else None,
                 "forward_s": part.forward_s,
                 "input_grad_s": part.input_grad_s,
                 "weight_grad_s": part.weight_grad_s,
@@ -63,6 +69,17 @@ def plan_rows(
             }
         )
     return rows
+
+
+def reads_and_depths(plan: Plan, stages: StageGraph) -> tuple[list[tuple[int, ...]], list[int]]:
+    """Per stage of a replica those that it reads, ascending, and the ranks of its longest path to the end."""
+    flow = flow_of(stages)
+    depth = [1] * len(stages.stages)
+    for stage in reversed(flow.order):
+        for reader in flow.read_by[stage]:
+            moves = plan.placement[reader] != plan.placement[stage]
+            depth[stage] = max(depth[stage], depth[reader] + moves)
+    return [tuple(sorted(before)) for before in flow.reads_from], depth
 
 
 def layers_in(part: StagePlan, graph: OpGraph, layer_of: Mapping[str, str]) -> str:
