@@ -20,7 +20,7 @@ from .registry import Planner, planner
 from .request import PlanOptions, Request
 from .search import Search, polish_cuts
 from .stage_cost import Readers
-from .stage_dag import faster_of, polish_some, shallow_candidates
+from .stage_dag import HUGE, faster_of, fastest_of_few, polish_some, shallow_candidates
 
 
 class TooManyStages(PlanError):
@@ -92,6 +92,8 @@ def _best_candidate(request: Request, search: Search, log: _SearchLog) -> Candid
     branches = options.branches and request.layout.in_line
     candidates: list[Candidate] = []
     planners = (asked, *map(planner, asked.also))
+    if asked.propose is not None and len(search.model) > HUGE:
+        return fastest_of_few(request, search, asked.propose)
     for each in planners if options.fastest else reversed(planners):
         if each.propose is not None and branches:
             candidates += shallow_candidates(request, each.propose, LOWERED)

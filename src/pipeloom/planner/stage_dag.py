@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 
 from .candidate import Candidate
 from .infeasible import scale_caps
@@ -59,8 +60,23 @@ def _that_fit(
 ALIKE = 1e-6
 """Share of the step below which two steps are as fast; the shallower pipeline then wins, which holds less."""
 
+HUGE = 4_000
+"""Ops beyond which a plan for a DAG of stages is made in seconds: of cuts at a few places, in one order of
+branches, none of them moved by the simulated step."""
+
 POLISHED = 4
 """Candidates whose cuts are moved by the simulated step."""
+
+
+def fastest_of_few(request: Request, search: Search, propose: Propose) -> Candidate | None:
+    """The fastest that keeps its caps of what a planner proposes, and of the best chain, for a huge graph."""
+    searches = [(search, iter([search.fastest_of_few()]))]
+    if request.options.branches:
+        by_depth = replace(search, by_depth=True, treatments=())
+        searches.append((by_depth, islice(propose(by_depth), 2)))
+    candidates = [Candidate(request, each, cuts) for each, some in searches for cuts in some if cuts]
+    kept = [found for found in candidates if found.fits and found.tighter() is None]
+    return min(kept, key=lambda found: found.timeline.step_s, default=None)
 
 
 def polish_some(candidates: Sequence[Candidate]) -> Candidate:

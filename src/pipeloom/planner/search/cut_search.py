@@ -171,6 +171,11 @@ class Search:
         ranks = range(len(self.caps) - 1)
         return min((self.model.cluster.link(r, r + 1).bandwidth_bytes_per_s for r in ranks), default=np.inf)
 
+    def fastest_of_few(self) -> tuple[int, ...]:
+        """The cut whose slowest stage is fastest among those at `coarse` positions; () if none fits."""
+        levels = self._levels()
+        return self._refine(levels[:-1] or levels, self._fastest)[1]
+
     def fastest(self) -> tuple[float, tuple[int, ...]]:
         """The cut whose slowest stage is fastest among those that fit, and that stage's seconds.
 
