@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from plain_net import PlainNet, job_of
@@ -112,6 +114,33 @@ def test_what_does_not_fit_is_named(
         first_comparison.require_equal_once(Pipeline, job, plan, capture_of(job), Options(compare=True))
     assert "PlainNet was not compared with plain PyTorch before its first step: that needs" in caplog.text
     assert not cache.exists()
+
+
+def test_what_fits_with_fewer_rows_is_compared_with_these(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    seen: list[int | None] = []
+    compare = first_comparison.compare_first
+
+    def noted(*call: Any) -> object:
+        seen.append(call[5])
+        return compare(*call)
+
+    monkeypatch.setattr(first_comparison, "compare_first", noted)
+    for model, message in ((PlainNet, ""), (CountsElsewhere, "does not train as in plain PyTorch")):
+        job = job_of(model)
+        plan = even_plan(job, 2, microbatches=2)
+        captured = capture_of(job)
+        state = first_comparison.needed_bytes(captured.graph, 0.0)
+        row = (first_comparison.needed_bytes(captured.graph) - state) // plan.microbatch_size
+        assert plan.microbatch_size > 1
+        monkeypatch.setattr(first_comparison, "limit_bytes", lambda _, limit=state + row: limit)
+        refused = pytest.raises(VerifyError, match=message) if message else contextlib.nullcontext()
+        with refused, caplog.at_level(logging.WARNING, logger="pipeloom"):
+            first_comparison.require_equal_once(Pipeline, job, plan, captured, Options(compare=True))
+    assert seen == [1, 1]
+    assert "PlainNet was compared with plain PyTorch in micro-batches of 1 row; with 2" in caplog.text
+    assert len(list(cache.iterdir())) == 1
 
 
 def test_replicas_are_compared_as_one() -> None:

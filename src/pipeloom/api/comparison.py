@@ -89,16 +89,18 @@ def compare(
     tolerance: float | None = None,
     seed: int = 1,
     captured: Captured | None = None,
+    rows: int | None = None,
 ) -> Verification:
     """See `verify`.
 
     make: the class of pipelines.  captured: the model, if it is at hand; else each rank captures it.
+    rows: of each micro-batch, instead of the plan's.
     """
     require_runnable_plan(plan)
     require_training(plan)
     options = replace(options or Options(), keep_gradients=True, compare=False)
     job = replace(job, optimizer=job.optimizer or (lambda params: torch.optim.SGD(params, lr=0.1)))
-    batch = job.batch(seed, plan.microbatches * plan.microbatch_size)
+    batch = job.batch(seed, plan.microbatches * (rows or plan.microbatch_size))
     draws: list[tuple[str, Tensor]] | None = [] if len(set(plan.placement)) == 1 else None
     pipelined = _run_threads(make, job, plan, options, batch, draws=draws, captured=captured)
     expected, what = _reference(make, job, plan, options, batch, pipelined, draws=draws)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import logging
+import math
 import os
 import time
 from dataclasses import replace
@@ -18,7 +19,7 @@ from pathlib import Path
 import torch
 
 from .. import __version__
-from ..ir.errors import ConfigError, VerifyError
+from ..ir.errors import BatchError, ConfigError, VerifyError
 from ..ir.files import write_whole
 from ..ir.flow import flow_of
 from ..ir.graph import OpGraph
@@ -58,12 +59,31 @@ def require_equal_once(
     remembered = _cache_folder() / _key(job, plan, captured, options)
     if remembered.is_file():
         return
-    need, limit = needed_bytes(captured.graph), limit_bytes(plan)
-    if need > limit:
+    limit = limit_bytes(plan)
+    rows = fitting_rows(captured.graph, plan.microbatch_size, limit)
+    if not rows:
+        need = needed_bytes(captured.graph, 1 / plan.microbatch_size)
         _warn(job, f"that needs about {format_bytes(need)}, and {format_bytes(limit)} may be used for it")
         return
     start = time.perf_counter()
-    found = compare_first(make, job, plan, captured, options)
+    try:
+        found = compare_first(make, job, plan, captured, options, rows)
+    except BatchError as error:
+        if rows == plan.microbatch_size:
+            raise
+        few = f"{rows} of its {plan.microbatch_size} rows"
+        _warn(job, f"{format_bytes(limit)} may be used for it, enough for {few}, and {error.message}")
+        return
+    if rows < plan.microbatch_size:
+        _log.warning(
+            "%s was compared with plain PyTorch in micro-batches of %s; with %d, as it is trained, that "
+            "needs about %s, and %s may be used for it",
+            job.name,
+            f"{rows} rows" if rows > 1 else "1 row",
+            plan.microbatch_size,
+            format_bytes(needed_bytes(captured.graph)),
+            format_bytes(limit),
+        )
     if (took_s := time.perf_counter() - start) > LONG_S:
         _log.warning("%s was compared with plain PyTorch in %.0f s, once for this model", job.name, took_s)
     if not found.passed:
@@ -75,16 +95,22 @@ def require_equal_once(
 
 
 def compare_first(
-    make: MakePipeline, job: Job, plan: Plan, captured: Captured, options: Options
+    make: MakePipeline,
+    job: Job,
+    plan: Plan,
+    captured: Captured,
+    options: Options,
+    rows: int | None = None,
 ) -> Verification:
     """The first micro-batches of a job by the stages of a plan, one by one, and by the module itself.
 
-    make: the class of pipelines.  captured: as the ranks have it.
+    make: the class of pipelines.  captured: as the ranks have it.  rows: of each micro-batch, instead of the
+    plan's: the model is then captured anew for them, and cut alike.
     """
     plain = Options(seed=options.seed, autocast=options.autocast, timeout_s=options.timeout_s, compare=False)
     one_rank = in_one_rank(plan, captured.graph)
     sgd = replace(job, optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
-    return compare(make, sgd, one_rank, options=plain, seed=0, captured=captured)
+    return compare(make, sgd, one_rank, options=plain, seed=0, captured=captured, rows=rows)
 
 
 def in_one_rank(plan: Plan, graph: OpGraph) -> Plan:
@@ -109,12 +135,25 @@ def in_one_rank(plan: Plan, graph: OpGraph) -> Plan:
     )
 
 
-def needed_bytes(graph: OpGraph) -> int:
+def fitting_rows(graph: OpGraph, rows: int, limit: int) -> int:
+    """Rows of the largest micro-batches with which the comparison keeps a limit in bytes, at most `rows`; 0
+    if not even one row does."""
+    state = needed_bytes(graph, 0.0)
+    values = needed_bytes(graph) - state
+    if state > limit:
+        return 0
+    return rows if state + values <= limit else int((limit - state) * rows // values)
+
+
+def needed_bytes(graph: OpGraph, share: float = 1.0) -> int:
     """About what the comparison holds: parameters, gradients and copies of both, twice, and all values of the
-    forward of each micro-batch."""
+    forward of each micro-batch.
+
+    share: of the rows of the captured micro-batch.
+    """
     state = sum(p.bytes for p in graph.parameters) + sum(b.bytes for b in graph.buffers)
     values = sum(value.bytes for op in graph.ops for value in op.outputs)
-    return 8 * state + 2 * MICROBATCHES * values
+    return 8 * state + math.ceil(2 * MICROBATCHES * values * share)
 
 
 def limit_bytes(plan: Plan) -> int:
