@@ -202,7 +202,7 @@ def test_ranks_killed_at_60_random_moments_resume_to_the_same_losses(folder: Pat
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [1, 2])
 def test_a_run_that_does_not_drain_resumes_to_the_same_losses(width: int, tmp_path: Path) -> None:
-    """The same bits, also where two pipelines sum their gradients: the order of a sum is that of the ranks."""
+    """The same bits, also where two pipelines sum their gradients: sums have the order of the ranks."""
     folder = folder_for("2bw", tmp_path, width)
     assert sum(kill_often(folder, KILLS, seed=17, ranks=RANKS * width).values()) == KILLS
 

@@ -228,8 +228,8 @@ class Weights:
         summed.clear()
 
     def _begin_version(self) -> None:
-        """Copy the newest parameters, so that the optimizer can update the copy in place. Where only one version
-        is kept, nobody uses it now, and it is updated itself."""
+        """Copy the newest parameters, so that the optimizer can update the copy in place. Where only one
+        version is kept, nobody uses it now, and it is updated itself."""
         assert self.updates is not None
         limit = self.updates.limit
         if limit == 1:
