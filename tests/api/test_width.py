@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import runs
 from every_schedule import gpt_job
 
-from pipeloom.api import make_request, passes
+from pipeloom.api import PlanCosts, make_request, passes
+from pipeloom.clusters import cpu_cluster
+from pipeloom.ir.cluster import Cluster, Link
 from pipeloom.ir.errors import ConfigError, PipeloomError, PlanError
 from pipeloom.ir.plan import Plan
+from pipeloom.profiler import roofline
 from pipeloom.train import Config, follow_plan
 
 JOB = gpt_job()
@@ -74,6 +79,26 @@ def test_a_config_that_follows_a_plan_is_for_its_ranks(schedule: str, width: int
     wide = planned(schedule=schedule, width=width)
     settings = follow_plan(Config(), wide, ()).pipeline
     assert (settings.stages, settings.width, settings.microbatches) == (2, width, 8)
+
+
+@pytest.mark.parametrize("memory_bytes_per_s", [1e6, 1e15])
+def test_what_replicas_send_each_other_after_an_update_takes_its_time(memory_bytes_per_s: float) -> None:
+    """Each of two steps half of the parameters, and then gets the other half: half of a sum over both."""
+    graph = runs.capture_of(JOB).graph
+    device = replace(cpu_cluster(1).devices[0], memory_bytes_per_s=memory_bytes_per_s)
+    cluster = Cluster(devices=(device,) * 4, within_node=Link(bandwidth_bytes_per_s=1e6))
+    plan = planned()
+    whole, shared = (
+        PlanCosts(graph, roofline(graph, device), cluster).stages(replace(plan, shard_optimizer=share))
+        for share in (False, True)
+    )
+    for stage, (one, other) in enumerate(zip(whole, shared, strict=True)):
+        names = plan.replicated(plan.stage_graph(graph)).params[stage]
+        sizes = [p.bytes for p in graph.parameters if p.name in names and p.trainable]
+        sent_s = sum(sizes) / 2 / 1e6
+        even_s, most_s = one.step_s / 2, one.step_s * max(sizes) / sum(sizes)
+        assert other.step_s - sent_s == pytest.approx(even_s, abs=most_s + 1e-5)
+        assert other.step_s > sent_s
 
 
 def test_a_shared_out_optimizer_is_planned_for_by_rank() -> None:

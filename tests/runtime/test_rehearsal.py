@@ -10,6 +10,7 @@ import pytest
 import runs
 import torch
 import zoo
+from delayed import job_of, steady_plan
 from every_schedule import gpt_job, plan_of
 
 from pipeloom import Job, Options, Pipeline
@@ -114,6 +115,13 @@ SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("gpipe", "zb_h1"
 def test_training_is_the_same_with_rehearsals(schedule: str) -> None:
     job = replace(gpt_job(), optimizer=adam)
     require_same(job, plan_of(job, schedule, 2, microbatches=4))
+
+
+@pytest.mark.parametrize("policy", ["2bw", "stash"])
+def test_training_without_a_flush_is_the_same_with_rehearsals(policy: str) -> None:
+    """A rehearsal uses the sums of gradients and the versions of the weights: nothing of it may stay."""
+    job = job_of("adamw")
+    require_same(job, steady_plan(job, 2, 2, policy))
 
 
 @pytest.mark.slow

@@ -38,7 +38,7 @@ from ..runtime import (
     time_optimizer,
     with_times,
 )
-from ..simulator import simulate
+from ..simulator import all_gather_s, simulate
 
 ENOUGH_S = 1.0
 """A forecast is made from at least as many walks as fit into this time, ..."""
@@ -168,6 +168,10 @@ class Rehearsals:
             size = max(sizes, default=0)
             cluster = forecast.cluster(measure_link(channel, size, clock, forecast.device))
         self._cluster = cluster
+        if weights.shares:  # what replicas have updated for each other is sent within STEP
+            shares = weights.shares[channel.rank]
+            size = sum(weights.params[name].nbytes for name in shares.owner)
+            self._update_s += all_gather_s(size, shares.ranks, cluster)
         self._rehearsal = Rehearsal(
             forecast.program,
             forecast.variant,

@@ -17,7 +17,7 @@ from ..ir.profile import Profile
 from ..ir.stages import StageGraph
 from ..ir.timeline import Timeline
 from ..lowering import lower
-from ..simulator import simulate
+from ..simulator import all_gather_s, simulate
 from .request import are_alike, profile_of
 from .stage_cost import CostModel, CostOptions, estimate_stage
 
@@ -60,7 +60,7 @@ class PlanCosts:
                     part = estimate.plan(max(1, in_flight[index]), ahead=index in ahead)
                     each.append(estimate.simulator_cost(part, ahead=index in ahead))
             costs += known[id(model)]
-        return count_once(
+        counted = count_once(
             costs,
             stages,
             self.graph,
@@ -68,6 +68,23 @@ class PlanCosts:
             optimizer_bytes=model.options.optimizer_bytes,
             shared_out=plan.shard_optimizer,
         )
+        return self._sharing_updates(counted, plan, stages) if plan.shard_optimizer else counted
+
+    def _sharing_updates(
+        self, costs: tuple[StageCost, ...], plan: Plan, stages: StageGraph
+    ) -> tuple[StageCost, ...]:
+        """Where replicas share out the optimizer's state each steps its share only, and then waits for what
+        the others have updated. The runtime does so within STEP, so its seconds are counted there."""
+        trained_bytes = {p.name: p.bytes for p in self.graph.parameters if p.trainable}
+        shares = optimizer_shares(stages, plan.placement, trained_bytes)
+        shared = []
+        for cost, rank, names in zip(costs, plan.placement, stages.params, strict=True):
+            trained = {name: trained_bytes[name] for name in names if name in trained_bytes}
+            size, own = sum(trained.values()), shares[rank].of(rank)
+            share = sum(trained[name] for name in own & trained.keys()) / size if size else 0.0
+            sent_s = all_gather_s(size, shares[rank].ranks, self.cluster)
+            shared.append(replace(cost, step_s=cost.step_s * share + sent_s))
+        return tuple(shared)
 
     def simulate(self, plan: Plan) -> Timeline:
         """One step of a plan, predicted."""

@@ -90,6 +90,19 @@ def all_reduce_s(size: int, ranks: tuple[int, ...], cluster: Cluster) -> float:
     return max([paced, *link_seconds(size, ranks, cluster).values()])
 
 
+def all_gather_s(size: int, ranks: tuple[int, ...], cluster: Cluster) -> float:
+    """Seconds until each of `ranks` has all of `size` bytes, of which each had about an even share: the
+    second half of the ring that `all_reduce_s` is. Nothing else is on its way.
+
+    >>> from ..ir.cluster import Device, Link
+    >>> device = Device(name="any", memory_bytes=1)
+    >>> cluster = Cluster(devices=(device,) * 2, within_node=Link(bandwidth_bytes_per_s=4.0))
+    >>> all_gather_s(8, (0, 1), cluster), all_reduce_s(8, (0, 1), cluster)
+    (1.0, 2.0)
+    """
+    return all_reduce_s(size, ranks, cluster) / 2
+
+
 def link_seconds(size: int, ranks: tuple[int, ...], cluster: Cluster) -> dict[NodeLink, float]:
     """The network links of nodes that a sum goes through, with the seconds that its bytes take of each.
 
