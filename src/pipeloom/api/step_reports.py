@@ -86,14 +86,15 @@ class StepRecord:
         events = list(self.recorder.events(late_s))
         if steady is not None:
             events = numbered_on(events, steady, starts_s)
-        mine = (events, curves, self.ledger.at_peak, _row_s(starts_s))
+        mine = (events, curves, (self.ledger.at_peak, self.ledger.residual_peak), _row_s(starts_s))
         parts = self.channel.all_gather_object(mine)
         return Timeline(
             source="measured",
             ranks=self.channel.ranks,
             events=tuple(e for events, _, _, _ in parts for e in events),
             memory=tuple(curve for _, curves, _, _ in parts for curve in curves),
-            peaks=tuple(peak for _, _, peak, _ in parts),
+            peaks=tuple(peak for _, _, (peak, _), _ in parts),
+            residual_peaks=tuple(residuals for _, _, (_, residuals), _ in parts),
             pairs=tuple((str(first), str(second)) for first, second in pairs),
             steps=1 if steady is None else max(1, len(starts_s) - 1),
             steady_s=None if steady is None else max(row_s for _, _, _, row_s in parts),

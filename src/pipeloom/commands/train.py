@@ -93,12 +93,12 @@ def train(
 
     With --json, what summary.json holds: run, name, steps, first_step (steps done before this start), stages,
     width, schedule, microbatches, train_loss and validation_loss (first and last); forecast, predicted and
-    measured (step_s, bubble, peak_bytes per rank): the forecast is made before the first step, predicted and
-    measured belong to one rehearsal and the step it is held against, those of middle error, but for measured
-    peak_bytes, the most since the run began; middle_step_s (median of the steps since this start, without
-    those that warm up), forecast_error (of the forecast, against that), step_error (predicted less measured,
-    as a share of measured), step_error_quartiles (of all rehearsals), rehearsals (of each: step,
-    predicted_step_s, measured_step_s, and steps, of which the measured one is the middle).
+    measured (step_s, bubble, peak_bytes and residual_peak_bytes per rank): the forecast is made before the
+    first step, predicted and measured belong to one rehearsal and the step it is held against, those of
+    middle error, but for measured bytes, the most since the run began; middle_step_s (median of the steps
+    since this start, without those that warm up), forecast_error (of the forecast, against that), step_error
+    (predicted less measured, as a share of measured), step_error_quartiles (of all rehearsals), rehearsals
+    (of each: step, predicted_step_s, measured_step_s, and steps, of which the measured one is the middle).
     """
     from ..train import ranks_for, read_config
 

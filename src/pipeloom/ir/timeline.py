@@ -104,6 +104,7 @@ class Timeline:
     """One step of all ranks, or several of a pipeline that does not drain between them.
 
     source: "predicted" or "measured".  peaks: per rank, bytes by kind at that rank's peak.
+    residual_peaks: per rank, the most bytes of residuals at any time, empty where that is not known.
     pairs: actions that run as one unit, each as the texts of its two.
     steps: how many it shows.  steady_s: of several, seconds from one to the next while the pipeline is full.
     """
@@ -113,6 +114,7 @@ class Timeline:
     events: Sequence[Event]
     memory: Sequence[MemoryCurve] = ()
     peaks: tuple[Mapping[str, int], ...] = field(default=())
+    residual_peaks: tuple[int, ...] = ()
     pairs: tuple[tuple[str, str], ...] = ()
     steps: int = 1
     steady_s: float | None = None

@@ -30,6 +30,7 @@ class Ledger:
     """Bytes alive on one rank.
 
     cap_bytes: a limit that ends the run when it is passed; None for no limit.
+    residual_peak: the most bytes of residuals at any time, apart from the peak of all together.
     host, host_peak: bytes of offloaded residuals in host memory or files, now and at most.
     """
 
@@ -40,7 +41,7 @@ class Ledger:
         self.total = 0
         self.peak = 0
         self.at_peak: dict[str, int] = dict(self.levels)
-        self.host = self.host_peak = 0
+        self.residual_peak = self.host = self.host_peak = 0
 
     def set_host(self, size: int) -> None:
         """Offloaded residuals now take `size` bytes."""
@@ -53,6 +54,8 @@ class Ledger:
         """
         self.total += size - self.levels[kind]
         self.levels[kind] = size
+        if kind == "residuals":
+            self.residual_peak = max(self.residual_peak, size)
         if self.total > self.peak:
             self._new_peak(doing)
 
@@ -81,6 +84,7 @@ class Ledger:
         """Forget the peak so far, as after start-up."""
         self.peak = self.total
         self.at_peak = dict(self.levels)
+        self.residual_peak = self.levels["residuals"]
 
     def refuse(self, size: int, doing: str) -> NoReturn:
         """Raises: MemoryCapError, as `doing` would take `size` bytes more than there may be."""

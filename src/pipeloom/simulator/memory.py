@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -34,7 +35,7 @@ from ..ir.timeline import MemoryCurve
 from .layout import message_bytes
 from .loop_state import Floats, Layout, State
 from .memory_changes import MemoryChanges
-from .memory_replay import RESIDUALS, Output, Step, replay
+from .memory_replay import MOST_RESIDUALS, RESIDUALS, Output, Step, replay
 
 KINDS = (*STATIC_KINDS, "residuals", "boundary", "transient")
 """The last three in the order of `replay`."""
@@ -62,14 +63,23 @@ class Memory:
 
     def peaks(self) -> tuple[Mapping[str, int], ...]:
         """Per rank the bytes by kind at its first peak."""
-        ranks = len(self.static)
-        at_peak = np.zeros((ranks, 3), np.int64)
-        none = np.zeros(0)
-        replay(self.step, (0, ranks), Output(at_peak, none, none.astype(np.int64)))
         return tuple(
             dict(zip(KINDS, (*static, *own), strict=True))
-            for static, own in zip(self.static, at_peak.tolist(), strict=True)
+            for static, own in zip(self.static, self._highest[:, :MOST_RESIDUALS].tolist(), strict=True)
         )
+
+    def residual_peaks(self) -> tuple[int, ...]:
+        """Per rank the most bytes of residuals, which need not be when it holds most of everything."""
+        return tuple(self._highest[:, MOST_RESIDUALS].tolist())
+
+    @cached_property
+    def _highest(self) -> Longs:
+        """(ranks, 4), see `Output.at_peak`."""
+        ranks = len(self.static)
+        at_peak = np.zeros((ranks, MOST_RESIDUALS + 1), np.int64)
+        none = np.zeros(0)
+        replay(self.step, (0, ranks), Output(at_peak, none, none.astype(np.int64)))
+        return at_peak
 
     def curve(self, rank: int) -> MemoryCurve:
         """Bytes over time of one rank."""
@@ -78,7 +88,7 @@ class Memory:
         first = p.first_message
         most += sum(int(first[c + 1] - first[c]) for c in self.changes.outgoing(rank))
         times, sizes = np.zeros(most), np.zeros(most, np.int64)
-        at_peak = np.zeros((len(self.static), 3), np.int64)
+        at_peak = np.zeros((len(self.static), MOST_RESIDUALS + 1), np.int64)
         count = replay(self.step, (rank, rank + 1), Output(at_peak, times, sizes))
         static = sum(self.static[rank])
         return MemoryCurve(

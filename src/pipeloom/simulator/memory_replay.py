@@ -23,7 +23,7 @@ from ..ir.kernels import allocating, kernel
 from .loop_state import Floats, Layout, State
 from .memory_changes import MemoryChanges
 
-RESIDUALS, BOUNDARY, TRANSIENT = 0, 1, 2
+RESIDUALS, BOUNDARY, TRANSIENT, MOST_RESIDUALS = 0, 1, 2, 3
 
 
 class Step(NamedTuple):
@@ -35,8 +35,8 @@ class Step(NamedTuple):
 
 
 class Output(NamedTuple):
-    """at_peak: (ranks, 3), the bytes at each rank's first peak.  time, size: the curve, without what is
-    static; empty where it is not asked for."""
+    """at_peak: (ranks, 4), the bytes at each rank's first peak, and the most residuals at any time.  time,
+    size: the curve, without what is static; empty where it is not asked for."""
 
     at_peak: Longs
     time: Floats
@@ -187,6 +187,8 @@ def _find_gone(step: Step, rank: int, work: Pass) -> None:
 def _note(rank: int, time: float, work: Pass, out: Output) -> None:
     """Keep a rank's first peak, and the curve where it is asked for."""
     total = work.sums[RESIDUALS] + work.sums[BOUNDARY] + work.sums[TRANSIENT]
+    if work.sums[RESIDUALS] > out.at_peak[rank, MOST_RESIDUALS]:
+        out.at_peak[rank, MOST_RESIDUALS] = work.sums[RESIDUALS]
     if total > work.sums[_PEAK]:
         work.sums[_PEAK] = total
         for part in range(3):
@@ -342,6 +344,8 @@ def _add_sources(
             transient += change[entry, TRANSIENT]
             at_own += 1
         total = residuals + boundary + transient
+        if residuals > out.at_peak[rank, MOST_RESIDUALS]:
+            out.at_peak[rank, MOST_RESIDUALS] = residuals
         if total > peak:
             peak = total
             out.at_peak[rank, RESIDUALS] = residuals

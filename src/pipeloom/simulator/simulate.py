@@ -86,6 +86,7 @@ def simulate(
         source="predicted",
         ranks=program.columns.ranks,
         peaks=peaks,
+        residual_peaks=memory.residual_peaks(),
         pairs=tuple((str(first), str(second)) for first, second in program.pairs),
         events=SimulatedEvents(
             program.columns,

@@ -31,9 +31,10 @@ def summary(
 
     run: its directory. steps, first_step: steps done, and done before this start. stages, width, schedule,
     microbatches: as planned. train_loss, validation_loss: [first, last] in nats per token, null before there
-    is one. forecast, predicted, measured: step_s, bubble and peak_bytes (per rank) of one step, null if there
-    is none: the forecast is made before the first step, the other two belong to one rehearsal and the step
-    that it is held against, but for measured bytes, the most since the run began. middle_step_s: the median
+    is one. forecast, predicted, measured: step_s, bubble, peak_bytes and residual_peak_bytes (per rank) of
+    one step, null if there is none: the forecast is made before the first step, the other two belong to one
+    rehearsal and the step that it is held against, but for measured bytes, the most since the run began.
+    middle_step_s: the median
     of the steps since this start, without those that warm up. forecast_error: step time of the forecast less
     that, as a share of it. step_error: predicted less measured step time, as a share of measured.
     step_error_quartiles: of the errors of all rehearsals, null for fewer than four. rehearsals: of each the
@@ -151,4 +152,10 @@ def _step(timeline: Timeline | None) -> dict[str, Any] | None:
     if timeline is None:
         return None
     peaks = [peak_of(timeline, rank) for rank in range(timeline.ranks)]
-    return {"step_s": timeline.step_s, "bubble": timeline.bubble, "peak_bytes": peaks}
+    residuals = list(timeline.residual_peaks)
+    return {
+        "step_s": timeline.step_s,
+        "bubble": timeline.bubble,
+        "peak_bytes": peaks,
+        "residual_peak_bytes": residuals,
+    }

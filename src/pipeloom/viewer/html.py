@@ -20,6 +20,7 @@ from .report_facts import (
     StageRow,
     facts,
     memory_kinds,
+    residual_peak_of,
     source_name,
     stage_comparisons,
     stage_seconds,
@@ -216,6 +217,7 @@ def _memory_table(
     sizes = [peak for t in timelines for peak in t.peaks]
     kinds = [k for k in memory_kinds(timelines) if any(size.get(k, 0) > least for size in sizes)]
     show = partial(show_size, unit=size_unit)
+    apart = ["most residuals"] if any(t.residual_peaks for t in timelines) else []
     compared, left = predicted is not None and measured is not None, ["rank", *(["stages"] if homes else [])]
     rows = []
     for peak in known.peaks:
@@ -224,14 +226,15 @@ def _memory_table(
             first = timeline is timelines[0]
             held = timeline.peaks[rank] if rank < len(timeline.peaks) else {}
             total = peak.predicted if timeline is predicted else peak.measured
-            cells = [_text(size, show) for size in (*map(held.get, kinds), total)]
+            most = [residual_peak_of(timeline, rank)] if apart else []
+            cells = [_text(size, show) for size in (*map(held.get, kinds), total, *most)]
             error = _text(peak.error, show_error) if timeline is timelines[-1] else ""
             cap = show(caps[rank]) if rank < len(caps) and first else ""
             where = [str(rank), homes.get(rank, DASH)] if first else ["", ""]
             ends = [*([error] if compared else []), *([cap] if caps else [])]
             name = source_name(timeline, timelines)
             rows.append((*where[: len(left)], name, *cells, *ends))
-    heads = (*left, "", *kinds, "peak", *(["error"] if compared else []), *(["cap"] if caps else []))
+    heads = (*left, "", *kinds, "peak", *apart, *(["error"] if compared else []), *(["cap"] if caps else []))
     return HtmlTable(heads=heads, rows=tuple(rows), left=len(left) + 1)
 
 

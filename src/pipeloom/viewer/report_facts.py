@@ -103,6 +103,12 @@ def peak_of(timeline: Timeline | None, rank: int) -> int | None:
     return timeline.peak_bytes(rank) if known else None
 
 
+def residual_peak_of(timeline: Timeline | None, rank: int) -> int | None:
+    """The most bytes of residuals that a rank holds at any time; None where that is not known."""
+    known = timeline is not None and rank < len(timeline.residual_peaks)
+    return timeline.residual_peaks[rank] if timeline is not None and known else None
+
+
 def source_name(timeline: Timeline, beside: Sequence[Timeline]) -> str:
     """What a timeline is called among those that are shown: one that no run stands beside is simulated.
 

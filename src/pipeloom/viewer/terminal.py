@@ -15,7 +15,15 @@ from rich.text import Text
 from ..ir.timeline import Event, Timeline
 from ..ir.units import format_bytes
 from .labels import Label, chunks, colour, computes, group_name, label
-from .report_facts import Comparison, StageRow, facts, memory_kinds, stage_seconds, stages_by_rank
+from .report_facts import (
+    Comparison,
+    StageRow,
+    facts,
+    memory_kinds,
+    residual_peak_of,
+    stage_seconds,
+    stages_by_rank,
+)
 from .units import show_count, show_error, show_share, show_time, time_unit
 
 IDLE = "·"
@@ -236,14 +244,17 @@ def memory_table(
     largest = max((p.predicted or 0.0 for p in peaks), default=0.0)
     unit, scale = ("GiB", 1024**3) if largest >= 10 * 1024**3 else ("MiB", 1024**2)
     homes = stages_by_rank(stages)
-    heads = ("rank", *(["stages"] if homes else []), "", *(SHORT.get(k, k) for k in kinds), "peak")
+    apart = ["most residuals"] if any(t.residual_peaks for t in timelines) else []
+    heads = ("rank", *(["stages"] if homes else []), "", *(SHORT.get(k, k) for k in kinds), "peak", *apart)
     table = _table(f"memory at each rank's peak, {unit}", heads, left=("",))
     for peak in peaks:
         rank = int(peak.name.removeprefix("rank "))
         for timeline in timelines:
             sizes = timeline.peaks[rank] if rank < len(timeline.peaks) else {}
             total = peak.predicted if timeline is predicted else peak.measured
-            cells = [_cell(size, lambda v: f"{v / scale:.1f}") for size in (*map(sizes.get, kinds), total)]
+            most = [residual_peak_of(timeline, rank)] if apart else []
+            held = (*map(sizes.get, kinds), total, *most)
+            cells = [_cell(size, lambda v: f"{v / scale:.1f}") for size in held]
             where = [str(rank), *([homes.get(rank, "")] if homes else [])]
             table.add_row(*where, timeline.source, *cells)
     return table
