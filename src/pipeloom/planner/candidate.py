@@ -116,7 +116,7 @@ class Candidate:
             self.request.graph,
             placement=self.layout.placement,
             optimizer_bytes=self.request.options.optimizer_bytes,
-            shared_out=self.request.options.shard_optimizer,
+            shared_out=self.request.cluster if self.request.options.shard_optimizer else None,
         )
 
     def _recompute_ahead(self, stages: Sequence[_StageChoice]) -> list[_StageChoice]:

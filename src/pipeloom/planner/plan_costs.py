@@ -60,31 +60,14 @@ class PlanCosts:
                     part = estimate.plan(max(1, in_flight[index]), ahead=index in ahead)
                     each.append(estimate.simulator_cost(part, ahead=index in ahead))
             costs += known[id(model)]
-        counted = count_once(
+        return count_once(
             costs,
             stages,
             self.graph,
             placement=plan.placement,
             optimizer_bytes=model.options.optimizer_bytes,
-            shared_out=plan.shard_optimizer,
+            shared_out=self.cluster if plan.shard_optimizer else None,
         )
-        return self._sharing_updates(counted, plan, stages) if plan.shard_optimizer else counted
-
-    def _sharing_updates(
-        self, costs: tuple[StageCost, ...], plan: Plan, stages: StageGraph
-    ) -> tuple[StageCost, ...]:
-        """Where replicas share out the optimizer's state each steps its share only, and then waits for what
-        the others have updated. The runtime does so within STEP, so its seconds are counted there."""
-        trained_bytes = {p.name: p.bytes for p in self.graph.parameters if p.trainable}
-        shares = optimizer_shares(stages, plan.placement, trained_bytes)
-        shared = []
-        for cost, rank, names in zip(costs, plan.placement, stages.params, strict=True):
-            trained = {name: trained_bytes[name] for name in names if name in trained_bytes}
-            size, own = sum(trained.values()), shares[rank].of(rank)
-            share = sum(trained[name] for name in own & trained.keys()) / size if size else 0.0
-            sent_s = all_gather_s(size, shares[rank].ranks, self.cluster)
-            shared.append(replace(cost, step_s=cost.step_s * share + sent_s))
-        return tuple(shared)
 
     def simulate(self, plan: Plan) -> Timeline:
         """One step of a plan, predicted."""
@@ -131,16 +114,19 @@ def count_once(
     *,
     placement: Sequence[int],
     optimizer_bytes: float,
-    shared_out: bool,
+    shared_out: Cluster | None,
 ) -> tuple[StageCost, ...]:
     """Costs of stages of which several are on a rank: a parameter that they read is there once, and so is the
-    batch; the first of them counts it. Of optimizer state that is shared out a rank counts its share.
+    batch; the first of them counts it.
 
     stages: of all replicas, with the costs and the rank of each.  optimizer_bytes: per byte trained.
+    shared_out: where replicas share out the optimizer's state, the cluster of their ranks. A rank then holds
+        and steps its share only, and waits for what the others have updated, which the runtime does within
+        STEP.
     """
     read: dict[int, set[str]] = {}
     trained_bytes = {p.name: p.bytes for p in graph.parameters if p.trainable}
-    shares = optimizer_shares(stages, placement, trained_bytes) if shared_out else ()
+    shares = optimizer_shares(stages, placement, trained_bytes) if shared_out is not None else ()
     corrected = []
     for cost, rank, names in zip(costs, placement, stages.params, strict=True):
         batch = cost.static_bytes.get("batch", 0) if rank in read else 0
@@ -155,8 +141,12 @@ def count_once(
             "batch": batch,
         }
         static = {kind: max(0, size - saved.get(kind, 0)) for kind, size in cost.static_bytes.items()}
-        if shares:
+        step_s = cost.step_s
+        if shared_out is not None:
             own = sum(trained_bytes[name] for name in new & shares[rank].of(rank))
             static["optimizer"] = round(own * optimizer_bytes)
-        corrected.append(replace(cost, static_bytes=static))
+            size = sum(trained_bytes.get(name, 0) for name in new)
+            step_s *= own / size if size else 1.0
+            step_s += all_gather_s(size, shares[rank].ranks, shared_out)
+        corrected.append(replace(cost, static_bytes=static, step_s=step_s))
     return tuple(corrected)
