@@ -286,12 +286,14 @@ class Watch:
 def _as_connection_error(error: RuntimeError) -> Exception:
     """What a collective of torch.distributed raised, as a transport would; other errors as they are.
 
-    gloo's errors are plain RuntimeErrors that begin with the place in its source.
+    gloo's errors are plain RuntimeErrors that begin with the place in its source, but for that of a pair of
+    ranks that it gives up when a wait took too long.
     """
     text = str(error)
-    if not isinstance(error, dist.DistError) and "gloo" not in text.partition("]")[0]:
+    given_up = text.startswith("Application timeout")
+    if not given_up and not isinstance(error, dist.DistError) and "gloo" not in text.partition("]")[0]:
         return error
-    kind = TimeoutError if "timed out" in text.lower() else ConnectionError
+    kind = TimeoutError if given_up or "timed out" in text.lower() else ConnectionError
     return kind(text.partition("\n")[0])
 
 
