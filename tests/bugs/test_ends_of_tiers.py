@@ -132,8 +132,7 @@ def test_a_broken_device_is_not_said_twice(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(cuda_tier, "_stream", Broken)
     tier = CudaTier(0)
-    tier._last_offload = cuda_tier.CudaCopy(())
-    tier._reloading.add(tier._last_offload)
+    tier._reloading.add(cuda_tier.CudaCopy(()))
     tier._idle_chunks.append(torch.empty(1))
     tier.close()
-    assert tier._last_offload is None and not tier._reloading and not tier._idle_chunks
+    assert not tier._reloading and not tier._idle_chunks

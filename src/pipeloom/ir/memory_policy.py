@@ -37,6 +37,11 @@ TREATMENTS: Mapping[str, tuple[Treatment, ...]] = {
 """What may be done with residuals, by the names that commands and configs have for it."""
 
 
+AT_ONCE, LEAST_AT_ONCE = 3, 2
+"""Micro-batches of a stage with all their residuals on the device, where it offloads some: the newest, the
+one before it while it leaves, and the one whose backward is next; or the newest waits for the one before."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class MemoryPolicy:
     """For each stage: residual name -> treatment. What is not named is kept.
@@ -44,12 +49,15 @@ class MemoryPolicy:
     ahead: stages that recompute in an action of their own in front of the backward, while its gradient is on
     the way, and then hold all that one micro-batch recomputes at once. Other stages recompute inside the
     backward, each residual in front of the first op that reads it.
+    at_once: micro-batches of a stage that may have their offloaded residuals on the device at the same time;
+    where the schedule says when they are copied, it decides.
 
     Raises: PlanError if a treatment is none of `Treatment`, or `ahead` names what cannot be a stage.
     """
 
     stages: tuple[Mapping[str, Treatment], ...] = field(default=())
     ahead: tuple[int, ...] = ()
+    at_once: int = AT_ONCE
 
     def __post_init__(self) -> None:
         known = get_args(Treatment)
@@ -61,6 +69,11 @@ class MemoryPolicy:
                         f"residual {name} of stage {stage} is treated as {given!r}",
                         hint=f"did you mean {near[0]}?" if near else f"use {', '.join(known)}",
                     )
+        if self.at_once < LEAST_AT_ONCE:
+            raise PlanError(
+                f"{self.at_once} micro-batches of a stage may have offloaded residuals on the device",
+                hint=f"at least {LEAST_AT_ONCE} do: one leaves while another one is used",
+            )
         for stage in self.ahead:
             if stage < 0:
                 raise PlanError(f"stage {stage} is to recompute ahead", hint="stages count from 0")

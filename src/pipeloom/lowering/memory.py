@@ -7,8 +7,8 @@
 
 A micro-batch whose B follows its F at once, or after one action, is not copied: it would come back at once. A
 schedule may say itself when single micro-batches of a stage are copied: such a stage gets no other copies. Of
-another one that offloads at most `COPIES_ON_DEVICE` micro-batches have all their residuals on the device,
-however slow the copies are:
+another one that offloads no more than `MemoryPolicy.at_once` micro-batches have all their residuals on the
+device, however slow the copies are:
 
     F0 OFFLOAD0 F1 OFFLOAD1 F2 OFFLOAD2 AWAIT0 F3 OFFLOAD3 AWAIT1 ...
 
@@ -47,10 +47,6 @@ from ..ir.memory_policy import MemoryPolicy
 from ..ir.schedule import Program
 from ..ir.stages import StageGraph
 
-COPIES_ON_DEVICE = 3
-"""Micro-batches of a stage with all their residuals on the device: the newest, the one before it while it
-leaves, and the one whose backward is next."""
-
 _OFFLOAD, _RECOMPUTE, _AWAIT, _RELOAD, _RUN = range(5)
 """The order of what comes to stand at one place; `_RUN` is what stands there already."""
 
@@ -84,20 +80,21 @@ def add_memory(program: Program, stages: StageGraph, *, policy: MemoryPolicy) ->
     awaits = np.full(forward.shape, -1)
     for s in np.flatnonzero(away).tolist():
         begin = units.begin[units.number[forward[s]]]
-        for number, at in _awaited(forward[s], back[s], reload[s], begin):
+        for number, at in _awaited((forward[s], back[s], reload[s], begin), policy.at_once):
             awaits[s, number] = at
     insert(AWAIT_, awaits >= 0, awaits, _AWAIT)
     insert(RECOMPUTE_, again[stage], units.begin[units.number[back]], _RECOMPUTE)
     return replace(program, rows=Rows(_with(old, np.concatenate(insertions, axis=1))))
 
 
-def _awaited(forward: Ints, back: Ints, reload: Ints, begin: Ints) -> Iterator[tuple[int, int]]:
-    """What a stage waits for so that no more than `COPIES_ON_DEVICE` micro-batches have all their residuals
-    on the device: the micro-batch of an OFFLOAD, and the entry in front of which that is awaited.
+def _awaited(entries: tuple[Ints, Ints, Ints, Ints], most: int) -> Iterator[tuple[int, int]]:
+    """What a stage waits for so that no more than `most` micro-batches have all their residuals on the
+    device: the micro-batch of an OFFLOAD, and the entry in front of which that is awaited.
 
-    Per micro-batch, forward, back: entries of F, and of B or I.  reload: the entry in front of which RELOAD
-    stands, -1 for what is not copied.  begin: of what F receives.
+    entries: per micro-batch that of F, and of B or I; that in front of which RELOAD stands, -1 for what is
+    not copied; and that of what F receives.
     """
+    forward, back, reload, begin = entries
     events = [(at, _RUN, number, 1) for number, at in enumerate(forward.tolist())]
     events += [(at, _RELOAD, number, 1) for number, at in enumerate(reload.tolist()) if at >= 0]
     events += [(at, _RUN, number, -1) for number, at in enumerate(back.tolist())]
@@ -106,7 +103,7 @@ def _awaited(forward: Ints, back: Ints, reload: Ints, begin: Ints) -> Iterator[t
         if order == _RELOAD and number in leaving:
             del leaving[number]  # it goes on with what has not left
             continue
-        while change > 0 and held >= COPIES_ON_DEVICE and leaving:
+        while change > 0 and held >= most and leaving:
             oldest = next(iter(leaving))
             del leaving[oldest]
             held -= 1

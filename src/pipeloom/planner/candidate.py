@@ -147,7 +147,8 @@ class Candidate:
         parts = tuple(stage.plan for stage in stages)
         treatments = tuple(s.evaluation.treatments for s in stages) if self.search.optimises else ()
         ahead = tuple(index for index, stage in enumerate(stages) if stage.ahead)
-        policy = MemoryPolicy(stages=treatments, ahead=ahead)
+        at_once = self.request.options.offloaded_at_once
+        policy = MemoryPolicy(stages=treatments, ahead=ahead, at_once=at_once)
         program = lower(
             self.schedule, self.stages, policy=policy, updates=self.updates, clips=self.request.options.clips
         )

@@ -10,7 +10,7 @@ from .. import schedules
 from ..ir.cluster import Cluster
 from ..ir.errors import InfeasibleError, PlanError, shown
 from ..ir.graph import OpGraph
-from ..ir.memory_policy import Treatment
+from ..ir.memory_policy import LEAST_AT_ONCE, Treatment
 from ..ir.plan import Plan
 from ..ir.profile import Profile
 from .candidate import Candidate
@@ -70,6 +70,19 @@ def make_plan(
     devices = replace(cluster, devices=cluster.devices[:stages])
     request = Request(graph, profile, devices, schedule, microbatches, options, asked, watch)
     request.refuse_what_cannot_be()
+    if "offload" not in request.treatments or options.offloaded_at_once == LEAST_AT_ONCE:
+        return _plan_of(request, strategy, explained=explained)
+    try:
+        return _plan_of(request, strategy, explained=False)
+    except InfeasibleError:
+        fewer = replace(options, offloaded_at_once=LEAST_AT_ONCE)
+        return _plan_of(replace(request, options=fewer), strategy, explained=explained)
+
+
+def _plan_of(request: Request, strategy: str, *, explained: bool) -> Plan:
+    """The plan that is asked for; raises as `make_plan`."""
+    asked, options = request.planner, request.options
+    stages, schedule, cluster = len(request.cluster.devices), request.schedule, request.cluster
     count = request.layout.stages
     if count > (places := len(request.models[0].cut_points) - 1):
         why = f"{count} stages, but ops that share an updated buffer stay together, which leaves {places}"

@@ -93,6 +93,7 @@ class PlanCosts:
             weights=plan.weights,
             clips=plan.clips,
             width=plan.width,
+            offloaded_at_once=plan.memory.at_once,
         )
         held = sum(s.memory.optimizer for s in plan.stages) * options.gradient_sets
         if plan.shard_optimizer:  # there an even share is counted

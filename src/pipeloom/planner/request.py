@@ -13,7 +13,7 @@ from ..ir.cluster import Cluster, Device
 from ..ir.costs import StageCost
 from ..ir.errors import PlanError
 from ..ir.graph import OpGraph
-from ..ir.memory_policy import Treatment
+from ..ir.memory_policy import AT_ONCE, Treatment
 from ..ir.profile import Profile, batch_text
 from ..ir.schedule import Schedule
 from ..ir.stages import StageGraph, chain, replicate
@@ -45,6 +45,7 @@ class PlanOptions:
     width: replicas of each stage, of which one is planned.  shard_optimizer: they share out its state.
     branches: stages that read nothing of each other run side by side; if not, one after another, as a chain.
     fastest: look for the fastest plan; if not, the first that keeps its caps will do.
+    offloaded_at_once: see `MemoryPolicy.at_once`; fewer are tried where nothing fits.
     """
 
     optimizer_bytes: float = 2.0
@@ -57,6 +58,7 @@ class PlanOptions:
     shard_optimizer: bool = False
     fastest: bool = True
     branches: bool = True
+    offloaded_at_once: int = AT_ONCE
 
 
 @dataclass(frozen=True)
@@ -162,6 +164,7 @@ class Request:
             weights=self.weights,
             clips=self.options.clips,
             width=self.options.width,
+            offloaded_at_once=self.options.offloaded_at_once,
         )
         return CostModel(
             self.graph,

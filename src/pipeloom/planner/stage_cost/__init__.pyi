@@ -2,7 +2,6 @@ from .arrays import Array as Array, Indices as Indices, Rows as Rows
 from .liveness import ForwardArrays as ForwardArrays, LivenessSweep as LivenessSweep
 from .model import CostModel as CostModel
 from .peak_memory import (
-    OFFLOAD_COPIES as OFFLOAD_COPIES,
     CostOptions as CostOptions,
     Footprint as Footprint,
     RecomputeAhead as RecomputeAhead,

@@ -5,9 +5,9 @@
     static       parameters, gradients, optimizer state: each parameter once per stage, tied ones in each
                  stage that reads them; of parameters as many versions as the weight policy keeps. Buffers,
                  and the whole batch, which every rank holds.
-    residuals    q K + min(q, 3) O with q micro-batches in flight, of each of which the stage keeps K bytes on
-                 the device and offloads O (`OFFLOAD_COPIES`). Of a saved value that the stage received, the
-                 receive buffer is kept instead, and the batch is there anyway.
+    residuals    q K + min(q, c) O with q micro-batches in flight, of each of which the stage keeps K bytes on
+                 the device and offloads O (c: `CostOptions.offloaded_at_once`). Of a saved value that the
+                 stage received, the receive buffer is kept instead, and the batch is there anyway.
     boundary     receive buffers of the micro-batches in flight and of those posted ahead, and messages on
                  their way out, of values and of gradients.
     transient    what the newest micro-batch needs besides, at its worst op: found by the sweeps over the ops
@@ -31,6 +31,7 @@ from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
+from ...ir.memory_policy import AT_ONCE
 from ...ir.weight_policy import FLUSH, WEIGHT_POLICIES
 from .arrays import Array, Indices
 
@@ -41,11 +42,6 @@ Bytes: TypeAlias = float | Array
 
 Count: TypeAlias = int | Indices
 """A number of micro-batches, or a column (counts, 1) of several."""
-
-OFFLOAD_COPIES = 3
-"""Copies of an offloaded residual that are on the device at once: that of the newest micro-batch, that of
-the one before while it is on its way to the host, and that of the one whose backward is next, which is
-fetched one action ahead."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +56,7 @@ class CostOptions:
     microbatches: per step, of those that the device runs.
     weights: the weight policy, see `ir.weight_policy`.  clips: gradients, by their norm over all ranks.
     width: replicas of the stage, which sum their gradients.
+    offloaded_at_once: see `MemoryPolicy.at_once`.
     """
 
     microbatches: int
@@ -70,6 +67,7 @@ class CostOptions:
     weights: str = FLUSH
     clips: bool = False
     width: int = 1
+    offloaded_at_once: int = AT_ONCE
 
     @property
     def gradient_sets(self) -> int:
@@ -198,7 +196,7 @@ def moments(
     f: Footprint[Any], options: CostOptions, in_flight: Count, ahead: RecomputeAhead | None = None
 ) -> tuple[Moment, ...]:
     """The moments when most micro-batches are in flight, see the module."""
-    held = in_flight * f.residuals + np.minimum(in_flight, OFFLOAD_COPIES) * f.offloaded
+    held = in_flight * f.residuals + np.minimum(in_flight, options.offloaded_at_once) * f.offloaded
     forward, backward = boundary_bytes(f, options, in_flight)
     first = Moment(held, forward, f.forward_transient)
     if ahead is None or not f.recomputed:
@@ -234,5 +232,5 @@ def peak_terms(footprint: Footprint[float], options: CostOptions, in_flight: int
         boundary=(float(forward) - sent, float(backward) - returned),
         messages=(sent, returned),
         others_kept=float(in_flight - 1),
-        others_offloaded=float(min(in_flight, OFFLOAD_COPIES) - 1),
+        others_offloaded=float(min(in_flight, options.offloaded_at_once) - 1),
     )

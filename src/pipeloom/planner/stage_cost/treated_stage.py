@@ -1,8 +1,8 @@
 """What a stage takes and holds if some of its residuals are recomputed or offloaded.
 
-Nothing waits for an offload, and forwards may follow each other at once: so that copies do not pile up, one
-may take no longer than a forward. A reload that takes longer than the forward behind which it is fetched
-holds the backward up by the rest; recomputing is added to the other computing. Copies take what the device's
+A copy that takes longer than a forward costs time: an offload holds up the forwards behind it, which wait for
+its room (AWAIT), a reload that takes longer than the forward behind which it is fetched the backward;
+recomputing is added to the other computing. Copies take what the device's
 own link takes: what several devices share is for the simulator to say, which knows when each of them copies.
 How much to copy is chosen for the case that all of them do.
 The host has room for all micro-batches in flight.
@@ -90,8 +90,8 @@ class TreatedStage:
         busy = compute_s + self.recompute_s
         if not model.options.overlap:
             return model.turn_of(self.footprint, busy + self.offload_s + self.reload_s, rank)
-        turn = model.turn_of(self.footprint, busy + max(0.0, self.reload_s - forward_s), rank)
-        return max(turn, self.reload_s)
+        longest = max(self.offload_s, self.reload_s)
+        return max(model.turn_of(self.footprint, busy + max(0.0, longest - forward_s), rank), longest)
 
 
 def cost_treatments(

@@ -18,7 +18,6 @@ from ...ir.memory_policy import Treatment
 from ..search import Evaluation
 from ..stage_cost import (
     OFFLOAD,
-    OFFLOAD_COPIES,
     RECOMPUTE,
     CostModel,
     HostCopies,
@@ -76,7 +75,8 @@ def treat_interval(
     )
     copies = host_copies(model, stage)
     window_s = float(forward_s.sum())
-    problem = _treatment_problem(liveness, copies, window_s, in_flight, treatments, cap - static)
+    freed = in_flight - min(in_flight, model.options.offloaded_at_once)
+    problem = _treatment_problem(liveness, copies, window_s, (in_flight, freed), treatments, cap - static)
     solution = solve(problem)
     peak = static + max(solution.peak, footprint.largest)
     if solution.fails:
@@ -91,21 +91,23 @@ def _treatment_problem(
     liveness: RecomputeLiveness,
     copies: HostCopies | None,
     window_s: float,
-    in_flight: int,
+    counts: tuple[int, int],
     treatments: Sequence[Treatment],
     allowance: float,
 ) -> TreatmentProblem:
-    """window_s: of the stage's forward, behind which a copy is hidden."""
+    """window_s: of the stage's forward, behind which a copy is hidden.  counts: micro-batches in flight, and
+    those of them whose offloaded residuals are not on the device."""
     residuals = liveness.residuals
-    freed_copies = in_flight - min(in_flight, OFFLOAD_COPIES) if "offload" in treatments and copies else 0
+    in_flight, freed = counts
+    freed_copies = freed if "offload" in treatments and copies else 0
     hidden, most, s_per_byte = 0.0, 0.0, 0.0
     if freed_copies and copies is not None:
-        hidden = max(0.0, window_s - copies.reload_latency_s) / (copies.reload_s_per_byte * copies.crowded)
-        most = max(0.0, window_s - copies.offload_latency_s) / (copies.offload_s_per_byte * copies.crowded)
+        s_per_byte = max(copies.reload_s_per_byte, copies.offload_s_per_byte) * copies.crowded
+        latency_s = max(copies.reload_latency_s, copies.offload_latency_s)
+        hidden = max(0.0, window_s - latency_s) / s_per_byte
+        most = float(residuals.size.sum())
         if copies.memory_bytes:
             most = min(most, copies.memory_bytes / in_flight)
-        s_per_byte = copies.reload_s_per_byte * copies.crowded
-    most = min(most, float(residuals.size.sum()))
     may = residuals.may & ("recompute" in treatments)
     return TreatmentProblem(
         moments=liveness,
