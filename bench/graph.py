@@ -1,0 +1,298 @@
+"""Stages as a DAG against stages as a chain. Writes bench/results/graph.json.
+
+    python bench/graph.py                    everything, 10 minutes
+    python bench/graph.py --only models      one part: models, case, order, random, brute, huge
+
+models  MMT, DLRM and CANDLE-Uno of published size (branching.py) on 4, 8, 16 and 32 V100s of 16 GB, by
+        roofline: `graphpipe` and the best chain (`--no-branches`), each with the micro-batch size of its
+        fastest step; and both at the chain's size, which shows what parallel stages alone gain. Rows per step
+        grow with the devices, as in the paper, whose numbers of rows are lost but for MMT on 8 (128 rows).
+case    The paper's case study on 8 V100s: depth and step of both.
+order   MMT whose towers run in turn against MMT whose towers run one after another.
+random  200 random graphs (chains, series-parallel, others) under caps of 1.0 to 1.3 times the least: the step
+        against that of `exact` and of the best chain.
+brute   Random series-parallel graphs of 5 to 8 ops in 2 to 4 stages against every convex partition: 500, or
+        as many as `--minutes` allow.
+huge    Four towers of 9,984 ops on 8 and 32 devices, every residual kept: processor seconds, and the
+        bottleneck against perfect division and `exact`.
+
+Everything is simulated. The paper measured on Summit: up to 1.6 times the throughput of the best chain,
+parallel stages alone 1.12 to 1.40 times on 32 devices; case study depth 4 against 8, 1.2 times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import branching
+from layered import layered_towers
+from machine import describe_machine
+
+ROOT = Path(__file__).parent
+sys.path.append(str(ROOT.parent / "tests" / "support"))
+
+from branching_graphs import KINDS, best_of_all, random_graph, request_for  # noqa: E402
+
+from pipeloom import api  # noqa: E402
+from pipeloom.clusters import find_cluster  # noqa: E402
+from pipeloom.ir.errors import InfeasibleError  # noqa: E402
+from pipeloom.ir.plan import Plan  # noqa: E402
+from pipeloom.planner import PlanOptions, ProfiledModel, Request, interpolate_sample, make_plan  # noqa: E402
+from pipeloom.profiler import roofline  # noqa: E402
+
+RESULTS = ROOT / "results" / "graph.json"
+DEVICES = (4, 8, 16, 32)
+ROWS_PER_DEVICE = {"mmt": 16, "dlrm": 128, "candle": 512}
+SAMPLES = {"mmt": (2, 4), "dlrm": (8, 16), "candle": (16, 32)}
+"""Rows at which a model is captured; between and beyond these it is interpolated."""
+
+
+def cluster_of(devices: int) -> str:
+    """Summit's nodes have 4 V100s that the paper used."""
+    return f"{devices // 4} nodes of 4 x v100-16" if devices > 4 else f"{devices} x v100-16"
+
+
+def models_at(name: str) -> Callable[[int, int], ProfiledModel]:
+    """(rows, devices) -> the model of published size."""
+    first, second = (api.capture(branching.PUBLISHED[name](), rows).graph for rows in SAMPLES[name])
+
+    def at(rows: int, devices: int) -> ProfiledModel:
+        device = find_cluster(cluster_of(devices))
+        ends = [
+            ProfiledModel(size=size, graph=graph, profiles=api.estimate(graph, device))
+            for size, graph in zip(SAMPLES[name], (first, second), strict=True)
+        ]
+        return interpolate_sample(ends[0], ends[1], rows)
+
+    return at
+
+
+def request(
+    devices: int, rows: int, *, branches: bool = True, strategy: str = "graphpipe"
+) -> api.PlanRequest:
+    return api.PlanRequest(
+        stages=devices,
+        microbatches=1,
+        cluster=find_cluster(cluster_of(devices)),
+        strategy="graphpipe",
+        global_batch=rows,
+        options=PlanOptions(branches=branches, treatments=()),
+    )
+
+
+def figures(plan: Plan, rows: int) -> dict[str, Any]:
+    """What is printed and kept of a plan."""
+    depth = plan.notes.get("branches.depth", str(len(plan.stages)))
+    return {
+        "rows_per_s": rows / plan.predicted_step_s,
+        "step_s": plan.predicted_step_s,
+        "microbatch_size": plan.microbatch_size,
+        "peak_bytes": max(plan.peaks),
+        "depth": int(depth),
+    }
+
+
+def plan_at(how: api.PlanRequest, model: ProfiledModel) -> Plan | None:
+    try:
+        return how.plan(model, explained=False)
+    except InfeasibleError:
+        return None
+
+
+def best(how: api.PlanRequest, sizes: list[int], model_at: Callable[[int], ProfiledModel]) -> Plan | None:
+    """The fastest plan over sizes of micro-batches, the largest first."""
+    plans = [plan for size in sizes if (plan := plan_at(how, model_at(size))) is not None]
+    return min(plans, key=lambda plan: plan.predicted_step_s, default=None)
+
+
+def models() -> dict[str, Any]:
+    """Of each model and number of devices what a DAG of stages gains."""
+    found: dict[str, Any] = {}
+    for name in ROWS_PER_DEVICE:
+        at = models_at(name)
+        for devices in DEVICES:
+            rows = ROWS_PER_DEVICE[name] * devices
+            sizes = [rows // count for count in (2 * devices, 4 * devices, 8 * devices) if rows // count]
+            model_at = lambda size, at=at, devices=devices: at(size, devices)  # noqa: E731
+            begin = time.process_time()
+            dag = best(request(devices, rows), sizes, model_at)
+            took = time.process_time() - begin
+            chain = best(request(devices, rows, branches=False), sizes, model_at)
+            if dag is None or chain is None:
+                print(f"{name} on {devices}: dag {dag is not None}, chain {chain is not None}", flush=True)
+                continue
+            alone = plan_at(request(devices, rows), model_at(chain.microbatch_size))
+            assert alone is not None, "a chain is a DAG"
+            found[f"{name} {devices}"] = row = {
+                "rows": rows,
+                "graphpipe": figures(dag, rows),
+                "chain": figures(chain, rows),
+                "gain": chain.predicted_step_s / dag.predicted_step_s,
+                "gain_at_equal_size": chain.predicted_step_s / alone.predicted_step_s,
+                "search_s": took,
+            }
+            print(f"{name} on {devices}, {rows} rows:", json.dumps(row), flush=True)
+    return found
+
+
+def case() -> dict[str, Any]:
+    """The case study: two branches, joined, on 8 devices."""
+    model = branching.PUBLISHED["case_study"]()
+    graph = api.capture(model, 4).graph
+    found = {}
+    for memory in ("16GiB", "4GiB"):
+        cluster = find_cluster(f"8 x v100-16 with {memory}")
+        at = ProfiledModel(size=4, graph=graph, profiles=api.estimate(graph, cluster))
+        how = replace(request(8, 128), cluster=cluster)
+        dag = plan_at(how, at)
+        chain = plan_at(replace(how, options=replace(how.options, branches=False)), at)
+        found[memory] = {
+            "graphpipe": dag and {**figures(dag, 128), "notes": dict(dag.notes)},
+            "chain": chain and figures(chain, 128),
+        }
+        print("case study", memory, json.dumps(found[memory]), flush=True)
+    return found
+
+
+def order() -> dict[str, float]:
+    """Seconds of a step of MMT on 8 devices, its towers one after another and in turn."""
+    steps = {}
+    for name in ("mmt", "mmt_in_turn"):
+        graph = api.capture(branching.PUBLISHED[name](), 4).graph
+        how = request(8, 128)
+        plan = how.plan(ProfiledModel(size=4, graph=graph, profiles=api.estimate(graph, how.cluster)))
+        steps[name] = plan.predicted_step_s
+    print("order:", steps, flush=True)
+    return steps
+
+
+def step_s(how: Request, strategy: str = "graphpipe", **options: Any) -> float:
+    """Seconds of the planned step; infinite if nothing fits."""
+    try:
+        return make_plan(
+            how.graph,
+            how.profile,
+            how.cluster,
+            stages=len(how.cluster.devices),
+            schedule=how.schedule,
+            microbatches=how.microbatches,
+            strategy=strategy,
+            options=replace(how.options, **options),
+            explained=False,
+        ).predicted_step_s
+    except InfeasibleError:
+        return float("inf")
+
+
+def at_random(count: int = 200) -> dict[str, Any]:
+    """Whether `graphpipe` is ever slower than the others."""
+    slower, faster, planned = [], 0, 0
+    for seed in range(count):
+        dice = random.Random(seed)
+        graph, profile = random_graph(seed, dice.randint(6, 40), KINDS[seed % 3])
+        how = request_for(graph, profile, dice.randint(2, 6), slack=dice.uniform(1, 1.3))
+        dag = step_s(how)
+        other = min(step_s(how, "exact"), step_s(how, branches=False))
+        planned += dag < float("inf")
+        faster += dag < other * (1 - 1e-6)
+        if dag > other * (1 + 1e-6):
+            slower.append(seed)
+    row = {"graphs": count, "planned": planned, "faster": faster, "slower": slower}
+    print("random:", json.dumps(row), flush=True)
+    return row
+
+
+def brute(minutes: float, count: int = 500) -> dict[str, Any]:
+    """Plans against the best of all convex partitions."""
+    end = time.monotonic() + 60 * minutes
+    ratios, none, tried = [], 0, 0
+    for seed in range(count):
+        if time.monotonic() > end:
+            break
+        dice = random.Random(seed + 10**6)
+        ops, stages = dice.randint(5, 8), dice.randint(2, 4)
+        graph, profile = random_graph(seed, ops, "series-parallel")
+        how = request_for(graph, profile, stages, slack=dice.choice([None, 1.0, 1.1, 1.3]))
+        least, planned = best_of_all(how, stages), step_s(how)
+        tried += 1
+        if least < float("inf") and planned == float("inf"):
+            none += 1
+        elif least < float("inf"):
+            ratios.append(planned / least)
+    missed = sorted((ratio for ratio in ratios if ratio > 1 + 1e-9), reverse=True)
+    row = {
+        "graphs": tried,
+        "with_a_plan": len(ratios) + none,
+        "optimal": len(ratios) - len(missed),
+        "share": (len(ratios) - len(missed)) / max(1, len(ratios) + none),
+        "no_plan_found": none,
+        "worst_ratio": max(ratios, default=1.0),
+        "misses": [round(ratio, 4) for ratio in missed],
+    }
+    print("brute:", json.dumps(row), flush=True)
+    return row
+
+
+def huge() -> dict[str, Any]:
+    """Seconds to plan a graph of 10,000 ops."""
+    graph = layered_towers(4, 208)
+    found = {}
+    for devices in (8, 32):
+        cluster = find_cluster(f"{devices} x v100-32 with 640GiB")
+        profile = roofline(graph, cluster.devices[0])
+        options = PlanOptions(treatments=())
+        begin = time.process_time()
+        plan = make_plan(
+            graph,
+            profile,
+            cluster,
+            stages=devices,
+            schedule="1f1b",
+            microbatches=2 * devices,
+            strategy="graphpipe",
+            options=options,
+        )
+        took = time.process_time() - begin
+        ideal = sum(cost.forward_s + cost.backward_s for cost in profile.costs.values()) / devices
+        row = {
+            "ops": len(graph.ops),
+            "processor_s": took,
+            "bottleneck_over_ideal": max(part.turn_s for part in plan.stages) / ideal,
+            "notes": dict(plan.notes),
+        }
+        found[str(devices)] = row
+        print(f"huge on {devices}:", json.dumps(row), flush=True)
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parts = ("models", "case", "order", "random", "brute", "huge")
+    parser.add_argument("--only", choices=parts, nargs="+", default=parts)
+    parser.add_argument("--minutes", type=float, default=4, help="most, for `brute`")
+    options = parser.parse_args()
+    known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    run: dict[str, Callable[[], dict[str, Any]]] = {
+        "models": models,
+        "case": case,
+        "order": order,
+        "random": at_random,
+        "brute": lambda: brute(options.minutes),
+        "huge": huge,
+    }
+    for part in options.only:
+        known[part] = {"machine": describe_machine(), **run[part]()}
+        RESULTS.write_text(json.dumps(known, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
