@@ -20,7 +20,7 @@ from .registry import Planner, planner
 from .request import PlanOptions, Request
 from .search import Search, polish_cuts
 from .stage_cost import Readers
-from .stage_dag import HUGE, faster_of, fastest_of_few, polish_some, shallow_candidates
+from .stage_dag import HUGE, faster_of, fastest_of_few, polish_some, shallow_candidates, with_slack
 
 
 class TooManyStages(PlanError):
@@ -122,7 +122,7 @@ def _best_candidate(request: Request, search: Search, log: _SearchLog) -> Candid
     if not (asked.polishes and options.fastest):
         return candidates[0]
     if asked.propose is not None and branches:
-        return polish_some(candidates)
+        return polish_some([*candidates, *with_slack(candidates)])
     return polish_cuts(candidates, search)
 
 

@@ -20,6 +20,7 @@ from ..ir.stages import StageGraph, chain, replicate
 from ..ir.steady import SteadyStep
 from ..ir.weight_policy import WEIGHT_POLICIES, Updates
 from .branches import BranchOrdered, Edge, Term, branch_orders, decompose, graph_edges
+from .deepen import deepen
 from .placement import Layout, layout_of, message_seconds, refuse_microbatches
 from .registry import Planner
 from .search import Search, layers
@@ -73,6 +74,8 @@ class Request:
     options: PlanOptions
     planner: Planner
     watch: Callable[[int], None] | None = None
+    slack: int = 0
+    """Micro-batches that a stage may hold besides as many as it is deep, where its stages form a DAG."""
 
     @property
     def weights(self) -> str:
@@ -221,6 +224,8 @@ class Request:
             times = schedules.Times(costs=tuple(costs), transfer_s=messages)
         if not self.options.branches:
             stages = replicate(chain(layout.stages), layout.replicas)
+        elif self.slack and layout.in_line:
+            stages = deepen(stages, self.slack)
         if self.updates is not None:
             return schedules.build_steady(
                 self.schedule, stages, layout.placement, self.updates, split_backward=split, times=times

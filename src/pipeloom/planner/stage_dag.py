@@ -64,8 +64,24 @@ HUGE = 4_000
 """Ops beyond which a plan for a DAG of stages is made in seconds: of cuts at a few places, in one order of
 branches, none of them moved by the simulated step."""
 
+SLACKS = (1, 2, 4)
+"""Micro-batches in flight beyond the depth of a stage that are tried."""
+
 POLISHED = 4
 """Candidates whose cuts are moved by the simulated step."""
+
+
+def with_slack(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """The best few candidates with more micro-batches in flight, where that keeps the caps."""
+    few = sorted(candidates, key=lambda found: found.timeline.step_s)[:POLISHED]
+    more = (
+        Candidate(replace(found.request, slack=slack), replace(found.search, by_depth=True), found.cuts)
+        for found in few
+        if found.depth < len(found.parts)
+        for slack in (*SLACKS, len(found.parts))
+        if slack <= len(found.parts)
+    )
+    return [found for found in more if found.fits and found.tighter() is None]
 
 
 def fastest_of_few(request: Request, search: Search, propose: Propose) -> Candidate | None:
@@ -76,6 +92,8 @@ def fastest_of_few(request: Request, search: Search, propose: Propose) -> Candid
         searches.append((by_depth, islice(propose(by_depth), 2)))
     candidates = [Candidate(request, each, cuts) for each, some in searches for cuts in some if cuts]
     kept = [found for found in candidates if found.fits and found.tighter() is None]
+    if request.options.branches:
+        kept += with_slack(kept)
     return min(kept, key=lambda found: found.timeline.step_s, default=None)
 
 
