@@ -27,6 +27,7 @@ from .offload_ratio import (
     copy_loads as copy_loads,
     transformer_ratio as transformer_ratio,
 )
+from .piper_graphs import PiperGraph as PiperGraph, read_piper_graph as read_piper_graph
 from .placement import place as place, stages_for as stages_for
 from .plan_costs import PlanCosts as PlanCosts
 from .plan_table import branch_figures as branch_figures, limits as limits, plan_rows as plan_rows

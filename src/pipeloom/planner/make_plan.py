@@ -13,6 +13,7 @@ from ..ir.graph import OpGraph
 from ..ir.memory_policy import LEAST_AT_ONCE, Treatment
 from ..ir.plan import Plan
 from ..ir.profile import Profile
+from .branches import BranchOrdered
 from .candidate import Candidate
 from .infeasible import does_not_fit, explain_infeasible, passes_caps, scale_caps, stage_needs
 from .placement import stages_for
@@ -68,6 +69,8 @@ def make_plan(
     _refuse_nonsense(graph, cluster, stages, schedule)
     asked = planner(strategy)
     devices = replace(cluster, devices=cluster.devices[:stages])
+    if asked.arrange is not None:  # its stages are a chain
+        options = replace(options, branches=False)
     request = Request(graph, profile, devices, schedule, microbatches, options, asked, watch)
     request.refuse_what_cannot_be()
     if "offload" not in request.treatments or options.offloaded_at_once == LEAST_AT_ONCE:
@@ -128,9 +131,11 @@ def _best_candidate(request: Request, search: Search, log: _SearchLog) -> Candid
 
 @dataclass
 class _SearchLog:
-    """What a planner came across: its first cuts, () if it found none; and all candidates simulated since."""
+    """What a planner came across: its first cuts, () if it found none, and the search whose op order they are
+    of; and all candidates simulated since."""
 
     first_cuts: tuple[int, ...] = ()
+    search: Search | None = None
     candidates: list[Candidate] = field(default_factory=list)
 
 
@@ -145,10 +150,17 @@ def _search_of(search: Search, request: Request, other: Planner) -> Search:
 
 def _first_that_fits(request: Request, search: Search, by: Planner, log: _SearchLog) -> list[Candidate]:
     """The first candidate of a planner that keeps its caps in its simulated step, if any. log: is filled."""
-    log.first_cuts = by.find(search)
+    if by.arrange is None:
+        log.first_cuts = by.find(search)
+    elif (arranged := by.arrange(search)) is not None:
+        search = request.search(BranchOrdered(arranged.ops, (0,)))
+        log.first_cuts = arranged.cuts
+    log.search = search
     if not log.first_cuts or (not by.keeps_caps and _exceeds_caps(search, log.first_cuts)):
         return []
-    rounds = ROUNDS if search.large else None if request.layout.in_line else ROUNDS_TOGETHER
+    rounds = (
+        1 if by.arrange else ROUNDS if search.large else None if request.layout.in_line else ROUNDS_TOGETHER
+    )
     for candidate in islice(_candidates(Candidate(request, search, log.first_cuts), by), rounds):
         log.candidates.append(candidate)
         if candidate.tighter() is None:
@@ -164,7 +176,7 @@ def _refusal(
         closest = min(log.candidates, key=lambda candidate: sum(candidate.over))
         return passes_caps(closest.over, request.cluster, request.schedule)
     if log.first_cuts:
-        return does_not_fit(search, log.first_cuts, strategy)
+        return does_not_fit(log.search or search, log.first_cuts, strategy)
     if explained:
         return explain_infeasible(search, request.wider)
     return InfeasibleError(f"no cut into {len(search.caps)} stages fits")

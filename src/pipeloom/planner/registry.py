@@ -10,13 +10,18 @@ from typing import Literal, TypeAlias
 from ..ir.errors import PlanError
 from .search import Search
 from .strategies import (
+    Arranged,
     balanced,
     dawnpiper,
     equal,
     exact,
     graphpipe,
     pipedream,
+    pipedream_graph_layers,
+    pipedream_graph_ops,
     pipedream_repo,
+    piper_layers,
+    piper_ops,
     probe,
     shallow_cuts,
     vpipe,
@@ -36,6 +41,8 @@ class Planner:
         the slowest to search first.
     polishes: it moves cuts by the simulated step at last (polish.py).
     propose: several cuts, for stages of a DAG, of which the fastest simulated step wins; None: `find` is all.
+    arrange: finds an op order of its own along with the cuts, for stages that are a chain; then `find` is
+        not asked, and is `no_cuts`.
     """
 
     find: Callable[[Search], tuple[int, ...]]
@@ -47,6 +54,12 @@ class Planner:
     also: tuple[str, ...] = ()
     polishes: bool = False
     propose: Callable[[Search], Iterator[tuple[int, ...]]] | None = None
+    arrange: Callable[[Search], Arranged | None] | None = None
+
+
+def no_cuts(search: Search) -> tuple[int, ...]:
+    """What a planner finds in the search's op order that has an order of its own."""
+    return ()
 
 
 PLANNERS: dict[str, Planner] = {
@@ -111,6 +124,36 @@ PLANNERS: dict[str, Planner] = {
         source="msr-fiddle/pipedream",
         about="balances compute by modules, transfers not counted",
     ),
+    "pipedream-graph": Planner(
+        find=no_cuts,
+        arrange=pipedream_graph_layers,
+        granularity="layer",
+        keeps_caps=False,
+        source="msr-fiddle/pipedream, over antichains",
+        about="balances compute and transfers by layers of the whole graph, for a chain of stages",
+    ),
+    "pipedream-graph-ops": Planner(
+        find=no_cuts,
+        arrange=pipedream_graph_ops,
+        granularity="op",
+        keeps_caps=False,
+        source="msr-fiddle/pipedream, over antichains",
+        about="the same by ops, for small graphs",
+    ),
+    "piper": Planner(
+        find=no_cuts,
+        arrange=piper_layers,
+        granularity="layer",
+        source="NeurIPS 2021, over pairs of down-sets",
+        about="the least compute and transfers under the caps by layers of the whole graph, for a chain",
+    ),
+    "piper-ops": Planner(
+        find=no_cuts,
+        arrange=piper_ops,
+        granularity="op",
+        source="NeurIPS 2021, over pairs of down-sets",
+        about="the same by ops, for small graphs",
+    ),
     "equal": Planner(
         find=equal,
         granularity="layer",
@@ -133,7 +176,8 @@ def names() -> tuple[str, ...]:
 
     >>> names()  # doctest: +NORMALIZE_WHITESPACE
     ('exact', 'dawnpiper', 'dawnpiper-alone', 'probe', 'graphpipe', 'vpipe', 'pipedream',
-     'pipedream-repo', 'equal', 'balanced')
+     'pipedream-repo', 'pipedream-graph', 'pipedream-graph-ops', 'piper', 'piper-ops', 'equal',
+     'balanced')
     """
     return tuple(PLANNERS)
 

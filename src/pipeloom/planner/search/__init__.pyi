@@ -6,8 +6,14 @@ from .bands import (
     best_cuts_within as best_cuts_within,
     count_intervals as count_intervals,
 )
-from .cut_search import Search as Search, best_cuts as best_cuts
+from .cut_search import Search as Search, best_cuts as best_cuts, growing_part as growing_part
 from .depth_labels import DepthLabels as DepthLabels, Frontier as Frontier, StageTimes as StageTimes
+from .down_sets import (
+    DownSets as DownSets,
+    PieceGraph as PieceGraph,
+    best_chain as best_chain,
+    count_down_sets as count_down_sets,
+)
 from .evaluation import Evaluation as Evaluation, Memoised as Memoised
 from .layer_groups import (
     Piece as Piece,

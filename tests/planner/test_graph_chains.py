@@ -1,0 +1,209 @@
+"""pipedream-graph and piper against brute force, their limits, and the reader of Piper's graphs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from itertools import combinations, pairwise
+from pathlib import Path
+
+import networkx as nx
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from pipeloom.ir.errors import InfeasibleError, PlanError
+from pipeloom.planner import make_plan, read_piper_graph
+from pipeloom.planner.search import DownSets, PieceGraph, count_down_sets
+from pipeloom.planner.strategies import Machine, pipedream_graph, piper
+
+
+def towers(count: int, layers: int, *, join: int = 0) -> list[tuple[int, int]]:
+    """Edges of so many towers, one after the other numbered, and of `join` pieces behind all of them."""
+    edges = [(t * layers + k, t * layers + k + 1) for t in range(count) for k in range(layers - 1)]
+    last = [t * layers + layers - 1 for t in range(count)]
+    first = count * layers
+    edges += [(end, first) for end in last if join]
+    return edges + [(first + k, first + k + 1) for k in range(join - 1)]
+
+
+@st.composite
+def piece_graphs(draw: st.DrawFn) -> PieceGraph:
+    count = draw(st.integers(2, 7))
+    values = []
+    for maker in range(count):
+        readers = [r for r in range(maker + 1, count) if draw(st.integers(0, 2)) == 0]
+        if readers:
+            values.append((maker, tuple(readers), float(draw(st.integers(1, 9)))))
+    numbers = st.tuples(*[st.integers(1, 9).map(float)] * count)
+    return PieceGraph(draw(numbers), draw(numbers), draw(numbers), tuple(values))
+
+
+def down_sets_by_hand(graph: PieceGraph) -> list[frozenset[int]]:
+    every = range(len(graph.seconds))
+    sets = (frozenset(some) for size in range(len(every) + 1) for some in combinations(every, size))
+    return [own for own in sets if all(a in own for a, b in graph.edges if b in own)]
+
+
+def chains(graph: PieceGraph, stages: int) -> Iterator[list[frozenset[int]]]:
+    """Every way to cut a graph into a chain of non-empty stages."""
+    sets = down_sets_by_hand(graph)
+
+    def longer(chain: list[frozenset[int]]) -> Iterator[list[frozenset[int]]]:
+        if len(chain) == stages:
+            yield [*chain, sets[-1]] if chain[-1] < sets[-1] else []
+            return
+        for following in sets:
+            if chain[-1] < following < sets[-1]:
+                yield from longer([*chain, following])
+
+    for chain in longer([frozenset()]):
+        if chain:
+            yield [b - a for a, b in pairwise(chain)]
+
+
+def value_by_pipedream(graph: PieceGraph, machine: Machine, stages: Sequence[frozenset[int]]) -> float:
+    worst, before = 0.0, frozenset[int]()
+    for stage in stages:
+        sent = sum(size for maker, readers, size in graph.values if maker in before and set(readers) - before)
+        worst = max(worst, sent / machine.bandwidth, sum(graph.seconds[piece] for piece in stage))
+        before |= stage
+    return worst
+
+
+def value_by_piper(graph: PieceGraph, machine: Machine, stages: Sequence[frozenset[int]]) -> float:
+    worst = 0.0
+    for number, stage in enumerate(stages):
+        seconds = sum(graph.seconds[piece] for piece in stage)
+        for maker, readers, size in graph.values:
+            crossing = sum((maker in stage) != (reader in stage) for reader in readers)
+            seconds += 2 * crossing * size / machine.bandwidth
+        held = (len(stages) - number) * sum(graph.held_bytes[p] for p in stage)
+        fits = held + sum(graph.state_bytes[p] for p in stage) <= machine.caps[number]
+        worst = max(worst, seconds if fits else float("inf"))
+    return worst
+
+
+@settings(max_examples=60)
+@given(piece_graphs())
+def test_down_sets_are_as_many_as_antichains(graph: PieceGraph) -> None:
+    wired = nx.DiGraph(sorted(graph.edges))
+    wired.add_nodes_from(range(len(graph.seconds)))
+    antichains = list(nx.antichains(wired))
+    sets = DownSets(graph)
+    assert len(sets) == len(antichains) == count_down_sets(len(graph.seconds), graph.edges)
+    held = [frozenset(p for p in range(len(graph.seconds)) if mask >> p & 1) for mask in sets.masks]
+    assert set(held) == set(down_sets_by_hand(graph))
+    for number in range(len(sets)):
+        assert {held[inner] for inner in sets.within(number)} == {one for one in held if one < held[number]}
+
+
+@settings(max_examples=60, deadline=None)
+@given(piece_graphs(), st.integers(1, 3), st.floats(0.5, 8.0), st.integers(10, 120))
+def test_both_find_the_best_chain_there_is(
+    graph: PieceGraph, stages: int, bandwidth: float, cap: int
+) -> None:
+    stages = min(stages, len(graph.seconds))
+    machine = Machine(bandwidth, [cap + 5 * stage for stage in range(stages)])
+    for planner, value in ((pipedream_graph, value_by_pipedream), (piper, value_by_piper)):
+        best = min(value(graph, machine, chain) for chain in chains(graph, stages))
+        found = [frozenset(stage) for stage in planner(graph, machine)]
+        assert bool(found) == (best < float("inf"))
+        if found:
+            assert found in list(chains(graph, stages))
+            assert value(graph, machine, found) == pytest.approx(best)
+
+
+@pytest.mark.parametrize(
+    "edges, pieces, count",
+    [
+        (towers(4, 8), 32, 6_561),
+        (towers(7, 4), 28, 78_125),
+        (towers(4, 8, join=1), 33, 6_562),
+        (towers(1, 500), 500, 501),
+        (towers(30, 3), 90, 4**30),
+    ],
+)
+def test_down_sets_are_counted_without_listing_them(
+    edges: list[tuple[int, int]], pieces: int, count: int
+) -> None:
+    assert count_down_sets(pieces, edges) == count
+
+
+def alike(pieces: int, edges: list[tuple[int, int]]) -> PieceGraph:
+    ones = (1.0,) * pieces
+    return PieceGraph(ones, ones, ones, tuple((a, (b,), 1.0) for a, b in edges))
+
+
+def test_too_many_down_sets_are_refused_with_their_number() -> None:
+    with pytest.raises(PlanError, match="planner piper would look at 78,125 down-sets of 28 pieces"):
+        piper(alike(28, towers(7, 4)), Machine(1.0, (100.0,) * 4))
+    with pytest.raises(PlanError, match="planner pipedream-graph would look at 4,194,304 down-sets"):
+        pipedream_graph(alike(33, towers(11, 3)), Machine(1.0, (100.0,) * 4))
+
+
+def file_of(folder: Path, **changed: object) -> Path:
+    """Our own graph in Piper's format: two towers of two nodes and a join, numbered against the edges."""
+    way = {"timePerSample": 0.3, "parameterSize": 400.0, "memoryUsageA": 1000.0, "memoryUsageB": 800.0}
+    again = {**way, "timePerSample": 0.4, "memoryUsageA": 10.0}
+    nodes = [
+        {"id": 4 - n, "name": f"node{n}", "TMPCs": {"1": [way, again], "2": [{**way, "timePerSample": 9.0}]}}
+        for n in range(5)
+    ]
+    edges = [(4, 3), (2, 1), (3, 0), (1, 0)]
+    content = {
+        "maxDevices": 3,
+        "maxMemoryPerDevice": 1e6,
+        "bandwidth": 1e6,
+        "mbsInBatch": 6,
+        "nodes": nodes,
+        "edges": [{"sourceId": a, "destId": b, "communicationCost": 2000.0} for a, b in edges],
+    }
+    (folder / "graph.json").write_text(json.dumps(content | changed))
+    return folder / "graph.json"
+
+
+@pytest.mark.parametrize("strategy", ["exact", "graphpipe", "pipedream-graph", "piper"])
+def test_pipers_graphs_are_read_and_planned(tmp_path: Path, strategy: str) -> None:
+    found = read_piper_graph(file_of(tmp_path))
+    assert sum(found.pieces.seconds) == pytest.approx(1.5) and found.pieces.held_bytes == (1000.0,) * 5
+    graph, profile, cluster = found.as_model()
+    made = make_plan(
+        graph,
+        profile,
+        cluster,
+        stages=found.devices,
+        schedule="1f1b",
+        microbatches=found.microbatches,
+        strategy=strategy,
+    )
+    stages = made.stage_graph(graph)
+    busiest = max(part.forward_s + part.input_grad_s + part.weight_grad_s for part in made.stages)
+    assert busiest == pytest.approx(0.6)  # two nodes of five on the busiest of three
+    assert sum(len(part.ops) for part in made.stages) == 5 and len(stages.stages) == 3
+
+
+def test_milliseconds_are_read_as_such(tmp_path: Path) -> None:
+    assert sum(read_piper_graph(file_of(tmp_path), seconds_per_unit=1e-3).pieces.seconds) < 0.0016
+
+
+def test_what_is_no_graph_of_pipers_is_refused(tmp_path: Path) -> None:
+    circle = [{"sourceId": a, "destId": b, "communicationCost": 1.0} for a, b in ((0, 1), (1, 0))]
+    for changed, said in (
+        ({"edges": circle}, "wait in a circle"),
+        ({"nodes": []}, "KeyError"),
+        ({"maxDevices": None}, "TypeError"),
+        ({"edges": [{"sourceId": 9, "destId": 0, "communicationCost": 1.0}]}, "KeyError 9"),
+    ):
+        with pytest.raises(PlanError, match=said):
+            read_piper_graph(file_of(tmp_path, **changed))
+    (tmp_path / "no.json").write_bytes(b"\xff{")
+    for name in ("no.json", "missing.json"):
+        with pytest.raises(PlanError, match=f"cannot read .*{name}"):
+            read_piper_graph(tmp_path / name)
+
+
+def test_piper_keeps_to_the_memory_or_finds_nothing(tmp_path: Path) -> None:
+    """A stage of one node holds 800 bytes and 1000 per micro-batch: 3800 on the first of three."""
+    graph, profile, cluster = read_piper_graph(file_of(tmp_path, maxMemoryPerDevice=3000)).as_model()
+    with pytest.raises(InfeasibleError):
+        make_plan(graph, profile, cluster, stages=3, schedule="1f1b", microbatches=6, strategy="piper")
