@@ -31,7 +31,9 @@ from pipeloom.profiler import roofline
 from pipeloom.simulator import simulate
 
 GiB = 2**30
-FREEING = [name for name, known in PLANNERS.items() if known.optimises != "never"]
+FREEING = [
+    name for name, known in PLANNERS.items() if known.optimises != "never" and not known.chooses_schedule
+]
 
 
 def case(layers: int, stages: int, cap: float, rows: int = 16) -> tuple[OpGraph, Profile, Cluster]:
@@ -77,7 +79,7 @@ def peaks(plan: Plan, graph: OpGraph, cluster: Cluster) -> list[int]:
     return [step.peak_bytes(rank) for rank in range(len(plan.stages))]
 
 
-@pytest.mark.parametrize("name", PLANNERS)
+@pytest.mark.parametrize("name", [name for name in PLANNERS if not PLANNERS[name].chooses_schedule])
 def test_every_planner_keeps_to_a_cap_and_assigns_every_op_in_order(name):
     plan, graph, cluster = planned(name, 6, 3, 8.0)
     assert [name for stage in plan.stages for name in stage.ops] == [op.name for op in graph.ops]

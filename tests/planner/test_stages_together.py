@@ -94,3 +94,12 @@ def test_what_cannot_fit_is_refused_with_the_rank_that_comes_closest() -> None:
         InfeasibleError, match=r"rank \d holds .* its device's cap is 150.0 MiB|stage \d needs"
     ):
         planned("zb_v", "150MiB")
+
+
+def test_a_schedule_with_copies_of_its_own_is_planned_with_all_that_leaves() -> None:
+    """Under a cap that the same schedule passes where nothing leaves."""
+    with pytest.raises(InfeasibleError):
+        planned("po", "300MiB", treatments=())
+    found = planned("po:offload=1", "300MiB")
+    assert max(found.peaks) <= 300 * MiB and any("OFFLOAD" in row for row in found.schedule_rows)
+    assert [bool(part.offloaded_bytes) for part in found.stages] == [True] * 4 + [False] * 4

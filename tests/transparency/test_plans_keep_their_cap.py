@@ -25,7 +25,11 @@ from pipeloom.runtime.transports import LocalChannel
 
 WIDTH, ROWS, MICROBATCHES = 16, 64, 6
 KINDS = ("linear", "gelu", "tanh", "norm", "skip", "older", "attention", "heads", "halves", "dropout")
-FREEING = [name for name, planner in PLANNERS.items() if planner.optimises != "never"]
+FREEING = [
+    name
+    for name, planner in PLANNERS.items()
+    if planner.optimises != "never" and not planner.chooses_schedule
+]
 
 
 class Layers(nn.Module):

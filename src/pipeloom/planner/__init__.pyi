@@ -14,6 +14,13 @@ from .branches import (
     decompose as decompose,
 )
 from .candidate import Candidate as Candidate
+from .choose_schedule import choose_schedule as choose_schedule, schedule_names as schedule_names
+from .host_memory import (
+    HostShortage as HostShortage,
+    host_needs as host_needs,
+    host_shortage as host_shortage,
+    pair_low_with_high as pair_low_with_high,
+)
 from .infeasible import NoCutFits as NoCutFits, least_share as least_share, stage_needs as stage_needs
 from .make_plan import TooManyStages as TooManyStages, make_plan as make_plan
 from .microbatch_sizes import (

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
 from .. import schedules
+from ..ir.columns import OFFLOAD_
 from ..ir.costs import StageCost
 from ..ir.flow import flow_of
 from ..ir.memory_policy import MemoryPolicy
@@ -19,11 +20,12 @@ from ..ir.steady import SteadyStep
 from ..ir.timeline import Timeline
 from ..lowering import lower
 from ..simulator import simulate
+from .host_memory import host_needs, host_shortage
 from .microbatch_sizes import shared_rows
 from .plan_costs import count_once
 from .request import Request, unrolled
 from .search import Evaluation, Search
-from .stage_cost import StageEstimate, estimate_stage
+from .stage_cost import StageEstimate, estimate_stage, offload_all
 
 
 class _StageChoice(NamedTuple):
@@ -74,7 +76,9 @@ class Candidate:
         held = schedules.in_flight(self.schedule)
         self.in_flight = tuple(max(held[s :: self.layout.stages]) for s in range(self.layout.stages))
         self.search = search = replace(search, in_flight=self.in_flight) if search.by_depth else search
-        found = [search.evaluate(i, j, s) for s, (i, j) in enumerate(pairwise(cuts))]
+        columns = self.schedule.columns
+        leaving = columns.stage[columns.kind == OFFLOAD_] % self.layout.stages
+        found = self._evaluations(set(leaving.tolist()))
         self.fits = all(evaluation.fits for evaluation in found)
         stages = [self._choose_ahead(s, evaluation) for s, evaluation in enumerate(found)]
         tries = [self._simulate(stages)]
@@ -85,14 +89,29 @@ class Candidate:
             tries.append(self._simulate(inside))
         chosen = min(tries, key=lambda simulated: simulated.key)
         self.policy, self.parts, self.timeline, self._estimates, self.over = chosen
+        self.host_shortage = host_shortage(host_needs(self.timeline), request.cluster)
 
     def _order(self) -> Schedule | SteadyStep:
         """The rows; for schedules that order by time, for what the search takes the stages to need."""
-        if schedules.entry(self.request.schedule).recipe is None:
+        if schedules.entry(self.request.schedule).recipe is None and not self.request.copies:
             return self.request.rows(self.stages)
-        bounds = enumerate(pairwise(self.cuts))
-        stages = [self._choose_ahead(s, self.search.evaluate(i, j, s)) for s, (i, j) in bounds]
+        found = self._evaluations(range(self.layout.stages))
+        stages = [self._choose_ahead(s, evaluation) for s, evaluation in enumerate(found)]
         return self.request.rows(self.stages, self._costs(stages, split=False))
+
+    def _evaluations(self, leaving: Collection[int]) -> list[Evaluation]:
+        """Of the stages by the search; where the schedule itself has copies, with all that is to leave.
+
+        leaving: stages of which some micro-batch has copies.
+        """
+        found = [self.search.evaluate(i, j, s) for s, (i, j) in enumerate(pairwise(self.cuts))]
+        if not self.request.copies:
+            return found
+        model = self.search.model.in_forward_order
+        return [
+            replace(one, treatments=offload_all(model, self.stages, s) if s in leaving else {})
+            for s, one in enumerate(found)
+        ]
 
     def _costs(self, stages: Sequence[_StageChoice], *, split: bool) -> tuple[StageCost, ...]:
         """What each stage takes, replicas included."""
@@ -145,7 +164,11 @@ class Candidate:
     def _simulate(self, stages: Sequence[_StageChoice]) -> _SimulatedStages:
         """The stages with what they take, and their step."""
         parts = tuple(stage.plan for stage in stages)
-        treatments = tuple(s.evaluation.treatments for s in stages) if self.search.optimises else ()
+        treatments = (
+            tuple(s.evaluation.treatments for s in stages)
+            if self.search.optimises or self.request.copies
+            else ()
+        )
         ahead = tuple(index for index, stage in enumerate(stages) if stage.ahead)
         at_once = self.request.options.offloaded_at_once
         policy = MemoryPolicy(stages=treatments, ahead=ahead, at_once=at_once)
@@ -157,7 +180,7 @@ class Candidate:
         caps = [device.memory_bytes for device in cluster.devices]
         timeline = simulate(program, self.stages, costs, cluster, caps=caps)
         over = [max(0, timeline.peak_bytes(rank) - cap) for rank, cap in enumerate(caps)]
-        if self.layout.in_line:
+        if self.layout.in_line and not self.request.copies:
             alone = zip(over, parts, caps, strict=True)
             over = [max(extra, part.memory.total - cap) for extra, part, cap in alone]
         return _SimulatedStages(policy, parts, timeline, [s.evaluation.peak_bytes for s in stages], over)
@@ -179,7 +202,7 @@ class Candidate:
         left: together they may then take what the rank has, by the difference that there is between the sum
         of their estimates, each at its own worst moment, and the rank's simulated peak.
         """
-        if not self.layout.in_line:
+        if not self.layout.in_line or self.request.copies:
             return replace(self.search, caps=self._parts_of_caps()) if any(self.over) else None
         most = tuple(max(pair) for pair in zip(self.in_flight, self.search.in_flight, strict=True))
         if most == self.search.in_flight and not any(self.over):

@@ -15,6 +15,7 @@ from ..ir.plan import Plan
 from ..ir.profile import Profile
 from .branches import BranchOrdered
 from .candidate import Candidate
+from .choose_schedule import FIRST, POLISHES, choose_schedule, schedule_names
 from .infeasible import does_not_fit, explain_infeasible, passes_caps, scale_caps, stage_needs
 from .placement import stages_for
 from .registry import Planner, planner
@@ -66,8 +67,30 @@ def make_plan(
     Raises: PlanError if the request makes no sense; InfeasibleError if nothing fits under the devices'
         memory.
     """
-    _refuse_nonsense(graph, cluster, stages, schedule)
     asked = planner(strategy)
+    if asked.chooses_schedule:
+
+        def with_schedule(*, schedule: str, strategy: str, treatments: tuple[Treatment, ...] | None) -> Plan:
+            return make_plan(
+                graph,
+                profile,
+                cluster,
+                stages=stages,
+                schedule=schedule,
+                microbatches=microbatches,
+                strategy=strategy,
+                options=replace(options, treatments=treatments),
+                explained=explained and (schedule, strategy) == (FIRST[0], POLISHES),
+                watch=watch,
+            )
+
+        _refuse_nonsense(graph, cluster, stages, FIRST[0])
+        linked = all(device.host_link is not None for device in cluster.devices[:stages])
+        allowed = options.treatments is None or "offload" in options.treatments
+        names = schedule_names(stages, len(Readers(graph).cut_points) - 1, copies=linked and allowed)
+        chosen = choose_schedule(with_schedule, names, treatments=options.treatments, fastest=options.fastest)
+        return replace(chosen, planner=strategy)
+    _refuse_nonsense(graph, cluster, stages, schedule)
     devices = replace(cluster, devices=cluster.devices[:stages])
     if asked.arrange is not None:  # its stages are a chain
         options = replace(options, branches=False)
@@ -163,7 +186,7 @@ def _first_that_fits(request: Request, search: Search, by: Planner, log: _Search
     )
     for candidate in islice(_candidates(Candidate(request, search, log.first_cuts), by), rounds):
         log.candidates.append(candidate)
-        if candidate.tighter() is None:
+        if candidate.tighter() is None and candidate.host_shortage is None:
             return [candidate]
     return []
 
@@ -174,6 +197,10 @@ def _refusal(
     """The error where no planner has a candidate that fits. explained: see `make_plan`."""
     if log.candidates:
         closest = min(log.candidates, key=lambda candidate: sum(candidate.over))
+        if closest.host_shortage is not None and not any(closest.over):
+            return InfeasibleError(
+                f"no cut found keeps the host's memory with {request.schedule}: {closest.host_shortage}"
+            )
         return passes_caps(closest.over, request.cluster, request.schedule)
     if log.first_cuts:
         return does_not_fit(log.search or search, log.first_cuts, strategy)
@@ -213,9 +240,8 @@ def _lowered(first: Candidate, relaxed: Search, last: Search) -> Iterator[Search
 
 
 def _tighter_search(candidate: Candidate) -> Search:
-    tighter = candidate.tighter()
-    assert tighter is not None, "whoever asks for the next one has seen this one pass a cap"
-    return tighter
+    """The search to repeat; the same where only the host's memory is passed, which lower caps do not help."""
+    return candidate.tighter() or candidate.search
 
 
 def _candidate(request: Request, search: Search, by: Planner) -> Candidate | None:

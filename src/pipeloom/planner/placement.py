@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from .. import schedules
+from ..ir.action import AWAIT, RELOAD, B, F, W
 from ..ir.cluster import Cluster
+from ..ir.costs import StageCost
 from ..ir.errors import PlanError, ScheduleError
 from ..ir.graph import OpGraph
 from ..ir.plan import Plan
@@ -161,3 +163,47 @@ def message_seconds(
         return transfer_s(cluster, placement[source], placement[target], size.get((source, target), 0))
 
     return seconds
+
+
+def uplinks_of(costs: Sequence[StageCost], placement: tuple[int, ...], cluster: Cluster) -> schedules.Uplinks:
+    """The uplinks through which the ranks of stages copy, and what a copy of each stage takes of its."""
+    names: dict[object, int] = {}
+    of_rank = []
+    for rank in range(max(placement) + 1):
+        switch = cluster.devices[rank].switch
+        of_rank.append(names.setdefault(rank if switch is None else switch, len(names)))
+    seconds = []
+    for cost, rank in zip(costs, placement, strict=True):
+        switch = cluster.devices[rank].switch
+        alone = max(cost.offload_s, cost.reload_s)
+        shared = 0.0
+        if switch is not None:
+            shared = cost.offloaded_bytes / cluster.switches[switch].bandwidth_bytes_per_s
+        seconds.append(alone if switch is None else shared)
+    return schedules.Uplinks(of_rank=tuple(of_rank), seconds=tuple(seconds))
+
+
+def held_on_device(schedule: Schedule) -> tuple[int, ...]:
+    """As `schedules.in_flight`, without those that are on the host: from what waits until they are there, and
+    if nothing does, from their RELOAD on, which they then have not left before.
+
+    >>> from pipeloom.ir.stages import chain
+    >>> held_on_device(schedules.build("1f1b", chain(3), (0, 1, 2), 8))
+    (3, 2, 1)
+    """
+    if all(action.kind == F for row in schedule.rows for action in row):
+        return (0,) * schedule.stages
+    now, most = [0] * schedule.stages, [0] * schedule.stages
+    for row in schedule.rows:
+        gone: set[tuple[int, int]] = set()
+        for action in row:
+            key = action.stage, action.microbatch
+            if action.kind == F or (action.kind == RELOAD and key in gone):
+                now[action.stage] += 1
+                most[action.stage] = max(most[action.stage], now[action.stage])
+            elif action.kind == AWAIT:
+                gone.add(key)
+                now[action.stage] -= 1
+            elif action.kind in (B, W):
+                now[action.stage] -= 1
+    return tuple(most)

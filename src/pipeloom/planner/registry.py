@@ -40,6 +40,7 @@ class Planner:
     also: planners whose plans it starts from besides its own search, so that none of them has a faster one;
         the slowest to search first.
     polishes: it moves cuts by the simulated step at last (polish.py).
+    chooses_schedule: it plans with many schedules and takes the fastest, whichever was asked for.
     propose: several cuts, for stages of a DAG, of which the fastest simulated step wins; None: `find` is all.
     arrange: finds an op order of its own along with the cuts, for stages that are a chain; then `find` is
         not asked, and is `no_cuts`.
@@ -53,6 +54,7 @@ class Planner:
     keeps_caps: bool = True
     also: tuple[str, ...] = ()
     polishes: bool = False
+    chooses_schedule: bool = False
     propose: Callable[[Search], Iterator[tuple[int, ...]]] | None = None
     arrange: Callable[[Search], Arranged | None] | None = None
 
@@ -78,6 +80,14 @@ PLANNERS: dict[str, Planner] = {
         source="arXiv 2505.05856, reconstructed from the abstract; and more",
         polishes=True,
         about="dawnpiper-alone, probe, vpipe, pipedream; the best, its cuts moved by the simulated step",
+    ),
+    "pipeoffload": Planner(
+        find=dawnpiper,
+        granularity="op",
+        optimises="always",
+        chooses_schedule=True,
+        source="arXiv 2503.01328 leaves the choice to its user",
+        about="dawnpiper over many schedules, with and without offloading; the fastest that fits",
     ),
     "dawnpiper-alone": Planner(
         find=dawnpiper,
@@ -175,7 +185,7 @@ def names() -> tuple[str, ...]:
     """All planners that `make_plan` knows.
 
     >>> names()  # doctest: +NORMALIZE_WHITESPACE
-    ('exact', 'dawnpiper', 'dawnpiper-alone', 'probe', 'graphpipe', 'vpipe', 'pipedream',
+    ('exact', 'dawnpiper', 'pipeoffload', 'dawnpiper-alone', 'probe', 'graphpipe', 'vpipe', 'pipedream',
      'pipedream-repo', 'pipedream-graph', 'pipedream-graph-ops', 'piper', 'piper-ops', 'equal',
      'balanced')
     """

@@ -10,6 +10,7 @@ import numpy as np
 
 from .. import schedules
 from ..ir.cluster import Cluster, Device
+from ..ir.columns import OFFLOAD_
 from ..ir.costs import StageCost
 from ..ir.errors import PlanError
 from ..ir.graph import OpGraph
@@ -21,7 +22,7 @@ from ..ir.steady import SteadyStep
 from ..ir.weight_policy import WEIGHT_POLICIES, Updates
 from .branches import BranchOrdered, Edge, Term, branch_orders, decompose, graph_edges
 from .deepen import deepen
-from .placement import Layout, layout_of, message_seconds, refuse_microbatches
+from .placement import Layout, held_on_device, layout_of, message_seconds, refuse_microbatches, uplinks_of
 from .registry import Planner
 from .search import Search, layers
 from .stage_cost import CostModel, CostOptions, Readers
@@ -88,8 +89,21 @@ class Request:
         return layout_of(self.schedule, len(self.cluster.devices))
 
     @cached_property
+    def usual(self) -> Schedule:
+        """The schedule for equal times."""
+        return self.build(replicate(chain(self.layout.stages), self.layout.replicas))
+
+    @cached_property
+    def copies(self) -> bool:
+        """Whether the schedule says itself which residuals are offloaded."""
+        columns = self.usual.columns
+        return bool((columns.kind == OFFLOAD_).any())
+
+    @cached_property
     def treatments(self) -> tuple[Treatment, ...]:
-        """What may be done with residuals."""
+        """What may be done with residuals, where the schedule does not say it."""
+        if self.copies:
+            return ()
         asked = self.options.treatments
         if asked is not None:
             return tuple(t for t in asked if t != "keep")
@@ -107,7 +121,7 @@ class Request:
                 hint="use planner dawnpiper, probe, vpipe or exact",
             )
         bare = next((d.name for d in self.cluster.devices if d.host_link is None), None)
-        if "offload" in self.treatments and bare is not None:
+        if ("offload" in self.treatments or self.copies) and bare is not None:
             raise PlanError(
                 f"residuals cannot be offloaded from device {bare}, which has no link to the host",
                 hint="on this machine's CPU name a folder with --offload-dir; elsewhere give the device a "
@@ -191,7 +205,7 @@ class Request:
         """
         layout, devices = self.layout, self.cluster.devices
         count = layout.stages
-        held = schedules.in_flight(self.build(replicate(chain(count), layout.replicas)))
+        held = held_on_device(self.usual)
         homes = [layout.homes(stage) for stage in range(count)]
         return Search(
             model=self.models[0] if ordered is None else self._model(0, ordered),
@@ -221,7 +235,8 @@ class Request:
         times = None
         if costs is not None:
             messages = message_seconds(stages, layout.placement, self.cluster)
-            times = schedules.Times(costs=tuple(costs), transfer_s=messages)
+            uplinks = uplinks_of(costs, layout.placement, self.cluster)
+            times = schedules.Times(costs=tuple(costs), transfer_s=messages, uplinks=uplinks)
         if not self.options.branches:
             stages = replicate(chain(layout.stages), layout.replicas)
         elif self.slack and layout.in_line:

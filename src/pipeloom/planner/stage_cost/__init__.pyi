@@ -49,4 +49,5 @@ from .treated_stage import (
     cost_choice as cost_choice,
     cost_treatments as cost_treatments,
     host_copies as host_copies,
+    offload_all as offload_all,
 )

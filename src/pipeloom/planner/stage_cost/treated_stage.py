@@ -15,9 +15,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from math import prod
 
 from ...ir.errors import PlanError
 from ...ir.memory_policy import Treatment
+from ...ir.stages import StageGraph
 from .arrays import Indices
 from .model import CostModel
 from .peak_memory import Footprint, RecomputeAhead, peak_terms
@@ -92,6 +94,21 @@ class TreatedStage:
             return model.turn_of(self.footprint, busy + self.offload_s + self.reload_s, rank)
         longest = max(self.offload_s, self.reload_s)
         return max(model.turn_of(self.footprint, busy + max(0.0, longest - forward_s), rank), longest)
+
+
+SMALL = 1024
+"""Elements of a residual up to which it stays, as with PipeOffload (arXiv 2503.01328)."""
+
+
+def offload_all(model: CostModel, stages: StageGraph, index: int) -> dict[str, Treatment]:
+    """Treatments of a stage whose residuals all leave but the small ones."""
+    sweep, start, end = model.sweep.apart(model.positions(stages, index))
+    forward_s, cheap_s = model.forward_s[model.kind[index]], model.cheap_s[model.kind[index]]
+    residuals = find_residuals(sweep, start, end, forward_s[: end - start], cheap_s, False)
+    values = model.graph.value
+    return {
+        name: "offload" for name in residuals.names if name not in values or prod(values[name].shape) > SMALL
+    }
 
 
 def cost_treatments(

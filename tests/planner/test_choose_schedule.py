@@ -1,0 +1,98 @@
+"""pipeoffload: the fastest of many schedules that fits, with and without offloading."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache, partial
+
+import pytest
+from random_stages import random_model
+
+from pipeloom.ir.cluster import Cluster
+from pipeloom.ir.errors import InfeasibleError, PlanError, ScheduleError
+from pipeloom.ir.memory_policy import Treatment
+from pipeloom.ir.plan import Plan
+from pipeloom.planner import PlanOptions, choose_schedule, make_plan, schedule_names
+
+RANKS, MICROBATCHES = 2, 4
+
+
+@pytest.fixture(autouse=True)
+def small_ones_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The random models have no tensor of over 40 elements."""
+    monkeypatch.setattr("pipeloom.planner.stage_cost.treated_stage.SMALL", 0)
+
+
+def plans(seed: int, share: float | None, **host: float):
+    """schedule, strategy, treatments -> plan, for a random chain of ops; share: the cap, as a share of what
+    1f1b holds without one."""
+    model = random_model(seed, 12, host_bytes_per_s=40.0 * 4 ** (seed % 3), **host)
+    graph, profile = model.graph, model.profile
+    cluster = replace(model.cluster, devices=model.cluster.devices[:RANKS])
+
+    def plan(schedule: str, strategy: str, treatments=None, memory: int | None = None) -> Plan:
+        devices = cluster.devices
+        if memory is not None:
+            devices = tuple(replace(device, memory_bytes=memory) for device in devices)
+        return make_plan(
+            graph,
+            profile,
+            Cluster(devices=devices, within_node=cluster.within_node),
+            stages=RANKS,
+            schedule=schedule,
+            microbatches=MICROBATCHES,
+            strategy=strategy,
+            options=PlanOptions(treatments=treatments),
+            explained=False,
+        )
+
+    if share is None:
+        return plan
+    free = plan("1f1b", "exact", ())
+    return partial(plan, memory=int(share * max(free.peaks)))
+
+
+def seconds(plan, *asked) -> float:
+    """Of a plan's simulated step; inf if there is none."""
+    try:
+        return plan(*asked).predicted_step_s
+    except (PlanError, ScheduleError):
+        return float("inf")
+
+
+@pytest.mark.parametrize(
+    "seed", [*range(3), *(pytest.param(n, marks=pytest.mark.slow) for n in range(3, 20))]
+)
+def test_it_is_the_best_of_a_grid(seed: int) -> None:
+    make = cache(plans(seed, (None, 1.0, 0.9, 0.8)[seed % 4]))
+    names = schedule_names(RANKS, 12)
+    ways = [(name, *how) for name in names for how in (("exact", ()), ("probe", ("recompute",)))]
+    ways += [(name, "dawnpiper", None) for name in ("1f1b", "gis_h")]
+    least = min(seconds(make, *way) for way in ways)
+
+    def plan(*, schedule: str, strategy: str, treatments: tuple[Treatment, ...] | None) -> Plan:
+        return make(schedule, strategy, treatments)
+
+    if least == float("inf"):
+        with pytest.raises(InfeasibleError):
+            choose_schedule(plan, names)
+        return
+    found = choose_schedule(plan, names)
+    assert all(peak <= cap for peak, cap in zip(found.peaks, found.caps, strict=True))
+    polished = min(seconds(make, found.schedule, "dawnpiper", how) for how in (None, (), ("recompute",)))
+    assert found.predicted_step_s == pytest.approx(min(least, polished)) or found.predicted_step_s == least
+
+
+def test_the_command_s_planner_chooses_so() -> None:
+    plan = plans(2, 0.9)
+    found = plan("1f1b", "pipeoffload")
+    assert found.planner == "pipeoffload"
+    first = min(seconds(plan, name, "dawnpiper") for name in ("1f1b", "gis_h"))
+    assert found.predicted_step_s <= first
+
+
+def test_a_host_that_is_too_small_is_refused_with_its_rank_and_bytes() -> None:
+    roomy = plans(3, None)("1f1b:offload=1", "exact")
+    assert any(stage.offloaded_bytes for stage in roomy.stages)
+    with pytest.raises(InfeasibleError, match=r"ranks of node 0 offload .*: rank 0 alone offloads"):
+        plans(3, None, host_memory=1)("1f1b:offload=1", "exact")
