@@ -166,7 +166,10 @@ def test_simulate_needs_neither_torch_nor_the_model(folder: Path) -> None:
     assert set(figures["ranks"][0]) == {"rank", "busy_s", "peak_bytes", "peak"}
     assert 0 < figures["bubble"] < 1 and figures["ranks"][0]["peak_bytes"] > 0
     assert "PP:0F0" in (folder / "t.json").read_text()
-    assert "Why ranks are idle" in (folder / "r.html").read_text()
+    page = (folder / "r.html").read_text()
+    assert (
+        "Why ranks are idle" in page and page.count('class="edge"') == 1 and page.count('class="stage"') == 2
+    )
 
 
 def test_simulate_with_the_model(folder: Path) -> None:

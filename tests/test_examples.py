@@ -47,7 +47,8 @@ def test_the_own_model_learns(tmp_path: Path) -> None:
         timeout=900,
     )
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "runs" / "spiral-1" / "report.html").is_file()
+    page = (tmp_path / "runs" / "spiral-1" / "report.html").read_text()
+    assert 'data-edge="0-1"' in page and page.count('class="stage"') == 3
     line = next(line for line in done.stdout.splitlines() if line.startswith("validation loss"))
     first, last = float(line.split()[2]), float(line.split()[6])
     assert first > 0.6 and last < 0.3, line

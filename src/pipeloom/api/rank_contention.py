@@ -8,12 +8,15 @@ import logging
 import os
 import platform
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..ir.errors import ConfigError
 from ..ir.files import write_whole
 from ..ir.graph import OpGraph
 from ..ir.profile import Profile
-from ..profiler import Contention
+
+if TYPE_CHECKING:
+    from ..profiler import Contention
 
 VARIABLE = "PIPELOOM_CONTENTION"
 """Environment: a factor for all ops instead of measured ones, such as 1."""
@@ -37,6 +40,8 @@ def contention(ranks: int) -> Contention:
 
     Raises: ConfigError if the environment's factor is none.
     """
+    from ..profiler import Contention, measure_contention  # only now: they import torch
+
     if given := os.environ.get(VARIABLE):
         try:
             return Contention(ranks=ranks, products=float(given), others=float(given))
@@ -45,8 +50,6 @@ def contention(ranks: int) -> Contention:
     path = _cache_folder() / f"{_machine()}-{ranks}.json"
     if (known := _read(path, ranks)) is not None:
         return known
-    from ..profiler import measure_contention  # only now: it imports torch
-
     found = measure_contention(ranks)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -58,6 +61,8 @@ def contention(ranks: int) -> Contention:
 
 def _read(path: Path, ranks: int) -> Contention | None:
     """What was measured before; None where nothing was, or the file is damaged: then it is measured again."""
+    from ..profiler import Contention
+
     try:
         figures = json.loads(path.read_text())
         return Contention(ranks=ranks, products=figures["products"], others=figures["others"])

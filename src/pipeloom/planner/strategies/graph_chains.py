@@ -12,7 +12,8 @@ each has the in-flight micro-batches of its place in the chain.
 
 Both have one worker per stage and keep every residual here, as pipeloom's other comparators do: replicas,
 tensor parallelism and Piper's choice of what is recomputed are left out. A piece is a layer, or an op. Graphs
-with too many down-sets are refused with their number; 40,000 is Piper's own limit.
+with too many down-sets are refused with their number; 40,000 is Piper's own limit. Of unequal devices
+the caps count, and the times of the first.
 
 Sources: Narayanan et al. 2019, SOSP, and msr-fiddle/pipedream at 7db6a1c, `optimizer_graph_hierarchical.py`;
 Tarnawski et al. 2021, NeurIPS, "Piper", and msr-fiddle/piper at d7fc8cf. From descriptions.
