@@ -12,15 +12,25 @@ from click.testing import CliRunner
 from pipeloom.api import stages_for
 from pipeloom.checks import check
 from pipeloom.cli import main
-from pipeloom.ir.action import F
+from pipeloom.ir.action import Action, F
 from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.costs import StageCost, equal_costs
 from pipeloom.ir.errors import CutError, DeadlockError, ScheduleError
 from pipeloom.ir.flow import dag
 from pipeloom.ir.schedule import Schedule, parse_rows
-from pipeloom.ir.stages import chain
+from pipeloom.ir.stages import StageGraph, chain
 from pipeloom.lowering import lower
-from pipeloom.schedules import Entry, Recipe, Shape, build, default_placement, make, replicate, spread
+from pipeloom.schedules import (
+    Entry,
+    Recipe,
+    Shape,
+    build,
+    default_placement,
+    make,
+    path_clock,
+    replicate,
+    spread,
+)
 from pipeloom.simulator import simulate
 
 TABLE = (0, 1, (2, 3), 4)
@@ -147,3 +157,59 @@ def test_a_schedule_may_bring_its_table_and_cannot_be_run(tmp_path: Path) -> Non
     assert "it can be checked, simulated and drawn" in str(caught.value.hint)
     with pytest.raises(ScheduleError, match="a schedule with place='table' and no table"):
         Entry(place="table")
+
+
+def wide(m: int = 6, **limits: float | tuple[float, ...]) -> tuple[StageGraph, Shape]:
+    """A stage on all of 4 ranks in front of a chain, and a second one in the middle of the chain."""
+    all_ranks = (0, 1, 2, 3)
+    stages, placement = spread(chain(6), (all_ranks, 0, 1, all_ranks, 2, 3))
+    light = StageCost(forward_s=1.0, backward_s=1.0, input_grad_s=0.5, weight_grad_s=0.5)
+    heavy = StageCost(forward_s=1.0, backward_s=3.0, input_grad_s=1.5, weight_grad_s=1.5, residual_bytes=1)
+    costs = tuple(light if stages.origin(s) in (0, 3) else heavy for s in range(len(placement)))
+    made = Shape(
+        stages=stages,
+        placement=placement,
+        microbatches=m,
+        costs=costs,
+        transfer_s=lambda a, b: 0.0,
+        limit_bytes=limits.get("limit"),
+    )
+    return stages, made
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        Recipe(priority=lambda a: (a.kind == F, a.microbatch)),
+        Recipe(priority=lambda a: (a.kind != F, a.microbatch)),
+        Recipe(kinds="FIW", priority=lambda a: (a.kind == F, a.microbatch)),
+        Recipe(priority=lambda a: a.microbatch, before=lambda a, b: False),
+    ],
+    ids=["backward first", "forward first", "split", "with a predicate"],
+)
+def test_greedy_orders_let_all_ranks_of_a_stage_begin_together(recipe: Recipe) -> None:
+    """Each rank by itself ordered its actions, so that every such order was refused as a deadlock."""
+    stages, made = wide(limit=(4.0, 4.0, 3.0, 2.0))
+    outcome = make(made, recipe).outcome
+    check(Schedule(name="", microbatches=6, placement=made.placement, rows=outcome.rows), stages)
+    begun = {
+        action: float(at)
+        for row, starts in zip(outcome.rows, outcome.starts, strict=True)
+        for action, at in zip(row, starts, strict=True)
+    }
+    for shards in stages.shards:
+        for kind in {a.kind for a in begun} - {"W"}:
+            for b in range(6):
+                assert len({begun[Action(s, kind, b)] for s in shards}) == 1
+    assert all(held <= most for held, most in zip(outcome.peak, (4.0, 4.0, 3.0, 2.0), strict=True))
+
+
+def test_an_order_by_a_clock_holds_all_ranks_of_a_stage_together() -> None:
+    stages, made = wide(limit=4.0)
+    rows = make(made, Recipe(clock=path_clock(made, kinds="FB"))).outcome.rows
+    check(Schedule(name="", microbatches=6, placement=made.placement, rows=rows), stages)
+
+
+def test_limits_must_be_as_many_as_ranks() -> None:
+    with pytest.raises(ScheduleError, match="3 limits for 4 ranks"):
+        make(wide(limit=(1.0, 2.0, 3.0))[1], Recipe(priority=lambda a: a.microbatch))

@@ -131,7 +131,7 @@ def simulate_schedule(name: str, scenario: Scenario) -> SimulatedSchedule:
     transfer_s = scenario.transfer_s
     times = schedules.Times(
         costs=costs,
-        limit_bytes=min(caps) if scenario.memory else None,
+        limit_bytes=tuple(caps) if scenario.memory else None,
         transfer_s=transfer_s if isinstance(transfer_s, float) else _by_boundary(transfer_s, stages),
         uplinks=schedules.shared_uplinks(costs, scenario.ranks, scenario.per_uplink),
     )

@@ -115,14 +115,14 @@ class Times:
     """What building may know besides the order.
 
     costs: one per stage; equal ones by default.  transfer_s: seconds of a message between two ranks, the
-        same for all or by (from stage, to stage).  limit_bytes: most residual bytes of a rank; the costs
-        must then say what residuals take.  uplinks: through which copies to the host go; by default each
-        rank has its own.
+        same for all or by (from stage, to stage).  limit_bytes: most residual bytes of any rank, or
+        of each; the costs must then say what residuals take.  uplinks: through which copies to the host go;
+        by default each rank has its own.
     """
 
     costs: tuple[StageCost, ...] | None = None
     transfer_s: float | Callable[[int, int], float] = 0.0
-    limit_bytes: float | None = None
+    limit_bytes: float | tuple[float, ...] | None = None
     uplinks: Uplinks | None = None
     options: Mapping[str, float] = field(default_factory=dict)
 

@@ -78,7 +78,7 @@ def _eight_phases(
     if not own or s.microbatches < 2 * half or memory < half + 0.5:
         return []
     rows = [list(_phases_of(stages, half, depth(r), s.microbatches)) for r, stages in enumerate(own)]
-    if s.limit_bytes is not None and max(_peak_bytes(s, row) for row in rows) > s.limit_bytes:
+    if any(_peak_bytes(s, row) > limit for row, limit in zip(rows, s.limits_bytes, strict=True)):
         return []
     # Nobody is behind the innermost rank: there the first pair would only delay what its B gives.
     apart = [Action(stages[1], B, 0) for stages in own]

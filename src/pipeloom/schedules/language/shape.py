@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import inf
 
 from ...ir.action import Action, B, F, I, Kind, W
 from ...ir.costs import StageCost, action_seconds
@@ -23,7 +24,8 @@ class Shape:
     """Stages, where they sit, how many micro-batches, and what everything takes.
 
     placement: rank of each stage.  costs: one per stage.  transfer_s: (from stage, to stage) -> seconds
-    that a message takes between ranks.  limit_bytes: most bytes of residuals a rank may hold, or None.
+    that a message takes between ranks.  limit_bytes: most bytes of residuals a rank may hold, one
+    number or one per rank; or None.
     options: numbers that a family reads, such as `group`.
     """
 
@@ -32,7 +34,7 @@ class Shape:
     microbatches: int
     costs: tuple[StageCost, ...]
     transfer_s: Callable[[int, int], float]
-    limit_bytes: float | None = None
+    limit_bytes: float | tuple[float, ...] | None = None
     options: Mapping[str, float] = field(default_factory=dict)
 
     @cached_property
@@ -109,6 +111,18 @@ class Shape:
                 return most
             visited[stage] = [a for a in found if not any(a != b and a | b == b for b in found)]
         return max(ranks.bit_count() for sets in visited for ranks in sets)
+
+    @cached_property
+    def limits_bytes(self) -> tuple[float, ...]:
+        """Per rank the most bytes of residuals that it may hold; infinite without a limit.
+
+        Raises: ScheduleError unless there is one limit for all ranks or one per rank.
+        """
+        limit = self.limit_bytes
+        if not isinstance(limit, tuple):
+            return (inf if limit is None else float(limit),) * self.ranks
+        self.require(len(limit) == self.ranks, f"{len(limit)} limits for {self.ranks} ranks", "give one each")
+        return limit
 
     def option(self, name: str, default: float) -> float:
         """A number that the user may set."""

@@ -90,6 +90,8 @@ class _Ruled:
             for fill in (False, True):
                 left = []
                 for rank in woken:
+                    if s.free[rank] > now + EPS:
+                        continue
                     self._hold(rank)
                     index = choose(t, s, rank, now, fill)
                     if index >= 0:
@@ -144,7 +146,10 @@ class _Ruled:
             self.pairs.append((first, second))
             end = now + before + task.joint(first, second)
         for member in pair:
+            others = t.unit[t.unit_at[member] : t.unit_at[member + 1]]
             self.begin(t, s, member, now, end, end + after)
+            for other in others:  # of a stage on several ranks; not in pairs
+                self.begin(t, s, int(other), now, end, end + sum(self._around(int(other))))
 
     def _companions(self, rank: int, index: int, now: float) -> list[int]:
         """A stream and one that may run with it now, in the order in which they run; or it alone."""
@@ -152,6 +157,8 @@ class _Ruled:
         assert together is not None
         action = self._head(index)
         for other in self._own(rank):
+            if self.task.streams[index].unit or self.task.streams[other].unit:
+                continue
             if other == index or s.ready[other] > now + EPS or (t.opens[other] and t.opens[index]):
                 continue
             if t.opens[other] and not self.may_open(t, s, other, s.batch[other]):
@@ -203,7 +210,7 @@ def _waits(task: SchedulingProblem, t: Tables, s: State) -> Iterator[tuple[bool,
                 str(other.action(b))
                 for i, other in enumerate(task.streams)
                 if any(user == index for user, _ in other.feeds) and not _has_run(t, s, i, b)
-            ]
+            ] or [str(task.streams[i].action(b)) for i in task.streams[index].unit]
             action = task.streams[index].action(b)
             others = (task.streams[i].action(int(s.batch[i])) for i in own if s.batch[i] >= 0 and i != index)
             first = [str(other) for other in others if task.before is not None and task.before(other, action)]

@@ -37,6 +37,8 @@ class Tables(NamedTuple):
     order of its rank, or its key as a number; -1 if it has none.  line: stream of each place in that order,
     those of rank r from `line_at[r]` on; empty for keys.
     before, after: seconds of what a user inserted beside an action; empty if nothing is.
+    unit: the other streams of the stream's unit, those of stream i from `unit_at[i]` on: on other ranks, in
+    the same order of micro-batches. All of a unit begin together.
     """
 
     size: int
@@ -64,6 +66,8 @@ class Tables(NamedTuple):
     open_stage: Floats
     before: Floats
     after: Floats
+    unit_at: Ints
+    unit: Ints
     row_at: Ints
     strict: bool
     safe: bool
@@ -156,16 +160,52 @@ def may_open(t: Tables, s: State, index: int, b: int) -> bool:
 
 
 @kernel
+def unit_arrival(t: Tables, s: State, index: int) -> float:
+    """When all streams of a unit have what they wait for and all its other ranks are free; infinite where
+    that is not known yet."""
+    seen: float = max(s.ready[index], s.hold[index])
+    for at in range(t.unit_at[index], t.unit_at[index + 1]):
+        other = t.unit[at]
+        rank = t.rank[other]
+        if s.batch[other] != s.batch[index] or (t.strict and s.key[other] != s.head[rank]):
+            return float("inf")
+        seen = max(seen, s.ready[other], s.hold[other], s.free[rank])
+    return seen
+
+
+@kernel
+def unit_may_open(t: Tables, s: State, index: int) -> bool:
+    """Whether the limits of all ranks of a unit let its F run now."""
+    b = s.batch[index]
+    if not may_open(t, s, index, b):
+        return False
+    for at in range(t.unit_at[index], t.unit_at[index + 1]):
+        if not may_open(t, s, t.unit[at], b):
+            return False
+    return True
+
+
+@kernel
 def choose(t: Tables, s: State, rank: int, now: float, fill: bool) -> int:
-    """The stream that a rank runs next, or NOTHING, or FILLABLE."""
+    """The stream that a rank runs next, or NOTHING, or FILLABLE.
+
+    A unit on several ranks that is more urgent than what the rank could run, and whose other ranks will be
+    free soon, is waited for; until then only what fits into the time runs. Otherwise ranks that always have
+    something to do would hardly ever all be free at once. Nothing can block so: as soon as all ranks of a
+    unit are free, the last of them may begin it, whatever the others wait for.
+    """
     late = now + EPS
     best, best_key = -1, 0
     soon, soon_key = float("inf"), 0
+    meet, meet_key = float("inf"), 0
     filler, filler_ready = -1, float("inf")
     full = False
     for at in range(t.own_at[rank], t.own_at[rank + 1]):
         index = t.own[at]
         arrival = s.ready[index]
+        alone = t.unit_at[index] == t.unit_at[index + 1]
+        if not alone and arrival != float("inf"):
+            arrival = unit_arrival(t, s, index)
         if s.fills[index]:
             if filler < 0 or arrival < filler_ready:
                 filler, filler_ready = index, arrival
@@ -176,24 +216,33 @@ def choose(t: Tables, s: State, rank: int, now: float, fill: bool) -> int:
         arrival = max(arrival, s.hold[index])
         if best >= 0 and arrival <= late and key > best_key:
             continue
-        if t.opens[index] and not may_open(t, s, index, s.batch[index]):
+        if t.opens[index] and not unit_may_open(t, s, index):
             full = full or arrival <= late
             continue
         if arrival <= late:
             best, best_key = index, key
-        elif arrival < soon and (s.unopened[rank] > 0 or t.urgent[index]):
+            continue
+        if not alone and (meet == float("inf") or key < meet_key):
+            meet, meet_key = arrival, key
+        if arrival < soon and (s.unopened[rank] > 0 or t.urgent[index]):
             soon, soon_key = arrival, key
+    if best >= 0 and meet_key < best_key and now + t.seconds[best] > meet + EPS:
+        best, soon = -1, min(soon, meet)
     if best >= 0:
         wait = t.patience * t.seconds[best]
         if not (wait > 0 and soon < now + wait - EPS and soon_key < best_key):
             return best
     if filler < 0 or filler_ready > late:
+        if meet < float("inf"):
+            push(s, meet, rank)
         return NOTHING
     room = t.seconds[filler] * (1 - t.overlap[0 if s.unopened[rank] > 0 else 1])
     if fill and (full or soon >= now + room - EPS):
         return filler
     if fill and t.level and s.idle[rank] + soon - s.free[rank] > s.idle[len(s.free)] + EPS:
         return filler
+    if fill and meet < float("inf"):
+        push(s, meet, rank)
     return FILLABLE
 
 
@@ -241,6 +290,20 @@ def begin(t: Tables, s: State, index: int, now: float, end: float, free: float) 
         s.arrival[fed] = max(s.arrival[fed], end + t.delay[at])
         if s.missing[fed] == 0:
             announce(t, s, user, b, now)
+
+
+@kernel
+def begin_unit(t: Tables, s: State, index: int, now: float) -> None:
+    """Run the next action of a stream, and with it those of its unit on other ranks."""
+    b = s.batch[index]
+    for at in range(t.unit_at[index] - 1, t.unit_at[index + 1]):
+        member = index if at < t.unit_at[index] else t.unit[at]
+        end = free = now + t.seconds[member]
+        if len(t.before) > 0:
+            place = member * t.size + b
+            end = now + t.before[place] + t.seconds[member]
+            free = end + t.after[place]
+        begin(t, s, member, now, end, free)
 
 
 @kernel
@@ -319,16 +382,13 @@ def order_all(t: Tables, s: State, ranks: int) -> int:
             waiting = 0
             for i in range(count):
                 rank = s.woken[i]
+                if s.free[rank] > now + EPS:  # another rank has begun a unit with it
+                    continue
                 index = choose(t, s, rank, now, fill == 1)
                 if index >= 0:
                     if now + s.left[rank] > t.within:
                         return TOO_LONG
-                    end = free = now + t.seconds[index]
-                    if len(t.before) > 0:
-                        place = index * t.size + s.batch[index]
-                        end = now + t.before[place] + t.seconds[index]
-                        free = end + t.after[place]
-                    begin(t, s, index, now, end, free)
+                    begin_unit(t, s, index, now)
                 elif index == FILLABLE:
                     s.woken[waiting] = rank
                     waiting += 1

@@ -42,6 +42,7 @@ class Stream:
     filler: runs only where nothing else can; drains: the same once all forwards of the rank have begun.
     opens, closes: F opens a micro-batch, B or I closes it.
     around: micro-batch -> seconds of what a user inserted right before and right after the action.
+    unit: streams on other ranks that begin together with this one, as those of a stage on several ranks do.
     """
 
     stage: int
@@ -57,6 +58,7 @@ class Stream:
     opens: bool = False
     closes: bool = False
     around: Callable[[int], tuple[float, float]] | None = None
+    unit: tuple[int, ...] = ()
 
     def action(self, microbatch: int) -> Action:
         return Action(self.stage, self.kind, microbatch)

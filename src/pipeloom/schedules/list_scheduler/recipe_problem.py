@@ -81,7 +81,8 @@ def _without(rows: Rows[Action], kinds: set[Kind]) -> Rows[Action]:
 
 def _depth(shape: Shape) -> tuple[int, ...]:
     place = {s: i for i, s in enumerate(shape.flow.order)}
-    return tuple(place[s] for s in range(len(shape.placement)))
+    # The same for all ranks of a stage, so that these have their units in one order.
+    return tuple(place[min(s, *shape.flow.shards.get(s, (s,)))] for s in range(len(shape.placement)))
 
 
 def _pairs(shape: Shape, recipe: Recipe, rows: Sequence[Sequence[Action]]) -> dict[Action, Action]:
@@ -91,7 +92,9 @@ def _pairs(shape: Shape, recipe: Recipe, rows: Sequence[Sequence[Action]]) -> di
         taken = False
         for a, b in zip(row, row[1:], strict=False):
             assert recipe.together is not None
-            taken = not taken and recipe.together(a, b) and set(produces(a)).isdisjoint(needs(b, shape.flow))
+            alone = a.stage not in shape.flow.shards and b.stage not in shape.flow.shards
+            taken = not taken and alone and recipe.together(a, b)
+            taken = taken and set(produces(a)).isdisjoint(needs(b, shape.flow))
             if taken:
                 second_of[a] = b
     return second_of
@@ -141,7 +144,7 @@ def _memory(
         return max((min(o.acquired(s), o.released(s)) for o, s in both), default=0)
 
     if in_bytes:
-        limits = [inf if shape.limit_bytes is None else shape.limit_bytes] * shape.ranks
+        limits = list(shape.limits_bytes)
         if recipe.memory_bytes is not None:
             limits = [min(limit, per_rank(recipe.memory_bytes, r)) for r, limit in enumerate(limits)]
         return change, tuple(limit - free(rank) for rank, limit in enumerate(limits))
@@ -206,6 +209,7 @@ def _streams(
             drains=kind in recipe.drain,
             opens=kind == F,
             closes=kind in (B, I),
+            unit=tuple(index[o, kind] for o in flow.shards.get(s, ()) if kind in (F, B, I)),
         )
         for s, kind in index
     ]

@@ -64,6 +64,8 @@ def tables_of(task: SchedulingProblem, within_s: float) -> tuple[Tables, State]:
         open_stage=_limits(task.open_stage, stages),
         before=before,
         after=after,
+        unit_at=_offsets(np.array([len(s.unit) for s in streams], np.int64)),
+        unit=np.array([other for s in streams for other in s.unit], np.int64),
         row_at=_offsets(per_rank),
         strict=task.row_of is not None,
         safe=task.clock is not None,
