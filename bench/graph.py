@@ -4,10 +4,12 @@
     python bench/graph.py --only models      one part: models, case, order, random, brute, huge
 
 models  MMT, DLRM and CANDLE-Uno of published size (branching.py) on 4, 8, 16 and 32 V100s of 16 GB, by
-        roofline: `graphpipe` and the best chain (`--no-branches`), each with the micro-batch size of its
-        fastest step; and both at the chain's size, which shows what parallel stages alone gain. Rows per step
-        grow with the devices, as in the paper, whose numbers of rows are lost but for MMT on 8 (128 rows).
-case    The paper's case study on 8 V100s: depth and step of both.
+        roofline: `graphpipe`, the best chain (`--no-branches`), and that chain as a sequential pipeline, in
+        which every stage also waits for the one before it (the paper's baseline, and what systems do that
+        hand values on from stage to stage); each with the micro-batch size of its fastest step, and all at
+        the sequential one's size, which shows what parallel stages alone gain. Rows per step grow with the
+        devices, as in the paper, whose numbers of rows are lost but for MMT on 8 (128 rows).
+case    The paper's case study on 8 V100s: depth and step of the three.
 order   MMT whose towers run in turn against MMT whose towers run one after another.
 random  200 random graphs (chains, series-parallel, others) under caps of 1.0 to 1.3 times the least: the step
         against that of `exact` and of the best chain.
@@ -43,10 +45,22 @@ from branching_graphs import KINDS, best_of_all, random_graph, request_for  # no
 
 from pipeloom import api  # noqa: E402
 from pipeloom.clusters import find_cluster  # noqa: E402
+from pipeloom.ir.cluster import Cluster  # noqa: E402
 from pipeloom.ir.errors import InfeasibleError  # noqa: E402
+from pipeloom.ir.graph import Value  # noqa: E402
 from pipeloom.ir.plan import Plan  # noqa: E402
-from pipeloom.planner import PlanOptions, ProfiledModel, Request, interpolate_sample, make_plan  # noqa: E402
+from pipeloom.ir.stages import Crossing  # noqa: E402
+from pipeloom.lowering import lower  # noqa: E402
+from pipeloom.planner import (  # noqa: E402
+    PlanCosts,
+    PlanOptions,
+    ProfiledModel,
+    Request,
+    interpolate_sample,
+    make_plan,
+)
 from pipeloom.profiler import roofline  # noqa: E402
+from pipeloom.simulator import simulate  # noqa: E402
 
 RESULTS = ROOT / "results" / "graph.json"
 DEVICES = (4, 8, 16, 32)
@@ -88,6 +102,19 @@ def request(
     )
 
 
+def sequential_s(plan: Plan, model: ProfiledModel, cluster: Cluster) -> float:
+    """Seconds of the simulated step if every stage also waits for the one in front of it, and for the
+    gradient of the one behind it."""
+    stages = plan.stage_graph(model.graph)
+    behind = [(s, s + 1) for s in range(len(stages.stages) - 1) if not stages.gradients(s, s + 1)]
+    word = {"shape": (1,), "dtype": "float32", "needs_grad": True}
+    added = (Crossing(value=Value(name=f"behind {a}", **word), source=a, target=b) for a, b in behind)
+    in_a_row = replace(stages, crossings=(*stages.crossings, *added))
+    costs = PlanCosts(model.graph, model.profiles, cluster).stages(plan)
+    program = lower(plan.as_schedule, in_a_row, policy=plan.memory)
+    return simulate(program, in_a_row, costs, cluster).step_s
+
+
 def figures(plan: Plan, rows: int) -> dict[str, Any]:
     """What is printed and kept of a plan."""
     depth = plan.notes.get("branches.depth", str(len(plan.stages)))
@@ -107,10 +134,15 @@ def plan_at(how: api.PlanRequest, model: ProfiledModel) -> Plan | None:
         return None
 
 
-def best(how: api.PlanRequest, sizes: list[int], model_at: Callable[[int], ProfiledModel]) -> Plan | None:
-    """The fastest plan over sizes of micro-batches, the largest first."""
-    plans = [plan for size in sizes if (plan := plan_at(how, model_at(size))) is not None]
-    return min(plans, key=lambda plan: plan.predicted_step_s, default=None)
+def both(devices: int, rows: int, model: ProfiledModel) -> dict[str, Any] | None:
+    """The plans of one micro-batch size; None if one does not fit."""
+    how = request(devices, rows)
+    dag, chain = plan_at(how, model), plan_at(request(devices, rows, branches=False), model)
+    if dag is None or chain is None:
+        return None
+    sequential = {**figures(chain, rows), "step_s": sequential_s(chain, model, how.cluster)}
+    sequential["rows_per_s"] = rows / sequential["step_s"]
+    return {"graphpipe": figures(dag, rows), "chain": figures(chain, rows), "sequential": sequential}
 
 
 def models() -> dict[str, Any]:
@@ -120,26 +152,23 @@ def models() -> dict[str, Any]:
         at = models_at(name)
         for devices in DEVICES:
             rows = ROWS_PER_DEVICE[name] * devices
-            sizes = [rows // count for count in (2 * devices, 4 * devices, 8 * devices) if rows // count]
-            model_at = lambda size, at=at, devices=devices: at(size, devices)  # noqa: E731
+            sizes = [rows // count for count in (devices, 2 * devices, 4 * devices) if rows // count]
             begin = time.process_time()
-            dag = best(request(devices, rows), sizes, model_at)
-            took = time.process_time() - begin
-            chain = best(request(devices, rows, branches=False), sizes, model_at)
-            if dag is None or chain is None:
-                print(f"{name} on {devices}: dag {dag is not None}, chain {chain is not None}", flush=True)
+            tried = [row for size in sizes if (row := both(devices, rows, at(size, devices))) is not None]
+            if not tried:
+                print(f"{name} on {devices}: nothing fits", flush=True)
                 continue
-            alone = plan_at(request(devices, rows), model_at(chain.microbatch_size))
-            assert alone is not None, "a chain is a DAG"
-            found[f"{name} {devices}"] = row = {
-                "rows": rows,
-                "graphpipe": figures(dag, rows),
-                "chain": figures(chain, rows),
-                "gain": chain.predicted_step_s / dag.predicted_step_s,
-                "gain_at_equal_size": chain.predicted_step_s / alone.predicted_step_s,
-                "search_s": took,
+            row: dict[str, Any] = {
+                kind: min((each[kind] for each in tried), key=lambda figure: figure["step_s"])
+                for kind in ("graphpipe", "chain", "sequential")
             }
-            print(f"{name} on {devices}, {rows} rows:", json.dumps(row), flush=True)
+            alike = next(each for each in tried if each["sequential"] == row["sequential"])
+            row["gain"] = row["sequential"]["step_s"] / row["graphpipe"]["step_s"]
+            row["gain_at_equal_size"] = alike["sequential"]["step_s"] / alike["graphpipe"]["step_s"]
+            row["gain_over_chain"] = row["chain"]["step_s"] / row["graphpipe"]["step_s"]
+            row |= {"rows": rows, "processor_s": time.process_time() - begin}
+            found[f"{name} {devices}"] = row
+            print(f"{name} on {devices}:", json.dumps(row), flush=True)
     return found
 
 
@@ -147,18 +176,10 @@ def case() -> dict[str, Any]:
     """The case study: two branches, joined, on 8 devices."""
     model = branching.PUBLISHED["case_study"]()
     graph = api.capture(model, 4).graph
-    found = {}
-    for memory in ("16GiB", "4GiB"):
-        cluster = find_cluster(f"8 x v100-16 with {memory}")
-        at = ProfiledModel(size=4, graph=graph, profiles=api.estimate(graph, cluster))
-        how = replace(request(8, 128), cluster=cluster)
-        dag = plan_at(how, at)
-        chain = plan_at(replace(how, options=replace(how.options, branches=False)), at)
-        found[memory] = {
-            "graphpipe": dag and {**figures(dag, 128), "notes": dict(dag.notes)},
-            "chain": chain and figures(chain, 128),
-        }
-        print("case study", memory, json.dumps(found[memory]), flush=True)
+    cluster = find_cluster(cluster_of(8))
+    found = both(8, 128, ProfiledModel(size=4, graph=graph, profiles=api.estimate(graph, cluster)))
+    assert found is not None, "it fits"
+    print("case study:", json.dumps(found), flush=True)
     return found
 
 

@@ -67,8 +67,8 @@ branches, none of them moved by the simulated step."""
 SLACKS = (1, 2, 4)
 """Micro-batches in flight beyond the depth of a stage that are tried."""
 
-POLISHED = 4
-"""Candidates whose cuts are moved by the simulated step."""
+POLISHED, MANY_POLISHED, SMALL = 4, 12, 32
+"""Candidates whose cuts are moved by the simulated step; many while there are at most `SMALL` ops."""
 
 
 def with_slack(candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -99,7 +99,10 @@ def fastest_of_few(request: Request, search: Search, propose: Propose) -> Candid
 
 def polish_some(candidates: Sequence[Candidate]) -> Candidate:
     """The fastest of what becomes of the best few, each polished in its own op order."""
-    few = sorted(candidates, key=lambda found: found.timeline.step_s)[:POLISHED]
+    different: dict[tuple[Cuts, Cuts], Candidate] = {}
+    for found in sorted(candidates, key=lambda found: found.timeline.step_s):
+        different.setdefault((found.search.model.readers.order, found.cuts), found)
+    few = list(different.values())[: MANY_POLISHED if len(candidates[0].search.model) <= SMALL else POLISHED]
     return min((polish_cuts([found], found.search) for found in few), key=lambda found: found.timeline.step_s)
 
 
