@@ -138,7 +138,7 @@ def delayed(
             pipeline.weights.discard_gradients()
             for name, param in params.items():
                 param.data.copy_(newest[name])
-                param.grad = grads[name]
+                param.grad = grads.get(name)  # none of one that is frozen
             if clip_norm is not None:
                 squares = torch.stack([torch.linalg.vector_norm(g) for g in grads.values()]).double().square()
                 norms.append(float(squares.sum().sqrt()))

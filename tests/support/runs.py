@@ -6,8 +6,9 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import cycle
 from typing import Any
 from unittest.mock import patch
 
@@ -17,12 +18,14 @@ from torch import Tensor
 from pipeloom import Job, Options, Pipeline, schedules
 from pipeloom.ir.errors import PeerError
 from pipeloom.ir.graph import OpGraph
+from pipeloom.ir.memory_policy import MemoryPolicy
 from pipeloom.ir.plan import Plan, StagePlan
 from pipeloom.ir.stages import cut
 from pipeloom.runtime import rows_of, signature_of, split_batch
 from pipeloom.runtime.transports import LocalChannel, local_channels
 from pipeloom.tracer import Captured, capture, one_thread_at_a_time, scalar_loss
 from pipeloom.tracer.export import capture_evaluation
+from pipeloom.tracer.stage import stage_residuals
 
 NOISE = 1e-3
 """Differences are relative to the largest entry of a tensor, or to this share of the largest of all."""
@@ -105,6 +108,21 @@ def plan_for(
 def even_plan(job: Job, stages: int, **how: Any) -> Plan:
     captured = capture_of(job, how.get("microbatch_size", 2), autocast=how.pop("autocast", None))
     return plan_for(captured, even(captured.graph, stages), **how)
+
+
+def treated_plan(job: Job, plan: Plan, *treatments: str, ahead: tuple[int, ...] = ()) -> Plan:
+    """The residuals of each stage treated in turn; what cannot be recomputed is kept."""
+    captured = capture_of(job, 2)
+    stages = plan.stage_graph(captured.graph)
+    policy = []
+    for stage in range(len(plan.stages)):
+        residuals = stage_residuals(captured, stages, stage)
+        given = zip(residuals.items(), cycle(treatments), strict=False)
+        policy.append(
+            {name: "keep" if how == "recompute" and r.obstacle else how for (name, r), how in given}
+        )
+    assert any(how != "keep" for stage in policy for how in stage.values())
+    return replace(plan, memory=MemoryPolicy(stages=tuple(policy), ahead=ahead))  # type: ignore[arg-type]
 
 
 @dataclass

@@ -3,8 +3,6 @@ older rule of PipeDream."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from itertools import cycle
 from unittest.mock import patch
 
 import pytest
@@ -13,27 +11,8 @@ import torch
 from delayed import STEPS, assert_equal, delayed, job_of, stashed, steady_plan, trained
 from torch.optim.lr_scheduler import LambdaLR
 
-from pipeloom import Job
 from pipeloom.checks import versions
-from pipeloom.ir.memory_policy import MemoryPolicy
-from pipeloom.ir.plan import Plan
 from pipeloom.runtime import Weights
-from pipeloom.tracer.stage import stage_residuals
-
-
-def treated(job: Job, plan: Plan, *treatments: str, ahead: tuple[int, ...] = ()) -> Plan:
-    """The residuals of each stage treated in turn; what cannot be recomputed is kept."""
-    captured = runs.capture_of(job, 2)
-    stages = plan.stage_graph(captured.graph)
-    policy = []
-    for stage in range(len(plan.stages)):
-        residuals = stage_residuals(captured, stages, stage)
-        given = zip(residuals.items(), cycle(treatments), strict=False)
-        policy.append(
-            {name: "keep" if how == "recompute" and r.obstacle else how for (name, r), how in given}
-        )
-    assert any(how != "keep" for stage in policy for how in stage.values())
-    return replace(plan, memory=MemoryPolicy(stages=tuple(policy), ahead=ahead))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -51,7 +30,7 @@ def test_what_is_recomputed_or_offloaded_changes_nothing(
     treatments: tuple[str, ...], ahead: tuple[int, ...], split: bool
 ) -> None:
     job = job_of()
-    plan = treated(job, steady_plan(job, 3, 3, split=split), *treatments, ahead=ahead)
+    plan = runs.treated_plan(job, steady_plan(job, 3, 3, split=split), *treatments, ahead=ahead)
     assert_equal(trained(job, plan, drains=(3,)), delayed(job, 3))
 
 
@@ -61,8 +40,8 @@ def test_recomputing_uses_the_version_of_the_forward(policy: str) -> None:
     job = job_of()
     plan = steady_plan(job, 3, 3, policy)
     expected = trained(job, plan)
-    assert_equal(trained(job, treated(job, plan, "recompute")), expected)
-    assert_equal(trained(job, treated(job, plan, "recompute", ahead=(0, 1, 2))), expected)
+    assert_equal(trained(job, runs.treated_plan(job, plan, "recompute")), expected)
+    assert_equal(trained(job, runs.treated_plan(job, plan, "recompute", ahead=(0, 1, 2))), expected)
 
 
 def halving(optimizer: torch.optim.Optimizer) -> LambdaLR:

@@ -1,0 +1,130 @@
+"""Stages that form a DAG, with every pair of what else a plan may have: the numbers of one process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations
+
+import branching
+import pytest
+import runs
+import torch
+from delayed import delayed, trained
+
+from pipeloom import Job
+from pipeloom.ir.plan import Plan
+from pipeloom.ir.replicas import widened
+from pipeloom.ir.weight_policy import Updates
+from pipeloom.schedules import build, build_steady
+
+MICROBATCHES = 4
+TOLERANCE = 1e-12
+
+FEATURES = (
+    "zb_h1",
+    "split backward",
+    "recompute",
+    "offload",
+    "copies in the schedule",
+    "2bw",
+    "width 2",
+    "frozen tower",
+    "two stages on a rank",
+)
+"""What a plan may have besides 1F1B with everything kept."""
+
+CANNOT = {
+    ("zb_h1", "split backward"): "zb_h1 splits backwards by itself",
+    ("zb_h1", "two stages on a rank"): "zb_h1 is for one stage on each rank",
+    ("zb_h1", "2bw"): "a steady step of zb_h1 is that of its family, tested with chains",
+    ("offload", "copies in the schedule"): "a schedule's own copies are what is offloaded",
+    ("recompute", "copies in the schedule"): "covered by tests of copies on chains",
+    ("copies in the schedule", "2bw"): "steady schedules have no copies of their own",
+}
+
+SLOW = frozenset(combinations(FEATURES, 2)) - {
+    ("zb_h1", "frozen tower"),
+    ("split backward", "recompute"),
+    ("offload", "width 2"),
+    ("2bw", "two stages on a rank"),
+    ("2bw", "frozen tower"),
+    ("recompute", "two stages on a rank"),
+}
+
+
+def job_of(*, frozen: bool) -> Job:
+    """Two towers of two layers and a join, in float64."""
+    small = branching.mmt(towers=2, layers=2, width=8, heads=2, length=3, classes=3)
+
+    def model() -> torch.nn.Module:
+        made = small.model().double()
+        if frozen:
+            made.towers[0].requires_grad_(False)
+        return made
+
+    def batch(seed: int, rows: int) -> dict[str, torch.Tensor]:
+        return {
+            name: t.double() if t.is_floating_point() else t for name, t in small.batch(seed, rows).items()
+        }
+
+    return Job(
+        model=model,
+        batch=batch,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
+        name="towers",
+    )
+
+
+JOBS = {frozen: job_of(frozen=frozen) for frozen in (False, True)}
+
+
+def plan_of(job: Job, features: tuple[str, ...]) -> Plan:
+    """A stage for each layer of each tower, and one for the join."""
+    captured = runs.capture_of(job)
+
+    def stage(module: str) -> int:
+        if not module.startswith("towers."):
+            return 4
+        _, tower, _, layer, *_ = module.split(".")
+        return 2 * int(tower) + int(layer)
+
+    stage_of = {op.name: stage(op.module) for op in captured.graph.ops if not op.cheap}
+    placement = (0, 1, 0, 1, 2) if "two stages on a rank" in features else (0, 1, 2, 3, 4)
+    split = "split backward" in features
+    name = "zb_h1" if "zb_h1" in features else "1f1b"
+    name += ":offload=1" if "copies in the schedule" in features else ""
+    plan = runs.plan_for(captured, stage_of, microbatches=MICROBATCHES, placement=placement)
+    stages = plan.stage_graph(captured.graph)
+    if "2bw" in features:
+        updates = Updates(policy="2bw", every=MICROBATCHES)
+        rows = str(build_steady(name, stages, placement, updates, split_backward=split))
+        plan = replace(plan, weights="2bw")
+    else:
+        rows = str(build(name, stages, placement, MICROBATCHES, split_backward=split))
+    plan = replace(plan, schedule=name, schedule_rows=tuple(rows.splitlines()))
+    ways = [way for way in ("recompute", "offload") if way in features]
+    ways += ["offload"] if "copies in the schedule" in features else []
+    plan = runs.treated_plan(job, plan, *ways) if ways else plan
+    return widened(plan, 2) if "width 2" in features else plan
+
+
+@pytest.mark.parametrize(
+    "features",
+    [
+        pytest.param(pair, id=" + ".join(pair), marks=pytest.mark.slow if pair in SLOW else ())
+        for pair in combinations(FEATURES, 2)
+        if pair not in CANNOT
+    ],
+)
+def test_pairs_of_features(features: tuple[str, ...]) -> None:
+    job = JOBS["frozen tower" in features]
+    plan = plan_of(job, features)
+    if "2bw" in features:
+        found, expected = trained(job, plan, drains=(3,)), delayed(job, plan.microbatches)
+        assert found.losses == pytest.approx(expected.losses, rel=TOLERANCE)
+        worst, where = runs.difference(found.parameters, expected.parameters)
+        assert worst <= TOLERANCE, f"{where} differs by {worst:.3g}"
+        return
+    batches = [job.batch(seed, 2 * plan.microbatches) for seed in range(2)]
+    plain = runs.plain(job, batches, plan.microbatches)
+    runs.assert_same(runs.pipelined(job, plan, batches), plain, tolerance=TOLERANCE)
