@@ -119,7 +119,10 @@ def place_copies(
     )
     alone = run(walk_of(columns, shape, uplinks), shape.microbatches)
     base = _Base(shape, columns, uplinks, lives, sizes, alone.start, alone.end)
-    return _best(base, _chosen(base, copies), copies)
+    chosen = _chosen(base, copies)
+    if copies.strict and (_needs(base, chosen) > _most(base, copies)).any():
+        chosen = _chosen(base, copies, 0.0)  # what comes back at once costs time, but that is what is asked
+    return _best(base, chosen, copies)
 
 
 def _best(base: _Base, copied: Bools, copies: Copies) -> Rows[Action]:
@@ -140,12 +143,12 @@ def _window_s(base: _Base) -> Floats:
     return base.start[base.lives.back] - base.end[base.lives.forward]
 
 
-def _chosen(base: _Base, copies: Copies) -> Bools:
+def _chosen(base: _Base, copies: Copies, short: float = SHORT) -> Bools:
     """Which micro-batches of which stages leave: those of the stages that are to, then, under a limit, the
     longest kept of the others, as many as it takes to leave `IN_TRANSIT` of it free, or all."""
     costs, window_s = base.shape.costs, _window_s(base)
     there_and_back = np.array([cost.offload_s + cost.reload_s for cost in costs])
-    leaves = (window_s > SHORT * there_and_back[:, None]) & (base.sizes.copied > 0)[:, None]
+    leaves = (window_s > short * there_and_back[:, None]) & (base.sizes.copied > 0)[:, None]
     chosen = np.zeros_like(leaves)
     for own in base.shape.rank_stages:
         longest = sorted(own, key=lambda stage: -float(window_s[stage].mean()))
@@ -179,9 +182,8 @@ def _largest(base: _Base) -> Floats:
 
 def _limits(base: _Base, copied: Bools, copies: Copies) -> Iterator[Floats]:
     """What each rank may hold, in bytes: little first."""
-    least = _row_peaks(base, held_bytes(base.columns, base.lives, base.sizes, copied))
+    least, most = _needs(base, copied), _most(base, copies)
     kept, size = _kept(base, copied), _largest(base)
-    most = np.inf if copies.held is None else copies.held * size
     if copies.strict and (least > most).any():
         rank = int(np.argmax(least > most))
         raise ScheduleError(
@@ -191,6 +193,17 @@ def _limits(base: _Base, copied: Bools, copies: Copies) -> Iterator[Floats]:
         )
     for extra in (IN_TRANSIT - 1, IN_TRANSIT, IN_TRANSIT + 1)[: 2 if copies.held is None else 3]:
         yield np.maximum(least, np.minimum(most, kept + extra * size))
+
+
+def _most(base: _Base, copies: Copies) -> Floats:
+    """What each rank may hold, in bytes."""
+    most: Floats = (np.inf if copies.held is None else copies.held) * _largest(base)
+    return most
+
+
+def _needs(base: _Base, copied: Bools) -> Floats:
+    """Bytes that each rank holds at least, if copies take neither time nor room."""
+    return _row_peaks(base, held_bytes(base.columns, base.lives, base.sizes, copied))
 
 
 def _kept(base: _Base, copied: Bools) -> Floats:

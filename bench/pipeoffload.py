@@ -1,0 +1,154 @@
+"""Copies in schedules: how much memory they free, what they cost, and how near they are to the best.
+
+    python bench/pipeoffload.py peaks overhead optimality memory [--quick]
+
+peaks       `po:offload=n` for p = 3, 4, 8, 16 ranks of v = 2, 4, 8 stages, every n, k = 0.5, 0.75, 1.0, m =
+            4p; pairs of ranks share an uplink: the most residuals of a rank, in those of one micro-batch on
+            one stage, simulated and if copies end only where they are awaited, beside
+            p (v - n) (v - n + 1) / 2v + 3 (4 for n = v); and 1F1B with all of it copied
+overhead    step at m = 8p less that at m = 4p, which leaves out the warm-up, over the same for the same order
+            without copies, and for the fastest schedule of the library; seconds for p = 32, v = 4, m = 128
+optimality  2 and 3 ranks and up to 4 micro-batches against all placements: the least peak, and the shortest
+            step under the peak of ours
+memory      real ranks: one model on 2, 4 and 8 of them, n = 0, half and all: residual peaks beside predicted
+
+Times are in units of one stage's F, I and W of 1 each. Results are written per section.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from machine import describe_machine
+from pipeoffload_memory import memory
+from pipeoffload_optimal import optimality
+
+from pipeloom import schedules
+from pipeloom.api import MicrobatchTimes, Scenario, SimulatedSchedule, simulate_schedule
+from pipeloom.ir.action import AWAIT, COPYING, RELOAD, B, F, W
+from pipeloom.ir.costs import StageCost, equal_costs
+from pipeloom.ir.schedule import Schedule
+from pipeloom.lowering import lower
+from pipeloom.simulator import simulate
+
+RESULTS = Path(__file__).parent / "results" / "pipeoffload.json"
+RATIOS = (0.5, 0.75, 1.0)
+FASTEST = ("gis", "interleaved_1f1b", "po", "zb_v")
+
+
+def at_worst(schedule: Schedule) -> int:
+    """The most residuals of a stage that a rank holds if a copy ends only when it is awaited."""
+    worst = 0
+    for row in schedule.rows:
+        awaited = {(a.stage, a.microbatch) for a in row if a.kind == AWAIT}
+        held = 0
+        for action in row:
+            again = action.kind == RELOAD and (action.stage, action.microbatch) in awaited
+            held += int(action.kind == F) + int(again) - int(action.kind == AWAIT)
+            worst = max(worst, held)
+            held -= int(action.kind in (B, W))
+    return worst
+
+
+def simulated(name: str, p: int, v: int, m: int, k: float) -> SimulatedSchedule:
+    times = MicrobatchTimes(forward_s=float(v), input_grad_s=float(v), weight_grad_s=float(v))
+    scenario = Scenario(ranks=p, chunks=v, microbatches=m, times=times, copy_ratio=k, per_uplink=2)
+    return simulate_schedule(name, scenario)
+
+
+def without_copies(made: SimulatedSchedule) -> float:
+    """The step of the same order without copies, in seconds."""
+    rows = tuple(tuple(a for a in row if a.kind not in COPYING) for row in made.schedule.rows)
+    plain = replace(made.schedule, rows=rows)
+    costs = schedules.with_copies(unit_costs(made.schedule.stages), 1.0)
+    return simulate(lower(plain, made.stages), made.stages, costs, made.cluster).step_s
+
+
+def unit_costs(stages: int) -> tuple[StageCost, ...]:
+    return equal_costs(stages)
+
+
+def bound(p: int, v: int, n: int) -> float:
+    return p * (v - n) * (v - n + 1) / (2 * v) + 3 if n < v else 4.0
+
+
+def cases(quick: bool) -> Iterator[tuple[str, int, int, int, float]]:
+    """Name, ranks, stages per rank, stages copied, k."""
+    ranks, chunks = ((3, 4), (2, 4)) if quick else ((3, 4, 8, 16), (2, 4, 8))
+    for p, v in product(ranks, chunks):
+        for n, k in product(range(1, v + 1), RATIOS):
+            yield f"po:offload={n}", p, v, n, k
+    for p, k in product(ranks, RATIOS):
+        yield "1f1b:offload=1", p, 1, 1, k
+
+
+def peaks(quick: bool) -> dict[str, Any]:
+    rows = []
+    for name, p, v, n, k in cases(quick):
+        made = simulated(name, p, v, 4 * p, k)
+        row = {"schedule": name, "p": p, "v": v, "n": n, "k": k}
+        row |= {"peak": made.peak * v, "at_worst": at_worst(made.schedule), "bound": bound(p, v, n)}
+        row["step_over_same_order"] = made.summary.step_s / without_copies(made)
+        rows.append(row)
+    passed = [max(row["peak"], row["at_worst"]) <= row["bound"] + 1e-9 for row in rows]
+    print(f"peaks: {sum(passed)} of {len(rows)} within the bound, none refused")
+    return {"rows": rows, "within": sum(passed), "of": len(rows)}
+
+
+def overhead(quick: bool) -> dict[str, Any]:
+    rows = []
+    ranks, chunks = ((4,), (2, 4)) if quick else ((4, 8, 16), (2, 4))
+    asked = [("po", p, v, n) for p, v in product(ranks, chunks) for n in range(1, v + 1)]
+    asked += [("1f1b", p, 1, 1) for p in ranks]
+    for name, p, v, n in asked:
+        fastest = min(_per_step(other, p, v, 0.75)[0] for other in FASTEST) if v > 1 else None
+        for k in (*RATIOS, 1.3):
+            ours, same = _per_step(f"{name}:offload={n}", p, v, k)
+            row = {"schedule": name, "p": p, "v": v, "n": n, "k": k, "over_same_order": ours / same}
+            rows.append(row | {"over_fastest": None if fastest is None else ours / fastest})
+    worst = {k: max(r["over_same_order"] for r in rows if r["k"] == k) for k in (*RATIOS, 1.3)}
+    simulated("po:offload=2", 32, 4, 128, 0.75)
+    begin = time.perf_counter()
+    simulated("po:offload=2", 32, 4, 128, 0.75)
+    seconds = time.perf_counter() - begin
+    print(f"overhead, worst by k: {worst}; p=32 v=4 m=128 in {seconds:.2f} s")
+    return {"rows": rows, "worst": worst, "seconds_of_32_ranks": seconds}
+
+
+def _per_step(name: str, p: int, v: int, k: float) -> tuple[float, float]:
+    """Seconds of 4p micro-batches in the middle, and those of the same order without copies."""
+    few, many = (simulated(name, p, v, count * p, k) for count in (4, 8))
+    return many.summary.step_s - few.summary.step_s, without_copies(many) - without_copies(few)
+
+
+SECTIONS = {"peaks": peaks, "overhead": overhead, "optimality": optimality, "memory": memory}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("sections", nargs="*", choices=[*SECTIONS, []], default=[*SECTIONS])
+    parser.add_argument(
+        "--quick", action="store_true", help="Few cases, to see that it runs; writes nothing."
+    )
+    chosen = parser.parse_args()
+    for name in chosen.sections:
+        begin = time.perf_counter()
+        found = SECTIONS[name](chosen.quick)
+        print(f"{name}: {time.perf_counter() - begin:.0f} s", flush=True)
+        if not chosen.quick:
+            results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+            results[name] = {**found, "machine": describe_machine()}
+            RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

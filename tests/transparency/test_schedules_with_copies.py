@@ -1,0 +1,202 @@
+"""Schedules with copies to the host train as one process does, however slow the host is."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from hypothesis import Phase, given, settings, strategies as st
+from runs import assert_same, capture_of, even, pipelined, plain, plan_for, threads
+from torch import Tensor, nn
+
+from pipeloom import Job, Options, Pipeline, schedules
+from pipeloom.ir.action import COPYING, OFFLOAD
+from pipeloom.ir.memory_policy import MemoryPolicy, Residual, Treatment
+from pipeloom.ir.plan import Plan
+from pipeloom.ir.stages import cut
+from pipeloom.runtime.launch import launch
+from pipeloom.runtime.offload import FileTier
+from pipeloom.runtime.transports import LocalChannel
+from pipeloom.tracer.stage import stage_residuals
+
+WIDTH, ROWS, DEPTH = 8, 64, 12
+
+
+class Deep(nn.Module):
+    """Layers of one width that leave several residuals each. Shapes: x and y (rows, width)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + nn.functional.gelu(layer(x))
+        return (x * y).mean()
+
+
+def batch(seed: int, rows: int) -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(rows, WIDTH, generator=g).double() for name in "xy"}
+
+
+JOB = Job(model=lambda: Deep().double(), batch=batch, optimizer=zoo.sgd, name="deep")
+
+
+def planned(name: str, ranks: int, chunks: int, microbatches: int) -> Plan:
+    """All residuals of every stage leave where the schedule says so."""
+    _, placement = schedules.default_placement(name, ranks, chunks)
+    captured = capture_of(JOB, ROWS)
+    plan = plan_for(
+        captured,
+        even(captured.graph, len(placement)),
+        microbatches=microbatches,
+        microbatch_size=ROWS,
+        schedule=name,
+        placement=placement,
+    )
+    policy = MemoryPolicy(stages=tuple(dict.fromkeys(found, "offload") for found in residuals(plan)))
+    return replace(plan, memory=policy)
+
+
+def residuals(plan: Plan) -> list[dict[str, Residual]]:
+    captured = capture_of(JOB, ROWS)
+    count = len(plan.stages)
+    stages = cut(captured.graph, even(captured.graph, count))
+    return [stage_residuals(captured, stages, s) for s in range(count)]
+
+
+def thinned(plan: Plan, data: st.DataObject) -> Plan:
+    """The plan without the copies of some micro-batches."""
+    rows = [line.split() for line in plan.schedule_rows]
+    away = map(str, offloads(plan))
+    dropped = {word for word in away if data.draw(st.booleans(), label=f"without {word}")}
+    gone = {word.replace("OFFLOAD", kind) for word in dropped for kind in COPYING}
+    lines = tuple(" ".join(word for word in row if word not in gone) for row in rows)
+    return replace(plan, schedule_rows=lines)
+
+
+def offloads(plan: Plan) -> list[Any]:
+    return [action for row in plan.as_schedule.rows for action in row if action.kind == OFFLOAD]
+
+
+def mixed(plan: Plan, data: st.DataObject) -> Plan:
+    """The plan with some residuals kept and some made again, inside the backward or ahead of it."""
+
+    def treatment(residual: Residual) -> st.SearchStrategy[Treatment]:
+        return st.sampled_from(["offload", "keep", *([] if residual.obstacle else ["recompute"])])
+
+    policy = MemoryPolicy(
+        stages=tuple(
+            {name: data.draw(treatment(residual), label=f"{s}/{name}") for name, residual in found.items()}
+            for s, found in enumerate(residuals(plan))
+        ),
+        ahead=tuple(s for s in range(len(plan.stages)) if data.draw(st.booleans(), label=f"{s} ahead")),
+    )
+    return replace(plan, memory=policy)
+
+
+@settings(max_examples=3, deadline=None, phases=(Phase.explicit, Phase.generate))
+@given(
+    st.sampled_from(["po", "gis", "zb_v"]),
+    st.integers(2, 3),
+    st.integers(2, 3),
+    st.integers(1, 3),
+    st.sampled_from([4, 7]),
+    st.data(),
+)
+def test_partial_rows_and_mixed_treatments_equal_one_process(
+    name: str, ranks: int, chunks: int, offload: int, microbatches: int, data: st.DataObject
+) -> None:
+    chunks = 2 if name == "zb_v" else chunks
+    plan = planned(f"{name}:offload={min(offload, chunks)}", ranks, chunks, microbatches)
+    plan = mixed(thinned(plan, data), data)
+    batches = [batch(seed, ROWS * microbatches) for seed in (1, 2)]
+    found = pipelined(JOB, plan, batches)
+    assert_same(found, plain(JOB, batches, microbatches), tolerance=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "chunks"),
+    [("1f1b:offload=1", 3, 1), ("po_f", 2, 2), ("po_h", 3, 2), ("gpipe:limit=3", 2, 1)],
+)
+def test_all_of_it_equals_one_process(name: str, ranks: int, chunks: int) -> None:
+    plan = planned(name, ranks, chunks, 6)
+    assert offloads(plan)
+    batches = [batch(seed, ROWS * 6) for seed in (1, 2)]
+    assert_same(pipelined(JOB, plan, batches), plain(JOB, batches, 6), tolerance=1e-12)
+
+
+def at_worst(plan: Plan, rank: int, size: int) -> int:
+    """Bytes of residuals that a rank holds if a copy ends only when it is awaited; `size` of each forward."""
+    row = plan.as_schedule.rows[rank]
+    awaited = {(a.stage, a.microbatch) for a in row if a.kind == "AWAIT"}
+    held = most = 0
+    for action in row:
+        again = action.kind == "RELOAD" and (action.stage, action.microbatch) in awaited
+        held += (action.kind == "F") + again - (action.kind == "AWAIT")
+        most = max(most, held)
+        held -= action.kind in ("B", "W")
+    return most * size
+
+
+def test_a_slow_host_only_costs_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same gradients, and never more than the rows say."""
+    plan = planned("1f1b:offload=1", 3, 1, 6)
+    sizes = [sum(r.bytes for r in found.values()) for found in residuals(plan)]
+
+    def work(rank: int, channel: LocalChannel) -> tuple[dict[str, Tensor], int]:
+        made = Options(keep_gradients=True, offload_dir=tmp_path)
+        with Pipeline(JOB, plan, options=made, channel=channel) as pipeline:
+            for seed in (1, 2):
+                pipeline.step(batch(seed, ROWS * 6))
+            return dict(pipeline.weights.last_gradients), pipeline.ledger.residual_peak
+
+    fast = threads(3, work)
+    write = FileTier._write
+
+    def slowly(tier: FileTier, copy: Any) -> None:
+        time.sleep(0.02)
+        write(tier, copy)
+
+    monkeypatch.setattr(FileTier, "_write", slowly)
+    for rank, ((gradients, peak), (expected, _)) in enumerate(zip(threads(3, work), fast, strict=True)):
+        assert all(torch.equal(gradients[name], expected[name]) for name in expected)
+        assert peak <= at_worst(plan, rank, sizes[rank])
+
+
+def die_within(where: str, plan: Plan, folder: Path) -> None:
+    """Train; rank 1 is killed in the middle of its third copy."""
+    move, copies = getattr(FileTier, where), []
+
+    def broken_off(tier: FileTier, copy: Any) -> None:
+        copies.append(copy)
+        if tier._rank == 1 and len(copies) == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        move(tier, copy)
+
+    setattr(FileTier, where, broken_off)
+    with Pipeline(JOB, plan, options=Options(offload_dir=folder)) as pipeline:
+        pipeline.step(batch(1, ROWS * 6))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["_write", "_read_back"])
+def test_a_rank_killed_in_the_middle_of_a_copy_leaves_nothing(where: str, tmp_path: Path) -> None:
+    plan = planned("po_f", 2, 2, 6)
+    shared = Path("/dev/shm")
+    before = set(shared.iterdir()) if shared.is_dir() else set()
+    assert launch(partial(die_within, where), 2, args=(plan, tmp_path)) != 0
+    assert not list(tmp_path.iterdir())
+    assert (
+        not shared.is_dir()
+        or {p for p in shared.iterdir() if "torch" in p.name or "pipeloom" in p.name} <= before
+    )
