@@ -120,8 +120,6 @@ def _seconds_under(cap: float, model: CostModel, end: int, in_flight: int, treat
     if peak_bytes(found.footprint, model.options, in_flight) > cap:
         return inf
     compute_s, forward_s = float(model.prefix_s[0, end]), float(model.forward_s[0, :end].sum())
-    if found.offload_s > forward_s:
-        return inf  # copies to the host would pile up
     return found.turn_s(model, 0, compute_s, forward_s)
 
 
