@@ -112,7 +112,7 @@ def test_under_a_limit_single_microbatches_leave_the_longest_kept_first() -> Non
 
 
 def test_a_limit_that_no_copy_makes_room_for_is_refused() -> None:
-    with pytest.raises(ScheduleError, match="rank 2 holds 4 residuals of a stage at once") as caught:
+    with pytest.raises(ScheduleError, match="rank 3 holds 4 residuals of a stage at once") as caught:
         built("zb_h1:limit=3", 4, 1, 16)
     assert "W right behind I" in str(caught.value.hint)
 

@@ -119,23 +119,31 @@ def place_copies(
     )
     alone = run(walk_of(columns, shape, uplinks), shape.microbatches)
     base = _Base(shape, columns, uplinks, lives, sizes, alone.start, alone.end)
-    chosen = _chosen(base, copies)
-    if copies.strict and (_needs(base, chosen) > _most(base, copies)).any():
-        chosen = _chosen(base, copies, 0.0)  # what comes back at once costs time, but that is what is asked
-    return _best(base, chosen, copies)
+    if not copies.strict:
+        return Rows(_best([_placing(base, _chosen(base, copies), copies)]))
+    short = SHORT
+    if (_needs(base, _chosen(base, copies)) > _most(base, copies)).any():
+        short = 0.0  # what comes back at once costs time, but that is what is asked
+    several = (_chosen(base, copies, short, transit) for transit in range(IN_TRANSIT, -1, -1))
+    different = {chosen.tobytes(): chosen for chosen in several}.values()
+    return Rows(_best([_placing(base, chosen, copies) for chosen in different]))
 
 
-def _best(base: _Base, copied: Bools, copies: Copies) -> Rows[Action]:
-    """The best of several ways to place copies of what is chosen."""
-    tries = []
+def _placing(base: _Base, copied: Bools, copies: Copies) -> Iterator[tuple[float, float, Columns]]:
+    """Several ways to place copies of what is chosen: the step in seconds, the sum of limits, the rows."""
     for limits in _limits(base, copied, copies):
         for margin in MARGINS:
             made = _placed(base, copied, limits, margin)
             step_s = float(run(walk_of(made, base.shape, base.uplinks), base.shape.microbatches).end.max())
-            tries.append((step_s, float(sum(limits)), made))
+            yield step_s, float(sum(limits)), made
+
+
+def _best(several: Iterable[Iterable[tuple[float, float, Columns]]]) -> Columns:
+    """The shortest step of all ways, and of those as good the one that holds least."""
+    tries = [one for ways in several for one in ways]
     shortest = min(step_s for step_s, _, _ in tries)
     good = [one for one in tries if one[0] <= AS_GOOD * shortest]
-    return Rows(min(good, key=lambda one: (one[1], one[0]))[2])
+    return min(good, key=lambda one: (one[1], one[0]))[2]
 
 
 def _window_s(base: _Base) -> Floats:
@@ -143,9 +151,9 @@ def _window_s(base: _Base) -> Floats:
     return base.start[base.lives.back] - base.end[base.lives.forward]
 
 
-def _chosen(base: _Base, copies: Copies, short: float = SHORT) -> Bools:
+def _chosen(base: _Base, copies: Copies, short: float = SHORT, transit: int = IN_TRANSIT) -> Bools:
     """Which micro-batches of which stages leave: those of the stages that are to, then, under a limit, the
-    longest kept of the others, as many as it takes to leave `IN_TRANSIT` of it free, or all."""
+    longest kept of the others, as many as it takes to leave `transit` of it free, or all."""
     costs, window_s = base.shape.costs, _window_s(base)
     there_and_back = np.array([cost.offload_s + cost.reload_s for cost in costs])
     leaves = (window_s > short * there_and_back[:, None]) & (base.sizes.copied > 0)[:, None]
@@ -165,7 +173,7 @@ def _chosen(base: _Base, copies: Copies, short: float = SHORT) -> Bools:
         order = np.argsort(-window_s[stages, numbers], kind="stable")
         turn[stages[order], numbers[order]] = np.arange(len(order))
         candidates.append(len(order))
-    wanted = (copies.held - IN_TRANSIT) * _largest(base)
+    wanted = (copies.held - transit) * _largest(base)
     low, high = np.zeros(base.shape.ranks, np.int64), np.array(candidates, np.int64)
     while (low < high).any():
         middle = (low + high) // 2
