@@ -125,8 +125,9 @@ def place_copies(
     if (_needs(base, _chosen(base, copies)) > _most(base, copies)).any():
         short = 0.0  # what comes back at once costs time, but that is what is asked
     several = (_chosen(base, copies, short, transit) for transit in range(IN_TRANSIT, -1, -1))
-    different = {chosen.tobytes(): chosen for chosen in several}.values()
-    return Rows(_best([_placing(base, chosen, copies) for chosen in different]))
+    different = list({chosen.tobytes(): chosen for chosen in several}.values())
+    fit = [chosen for chosen in different if (_needs(base, chosen) <= _most(base, copies)).all()]
+    return Rows(_best([_placing(base, chosen, copies) for chosen in fit or different]))
 
 
 def _placing(base: _Base, copied: Bools, copies: Copies) -> Iterator[tuple[float, float, Columns]]:
