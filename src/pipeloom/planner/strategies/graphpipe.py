@@ -47,12 +47,15 @@ def graphpipe(search: Search) -> Cuts:
     return next(shallow_cuts(search), ())
 
 
-def shallow_cuts(search: Search) -> Iterator[Cuts]:
+def shallow_cuts(search: Search, only: Indices | None = None) -> Iterator[Cuts]:
     """Cuts worth a simulation, none twice: the shallowest pipeline for each relaxed bottleneck. Nothing if no
-    cut keeps the caps by estimate."""
+    cut keeps the caps by estimate.
+
+    only: positions where cuts may be, both ends included; by default any, found in several searches.
+    """
     best: Cuts = ()
     least = inf
-    points = first_points(search)
+    points = first_points(search) if only is None else only
     for turn in range(REFINED + 1):
         times = interval_times(search, points, least)
         labels = DepthLabels(times, Frontier(times.pieces, piece_edges(search, points)))
@@ -61,7 +64,7 @@ def shallow_cuts(search: Search) -> Iterator[Cuts]:
             least, best = slowest, tuple(int(points[place]) for place in places)
         elif not best:
             return
-        if turn < REFINED and len(points) < len(search.model.cut_points):
+        if only is None and turn < REFINED and len(points) < len(search.model.cut_points):
             points = points_around(search, best, turn)
         else:
             break
