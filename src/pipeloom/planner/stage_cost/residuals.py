@@ -135,6 +135,13 @@ class Residuals:
     def __len__(self) -> int:
         return len(self.size)
 
+    @property
+    def alone_s(self) -> Array:
+        """Seconds that making each again takes, by itself."""
+        begun = np.concatenate([[0.0], np.cumsum(self.seconds[self.chain.items])])
+        alone: Array = begun[self.chain.first[1:]] - begun[self.chain.first[:-1]] + self.besides
+        return alone
+
     def chosen_ops(self, choice: Indices) -> Indices:
         """The ops that run again, ascending."""
         again = np.zeros(len(self.seconds), dtype=np.bool_)

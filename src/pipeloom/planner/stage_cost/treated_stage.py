@@ -101,14 +101,25 @@ SMALL = 1024
 
 
 def offload_all(model: CostModel, stages: StageGraph, index: int) -> dict[str, Treatment]:
-    """Treatments of a stage whose residuals all leave but the small ones."""
-    sweep, start, end = model.sweep.apart(model.positions(stages, index))
-    forward_s, cheap_s = model.forward_s[model.kind[index]], model.cheap_s[model.kind[index]]
-    residuals = find_residuals(sweep, start, end, forward_s[: end - start], cheap_s, False)
-    values = model.graph.value
-    return {
-        name: "offload" for name in residuals.names if name not in values or prod(values[name].shape) > SMALL
-    }
+    """Treatments of a stage whose residuals all leave but the small ones, and those that take less
+    time to make again than to copy out and back. What random ops have drawn is never made again, so that
+    their masks leave.
+
+    Source: PipeOffload (arXiv 2503.01328, appendix C), which makes again what is elementwise.
+    """
+    positions = model.positions(stages, index)
+    sweep, start, end = model.sweep.apart(positions)
+    forward_s = model.forward_s[model.kind[index], list(positions)]
+    residuals = find_residuals(sweep, start, end, forward_s, model.cheap_s[model.kind[index]], False)
+    copies, again_s = host_copies(model, index), residuals.alone_s
+    values, treatments = model.graph.value, dict[str, Treatment]()
+    for at, name in enumerate(residuals.names):
+        if name in values and prod(values[name].shape) <= SMALL:
+            continue
+        size = float(residuals.size[at])
+        cheap = copies is not None and again_s[at] < copies.offload_s(size) + copies.reload_s(size)
+        treatments[name] = "recompute" if cheap and residuals.may[at] else "offload"
+    return treatments
 
 
 def cost_treatments(

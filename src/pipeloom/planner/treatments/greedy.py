@@ -102,9 +102,7 @@ def choose_greedily(task: TreatmentProblem) -> TreatmentChoice:
 def _from_nothing(task: TreatmentProblem) -> TreatmentChoice:
     """From everything kept, with what is offloaded for nothing chosen in two ways."""
     residuals, peak = task.moments.residuals, task.moments.peak(np.full(len(task.may), KEEP))
-    begun = np.concatenate([[0.0], np.cumsum(residuals.seconds[residuals.chain.items])])
-    alone = begun[residuals.chain.first[1:]] - begun[residuals.chain.first[:-1]] + residuals.besides
-    dear = np.where(task.may > 0, alone / np.maximum(residuals.size, 1.0), np.inf)
+    dear = np.where(task.may > 0, residuals.alone_s / np.maximum(residuals.size, 1.0), np.inf)
     need = peak - task.allowance
     nothing = np.full(len(task.may), KEEP, np.int64)
     found = _solved(task, first := _offloaded(task, nothing, need, np.lexsort((-residuals.size, -dear))))

@@ -206,7 +206,9 @@ def _limits(base: _Base, copied: Bools, copies: Copies) -> Iterator[Floats]:
 
 def _most(base: _Base, copies: Copies) -> Floats:
     """What each rank may hold, in bytes."""
-    most: Floats = (np.inf if copies.held is None else copies.held) * _largest(base)
+    if copies.held is None:
+        return np.full(base.shape.ranks, np.inf)
+    most: Floats = copies.held * _largest(base)
     return most
 
 
