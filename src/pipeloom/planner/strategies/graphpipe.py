@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
 from math import inf
+from typing import NamedTuple
 
 import numpy as np
 
@@ -28,6 +29,9 @@ PLACES = 128
 
 TREATED_PLACES = 48
 """The same where residuals are optimised: each stage is then a search of its own."""
+
+FIRST_ENDS = 16
+"""Ends of stages that are weighed together at first."""
 
 REFINED = 2
 """Searches around the cuts that were found."""
@@ -57,7 +61,7 @@ def shallow_cuts(search: Search, only: Indices | None = None) -> Iterator[Cuts]:
     least = inf
     points = first_points(search) if only is None else only
     for turn in range(REFINED + 1):
-        times = interval_times(search, points, least)
+        times = interval_times(search, points)
         labels = DepthLabels(times, Frontier(times.pieces, piece_edges(search, points)))
         places, slowest = _least_bottleneck(labels, times, least)
         if places:
@@ -144,17 +148,16 @@ def piece_edges(search: Search, points: Indices) -> set[tuple[int, int]]:
     return edges
 
 
-def interval_times(search: Search, points: Indices, below: float) -> IntervalTimes:
-    """The stages between points that are faster than `below`."""
-    return TreatedTimes(search, points, below) if search.optimises else KeptTimes(search, points, below)
+def interval_times(search: Search, points: Indices) -> IntervalTimes:
+    """The stages between points."""
+    return TreatedTimes(search, points) if search.optimises else KeptTimes(search, points)
 
 
 class IntervalTimes:
     """Stages between points, by the compute of their ops: see `DepthLabels`."""
 
-    def __init__(self, search: Search, points: Indices, below: float) -> None:
+    def __init__(self, search: Search, points: Indices) -> None:
         self.search, self.points = search, points.tolist()
-        self.below = below * max(RELAXED) * (1 + 1e-6)
         self.stages, self.pieces = len(search.caps), len(points) - 1
         self._prefix = search.model.prefix_s.min(axis=0)[points].tolist()
 
@@ -190,38 +193,42 @@ class TreatedTimes(IntervalTimes):
 
 
 class KeptTimes(IntervalTimes):
-    """With every residual kept: the stages that begin at a point are weighed together, at all depths."""
+    """With every residual kept: the shortest stages that begin at a point are weighed together, at all
+    depths, and four times as many when a longer one is asked for."""
 
-    def __init__(self, search: Search, points: Indices, below: float) -> None:
-        super().__init__(search, points, below)
-        self._rows: dict[int, tuple[list[list[float]], list[list[int]]]] = {}
+    def __init__(self, search: Search, points: Indices) -> None:
+        super().__init__(search, points)
+        self._rows: dict[int, _Row] = {}
 
     def seconds(self, start: int, end: int, stage: int, depth: int) -> float:
-        if start not in self._rows:
-            self._rows[start] = self._row(start)
-        turns, deepest = self._rows[start]
+        row = self._rows.get(start)
         index = end - start - 1
-        return turns[stage][index] if depth <= deepest[stage][index] else inf
+        if row is None or index >= row.ends:
+            row = self._rows[start] = self._row(
+                start, max(FIRST_ENDS, end - start, 4 * row.ends if row else 0)
+            )
+        return row.turns[stage][index] if depth <= row.deepest[stage][index] else inf
 
-    def _row(self, start: int) -> tuple[list[list[float]], list[list[int]]]:
-        """Per stage and end the seconds, and the greatest depth at which the stage fits, 0 for none."""
+    def _row(self, start: int, count: int) -> _Row:
         search, model = self.search, self.search.model
-        last = (
-            bisect_right(self._prefix, self._prefix[start] + self.below, lo=start + 1)
-            if self.below < inf
-            else len(self.points)
-        )
-        ends = np.array(self.points[start + 1 : max(last, start + 2)])
+        ends = np.array(self.points[start + 1 :][:count])
         rough, seconds = model.row(self.points[start], ends, exact=False)
         counts = np.array([self.in_flight(depth) for depth in range(1, self.stages + 1)])
         peaks = model.peaks(rough, counts)
         caps = np.array(search.caps)
-        open_ = (peaks > caps.min()).any(axis=0)
-        if open_.any():
-            exact, _ = model.row(self.points[start], ends[open_])
-            peaks[:, open_] = model.peaks(exact, counts)
-        deepest = {
-            cap: (peaks <= cap).cumprod(axis=0).sum(axis=0).astype(int).tolist() for cap in set(search.caps)
-        }
+        close = (peaks > caps.min()).any(axis=0)
+        if close.any():
+            exact, _ = model.row(self.points[start], ends[close])
+            peaks[:, close] = model.peaks(exact, counts)
+        deepest = {cap: (peaks <= cap).cumprod(axis=0).sum(axis=0).tolist() for cap in set(search.caps)}
         turns: Array = model.turns(rough, seconds, np.arange(self.stages))
-        return turns.tolist(), [deepest[cap] for cap in search.caps]
+        return _Row(len(ends), turns.tolist(), [deepest[cap] for cap in search.caps])
+
+
+class _Row(NamedTuple):
+    """The stages from one point to each of the next `ends`: of each rank the seconds, and the greatest depth
+    at which they fit, 0 for none."""
+
+    ends: int
+    turns: list[list[float]]
+    deepest: list[list[int]]
