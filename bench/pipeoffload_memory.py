@@ -28,6 +28,7 @@ def train(made: Plan, folder: Path, results: Path) -> None:
             "losses": losses,
             "residuals": pipeline.ledger.residual_peak,
             "host": pipeline.ledger.host_peak,
+            "predicted": predicted.residual_peaks[pipeline.rank],
             "predicted_total": predicted.peak_bytes(pipeline.rank),
             "total": pipeline.ledger.peak,
         }

@@ -27,7 +27,6 @@ class Anything:
 def tier(monkeypatch: pytest.MonkeyPatch) -> CudaTier:
     real = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *size, pin_memory=False, **how: real(*size, **how))
-    monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: None)
     monkeypatch.setattr(torch.cuda, "stream", nullcontext)
     monkeypatch.setattr(torch.cuda, "current_stream", Anything)
     monkeypatch.setattr(cuda_tier, "_on_device", lambda tensor: tensor.dim() > 0)
