@@ -10,6 +10,7 @@ from pathlib import Path
 import branching
 import pytest
 import torch
+import zoo
 from runs import capture_of, plan_for, shared_captures
 
 from pipeloom import Job, Plan, verify
@@ -68,11 +69,15 @@ def test_towers_side_by_side_give_what_one_process_gives(name: str) -> None:
         verify(job, made, tolerance=TOLERANCE).require()
 
 
+T5 = zoo.job("t5")
+"""Its decoder's layers all read what its encoder makes: one block of nearly all ops."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("stages", [3, 4, 6])
-@pytest.mark.parametrize("name", list(branching.SMALL))
-def test_planned_stages_give_what_one_process_gives(name: str, stages: int) -> None:
-    job = branching.SMALL[name]()
+@pytest.mark.parametrize(("strategy", "stages"), [("exact", 4), *(("graphpipe", n) for n in (3, 4, 5, 6))])
+@pytest.mark.parametrize("name", [*branching.SMALL, "t5"])
+def test_planned_stages_give_what_one_process_gives(name: str, strategy: str, stages: int) -> None:
+    job = T5 if name == "t5" else branching.SMALL[name]()
     with shared_captures():
         captured = capture_of(job)
         made = plan(
@@ -81,6 +86,7 @@ def test_planned_stages_give_what_one_process_gives(name: str, stages: int) -> N
             microbatches=4,
             microbatch_size=2,
             cluster=f"{stages} x v100-16",
+            strategy=strategy,
             captured=captured,
         )
         assert len(made.stages) == stages
