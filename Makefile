@@ -15,7 +15,7 @@ help:  ## show this list
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q -c constraints.txt setuptools
-	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[test,lint,hf]'
+	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[test,lint,hf,search]'
 	touch $@
 
 train: $(READY)  ## the main job: train a byte-level GPT in two processes, write a report

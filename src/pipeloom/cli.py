@@ -12,6 +12,7 @@ from .commands.export import export
 from .commands.plan import plan
 from .commands.profile import profile
 from .commands.schedule import schedule
+from .commands.schedule_search import search
 from .commands.simulate import simulate
 from .commands.train import train
 from .commands.verify import verify
@@ -23,5 +24,6 @@ def main() -> None:
     """Train an unmodified PyTorch model across devices that are each too small for it."""
 
 
+schedule.add_command(search)
 for command in (train, profile, plan, simulate, schedule, verify, bench, export, cluster):
     main.add_command(command)

@@ -25,6 +25,7 @@ PUBLIC = [
     "load_plan",
     "plan",
     "profile",
+    "search_schedule",
     "simulate",
     "verify",
 ]

@@ -78,6 +78,12 @@ from .runnable import (
     require_runnable_plan as require_runnable_plan,
     require_training as require_training,
 )
+from .schedule_search import (
+    FoundSchedule as FoundSchedule,
+    SearchOptions as SearchOptions,
+    SearchProgress as SearchProgress,
+    search_schedule as search_schedule,
+)
 from .schedules import (
     UNIT as UNIT,
     Scenario as Scenario,

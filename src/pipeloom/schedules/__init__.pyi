@@ -15,6 +15,7 @@ from .formats.csv import (
 from .language.build import Operation as Operation, declare as declare, order as order
 from .language.patterns import phases as phases, turns as turns
 from .language.recipe import Recipe as Recipe
+from .language.repeating import repeating as repeating
 from .language.shape import Shape as Shape, path_clock as path_clock
 from .language.user_files import (
     LISTED as LISTED,
@@ -40,5 +41,16 @@ from .registry import (
     names as names,
     register as register,
     shape_of as shape_of,
+)
+from .search import (
+    Bound as Bound,
+    Progress as Progress,
+    SearchOptions as SearchOptions,
+    SearchProblem as SearchProblem,
+    SearchResult as SearchResult,
+    SearchStage as SearchStage,
+    found_text as found_text,
+    search_orders as search_orders,
+    search_placed as search_placed,
 )
 from .steady import build_steady as build_steady

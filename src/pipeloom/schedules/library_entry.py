@@ -34,7 +34,8 @@ class Entry:
     family: makes rows from the shape alone, or recipe: in the language, for any times.  rows: from a Shape,
         for what has operations of its own; a whole schedule where it has pairs or slices.
     place: where its stages go unless the user says otherwise: "line", "loop", "wave", "both ways", or
-        "table".  table: number of ranks -> for each stage its rank, or the ranks that it spans.
+        "table".  table: number of ranks -> for each stage its rank, or the ranks that it spans.  stages: the
+        graph of stages that a table is for, a chain unless given.
     copied: the recipe for rows into which copies are placed, if another one.  offload: of how many stages of
         each rank residuals are copied, unless the name says it.  held: (shape, that number) -> the most that
         a rank is to hold then, in residuals of one micro-batch on one stage.
@@ -48,6 +49,7 @@ class Entry:
     place: str = "line"
     about: str = ""
     table: Callable[[int], RankTable] | None = None
+    stages: StageGraph | None = None
     copied: Callable[[Shape], Recipe | Sequence[Recipe]] | None = None
     offload: Callable[[Shape], int] | None = None
     held: Callable[[Shape, int], float] | None = None

@@ -226,7 +226,9 @@ def default_placement(name: str, ranks: int, chunks: int = 0) -> tuple[StageGrap
     chunks = named_chunks(name, place) or chunks
     if library_entry.table is not None:
         table = library_entry.table(ranks)
-        return spread(chain(len(table)), table)
+        if library_entry.stages is not None:
+            _refuse_other_ranks(name, table, ranks)
+        return spread(library_entry.stages or chain(len(table)), table)
     if place == "both ways":
         return replicate(chain(ranks), 2), both_ways(ranks)
     if place == "wave":
@@ -234,6 +236,13 @@ def default_placement(name: str, ranks: int, chunks: int = 0) -> tuple[StageGrap
     else:
         where = loop(ranks, chunks or (2 if place == "loop" else 1))
     return chain(len(where)), where
+
+
+def _refuse_other_ranks(name: str, table: RankTable, ranks: int) -> None:
+    """Of a table that is for stages of its own."""
+    count = 1 + max(max(entry) if isinstance(entry, tuple) else entry for entry in table)
+    if count != ranks:
+        raise ScheduleError(f"{name} is for {count} ranks, not {ranks}", hint=f"use as many: -p {count}")
 
 
 def named_chunks(name: str, place: str) -> int:

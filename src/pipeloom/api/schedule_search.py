@@ -1,0 +1,167 @@
+"""Searching for a schedule: the search itself is in `schedules.search`; here its result is proved and
+simulated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from ..checks import check
+from ..ir.cluster import Cluster, Device, Link
+from ..ir.errors import ConfigError
+from ..ir.schedule import Schedule
+from ..ir.stages import StageGraph
+from ..ir.timeline import Timeline
+from ..lowering import lower
+from ..schedules import (
+    Progress as SearchProgress,
+    SearchOptions,
+    SearchProblem,
+    SearchResult,
+    found_text,
+    search_orders,
+    search_placed,
+)
+from ..simulator import simulate
+from .edges import between
+from .microbatch_times import with_transfers
+from .search_stages import StagesToSchedule, read_stages, stages_of, stages_of_plan
+
+__all__ = ["FoundSchedule", "SearchOptions", "SearchProgress", "search_schedule"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoundSchedule:
+    """What a search found, proved and simulated.
+
+    step_s: of `timeline`, the simulator's word.  bound_s, bound: no step is shorter, and why.  gap: by which
+    share of the bound the step may at most be improved.  peaks: most residuals per rank, in the file's unit.
+    """
+
+    schedule: Schedule
+    stages: StageGraph
+    timeline: Timeline = field(repr=False)
+    result: SearchResult = field(repr=False)
+    peaks: tuple[float, ...]
+
+    @property
+    def step_s(self) -> float:
+        return self.timeline.step_s
+
+    @property
+    def bound_s(self) -> float:
+        return self.result.progress.bound.seconds
+
+    @property
+    def gap(self) -> float:
+        return max(0.0, self.step_s / self.bound_s - 1) if self.bound_s else 0.0
+
+    def text(self, name: str) -> str:
+        """As a file of this name: ending in .py a schedule in the language, in .txt its rows."""
+        if name.endswith(".py"):
+            return found_text(self.result, name)
+        if name.endswith(".txt"):
+            return f"{self.schedule}\n"
+        raise ConfigError(f"cannot write a schedule as {name}", hint="end the name in .py or .txt")
+
+    def figures(self) -> dict[str, Any]:
+        """What `--json` prints."""
+        progress = self.result.progress
+        return {
+            "step_s": self.step_s,
+            "repeating_step_s": self.result.repeating.step_s,
+            "bound_s": self.bound_s,
+            "bound": progress.bound.name,
+            "bound_why": progress.bound.why,
+            "gap": self.gap,
+            "engine": self.result.best.engine,
+            "ended": self.result.ended,
+            "evaluations": progress.evaluations,
+            "seconds": progress.seconds,
+            "peaks": list(self.peaks),
+            "ranks": self.schedule.ranks,
+            "microbatches": self.schedule.microbatches,
+            "placement": list(self.schedule.placement),
+            "rows": str(self.schedule).splitlines(),
+        }
+
+
+def search_schedule(
+    stages: Path | str | Mapping[str, Any],
+    microbatches: int = 8,
+    *,
+    memory: str = "",
+    ranks: int = 0,
+    options: SearchOptions | None = None,
+    report: Callable[[SearchProgress], None] = lambda progress: None,
+) -> FoundSchedule:
+    """Search for the fastest order of stages within a limit, and say how far from the best it may be.
+
+    stages: a TOML file of stages, a saved plan (.json), or what such a TOML file says, as plain values.
+    memory: most residuals of a rank in the unit of the stages' `bytes`, or with a unit as 3GiB; or one per
+        rank with commas.  ranks: how many there are, where stages do not name theirs.
+    options: effort, time limit, seed, engines.  report: called now and then with what is known so far.
+    Raises: ConfigError for wrong stages; PlanError if no order keeps to the limits.
+
+    >>> towers = [{"F": 1, "B": 3, "bytes": 1, "ranks": rank} for rank in range(3)]
+    >>> found = search_schedule({"stage": towers}, 8, memory="3")
+    >>> found.step_s, found.gap, found.result.progress.bound.name
+    (40.0, 0.0, 'busiest rank')
+    """
+    asked = _asked(stages, ranks)
+    caps = asked.caps(memory)
+    options = options or SearchOptions()
+    if all(stage.ranks for stage in asked.stages):
+        result = search_orders(asked.problem(asked.stages, microbatches, caps), options, report)
+    else:
+        result = search_placed(
+            lambda placed: asked.problem(placed, microbatches, caps),
+            asked.stages,
+            asked.ranks,
+            options,
+            report,
+        )
+    return _proved(result, asked)
+
+
+def _asked(stages: Path | str | Mapping[str, Any], ranks: int) -> StagesToSchedule:
+    if isinstance(stages, Mapping):
+        return stages_of(stages, "what was given", ranks)
+    path = Path(stages)
+    return stages_of_plan(path) if path.suffix == ".json" else read_stages(path, ranks)
+
+
+def _proved(result: SearchResult, asked: StagesToSchedule) -> FoundSchedule:
+    problem = result.problem
+    graph, placement = problem.placed
+    schedule = Schedule(
+        name="found",
+        microbatches=problem.microbatches,
+        placement=placement,
+        rows=problem.rows([int(entry) for entry in result.best.order]),
+    )
+    check(schedule, graph)
+    graph, timeline = _simulated(problem, schedule, graph)
+    return FoundSchedule(
+        schedule=schedule,
+        stages=graph,
+        timeline=timeline,
+        result=result,
+        peaks=tuple(peak / asked.unit for peak in result.best.peaks),
+    )
+
+
+def _simulated(problem: SearchProblem, schedule: Schedule, graph: StageGraph) -> tuple[StageGraph, Timeline]:
+    """The stages with messages that take the seconds that were given, and the step."""
+    link = Link(bandwidth_bytes_per_s=inf, latency_s=problem.transfer_s)
+    if problem.edge_s:
+        seconds = tuple(problem.edge_s.get(edge, problem.transfer_s) for edge in between(graph))
+        graph, bandwidth = with_transfers(graph, seconds)
+        link = Link(bandwidth_bytes_per_s=bandwidth)
+    device = Device(name="any", memory_bytes=1)
+    cluster = Cluster(devices=(device,) * schedule.ranks, within_node=link)
+    costs = problem.shape.costs
+    return graph, simulate(lower(schedule, graph), graph, costs, cluster)

@@ -1,0 +1,130 @@
+"""pipeloom schedule search: the fastest order within a limit, and a proof of how good it is."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from math import inf
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from ..ir.errors import ConfigError
+from .common import FILE, NEW_FILE, json_option, print_json
+
+if TYPE_CHECKING:
+    from ..api import FoundSchedule, SearchProgress
+
+
+@click.command()
+@click.argument("stages", type=FILE, required=False)
+@click.option("--times", type=FILE, help="Take stages, ranks, times and sizes from a saved plan instead.")
+@click.option("--microbatches", "-m", type=click.IntRange(1), default=8, show_default=True)
+@click.option("--ranks", "-p", type=click.IntRange(1, 4096), help="Ranks, where stages do not name theirs.")
+@click.option(
+    "--memory", default="", help="Most residuals of a rank, as 4 or 3GiB; or one per rank, as 4,4,3,3."
+)
+@click.option(
+    "--effort",
+    type=click.FloatRange(0.01, 1000),
+    default=1.0,
+    show_default=True,
+    help="By which the orders that are tried are multiplied.",
+)
+@click.option("--time-limit", type=click.FloatRange(0), help="Seconds after which the best so far is taken.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
+@click.option("--output", "-o", type=NEW_FILE, help="File to write: .py, for any -m, or .txt, the rows.")
+@json_option
+def search(
+    *,
+    stages: Path | None,
+    times: Path | None,
+    microbatches: int,
+    ranks: int | None,
+    memory: str,
+    effort: float,
+    time_limit: float | None,
+    seed: int,
+    output: Path | None,
+    as_json: bool,
+) -> None:
+    """Search for the fastest order of the stages in STAGES, a TOML file, within a limit.
+
+    \b
+        transfer = 0.1
+        [[stage]]
+        F = 1.0
+        B = 3.0            # or I = 1.5 and W = 1.5, which are then ordered apart
+        bytes = 1          # of residuals of one micro-batch
+        ranks = [0, 1]     # which run it together; one; or left out: searched
+        after = []         # by name or number; left out: the stage before
+
+    With the same seed the result is the same. Ctrl-C or --time-limit ends the search early: the best so far
+    is written, and the exit status is 0. A .py file is a schedule of your own, for any number of
+    micro-batches: pipeloom schedule show found.py:found. OR-tools (pip install pipeloom[search]) adds exact
+    answers to small cases.
+
+    With --json: step_s, repeating_step_s (of the .py file), bound_s, bound and bound_why (what no order can
+    be faster than), gap, engine, ended, evaluations, seconds, peaks (residuals per rank), ranks,
+    microbatches, placement, rows.
+    """
+    from ..api import SearchOptions, search_schedule
+
+    if (stages is None) == (times is None):
+        raise ConfigError("give a file of stages, or --times PLAN", hint="not both, not neither")
+    if output is not None and output.suffix not in (".py", ".txt"):
+        raise ConfigError(f"cannot write a schedule as {output}", hint="end the name in .py or .txt")
+    found = search_schedule(
+        stages or times or Path(),
+        microbatches,
+        memory=memory,
+        ranks=ranks or 0,
+        options=SearchOptions(
+            effort=effort, time_limit_s=inf if time_limit is None else time_limit, seed=seed
+        ),
+        report=_progress_line(),
+    )
+    click.echo("\r\033[K" if sys.stderr.isatty() else "", nl=False, err=True)
+    if output is not None:
+        from ..ir.files import write_whole
+
+        write_whole(output, found.text(str(output)))
+    if as_json:
+        print_json(found.figures())
+    else:
+        _present(found, output)
+
+
+def _progress_line() -> Callable[[SearchProgress], None]:
+    """Writes one line on standard error again and again, where that is a terminal."""
+    if not sys.stderr.isatty():
+        return lambda progress: None
+
+    def show(progress: SearchProgress) -> None:
+        pace = progress.evaluations / max(progress.seconds, 1e-9)
+        line = (
+            f"best {progress.step_s:.6g}  bound {progress.bound.seconds:.6g}  gap "
+            f"{100 * progress.gap:.1f} %  {pace:,.0f} orders/s  {progress.engine}"
+        )
+        click.echo(f"\r\033[K{line}", nl=False, err=True)
+
+    return show
+
+
+def _present(found: FoundSchedule, output: Path | None) -> None:
+    progress, result = found.result.progress, found.result
+    click.echo(
+        f"step {found.step_s:.6g}, found by {result.best.engine} ({result.ended}: {progress.evaluations} "
+        f"orders in {progress.seconds:.1f} s)"
+    )
+    click.echo(
+        f"no order is faster than {found.bound_s:.6g} ({progress.bound.name}: {progress.bound.why}); "
+        f"gap {100 * found.gap:.2f} %"
+    )
+    click.echo(f"residuals per rank at most {' '.join(f'{peak:.4g}' for peak in found.peaks)}")
+    if output is not None:
+        repeats = output.suffix == ".py"
+        click.echo(f"written to {output}" + (f": {result.repeating.step_s:.6g} a step" if repeats else ""))
+    else:
+        click.echo(str(found.schedule))

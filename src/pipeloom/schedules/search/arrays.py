@@ -1,0 +1,116 @@
+"""A search problem as arrays, and the plain timing of an order: what all engines share.
+
+An order lists everything once: entry e stands for unit e // m and micro-batch e % m. Each entry begins as
+soon as its ranks are free and what it waits for is there; so an order in which nothing stands before what it
+needs can never block, and gives the times that the simulator gives for its rows.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+from ...ir.kernels import kernel
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Ints: TypeAlias = NDArray[np.int64]
+    Floats: TypeAlias = NDArray[np.float64]
+    Bools: TypeAlias = NDArray[np.bool_]
+
+EPS = 1e-9
+
+
+class Units(NamedTuple):
+    """Per unit: its seconds, what it adds to its ranks' residuals, its kind (0 F, 1 B or I, 2 W), its stage;
+    its ranks, those of unit u from `on_at[u]` on; what it needs and how long that takes to arrive; whether
+    it shares a rank with another unit; what must follow it. cap: per rank."""
+
+    microbatches: int
+    seconds: Floats
+    memory: Floats
+    kind: Ints
+    stage: Ints
+    on_at: Ints
+    on: Ints
+    need_at: Ints
+    need: Ints
+    delay: Floats
+    meet: Bools
+    tail: Floats
+    cap: Floats
+
+
+class Clock(NamedTuple):
+    """What timing writes. Per entry its end; per rank when it is free, and what it holds and has held at
+    most."""
+
+    end: Floats
+    free: Floats
+    used: Floats
+    peak: Floats
+
+
+@kernel
+def reset(c: Clock) -> None:
+    for rank in range(len(c.free)):
+        c.free[rank] = 0.0
+        c.used[rank] = 0.0
+        c.peak[rank] = 0.0
+
+
+@kernel
+def run_entry(t: Units, c: Clock, u: int, b: int, m: int) -> float:
+    """Run unit u of micro-batch b after all that came before. Returns: when it ends."""
+    begin = 0.0
+    for at in range(t.on_at[u], t.on_at[u + 1]):
+        begin = max(begin, c.free[t.on[at]])
+    for at in range(t.need_at[u], t.need_at[u + 1]):
+        begin = max(begin, c.end[t.need[at] * m + b] + t.delay[at])
+    end: float = begin + t.seconds[u]
+    c.end[u * m + b] = end
+    for at in range(t.on_at[u], t.on_at[u + 1]):
+        rank = t.on[at]
+        c.free[rank] = end
+        c.used[rank] += t.memory[u]
+        c.peak[rank] = max(c.peak[rank], c.used[rank])
+    return end
+
+
+@kernel
+def run_order(t: Units, c: Clock, order: Ints) -> float:
+    """Run an order. Returns: the step's seconds; ends and peaks are in `c`."""
+    reset(c)
+    m, step = t.microbatches, 0.0
+    for entry in order:
+        step = max(step, run_entry(t, c, entry // m, entry % m, m))
+    return step
+
+
+@kernel
+def excess(t: Units, c: Clock) -> float:
+    """By which share of their limits the ranks hold too much, all together."""
+    over = 0.0
+    for rank in range(len(t.cap)):
+        if c.peak[rank] > t.cap[rank]:
+            over += (c.peak[rank] - t.cap[rank]) / max(t.cap[rank], EPS)
+    return over
+
+
+@kernel
+def rest(c: Clock) -> float:
+    """When ranks end on average: of orders with the same step the one that leaves more room is nearer a
+    better one."""
+    total = 0.0
+    for rank in range(len(c.free)):
+        total += c.free[rank]
+    return total / len(c.free)
+
+
+@kernel
+def draw(seed: Ints) -> float:
+    """A number from 0 to 1, the same sequence compiled or not. Source: MINSTD, Park and Miller, 1988."""
+    seed[0] = seed[0] * 48271 % 2147483647
+    drawn: float = seed[0] / 2147483647
+    return drawn

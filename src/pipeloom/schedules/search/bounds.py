@@ -1,0 +1,106 @@
+"""Lower bounds on a step: no order of a search problem is faster."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+
+from ...ir.action import F, I
+from .problem import SearchProblem
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bound:
+    """seconds: no step is shorter.  name: "busiest rank", "critical path" or "memory x time".  why: in
+    words."""
+
+    seconds: float
+    name: str
+    why: str
+
+
+def lower_bound(problem: SearchProblem) -> Bound:
+    """The largest of all bounds; of equal ones the first.
+
+    >>> from .problem import SearchStage
+    >>> parts = {"forward_s": 1.0, "input_grad_s": 1.5, "weight_grad_s": 1.5}
+    >>> chain = [SearchStage(name=str(s), after=(s - 1,) if s else (), ranks=(s,), **parts) for s in range(4)]
+    >>> lower_bound(SearchProblem(stages=tuple(chain), microbatches=16)).why
+    'rank 3 begins at 3, is busy for 64 and leaves 9 to others'
+    """
+    return max(all_bounds(problem), key=lambda bound: bound.seconds)
+
+
+def all_bounds(problem: SearchProblem) -> list[Bound]:
+    """Of every rank and kind."""
+    bounds = [_critical_path(problem)]
+    for rank in range(problem.ranks):
+        bounds += [_busy(problem, rank), _memory(problem, rank)]
+    return bounds
+
+
+def _critical_path(problem: SearchProblem) -> Bound:
+    """One micro-batch from its first forward to its last backward."""
+    ways = [h + problem.seconds(u) for h, u in zip(problem.heads, problem.units, strict=True)]
+    return Bound(
+        seconds=max(ways), name="critical path", why=f"one micro-batch takes {max(ways):g} from front to back"
+    )
+
+
+def _ends(problem: SearchProblem, rank: int) -> tuple[float, float]:
+    """When a rank can begin at the earliest, and what others do at least after its last action.
+
+    The last action of a rank is the W of a stage, if it has any: whatever I is last, its W comes later.
+    """
+    own = [i for i, u in enumerate(problem.units) if rank in u.ranks]
+    head = min(problem.heads[i] for i in own if problem.units[i].kind == F)
+    last = [i for i in own if problem.units[i].kind not in (F, I)]
+    return head, min(problem.tails[i] for i in last)
+
+
+def _busy(problem: SearchProblem, rank: int) -> Bound:
+    head, tail = _ends(problem, rank)
+    busy = problem.microbatches * problem.work[rank]
+    return Bound(
+        seconds=head + busy + tail,
+        name="busiest rank",
+        why=f"rank {rank} begins at {head:g}, is busy for {busy:g} and leaves {tail:g} to others",
+    )
+
+
+def _memory(problem: SearchProblem, rank: int) -> Bound:
+    """Bytes x seconds: each residual lies from the start of its F to the end of its B or W, at least as long
+    as its micro-batch takes to come back; all of them must find room between the rank's first and last
+    action.
+
+        m * sum of bytes * lifespan <= cap * (step - head - tail)
+    """
+    head, tail = _ends(problem, rank)
+    cap, m = problem.limits[rank], problem.microbatches
+    first = {u.stage: i for i, u in enumerate(problem.units) if u.kind == F and rank in u.ranks}
+    product = 0.0
+    for i, u in enumerate(problem.units):
+        if rank in u.ranks and u.kind not in (F, I):
+            lifespan = _longest(problem, first[u.stage], i)
+            product += m * problem.stages[u.stage].residual_bytes * lifespan
+    seconds = product / cap if cap < inf and product else 0.0
+    return Bound(
+        seconds=head + seconds + tail if seconds else 0.0,
+        name="memory x time",
+        why=f"rank {rank} begins at {head:g}, its residuals fill its limit for {seconds:g}, "
+        f"and it leaves {tail:g} to others",
+    )
+
+
+def _longest(problem: SearchProblem, source: int, target: int) -> float:
+    """From the start of one unit to the end of another of the same micro-batch, along what units need."""
+    far = {source: 0.0}
+    for i in range(source + 1, target + 1):
+        ways = [
+            far[p] + problem.seconds(problem.units[p]) + problem.delay(p, i)
+            for p in problem.needs[i]
+            if p in far
+        ]
+        if ways:
+            far[i] = max(ways)
+    return far[target] + problem.seconds(problem.units[target])

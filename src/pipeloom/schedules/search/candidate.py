@@ -1,0 +1,87 @@
+"""Candidates: orders that engines find, and what they are compared by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .arrays import Clock, run_order
+from .problem import SearchProblem
+
+if TYPE_CHECKING:
+    from .arrays import Floats, Ints
+
+
+@dataclass(frozen=True, kw_only=True)
+class Repeating:
+    """A repeating order: per unit when micro-batch 0 runs it, in units of `period`."""
+
+    first: tuple[float, ...]
+    period: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """An order of everything, timed.
+
+    order: see `arrays`.  step_s: of it.  peaks: bytes of residuals per rank.  ends: per entry.
+    engine: who found it.  repeating: the moments that it follows, if it does.
+    """
+
+    order: Ints = field(repr=False)
+    step_s: float
+    peaks: tuple[float, ...]
+    ends: Floats = field(repr=False)
+    engine: str
+    repeating: Repeating | None = None
+
+
+def new_clock(problem: SearchProblem) -> Clock:
+    ranks = problem.ranks
+    return Clock(
+        end=np.zeros(len(problem.units) * problem.microbatches),
+        free=np.zeros(ranks),
+        used=np.zeros(ranks),
+        peak=np.zeros(ranks),
+    )
+
+
+def timed(problem: SearchProblem, order: Ints, engine: str, repeating: Repeating | None = None) -> Candidate:
+    """An order with its times."""
+    clock = new_clock(problem)
+    step_s = float(run_order(problem.arrays, clock, order))
+    return Candidate(
+        order=order,
+        step_s=step_s,
+        peaks=tuple(map(float, clock.peak)),
+        ends=clock.end,
+        engine=engine,
+        repeating=repeating,
+    )
+
+
+def fits(candidate: Candidate, caps: Floats) -> bool:
+    """Whether it keeps to the limits."""
+    return bool((np.array(candidate.peaks) <= caps).all())
+
+
+def one_by_one(problem: SearchProblem) -> Candidate:
+    """One micro-batch after the other: nothing needs less memory. Parts that exchange nothing go one after
+    the other, too."""
+    part = list(range(len(problem.stages)))
+    for s in problem.order_of_stages:
+        for source in problem.stages[s].after:
+            low, high = sorted((part[s], part[source]))
+            part = [low if p == high else p for p in part]
+    m = problem.microbatches
+    units = range(len(problem.units))
+    order = [
+        u * m + b
+        for own in dict.fromkeys(part)
+        for b in range(m)
+        for u in units
+        if part[problem.units[u].stage] == own
+    ]
+    return timed(problem, np.array(order, np.int64), "one by one")

@@ -1,0 +1,42 @@
+"""What engines are given, and what they give back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from .bounds import Bound
+from .candidate import Candidate
+from .problem import SearchProblem
+
+
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """problem: with the limits of this round.  best: what is known and keeps to them.  repeating: the best
+    that repeats, if it has `repeating`.  bound: of the problem as it
+    was asked.  seed: of random moves.  effort: by which orders that are tried are multiplied.  last: the
+    limits are those that were asked for."""
+
+    problem: SearchProblem
+    best: Candidate
+    repeating: Candidate
+    bound: Bound
+    seed: int
+    effort: float
+    last: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """A candidate, if there is one that keeps to the limits, how many orders were timed for it, and what it
+    proves."""
+
+    candidate: Candidate | None
+    evaluations: int
+    bound: Bound | None = None
+
+
+Engine: TypeAlias = Callable[[Round], Iterator[Found]]
+"""Yields after every part of its work, a few hundredths of a second: between two of them the search may
+end."""

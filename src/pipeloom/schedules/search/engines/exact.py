@@ -1,0 +1,146 @@
+"""Exact answers of small cases by CP-SAT of OR-tools, the optional extra `search`.
+
+Every entry is an interval; those of a rank do not overlap, results arrive before they are used, and
+residuals are intervals that fill a store. The micro-batches of a unit begin in their order: they are alike,
+so that renaming them unit by unit makes an order of that kind from any other one, with the same times.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from math import ceil, floor, inf, lcm
+from typing import Any
+
+import numpy as np
+
+from ....ir.action import F, I
+from ..bounds import Bound
+from ..candidate import Candidate, fits, timed
+from ..engine import Found, Round
+from ..problem import SearchProblem
+
+MOST_ENTRIES = 160
+"""Entries of an order up to which it is tried."""
+
+EFFORT = 4.0
+"""CP-SAT's own measure of work, about seconds; unlike seconds it is the same on every machine."""
+
+FINEST = 10_000
+"""Parts of the longest time into which times that are no simple fractions are rounded up."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exact:
+    """candidate: the best order found.  bound_s: no order is faster.  proved: it is the fastest."""
+
+    candidate: Candidate | None
+    bound_s: float
+    proved: bool
+
+
+def installed() -> bool:
+    """Whether OR-tools is there."""
+    return importlib.util.find_spec("ortools") is not None
+
+
+def run(task: Round) -> Iterator[Found]:
+    """Solve the case if it is small and OR-tools is installed."""
+    if not task.last or len(task.best.order) > MOST_ENTRIES or not installed():
+        return
+    answer = solve(task.problem, hint=task.best, effort=EFFORT * task.effort, seed=task.seed)
+    bound = Bound(seconds=answer.bound_s, name="exact", why="CP-SAT has searched all orders below it")
+    yield Found(candidate=answer.candidate, evaluations=1, bound=bound)
+
+
+def solve(
+    problem: SearchProblem, *, hint: Candidate | None = None, effort: float = 30.0, seed: int = 0
+) -> Exact:
+    """The fastest order of a small case, or the best one within the effort.
+
+    Raises: ImportError without OR-tools.
+    """
+    from ortools.sat.python import cp_model
+
+    scale = _scale(problem)
+    model: Any = cp_model.CpModel()
+    m, units = problem.microbatches, problem.units
+    seconds = [round(problem.seconds(u) * scale) for u in units]
+    horizon = m * sum(seconds) + sum(
+        round(max(0.0, problem.delay(p, i)) * scale) * m for i in range(len(units)) for p in problem.needs[i]
+    )
+    start = [[model.new_int_var(0, horizon, "") for _ in range(m)] for _ in units]
+    step = model.new_int_var(0, horizon, "")
+    for i, own in enumerate(problem.needs):
+        for b in range(m):
+            for p in own:
+                delay = round(problem.delay(p, i) * scale)
+                model.add(start[i][b] >= start[p][b] + seconds[p] + delay)
+            model.add(step >= start[i][b] + seconds[i])
+            if b:
+                model.add(start[i][b] >= start[i][b - 1] + seconds[i])
+    for rank in range(problem.ranks):
+        here = [i for i, u in enumerate(units) if rank in u.ranks]
+        spans = [
+            model.new_fixed_size_interval_var(start[i][b], seconds[i], "") for i in here for b in range(m)
+        ]
+        model.add_no_overlap(spans)
+        _limit(problem, model, rank, start, seconds)
+    model.minimize(step)
+    if hint is not None:
+        for i in range(len(units)):
+            for b in range(m):
+                model.add_hint(
+                    start[i][b], round((float(hint.ends[i * m + b]) - problem.seconds(units[i])) * scale)
+                )
+    solver: Any = cp_model.CpSolver()
+    solver.parameters.num_workers = 1
+    solver.parameters.random_seed = seed % 2**31
+    solver.parameters.max_deterministic_time = effort
+    status = solver.solve(model)
+    found = None
+    if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        # Of entries of no length that begin together those that are needed come first: units are numbered so.
+        moments = [
+            (solver.value(start[i][b]), seconds[i] > 0, i, b) for i in range(len(units)) for b in range(m)
+        ]
+        order = np.array([i * m + b for _, _, i, b in sorted(moments)], np.int64)
+        found = timed(problem, order, "exact")
+        found = found if fits(found, problem.arrays.cap) else None
+    low = float(solver.best_objective_bound) / scale
+    return Exact(candidate=found, bound_s=low, proved=status == cp_model.OPTIMAL)
+
+
+def _limit(problem: SearchProblem, model: Any, rank: int, start: Any, seconds: list[int]) -> None:
+    """The residuals of a rank never take more than its limit: each from the start of F to the end of B or
+    W."""
+    cap, m, units = problem.limits[rank], problem.microbatches, problem.units
+    sizes = [Fraction(s.residual_bytes).limit_denominator(1 << 20) for s in problem.stages]
+    parts = lcm(*(size.denominator for size in sizes))
+    if cap == inf:
+        return
+    first = {u.stage: i for i, u in enumerate(units) if u.kind == F and rank in u.ranks}
+    spans, amounts = [], []
+    for i, u in enumerate(units):
+        if rank not in u.ranks or u.kind in (F, I) or not sizes[u.stage]:
+            continue
+        for b in range(m):
+            begin = start[first[u.stage]][b]
+            length = model.new_int_var(0, 1 << 40, "")
+            spans.append(model.new_interval_var(begin, length, start[i][b] + seconds[i], ""))
+            amounts.append(int(sizes[u.stage] * parts))
+    if spans:
+        model.add_cumulative(spans, amounts, floor(cap * parts * (1 + 1e-12)))
+
+
+def _scale(problem: SearchProblem) -> int:
+    """By which all times become whole numbers; rounded where there is none that is small."""
+    times = {problem.seconds(u) for u in problem.units}
+    times |= {problem.delay(p, i) for i in range(len(problem.units)) for p in problem.needs[i]}
+    exact = [Fraction(t).limit_denominator(1000) for t in times]
+    scale = lcm(*(t.denominator for t in exact))
+    if scale <= FINEST and all(abs(float(e) - t) < 1e-9 for e, t in zip(exact, times, strict=True)):
+        return scale
+    return max(1, ceil(FINEST / max(times)))

@@ -1,0 +1,123 @@
+"""Priorities: per rank which kind goes first, which of its stages first, and how many micro-batches may be in
+flight. Our closest reading of the scheduler of FlexPipe, arXiv 2510.05112, of which only the abstract is
+known to us."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+from math import ceil, inf
+
+import numpy as np
+
+from ....ir.action import F, W
+from ..candidate import Candidate, fits, new_clock, timed
+from ..dispatch_kernel import Rules, dispatch
+from ..engine import Found, Round
+from ..problem import SearchProblem
+from .clock import COMPILED
+
+CHANGES = 60
+"""Random changes of the best rules."""
+
+PART = 20
+"""Orders between two places at which the search may end."""
+
+
+def run(task: Round) -> Iterator[Found]:
+    """All plain rules, then random changes of the best ones, rank by rank."""
+    problem = task.problem
+    random = np.random.default_rng(task.seed)
+    order = np.zeros(len(problem.units) * problem.microbatches, np.int64)
+    clock, kernel = new_clock(problem), dispatch.form(COMPILED)
+    best, rules = np.inf, None
+    kept = order.copy()
+    tried = 0
+    tries = plain_rules(problem)
+    changes = round(CHANGES * task.effort)
+    for number in range(len(tries) + changes):
+        if number < len(tries):
+            one = tries[number]
+        elif rules is None:
+            break
+        else:
+            one = changed(problem, rules, random)
+        step_s = float(kernel(problem.arrays, clock, one, order))
+        tried += 1
+        if step_s < best - 1e-9 or (step_s <= best and number >= len(tries)):
+            best, rules = step_s, one
+            kept = order.copy()
+        if tried == PART:
+            yield Found(candidate=_checked(problem, kept, best), evaluations=tried)
+            tried = 0
+    yield Found(candidate=_checked(problem, kept, best), evaluations=tried)
+
+
+def _checked(problem: SearchProblem, order: np.ndarray, step_s: float) -> Candidate | None:
+    if step_s == np.inf:
+        return None
+    found = timed(problem, order.copy(), "priorities")
+    return found if fits(found, problem.arrays.cap) else None
+
+
+def plain_rules(problem: SearchProblem) -> list[Rules]:
+    """Kind first x stage first x in flight x patience x W at once or late."""
+    deep = {s: i for i, s in enumerate(problem.order_of_stages)}
+    count = len(deep)
+    split = any(s.split for s in problem.stages)
+    found = []
+    for backward_first, deepest_first, flight, patience, late in product(
+        (True, False), (True, False), range(5), (0.0, 1.0), (True, False) if split else (True,)
+    ):
+        priority = []
+        for unit in problem.units:
+            place = -deep[unit.stage] if deepest_first else deep[unit.stage]
+            kind = (unit.kind == F) == backward_first
+            w = 2 if late else -1
+            priority.append(place + count * (2 * w if unit.kind == W else 2 * kind))
+        found.append(
+            rules_of(problem, priority, [_ahead(problem, u, flight) for u in range(len(priority))], patience)
+        )
+    return found
+
+
+def _ahead(problem: SearchProblem, unit: int, flight: int) -> float:
+    """Micro-batches that a stage may have in flight: as many as keep it busy while one comes back, so many
+    times; or any number."""
+    if flight == 4:
+        return inf
+    back = problem.tails[unit] + problem.seconds(problem.units[unit])
+    return max(1.0, ceil(back / max(*problem.work, 1e-9)) * (1.0, 1.5, 2.0, 3.0)[flight])
+
+
+def rules_of(
+    problem: SearchProblem, priority: Sequence[float], ahead: Sequence[float], patience: float
+) -> Rules:
+    last = {(u.stage, r): i for i, u in enumerate(problem.units) for r in u.ranks}
+    return Rules(
+        priority=np.array(priority, np.float64),
+        ahead=np.array(ahead, np.float64),
+        patience=np.array([patience]),
+        last=np.array([last[u.stage, u.ranks[0]] for u in problem.units], np.int64),
+        next=np.zeros(len(problem.units), np.int64),
+    )
+
+
+def changed(problem: SearchProblem, rules: Rules, random: np.random.Generator) -> Rules:
+    """Two priorities of one rank swapped, or one limit changed by one."""
+    priority, ahead = rules.priority.copy(), rules.ahead.copy()
+    patience = rules.patience.copy()
+    way = random.random()
+    if way < 0.5:
+        rank = int(random.integers(problem.ranks))
+        own = [i for i, u in enumerate(problem.units) if rank in u.ranks]
+        a, b = random.choice(own, 2)
+        priority[a], priority[b] = priority[b], priority[a]
+    elif way < 0.9:
+        forwards = [i for i, u in enumerate(problem.units) if u.kind == F]
+        u = int(random.choice(forwards))
+        now = ahead[u] if ahead[u] < np.inf else problem.microbatches
+        ahead[u] = max(1.0, now + random.choice([-1, 1]))
+    else:
+        patience[0] = random.choice([0.0, 0.5, 1.0, 2.0])
+    return Rules(priority=priority, ahead=ahead, patience=patience, last=rules.last, next=rules.next)

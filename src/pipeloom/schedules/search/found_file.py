@@ -1,0 +1,115 @@
+"""A found schedule as a file: a schedule in the language, to be read, edited and used for any
+micro-batches."""
+
+from __future__ import annotations
+
+from ...ir.errors import ScheduleError
+from .candidate import Candidate
+from .problem import SearchProblem
+from .search import SearchResult
+
+_TEXT = '''\
+"""A schedule found by `pipeloom schedule search`, for {ranks} ranks and {stages} stages.
+
+{figures}
+
+Every rank runs its line of TURN again and again, each time one micro-batch further: 0F is the forward of
+stage 0 for the micro-batch of the turn, 0B-3 the backward of the micro-batch three turns before. Edit it as
+you like: every command checks it.
+
+    pipeloom schedule show {name}:found -p {ranks} -m {microbatches}
+"""
+
+from pipeloom.ir.flow import dag
+from pipeloom.schedules import Entry, Recipe, Shape, repeating
+
+TURN = (
+{turn}
+)
+RANKS = ({placement})
+"""For each stage its rank, or the ranks that run it together.{shards}"""
+EDGES = [{edges}]
+"""Which stage sends to which."""
+
+
+def order(shape: Shape) -> Recipe:
+    return Recipe(kinds={kinds}, rows=repeating(shape, TURN), fill="")
+
+
+found = Entry(
+    recipe=order,
+    place="table",
+    table=lambda ranks: RANKS,
+    stages=dag({stages}, EDGES),
+    about="found by a search",
+)
+'''
+
+
+def found_text(result: SearchResult, name: str = "found.py") -> str:
+    """The best repeating order of a search as a file's text.
+
+    Raises: ScheduleError if no repeating order keeps to the limits.
+    """
+    problem, repeating = result.problem, result.repeating
+    if repeating.repeating is None:
+        raise ScheduleError(
+            "no repeating order that was found keeps to the limits",
+            hint="write rows instead, -o found.txt; or search longer, with --effort 4",
+        )
+    return _TEXT.format(
+        name=name,
+        ranks=problem.ranks,
+        stages=len(problem.stages),
+        microbatches=problem.microbatches,
+        figures=_figures(result),
+        turn="\n".join(f'    "{line}",' for line in turn_of(problem, repeating)),
+        placement=", ".join(map(_ranks, (stage.ranks for stage in problem.stages)))
+        + ("," if len(problem.stages) == 1 else ""),
+        shards=_shards(problem),
+        edges=", ".join(f"({a}, {s})" for s, stage in enumerate(problem.stages) for a in stage.after),
+        kinds=_kinds(problem),
+    )
+
+
+def turn_of(problem: SearchProblem, candidate: Candidate) -> list[str]:
+    """Per rank what it runs in one turn."""
+    assert candidate.repeating is not None
+    period, first = candidate.repeating.period, candidate.repeating.first
+    settled = list(first)
+    for unit, needs in enumerate(problem.needs):
+        settled[unit] = max([settled[unit], *(settled[p] for p in needs)])
+    turns = [int(moment // period) for moment in settled]
+    phases = [moment - turn * period for moment, turn in zip(settled, turns, strict=True)]
+    base = min(turns)
+    lines: list[list[str]] = [[] for _ in range(problem.ranks)]
+    for unit in sorted(range(len(settled)), key=lambda u: (phases[u], u)):
+        late = turns[unit] - base
+        for rank, stage, kind in problem.actions(unit):
+            lines[rank].append(f"{stage}{kind}" + (f"-{late}" if late else ""))
+    return [" ".join(line) for line in lines]
+
+
+def _figures(result: SearchResult) -> str:
+    progress, repeating = result.progress, result.repeating
+    text = f"With {result.problem.microbatches} micro-batches a step takes {repeating.step_s:g}."
+    text += f" No order takes less than\n{progress.bound.seconds:g}: {progress.bound.why}."
+    if result.best.step_s < repeating.step_s - 1e-9:
+        text += f"\nAn order that does not repeat takes {result.best.step_s:g}: write it with -o found.txt."
+    return text
+
+
+def _ranks(ranks: tuple[int, ...]) -> str:
+    return str(ranks[0]) if len(ranks) == 1 else f"({', '.join(map(str, ranks))})"
+
+
+def _shards(problem: SearchProblem) -> str:
+    if all(len(stage.ranks) == 1 for stage in problem.stages):
+        return ""
+    return f" On further ranks a stage has numbers from {len(problem.stages)} on."
+
+
+def _kinds(problem: SearchProblem) -> str:
+    placed = problem.placed[1]
+    kinds = ["FIW" if problem.stages[problem.origin(s)].split else "FB" for s in range(len(placed))]
+    return f'"{kinds[0]}"' if len(set(kinds)) == 1 else f"{tuple(kinds)}.__getitem__"

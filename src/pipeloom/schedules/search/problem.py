@@ -1,0 +1,272 @@
+"""What the schedule search is asked: stages with times, bytes and ranks; and the same as arrays.
+
+A unit is what begins at one moment: F, B or I of a stage, on all of its ranks; W of a stage on one rank.
+Units are numbered so that those which one waits for stand before it: forwards in the order of the data,
+backwards in the opposite one, then the weight gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import inf
+
+import numpy as np
+
+from ...ir.action import Action, B, F, I, Kind, W
+from ...ir.costs import StageCost
+from ...ir.errors import ScheduleError
+from ...ir.flow import dag
+from ...ir.stages import StageGraph
+from ..language import Shape
+from ..placements import spread
+from .arrays import Units
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchStage:
+    """One stage: seconds of F and of B, or of I and W if `split`; bytes of residuals from F until B or W.
+
+    after: the stages whose outputs it reads.  ranks: where it runs; on several, together.
+    """
+
+    name: str
+    forward_s: float
+    input_grad_s: float
+    weight_grad_s: float
+    split: bool = False
+    residual_bytes: float = 0.0
+    after: tuple[int, ...] = ()
+    ranks: tuple[int, ...] = (0,)
+
+    def __post_init__(self) -> None:
+        amounts = (self.forward_s, self.input_grad_s, self.weight_grad_s, self.residual_bytes)
+        if not all(0 <= amount < inf for amount in amounts):
+            raise ScheduleError(
+                f"stage {self.name} has the amounts {', '.join(f'{a:g}' for a in amounts)}",
+                hint="times and sizes are finite and at least 0",
+            )
+
+    @property
+    def backward_s(self) -> float:
+        return self.input_grad_s + self.weight_grad_s
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        return (F, I, W) if self.split else (F, B)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unit:
+    """stage: by its number in the problem.  ranks: all on which it begins."""
+
+    stage: int
+    kind: Kind
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchProblem:
+    """Stages with their ranks, micro-batches, seconds of messages, and limits.
+
+    transfer_s: seconds of a message between two ranks; of single edges by (from stage, to stage).
+    caps: most bytes of residuals per rank; infinite without a limit.
+    Raises: ScheduleError if a stage or rank is missing.
+    """
+
+    stages: tuple[SearchStage, ...]
+    microbatches: int
+    transfer_s: float = 0.0
+    edge_s: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    caps: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.stages or self.microbatches < 1:
+            raise ScheduleError(
+                f"a search over {len(self.stages)} stages and {self.microbatches} micro-batches",
+                hint="give at least one of each",
+            )
+        if empty := sorted(set(range(self.ranks)) - {r for s in self.stages for r in s.ranks}):
+            raise ScheduleError(f"rank {empty[0]} has no stage", hint="number the ranks from 0 without gaps")
+        if self.caps and len(self.caps) != self.ranks:
+            raise ScheduleError(
+                f"{len(self.caps)} limits for {self.ranks} ranks", hint="give one limit, or one per rank"
+            )
+
+    @cached_property
+    def ranks(self) -> int:
+        return 1 + max((rank for stage in self.stages for rank in stage.ranks), default=0)
+
+    @cached_property
+    def limits(self) -> tuple[float, ...]:
+        return self.caps or (inf,) * self.ranks
+
+    @cached_property
+    def rank_bytes(self) -> tuple[float, ...]:
+        """Per rank the residuals of one micro-batch on all its stages."""
+        return tuple(sum(s.residual_bytes for s in self.stages if r in s.ranks) for r in range(self.ranks))
+
+    @cached_property
+    def placed(self) -> tuple[StageGraph, tuple[int, ...]]:
+        """The stage graph and the rank of each stage, as schedules have them: see `spread`."""
+        edges = [(source, s) for s, stage in enumerate(self.stages) for source in stage.after]
+        return spread(dag(len(self.stages), edges), [stage.ranks for stage in self.stages])
+
+    def origin(self, stage: int) -> int:
+        """The stage of the problem that a stage of `placed` is."""
+        return self.placed[0].origin(stage)
+
+    @cached_property
+    def shape(self) -> Shape:
+        """The problem as the schedule language has it. Sizes are rounded up to whole bytes."""
+        graph, placement = self.placed
+        return Shape(
+            stages=graph,
+            placement=placement,
+            microbatches=self.microbatches,
+            costs=self.costs(),
+            transfer_s=self._seconds_between,
+            limit_bytes=self.caps or None,
+        )
+
+    def costs(self) -> tuple[StageCost, ...]:
+        """One per stage of `placed`."""
+        own = [
+            StageCost(
+                forward_s=s.forward_s,
+                backward_s=s.backward_s,
+                input_grad_s=s.input_grad_s,
+                weight_grad_s=s.weight_grad_s,
+                residual_bytes=-int(-s.residual_bytes // 1),
+                carried_bytes=-int(-s.residual_bytes // 1),
+            )
+            for s in self.stages
+        ]
+        return tuple(own[self.origin(s)] for s in range(len(self.placed[1])))
+
+    def _seconds_between(self, source: int, target: int) -> float:
+        one, other = self.origin(source), self.origin(target)
+        return self.edge_s.get((one, other), self.edge_s.get((other, one), self.transfer_s))
+
+    def delay(self, source: int, target: int) -> float:
+        """Seconds from the end of a unit until its results are where another one runs."""
+        return self._delay(self.units[source], self.units[target])
+
+    def _delay(self, source: Unit, target: Unit) -> float:
+        apart = any(a != b for a in source.ranks for b in target.ranks)
+        if source.stage == target.stage or not apart:
+            return 0.0
+        given = self.edge_s.get((source.stage, target.stage), self.transfer_s)
+        return self.edge_s.get((target.stage, source.stage), given)
+
+    @cached_property
+    def order_of_stages(self) -> tuple[int, ...]:
+        """Each after those whose outputs it reads."""
+        flow = self.shape.flow
+        return tuple(s for s in flow.order if s < len(self.stages))
+
+    @cached_property
+    def units(self) -> tuple[Unit, ...]:
+        ahead, stages = self.order_of_stages, self.stages
+        found = [Unit(stage=s, kind=F, ranks=stages[s].ranks) for s in ahead]
+        found += [Unit(stage=s, kind=stages[s].kinds[1], ranks=stages[s].ranks) for s in reversed(ahead)]
+        split = [s for s in reversed(ahead) if stages[s].split]
+        return (*found, *(Unit(stage=s, kind=W, ranks=(r,)) for s in split for r in stages[s].ranks))
+
+    @cached_property
+    def needs(self) -> tuple[tuple[int, ...], ...]:
+        """Per unit the units that it waits for, of the same micro-batch."""
+        at = {(u.stage, u.kind): i for i, u in enumerate(self.units) if u.kind != W}
+        readers = [
+            [t for t, stage in enumerate(self.stages) if s in stage.after] for s in range(len(self.stages))
+        ]
+        found: list[tuple[int, ...]] = []
+        for u in self.units:
+            stage = self.stages[u.stage]
+            if u.kind == F:
+                found.append(tuple(at[s, F] for s in stage.after))
+            elif u.kind == W:
+                found.append((at[u.stage, I],))
+            else:
+                back = (at[t, self.stages[t].kinds[1]] for t in readers[u.stage])
+                found.append((at[u.stage, F], *back))
+        return tuple(found)
+
+    def seconds(self, unit: Unit) -> float:
+        stage = self.stages[unit.stage]
+        times = {F: stage.forward_s, B: stage.backward_s, I: stage.input_grad_s, W: stage.weight_grad_s}
+        return times[unit.kind]
+
+    def memory(self, unit: Unit) -> float:
+        """What a unit adds to the residuals of each of its ranks, or gives back."""
+        own = self.stages[unit.stage].residual_bytes
+        return {F: own, B: -own, I: 0.0, W: -own}[unit.kind]
+
+    @cached_property
+    def arrays(self) -> Units:
+        units, needs = self.units, self.needs
+        edges = [(i, p) for i, own in enumerate(needs) for p in own]
+        kinds = {F: 0, B: 1, I: 1, W: 2}
+        return Units(
+            microbatches=self.microbatches,
+            seconds=np.array([self.seconds(u) for u in units], np.float64),
+            memory=np.array([self.memory(u) for u in units], np.float64),
+            kind=np.array([kinds[u.kind] for u in units], np.int64),
+            stage=np.array([u.stage for u in units], np.int64),
+            on_at=_offsets([len(u.ranks) for u in units]),
+            on=np.array([r for u in units for r in u.ranks], np.int64),
+            need_at=_offsets([len(own) for own in needs]),
+            need=np.array([p for _, p in edges], np.int64),
+            delay=np.array([self._delay(units[p], units[i]) for i, p in edges], np.float64),
+            meet=np.array([[not set(a.ranks).isdisjoint(b.ranks) for b in units] for a in units], np.bool_),
+            tail=np.array(self.tails, np.float64),
+            cap=np.array(self.limits, np.float64) * (1 + 1e-12) + 1e-9,
+        )
+
+    @cached_property
+    def heads(self) -> tuple[float, ...]:
+        """Per unit the earliest moment at which micro-batch 0 may begin it: its longest way from the
+        front."""
+        head: list[float] = []
+        for i, u in enumerate(self.units):
+            ways = (
+                head[p] + self.seconds(self.units[p]) + self._delay(self.units[p], u) for p in self.needs[i]
+            )
+            head.append(max(ways, default=0.0))
+        return tuple(head)
+
+    @cached_property
+    def tails(self) -> tuple[float, ...]:
+        """Per unit what must follow its end, on other units of the same micro-batch."""
+        tail = [0.0] * len(self.units)
+        for i in reversed(range(len(self.units))):
+            u = self.units[i]
+            for p in self.needs[i]:
+                tail[p] = max(tail[p], tail[i] + self.seconds(u) + self._delay(self.units[p], u))
+        return tuple(tail)
+
+    @cached_property
+    def work(self) -> tuple[float, ...]:
+        """Per rank the busy seconds of one micro-batch."""
+        return tuple(sum(self.seconds(u) for u in self.units if r in u.ranks) for r in range(self.ranks))
+
+    def actions(self, unit: int) -> tuple[tuple[int, int, Kind], ...]:
+        """(rank, stage of `placed`, kind) of all that begins together as a unit."""
+        u, placement = self.units[unit], self.placed[1]
+        own = {placement[s]: s for s in range(len(placement)) if self.origin(s) == u.stage}
+        return tuple((rank, own[rank], u.kind) for rank in u.ranks)
+
+    def rows(self, order: Sequence[int]) -> tuple[tuple[Action, ...], ...]:
+        """The rows of an order of everything: entries are unit * micro-batches + micro-batch."""
+        rows: list[list[Action]] = [[] for _ in range(self.ranks)]
+        known = [self.actions(u) for u in range(len(self.units))]
+        for entry in order:
+            unit, b = divmod(int(entry), self.microbatches)
+            for rank, stage, kind in known[unit]:
+                rows[rank].append(Action(stage, kind, b))
+        return tuple(map(tuple, rows))
+
+
+def _offsets(lengths: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)

@@ -1,0 +1,158 @@
+"""Local search on rows: one entry of an order moves past a few others that share a rank with it.
+
+Only what stands from the first changed place on is timed again, from a snapshot of the ranks at that place,
+and only until it is certain that the step becomes too long.
+"""
+
+from __future__ import annotations
+
+from math import log
+from typing import TYPE_CHECKING, NamedTuple
+
+from ...ir.kernels import kernel
+from .arrays import EPS, Clock, Units, draw, run_entry
+
+if TYPE_CHECKING:
+    from .arrays import Floats, Ints
+
+EVERY = 16
+"""Entries between two snapshots."""
+
+
+class Rows(NamedTuple):
+    """order: now.  best: of all.  known: ends as of now.  snapshots: per place of which
+    there is one, what is free, used and held at most per rank, and the longest end.  cost: of now, of
+    best."""
+
+    order: Ints
+    best: Ints
+    known: Floats
+    free: Floats
+    used: Floats
+    peak: Floats
+    longest: Floats
+    cost: Floats
+
+
+@kernel
+def take(s: Rows, c: Clock, number: int, longest: float) -> None:
+    """Write a snapshot."""
+    ranks = len(c.free)
+    for rank in range(ranks):
+        s.free[number * ranks + rank] = c.free[rank]
+        s.used[number * ranks + rank] = c.used[rank]
+        s.peak[number * ranks + rank] = c.peak[rank]
+    s.longest[number] = longest
+
+
+@kernel
+def time_from(t: Units, c: Clock, s: Rows, low: int, within: float, write: bool) -> float:
+    """Time the order from place `low` on; what stands before it is as it was. Returns: its cost, infinite
+    where a limit is broken, or something longer than `within`."""
+    m, ranks, number = t.microbatches, len(c.free), low // EVERY
+    for rank in range(ranks):
+        c.free[rank] = s.free[number * ranks + rank]
+        c.used[rank] = s.used[number * ranks + rank]
+        c.peak[rank] = s.peak[number * ranks + rank]
+    step = s.longest[number]
+    for at in range(number * EVERY, len(s.order)):
+        if write and at % EVERY == 0:
+            take(s, c, at // EVERY, step)
+        entry = s.order[at]
+        u = entry // m
+        end = run_entry(t, c, u, entry % m, m)
+        step = max(step, end)
+        if end + t.tail[u] > within:
+            return within + EPS
+        if t.memory[u] > 0:
+            for on in range(t.on_at[u], t.on_at[u + 1]):
+                if c.used[t.on[on]] > t.cap[t.on[on]]:
+                    return float("inf")
+    total = 0.0
+    for rank in range(ranks):
+        total += c.free[rank]
+    cost: float = step + 1e-3 * total / ranks
+    return cost
+
+
+@kernel
+def needs_it(t: Units, user: int, maker: int) -> bool:
+    """Whether a unit needs another one, or is the same."""
+    if user == maker:
+        return True
+    for at in range(t.need_at[user], t.need_at[user + 1]):
+        if t.need[at] == maker:
+            return True
+    return False
+
+
+@kernel
+def target_of(t: Units, s: Rows, place: int, past: int, later: bool) -> int:
+    """Where an entry comes to stand that goes past so many others on its ranks, as far as needs let it."""
+    m = t.microbatches
+    u, b = s.order[place] // m, s.order[place] % m
+    at = place
+    while past > 0:
+        then = at + 1 if later else at - 1
+        if then < 0 or then >= len(s.order):
+            return at
+        v, other_b = s.order[then] // m, s.order[then] % m
+        if u == v:
+            return at
+        if b == other_b and (needs_it(t, v, u) if later else needs_it(t, u, v)):
+            return at
+        if t.meet[u, v]:
+            past -= 1
+        at = then
+    return at
+
+
+@kernel
+def shift(s: Rows, place: int, target: int) -> None:
+    """Move the entry at a place to another one."""
+    entry, at = s.order[place], place
+    while at < target:
+        s.order[at] = s.order[at + 1]
+        at += 1
+    while at > target:
+        s.order[at] = s.order[at - 1]
+        at -= 1
+    s.order[target] = entry
+
+
+@kernel
+def anneal_rows(t: Units, c: Clock, s: Rows, plan: Floats, seed: Ints, tries: int) -> int:
+    """Try so many moves. plan: the temperature at the start and at the end, a step that cannot be bettered.
+    Returns: how many orders were timed."""
+    heat, timed = plan[0], 0
+    cooling = (plan[1] / plan[0]) ** (1.0 / max(tries, 1))
+    count = len(s.order)
+    for _ in range(tries):
+        heat *= cooling
+        place = min(int(draw(seed) * count), count - 1)
+        later = draw(seed) < 0.5
+        past = 1 + int(draw(seed) * draw(seed) * 8.0)
+        target = target_of(t, s, place, past, later)
+        if target == place:
+            continue
+        shift(s, place, target)
+        low = min(place, target)
+        within = s.cost[0] - heat * log(max(draw(seed), 1e-9))
+        cost = time_from(t, c, s, low, within, False)
+        timed += 1
+        if cost > within:
+            shift(s, target, place)
+            for at in range(low // EVERY * EVERY, count):
+                c.end[s.order[at]] = s.known[s.order[at]]
+            continue
+        time_from(t, c, s, low, float("inf"), True)
+        s.cost[0] = cost
+        for at in range(low // EVERY * EVERY, count):
+            s.known[s.order[at]] = c.end[s.order[at]]
+        if cost < s.cost[1] - EPS:
+            s.cost[1] = cost
+            for at in range(count):
+                s.best[at] = s.order[at]
+            if cost <= plan[2] * (1 + 1e-3) + EPS:
+                return timed
+    return timed

@@ -1,0 +1,136 @@
+"""`pipeloom schedule search` and what it writes: schedules in the language, rows, figures."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from pipeloom import search_schedule
+from pipeloom.cli import main
+from pipeloom.ir.errors import ConfigError, PlanError
+
+STAGE = "[[stage]]\nF = 1\nB = 3\nbytes = 1\n"
+SPLIT = "[[stage]]\nF = 1\nI = 1.5\nW = 1.5\nbytes = 1\n"
+JOB = """
+import torch
+from torch import nn
+from pipeloom import Job
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6, dtype=torch.float64) for _ in range(6))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return {"loss": x.square().mean()}
+
+def batch(seed, rows):
+    return {"x": torch.randn(rows, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))}
+
+def job():
+    return Job(model=Net, batch=batch, name="net")
+"""
+
+
+def run(*words: str | Path, code: int = 0) -> str:
+    result = CliRunner().invoke(main, list(map(str, words)))
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+def chain(folder: Path, stage: str, ranks: int) -> Path:
+    file = folder / "stages.toml"
+    file.write_text("".join(f"{stage}ranks = {rank}\n" for rank in range(ranks)))
+    return file
+
+
+@pytest.mark.parametrize(("stage", "times"), [(STAGE, "123"), (SPLIT, "123")], ids=["whole", "split"])
+def test_a_found_schedule_is_one_of_your_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str, times: str
+) -> None:
+    """It is shown for other micro-batches, its rows pass `check`, and trains as one process does."""
+    monkeypatch.chdir(tmp_path)
+    found = tmp_path / f"found_{len(stage)}.py"
+    figures = json.loads(
+        run("schedule", "search", chain(tmp_path, stage, 3), "-m", 8, "--memory", 3, "-o", found, "--json")
+    )
+    name = f"{found}:found"
+    words = ["-p", 3, "-F", 1, "-I", 1.5, "-W", 1.5]
+    shown = json.loads(run("schedule", "show", name, "-m", 8, *words, "--json"))
+    assert shown["step_s"] == pytest.approx(figures["repeating_step_s"])
+    assert shown["peak"] <= 3
+    rows = tmp_path / "rows.txt"
+    run("schedule", "export", name, "-m", 5, "-o", rows, *words)
+    assert "cannot block" in run("schedule", "check", rows)
+    (tmp_path / f"net_{len(stage)}.py").write_text(JOB)
+    job = f"net_{len(stage)}.py:job"
+    assert "equal within" in run("verify", job, "--stages", 3, "--microbatches", 4, "-s", name)
+
+
+def test_rows_of_a_graph_with_a_stage_on_all_ranks(tmp_path: Path) -> None:
+    towers = "".join(
+        f'{STAGE}name = "{n}"\nafter = []\nranks = {r}\n' for r, n in enumerate(("image", "text"))
+    )
+    joint = '[[stage]]\nname = "loss"\nF = 1\nB = 1\nafter = ["image", "text"]\nranks = [0, 1]\n'
+    (tmp_path / "towers.toml").write_text(f"transfer = 0.5\n{towers}{joint}")
+    rows, code = tmp_path / "found.txt", tmp_path / "found_towers.py"
+    command = ["schedule", "search", tmp_path / "towers.toml", "-m", "6", "--memory", "2,3"]
+    output = run(*command, "-o", rows)
+    assert "gap" in output and len(rows.read_text().splitlines()) == 2
+    run(*command, "-o", code)
+    shown = json.loads(run("schedule", "show", f"{code}:found", "-p", 2, "-m", 4, "--json"))
+    assert shown["stages"] == 4  # the loss has a shard on each rank
+    assert "is for 2 ranks, not 3" in run("schedule", "show", f"{code}:found", "-p", 3, "-m", 4, code=1)
+
+
+def test_stages_without_ranks_get_some() -> None:
+    stages = [{"F": t, "B": 2 * t, "bytes": 1} for t in (1, 1, 2, 4)]
+    found = search_schedule({"stage": stages, "ranks": 3}, 6)
+    assert found.schedule.placement == (0, 0, 1, 2)
+
+
+def test_a_plan_says_what_its_stages_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "net_plan.py").write_text(JOB)
+    run("plan", "net_plan.py:job", "--stages", 2, "-m", 4, "-o", "plan.json")
+    figures = json.loads(run("schedule", "search", "--times", "plan.json", "-m", 4, "--json"))
+    assert figures["ranks"] == 2 and figures["gap"] >= 0 and figures["bound"]
+
+
+def test_a_time_limit_writes_the_best_and_succeeds(tmp_path: Path) -> None:
+    out = tmp_path / "found.txt"
+    run("schedule", "search", chain(tmp_path, SPLIT, 4), "-m", 8, "--time-limit", 0, "-o", out)
+    assert len(out.read_text().splitlines()) == 4
+
+
+@pytest.mark.parametrize(
+    ("document", "problem"),
+    [
+        ({}, "has no stages"),
+        ({"stage": [{"F": 1}]}, "stage 0 has the times F"),
+        ({"stage": [{"F": 1, "B": 2, "I": 1, "W": 1}]}, "stage 0 has the times F, B, I, W"),
+        ({"stage": [{"F": -1, "B": 2, "ranks": 0}]}, "stage 0: F is -1"),
+        ({"stage": [{"F": 1, "B": 2, "rank": 0}]}, "stage 0 has the unknown key 'rank'"),
+        ({"stage": [{"F": 1, "B": 2, "after": "x"}]}, "comes after 'x', which is no stage"),
+        ({"stage": [{"F": 1, "B": 2}]}, "does not say how many ranks"),
+        ({"stage": [{"F": 1, "B": 2, "ranks": 3}], "ranks": 2}, "uses rank 3 of 2 ranks"),
+    ],
+)
+def test_wrong_stages_are_named(document: dict[str, object], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        search_schedule(document, 2)
+
+
+def test_too_little_memory_names_the_rank() -> None:
+    with pytest.raises(PlanError, match="rank 0 holds"):
+        search_schedule({"stage": [{"F": 1, "B": 2, "bytes": 2, "ranks": 0}]}, 2, memory="1")
+
+
+def test_a_file_has_to_end_in_what_can_be_written(tmp_path: Path) -> None:
+    wrong = run("schedule", "search", chain(tmp_path, STAGE, 2), "-o", tmp_path / "found.json", code=2)
+    assert "end the name in .py or .txt" in wrong
