@@ -82,6 +82,7 @@ from .schedule_search import (
     FoundSchedule as FoundSchedule,
     SearchOptions as SearchOptions,
     SearchProgress as SearchProgress,
+    prove_search as prove_search,
     search_schedule as search_schedule,
 )
 from .schedules import (

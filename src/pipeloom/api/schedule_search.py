@@ -30,7 +30,7 @@ from .edges import between
 from .microbatch_times import with_transfers
 from .search_stages import StagesToSchedule, read_stages, stages_of, stages_of_plan
 
-__all__ = ["FoundSchedule", "SearchOptions", "SearchProgress", "search_schedule"]
+__all__ = ["FoundSchedule", "SearchOptions", "SearchProgress", "prove_search", "search_schedule"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +124,7 @@ def search_schedule(
             options,
             report,
         )
-    return _proved(result, asked)
+    return prove_search(result, asked.unit)
 
 
 def _asked(stages: Path | str | Mapping[str, Any], ranks: int) -> StagesToSchedule:
@@ -134,7 +134,8 @@ def _asked(stages: Path | str | Mapping[str, Any], ranks: int) -> StagesToSchedu
     return stages_of_plan(path) if path.suffix == ".json" else read_stages(path, ranks)
 
 
-def _proved(result: SearchResult, asked: StagesToSchedule) -> FoundSchedule:
+def prove_search(result: SearchResult, unit: float = 1.0) -> FoundSchedule:
+    """Check what a search found by every rule, and simulate it. unit: of sizes, in bytes."""
     problem = result.problem
     graph, placement = problem.placed
     schedule = Schedule(
@@ -150,7 +151,7 @@ def _proved(result: SearchResult, asked: StagesToSchedule) -> FoundSchedule:
         stages=graph,
         timeline=timeline,
         result=result,
-        peaks=tuple(peak / asked.unit for peak in result.best.peaks),
+        peaks=tuple(peak / unit for peak in result.best.peaks),
     )
 
 

@@ -27,7 +27,7 @@ LEVELS = (1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0, 12.0, 16.0, 20.0, 2
 
 SAME = 1e-9
 
-SAME_FOR = 3
+SAME_FOR = 2
 """Rounds without a better order after which those up to the last are left out."""
 
 

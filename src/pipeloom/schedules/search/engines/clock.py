@@ -23,7 +23,7 @@ gave."""
 HEATS = (0.3, 0.1, 0.05)
 """Their temperatures at the start, in periods."""
 
-TRIES = 2_500
+TRIES = 2_000
 """Moves of one annealing."""
 
 COMPILED = 1_000_000
@@ -35,7 +35,7 @@ def run(task: Round) -> Iterator[Found]:
     problem, m = task.problem, task.problem.microbatches
     few = min(m, max(16, 4 * problem.ranks))
     small = replace(problem, microbatches=few) if few < m else problem
-    tries = round(TRIES * task.effort * max(1.0, len(problem.units) / 12) ** 2)
+    tries = round(TRIES * task.effort * max(1.0, len(problem.units) / 12) ** 1.5)
     near = repeating_of(problem, task.best)
     starts = [near.repeating, task.repeating.repeating, None]
     best: Candidate | None = None

@@ -22,10 +22,10 @@ from ..candidate import Candidate, fits, timed
 from ..engine import Found, Round
 from ..problem import SearchProblem
 
-MOST_ENTRIES = 160
+MOST_ENTRIES = 100
 """Entries of an order up to which it is tried."""
 
-EFFORT = 4.0
+EFFORT = 1.5
 """CP-SAT's own measure of work, about seconds; unlike seconds it is the same on every machine."""
 
 FINEST = 10_000
