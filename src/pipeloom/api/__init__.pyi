@@ -85,6 +85,15 @@ from .schedule_search import (
     prove_search as prove_search,
     search_schedule as search_schedule,
 )
+from .schedule_tuning import (
+    Cause as Cause,
+    Divergence as Divergence,
+    Sensitivity as Sensitivity,
+    divergences as divergences,
+    idle_side_by_side as idle_side_by_side,
+    sensitivity as sensitivity,
+    why as why,
+)
 from .schedules import (
     UNIT as UNIT,
     Scenario as Scenario,

@@ -88,6 +88,7 @@ class SimulatedSchedule:
     microbatches: int
     program: Program = field(repr=False)
     cluster: Cluster = field(repr=False)
+    costs: tuple[StageCost, ...] = field(repr=False)
     timeline: Timeline = field(repr=False)
     summary: Summary
     peaks: tuple[float, ...]
@@ -330,6 +331,7 @@ def _simulate(
         microbatches=schedule.microbatches * stages.replicas // schedule.slices,
         program=program,
         cluster=cluster,
+        costs=costs,
         timeline=timeline,
         summary=summarise(timeline),
         peaks=tuple(size / unit for size, unit in zip(residual_peaks, units, strict=True)),
