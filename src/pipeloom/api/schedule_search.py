@@ -17,11 +17,13 @@ from ..ir.stages import StageGraph
 from ..ir.timeline import Timeline
 from ..lowering import lower
 from ..schedules import (
+    Operation,
     Progress as SearchProgress,
     SearchOptions,
     SearchProblem,
     SearchResult,
     found_text,
+    load_file,
     search_orders,
     search_placed,
 )
@@ -46,6 +48,7 @@ class FoundSchedule:
     timeline: Timeline = field(repr=False)
     result: SearchResult = field(repr=False)
     peaks: tuple[float, ...]
+    declared_in: str = ""
 
     @property
     def step_s(self) -> float:
@@ -62,7 +65,7 @@ class FoundSchedule:
     def text(self, name: str) -> str:
         """As a file of this name: ending in .py a schedule in the language, in .txt its rows."""
         if name.endswith(".py"):
-            return found_text(self.result, name)
+            return found_text(self.result, name, self.declared_in)
         if name.endswith(".txt"):
             return f"{self.schedule}\n"
         raise ConfigError(f"cannot write a schedule as {name}", hint="end the name in .py or .txt")
@@ -95,6 +98,7 @@ def search_schedule(
     *,
     memory: str = "",
     ranks: int = 0,
+    operations: Path | None = None,
     options: SearchOptions | None = None,
     report: Callable[[SearchProgress], None] = lambda progress: None,
 ) -> FoundSchedule:
@@ -103,6 +107,7 @@ def search_schedule(
     stages: a TOML file of stages, a saved plan (.json), or what such a TOML file says, as plain values.
     memory: most residuals of a rank in the unit of the stages' `bytes`, or with a unit as 3GiB; or one per
         rank with commas.  ranks: how many there are, where stages do not name theirs.
+    operations: a Python file that declares operations, which are placed too.
     options: effort, time limit, seed, engines.  report: called now and then with what is known so far.
     Raises: ConfigError for wrong stages; PlanError if no order keeps to the limits.
 
@@ -112,19 +117,29 @@ def search_schedule(
     (40.0, 0.0, 'busiest rank')
     """
     asked = _asked(stages, ranks)
+    declared = () if operations is None else _declared_in(operations)
     caps = asked.caps(memory)
     options = options or SearchOptions()
     if all(stage.ranks for stage in asked.stages):
-        result = search_orders(asked.problem(asked.stages, microbatches, caps), options, report)
+        result = search_orders(asked.problem(asked.stages, microbatches, caps, declared), options, report)
     else:
         result = search_placed(
-            lambda placed: asked.problem(placed, microbatches, caps),
+            lambda placed: asked.problem(placed, microbatches, caps, declared),
             asked.stages,
             asked.ranks,
             options,
             report,
         )
-    return prove_search(result, asked.unit)
+    return prove_search(
+        result, asked.unit, declared_in="" if operations is None else str(operations.resolve())
+    )
+
+
+def _declared_in(path: Path) -> tuple[Operation, ...]:
+    found = tuple(o for o in vars(load_file(path)).values() if isinstance(o, Operation))
+    if not found:
+        raise ConfigError(f"{path} declares no operation", hint="write NAME = declare(Operation(...)) in it")
+    return found
 
 
 def _asked(stages: Path | str | Mapping[str, Any], ranks: int) -> StagesToSchedule:
@@ -134,7 +149,7 @@ def _asked(stages: Path | str | Mapping[str, Any], ranks: int) -> StagesToSchedu
     return stages_of_plan(path) if path.suffix == ".json" else read_stages(path, ranks)
 
 
-def prove_search(result: SearchResult, unit: float = 1.0) -> FoundSchedule:
+def prove_search(result: SearchResult, unit: float = 1.0, *, declared_in: str = "") -> FoundSchedule:
     """Check what a search found by every rule, and simulate it. unit: of sizes, in bytes."""
     problem = result.problem
     graph, placement = problem.placed
@@ -151,6 +166,7 @@ def prove_search(result: SearchResult, unit: float = 1.0) -> FoundSchedule:
         stages=graph,
         timeline=timeline,
         result=result,
+        declared_in=declared_in,
         peaks=tuple(peak / unit for peak in result.best.peaks),
     )
 

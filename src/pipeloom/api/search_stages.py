@@ -12,7 +12,7 @@ from ..ir.errors import ConfigError
 from ..ir.files import parse_toml
 from ..ir.plan import load_plan
 from ..ir.units import parse_bytes
-from ..schedules import SearchProblem, SearchStage
+from ..schedules import Operation, SearchProblem, SearchStage
 from .microbatch_times import load_work
 
 KEYS = ("name", "F", "B", "I", "W", "bytes", "after", "ranks")
@@ -50,7 +50,11 @@ class StagesToSchedule:
         return tuple(_size(part, self.unit, "--memory") for part in parts * (self.ranks // len(parts)))
 
     def problem(
-        self, stages: tuple[SearchStage, ...], microbatches: int, caps: tuple[float, ...]
+        self,
+        stages: tuple[SearchStage, ...],
+        microbatches: int,
+        caps: tuple[float, ...],
+        operations: tuple[Operation, ...] = (),
     ) -> SearchProblem:
         """What the search is asked, for stages with ranks."""
         return SearchProblem(
@@ -59,6 +63,7 @@ class StagesToSchedule:
             transfer_s=self.transfer_s,
             edge_s=self.edge_s,
             caps=caps,
+            operations=operations,
         )
 
 

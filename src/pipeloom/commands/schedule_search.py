@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     help="By which the orders that are tried are multiplied.",
 )
 @click.option("--time-limit", type=click.FloatRange(0), help="Seconds after which the best so far is taken.")
+@click.option("--operations", type=FILE, help="A Python file that declares operations, which are placed too.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
 @click.option("--output", "-o", type=NEW_FILE, help="File to write: .py, for any -m, or .txt, the rows.")
 @json_option
@@ -45,6 +46,7 @@ def search(
     memory: str,
     effort: float,
     time_limit: float | None,
+    operations: Path | None,
     seed: int,
     output: Path | None,
     as_json: bool,
@@ -80,6 +82,7 @@ def search(
         microbatches,
         memory=memory,
         ranks=ranks or 0,
+        operations=operations,
         options=SearchOptions(
             effort=effort, time_limit_s=inf if time_limit is None else time_limit, seed=seed
         ),

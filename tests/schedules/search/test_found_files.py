@@ -88,6 +88,34 @@ def test_rows_of_a_graph_with_a_stage_on_all_ranks(tmp_path: Path) -> None:
     assert "is for 2 ranks, not 3" in run("schedule", "show", f"{code}:found", "-p", 3, "-m", 4, code=1)
 
 
+OPERATIONS = """
+from pipeloom.ir.action import W
+from pipeloom.schedules import Operation, declare
+
+PRESS = declare(Operation(letters="PRESS", meaning="compression", after=W, seconds=0.25, stages=lambda s: s < 2))
+"""
+
+
+@pytest.mark.parametrize("stage", [STAGE, SPLIT], ids=["whole", "split"])
+def test_an_operation_of_your_own_is_placed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    mine = tmp_path / f"press_{len(stage)}.py"
+    mine.write_text(OPERATIONS)
+    found = tmp_path / f"found_press_{len(stage)}.py"
+    command = ["schedule", "search", chain(tmp_path, stage, 3), "-m", 6, "--operations", mine]
+    figures = json.loads(run(*command, "-o", found, "--json"))
+    assert figures["step_s"] >= figures["bound_s"] - 1e-9
+    assert [row.count("PRESS") for row in figures["rows"]] == [6, 6, 0]
+    words = ["-p", 3, "-F", 1, "-I", 1.5, "-W", 1.5]
+    shown = json.loads(run("schedule", "show", f"{found}:found", "-m", 6, *words, "--json"))
+    assert shown["step_s"] == pytest.approx(figures["repeating_step_s"])
+    (tmp_path / f"net_press_{len(stage)}.py").write_text(JOB)
+    job = f"net_press_{len(stage)}.py:job"
+    assert "equal within" in run("verify", job, "--stages", 3, "--microbatches", 4, "-s", f"{found}:found")
+
+
 def test_stages_without_ranks_get_some() -> None:
     stages = [{"F": t, "B": 2 * t, "bytes": 1} for t in (1, 1, 2, 4)]
     found = search_schedule({"stage": stages, "ranks": 3}, 6)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import inf
 
-from ...ir.action import F, I
+from ...ir.action import B, F, I, W
 from .problem import SearchProblem
 
 
@@ -80,7 +80,7 @@ def _memory(problem: SearchProblem, rank: int) -> Bound:
     first = {u.stage: i for i, u in enumerate(problem.units) if u.kind == F and rank in u.ranks}
     product = 0.0
     for i, u in enumerate(problem.units):
-        if rank in u.ranks and u.kind not in (F, I):
+        if rank in u.ranks and u.kind in (B, W):
             lifespan = _longest(problem, first[u.stage], i)
             product += m * problem.stages[u.stage].residual_bytes * lifespan
     seconds = product / cap if cap < inf and product else 0.0

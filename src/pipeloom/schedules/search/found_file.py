@@ -20,9 +20,7 @@ you like: every command checks it.
     pipeloom schedule show {name}:found -p {ranks} -m {microbatches}
 """
 
-from pipeloom.ir.flow import dag
-from pipeloom.schedules import Entry, Recipe, Shape, repeating
-
+{imports}
 TURN = (
 {turn}
 )
@@ -33,7 +31,7 @@ EDGES = [{edges}]
 
 
 def order(shape: Shape) -> Recipe:
-    return Recipe(kinds={kinds}, rows=repeating(shape, TURN), fill="")
+    return Recipe(kinds={kinds}, rows=repeating(shape, TURN), fill=""{insert})
 
 
 found = Entry(
@@ -46,8 +44,10 @@ found = Entry(
 '''
 
 
-def found_text(result: SearchResult, name: str = "found.py") -> str:
+def found_text(result: SearchResult, name: str = "found.py", declared_in: str = "") -> str:
     """The best repeating order of a search as a file's text.
+
+    declared_in: the file that declares the operations, if there are any.
 
     Raises: ScheduleError if no repeating order keeps to the limits.
     """
@@ -69,6 +69,8 @@ def found_text(result: SearchResult, name: str = "found.py") -> str:
         shards=_shards(problem),
         edges=", ".join(f"({a}, {s})" for s, stage in enumerate(problem.stages) for a in stage.after),
         kinds=_kinds(problem),
+        imports=_imports(problem, declared_in),
+        insert=", insert=OPERATIONS" if problem.operations else "",
     )
 
 
@@ -107,6 +109,19 @@ def _shards(problem: SearchProblem) -> str:
     if all(len(stage.ranks) == 1 for stage in problem.stages):
         return ""
     return f" On further ranks a stage has numbers from {len(problem.stages)} on."
+
+
+def _imports(problem: SearchProblem, declared_in: str) -> str:
+    names = ["Entry", "Recipe", "Shape", "repeating"]
+    if not problem.operations:
+        return f"from pipeloom.ir.flow import dag\nfrom pipeloom.schedules import {', '.join(names)}\n"
+    own = ", ".join(f'DECLARED["{operation.letters}"]' for operation in problem.operations)
+    return (
+        "from pathlib import Path\n\nfrom pipeloom.ir.flow import dag\n"
+        "from pipeloom.ir.operation import OPERATIONS as DECLARED\n"
+        f"from pipeloom.schedules import Entry, Recipe, Shape, load_file, repeating\n\n"
+        f"load_file(Path({declared_in!r}))\nOPERATIONS = ({own},)\n"
+    )
 
 
 def _kinds(problem: SearchProblem) -> str:

@@ -18,6 +18,7 @@ from ...ir.action import Action, B, F, I, Kind, W
 from ...ir.costs import StageCost
 from ...ir.errors import ScheduleError
 from ...ir.flow import dag
+from ...ir.operation import ANCHORS, Operation
 from ...ir.stages import StageGraph
 from ..language import Shape
 from ..placements import spread
@@ -72,6 +73,7 @@ class SearchProblem:
 
     transfer_s: seconds of a message between two ranks; of single edges by (from stage, to stage).
     caps: most bytes of residuals per rank; infinite without a limit.
+    operations: kinds of actions that a user declared, placed like W: anywhere behind their anchor.
     Raises: ScheduleError if a stage or rank is missing.
     """
 
@@ -80,6 +82,7 @@ class SearchProblem:
     transfer_s: float = 0.0
     edge_s: Mapping[tuple[int, int], float] = field(default_factory=dict)
     caps: tuple[float, ...] = ()
+    operations: tuple[Operation, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.stages or self.microbatches < 1:
@@ -89,6 +92,8 @@ class SearchProblem:
             )
         if empty := sorted(set(range(self.ranks)) - {r for s in self.stages for r in s.ranks}):
             raise ScheduleError(f"rank {empty[0]} has no stage", hint="number the ranks from 0 without gaps")
+        for operation in self.operations:
+            _refuse_other_operations(operation)
         if self.caps and len(self.caps) != self.ranks:
             raise ScheduleError(
                 f"{len(self.caps)} limits for {self.ranks} ranks", hint="give one limit, or one per rank"
@@ -172,12 +177,18 @@ class SearchProblem:
         found = [Unit(stage=s, kind=F, ranks=stages[s].ranks) for s in ahead]
         found += [Unit(stage=s, kind=stages[s].kinds[1], ranks=stages[s].ranks) for s in reversed(ahead)]
         split = [s for s in reversed(ahead) if stages[s].split]
-        return (*found, *(Unit(stage=s, kind=W, ranks=(r,)) for s in split for r in stages[s].ranks))
+        found += [Unit(stage=s, kind=W, ranks=(r,)) for s in split for r in stages[s].ranks]
+        for o in self.operations:
+            own = [(s, r) for s in ahead for r in stages[s].ranks if o.runs(s, r, 0)]
+            found += [Unit(stage=s, kind=o.kind, ranks=(r,)) for s, r in own]
+        return tuple(found)
 
     @cached_property
     def needs(self) -> tuple[tuple[int, ...], ...]:
         """Per unit the units that it waits for, of the same micro-batch."""
-        at = {(u.stage, u.kind): i for i, u in enumerate(self.units) if u.kind != W}
+        at = {(u.stage, u.kind): i for i, u in enumerate(self.units) if u.kind in (F, B, I)}
+        late = {(u.stage, u.kind, u.ranks): i for i, u in enumerate(self.units)}
+        anchors = {o.kind: ANCHORS[o.anchor] for o in self.operations}
         readers = [
             [t for t, stage in enumerate(self.stages) if s in stage.after] for s in range(len(self.stages))
         ]
@@ -186,6 +197,9 @@ class SearchProblem:
             stage = self.stages[u.stage]
             if u.kind == F:
                 found.append(tuple(at[s, F] for s in stage.after))
+            elif u.kind in anchors:
+                kind = next(k for k in stage.kinds if k in anchors[u.kind])
+                found.append((late[u.stage, W, u.ranks] if kind == W else at[u.stage, kind],))
             elif u.kind == W:
                 found.append((at[u.stage, I],))
             else:
@@ -195,13 +209,18 @@ class SearchProblem:
 
     def seconds(self, unit: Unit) -> float:
         stage = self.stages[unit.stage]
+        for o in self.operations:
+            if o.kind == unit.kind:
+                anchor = next(k for k in stage.kinds if k in ANCHORS[o.anchor])
+                share = o.share * self.seconds(Unit(stage=unit.stage, kind=anchor, ranks=unit.ranks))
+                return o.seconds_of(unit.stage) + share
         times = {F: stage.forward_s, B: stage.backward_s, I: stage.input_grad_s, W: stage.weight_grad_s}
         return times[unit.kind]
 
     def memory(self, unit: Unit) -> float:
         """What a unit adds to the residuals of each of its ranks, or gives back."""
         own = self.stages[unit.stage].residual_bytes
-        return {F: own, B: -own, I: 0.0, W: -own}[unit.kind]
+        return {F: own, B: -own, W: -own}.get(unit.kind, 0.0)
 
     @cached_property
     def arrays(self) -> Units:
@@ -212,7 +231,7 @@ class SearchProblem:
             microbatches=self.microbatches,
             seconds=np.array([self.seconds(u) for u in units], np.float64),
             memory=np.array([self.memory(u) for u in units], np.float64),
-            kind=np.array([kinds[u.kind] for u in units], np.int64),
+            kind=np.array([kinds.get(u.kind, 2) for u in units], np.int64),
             stage=np.array([u.stage for u in units], np.int64),
             on_at=_offsets([len(u.ranks) for u in units]),
             on=np.array([r for u in units for r in u.ranks], np.int64),
@@ -266,6 +285,20 @@ class SearchProblem:
             for rank, stage, kind in known[unit]:
                 rows[rank].append(Action(stage, kind, b))
         return tuple(map(tuple, rows))
+
+
+def _refuse_other_operations(operation: Operation) -> None:
+    moves = bool(operation.acquired(0) or operation.released(0))
+    if operation.after is None or operation.stream != "compute" or operation.every > 1:
+        what = "is not a computation behind every one of its anchors"
+    elif moves or operation.meets is not None:
+        what = "holds memory, or meets other stages"
+    else:
+        return
+    raise ScheduleError(
+        f"operation {operation.letters} {what}: the search does not place such",
+        hint="search without it, and add it to the found recipe with insert=",
+    )
 
 
 def _offsets(lengths: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

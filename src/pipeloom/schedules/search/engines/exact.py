@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ....ir.action import F, I
+from ....ir.action import B, F, W
 from ..bounds import Bound
 from ..candidate import Candidate, fits, timed
 from ..engine import Found, Round
@@ -124,7 +124,7 @@ def _limit(problem: SearchProblem, model: Any, rank: int, start: Any, seconds: l
     first = {u.stage: i for i, u in enumerate(units) if u.kind == F and rank in u.ranks}
     spans, amounts = [], []
     for i, u in enumerate(units):
-        if rank not in u.ranks or u.kind in (F, I) or not sizes[u.stage]:
+        if rank not in u.ranks or u.kind not in (B, W) or not sizes[u.stage]:
             continue
         for b in range(m):
             begin = start[first[u.stage]][b]

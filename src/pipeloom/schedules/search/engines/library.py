@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from ....ir.action import Action, B, I, W
+from ....ir.action import Action, B, F, I, W
 from ....ir.errors import ScheduleError
 from ...registry import FAMILIES, Times, build, entry
 from ..candidate import Candidate, fits, timed
@@ -56,6 +56,11 @@ def order_of_rows(problem: SearchProblem, rows: Sequence[Sequence[Action]]) -> n
     """
     m, units = problem.microbatches, problem.units
     unit_of = {(u.stage, u.kind, r): i for i, u in enumerate(units) for r in u.ranks}
+    behind: dict[int, list[int]] = {}  # operations go right behind their anchors, on their rank
+    for i, u in enumerate(units):
+        if u.kind not in (F, B, I, W):
+            (anchor,) = problem.needs[i]
+            behind.setdefault(anchor, []).append(i)
     heads: list[list[int]] = []
     for rank, row in enumerate(rows):
         entries: list[int] = []
@@ -67,6 +72,7 @@ def order_of_rows(problem: SearchProblem, rows: Sequence[Sequence[Action]]) -> n
                 if unit is None:
                     return None
                 entries.append(unit * m + action.microbatch)
+                entries += [o * m + action.microbatch for o in behind.get(unit, ()) if rank in units[o].ranks]
         heads.append(entries)
     at, done = [0] * len(heads), np.zeros(len(units) * m, np.bool_)
     order: list[int] = []

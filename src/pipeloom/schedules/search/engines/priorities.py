@@ -10,7 +10,7 @@ from math import ceil, inf
 
 import numpy as np
 
-from ....ir.action import F, W
+from ....ir.action import B, F, I
 from ..candidate import Candidate, fits, new_clock, timed
 from ..dispatch_kernel import Rules, dispatch
 from ..engine import Found, Round
@@ -64,7 +64,7 @@ def plain_rules(problem: SearchProblem) -> list[Rules]:
     """Kind first x stage first x in flight x patience x W at once or late."""
     deep = {s: i for i, s in enumerate(problem.order_of_stages)}
     count = len(deep)
-    split = any(s.split for s in problem.stages)
+    split = any(unit.kind not in (F, B) for unit in problem.units)
     found = []
     for backward_first, deepest_first, flight, patience, late in product(
         (True, False), (True, False), range(5), (0.0, 1.0), (True, False) if split else (True,)
@@ -74,7 +74,7 @@ def plain_rules(problem: SearchProblem) -> list[Rules]:
             place = -deep[unit.stage] if deepest_first else deep[unit.stage]
             kind = (unit.kind == F) == backward_first
             w = 2 if late else -1
-            priority.append(place + count * (2 * w if unit.kind == W else 2 * kind))
+            priority.append(place + count * (2 * kind if unit.kind in (F, B, I) else 2 * w))
         found.append(
             rules_of(problem, priority, [_ahead(problem, u, flight) for u in range(len(priority))], patience)
         )
