@@ -92,7 +92,9 @@ OPERATIONS = """
 from pipeloom.ir.action import W
 from pipeloom.schedules import Operation, declare
 
-PRESS = declare(Operation(letters="PRESS", meaning="compression", after=W, seconds=0.25, stages=lambda s: s < 2))
+PRESS = declare(
+    Operation(letters="PRESS", meaning="compression", after=W, seconds=0.25, stages=lambda s: s < 2)
+)
 """
 
 
