@@ -29,6 +29,8 @@ from typing import Any
 from machine import describe_machine
 from pipeoffload_memory import memory
 from pipeoffload_optimal import optimality
+from pipeoffload_paper import paper
+from pipeoffload_planner import planner, ratio
 
 from pipeloom import schedules
 from pipeloom.api import MicrobatchTimes, Scenario, SimulatedSchedule, simulate_schedule
@@ -128,7 +130,15 @@ def _per_step(name: str, p: int, v: int, k: float) -> tuple[float, float]:
     return many.summary.step_s - few.summary.step_s, without_copies(many) - without_copies(few)
 
 
-SECTIONS = {"peaks": peaks, "overhead": overhead, "optimality": optimality, "memory": memory}
+SECTIONS = {
+    "peaks": peaks,
+    "overhead": overhead,
+    "optimality": optimality,
+    "memory": memory,
+    "planner": planner,
+    "ratio": ratio,
+    "paper": paper,
+}
 
 
 def main() -> None:

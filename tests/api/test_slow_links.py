@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import re
+import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import runs
+import torch
 from deep import ROWS, TANH
 
-from pipeloom import plan
-from pipeloom.ir.cluster import Link
+from pipeloom import Options, Pipeline, plan, simulate
+from pipeloom.clusters import cpu_cluster
+from pipeloom.ir.cluster import Cluster, Link
 from pipeloom.ir.errors import InfeasibleError
+from pipeloom.ir.plan import Plan
 from pipeloom.ir.units import parse_bytes
+from pipeloom.planner import PlanOptions, make_plan
+from pipeloom.profiler import roofline
+from pipeloom.runtime.offload import FileTier
+from pipeloom.runtime.transports import LocalChannel
+
+MICROBATCHES = 8
 
 
 def test_a_slow_link_costs_time_and_the_smallest_cap_that_is_named_is_one(
@@ -36,3 +48,68 @@ def test_a_slow_link_costs_time_and_the_smallest_cap_that_is_named_is_one(
     assert named is not None
     least = away(memory=parse_bytes(named[1].replace(" ", "")))
     assert all(peak <= cap for peak, cap in zip(least.peaks, least.caps, strict=True))
+
+
+def linked(bytes_per_s: float, cap: int) -> Cluster:
+    """Two processes, each with a link of its own to the host."""
+    cluster = cpu_cluster(2)
+    link = Link(bandwidth_bytes_per_s=bytes_per_s)
+    devices = (replace(one, host_link=link, host_link_back=link, memory_bytes=cap) for one in cluster.devices)
+    return replace(cluster, devices=tuple(devices))
+
+
+def trained(made: Plan, folder: Path) -> list[tuple[dict[str, torch.Tensor], int]]:
+    """Each rank's gradients of the second step, and the peak of its ledger."""
+
+    def work(rank: int, channel: LocalChannel) -> tuple[dict[str, torch.Tensor], int]:
+        options = Options(keep_gradients=True, offload_dir=folder)
+        with Pipeline(TANH, made, options=options, channel=channel) as pipeline:
+            for seed in (1, 2):
+                pipeline.step(TANH.batch(seed, ROWS * MICROBATCHES))
+            return dict(pipeline.weights.last_gradients), pipeline.ledger.peak
+
+    with runs.shared_captures():
+        return runs.threads(2, work)
+
+
+def throttled(copy: Any) -> Any:
+    """What copies, only slower."""
+
+    def slowly(tier: FileTier, what: Any) -> None:
+        time.sleep(0.005)
+        copy(tier, what)
+
+    return slowly
+
+
+@pytest.mark.parametrize(("schedule", "share"), [("gpipe", 0.5), ("gpipe", 0.7), ("po_f", 0.9)])
+def test_a_link_throttled_to_a_tenth_costs_time_and_nothing_else(
+    schedule: str, share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under its cap all the same, planned for a link ten times as fast, simulated and run."""
+    graph = runs.capture_of(TANH, ROWS).graph
+
+    def planned(name: str, cap: int, treatments: tuple[Any, ...]) -> tuple[Plan, Any]:
+        cluster = linked(1e8, cap)
+        costs = roofline(graph, cluster.devices[0])
+        options = PlanOptions(treatments=treatments)
+        made = make_plan(
+            graph, costs, cluster, stages=2, schedule=name, microbatches=MICROBATCHES, options=options
+        )
+        return replace(made, microbatch_size=ROWS), costs
+
+    free, _ = planned(schedule.replace("_f", ""), 1 << 30, ())
+    cap = round(share * max(free.peaks))
+    made, costs = planned(schedule, cap, ("offload",))
+    assert any(stage.offloaded_bytes for stage in made.stages)
+    fast, slow = (simulate(made, graph, costs, linked(rate, cap)) for rate in (1e8, 1e7))
+    assert slow.step_s > 2 * fast.step_s
+    for rank in range(2):
+        assert max(fast.peak_bytes(rank), slow.peak_bytes(rank)) <= cap
+
+    expected = trained(made, tmp_path)
+    for real in (FileTier._write, FileTier._read_back):
+        monkeypatch.setattr(FileTier, real.__name__, throttled(real))
+    for (gradients, peak), (wanted, before) in zip(trained(made, tmp_path), expected, strict=True):
+        assert all(torch.equal(gradients[name], wanted[name]) for name in wanted)
+        assert max(peak, before) <= cap

@@ -1,0 +1,142 @@
+"""`pipeoffload` beside `dawnpiper` under a grid of caps, as simulated; and k of a captured GPT.
+
+A transformer of `LAYERS` layers, width 2048 and context 1024 (`layered.py`) on 2 devices, 8 micro-batches
+of 4 rows, by roofline: with AdamW. Caps are shares of what a rank of `1f1b` holds where there is none. A
+search for a captured model of hundreds of ops takes minutes.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import torch
+from layered import layered
+from torch import Tensor
+
+from pipeloom import Job
+from pipeloom.api import capture
+from pipeloom.clusters import find_cluster
+from pipeloom.ir.cluster import Cluster
+from pipeloom.ir.errors import InfeasibleError
+from pipeloom.ir.graph import OpGraph
+from pipeloom.ir.plan import Plan
+from pipeloom.planner import PlanOptions, copy_loads, make_plan, transformer_ratio
+from pipeloom.profiler import roofline
+from pipeloom.train import GPT
+
+LAYERS, WIDTH, CONTEXT, ROWS, RANKS, MICROBATCHES = 2, 2048, 1024, 4, 2, 8
+DEVICES = ("a100-40", "h200")
+SHARES = (0.6, 1.0, 0.5, 0.8, 0.4, 0.7, 0.9)
+MOST_S = 400.0
+"""No cap is begun after so many seconds."""
+
+OPTIMIZER = 2.0
+
+
+def gpt(layers: int, width: int, heads: int, context: int) -> Job:
+    def batch(seed: int, rows: int) -> dict[str, Tensor]:
+        ids = torch.randint(256, (rows, context), generator=torch.Generator().manual_seed(seed))
+        return {"input_ids": ids, "labels": ids}
+
+    def model() -> torch.nn.Module:
+        return GPT(layers=layers, width=width, heads=heads, context=context)
+
+    return Job(model=model, batch=batch, name="GPT")
+
+
+def planned(graph: OpGraph, cluster: Cluster, strategy: str, schedule: str, cap: float | None) -> Plan | None:
+    """None if nothing fits."""
+    if cap is not None:
+        devices = tuple(replace(each, memory_bytes=int(cap)) for each in cluster.devices)
+        cluster = replace(cluster, devices=devices)
+    try:
+        return make_plan(
+            graph,
+            roofline(graph, cluster.devices[0]),
+            cluster,
+            stages=RANKS,
+            schedule=schedule,
+            microbatches=MICROBATCHES,
+            strategy=strategy,
+            options=PlanOptions(optimizer_bytes=OPTIMIZER),
+            explained=False,
+        )
+    except InfeasibleError:
+        return None
+
+
+def planner(quick: bool) -> dict[str, Any]:
+    graph = layered(LAYERS, hidden=WIDTH, length=CONTEXT, rows=ROWS)
+    asked = list(product(SHARES[:1] if quick else SHARES, DEVICES))
+    rows: list[dict[str, Any]] = []
+    first = time.perf_counter()
+    for share, device in asked:
+        if (begin := time.perf_counter()) - first > MOST_S:
+            break
+        cluster = find_cluster(f"{RANKS} x {device}")
+        free = planned(graph, cluster, "exact", "1f1b", None)
+        assert free is not None
+        cap = share * max(free.peaks)
+        ours = planned(graph, cluster, "pipeoffload", "1f1b", cap)
+        row: dict[str, Any] = {"device": device, "share": share, "cap": int(cap)}
+        row |= {"search_s": time.perf_counter() - begin}
+        row |= {"pipeoffload": ours and ours.predicted_step_s, "schedule": ours and ours.schedule}
+        for schedule in ("1f1b", "gis_h"):
+            other = planned(graph, cluster, "dawnpiper", schedule, cap)
+            row[schedule] = other and other.predicted_step_s
+        rows.append(row)
+        print("  " + ", ".join(f"{name} {_shown(value)}" for name, value in row.items()), flush=True)
+    slower = [
+        row
+        for row in rows
+        for name in ("1f1b", "gis_h")
+        if row[name] and (not row["pipeoffload"] or row["pipeoffload"] > row[name] * (1 + 1e-9))
+    ]
+    only = [row for row in rows if row["pipeoffload"] and not row["1f1b"] and not row["gis_h"]]
+    print(f"planner: slower than dawnpiper at {len(slower)} of {len(rows)} caps, alone fits at {len(only)}")
+    return {"rows": rows, "slower": len(slower), "alone_fits": len(only), "left_out": len(asked) - len(rows)}
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def ratio(quick: bool) -> dict[str, Any]:
+    """k of captured GPTs by roofline, in the middle of a pipeline, beside the formula."""
+    rows = []
+    for width, context in (
+        ((256, 256),) if quick else ((1024, 1024), (2048, 1024), (2048, 2048), (4096, 1024))
+    ):
+        graph = capture(gpt(6, width, width // 64, context), 1).graph
+        for device in ("a100-80", "h200"):
+            cluster = find_cluster(f"3 x {device}")
+            one = cluster.devices[0]
+            plan = planned_alone(graph, cluster)
+            load = copy_loads(plan, cluster)[1]
+            assert load is not None and one.host_link is not None
+            rate = one.flops_per_s["float32"] * one.efficiency["matmul"]
+            formula = transformer_ratio(
+                width, context, flops_per_s=rate, host_bytes_per_s=one.host_link.bandwidth_bytes_per_s
+            )
+            row = {"device": device, "hidden": width, "context": context, "k": load.ratio, "formula": formula}
+            rows.append(row | {"utilisation": load.utilisation, "offloadable": load.offloadable})
+            print("  " + ", ".join(f"{name} {_shown(value)}" for name, value in rows[-1].items()), flush=True)
+    return {"rows": rows}
+
+
+def planned_alone(graph: OpGraph, cluster: Cluster) -> Plan:
+    """Three stages without a cap."""
+    devices = tuple(replace(each, memory_bytes=1 << 50) for each in cluster.devices)
+    return make_plan(
+        graph,
+        roofline(graph, cluster.devices[0]),
+        replace(cluster, devices=devices),
+        stages=3,
+        schedule="1f1b",
+        microbatches=6,
+        strategy="exact",
+        options=PlanOptions(treatments=()),
+    )
