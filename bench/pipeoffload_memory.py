@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from model import MICROBATCH, batch_of, job
+from playwright.sync_api import sync_playwright
+from plotly import graph_objects
 
 from pipeloom import Options, Pipeline, Plan, plan
 from pipeloom.api import capture, profile
@@ -16,6 +19,7 @@ from pipeloom.runtime.launch import launch
 RANKS = (2, 4, 8)
 CHUNKS = 2
 STEPS = 3
+PLOT = Path(__file__).parents[1] / "docs" / "images" / "offloading.png"
 
 
 def train(made: Plan, folder: Path, results: Path) -> None:
@@ -59,4 +63,36 @@ def memory(quick: bool) -> dict[str, Any]:
             rows.append({"schedule": name, "ranks": ranks, "by_rank": found})
             most = max(each["residuals"] for each in found)
             print(f"  {name} on {ranks} ranks: residuals {most / 2**20:.2f} MiB", flush=True)
+    if not quick:
+        plot(rows)
     return {"rows": rows}
+
+
+def plot(rows: list[dict[str, Any]]) -> None:
+    """The most residuals of any rank, measured, and predicted (dashed), over the number of ranks."""
+    figure = graph_objects.Figure()
+    names = list(dict.fromkeys(row["schedule"] for row in rows))
+    for name, ink in zip(names, ("#888888", "#1f77b4", "#d62728"), strict=True):
+        own = [row for row in rows if row["schedule"] == name]
+        for what, dash in (("residuals", "solid"), ("predicted", "dash")):
+            most = [max(each[what] for each in row["by_rank"]) / 2**20 for row in own]
+            figure.add_scatter(
+                x=[row["ranks"] for row in own],
+                y=most,
+                mode="lines+markers",
+                name=name.split(":")[0] + (", predicted" if dash == "dash" else ""),
+                line={"color": ink, "dash": dash},
+            )
+    figure.update_xaxes(title="ranks", type="log", tickvals=RANKS)
+    figure.update_yaxes(title="most residuals of a rank, MiB", rangemode="tozero")
+    figure.update_layout(width=720, height=420, template="simple_white")
+    with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
+        page_file = Path(folder) / "plot.html"
+        figure.write_html(page_file, include_plotlyjs=True)
+        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"))
+        page = browser.new_page(viewport={"width": 740, "height": 440})
+        page.goto(page_file.as_uri())
+        page.wait_for_selector(".main-svg")
+        PLOT.parent.mkdir(exist_ok=True)
+        page.screenshot(path=PLOT)
+        browser.close()

@@ -1,7 +1,7 @@
 """`pipeoffload` beside `dawnpiper` under a grid of caps, as simulated; and k of a captured GPT.
 
 A transformer of `LAYERS` layers, width 2048 and context 1024 (`layered.py`) on 2 devices, 8 micro-batches
-of 4 rows, by roofline: with AdamW. Caps are shares of what a rank of `1f1b` holds where there is none. A
+of 16 rows, by roofline: with AdamW. Caps are shares of what a rank of `1f1b` holds where there is none. A
 search for a captured model of hundreds of ops takes minutes.
 """
 
@@ -27,10 +27,10 @@ from pipeloom.planner import PlanOptions, copy_loads, make_plan, transformer_rat
 from pipeloom.profiler import roofline
 from pipeloom.train import GPT
 
-LAYERS, WIDTH, CONTEXT, ROWS, RANKS, MICROBATCHES = 2, 2048, 1024, 4, 2, 8
+LAYERS, WIDTH, CONTEXT, ROWS, RANKS, MICROBATCHES = 2, 2048, 1024, 16, 2, 8
 DEVICES = ("a100-40", "h200")
-SHARES = (0.6, 1.0, 0.5, 0.8, 0.4, 0.7, 0.9)
-MOST_S = 400.0
+SHARES = (1.0, 0.5, 0.35, 0.7, 0.3, 0.85)
+MOST_S = 150.0
 """No cap is begun after so many seconds."""
 
 OPTIMIZER = 2.0
