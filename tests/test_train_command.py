@@ -96,7 +96,7 @@ def test_a_run_leaves_everything_behind(folder: Path) -> None:
     assert (rehearsal["step"], rehearsal["steps"]) == (3, 5)
     ratio = rehearsal["predicted_step_s"] / rehearsal["measured_step_s"]
     assert figures["step_error"] == pytest.approx(ratio - 1) and figures["step_error_quartiles"] is None
-    assert set(figures["measured"]) == {"step_s", "bubble", "peak_bytes"}
+    assert set(figures["measured"]) == {"step_s", "bubble", "peak_bytes", "residual_peak_bytes"}
     assert len(figures["predicted"]["peak_bytes"]) == len(figures["measured"]["peak_bytes"]) == 2
     out = folder / "runs" / "tiny-1"
     assert json.loads((out / "summary.json").read_text()) == figures

@@ -89,7 +89,7 @@ def test_nodes_need_a_link_between_them(tmp_path) -> None:
 
 def test_stages_of_one_rank_share_its_memory() -> None:
     job = zoo.job("gpt")
-    with pytest.raises(InfeasibleError, match="zb_v puts 2 stages on each rank, each with 1/2 of its"):
+    with pytest.raises(InfeasibleError, match="no cut of .* ops into 4 stages fits"):
         plan(job, cluster=cpu_cluster(2), memory="100KiB", schedule="zb_v", captured=capture_of(job), **HOW)
 
 

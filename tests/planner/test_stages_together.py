@@ -103,4 +103,6 @@ def test_a_schedule_with_copies_of_its_own_is_planned_with_all_that_leaves() -> 
         planned("po", "300MiB", treatments=())
     found = planned("po:offload=1", "300MiB")
     assert max(found.peaks) <= 300 * MiB and any("OFFLOAD" in row for row in found.schedule_rows)
-    assert [bool(part.offloaded_bytes) for part in found.stages] == [True] * 4 + [False] * 4
+    freed = [part.offloaded_bytes + part.recomputed_bytes > 0 for part in found.stages]
+    assert [freed[rank] + freed[rank + 4] for rank in range(4)] == [1] * 4  # one stage of each rank
+    assert any(part.offloaded_bytes for part in found.stages)

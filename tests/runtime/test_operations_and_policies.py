@@ -22,8 +22,17 @@ JOB = zoo.job("skips")
 Seen = dict[str, list[set[str]]]
 
 
+ROWS = {
+    "recompute": "0F0 0LOOK0 0PEEK0 0B0",
+    # With two copies at once OFFLOAD0 has ended when F2 begins, and RELOAD0 comes in front of F3.
+    "offload": "0F0 0F1 0F2 0PEEK0 0F3 0LOOK0 0B0 0LOOK1 0PEEK1 0B1 0LOOK2 0PEEK2 0B2 0LOOK3 0PEEK3 0B3",
+}
+"""A look behind the forward of the first micro-batch, or in front of its backward, is a PEEK where nothing is
+to be on the device that is treated."""
+
+
 def plan_of(treatment: Treatment, ahead: tuple[int, ...]) -> tuple[Plan, Seen]:
-    """One stage and one micro-batch, with a look behind F and one in front of B."""
+    """One stage, and a LOOK and a PEEK between the forward and the backward of its first micro-batch."""
     captured = runs.capture_of(JOB, 2)
     residuals = stage_residuals(captured, cut(captured.graph, runs.even(captured.graph, 1)), 0)
     names = [name for name, residual in residuals.items() if residual.ops or treatment == "offload"]
@@ -37,9 +46,10 @@ def plan_of(treatment: Treatment, ahead: tuple[int, ...]) -> tuple[Plan, Seen]:
 
     declare(Operation(letters="LOOK", meaning="a look behind the forward", after=F, handler=look))
     declare(Operation(letters="PEEK", meaning="a look in front of the backward", before=B, handler=peek))
-    plan = runs.even_plan(JOB, 1, microbatches=1)
-    memory = MemoryPolicy(stages=({name: treatment for name in names},), ahead=ahead)
-    return replace(plan, schedule_rows=("0F0 0LOOK0 0PEEK0 0B0",), memory=memory), seen
+    row = ROWS[treatment]
+    plan = runs.even_plan(JOB, 1, microbatches=row.count("F"))
+    memory = MemoryPolicy(stages=({name: treatment for name in names},), ahead=ahead, at_once=2)
+    return replace(plan, schedule_rows=(row,), memory=memory), seen
 
 
 @pytest.mark.parametrize(("treatment", "ahead"), [("offload", ()), ("recompute", (0,)), ("recompute", ())])
@@ -50,8 +60,10 @@ def test_handlers_see_what_is_on_the_device(
     losses = []
     for policy in (MemoryPolicy(), plan.memory):
         with Pipeline(JOB, replace(plan, memory=policy), options=Options(offload_dir=tmp_path)) as pipeline:
-            losses += [pipeline.step(JOB.batch(step, 2)) for step in range(2)]
+            losses += [pipeline.step(JOB.batch(step, 2 * plan.microbatches)) for step in range(2)]
     assert losses[:2] == losses[2:]
-    (kept, treated), named = [(seen["LOOK"][i], seen["PEEK"][i]) for i in (0, 2)], set(plan.memory.stages[0])
+    third = 2 * plan.microbatches  # what the first micro-batch of the third step has seen
+    kept, treated = [(seen["LOOK"][i], seen["PEEK"][i]) for i in (0, third)]
+    named = set(plan.memory.stages[0])
     assert kept[0] == kept[1] and named & kept[0]
     assert not named & treated[1]

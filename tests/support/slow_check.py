@@ -198,7 +198,12 @@ def bad_pairs(s: Schedule, g: StageGraph) -> bool:
     if len(set(members)) < len(members):
         return True
     neighbours = {pair for row in s.rows for pair in zip(row, row[1:], strict=False)}
-    return any(pair not in neighbours or makes(pair[0]) & wants(pair[1], g) for pair in s.pairs)
+
+    def needs(action: Action) -> set[tuple[int, str, int]]:
+        treats = action.kind in TREATED  # what the forward of its micro-batch has made
+        return {(action.stage, "F", action.microbatch)} if treats else wants(action, g)
+
+    return any(pair not in neighbours or makes(pair[0]) & needs(pair[1]) for pair in s.pairs)
 
 
 def badly_added(s: Schedule) -> bool:

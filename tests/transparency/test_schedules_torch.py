@@ -16,6 +16,7 @@ ONE_WAY = [
     if name != "forward_only"
     and not schedules.entry(name).lacks
     and schedules.entry(name).place != "both ways"
+    and name not in ("po_h", "po_f")  # torch knows no copies to the host
 ]
 THEIRS = [
     "ScheduleInterleaved1F1B",
