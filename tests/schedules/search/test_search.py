@@ -20,6 +20,7 @@ from pipeloom.schedules import SearchOptions, SearchProblem, SearchResult, searc
 from pipeloom.schedules.search import (
     ENGINES,
     Candidate,
+    Progress,
     all_bounds,
     fitting,
     installed,
@@ -109,6 +110,19 @@ def test_an_interrupt_leaves_what_is_known() -> None:
 
     result = search_orders(problem("NN", 4, 16, 6), QUICK, interrupt)
     assert result.ended == "interrupted" and result.best.step_s < inf
+
+
+def test_an_interrupt_keeps_what_the_library_gave() -> None:
+    """It is kept apart while rounds with lower limits run, and was lost there."""
+    asked = problem("V", 4, 8, 4, split=True)
+    known = min(c.step_s for name in fitting(asked) if (c := library_order(asked, name)) is not None)
+
+    def interrupt(progress: Progress) -> None:
+        if progress.evaluations > len(fitting(asked)):
+            raise KeyboardInterrupt
+
+    result = search_orders(asked, QUICK, interrupt)
+    assert result.ended == "interrupted" and result.best.step_s <= known
 
 
 def test_too_little_memory_is_refused() -> None:

@@ -83,6 +83,7 @@ class _Search:
         _refuse_too_little(problem, first)
         self.best = first
         self.repeating = self._repeats(first)
+        self.apart: tuple[Candidate, ...] = ()
 
     def _repeats(self, candidate: Candidate) -> Candidate:
         found = repeating_of(self.problem, candidate)
@@ -90,7 +91,7 @@ class _Search:
 
     def progress(self) -> Progress:
         return Progress(
-            step_s=self.best.step_s,
+            step_s=min(one.step_s for one in (self.best, *self.apart[:1])),
             bound=self.bound,
             evaluations=self.evaluations,
             seconds=time.monotonic() - self.began,
@@ -113,6 +114,12 @@ class _Search:
             self.repeating.repeating is None or candidate.step_s < self.repeating.step_s - SAME
         ):
             self.repeating = candidate
+
+    def join(self) -> None:
+        """Take over what the library gave, which was kept apart from rounds with lower limits."""
+        for one in self.apart:
+            self.offer(one)
+        self.apart = ()
 
     def run(self) -> str:
         for name, task in self.rounds():
@@ -138,7 +145,7 @@ class _Search:
         ):  # it may be optimal at once; but rounds with lower limits must not depend on it
             known, repeats = self.best, self.repeating
             yield "library", self._round(self.problem, 0, last=True)
-            library = self.best, self.repeating
+            self.apart = self.best, self.repeating
             self.best, self.repeating = known, repeats
         reached: list[float] = []
         for number, problem in enumerate(levels):
@@ -148,8 +155,7 @@ class _Search:
             if number:
                 reached.append(self.best.step_s)
             if last and "library" in names:
-                for one in library:
-                    self.offer(one)
+                self.join()
             for name in names:
                 if name != "library":
                     yield name, self._round(problem, number, last=last)
@@ -202,6 +208,7 @@ def search_orders(
         ended = running.run()
     except KeyboardInterrupt:
         ended = "interrupted"
+    running.join()
     return SearchResult(
         problem=problem,
         best=running.best,
