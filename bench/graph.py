@@ -11,8 +11,8 @@ models  MMT, DLRM and CANDLE-Uno of published size (branching.py) on 4, 8, 16 an
         devices, as in the paper, whose numbers of rows are lost but for MMT on 8 (128 rows).
 case    The paper's case study on 8 V100s: depth and step of the three.
 order   MMT whose towers run in turn against MMT whose towers run one after another.
-random  200 random graphs (chains, series-parallel, others) under caps of 1.0 to 1.3 times the least: the step
-        against that of `exact` and of the best chain.
+random  Random graphs (chains, series-parallel, others) under caps of 1.0 to 1.3 times the least: the step
+        against that of `exact` and of the best chain; 200, or as many as `--minutes` allow.
 brute   Random series-parallel graphs of 5 to 8 ops in 2 to 4 stages against every convex partition: 500, or
         as many as `--minutes` allow.
 huge    Four towers of 9,984 ops on 8 and 32 devices, every residual kept: processor seconds, and the
@@ -29,7 +29,7 @@ import json
 import random
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -145,12 +145,16 @@ def both(devices: int, rows: int, model: ProfiledModel) -> dict[str, Any] | None
     return {"graphpipe": figures(dag, rows), "chain": figures(chain, rows), "sequential": sequential}
 
 
-def models() -> dict[str, Any]:
-    """Of each model and number of devices what a DAG of stages gains."""
-    found: dict[str, Any] = {}
+def models(found: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Of each model and number of devices what a DAG of stages gains, after each of them.
+
+    found: what is known already, and stays.
+    """
     for name in ROWS_PER_DEVICE:
-        at = models_at(name)
-        for devices in DEVICES:
+        left = [devices for devices in DEVICES if f"{name} {devices}" not in found]
+        at = models_at(name) if left else None
+        for devices in left:
+            assert at is not None, "something is left"
             rows = ROWS_PER_DEVICE[name] * devices
             sizes = [rows // count for count in (devices, 2 * devices, 4 * devices) if rows // count]
             begin = time.process_time()
@@ -169,7 +173,7 @@ def models() -> dict[str, Any]:
             row |= {"rows": rows, "processor_s": time.process_time() - begin}
             found[f"{name} {devices}"] = row
             print(f"{name} on {devices}:", json.dumps(row), flush=True)
-    return found
+            yield found
 
 
 def case() -> dict[str, Any]:
@@ -213,10 +217,14 @@ def step_s(how: Request, strategy: str = "graphpipe", **options: Any) -> float:
         return float("inf")
 
 
-def at_random(count: int = 200) -> dict[str, Any]:
+def at_random(minutes: float, count: int = 200) -> dict[str, Any]:
     """Whether `graphpipe` is ever slower than the others."""
-    slower, faster, planned = [], 0, 0
+    end = time.monotonic() + 60 * minutes
+    slower, faster, planned, tried = [], 0, 0, 0
     for seed in range(count):
+        if time.monotonic() > end:
+            break
+        tried += 1
         dice = random.Random(seed)
         graph, profile = random_graph(seed, dice.randint(6, 40), KINDS[seed % 3])
         how = request_for(graph, profile, dice.randint(2, 6), slack=dice.uniform(1, 1.3))
@@ -226,7 +234,7 @@ def at_random(count: int = 200) -> dict[str, Any]:
         faster += dag < other * (1 - 1e-6)
         if dag > other * (1 + 1e-6):
             slower.append(seed)
-    row = {"graphs": count, "planned": planned, "faster": faster, "slower": slower}
+    row = {"graphs": tried, "planned": planned, "faster": faster, "slower": slower}
     print("random:", json.dumps(row), flush=True)
     return row
 
@@ -298,20 +306,25 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parts = ("models", "case", "order", "random", "brute", "huge")
     parser.add_argument("--only", choices=parts, nargs="+", default=parts)
-    parser.add_argument("--minutes", type=float, default=4, help="most, for `brute`")
+    parser.add_argument("--again", action="store_true", help="measure also the models that the results have")
+    parser.add_argument("--minutes", type=float, default=4, help="most, for `brute`, and for `random`")
     options = parser.parse_args()
     known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     run: dict[str, Callable[[], dict[str, Any]]] = {
-        "models": models,
         "case": case,
         "order": order,
-        "random": at_random,
+        "random": lambda: at_random(options.minutes),
         "brute": lambda: brute(options.minutes),
         "huge": huge,
     }
     for part in options.only:
-        known[part] = {"machine": describe_machine(), **run[part]()}
-        RESULTS.write_text(json.dumps(known, indent=1) + "\n")
+        if part == "models":
+            for rows in models({} if options.again else known.get(part, {})):
+                known[part] = {**rows, "machine": describe_machine()}
+                RESULTS.write_text(json.dumps(known, indent=1) + "\n")
+        else:
+            known[part] = {"machine": describe_machine(), **run[part]()}
+            RESULTS.write_text(json.dumps(known, indent=1) + "\n")
     return 0
 
 
