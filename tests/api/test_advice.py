@@ -59,7 +59,7 @@ def followed(how: PlanRequest, advice: str) -> PlanRequest:
         (0.9, {"strategy": "pipedream"}, "give, use, use"),
         pytest.param(0.9, {"schedule": "zb_h1"}, "give, use, let", marks=pytest.mark.slow),
         pytest.param(0.9, {"treatments": ("offload",)}, None, marks=pytest.mark.slow),
-        (0.6, {"schedule": "zb_v"}, None),
+        pytest.param(0.6, {"schedule": "zb_v"}, None, marks=pytest.mark.slow),
         (0.001, {}, "give"),
         (0.001, {"strategy": "dawnpiper"}, "give"),
         (0.001, {"strategy": "balanced"}, "give"),

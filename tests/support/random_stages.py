@@ -1,69 +1,108 @@
-"""Random search problems: chains and graphs of stages, on one rank or several, with limits."""
+"""Random stages with all that decides about residuals, for tests of memory optimisation and its bench."""
 
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
-from pipeloom.schedules import SearchProblem, SearchStage
+from pipeloom.ir.cluster import Cluster, Device, Link
+from pipeloom.ir.graph import Op, OpGraph, Parameter, Value
+from pipeloom.ir.profile import OpCost, Profile
+from pipeloom.planner.stage_cost import CostModel, CostOptions
 
 
-def random_case(seed: int) -> SearchProblem:
-    """A small case that CP-SAT solves: up to 4 stages on up to 3 ranks, up to 4 micro-batches."""
-    draw = random.Random(seed)
-    ranks, count = draw.randint(1, 3), draw.randint(2, 4)
-    stages = []
-    for s in range(count):
-        chain = draw.random() < 0.6
-        after = [s - 1] if chain and s else [p for p in range(s) if draw.random() < 0.4]
-        several = ranks > 1 and draw.random() < 0.2
-        where = draw.sample(range(ranks), 2) if several else [s % ranks]
-        stages.append(_stage(draw, s, after, where, split=draw.random() < 0.4, whole=True))
-    used = sorted({r for stage in stages for r in stage.ranks})
-    return SearchProblem(
-        stages=tuple(_renumbered(stage, used) for stage in stages),
-        microbatches=draw.randint(1, 4),
-        transfer_s=draw.choice([0.0, 0.0, 1.0]),
-        caps=tuple([float(draw.randint(4, 12))] * len(used)) if draw.random() < 0.7 else (),
+def random_model(
+    seed: int,
+    ops: int,
+    *,
+    microbatches: int = 16,
+    host_bytes_per_s: float | None = 40.0,
+    host_memory: int = 0,
+    equal_times: bool = False,
+    several_outputs: bool = False,
+) -> CostModel:
+    """The cost model of one random graph on 8 equal devices, in a world of bytes per second.
+
+    Most ops read the one before; some also an earlier value. A good half save their result or an input; some
+    draw random numbers, some pass their gradient on.  equal_times: of all ops.  several_outputs: of some ops.
+    """
+    draw, more = random.Random(seed), random.Random(seed)
+    made: list[Op] = []
+    costs: dict[str, OpCost] = {}
+    values = [Value(name="x", shape=(8,), dtype="float32")]
+    for index in range(ops):
+        earlier = [values[-1].name, *([draw.choice(values).name] if draw.random() < 0.3 else [])]
+        inputs = tuple(dict.fromkeys(earlier))
+        out = Value(name=f"v{index}", shape=(draw.randint(1, 40),), dtype="float32", needs_grad=True)
+        others = tuple(
+            Value(name=f"v{index}.{n}", shape=(more.randint(1, 40),), dtype="float32", needs_grad=True)
+            for n in range(more.choice((0, 0, 1, 2)) if several_outputs and index < ops - 1 else 0)
+        )
+        op = Op(
+            name=f"v{index}",
+            target="aten.some.default",
+            inputs=inputs,
+            outputs=(out, *others),
+            params=("w",) if draw.random() < 0.3 else (),
+            random=draw.random() < 0.1,
+        )
+        made.append(op)
+        values += op.outputs
+        saves = [v for v in (*inputs, out.name) if draw.random() < 0.4]
+        saves += [v.name for v in others if more.random() < 0.4]
+        forward = 1.0 if equal_times else draw.uniform(0.2, 2.0)
+        costs[op.name] = OpCost(
+            forward_s=forward,
+            input_grad_s=forward,
+            weight_grad_s=forward,
+            saves=tuple(saves),
+            extra_saved_bytes=draw.choice((0, 0, 8)),
+            transient_bytes=draw.choice((0, 0, 40)),
+            passes=inputs[:1] if draw.random() < 0.3 else (),
+        )
+    weight = Parameter(name="w", shape=(5,), dtype="float32")
+    graph = OpGraph(
+        name="random",
+        inputs=(values[0],),
+        ops=tuple(made),
+        parameters=(weight,),
+        buffers=(),
+        loss=values[-1].name,
     )
+    options = CostOptions(microbatches=microbatches, optimizer_bytes=1.0)
+    return _on_equal_devices(graph, costs, options, host_bytes_per_s, host_memory)
 
 
-def random_chain(seed: int) -> SearchProblem:
-    """2 to 8 ranks with 1 or 2 stages each, times within half of the mean, messages, a limit of 0.3 to 2
-    times the ranks in micro-batches; all backwards split or none."""
-    draw = random.Random(seed)
-    ranks, chunks = draw.randint(2, 8), draw.randint(1, 2)
-    split = draw.random() < 0.5
-    stages = [
-        _stage(draw, s, [s - 1] if s else [], [s % ranks], split=split, whole=False)
-        for s in range(ranks * chunks)
-    ]
-    unit = max(sum(stage.residual_bytes for stage in stages if r in stage.ranks) for r in range(ranks))
-    cap = max(1.0, draw.uniform(0.3, 2.0) * ranks) * unit
-    return SearchProblem(
-        stages=tuple(stages),
-        microbatches=draw.randint(ranks, 3 * ranks),
-        transfer_s=draw.choice([0.0, draw.uniform(0, 0.5)]),
-        caps=(cap,) * ranks,
+def _on_equal_devices(
+    graph: OpGraph,
+    costs: dict[str, OpCost],
+    options: CostOptions,
+    host_bytes_per_s: float | None,
+    host_memory: int,
+) -> CostModel:
+    profile = Profile(device="d", source="random", graph=graph.fingerprint, batch=(), costs=costs)
+    host = None if host_bytes_per_s is None else Link(bandwidth_bytes_per_s=host_bytes_per_s)
+    device = Device(name="d", memory_bytes=1 << 40, host_link=host, host_memory_bytes=host_memory)
+    cluster = Cluster(devices=(device,) * 8, within_node=Link(bandwidth_bytes_per_s=1e9))
+    return CostModel(graph, [profile] * 8, cluster, options)
+
+
+def chain_model(ops: int, *, host_bytes_per_s: float | None = None) -> CostModel:
+    """The same of a chain of equal ops, each of which saves its result, as the only one to read it does."""
+    made: list[Op] = []
+    costs: dict[str, OpCost] = {}
+    values = [Value(name="x", shape=(8,), dtype="float32")]
+    for index in range(ops):
+        out = Value(name=f"v{index}", shape=(100,), dtype="float32", needs_grad=True)
+        made.append(Op(name=out.name, target="aten.some.default", inputs=(values[-1].name,), outputs=(out,)))
+        values.append(out)
+        costs[out.name] = OpCost(
+            forward_s=1.0,
+            input_grad_s=1.0,
+            weight_grad_s=0.0,
+            saves=(out.name,),
+            passes=(values[-2].name,),
+        )
+    graph = OpGraph(
+        name="chain", inputs=(values[0],), ops=tuple(made), parameters=(), buffers=(), loss=values[-1].name
     )
-
-
-def _stage(
-    draw: random.Random, s: int, after: list[int], ranks: list[int], *, split: bool, whole: bool
-) -> SearchStage:
-    """Times and sizes: whole numbers, or within half of the mean."""
-    time = (lambda: float(draw.randint(1, 3))) if whole else (lambda: draw.uniform(0.5, 1.5))
-    return SearchStage(
-        name=str(s),
-        forward_s=time(),
-        input_grad_s=time(),
-        weight_grad_s=time(),
-        split=split,
-        residual_bytes=float(draw.randint(1, 2)) if whole else float(draw.randint(500, 1500)),
-        after=tuple(after),
-        ranks=tuple(ranks),
-    )
-
-
-def _renumbered(stage: SearchStage, used: list[int]) -> SearchStage:
-    return replace(stage, ranks=tuple(used.index(r) for r in stage.ranks))
+    return _on_equal_devices(graph, costs, CostOptions(microbatches=16), host_bytes_per_s, 0)

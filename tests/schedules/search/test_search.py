@@ -8,7 +8,7 @@ from math import inf
 
 import numpy as np
 import pytest
-from random_stages import random_case, random_chain
+from random_problems import random_case, random_chain
 from search_shapes import problem
 
 from pipeloom.checks import check
