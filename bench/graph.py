@@ -41,7 +41,7 @@ from machine import describe_machine
 ROOT = Path(__file__).parent
 sys.path.append(str(ROOT.parent / "tests" / "support"))
 
-from branching_graphs import KINDS, best_of_all, random_graph, request_for  # noqa: E402
+from branching_graphs import KINDS, best_of_all, random_graph, request_for, step_s  # noqa: E402
 
 from pipeloom import api  # noqa: E402
 from pipeloom.clusters import find_cluster  # noqa: E402
@@ -55,7 +55,6 @@ from pipeloom.planner import (  # noqa: E402
     PlanCosts,
     PlanOptions,
     ProfiledModel,
-    Request,
     interpolate_sample,
     make_plan,
 )
@@ -197,24 +196,6 @@ def order() -> dict[str, float]:
         steps[name] = plan.predicted_step_s
     print("order:", steps, flush=True)
     return steps
-
-
-def step_s(how: Request, strategy: str = "graphpipe", **options: Any) -> float:
-    """Seconds of the planned step; infinite if nothing fits."""
-    try:
-        return make_plan(
-            how.graph,
-            how.profile,
-            how.cluster,
-            stages=len(how.cluster.devices),
-            schedule=how.schedule,
-            microbatches=how.microbatches,
-            strategy=strategy,
-            options=replace(how.options, **options),
-            explained=False,
-        ).predicted_step_s
-    except InfeasibleError:
-        return float("inf")
 
 
 def at_random(minutes: float, count: int = 200) -> dict[str, Any]:

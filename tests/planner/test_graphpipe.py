@@ -1,33 +1,18 @@
 """Branches of op graphs, and stages that are cut from them side by side."""
 
 import random
+import sys
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from branching_graphs import KINDS, best_of_all, random_graph, reads_of, request_for
+from branching_graphs import KINDS, best_of_all, random_graph, reads_of, request_for, step_s
 from hypothesis import given, strategies as st
+from layered import layered
 
-from pipeloom.ir.errors import InfeasibleError
+from pipeloom.clusters import find_cluster
 from pipeloom.planner import Block, Parallel, Request, Series, branch_orders, decompose, make_plan
-
-
-def step_s(request: Request, strategy: str = "graphpipe", **options) -> float:
-    """Seconds of the planned step; infinite if nothing fits."""
-    try:
-        return make_plan(
-            request.graph,
-            request.profile,
-            request.cluster,
-            stages=len(request.cluster.devices),
-            schedule=request.schedule,
-            microbatches=request.microbatches,
-            strategy=strategy,
-            options=replace(request.options, **options),
-            explained=False,
-        ).predicted_step_s
-    except InfeasibleError:
-        return float("inf")
+from pipeloom.profiler import roofline
 
 
 def leaves(term) -> list[int]:
@@ -129,3 +114,13 @@ def test_towers_side_by_side_are_as_deep_as_one_tower_and_say_what_that_gains():
     assert figures["branches.step_s"] == plan.predicted_step_s
     assert plan.predicted_step_s <= figures["no_branches.step_s"] * (1 + 1e-6)
     assert figures["branches.peak_bytes"] < figures["no_branches.peak_bytes"]
+
+
+def test_a_huge_graph_that_fits_only_with_residuals_freed_has_a_plan(monkeypatch):
+    """The quick way for huge graphs keeps every residual; where nothing fits so, the slow way goes on."""
+    monkeypatch.setattr(sys.modules["pipeloom.planner.make_plan"], "HUGE", 0)
+    graph, cluster = layered(6, rows=16), find_cluster("2 x a100-40 with 1.95GiB")
+    profile = roofline(graph, cluster.devices[0])
+    plan = make_plan(graph, profile, cluster, stages=2, schedule="1f1b", microbatches=4, strategy="graphpipe")
+    assert max(plan.peaks) <= cluster.devices[0].memory_bytes
+    assert sum(stage.recomputed_bytes + stage.offloaded_bytes for stage in plan.stages) > 0

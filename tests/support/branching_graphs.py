@@ -8,9 +8,10 @@ from dataclasses import replace
 from itertools import product
 
 from pipeloom.ir.cluster import Cluster, Device, Link
+from pipeloom.ir.errors import InfeasibleError
 from pipeloom.ir.graph import Op, OpGraph, Parameter, Value
 from pipeloom.ir.profile import OpCost, Profile
-from pipeloom.planner import PLANNERS, BranchOrdered, Candidate, PlanOptions, Request, least_share
+from pipeloom.planner import PLANNERS, BranchOrdered, Candidate, PlanOptions, Request, least_share, make_plan
 
 Reads = list[list[int]]
 """Of each op those that it reads, all earlier ones."""
@@ -163,3 +164,21 @@ def best_of_all(request: Request, stages: int) -> float:
         if found.fits and found.tighter() is None:
             best = min(best, found.timeline.step_s)
     return best
+
+
+def step_s(request: Request, strategy: str = "graphpipe", **options) -> float:
+    """Seconds of the planned step; infinite if nothing fits."""
+    try:
+        return make_plan(
+            request.graph,
+            request.profile,
+            request.cluster,
+            stages=len(request.cluster.devices),
+            schedule=request.schedule,
+            microbatches=request.microbatches,
+            strategy=strategy,
+            options=replace(request.options, **options),
+            explained=False,
+        ).predicted_step_s
+    except InfeasibleError:
+        return float("inf")

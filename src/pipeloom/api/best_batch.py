@@ -13,7 +13,7 @@ from ..ir.errors import ConfigError, InfeasibleError, PlanError, ScheduleError
 from ..ir.plan import Plan
 from ..planner import ProfiledModel, interpolate_sample
 from .advice import plan_with_advice
-from .largest_batch import CapturableSizes, ModelAt
+from .largest_batch import CapturableSizes, ModelAt, sizes_of
 from .plan_request import PlanRequest
 
 VERIFIED = 3
@@ -36,13 +36,7 @@ def best_plan(request: PlanRequest, start: int, model_at: ModelAt) -> tuple[Plan
             "the best micro-batch size is that of a number of rows per step, and there is none",
             hint="say how many rows a step has: --global-batch 64",
         )
-    sizes = request.sizes()
-    if not sizes:
-        raise ConfigError(
-            f"{request.schedule} cannot divide a global batch of {request.global_batch} rows among its "
-            "directions",
-            hint="use an even number of rows",
-        )
+    sizes = sizes_of(request)
     capturable = CapturableSizes(sizes, model_at)
     near = min(sizes, key=lambda size: abs(size - start))
     ends = capturable.around(near) if len(sizes) > VERIFIED else []

@@ -58,6 +58,17 @@ class CapturableSizes:
         return (model for model in map(self.model_at, sizes) if model is not None)
 
 
+def sizes_of(request: PlanRequest) -> Sequence[int]:
+    """Sizes of micro-batches that a request may use, ascending. Raises: ConfigError if there is none."""
+    if sizes := request.sizes():
+        return sizes
+    raise ConfigError(
+        f"{request.schedule} cannot divide a global batch of {request.global_batch} rows among its "
+        "directions",
+        hint="use an even number of rows",
+    )
+
+
 def largest_below(request: PlanRequest, upper: ProfiledModel, model_at: ModelAt) -> int | None:
     """The largest size below that of `upper` that has a plan; 0 if none was found.
 
@@ -93,13 +104,7 @@ def largest_plan(request: PlanRequest, start: int, model_at: ModelAt) -> tuple[P
     Raises: InfeasibleError if not even the smallest size fits; ConfigError if no size divides the global
         batch; CaptureError if the model cannot be captured at those that were tried.
     """
-    sizes = request.sizes()
-    if not sizes:
-        raise ConfigError(
-            f"{request.schedule} cannot divide a global batch of {request.global_batch} rows among its "
-            "directions",
-            hint="use an even number of rows",
-        )
+    sizes = sizes_of(request)
     capturable = CapturableSizes(sizes, model_at)
     first = min(range(len(sizes)), key=lambda index: abs(sizes[index] - start))
     ends = capturable.around(sizes[max(first, 1)]) if len(sizes) > 2 else []

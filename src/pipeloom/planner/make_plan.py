@@ -132,7 +132,9 @@ def _best_candidate(request: Request, search: Search, log: _SearchLog) -> Candid
     candidates: list[Candidate] = []
     planners = (asked, *map(planner, asked.also))
     if asked.propose is not None and len(search.model) > HUGE:
-        return fastest_of_few(request, search, asked.propose)
+        found = fastest_of_few(request, search, asked.propose)
+        if found is not None:
+            return found  # if not, caps are tight: then it takes long
     for each in planners if options.fastest else reversed(planners):
         if each.propose is not None and branches:
             candidates += shallow_candidates(request, each.propose, LOWERED)
