@@ -1,6 +1,6 @@
 """Does 2BW keep the pipeline full? Ranks that sleep, and two ranks that compute.
 
-    python bench/async.py [--steps 6] [--rounds 6]
+    python bench/async.py [--only paced] [--steps 4] [--rounds 4]
 
 Paced: four stages, eight micro-batches per pipeline; every rank is a process with the real worker, messages
 over gloo and stages that sleep. The bubble-free rate is one step per m micro-batches of the slowest rank.
@@ -44,6 +44,7 @@ from pipeloom.ir.costs import StageCost, equal_costs  # noqa: E402
 from pipeloom.ir.flow import dag  # noqa: E402
 from pipeloom.ir.stages import StageGraph, replicate  # noqa: E402
 from pipeloom.ir.steady import SteadyStep  # noqa: E402
+from pipeloom.ir.timeline import Timeline  # noqa: E402
 from pipeloom.ir.weight_policy import Updates  # noqa: E402
 from pipeloom.lowering import lower  # noqa: E402
 from pipeloom.runtime import HostClock  # noqa: E402
@@ -212,6 +213,51 @@ def steady_s(pipeline: Pipeline, batch: dict[str, torch.Tensor], steps: int) -> 
     return (asked[-1] - asked[FILLING]) / steps
 
 
+def replayed_s(rows: list[list[tuple[str, float]]]) -> float:
+    """Seconds of what two ranks computed, in the order of each, if messages took no time.
+
+    rows: per rank (action, seconds). A forward on rank 1 waits for that on rank 0, a backward on rank 0 for
+    that on rank 1; what came before the first of them is no matter.
+    """
+    first, second = ({action[1:] for action, _ in row} for row in rows)  # without the stage's digit
+    ends: dict[str, float] = {}
+    clocks, at = [0.0, 0.0], [0, 0]
+    while at[0] < len(rows[0]) or at[1] < len(rows[1]):
+        for rank, row in enumerate(rows):
+            while at[rank] < len(row):
+                action, seconds = row[at[rank]]
+                needs_other = action[1] == ("B" if rank == 0 else "F")
+                other = f"{1 - rank}{action[1:]}"
+                if needs_other and action[1:] in (second, first)[rank] and other not in ends:
+                    break
+                begin = max(clocks[rank], ends.get(other, 0.0) if needs_other else 0.0)
+                clocks[rank] = ends[action] = begin + seconds
+                at[rank] += 1
+    return max(clocks)
+
+
+def replay_of(timeline: Timeline) -> dict[str, float]:
+    """Of steps of two ranks: as measured; as computed if messages took no time; and if, besides, each action
+    took as long as the middle one of its kind on its rank. The last two differ by what the ranks' times
+    vary: with d - s in flight each waits for whichever of the two is late."""
+    rows: list[list[tuple[str, float]]] = [[], []]
+    for event in sorted(timeline.events, key=lambda e: e.start_s):
+        if event.stream == "compute":
+            rows[event.rank].append((event.action, event.end_s - event.start_s))
+    even = []
+    for row in rows:
+        kinds = {action[:2] for action, _ in row}
+        middle = {k: statistics.median(s for action, s in row if action[:2] == k) for k in kinds}
+        even.append([(action, middle[action[:2]]) for action, _ in row])
+    start = min(event.start_s for event in timeline.events)
+    return {
+        "measured_s": max(event.end_s for event in timeline.events) - start,
+        "without_latency_s": replayed_s(rows),
+        "without_variation_s": replayed_s(even),
+        "busiest_rank_s": max(sum(seconds for _, seconds in row) for row in rows),
+    }
+
+
 def run_real(folder: Path, config: Config, steps: int, rounds: int) -> None:
     """What one of two ranks runs: all parties in turns."""
     torch.set_num_threads(1)
@@ -250,8 +296,10 @@ def run_real(folder: Path, config: Config, steps: int, rounds: int) -> None:
             "measured": list(pipeline.report.peak_bytes),
             "predicted": [expected.peak_bytes(r) for r in range(2)],
         }
+    replay = replay_of(together["2bw"].measured())
     if rank == 0:
-        (folder / "seconds.json").write_text(json.dumps({"seconds": seconds, "peaks": peaks}))
+        figures = {"seconds": seconds, "peaks": peaks, "replay": replay}
+        (folder / "seconds.json").write_text(json.dumps(figures))
     for pipeline in reversed(together.values()):
         pipeline.close()
     alone.close()
@@ -280,6 +328,7 @@ def real(config: Config, steps: int, rounds: int) -> dict[str, Any]:
         "turns_s": [stage.turn_s for stage in made["2bw"].stages],
         "seconds": rounds_of,
         "peaks": seen["peaks"],
+        "replay": seen["replay"],
     }
     for name in seen["peaks"]:
         speedups = [one / own for one, own in zip(rounds_of["one"], rounds_of[name], strict=True)]
@@ -302,16 +351,29 @@ def real(config: Config, steps: int, rounds: int) -> dict[str, Any]:
             f"process, {rows[name]['of_limit']:.3f} of the limit {limit:.3f}; peak memory off by {error:.2%}",
             flush=True,
         )
+    replay = seen["replay"]
+    print(
+        f"three steps of 2bw: {replay['measured_s']:.3f} s; {replay['without_latency_s']:.3f} without the "
+        f"time of messages; {replay['without_variation_s']:.3f} if each action took its middle time",
+        flush=True,
+    )
     return rows
 
 
-def main(steps: int, rounds: int, seconds: float) -> int:
-    table: dict[str, Any] = {"machine": describe_machine(), "depth": DEPTH, "microbatches": MICROBATCHES}
-    table["paced"] = paced(steps, seconds)
-    table["real"] = {}
+def main(only: str | None, steps: int, rounds: int, seconds: float) -> int:
+    """Each part is written when it is done, beside what the file has of the others."""
+    table: dict[str, Any] = json.loads(RESULTS.read_text()) if only and RESULTS.exists() else {}
+    table |= {"machine": describe_machine(), "depth": DEPTH, "microbatches": MICROBATCHES}
+    if only in (None, "paced"):
+        table |= {"paced_seconds": seconds, "paced": paced(steps, seconds)}
+        RESULTS.write_text(json.dumps(table, indent=1) + "\n")
     for name, config in JOBS.items():
-        print(f"two ranks, {name}: {config.model.layers} layers of width {config.model.width}", flush=True)
-        table["real"][name] = real(config, steps, rounds)
+        if only in (None, name):
+            print(
+                f"two ranks, {name}: {config.model.layers} layers of width {config.model.width}", flush=True
+            )
+            table.setdefault("real", {})[name] = real(config, steps, rounds)
+            RESULTS.write_text(json.dumps(table, indent=1) + "\n")
     full = [row for row in table["paced"] if row["case"].startswith("2bw")]
     table["passed"] = {
         "paced 2bw keeps the pipeline full": all(row["of_bubble_free"] >= BUBBLE_FREE for row in full),
@@ -326,8 +388,9 @@ def main(steps: int, rounds: int, seconds: float) -> int:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--seconds", type=float, default=0.3, help="of a micro-batch on a paced rank")
+    parser.add_argument("--only", choices=("paced", *JOBS), help="this part; the file keeps the others")
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--seconds", type=float, default=0.8, help="of a micro-batch on a paced rank")
     arguments = parser.parse_args()
-    sys.exit(main(arguments.steps, arguments.rounds, arguments.seconds))
+    sys.exit(main(arguments.only, arguments.steps, arguments.rounds, arguments.seconds))

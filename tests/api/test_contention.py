@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,6 +37,14 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_it_is_measured_once_for_each_number_of_ranks(measured: list[int]) -> None:
     assert contention(2) == contention(2) == Contention(ranks=2, products=2.0, others=1.5)
     assert contention(3).ranks == 3 and measured == [2, 3]
+
+
+def test_what_was_measured_days_ago_is_measured_again(measured: list[int], tmp_path: Path) -> None:
+    contention(2)
+    (file,) = tmp_path.glob("pipeloom/contention/*.json")
+    os.utime(file, (0, time.time() - 2 * 24 * 3600))
+    contention(2)
+    assert measured == [2, 2]
 
 
 @pytest.mark.parametrize("damage", ["", "[]", "{}", '{"products": 0.1, "others": 1}', '{"products": "a"}'])

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import platform
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 
 VARIABLE = "PIPELOOM_CONTENTION"
 """Environment: a factor for all ops instead of measured ones, such as 1."""
+
+KEPT_S = 24 * 3600
+"""A machine's other users come and go: what was measured is kept for a day."""
 
 _log = logging.getLogger("pipeloom")
 
@@ -36,7 +40,7 @@ def beside_ranks(profile: Profile, graph: OpGraph, ranks: int) -> Profile:
 
 
 def contention(ranks: int) -> Contention:
-    """How ranks of this machine slow each other: measured once, and kept in the user's cache folder.
+    """How ranks of this machine slow each other: measured once a day, and kept in the user's cache folder.
 
     Raises: ConfigError if the environment's factor is none.
     """
@@ -60,10 +64,13 @@ def contention(ranks: int) -> Contention:
 
 
 def _read(path: Path, ranks: int) -> Contention | None:
-    """What was measured before; None where nothing was, or the file is damaged: then it is measured again."""
+    """What was measured before; None where nothing was, it is too old, or the file is damaged: then it is
+    measured again."""
     from ..profiler import Contention
 
     try:
+        if time.time() - path.stat().st_mtime > KEPT_S:
+            return None
         figures = json.loads(path.read_text())
         return Contention(ranks=ranks, products=figures["products"], others=figures["others"])
     except (OSError, ValueError, TypeError, KeyError):

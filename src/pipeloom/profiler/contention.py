@@ -8,8 +8,9 @@ each of which runs the same kernel for as long as it is measured:
     this process   | alone |=====| beside |=====| alone |=====| ...      median of each, thread's own time
     other ranks    |       |     | kernel kernel kernel |     | ...
 
-The factor of a kind of op is the second over the first. What the scheduler gives to others where there are
-more ranks than cores is not in a thread's own time, and counted as ranks / cores.
+The factor of a kind of op is the second over the first, each in the round where it was shortest: what other
+users of the machine take for a moment makes times longer, never shorter. What the scheduler gives to others
+where there are more ranks than cores is not in a thread's own time, and counted as ranks / cores.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from .rules import RULES, UNKNOWN, base_name
 PRODUCTS = ("matmul", "attention", "convolution")
 """Classes of ops that matrix products limit; memory and caches limit the others."""
 
-ROUNDS, ROUND_S = 5, 0.08
+ROUNDS, ROUND_S = 7, 0.08
 """How often each kernel runs alone and beside others, and for how long each time."""
 
 REST = "rest"
@@ -114,13 +115,13 @@ def _factor(name: str, beside: list[subprocess.Popen[str]], clock: Callable[[], 
     alone: list[float] = []
     together: list[float] = []
     for _ in range(ROUNDS):
-        alone += _times(run, clock)
+        alone.append(median(_times(run, clock)))
         for process in beside:
             _tell(process, name)
-        together += _times(run, clock)
+        together.append(median(_times(run, clock)))
         for process in beside:
             _tell(process, REST)
-    return max(1.0, median(together) / max(median(alone), 1e-9))
+    return max(1.0, min(together) / max(min(alone), 1e-9))
 
 
 def _times(run: Callable[[], object], clock: Callable[[], float]) -> list[float]:
