@@ -108,13 +108,14 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 def main(runs: int, steps: int, names: list[str], *, compile_too: bool) -> int:
     machine, rounds = describe_machine(), []
+    middle: dict[str, dict[str, float]] = {}
     for _ in range(runs):
         for name in names:
             rounds.append(one_round(name, steps, compile_too=compile_too))
             print(json.dumps(rounds[-1]), flush=True)
-    middle = {name: summary([row for row in rounds if row["job"] == name]) for name in names}
-    table = {"machine": machine, "steps": steps, "middle": middle, "rounds": rounds}
-    RESULTS.write_text(json.dumps(table, indent=1) + "\n")
+            middle[name] = summary([row for row in rounds if row["job"] == name])
+            table = {"machine": machine, "steps": steps, "middle": middle, "rounds": rounds}
+            RESULTS.write_text(json.dumps(table, indent=1) + "\n")
     for name, figures in middle.items():
         print(f"{name:<8}", ", ".join(f"{key} {value:+.1%}" for key, value in figures.items()))
     errors = (abs(figures[key]) for figures in middle.values() for key in figures if key.endswith("_error"))

@@ -18,6 +18,9 @@ from torch import Tensor, fx
 from ..ir.graph import views_of_state
 from ..tracer import Captured
 
+DRAWN = 1 << 20
+"""Random numbers drawn for one tensor; a larger one repeats them."""
+
 
 class OpArguments:
     """Makes the arguments of ops, on one device.
@@ -95,10 +98,16 @@ class OpArguments:
         if like.dtype == torch.bool:
             flat = torch.ones(size, dtype=torch.bool)
         elif like.dtype.is_floating_point or like.dtype.is_complex:
-            flat = (torch.rand(size, generator=self.random) + 0.1).to(like.dtype)
+            flat = self._random_numbers(size).to(like.dtype)
         else:
             flat = torch.zeros(size, dtype=like.dtype)
         return flat.as_strided(like.shape, like.stride())
+
+    def _random_numbers(self, size: int) -> Tensor:
+        """Numbers of [0.1, 1.1). From the million-th on they repeat: no kernel's time depends on that, and to
+        draw those of a large embedding takes longer than to measure it."""
+        drawn = torch.rand(min(size, DRAWN), generator=self.random) + 0.1
+        return drawn if size <= DRAWN else drawn.repeat(-(-size // DRAWN))[:size]
 
 
 def call_node(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:

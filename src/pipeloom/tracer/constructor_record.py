@@ -211,6 +211,7 @@ class ConstructorReplay:
         self.storages: dict[int, torch.UntypedStorage] = {}
         self.generators: dict[int, torch.Generator] = {0: torch.default_generator}
         self.real: dict[StorageView, Tensor] = {}
+        self._scratch_memory = torch.UntypedStorage()
 
     def run(self) -> dict[str, Tensor]:
         """The target tensors by name; names of one tensor get the same object."""
@@ -258,9 +259,15 @@ class ConstructorReplay:
         return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
     def _scratch(self, leaf: Any) -> Any:
-        if isinstance(leaf, StorageView):
-            return torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype)
-        return self._make(leaf)
+        """A tensor that a call may fill for the generator's sake alone: all of them share one memory, as fresh
+        pages would take longer to get than to fill."""
+        if not isinstance(leaf, StorageView):
+            return self._make(leaf)
+        last = sum((n - 1) * stride for n, stride in zip(leaf.shape, leaf.stride, strict=True))
+        needed = max(0, last + 1) * leaf.dtype.itemsize
+        if self._scratch_memory.nbytes() < needed:
+            self._scratch_memory = torch.empty(needed, dtype=torch.uint8).untyped_storage()
+        return torch.empty(0, dtype=leaf.dtype).set_(self._scratch_memory, 0, leaf.shape, leaf.stride)
 
     def _generator(self, number: int) -> torch.Generator:
         return self.generators.setdefault(number, torch.Generator())
