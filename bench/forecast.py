@@ -107,8 +107,11 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def main(runs: int, steps: int, names: list[str], *, compile_too: bool) -> int:
-    machine, rounds = describe_machine(), []
-    middle: dict[str, dict[str, float]] = {}
+    """Written after each round, beside what the file has of jobs that were not asked for."""
+    known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    rounds = [row for row in known.get("rounds", ()) if row["job"] not in names]
+    middle = {name: row for name, row in known.get("middle", {}).items() if name not in names}
+    machine = describe_machine()
     for _ in range(runs):
         for name in names:
             rounds.append(one_round(name, steps, compile_too=compile_too))
