@@ -73,7 +73,7 @@ def _read(path: Path, ranks: int) -> Contention | None:
             return None
         figures = json.loads(path.read_text())
         return Contention(ranks=ranks, products=figures["products"], others=figures["others"])
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
 
 

@@ -100,7 +100,7 @@ def read_piper_graph(path: Path, *, seconds_per_unit: float = 1.0) -> PiperGraph
         return _graph(found, seconds_per_unit)
     except (OSError, msgspec.DecodeError) as error:
         raise PlanError(f"cannot read {path}: {error}", hint="name one of Piper's JSON files") from None
-    except (KeyError, IndexError, TypeError, ValueError) as error:
+    except (KeyError, IndexError, TypeError, ValueError, RecursionError) as error:
         raise PlanError(
             f"{path} is not a graph as Piper has them: {type(error).__name__} {error}",
             hint="its README names the fields; pipeloom reads the ways of tensor parallelism 1",

@@ -180,7 +180,7 @@ def read_index(path: Path) -> Index:
         raise CheckpointError(
             f"cannot read checkpoint {path}: {error.strerror}", hint="check the path"
         ) from None
-    except (ValueError, KeyError, TypeError) as error:  # msgspec's and json's errors are ValueErrors
+    except (ValueError, KeyError, TypeError, RecursionError) as error:  # of msgspec and json
         raise CheckpointError(f"checkpoint {path} is corrupt: {INDEX}: {error}", hint=ELSEWHERE) from None
 
 
