@@ -47,7 +47,9 @@ def test_what_was_measured_days_ago_is_measured_again(measured: list[int], tmp_p
     assert measured == [2, 2]
 
 
-@pytest.mark.parametrize("damage", ["", "[]", "{}", "[" * 200_000, '{"products": 0.1, "others": 1}', '{"products": "a"}'])
+@pytest.mark.parametrize(
+    "damage", ["", "[]", "{}", "[" * 200_000, '{"products": 0.1, "others": 1}', '{"products": "a"}']
+)
 def test_what_is_remembered_and_damaged_is_measured_again(
     measured: list[int], tmp_path: Path, damage: str
 ) -> None:
