@@ -259,8 +259,8 @@ class ConstructorReplay:
         return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
     def _scratch(self, leaf: Any) -> Any:
-        """A tensor that a call may fill for the generator's sake alone: all of them share one memory, as to get
-        fresh pages takes longer than to fill them."""
+        """A tensor that a call may fill for the generator's sake alone: all of them share one memory, as fresh
+        pages take longer to get than to fill."""
         if not isinstance(leaf, StorageView):
             return self._make(leaf)
         last = sum((n - 1) * stride for n, stride in zip(leaf.shape, leaf.stride, strict=True))
