@@ -259,7 +259,7 @@ class ConstructorReplay:
         return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
     def _scratch(self, leaf: Any) -> Any:
-        """A tensor that a call may fill for the generator's sake alone: all of them share one memory, as fresh
+        """A tensor that a call may fill for the generator's sake: all of them share one memory, as fresh
         pages take longer to get than to fill."""
         if not isinstance(leaf, StorageView):
             return self._make(leaf)
