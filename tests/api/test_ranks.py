@@ -17,8 +17,12 @@ GATHER = """
 import gc
 import torch.distributed as dist
 from pipeloom.runtime import gather_text
+from pipeloom.runtime.launch import watch_ranks
 dist.init_process_group("gloo")
-texts = [gather_text(dist.group.WORLD, f"{time}-{dist.get_rank()}") for time in ("first", "second")]
+with watch_ranks(dist.group.WORLD) as watch:
+    texts = [
+        gather_text(dist.group.WORLD, f"{time}-{dist.get_rank()}", watch) for time in ("first", "second")
+    ]
 assert texts == [["first-0", "first-1"], ["second-0", "second-1"]], texts
 dist.barrier()
 dist.destroy_process_group()

@@ -163,3 +163,13 @@ def test_the_same_from_python(value: int) -> None:
     assert Cluster(
         devices=(Device(name="card", memory_bytes=1),), within_node=Link(bandwidth_bytes_per_s=float("inf"))
     )
+
+
+def test_keys_of_thousands_of_characters_are_cut_short(tmp_path: Path) -> None:
+    """The message was as long as the key."""
+    for text in (f"{'9' * 6000} = 1", f'[[device]]\nname = "a"\n[{"n" * 6000}]\nx = 1'):
+        file = tmp_path / "cluster.toml"
+        file.write_text(text)
+        with pytest.raises(ConfigError) as caught:
+            find_cluster(str(file))
+        assert len(str(caught.value)) < 1000

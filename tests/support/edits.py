@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 from hypothesis import strategies as st
-from slow_check import makes, stuck, wants
+from slow_check import TREATED, makes, stuck, wants
 
 from pipeloom import schedules
 from pipeloom.ir.action import Action, B, F, I, Kind, StageAction, Transfer, W
@@ -148,12 +148,20 @@ def with_operations(draw: st.DrawFn, case: Case) -> Case:
     return case
 
 
+def _waits(action: Action, before: Action, stages: StageGraph) -> bool:
+    """Whether an action needs the one before it. Of one micro-batch and stage, a copy and whatever stands
+    beside it do."""
+    copied = {action.kind, before.kind} & set(TREATED)
+    same = (action.stage, action.microbatch) == (before.stage, before.microbatch)
+    return bool(makes(before) & wants(action, stages)) or bool(copied and same)
+
+
 def with_pairs(draw: st.DrawFn, case: Case) -> Case:
     """Some neighbours of a schedule as pairs, of one stage or of two, that block nothing."""
     for _ in range(draw(st.integers(1, 4))):
         used = {a for pair in case.schedule.pairs for a in pair}
         near = [pair for row in case.schedule.rows for pair in zip(row, row[1:], strict=False)]
-        near = [(a, b) for a, b in near if not {a, b} & used and not makes(a) & wants(b, case.stages)]
+        near = [(a, b) for a, b in near if not {a, b} & used and not _waits(b, a, case.stages)]
         if near:
             apart = [(a, b) for a, b in near if a.stage != b.stage]
             pair = draw(st.sampled_from(near) | st.sampled_from(apart or near))

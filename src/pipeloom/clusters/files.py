@@ -41,6 +41,7 @@ from typing import Any
 import tomli_w
 
 from ..ir.cluster import MOST_DEVICES, OP_CLASSES, Cluster, Device, Link, refuse_too_many
+from ..ir.codec import shortened
 from ..ir.errors import ConfigError, shown
 from ..ir.files import parse_toml, write_whole
 from ..ir.graph import DTYPE_BYTES
@@ -82,7 +83,7 @@ def load_cluster(path: Path) -> Cluster:
     try:
         return _cluster(table)
     except ConfigError as error:
-        raise ConfigError(f"{path}: {error.message}", hint=error.hint) from None
+        raise ConfigError(f"{path}: {shortened(error.message)}", hint=error.hint) from None
 
 
 def _cluster(table: Mapping[str, Any]) -> Cluster:
@@ -181,7 +182,7 @@ def _refuse_unknown(table: Mapping[str, Any], known: tuple[str, ...], where: str
         if key not in known:
             near = get_close_matches(key, known, n=1)
             hint = f"did you mean {near[0]}?" if near else f"the keys are {', '.join(known)}"
-            raise ConfigError(f"{where} has the unknown key {key!r}", hint=hint)
+            raise ConfigError(f"{where} has the unknown key {shown(key)}", hint=hint)
 
 
 def _bytes(row: Mapping[str, Any], key: str, where: str) -> int:

@@ -18,6 +18,9 @@ T = TypeVar("T")
 SLICE_S = 0.1
 """How often `call_within` asks whether to give up."""
 
+CLOSING_S = 1.0
+"""How long `StoreCalls.close` waits for its thread, which ends at once unless the store does not answer."""
+
 
 class Store(Protocol):
     """What is used of a torch.distributed store."""
@@ -77,6 +80,7 @@ class StoreCalls:
     def close(self) -> None:
         """No more calls will come. A call that does not return keeps its thread, but not the process."""
         self._queue.put(None)
+        self._thread.join(CLOSING_S)
 
     def _run(self) -> None:
         connection: Future[Store] = Future()
