@@ -1,17 +1,20 @@
-"""Idle reasons for planned steps, replicas of the stages included."""
+"""Idle reasons for planned steps, replicas of the stages included; what the rows of stages say."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+import branching
 import pytest
 from every_schedule import gpt_job, plan_of
-from runs import capture_of
+from runs import capture_of, even_plan
 
 from pipeloom.api import explain_steps
+from pipeloom.api.reports import stage_rows
 from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.costs import equal_costs
 from pipeloom.ir.errors import PlanError
+from pipeloom.ir.replicas import widened
 from pipeloom.lowering import lower
 from pipeloom.simulator import simulate
 
@@ -37,3 +40,14 @@ def test_another_models_plan_is_refused() -> None:
     plan, graph = plan_of(job, "1f1b", 2, microbatches=4), capture_of(job, 1).graph
     with pytest.raises(PlanError, match="this plan was made for model 'other'"):
         explain_steps(replace(plan, graph="other"), graph, [])
+
+
+def test_rows_of_stages_name_the_layers_within_towers_and_count_replicas() -> None:
+    job = branching.small_mmt(towers=2, layers=8)
+    plan, graph = even_plan(job, 3, microbatches=4), capture_of(job).graph
+    rows = stage_rows(graph, plan)
+    assert rows[0].contents.startswith("towers.0.layers.0 … towers.0.layers.")
+    assert rows[-1].contents.startswith("towers.1.layers.") and rows[-1].contents.endswith(", head")
+    assert [row.replicas for row in rows] == [1, 1, 1]
+    wide = stage_rows(graph, widened(plan, 2))
+    assert [(row.rank, row.replicas) for row in wide] == [(0, 2), (2, 2), (4, 2)]

@@ -174,3 +174,11 @@ def test_memory_noted_late_is_drawn_in_order(two_ranks: Timeline) -> None:
     (drawn,) = memory_figure([replace(two_ranks, memory=(curve, empty))]).data
     assert list(drawn.x) == [0.0, 1000.0, 2000.0, 9500.0]
     assert list(drawn.y) == [1.0, 5.0, 2.0, 2.0]
+
+
+def test_the_page_says_that_it_shows_one_of_several_replicas(two_ranks: Timeline, tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    row = StageRow(stage=0, rank=0, ops=1, parameters=1)
+    for replicas, said in ((1, False), (3, True)):
+        write_report(path, title="x", predicted=two_ranks, stages=[replace(row, replicas=replicas)])
+        assert ("the stages of the first of 3 replicas" in page_of(path)) == said

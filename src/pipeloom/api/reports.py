@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
+from itertools import groupby
 from math import prod
 
 from ..ir.cluster import Cluster
@@ -12,6 +12,7 @@ from ..ir.graph import OpGraph
 from ..ir.plan import Plan
 from ..ir.timeline import Timeline
 from ..lowering import lower
+from ..planner import layer_names
 from ..simulator import explain_idle_time
 from ..viewer import (
     Comparison,
@@ -47,7 +48,8 @@ __all__ = [
     "write_trace",
 ]
 
-_BLOCK = re.compile(r"(.*?\.)?\d+(?=\.|$)")
+MOST_NAMES = 4
+"""Of a stage, before only the first and the last of a container are shown."""
 
 
 def explain_steps(
@@ -66,8 +68,9 @@ def explain_steps(
 
 
 def stage_rows(graph: OpGraph, plan: Plan) -> list[StageRow]:
-    """What stands in each stage, for the tables."""
+    """What stands in each stage of one replica, for the tables."""
     stages = plan.stage_graph(graph)
+    layer_of = layer_names(graph.ops)
     rows = []
     for stage in stages.stages:
         sizes = (graph.parameter[name].shape for name in stages.params[stage.index])
@@ -78,20 +81,33 @@ def stage_rows(graph: OpGraph, plan: Plan) -> list[StageRow]:
                 rank=plan.placement[stage.index],
                 ops=len(stage.ops),
                 parameters=sum(prod(shape) for shape in sizes),
-                contents=contents(modules),
+                contents=contents([layer_of[module] or module for module in modules]),
+                replicas=plan.replicas,
             )
         )
     return rows
 
 
-def contents(modules: Sequence[str]) -> str:
-    """The modules that ops come from, repeated blocks as one: first and last where there are many.
+def contents(parts: Sequence[str]) -> str:
+    """The layers and other modules that ops come from, in order: each once, of many in a row of one container
+    the first and the last, and so of all where that is still long.
 
-    >>> contents(["embed", "blocks.0.norm", "blocks.0.mlp.2", "blocks.1.norm", ""])
+    >>> contents(["embed", "blocks.0", "blocks.0", "blocks.1", ""])
     'embed, blocks.0, blocks.1'
-    >>> contents([f"model.layers.{n}.mlp" for n in range(9)])
-    'model.layers.0 … model.layers.8'
+    >>> contents([*(f"towers.0.layers.{n}" for n in range(9)), "towers.1.layers.0", "head"])
+    'towers.0.layers.0 … towers.0.layers.8, towers.1.layers.0, head'
+    >>> contents([f"tables.{n}.{name}" for n in range(3) for name in ("up", "down")])
+    'tables.0.up … tables.2.down'
     """
-    blocks = dict.fromkeys((m[0] if (m := _BLOCK.match(name)) else name) for name in modules if name)
-    names = list(blocks)
-    return ", ".join(names) if len(names) <= 4 else f"{names[0]} … {names[-1]}"
+    names = list(dict.fromkeys(filter(None, parts)))
+    if len(names) <= MOST_NAMES:
+        return ", ".join(names)
+    rows = [list(row) for _, row in groupby(names, key=_container)]
+    shown = [name for row in rows for name in ([f"{row[0]} … {row[-1]}"] if len(row) > 2 else row)]
+    return ", ".join(shown) if len(shown) <= MOST_NAMES else f"{names[0]} … {names[-1]}"
+
+
+def _container(name: str) -> str:
+    """What entries of one numbered container share; of any other module its own name."""
+    container, _, number = name.rpartition(".")
+    return container if number.isdecimal() else name

@@ -50,6 +50,7 @@ from .request import (
     Request as Request,
     profile_of as profile_of,
 )
+from .search import layer_names as layer_names
 from .shape_search import (
     PIPELININGS as PIPELININGS,
     RankedShape as RankedShape,

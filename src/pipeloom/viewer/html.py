@@ -113,6 +113,7 @@ def write_report(
         idle=_idle_table(explanations, alone=measured is None) if any(e.idle for e in explanations) else None,
         figures={name: _embedded(figure) if figure else "" for name, figure in figures.items()},
         stages=_stage_table(stages, predicted, measured) if stages else None,
+        replicas=max((row.replicas for row in stages), default=1),
         stage_graph=draw_stages(stages, edges, _stage_seconds(stages, timelines)) if edges else None,
         memory=_memory_table(predicted, measured, stages, caps, size_unit),
         memory_unit="" if size_unit is None else size_unit.name,

@@ -16,7 +16,8 @@ BACKWARD = ("B", "I", "W")
 class StageRow:
     """One line of the stage table, apart from what the timelines tell.
 
-    parameters: number of elements.  contents: where it comes from, for instance "blocks.0 .. blocks.3".
+    parameters: number of elements.  contents: where it comes from, for instance "blocks.0 … blocks.3".
+    replicas: pipelines that have such a stage; `stage` and `rank` are those of the first.
     """
 
     stage: int
@@ -24,6 +25,7 @@ class StageRow:
     ops: int
     parameters: int
     contents: str = ""
+    replicas: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
