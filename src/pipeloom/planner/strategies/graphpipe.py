@@ -163,9 +163,12 @@ class IntervalTimes:
 
     @property
     def longest_s(self) -> float:
-        """Seconds that no stage takes longer than."""
+        """Seconds that no stage takes longer than: all compute, and every message to and from one stage."""
         model, stages = self.search.model, np.arange(self.stages)
-        footprint, seconds = model.row(0, np.array([len(model)]), exact=False)
+        rough, seconds = model.row(0, np.array([len(model)]), exact=False)
+        values = (v for v in model.graph.value.values() if model.readers.produced_at(v.name) >= 0)
+        most = np.array([float(sum(value.bytes for value in values))])
+        footprint = replace(rough, received=most, received_grads=most, sent=most, sent_grads=most)
         whole = model.turns(footprint, seconds, stages).max()
         return float(whole + model.edges(footprint, stages).max())
 
