@@ -1,13 +1,15 @@
 """How long planners of whole graphs search, in one process. Writes bench/results/search.json.
 
     python bench/search.py                     MMT on 8 to 32 devices, CANDLE-Uno on 8: 1 minute
-    python bench/search.py --graphs FILE ...   also graphs in Piper's JSON format
+    python bench/search.py --graphs FILE ...   graphs in Piper's JSON format instead, on --devices 4 8; with
+                                               --milliseconds for those that count in them (gnmt, resnet)
 
 Processor seconds, the least of three, of the search alone: on a graph that is captured and profiled, before
 anything is simulated. All cut at layers, one device per stage, every residual kept. `graphpipe` searches the
 places between layers in branch order; `pipedream-graph` the graph's antichains; `piper` its down-sets, whose
 number it refuses beyond 40,000. The bottleneck is the slowest stage by compute. The paper (arXiv 2406.17145)
-reports 9 to 21 times for its own implementations of the others.
+reports 9 to 21 times for its own implementations of the others. Piper's own program also gives several
+devices to one stage and recomputes; here all have the same freedom, and a file's own memory and bandwidth.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from machine import describe_machine
 
 from pipeloom import api
 from pipeloom.clusters import find_cluster
+from pipeloom.ir.cluster import Cluster
 from pipeloom.ir.errors import PlanError
 from pipeloom.ir.graph import OpGraph
 from pipeloom.ir.profile import Profile
@@ -41,11 +44,10 @@ DEVICES = {"mmt": (8, 16, 32), "candle": (8,)}
 ROUNDS = 3
 
 
-def search_for(graph: OpGraph, profile: Profile, devices: int) -> Search:
-    """The search for one stage on each of so many V100s, with what it needs of the graph made already."""
-    cluster = find_cluster(f"{devices} x v100-32")
-    options = PlanOptions(treatments=())
-    request = Request(graph, profile, cluster, "1f1b", 4 * devices, options, PLANNERS["graphpipe"])
+def search_for(graph: OpGraph, profile: Profile, cluster: Cluster) -> Search:
+    """The search for one stage on each device, with what it needs of the graph made already."""
+    options, microbatches = PlanOptions(treatments=()), 4 * len(cluster.devices)
+    request = Request(graph, profile, cluster, "1f1b", microbatches, options, PLANNERS["graphpipe"])
     search = replace(request.search(), by_depth=True)
     search.model.row(0, np.array([1]))  # sums over the graph, shared by all planners
     return search
@@ -88,10 +90,11 @@ FINDERS = {
 }
 
 
-def compare(name: str, graph: OpGraph, profile: Profile, devices: int) -> dict[str, Any]:
+def compare(name: str, graph: OpGraph, profile: Profile, cluster: Cluster) -> dict[str, Any]:
+    """Of each planner processor seconds, seconds of the slowest stage and devices, or why it refuses."""
     found: dict[str, Any] = {}
     for planner, find in FINDERS.items():
-        search = search_for(graph, profile, devices)
+        search = search_for(graph, profile, cluster)
         try:
             took = []
             for _ in range(ROUNDS):
@@ -105,24 +108,38 @@ def compare(name: str, graph: OpGraph, profile: Profile, devices: int) -> dict[s
     for planner in ("pipedream-graph", "piper"):
         if mine and "seconds" in found[planner]:
             found[f"{planner} over graphpipe"] = found[planner]["seconds"] / mine
-    print(f"{name} on {devices}:", json.dumps(found), flush=True)
+    print(f"{name} on {len(cluster.devices)}:", json.dumps(found), flush=True)
     return found
+
+
+def compare_models(results: dict[str, Any]) -> None:
+    """MMT and CANDLE-Uno on V100s."""
+    for name, rows in ROWS.items():
+        graph = api.capture(branching.PUBLISHED[name](), rows).graph
+        profile = roofline(graph, find_cluster("v100-32").devices[0])
+        for devices in DEVICES[name]:
+            cluster = find_cluster(f"{devices} x v100-32")
+            results[f"{name} {devices}"] = compare(name, graph, profile, cluster)
+
+
+def compare_file(path: Path, devices: Iterable[int], seconds_per_unit: float = 1.0) -> dict[str, Any]:
+    """A graph in Piper's format on so many of its devices. Raises: PlanError if it cannot be read."""
+    read = read_piper_graph(path, seconds_per_unit=seconds_per_unit)
+    return {f"{path.stem} {count}": compare(path.stem, *read.as_model(count)) for count in devices}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--graphs", type=Path, nargs="*", default=[], help="in Piper's format")
+    parser.add_argument("--devices", type=int, nargs="+", default=(4, 8), help="for these graphs")
+    parser.add_argument("--milliseconds", action="store_true", help="their times are in milliseconds")
     options = parser.parse_args()
-    results: dict[str, Any] = {"machine": describe_machine()}
-    for name, rows in ROWS.items():
-        graph = api.capture(branching.PUBLISHED[name](), rows).graph
-        profile = roofline(graph, find_cluster("v100-32").devices[0])
-        for devices in DEVICES[name]:
-            results[f"{name} {devices}"] = compare(name, graph, profile, devices)
+    results: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    results["machine"] = describe_machine()
+    if not options.graphs:
+        compare_models(results)
     for path in options.graphs:
-        graph, profile = read_piper_graph(path).as_model()
-        for devices in (4, 8):
-            results[f"{path.stem} {devices}"] = compare(path.stem, graph, profile, devices)
+        results |= compare_file(path, options.devices, 1e-3 if options.milliseconds else 1.0)
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     return 0
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import networkx as nx
 import pytest
+import search as bench_search
 from hypothesis import given, settings, strategies as st
 
 from pipeloom.ir.errors import InfeasibleError, PlanError
@@ -207,3 +208,16 @@ def test_piper_keeps_to_the_memory_or_finds_nothing(tmp_path: Path) -> None:
     graph, profile, cluster = read_piper_graph(file_of(tmp_path, maxMemoryPerDevice=3000)).as_model()
     with pytest.raises(InfeasibleError):
         make_plan(graph, profile, cluster, stages=3, schedule="1f1b", microbatches=6, strategy="piper")
+
+
+def test_the_bench_compares_planners_on_a_graph_of_pipers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All find two nodes of five on the busiest of three devices; what does not fit is refused alike."""
+    found = bench_search.compare_file(file_of(tmp_path), [3])["graph 3"]
+    for planner in ("graphpipe", "pipedream-graph", "piper"):
+        assert found[planner]["bottleneck_s"] == pytest.approx(0.6) and found[planner]["devices"] == 3
+        assert found[planner]["seconds"] > 0
+    assert '"graphpipe": {"seconds": ' in capsys.readouterr().out
+    small = bench_search.compare_file(file_of(tmp_path, maxMemoryPerDevice=100), [3])["graph 3"]
+    assert small["graphpipe"] == small["piper"] == {"refused": "no cut fits"}
