@@ -3,10 +3,23 @@
 import random
 import sys
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
-from branching_graphs import KINDS, best_of_all, random_graph, reads_of, request_for, step_s
+from branching_graphs import (
+    KINDS,
+    best_of_all,
+    candidate_of,
+    convex_partitions,
+    least_step_s,
+    plan_of,
+    random_graph,
+    reads_of,
+    reads_within,
+    request_for,
+    step_s,
+)
 from hypothesis import given, strategies as st
 from layered import layered
 
@@ -71,6 +84,27 @@ def test_small_graphs_are_cut_nearly_as_well_as_by_trying_all(seed):
     assert step_s(request) >= best * (1 - 1e-9)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_trying_all_leaves_no_partition_out_and_none_is_faster_than_its_bound(seed):
+    graph, profile = random_graph(seed, 6, KINDS[seed % 3])
+    request = request_for(graph, profile, 3)
+    found = list(convex_partitions(graph, 3))
+    edges = [(source, op) for op, row in enumerate(reads_within(graph)) for source in row]
+    every = {
+        frozenset(frozenset(op for op in range(6) if of[op] == s) for s in range(3))
+        for of in product(range(3), repeat=6)
+        if len(set(of)) == 3 and all(of[source] <= of[op] for source, op in edges)
+    }
+    assert {
+        frozenset(frozenset(op for op in range(6) if of[op] == s) for s in range(3)) for of in found
+    } == every
+    assert len(found) == len(every)
+    assert all(of[source] <= of[op] for of in found for source, op in edges)
+    for of in found[:20]:
+        step = candidate_of(request, of, 3).timeline.step_s
+        assert max(step / 4, 1.0) < least_step_s(request, of, 3) <= step * (1 + 1e-9)
+
+
 def towers_of(count: int, layers: int) -> Request:
     """Towers of equal ops, run in turn, and a join; messages take next to no time."""
     graph, profile = random_graph(0, count * layers + 1, "chain")
@@ -98,22 +132,62 @@ def towers_of(count: int, layers: int) -> Request:
 
 
 def test_towers_side_by_side_are_as_deep_as_one_tower_and_say_what_that_gains():
-    request = replace(towers_of(3, 4), microbatches=24)
-    plan = make_plan(
-        request.graph,
-        request.profile,
-        request.cluster,
-        stages=6,
-        schedule="1f1b",
-        microbatches=24,
-        strategy="graphpipe",
-        options=request.options,
-    )
+    plan = plan_of(replace(towers_of(3, 4), microbatches=24))
     figures = {key: float(text) for key, text in plan.notes.items()}
     assert figures["branches.depth"] < figures["no_branches.depth"] == 6
     assert figures["branches.step_s"] == plan.predicted_step_s
     assert plan.predicted_step_s <= figures["no_branches.step_s"] * (1 + 1e-6)
     assert figures["branches.peak_bytes"] < figures["no_branches.peak_bytes"]
+
+
+def with_slow(request: Request, ranks: tuple[int, ...], *, memory: float = 1.0) -> Request:
+    """The request with devices on some ranks that take twice as long and hold so many times as much."""
+    profile = request.profile
+    costs = {
+        name: replace(
+            cost,
+            forward_s=2 * cost.forward_s,
+            input_grad_s=2 * cost.input_grad_s,
+            weight_grad_s=2 * cost.weight_grad_s,
+        )
+        for name, cost in profile.costs.items()
+    }
+    devices = list(request.cluster.devices)
+    for rank in ranks:
+        size = int(devices[rank].memory_bytes * memory)
+        devices[rank] = replace(devices[rank], name="slow", memory_bytes=size)
+    return replace(
+        request,
+        profile={"d": profile, "slow": replace(profile, device="slow", costs=costs)},
+        cluster=replace(request.cluster, devices=tuple(devices)),
+    )
+
+
+def test_slow_devices_get_shorter_stages():
+    """Two towers of six ops and a join on two slow devices and two others: 2 and 4 ops take as long."""
+    request = with_slow(towers_of(2, 6), (0, 2))
+    plan = plan_of(request)
+    sizes = [len(stage.ops) for stage in plan.stages]
+    assert sizes[0] < 3 and sizes[2] < 3 and sum(sizes) == 13
+    assert [round(stage.forward_s / size) for stage, size in zip(plan.stages, sizes, strict=True)] == [
+        2,
+        1,
+        2,
+        1,
+    ]
+    assert float(plan.notes["branches.depth"]) < 4
+    assert plan.predicted_step_s <= step_s(request, "exact") * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_devices_of_unequal_speed_and_memory_are_planned(seed):
+    graph, profile = random_graph(seed, 8, "series-parallel")
+    request = with_slow(request_for(graph, profile, 3, slack=1.2), (1,), memory=(1.5, 0.9)[seed])
+    plan = plan_of(request)
+    assert plan.predicted_step_s <= step_s(request, "exact") * (1 + 1e-6)
+    assert plan.predicted_step_s <= step_s(request, branches=False) * (1 + 1e-6)
+    caps = [device.memory_bytes for device in request.cluster.devices]
+    assert len(set(caps)) == 2 and all(peak <= cap for peak, cap in zip(plan.peaks, caps, strict=True))
 
 
 def test_a_huge_graph_that_fits_only_with_residuals_freed_has_a_plan(monkeypatch):

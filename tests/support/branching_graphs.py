@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import product
 
 from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.errors import InfeasibleError
 from pipeloom.ir.graph import Op, OpGraph, Parameter, Value
+from pipeloom.ir.plan import Plan
 from pipeloom.ir.profile import OpCost, Profile
 from pipeloom.planner import PLANNERS, BranchOrdered, Candidate, PlanOptions, Request, least_share, make_plan
 
@@ -111,32 +111,70 @@ def request_for(
 
 
 def convex_partitions(graph: OpGraph, stages: int) -> Iterator[tuple[int, ...]]:
-    """Every way to assign the ops to so many stages without a circle, the stages in the order of their data;
-    each set of stages once."""
-    seen = set()
-    count = len(graph.ops)
-    names = [op.name for op in graph.ops]
-    for assigned in product(range(stages), repeat=count):
-        if len(set(assigned)) < stages:
-            continue
-        sets = frozenset(frozenset(i for i in range(count) if assigned[i] == s) for s in range(stages))
-        if sets in seen:
-            continue
-        edges = [
-            (assigned[graph_index(graph, v)], assigned[i])
-            for i, op in enumerate(graph.ops)
-            for v in op.inputs
-            if v != "x"
-        ]
-        if any(source > target for source, target in edges):
-            continue
-        seen.add(sets)
-        yield assigned
-    assert names
+    """Every way to share out the ops to so many stages without a circle between these, once: of each op its
+    stage, a stage after those that it reads, of several that are ready first the one with the first op."""
+    reads = reads_within(graph)
+    for groups in groupings(len(reads), stages):
+        before: list[set[int]] = [set() for _ in range(stages)]
+        for op, row in enumerate(reads):
+            before[groups[op]] |= {groups[other] for other in row} - {groups[op]}
+        order: list[int] = []
+        while ready := [g for g in range(stages) if g not in order and before[g] <= set(order)]:
+            order.append(ready[0])
+        if len(order) == stages:
+            yield tuple(order.index(group) for group in groups)
 
 
-def graph_index(graph: OpGraph, value: str) -> int:
-    return int(value[1:])
+def groupings(things: int, groups: int) -> Iterator[tuple[int, ...]]:
+    """Every way to put so many things into so many non-empty groups, numbered by their first ones.
+
+    >>> list(groupings(3, 2))
+    [(0, 0, 1), (0, 1, 0), (0, 1, 1)]
+    """
+    if not 0 < groups <= things:
+        if things == groups == 0:
+            yield ()
+        return
+    for row in groupings(things - 1, groups - 1):
+        yield (*row, groups - 1)
+    for row in groupings(things - 1, groups):
+        yield from ((*row, group) for group in range(groups))
+
+
+def reads_within(graph: OpGraph) -> Reads:
+    return [[int(value[1:]) for value in op.inputs if value != "x"] for op in graph.ops]
+
+
+def least_step_s(request: Request, assigned: tuple[int, ...], stages: int) -> float:
+    """Seconds that no step of 1f1b with these stages is shorter than.
+
+    A stage begins when the first micro-batch has come to it, and computes for all of them; then the last
+    gradient goes back from it. So does each link: its messages of all micro-batches come one after another.
+    """
+    count, graph = request.microbatches, request.graph
+    costs = [request.profile.costs[op.name] for op in graph.ops]
+    bytes_per_s = request.cluster.within_node.bandwidth_bytes_per_s
+    forward, backward, before = [0.0] * stages, [0.0] * stages, [0.0] * stages
+    sent: dict[tuple[int, int], set[int]] = {}
+    for op, row in enumerate(reads_within(graph)):
+        forward[assigned[op]] += costs[op].forward_s
+        backward[assigned[op]] += costs[op].backward_s
+        for other in row:
+            if assigned[other] != assigned[op]:
+                sent.setdefault((assigned[other], assigned[op]), set()).add(other)
+    messages = {
+        edge: sum(graph.value[f"v{op}"].bytes for op in ops) / bytes_per_s for edge, ops in sent.items()
+    }
+    # Seconds before the first forward of a stage begins and, alike, after its last backward has ended.
+    after = [0.0] * stages
+    for (source, target), message_s in sorted(messages.items(), key=lambda item: item[0][1]):
+        before[target] = max(before[target], before[source] + forward[source] + message_s)
+        after[target] = max(after[target], message_s + backward[source] + after[source])
+    bounds = [before[s] + count * (forward[s] + backward[s]) + after[s] for s in range(stages)]
+    for (source, target), message_s in messages.items():
+        there = before[source] + forward[source] + count * message_s + forward[target]
+        bounds.append(there + backward[target] + message_s + backward[source] + after[source])
+    return max(bounds)
 
 
 def candidate_of(request: Request, assigned: tuple[int, ...], stages: int) -> Candidate:
@@ -149,36 +187,44 @@ def candidate_of(request: Request, assigned: tuple[int, ...], stages: int) -> Ca
     return Candidate(request, search, tuple(cuts))
 
 
-def best_of_all(request: Request, stages: int) -> float:
-    """Seconds of the simulated step of the best partition that keeps its caps, over all there are."""
-    best = float("inf")
-    microbatches = request.microbatches
-    for assigned in convex_partitions(request.graph, stages):
-        costs = next(iter([request.profile])).costs
-        busy = [0.0] * stages
-        for op, stage in zip(request.graph.ops, assigned, strict=True):
-            busy[stage] += costs[op.name].forward_s + costs[op.name].backward_s
-        if max(busy) * microbatches >= best:
-            continue
-        found = candidate_of(request, assigned, stages)
-        if found.fits and found.tighter() is None:
-            best = min(best, found.timeline.step_s)
+def best_of_all(request: Request, stages: int, below: float = float("inf")) -> float:
+    """Seconds of the simulated step of the best partition that keeps its caps, over all there are, with as
+    many micro-batches in flight as the depth asks for and with more; `below` if none is faster than that."""
+    best = below
+    bounds = sorted(
+        (least_step_s(request, assigned, stages), assigned)
+        for assigned in convex_partitions(request.graph, stages)
+    )
+    for bound, assigned in bounds:
+        if bound >= best:
+            break
+        for slack in range(stages):
+            found = candidate_of(replace(request, slack=slack), assigned, stages)
+            if found.fits and found.tighter() is None:
+                best = min(best, found.timeline.step_s)
+            if found.depth == stages:
+                break  # no more can be in flight
     return best
+
+
+def plan_of(request: Request, strategy: str = "graphpipe", **options) -> Plan:
+    """The plan of a request by a planner. Raises: InfeasibleError if nothing fits."""
+    return make_plan(
+        request.graph,
+        request.profile,
+        request.cluster,
+        stages=len(request.cluster.devices),
+        schedule=request.schedule,
+        microbatches=request.microbatches,
+        strategy=strategy,
+        options=replace(request.options, **options),
+        explained=False,
+    )
 
 
 def step_s(request: Request, strategy: str = "graphpipe", **options) -> float:
     """Seconds of the planned step; infinite if nothing fits."""
     try:
-        return make_plan(
-            request.graph,
-            request.profile,
-            request.cluster,
-            stages=len(request.cluster.devices),
-            schedule=request.schedule,
-            microbatches=request.microbatches,
-            strategy=strategy,
-            options=replace(request.options, **options),
-            explained=False,
-        ).predicted_step_s
+        return plan_of(request, strategy, **options).predicted_step_s
     except InfeasibleError:
         return float("inf")
