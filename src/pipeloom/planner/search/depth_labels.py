@@ -24,7 +24,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from operator import le
+from typing import NamedTuple, Protocol, TypeAlias
 
 from .problem import Cuts
 
@@ -39,15 +40,15 @@ class DepthLabel(NamedTuple):
     deepest: of all stages.  total: of all depths.  cuts: places, ascending, from this one to the last.
     """
 
-    depths: tuple[int, ...]
+    depths: Depths
     deepest: int
     total: int
     cuts: Cuts
 
     def covers(self, other: DepthLabel) -> bool:
         """Whether it is nowhere deeper."""
-        return self.deepest <= other.deepest and all(
-            own <= its for own, its in zip(self.depths, other.depths, strict=True)
+        return self.deepest <= other.deepest and (
+            self.depths == other.depths or all(map(le, self.depths, other.depths))
         )
 
 
@@ -101,22 +102,32 @@ class Frontier:
         return Crossing(tuple(sorted(own)), tuple(passed))
 
 
-class Crossing(NamedTuple):
-    """own: classes behind a stage that it writes.  passed: of each class in front of it whether it reads it,
-    and the same pieces' class behind it, -1 for none."""
+Depths: TypeAlias = tuple[int, ...]
+"""Of each class of pieces the depth of the deepest stage that reads it."""
 
-    own: tuple[int, ...]
-    passed: tuple[tuple[bool, int], ...]
 
-    def depth(self, depths: Sequence[int]) -> int:
-        """Of the stage, in front of a label with these depths."""
-        return 1 + max((depths[index] for index in self.own), default=0)
+class Crossing:
+    """What a stage makes of the labels behind it.
 
-    def depths(self, depths: Sequence[int], depth: int) -> tuple[int, ...]:
-        """Those of the label that the stage makes of it."""
-        return tuple(
-            max(depth if reads else 0, depths[index] if index >= 0 else 0) for reads, index in self.passed
-        )
+    own: classes behind a stage that it writes.  passed: of each class in front of it whether it reads it,
+    and the same pieces' class behind it, -1 for none.
+    """
+
+    def __init__(self, own: tuple[int, ...], passed: tuple[tuple[bool, int], ...]) -> None:
+        self._own, self._passed = own, passed
+        self._known: dict[Depths, tuple[int, Depths]] = {}
+
+    def of(self, depths: Depths) -> tuple[int, Depths]:
+        """The depth of the stage in front of a label with these depths, and the depths of the label that it
+        makes of it. Most are asked for again: with other numbers of stages, and for other bottlenecks."""
+        if (known := self._known.get(depths)) is None:
+            depth = 1 + max((depths[index] for index in self._own), default=0)
+            made = tuple(
+                max(depth if reads else 0, depths[index] if index >= 0 else 0)
+                for reads, index in self._passed
+            )
+            known = self._known[depths] = depth, made
+        return known
 
 
 class DepthLabels:
@@ -126,10 +137,16 @@ class DepthLabels:
         self._times = times
         self._frontier = frontier
         self._crossings: dict[tuple[int, int], Crossing] = {}
+        self._found: dict[float, Cuts] = {}
 
     def shallowest(self, bottleneck_s: float) -> Cuts:
         """Places of the cuts, both ends included, of the shallowest pipeline whose stages all fit and take at
         most so long; () if there is none. Of equally shallow ones that of the least sum of depths."""
+        if bottleneck_s not in self._found:
+            self._found[bottleneck_s] = self._shallowest(bottleneck_s)
+        return self._found[bottleneck_s]
+
+    def _shallowest(self, bottleneck_s: float) -> Cuts:
         times, pieces, stages = self._times, self._times.pieces, self._times.stages
         limit = bottleneck_s * (1 + 1e-9)
         labels: list[list[list[DepthLabel]]] = [[[] for _ in range(stages + 1)] for _ in range(pieces + 1)]
@@ -161,10 +178,9 @@ class DepthLabels:
             crossing = self._crossings[interval] = self._frontier.crossing(*interval)
         start, end = interval
         for label in behind:
-            depth = crossing.depth(label.depths)
+            depth, depths = crossing.of(label.depths)
             if self._times.seconds(start, end, stage, depth) > limit:
                 continue
-            depths = crossing.depths(label.depths, depth)
             deepest = max(label.deepest, depth)
             found = DepthLabel(depths, deepest, label.total + depth, (start, *label.cuts))
             if any(other.covers(found) for other in kept):

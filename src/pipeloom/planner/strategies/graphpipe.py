@@ -39,8 +39,8 @@ REFINED = 2
 TOLERANCE = 2e-3
 """Relative, of the bottleneck."""
 
-ABOVE = (0.01, 0.05, 0.2, 0.6, 2.0, 8.0)
-"""Shares above perfect division at which the first cuts are sought."""
+ABOVE = (TOLERANCE, 0.01, 0.05, 0.2, 0.6, 2.0, 8.0)
+"""Shares above what no cut can do without at which the first cuts are sought."""
 
 RELAXED = (1.0, 1.02, 1.05, 1.1, 1.25)
 """Bottlenecks, as shares of the least, under which the shallowest pipeline is looked for."""
@@ -81,9 +81,10 @@ def shallow_cuts(search: Search, only: Indices | None = None) -> Iterator[Cuts]:
 
 def _least_bottleneck(labels: DepthLabels, times: IntervalTimes, below: float) -> tuple[Cuts, float]:
     """Places with the least time of the slowest stage, and that time; () if nothing is as fast as `below`."""
-    low, high = times.least_s(0, times.pieces) / times.stages, min(below, times.longest_s)
+    longest = max(times.least_s(piece, piece + 1) for piece in range(times.pieces))
+    low, high = max(longest, times.least_s(0, times.pieces) / times.stages), min(below, times.longest_s)
     best: Cuts = ()
-    # Upwards from what perfect division would take: the longer stages may be, the more labels there are.
+    # Upwards from perfect division or the longest piece: the longer stages may be, the more labels there are.
     for slowest in (*(limit for share in ABOVE if (limit := low * (1 + share)) < high), high):
         if best := labels.shallowest(slowest):
             break
