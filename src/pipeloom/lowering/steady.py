@@ -99,7 +99,7 @@ class SteadyRows:
             count = steps + self.step.window - 1
             rows = []
             for rank, row in enumerate(program.rows):
-                sizes = [len(self.step.row(rank, step, steps)) for step in range(count)]
+                sizes = [sum(map(_computes, self.step.row(rank, step, steps))) for step in range(count)]
                 rows.append(_cut_row(row, sizes))
             self._programs[steps] = program, rows
         return self._programs[steps]
@@ -160,19 +160,23 @@ class SteadyRows:
 
 
 def _cut_row(row: tuple[Instruction, ...], sizes: Sequence[int]) -> Cut:
-    """Cut a row behind so many schedule's actions each, with what they send and what is updated then."""
+    """Cut a row behind so many computing actions each, with what they send, copy out and update then."""
     ends, counted, at = [], 0, 0
     for size in sizes:
         counted += size
         while counted:
             step = row[at]
-            counted -= isinstance(step, Action) and step.kind in ("F", "B", "I", "W")
+            counted -= _computes(step)
             at += 1
         while at < len(row) and _belongs_before(row[at]):
             at += 1
         ends.append(at)
     ends[-1] = len(row)
     return tuple(row[low:high] for low, high in zip([0, *ends], ends, strict=False))
+
+
+def _computes(step: Instruction) -> bool:
+    return isinstance(step, Action) and step.kind in ("F", "B", "I", "W")
 
 
 def _belongs_before(step: Instruction) -> bool:
