@@ -12,6 +12,7 @@ import torch
 from delayed import delayed, trained
 
 from pipeloom import Job
+from pipeloom.ir.errors import ScheduleError
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.replicas import widened
 from pipeloom.ir.weight_policy import Updates
@@ -21,6 +22,7 @@ MICROBATCHES = 4
 TOLERANCE = 1e-12
 
 FEATURES = (
+    "1f1b",
     "zb_h1",
     "split backward",
     "recompute",
@@ -31,18 +33,18 @@ FEATURES = (
     "frozen tower",
     "two stages on a rank",
 )
-"""What a plan may have besides 1F1B with everything kept."""
+"""What a plan may have; its schedule is 1f1b unless said otherwise."""
 
 CANNOT = {
+    ("1f1b", "zb_h1"): "a plan has one schedule",
     ("zb_h1", "split backward"): "zb_h1 splits backwards by itself",
-    ("zb_h1", "two stages on a rank"): "zb_h1 is for one stage on each rank",
-    ("zb_h1", "2bw"): "a steady step of zb_h1 is that of its family, tested with chains",
-    ("offload", "copies in the schedule"): "a schedule's own copies are what is offloaded",
-    ("recompute", "copies in the schedule"): "covered by tests of copies on chains",
-    ("copies in the schedule", "2bw"): "steady schedules have no copies of their own",
+    ("zb_h1", "two stages on a rank"): "zb_h1 has one stage on each rank",
+    ("offload", "copies in the schedule"): "what the policy offloads is what the schedule copies",
 }
+"""Pairs that are no plan, or the plan of one of the two; see `test_pairs_that_cannot_be`."""
 
 SLOW = frozenset(combinations(FEATURES, 2)) - {
+    ("1f1b", "copies in the schedule"),
     ("zb_h1", "frozen tower"),
     ("split backward", "recompute"),
     ("offload", "width 2"),
@@ -102,8 +104,8 @@ def plan_of(job: Job, features: tuple[str, ...]) -> Plan:
     else:
         rows = str(build(name, stages, placement, MICROBATCHES, split_backward=split))
     plan = replace(plan, schedule=name, schedule_rows=tuple(rows.splitlines()))
-    ways = [way for way in ("recompute", "offload") if way in features]
-    ways += ["offload"] if "copies in the schedule" in features else []
+    copied = {"offload", "copies in the schedule"} & set(features)
+    ways = [*(["recompute"] if "recompute" in features else []), *(["offload"] if copied else [])]
     plan = runs.treated_plan(job, plan, *ways) if ways else plan
     return widened(plan, 2) if "width 2" in features else plan
 
@@ -128,3 +130,15 @@ def test_pairs_of_features(features: tuple[str, ...]) -> None:
     batches = [job.batch(seed, 2 * plan.microbatches) for seed in range(2)]
     plain = runs.plain(job, batches, plan.microbatches)
     runs.assert_same(runs.pipelined(job, plan, batches), plain, tolerance=TOLERANCE)
+
+
+def test_pairs_that_cannot_be() -> None:
+    job = JOBS[False]
+    with pytest.raises(ScheduleError, match="no rank can move"):
+        plan_of(job, ("zb_h1", "two stages on a rank"))
+    for pair, one in (
+        (("zb_h1", "split backward"), "zb_h1"),
+        (("offload", "copies in the schedule"), "copies in the schedule"),
+    ):
+        assert pair in CANNOT
+        assert plan_of(job, pair) == plan_of(job, (one,))
