@@ -21,7 +21,7 @@ def test_dropout_draws_the_same_numbers(name: str) -> None:
     with shared_captures():
         result = verify(job, plan_of(job, name, 2, microbatches=4), options=Options(seed=3))
     result.require()
-    assert result.reference == "captured graph, uncut"
+    assert result.reference.startswith("the module itself, eager")
 
 
 @pytest.mark.slow
