@@ -14,6 +14,7 @@ from pipeloom.schedules.list_scheduler import (
     as_lists,
     columns_in,
     engine,
+    event_heap,
     inner_loop,
     make_problem,
     tables_of,
@@ -62,5 +63,5 @@ def test_the_heap_gives_ranks_by_time_and_then_by_number() -> None:
     state = as_lists(tables_of(task, inf)[1])
     wanted = sorted(zip(rng.integers(0, 9, 60) / 2, rng.integers(0, 5, 60).tolist(), strict=True))
     for at in rng.permutation(60):
-        inner_loop.push.interpreted(state, *wanted[at])
-    assert [(state.event[0], inner_loop.pop.interpreted(state)) for _ in wanted] == wanted
+        event_heap.push.interpreted(state, *wanted[at])
+    assert [(state.event[0], event_heap.pop.interpreted(state)) for _ in wanted] == wanted

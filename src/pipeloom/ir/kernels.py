@@ -8,12 +8,12 @@ process only where neither can be written. docs/decisions/0009-numba-and-columns
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from inspect import getsourcefile
 from pathlib import Path
 from re import findall
-from types import FunctionType
+from types import FunctionType, MappingProxyType
 from typing import Any, Generic, ParamSpec, TypeVar
 from zlib import crc32
 
@@ -90,10 +90,29 @@ class Kernel(Generic[P, R]):
         names = (*self._function.__code__.co_names, *findall(r"\w+", " ".join(types)))
         return {name: known[name] for name in names if name in known}
 
-    def _linked(self, form: str) -> Any:
-        """A copy of the function with that form of each kernel that it calls in place of the kernel."""
+    def calling(self, **functions: Callable[..., Any]) -> Callable[P, R]:
+        """The function as it is, not compiled, with other functions in place of kernels that it calls by
+        these names: where a user's Python decides what a kernel does else.
+
+        >>> @kernel
+        ... def price(size):
+        ...     return size
+        >>> @kernel
+        ... def bill(size):
+        ...     return 2 * price(size)
+        >>> bill(3), bill.calling(price=lambda size: size + 1)(3)
+        (6, 8)
+        """
+        assert all(isinstance(self._globals.get(name), Kernel) for name in functions)
+        return self._linked("interpreted", functions)  # type: ignore[no-any-return]
+
+    def _linked(self, form: str, others: Mapping[str, Any] = MappingProxyType({})) -> Any:
+        """A copy of the function with that form of each kernel that it calls in place of the kernel, or with
+        another function of that name."""
         old = self._function
-        kernels = {n: getattr(k, form) for n, k in self._globals.items() if isinstance(k, Kernel)}
+        kernels = {n: getattr(k, form) for n, k in self._globals.items() if isinstance(k, Kernel)} | {
+            **others
+        }
         new = FunctionType(old.__code__, {**old.__globals__, **kernels}, old.__name__, old.__defaults__)
         new.__qualname__, new.__module__ = old.__qualname__, old.__module__
         return new

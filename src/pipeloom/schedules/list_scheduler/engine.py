@@ -20,7 +20,8 @@ from ...ir.columns import Rows
 from ...ir.errors import DeadlockError
 from ...ir.schedule import Pair
 from . import inner_loop
-from .inner_loop import FILLABLE, TOO_LONG, State, Tables
+from .inner_loop import TOO_LONG
+from .loop_tables import State, Tables
 from .problem import EPS, Outcome, SchedulingProblem
 from .tables import as_lists, columns_in, tables_of
 
@@ -32,21 +33,18 @@ def run(task: SchedulingProblem, within_s: float = inf) -> Outcome | None:
     """
     # A pair may take less time than its two actions: then what is left is not known.
     t, s = tables_of(task, inf if task.together is not None else within_s + EPS)
-    pairs: list[Pair] = []
-    ruled = task.together is not None or task.before is not None
-    order_all = inner_loop.order_all.form(0 if ruled else len(t.order))
-    if ruled or order_all is inner_loop.order_all.interpreted:
+    rules = _Rules(task) if task.together is not None or task.before is not None else None
+    order_all = inner_loop.order_all.form(len(t.order)) if rules is None else rules.order_all
+    if rules is not None or order_all is inner_loop.order_all.interpreted:
         t, s = as_lists(t), as_lists(s)
     look = inner_loop.look.interpreted
     for index in range(len(task.streams)):
         look(t, s, index)
-    if ruled:
-        pairs = _Ruled(task, t, s).run()
-    elif order_all(t, s, task.ranks) == TOO_LONG:
+    if order_all(t, s, task.ranks) == TOO_LONG:
         return None
     if sum(s.next) < len(t.order):
         raise _stuck(task, t, s)
-    return _outcome(task, t, s, tuple(pairs))
+    return _outcome(task, t, s, tuple(rules.pairs) if rules is not None else ())
 
 
 def _outcome(task: SchedulingProblem, t: Tables, s: State, pairs: tuple[Pair, ...]) -> Outcome:
@@ -63,119 +61,99 @@ def _outcome(task: SchedulingProblem, t: Tables, s: State, pairs: tuple[Pair, ..
     )
 
 
-class _Ruled:
-    """A run in which functions of the user decide: which actions go in pairs, and which before others."""
+class _Rules:
+    """What functions of the user decide: which actions go in pairs, and which before others.
 
-    def __init__(self, task: SchedulingProblem, t: Tables, s: State) -> None:
-        self.task, self.t, self.s = task, t, s
-        # Place of the first action of a fixed pair -> stream and micro-batch of the second.
-        self.second: dict[int, tuple[int, int]] = {}
-        stream_of = {(stream.stage, stream.kind): i for i, stream in enumerate(task.streams)}
-        for one, two in task.paired.items():
-            place = stream_of[one.stage, one.kind] * t.size + one.microbatch
-            self.second[place] = stream_of[two.stage, two.kind], two.microbatch
+    A pair is a unit like the actions of a stage on several ranks, but on one rank, and made where the loop
+    comes to it: whether two actions go together may depend on any of their numbers.
+    """
+
+    def __init__(self, task: SchedulingProblem) -> None:
+        self.task = task
+        self.stream_of = {(stream.stage, stream.kind): i for i, stream in enumerate(task.streams)}
         self.pairs: list[Pair] = []
-        self.may_open = inner_loop.may_open.interpreted
-        self.begin = inner_loop.begin.interpreted
+        self.order_all = inner_loop.order_all.calling(hold_back=self._hold_back, begin_unit=self._begin_unit)
 
-    def run(self) -> list[Pair]:
-        """The same as `inner_loop.order_all`."""
-        t, s = self.t, self.s
-        choose, wake = inner_loop.choose.interpreted, inner_loop.wake.interpreted
-        for rank in range(self.task.ranks):
-            inner_loop.push.interpreted(s, 0.0, rank)
-        while s.events[0]:
-            now, count = wake(s)
-            woken = list(s.woken[:count])
-            for fill in (False, True):
-                left = []
-                for rank in woken:
-                    if s.free[rank] > now + EPS:
-                        continue
-                    self._hold(rank)
-                    index = choose(t, s, rank, now, fill)
-                    if index >= 0:
-                        self._begin(rank, index, now)
-                    elif index == FILLABLE:
-                        left.append(rank)
-                woken = left
-        return self.pairs
-
-    def _own(self, rank: int) -> Sequence[int]:
-        return self.t.own[self.t.own_at[rank] : self.t.own_at[rank + 1]]  # type: ignore[return-value]
-
-    def _hold(self, rank: int) -> None:
+    def _hold_back(self, t: Tables, s: State, rank: int) -> None:
         """Hold back what must wait for another action of the rank, or for the other one of its pair."""
-        for index in self._own(rank):
-            if self.s.batch[index] >= 0 and not self.s.fills[index]:
-                free = self._is_turn(rank, index)
-                self.s.hold[index] = self._partner_ready(index) if free else inf
+        for index in _own(t, rank):
+            if s.batch[index] >= 0 and not s.fills[index]:
+                free = self._is_turn(t, s, rank, index)
+                s.hold[index] = self._partner_ready(t, s, index) if free else inf
 
-    def _is_turn(self, rank: int, index: int) -> bool:
+    def _is_turn(self, t: Tables, s: State, rank: int, index: int) -> bool:
         before = self.task.before
         if before is None:
             return True
-        action = self._head(index)
-        others = (self._head(i) for i in self._own(rank) if i != index and self.s.batch[i] >= 0)
+        action = self._head(s, index)
+        others = (self._head(s, i) for i in _own(t, rank) if i != index and s.batch[i] >= 0)
         return not any(before(other, action) for other in others)
 
-    def _partner_ready(self, index: int) -> float:
+    def _second(self, s: State, index: int) -> tuple[int, int] | None:
+        """Stream and micro-batch of what goes with the next action of a stream, in fixed rows."""
+        action = self.task.paired.get(self._head(s, index)) if self.task.paired else None
+        return None if action is None else (self.stream_of[action.stage, action.kind], action.microbatch)
+
+    def _partner_ready(self, t: Tables, s: State, index: int) -> float:
         """When the other action of a fixed pair has what it needs; 0 without one."""
-        second = self.second.get(index * self.t.size + self.s.batch[index])
+        second = self._second(s, index)
         if second is None:
             return 0.0
         other, b = second
-        full = self.t.opens[other] and not self.may_open(self.t, self.s, other, b)
-        place = other * self.t.size + b
-        return inf if full or self.s.missing[place] else float(self.s.arrival[place])
+        full = t.opens[other] and not inner_loop.may_open.interpreted(t, s, other, b)
+        place = other * t.size + b
+        return inf if full or s.missing[place] else float(s.arrival[place])
 
-    def _begin(self, rank: int, index: int, now: float) -> None:
-        task, t, s = self.task, self.t, self.s
+    def _begin_unit(self, t: Tables, s: State, index: int, now: float) -> None:
+        """As `inner_loop.begin_unit`, where the unit may be a pair."""
+        task = self.task
         pair = [index]
-        fixed = self.second.get(index * t.size + s.batch[index])
+        fixed = self._second(s, index)
         if fixed is not None:
             pair = [index, fixed[0]]
         elif task.together is not None and task.row_of is None and not s.fills[index]:
-            pair = self._companions(rank, index, now)
-        before, after = (sum(self._around(i)[side] for i in pair) for side in (0, 1))
+            pair = self._companions(t, s, index, now)
         if len(pair) == 1:
-            end = now + before + t.seconds[index]
-        else:
-            assert task.joint is not None
-            first, second = map(self._head, pair)
-            self.pairs.append((first, second))
-            end = now + before + task.joint(first, second)
+            inner_loop.begin_unit.interpreted(t, s, index, now)
+            return
+        assert task.joint is not None
+        first, second = (self._head(s, i) for i in pair)
+        self.pairs.append((first, second))
+        before, after = (sum(self._around(t, s, i)[side] for i in pair) for side in (0, 1))
+        end = now + before + task.joint(first, second)
         for member in pair:
-            others = t.unit[t.unit_at[member] : t.unit_at[member + 1]]
-            self.begin(t, s, member, now, end, end + after)
-            for other in others:  # of a stage on several ranks; not in pairs
-                self.begin(t, s, int(other), now, end, end + sum(self._around(int(other))))
+            inner_loop.begin.interpreted(t, s, member, now, end, end + after)
 
-    def _companions(self, rank: int, index: int, now: float) -> list[int]:
+    def _companions(self, t: Tables, s: State, index: int, now: float) -> list[int]:
         """A stream and one that may run with it now, in the order in which they run; or it alone."""
-        t, s, together = self.t, self.s, self.task.together
+        together = self.task.together
         assert together is not None
-        action = self._head(index)
-        for other in self._own(rank):
+        action = self._head(s, index)
+        for other in _own(t, t.rank[index]):
             if self.task.streams[index].unit or self.task.streams[other].unit:
                 continue
             if other == index or s.ready[other] > now + EPS or (t.opens[other] and t.opens[index]):
                 continue
-            if t.opens[other] and not self.may_open(t, s, other, s.batch[other]):
+            if t.opens[other] and not inner_loop.may_open.interpreted(t, s, other, s.batch[other]):
                 continue
-            if together(action, self._head(other)):
+            if together(action, self._head(s, other)):
                 return [index, other]
-            if together(self._head(other), action):
+            if together(self._head(s, other), action):
                 return [other, index]
         return [index]
 
-    def _around(self, index: int) -> tuple[float, float]:
+    def _around(self, t: Tables, s: State, index: int) -> tuple[float, float]:
         """Seconds of what stands right before and right after the stream's next action."""
-        place = index * self.t.size + self.s.batch[index]
-        return (self.t.before[place], self.t.after[place]) if len(self.t.before) else (0.0, 0.0)
+        place = index * t.size + s.batch[index]
+        return (t.before[place], t.after[place]) if len(t.before) else (0.0, 0.0)
 
-    def _head(self, index: int) -> Action:
-        return self.task.streams[index].action(int(self.s.batch[index]))
+    def _head(self, s: State, index: int) -> Action:
+        return self.task.streams[index].action(int(s.batch[index]))
+
+
+def _own(t: Tables, rank: int) -> Sequence[int]:
+    """The streams of a rank."""
+    return t.own[t.own_at[rank] : t.own_at[rank + 1]]  # type: ignore[return-value]
 
 
 def _stuck(task: SchedulingProblem, t: Tables, s: State) -> DeadlockError:

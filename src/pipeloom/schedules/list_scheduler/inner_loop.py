@@ -6,18 +6,10 @@ micro-batches is `stream * size + micro-batch`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
-
 from ...ir.kernels import kernel
+from .event_heap import push, wake
+from .loop_tables import State, Tables
 from .problem import EPS
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    Ints: TypeAlias = NDArray[np.int64]
-    Floats: TypeAlias = NDArray[np.float64]
-    Bools: TypeAlias = NDArray[np.bool_]
 
 ALL: int = 0
 WARM: int = 1
@@ -28,93 +20,6 @@ NOTHING, FILLABLE = -1, -2
 """`choose` found nothing to run; or nothing but a filler for which it was not asked."""
 
 DONE, TOO_LONG = 0, 1
-
-
-class Tables(NamedTuple):
-    """What does not change. Per stream, per rank, per place in a rank's order; see `task.Stream` and `Task`.
-
-    order: micro-batches of each stream, those of stream i from `order_at[i]` on.  place: of an action in the
-    order of its rank, or its key as a number; -1 if it has none.  line: stream of each place in that order,
-    those of rank r from `line_at[r]` on; empty for keys.
-    before, after: seconds of what a user inserted beside an action; empty if nothing is.
-    unit: the other streams of the stream's unit, those of stream i from `unit_at[i]` on: on other ranks, in
-    the same order of micro-batches. All of a unit begin together.
-    """
-
-    size: int
-    rank: Ints
-    stage: Ints
-    seconds: Floats
-    memory: Floats
-    urgent: Bools
-    filler: Bools
-    drains: Bools
-    opens: Bools
-    closes: Bools
-    order_at: Ints
-    order: Ints
-    feeds_at: Ints
-    feeds: Ints
-    delay: Floats
-    place: Ints
-    line_at: Ints
-    line: Ints
-    own_at: Ints
-    own: Ints
-    limit: Floats
-    open_rank: Floats
-    open_stage: Floats
-    before: Floats
-    after: Floats
-    unit_at: Ints
-    unit: Ints
-    row_at: Ints
-    strict: bool
-    safe: bool
-    level: bool
-    early: int
-    patience: float
-    overlap: tuple[float, float]
-    within: float
-
-
-class State(NamedTuple):
-    """What changes. Per stream its next action: position, micro-batch, key, when it could start (`ready`) and
-    what holds it back besides, and whether it fills gaps by now; per action what it still waits for and when
-    the rest is there; per rank when it is free, how long it was idle between its actions (and last the most
-    of all), what it holds, what fillers owe it, and how far it is; the
-    rows, as in `Tables.row_at`; `event` and `event_rank` are a heap of when which rank looks around, `events`
-    says how many there are."""
-
-    next: Ints
-    batch: Ints
-    key: Ints
-    ready: Floats
-    hold: Floats
-    fills: Bools
-    missing: Ints
-    arrival: Floats
-    free: Floats
-    idle: Floats
-    used: Floats
-    owed: Floats
-    peak: Floats
-    left: Floats
-    opened: Ints
-    opened_stage: Ints
-    unopened: Ints
-    closed: Bools
-    head: Ints
-    done: Bools
-    woken: Ints
-    marked: Bools
-    written: Ints
-    row: Ints
-    row_batch: Ints
-    start: Floats
-    event: Floats
-    event_rank: Ints
-    events: Ints
 
 
 @kernel
@@ -286,10 +191,19 @@ def begin(t: Tables, s: State, index: int, now: float, end: float, free: float) 
     for at in range(t.feeds_at[index], t.feeds_at[index + 1]):
         user = t.feeds[at]
         fed = user * t.size + b
+        seen, route = end, t.route[at]
+        if route >= 0:  # messages of a link follow each other
+            seen = max(end, s.link[route]) + t.delay[at]
+            s.link[route] = seen
         s.missing[fed] -= 1
-        s.arrival[fed] = max(s.arrival[fed], end + t.delay[at])
+        s.arrival[fed] = max(s.arrival[fed], seen)
         if s.missing[fed] == 0:
             announce(t, s, user, b, now)
+
+
+@kernel
+def hold_back(t: Tables, s: State, rank: int) -> None:
+    """Hold nothing back: in its place stands what a user's functions say, where there are any."""
 
 
 @kernel
@@ -320,58 +234,6 @@ def announce(t: Tables, s: State, user: int, b: int, now: float) -> None:
 
 
 @kernel
-def push(s: State, moment: float, rank: int) -> None:
-    """Let a rank look around at a moment."""
-    at = s.events[0]
-    s.events[0] += 1
-    while at > 0:
-        up = (at - 1) >> 1
-        if s.event[up] < moment or (s.event[up] == moment and s.event_rank[up] <= rank):
-            break
-        s.event[at], s.event_rank[at] = s.event[up], s.event_rank[up]
-        at = up
-    s.event[at], s.event_rank[at] = moment, rank
-
-
-@kernel
-def pop(s: State) -> int:
-    """The rank that looks around first; of several the lowest."""
-    first: int = s.event_rank[0]
-    s.events[0] -= 1
-    count = s.events[0]
-    moment, rank = s.event[count], s.event_rank[count]
-    at, down = 0, 1
-    while down < count:
-        if down + 1 < count and (
-            s.event[down + 1] < s.event[down]
-            or (s.event[down + 1] == s.event[down] and s.event_rank[down + 1] < s.event_rank[down])
-        ):
-            down += 1
-        if moment < s.event[down] or (moment == s.event[down] and rank <= s.event_rank[down]):
-            break
-        s.event[at], s.event_rank[at] = s.event[down], s.event_rank[down]
-        at, down = down, 2 * down + 1
-    s.event[at], s.event_rank[at] = moment, rank
-    return first
-
-
-@kernel
-def wake(s: State) -> tuple[float, int]:
-    """The time, and how many free ranks look around then: the first so many of `s.woken`."""
-    now, count = s.event[0], 0
-    while s.events[0] > 0 and s.event[0] <= now + EPS:
-        now = max(now, s.event[0])
-        rank = pop(s)
-        if s.free[rank] <= now + EPS and not s.marked[rank]:
-            s.woken[count] = rank
-            s.marked[rank] = True
-            count += 1
-    for i in range(count):
-        s.marked[s.woken[i]] = False
-    return now, count
-
-
-@kernel
 def order_all(t: Tables, s: State, ranks: int) -> int:
     """Run everything that the limits let run. Returns: DONE or TOO_LONG."""
     for rank in range(ranks):
@@ -384,6 +246,7 @@ def order_all(t: Tables, s: State, ranks: int) -> int:
                 rank = s.woken[i]
                 if s.free[rank] > now + EPS:  # another rank has begun a unit with it
                     continue
+                hold_back(t, s, rank)
                 index = choose(t, s, rank, now, fill == 1)
                 if index >= 0:
                     if now + s.left[rank] > t.within:

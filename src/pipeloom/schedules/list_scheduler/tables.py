@@ -13,7 +13,8 @@ from ...ir.action import Action, F, Kind
 from ...ir.columns import CODE, CODED, Columns, Longs
 from ...ir.errors import ScheduleError
 from ..language import Periodic
-from .inner_loop import ALL, NONE, WARM, State, Tables
+from .inner_loop import ALL, NONE, WARM
+from .loop_tables import State, Tables
 from .problem import SchedulingProblem, Stream
 
 NEVER = 1 << 40
@@ -67,6 +68,7 @@ def tables_of(task: SchedulingProblem, within_s: float) -> tuple[Tables, State]:
         unit_at=_offsets(np.array([len(s.unit) for s in streams], np.int64)),
         unit=np.array([other for s in streams for other in s.unit], np.int64),
         row_at=_offsets(per_rank),
+        route=_routes(task),
         strict=task.row_of is not None,
         safe=task.clock is not None,
         level=task.level,
@@ -76,6 +78,18 @@ def tables_of(task: SchedulingProblem, within_s: float) -> tuple[Tables, State]:
         within=float(within_s),
     )
     return t, _state(task, t, lengths)
+
+
+def _routes(task: SchedulingProblem) -> Longs:
+    """Of each feed the link from its rank to the one that it feeds; -1 without a message."""
+    return np.array(
+        [
+            s.rank * task.ranks + task.streams[user].rank if delay > 0 else -1
+            for s in task.streams
+            for user, delay in s.feeds
+        ],
+        np.int64,
+    )
 
 
 def _state(task: SchedulingProblem, t: Tables, lengths: Longs) -> State:
@@ -117,6 +131,7 @@ def _state(task: SchedulingProblem, t: Tables, lengths: Longs) -> State:
         row=_none(actions),
         row_batch=_none(actions),
         start=np.zeros(actions),
+        link=np.zeros(task.ranks**2),
         event=np.zeros(events),
         event_rank=_none(events),
         events=_none(1),
