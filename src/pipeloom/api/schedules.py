@@ -57,6 +57,8 @@ class Scenario:
     copy_ratio: k, what OFFLOAD and RELOAD of a stage's residuals together take of the time of its F, I and W.
     per_uplink: neighbouring ranks that share an uplink to the host, as fast in either direction as the link
     of each of them.
+    shortest: what a schedule with several variants is to have the least of, "step" or "span": from a rank's
+    first action to its last.
     """
 
     ranks: int = 4
@@ -70,6 +72,7 @@ class Scenario:
     edges: Edges = ()
     copy_ratio: float = schedules.USUAL_K
     per_uplink: int = 1
+    shortest: str = "step"
 
     def load_times(self, ranks: int) -> MicrobatchTimes:
         return load_work(self.times, ranks) if isinstance(self.times, Path) else self.times
@@ -135,6 +138,7 @@ def simulate_schedule(name: str, scenario: Scenario) -> SimulatedSchedule:
         limit_bytes=tuple(caps) if scenario.memory else None,
         transfer_s=transfer_s if isinstance(transfer_s, float) else _by_boundary(transfer_s, stages),
         uplinks=schedules.shared_uplinks(costs, scenario.ranks, scenario.per_uplink),
+        shortest=scenario.shortest,
     )
     count = scenario.microbatches // stages.replicas * slices
     try:

@@ -87,6 +87,14 @@ SHAPE = (
         "--chunks", "-v", type=click.IntRange(1), help="Stages per rank; by default what the schedule needs."
     ),
 )
+SHORTEST = click.option(
+    "--shortest",
+    type=click.Choice(("step", "span")),
+    default="step",
+    show_default=True,
+    help="Of a schedule's variants take the one with the shortest step; or with the shortest span, from a "
+    "rank's first action to its last, which counts where each rank goes on by itself.",
+)
 TIMES = (
     click.option("--forward-s", "-F", type=TimesType(), help="Time of a forward.  [default: 1]"),
     click.option("--input-grad-s", "-I", type=TimesType(), help="Time of an input gradient.  [default: 1]"),
@@ -175,8 +183,9 @@ TIMES_HELP = (
 
 
 def shape_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """-p, -m, -v, --edges and those of `times_options`, handed to the command as one `scenario`."""
-    return _with_scenario(command, (*SHAPE, EDGES, *TIMES))
+    """-p, -m, -v, --edges, --shortest and those of `times_options`, handed to the command as one
+    `scenario`."""
+    return _with_scenario(command, (*SHAPE, EDGES, SHORTEST, *TIMES))
 
 
 def times_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -208,6 +217,7 @@ def _with_scenario(command: Callable[..., Any], options: Sequence[Callable[..., 
         microbatches: int = 1,
         chunks: int | None = None,
         edges: tuple[tuple[int, int], ...] | None = None,
+        shortest: str = "step",
         **arguments: Any,
     ) -> Any:
         from ..api import MicrobatchTimes, Scenario
@@ -235,6 +245,7 @@ def _with_scenario(command: Callable[..., Any], options: Sequence[Callable[..., 
             edges=edges or (),
             copy_ratio=copy_ratio,
             per_uplink=per_uplink,
+            shortest=shortest,
         )
         return command(scenario=scenario, **arguments)
 

@@ -16,13 +16,14 @@ Sources: arXiv 2104.04473 (interleaved), 2211.05953 (looped BFS), 2503.01328 (GI
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from math import gcd
 
 from ...ir.action import Action, B, F, I, Kind, W
 from ...ir.columns import Rows
 from ..language import Periodic, Recipe, Shape, options, path_clock, phases, timings, turns
+from .published import as_published
 
 
 def looped_bfs(s: Shape) -> Recipe:
@@ -47,7 +48,7 @@ def interleaved_1f1b(s: Shape) -> list[Recipe]:
 
 def gis(s: Shape) -> list[Recipe]:
     """Interleaved with the memory of 1F1B."""
-    return list(_gis(s, s.depth))
+    return [*_gis(s, s.depth), *_as_published(s, gis)]
 
 
 def gis_g(s: Shape) -> list[Recipe]:
@@ -55,12 +56,16 @@ def gis_g(s: Shape) -> list[Recipe]:
     half = -(-s.depth // 2)
     g = int(s.option("group", half))
     s.require(half <= g <= s.depth, f"group {g} for {s.depth} ranks", f"use {half} to {s.depth}")
-    return list(_gis(s, g))
+    return [*_gis(s, g), *_as_published(s, gis_g)]
 
 
 def gis_h(s: Shape) -> list[Recipe]:
     """The smallest group."""
-    return list(_gis(s, -(-s.depth // 2)))
+    return [*_gis(s, -(-s.depth // 2)), *_as_published(s, gis_h)]
+
+
+def _as_published(s: Shape, family: Callable[[Shape], list[Recipe]]) -> list[Recipe]:
+    return [] if s.option("join", 0.0) else as_published(s, family)
 
 
 def _gis(s: Shape, g: int) -> Iterator[Recipe]:
@@ -99,7 +104,11 @@ def po(s: Shape) -> list[Recipe]:
     limit = options(s, memory=p * (v + 1) / (2 * v) + (1 if p <= v else v - 1) / v)["memory"]
     plain = Recipe(kinds="FIW", clock=_uniform(s), memory=limit, early="none", fill="")
     free = [replace(plain, early=early, fill="W") for early in ("all", "warm", "none")]
-    return [*(timed for r in free for timed in timings(s, r)), plain]
+    timed = [one for r in free for one in timings(s, r)]
+    # Where messages are long a pace that leaves them time holds the same and waits less.
+    paces = () if s.even else (((1.5,), (2.0, 1.0)), ((2.0,), (2.0,)))
+    paced = [Recipe(kinds="FIW", clock=path_clock(s, *pace), memory=limit) for pace in paces]
+    return [*timed, plain, *paced, *as_published(s, po)]
 
 
 def po_joined(s: Shape) -> Recipe:

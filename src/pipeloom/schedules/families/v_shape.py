@@ -17,6 +17,7 @@ from typing import TypeAlias
 from ...ir.action import Action, F, I, W
 from ..language import Periodic, Recipe, Shape, options, path_clock, timings
 from .blocks import block_clock
+from .published import as_published
 
 Pace: TypeAlias = tuple[str, tuple[float, ...], tuple[float, ...], tuple[float, float, float]]
 """Which forwards may run early, and the forward, backward and turns of `path_clock`."""
@@ -50,6 +51,15 @@ def recipes(s: Shape, memory: float, paces: Sequence[Pace], **rules: str) -> lis
                 if not real:
                     candidates.append(replace(recipe, clock=placed, patience=1.0))
     return candidates
+
+
+def _patient(s: Shape, clocks: Sequence[Recipe]) -> list[Recipe]:
+    """For uneven times the two published paces, with actions that wait for more urgent ones."""
+    if s.even:
+        return []
+    paces = (((1.0, 2.0), (2.0, 1.0), (2.0, 0.0, 2.0)), ((2.0, 1.0), (2.0, 1.0), (0.0, 3.0, 1.0)))
+    made = (path_clock(s, forward, backward, turns=turns) for forward, backward, turns in paces)
+    return [Recipe(kinds="FIW", clock=clock, memory=clocks[0].memory, patience=1.0) for clock in made]
 
 
 def _w_in_free_slots(s: Shape, clock: Periodic) -> Periodic:
@@ -109,7 +119,7 @@ def _zb_v_row(s: Shape, rank: int) -> Iterator[Action]:
 
 def v_half(s: Shape) -> list[Recipe]:
     """V-Half: half the memory of 1F1B."""
-    return recipes(
+    clocks = recipes(
         s,
         s.depth // 2 + 1,
         [
@@ -119,12 +129,13 @@ def v_half(s: Shape) -> list[Recipe]:
             ("none", (2, 1), (2, 1), (0, 3, 1)),
         ],
     )
+    return [*clocks, *_patient(s, clocks), *as_published(s, v_half)]
 
 
 def v_min(s: Shape) -> list[Recipe]:
     """V-Min: a third of the memory of 1F1B, for the longest models."""
     rest = 2.0 if s.depth % 3 == 0 else 0.0
-    return recipes(
+    clocks = recipes(
         s,
         (s.depth + 4) // 3,
         [
@@ -133,6 +144,7 @@ def v_min(s: Shape) -> list[Recipe]:
             ("all", (1, 2), (1, 2), (0, 0, 0)),
         ],
     )
+    return [*clocks, *_patient(s, clocks), *as_published(s, v_min)]
 
 
 def one_f_one_b_v(s: Shape) -> list[Recipe]:

@@ -26,7 +26,8 @@ class Shape:
     placement: rank of each stage.  costs: one per stage.  transfer_s: (from stage, to stage) -> seconds
     that a message takes between ranks.  limit_bytes: most bytes of residuals a rank may hold, one
     number or one per rank; or None.
-    options: numbers that a family reads, such as `group`.
+    options: numbers that a family reads, such as `group`.  shortest: "step", or "span" if of a family's
+        recipes the one with the shortest time from a rank's first action to its last is wanted.
     """
 
     stages: StageGraph
@@ -36,6 +37,7 @@ class Shape:
     transfer_s: Callable[[int, int], float]
     limit_bytes: float | tuple[float, ...] | None = None
     options: Mapping[str, float] = field(default_factory=dict)
+    shortest: str = "step"
 
     @cached_property
     def flow(self) -> Flow:

@@ -41,7 +41,8 @@ def _make(shape: Shape, recipe: Recipe, within_s: float) -> ScheduledRecipe | No
 
 def best(shape: Shape, recipes: Recipe | Sequence[Recipe]) -> ScheduledRecipe:
     """The fastest of some recipes: the shortest step, then the shortest span of a rank. With uneven times a
-    step may be 0.1 % longer than the shortest for a shorter span.
+    step may be 0.1 % longer than the shortest for a shorter span. Where the shape asks for the shortest span,
+    the other way round.
 
     Raises: what the last recipe raised, if none works.
     """
@@ -84,7 +85,7 @@ def _lengthened(
             left.append(recipe)
         else:
             scheduled.append(many)
-    within_s = min((each.outcome.step_s for each in scheduled), default=inf)
+    within_s = min((each.outcome.step_s for each in scheduled), default=inf) if _by_step(shape) else inf
     if left:
         scheduled += [each for each, _ in _ranked(shape, left, 1, within_s)]
     return _first(shape, scheduled)
@@ -103,7 +104,8 @@ def _ranked(
     bound = lower_bound_s(shape), shape.microbatches * shape.period_s
     for index, recipe in enumerate(recipes):
         steps = sorted(one.outcome.step_s for one, _ in scheduled)
-        within_s = steps[most - 1] * (1 + _slack(shape)) if len(steps) >= most else limit_s
+        enough = len(steps) >= most and _by_step(shape)
+        within_s = steps[most - 1] * (1 + _slack(shape)) if enough else limit_s
         try:
             one = _make(shape, recipe, within_s)
         except DeadlockError as error:
@@ -125,9 +127,15 @@ def _ranked(
 
 
 def _first(shape: Shape, scheduled: Sequence[ScheduledRecipe]) -> ScheduledRecipe:
-    """The best: of the shortest steps the one with the shortest span of a rank."""
-    least = min(one.outcome.step_s for one in scheduled) * (1 + _slack(shape)) + EPS
-    return min((one for one in scheduled if one.outcome.step_s <= least), key=lambda one: one.cost[::-1])
+    """The best: of the shortest steps the one with the shortest span of a rank, or the other way round."""
+    wanted = [one.outcome.step_s if _by_step(shape) else one.outcome.span_s for one in scheduled]
+    least = min(wanted) * (1 + _slack(shape)) + EPS
+    close = [one for one, seconds in zip(scheduled, wanted, strict=True) if seconds <= least]
+    return min(close, key=lambda one: one.cost[::-1] if _by_step(shape) else one.cost)
+
+
+def _by_step(shape: Shape) -> bool:
+    return shape.shortest == "step"
 
 
 def _slack(shape: Shape) -> float:
