@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from ..ir.action import Action
-from ..ir.errors import ScheduleError
+from ..ir.errors import DeadlockError, ScheduleError
 from ..ir.schedule import Pair, Schedule
 from ..ir.stages import StageGraph
 from ..ir.weight_policy import FLUSH
@@ -25,6 +25,13 @@ class Family(Protocol):
 
 
 PLACES = ("line", "loop", "wave", "both ways", "table")
+MEANT = {
+    "line": "one stage on each rank",
+    "loop": "stages in a loop, stage s on rank s mod p",
+    "wave": "stages there and back, as in a V",
+    "both ways": "two replicas in opposite directions",
+}
+"""Place -> in words."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,3 +84,14 @@ class Entry:
         assert recipe is not None
         scheduled = fastest(shape, recipe)
         return scheduled.outcome.rows, scheduled.recipe.slices, scheduled.outcome.pairs
+
+    def refusal(self, shape: Shape, error: DeadlockError) -> ScheduleError:
+        """Why a schedule of the library does not run where a shape has its stages."""
+        ranks = ", ".join(map(str, shape.placement))
+        within = "" if shape.limit_bytes is None else " within the limits"
+        return ScheduleError(
+            f"this schedule is for {MEANT.get(self.place, self.place)}; with stages on ranks {ranks}{within} "
+            f"its order stops: {error.message}",
+            hint="place the stages as it is meant, or use one for any placement: 1f1b, gpipe, or what "
+            "`pipeloom schedule search` finds",
+        )

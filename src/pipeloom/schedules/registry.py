@@ -11,11 +11,11 @@ from ..checks import check
 from ..ir.action import B, F, W
 from ..ir.columns import Rows as Table, columns_of
 from ..ir.costs import StageCost, equal_costs
-from ..ir.errors import ScheduleError, shown
+from ..ir.errors import DeadlockError, ScheduleError, shown
 from ..ir.schedule import Schedule
 from ..ir.stages import StageGraph, chain, replicate
 from .aliases import ALIASES, CHUNKS, canonical
-from .copies import COPY_OPTIONS, Uplinks, copies_asked, place_copies
+from .copies import COPY_OPTIONS, Copies, Uplinks, copies_asked, place_copies
 from .families import (
     bidirectional as two_ways,
     forward_only,
@@ -117,7 +117,7 @@ class Times:
     costs: one per stage; equal ones by default.  transfer_s: seconds of a message between two ranks, the
         same for all or by (from stage, to stage).  limit_bytes: most residual bytes of any rank, or
         of each; the costs must then say what residuals take.  uplinks: through which copies to the host go;
-        by default each rank has its own.
+        by default each rank has its own.  shortest: "step" or "span", see `Shape`.
     """
 
     costs: tuple[StageCost, ...] | None = None
@@ -125,6 +125,7 @@ class Times:
     limit_bytes: float | tuple[float, ...] | None = None
     uplinks: Uplinks | None = None
     options: Mapping[str, float] = field(default_factory=dict)
+    shortest: str = "step"
 
 
 def build(
@@ -154,7 +155,18 @@ def build(
     times = times or Times()
     shape = _shape(name, stages, placement, microbatches, times)
     copies = copies_asked(name, _options(name), shape, library_entry)
-    made, slices, pairs = library_entry.make(shape, copied=copies is not None)
+    try:
+        return _checked(name, shape, times, copies, split_backward=split_backward)
+    except DeadlockError as error:
+        if names_user_file(name):
+            raise
+        raise library_entry.refusal(shape, error) from None
+
+
+def _checked(
+    name: str, shape: Shape, times: Times, copies: Copies | None, *, split_backward: bool
+) -> Schedule:
+    made, slices, pairs = entry(name).make(shape, copied=copies is not None)
     if split_backward and pairs:
         raise ScheduleError(
             f"{name} runs pairs such as {pairs[0][0]}&{pairs[0][1]}, which a split backward would tear apart",
@@ -166,9 +178,14 @@ def build(
     if copies is not None:
         rows = place_copies(rows, shape, times.uplinks, copies, pairs=pairs)
     schedule = Schedule(
-        name=_key(name), microbatches=microbatches, placement=placement, rows=rows, slices=slices, pairs=pairs
+        name=_key(name),
+        microbatches=shape.microbatches,
+        placement=shape.placement,
+        rows=rows,
+        slices=slices,
+        pairs=pairs,
     )
-    check(schedule, stages)
+    check(schedule, shape.stages)
     return schedule
 
 
@@ -187,6 +204,7 @@ def _shape(
         costs=costs,
         transfer_s=transfer_s if callable(transfer_s) else (lambda source, target: transfer_s),
         limit_bytes=times.limit_bytes,
+        shortest=times.shortest,
         options={
             option: value
             for option, value in {**times.options, **_options(name)}.items()

@@ -25,20 +25,22 @@ def distance_from_start(flow: Flow, placement: Sequence[int]) -> dict[int, int]:
     >>> distance_from_start(flow_of(diamond), (0, 1, 2, 3))
     {0: 0, 1: 1, 2: 1, 3: 2}
     """
-    return _longest(flow.order, flow.reads_from, placement)
+    return _longest(flow, flow.order, flow.reads_from, placement)
 
 
 def distance_to_end(flow: Flow, placement: Sequence[int]) -> dict[int, int]:
     """Stage -> most rank changes on a path that leads away from it to a stage that nothing reads."""
-    return _longest(tuple(reversed(flow.order)), flow.read_by, placement)
+    return _longest(flow, tuple(reversed(flow.order)), flow.read_by, placement)
 
 
 def _longest(
-    order: Sequence[int], before: Sequence[Sequence[int]], placement: Sequence[int]
+    flow: Flow, order: Sequence[int], before: Sequence[Sequence[int]], placement: Sequence[int]
 ) -> dict[int, int]:
+    """All ranks of a stage have the distance of the farthest: they begin its actions together."""
     distance: dict[int, int] = {}
     for stage in order:
-        steps = (distance[s] + (placement[s] != placement[stage]) for s in before[stage])
+        together = (stage, *flow.shards.get(stage, ()))
+        steps = (distance[s] + (placement[s] != placement[one]) for one in together for s in before[one])
         distance[stage] = max(steps, default=0)
     return distance
 

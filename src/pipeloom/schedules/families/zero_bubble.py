@@ -40,6 +40,8 @@ def _family(s: Shape, memory: float) -> Iterator[Recipe]:
     rows = phases(s, warm_up=lambda rank: last[rank], repeat="FI")
     one = Recipe(kinds="FIW", rows=rows, memory=memory)
     yield one
+    if s.chunks > 1:
+        yield from _clocks(s, memory)
     if s.even and memory <= s.depth:
         return
     yield replace(one, overlap=1.0)
@@ -51,6 +53,15 @@ def _family(s: Shape, memory: float) -> Iterator[Recipe]:
     for early in ("all", "warm"):
         yield Recipe(kinds="FIW", clock=clock, memory=memory, early=early, overlap=1.0)
     yield from _level(s, memory)
+
+
+def _clocks(s: Shape, memory: float) -> Iterator[Recipe]:
+    """For several stages on a rank, of which the patterns say nothing: micro-batches at a steady pace."""
+    for real in (False,) if s.even else (False, True):
+        for pace in (2.0, 1.5, 1.0):
+            clock = path_clock(s, (pace,), (pace,), real=real)
+            for early in ("all", "warm"):
+                yield Recipe(kinds="FIW", clock=clock, memory=memory, early=early)
 
 
 def _level(s: Shape, memory: float) -> Iterator[Recipe]:

@@ -1,0 +1,70 @@
+"""Every family on every kind of placement: a schedule that passes the checks, or a refusal with its reason.
+
+Never a deadlock: nobody who writes a placement can mend one.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeloom import schedules
+from pipeloom.ir.costs import StageCost, equal_costs
+from pipeloom.ir.errors import DeadlockError, ScheduleError
+from pipeloom.ir.flow import dag
+from pipeloom.ir.stages import StageGraph, chain, replicate
+from pipeloom.schedules import Times, both_ways, loop, spread, wave
+
+DIAMOND = dag(4, [(0, 1), (0, 2), (1, 3), (2, 3)])
+TOWERS = dag(5, [(0, 1), (1, 4), (2, 3), (3, 4)])
+
+PLACED: dict[str, tuple[StageGraph, tuple[int, ...]]] = {
+    "one rank": (chain(1), (0,)),
+    "line": (chain(3), loop(3)),
+    "line backwards": (chain(3), (2, 1, 0)),
+    "loop of 2": (chain(6), loop(3, 2)),
+    "loop of 4": (chain(8), loop(2, 4)),
+    "V": (chain(6), wave(3)),
+    "W": (chain(6), wave(2, 3)),
+    "neighbours": (chain(4), (0, 0, 1, 1)),
+    "two on the first": (chain(4), (0, 0, 1, 2)),
+    "two on the last": (chain(4), (0, 1, 2, 2)),
+    "back to the first": (chain(4), (0, 1, 2, 0)),
+    "both ways": (replicate(chain(4), 2), both_ways(4)),
+    "both ways on one line": (replicate(chain(3), 2), loop(3, 2)),
+    "diamond": (DIAMOND, loop(4)),
+    "diamond on two": (DIAMOND, (0, 1, 1, 0)),
+    "towers": (TOWERS, loop(5)),
+    "towers on three": (TOWERS, (0, 0, 1, 1, 2)),
+    "towers on two": (TOWERS, (0, 1, 0, 1, 1)),
+    "stage on two ranks": spread(chain(3), (0, (1, 2), 3)),
+    "stage on all ranks": spread(chain(3), ((0, 1), 0, 1)),
+}
+
+
+def times(stages: int, *, even: bool) -> Times:
+    """Equal times and no messages; or stages of three lengths, with messages."""
+    if even:
+        return Times(costs=equal_costs(stages))
+    costs = [
+        StageCost(forward_s=f, backward_s=1.5, input_grad_s=0.9, weight_grad_s=0.6)
+        for f in (1.0, 0.7, 1.2)[: min(3, stages)]
+    ]
+    return Times(costs=tuple(costs[s % len(costs)] for s in range(stages)), transfer_s=0.3)
+
+
+@pytest.mark.parametrize("even", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["even", "uneven"])
+@pytest.mark.parametrize("where", PLACED)
+def test_all_run_or_say_why_not(where: str, even: bool) -> None:
+    graph, placement = PLACED[where]
+    for name in schedules.names():
+        for microbatches in (1, 4):
+            try:
+                made = schedules.build(
+                    name, graph, placement, microbatches, times=times(len(placement), even=even)
+                )
+            except ScheduleError as error:
+                assert not isinstance(error, DeadlockError), f"{name}: {error}"
+                assert error.message and error.hint, name
+            else:
+                count = 1 if name == "forward_only" else 2
+                assert sum(map(len, made.rows)) >= count * microbatches * len(placement), name
