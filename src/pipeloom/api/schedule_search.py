@@ -26,6 +26,7 @@ from ..schedules import (
     load_file,
     search_orders,
     search_placed,
+    solver_installed,
 )
 from ..simulator import simulate
 from .edges import between
@@ -55,6 +56,15 @@ class FoundSchedule:
         return self.timeline.step_s
 
     @property
+    def left_out(self) -> str:
+        """Why engines that could have found more did not run, in a sentence; empty if all ran."""
+        if self.result.ended == "optimal" or solver_installed():
+            return ""
+        return (
+            "engines kernel and exact were left out: OR-tools is not installed (pip install pipeloom[search])"
+        )
+
+    @property
     def bound_s(self) -> float:
         return self.result.progress.bound.seconds
 
@@ -82,6 +92,7 @@ class FoundSchedule:
             "gap": self.gap,
             "engine": self.result.best.engine,
             "ended": self.result.ended,
+            "left_out": self.left_out,
             "evaluations": progress.evaluations,
             "seconds": progress.seconds,
             "peaks": list(self.peaks),

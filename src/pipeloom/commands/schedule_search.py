@@ -68,8 +68,8 @@ def search(
     answers to small cases.
 
     With --json: step_s, repeating_step_s (of the .py file), bound_s, bound and bound_why (what no order can
-    be faster than), gap, engine, ended, evaluations, seconds, peaks (residuals per rank), ranks,
-    microbatches, placement, rows.
+    be faster than), gap, engine, ended, left_out (engines that need OR-tools, if so), evaluations, seconds,
+    peaks (residuals per rank), ranks, microbatches, placement, rows.
     """
     from ..api import SearchOptions, search_schedule
 
@@ -125,6 +125,8 @@ def _present(found: FoundSchedule, output: Path | None) -> None:
         f"no order is faster than {found.bound_s:.6g} ({progress.bound.name}: {progress.bound.why}); "
         f"gap {100 * found.gap:.2f} %"
     )
+    if found.left_out:
+        click.echo(found.left_out)
     click.echo(f"residuals per rank at most {' '.join(f'{peak:.4g}' for peak in found.peaks)}")
     if output is not None:
         repeats = output.suffix == ".py"

@@ -52,5 +52,6 @@ from .search import (
     found_text as found_text,
     search_orders as search_orders,
     search_placed as search_placed,
+    solver_installed as solver_installed,
 )
 from .steady import build_steady as build_steady

@@ -20,20 +20,25 @@ from pipeloom.schedules import SearchOptions, SearchProblem, SearchResult, searc
 from pipeloom.schedules.search import (
     ENGINES,
     Candidate,
+    Exact,
     Progress,
     all_bounds,
     fitting,
-    installed,
     library_order,
     lower_bound,
     one_by_one,
     solve,
+    solve_period,
+    solver_installed,
     timed,
+    whole_times,
 )
 from pipeloom.simulator import simulate
 
 QUICK = SearchOptions(effort=0.2)
-needs_solver = pytest.mark.skipif(not installed(), reason="OR-tools, the extra `search`, is not installed")
+needs_solver = pytest.mark.skipif(
+    not solver_installed(), reason="OR-tools, the extra `search`, is not installed"
+)
 
 
 def proved(asked: SearchProblem, found: Candidate) -> float:
@@ -84,7 +89,14 @@ def test_a_split_backward_shortens_the_chain() -> None:
     assert result.best.step_s <= 68.5
 
 
-@pytest.mark.parametrize("engine", [name for name in ENGINES if name not in ("exact", "library")])
+@pytest.mark.parametrize(
+    "engine",
+    [
+        pytest.param(name, marks=needs_solver if name == "kernel" else ())
+        for name in ENGINES
+        if name not in ("exact", "library")
+    ],
+)
 def test_engines_by_themselves_better_the_plainest_order(engine: str) -> None:
     asked = problem("NN", 4, 8, 6)
     alone = search_orders(asked, SearchOptions(engines=(engine,)))
@@ -143,7 +155,8 @@ def test_the_binding_bound_is_named() -> None:
     assert (tight.seconds, tight.name) == (256.0, "memory x time")
 
 
-def bounds_hold(seed: int) -> None:
+def bounds_hold(seed: int) -> tuple[SearchProblem, Exact]:
+    """A small case, and what CP-SAT says of it."""
     asked = random_case(seed)
     if any(h > c for h, c in zip(one_by_one(asked).peaks, asked.limits, strict=True)):
         asked = replace(asked, caps=())
@@ -153,6 +166,7 @@ def bounds_hold(seed: int) -> None:
         assert bound.seconds <= exact.candidate.step_s + 1e-6, bound.why
     if exact.proved:
         assert exact.candidate.step_s == pytest.approx(exact.bound_s)
+    return asked, exact
 
 
 @needs_solver
@@ -163,20 +177,18 @@ def test_no_bound_is_above_the_optimum(seed: int) -> None:
 
 @needs_solver
 @pytest.mark.slow
-def test_no_bound_is_above_the_optimum_of_many_cases() -> None:
-    """Nor is the search without CP-SAT far above it: at most 2 % on average."""
+@pytest.mark.parametrize("part", range(6))
+def test_no_bound_is_above_the_optimum_of_many_cases(part: int) -> None:
+    """Nor is the search without CP-SAT far above it: at most 2 % on average. 300 cases in six parts."""
     above = []
-    for seed in range(300):
-        bounds_hold(seed)
-        asked = random_case(seed)
-        if any(h > c for h, c in zip(one_by_one(asked).peaks, asked.limits, strict=True)):
-            asked = replace(asked, caps=())
-        exact = solve(asked, effort=20.0)
-        inexact = SearchOptions(engines=tuple(name for name in ENGINES if name != "exact"))
+    for seed in range(50 * part, 50 * part + 50):
+        asked, exact = bounds_hold(seed)
+        inexact = SearchOptions(engines=tuple(name for name in ENGINES if name not in ("kernel", "exact")))
         assert exact.candidate is not None
         if exact.proved:
             above.append(search_orders(asked, inexact).best.step_s / exact.candidate.step_s - 1)
-    assert len(above) >= 250 and -1e-9 <= min(above) and sum(above) / len(above) <= 0.02
+    print(f"{len(above)} proved, above the optimum by {sum(above) / len(above):.4f} on average")
+    assert len(above) >= 42 and -1e-9 <= min(above) and sum(above) / len(above) <= 0.02
 
 
 def never_behind_the_library(seed: int) -> SearchResult:
@@ -196,16 +208,32 @@ def test_chains_are_never_longer_than_the_library(seed: int) -> None:
 
 
 @pytest.mark.slow
-def test_many_chains_are_never_longer_than_the_library() -> None:
-    for seed in range(200):
+@pytest.mark.parametrize("part", range(4))
+def test_many_chains_are_never_longer_than_the_library(part: int) -> None:
+    """200 chains in four parts."""
+    for seed in range(50 * part, 50 * part + 50):
         never_behind_the_library(seed)
 
 
-@pytest.mark.parametrize("shape", ["V", "K"])
+@pytest.mark.parametrize(
+    "shape", ["V", "K", *(pytest.param(s, marks=pytest.mark.slow) for s in ("X", "M", "NN"))]
+)
 def test_more_memory_is_never_longer(shape: str) -> None:
     caps = (2.0, 3.0, 4.0, 6.0, 8.0)
     steps = [search_orders(problem(shape, 4, 8, cap), QUICK).best.step_s for cap in caps]
     assert steps == sorted(steps, reverse=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(20))
+def test_more_memory_is_never_longer_for_chains(seed: int) -> None:
+    asked = random_chain(seed)
+    steps = []
+    for share in (1.0, 1.25, 1.5, 2.0, 3.0):
+        roomier = replace(asked, caps=tuple(share * cap for cap in asked.caps))
+        steps.append(search_orders(roomier, QUICK).best.step_s)
+    for tight, roomy in zip(steps, steps[1:], strict=False):
+        assert roomy <= tight * (1 + 1e-9), steps
 
 
 @needs_solver
@@ -215,6 +243,27 @@ def test_a_small_case_is_answered_exactly() -> None:
 
 
 def test_without_the_solver_the_rest_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeloom.schedules.search.engines.exact.installed", lambda: False)
+    for engine in ("exact", "kernel"):
+        path = f"pipeloom.schedules.search.engines.{engine}.solver_installed"
+        monkeypatch.setattr(path, lambda: False)
     result = search_orders(problem("M", 2, 3, 3), QUICK)
     assert result.progress.bound.name != "exact" and result.best.step_s < inf
+
+
+@needs_solver
+@pytest.mark.parametrize(("shape", "cap", "step_s"), [("V", 4, 76.0), ("M", 6, 108.0), ("K", 6, 100.0)])
+def test_one_period_by_the_solver(shape: str, cap: float, step_s: float) -> None:
+    """Nothing but the engine: the shortest period there is, and the shortest way of a micro-batch in it."""
+    asked = problem(shape, 4, 16, cap)
+    result = search_orders(asked, SearchOptions(engines=("kernel",)))
+    assert result.best.engine == "kernel" and result.best.step_s <= step_s
+    assert max(result.best.peaks) <= cap
+    assert proved(asked, result.best) == pytest.approx(result.best.step_s)
+
+
+@needs_solver
+def test_the_solver_is_told_what_a_period_holds() -> None:
+    """A V of two ranks with room for one micro-batch: no period is shorter than the way of one."""
+    found = solve_period(whole_times(problem("V", 2, 4, 1)), period=7 * 8, hint=None, effort=1.0)
+    assert found is None
+    assert solve_period(whole_times(problem("V", 2, 4, 1)), period=8 * 8, hint=None, effort=1.0) is not None

@@ -6,7 +6,8 @@ from .candidate import (
     timed as timed,
 )
 from .choose_ranks import search_placed as search_placed
-from .engines.exact import Exact as Exact, installed as installed, solve as solve
+from .engines.exact import Exact as Exact, solve as solve, solver_installed as solver_installed
+from .engines.kernel import solve_period as solve_period, whole_times as whole_times
 from .engines.library import fitting as fitting, library_order as library_order
 from .found_file import found_text as found_text, turn_of as turn_of
 from .problem import SearchProblem as SearchProblem, SearchStage as SearchStage

@@ -76,19 +76,24 @@ def _memory(problem: SearchProblem, rank: int) -> Bound:
         m * sum of bytes * lifespan <= cap * (step - head - tail)
     """
     head, tail = _ends(problem, rank)
-    cap, m = problem.limits[rank], problem.microbatches
-    first = {u.stage: i for i, u in enumerate(problem.units) if u.kind == F and rank in u.ranks}
-    product = 0.0
-    for i, u in enumerate(problem.units):
-        if rank in u.ranks and u.kind in (B, W):
-            lifespan = _longest(problem, first[u.stage], i)
-            product += m * problem.stages[u.stage].residual_bytes * lifespan
+    cap = problem.limits[rank]
+    product = problem.microbatches * residual_seconds(problem, rank)
     seconds = product / cap if cap < inf and product else 0.0
     return Bound(
         seconds=head + seconds + tail if seconds else 0.0,
         name="memory x time",
         why=f"rank {rank} begins at {head:g}, its residuals fill its limit for {seconds:g}, "
         f"and it leaves {tail:g} to others",
+    )
+
+
+def residual_seconds(problem: SearchProblem, rank: int) -> float:
+    """Bytes x seconds of the residuals of one micro-batch on a rank, at least."""
+    first = {u.stage: i for i, u in enumerate(problem.units) if u.kind == F and rank in u.ranks}
+    return sum(
+        problem.stages[u.stage].residual_bytes * _longest(problem, first[u.stage], i)
+        for i, u in enumerate(problem.units)
+        if rank in u.ranks and u.kind in (B, W)
     )
 
 

@@ -27,7 +27,7 @@ OVER = 4.0
 
 class Moments(NamedTuple):
     """Per unit: now, before the last move, and of the best so far; the units by phase, and their turns;
-    costs: of now, of the best."""
+    costs: of now, of the best.  order: that of now, as `run_turns` wrote it."""
 
     first: Floats
     before: Floats
@@ -36,6 +36,7 @@ class Moments(NamedTuple):
     turn: Ints
     phase: Floats
     cost: Floats
+    order: Ints
 
 
 @kernel
@@ -61,36 +62,24 @@ def settle(t: Units, s: Moments, period: float) -> None:
 
 @kernel
 def run_turns(t: Units, c: Clock, s: Moments, m: int, within: float) -> float:
-    """Time m micro-batches. Returns: the step, or something longer than `within` once that is certain."""
+    """Write and time the order of m micro-batches. Returns: the step, or something longer than `within` once
+    that is certain."""
     reset(c)
     low, high = s.turn[0], s.turn[0]
     for u in range(len(s.turn)):
         low, high = min(low, s.turn[u]), max(high, s.turn[u])
-    step = 0.0
+    step, place = 0.0, 0
     for k in range(low, high + m):
         for u in s.by_phase:
             b = k - s.turn[u]
             if b >= 0 and b < m:
+                s.order[place] = u * m + b
+                place += 1
                 end = run_entry(t, c, u, b, m)
                 step = max(step, end)
                 if end + t.tail[u] > within:
                     return within + EPS
     return step
-
-
-@kernel
-def write_order(s: Moments, order: Ints, m: int) -> None:
-    """The order that the moments give."""
-    low, high = s.turn[0], s.turn[0]
-    for u in range(len(s.turn)):
-        low, high = min(low, s.turn[u]), max(high, s.turn[u])
-    at = 0
-    for k in range(low, high + m):
-        for u in s.by_phase:
-            b = k - s.turn[u]
-            if b >= 0 and b < m:
-                order[at] = u * m + b
-                at += 1
 
 
 @kernel

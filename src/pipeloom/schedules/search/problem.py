@@ -183,6 +183,11 @@ class SearchProblem:
             found += [Unit(stage=s, kind=o.kind, ranks=(r,)) for s, r in own]
         return tuple(found)
 
+    @property
+    def entries(self) -> int:
+        """Of an order: how much begins in a step."""
+        return len(self.units) * self.microbatches
+
     @cached_property
     def needs(self) -> tuple[tuple[int, ...], ...]:
         """Per unit the units that it waits for, of the same micro-batch."""

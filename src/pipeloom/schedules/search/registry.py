@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from .engine import Engine
-from .engines import clock, exact, library, priorities, rows
+from .engines import clock, exact, kernel, library, priorities, rows
 
 ENGINES: dict[str, Engine] = {
     "library": library.run,
     "priorities": priorities.run,
     "clock": clock.run,
+    "kernel": kernel.run,
     "rows": rows.run,
     "exact": exact.run,
 }

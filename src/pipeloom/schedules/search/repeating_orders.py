@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from math import inf
+
 import numpy as np
 
-from .candidate import Candidate, Repeating, fits, timed
-from .clock_kernel import Moments, settle, write_order
+from .candidate import Candidate, Repeating, fits, new_clock, timed
+from .clock_kernel import Moments, run_turns, settle
 from .problem import SearchProblem
 
 
-def moments_of(repeating: Repeating) -> Moments:
+def moments_of(repeating: Repeating, microbatches: int) -> Moments:
     count = len(repeating.first)
     first = np.array(repeating.first)
     return Moments(
@@ -20,16 +22,17 @@ def moments_of(repeating: Repeating) -> Moments:
         turn=np.zeros(count, np.int64),
         phase=np.zeros(count),
         cost=np.zeros(2),
+        order=np.zeros(count * microbatches, np.int64),
     )
 
 
 def written(problem: SearchProblem, repeating: Repeating, engine: str) -> Candidate:
     """The order of a repeating order for all micro-batches, timed."""
-    t, moments = problem.arrays, moments_of(repeating)
+    t, m = problem.arrays, problem.microbatches
+    moments = moments_of(repeating, m)
     settle(t, moments, repeating.period)
-    order = np.zeros(len(problem.units) * problem.microbatches, np.int64)
-    write_order(moments, order, problem.microbatches)
-    return timed(problem, order, engine, repeating)
+    run_turns(t, new_clock(problem), moments, m, inf)
+    return timed(problem, moments.order, engine, repeating)
 
 
 def repeating_of(problem: SearchProblem, candidate: Candidate) -> Candidate:

@@ -25,6 +25,9 @@ from .repeating_orders import repeating_of
 LEVELS = (1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0, 12.0, 16.0, 20.0, 24.0, 32.0, 48.0, 64.0)
 """Limits of the rounds, in micro-batches of the rank that holds most of one."""
 
+FEWER_FROM, SPARSEST = 4000, 4
+"""Actions of a step from which every second level is taken, then every third, and at last every fourth."""
+
 SAME = 1e-9
 
 SAME_FOR = 2
@@ -184,7 +187,8 @@ def rounds_of(problem: SearchProblem) -> Iterator[SearchProblem]:
     most = max((cap for cap in problem.limits if cap < inf), default=inf)
     if most < inf and unit > 0:
         low = np.array(one_by_one(problem).peaks)
-        for level in LEVELS:
+        sparse = min(SPARSEST, max(1, problem.entries // FEWER_FROM))
+        for level in LEVELS[::sparse]:
             caps = tuple(min(cap, level * unit) for cap in problem.limits)
             if level * unit < most * (1 - SAME) and (low <= np.array(caps)).all():
                 yield replace(problem, caps=caps)

@@ -69,7 +69,7 @@ def anneal(
     problem: SearchProblem, start: Repeating, seed: np.ndarray, heat: float, tries: int
 ) -> tuple[Repeating, int]:
     """The best moments on the way, and how many orders were timed. heat: in periods."""
-    t, clock, moments = problem.arrays, new_clock(problem), moments_of(start)
+    t, clock, moments = problem.arrays, new_clock(problem), moments_of(start, problem.microbatches)
     settle(t, moments, start.period)
     moments.cost[:] = 1e18
     plan = np.array([start.period, problem.microbatches, heat * start.period, 0.01 * start.period, 0.0])

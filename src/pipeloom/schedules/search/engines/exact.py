@@ -41,14 +41,14 @@ class Exact:
     proved: bool
 
 
-def installed() -> bool:
+def solver_installed() -> bool:
     """Whether OR-tools is there."""
     return importlib.util.find_spec("ortools") is not None
 
 
 def run(task: Round) -> Iterator[Found]:
     """Solve the case if it is small and OR-tools is installed."""
-    if not task.last or len(task.best.order) > MOST_ENTRIES or not installed():
+    if not task.last or len(task.best.order) > MOST_ENTRIES or not solver_installed():
         return
     answer = solve(task.problem, hint=task.best, effort=EFFORT * task.effort, seed=task.seed)
     bound = Bound(seconds=answer.bound_s, name="exact", why="CP-SAT has searched all orders below it")
@@ -64,7 +64,7 @@ def solve(
     """
     from ortools.sat.python import cp_model
 
-    scale = _scale(problem)
+    scale = scale_of(problem)
     model: Any = cp_model.CpModel()
     m, units = problem.microbatches, problem.units
     seconds = [round(problem.seconds(u) * scale) for u in units]
@@ -135,7 +135,7 @@ def _limit(problem: SearchProblem, model: Any, rank: int, start: Any, seconds: l
         model.add_cumulative(spans, amounts, floor(cap * parts * (1 + 1e-12)))
 
 
-def _scale(problem: SearchProblem) -> int:
+def scale_of(problem: SearchProblem) -> int:
     """By which all times become whole numbers; rounded where there is none that is small."""
     times = {problem.seconds(u) for u in problem.units}
     times |= {problem.delay(p, i) for i in range(len(problem.units)) for p in problem.needs[i]}

@@ -8,10 +8,14 @@ import numpy as np
 
 from ....ir.action import Action, B, F, I, W
 from ....ir.errors import ScheduleError
+from ...placements import both_ways, loop, wave
 from ...registry import FAMILIES, Times, build, entry
 from ..candidate import Candidate, fits, timed
 from ..engine import Found, Round
 from ..problem import SearchProblem
+
+LARGE = 4000
+"""Actions of a step from which a schedule is built once, and only where it is meant to run."""
 
 
 def run(task: Round) -> Iterator[Found]:
@@ -21,23 +25,47 @@ def run(task: Round) -> Iterator[Found]:
 
 
 def fitting(problem: SearchProblem) -> list[str]:
-    """Names of schedules whose placement may be that of the problem."""
-    chunks = problem.shape.chunks
+    """Names of schedules whose placement may be that of the problem; of large problems, whose placement it
+    is."""
+    chunks, ranks, placement = problem.shape.chunks, problem.ranks, problem.placed[1]
+    meant = {
+        "line": placement if chunks == 1 else (),
+        "loop": loop(ranks, chunks),
+        "wave": wave(ranks, chunks),
+        "both ways": both_ways(ranks),
+    }
+    large = problem.entries > LARGE
     names = []
     for name in FAMILIES:
         known = entry(name)
         several = known.place in ("loop", "wave", "both ways")
         fits_place = not several or (chunks > 1 and not problem.placed[0].shards)
+        if large and placement != meant.get(known.place, placement):
+            continue
         if known.lacks == "" and name != "forward_only" and fits_place:
             names.append(name)
     return names
 
 
 def library_order(problem: SearchProblem, name: str) -> Candidate | None:
-    """A schedule of the library as an order; None if it does not run so, or breaks a limit."""
+    """A schedule of the library as an order; None if it does not run so, or breaks a limit.
+
+    The shorter of what it is without knowing the limits, if it keeps to them, and of what it makes of them.
+    """
+    free = _built(problem, name, limited=False)
+    if not problem.caps or entry(name).recipe is None or (free is not None and problem.entries > LARGE):
+        return free
+    limited = _built(problem, name, limited=True)
+    known = [one for one in (free, limited) if one is not None]
+    return min(known, key=lambda one: one.step_s, default=None)
+
+
+def _built(problem: SearchProblem, name: str, *, limited: bool) -> Candidate | None:
     graph, placement = problem.placed
     shape = problem.shape
-    times = Times(costs=shape.costs, transfer_s=shape.transfer_s, limit_bytes=shape.limit_bytes)
+    times = Times(
+        costs=shape.costs, transfer_s=shape.transfer_s, limit_bytes=shape.limit_bytes if limited else None
+    )
     try:
         schedule = build(name, graph, placement, problem.microbatches, times=times)
     except ScheduleError:

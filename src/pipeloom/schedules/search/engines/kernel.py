@@ -1,0 +1,176 @@
+"""A repeating order by CP-SAT of OR-tools, the optional extra `search`: one period of it, exactly.
+
+    first[u] = turn[u] * period + phase[u]      when unit u runs micro-batch 0; micro-batch b, b periods later
+
+What a rank runs within one period is a circle on which no two units overlap; results are there before they
+are used; and at every forward the rank's residuals, counted by how many turns lie between each stage's F and
+its B or W, have room. Of all such orders the one in which a micro-batch takes least from its first forward to
+its last action: with the shortest period that is the shortest step, but for what the two ends make of it.
+
+The period is the least that the ranks' work and the residuals allow, then longer and longer ones until none
+of them can be better than what is known. Source: modulo scheduling, Rau, MICRO 1994; for pipelines Tessel,
+HPCA 2024.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import combinations
+from math import ceil, floor, inf, lcm
+from typing import Any
+
+from ....ir.action import B, F, W
+from ..bounds import residual_seconds
+from ..candidate import Repeating, fits
+from ..engine import Found, Round
+from ..problem import SearchProblem
+from ..repeating_orders import written
+from .exact import scale_of, solver_installed
+
+EFFORT = 0.4
+"""CP-SAT's own measure of work for one period, about seconds."""
+
+MOST_PERIODS = 6
+"""Periods that are tried, the shortest first."""
+
+FINER = 32
+"""Parts of the shortest period by which the next ones are longer."""
+
+MOST_PAIRS = 1500
+"""Pairs of units that share a rank up to which it is tried."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WholeTimes:
+    """What CP-SAT is asked: times are whole numbers, `scale` of them one second."""
+
+    problem: SearchProblem
+    scale: int
+    seconds: tuple[int, ...]
+    pairs: tuple[tuple[int, int], ...]
+
+
+def run(task: Round) -> Iterator[Found]:
+    """Solve one period after the other, if OR-tools is installed and the case is not too large."""
+    if not task.last or not solver_installed():
+        return
+    asked = whole_times(task.problem)
+    if len(asked.pairs) > MOST_PAIRS:
+        return
+    m, best = task.problem.microbatches, task.best.step_s
+    path = max(h + s for h, s in zip(task.problem.heads, task.problem.arrays.seconds, strict=True))
+    for period in periods(asked):
+        if (m - 1) * period / asked.scale + path >= best:
+            return
+        first = solve_period(asked, period, hint=task.repeating.repeating, effort=EFFORT * task.effort)
+        if first is None:
+            yield Found(candidate=None, evaluations=1)
+            continue
+        found = written(task.problem, first, "kernel")
+        good = fits(found, task.problem.arrays.cap)
+        best = min(best, found.step_s) if good else best
+        yield Found(candidate=found if good else None, evaluations=1)
+
+
+def whole_times(problem: SearchProblem) -> WholeTimes:
+    """Times as whole numbers, fine enough for periods that are no multiples of them."""
+    scale = scale_of(problem)
+    scale *= max(1, ceil(FINER / max(1.0, max(problem.work) * scale)))
+    units = range(len(problem.units))
+    return WholeTimes(
+        problem=problem,
+        scale=scale,
+        seconds=tuple(round(problem.seconds(u) * scale) for u in problem.units),
+        pairs=tuple((a, b) for a, b in combinations(units, 2) if problem.arrays.meet[a, b]),
+    )
+
+
+def periods(asked: WholeTimes) -> Iterator[int]:
+    """The least period that any order has, and longer ones."""
+    problem = asked.problem
+    work = max(
+        sum(asked.seconds[i] for i, u in enumerate(problem.units) if r in u.ranks)
+        for r in range(problem.ranks)
+    )
+    lie = max(
+        residual_seconds(problem, r) / problem.limits[r] if problem.limits[r] < inf else 0.0
+        for r in range(problem.ranks)
+    )
+    least = max(1, work, ceil(lie * asked.scale - 1e-6))
+    for number in range(MOST_PERIODS):
+        yield least + number * max(1, least // FINER)
+
+
+def solve_period(
+    asked: WholeTimes, period: int, *, hint: Repeating | None, effort: float
+) -> Repeating | None:
+    """The order with that period in which a micro-batch takes least; None if there is none, or none was found
+    within the effort.
+
+    Raises: ImportError without OR-tools.
+    """
+    from ortools.sat.python import cp_model
+
+    problem, seconds = asked.problem, asked.seconds
+    model: Any = cp_model.CpModel()
+    delays = {
+        (p, u): ceil(problem.delay(p, u) * asked.scale - 1e-6)
+        for u, needs in enumerate(problem.needs)
+        for p in needs
+    }
+    turns = 2 + len(problem.units) + (sum(seconds) + sum(delays.values())) // period
+    phase = [model.new_int_var(0, period - 1, "") for _ in seconds]
+    turn = [model.new_int_var(0, turns, "") for _ in seconds]
+    first = [phase[u] + period * turn[u] for u in range(len(seconds))]
+    end = model.new_int_var(0, period * (turns + 1) + max(seconds), "")
+    for u, took in enumerate(seconds):
+        model.add(end >= first[u] + took)
+        for p in problem.needs[u]:
+            model.add(first[u] >= first[p] + seconds[p] + delays[p, u])
+    ahead: dict[tuple[int, int], Any] = {}
+    for a, b in asked.pairs:
+        one = ahead[a, b] = model.new_bool_var("")
+        ahead[b, a] = 1 - one
+        for before, behind, when in ((a, b, one), (b, a, one.Not())):
+            model.add(phase[behind] >= phase[before] + seconds[before]).only_enforce_if(when)
+            model.add(phase[before] + period >= phase[behind] + seconds[behind]).only_enforce_if(when)
+    for rank in range(problem.ranks):
+        _limit(problem, model, rank, turn, ahead)
+    model.minimize(end)
+    if hint is not None:
+        for u, moment in enumerate(hint.first):
+            model.add_hint(turn[u], int(moment // hint.period))
+            model.add_hint(phase[u], int(moment % hint.period / hint.period * period))
+    solver: Any = cp_model.CpSolver()
+    solver.parameters.num_workers = 1
+    solver.parameters.random_seed = 1
+    solver.parameters.max_deterministic_time = effort
+    if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        return None
+    moments = [solver.value(turn[u]) * period + solver.value(phase[u]) for u in range(len(seconds))]
+    return Repeating(first=tuple(at / asked.scale for at in moments), period=period / asked.scale)
+
+
+def _limit(problem: SearchProblem, model: Any, rank: int, turn: Any, ahead: Any) -> None:
+    """At each forward of a rank its residuals have room.
+
+    Micro-batches of a stage that are held there: turns between its F and what lets go, one more if F stands
+    before the forward in the period, or is it, and one less if what lets go does.
+    """
+    cap, units = problem.limits[rank], problem.units
+    if cap == inf:
+        return
+    own = [i for i, u in enumerate(units) if rank in u.ranks and problem.stages[u.stage].residual_bytes]
+    sizes = [Fraction(s.residual_bytes).limit_denominator(1 << 20) for s in problem.stages]
+    parts = lcm(*(size.denominator for size in sizes))
+    opens = {units[i].stage: i for i in own if units[i].kind == F}
+    closes = {units[i].stage: i for i in own if units[i].kind in (B, W)}
+    for at in opens.values():
+        held = []
+        for stage, begin in opens.items():
+            last, amount = closes[stage], int(sizes[stage] * parts)
+            here = 1 if begin == at else ahead[begin, at]
+            held.append(amount * (turn[last] - turn[begin] + here - ahead[last, at]))
+        model.add(sum(held) <= floor(cap * parts * (1 + 1e-12)))
