@@ -1,6 +1,7 @@
 """Schedule search on the shapes that Tessel (HPCA 2024) searches, beside what its public code finds.
 
     python bench/schedule_search.py [--ranks 4 8] [--microbatches 16 64] [--split] [--again]
+    python bench/schedule_search.py --chains [--ranks 4 8 16 32] [--again]
 
 F = 1, B = 3, one unit of memory a micro-batch, no transfers; see bench/search_shapes.py. Tessel's figures
 are of its public code (zhiqi-0/Tessel, commit 44f72c3), its orders timed again so that every block begins as
@@ -8,6 +9,9 @@ early as it can; on 8 ranks it did not end within 150 s. What counts as our seco
 one process of one thread, its compiled code loaded before. Every result is proved by the checks and timed by
 the simulator. The file of results is written after every case; a case that is in it is not measured again
 without `--again`.
+
+With --chains: chains with split backwards, stages of three kinds of times, 4 micro-batches per rank, beside
+the schedules of the library that are made for them, at the memory that these take.
 """
 
 from __future__ import annotations
@@ -15,14 +19,17 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from machine import code_of, describe_machine
-from search_shapes import problem
+from search_shapes import TIMES, chain_of, problem
 
 from pipeloom.api import prove_search
 from pipeloom.schedules import SearchOptions, search_orders
+from pipeloom.schedules.search import library_order
 
 RESULTS = Path(__file__).parent / "results" / "schedule_search.json"
 TESSEL: dict[tuple[int, str, int], tuple[float | None, float | None]] = {
@@ -42,6 +49,9 @@ TESSEL: dict[tuple[int, str, int], tuple[float | None, float | None]] = {
 """(ranks, shape, cap) -> its steps with 16 and 64 micro-batches."""
 
 COUNTS = (16, 64)
+
+CHAINS = {"zb_1p": 1, "zb_v": 2, "v_half": 2, "gis": 4}
+"""Schedule -> its stages per rank."""
 
 
 def measure(ranks: int, shape: str, cap: int, microbatches: int, *, split: bool) -> dict[str, Any]:
@@ -71,6 +81,38 @@ def measure(ranks: int, shape: str, cap: int, microbatches: int, *, split: bool)
     }
 
 
+def measure_chain(ranks: int, schedule: str, times: str) -> dict[str, Any]:
+    """A search at the memory of a schedule of the library, and that schedule."""
+    free = chain_of(schedule, ranks, CHAINS[schedule], times)
+    known = library_order(free, schedule)
+    assert known is not None
+    asked = chain_of(schedule, ranks, CHAINS[schedule], times, cap=max(known.peaks))
+    before = time.perf_counter()
+    result = search_orders(asked, SearchOptions())
+    seconds = time.perf_counter() - before
+    step_s, busy_s = prove_search(result).step_s, asked.microbatches * max(asked.work)
+    return {
+        "ranks": ranks,
+        "schedule": schedule,
+        "times": times,
+        "microbatches": asked.microbatches,
+        "cap": max(known.peaks) / CHAINS[schedule],
+        "library_bubble": 1 - busy_s / known.step_s,
+        "bubble": 1 - busy_s / step_s,
+        "engine": result.best.engine,
+        "orders": result.progress.evaluations,
+        "seconds": round(seconds, 2),
+    }
+
+
+def chain_line(case: dict[str, Any]) -> str:
+    return (
+        f"{case['ranks']:5} {case['schedule']:8} {case['times']:13} {case['cap']:6.4g} "
+        f"{100 * case['library_bubble']:8.2f} % {100 * case['bubble']:8.2f} % {case['seconds']:8.2f}  "
+        f"{case['engine']}"
+    )
+
+
 def line(case: dict[str, Any]) -> str:
     tessel = "-" if case["tessel"] is None else f"{case['tessel']:g}"
     name = f"{case['shape']}{' split' if case['split'] else ''}"
@@ -82,33 +124,58 @@ def line(case: dict[str, Any]) -> str:
     )
 
 
-def key_of(case: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(case[k] for k in ("ranks", "shape", "cap", "microbatches", "split"))
+class Results:
+    """The file of results: cases by what they are of, each with the code that it was measured with."""
+
+    def __init__(self, *, again: bool) -> None:
+        self.again, self.code = again, code_of(("schedules",))
+        self.kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+
+    def case(self, table: str, key: dict[str, Any], measured: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """What is known of a case, or what is measured now, which is written at once."""
+        cases: list[dict[str, Any]] = self.kept.setdefault(table, [])
+        same = [case for case in cases if all(case[name] == value for name, value in key.items())]
+        if same and same[0]["code"] == self.code and not self.again:
+            return same[0]
+        case = measured() | {"code": self.code}
+        self.kept[table] = [old for old in cases if old not in same] + [case]
+        RESULTS.write_text(json.dumps({**self.kept, "machine": describe_machine()}, indent=1) + "\n")
+        return case
+
+
+def print_shapes(results: Results, ranks: list[int], counts: list[int], *, split: bool) -> None:
+    print("ranks shape      cap    m     step    bound      gap  tessel  seconds      cpu  engine")
+    for count, shape, cap in TESSEL:
+        for m in counts if count in ranks else ():
+            key = {"ranks": count, "shape": shape, "cap": cap, "microbatches": m, "split": split}
+            measured = partial(measure, count, shape, cap, m, split=split)
+            print(line(results.case("cases", key, measured)), flush=True)
+
+
+def print_chains(results: Results, ranks: list[int]) -> None:
+    print("ranks schedule times            cap    library     search  seconds  engine")
+    for count in ranks:
+        for schedule in CHAINS:
+            for times in TIMES:
+                key = {"ranks": count, "schedule": schedule, "times": times}
+                measured = partial(measure_chain, count, schedule, times)
+                print(chain_line(results.case("chains", key, measured)), flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[])
     parser.add_argument("--microbatches", type=int, nargs="+", default=list(COUNTS))
     parser.add_argument("--split", action="store_true", help="I and W apart, each half of B")
+    parser.add_argument("--chains", action="store_true", help="chains beside schedules of the library")
     parser.add_argument("--again", action="store_true")
     args = parser.parse_args()
-    code = code_of(("schedules",))
-    old = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"cases": []}
-    cases = {key_of(case): case for case in old["cases"]}
+    results = Results(again=args.again)
     search_orders(problem("M", 2, 4, 3, split=True))  # loads the compiled code
-    print("ranks shape      cap    m     step    bound      gap  tessel  seconds      cpu  engine")
-    for ranks, shape, cap in TESSEL:
-        if ranks not in args.ranks:
-            continue
-        for count in args.microbatches:
-            key = (ranks, shape, cap, count, args.split)
-            if args.again or cases.get(key, {}).get("code") != code:
-                case = measure(ranks, shape, cap, count, split=args.split)
-                cases[key] = case | {"code": code}
-                kept = {"machine": describe_machine(), "cases": list(cases.values())}
-                RESULTS.write_text(json.dumps(kept, indent=1) + "\n")
-            print(line(cases[key]), flush=True)
+    if args.chains:
+        print_chains(results, args.ranks or [4, 8, 16, 32])
+    else:
+        print_shapes(results, args.ranks or [4, 8], args.microbatches, split=args.split)
 
 
 if __name__ == "__main__":
