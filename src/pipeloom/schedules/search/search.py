@@ -25,8 +25,9 @@ from .repeating_orders import repeating_of
 LEVELS = (1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0, 12.0, 16.0, 20.0, 24.0, 32.0, 48.0, 64.0)
 """Limits of the rounds, in micro-batches of the rank that holds most of one."""
 
-FEWER_FROM, SPARSEST = 4000, 4
-"""Actions of a step from which every second level is taken, then every third, and at last every fourth."""
+LARGE, SPARSEST = 1500, 4
+"""Actions of a step from twice which on only every second level is taken, then every third, and at last every
+fourth; and from twice which on fewer orders are tried, the more actions the fewer."""
 
 SAME = 1e-9
 
@@ -170,7 +171,7 @@ class _Search:
             repeating=self.repeating,
             bound=self.bound,
             seed=self.options.seed * 1009 + number,
-            effort=self.options.effort,
+            effort=self.options.effort * min(1.0, 2 * LARGE / problem.entries),
             last=last,
         )
 
@@ -187,7 +188,7 @@ def rounds_of(problem: SearchProblem) -> Iterator[SearchProblem]:
     most = max((cap for cap in problem.limits if cap < inf), default=inf)
     if most < inf and unit > 0:
         low = np.array(one_by_one(problem).peaks)
-        sparse = min(SPARSEST, max(1, problem.entries // FEWER_FROM))
+        sparse = min(SPARSEST, max(1, problem.entries // LARGE))
         for level in LEVELS[::sparse]:
             caps = tuple(min(cap, level * unit) for cap in problem.limits)
             if level * unit < most * (1 - SAME) and (low <= np.array(caps)).all():

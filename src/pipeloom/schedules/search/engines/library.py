@@ -14,7 +14,7 @@ from ..candidate import Candidate, fits, timed
 from ..engine import Found, Round
 from ..problem import SearchProblem
 
-LARGE = 4000
+LARGE = 3000
 """Actions of a step from which a schedule is built once, and only where it is meant to run."""
 
 

@@ -41,7 +41,7 @@ def run(task: Round) -> Iterator[Found]:
     tried = 0
     tries = plain_rules(problem)
     looks = len(order) * len(problem.units)
-    most = round(MOST * (1 if task.last else EARLIER))
+    most = max(1, round(MOST * min(1.0, task.effort) * (1 if task.last else EARLIER)))
     stride = max(1, len(tries) * looks // most)  # of large cases only some rules
     tries = tries[task.seed % stride :: stride]
     changes = round(task.effort * min(CHANGES, most / looks))
