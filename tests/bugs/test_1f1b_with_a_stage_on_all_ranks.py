@@ -1,4 +1,4 @@
-"""1f1b and gpipe with a stage on all ranks: its ranks had clocks of their own, and waited for each other for ever."""
+"""1f1b and gpipe with a stage on all ranks: these had clocks of their own, and waited for ever."""
 
 from __future__ import annotations
 
