@@ -63,6 +63,16 @@ def test_copies_of_a_schedule_stay_and_its_stages_get_no_others() -> None:
     assert "1RELOAD2 1B1" in second
 
 
+def test_copies_of_a_stage_that_offloads_nothing_are_left_out() -> None:
+    rows = ("0F0 0OFFLOAD0 0F1 0AWAIT0 0RELOAD0 0B0 0B1", "1F0 1OFFLOAD0 1F1 1RELOAD0 1B0 1B1")
+    given = Schedule(name="by hand", microbatches=2, placement=(0, 1), rows=parse_rows(rows))
+    policy = MemoryPolicy(stages=({"a": "offload"}, {"a": "recompute"}))
+    first, second = str(lower(given, chain(2), policy=policy)).splitlines()
+    assert "0OFFLOAD0 " in first and "0AWAIT0 0RELOAD0" in first
+    assert second == "1RECV_F0<0 1F0 1RECV_F1<0 1F1 1B0 1SEND_B0>0 1B1 1SEND_B1>0 1STEP"
+    assert "1OFFLOAD0" in str(lower(given, chain(2))), "a program that is only simulated keeps them"
+
+
 def test_around_a_pair_they_stand_as_around_one_action() -> None:
     lines = ("0F0 0F1 0B0 0F2&0B1 0B2", "1F0 1B0 1F1 1B1 1F2 1B2")
     schedule = Schedule(

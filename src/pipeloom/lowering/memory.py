@@ -6,9 +6,10 @@
     RECOMPUTE  in front of the RECVs of B: it runs while the gradient is on its way
 
 A micro-batch whose B follows its F at once, or after one action, is not copied: it would come back at once. A
-schedule may say itself when single micro-batches of a stage are copied: such a stage gets no other copies. Of
-another one that offloads no more than `MemoryPolicy.at_once` micro-batches have all their residuals on the
-device, however slow the copies are:
+schedule may say itself when single micro-batches of a stage are copied: such a stage gets no other copies,
+and loses these if a policy that says something of stages offloads nothing of it. Of another stage that
+offloads no more than `MemoryPolicy.at_once` micro-batches have all their residuals on the device, however
+slow the copies are:
 
     F0 OFFLOAD0 F1 OFFLOAD1 F2 OFFLOAD2 AWAIT0 F3 OFFLOAD3 AWAIT1 ...
 
@@ -52,11 +53,14 @@ _OFFLOAD, _RECOMPUTE, _AWAIT, _RELOAD, _RUN = range(5)
 
 
 def add_memory(program: Program, stages: StageGraph, *, policy: MemoryPolicy) -> Program:
-    """Insert the actions that a policy asks for; a pair counts as one action."""
-    old = program.columns
+    """Insert the actions that a policy asks for; a pair counts as one action. Copies that the schedule has of
+    a stage with nothing to offload are left out, unless the policy says nothing at all of stages."""
     count = len(program.placement)
     origins = [stages.origin(stage) for stage in range(count)]
     away = np.array([bool(policy.treated(origin, "offload")) for origin in origins])
+    if policy.stages:
+        program = _without_empty_copies(program, away)
+    old = program.columns
     away &= ~(program.action_index.of(OFFLOAD_) >= 0).any(axis=1)
     again = np.array([o in policy.ahead and bool(policy.treated(o, "recompute")) for o in origins])
     if not old.trains or not (away | again).any():
@@ -85,6 +89,13 @@ def add_memory(program: Program, stages: StageGraph, *, policy: MemoryPolicy) ->
     insert(AWAIT_, awaits >= 0, awaits, _AWAIT)
     insert(RECOMPUTE_, again[stage], units.begin[units.number[back]], _RECOMPUTE)
     return replace(program, rows=Rows(_with(old, np.concatenate(insertions, axis=1))))
+
+
+def _without_empty_copies(program: Program, away: Bools) -> Program:
+    """The program without copies of stages that offload nothing. away: per stage, whether it does."""
+    columns = program.columns
+    empty = columns.among((OFFLOAD_, AWAIT_, RELOAD_)) & ~away[columns.stage]
+    return replace(program, rows=Rows(columns.where(~empty))) if empty.any() else program
 
 
 def _awaited(entries: tuple[Ints, Ints, Ints, Ints], most: int) -> Iterator[tuple[int, int]]:
