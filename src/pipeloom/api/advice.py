@@ -59,7 +59,7 @@ def plan_with_advice(
     try:
         return request.plan(model)
     except InfeasibleError as error:
-        attempts = Attempts(replace(request, watch=None), model)
+        attempts = Attempts(request.for_advice, model)
         hints = [*_memory(attempts, error), *_stages(attempts, error), *_freeing(attempts)]
         if size := largest() if largest is not None else None:
             hints.append(f"use micro-batches of {'1 row' if size == 1 else f'at most {size} rows'}")

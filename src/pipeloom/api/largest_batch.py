@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from functools import cache
 from itertools import islice
 from typing import TypeAlias
@@ -76,7 +75,7 @@ def largest_below(request: PlanRequest, upper: ProfiledModel, model_at: ModelAt)
     any of those tried, or is of other ops there. One row is looked at as it is: models may do without some
     ops then.
     """
-    quiet = replace(request, watch=None)
+    quiet = request.for_advice
     capturable = CapturableSizes([size for size in request.sizes() if size < upper.size], model_at)
 
     several = [size for size in capturable.sizes if size > 1]

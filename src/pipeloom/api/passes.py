@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from ..ir.profile import Profile
 from ..ir.timeline import Timeline
 from ..ir.units import parse_bytes
 from ..ir.weight_policy import WEIGHT_POLICIES
-from ..planner import PlanCosts, PlanOptions, ProfiledModel, planner, shared_rows
+from ..planner import PlanCosts, PlanOptions, ProfiledModel, SearchWatch, planner, shared_rows
 from ..profiler import roofline
 from ..schedules import with_chunks
 from ..tracer import Job, load_job
@@ -184,9 +184,9 @@ def make_request(
     branches: bool = True,
     global_batch: int | None = None,
     offload_dir: Path | str | None = None,
-    watch: Callable[[int], None] | None = None,
+    watch: SearchWatch | None = None,
 ) -> PlanRequest:
-    """How `plan` plans; see there. watch: told how many stages were weighed so far."""
+    """How `plan` plans; see there. watch: told how the search goes on."""
     from ..runtime import optimizer_ratio
 
     if stages > MOST_DEVICES:

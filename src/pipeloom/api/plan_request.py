@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -17,8 +17,10 @@ from ..planner import (
     PlanCosts,
     PlanOptions,
     ProfiledModel,
+    SearchWatch,
     branch_figures,
     divisors,
+    first_way,
     limits,
     make_plan,
     place,
@@ -64,7 +66,7 @@ class PlanRequest:
     capped: plans name the devices' memory as their caps.
     global_batch: rows per step; where the micro-batch size varies, so does the number of micro-batches.
     local: the devices are processes of this machine, as many as there are ranks, and share what it has.
-    watch: told how many stages were weighed so far.
+    watch: told how the search goes on.
     """
 
     stages: int
@@ -76,7 +78,7 @@ class PlanRequest:
     local: bool = False
     global_batch: int | None = None
     options: PlanOptions = field(default_factory=PlanOptions)
-    watch: Callable[[int], None] | None = None
+    watch: SearchWatch | None = None
     width: int = 1
 
     @property
@@ -166,6 +168,12 @@ class PlanRequest:
         """The first plan found that keeps the caps, which need not be the fastest; raises as `plan`."""
         first = replace(self, options=replace(self.options, fastest=False))
         return first.plan(model, explained=False)
+
+    @property
+    def for_advice(self) -> PlanRequest:
+        """The same, unwatched, and faster: of a planner of many schedules the first that it tries."""
+        strategy, schedule = first_way(self.strategy, self.schedule)
+        return replace(self, strategy=strategy, schedule=schedule, watch=None)
 
     def fits(self, model: ProfiledModel) -> bool:
         """Whether there is a plan."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +33,8 @@ from .common import (
 from .plan_shape import print_shape
 
 if TYPE_CHECKING:
+    from rich.progress import Progress
+
     from ..api import Change
     from ..ir.plan import Plan
 
@@ -176,25 +178,36 @@ JSON_KEYS = (
 """What `--json` says of the whole plan."""
 
 
+class _Line:
+    """A line on standard error, on a terminal, that says how a search goes on."""
+
+    def __init__(self, progress: Progress) -> None:
+        self.progress = progress
+        self.task = progress.add_task("planning", total=None, way="")
+        self.before, self.last = 0, 0
+
+    def weighed(self, count: int) -> None:
+        # A search for another request, as for another size of micro-batches, counts from 1 again.
+        self.before += self.last if count < self.last else 0
+        self.last = count
+        self.progress.update(self.task, completed=self.before + count)
+
+    def tried(self, schedule: str, number: int, of: int, best: tuple[str, float] | None) -> None:
+        fastest = "" if best is None else f", best {1e3 * best[1]:.4g} ms ({best[0]})"
+        self.progress.update(self.task, way=f"; {schedule}, {number} of {of}{fastest}")
+
+
 @contextmanager
-def _watching() -> Iterator[Callable[[int], None]]:
-    """A line on standard error, on a terminal, that counts the stages weighed."""
+def _watching() -> Iterator[_Line]:
+    """The line while the search lasts."""
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    columns = (SpinnerColumn(), TextColumn("planning: {task.completed} stages weighed"), TimeElapsedColumn())
+    text = "planning: {task.completed} stages weighed{task.fields[way]}"
+    columns = (SpinnerColumn(), TextColumn(text), TimeElapsedColumn())
     screen = Console(stderr=True)
     with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as progress:
-        task = progress.add_task("planning", total=None)
-        before = [0, 0]
-
-        def watch(count: int) -> None:
-            # A search for another request, as for another size of micro-batches, counts from 1 again.
-            before[0] += before[1] if count < before[1] else 0
-            before[1] = count
-            progress.update(task, completed=before[0] + count)
-
-        yield watch
+        yield _Line(progress)
 
 
 def _list(as_json: bool) -> None:

@@ -7,7 +7,7 @@ them, so their values never cross.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -144,35 +144,36 @@ def cut(graph: OpGraph, stage_of: Mapping[str, int]) -> StageGraph:
         raise CutError(f"op {missing[0]} has no stage ({len(missing)} in all)", hint="assign every op")
     _refuse_torn_buffers(graph, stage_of)
     count = max(stage_of.values()) + 1
-    own: list[list[str]] = [[] for _ in range(count)]
+    own: list[list[Op]] = [[] for _ in range(count)]
     for op in graph.ops:
         if op.name in stage_of:
-            own[stage_of[op.name]].append(op.name)
+            own[stage_of[op.name]].append(op)
+    place = {op.name: at for at, op in enumerate(graph.ops)}
+    clones = [sorted(_clones(graph, stage_of, s, own[s]), key=place.__getitem__) for s in range(count)]
     stages = tuple(
-        Stage(index=s, ops=tuple(own[s]), clones=_clones(graph, stage_of, s)) for s in range(count)
+        Stage(index=s, ops=tuple(op.name for op in own[s]), clones=tuple(clones[s])) for s in range(count)
     )
+    members = [
+        sorted((*own[s], *(graph.op[name] for name in clones[s])), key=lambda op: place[op.name])
+        for s in range(count)
+    ]
     loss_stage = stage_of[graph.producer[graph.loss]]
     result = StageGraph(
         stages=stages,
-        crossings=_crossings(graph, stage_of, stages),
-        params=_owned(graph, stages, "params", [p.name for p in graph.parameters]),
-        buffers=_owned(graph, stages, "buffers", [b.name for b in graph.buffers]),
-        inputs=tuple(_batch_inputs(graph, s) for s in stages),
+        crossings=_crossings(graph, stage_of, members),
+        params=_owned(members, "params", [p.name for p in graph.parameters]),
+        buffers=_owned(members, "buffers", [b.name for b in graph.buffers]),
+        inputs=tuple(_batch_inputs(graph, ops) for ops in members),
         loss_stage=loss_stage,
     )
     _refuse_cycles(result)
     return result
 
 
-def _members(graph: OpGraph, stage: Stage) -> list[Op]:
-    inside = {*stage.ops, *stage.clones}
-    return [op for op in graph.ops if op.name in inside]
-
-
-def _clones(graph: OpGraph, stage_of: Mapping[str, int], stage: int) -> tuple[str, ...]:
+def _clones(graph: OpGraph, stage_of: Mapping[str, int], stage: int, own: Sequence[Op]) -> set[str]:
     """Cheap ops that `stage` needs and does not own, with the cheap ops those need."""
     wanted: set[str] = set()
-    pending = [op for op in graph.ops if stage_of.get(op.name) == stage]
+    pending = list(own)
     while pending:
         for value in pending.pop().inputs:
             maker = graph.producer.get(value)
@@ -181,51 +182,49 @@ def _clones(graph: OpGraph, stage_of: Mapping[str, int], stage: int) -> tuple[st
             if graph.op[maker].cheap:
                 wanted.add(maker)
                 pending.append(graph.op[maker])
-    return tuple(op.name for op in graph.ops if op.name in wanted)
+    return wanted
 
 
 def _crossings(
-    graph: OpGraph, stage_of: Mapping[str, int], stages: tuple[Stage, ...]
+    graph: OpGraph, stage_of: Mapping[str, int], members: Sequence[Sequence[Op]]
 ) -> tuple[Crossing, ...]:
+    """members: of each stage its ops and clones, in the order of the graph."""
     crossings: dict[tuple[str, int], Crossing] = {}
-    for stage in stages:
-        inside = {*stage.ops, *stage.clones}
-        for op in _members(graph, stage):
+    for stage, ops in enumerate(members):
+        inside = {op.name for op in ops}
+        for op in ops:
             back = any(v.needs_grad for v in op.outputs)
             for name in op.inputs:
                 maker = graph.producer.get(name)
                 if maker is None or maker in inside:
                     continue
-                value, key = graph.value[name], (name, stage.index)
+                value, key = graph.value[name], (name, stage)
                 if key not in crossings:
                     value = replace(value, needs_grad=value.needs_grad and back)
                 elif not (back and value.needs_grad):
                     continue
-                crossings[key] = Crossing(value=value, source=stage_of[maker], target=stage.index)
+                crossings[key] = Crossing(value=value, source=stage_of[maker], target=stage)
     return tuple(crossings.values())
 
 
 def _owned(
-    graph: OpGraph, stages: tuple[Stage, ...], kind: str, everything: list[str]
+    members: Sequence[Sequence[Op]], kind: str, everything: Sequence[str]
 ) -> tuple[tuple[str, ...], ...]:
     """Per stage the parameters (or buffers) it reads; the first stage also holds what no op reads."""
     read = [
         dict.fromkeys(
-            name
-            for op in _members(graph, stage)
-            for name in (*getattr(op, kind), *(op.updates if kind == "buffers" else ()))
+            name for op in ops for name in (*getattr(op, kind), *(op.updates if kind == "buffers" else ()))
         )
-        for stage in stages
+        for ops in members
     ]
     used = {name for names in read for name in names}
     read[0].update(dict.fromkeys(name for name in everything if name not in used))
     return tuple(tuple(names) for names in read)
 
 
-def _batch_inputs(graph: OpGraph, stage: Stage) -> tuple[str, ...]:
-    names = {v.name for v in graph.inputs}
-    read = {name for op in _members(graph, stage) for name in op.inputs}
-    return tuple(v.name for v in graph.inputs if v.name in names & read)
+def _batch_inputs(graph: OpGraph, ops: Sequence[Op]) -> tuple[str, ...]:
+    read = {name for op in ops for name in op.inputs}
+    return tuple(v.name for v in graph.inputs if v.name in read)
 
 
 def _refuse_torn_buffers(graph: OpGraph, stage_of: Mapping[str, int]) -> None:

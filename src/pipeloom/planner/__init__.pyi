@@ -22,7 +22,11 @@ from .host_memory import (
     pair_low_with_high as pair_low_with_high,
 )
 from .infeasible import NoCutFits as NoCutFits, least_share as least_share, stage_needs as stage_needs
-from .make_plan import TooManyStages as TooManyStages, make_plan as make_plan
+from .make_plan import (
+    TooManyStages as TooManyStages,
+    first_way as first_way,
+    make_plan as make_plan,
+)
 from .microbatch_sizes import (
     ProfiledModel as ProfiledModel,
     interpolate_sample as interpolate_sample,
@@ -51,6 +55,7 @@ from .request import (
     profile_of as profile_of,
 )
 from .search import layer_names as layer_names
+from .search_watch import SearchWatch as SearchWatch
 from .shape_search import (
     PIPELININGS as PIPELININGS,
     RankedShape as RankedShape,

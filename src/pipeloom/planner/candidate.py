@@ -15,7 +15,7 @@ from ..ir.flow import flow_of
 from ..ir.memory_policy import MemoryPolicy
 from ..ir.plan import Plan, StagePlan
 from ..ir.schedule import Schedule
-from ..ir.stages import chain, cut, replicate
+from ..ir.stages import chain
 from ..ir.steady import SteadyStep
 from ..ir.timeline import Timeline
 from ..lowering import lower
@@ -65,10 +65,8 @@ class Candidate:
     def __init__(self, request: Request, search: Search, cuts: tuple[int, ...]) -> None:
         self.request, self.cuts = request, cuts
         self.notes: Mapping[str, str] = {}
-        ops = [op.name for op in search.model.readers.ops]
-        stage_of = {name: s for s, (i, j) in enumerate(pairwise(cuts)) for name in ops[i:j]}
         self.layout = request.layout
-        self.stages = replicate(cut(request.graph, stage_of), self.layout.replicas)
+        self.stages = request.shared.cut(request.graph, search.model.readers, cuts, self.layout.replicas)
         self.search, self.in_flight = search, search.in_flight
         self.rows = self._order()
         self.schedule = unrolled(self.rows)

@@ -9,14 +9,15 @@ plan with the shortest simulated step wins, and its cuts are moved by that step 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from math import ceil
-from typing import Protocol
+from typing import TypeAlias
 
 from ..ir.errors import InfeasibleError, PlanError, ScheduleError
 from ..ir.memory_policy import Treatment
 from ..ir.plan import Plan
+from .search_watch import SearchWatch
 
 POLISHES = "dawnpiper"
 """The planner that moves cuts by the simulated step. It is asked with the first names in any case, so that
@@ -31,19 +32,34 @@ LIMITS = (0.75, 0.5, 0.25)
 """Shares of what a rank holds without copies to which it is limited."""
 
 
-class MakePlan(Protocol):
-    """Plans with one schedule: see `make_plan`."""
+ROUNDS = 6
+"""Searches of one way to plan, until what it takes under the caps is as it was taken to be."""
 
-    def __call__(self, *, schedule: str, strategy: str, treatments: tuple[Treatment, ...] | None) -> Plan: ...
+CLOSE = 0.02
+"""Share of a step by which moving cuts makes a plan faster, at most, as far as the search cares: a schedule
+that takes longer than that where memory does not matter is not looked at."""
+
+FAR = 1.5
+"""What ranks hold together where all is kept, over what they have: beyond it other cuts are of no use."""
 
 
 @dataclass(frozen=True)
 class Try:
-    """One way to plan."""
+    """One way to plan.
+
+    capped: if not, as if devices had memory for everything.  evens, polishes: see `Planner`.
+    """
 
     schedule: str
     strategy: str
     treatments: tuple[Treatment, ...] | None
+    capped: bool = True
+    evens: bool = False
+    polishes: bool = False
+
+
+MakePlan: TypeAlias = Callable[[Try], Plan]
+"""Plans one way; raises as `make_plan`."""
 
 
 def schedule_names(ranks: int, most_stages: int, *, copies: bool = True) -> tuple[str, ...]:
@@ -52,13 +68,14 @@ def schedule_names(ranks: int, most_stages: int, *, copies: bool = True) -> tupl
     most_stages: into which the model can be cut.  copies: those that offload, too.
 
     >>> schedule_names(2, 4, copies=False)
-    ('1f1b', 'gis_h', 'zb_h1', 'gis:v=2', 'gis_h:v=2', 'po:v=2', 'zb_v')
+    ('1f1b', 'gis_h', 'zb_h1', 'gis:v=2', 'po:v=2', 'zb_v')
     >>> schedule_names(2, 2)
     ('1f1b', 'zb_h1', '1f1b:offload=1', '1f1b:limit=1.5')
     """
     several = [v for v in CHUNKS if v * ranks <= most_stages]
     names = ["1f1b", *(["gis_h"] if several else []), "zb_h1"]
-    names += [f"{family}:v={v}" for v in several for family in ("gis", "gis_h", "po")]
+    families = ((v, family) for v in several for family in ("gis", "gis_h", "po"))
+    names += [f"{family}:v={v}" for v, family in families if (v, family) != (2, "gis_h")]
     names += ["zb_v"] if several else []
     if not copies:
         return tuple(names)
@@ -69,63 +86,163 @@ def schedule_names(ranks: int, most_stages: int, *, copies: bool = True) -> tupl
         groups = sorted({ceil(ranks / 2), ranks})
         names += [f"po:v={v},offload={n}" for n in counts]
         names += [f"gis_g:group={g},v={v},offload={n}" for g in groups for n in counts]
-        names += [f"po:v={v},limit={share * ranks * (v + 1) / 2:g}" for share in LIMITS]
+        held = ranks * (v + 1) / 2
+        names += [f"po:v={v},limit={share * held:g}" for share in LIMITS if share * held > 1.5]
     return tuple(names)
 
 
-def tries_of(names: Sequence[str], treatments: tuple[Treatment, ...] | None) -> Iterator[Try]:
-    """How each schedule is planned: with every residual kept that it does not offload itself, and made again
-    where that may be.  treatments: what the user allows; None for all."""
+def tries_of(name: str, treatments: tuple[Treatment, ...] | None, *, keeps: bool = True) -> Iterator[Try]:
+    """How a schedule is planned: with every residual kept that it does not offload itself, unless that cannot
+    fit (`keeps`), and made again where that may be.  treatments: what the user allows; None for all."""
     again: tuple[Treatment, ...] = ("recompute",)
-    for name in names:
-        if name in FIRST:
-            yield Try(name, POLISHES, treatments)
+    if keeps:
+        yield Try(name, "exact", (), evens=True)
         yield Try(name, "exact", ())
-        if not _copies(name) and (treatments is None or "recompute" in treatments):
-            yield Try(name, "probe", again)
+    if not _copies(name) and (treatments is None or "recompute" in treatments):
+        yield Try(name, "probe", again)
 
 
 def choose_schedule(
     plan: MakePlan,
     names: Sequence[str],
+    caps: Sequence[int],
     *,
     treatments: tuple[Treatment, ...] | None = None,
     fastest: bool = True,
+    watch: SearchWatch | None = None,
 ) -> Plan:
     """The plan with the shortest simulated step of all that keep the caps.
 
-    plan: makes one.  names: of the schedules.  treatments: what the user allows.  fastest: if not, the first.
-    Raises: InfeasibleError, that of the first schedule, if none fits; PlanError if none can be planned.
+    plan: makes one.  names: of the schedules.  caps: bytes of each rank.  treatments: what the user allows.
+    fastest: if not, the first that is found.  watch: told of each that is tried.
+
+    What a schedule takes where memory does not matter is found first, which is quick. In the order of that
+    all is tried under the caps, until the next one would be slower even so. Copies are looked at where the
+    same order without them is not as fast under the caps as without.
+    Raises: InfeasibleError if none fits; PlanError if none can be planned.
     """
-    best: Plan | None = None
-    by: Try | None = None
-    first: PlanError | ScheduleError | None = None
-    for one in tries_of(names, treatments):
-        found = _plan(plan, one)
-        if not isinstance(found, Plan):
-            refused = isinstance(found, InfeasibleError)
-            first = found if first is None or (refused and not isinstance(first, InfeasibleError)) else first
-            continue
-        if best is None or found.predicted_step_s < best.predicted_step_s:
-            best, by = found, one
-        if not fastest:
-            return best
-    if best is None or by is None:
-        raise first or PlanError("no schedule to choose from", hint="name at least one")
-    if by.strategy != POLISHES:
-        polished = _plan(plan, Try(by.schedule, POLISHES, by.treatments))
-        if isinstance(polished, Plan) and polished.predicted_step_s < best.predicted_step_s:
-            best = polished
-    return best
+    search = _Choice(plan, tuple(caps), treatments, watch, len(names))
+    if not fastest:
+        first = [Try(name, POLISHES, treatments) for name in names if name in FIRST]
+        for one in (*first, *(one for name in names for one in tries_of(name, treatments))):
+            if search.try_(one):
+                break
+        return search.found()
+    search.try_in_order([name for name in names if not _copies(name)])
+    search.try_in_order([name for name in names if _copies(name) and search.wants(name)])
+    return search.polished()
 
 
-def _plan(plan: MakePlan, one: Try) -> Plan | PlanError | ScheduleError:
-    """The plan, or why there is none."""
-    try:
-        return plan(schedule=one.schedule, strategy=one.strategy, treatments=one.treatments)
-    except (PlanError, ScheduleError) as error:
-        return error
+class _Choice:
+    """The best so far, and what each schedule takes where memory does not matter.
+
+    told: how many names the watch was told of, of `count`.
+    """
+
+    def __init__(
+        self,
+        plan: MakePlan,
+        caps: tuple[int, ...],
+        treatments: tuple[Treatment, ...] | None,
+        watch: SearchWatch | None,
+        count: int,
+    ) -> None:
+        self.plan, self.caps, self.treatments = plan, caps, treatments
+        self.watch, self.count, self.told = watch, count, set[str]()
+        self.free: dict[str, Plan] = {}
+        self.kept: set[str] = set()
+        """Names that are as fast under the caps as without."""
+        self.best: Plan | None = None
+        self.by: Try | None = None
+        self.first: PlanError | ScheduleError | None = None
+
+    def try_in_order(self, names: Sequence[str]) -> None:
+        """All ways of the schedules that may be faster than the best, the most promising first."""
+        for name in names:
+            self._tell(name)
+            try:
+                self.free[name] = self.plan(Try(name, "exact", (), capped=False, evens=True))
+            except (PlanError, ScheduleError) as error:
+                self._note(error)
+        for name in sorted(self.free.keys() & set(names), key=lambda name: self.free[name].predicted_step_s):
+            if self._is_slower(name):
+                break
+            self._tell(name)
+            self._try_all_of(name)
+
+    def wants(self, name: str) -> bool:
+        """Whether copies in an order may be of use."""
+        plain = plain_of(name)
+        return plain not in self.kept and plain in self.free and not self._is_slower(plain)
+
+    def _is_slower(self, name: str) -> bool:
+        """Whether a schedule cannot be faster than the best."""
+        least_s = (1 - CLOSE) * self.free[name].predicted_step_s
+        return self.best is not None and least_s >= self.best.predicted_step_s
+
+    def _try_all_of(self, name: str) -> None:
+        """Under the caps; what is as fast as without them is all that is looked for."""
+        free = self.free[name]
+        near = sum(free.peaks) <= FAR * sum(self.caps)
+        for one in tries_of(name, self.treatments, keeps=near):
+            found = self.try_(one)
+            if found is not None and found.predicted_step_s <= free.predicted_step_s:
+                self.kept.add(name)
+                return
+
+    def _tell(self, name: str) -> None:
+        self.told.add(name)
+        if self.watch is not None:
+            best = None if self.best is None else (self.best.schedule, self.best.predicted_step_s)
+            self.watch.tried(name, len(self.told), self.count, best)
+
+    def try_(self, one: Try) -> Plan | None:
+        """One way to plan. Returns its plan, if there is one."""
+        try:
+            found = self.plan(one)
+        except (PlanError, ScheduleError) as error:
+            self._note(error)
+            return None
+        if self.best is None or found.predicted_step_s < self.best.predicted_step_s:
+            self.best, self.by = found, one
+        return found
+
+    def polished(self) -> Plan:
+        """The best plan, its cuts moved by the simulated step. Raises: see `choose_schedule`."""
+        for name in FIRST:
+            if name in self.free and not self._is_slower(name):
+                self._tell(name)
+                self.try_(Try(name, POLISHES, self.treatments))
+        best = self.found()
+        if self.by is not None and self.by.strategy != POLISHES:
+            self.try_(replace(self.by, polishes=True))
+        return self.best or best
+
+    def found(self) -> Plan:
+        """The best plan so far. Raises: see `choose_schedule`."""
+        if self.best is None:
+            raise self.first or PlanError("no schedule to choose from", hint="name at least one")
+        return self.best
+
+    def _note(self, error: PlanError | ScheduleError) -> None:
+        """Keep the first error, or rather the first that says that nothing fits."""
+        refused = isinstance(error, InfeasibleError)
+        if self.first is None or (refused and not isinstance(self.first, InfeasibleError)):
+            self.first = error
 
 
 def _copies(name: str) -> bool:
     return "offload=" in name or "limit=" in name
+
+
+def plain_of(name: str) -> str:
+    """The schedule of `schedule_names` with the order of a name with copies and without these, or with one
+    that holds less.
+
+    >>> plain_of("po:v=4,offload=2"), plain_of("gis_g:group=2,v=2,offload=1"), plain_of("1f1b:limit=3")
+    ('po:v=4', 'gis_h', '1f1b')
+    """
+    family, _, options = name.partition(":")
+    stages = next((option for option in options.split(",") if option.startswith("v=")), "")
+    plain = f"{family.replace('gis_g', 'gis_h')}:{stages}" if stages else family
+    return "gis_h" if plain == "gis_h:v=2" else plain

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
@@ -15,12 +15,20 @@ from ..ir.plan import Plan
 from ..ir.profile import Profile
 from .branches import BranchOrdered
 from .candidate import Candidate
-from .choose_schedule import FIRST, POLISHES, choose_schedule, schedule_names
+from .choose_schedule import (
+    FIRST,
+    POLISHES,
+    ROUNDS as TRIED_ROUNDS,
+    Try,
+    choose_schedule,
+    schedule_names,
+)
 from .infeasible import does_not_fit, explain_infeasible, passes_caps, scale_caps, stage_needs
 from .placement import stages_for
 from .registry import Planner, planner
 from .request import PlanOptions, Request
-from .search import Search, polish_cuts
+from .search import Search, even_ranks, polish_cuts
+from .search_watch import SearchWatch
 from .stage_cost import Readers
 from .stage_dag import HUGE, faster_of, fastest_of_few, polish_some, shallow_candidates, with_slack
 
@@ -44,6 +52,13 @@ LOWERED = (0.95, 0.9, 0.8, 0.7)
 """Shares of all caps that are searched with where that does not come to an end."""
 
 
+HOPELESS = 0.15
+"""Share of all caps by which the first two candidates pass these, where few rounds are made at all."""
+
+ROOMY = 1 << 60
+"""Bytes of a device where memory is not to matter."""
+
+
 def make_plan(
     graph: OpGraph,
     profile: Profile | Mapping[str, Profile],
@@ -55,7 +70,7 @@ def make_plan(
     strategy: str = "exact",
     options: PlanOptions = PlanOptions(),  # noqa: B008  frozen
     explained: bool = True,
-    watch: Callable[[int], None] | None = None,
+    watch: SearchWatch | None = None,
 ) -> Plan:
     """Cut a graph into stages, for the usual placement of a schedule.
 
@@ -63,38 +78,73 @@ def make_plan(
     profile: costs per micro-batch, for all devices or by device name.
     schedule: see `schedules.names`.  microbatches: per step.  strategy: see `planner.names`.
     explained: if nothing fits, look for how far it is from fitting, which takes longer.
-    watch: told how many stages were weighed so far.
+    watch: told how the search goes on.
     Raises: PlanError if the request makes no sense; InfeasibleError if nothing fits under the devices'
         memory.
     """
     asked = planner(strategy)
-    if asked.chooses_schedule:
-
-        def with_schedule(*, schedule: str, strategy: str, treatments: tuple[Treatment, ...] | None) -> Plan:
-            return make_plan(
-                graph,
-                profile,
-                cluster,
-                stages=stages,
-                schedule=schedule,
-                microbatches=microbatches,
-                strategy=strategy,
-                options=replace(options, treatments=treatments),
-                explained=explained and (schedule, strategy) == (FIRST[0], POLISHES),
-                watch=watch,
-            )
-
-        _refuse_nonsense(graph, cluster, stages, FIRST[0])
-        linked = all(device.host_link is not None for device in cluster.devices[:stages])
-        allowed = options.treatments is None or "offload" in options.treatments
-        names = schedule_names(stages, len(Readers(graph).cut_points) - 1, copies=linked and allowed)
-        chosen = choose_schedule(with_schedule, names, treatments=options.treatments, fastest=options.fastest)
-        return replace(chosen, planner=strategy)
-    _refuse_nonsense(graph, cluster, stages, schedule)
+    _refuse_nonsense(graph, cluster, stages, FIRST[0] if asked.chooses_schedule else schedule)
     devices = replace(cluster, devices=cluster.devices[:stages])
-    if asked.arrange is not None:  # its stages are a chain
-        options = replace(options, branches=False)
     request = Request(graph, profile, devices, schedule, microbatches, options, asked, watch)
+    if asked.chooses_schedule:
+        return replace(_of_many_schedules(request, explained=explained), planner=strategy)
+    return _plan_or_with_fewer(request, strategy, explained=explained)
+
+
+def first_way(strategy: str, schedule: str) -> tuple[str, str]:
+    """The planner and the schedule with which a planner of many schedules tries first, whose plans are among
+    its own, and which takes less time; of other planners these.
+
+    >>> first_way("pipeoffload", "gpipe"), first_way("exact", "gpipe")
+    (('dawnpiper', '1f1b'), ('exact', 'gpipe'))
+    """
+    return (POLISHES, FIRST[0]) if planner(strategy).chooses_schedule else (strategy, schedule)
+
+
+def _of_many_schedules(request: Request, *, explained: bool) -> Plan:
+    """The fastest plan of all schedules that are worth a try; see `choose_schedule`."""
+    cluster, options = request.cluster, request.options
+    roomy = replace(cluster, devices=tuple(replace(d, memory_bytes=ROOMY) for d in cluster.devices))
+
+    def plan(one: Try) -> Plan:
+        _refuse_nonsense(request.graph, cluster, len(cluster.devices), one.schedule)
+        by = replace(planner(one.strategy), evens=one.evens)
+        if one.strategy != POLISHES:
+            by = replace(by, polishes=one.polishes, rounds=TRIED_ROUNDS)
+        own = replace(
+            request,
+            cluster=cluster if one.capped else roomy,
+            schedule=one.schedule,
+            planner=by,
+            options=replace(options, treatments=one.treatments),
+        )
+        return _plan_or_with_fewer(own, one.strategy, explained=False)
+
+    linked = all(device.host_link is not None for device in cluster.devices)
+    allowed = options.treatments is None or "offload" in options.treatments
+    places = len(Readers(request.graph).cut_points) - 1
+    try:
+        return choose_schedule(
+            plan,
+            schedule_names(len(cluster.devices), places, copies=linked and allowed),
+            [device.memory_bytes for device in cluster.devices],
+            treatments=options.treatments,
+            fastest=options.fastest,
+            watch=request.watch,
+        )
+    except InfeasibleError:
+        if not explained:
+            raise
+    first = replace(request, schedule=FIRST[0], planner=planner(POLISHES))
+    return _plan_or_with_fewer(first, POLISHES, explained=True)
+
+
+def _plan_or_with_fewer(request: Request, strategy: str, *, explained: bool) -> Plan:
+    """The plan that is asked for; where nothing fits, that with fewer micro-batches of a stage that offloads
+    on the device at once."""
+    if request.planner.arrange is not None:  # its stages are a chain
+        request = replace(request, options=replace(request.options, branches=False))
+    options = request.options
     request.refuse_what_cannot_be()
     if "offload" not in request.treatments or options.offloaded_at_once == LEAST_AT_ONCE:
         return _plan_of(request, strategy, explained=explained)
@@ -176,7 +226,7 @@ def _search_of(search: Search, request: Request, other: Planner) -> Search:
 def _first_that_fits(request: Request, search: Search, by: Planner, log: _SearchLog) -> list[Candidate]:
     """The first candidate of a planner that keeps its caps in its simulated step, if any. log: is filled."""
     if by.arrange is None:
-        log.first_cuts = by.find(search)
+        log.first_cuts = _cuts(request, search, by)
     elif (arranged := by.arrange(search)) is not None:
         search = request.search(BranchOrdered(arranged.ops, (0,)))
         log.first_cuts = arranged.cuts
@@ -186,11 +236,21 @@ def _first_that_fits(request: Request, search: Search, by: Planner, log: _Search
     rounds = (
         1 if by.arrange else ROUNDS if search.large else None if request.layout.in_line else ROUNDS_TOGETHER
     )
+    if by.rounds is not None:
+        rounds = by.rounds if rounds is None else min(rounds, by.rounds)
     for candidate in islice(_candidates(Candidate(request, search, log.first_cuts), by), rounds):
         log.candidates.append(candidate)
         if candidate.tighter() is None and candidate.host_shortage is None:
             return [candidate]
+        if by.rounds is not None and _is_hopeless(log.candidates, request):
+            break
     return []
+
+
+def _is_hopeless(tried: Sequence[Candidate], request: Request) -> bool:
+    """Whether all of several candidates pass the caps by so much that others are not worth their search."""
+    least = min(sum(candidate.over) for candidate in tried)
+    return len(tried) > 1 and least > HOPELESS * sum(d.memory_bytes for d in request.cluster.devices)
 
 
 def _refusal(
@@ -248,10 +308,18 @@ def _tighter_search(candidate: Candidate) -> Search:
 
 def _candidate(request: Request, search: Search, by: Planner) -> Candidate | None:
     """What a planner finds, simulated; None if it finds no cut, or one that does not fit."""
-    cuts = by.find(search)
+    cuts = _cuts(request, search, by)
     if not cuts or (not by.keeps_caps and _exceeds_caps(search, cuts)):
         return None
     return Candidate(request, search, cuts)
+
+
+def _cuts(request: Request, search: Search, by: Planner) -> tuple[int, ...]:
+    """What a planner finds; () if that is nothing."""
+    cuts, layout = by.find(search), request.layout
+    if not cuts or not by.evens or layout.in_line:
+        return cuts
+    return even_ranks(search, layout.placement[: layout.stages], request.microbatches, cuts)
 
 
 def _fewer_treatments(treatments: tuple[Treatment, ...]) -> list[tuple[Treatment, ...]]:

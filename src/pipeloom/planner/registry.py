@@ -42,6 +42,8 @@ class Planner:
     polishes: it moves cuts by the simulated step at last (polish.py).
     chooses_schedule: it plans with many schedules and takes the fastest, whichever was asked for.
     propose: several cuts, for stages of a DAG, of which the fastest simulated step wins; None: `find` is all.
+    evens: where ranks have several stages, it moves cuts until ranks take equally long (even_ranks.py).
+    rounds: searches that are made at most; None for as many as is usual.
     arrange: finds an op order of its own along with the cuts, for stages that are a chain; then `find` is
         not asked, and is `no_cuts`.
     """
@@ -55,6 +57,8 @@ class Planner:
     also: tuple[str, ...] = ()
     polishes: bool = False
     chooses_schedule: bool = False
+    evens: bool = False
+    rounds: int | None = None
     propose: Callable[[Search], Iterator[tuple[int, ...]]] | None = None
     arrange: Callable[[Search], Arranged | None] | None = None
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -25,6 +25,8 @@ from .deepen import deepen
 from .placement import Layout, held_on_device, layout_of, message_seconds, refuse_microbatches, uplinks_of
 from .registry import Planner
 from .search import Search, layers
+from .search_watch import SearchWatch
+from .shared_costs import SharedCosts
 from .stage_cost import CostModel, CostOptions, Readers
 
 MANY_ORDERS, FEW_ORDERS, SMALL = 24, 3, 32
@@ -74,9 +76,11 @@ class Request:
     microbatches: int
     options: PlanOptions
     planner: Planner
-    watch: Callable[[int], None] | None = None
+    watch: SearchWatch | None = None
     slack: int = 0
     """Micro-batches that a stage may hold besides as many as it is deep, where its stages form a DAG."""
+    shared: SharedCosts = field(default_factory=SharedCosts, compare=False, repr=False)
+    """With other requests for the same graph, profile and cluster."""
 
     @property
     def weights(self) -> str:
@@ -147,12 +151,16 @@ class Request:
     def branch_orders(self, stages: int) -> list[BranchOrdered]:
         """The ops in orders in which stages may be cut from them: branches stand together where all but the
         heaviest of them would fill `HALF_A_STAGE`. The first is the one that planners of chains see."""
+        if stages in self.shared.orders:
+            return self.shared.orders[stages]
         profile = profile_of(self.profile, self.cluster.devices[0].name, self.graph)
         costs = [profile.costs[op.name] for op in self.graph.ops if not op.cheap]
         seconds = np.array([cost.forward_s + cost.backward_s for cost in costs])
         most = MANY_ORDERS if len(seconds) <= SMALL else FEW_ORDERS
         least_s = HALF_A_STAGE * float(seconds.sum()) / stages
-        return branch_orders(self.tree, seconds, least_s, most, self.edges)
+        found = branch_orders(self.tree, seconds, least_s, most, self.edges)
+        self.shared.orders[stages] = found
+        return found
 
     @cached_property
     def models(self) -> tuple[CostModel, ...]:
@@ -183,13 +191,19 @@ class Request:
             width=self.options.width,
             offloaded_at_once=self.options.offloaded_at_once,
         )
-        return CostModel(
-            self.graph,
-            [profile_of(self.profile, device.name, self.graph) for device in devices],
-            replace(self.cluster, devices=tuple(devices)),
-            options,
-            ordered.ops if ordered.borders else (),
-            ranks=layout.placement[replica * layout.stages :][: layout.stages],
+        order = ordered.ops if ordered.borders else ()
+        ranks = layout.placement[replica * layout.stages :][: layout.stages]
+        return self.shared.model(
+            (options, order, ranks),
+            lambda like: CostModel(
+                self.graph,
+                [profile_of(self.profile, device.name, self.graph) for device in devices],
+                replace(self.cluster, devices=tuple(devices)),
+                options,
+                order,
+                ranks=ranks,
+                like=like,
+            ),
         )
 
     @cached_property
@@ -207,12 +221,14 @@ class Request:
         count = layout.stages
         held = held_on_device(self.usual)
         homes = [layout.homes(stage) for stage in range(count)]
+        model = self.models[0] if ordered is None else self._model(0, ordered)
         return Search(
-            model=self.models[0] if ordered is None else self._model(0, ordered),
+            model=model,
+            known=self.shared.known_of(model),
             caps=tuple(min(devices[rank].memory_bytes for rank in ranks) for ranks in homes),
             in_flight=tuple(max(held[stage::count]) for stage in range(count)),
             treatments=self.treatments,
-            watch=self.watch,
+            watch=None if self.watch is None else self.watch.weighed,
             layers=self.layers if self.planner.granularity == "layer" else {},
             borders=(ordered or self.first_order).borders,
         )
@@ -259,7 +275,8 @@ class Request:
         devices = self.cluster.devices
         if not self.layout.in_line or any(device != devices[0] for device in devices):
             return None
-        return replace(self, cluster=replace(self.cluster, devices=devices[:1] * stages)).search()
+        wider = replace(self.cluster, devices=devices[:1] * stages)
+        return replace(self, cluster=wider, shared=SharedCosts()).search()
 
 
 def unrolled(rows: Schedule | SteadyStep) -> Schedule:

@@ -14,7 +14,8 @@ from .down_sets import (
     best_chain as best_chain,
     count_down_sets as count_down_sets,
 )
-from .evaluation import Evaluation as Evaluation, Memoised as Memoised
+from .evaluation import Evaluation as Evaluation, Known as Known, Memoised as Memoised
+from .even_ranks import even_ranks as even_ranks
 from .layer_groups import (
     Piece as Piece,
     borders as borders,

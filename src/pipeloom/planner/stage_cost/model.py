@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -29,6 +29,7 @@ from .interval_sums import IntervalSums, interval_terms
 from .liveness import LivenessSweep
 from .peak_memory import CostOptions, Footprint, peak_bytes
 from .readers import Readers, find_saved_storages
+from .split_backward import SplitBackward, sweep_split_backward
 from .tensors import tensors_of
 
 SUMMED = (
@@ -48,12 +49,25 @@ SUMMED = (
 COLUMN = {name: index for index, name in enumerate(SUMMED)}
 
 
+T = TypeVar("T")
+
+
+class _table(cached_property[T]):
+    """Of a graph, its profiles and the order of ops alone: models for other devices and options share it."""
+
+    def __get__(self, model: Any, owner: type[Any] | None = None) -> Any:
+        if model is None or model.source is model:
+            return super().__get__(model, owner)
+        value = model.__dict__[str(self.attrname)] = getattr(model.source, str(self.attrname))
+        return value
+
+
 class CostModel:
     """Costs of stages of one graph, stage s on device s of a cluster.
 
     profiles: one per stage; bytes are read from the first.  order: of the ops whose intervals are asked for
         (see `Readers`); () for that in which the forward runs them.  ranks: of each stage; s of stage s by
-        default.
+        default.  like: a model whose tables are taken, if it is of the same graph, profiles and order.
     """
 
     def __init__(
@@ -65,17 +79,26 @@ class CostModel:
         order: tuple[int, ...] = (),
         *,
         ranks: Sequence[int] = (),
+        like: CostModel | None = None,
     ) -> None:
         self.graph = graph
         self.profiles = profiles
         self.cluster = cluster
         self.options = options
         self.ranks = tuple(ranks) or tuple(range(len(cluster.devices)))
-        self.readers = Readers(graph, order)
         self.profile = profiles[0]
         self.distinct = list({id(p): p for p in profiles}.values())
         self.kind = [next(k for k, p in enumerate(self.distinct) if p is own) for own in profiles]
-        self.saves = find_saved_storages(self.readers, self.profile)
+        self.source: CostModel = like.source if like is not None and self._is_like(like, order) else self
+        self.readers: Readers = self.source.readers if self.source is not self else Readers(graph, order)
+        self.saves: dict[str, tuple[str, ...]] = (
+            self.source.saves if self.source is not self else find_saved_storages(self.readers, self.profile)
+        )
+
+    def _is_like(self, other: CostModel, order: tuple[int, ...]) -> bool:
+        """Whether another model has tables for this one."""
+        profiles = [list(map(id, model.distinct)) for model in (self, other)]
+        return other.graph is self.graph and other.readers.order == order and profiles[0] == profiles[1]
 
     def __len__(self) -> int:
         """How many ops there are to assign."""
@@ -86,7 +109,18 @@ class CostModel:
         """The same with the ops in the order in which a stage runs them: for stages of any cut."""
         if not self.readers.order:
             return self
-        return CostModel(self.graph, self.profiles, self.cluster, self.options, ranks=self.ranks)
+        like = None if self.source is self else self.source.in_forward_order
+        return CostModel(self.graph, self.profiles, self.cluster, self.options, ranks=self.ranks, like=like)
+
+    def split_backward(self, positions: Sequence[int]) -> SplitBackward:
+        """What I and W of a stage of these ops (ascending) hold, with everything kept; remembered."""
+        whole = range(positions[0], positions[-1] + 1)
+        key = whole if len(whole) == len(positions) else tuple(positions)
+        known: dict[Sequence[int], SplitBackward] = self._splits
+        if key not in known:
+            targets = [op.target for op in self.readers.ops]
+            known[key] = sweep_split_backward(self.sweep, key, targets)
+        return known[key]
 
     # --- any stage --------------------------------------------------------------------------------
 
@@ -207,7 +241,7 @@ class CostModel:
         """See `Readers.cut_points`."""
         return self.readers.cut_points
 
-    @cached_property
+    @_table
     def crossing_bytes(self) -> Array:
         """Bytes of the values that cross a cut in front of op p, for p = 0 .. number of ops."""
         change = np.zeros(len(self) + 1)
@@ -243,19 +277,19 @@ class CostModel:
                     costs[:, rank] = link.latency_s, 1 / link.bandwidth_bytes_per_s
         return links
 
-    @cached_property
+    @_table
     def prefix_s(self) -> Array:
         """Compute seconds of the first p ops, clones not counted: (distinct profiles, ops + 1)."""
         names = [op.name for op in self.readers.ops]
         costs = [[p.costs[n].forward_s + p.costs[n].backward_s for n in names] for p in self.distinct]
         return np.concatenate([np.zeros((len(costs), 1)), np.cumsum(costs, axis=1)], axis=1)
 
-    @cached_property
+    @_table
     def forward_s(self) -> Array:
         """Seconds of each op's forward: (distinct profiles, ops)."""
         return np.array([[p.costs[op.name].forward_s for op in self.readers.ops] for p in self.distinct])
 
-    @cached_property
+    @_table
     def cheap_s(self) -> Array:
         """Seconds in which cheap ops make each storage (see tensors.py): (distinct profiles, storages)."""
         graph, seconds = self.graph, np.zeros((len(self.distinct), len(self.sweep.tensors.names)))
@@ -272,12 +306,12 @@ class CostModel:
                             seconds[kind, number[value.name]] = took
         return seconds
 
-    @cached_property
+    @_table
     def _extra(self) -> Array:
         extra = [self.profile.costs[op.name].extra_saved_bytes for op in self.readers.ops]
         return np.concatenate([[0.0], np.cumsum(extra, dtype=np.float64)])
 
-    @cached_property
+    @_table
     def _largest(self) -> Array:
         """Per op the bytes of the largest trainable parameter that it reads; unused ones are the first's."""
         largest = np.zeros(len(self))
@@ -287,11 +321,15 @@ class CostModel:
                 largest[at] = np.maximum(largest[at], parameter.bytes)
         return largest
 
-    @cached_property
+    @_table
+    def _splits(self) -> dict[Sequence[int], SplitBackward]:
+        return {}
+
+    @_table
     def sweep(self) -> LivenessSweep:
         return LivenessSweep(tensors_of(self.readers, self.saves, self.profile))
 
-    @cached_property
+    @_table
     def _sums(self) -> IntervalSums:
         clones = [{name: c.forward_s for name, c in p.costs.items()} for p in self.distinct]
         terms = interval_terms(self.readers, self.saves, COLUMN, clones)

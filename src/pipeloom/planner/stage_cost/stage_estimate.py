@@ -13,7 +13,7 @@ from ...ir.plan import StageMemory, StagePlan
 from ...ir.stages import StageGraph
 from .model import CostModel
 from .peak_memory import Footprint, RecomputeAhead, predict_peak_memory
-from .split_backward import SplitBackward, sweep_split_backward
+from .split_backward import SplitBackward
 from .treated_stage import TreatedStage, cost_treatments
 
 
@@ -43,9 +43,7 @@ class StageEstimate:
     @cached_property
     def split_backward(self) -> SplitBackward:
         """What I and W hold, with everything kept."""
-        targets = [op.target for op in self.model.readers.ops]
-        positions = self.model.positions(self.stages, self.index)
-        return sweep_split_backward(self.model.sweep, positions, targets)
+        return self.model.split_backward(self.model.positions(self.stages, self.index))
 
     def plan(self, in_flight: int, *, ahead: bool = False, turn_s: float = 0.0) -> StagePlan:
         """The stage in a plan.
