@@ -23,7 +23,7 @@ import torch.distributed as dist
 from machine import describe_machine
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
-from paced import PacedRank  # noqa: E402
+from paced import PacedRank, PacedTier as PacedTier  # noqa: E402
 
 from pipeloom import schedules  # noqa: E402
 from pipeloom.ir.cluster import Cluster, Device, Link  # noqa: E402

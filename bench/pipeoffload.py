@@ -11,6 +11,7 @@ overhead    step at m = 8p less that at m = 4p, which leaves out the warm-up, ov
 optimality  2 and 3 ranks and up to 4 micro-batches against all placements: the least peak, and the shortest
             step under the peak of ours
 memory      real ranks: one model on 2, 4 and 8 of them, n = 0, half and all: residual peaks beside predicted
+paced       ranks whose stages and copies sleep: the step beside the simulated one, k = 0.5 and 1.0
 
 Times are in units of one stage's F, I and W of 1 each. Results are written per section.
 """
@@ -18,19 +19,18 @@ Times are in units of one stage's F, I and W of 1 each. Results are written per 
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 from typing import Any
 
-from machine import describe_machine
 from pipeoffload_memory import memory
 from pipeoffload_optimal import optimality
+from pipeoffload_paced import paced
 from pipeoffload_paper import paper
 from pipeoffload_planner import planner, ratio
+from pipeoffload_results import keep
 
 from pipeloom import schedules
 from pipeloom.api import MicrobatchTimes, Scenario, SimulatedSchedule, simulate_schedule
@@ -40,7 +40,6 @@ from pipeloom.ir.schedule import Schedule
 from pipeloom.lowering import lower
 from pipeloom.simulator import simulate
 
-RESULTS = Path(__file__).parent / "results" / "pipeoffload.json"
 RATIOS = (0.5, 0.75, 1.0)
 FASTEST = ("gis", "interleaved_1f1b", "po", "zb_v")
 
@@ -138,6 +137,7 @@ SECTIONS = {
     "planner": planner,
     "ratio": ratio,
     "paper": paper,
+    "paced": paced,
 }
 
 
@@ -155,9 +155,7 @@ def main() -> None:
         found = SECTIONS[name](chosen.quick)
         print(f"{name}: {time.perf_counter() - begin:.0f} s", flush=True)
         if not chosen.quick:
-            results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-            results[name] = {**found, "machine": describe_machine()}
-            RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+            keep(name, found)
 
 
 if __name__ == "__main__":

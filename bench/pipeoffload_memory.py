@@ -25,7 +25,8 @@ PLOT = Path(__file__).parents[1] / "docs" / "images" / "offloading.png"
 def train(made: Plan, folder: Path, results: Path) -> None:
     """A few steps of one rank; its residual peaks go to a file."""
     with Pipeline(job(), made, options=Options(offload_dir=folder)) as pipeline:
-        predicted = pipeline.expected
+        predicted, rank = pipeline.expected, pipeline.rank
+        own = [stage for stage, home in zip(made.stages, made.placement, strict=True) if home == rank]
         losses = [pipeline.step(batch_of(step, MICROBATCH * made.microbatches)) for step in range(STEPS)]
         record = {
             "rank": pipeline.rank,
@@ -34,6 +35,8 @@ def train(made: Plan, folder: Path, results: Path) -> None:
             "host": pipeline.ledger.host_peak,
             "predicted": predicted.residual_peaks[pipeline.rank],
             "predicted_total": predicted.peak_bytes(pipeline.rank),
+            "predicted_host": predicted.peak_bytes(pipeline.rank, "host"),
+            "slot": max(stage.kept_bytes + stage.offloaded_bytes for stage in own),
             "total": pipeline.ledger.peak,
         }
         (results / f"{pipeline.rank}.json").write_text(json.dumps(record))
@@ -62,7 +65,16 @@ def memory(quick: bool) -> dict[str, Any]:
                 found = [json.loads((results / f"{rank}.json").read_text()) for rank in range(ranks)]
             rows.append({"schedule": name, "ranks": ranks, "by_rank": found})
             most = max(each["residuals"] for each in found)
-            print(f"  {name} on {ranks} ranks: residuals {most / 2**20:.2f} MiB", flush=True)
+            off = [
+                (each[what] - each[f"predicted_{what}" if what == "host" else "predicted"]) / each["slot"]
+                for each in found
+                for what in ("residuals", "host")
+            ]
+            print(
+                f"  {name} on {ranks} ranks: residuals {most / 2**20:.2f} MiB; beside predicted, in slots "
+                + " ".join(f"{each:+.2f}" for each in off),
+                flush=True,
+            )
     if not quick:
         plot(rows)
     return {"rows": rows}

@@ -1,24 +1,31 @@
 """`pipeoffload` beside `dawnpiper` under a grid of caps, as simulated; and k of a captured GPT.
 
-A transformer of `LAYERS` layers, width 2048 and context 1024 (`layered.py`) on 2 devices, 8 micro-batches
-of 16 rows, by roofline: with AdamW. Caps are shares of what a rank of `1f1b` holds where there is none. A
-search for a captured model of hundreds of ops takes minutes.
+Transformers of width 2048 and context 1024 (`layered.py`), 8 micro-batches of 16 rows, by roofline, with
+AdamW: 2 layers on 2 devices, and 8 layers on 4; "cpu" is this machine's, with its disk to offload to. Caps
+are shares of what a rank of `1f1b` holds where there is none. Rows are kept as they come; those that are
+there already are not made again, unless it is a quick run.
 """
 
 from __future__ import annotations
 
+import json
+import tempfile
 import time
 from dataclasses import replace
+from functools import cache
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
 from layered import layered
+from machine import code_of
+from pipeoffload_results import RESULTS, keep
 from torch import Tensor
 
 from pipeloom import Job
-from pipeloom.api import capture
-from pipeloom.clusters import find_cluster
+from pipeloom.api import capture, with_files
+from pipeloom.clusters import cpu_cluster, find_cluster
 from pipeloom.ir.cluster import Cluster
 from pipeloom.ir.errors import InfeasibleError
 from pipeloom.ir.graph import OpGraph
@@ -27,10 +34,12 @@ from pipeloom.planner import PlanOptions, copy_loads, make_plan, transformer_rat
 from pipeloom.profiler import roofline
 from pipeloom.train import GPT
 
-LAYERS, WIDTH, CONTEXT, ROWS, RANKS, MICROBATCHES = 2, 2048, 1024, 16, 2, 8
-DEVICES = ("a100-40", "h200")
-SHARES = (1.0, 0.5, 0.35, 0.7, 0.3, 0.85)
-MOST_S = 150.0
+WIDTH, CONTEXT, ROWS, MICROBATCHES = 2048, 1024, 16, 8
+CASES = (("a100-40", 2, 2), ("h200", 2, 2), ("cpu", 2, 2), ("a100-40", 4, 8))
+"""Devices, their number, layers."""
+
+SHARES = (1.0, 0.5, 0.35, 0.7, 0.4, 0.3, 0.85, 0.25)
+MOST_S = 400.0
 """No cap is begun after so many seconds."""
 
 OPTIMIZER = 2.0
@@ -47,6 +56,15 @@ def gpt(layers: int, width: int, heads: int, context: int) -> Job:
     return Job(model=model, batch=batch, name="GPT")
 
 
+@cache
+def cluster_of(device: str, ranks: int) -> Cluster:
+    """The CPU's with this machine's disk, as fast as it is found to be."""
+    if device != "cpu":
+        return find_cluster(f"{ranks} x {device}")
+    with tempfile.TemporaryDirectory() as folder:
+        return with_files(cpu_cluster(ranks), Path(folder))[0]
+
+
 def planned(graph: OpGraph, cluster: Cluster, strategy: str, schedule: str, cap: float | None) -> Plan | None:
     """None if nothing fits."""
     if cap is not None:
@@ -57,7 +75,7 @@ def planned(graph: OpGraph, cluster: Cluster, strategy: str, schedule: str, cap:
             graph,
             roofline(graph, cluster.devices[0]),
             cluster,
-            stages=RANKS,
+            stages=len(cluster.devices),
             schedule=schedule,
             microbatches=MICROBATCHES,
             strategy=strategy,
@@ -69,26 +87,49 @@ def planned(graph: OpGraph, cluster: Cluster, strategy: str, schedule: str, cap:
 
 
 def planner(quick: bool) -> dict[str, Any]:
-    graph = layered(LAYERS, hidden=WIDTH, length=CONTEXT, rows=ROWS)
-    asked = list(product(SHARES[:1] if quick else SHARES, DEVICES))
-    rows: list[dict[str, Any]] = []
+    asked = [(*case, share) for share, case in product(SHARES, CASES)]
+    code = code_of(("planner", "schedules", "lowering", "simulator", "profiler", "ir"))
+    before = json.loads(RESULTS.read_text())["planner"] if RESULTS.exists() and not quick else {}
+    rows: list[dict[str, Any]] = before["rows"] if before.get("code") == code else []
+    done = {(row["device"], row["ranks"], row["layers"], row["share"]) for row in rows}
     first = time.perf_counter()
-    for share, device in asked:
-        if (begin := time.perf_counter()) - first > MOST_S:
+    for device, ranks, layers, share in asked[:1] if quick else asked:
+        if (device, ranks, layers, share) in done:
+            continue
+        if time.perf_counter() - first > MOST_S:
             break
-        cluster = find_cluster(f"{RANKS} x {device}")
-        free = planned(graph, cluster, "exact", "1f1b", None)
-        assert free is not None
-        cap = share * max(free.peaks)
-        ours = planned(graph, cluster, "pipeoffload", "1f1b", cap)
-        row: dict[str, Any] = {"device": device, "share": share, "cap": int(cap)}
-        row |= {"search_s": time.perf_counter() - begin}
-        row |= {"pipeoffload": ours and ours.predicted_step_s, "schedule": ours and ours.schedule}
-        for schedule in ("1f1b", "gis_h"):
-            other = planned(graph, cluster, "dawnpiper", schedule, cap)
-            row[schedule] = other and other.predicted_step_s
+        row: dict[str, Any] = {"device": device, "ranks": ranks, "layers": layers, "share": share}
+        row |= beside(cluster_of(device, ranks), layers, share)
         rows.append(row)
         print("  " + ", ".join(f"{name} {_shown(value)}" for name, value in row.items()), flush=True)
+        if not quick:
+            keep("planner", summary(rows, len(asked), code))
+    found = summary(rows, len(asked), code)
+    print(
+        f"planner: slower than dawnpiper at {found['slower']} of {len(rows)} caps, alone fits at "
+        f"{found['alone_fits']}"
+    )
+    return found
+
+
+def beside(cluster: Cluster, layers: int, share: float) -> dict[str, Any]:
+    """A cap: the steps of `pipeoffload` and of `dawnpiper`, in seconds, and how long they were sought."""
+    graph = layered(layers, hidden=WIDTH, length=CONTEXT, rows=ROWS)
+    free = planned(graph, cluster, "exact", "1f1b", None)
+    assert free is not None
+    cap = share * max(free.peaks)
+    begin = time.perf_counter()
+    ours = planned(graph, cluster, "pipeoffload", "1f1b", cap)
+    row: dict[str, Any] = {"cap": int(cap), "search_s": time.perf_counter() - begin}
+    row |= {"pipeoffload": ours and ours.predicted_step_s, "schedule": ours and ours.schedule}
+    begin = time.perf_counter()
+    for schedule in ("1f1b", "gis_h"):
+        other = planned(graph, cluster, "dawnpiper", schedule, cap)
+        row[schedule] = other and other.predicted_step_s
+    return row | {"dawnpiper_s": time.perf_counter() - begin}
+
+
+def summary(rows: list[dict[str, Any]], asked: int, code: str) -> dict[str, Any]:
     slower = [
         row
         for row in rows
@@ -96,8 +137,8 @@ def planner(quick: bool) -> dict[str, Any]:
         if row[name] and (not row["pipeoffload"] or row["pipeoffload"] > row[name] * (1 + 1e-9))
     ]
     only = [row for row in rows if row["pipeoffload"] and not row["1f1b"] and not row["gis_h"]]
-    print(f"planner: slower than dawnpiper at {len(slower)} of {len(rows)} caps, alone fits at {len(only)}")
-    return {"rows": rows, "slower": len(slower), "alone_fits": len(only), "left_out": len(asked) - len(rows)}
+    counts = {"slower": len(slower), "alone_fits": len(only), "left_out": asked - len(rows)}
+    return {"rows": rows, **counts, "code": code}
 
 
 def _shown(value: Any) -> str:

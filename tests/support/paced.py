@@ -9,12 +9,13 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from pipeloom.api import SteadyRun
-from pipeloom.ir.action import RECOMPUTE, B, F, I, Kind, W
+from pipeloom.ir.action import RECOMPUTE, B, F, I, Kind, W, parse_action
 from pipeloom.ir.costs import StageCost
 from pipeloom.ir.graph import Value
 from pipeloom.ir.schedule import Program
@@ -31,22 +32,25 @@ from pipeloom.runtime import (
     PostedChannel,
     Recorder,
     SumGroup,
+    Tier,
     Variant,
     Watch,
     Weights,
     Worker,
     shared_by,
 )
-from pipeloom.tracer import Sink, StageFunctions, Tensors, zeros_like_value
+from pipeloom.runtime.offload import FileCopy, FileTier
+from pipeloom.tracer import Sink, Slot, StageFunctions, Tensors, zeros_like_value
 
-_LOSS = "loss"
+_LOSS, _KEPT = "loss", "kept"
 
 
 @dataclass(kw_only=True, eq=False)
 class PacedFunctions:
     """A stage that takes its time and makes zeros; see `tracer.stage.functions.StageFunctions`.
 
-    cost: how long each function takes.  inputs, outputs: crossing values.
+    cost: how long each function takes, and how many `offloaded_bytes` there are of the one residual, which
+        may leave.  inputs, outputs: crossing values.
     """
 
     index: int
@@ -80,7 +84,9 @@ class PacedFunctions:
     ) -> tuple[dict[str, Tensor], Tensors]:
         self._take(F)
         made = {value.name: zeros_like_value(value) for value in self.outputs}
-        return (made if self.loss is None else {**made, self.loss: torch.zeros(())}), {}
+        kept = torch.empty(self.cost.offloaded_bytes, dtype=torch.uint8)
+        residuals = {Slot("residual", name): kept for name in self.offloaded}
+        return (made if self.loss is None else {**made, self.loss: torch.zeros(())}), residuals
 
     def recompute(self, state: Mapping[str, Tensor], residuals: Tensors) -> Tensors:
         self._take(RECOMPUTE)
@@ -89,11 +95,13 @@ class PacedFunctions:
     def backward(
         self, state: Mapping[str, Tensor], residuals: Tensors, grads: Mapping[str, Tensor], sink: Sink
     ) -> dict[str, Tensor]:
+        residuals.clear()
         return self._input_grads(B)
 
     def backward_input(
         self, state: Mapping[str, Tensor], residuals: Tensors, grads: Mapping[str, Tensor]
     ) -> tuple[dict[str, Tensor], Tensors]:
+        residuals.clear()
         return self._input_grads(I), {}
 
     def backward_weight(self, state: Mapping[str, Tensor], carried: Tensors, sink: Sink) -> None:
@@ -119,13 +127,34 @@ def paced_functions(stages: StageGraph, costs: Sequence[StageCost], index: int) 
         inputs=tuple(v for s in stages.predecessors[index] for v in stages.between[s, index]),
         outputs=tuple(sent.values()),
         loss=_LOSS if stages.origin(index) == stages.loss_stage else None,
+        offloaded=frozenset({_KEPT} if costs[index].offloaded_bytes else ()),
     )
+
+
+class PacedTier(FileTier):
+    """A file whose copies take the time that costs say, and the little that small residuals really take.
+
+    costs: one per stage.
+    """
+
+    def __init__(self, directory: Path, rank: int, costs: Sequence[StageCost]) -> None:
+        self._costs = costs
+        super().__init__(directory, rank)
+
+    def _write(self, copy: FileCopy) -> None:
+        time.sleep(self._costs[parse_action(copy.action).stage].offload_s)
+        super()._write(copy)
+
+    def _read_back(self, copy: FileCopy) -> None:
+        time.sleep(self._costs[parse_action(copy.action).stage].reload_s)
+        super()._read_back(copy)
 
 
 class PacedRank:
     """One rank of a paced program. All ranks, on one machine, make one and call it the same number of times.
 
     The optimizer takes no time, as there is nothing to update.
+    tier: where residuals go, if the program offloads any.
     """
 
     def __init__(
@@ -135,6 +164,8 @@ class PacedRank:
         costs: Sequence[StageCost],
         channel: PostedChannel,
         watch: Watch,
+        *,
+        tier: Tier | None = None,
     ) -> None:
         own = [s for s, rank in enumerate(program.placement) if rank == channel.rank]
         functions = {s: paced_functions(stages, costs, s) for s in own}
@@ -154,6 +185,7 @@ class PacedRank:
             ledger=Ledger(channel.rank),
             recorder=self.recorder,
             watch=watch,
+            tier=tier,
         )
 
     def step(self) -> Timeline:
