@@ -224,18 +224,6 @@ def test_more_memory_is_never_longer(shape: str) -> None:
     assert steps == sorted(steps, reverse=True)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(20))
-def test_more_memory_is_never_longer_for_chains(seed: int) -> None:
-    asked = random_chain(seed)
-    steps = []
-    for share in (1.0, 1.25, 1.5, 2.0, 3.0):
-        roomier = replace(asked, caps=tuple(share * cap for cap in asked.caps))
-        steps.append(search_orders(roomier, QUICK).best.step_s)
-    for tight, roomy in zip(steps, steps[1:], strict=False):
-        assert roomy <= tight * (1 + 1e-9), steps
-
-
 @needs_solver
 def test_a_small_case_is_answered_exactly() -> None:
     result = search_orders(problem("M", 2, 3, 3))
