@@ -9,8 +9,7 @@ import pytest
 from every_schedule import gpt_job, plan_of
 from runs import capture_of, even_plan
 
-from pipeloom.api import explain_steps
-from pipeloom.api.reports import stage_rows
+from pipeloom.api import explain_steps, stage_rows
 from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.costs import equal_costs
 from pipeloom.ir.errors import PlanError

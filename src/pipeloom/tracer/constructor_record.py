@@ -211,7 +211,7 @@ class ConstructorReplay:
         self.storages: dict[int, torch.UntypedStorage] = {}
         self.generators: dict[int, torch.Generator] = {0: torch.default_generator}
         self.real: dict[StorageView, Tensor] = {}
-        self._scratch_memory = torch.UntypedStorage()
+        self._scratch_memory = torch.empty(0).untyped_storage()
 
     def run(self) -> dict[str, Tensor]:
         """The target tensors by name; names of one tensor get the same object."""
