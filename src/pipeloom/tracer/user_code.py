@@ -12,9 +12,16 @@ from typing import Any
 
 import torch
 
-_OURS = str(Path(__file__).resolve().parents[1])
-_TORCH = str(Path(torch.__file__).resolve().parent)
-_LIBRARY = sysconfig.get_path("stdlib")
+
+def _named(folder: Path) -> tuple[str, ...]:
+    """A folder as Python names files in it, and where it really is: an environment may lie behind a link."""
+    return tuple({str(folder), str(folder.resolve())})
+
+
+_NOT_USERS = (*_named(Path(__file__).parents[1]), *_named(Path(torch.__file__).parent))
+"""Folders of pipeloom and of torch."""
+
+_LIBRARY = _named(Path(sysconfig.get_path("stdlib")))
 _INSTALLED = tuple(f"/{name}/" for name in ("site-packages", "dist-packages"))
 
 
@@ -25,7 +32,7 @@ def is_user_file(name: str) -> bool:
     >>> is_user_file(torch.__file__), is_user_file("model.py")
     (False, True)
     """
-    if name.startswith("<") or name.startswith((_OURS, _TORCH)):
+    if name.startswith("<") or name.startswith(_NOT_USERS):
         return False
     return not name.startswith(_LIBRARY) or any(part in name for part in _INSTALLED)
 
