@@ -62,7 +62,7 @@ def followed(how: PlanRequest, advice: str) -> PlanRequest:
         pytest.param(0.6, {"schedule": "zb_v"}, None, marks=pytest.mark.slow),
         (0.001, {}, "give"),
         (0.001, {"strategy": "dawnpiper"}, "give"),
-        (0.001, {"strategy": "balanced"}, "give"),
+        pytest.param(0.001, {"strategy": "balanced"}, "give", marks=pytest.mark.slow),
     ],
 )
 def test_every_piece_leads_to_a_plan(

@@ -26,7 +26,12 @@ def take(size: int) -> ProfiledModel:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "memory"), [("exact", "2GiB"), ("exact", "900MiB"), ("graphpipe", "9GiB")]
+    ("strategy", "memory"),
+    [
+        ("exact", "2GiB"),
+        ("exact", "900MiB"),
+        pytest.param("graphpipe", "9GiB", marks=pytest.mark.slow),
+    ],
 )
 def test_the_best_size_is_as_fast_as_the_fastest_of_all(strategy, memory):
     request = planning(memory, strategy=strategy)

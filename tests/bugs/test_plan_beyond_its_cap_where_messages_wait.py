@@ -15,7 +15,9 @@ from pipeloom.ir.errors import InfeasibleError
 from pipeloom.planner import PlanOptions, make_plan
 
 
-@pytest.mark.parametrize("strategy", ["dawnpiper", "probe", "vpipe", "exact"])
+@pytest.mark.parametrize(
+    "strategy", [pytest.param("dawnpiper", marks=pytest.mark.slow), "probe", "vpipe", "exact"]
+)
 def test_stages_of_a_plan_keep_their_caps_by_themselves_too(strategy):
     planned = 0
     for seed in range(5):

@@ -42,6 +42,7 @@ def compare(drawn: list[Script]) -> None:
             assert row["found"] == row["expected"] and row["parameters"] == 0, script
 
 
+@pytest.mark.slow
 def test_a_2bw_checkpoint_goes_on_at_another_depth_and_width() -> None:
     compare([EACH_ONCE])
 
