@@ -19,14 +19,13 @@ MOST_CUTS = 200
 
 @dataclass(eq=False)
 class SharedCosts:
-    """models: by all that they depend on besides.  known: what is known of their stages, by the same.
+    """models: by all that they depend on besides.  known: of each model, what is known of its stages.
     orders: of branches, by the number of stages.  stages: by the order of ops, where they are cut,
     and how many replicas there are."""
 
     models: dict[Hashable, CostModel] = field(default_factory=dict)
-    known: dict[Hashable, Known] = field(default_factory=dict)
+    known: dict[CostModel, Known] = field(default_factory=dict)
     orders: dict[int, list[BranchOrdered]] = field(default_factory=dict)
-
     stages: dict[Hashable, StageGraph] = field(default_factory=dict)
 
     def cut(self, graph: OpGraph, readers: Readers, cuts: tuple[int, ...], replicas: int) -> StageGraph:
@@ -48,5 +47,4 @@ class SharedCosts:
 
     def known_of(self, model: CostModel) -> Known:
         """What is known of the stages of a model; to be filled."""
-        key = next((key for key, own in self.models.items() if own is model), id(model))
-        return self.known.setdefault(key, {})
+        return self.known.setdefault(model, {})
