@@ -14,8 +14,10 @@
                  in `liveness.py`, and with recomputation in `recompute_liveness.py`.
     largest      the optimizer's step needs one more tensor as large as the largest trainable parameter.
 
-The moments are the last forward before the first backward, and that backward. A stage that recomputes R bytes
-inside its backward does so at the backward's moment. One that recomputes ahead, in an action of its own, has
+The moments are the last forward before the first backward, and that backward. Where no receives are posted any
+more in that forward, as no micro-batch is left to receive, an earlier forward may hold more: what is kept
+of each micro-batch is less than a receive buffer, or what all offload is bounded by c. A stage that
+recomputes R bytes inside its backward does so at the backward's moment. One that recomputes ahead, in an action of its own, has
 a third moment between the two, and holds R in addition from there to the end of the backward.
 
 The search for treatments weighs many choices for one stage. It asks `recompute_liveness.peak_of` for the same
@@ -26,6 +28,7 @@ Times are in `model.py`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
@@ -195,18 +198,33 @@ def static_memory(footprint: Footprint[Any], options: CostOptions, in_flight: Co
 def moments(
     f: Footprint[Any], options: CostOptions, in_flight: Count, ahead: RecomputeAhead | None = None
 ) -> tuple[Moment, ...]:
-    """The moments when most micro-batches are in flight, see the module."""
+    """The moments when a stage may hold most, see the module."""
     held = in_flight * f.residuals + np.minimum(in_flight, options.offloaded_at_once) * f.offloaded
     forward, backward = boundary_bytes(f, options, in_flight)
-    first = Moment(held, forward, f.forward_transient)
+    forwards = (Moment(held, forward, f.forward_transient), *_earlier_forwards(f, options, in_flight))
     if ahead is None or not f.recomputed:
-        return first, Moment(held, backward, f.backward_transient)
+        return *forwards, Moment(held, backward, f.backward_transient)
     restored = held + f.recomputed
     return (
-        first,
+        *forwards,
         Moment(restored, backward - f.sent_grads - f.received_grads, ahead.recompute),
         Moment(restored, backward, ahead.backward),
     )
+
+
+def _earlier_forwards(f: Footprint[Any], options: CostOptions, in_flight: Count) -> Iterator[Moment]:
+    """Forwards with fewer micro-batches in flight, but receives posted for more of those to come.
+
+        bytes(q') = q' K + min(q', c) O + (q' or 1) r + min(ahead, m - q') r,   q' = 1 .. q
+
+    is concave in q', with corners at m - ahead and at c, so that these and q itself hold its maximum.
+    """
+    corners = {options.microbatches - options.receive_ahead, options.offloaded_at_once}
+    for corner in sorted(corners):
+        fewer = np.clip(in_flight, 1, max(1, corner))
+        if corner >= options.microbatches - options.receive_ahead and np.any(fewer < in_flight):
+            held = fewer * f.residuals + np.minimum(fewer, options.offloaded_at_once) * f.offloaded
+            yield Moment(held, boundary_bytes(f, options, fewer)[0], f.forward_transient)
 
 
 def boundary_bytes(f: Footprint[Any], options: CostOptions, in_flight: Count) -> tuple[Bytes, Bytes]:
