@@ -4,7 +4,7 @@ simulated."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -22,13 +22,14 @@ from ..schedules import (
     SearchOptions,
     SearchProblem,
     SearchResult,
+    SearchStage,
     found_text,
     load_file,
     search_orders,
     search_placed,
     solver_installed,
 )
-from ..simulator import simulate
+from ..simulator import simulate, summarise
 from .edges import between
 from .microbatch_times import with_transfers
 from .search_stages import StagesToSchedule, read_stages, stages_of, stages_of_plan
@@ -40,8 +41,9 @@ __all__ = ["FoundSchedule", "SearchOptions", "SearchProgress", "prove_search", "
 class FoundSchedule:
     """What a search found, proved and simulated.
 
-    step_s: of `timeline`, the simulator's word.  bound_s, bound: no step is shorter, and why.  gap: by which
-    share of the bound the step may at most be improved.  peaks: most residuals per rank, in the file's unit.
+    step_s: of `timeline`, the simulator's word.  bound_s, bound: no step, or no span, is shorter, and why.
+    gap: by which share of the bound it may at most be improved.  peaks: most residuals per rank, in the
+    file's unit.
     """
 
     schedule: Schedule
@@ -54,6 +56,16 @@ class FoundSchedule:
     @property
     def step_s(self) -> float:
         return self.timeline.step_s
+
+    @property
+    def span_s(self) -> float:
+        """The longest time from a rank's first action to its last."""
+        return summarise(self.timeline).span_s
+
+    @property
+    def shortest(self) -> str:
+        """What was to be short: "step" or "span"."""
+        return self.result.problem.shortest
 
     @property
     def left_out(self) -> str:
@@ -70,7 +82,8 @@ class FoundSchedule:
 
     @property
     def gap(self) -> float:
-        return max(0.0, self.step_s / self.bound_s - 1) if self.bound_s else 0.0
+        took = self.span_s if self.shortest == "span" else self.step_s
+        return max(0.0, took / self.bound_s - 1) if self.bound_s else 0.0
 
     def text(self, name: str) -> str:
         """As a file of this name: ending in .py a schedule in the language, in .txt its rows."""
@@ -85,6 +98,7 @@ class FoundSchedule:
         progress = self.result.progress
         return {
             "step_s": self.step_s,
+            "span_s": self.span_s,
             "repeating_step_s": self.result.repeating.step_s,
             "bound_s": self.bound_s,
             "bound": progress.bound.name,
@@ -110,6 +124,7 @@ def search_schedule(
     memory: str = "",
     ranks: int = 0,
     operations: Path | None = None,
+    shortest: str = "step",
     options: SearchOptions | None = None,
     report: Callable[[SearchProgress], None] = lambda progress: None,
 ) -> FoundSchedule:
@@ -119,6 +134,7 @@ def search_schedule(
     memory: most residuals of a rank in the unit of the stages' `bytes`, or with a unit as 3GiB; or one per
         rank with commas.  ranks: how many there are, where stages do not name theirs.
     operations: a Python file that declares operations, which are placed too.
+    shortest: "step"; or "span", the longest time from a rank's first action to its last.
     options: effort, time limit, seed, engines.  report: called now and then with what is known so far.
     Raises: ConfigError for wrong stages; PlanError if no order keeps to the limits.
 
@@ -131,16 +147,14 @@ def search_schedule(
     declared = () if operations is None else _declared_in(operations)
     caps = asked.caps(memory)
     options = options or SearchOptions()
+
+    def problem(placed: tuple[SearchStage, ...]) -> SearchProblem:
+        return replace(asked.problem(placed, microbatches, caps, declared), shortest=shortest)
+
     if all(stage.ranks for stage in asked.stages):
-        result = search_orders(asked.problem(asked.stages, microbatches, caps, declared), options, report)
+        result = search_orders(problem(asked.stages), options, report)
     else:
-        result = search_placed(
-            lambda placed: asked.problem(placed, microbatches, caps, declared),
-            asked.stages,
-            asked.ranks,
-            options,
-            report,
-        )
+        result = search_placed(problem, asked.stages, asked.ranks, options, report)
     return prove_search(
         result, asked.unit, declared_in="" if operations is None else str(operations.resolve())
     )

@@ -12,6 +12,7 @@ import click
 
 from ..ir.errors import ConfigError
 from .common import FILE, NEW_FILE, json_option, print_json
+from .schedule_options import SHORTEST
 
 if TYPE_CHECKING:
     from ..api import FoundSchedule, SearchProgress
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 )
 @click.option("--time-limit", type=click.FloatRange(0), help="Seconds after which the best so far is taken.")
 @click.option("--operations", type=FILE, help="A Python file that declares operations, which are placed too.")
+@SHORTEST
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
 @click.option("--output", "-o", type=NEW_FILE, help="File to write: .py, for any -m, or .txt, the rows.")
 @json_option
@@ -47,6 +49,7 @@ def search(
     effort: float,
     time_limit: float | None,
     operations: Path | None,
+    shortest: str,
     seed: int,
     output: Path | None,
     as_json: bool,
@@ -67,9 +70,10 @@ def search(
     micro-batches: pipeloom schedule show found.py:found. OR-tools (pip install pipeloom[search]) adds exact
     answers to small cases.
 
-    With --json: step_s, repeating_step_s (of the .py file), bound_s, bound and bound_why (what no order can
-    be faster than), gap, engine, ended, left_out (engines that need OR-tools, if so), evaluations, seconds,
-    peaks (residuals per rank), ranks, microbatches, placement, rows.
+    With --json: step_s, span_s (of the rank that is at it longest), repeating_step_s (of the .py file),
+    bound_s, bound and bound_why (what no order can be faster than), gap, engine, ended, left_out (engines
+    that need OR-tools, if so), evaluations, seconds, peaks (residuals per rank), ranks, microbatches,
+    placement, rows.
     """
     from ..api import SearchOptions, search_schedule
 
@@ -83,6 +87,7 @@ def search(
         memory=memory,
         ranks=ranks or 0,
         operations=operations,
+        shortest=shortest,
         options=SearchOptions(
             effort=effort, time_limit_s=inf if time_limit is None else time_limit, seed=seed
         ),
@@ -107,7 +112,7 @@ def _progress_line() -> Callable[[SearchProgress], None]:
     def show(progress: SearchProgress) -> None:
         pace = progress.evaluations / max(progress.seconds, 1e-9)
         line = (
-            f"best {progress.step_s:.6g}  bound {progress.bound.seconds:.6g}  gap "
+            f"best {progress.cost_s:.6g}  bound {progress.bound.seconds:.6g}  gap "
             f"{100 * progress.gap:.1f} %  {pace:,.0f} orders/s  {progress.engine}"
         )
         click.echo(f"\r\033[K{line}", nl=False, err=True)
@@ -117,12 +122,15 @@ def _progress_line() -> Callable[[SearchProgress], None]:
 
 def _present(found: FoundSchedule, output: Path | None) -> None:
     progress, result = found.result.progress, found.result
+    took, least = f"step {found.step_s:.6g}", "no order is faster than"
+    if found.shortest == "span":
+        took, least = f"longest span {found.span_s:.6g} ({took})", "no span is shorter than"
     click.echo(
-        f"step {found.step_s:.6g}, found by {result.best.engine} ({result.ended}: {progress.evaluations} "
+        f"{took}, found by {result.best.engine} ({result.ended}: {progress.evaluations} "
         f"orders in {progress.seconds:.1f} s)"
     )
     click.echo(
-        f"no order is faster than {found.bound_s:.6g} ({progress.bound.name}: {progress.bound.why}); "
+        f"{least} {found.bound_s:.6g} ({progress.bound.name}: {progress.bound.why}); "
         f"gap {100 * found.gap:.2f} %"
     )
     if found.left_out:

@@ -132,6 +132,20 @@ def test_a_plan_says_what_its_stages_take(tmp_path: Path, monkeypatch: pytest.Mo
     assert figures["ranks"] == 2 and figures["gap"] >= 0 and figures["bound"]
 
 
+def test_the_shortest_span_of_a_rank_instead_of_the_shortest_step(tmp_path: Path) -> None:
+    """A rank that begins later may be done sooner after that, though the step takes longer."""
+    stages = chain(tmp_path, SPLIT, 3)
+    stages.write_text(f"transfer = 0.5\n{stages.read_text()}")
+    by_step, by_span = (
+        json.loads(run("schedule", "search", stages, "-m", 6, "--memory", 6, "--json", "--shortest", what))
+        for what in ("step", "span")
+    )
+    assert by_step["step_s"] == 27.0 < by_span["step_s"]
+    assert by_span["span_s"] == 26.0 < by_step["span_s"] and by_span["gap"] == 0.0
+    told = run("schedule", "search", stages, "-m", 6, "--memory", 6, "--shortest", "span")
+    assert "longest span 26 (step 27" in told and "no span is shorter than 26" in told
+
+
 def test_a_time_limit_writes_the_best_and_succeeds(tmp_path: Path) -> None:
     out = tmp_path / "found.txt"
     run("schedule", "search", chain(tmp_path, SPLIT, 4), "-m", 8, "--time-limit", 0, "-o", out)

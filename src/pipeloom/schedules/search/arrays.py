@@ -25,7 +25,8 @@ EPS = 1e-9
 class Units(NamedTuple):
     """Per unit: its seconds, what it adds to its ranks' residuals, its kind (0 F, 1 B or I, 2 W), its stage;
     its ranks, those of unit u from `on_at[u]` on; what it needs and how long that takes to arrive; whether
-    it shares a rank with another unit; what must follow it. cap: per rank."""
+    it shares a rank with another unit; what must follow it. cap: per rank. span: whether the longest time
+    from a rank's first action to its last is to be short, and not the step."""
 
     microbatches: int
     seconds: Floats
@@ -40,52 +41,62 @@ class Units(NamedTuple):
     meet: Bools
     tail: Floats
     cap: Floats
+    span: bool
 
 
 class Clock(NamedTuple):
-    """What timing writes. Per entry its end; per rank when it is free, and what it holds and has held at
-    most."""
+    """What timing writes. Per entry its end; per rank when it is free, what it holds and has held at most,
+    and when its own time began: with its first action where spans count, else with the step; negative before
+    that."""
 
     end: Floats
     free: Floats
     used: Floats
     peak: Floats
+    began: Floats
 
 
 @kernel
-def reset(c: Clock) -> None:
+def reset(t: Units, c: Clock) -> None:
     for rank in range(len(c.free)):
         c.free[rank] = 0.0
         c.used[rank] = 0.0
         c.peak[rank] = 0.0
+        c.began[rank] = -1.0 if t.span else 0.0
 
 
 @kernel
 def run_entry(t: Units, c: Clock, u: int, b: int, m: int) -> float:
-    """Run unit u of micro-batch b after all that came before. Returns: when it ends."""
+    """Run unit u of micro-batch b after all that came before. Returns: when it ends; or how long its ranks
+    have then been at it, where spans count."""
     begin = 0.0
     for at in range(t.on_at[u], t.on_at[u + 1]):
         begin = max(begin, c.free[t.on[at]])
     for at in range(t.need_at[u], t.need_at[u + 1]):
         begin = max(begin, c.end[t.need[at] * m + b] + t.delay[at])
-    end: float = begin + t.seconds[u]
+    end = begin + t.seconds[u]
+    taken = 0.0
     c.end[u * m + b] = end
     for at in range(t.on_at[u], t.on_at[u + 1]):
         rank = t.on[at]
         c.free[rank] = end
         c.used[rank] += t.memory[u]
         c.peak[rank] = max(c.peak[rank], c.used[rank])
-    return end
+        if c.began[rank] < 0.0:
+            c.began[rank] = begin
+        taken = max(taken, end - c.began[rank])
+    return taken
 
 
 @kernel
 def run_order(t: Units, c: Clock, order: Ints) -> float:
-    """Run an order. Returns: the step's seconds; ends and peaks are in `c`."""
-    reset(c)
-    m, step = t.microbatches, 0.0
+    """Run an order. Returns: the seconds that are to be few, of the step or of the longest span; ends and
+    peaks are in `c`."""
+    reset(t, c)
+    m, cost = t.microbatches, 0.0
     for entry in order:
-        step = max(step, run_entry(t, c, entry // m, entry % m, m))
-    return step
+        cost = max(cost, run_entry(t, c, entry // m, entry % m, m))
+    return cost
 
 
 @kernel

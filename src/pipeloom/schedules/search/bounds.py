@@ -41,17 +41,29 @@ def all_bounds(problem: SearchProblem) -> list[Bound]:
 
 def _critical_path(problem: SearchProblem) -> Bound:
     """One micro-batch from its first forward to its last backward."""
-    ways = [h + problem.seconds(u) for h, u in zip(problem.heads, problem.units, strict=True)]
-    return Bound(
-        seconds=max(ways), name="critical path", why=f"one micro-batch takes {max(ways):g} from front to back"
-    )
+    longest = one_microbatch(problem)
+    where = "on one rank" if problem.shortest == "span" else "from front to back"
+    return Bound(seconds=longest, name="critical path", why=f"one micro-batch takes {longest:g} {where}")
+
+
+def one_microbatch(problem: SearchProblem) -> float:
+    """Seconds that a micro-batch takes from its first forward to its last action; where spans count, from its
+    first forward on a rank to its last action there."""
+    units = problem.units
+    if problem.shortest == "step":
+        return max(h + problem.seconds(u) for h, u in zip(problem.heads, units, strict=True))
+    first = {(u.stage, r): i for i, u in enumerate(units) if u.kind == F for r in u.ranks}
+    return max(_longest(problem, first[u.stage, r], i) for i, u in enumerate(units) for r in u.ranks)
 
 
 def _ends(problem: SearchProblem, rank: int) -> tuple[float, float]:
     """When a rank can begin at the earliest, and what others do at least after its last action.
 
     The last action of a rank is the W of a stage, if it has any: whatever I is last, its W comes later.
+    Where spans count, a rank's own time is all that does.
     """
+    if problem.shortest == "span":
+        return 0.0, 0.0
     own = [i for i, u in enumerate(problem.units) if rank in u.ranks]
     head = min(problem.heads[i] for i in own if problem.units[i].kind == F)
     last = [i for i in own if problem.units[i].kind not in (F, I)]
@@ -64,7 +76,9 @@ def _busy(problem: SearchProblem, rank: int) -> Bound:
     return Bound(
         seconds=head + busy + tail,
         name="busiest rank",
-        why=f"rank {rank} begins at {head:g}, is busy for {busy:g} and leaves {tail:g} to others",
+        why=f"rank {rank} is busy for {busy:g}"
+        if problem.shortest == "span"
+        else f"rank {rank} begins at {head:g}, is busy for {busy:g} and leaves {tail:g} to others",
     )
 
 
@@ -82,7 +96,9 @@ def _memory(problem: SearchProblem, rank: int) -> Bound:
     return Bound(
         seconds=head + seconds + tail if seconds else 0.0,
         name="memory x time",
-        why=f"rank {rank} begins at {head:g}, its residuals fill its limit for {seconds:g}, "
+        why=f"residuals of rank {rank} fill its limit for {seconds:g}"
+        if problem.shortest == "span"
+        else f"rank {rank} begins at {head:g}, its residuals fill its limit for {seconds:g}, "
         f"and it leaves {tail:g} to others",
     )
 

@@ -26,12 +26,14 @@ class Repeating:
 class Candidate:
     """An order of everything, timed.
 
-    order: see `arrays`.  step_s: of it.  peaks: bytes of residuals per rank.  ends: per entry.
+    order: see `arrays`.  step_s: of it.  cost_s: what the search makes short, the step or the longest span of
+        a rank.  peaks: bytes of residuals per rank.  ends: per entry.
     engine: who found it.  repeating: the moments that it follows, if it does.
     """
 
     order: Ints = field(repr=False)
     step_s: float
+    cost_s: float
     peaks: tuple[float, ...]
     ends: Floats = field(repr=False)
     engine: str
@@ -45,16 +47,18 @@ def new_clock(problem: SearchProblem) -> Clock:
         free=np.zeros(ranks),
         used=np.zeros(ranks),
         peak=np.zeros(ranks),
+        began=np.zeros(ranks),
     )
 
 
 def timed(problem: SearchProblem, order: Ints, engine: str, repeating: Repeating | None = None) -> Candidate:
     """An order with its times."""
     clock = new_clock(problem)
-    step_s = float(run_order(problem.arrays, clock, order))
+    cost_s = float(run_order(problem.arrays, clock, order))
     return Candidate(
         order=order,
-        step_s=step_s,
+        step_s=float(clock.free.max()),
+        cost_s=cost_s,
         peaks=tuple(map(float, clock.peak)),
         ends=clock.end,
         engine=engine,

@@ -90,7 +90,7 @@ def search_placed(
         except PlanError as error:
             refused = error
             continue
-        if best is None or found.best.step_s < best.best.step_s:
+        if best is None or found.best.cost_s < best.best.cost_s:
             best = found
         if found.ended in ("interrupted", "time limit"):
             return best
@@ -98,4 +98,4 @@ def search_placed(
         assert refused is not None
         raise refused
     full = search_orders(best.problem, options, report)
-    return full if full.best.step_s <= best.best.step_s else best
+    return full if full.best.cost_s <= best.best.cost_s else best

@@ -62,24 +62,24 @@ def settle(t: Units, s: Moments, period: float) -> None:
 
 @kernel
 def run_turns(t: Units, c: Clock, s: Moments, m: int, within: float) -> float:
-    """Write and time the order of m micro-batches. Returns: the step, or something longer than `within` once
-    that is certain."""
-    reset(c)
+    """Write and time the order of m micro-batches. Returns: its seconds as `run_order` has them, or something
+    longer than `within` once that is certain."""
+    reset(t, c)
     low, high = s.turn[0], s.turn[0]
     for u in range(len(s.turn)):
         low, high = min(low, s.turn[u]), max(high, s.turn[u])
-    step, place = 0.0, 0
+    cost, place = 0.0, 0
     for k in range(low, high + m):
         for u in s.by_phase:
             b = k - s.turn[u]
             if b >= 0 and b < m:
                 s.order[place] = u * m + b
                 place += 1
-                end = run_entry(t, c, u, b, m)
-                step = max(step, end)
-                if end + t.tail[u] > within:
+                taken = run_entry(t, c, u, b, m)
+                cost = max(cost, taken)
+                if taken + t.tail[u] > within:
                     return within + EPS
-    return step
+    return cost
 
 
 @kernel

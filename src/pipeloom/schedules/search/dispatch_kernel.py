@@ -55,9 +55,9 @@ def earliest(t: Units, c: Clock, r: Rules, u: int, m: int) -> float:
 
 @kernel
 def dispatch(t: Units, c: Clock, r: Rules, order: Ints) -> float:
-    """Write an order. Returns: its step; infinite if the limits block it."""
-    reset(c)
-    m, units, step = t.microbatches, len(t.seconds), 0.0
+    """Write an order. Returns: its seconds as `run_order` has them; infinite if the limits block it."""
+    reset(t, c)
+    m, units, cost = t.microbatches, len(t.seconds), 0.0
     for u in range(units):
         r.next[u] = 0
     for place in range(len(order)):
@@ -76,6 +76,6 @@ def dispatch(t: Units, c: Clock, r: Rules, order: Ints) -> float:
                 if may_begin(t, c, r, u) and earliest(t, c, r, u, m) <= late + EPS:
                     chosen = u
         order[place] = chosen * m + r.next[chosen]
-        step = max(step, run_entry(t, c, chosen, r.next[chosen], m))
+        cost = max(cost, run_entry(t, c, chosen, r.next[chosen], m))
         r.next[chosen] += 1
-    return step
+    return cost

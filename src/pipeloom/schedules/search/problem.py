@@ -74,6 +74,7 @@ class SearchProblem:
     transfer_s: seconds of a message between two ranks; of single edges by (from stage, to stage).
     caps: most bytes of residuals per rank; infinite without a limit.
     operations: kinds of actions that a user declared, placed like W: anywhere behind their anchor.
+    shortest: "step"; or "span", the longest time from a rank's first action to its last.
     Raises: ScheduleError if a stage or rank is missing.
     """
 
@@ -83,6 +84,7 @@ class SearchProblem:
     edge_s: Mapping[tuple[int, int], float] = field(default_factory=dict)
     caps: tuple[float, ...] = ()
     operations: tuple[Operation, ...] = ()
+    shortest: str = "step"
 
     def __post_init__(self) -> None:
         if not self.stages or self.microbatches < 1:
@@ -133,6 +135,7 @@ class SearchProblem:
             costs=self.costs(),
             transfer_s=self._seconds_between,
             limit_bytes=self.caps or None,
+            shortest=self.shortest,
         )
 
     def costs(self) -> tuple[StageCost, ...]:
@@ -244,7 +247,8 @@ class SearchProblem:
             need=np.array([p for _, p in edges], np.int64),
             delay=np.array([self._delay(units[p], units[i]) for i, p in edges], np.float64),
             meet=np.array([[not set(a.ranks).isdisjoint(b.ranks) for b in units] for a in units], np.bool_),
-            tail=np.array(self.tails, np.float64),
+            tail=np.array([0.0] * len(units) if self.shortest == "span" else self.tails, np.float64),
+            span=self.shortest == "span",
             cap=np.array(self.limits, np.float64) * (1 + 1e-12) + 1e-9,
         )
 

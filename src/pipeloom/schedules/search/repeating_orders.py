@@ -56,4 +56,4 @@ def repeating_of(problem: SearchProblem, candidate: Candidate) -> Candidate:
             moments = Repeating(first=tuple(map(float, first - first.min())), period=period)
             tries.append(written(problem, moments, candidate.engine))
     cap = problem.arrays.cap
-    return min(tries, key=lambda one: (not fits(one, cap), one.step_s))
+    return min(tries, key=lambda one: (not fits(one, cap), one.cost_s))

@@ -21,8 +21,8 @@ EVERY = 16
 
 class Rows(NamedTuple):
     """order: now.  best: of all.  known: ends as of now.  snapshots: per place of which
-    there is one, what is free, used and held at most per rank, and the longest end.  cost: of now, of
-    best."""
+    there is one, what is free, used and held at most per rank and when it began, and the longest seconds so
+    far.  cost: of now, of best."""
 
     order: Ints
     best: Ints
@@ -30,6 +30,7 @@ class Rows(NamedTuple):
     free: Floats
     used: Floats
     peak: Floats
+    began: Floats
     longest: Floats
     cost: Floats
 
@@ -42,6 +43,7 @@ def take(s: Rows, c: Clock, number: int, longest: float) -> None:
         s.free[number * ranks + rank] = c.free[rank]
         s.used[number * ranks + rank] = c.used[rank]
         s.peak[number * ranks + rank] = c.peak[rank]
+        s.began[number * ranks + rank] = c.began[rank]
     s.longest[number] = longest
 
 
@@ -54,15 +56,16 @@ def time_from(t: Units, c: Clock, s: Rows, low: int, within: float, write: bool)
         c.free[rank] = s.free[number * ranks + rank]
         c.used[rank] = s.used[number * ranks + rank]
         c.peak[rank] = s.peak[number * ranks + rank]
-    step = s.longest[number]
+        c.began[rank] = s.began[number * ranks + rank]
+    longest = s.longest[number]
     for at in range(number * EVERY, len(s.order)):
         if write and at % EVERY == 0:
-            take(s, c, at // EVERY, step)
+            take(s, c, at // EVERY, longest)
         entry = s.order[at]
         u = entry // m
-        end = run_entry(t, c, u, entry % m, m)
-        step = max(step, end)
-        if end + t.tail[u] > within:
+        taken = run_entry(t, c, u, entry % m, m)
+        longest = max(longest, taken)
+        if taken + t.tail[u] > within:
             return within + EPS
         if t.memory[u] > 0:
             for on in range(t.on_at[u], t.on_at[u + 1]):
@@ -71,7 +74,7 @@ def time_from(t: Units, c: Clock, s: Rows, low: int, within: float, write: bool)
     total = 0.0
     for rank in range(ranks):
         total += c.free[rank]
-    cost: float = step + 1e-3 * total / ranks
+    cost: float = longest + 1e-3 * total / ranks
     return cost
 
 

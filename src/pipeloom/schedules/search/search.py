@@ -48,9 +48,10 @@ class SearchOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """What is known while the search runs. evaluations: orders that were timed so far, in `seconds`."""
+    """What is known while the search runs. cost_s: of the best, its step or its longest span, as was asked.
+    evaluations: orders that were timed so far, in `seconds`."""
 
-    step_s: float
+    cost_s: float
     bound: Bound
     evaluations: int
     seconds: float
@@ -59,7 +60,7 @@ class Progress:
     @property
     def gap(self) -> float:
         """By which share the best may at most be improved, of the bound."""
-        return max(0.0, self.step_s / self.bound.seconds - 1) if self.bound.seconds else 0.0
+        return max(0.0, self.cost_s / self.bound.seconds - 1) if self.bound.seconds else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +96,7 @@ class _Search:
 
     def progress(self) -> Progress:
         return Progress(
-            step_s=min(one.step_s for one in (self.best, *self.apart[:1])),
+            cost_s=min(one.cost_s for one in (self.best, *self.apart[:1])),
             bound=self.bound,
             evaluations=self.evaluations,
             seconds=time.monotonic() - self.began,
@@ -104,18 +105,18 @@ class _Search:
 
     @property
     def optimal(self) -> bool:
-        return self.best.step_s <= self.bound.seconds * (1 + SAME) + SAME
+        return self.best.cost_s <= self.bound.seconds * (1 + SAME) + SAME
 
     def late(self) -> bool:
         return time.monotonic() - self.began > self.options.time_limit_s
 
     def offer(self, candidate: Candidate) -> None:
-        if candidate.step_s < self.best.step_s - SAME:
+        if candidate.cost_s < self.best.cost_s - SAME:
             self.best = candidate
             if candidate.repeating is None:
                 candidate = self._repeats(candidate)
         if candidate.repeating is not None and (
-            self.repeating.repeating is None or candidate.step_s < self.repeating.step_s - SAME
+            self.repeating.repeating is None or candidate.cost_s < self.repeating.cost_s - SAME
         ):
             self.repeating = candidate
 
@@ -157,7 +158,7 @@ class _Search:
             if len(reached) > SAME_FOR and reached[-1] > reached[-1 - SAME_FOR] * (1 - SAME) and not last:
                 continue  # more memory does not help
             if number:
-                reached.append(self.best.step_s)
+                reached.append(self.best.cost_s)
             if last and "library" in names:
                 self.join()
             for name in names:

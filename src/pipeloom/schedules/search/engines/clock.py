@@ -60,7 +60,7 @@ def run(task: Round) -> Iterator[Found]:
             moments, more = anneal(problem, moments, seed, 0.02, tries // 6)
             found, tried = written(problem, moments, "clock"), tried + more
         good = fits(found, problem.arrays.cap)
-        if good and (best is None or found.step_s < best.step_s):
+        if good and (best is None or found.cost_s < best.cost_s):
             best = found
         yield Found(candidate=found if good else None, evaluations=tried)
 

@@ -34,7 +34,8 @@ FINEST = 10_000
 
 @dataclass(frozen=True, kw_only=True)
 class Exact:
-    """candidate: the best order found.  bound_s: no order is faster.  proved: it is the fastest."""
+    """candidate: the best order found.  bound_s: no order is faster.  proved: it is the fastest; or the least
+    span with ranks that may begin as late as they like."""
 
     candidate: Candidate | None
     bound_s: float
@@ -73,12 +74,16 @@ def solve(
     )
     start = [[model.new_int_var(0, horizon, "") for _ in range(m)] for _ in units]
     step = model.new_int_var(0, horizon, "")
+    latest = horizon if problem.shortest == "span" else 0
+    began = [model.new_int_var(0, latest, "") for _ in range(problem.ranks)]
     for i, own in enumerate(problem.needs):
         for b in range(m):
             for p in own:
                 delay = round(problem.delay(p, i) * scale)
                 model.add(start[i][b] >= start[p][b] + seconds[p] + delay)
-            model.add(step >= start[i][b] + seconds[i])
+            for rank in units[i].ranks:
+                model.add(step >= start[i][b] + seconds[i] - began[rank])
+                model.add(began[rank] <= start[i][b])
             if b:
                 model.add(start[i][b] >= start[i][b - 1] + seconds[i])
     for rank in range(problem.ranks):

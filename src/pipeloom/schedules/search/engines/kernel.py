@@ -22,7 +22,7 @@ from math import ceil, floor, inf, lcm
 from typing import Any
 
 from ....ir.action import B, F, W
-from ..bounds import residual_seconds
+from ..bounds import one_microbatch, residual_seconds
 from ..candidate import Repeating, fits
 from ..engine import Found, Round
 from ..problem import SearchProblem
@@ -59,8 +59,8 @@ def run(task: Round) -> Iterator[Found]:
     asked = whole_times(task.problem)
     if len(asked.pairs) > MOST_PAIRS:
         return
-    m, best = task.problem.microbatches, task.best.step_s
-    path = max(h + s for h, s in zip(task.problem.heads, task.problem.arrays.seconds, strict=True))
+    m, best = task.problem.microbatches, task.best.cost_s
+    path = one_microbatch(task.problem)
     for period in periods(asked):
         if (m - 1) * period / asked.scale + path >= best:
             return
@@ -70,7 +70,7 @@ def run(task: Round) -> Iterator[Found]:
             continue
         found = written(task.problem, first, "kernel")
         good = fits(found, task.problem.arrays.cap)
-        best = min(best, found.step_s) if good else best
+        best = min(best, found.cost_s) if good else best
         yield Found(candidate=found if good else None, evaluations=1)
 
 

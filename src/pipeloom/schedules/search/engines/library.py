@@ -57,14 +57,17 @@ def library_order(problem: SearchProblem, name: str) -> Candidate | None:
         return free
     limited = _built(problem, name, limited=True)
     known = [one for one in (free, limited) if one is not None]
-    return min(known, key=lambda one: one.step_s, default=None)
+    return min(known, key=lambda one: one.cost_s, default=None)
 
 
 def _built(problem: SearchProblem, name: str, *, limited: bool) -> Candidate | None:
     graph, placement = problem.placed
     shape = problem.shape
     times = Times(
-        costs=shape.costs, transfer_s=shape.transfer_s, limit_bytes=shape.limit_bytes if limited else None
+        costs=shape.costs,
+        transfer_s=shape.transfer_s,
+        limit_bytes=shape.limit_bytes if limited else None,
+        shortest=problem.shortest,
     )
     try:
         schedule = build(name, graph, placement, problem.microbatches, times=times)

@@ -52,10 +52,10 @@ def run(task: Round) -> Iterator[Found]:
             break
         else:
             one = changed(problem, rules, random)
-        step_s = float(kernel(problem.arrays, clock, one, order))
+        cost_s = float(kernel(problem.arrays, clock, one, order))
         tried += 1
-        if step_s < best - 1e-9 or (step_s <= best and number >= len(tries)):
-            best, rules = step_s, one
+        if cost_s < best - 1e-9 or (cost_s <= best and number >= len(tries)):
+            best, rules = cost_s, one
             kept = order.copy()
         if tried == PART:
             yield Found(candidate=_checked(problem, kept, best), evaluations=tried)
@@ -63,8 +63,8 @@ def run(task: Round) -> Iterator[Found]:
     yield Found(candidate=_checked(problem, kept, best), evaluations=tried)
 
 
-def _checked(problem: SearchProblem, order: np.ndarray, step_s: float) -> Candidate | None:
-    if step_s == np.inf:
+def _checked(problem: SearchProblem, order: np.ndarray, cost_s: float) -> Candidate | None:
+    if cost_s == np.inf:
         return None
     found = timed(problem, order.copy(), "priorities")
     return found if fits(found, problem.arrays.cap) else None

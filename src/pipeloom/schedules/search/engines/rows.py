@@ -27,7 +27,7 @@ def run(task: Round) -> Iterator[Found]:
         seed = np.array([1 + (task.seed * 6101 + part * 7907 + 5) % 2_000_000_011], np.int64)
         order, tried = anneal(problem, best, seed, task.bound.seconds, tries)
         found = timed(problem, order, "rows")
-        if found.step_s < best.step_s - 1e-9 and fits(found, problem.arrays.cap):
+        if found.cost_s < best.cost_s - 1e-9 and fits(found, problem.arrays.cap):
             best = found
         yield Found(candidate=best, evaluations=tried)
 
@@ -45,6 +45,7 @@ def anneal(
         free=np.zeros(places * problem.ranks),
         used=np.zeros(places * problem.ranks),
         peak=np.zeros(places * problem.ranks),
+        began=np.full(places * problem.ranks, -1.0 if problem.arrays.span else 0.0),
         longest=np.zeros(places),
         cost=np.zeros(2),
     )
