@@ -1,7 +1,8 @@
 """Stages as a DAG against stages as a chain. Writes bench/results/graph.json.
 
     python bench/graph.py                    everything, 10 minutes
-    python bench/graph.py --only models      one part: models, case, order, random, brute, huge
+    python bench/graph.py --only models      one part: models, memory, case, order, random, brute,
+                                             huge
 
 models  MMT, DLRM and CANDLE-Uno of published size (branching.py) on 4, 8, 16 and 32 V100s of 16 GB, by
         roofline: `graphpipe`, the best chain (`--no-branches`), and that chain as a sequential pipeline, in
@@ -9,6 +10,8 @@ models  MMT, DLRM and CANDLE-Uno of published size (branching.py) on 4, 8, 16 an
         hand values on from stage to stage); each with the micro-batch size of its fastest step, and all at
         the sequential one's size, which shows what parallel stages alone gain. Rows per step grow with the
         devices, as in the paper, whose numbers of rows are lost but for MMT on 8 (128 rows).
+memory  The same where devices hold just what the DAG needs at some micro-batch size: deeper pipelines then
+        have smaller micro-batches. Each with the size of its fastest step.
 case    The paper's case study on 8 V100s: depth and step of the three.
 order   MMT whose towers run in turn against MMT whose towers run one after another.
 random  Random graphs (chains, series-parallel, others) under caps of 1.0 to 1.3 times the least: the step
@@ -29,10 +32,10 @@ import json
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import branching
 from layered import layered_towers
@@ -66,6 +69,9 @@ DEVICES = (4, 8, 16, 32)
 ROWS_PER_DEVICE = {"mmt": 16, "dlrm": 128, "candle": 512}
 SAMPLES = {"mmt": (2, 4), "dlrm": (8, 16), "candle": (16, 32)}
 """Rows at which a model is captured; between and beyond these it is interpolated."""
+BOUND = (("mmt", 8), ("mmt", 32), ("candle", 8), ("dlrm", 8))
+COUNTS = (1, 2, 4, 8, 16)
+"""Micro-batches per device and step that are tried where memory binds."""
 
 
 def cluster_of(devices: int) -> str:
@@ -89,12 +95,17 @@ def models_at(name: str) -> Callable[[int, int], ProfiledModel]:
 
 
 def request(
-    devices: int, rows: int, *, branches: bool = True, strategy: str = "graphpipe"
+    devices: int, rows: int, *, branches: bool = True, memory_bytes: int | None = None
 ) -> api.PlanRequest:
+    """For `graphpipe`, every residual kept. memory_bytes: of each device, if not the 16 GB of a V100."""
+    cluster = find_cluster(cluster_of(devices))
+    if memory_bytes is not None:
+        capped = (replace(device, memory_bytes=memory_bytes) for device in cluster.devices)
+        cluster = replace(cluster, devices=tuple(capped))
     return api.PlanRequest(
         stages=devices,
         microbatches=1,
-        cluster=find_cluster(cluster_of(devices)),
+        cluster=cluster,
         strategy="graphpipe",
         global_batch=rows,
         options=PlanOptions(branches=branches, treatments=()),
@@ -133,15 +144,43 @@ def plan_at(how: api.PlanRequest, model: ProfiledModel) -> Plan | None:
         return None
 
 
-def both(devices: int, rows: int, model: ProfiledModel) -> dict[str, Any] | None:
-    """The plans of one micro-batch size; None if one does not fit."""
-    how = request(devices, rows)
-    dag, chain = plan_at(how, model), plan_at(request(devices, rows, branches=False), model)
-    if dag is None or chain is None:
-        return None
-    sequential = {**figures(chain, rows), "step_s": sequential_s(chain, model, how.cluster)}
-    sequential["rows_per_s"] = rows / sequential["step_s"]
-    return {"graphpipe": figures(dag, rows), "chain": figures(chain, rows), "sequential": sequential}
+Figures: TypeAlias = dict[str, dict[str, Any]]
+"""Kind of pipeline (`KINDS_OF_PIPELINE`) -> its figures; one that does not fit is missing."""
+
+KINDS_OF_PIPELINE = ("graphpipe", "chain", "sequential")
+
+
+def figures_at(devices: int, rows: int, model: ProfiledModel, memory_bytes: int | None = None) -> Figures:
+    """The plans of one micro-batch size."""
+    how = request(devices, rows, memory_bytes=memory_bytes)
+    found: Figures = {}
+    if (dag := plan_at(how, model)) is None:
+        return found
+    found["graphpipe"] = figures(dag, rows)
+    if (chain := plan_at(request(devices, rows, branches=False, memory_bytes=memory_bytes), model)) is None:
+        return found
+    found["chain"] = figures(chain, rows)
+    step_s = sequential_s(chain, model, how.cluster)
+    found["sequential"] = {**found["chain"], "step_s": step_s, "rows_per_s": rows / step_s}
+    return found
+
+
+def best_sizes(tried: Sequence[Figures]) -> dict[str, Any]:
+    """Each kind with the micro-batch size of its fastest step, and how much faster the DAG is than others.
+
+    tried: of several sizes.
+    """
+    row: dict[str, Any] = {
+        kind: min((each[kind] for each in tried if kind in each), key=lambda figure: figure["step_s"])
+        for kind in KINDS_OF_PIPELINE
+        if any(kind in each for each in tried)
+    }
+    if "sequential" in row:
+        alike = next(each for each in tried if each.get("sequential") == row["sequential"])
+        row["gain"] = row["sequential"]["step_s"] / row["graphpipe"]["step_s"]
+        row["gain_at_equal_size"] = alike["sequential"]["step_s"] / alike["graphpipe"]["step_s"]
+        row["gain_over_chain"] = row["chain"]["step_s"] / row["graphpipe"]["step_s"]
+    return row
 
 
 def models(found: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -157,22 +196,49 @@ def models(found: dict[str, Any]) -> Iterator[dict[str, Any]]:
             rows = ROWS_PER_DEVICE[name] * devices
             sizes = [rows // count for count in (devices, 2 * devices, 4 * devices) if rows // count]
             begin = time.process_time()
-            tried = [row for size in sizes if (row := both(devices, rows, at(size, devices))) is not None]
-            if not tried:
+            tried = [figures_at(devices, rows, at(size, devices)) for size in sizes]
+            row = best_sizes(tried)
+            if not row:
                 print(f"{name} on {devices}: nothing fits", flush=True)
                 continue
-            row: dict[str, Any] = {
-                kind: min((each[kind] for each in tried), key=lambda figure: figure["step_s"])
-                for kind in ("graphpipe", "chain", "sequential")
-            }
-            alike = next(each for each in tried if each["sequential"] == row["sequential"])
-            row["gain"] = row["sequential"]["step_s"] / row["graphpipe"]["step_s"]
-            row["gain_at_equal_size"] = alike["sequential"]["step_s"] / alike["graphpipe"]["step_s"]
-            row["gain_over_chain"] = row["chain"]["step_s"] / row["graphpipe"]["step_s"]
             row |= {"rows": rows, "processor_s": time.process_time() - begin}
             found[f"{name} {devices}"] = row
             print(f"{name} on {devices}:", json.dumps(row), flush=True)
             yield found
+
+
+def under_caps(found: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """What a DAG gains where memory binds, after each model, number of devices and cap.
+
+    Caps are what the DAG's plan of some micro-batch size needs, so that it has that size, and deeper
+    pipelines smaller ones. found: what is known already, and stays.
+    """
+    for name, devices in BOUND:
+        if (key := f"{name} {devices}") in found:
+            continue
+        rows = ROWS_PER_DEVICE[name] * devices
+        at, sizes = models_at(name), [ROWS_PER_DEVICE[name] // count for count in COUNTS]
+        free = {size: figures_at(devices, rows, at(size, devices)) for size in sizes}
+        row: dict[str, Any] = {
+            "rows": rows,
+            "seconds_per_row": {size: seconds_of(at(size, devices)) / size for size in sizes},
+            "free": {size: {kind: of["step_s"] for kind, of in each.items()} for size, each in free.items()},
+        }
+        for size, each in free.items():
+            if "graphpipe" not in each:
+                continue
+            cap = each["graphpipe"]["peak_bytes"]
+            tried = [figures_at(devices, rows, at(other, devices), cap) for other in sizes]
+            row[f"cap of {size}"] = {"cap_bytes": cap, **best_sizes(tried)}
+            print(f"{key} within {cap / 2**30:.2f} GiB:", json.dumps(row[f"cap of {size}"]), flush=True)
+        found[key] = row
+        yield found
+
+
+def seconds_of(model: ProfiledModel) -> float:
+    """Seconds of all ops, forward and backward, on one device."""
+    (profile,) = model.profiles.values()
+    return sum(cost.forward_s + cost.backward_s for cost in profile.costs.values())
 
 
 def case() -> dict[str, Any]:
@@ -180,8 +246,7 @@ def case() -> dict[str, Any]:
     model = branching.PUBLISHED["case_study"]()
     graph = api.capture(model, 4).graph
     cluster = find_cluster(cluster_of(8))
-    found = both(8, 128, ProfiledModel(size=4, graph=graph, profiles=api.estimate(graph, cluster)))
-    assert found is not None, "it fits"
+    found = figures_at(8, 128, ProfiledModel(size=4, graph=graph, profiles=api.estimate(graph, cluster)))
     print("case study:", json.dumps(found), flush=True)
     return found
 
@@ -286,7 +351,7 @@ def huge() -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parts = ("models", "case", "order", "random", "brute", "huge")
+    parts = ("models", "memory", "case", "order", "random", "brute", "huge")
     parser.add_argument("--only", choices=parts, nargs="+", default=parts)
     parser.add_argument("--again", action="store_true", help="measure also the models that the results have")
     parser.add_argument("--minutes", type=float, default=4, help="most, for `brute`, and for `random`")
@@ -300,8 +365,9 @@ def main() -> int:
         "huge": huge,
     }
     for part in options.only:
-        if part == "models":
-            for rows in models({} if options.again else known.get(part, {})):
+        if part in ("models", "memory"):
+            measure = models if part == "models" else under_caps
+            for rows in measure({} if options.again else known.get(part, {})):
                 known[part] = {**rows, "machine": describe_machine()}
                 RESULTS.write_text(json.dumps(known, indent=1) + "\n")
         else:

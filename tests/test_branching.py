@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -11,11 +12,13 @@ import branching
 import pytest
 import torch
 import zoo
-from runs import capture_of, plan_for, shared_captures
+from branching_ranks import train_each
+from runs import capture_of, plain, plan_for, shared_captures
 
 from pipeloom import Job, Plan, verify
 from pipeloom.api import plan
 from pipeloom.ir.graph import OpGraph
+from pipeloom.runtime.launch import launch
 
 TOLERANCE = 1e-5
 
@@ -91,6 +94,40 @@ def test_planned_stages_give_what_one_process_gives(name: str, strategy: str, st
         )
         assert len(made.stages) == stages
         verify(job, made, tolerance=TOLERANCE).require()
+
+
+RANKS, STEPS = 4, 3
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
+    """Losses of each small model, trained on processes over gloo by a plan of `graphpipe`."""
+    plans = {}
+    for name, make in branching.SMALL.items():
+        job = make()
+        plans[name] = plan(
+            job,
+            stages=RANKS,
+            microbatches=4,
+            microbatch_size=2,
+            cluster=f"{RANKS} x v100-16",
+            strategy="graphpipe",
+            captured=capture_of(job),
+        )
+    file = tmp_path_factory.mktemp("gloo") / "losses.json"
+    assert launch(train_each, RANKS, args=(plans, STEPS, file)) == 0
+    return json.loads(file.read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(branching.SMALL))
+def test_planned_stages_on_real_processes_train_as_one_process(
+    name: str, trained: dict[str, list[float]]
+) -> None:
+    job = branching.SMALL[name]()
+    batches = [job.batch(seed, 8) for seed in range(STEPS)]
+    assert trained[name] == pytest.approx(plain(job, batches, 4).losses, rel=TOLERANCE)
+    assert len(set(trained[name])) == STEPS
 
 
 def test_towers_side_by_side_give_what_one_process_gives_quickly() -> None:

@@ -1,0 +1,29 @@
+"""What each rank runs where the models of `bench/branching.py` are trained on real processes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import branching
+import torch
+import torch.distributed as dist
+
+from pipeloom import Pipeline
+from pipeloom.ir.plan import Plan
+from pipeloom.runtime.launch import connect
+
+
+def train_each(plans: Mapping[str, Plan], steps: int, file: Path) -> None:
+    """Train each small model by its plan, on so many batches. Rank 0 writes {name: losses}."""
+    torch.set_num_threads(1)
+    connect(torch.device("cpu"), timeout_s=300)
+    losses = {}
+    for name, plan in plans.items():
+        job = branching.SMALL[name]()
+        batches = [job.batch(seed, plan.microbatches * plan.microbatch_size) for seed in range(steps)]
+        with Pipeline(job, plan) as pipeline:
+            losses[name] = [pipeline.step(batch) for batch in batches]
+    if dist.get_rank() == 0:
+        file.write_text(json.dumps(losses))
