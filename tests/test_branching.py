@@ -12,7 +12,7 @@ import branching
 import pytest
 import torch
 import zoo
-from branching_ranks import train_each
+from branching_ranks import small_job, train_each
 from runs import capture_of, plain, plan_for, shared_captures
 
 from pipeloom import Job, Plan, verify
@@ -103,8 +103,8 @@ RANKS, STEPS = 4, 3
 def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
     """Losses of each small model, trained on processes over gloo by a plan of `graphpipe`."""
     plans = {}
-    for name, make in branching.SMALL.items():
-        job = make()
+    for name in branching.SMALL:
+        job = small_job(name)
         plans[name] = plan(
             job,
             stages=RANKS,
@@ -124,7 +124,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
 def test_planned_stages_on_real_processes_train_as_one_process(
     name: str, trained: dict[str, list[float]]
 ) -> None:
-    job = branching.SMALL[name]()
+    job = small_job(name)
     batches = [job.batch(seed, 8) for seed in range(STEPS)]
     assert trained[name] == pytest.approx(plain(job, batches, 4).losses, rel=TOLERANCE)
     assert len(set(trained[name])) == STEPS

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import branching
 import torch
 import torch.distributed as dist
 
-from pipeloom import Pipeline
+from pipeloom import Job, Pipeline
 from pipeloom.ir.plan import Plan
 from pipeloom.runtime.launch import connect
+
+
+def small_job(name: str) -> Job:
+    """A small model, trained by plain SGD where it does not say by what."""
+    job = branching.SMALL[name]()
+    return replace(job, optimizer=job.optimizer or (lambda params: torch.optim.SGD(params, lr=0.05)))
 
 
 def train_each(plans: Mapping[str, Plan], steps: int, file: Path) -> None:
@@ -21,7 +28,7 @@ def train_each(plans: Mapping[str, Plan], steps: int, file: Path) -> None:
     connect(torch.device("cpu"), timeout_s=300)
     losses = {}
     for name, plan in plans.items():
-        job = branching.SMALL[name]()
+        job = small_job(name)
         batches = [job.batch(seed, plan.microbatches * plan.microbatch_size) for seed in range(steps)]
         with Pipeline(job, plan) as pipeline:
             losses[name] = [pipeline.step(batch) for batch in batches]
