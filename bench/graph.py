@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import sys
 import time
@@ -153,7 +154,9 @@ def huge(found: Found) -> Iterator[Found]:
 def write(part: str, found: Found) -> None:
     """Put one part into the results, which another process may have changed meanwhile."""
     known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    RESULTS.write_text(json.dumps(known | {part: found}, indent=1) + "\n")
+    fresh = RESULTS.with_suffix(f".{os.getpid()}")
+    fresh.write_text(json.dumps(known | {part: found}, indent=1) + "\n")
+    fresh.replace(RESULTS)  # at once, so that nobody reads half of it
 
 
 def main() -> int:
