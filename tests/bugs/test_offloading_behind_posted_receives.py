@@ -1,8 +1,8 @@
 """Plans that offload were accepted whose stages hold most in the middle of the forwards.
 
-The peak was taken in the last forward, when with GPipe no receives are posted any more. Of what is offloaded no
-more micro-batches are on the device then than before, while the receives of the next ones had buffers: where
-copies were slow, such a plan ended in a MemoryCapError.
+The peak was taken in the last forward, when with GPipe no receives are posted any more. Of what is offloaded
+no more micro-batches are on the device then than before, while the receives of the next ones had buffers:
+where copies were slow, such a plan ended in a MemoryCapError.
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ from ..planner import (
     make_plan,
     place,
     plan_rows,
+    planner,
     stages_for,
     what_if,
 )
@@ -102,10 +103,7 @@ class PlanRequest:
         def search(cluster: Cluster) -> Plan:
             if self.width == 1:
                 return self._search(costs, cluster, microbatches, explained)
-            devices = first_of_each(cluster, self.width)
-            one = PlanCosts(model.graph, model.profiles, devices)
-            plan = self._search(one, devices, microbatches, explained)
-            return plan_side_by_side(plan, self.width, costs, cluster)
+            return self._plan_wide(costs, cluster, microbatches, explained)
 
         if isinstance(model, CapturedModel) and self._runs_as_traced(model.captured):
             from .verify_caps import plan_within_caps, traced_peaks  # here, since tracing needs torch
@@ -115,6 +113,30 @@ class PlanRequest:
         else:
             plan = search(self.cluster)
         return replace(plan, microbatch_size=model.size, caps=plan.caps if self.capped else ())
+
+    def _plan_wide(self, costs: PlanCosts, cluster: Cluster, microbatches: int, explained: bool) -> Plan:
+        """The fastest plan for all replicas: what the sums of their gradients take is seen only here, so that
+        beside a planner of a DAG of stages others are asked.
+
+        microbatches: of each pipeline.  Raises: InfeasibleError if nothing fits.
+        """
+        devices = first_of_each(cluster, self.width)
+        one = PlanCosts(costs.graph, costs.profiles, devices)
+        ways = [self]
+        asked = planner(self.strategy)
+        if asked.propose is not None and self.options.branches and self.options.fastest:
+            ways.append(replace(self, options=replace(self.options, branches=False)))
+            ways += [replace(self, strategy=other) for other in asked.also]
+        plans, refusals = [], []
+        for way in ways:
+            try:
+                plan = way._search(one, devices, microbatches, explained)
+                plans.append(plan_side_by_side(plan, self.width, costs, cluster))
+            except InfeasibleError as error:
+                refusals.append(error)
+        if not plans:
+            raise refusals[0]
+        return replace(min(plans, key=lambda plan: plan.predicted_step_s), planner=self.strategy)
 
     def _search(self, costs: PlanCosts, cluster: Cluster, microbatches: int, explained: bool) -> Plan:
         """The planner's plan for one pipeline under the memory of a cluster's devices."""

@@ -1,0 +1,36 @@
+"""A DAG of stages with several replicas is not slower than other plans once their gradients are summed."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+from branching_graphs import cluster_of, random_graph
+
+from pipeloom import api
+from pipeloom.planner import PlanOptions, ProfiledModel
+
+SLOW_LINKS = 10.0
+"""Bytes per second at which the sum of a stage's gradients takes as long as some micro-batches."""
+
+
+def request_of(seed: int) -> tuple[api.PlanRequest, ProfiledModel]:
+    """Two replicas of three stages for a random series-parallel graph."""
+    graph, profile = random_graph(seed, random.Random(seed).randint(5, 8), "series-parallel")
+    return api.PlanRequest(
+        stages=3,
+        width=2,
+        microbatches=12,
+        cluster=cluster_of(6, bytes_per_s=SLOW_LINKS),
+        strategy="graphpipe",
+        options=PlanOptions(treatments=()),
+    ), ProfiledModel(size=1, graph=graph, profiles={"d": profile})
+
+
+def test_replicas_of_a_dag_are_no_slower_than_those_of_a_chain() -> None:
+    request, model = request_of(11)
+    made = request.plan(model)
+    chain = replace(request, options=replace(request.options, branches=False))
+    others = [chain, replace(request, strategy="exact")]
+    assert made.planner == "graphpipe" and made.width == 2
+    assert made.predicted_step_s <= min(way.plan(model).predicted_step_s for way in others) * (1 + 1e-9)
