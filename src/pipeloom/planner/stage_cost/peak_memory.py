@@ -18,7 +18,8 @@ The moments are the last forward before the first backward, and that backward. W
 any more in that forward, as no micro-batch is left to receive, an earlier forward may hold more: what is kept
 of each micro-batch is less than a receive buffer, or what all offload is bounded by c. A stage that
 recomputes R bytes inside its backward does so at the backward's moment. One that recomputes ahead, in an
-action of its own, has a third moment between the two, and holds R in addition from there to the end of the backward.
+action of its own, has a third moment between the two, and holds R in addition from there to the end of the
+backward.
 
 The search for treatments weighs many choices for one stage. It asks `recompute_liveness.peak_of` for the same
 peak, less what is static, from the `PeakTerms` made here.
