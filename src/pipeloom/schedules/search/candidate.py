@@ -74,18 +74,9 @@ def fits(candidate: Candidate, caps: Floats) -> bool:
 def one_by_one(problem: SearchProblem) -> Candidate:
     """One micro-batch after the other: nothing needs less memory. Parts that exchange nothing go one after
     the other, too."""
-    part = list(range(len(problem.stages)))
-    for s in problem.order_of_stages:
-        for source in problem.stages[s].after:
-            low, high = sorted((part[s], part[source]))
-            part = [low if p == high else p for p in part]
     m = problem.microbatches
     units = range(len(problem.units))
     order = [
-        u * m + b
-        for own in dict.fromkeys(part)
-        for b in range(m)
-        for u in units
-        if part[problem.units[u].stage] == own
+        u * m + b for own in problem.parts for b in range(m) for u in units if problem.units[u].stage in own
     ]
     return timed(problem, np.array(order, np.int64), "one by one")

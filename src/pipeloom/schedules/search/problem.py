@@ -175,6 +175,16 @@ class SearchProblem:
         return tuple(s for s in flow.order if s < len(self.stages))
 
     @cached_property
+    def parts(self) -> tuple[tuple[int, ...], ...]:
+        """Stages that exchange anything, directly or through others, are of one part."""
+        part = list(range(len(self.stages)))
+        for s in self.order_of_stages:
+            for source in self.stages[s].after:
+                low, high = sorted((part[s], part[source]))
+                part = [low if p == high else p for p in part]
+        return tuple(tuple(s for s, p in enumerate(part) if p == own) for own in dict.fromkeys(part))
+
+    @cached_property
     def units(self) -> tuple[Unit, ...]:
         ahead, stages = self.order_of_stages, self.stages
         found = [Unit(stage=s, kind=F, ranks=stages[s].ranks) for s in ahead]
@@ -235,6 +245,7 @@ class SearchProblem:
         units, needs = self.units, self.needs
         edges = [(i, p) for i, own in enumerate(needs) for p in own]
         kinds = {F: 0, B: 1, I: 1, W: 2}
+        here = np.array([[float(r in u.ranks) for r in range(self.ranks)] for u in units])
         return Units(
             microbatches=self.microbatches,
             seconds=np.array([self.seconds(u) for u in units], np.float64),
@@ -246,7 +257,7 @@ class SearchProblem:
             need_at=_offsets([len(own) for own in needs]),
             need=np.array([p for _, p in edges], np.int64),
             delay=np.array([self._delay(units[p], units[i]) for i, p in edges], np.float64),
-            meet=np.array([[not set(a.ranks).isdisjoint(b.ranks) for b in units] for a in units], np.bool_),
+            meet=(here @ here.T) > 0,
             tail=np.array([0.0] * len(units) if self.shortest == "span" else self.tails, np.float64),
             span=self.shortest == "span",
             cap=np.array(self.limits, np.float64) * (1 + 1e-12) + 1e-9,

@@ -32,7 +32,7 @@ TRIES = 2_000
 EARLIER, LAST = 0.4, 3.0
 """By which moves are multiplied in rounds with lower limits, and in the last one."""
 
-MOST = 4_000_000
+MOST = 2_000_000
 """Entries that one annealing may time, so that large cases end in seconds."""
 
 COMPILED = 1_000_000

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from ....ir.action import Action, B, F, I, W
+from ....ir.action import Action, B, F, I, Kind, W
 from ....ir.errors import ScheduleError
+from ....ir.schedule import Schedule
 from ...placements import both_ways, loop, wave
 from ...registry import FAMILIES, Times, build, entry
 from ..candidate import Candidate, fits, timed
 from ..engine import Found, Round
+from ..merge_kernel import Merge, merge
 from ..problem import SearchProblem
 
 LARGE = 3000
 """Actions of a step from which a schedule is built once, and only where it is meant to run."""
+
+PAIRED = ("dualpipe", "dualpipev")
+"""Made of pairs, which a search has not: their orders are timed slowly."""
 
 
 def run(task: Round) -> Iterator[Found]:
@@ -26,13 +32,13 @@ def run(task: Round) -> Iterator[Found]:
 
 def fitting(problem: SearchProblem) -> list[str]:
     """Names of schedules whose placement may be that of the problem; of large problems, whose placement it
-    is."""
+    is, and which are not made of pairs. None that copies residuals: copies are not searched."""
     chunks, ranks, placement = problem.shape.chunks, problem.ranks, problem.placed[1]
     meant = {
         "line": placement if chunks == 1 else (),
         "loop": loop(ranks, chunks),
         "wave": wave(ranks, chunks),
-        "both ways": both_ways(ranks),
+        "both ways": both_ways(ranks) if len(problem.parts) == 2 else (),
     }
     large = problem.entries > LARGE
     names = []
@@ -40,9 +46,9 @@ def fitting(problem: SearchProblem) -> list[str]:
         known = entry(name)
         several = known.place in ("loop", "wave", "both ways")
         fits_place = not several or (chunks > 1 and not problem.placed[0].shards)
-        if large and placement != meant.get(known.place, placement):
+        if large and (placement != meant.get(known.place, placement) or name in PAIRED):
             continue
-        if known.lacks == "" and name != "forward_only" and fits_place:
+        if known.lacks == "" and known.offload is None and name != "forward_only" and fits_place:
             names.append(name)
     return names
 
@@ -52,6 +58,8 @@ def library_order(problem: SearchProblem, name: str) -> Candidate | None:
 
     The shorter of what it is without knowing the limits, if it keeps to them, and of what it makes of them.
     """
+    if not all(stage.split for stage in problem.stages) and _splits(problem, name):
+        return None
     free = _built(problem, name, limited=False)
     if not problem.caps or entry(name).recipe is None or (free is not None and problem.entries > LARGE):
         return free
@@ -60,7 +68,26 @@ def library_order(problem: SearchProblem, name: str) -> Candidate | None:
     return min(known, key=lambda one: one.cost_s, default=None)
 
 
+def _splits(problem: SearchProblem, name: str) -> bool:
+    """Whether a schedule splits a backward that is whole: of one micro-batch it tells as well as of all."""
+    made = _schedule(replace(problem, microbatches=1), name, limited=False)
+    return made is not None and any(
+        action.kind in (I, W) and not problem.stages[problem.origin(action.stage)].split
+        for row in made.rows
+        for action in row
+    )
+
+
 def _built(problem: SearchProblem, name: str, *, limited: bool) -> Candidate | None:
+    schedule = _schedule(problem, name, limited=limited)
+    order = None if schedule is None else order_of_rows(problem, schedule.rows)
+    if order is None:
+        return None
+    found = timed(problem, order, f"library: {name}")
+    return found if fits(found, problem.arrays.cap) else None
+
+
+def _schedule(problem: SearchProblem, name: str, *, limited: bool) -> Schedule | None:
     graph, placement = problem.placed
     shape = problem.shape
     times = Times(
@@ -70,57 +97,57 @@ def _built(problem: SearchProblem, name: str, *, limited: bool) -> Candidate | N
         shortest=problem.shortest,
     )
     try:
-        schedule = build(name, graph, placement, problem.microbatches, times=times)
+        return build(name, graph, placement, problem.microbatches, times=times)
     except ScheduleError:
         return None
-    order = order_of_rows(problem, schedule.rows)
-    if order is None:
-        return None
-    found = timed(problem, order, f"library: {name}")
-    return found if fits(found, problem.arrays.cap) else None
 
 
 def order_of_rows(problem: SearchProblem, rows: Sequence[Sequence[Action]]) -> np.ndarray | None:
-    """Rows as an order of units; None where they have something else, or split a backward that is whole.
+    """Rows as an order of units; None where they have something else, split a backward that is whole, or hold
+    more than the limits.
 
     A whole backward of a stage that may split it is I and right behind it W: never later than the two as one.
+    Operations go right behind their anchors, on their rank.
     """
+    t, own = problem.arrays, []
+    for rank, row in enumerate(rows):
+        begins = _begins(problem, rank)
+        try:
+            entries = [base + a.microbatch for a in row for base in begins[a.stage, a.kind]]
+        except KeyError:
+            return None
+        own.append(np.array(entries, np.int64))
+        held = np.cumsum(t.memory[own[-1] // problem.microbatches])
+        if len(held) and held.max() > t.cap[rank]:
+            return None
+    state = Merge(
+        rows=np.concatenate(own),
+        first=np.cumsum([0, *map(len, own)]),
+        at=np.zeros(len(own), np.int64),
+        done=np.zeros(problem.entries, np.bool_),
+        order=np.zeros(problem.entries, np.int64),
+    )
+    return state.order if merge(t, state) == problem.entries else None
+
+
+def _begins(problem: SearchProblem, rank: int) -> dict[tuple[int, Kind], list[int]]:
+    """(stage of `placed`, kind of action) -> the entries of micro-batch 0 that begin with it on a rank."""
     m, units = problem.microbatches, problem.units
-    unit_of = {(u.stage, u.kind, r): i for i, u in enumerate(units) for r in u.ranks}
-    behind: dict[int, list[int]] = {}  # operations go right behind their anchors, on their rank
+    unit_of = {(u.stage, u.kind): i for i, u in enumerate(units) if rank in u.ranks}
+    behind: dict[int, list[int]] = {}
     for i, u in enumerate(units):
         if u.kind not in (F, B, I, W):
             (anchor,) = problem.needs[i]
             behind.setdefault(anchor, []).append(i)
-    heads: list[list[int]] = []
-    for rank, row in enumerate(rows):
-        entries: list[int] = []
-        for action in row:
-            stage = problem.origin(action.stage)
-            split = action.kind == B and problem.stages[stage].split
-            for kind in (I, W) if split else (action.kind,):
-                unit = unit_of.get((stage, kind, rank))
-                if unit is None:
-                    return None
-                entries.append(unit * m + action.microbatch)
-                entries += [o * m + action.microbatch for o in behind.get(unit, ()) if rank in units[o].ranks]
-        heads.append(entries)
-    at, done = [0] * len(heads), np.zeros(len(units) * m, np.bool_)
-    order: list[int] = []
-    moved = True
-    while moved:
-        moved = False
-        for rank, entries in enumerate(heads):
-            while at[rank] < len(entries):
-                entry_at = entries[at[rank]]
-                unit, b = divmod(entry_at, m)
-                ranks = units[unit].ranks
-                here = all(at[r] < len(heads[r]) and heads[r][at[r]] == entry_at for r in ranks)
-                if not here or not all(done[p * m + b] for p in problem.needs[unit]):
-                    break
-                done[entry_at] = True
-                order.append(entry_at)
-                for r in ranks:
-                    at[r] += 1
-                moved = True
-    return np.array(order, np.int64) if len(order) == len(done) else None
+    found: dict[tuple[int, Kind], list[int]] = {}
+    for placed, where in enumerate(problem.placed[1]):
+        stage = problem.origin(placed)
+        if where != rank:
+            continue
+        for kind in (F, B, I, W):
+            kinds = (I, W) if kind == B and problem.stages[stage].split else (kind,)
+            known = [unit_of[stage, k] for k in kinds if (stage, k) in unit_of]
+            if len(known) == len(kinds):
+                own = [(u, *(o for o in behind.get(u, ()) if rank in units[o].ranks)) for u in known]
+                found[placed, kind] = [u * m for part in own for u in part]
+    return found

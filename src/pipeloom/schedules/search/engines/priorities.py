@@ -75,6 +75,7 @@ def plain_rules(problem: SearchProblem) -> list[Rules]:
     deep = {s: i for i, s in enumerate(problem.order_of_stages)}
     count = len(deep)
     split = any(unit.kind not in (F, B) for unit in problem.units)
+    ahead = [_ahead(problem, flight) for flight in range(5)]
     found = []
     for backward_first, deepest_first, flight, patience, late in product(
         (True, False), (True, False), range(5), (0.0, 1.0), (True, False) if split else (True,)
@@ -85,19 +86,20 @@ def plain_rules(problem: SearchProblem) -> list[Rules]:
             kind = (unit.kind == F) == backward_first
             w = 2 if late else -1
             priority.append(place + count * (2 * kind if unit.kind in (F, B, I) else 2 * w))
-        found.append(
-            rules_of(problem, priority, [_ahead(problem, u, flight) for u in range(len(priority))], patience)
-        )
+        found.append(rules_of(problem, priority, ahead[flight], patience))
     return found
 
 
-def _ahead(problem: SearchProblem, unit: int, flight: int) -> float:
-    """Micro-batches that a stage may have in flight: as many as keep it busy while one comes back, so many
-    times; or any number."""
+def _ahead(problem: SearchProblem, flight: int) -> list[float]:
+    """Micro-batches that stages may have in flight, per unit: as many as keep one busy while a micro-batch
+    comes back, so many times; or any number."""
+    units = range(len(problem.units))
     if flight == 4:
-        return inf
-    back = problem.tails[unit] + problem.seconds(problem.units[unit])
-    return max(1.0, ceil(back / max(*problem.work, 1e-9)) * (1.0, 1.5, 2.0, 3.0)[flight])
+        return [inf for _ in units]
+    period = max(*problem.work, 1e-9)
+    seconds = problem.arrays.seconds
+    back = [problem.tails[u] + float(seconds[u]) for u in units]
+    return [max(1.0, ceil(one / period) * (1.0, 1.5, 2.0, 3.0)[flight]) for one in back]
 
 
 def rules_of(
