@@ -45,18 +45,25 @@ class Tied(nn.Module):
         return x
 
 
-def job_of(optimizer: str = "adamw", tied: bool = False) -> Job:
-    def batch(index: int, rows: int) -> dict[str, Tensor]:
-        generator = torch.Generator().manual_seed(index)
-        return {"x": torch.randn(rows, WIDTH, generator=generator, dtype=torch.float64)}
+def _batch(index: int, rows: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(index)
+    return {"x": torch.randn(rows, WIDTH, generator=generator, dtype=torch.float64)}
 
-    return Job(
+
+_JOBS = {
+    tied: Job(
         name=f"tied-{tied}",
         model=partial(Tied, tied=tied),
         loss=lambda output, batch: output.square().mean(),
-        batch=batch,
-        optimizer=OPTIMIZERS[optimizer],
+        batch=_batch,
     )
+    for tied in (False, True)
+}
+
+
+def job_of(optimizer: str = "adamw", tied: bool = False) -> Job:
+    """The same functions each time, so that tests share captures (see `runs.shared_captures`)."""
+    return replace(_JOBS[tied], optimizer=OPTIMIZERS[optimizer])
 
 
 def steady_plan(

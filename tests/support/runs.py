@@ -20,12 +20,12 @@ from pipeloom.ir.errors import PeerError
 from pipeloom.ir.graph import OpGraph
 from pipeloom.ir.memory_policy import MemoryPolicy
 from pipeloom.ir.plan import Plan, StagePlan
-from pipeloom.ir.stages import cut
+from pipeloom.ir.stages import StageGraph, cut
 from pipeloom.runtime import rows_of, signature_of, split_batch
 from pipeloom.runtime.transports import LocalChannel, local_channels
 from pipeloom.tracer import Captured, capture, one_thread_at_a_time, scalar_loss
 from pipeloom.tracer.export import capture_evaluation
-from pipeloom.tracer.stage import stage_residuals
+from pipeloom.tracer.stage import StageFunctions, stage_functions, stage_residuals
 
 NOISE = 1e-3
 """Differences are relative to the largest entry of a tensor, or to this share of the largest of all."""
@@ -34,31 +34,47 @@ Batch = Mapping[str, Tensor]
 
 
 _CAPTURES: dict[tuple[Any, ...], tuple[Job, Captured]] = {}
-"""What `shared_captures` has made, with the job to keep its id unique."""
+"""What `shared_captures` has captured, with the job to keep the ids of its functions unique."""
+
+_STAGE_FUNCTIONS: dict[tuple[Any, ...], tuple[Captured, StageFunctions]] = {}
+"""What `shared_captures` has traced, with the capture to keep its id unique."""
 
 
 @contextmanager
 def shared_captures() -> Iterator[None]:
-    """Let the ranks of a test, and other runs of the same job, share one capture: it is most of their time.
+    """Let the ranks of a test, and other runs of the same job, share one capture, and one trace of each stage:
+    they are most of their time. Jobs that differ in their optimizer only are the same here.
 
-    Whole processes capture for themselves in the tests of `train` and `launch`.
+    Whole processes capture and trace for themselves in the tests of `train` and `launch`.
     """
 
+    shared = {real: partial(_remembered, real) for real in (capture, capture_evaluation)}
     with ExitStack() as stack:
-        for real in (capture, capture_evaluation):
+        for real, once in {**shared, stage_functions: _traced_once}.items():
             for module in [m for name, m in sys.modules.items() if name.startswith("pipeloom.api")]:
                 if vars(module).get(real.__name__) is real:
-                    stack.enter_context(patch.object(module, real.__name__, partial(_remembered, real)))
+                    stack.enter_context(patch.object(module, real.__name__, once))
         yield
 
 
 @one_thread_at_a_time
 def _remembered(real: Callable[..., Captured], job: Job, *args: Any, **kwargs: Any) -> Captured:
     given = [signature_of(a) if isinstance(a, Mapping) else a for a in (*args, kwargs.get("batch"))]
-    key = (real, id(job), *(id(a) if isinstance(a, Captured) else a for a in given), kwargs.get("autocast"))
+    made_by = (job.model, job.batch, job.loss, job.weight, job.modules)
+    key = (real, *map(id, made_by), *(id(a) if isinstance(a, Captured) else a for a in given), kwargs.get("autocast"))
     if key not in _CAPTURES:
         _CAPTURES[key] = (job, real(job, *args, **kwargs))
     return _CAPTURES[key][1]
+
+
+@one_thread_at_a_time
+def _traced_once(captured: Captured, stages: StageGraph, index: int, **how: Any) -> StageFunctions:
+    cuts = tuple((stage.ops, stage.clones) for stage in stages.stages)
+    treatments = frozenset(how.get("treatments", {}).items())
+    key = (id(captured), cuts, index, how["device"], how.get("compiled"), treatments, how.get("ahead"))
+    if key not in _STAGE_FUNCTIONS:
+        _STAGE_FUNCTIONS[key] = (captured, stage_functions(captured, stages, index, **how))
+    return _STAGE_FUNCTIONS[key][1]
 
 
 def capture_of(job: Job, microbatch_size: int = 2, **how: Any) -> Captured:
