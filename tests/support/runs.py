@@ -39,6 +39,8 @@ _CAPTURES: dict[tuple[Any, ...], tuple[Job, Captured]] = {}
 _STAGE_FUNCTIONS: dict[tuple[Any, ...], tuple[Captured, StageFunctions]] = {}
 """What `shared_captures` has traced, with the capture to keep its id unique."""
 
+_MOST_ENTRIES = 64
+
 
 @contextmanager
 def shared_captures() -> Iterator[None]:
@@ -63,6 +65,7 @@ def _remembered(real: Callable[..., Captured], job: Job, *args: Any, **kwargs: A
     made_by = (job.model, job.batch, job.loss, job.weight, job.modules)
     key = (real, *map(id, made_by), *(id(a) if isinstance(a, Captured) else a for a in given), kwargs.get("autocast"))
     if key not in _CAPTURES:
+        _room_for_one_more(_CAPTURES)
         _CAPTURES[key] = (job, real(job, *args, **kwargs))
     return _CAPTURES[key][1]
 
@@ -73,8 +76,15 @@ def _traced_once(captured: Captured, stages: StageGraph, index: int, **how: Any)
     treatments = frozenset(how.get("treatments", {}).items())
     key = (id(captured), cuts, index, how["device"], how.get("compiled"), treatments, how.get("ahead"))
     if key not in _STAGE_FUNCTIONS:
+        _room_for_one_more(_STAGE_FUNCTIONS)
         _STAGE_FUNCTIONS[key] = (captured, stage_functions(captured, stages, index, **how))
     return _STAGE_FUNCTIONS[key][1]
+
+
+def _room_for_one_more(entries: dict[Any, Any]) -> None:
+    """Forget the oldest entry of many: random models come once."""
+    if len(entries) >= _MOST_ENTRIES:
+        del entries[next(iter(entries))]
 
 
 def capture_of(job: Job, microbatch_size: int = 2, **how: Any) -> Captured:
