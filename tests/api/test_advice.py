@@ -61,7 +61,7 @@ def followed(how: PlanRequest, advice: str) -> PlanRequest:
         pytest.param(0.9, {"treatments": ("offload",)}, None, marks=pytest.mark.slow),
         pytest.param(0.6, {"schedule": "zb_v"}, None, marks=pytest.mark.slow),
         (0.001, {}, "give"),
-        (0.001, {"strategy": "dawnpiper"}, "give"),
+        pytest.param(0.001, {"strategy": "dawnpiper"}, "give", marks=pytest.mark.slow),
         pytest.param(0.001, {"strategy": "balanced"}, "give", marks=pytest.mark.slow),
     ],
 )

@@ -64,8 +64,7 @@ def plan_for(job: Job, stages: int, *, schedule: str = "1f1b", split: bool = Fal
 JOB = Job(model=Net, batch=batch, name="net")
 
 
-@pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(("schedule", "split"), [("gpipe", False), ("1f1b", True)])
 def test_a_right_pipeline_passes(schedule: str, split: bool) -> None:
     result = verify(JOB, plan_for(JOB, 2, schedule=schedule, split=split))
     result.require()
@@ -135,7 +134,7 @@ class Sequences(nn.Module):
         return {"loss": nn.functional.cross_entropy(self.last(self.attend(h).mean(1)), y)}
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("dropout", [0.3, pytest.param(0.0, marks=pytest.mark.slow)])
 def test_recurrent_models_are_compared_with_the_module_itself(dropout: float) -> None:
     job = replace(JOB, model=lambda: Sequences(dropout))
     result = verify(job, plan_for(job, 2))

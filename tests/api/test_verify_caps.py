@@ -133,10 +133,10 @@ def test_a_cap_too_small_for_several_stages_is_said_to_be(schedule: str) -> None
     [
         ("1f1b", [], 1.0),
         ("zb_h1", [], 1.0),
-        ("interleaved_1f1b", [], 1.0),
-        ("dualpipe", [], 1.0),
-        ("gpipe", ["recompute"], 0.7),
-        ("gpipe", ["offload"], 0.9),
+        pytest.param("interleaved_1f1b", [], 1.0, marks=pytest.mark.slow),
+        pytest.param("dualpipe", [], 1.0, marks=pytest.mark.slow),
+        pytest.param("gpipe", ["recompute"], 0.7, marks=pytest.mark.slow),
+        pytest.param("gpipe", ["offload"], 0.9, marks=pytest.mark.slow),
         ("gpipe", ["recompute", "offload"], 0.7),
     ],
 )

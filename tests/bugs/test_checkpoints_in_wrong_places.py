@@ -30,6 +30,7 @@ def test_what_the_exact_choice_fits_fits(seed, ops, in_flight, share):
     assert best.seconds * (1 - 1e-9) <= found.seconds <= 1.2 * best.seconds
 
 
+@pytest.mark.slow
 def test_checkpoints_are_chosen_together():
     """A chain of equal ops: some choice keeps no more than about the root of twice its results."""
     ops = 45

@@ -74,8 +74,8 @@ class Twice(nn.Module):
     [
         (LikeParameters, "x"),
         (LikeEntries, "sin linear"),
-        (Encoders, "text audio"),
-        (Twice, "x scale"),
+        pytest.param(Encoders, "text audio", marks=pytest.mark.slow),
+        pytest.param(Twice, "x scale", marks=pytest.mark.slow),
     ],
 )
 def test_numbers_are_those_of_one_process(model: type[nn.Module], keys: str) -> None:

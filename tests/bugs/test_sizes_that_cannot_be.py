@@ -38,7 +38,7 @@ def job(batch: Callable[[int, int], Batch] = rows_of) -> Job:
     return Job(model=normalised, batch=batch, loss=lambda outputs, _: outputs.square().mean())
 
 
-@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("number", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_what_does_not_fit_is_said_where_smaller_ones_cannot_be(number: int) -> None:
     with pytest.raises(InfeasibleError, match="stage . needs") as caught:
         plan(job(multiples_of(number)), stages=2, microbatch_size=4, cluster="2 x cpu with 1KiB")
@@ -60,7 +60,7 @@ def test_the_largest_one_is_found_among_those_that_can_be(number: int) -> None:
         plan(own, stages=2, microbatches=2, microbatch_size=sample.size + number, cluster=cluster)
 
 
-@pytest.mark.parametrize("start", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 7))])
+@pytest.mark.parametrize("start", [pytest.param(n, marks=pytest.mark.slow) for n in (1, 3, 7)])
 def test_it_may_begin_at_one_that_cannot_be(start: int) -> None:
     own = job(multiples_of(2))
     how = passes.make_request(own, stages=2, cluster=find_cluster("2 x cpu with 64KiB"))

@@ -61,6 +61,7 @@ def test_at_every_cut_stages_keep_what_the_plan_says(job: Job, step: int) -> Non
             assert stage.own.residuals == stage.planned.residuals, (names[place], stage)
 
 
+@pytest.mark.slow
 def test_numbers_are_those_of_one_process_wherever_it_is_cut() -> None:
     batches = [batch(seed, 2 * ROWS) for seed in range(2)]
     assert_same_at_every_cut(TURNED, batches, tolerance=1e-5, alone=True)

@@ -89,7 +89,8 @@ def test_every_planner_keeps_to_a_cap_and_assigns_every_op_in_order(name):
 
 @pytest.mark.parametrize("name", FREEING)
 @pytest.mark.parametrize(
-    ("stages", "cap"), [(2, 1.95), pytest.param(3, 1.6, marks=pytest.mark.slow), (4, 1.3)]
+    ("stages", "cap"),
+    [(2, 1.95), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((3, 1.6), (4, 1.3)))],
 )
 def test_plans_that_free_memory_keep_to_the_cap_as_simulated(name, stages, cap):
     options = {"treatments": ("recompute", "offload")} if name == "exact" else {}

@@ -108,6 +108,7 @@ def test_a_rank_killed_while_a_checkpoint_is_written_is_named_by_all_survivors()
         assert "Traceback" not in text
 
 
+@pytest.mark.slow
 def test_a_wait_over_the_limit_says_who_waits_for_whom() -> None:
     status, _, err = launched("deadlock", 3)
     assert status == 1

@@ -44,7 +44,7 @@ _MOST_ENTRIES = 64
 
 @contextmanager
 def shared_captures() -> Iterator[None]:
-    """Let the ranks of a test, and other runs of the same job, share one capture, and one trace of each stage:
+    """Let the ranks of a test, and other runs of the same job, share a capture and the traces of its stages:
     they are most of their time. Jobs that differ in their optimizer only are the same here.
 
     Whole processes capture and trace for themselves in the tests of `train` and `launch`.
@@ -63,7 +63,12 @@ def shared_captures() -> Iterator[None]:
 def _remembered(real: Callable[..., Captured], job: Job, *args: Any, **kwargs: Any) -> Captured:
     given = [signature_of(a) if isinstance(a, Mapping) else a for a in (*args, kwargs.get("batch"))]
     made_by = (job.model, job.batch, job.loss, job.weight, job.modules)
-    key = (real, *map(id, made_by), *(id(a) if isinstance(a, Captured) else a for a in given), kwargs.get("autocast"))
+    key = (
+        real,
+        *map(id, made_by),
+        *(id(a) if isinstance(a, Captured) else a for a in given),
+        kwargs.get("autocast"),
+    )
     if key not in _CAPTURES:
         _room_for_one_more(_CAPTURES)
         _CAPTURES[key] = (job, real(job, *args, **kwargs))

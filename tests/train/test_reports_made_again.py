@@ -37,7 +37,7 @@ def steps_of(out: Path) -> list[int]:
     return [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("missing", [REPORT, REPORT[1:]])
+@pytest.mark.parametrize("missing", [REPORT, pytest.param(REPORT[1:], marks=pytest.mark.slow)])
 def test_a_run_that_lacks_only_its_report_gets_it(
     start: Callable, tmp_path: Path, missing: tuple[str, ...]
 ) -> None:
@@ -53,6 +53,7 @@ def test_a_run_that_lacks_only_its_report_gets_it(
     assert all(figures["train_loss"]) and all((out / name).is_file() for name in REPORT)
 
 
+@pytest.mark.slow
 def test_the_report_of_fewer_steps_is_none(start: Callable, tmp_path: Path) -> None:
     start()
     summary = (tmp_path / "a" / "summary.json").read_text()

@@ -43,12 +43,9 @@ CANNOT = {
 
 SLOW = frozenset(combinations(FEATURES, 2)) - {
     ("1f1b", "copies in the schedule"),
-    ("zb_h1", "frozen tower"),
     ("split backward", "recompute"),
     ("offload", "width 2"),
     ("2bw", "two stages on a rank"),
-    ("2bw", "frozen tower"),
-    ("recompute", "two stages on a rank"),
 }
 
 

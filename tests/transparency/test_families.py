@@ -43,7 +43,7 @@ QUICK = [
 
 @pytest.mark.parametrize(
     ("name", "stages", "schedule", "split"),
-    [pytest.param(*case, marks=pytest.mark.slow) if case[0] == "t5" else case for case in QUICK],
+    [pytest.param(*case, marks=pytest.mark.slow) if case[0] in ("t5", "mixtral") else case for case in QUICK],
 )
 def test_a_sample(name: str, stages: int, schedule: str, split: bool) -> None:
     check(name, double=False, tolerance=TOLERANCE, stages=stages, schedule=schedule, split=split)
@@ -62,7 +62,17 @@ IN_DOUBLE = [name for name in zoo.NAMES if name != "mixtral"]
 """Mixtral's experts have no kernel for float64."""
 
 
-@pytest.mark.parametrize("name", ["gpt", "skips", "tied_thrice", "no_grad_branch", "counting", "convnet"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gpt",
+        "tied_thrice",
+        *(
+            pytest.param(n, marks=pytest.mark.slow)
+            for n in ("skips", "no_grad_branch", "counting", "convnet")
+        ),
+    ],
+)
 def test_a_sample_in_float64(name: str) -> None:
     check(name, double=True, tolerance=1e-12, stages=3, schedule="gpipe", split=True)
 

@@ -148,6 +148,7 @@ def at_worst(plan: Plan, rank: int, size: int) -> int:
     return most * size
 
 
+@pytest.mark.slow
 def test_a_slow_host_only_costs_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same gradients, and never more than the rows say."""
     plan = planned("1f1b:offload=1", 3, 1, 6)

@@ -34,7 +34,7 @@ def peaks_of(towers: int, schedule: str) -> list[tuple[int, int]]:
         return threads(towers + 1, work)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+@pytest.mark.parametrize("schedule", ["zb_h1", pytest.param("1f1b", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "towers",
     [2, pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)],

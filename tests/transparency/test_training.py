@@ -129,7 +129,10 @@ def test_ranks_with_different_batches_are_refused_on_all(gpt: Job) -> None:
         assert f"rank {rank} has a batch of input_ids[{4 + 2 * rank}, 12]" in message
 
 
-@pytest.mark.parametrize("placement", [(0, 0, 1, 1), (0, 1, 0, 1), (1, 0, 0, 1)])
+@pytest.mark.parametrize(
+    "placement",
+    [(1, 0, 0, 1), *(pytest.param(p, marks=pytest.mark.slow) for p in ((0, 0, 1, 1), (0, 1, 0, 1)))],
+)
 def test_several_stages_on_a_rank(gpt: Job, placement: tuple[int, ...]) -> None:
     batches = steps(gpt, 2, rows=8)
     expected = plain(gpt, batches, 4, evaluate=batches[:1])

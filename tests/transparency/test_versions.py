@@ -20,9 +20,17 @@ from pipeloom.ir.errors import PipeloomError, ScheduleError
 from pipeloom.ir.plan import Plan
 from pipeloom.runtime.transports import LocalChannel
 
+QUICK = ((2, 1, "momentum"), (3, 2, "adamw"), (3, 3, "sgd"), (4, 12, "adamw"))
+DEPTHS = ((2, 1), (2, 2), (3, 2), (3, 3), (4, 12))
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize(("stages", "microbatches"), [(2, 1), (2, 2), (3, 2), (3, 3), (4, 12)])
+
+@pytest.mark.parametrize(
+    ("stages", "microbatches", "optimizer"),
+    [
+        pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
+        for case in ((*depth, optimizer) for depth in DEPTHS for optimizer in OPTIMIZERS)
+    ],
+)
 def test_2bw_is_a_delay_of_one_update(stages: int, microbatches: int, optimizer: str) -> None:
     job = job_of(optimizer)
     found = trained(job, steady_plan(job, stages, microbatches))
@@ -54,7 +62,9 @@ def test_ties_and_clipping(clip_norm: float | None) -> None:
         torch.testing.assert_close(found.parameters[name], tensor, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zb_v", "dualpipe"])
+@pytest.mark.parametrize(
+    "schedule", ["zb_v", *(pytest.param(n, marks=pytest.mark.slow) for n in ("interleaved_1f1b", "dualpipe"))]
+)
 def test_other_schedules(schedule: str) -> None:
     """Stages in a loop, in a wave, and replicas in both directions."""
     job = job_of(tied=True)

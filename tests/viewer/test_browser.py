@@ -249,7 +249,10 @@ DRAWN = """
 """
 
 
-@pytest.mark.parametrize("scheme, ink", [("light", "rgb(27, 36, 51)"), ("dark", "rgb(230, 234, 241)")])
+@pytest.mark.parametrize(
+    "scheme, ink",
+    [("light", "rgb(27, 36, 51)"), pytest.param("dark", "rgb(230, 234, 241)", marks=pytest.mark.slow)],
+)
 def test_the_stage_graph_shows_every_stage_and_every_edge(open_report: Open, scheme: str, ink: str) -> None:
     """Two towers of two stages and a join; the first edge carries no gradient."""
     edges = [(0, 1), (1, 4), (2, 3), (3, 4)]

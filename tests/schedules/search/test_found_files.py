@@ -49,7 +49,11 @@ def chain(folder: Path, stage: str, ranks: int) -> Path:
     return file
 
 
-@pytest.mark.parametrize(("stage", "times"), [(STAGE, "123"), (SPLIT, "123")], ids=["whole", "split"])
+@pytest.mark.parametrize(
+    ("stage", "times"),
+    [(STAGE, "123"), pytest.param(SPLIT, "123", marks=pytest.mark.slow)],
+    ids=["whole", "split"],
+)
 def test_a_found_schedule_is_one_of_your_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str, times: str
 ) -> None:
@@ -98,7 +102,9 @@ PRESS = declare(
 """
 
 
-@pytest.mark.parametrize("stage", [STAGE, SPLIT], ids=["whole", "split"])
+@pytest.mark.parametrize(
+    "stage", [STAGE, pytest.param(SPLIT, marks=pytest.mark.slow)], ids=["whole", "split"]
+)
 def test_an_operation_of_your_own_is_placed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str
 ) -> None:
