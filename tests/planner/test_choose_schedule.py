@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache, partial
+from itertools import combinations
 
 import pytest
 from random_stages import random_model
@@ -11,7 +12,8 @@ from random_stages import random_model
 from pipeloom.ir.cluster import Cluster
 from pipeloom.ir.errors import InfeasibleError, PlanError, ScheduleError
 from pipeloom.ir.plan import Plan
-from pipeloom.planner import PlanOptions, make_plan, schedule_names
+from pipeloom.planner import PLANNERS, PlanOptions, make_plan, schedule_names
+from pipeloom.planner.search import Search
 
 RANKS, MICROBATCHES = 2, 4
 
@@ -90,3 +92,54 @@ def test_a_host_that_is_too_small_is_refused_with_its_rank_and_bytes() -> None:
     assert any(stage.offloaded_bytes for stage in roomy.stages)
     with pytest.raises(InfeasibleError, match=r"ranks of node 0 offload .*: rank 0 alone offloads"):
         plans(3, None, host_memory=1)("1f1b:offload=1", "exact")
+
+
+def test_only_the_schedules_that_are_named_are_planned_with() -> None:
+    def told(*names: str) -> list[str]:
+        class Watch:
+            tried_names: list[str] = []
+
+            def weighed(self, count: int) -> None: ...
+
+            def tried(self, schedule: str, number: int, of: int, best: object) -> None:
+                assert 1 <= number <= of == len(names)
+                self.tried_names.append(schedule)
+
+        model = random_model(2, 12, host_bytes_per_s=40.0)
+        devices = model.cluster.devices[:RANKS]
+        watch = Watch()
+        plan = make_plan(
+            model.graph,
+            model.profile,
+            Cluster(devices=devices, within_node=model.cluster.within_node),
+            stages=RANKS,
+            schedule="1f1b",
+            microbatches=MICROBATCHES,
+            strategy="pipeoffload",
+            options=PlanOptions(schedules=names),
+            watch=watch,
+        )
+        assert plan.schedule in names
+        return watch.tried_names
+
+    assert set(told("zb_v")) == {"zb_v"}
+    assert set(told("po:v=2,offload=1")) == {"po:v=2,offload=1"}  # not only where its order without is slower
+
+
+def test_no_cut_is_sought_where_one_with_more_memory_was_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Search] = []
+
+    def find(search: Search) -> tuple[int, ...]:
+        asked.append(search)
+        return dawnpiper.find(search)
+
+    dawnpiper = PLANNERS["dawnpiper-alone"]
+    monkeypatch.setitem(PLANNERS, "dawnpiper-alone", replace(dawnpiper, find=find))
+    with pytest.raises(InfeasibleError):
+        plans(5, 0.7)("zb_v", "dawnpiper-alone")
+    failed = [one for one in asked if not dawnpiper.find(one)]
+    assert len(asked) > len(failed) > 1
+    for one, other in combinations(failed, 2):
+        lower = all(a <= b for a, b in zip(other.caps, one.caps, strict=True))
+        same = one.model is other.model
+        assert not (same and lower and set(other.treatments) <= set(one.treatments)), (one.caps, other.caps)

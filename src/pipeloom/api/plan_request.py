@@ -24,6 +24,7 @@ from ..planner import (
     limits,
     make_plan,
     place,
+    plain_of,
     plan_rows,
     planner,
     stages_for,
@@ -206,7 +207,10 @@ class PlanRequest:
         return True
 
     def changes(self, plan: Plan, model: ProfiledModel) -> list[Change]:
-        """What a bit more memory or bandwidth would make of a plan."""
+        """What a bit more memory or bandwidth would make of a plan, with its schedule, and with its order
+        without copies."""
+        names = tuple(dict.fromkeys((plan.schedule, plain_of(plan.schedule))))
+        same = replace(self, options=replace(self.options, schedules=names))
         return what_if(
-            plan, self.cluster, lambda cluster: replace(self, cluster=cluster).plan(model, explained=False)
+            plan, self.cluster, lambda cluster: replace(same, cluster=cluster).plan(model, explained=False)
         )

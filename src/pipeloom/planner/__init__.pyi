@@ -14,7 +14,11 @@ from .branches import (
     decompose as decompose,
 )
 from .candidate import Candidate as Candidate
-from .choose_schedule import choose_schedule as choose_schedule, schedule_names as schedule_names
+from .choose_schedule import (
+    choose_schedule as choose_schedule,
+    plain_of as plain_of,
+    schedule_names as schedule_names,
+)
 from .host_memory import (
     HostShortage as HostShortage,
     host_needs as host_needs,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import ceil
+from math import ceil, inf
 from typing import TypeAlias
 
 from ..ir.errors import InfeasibleError, PlanError, ScheduleError
@@ -48,6 +48,7 @@ class Try:
     """One way to plan.
 
     capped: if not, as if devices had memory for everything.  evens, polishes: see `Planner`.
+    below_s: see `Request`.
     """
 
     schedule: str
@@ -56,6 +57,7 @@ class Try:
     capped: bool = True
     evens: bool = False
     polishes: bool = False
+    below_s: float = inf
 
 
 MakePlan: TypeAlias = Callable[[Try], Plan]
@@ -121,7 +123,7 @@ def choose_schedule(
     same order without them is not as fast under the caps as without.
     Raises: InfeasibleError if none fits; PlanError if none can be planned.
     """
-    search = _Choice(plan, tuple(caps), treatments, watch, len(names))
+    search = _Choice(plan, tuple(caps), treatments, watch, names)
     if not fastest:
         first = [Try(name, POLISHES, treatments) for name in names if name in FIRST]
         for one in (*first, *(one for name in names for one in tries_of(name, treatments))):
@@ -136,7 +138,7 @@ def choose_schedule(
 class _Choice:
     """The best so far, and what each schedule takes where memory does not matter.
 
-    told: how many names the watch was told of, of `count`.
+    told: the names that the watch was told of.
     """
 
     def __init__(
@@ -145,10 +147,10 @@ class _Choice:
         caps: tuple[int, ...],
         treatments: tuple[Treatment, ...] | None,
         watch: SearchWatch | None,
-        count: int,
+        names: Sequence[str],
     ) -> None:
         self.plan, self.caps, self.treatments = plan, caps, treatments
-        self.watch, self.count, self.told = watch, count, set[str]()
+        self.watch, self.names, self.told = watch, names, set[str]()
         self.free: dict[str, Plan] = {}
         self.kept: set[str] = set()
         """Names that are as fast under the caps as without."""
@@ -171,8 +173,10 @@ class _Choice:
             self._try_all_of(name)
 
     def wants(self, name: str) -> bool:
-        """Whether copies in an order may be of use."""
+        """Whether copies in an order may be of use; a yes where the order without is not asked for."""
         plain = plain_of(name)
+        if plain not in self.names:
+            return True
         return plain not in self.kept and plain in self.free and not self._is_slower(plain)
 
     def _is_slower(self, name: str) -> bool:
@@ -194,12 +198,13 @@ class _Choice:
         self.told.add(name)
         if self.watch is not None:
             best = None if self.best is None else (self.best.schedule, self.best.predicted_step_s)
-            self.watch.tried(name, len(self.told), self.count, best)
+            self.watch.tried(name, len(self.told), len(self.names), best)
 
     def try_(self, one: Try) -> Plan | None:
         """One way to plan. Returns its plan, if there is one."""
+        below_s = inf if self.best is None else (1 + CLOSE) * self.best.predicted_step_s
         try:
-            found = self.plan(one)
+            found = self.plan(replace(one, below_s=below_s))
         except (PlanError, ScheduleError) as error:
             self._note(error)
             return None

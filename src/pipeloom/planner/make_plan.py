@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from operator import ge, le
 
 from .. import schedules
 from ..ir.cluster import Cluster
@@ -116,6 +117,7 @@ def _of_many_schedules(request: Request, *, explained: bool) -> Plan:
             cluster=cluster if one.capped else roomy,
             schedule=one.schedule,
             planner=by,
+            below_s=one.below_s,
             options=replace(options, treatments=one.treatments),
         )
         return _plan_or_with_fewer(own, one.strategy, explained=False)
@@ -126,7 +128,7 @@ def _of_many_schedules(request: Request, *, explained: bool) -> Plan:
     try:
         return choose_schedule(
             plan,
-            schedule_names(len(cluster.devices), places, copies=linked and allowed),
+            options.schedules or schedule_names(len(cluster.devices), places, copies=linked and allowed),
             [device.memory_bytes for device in cluster.devices],
             treatments=options.treatments,
             fastest=options.fastest,
@@ -152,7 +154,8 @@ def _plan_or_with_fewer(request: Request, strategy: str, *, explained: bool) -> 
         return _plan_of(request, strategy, explained=False)
     except InfeasibleError:
         fewer = replace(options, offloaded_at_once=LEAST_AT_ONCE)
-        return _plan_of(replace(request, options=fewer), strategy, explained=explained)
+        again = replace(request, options=fewer, only_offloading=True)
+        return _plan_of(again, strategy, explained=explained)
 
 
 def _plan_of(request: Request, strategy: str, *, explained: bool) -> Plan:
@@ -276,20 +279,52 @@ def _candidates(first: Candidate, by: Planner) -> Iterator[Candidate]:
     caps of the ranks that passed theirs lowered by that; then with all caps lowered alike, as far as a cut is
     found; then with fewer ways to free memory, whose estimates are simpler."""
     request, search = first.request, first.search
+    failed = _Failed()
+
+    def found(search: Search) -> Candidate | None:
+        if failed.covers(search):
+            return None
+        candidate = _candidate(request, search, by)
+        if candidate is None:
+            failed.searches.append(search)
+        return candidate
+
     yield first
     for treatments in _fewer_treatments(search.treatments):
+        if request.only_offloading and "offload" not in treatments:
+            break
         in_flight = tuple(map(max, first.in_flight, search.in_flight))
         relaxed = replace(search, treatments=treatments, in_flight=in_flight)
         following = _tighter_search(first) if treatments == search.treatments else relaxed
         last = relaxed
+        slow = False
         for _ in range(ROUNDS):
-            if (candidate := _candidate(request, following, by)) is None:
+            if slow or (candidate := found(following)) is None:
                 break
             yield candidate
+            slow = candidate.timeline.step_s > request.below_s
             last = following = _tighter_search(candidate)
         for lower in _lowered(first, relaxed, last):
-            if candidate := _candidate(request, lower, by):
+            if not slow and (candidate := found(lower)):
                 yield candidate
+                slow = candidate.timeline.step_s > request.below_s
+
+
+@dataclass
+class _Failed:
+    """The searches of one planner that found no cut: one with no more memory, no fewer micro-batches in
+    flight and no other ways to free memory need not be made."""
+
+    searches: list[Search] = field(default_factory=list)
+
+    def covers(self, search: Search) -> bool:
+        """Whether another that failed had at least what this one has."""
+        return any(
+            set(search.treatments) <= set(other.treatments)
+            and all(map(le, search.caps, other.caps))
+            and all(map(ge, search.in_flight, other.in_flight))
+            for other in self.searches
+        )
 
 
 def _lowered(first: Candidate, relaxed: Search, last: Search) -> Iterator[Search]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import inf
 
 import numpy as np
 
@@ -50,6 +51,7 @@ class PlanOptions:
     branches: stages that read nothing of each other run side by side; if not, one after another, as a chain.
     fastest: look for the fastest plan; if not, the first that keeps its caps will do.
     offloaded_at_once: see `MemoryPolicy.at_once`; fewer are tried where nothing fits.
+    schedules: by name, among which a planner that chooses one does so; (): all that are worth a try.
     """
 
     optimizer_bytes: float = 2.0
@@ -63,6 +65,7 @@ class PlanOptions:
     fastest: bool = True
     branches: bool = True
     offloaded_at_once: int = AT_ONCE
+    schedules: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,11 @@ class Request:
     watch: SearchWatch | None = None
     slack: int = 0
     """Micro-batches that a stage may hold besides as many as it is deep, where its stages form a DAG."""
+    below_s: float = inf
+    """Seconds of a step: no more memory is freed with what takes longer already."""
+    only_offloading: bool = False
+    """Whether the same with more micro-batches offloaded at once found nothing: then only what offloads is
+    tried."""
     shared: SharedCosts = field(default_factory=SharedCosts, compare=False, repr=False)
     """With other requests for the same graph, profile and cluster."""
 
