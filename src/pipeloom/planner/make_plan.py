@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from operator import ge, le
 
 from .. import schedules
 from ..ir.cluster import Cluster
@@ -24,6 +23,7 @@ from .choose_schedule import (
     choose_schedule,
     schedule_names,
 )
+from .failed_searches import FailedSearches
 from .infeasible import does_not_fit, explain_infeasible, passes_caps, scale_caps, stage_needs
 from .placement import stages_for
 from .registry import Planner, planner
@@ -279,7 +279,7 @@ def _candidates(first: Candidate, by: Planner) -> Iterator[Candidate]:
     caps of the ranks that passed theirs lowered by that; then with all caps lowered alike, as far as a cut is
     found; then with fewer ways to free memory, whose estimates are simpler."""
     request, search = first.request, first.search
-    failed = _Failed()
+    failed = FailedSearches()
 
     def found(search: Search) -> Candidate | None:
         if failed.covers(search):
@@ -308,23 +308,6 @@ def _candidates(first: Candidate, by: Planner) -> Iterator[Candidate]:
             if not slow and (candidate := found(lower)):
                 yield candidate
                 slow = candidate.timeline.step_s > request.below_s
-
-
-@dataclass
-class _Failed:
-    """The searches of one planner that found no cut: one with no more memory, no fewer micro-batches in
-    flight and no other ways to free memory need not be made."""
-
-    searches: list[Search] = field(default_factory=list)
-
-    def covers(self, search: Search) -> bool:
-        """Whether another that failed had at least what this one has."""
-        return any(
-            set(search.treatments) <= set(other.treatments)
-            and all(map(le, search.caps, other.caps))
-            and all(map(ge, search.in_flight, other.in_flight))
-            for other in self.searches
-        )
 
 
 def _lowered(first: Candidate, relaxed: Search, last: Search) -> Iterator[Search]:
