@@ -2,6 +2,7 @@
 
     python bench/schedule_search.py [--ranks 4 8] [--microbatches 16 64] [--split] [--again]
     python bench/schedule_search.py --chains [--ranks 4 8 16 32] [--again]
+    python bench/schedule_search.py --growing 200 [--minutes 7]
 
 F = 1, B = 3, one unit of memory a micro-batch, no transfers; see bench/search_shapes.py. Tessel's figures
 are of its public code (zhiqi-0/Tessel, commit 44f72c3), its orders timed again so that every block begins as
@@ -12,26 +13,36 @@ without `--again`.
 
 With --chains: chains with split backwards, stages of three kinds of times, 4 micro-batches per rank, beside
 the schedules of the library that are made for them, at the memory that these take.
+
+With --growing: so many random chains, see tests/support/random_problems.py, each with its limit, 1.5 times
+and twice as much: whether a step is ever longer than the best of the library within the limit, or than with
+less memory.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any
 
 from machine import code_of, describe_machine
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
+from random_problems import random_chain
 from search_shapes import TIMES, chain_of, problem
 
 from pipeloom.api import prove_search
-from pipeloom.schedules import SearchOptions, search_orders
-from pipeloom.schedules.search import library_order
+from pipeloom.schedules import Progress, SearchOptions, search_orders
+from pipeloom.schedules.search import fitting, library_order
 
-RESULTS = Path(__file__).parent / "results" / "schedule_search.json"
+RESULTS = Path(__file__).parent / "results"
 TESSEL: dict[tuple[int, str, int], tuple[float | None, float | None]] = {
     (4, "V", 4): (76.0, 268.0),
     (4, "X", 4): (138.0, 522.0),
@@ -106,6 +117,39 @@ def measure_chain(ranks: int, schedule: str, times: str) -> dict[str, Any]:
     }
 
 
+GROWN = (1.0, 1.5, 2.0)
+"""Limits of a random chain, of its own."""
+
+GROWING_EFFORT = 0.2
+
+
+def measure_growing(seed: int) -> dict[str, Any]:
+    """One random chain with growing limits: per limit the step, its engine and the best of the library."""
+    free = random_chain(seed)
+    cases: list[dict[str, Any]] = []
+    before = time.process_time()
+    for share in GROWN:
+        asked = replace(free, caps=tuple(share * cap for cap in free.caps))
+        known, names = [inf], len(fitting(asked))
+
+        def report(progress: Progress, known: list[float] = known, names: int = names) -> None:
+            if progress.evaluations <= names:  # the library comes first, one by one
+                known[0] = progress.cost_s
+
+        result = search_orders(asked, SearchOptions(effort=GROWING_EFFORT), report)
+        cases.append({"step": result.best.step_s, "library": known[0], "engine": result.best.engine})
+        if result.ended == "optimal":
+            break  # no limit makes it shorter
+    return {
+        "seed": seed,
+        "ranks": free.ranks,
+        "stages": len(free.stages),
+        "microbatches": free.microbatches,
+        "cases": cases,
+        "cpu_seconds": round(time.process_time() - before, 2),
+    }
+
+
 def chain_line(case: dict[str, Any]) -> str:
     return (
         f"{case['ranks']:5} {case['schedule']:8} {case['times']:13} {case['cap']:6.4g} "
@@ -126,11 +170,12 @@ def line(case: dict[str, Any]) -> str:
 
 
 class Results:
-    """The file of results: cases by what they are of, each with the code that it was measured with."""
+    """A file of results: cases by what they are of, each with the code that it was measured with."""
 
-    def __init__(self, *, again: bool) -> None:
+    def __init__(self, name: str, *, again: bool) -> None:
+        self.file = RESULTS / name
         self.again, self.code = again, code_of(("schedules",))
-        self.kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+        self.kept = json.loads(self.file.read_text()) if self.file.exists() else {}
 
     def case(self, table: str, key: dict[str, Any], measured: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """What is known of a case, or what is measured now, which is written at once."""
@@ -140,7 +185,7 @@ class Results:
             return same[0]
         case = measured() | {"code": self.code}
         self.kept[table] = [old for old in cases if old not in same] + [case]
-        RESULTS.write_text(json.dumps({**self.kept, "machine": describe_machine()}, indent=1) + "\n")
+        self.file.write_text(json.dumps({**self.kept, "machine": describe_machine()}, indent=1) + "\n")
         return case
 
 
@@ -163,17 +208,43 @@ def print_chains(results: Results, ranks: list[int]) -> None:
                 print(chain_line(results.case("chains", key, measured)), flush=True)
 
 
+def print_growing(results: Results, count: int, minutes: float) -> None:
+    """As many chains as there is time for, and what is wrong with any."""
+    ends = time.monotonic() + 60 * minutes
+    done, pairs, behind, longer = 0, 0, 0, []
+    for seed in range(count):
+        if time.monotonic() > ends:
+            break
+        case = results.case("growing", {"seed": seed}, partial(measure_growing, seed))
+        steps = [one["step"] for one in case["cases"]]
+        done, pairs = done + 1, pairs + len(steps) - 1
+        behind += sum(one["step"] > one["library"] * (1 + 1e-9) for one in case["cases"])
+        for at in range(1, len(steps)):
+            more = steps[at] / min(steps[:at]) - 1
+            if more > 1e-9:
+                longer.append(more)
+                print(f"chain {seed}: {100 * more:.3f} % longer with {GROWN[at]:g} of its limit", flush=True)
+    print(
+        f"{done} chains: {behind} searches behind the library; {len(longer)} of {pairs} larger limits longer"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[])
     parser.add_argument("--microbatches", type=int, nargs="+", default=list(COUNTS))
     parser.add_argument("--split", action="store_true", help="I and W apart, each half of B")
     parser.add_argument("--chains", action="store_true", help="chains beside schedules of the library")
+    parser.add_argument("--growing", type=int, default=0, help="random chains, each with growing limits")
+    parser.add_argument("--minutes", type=float, default=7.0, help="after which no further one is begun")
     parser.add_argument("--again", action="store_true")
     args = parser.parse_args()
-    results = Results(again=args.again)
+    name = "schedule_search_growing.json" if args.growing else "schedule_search.json"
+    results = Results(name, again=args.again)
     search_orders(problem("M", 2, 4, 3, split=True))  # loads the compiled code
-    if args.chains:
+    if args.growing:
+        print_growing(results, args.growing, args.minutes)
+    elif args.chains:
         print_chains(results, args.ranks or [4, 8, 16, 32])
     else:
         print_shapes(results, args.ranks or [4, 8], args.microbatches, split=args.split)
