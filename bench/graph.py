@@ -13,7 +13,7 @@ models   MMT, DLRM and CANDLE-Uno of published size (branching.py) on 4, 8, 16 a
          of pipelines side by side and rows per micro-batch, all of the same cells; and the DAG in that cell
          of the others: what parallel stages alone gain. Rows per step grow with the devices, as in the
          paper, whose numbers of rows are lost but for MMT on 8 (128 rows).
-launches MMT on 32, one pipeline, where each kernel takes longer besides its work than a V100's 4 us.
+launches MMT on 8 and 32, one pipeline, where each kernel takes longer besides its work than a V100's 4 us.
 case     The paper's case study on 8 V100s, one pipeline.
 order    MMT whose towers run in turn against MMT whose towers run one after another.
 random   Random graphs (chains, series-parallel, others) under caps of 1.0 to 1.3 times the least: the step
