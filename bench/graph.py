@@ -39,7 +39,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import branching
-from graph_models import cluster_of, launches, models, models_at, plan_of, widths_and_sizes
+from graph_models import FIRST_SIZE, cluster_of, launches, models, models_at, plan_of, widths_and_sizes
 from layered import layered_towers
 from machine import describe_machine
 
@@ -62,7 +62,7 @@ def case(found: Found) -> Iterator[Found]:
     """The case study, two branches, joined, on 8 devices, after each size of micro-batches."""
     found.setdefault("rows", 128)
     at, kinds = models_at("case_study"), ("graphpipe", "chain")
-    for _ in widths_and_sizes(found, cluster_of(8), 128, at, kinds, widths=False):
+    for _ in widths_and_sizes(found, cluster_of(8), FIRST_SIZE["case_study"], at, kinds, widths=False):
         yield found
     print("case study:", json.dumps(found["best"]), flush=True)
     yield found

@@ -24,6 +24,8 @@ from pipeloom.simulator import simulate
 
 DEVICES = (4, 8, 16, 32)
 ROWS_PER_DEVICE = {"mmt": 16, "dlrm": 128, "candle": 512}
+FIRST_SIZE = {"mmt": 2, "dlrm": 256, "candle": 512, "case_study": 4}
+"""Rows of the micro-batches that are tried first."""
 SAMPLES = {"mmt": (2, 4), "dlrm": (8, 16), "candle": (16, 32), "case_study": (2, 4)}
 """Rows at which a model is captured; between and beyond these it is interpolated."""
 
@@ -157,11 +159,10 @@ def ways(kinds: Sequence[str]) -> Iterator[tuple[str, str]]:
 def next_cells(
     cells: Mapping[Cell, Figures], rows: int, devices: int, kinds: Sequence[str], widths: bool
 ) -> list[Cell]:
-    """Cells that are still to be tried: twice and half the size and the width of each kind's fastest one."""
-    if not cells:
-        return [Cell(1, rows // devices)]
+    """Cells that are still to be tried: twice and half the size and the width of each kind's fastest one, and
+    of the best chain's as a sequential pipeline."""
     wanted: dict[Cell, None] = {}
-    for kind, seconds in ways(kinds):
+    for kind, seconds in [*((kind, "step_s") for kind in kinds), ("chain", "sequential_s")]:
         if (best := best_cell(cells, kind, seconds)) is None:
             continue
         width, size = best
@@ -207,22 +208,22 @@ def gain_by_size(cells: Mapping[Cell, Figures]) -> dict[str, float]:
 def widths_and_sizes(
     row: dict[str, Any],
     cluster: Cluster,
-    rows: int,
+    first: int,
     at: Callable[[int, Cluster], ProfiledModel],
     kinds: Sequence[str] = tuple(KINDS),
     *,
     widths: bool = True,
 ) -> Iterator[None]:
-    """Climb from one pipeline with as many micro-batches as devices, after each cell. All kinds try the same
-    cells, so that none ends up in a worse one than another.
+    """Climb from one pipeline, after each cell. All kinds try the same cells, so that none ends up in a worse
+    one than another.
 
-    row: what is known, and stays; is filled.
+    first: rows of a micro-batch in the first cell.  row: what is known, and stays; is filled.
     """
-    known = row.setdefault("cells", {})
+    rows, known = row["rows"], row.setdefault("cells", {})
     refused = row.setdefault("refused", {})
     while True:
         cells = {Cell(*map(int, key.split(" x "))): figures for key, figures in known.items()}
-        wanted = next_cells(cells, rows, len(cluster.devices), kinds, widths)
+        wanted = next_cells(cells, rows, len(cluster.devices), kinds, widths) if cells else [Cell(1, first)]
         if cells:
             row["best"] = summary(cells, rows, kinds)
             one = {cell: figures for cell, figures in cells.items() if cell.width == 1}
@@ -253,7 +254,7 @@ def models(found: dict[str, Any], only: Sequence[str]) -> Iterator[dict[str, Any
             at = at or models_at(name)
             rows = ROWS_PER_DEVICE[name] * devices
             row = found.setdefault(key, {"rows": rows})
-            for _ in widths_and_sizes(row, cluster_of(devices), rows, at):
+            for _ in widths_and_sizes(row, cluster_of(devices), FIRST_SIZE[name], at):
                 yield found
             print(f"{key}:", json.dumps(row["best"]), flush=True)
             yield found
@@ -272,7 +273,8 @@ def launches(found: dict[str, Any], only: Sequence[str]) -> Iterator[dict[str, A
             rows = ROWS_PER_DEVICE[name] * int(devices)
             row = found.setdefault(own, {"rows": rows})
             cluster = cluster_of(int(devices), launch_s)
-            for _ in widths_and_sizes(row, cluster, rows, at, ("graphpipe", "chain"), widths=False):
+            kinds = ("graphpipe", "chain")
+            for _ in widths_and_sizes(row, cluster, FIRST_SIZE[name], at, kinds, widths=False):
                 yield found
             print(f"{own}:", json.dumps(row["best"]), flush=True)
             yield found
