@@ -37,7 +37,7 @@ from .channel import Channel
 from .compute import PEAK_OF, Compute
 from .failure import Watch
 from .ledger import Ledger
-from .offload import Tier, await_offload, count_copies, offload, reload, reload_bytes
+from .offload import Tier, await_offload, count_copies, finish_oldest_offload, offload, reload, reload_bytes
 from .operations import Operations
 from .recorder import Recorder
 from .reduce_and_step import ReduceAndStep
@@ -179,19 +179,20 @@ class Worker:
         rank.count_boundary()
 
     def _wait_for_sends_under_cap(self, step: StepContext, instruction: Instruction) -> None:
-        """While the next instruction would pass the cap, wait for messages of this rank to be taken.
+        """While the next instruction would pass the cap, wait for messages of this rank to be taken, then for
+        what is on its way to the tier.
 
         The simulator lets messages go when they have travelled. So what a plan's peak counts on has been
         taken once its receiver has come as far as in the simulation, for which nothing later of this rank is
-        needed: where that peak keeps the cap, these waits end. What leaves for the tier is awaited where the
-        program says so (AWAIT).
+        needed: where that peak keeps the cap, these waits end. Copies may be slower than simulated; where the
+        program does not await them itself (AWAIT), that costs time here.
         Raises: MemoryCapError if an action of a program that offloads would pass the cap even so.
         """
         cap, bytes_of = step.ledger.cap_bytes, self._needed_bytes.get(instruction.kind)
         if cap is None or not step.training:
             return
         while step.ledger.total + (need := bytes_of(step, instruction) if bytes_of else 0) > cap:
-            if not self._finish_send(step):
+            if not self._finish_send(step) and not finish_oldest_offload(step):
                 if step.tier is not None:
                     step.ledger.refuse(need, str(instruction))
                 return

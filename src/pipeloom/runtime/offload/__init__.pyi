@@ -9,6 +9,7 @@ from .file_tier import (
 from .handlers import (
     await_offload as await_offload,
     count_copies as count_copies,
+    finish_oldest_offload as finish_oldest_offload,
     offload as offload,
     reload as reload,
     reload_bytes as reload_bytes,

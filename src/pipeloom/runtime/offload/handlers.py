@@ -37,6 +37,18 @@ def await_offload(step: StepContext, action: Action) -> None:
         count_copies(step)
 
 
+def finish_oldest_offload(step: StepContext) -> bool:
+    """Wait until the oldest of what is on its way to the tier is there. Returns False if nothing is."""
+    oldest = next((each for each in step.in_flight.offloaded if not each.off_device), None)
+    if oldest is None:
+        return False
+    assert step.tier is not None, "it is on its way there"
+    with step.recorder.record("recv", "ROOM"):
+        step.tier.finish_leaving(oldest.copy, step.watch.check)
+    count_copies(step)
+    return oldest.off_device
+
+
 def reload(step: StepContext, action: Action) -> None:
     """RELOAD: begin to copy them back; `wait_reload` puts them where they were."""
     offloaded = step.state(action).offloaded
