@@ -145,7 +145,7 @@ class Worker:
                 self.operations.wait_before(step, instruction)
                 self.reduce_and_step.progress(step)
                 count_copies(step)
-                self._wait_for_sends_under_cap(step, instruction)
+                self._make_room_under_cap(step, instruction)
                 self.handlers[instruction.kind](step, instruction)
                 step.count_boundary(instruction)
             with step.recorder.record("recv", "END"):
@@ -178,7 +178,7 @@ class Worker:
             rank.ledger.set(kind, 0)
         rank.count_boundary()
 
-    def _wait_for_sends_under_cap(self, step: StepContext, instruction: Instruction) -> None:
+    def _make_room_under_cap(self, step: StepContext, instruction: Instruction) -> None:
         """While the next instruction would pass the cap, wait for messages of this rank to be taken, then for
         what is on its way to the tier.
 
