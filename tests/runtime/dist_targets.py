@@ -153,6 +153,9 @@ def _sums_and_objects(channel: PostedChannel) -> None:
             begun = torch.full((3,), float(channel.rank))
             channel.begin_sum(begun, group).wait()
             assert (begun == sum(group.ranks)).all()
+            owned = torch.full((3,), float(channel.rank), dtype=torch.float64)
+            channel.begin_sum(owned, group, group.ranks[-1]).wait()
+            assert channel.rank != group.ranks[-1] or (owned == sum(group.ranks)).all()
             channel.begin_broadcast(sent := torch.full((3,), channel.rank), group, group.ranks[-1]).wait()
             assert (sent == group.ranks[-1]).all()
     assert channel.all_gather_object("x" * channel.rank) == ["", "x", "xx"]

@@ -161,6 +161,21 @@ def test_sums_of_different_ranks_follow_each_other_on_the_link_of_their_nodes() 
     assert times(shared, "compute")["3STEP"] == (7.0, 7.0)
 
 
+def test_sums_for_owners_take_half_as_long() -> None:
+    """Each of two replicas gets the sums of its own part of what they share. y is read by others too."""
+    stages = dag(4, [], params={0: ("a", "b", "y"), 1: ("a", "b", "y"), 2: ("y",), 3: ("y",)})
+    rows = tuple(f"{s}F0 {s}B0 {s}REDUCE {s}STEP" for s in range(4))
+    program = parse_program(1, (0, 1, 2, 3), rows)
+    cost = replace(equal_costs(1)[0], tied_bytes={"a": 8, "b": 8, "y": 8})
+    link = Link(bandwidth_bytes_per_s=4.0)
+    for shared in (None, link):
+        where = nodes(0, 1, 2, 3, between_nodes=link, node_link=shared)
+        whole = simulate(program, stages, (cost,) * 4, where)
+        halved = simulate(program, stages, (replace(cost, for_owners=frozenset("ab")),) * 4, where)
+        assert sum_times(whole)["0REDUCE"] == (3.0, 3.0 + 4.0 + 3.0)
+        assert sum_times(halved)["0REDUCE"] == (3.0, 3.0 + 2.0 + 3.0)
+
+
 def test_a_message_waits_for_a_sum_that_holds_its_nodes_link() -> None:
     program, stages, costs = sum_beside_a_message()
     check_program(program, stages)

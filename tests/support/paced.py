@@ -248,7 +248,7 @@ class PacedSteadyRank:
             lambda params: torch.optim.SGD(params, lr=0.1),
             updates=replace(updates, kept=2),
             awaited=clips or bool(stages.tied),
-            together=[r.names for r in shared_by(stages, step.placement, channel.rank)],
+            together=[r.names for r in shared_by(stages, step.placement, channel.rank, ())],
         )
         self.worker = Worker(
             rank=channel.rank,

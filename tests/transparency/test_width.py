@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import every_schedule
@@ -11,9 +12,11 @@ import torch
 from delayed import Trained, delayed, job_of, steady_plan, trained
 from torch import Tensor
 
-from pipeloom import Pipeline
+from pipeloom import Options, Pipeline
+from pipeloom.ir.plan import Plan
 from pipeloom.ir.replicas import widened
-from pipeloom.runtime import LocalChannel, PendingSum, PostedChannel, SumGroup
+from pipeloom.runtime import LocalChannel, PendingSum, PendingTransfer, PostedChannel, SumGroup
+from pipeloom.runtime.transports import LocalTransport
 
 TOLERANCE = 1e-12
 ONE_WAY = [
@@ -99,10 +102,10 @@ def test_ranks_sum_all_that_they_share_in_one_piece(monkeypatch: pytest.MonkeyPa
     begun: list[tuple[tuple[int, ...], int]] = []
     real = PostedChannel.begin_sum
 
-    def counted(self: PostedChannel, tensor: Tensor, group: SumGroup) -> PendingSum:
+    def counted(self: PostedChannel, tensor: Tensor, group: SumGroup, owner: int | None = None) -> PendingSum:
         if self.rank == 0:
             begun.append((group.ranks, tensor.numel()))
-        return real(self, tensor, group)
+        return real(self, tensor, group, owner)
 
     monkeypatch.setattr(PostedChannel, "begin_sum", counted)
     plan = widened(runs.even_plan(job, 2, microbatches=2), 2)
@@ -116,14 +119,65 @@ def test_ranks_sum_all_that_they_share_in_one_piece(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("weights", ["flush", "2bw"])
 def test_replicas_that_share_out_the_optimizer_state(weights: str) -> None:
-    """The same numbers; each keeps its share of the state, as planned."""
+    """The same numbers but for the norm, which is added up in another order."""
     job = job_of("momentum", tied=True)
     one = steady_plan(job, 2, 2) if weights == "2bw" else runs.even_plan(job, 2, microbatches=2)
     whole, shared = (replace(widened(one, 2), shard_optimizer=share) for share in (False, True))
     expected = trained(job, whole, clip_norm=0.05, drains=(3,))
     found = trained(job, shared, clip_norm=0.05, drains=(3,))
-    assert found.losses == expected.losses and found.norms == expected.norms
+    assert_close(found, expected, TOLERANCE)
+
+
+def test_replicas_that_share_out_the_optimizer_state_change_no_bit_without_clipping() -> None:
+    job = job_of("momentum", tied=True)
+    one = widened(runs.even_plan(job, 2, microbatches=2), 3)
+    expected, found = (trained(job, replace(one, shard_optimizer=share)) for share in (False, True))
+    assert found.losses == expected.losses
     assert all(torch.equal(found.parameters[name], t) for name, t in expected.parameters.items())
+
+
+@pytest.mark.parametrize(("weights", "width"), [("flush", 2), ("flush", 3), ("2bw", 2)])
+def test_gradients_for_owners_take_half_of_the_bytes(
+    weights: str, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a rank sends: of a sum for all, a ring's 2 (n - 1) / n of the bytes; of one for an owner, all of
+    them, unless it is the owner."""
+    sent: Counter[int] = Counter()
+    kept: dict[int, set[str]] = {}
+    for_all, for_one = LocalTransport.all_reduce, LocalTransport.reduce
+
+    def all_reduce(self: LocalTransport, tensor: Tensor, group: SumGroup | None = None) -> PendingTransfer:
+        if group is not None and "gradients" in group.name:
+            sent[self.rank] += 2 * (len(group.ranks) - 1) * tensor.nbytes // len(group.ranks)
+        return for_all(self, tensor, group)
+
+    def reduce(self: LocalTransport, tensor: Tensor, group: SumGroup, owner: int) -> PendingTransfer:
+        sent[self.rank] += 0 if self.rank == owner else tensor.nbytes
+        return for_one(self, tensor, group, owner)
+
+    monkeypatch.setattr(LocalTransport, "all_reduce", all_reduce)
+    monkeypatch.setattr(LocalTransport, "reduce", reduce)
+    job = job_of("momentum")
+    one = steady_plan(job, 2, 2) if weights == "2bw" else runs.even_plan(job, 2, microbatches=2)
+    plan = widened(one, width)
+
+    def bytes_of_a_step(plan: Plan) -> int:
+        def step(rank: int, channel: LocalChannel) -> None:
+            with Pipeline(job, plan, options=Options(keep_gradients=True), channel=channel) as pipeline:
+                pipeline.step(job.batch(0, 2 * plan.microbatches))
+                kept[rank] = set(pipeline.weights.last_gradients)
+                if plan.shard_optimizer:
+                    assert kept[rank] == pipeline.weights.stepped
+
+        sent.clear()
+        runs.threads(2 * width, step)
+        return sum(sent.values())
+
+    with runs.shared_captures():
+        whole = bytes_of_a_step(plan)
+        assert whole and kept[0] == kept[1]
+        assert bytes_of_a_step(replace(plan, shard_optimizer=True)) == whole // 2
+    assert kept[0] and not kept[0] & kept[1]
 
 
 @pytest.mark.parametrize(("name", "width"), [("1f1b", 2), ("zb_v", 2), ("dualpipe", 1)])

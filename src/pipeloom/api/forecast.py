@@ -17,6 +17,7 @@ from ..ir.costs import StageCost
 from ..ir.errors import InfeasibleError
 from ..ir.plan import Plan
 from ..ir.schedule import Program
+from ..ir.tied_gradients import names_for_owners
 from ..ir.timeline import Event, Timeline
 from ..ir.units import format_bytes
 from ..runtime import (
@@ -125,17 +126,21 @@ class Forecast:
         batch_bytes = (
             self.plan.microbatches_on(self.channel.rank) * alive * sum(t.nbytes for t in self.sample.values())
         )
+        shares, stages = self.weights.shares, self.variant.stages
+        rows = names_for_owners(stages, self.plan.placement, shares) if shares else ()
+        for_owners = rows[self.channel.rank] if rows else frozenset[str]()
         costs: dict[int, StageCost] = {}
         counted: set[str] = set()
         for index, functions in self.variant.functions.items():
-            costs[index] = stage_memory(
+            held = stage_memory(
                 functions,
-                self.variant.stages,
+                stages,
                 self.weights,
                 ratio,
                 batch_bytes=0 if costs else batch_bytes,
                 counted=counted,
             )
+            costs[index] = replace(held, for_owners=for_owners)
             counted.update(functions.params, functions.buffers)
         return costs
 

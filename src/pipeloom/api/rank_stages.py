@@ -88,9 +88,10 @@ class RankStages:
         )
 
     def _summed_together(self) -> list[tuple[str, ...]]:
-        """The parameters whose gradients are summed with other ranks, by the ranks."""
+        """The parameters whose gradients are summed with other ranks, by the ranks and by who gets them."""
         stages, placement = self.plan.replicated(self.stages), self.plan.placement
-        return [shared.names for shared in shared_by(stages, placement, self.channel.rank)]
+        shared = shared_by(stages, placement, self.channel.rank, self._shares())
+        return [part.names for part in shared]
 
     def _shares(self) -> tuple[OptimizerShares, ...]:
         """How replicas share out the optimizer's state, if they do."""

@@ -96,5 +96,6 @@ def _completed(graphs: StageCost, planned: StageCost) -> StageCost:
         graphs,
         static_bytes=planned.static_bytes,
         tied_bytes=planned.tied_bytes,
+        for_owners=planned.for_owners,
         transient_bytes={**graphs.transient_bytes, STEP: step_bytes},
     )

@@ -1,22 +1,29 @@
-"""Tied gradients: what is summed over which ranks.
+"""Tied gradients: what is summed over which ranks, and for whom.
 
 A rank that holds tied parameters, or replicas of a stage, has one REDUCE, on the lowest of its stages that
 reads one. It stands for one sum for each set of ranks that shares parameters with it, of all that they
 share. It begins them all and waits for them all, so that no order can block.
+
+Where replicas share out the optimizer's state (`ir.optimizer_shares`), what exactly they share is summed for
+the owner of each parameter only, with half the bytes of a sum for all. A parameter that other ranks read too,
+such as an embedding tied over the first and the last stage, is stepped once among the replicas of each, so
+all of its ranks get its sum.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from .optimizer_shares import OptimizerShares
 from .stages import StageGraph
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reduction:
     """The gradients of the parameters `names`, each of which is on all of `ranks` and on no other one, are
-    added over these. `stages`: those that read one of them. All three ascend.
+    added over these. `stages`: those that read one of them. All three ascend.  owner: the only rank that gets
+    the sums; None where all do.
 
     A rank with several of the stages has one gradient for them. With a single rank nothing is sent.
     """
@@ -24,6 +31,7 @@ class Reduction:
     names: tuple[str, ...]
     stages: tuple[int, ...]
     ranks: tuple[int, ...]
+    owner: int | None = None
 
 
 def reductions(stages: StageGraph, placement: Sequence[int]) -> tuple[tuple[Reduction, ...], ...]:
@@ -48,3 +56,41 @@ def reductions(stages: StageGraph, placement: Sequence[int]) -> tuple[tuple[Redu
         for rank in ranks:
             by_rank[rank].append(reduction)
     return tuple(tuple(row) for row in by_rank)
+
+
+def for_owners(reduction: Reduction, shares: Sequence[OptimizerShares]) -> tuple[Reduction, ...]:
+    """What a reduction becomes where replicas share out the optimizer's state: one for each of its ranks that
+    owns something, in their order, or itself if its ranks are not the replicas of one set of stages.
+
+    shares: of all ranks; empty where nothing is shared out.
+
+    >>> shares = (OptimizerShares(ranks=(0, 1), owner={"a": 1, "b": 0, "c": 1}),) * 2
+    >>> both = Reduction(names=("a", "b", "c"), stages=(0, 1), ranks=(0, 1))
+    >>> [(part.names, part.owner) for part in for_owners(both, shares)]
+    [(('b',), 0), (('a', 'c'), 1)]
+    """
+    share = shares[reduction.ranks[0]] if shares else None
+    if share is None or share.ranks != reduction.ranks or len(share.ranks) == 1:
+        return (reduction,)
+    parts = []
+    for rank in share.ranks:
+        if names := tuple(name for name in reduction.names if share.owner.get(name) == rank):
+            parts.append(replace(reduction, names=names, owner=rank))
+    return tuple(parts)
+
+
+def names_for_owners(
+    stages: StageGraph, placement: Sequence[int], shares: Sequence[OptimizerShares]
+) -> tuple[frozenset[str], ...]:
+    """For each rank the parameters whose gradients are summed for one owner only, its own or another's."""
+    rows = reductions(stages, placement)
+    return tuple(
+        frozenset(
+            name
+            for reduction in row
+            for part in for_owners(reduction, shares)
+            if part.owner is not None
+            for name in part.names
+        )
+        for row in rows
+    )

@@ -15,6 +15,7 @@ from ..ir.optimizer_shares import optimizer_shares
 from ..ir.plan import Plan
 from ..ir.profile import Profile
 from ..ir.stages import StageGraph
+from ..ir.tied_gradients import names_for_owners
 from ..ir.timeline import Timeline
 from ..lowering import lower
 from ..simulator import all_gather_s, simulate
@@ -122,12 +123,13 @@ def count_once(
 
     stages: of all replicas, with the costs and the rank of each.  optimizer_bytes: per byte trained.
     shared_out: where replicas share out the optimizer's state, the cluster of their ranks. A rank then holds
-        and steps its share only, and waits for what the others have updated, which the runtime does within
-        STEP.
+        and steps its share only, gets the sums of its gradients only, and waits for what the others have
+        updated, which the runtime does within STEP.
     """
     read: dict[int, set[str]] = {}
     trained_bytes = {p.name: p.bytes for p in graph.parameters if p.trainable}
     shares = optimizer_shares(stages, placement, trained_bytes) if shared_out is not None else ()
+    for_owners = names_for_owners(stages, placement, shares) if shares else ()
     corrected = []
     for cost, rank, names in zip(costs, placement, stages.params, strict=True):
         batch = cost.static_bytes.get("batch", 0) if rank in read else 0
@@ -142,12 +144,12 @@ def count_once(
             "batch": batch,
         }
         static = {kind: max(0, size - saved.get(kind, 0)) for kind, size in cost.static_bytes.items()}
-        step_s = cost.step_s
+        step_s, owned = cost.step_s, for_owners[rank] if for_owners else frozenset[str]()
         if shared_out is not None:
             own = sum(trained_bytes[name] for name in new & shares[rank].of(rank))
             static["optimizer"] = round(own * optimizer_bytes)
             size = sum(trained_bytes.get(name, 0) for name in new)
             step_s *= own / size if size else 1.0
             step_s += all_gather_s(size, shares[rank].ranks, shared_out)
-        corrected.append(replace(cost, static_bytes=static, step_s=step_s))
+        corrected.append(replace(cost, static_bytes=static, step_s=step_s, for_owners=owned))
     return tuple(corrected)

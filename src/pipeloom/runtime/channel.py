@@ -74,8 +74,9 @@ class Channel(Protocol):
     def all_reduce(self, tensor: Tensor, ranks: Sequence[int] | None = None) -> None:
         """Sum in place over `ranks` (all of them if None); each calls it, in the same order."""
 
-    def begin_sum(self, tensor: Tensor, group: SumGroup) -> PendingSum:
-        """Begin a sum in place over the ranks of a group that `open_groups` has made."""
+    def begin_sum(self, tensor: Tensor, group: SumGroup, owner: int | None = None) -> PendingSum:
+        """Begin a sum in place over the ranks of a group that `open_groups` has made; for `owner` only, if
+        one is named."""
 
     def begin_broadcast(self, tensor: Tensor, group: SumGroup, source: int) -> PendingSum:
         """Begin to give all ranks of an open group what `source`, one of them, has in a tensor."""
@@ -300,15 +301,18 @@ class PostedChannel:
         """Make groups of ranks for sums beside the steps. Every rank calls it with the same groups."""
         self._transport.open_groups(groups)
 
-    def begin_sum(self, tensor: Tensor, group: SumGroup) -> PendingSum:
+    def begin_sum(self, tensor: Tensor, group: SumGroup, owner: int | None = None) -> PendingSum:
         """Begin a sum in place over the ranks of an open group; all its ranks begin its sums in one order.
 
         tensor: contiguous; it must not be used before `PendingSum.wait`.
+        owner: the only rank that gets the sum, for half of the bytes; the others' tensors are then lost.
         """
         self._post_receives()
         transfer: PendingTransfer = CompletedTransfer()
-        if len(group.ranks) > 1:
+        if len(group.ranks) > 1 and owner is None:
             transfer = self._transport.all_reduce(tensor, group)
+        elif len(group.ranks) > 1 and owner is not None:
+            transfer = self._transport.reduce(tensor, group, owner)
         return PendingSum(group, transfer, self._wait_for_sum)
 
     def begin_broadcast(self, tensor: Tensor, group: SumGroup, source: int) -> PendingSum:

@@ -46,7 +46,7 @@ class PostedSend:
 
 @dataclass(frozen=True)
 class PendingSum:
-    """A sum over the ranks of a group, under way. Its tensor must not be used before `wait`."""
+    """A sum or a broadcast over the ranks of a group, under way. Nobody uses its tensor before `wait`."""
 
     group: SumGroup
     transfer: PendingTransfer

@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from ..ir.action import StageAction
+from ..ir.optimizer_shares import OptimizerShares
 from ..ir.stages import StageGraph
-from ..ir.tied_gradients import Reduction, reductions
+from ..ir.tied_gradients import Reduction, for_owners, reductions
 from .posted import PendingSum
 from .step_state import StepContext
 from .transports import SumGroup
@@ -38,10 +39,16 @@ def parameter_group(ranks: tuple[int, ...]) -> SumGroup:
     return SumGroup("updated parameters", ranks)
 
 
-def shared_by(stages: StageGraph, placement: Sequence[int], rank: int) -> list[Reduction]:
-    """What a rank sums with others."""
+def shared_by(
+    stages: StageGraph, placement: Sequence[int], rank: int, shares: Sequence[OptimizerShares]
+) -> list[Reduction]:
+    """What a rank sums with others.
+
+    shares: how ranks share out the optimizer's state, if they do; what one owns is summed for it only.
+    """
     rows = reductions(stages, placement)
-    return [shared for shared in (rows[rank] if rank < len(rows) else ()) if len(shared.ranks) > 1]
+    row = rows[rank] if rank < len(rows) else ()
+    return [part for shared in row if len(shared.ranks) > 1 for part in for_owners(shared, shares)]
 
 
 @dataclass(eq=False)
@@ -79,7 +86,8 @@ class ReduceAndStep:
     def reduce_tied_gradients(self, step: StepContext, action: StageAction) -> None:
         """REDUCE: add gradients over the ranks that share their parameters.
 
-        One sum for each set of ranks and dtype (`ir.tied_gradients`); all are begun before one is awaited.
+        One sum for each set of ranks and dtype (`ir.tied_gradients`), or for each owner of a part of them;
+        all are begun before one is awaited. What another rank owns is then forgotten here.
         """
         if not step.update:
             return
@@ -87,18 +95,25 @@ class ReduceAndStep:
             self._pending = _PendingUpdate(self._begin_sums(step, step.weights.begin_sums()))
             return self.progress(step)
         with step.recorder.record("recv", str(action)):
-            for begun in self._begin_sums(step, step.weights.grads):
-                begun.wait()
+            self._wait(step, self._begin_sums(step, step.weights.grads))
 
     def _begin_sums(self, step: StepContext, gradients: Gradients) -> list[PendingSum]:
         begun = []
-        for shared in shared_by(step.stages, step.placement, step.rank):
+        for shared in _shared_by_rank(step):
             for name in shared.names:
                 if name in gradients.sums:
                     gradients.total(name)
             group = gradient_group(shared.ranks)
-            begun += [step.channel.begin_sum(flat, group) for flat in gradients.flat[shared.names]]
+            flats = gradients.flat[shared.names]
+            begun += [step.channel.begin_sum(flat, group, shared.owner) for flat in flats]
         return begun
+
+    def _wait(self, step: StepContext, sums: Sequence[PendingSum]) -> None:
+        for begun in sums:
+            begun.wait()
+        for shared in _shared_by_rank(step):
+            if shared.owner not in (None, step.rank):
+                step.weights.summed.forget(shared.names)
 
     def progress(self, step: StepContext) -> None:
         """Begin the sum of the norm once the gradients are there; never blocks."""
@@ -109,8 +124,7 @@ class ReduceAndStep:
             self._begin_norm(step, pending)
 
     def _begin_norm(self, step: StepContext, pending: _PendingUpdate) -> None:
-        for begun in pending.gradients:
-            begun.wait()
+        self._wait(step, pending.gradients)
         pending.gradients = []
         if self.clip_norm is not None:
             pending.squares = step.weights.norm_squares(self._counted_here(step)).reshape(1)
@@ -166,13 +180,19 @@ class ReduceAndStep:
             step.weights.scale_gradients(factor)
 
     def _counted_here(self, step: StepContext) -> list[str]:
-        """The parameters that this rank counts in the norm: a tied one counts once, on its lowest rank."""
-        tied, placement = step.stages.tied, step.placement
-        return [
+        """The parameters that this rank counts in the norm: one that several ranks share counts once, at its
+        owner if that alone has its sum, else on its lowest rank."""
+        elsewhere = {
             name
-            for name in step.weights.grads.sums
-            if name not in tied or step.rank == min(placement[stage] for stage in tied[name])
-        ]
+            for shared in _shared_by_rank(step)
+            if step.rank != (min(shared.ranks) if shared.owner is None else shared.owner)
+            for name in shared.names
+        }
+        return [name for name in step.weights.grads.sums if name not in elsewhere]
+
+
+def _shared_by_rank(step: StepContext) -> list[Reduction]:
+    return shared_by(step.stages, step.placement, step.rank, step.weights.shares)
 
 
 def _exchange_parameters(step: StepContext, action: str) -> None:

@@ -32,7 +32,7 @@ class Gradients(Sink):
     """Sums of gradients by FQN. The first of a step overwrites what was there.
 
     together: names whose sums lie in one piece per dtype, in `flat` by those names: these are what is summed
-    over some ranks.
+    over some ranks, for all of them or for one.
     """
 
     def __init__(self, params: Mapping[str, nn.Parameter], together: Sequence[tuple[str, ...]] = ()) -> None:
@@ -74,6 +74,10 @@ class Gradients(Sink):
             self.touched.add(name)
         return self.sums[name]
 
+    def forget(self, names: Iterable[str]) -> None:
+        """Some sums are of no use any more."""
+        self.touched.difference_update(names)
+
     def clear(self) -> None:
         self.touched.clear()
 
@@ -81,7 +85,8 @@ class Gradients(Sink):
 class Weights:
     """What the stages of one rank own.
 
-    keep_gradients: copy each step's gradients to `last_gradients`, before they are clipped.
+    keep_gradients: copy each step's gradients to `last_gradients`, before they are clipped; of those that are
+        summed for one owner only, the owner's.
     device: of the rank, which may own nothing.
     updates: which versions of the parameters micro-batches use; None for the newest.
     awaited: an update's gradients wait for sums over ranks while the next ones are added up.

@@ -21,7 +21,8 @@ NodeLink: TypeAlias = tuple[str, int]
 
 class AllReduces(NamedTuple):
     """The sums of a program. first: sums of rank r are `numbers[first[r] : first[r + 1]]`, in order.
-    ranks, seconds: by sum, how many ranks meet, and how long it takes.  size: by sum, its bytes."""
+    ranks, seconds: by sum, how many ranks meet, and how long it takes.  size: by sum, its bytes.
+    share: by sum, 0.5 where each rank gets the sums of its own part only, else 1."""
 
     first: Ints
     numbers: Ints
@@ -29,6 +30,7 @@ class AllReduces(NamedTuple):
     ranks: Ints
     seconds: Floats
     size: Sequence[int]
+    share: Sequence[float]
 
     def repeated(self, times: int) -> AllReduces:
         """The same sums in each of several updates: number n of update u is then n + u * their count. `first`
@@ -42,20 +44,24 @@ class AllReduces(NamedTuple):
             ranks=np.tile(self.ranks, times),
             seconds=np.tile(self.seconds, times),
             size=list(self.size) * times,
+            share=list(self.share) * times,
         )
 
     def links(self, cluster: Cluster) -> list[dict[NodeLink, float]]:
-        """By sum, what `link_seconds` says of it."""
+        """By sum, what `link_seconds` says of it, or half of that."""
         return [
-            link_seconds(size, reduction.ranks, cluster)
-            for size, reduction in zip(self.size, self.reductions, strict=True)
+            {link: share * held for link, held in link_seconds(size, reduction.ranks, cluster).items()}
+            for size, share, reduction in zip(self.size, self.share, self.reductions, strict=True)
         ]
 
 
 def all_reduces_of(
     rows: Sequence[Sequence[Reduction]], costs: Sequence[StageCost], cluster: Cluster, ranks: int
 ) -> AllReduces:
-    """rows: for each rank its sums in order, see `reductions`."""
+    """rows: for each rank its sums in order, see `reductions`.
+
+    Sums of parts, each for its owner, take half as long as a sum for all: the first half of its ring.
+    """
     reductions = list(dict.fromkeys(r for row in rows for r in row))
     number = {reduction: at for at, reduction in enumerate(reductions)}
     all_rows = [[number[r] for r in row] for row in (*rows, *((),) * (ranks - len(rows)))]
@@ -63,7 +69,14 @@ def all_reduces_of(
         sum(max(costs[stage].tied_bytes.get(name, 0) for stage in r.stages) for name in r.names)
         for r in reductions
     ]
-    seconds = [all_reduce_s(n, r.ranks, cluster) for n, r in zip(size, reductions, strict=True)]
+    owned = [frozenset[str]().union(*(costs[stage].for_owners for stage in r.stages)) for r in reductions]
+    share = [
+        0.5 if r.names and names.issuperset(r.names) else 1.0
+        for r, names in zip(reductions, owned, strict=True)
+    ]
+    seconds = [
+        part * all_reduce_s(n, r.ranks, cluster) for part, n, r in zip(share, size, reductions, strict=True)
+    ]
     return AllReduces(
         first=starts_of([len(row) for row in all_rows]),
         numbers=np.array([n for row in all_rows for n in row], np.int32),
@@ -71,6 +84,7 @@ def all_reduces_of(
         ranks=np.array([len(r.ranks) for r in reductions], np.int32),
         seconds=np.array(seconds, np.float64),
         size=size,
+        share=share,
     )
 
 

@@ -112,7 +112,7 @@ class StageEstimate:
             tied_bytes={
                 name: self.model.graph.parameter[name].bytes
                 for name in self.stages.params[self.index]
-                if name in self.stages.tied
+                if name in self.stages.tied and self.model.graph.parameter[name].trainable
             },
         )
 

@@ -81,7 +81,7 @@ class NullChannel:
     def all_reduce(self, tensor: Tensor, ranks: Sequence[int] | None = None) -> None:
         pass
 
-    def begin_sum(self, tensor: Tensor, group: SumGroup) -> PendingSum:
+    def begin_sum(self, tensor: Tensor, group: SumGroup, owner: int | None = None) -> PendingSum:
         raise AssertionError("rehearsals do not update")
 
     def begin_broadcast(self, tensor: Tensor, group: SumGroup, source: int) -> PendingSum:

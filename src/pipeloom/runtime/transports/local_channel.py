@@ -143,6 +143,19 @@ class _Sum:
         self._tensor.detach().copy_(total)
 
 
+class _OwnersSum(_Sum):
+    """The handle of a sum that one rank gets; what the others have there is made useless."""
+
+    def __init__(self, transport: LocalTransport, tensor: Tensor, key: _SumKey, owner: int) -> None:
+        super().__init__(transport, tensor, key)
+        self._mine = transport.rank == owner
+
+    def wait(self, timeout_s: float) -> None:
+        super().wait(timeout_s)
+        if not self._mine:
+            self._tensor.detach().fill_(torch.nan)
+
+
 class _Broadcast(_Sum):
     """The handle of a broadcast."""
 
@@ -177,6 +190,9 @@ class LocalTransport:
 
     def all_reduce(self, tensor: Tensor, group: SumGroup | None = None) -> PendingTransfer:
         return _Sum(self, tensor, self._contribute(tensor.detach().clone(), group or self._everybody))
+
+    def reduce(self, tensor: Tensor, group: SumGroup, owner: int) -> PendingTransfer:
+        return _OwnersSum(self, tensor, self._contribute(tensor.detach().clone(), group), owner)
 
     def broadcast(self, tensor: Tensor, group: SumGroup, source: int) -> PendingTransfer:
         mine = tensor.detach().clone() if self.rank == source else None

@@ -144,6 +144,12 @@ class NcclTransport:
         assert work is not None, "this rank is a member of the group"
         return _Enqueued(self._lookout, work, "a sum over all ranks")
 
+    def reduce(self, tensor: Tensor, group: SumGroup, owner: int) -> PendingTransfer:
+        over = self._sum_groups[group]
+        work = dist.reduce(tensor, group=over, group_dst=group.ranks.index(owner), async_op=True)
+        assert work is not None, "this rank is a member of the group"
+        return _Enqueued(self._lookout, work, f"a sum for rank {owner}")
+
     def broadcast(self, tensor: Tensor, group: SumGroup, source: int) -> PendingTransfer:
         over = self._sum_groups[group]
         work = dist.broadcast(tensor, group=over, group_src=group.ranks.index(source), async_op=True)

@@ -78,6 +78,9 @@ class Transport(Protocol):
     def all_reduce(self, tensor: Tensor, group: SumGroup | None = None) -> PendingTransfer:
         """Begin a sum in place over the ranks of an open group, or over all; each gets the same bits."""
 
+    def reduce(self, tensor: Tensor, group: SumGroup, owner: int) -> PendingTransfer:
+        """Begin a sum in place for one rank of an open group; those of the others may hold anything then."""
+
     def broadcast(self, tensor: Tensor, group: SumGroup, source: int) -> PendingTransfer:
         """Begin to copy the tensor of `source`, a rank of an open group, into those of its other ranks."""
 
