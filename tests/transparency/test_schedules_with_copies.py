@@ -216,6 +216,7 @@ def test_a_rank_killed_in_the_middle_of_a_copy_leaves_nothing(where: str, tmp_pa
     )
 
 
+@pytest.mark.slow
 def test_a_plan_of_pipeoffload_with_copies_trains_under_its_cap(tmp_path: Path) -> None:
     """The ledger refuses what would pass the cap; before, a rank whose copies were slower than planned was
     refused, though it only had to wait for them."""
