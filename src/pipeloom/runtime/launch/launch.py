@@ -19,7 +19,7 @@ from ...ir.errors import ConfigError
 from ..allocator import with_huge_pages
 from .child import LAUNCHER_STORE
 from .launcher_store import LauncherStore
-from .processes import GRACE_S, Processes, terminate_as_exit
+from .processes import GRACE_S, Processes, at_ends_of_children, terminate_as_exit
 
 HOST = "127.0.0.1"
 
@@ -52,7 +52,8 @@ def launch(
 class StartedRanks:
     """Processes of all ranks, started before it is known what they will run: importing torch and a model's
     library takes them seconds, in which the launching process plans. A context manager: where nothing is run
-    in them, or that fails, they end with it.
+    in them, or that fails, they end with it. A rank that ends before it has work ends the launching process,
+    too, by SystemExit, after it has told what the rank died of.
 
     ranks, port, env: see `launch`.  prepare, args: what each rank calls meanwhile, picklable. What it raises
     goes unsaid: its work is expected to meet the same again.
@@ -80,12 +81,15 @@ class StartedRanks:
             stack.callback(self._processes.stop)
             for rank in range(ranks):
                 self._processes.start(rank, _environment(rank, ranks, port) | dict(env or {}))
+            self._without_work = stack.enter_context(ExitStack())
+            self._without_work.enter_context(at_ends_of_children(self._processes.exit_if_one_failed))
             self._stack = stack.pop_all()
 
     def run(
         self, target: Callable[..., object], args: Sequence[object] = (), *, grace_s: float = GRACE_S
     ) -> int:
         """What `launch` does, in these processes, once."""
+        self._without_work.close()
         self._processes.give(pickle.dumps((target, tuple(args))), _main_file(target))
         return self._processes.wait(grace_s)
 

@@ -138,6 +138,13 @@ class Processes:
         for rank in self._ranks:
             _send(rank, pickle.dumps((main_file, sys.path, work)), last=True)
 
+    def exit_if_one_failed(self) -> None:
+        """Raises: SystemExit with the status of a rank that has failed, once what it died of is told."""
+        for rank in self._ranks:
+            self._listen(rank)
+        if self._cause is not None:
+            sys.exit(self._cause.status or 1)
+
     def wait(self, grace_s: float) -> int:
         """Wait until all ranks have ended; tell what failed first.
 
@@ -275,6 +282,13 @@ def terminate_as_exit() -> Iterator[None]:
         sys.exit(128 + number)
 
     with _handlers(leave, signal.SIGTERM):
+        yield
+
+
+@contextmanager
+def at_ends_of_children(look: Callable[[], None]) -> Iterator[None]:
+    """Call `look` in the main thread whenever a process that this one has started ends."""
+    with _handlers(lambda number, frame: look(), signal.SIGCHLD):
         yield
 
 
