@@ -201,8 +201,13 @@ class _Choice:
             self.watch.tried(name, len(self.told), len(self.names), best)
 
     def try_(self, one: Try) -> Plan | None:
-        """One way to plan. Returns its plan, if there is one."""
-        below_s = inf if self.best is None else (1 + CLOSE) * self.best.predicted_step_s
+        """One way to plan, in full by `POLISHES`, else only as far as it may be about as fast as the best.
+
+        Returns its plan, if there is one.
+        """
+        below_s = inf
+        if self.best is not None and one.strategy != POLISHES:
+            below_s = (1 + CLOSE) * self.best.predicted_step_s
         try:
             found = self.plan(replace(one, below_s=below_s))
         except (PlanError, ScheduleError) as error:
