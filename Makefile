@@ -5,6 +5,8 @@ GPU_PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 export OMP_NUM_THREADS := 1
+# Where an image sets it, each of some hundred processes that the tests start would compile every module anew.
+export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .PHONY: help train test test-all lint fmt docs gpu-check bench clean

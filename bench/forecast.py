@@ -2,11 +2,12 @@
 
     python bench/forecast.py [--runs 5] [--steps 40] [--only wide] [--without-compile]
 
-For the default job and for `model.width=512`: what `pipeloom plan` predicts from its profile, what `pipeloom
-train` forecasts before its first step, and what `pipeloom bench` predicts, each against the middle step of
-its own run (plans: of the train run beside them). `train` also with `pipeline.compile`: the step's time, and
-all the time that is not steps. Runs of one round follow each other, so that all see the same machine. It
-wants two quiet cores: the load is in the table. Results: bench/results/forecast.json.
+For the default job and for `model.width=512`: what `pipeloom plan` predicts (and what the ops of its profile
+make alone: `ops_alone`), what `pipeloom train` forecasts before its first step, and what `pipeloom bench`
+predicts, each against the middle step of its own run (plans: of the train run beside them). `train` also with
+`pipeline.compile`: the step's time, and all the time that is not steps. Runs of one round follow each other,
+so that all see the same machine. It wants two quiet cores: the load is in the table. Results:
+bench/results/forecast.json.
 """
 
 from __future__ import annotations
@@ -75,13 +76,18 @@ def one_round(name: str, steps: int, *, compile_too: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="pipeloom-forecast-") as text:
         folder = Path(text)
         (folder / "sized.py").write_text(JOB.format(width=width))
-        planned = pipeloom(folder, "plan", "sized.py:job", "--no-what-if")["predicted_step_s"]
+        start = time.time()
+        planned = pipeloom(folder, "plan", "sized.py:job", "--no-what-if")
+        plan_s = time.time() - start
         eager = train(folder, width, steps, compiled=False)
         timed = pipeloom(folder, "bench", "sized.py:job", "--steps", str(max(6, steps // 2)))
         row: dict[str, Any] = {
             "job": name,
             "load": round(os.getloadavg()[0], 2),
-            "plan_error": planned / eager["middle_s"] - 1,
+            "plan_error": planned["predicted_step_s"] / eager["middle_s"] - 1,
+            "plan_by": planned["predicted_by"],
+            "plan_took_s": round(plan_s, 1),
+            "ops_alone": planned["profiled_step_s"] / eager["middle_s"] - 1,
             "train": eager,
             "bench_error": timed["predicted_step_s"] / timed["step_s"] - 1,
             "bench_step_s": timed["step_s"],
@@ -97,6 +103,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
     """The middle of all rounds of one job."""
     found = {
         "plan_error": [row["plan_error"] for row in rows],
+        "ops_alone": [row["ops_alone"] for row in rows if "ops_alone" in row],
         "train_error": [row["train"]["forecast_error"] for row in rows],
         "bench_error": [row["bench_error"] for row in rows],
         "rehearsal_error": [row["train"]["rehearsal_error"] for row in rows],

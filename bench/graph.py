@@ -11,7 +11,8 @@ models   MMT, DLRM and CANDLE-Uno of published size (branching.py) on 4, 8, 16 a
          as sequential pipelines, in which every stage waits for the one before it, too (the paper's
          baseline, and what systems do that hand values on from stage to stage). Each with its best number
          of pipelines side by side and rows per micro-batch, all of the same cells; and the DAG in that cell
-         of the others: what parallel stages alone gain. Rows per step grow with the devices, as in the
+         of the others: what parallel stages alone gain. On 32 devices three numbers of rows per micro-batch
+         are tried, those around the fastest on fewer devices. Rows per step grow with the devices, as in the
          paper, whose numbers of rows are lost but for MMT on 8 (128 rows).
 launches MMT on 8 and 32, one pipeline, where each kernel takes longer besides its work than a V100's 4 us.
 case     The paper's case study on 8 V100s, one pipeline.

@@ -26,6 +26,9 @@ DEVICES = (4, 8, 16, 32)
 ROWS_PER_DEVICE = {"mmt": 16, "dlrm": 128, "candle": 512}
 FIRST_SIZE = {"mmt": 2, "dlrm": 256, "candle": 512, "case_study": 4}
 """Rows of the micro-batches that are tried first."""
+FEW_SIZES = {"mmt": (1, 2, 4), "dlrm": (128, 256, 512), "candle": (256, 512, 1024)}
+"""Rows of the micro-batches that are tried on 32 devices, where a plan takes long: those around the fastest
+ones on fewer devices. Elsewhere all are, as far as the climb gets."""
 SAMPLES = {"mmt": (2, 4), "dlrm": (8, 16), "candle": (16, 32), "case_study": (2, 4)}
 """Rows at which a model is captured; between and beyond these it is interpolated."""
 
@@ -157,10 +160,16 @@ def ways(kinds: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def next_cells(
-    cells: Mapping[Cell, Figures], rows: int, devices: int, kinds: Sequence[str], widths: bool
+    cells: Mapping[Cell, Figures],
+    rows: int,
+    devices: int,
+    kinds: Sequence[str],
+    *,
+    widths: bool,
+    sizes: Sequence[int] = (),
 ) -> list[Cell]:
     """Cells that are still to be tried: twice and half the size and the width of each kind's fastest one, and
-    of the best chain's as a sequential pipeline."""
+    of the best chain's as a sequential pipeline. sizes: no others; none: any."""
     wanted: dict[Cell, None] = {}
     for kind, seconds in [*((kind, "step_s") for kind in kinds), ("chain", "sequential_s")]:
         if (best := best_cell(cells, kind, seconds)) is None:
@@ -174,7 +183,10 @@ def next_cells(
     return [
         cell
         for cell in wanted
-        if cell not in cells and cell.size > 0 < cell.width <= devices // 2 and cell.width * cell.size <= rows
+        if cell not in cells
+        and (cell.size in sizes if sizes else cell.size > 0)
+        and 0 < cell.width <= devices // 2
+        and cell.width * cell.size <= rows
     ]
 
 
@@ -213,17 +225,22 @@ def widths_and_sizes(
     kinds: Sequence[str] = tuple(KINDS),
     *,
     widths: bool = True,
+    sizes: Sequence[int] = (),
 ) -> Iterator[None]:
     """Climb from one pipeline, after each cell. All kinds try the same cells, so that none ends up in a worse
     one than another.
 
     first: rows of a micro-batch in the first cell.  row: what is known, and stays; is filled.
+    sizes: the only rows of a micro-batch that are tried; none: any.
     """
+    if sizes:
+        row["only_sizes"] = list(sizes)
     rows, known = row["rows"], row.setdefault("cells", {})
     refused = row.setdefault("refused", {})
+    limits = {"widths": widths, "sizes": sizes}
     while True:
         cells = {Cell(*map(int, key.split(" x "))): figures for key, figures in known.items()}
-        wanted = next_cells(cells, rows, len(cluster.devices), kinds, widths) if cells else [Cell(1, first)]
+        wanted = next_cells(cells, rows, len(cluster.devices), kinds, **limits) if cells else [Cell(1, first)]
         if cells:
             row["best"] = summary(cells, rows, kinds)
             one = {cell: figures for cell, figures in cells.items() if cell.width == 1}
@@ -254,7 +271,8 @@ def models(found: dict[str, Any], only: Sequence[str]) -> Iterator[dict[str, Any
             at = at or models_at(name)
             rows = ROWS_PER_DEVICE[name] * devices
             row = found.setdefault(key, {"rows": rows})
-            for _ in widths_and_sizes(row, cluster_of(devices), FIRST_SIZE[name], at):
+            sizes = FEW_SIZES[name] if devices == 32 else ()
+            for _ in widths_and_sizes(row, cluster_of(devices), FIRST_SIZE[name], at, sizes=sizes):
                 yield found
             print(f"{key}:", json.dumps(row["best"]), flush=True)
             yield found

@@ -8,15 +8,21 @@ LAYER_OPS = 12
 
 
 def layered(
-    layers: int, *, hidden: int = 1024, length: int = 512, rows: int = 4, dtype: str = "bfloat16"
+    layers: int,
+    *,
+    hidden: int = 1024,
+    length: int = 512,
+    rows: int = 4,
+    dtype: str = "bfloat16",
+    vocabulary: int = 32_000,
 ) -> OpGraph:
     """A graph of 4 + 12 * layers ops, named as a captured Llama's would be."""
     made = _Making(hidden, length, rows, dtype)
-    x = made.op("embed", "aten.embedding.default", ["ids"], hidden, "embed", weight=(32_000, hidden))
+    x = made.op("embed", "aten.embedding.default", ["ids"], hidden, "embed", weight=(vocabulary, hidden))
     for k in range(layers):
         x = made.layer(x, f"layers.{k}")
     x = made.op("norm", "aten.rms_norm.default", [x], hidden, "norm", weight=(hidden,))
-    x = made.op("head", "aten.linear.default", [x], 32_000, "head", weight=(32_000, hidden))
+    x = made.op("head", "aten.linear.default", [x], vocabulary, "head", weight=(vocabulary, hidden))
     made.op("loss", "aten.nll_loss_forward.default", [x], 0, "")
     ids = Value(name="ids", shape=(rows, length), dtype="int64")
     return OpGraph(

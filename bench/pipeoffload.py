@@ -11,6 +11,7 @@ overhead    step at m = 8p less that at m = 4p, which leaves out the warm-up, ov
 optimality  2 and 3 ranks and up to 4 micro-batches against all placements: the least peak, and the shortest
             step under the peak of ours
 memory      real ranks: one model on 2, 4 and 8 of them, n = 0, half and all: residual peaks beside predicted
+planner     `pipeoffload` beside `dawnpiper` at a grid of caps; offload_only: where nothing may be made again
 paced       ranks whose stages and copies sleep: the step beside the simulated one, k = 0.5 and 1.0
 
 Times are in units of one stage's F, I and W of 1 each. Results are written per section.
@@ -29,7 +30,7 @@ from pipeoffload_memory import memory
 from pipeoffload_optimal import optimality
 from pipeoffload_paced import paced
 from pipeoffload_paper import paper
-from pipeoffload_planner import planner, ratio
+from pipeoffload_planner import offload_only, planner, ratio
 from pipeoffload_results import keep
 
 from pipeloom import schedules
@@ -135,6 +136,7 @@ SECTIONS = {
     "optimality": optimality,
     "memory": memory,
     "planner": planner,
+    "offload_only": offload_only,
     "ratio": ratio,
     "paper": paper,
     "paced": paced,

@@ -2,8 +2,9 @@
 
 Transformers of width 2048 and context 1024 (`layered.py`), 8 micro-batches of 16 rows, by roofline, with
 AdamW: 2 layers on 2 devices, and 8 layers on 4; "cpu" is this machine's, with its disk to offload to. Caps
-are shares of what a rank of `1f1b` holds where there is none. Rows are kept as they come; those that are
-there already are not made again, unless it is a quick run.
+are shares of what a rank of `1f1b` holds where there is none. Rows are kept as they come, each with the
+version of the code that it was measured with; those that are there already are not made again, whatever
+their version, unless it is a quick run: to measure one again, delete it from the results.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from pipeloom.clusters import cpu_cluster, find_cluster
 from pipeloom.ir.cluster import Cluster
 from pipeloom.ir.errors import InfeasibleError
 from pipeloom.ir.graph import OpGraph
+from pipeloom.ir.memory_policy import Treatment
 from pipeloom.ir.plan import Plan
 from pipeloom.planner import PlanOptions, copy_loads, make_plan, transformer_ratio
 from pipeloom.profiler import roofline
@@ -39,6 +41,13 @@ CASES = (("a100-40", 2, 2), ("h200", 2, 2), ("cpu", 2, 2), ("a100-40", 4, 8))
 """Devices, their number, layers."""
 
 SHARES = (1.0, 0.5, 0.35, 0.7, 0.4, 0.3, 0.85, 0.25)
+OFFLOAD_ONLY = ("a100-40", 2, 4)
+"""The same where residuals may be offloaded and nothing is made again, for a vocabulary of 256 instead of
+32000, so that no logits bind."""
+
+OFFLOAD_ONLY_SHARES = (0.85, 0.75, 0.65, 0.58, 0.5)
+VOCABULARY = 32_000
+
 MOST_S = 400.0
 """No cap is begun after so many seconds."""
 
@@ -65,7 +74,14 @@ def cluster_of(device: str, ranks: int) -> Cluster:
         return with_files(cpu_cluster(ranks), Path(folder))[0]
 
 
-def planned(graph: OpGraph, cluster: Cluster, strategy: str, schedule: str, cap: float | None) -> Plan | None:
+def planned(
+    graph: OpGraph,
+    cluster: Cluster,
+    strategy: str,
+    schedule: str,
+    cap: float | None,
+    treatments: tuple[Treatment, ...] | None = None,
+) -> Plan | None:
     """None if nothing fits."""
     if cap is not None:
         devices = tuple(replace(each, memory_bytes=int(cap)) for each in cluster.devices)
@@ -79,7 +95,7 @@ def planned(graph: OpGraph, cluster: Cluster, strategy: str, schedule: str, cap:
             schedule=schedule,
             microbatches=MICROBATCHES,
             strategy=strategy,
-            options=PlanOptions(optimizer_bytes=OPTIMIZER),
+            options=PlanOptions(optimizer_bytes=OPTIMIZER, treatments=treatments),
             explained=False,
         )
     except InfeasibleError:
@@ -90,7 +106,7 @@ def planner(quick: bool) -> dict[str, Any]:
     asked = [(*case, share) for share, case in product(SHARES, CASES)]
     code = code_of(("planner", "schedules", "lowering", "simulator", "profiler", "ir"))
     before = json.loads(RESULTS.read_text())["planner"] if RESULTS.exists() and not quick else {}
-    rows: list[dict[str, Any]] = before["rows"] if before.get("code") == code else []
+    rows: list[dict[str, Any]] = before.get("rows", [])
     done = {(row["device"], row["ranks"], row["layers"], row["share"]) for row in rows}
     first = time.perf_counter()
     for device, ranks, layers, share in asked[:1] if quick else asked:
@@ -99,12 +115,12 @@ def planner(quick: bool) -> dict[str, Any]:
         if time.perf_counter() - first > MOST_S:
             break
         row: dict[str, Any] = {"device": device, "ranks": ranks, "layers": layers, "share": share}
-        row |= beside(cluster_of(device, ranks), layers, share)
+        row |= {"code": code} | beside(cluster_of(device, ranks), layers, share)
         rows.append(row)
         print("  " + ", ".join(f"{name} {_shown(value)}" for name, value in row.items()), flush=True)
         if not quick:
-            keep("planner", summary(rows, len(asked), code))
-    found = summary(rows, len(asked), code)
+            keep("planner", summary(rows, len(asked)))
+    found = summary(rows, len(asked))
     print(
         f"planner: slower than dawnpiper at {found['slower']} of {len(rows)} caps, alone fits at "
         f"{found['alone_fits']}"
@@ -112,24 +128,44 @@ def planner(quick: bool) -> dict[str, Any]:
     return found
 
 
-def beside(cluster: Cluster, layers: int, share: float) -> dict[str, Any]:
+def offload_only(quick: bool) -> dict[str, Any]:
+    """The planners at caps of `OFFLOAD_ONLY`."""
+    device, ranks, layers = OFFLOAD_ONLY
+    rows = []
+    for share in OFFLOAD_ONLY_SHARES[-1:] if quick else OFFLOAD_ONLY_SHARES:
+        found = beside(cluster_of(device, ranks), layers, share, ("offload",), vocabulary=256)
+        rows.append({"device": device, "ranks": ranks, "layers": layers, "share": share} | found)
+        print("  " + ", ".join(f"{name} {_shown(value)}" for name, value in rows[-1].items()), flush=True)
+        if not quick:
+            keep("offload_only", summary(rows, len(OFFLOAD_ONLY_SHARES)))
+    return summary(rows, len(OFFLOAD_ONLY_SHARES))
+
+
+def beside(
+    cluster: Cluster,
+    layers: int,
+    share: float,
+    treatments: tuple[Treatment, ...] | None = None,
+    *,
+    vocabulary: int = VOCABULARY,
+) -> dict[str, Any]:
     """A cap: the steps of `pipeoffload` and of `dawnpiper`, in seconds, and how long they were sought."""
-    graph = layered(layers, hidden=WIDTH, length=CONTEXT, rows=ROWS)
+    graph = layered(layers, hidden=WIDTH, length=CONTEXT, rows=ROWS, vocabulary=vocabulary)
     free = planned(graph, cluster, "exact", "1f1b", None)
     assert free is not None
     cap = share * max(free.peaks)
     begin = time.perf_counter()
-    ours = planned(graph, cluster, "pipeoffload", "1f1b", cap)
+    ours = planned(graph, cluster, "pipeoffload", "1f1b", cap, treatments)
     row: dict[str, Any] = {"cap": int(cap), "search_s": time.perf_counter() - begin}
     row |= {"pipeoffload": ours and ours.predicted_step_s, "schedule": ours and ours.schedule}
     begin = time.perf_counter()
     for schedule in ("1f1b", "gis_h"):
-        other = planned(graph, cluster, "dawnpiper", schedule, cap)
+        other = planned(graph, cluster, "dawnpiper", schedule, cap, treatments)
         row[schedule] = other and other.predicted_step_s
     return row | {"dawnpiper_s": time.perf_counter() - begin}
 
 
-def summary(rows: list[dict[str, Any]], asked: int, code: str) -> dict[str, Any]:
+def summary(rows: list[dict[str, Any]], asked: int) -> dict[str, Any]:
     slower = [
         row
         for row in rows
@@ -138,7 +174,7 @@ def summary(rows: list[dict[str, Any]], asked: int, code: str) -> dict[str, Any]
     ]
     only = [row for row in rows if row["pipeoffload"] and not row["1f1b"] and not row["gis_h"]]
     counts = {"slower": len(slower), "alone_fits": len(only), "left_out": asked - len(rows)}
-    return {"rows": rows, **counts, "code": code}
+    return {"rows": rows, **counts}
 
 
 def _shown(value: Any) -> str:

@@ -1,12 +1,13 @@
 """Families of the library beside the orders of a public zero-bubble scheduler, timed here again.
 
-    python bench/public_orders.py CLONE [--ranks 4 8 16] [--minutes 7] [--again]
+    python bench/public_orders.py CLONE [--ranks 4 8 16] [--only po:v=4] [--minutes 7] [--again]
 
 CLONE: a checkout of github.com/sail-sg/zero-bubble-pipeline-parallelism (figures: commit 3fd87fd), of which
 only the modules that make orders are loaded. Cases: its eight schedules x ranks x 2 and 4 micro-batches per
 rank x the seven time profiles of tests/schedules/test_long_messages.py. Both orders are timed by our
 simulator. A case is lost where the public order is shorter and holds no more than ours. Results are written
-after every case, and what is there is not measured again without --again.
+after every case, each with the code that it was measured with; what is there with the code as it is is not
+measured again without --again.
 """
 
 from __future__ import annotations
@@ -160,6 +161,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("clone", type=Path)
     parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8, 16])
+    parser.add_argument("--only", nargs="+", default=list(SCHEDULES), choices=list(SCHEDULES))
     parser.add_argument("--minutes", type=float, default=7.0, help="after which no further case is begun")
     parser.add_argument("--again", action="store_true")
     args = parser.parse_args()
@@ -167,13 +169,13 @@ def main() -> None:
     code = code_of(("schedules", "simulator"))
     kept: list[dict[str, Any]] = json.loads(RESULTS.read_text())["cases"] if RESULTS.exists() else []
     keys = ("schedule", "ranks", "microbatches", "times")
-    known = {str([case[key] for key in keys]): case for case in kept if case["code"] == code}
+    known = {str([case[key] for key in keys]): case for case in kept}
     count = 0
-    for ranks, factor, times, name in product(args.ranks, (2, 4), PROFILES, SCHEDULES):
+    for ranks, factor, times, name in product(args.ranks, (2, 4), PROFILES, args.only):
         asked = str([name, ranks, factor * ranks, list(times)])
         if time.monotonic() > ends:
             break
-        if asked not in known or args.again:
+        if asked not in known or known[asked]["code"] != code or args.again:
             known[asked] = measure(public, name, ranks, factor * ranks, times) | {"code": code}
             text = json.dumps({"machine": describe_machine(), "cases": list(known.values())}, indent=1)
             RESULTS.write_text(f"{text}\n")

@@ -133,6 +133,9 @@ def test_plan_prints_figures_and_saves(folder: Path) -> None:
     figures = json.loads(good(*PLAN, "-o", "plan.json", "--json"))
     assert set(figures) == {
         "predicted_step_s",
+        "predicted_by",
+        "profiled_step_s",
+        "not_rehearsed",
         "planner",
         "schedule",
         "weights",
@@ -218,6 +221,7 @@ def test_a_mistake_is_one_sentence(folder: Path, words: list[str], status: int, 
     assert message in bad(status, *words)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "words",
     [

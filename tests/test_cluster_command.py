@@ -64,6 +64,7 @@ def test_an_unknown_name_is_a_sentence():
     assert result.output.startswith("error: no built-in device is called 'a100-41'")
 
 
+@pytest.mark.slow
 def test_profile_takes_a_cluster_by_name():
     result = CliRunner().invoke(
         main, ["profile", "--cluster", "2 x a100-40", "--json"], catch_exceptions=False
@@ -72,6 +73,7 @@ def test_profile_takes_a_cluster_by_name():
     assert (found["device"], found["source"]) == ("a100-40-sxm", "roofline")
 
 
+@pytest.mark.slow
 def test_a_plan_for_devices_by_name_keeps_to_their_memory():
     job = default_job(Config())
     made = pipeloom.plan(job, stages=2, microbatch_size=1, cluster="2 x rtx-2080ti with 1GiB")

@@ -1,4 +1,5 @@
-"""`pip install .` where there is what `pyproject.toml` asks for and no more, and the same by a wheel.
+"""`pip install .` where there is what `pyproject.toml` asks for and no more, and the same by a wheel that is
+made as `python -m build` makes it: of the source archive, unpacked.
 
 Nothing is downloaded: the environment's only other packages are links to those of this one, and of these only
 the dependencies that the project declares, with what they need themselves.
@@ -11,8 +12,10 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 import venv
+import zipfile
 from collections.abc import Iterator
 from importlib.metadata import Distribution, distribution
 from pathlib import Path
@@ -101,15 +104,32 @@ def test_installing_the_source(source: Path, tmp_path: Path) -> None:
     uses(programs, tmp_path / "mine")
 
 
+def built(what: str, source: Path, target: Path) -> Path:
+    """What the build backend's hook makes of a source tree: "sdist" or "wheel"."""
+    declared = tomllib.loads((source / "pyproject.toml").read_text())["build-system"]
+    code = f"import {declared['build-backend']} as backend, sys; backend.build_{what}(sys.argv[1])"
+    target.mkdir()
+    run(sys.executable, "-c", code, target, folder=source)
+    (made,) = target.iterdir()
+    return made
+
+
 def test_installing_a_wheel(source: Path, tmp_path: Path) -> None:
-    """The wheel is what the build backend gives to `python -m build --wheel` and `pip wheel` alike."""
-    folder = tmp_path / "dist"
-    plain = ("--no-deps", "--no-index", "--no-build-isolation", "-q", "-w", folder)
-    run(sys.executable, "-m", "pip", "wheel", *plain, source, folder=tmp_path)
-    (wheel,) = folder.glob("pipeloom-*.whl")
+    """`python -m build` makes the source archive, unpacks it, and makes the wheel of what is in there."""
+    with tarfile.open(built("sdist", source, tmp_path / "archive")) as archive:
+        archive.extractall(tmp_path / "unpacked", filter="data")
+    (unpacked,) = (tmp_path / "unpacked").iterdir()
+    wheel = built("wheel", unpacked, tmp_path / "dist")
+    with zipfile.ZipFile(wheel) as files:
+        packed = {name for name in files.namelist() if name.startswith("pipeloom/")}
+    package = source / "src" / "pipeloom"
+    assert packed == {str(Path("pipeloom", f.relative_to(package))) for f in files_of(package)}
     programs = environment(tmp_path / "env", source)
     install(programs, wheel, tmp_path)
-    (packages,) = (tmp_path / "env").glob("lib/python*/site-packages/pipeloom")
-    assert (packages / "py.typed").is_file() and (packages / "api" / "__init__.pyi").is_file()
     (tmp_path / "mine").mkdir()
     uses(programs, tmp_path / "mine")
+
+
+def files_of(package: Path) -> Iterator[Path]:
+    """All that belongs to the package: what compiling leaves behind does not."""
+    return (f for f in package.rglob("*") if f.is_file() and "__pycache__" not in f.parts)

@@ -69,6 +69,7 @@ def models(name: str = "job") -> tuple[api.CapturedModel, api.CapturedModel]:
     return api.captured_model(job, 2, cluster), api.captured_model(job, 8, cluster)
 
 
+@pytest.mark.slow
 def test_closed_form_prints_the_shape_that_the_formulas_choose(folder: Path) -> None:
     figures = json.loads(run(*AUTO, "--closed-form", "--weights", "2bw", "--json").stdout)
     names = ("width", "depth", "microbatch_size", "recompute")
@@ -85,6 +86,7 @@ def test_closed_form_prints_the_shape_that_the_formulas_choose(folder: Path) -> 
     assert "micro-batches" in table and "shapes fit, by formulas; chosen:" in table
 
 
+@pytest.mark.slow
 def test_a_model_is_its_front_its_blocks_and_its_rear(folder: Path) -> None:
     """At a size that was not captured, its pieces add up to what the whole is there."""
     first, second = models()
@@ -164,6 +166,7 @@ def test_by_default_plans_are_simulated(folder: Path) -> None:
             assert json.loads(by_hand.stdout)["predicted_step_s"] >= figures["step_s"] * 0.999
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_the_reason_is_said(folder: Path) -> None:
     words = [*AUTO[:5], "4 x v100-16 with 100KiB", *AUTO[6:]]
     said = run(*words).stderr

@@ -85,6 +85,7 @@ def test_list_names_everything_and_what_cannot_run_yet() -> None:
     assert "zb_v" in good("list")
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", schedules.names())
 def test_every_schedule_is_drawn_and_explained(name: str) -> None:
     shown = good("show", name, "-p", "2", "-m", "4")

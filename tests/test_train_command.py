@@ -212,6 +212,7 @@ def test_other_stages_go_on_from_the_same_checkpoint(folder: Path) -> None:
     assert json.loads((folder / "a" / "plan.json").read_text())["schedule"] == "gpipe"
 
 
+@pytest.mark.slow
 def test_a_plan_file_and_other_flags_do_not_mix(folder: Path) -> None:
     done = run(folder, "config.toml", "--stages", "3")
     assert done.returncode == 2

@@ -51,6 +51,7 @@ def followed(how: PlanRequest, advice: str) -> PlanRequest:
     return replace(how, cluster=replace(how.cluster, devices=own))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("share", "how", "kinds"),
     [
@@ -89,6 +90,7 @@ def test_devices_that_differ_are_named(captured: Captured) -> None:
     assert followed(how, hint).fits(sample)
 
 
+@pytest.mark.slow
 def test_only_devices_that_need_more_are_named(captured: Captured) -> None:
     """The hint wanted 624 GiB of the larger device, as much more as the smaller one needs."""
     how = planning("a100-40 + v100-32 with 1KiB")

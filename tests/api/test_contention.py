@@ -60,6 +60,7 @@ def test_what_is_remembered_and_damaged_is_measured_again(
     assert json.loads(file.read_text()) == {"products": 2.0, "others": 1.5}
 
 
+@pytest.mark.slow
 def test_plans_for_ranks_of_this_machine_take_it_into_account(measured: list[int]) -> None:
     job = zoo.job("gpt2")
     captured = capture(job, 2)
@@ -91,6 +92,7 @@ def test_a_factor_may_be_given(monkeypatch: pytest.MonkeyPatch) -> None:
             contention(4)
 
 
+@pytest.mark.slow
 def test_others_run_the_kernel_that_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Real processes. A clock that knows what the others do: an op takes three times as long beside them."""
     told: list[str] = []

@@ -15,6 +15,7 @@ def largest(name: str, memory: str, **more):
     return passes.plan_largest(how, zoo.job(name), 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["skips", pytest.param("convnet", marks=pytest.mark.slow)])
 def test_one_row_more_is_refused(name: str) -> None:
     how = {"stages": 2, "microbatches": 2, "cluster": cpu_cluster(2)}

@@ -16,6 +16,7 @@ def errors(name: str, stages: int, schedule: str) -> list[float]:
         return [peaks.error for peaks in compare(zoo.job(name), stages, schedule)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "schedule"),
     [
@@ -43,6 +44,7 @@ def test_predicted_peaks_of_thirds_and_quarters(name: str, schedule: str) -> Non
     assert max(map(abs, found)) <= TIGHT, found
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "stages", "schedule", "ahead"),
     [

@@ -87,6 +87,7 @@ def test_nodes_need_a_link_between_them(tmp_path) -> None:
         load_cluster(file)
 
 
+@pytest.mark.slow
 def test_stages_of_one_rank_share_its_memory() -> None:
     job = zoo.job("gpt")
     with pytest.raises(InfeasibleError, match="no cut of .* ops into 4 stages fits"):

@@ -70,6 +70,7 @@ def test_replicas_cost_what_each_of_them_holds(gpt: Job) -> None:
             assert (peak["parameters"] == total) == (name == "dualpipe")
 
 
+@pytest.mark.slow
 def test_too_little_memory_is_refused(gpt: Job) -> None:
     with pytest.raises(InfeasibleError, match="cap is"):
         planned(gpt, "dualpipe", memory="20KiB")

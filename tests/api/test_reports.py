@@ -41,6 +41,7 @@ def test_another_models_plan_is_refused() -> None:
         explain_steps(replace(plan, graph="other"), graph, [])
 
 
+@pytest.mark.slow
 def test_rows_of_stages_name_the_layers_within_towers_and_count_replicas() -> None:
     job = branching.small_mmt(towers=2, layers=8)
     plan, graph = even_plan(job, 3, microbatches=4), capture_of(job).graph

@@ -46,6 +46,7 @@ def test_a_ledger_keeps_the_most_residuals() -> None:
     assert ledger.residual_peak == 10
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["1f1b", "gis_h"])
 def test_they_are_predicted_as_measured(name: str) -> None:
     job = gpt_job()

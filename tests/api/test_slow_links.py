@@ -82,6 +82,7 @@ def throttled(copy: Any) -> Any:
     return slowly
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("schedule", "share"), [("gpipe", 0.5), ("gpipe", 0.7), ("po_f", 0.9)])
 def test_a_link_throttled_to_a_tenth_costs_time_and_nothing_else(
     schedule: str, share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -134,6 +134,7 @@ class Sequences(nn.Module):
         return {"loss": nn.functional.cross_entropy(self.last(self.attend(h).mean(1)), y)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dropout", [0.3, pytest.param(0.0, marks=pytest.mark.slow)])
 def test_recurrent_models_are_compared_with_the_module_itself(dropout: float) -> None:
     job = replace(JOB, model=lambda: Sequences(dropout))

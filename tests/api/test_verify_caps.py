@@ -96,6 +96,7 @@ def test_a_plan_keeps_its_cap_by_its_traced_stages_too() -> None:
     assert_same(pipelined(JOB, plan, batches), plain(JOB, batches, COUNT), tolerance=1e-6)
 
 
+@pytest.mark.slow
 def test_where_no_plan_does_the_advice_holds_as_traced() -> None:
     with pytest.raises(InfeasibleError, match="rank 0 holds 218.4 KiB when its stage is traced") as caught:
         planned(210_000, checked=True)
@@ -128,6 +129,7 @@ def test_a_cap_too_small_for_several_stages_is_said_to_be(schedule: str) -> None
         how.plan(captured_model(), explained=False)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("schedule", "treatments", "share"),
     [

@@ -71,10 +71,12 @@ def test_processes_of_this_machine(count: int) -> None:
         detect(devices=count)
 
 
+@pytest.mark.slow
 def test_as_many_as_there_may_be() -> None:
     assert len(find_cluster("100000 x a100-40").devices) == len(cpu_cluster(100_000).devices) == 100_000
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
 @pytest.mark.parametrize("cluster", [[], ["--cluster", "2 x a100-40"]])
 def test_stages_on_the_command_line(schedule: str, cluster: list[str]) -> None:

@@ -32,6 +32,7 @@ class AroundInputs(Around):
         return super().forward(checkpoint(self.blocks[0], x, use_reentrant=True), y)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("stages", [2, 4])
 @pytest.mark.parametrize("model", [Around, AroundInputs])
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")

@@ -72,6 +72,7 @@ def test_no_more_are_advised_than_there_are_devices(schedule: str) -> None:
         plan(job, stages=60, cluster="3 x cpu", schedule=schedule, captured=capture_of(job), **HOW)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.7, pytest.param(0.9, marks=pytest.mark.slow)])
 def test_this_machine_has_as_many_processes_as_are_asked_for(share: float) -> None:
     """The hint was "use 4 stages on 4 devices", where nobody had named any."""

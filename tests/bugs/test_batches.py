@@ -20,6 +20,7 @@ def sliced(seed: int, size: int) -> zoo.Batch:
     return {"input_ids": ids[:, :-1], "labels": ids[:, 1:]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt", pytest.param("bert", marks=pytest.mark.slow)])
 def test_inputs_that_are_slices(name: str) -> None:
     """Stages are traced with contiguous inputs: a `view` of a slice failed."""

@@ -65,6 +65,7 @@ def test_a_norm_used_twice_cannot_be_torn_apart() -> None:
         cut(graph, {name: index * 3 // len(names) for index, name in enumerate(names)})
 
 
+@pytest.mark.slow
 def test_a_norm_used_twice_in_one_stage() -> None:
     job = job_of(Twice)
     captured = capture(job, 2)

@@ -37,6 +37,7 @@ def batch(seed: int, rows: int) -> dict[str, Tensor]:
     return {"x": torch.randn(rows, 4, generator=torch.Generator().manual_seed(seed))}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("in_place", "registered"), [(True, True), (False, True), (False, False)])
 @pytest.mark.parametrize("stages", [1, 2])
 def test_losses_are_those_of_one_process(in_place: bool, registered: bool, stages: int) -> None:

@@ -1,6 +1,7 @@
 """PyTorch marks conjugates, and imaginary parts of them, instead of making them. Such values could not be
 sent, and what reads the mark (`imag`, `view_as_real`) failed in a stage that had received the numbers."""
 
+import pytest
 import torch
 import zoo
 from cuts import assert_same_at_every_cut
@@ -25,6 +26,7 @@ def batch(seed: int, rows: int) -> dict[str, Tensor]:
     return {"x": torch.randn(rows, 4, generator=torch.Generator().manual_seed(seed))}
 
 
+@pytest.mark.slow
 def test_conjugates_are_sent() -> None:
     job = Job(model=Waves, batch=batch, optimizer=zoo.sgd, name="waves")
     assert_same_at_every_cut(job, [batch(seed, 4) for seed in range(2)], tolerance=1e-5)

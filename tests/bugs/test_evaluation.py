@@ -52,6 +52,7 @@ CASES: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "case", [pytest.param(c, marks=pytest.mark.slow) if c == "recurrent dropout" else c for c in CASES]
 )

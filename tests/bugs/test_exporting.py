@@ -50,6 +50,7 @@ def test_assignment_to_a_part_of_a_tensor() -> None:
     compare(lambda: TwoLayers(between))
 
 
+@pytest.mark.slow
 def test_tensors_that_are_plain_attributes() -> None:
     """They were fake at run time."""
     compare(
@@ -117,6 +118,7 @@ def test_gradients_of_the_users_own_are_not_lost(between: Callable[..., Tensor],
     assert torch.autograd.grad is not None and Doubled.apply(torch.ones(1)).item() == 2.0
 
 
+@pytest.mark.slow
 def test_an_operator_with_a_registered_gradient_is_captured() -> None:
     """Mixtral's experts use one; it is no autograd function of the user's."""
     assert not capture(zoo.job("mixtral"), 2).graph.fallback
@@ -137,6 +139,7 @@ def asking(self: nn.Module, h: Tensor) -> Tensor:
     return h * 2 if torch.is_autocast_enabled("cpu") else h
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
 @pytest.mark.parametrize("between", [uncast, uncast_and_stopped, asking])
 def test_autocast_switched_off_or_asked_for(
@@ -151,6 +154,7 @@ def test_autocast_switched_off_or_asked_for(
     assert_same(found, plain(job, batches, 2, autocast=autocast), tolerance=1e-6)
 
 
+@pytest.mark.slow
 def test_a_frozen_stage_under_autocast() -> None:
     """A stage without gradients ran without autocast."""
     job = zoo.job("frozen")
@@ -174,6 +178,7 @@ class Averages(nn.Module):
         return (self.a(x) - y).square().sum() / rows
 
 
+@pytest.mark.slow
 def test_constants_of_other_sizes() -> None:
     """The constant of the first size was used for all."""
     job = Job(model=Averages, batch=zoo.vector_batch, optimizer=zoo.sgd)

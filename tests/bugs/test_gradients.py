@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
 import zoo
 from runs import assert_same, even, even_plan, pipelined, plain, plan_for
@@ -9,6 +10,7 @@ from runs import assert_same, even, even_plan, pipelined, plain, plan_for
 from pipeloom.tracer import capture
 
 
+@pytest.mark.slow
 def test_a_tied_parameter_without_gradient_is_left_alone() -> None:
     """Summing it over ranks made its gradient zero instead of none: weight decay then shrank it."""
     job = replace(
@@ -19,6 +21,7 @@ def test_a_tied_parameter_without_gradient_is_left_alone() -> None:
     assert_same(found, plain(job, batches, 2), tolerance=1e-5)
 
 
+@pytest.mark.slow
 def test_a_stage_that_only_detaches_what_it_reads() -> None:
     """It has no backward, so the gradient that its source waited for never came."""
     job = zoo.job("no_grad_branch")

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 KERNEL = """
 import numpy as np
 from {types} import Row
@@ -28,6 +30,7 @@ class Row(NamedTuple):
 """
 
 
+@pytest.mark.slow
 def test_a_cache_of_another_version_is_not_read(tmp_path: Path) -> None:
     for types in ("before", "after"):
         (tmp_path / f"{types}.py").write_text(TYPES)

@@ -36,6 +36,7 @@ def batch(seed: int, rows: int) -> dict[str, Tensor]:
     return {"x": torch.randn(rows, 5, 4, generator=torch.Generator().manual_seed(seed)).double()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [Series, Rolled])
 def test_numbers_are_those_of_one_process_wherever_it_is_cut(model: type[nn.Module]) -> None:
     job = Job(model=lambda: model().double(), batch=batch, optimizer=zoo.sgd, name="layouts")

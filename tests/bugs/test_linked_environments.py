@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 ASK = """
@@ -16,6 +17,7 @@ print(is_user_file(torch.__file__), is_user_file("a.py"))
 """
 
 
+@pytest.mark.slow
 def test_files_of_torch_are_not_the_users(tmp_path: Path) -> None:
     (tmp_path / "packages").symlink_to(Path(torch.__file__).parents[1])
     path = os.pathsep.join([str(tmp_path / "packages"), *sys.path])

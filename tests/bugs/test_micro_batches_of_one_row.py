@@ -34,10 +34,12 @@ def test_a_last_batch_of_a_library_s_model(name: str) -> None:
     check(zoo.job(name), even_plan(zoo.job(name), 3, microbatches=3))
 
 
+@pytest.mark.slow
 def test_a_plan_for_one_row_trains_on_more() -> None:
     check(GPT, even_plan(GPT, 2, microbatches=3, microbatch_size=1))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("treatment", ["recompute", "recompute ahead", "offload"])
 def test_with_a_memory_policy(treatment: str) -> None:
     """What the policy says of residuals that one row lacks is left out."""

@@ -69,6 +69,7 @@ class Twice(nn.Module):
         return self.second((self.first(x * self.scale) * scale).sin()).square().mean()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("model", "keys"),
     [

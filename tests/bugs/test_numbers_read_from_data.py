@@ -54,6 +54,7 @@ def line_of(mark: str) -> int:
     return 1 + next(n for n, line in enumerate(open(__file__).readlines()) if line.endswith(f"# {mark}\n"))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", CASES)
 def test_they_are_cut_between_modules_and_the_line_is_named(case: str) -> None:
     job = CASES[case]

@@ -15,6 +15,7 @@ from pipeloom.ir.errors import InfeasibleError
 from pipeloom.planner import PlanOptions, make_plan
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "strategy", [pytest.param("dawnpiper", marks=pytest.mark.slow), "probe", "vpipe", "exact"]
 )

@@ -112,6 +112,7 @@ def quickly(*names: str) -> list[Any]:
 STAGES_OF = [*quickly("Shared"), pytest.param(job_of(Dropping), marks=pytest.mark.slow)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [5, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("job", STAGES_OF, ids=lambda job: job.name)
 def test_stages_keep_what_the_plan_says(job: Job, step: int) -> None:
@@ -130,6 +131,7 @@ def test_numbers_are_those_of_one_process_wherever_it_is_cut(job: Job) -> None:
     assert_same_at_every_cut(job, batches, tolerance=1e-6)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: job.name)
 def test_in_one_stage_not_a_bit_differs(job: Job) -> None:
     plan = plan_for(capture_of(job, ROWS), split_at(capture_of(job, ROWS)), microbatches=2)
@@ -137,6 +139,7 @@ def test_in_one_stage_not_a_bit_differs(job: Job) -> None:
     assert_same(pipelined(job, plan, batches), plain(job, batches, 2), tolerance=0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("job", quickly("Shared"), ids=lambda job: job.name)
 def test_plans_that_recompute_keep_their_cap(job: Job) -> None:
     rows, count = 16, 4
@@ -161,6 +164,7 @@ def test_plans_that_recompute_keep_their_cap(job: Job) -> None:
     assert_same(pipelined(job, tight, batches), plain(job, batches, count), tolerance=1e-6)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: job.name)
 def test_evaluation_is_cut_where_training_was(job: Job) -> None:
     """Products were taken apart in training only, where their matrices learn: stages had nothing to do."""

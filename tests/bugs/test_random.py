@@ -40,6 +40,7 @@ def test_draws_in_a_stage_without_gradients() -> None:
         assert_same(run(stages), uncut, tolerance=1e-6)
 
 
+@pytest.mark.slow
 def test_a_step_leaves_the_users_generator_alone() -> None:
     """Ranks that drew their batches alike got different ones after the first dropout."""
     job = zoo.with_dropout("gpt")

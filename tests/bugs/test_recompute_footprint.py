@@ -1,5 +1,6 @@
 """Recomputation reads residuals and leaves them: its memory was counted as if it freed them."""
 
+import pytest
 import zoo
 from runs import capture_of, even
 
@@ -7,6 +8,7 @@ from pipeloom.ir.stages import cut
 from pipeloom.tracer.stage import stage_functions, stage_residuals
 
 
+@pytest.mark.slow
 def test_what_is_made_again_comes_on_top() -> None:
     captured = capture_of(zoo.job("gpt"))
     graph = cut(captured.graph, even(captured.graph, 1))

@@ -45,6 +45,7 @@ def test_what_does_not_fit_is_said_where_smaller_ones_cannot_be(number: int) -> 
     assert "at least" in str(caught.value.hint)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [5, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 8))])
 def test_the_largest_one_is_found_among_those_that_can_be(number: int) -> None:
     own = job(multiples_of(number))

@@ -46,6 +46,7 @@ def test_said_in_a_sentence(arguments: list[str], said: str) -> None:
     assert said in done.output
 
 
+@pytest.mark.slow
 def test_a_cap_whose_unit_was_forgotten_is_what_is_said() -> None:
     """Scaled as the smaller device needs, the larger one would have had more than there can be."""
     job = zoo.job("gpt2")
@@ -89,6 +90,7 @@ def test_clusters_and_folders_are_taken_as_text_and_as_paths(tmp_path: Path) -> 
     assert plan(job, stages=2, microbatch_size=2, memory="1GiB", offload_dir=str(tmp_path)).stages
 
 
+@pytest.mark.slow
 def test_a_plan_is_there_before_what_if_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C while a bit more memory was tried lost the plan."""
 

@@ -44,6 +44,7 @@ def batch(seed: int, rows: int) -> dict[str, Tensor]:
 TURNED = Job(model=Turned, batch=batch, optimizer=zoo.sgd, name="turned")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("job", "step"),
     [

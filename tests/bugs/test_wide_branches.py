@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+import pytest
 from branching_graphs import cluster_of, random_graph
 
 from pipeloom import api
@@ -27,6 +28,7 @@ def request_of(seed: int) -> tuple[api.PlanRequest, ProfiledModel]:
     ), ProfiledModel(size=1, graph=graph, profiles={"d": profile})
 
 
+@pytest.mark.slow
 def test_replicas_of_a_dag_are_no_slower_than_those_of_a_chain() -> None:
     request, model = request_of(11)
     made = request.plan(model)

@@ -179,6 +179,7 @@ def test_many_edited_programs_train_as_one_process(data: st.DataObject) -> None:
     prove_program(data)
 
 
+@pytest.mark.slow
 @QUICK
 @given(st.data(), steps())
 def test_edited_schedules_of_dags_train_as_one_process(data: st.DataObject, program: Any) -> None:

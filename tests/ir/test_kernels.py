@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from pipeloom.ir.kernels import COMPILED_FROM, kernel
 
 SQUARES = """
@@ -57,6 +59,7 @@ def ran(folder: Path, size: int, inner: str = INNER) -> tuple[list[str], int]:
     return done.stdout.splitlines(), len(list(cache.rglob("*.nbc")))
 
 
+@pytest.mark.slow
 def test_a_kernel_is_compiled_once_it_has_gone_over_enough(tmp_path: Path) -> None:
     assert ran(tmp_path, COMPILED_FROM // 2 - 1) == ([f"{4 * (COMPILED_FROM // 2 - 1)} False"] * 2, 0)
     half = 4 * (COMPILED_FROM // 2)
@@ -64,6 +67,7 @@ def test_a_kernel_is_compiled_once_it_has_gone_over_enough(tmp_path: Path) -> No
     assert ran(tmp_path, COMPILED_FROM) == ([f"{4 * COMPILED_FROM} True"] * 2, 1)
 
 
+@pytest.mark.slow
 def test_machine_code_is_made_anew_when_what_goes_into_it_changes(tmp_path: Path) -> None:
     """A kernel that it calls, a constant, the type of an argument: in a file other than its own."""
     size = COMPILED_FROM

@@ -79,12 +79,33 @@ def test_it_is_the_best_of_a_grid(seed: int) -> None:
     assert found.predicted_step_s <= least * (1 + 1e-9)
 
 
+@pytest.mark.slow
 def test_the_command_s_planner_chooses_so() -> None:
     plan = plans(2, 0.9)
     found = plan("1f1b", "pipeoffload")
     assert found.planner == "pipeoffload"
     first = min(seconds(plan, name, "dawnpiper") for name in ("1f1b", "gis_h"))
     assert found.predicted_step_s <= first
+
+
+def test_where_nothing_may_be_made_again_it_fits_at_caps_at_which_dawnpiper_does_not() -> None:
+    plan = plans(3, 0.8)
+    for name in ("1f1b", "gis_h"):
+        with pytest.raises(InfeasibleError):
+            plan(name, "dawnpiper", ("offload",))
+    found = plan("1f1b", "pipeoffload", ("offload",))
+    assert all(peak <= cap for peak, cap in zip(found.peaks, found.caps, strict=True))
+    assert any(stage.offloaded_bytes for stage in found.stages)
+    assert not any(stage.recomputed_bytes for stage in found.stages)
+
+
+def test_a_schedule_with_copies_makes_nothing_again_where_only_offloading_is_allowed() -> None:
+    plan = plans(3, None)
+    either, alone = (plan("1f1b:offload=1", "exact", allowed) for allowed in (None, ("offload",)))
+    assert any(stage.recomputed_bytes for stage in either.stages)
+    assert not any(stage.recomputed_bytes for stage in alone.stages)
+    leaving = [sum(stage.offloaded_bytes for stage in one.stages) for one in (alone, either)]
+    assert leaving[0] > leaving[1]
 
 
 def test_a_host_that_is_too_small_is_refused_with_its_rank_and_bytes() -> None:
@@ -126,6 +147,7 @@ def test_only_the_schedules_that_are_named_are_planned_with() -> None:
     assert set(told("po:v=2,offload=1")) == {"po:v=2,offload=1"}  # not only where its order without is slower
 
 
+@pytest.mark.slow
 def test_no_cut_is_sought_where_one_with_more_memory_was_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Search] = []
 

@@ -17,6 +17,7 @@ def columns(footprint: Footprint) -> tuple:
     return tuple(getattr(footprint, f.name) for f in fields(footprint))
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_rows_of_intervals_agree_with_stages(data, draw_graph, draw_profile, make_cluster):
@@ -77,6 +78,7 @@ def test_rough_rows_are_upper_bounds_where_a_part_of_a_saved_storage_is_sent(mak
     assert (rough.forward_transient >= exact.forward_transient).all()
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_rough_rows_are_upper_bounds(data, draw_graph, draw_profile, make_cluster):

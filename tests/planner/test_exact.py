@@ -173,6 +173,7 @@ def busy_chain(ops: int):
     return replace(graph, ops=skips), profile
 
 
+@pytest.mark.slow
 def test_the_coarse_search_in_front_changes_nothing(make_cluster):
     graph, profile = busy_chain(400)
     roomy = search_for(graph, profile, make_cluster([10**9] * 8))

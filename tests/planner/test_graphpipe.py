@@ -63,6 +63,7 @@ def test_towers_run_in_turn_come_apart_unless_they_are_light():
     assert branch_orders(tree, np.ones(8), 4.0, 1)[0].ops == tuple(range(8))  # too light to be pulled apart
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", range(6))
 def test_never_slower_than_the_exact_chain_or_than_without_branches(seed):
     dice = random.Random(seed)
@@ -163,6 +164,7 @@ def with_slow(request: Request, ranks: tuple[int, ...], *, memory: float = 1.0) 
     )
 
 
+@pytest.mark.slow
 def test_slow_devices_get_shorter_stages():
     """Two towers of six ops and a join on two slow devices and two others: 2 and 4 ops take as long."""
     request = with_slow(towers_of(2, 6), (0, 2))
@@ -179,6 +181,7 @@ def test_slow_devices_get_shorter_stages():
     assert plan.predicted_step_s <= step_s(request, "exact") * (1 + 1e-6)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("seed", range(2))
 def test_devices_of_unequal_speed_and_memory_are_planned(seed):
     graph, profile = random_graph(seed, 8, "series-parallel")

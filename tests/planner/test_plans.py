@@ -87,6 +87,7 @@ def test_every_planner_keeps_to_a_cap_and_assigns_every_op_in_order(name):
     assert max(peaks(plan, graph, cluster)) <= 8 * GiB
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", FREEING)
 @pytest.mark.parametrize(
     ("stages", "cap"),
@@ -215,6 +216,7 @@ def test_infeasible_with_memory_optimisation_says_what_would_do():
         planned("dawnpiper", 6, 2, 0.9 * least)
 
 
+@pytest.mark.slow
 def test_more_memory_and_more_bandwidth():
     graph, profile, cluster = case(6, 3, 1.35)
 

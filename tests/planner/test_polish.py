@@ -77,6 +77,7 @@ def test_where_any_plan_will_do_the_longest_search_comes_last(monkeypatch: pytes
         planned(graph, profile, cluster, "dawnpiper")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("layers", "stages", "rows"), [(2, 2, 2), (3, 3, 1), pytest.param(2, 4, 8, marks=pytest.mark.slow)]
 )

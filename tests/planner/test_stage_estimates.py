@@ -39,6 +39,7 @@ def whole_stage(formula: Formula, rows: int) -> Parts:
     return parts_of(captured, model_of(captured, 1), stages, 0, {})
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("rows", [32, 1])
 @pytest.mark.parametrize(
     "formula",
@@ -73,6 +74,7 @@ def test_next_states_of_buffers_stay_until_the_forward_ends(share: float) -> Non
 QUICK = ("gpt",)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family", [pytest.param(f, marks=() if f in QUICK else pytest.mark.slow) for f in ("gpt", *zoo.FAMILIES)]
 )
@@ -102,6 +104,7 @@ class WithBias(nn.Module):
         return nn.functional.scaled_dot_product_attention(*made[:3], attn_mask=made[3]).mean()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("length", [4, 8, 32])
 def test_attention_in_separate_products(length: int) -> None:
     """It was said to hold its scores, all gradients and what it saved at once."""

@@ -49,6 +49,7 @@ def planned(schedule: str, memory: str | None, cluster: str = "4 x a100-40", **h
     return request.plan(model, explained=False)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("schedule", "memory", "most_ms"),
     [("zb_v", "420MiB", 24.5), ("gis", "460MiB", 25.1), ("gis_h", "420MiB", 26.5)],
@@ -61,6 +62,7 @@ def test_a_cap_above_the_simulated_peak_is_planned_for(schedule: str, memory: st
     assert found.predicted_step_s <= most_ms / 1e3
 
 
+@pytest.mark.slow
 def test_a_plan_just_above_its_simulated_peak_runs() -> None:
     job = gpt_job(layers=2)
 

@@ -87,6 +87,7 @@ def test_what_fits_keeps_its_cap_and_every_pick_is_needed(seed, ops, in_flight, 
         assert not faster or peak_of(model, fewer, in_flight, end) > cap, name
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 10**6), in_flight=st.integers(2, 8), share=st.floats(0.4, 0.95))
 @example(seed=177524, in_flight=5, share=0.5504109945549174)  # the exact method found nothing that fits
@@ -128,6 +129,7 @@ def _candidates(model: CostModel, end: int) -> list[str]:
     return [op.name for op in model.readers.ops[:end] if op.name in saved]
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 10**6), in_flight=st.integers(2, 8))
 def test_a_higher_cap_costs_little_more_at_most(seed, in_flight):

@@ -29,6 +29,7 @@ def family(request):
     return _MADE[request.param]
 
 
+@pytest.mark.sampled(2)
 def test_the_table_keeps_what_autograd_keeps(family):
     captured, measured, estimated = family
     assert estimated.notes == ()
@@ -40,6 +41,7 @@ def test_the_table_keeps_what_autograd_keeps(family):
             assert table.weight_grad_s > 0, f"{op.name} ({op.target})"
 
 
+@pytest.mark.sampled(2)
 def test_residuals_are_those_of_the_stage_functions(family):
     """The profile's saved values, summed by the planner, against the tensors that real stages keep."""
     captured, measured, _ = family

@@ -192,6 +192,7 @@ def test_a_crash_at_any_moment_loses_nothing(tmp_path: Path, first: int, second:
     assert not list(tmp_path.glob("*.partial")) and not list(tmp_path.glob("*.old"))
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_one_sentence_and_keeps_the_previous(tmp_path: Path) -> None:
     code = """
 import resource, sys, pathlib, torch

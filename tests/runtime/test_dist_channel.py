@@ -95,6 +95,7 @@ def said_by(ranks: list[subprocess.Popen[str]], survivors: set[int]) -> dict[int
             process.communicate()
 
 
+@pytest.mark.slow
 def test_a_rank_killed_while_a_checkpoint_is_written_is_named_by_all_survivors() -> None:
     """Nobody else says so here. The survivors told of gloo's error, each as its own failure."""
     said = said_by(without_launcher("killed_while_saving"), {0, 1})
@@ -145,6 +146,7 @@ def expected_waits(frozen: int) -> list[str]:
 FROZEN = [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("frozen", FROZEN)
 def test_a_frozen_rank_ends_all_with_the_table(frozen: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0, too, which served the store: the others waited for the store for ever, with no table."""

@@ -119,6 +119,7 @@ class FrozenStore:
         return self._values.setdefault(key, desired_value).encode()
 
 
+@pytest.mark.slow
 def test_a_store_that_does_not_answer_is_a_failure_and_holds_up_nobody() -> None:
     """Who serves it may be frozen. What was last heard of the others is told."""
     store = FrozenStore()

@@ -52,6 +52,7 @@ def times(stages: int, *, even: bool) -> Times:
     return Times(costs=tuple(costs[s % len(costs)] for s in range(stages)), transfer_s=0.3)
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("even", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["even", "uneven"])
 @pytest.mark.parametrize("where", PLACED)
 def test_all_run_or_say_why_not(where: str, even: bool) -> None:

@@ -43,7 +43,10 @@ def simulated(
     [
         ("po:v=4", 4, 16, (1.0, 1.2, 0.9, 0.5), 2.75, 110.9),
         ("po:v=4", 4, 16, (1.0, 0.8, 1.2, 0.2), 2.75, 64.5),
+        ("po:v=4", 4, 16, (1.0, 0.6, 1.4, 0.05), 2.75, 52.9),
+        pytest.param("po:v=4", 16, 64, (1.0, 0.8, 1.2, 0.2), 10.75, 266.9, marks=pytest.mark.slow),
         pytest.param("gis:v=4", 16, 32, (1.0, 1.2, 0.9, 0.5), 16.0, 217.0, marks=pytest.mark.slow),
+        pytest.param("po:v=4", 16, 64, (1.0, 1.4, 0.6, 0.1), 10.75, 252.4, marks=pytest.mark.slow),
         pytest.param("v_half", 16, 32, (1.0, 1.4, 0.6, 0.1), 9.0, 144.7, marks=pytest.mark.slow),
     ],
 )

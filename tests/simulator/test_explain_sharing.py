@@ -138,6 +138,7 @@ def test_ranks_of_a_node_share_links_in_schedules_too() -> None:
     assert alone == [pytest.approx(alone[0])] * 3  # one pair of ranks on each link, in either direction
 
 
+@pytest.mark.slow
 @settings(max_examples=120, deadline=None)
 @given(dag_cases(), st.integers(0, 2**32), st.integers(1, 3))
 def test_no_wait_of_a_simulated_step_is_left_without_a_cause(case: Case, seed: int, ahead: int) -> None:

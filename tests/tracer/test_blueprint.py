@@ -11,6 +11,7 @@ from memory import allocations
 from torch import Tensor, nn
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", zoo.NAMES)
 @pytest.mark.parametrize("double", [False, True])
 def test_every_model_of_the_zoo(name: str, double: bool) -> None:

@@ -28,6 +28,7 @@ def graph_of(name: str) -> OpGraph:
     return capture_of(zoo.job(name)).graph
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_text_and_back(name: str) -> None:
     graph = graph_of(name)
@@ -75,6 +76,7 @@ def test_trainable_is_what_gets_a_gradient(name: str) -> None:
     assert {p.name for p in graph.parameters if p.trainable} == reached
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_fingerprint_does_not_depend_on_the_batch(name: str) -> None:
     job = zoo.job(name)

@@ -135,6 +135,7 @@ def test_parameters_that_get_no_gradient_are_not_trained() -> None:
     assert trained == {"blocks2", "headweight", "headbias"}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", JOBS)
 def test_graphs_serialise_and_are_the_same_every_time(name: str) -> None:
     graph = capture_of(JOBS[name]).graph
@@ -142,6 +143,7 @@ def test_graphs_serialise_and_are_the_same_every_time(name: str) -> None:
     assert capture(replace(JOBS[name]), 2).graph == graph
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", JOBS)
 def test_another_batch_size_gives_the_same_structure(name: str) -> None:
     captured = capture_of(JOBS[name])

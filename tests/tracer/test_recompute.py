@@ -90,6 +90,7 @@ def test_gradients_are_the_same_to_the_last_bit(name: str) -> None:
         assert all(torch.equal(sums[n], g) for n, g in gradients.items())
 
 
+@pytest.mark.slow
 def test_the_peak_of_the_forward_falls() -> None:
     job = zoo.job("gpt")
     everything: Policy = {name: "recompute" for name in facts(job)}

@@ -123,6 +123,7 @@ def test_a_transformer_peaks_at_a_quarter() -> None:
     assert at_once == everything and lazily < everything / 4
 
 
+@pytest.mark.slow
 def test_what_has_one_reader_is_there_for_that_alone() -> None:
     captured, stages = stages_of(GELU, 1)
     made = {n: "recompute" for n in stage_residuals(captured, stages, 0) if n.startswith("gelu")}
@@ -151,6 +152,7 @@ def test_a_split_backward_makes_nothing_twice(job: Job) -> None:
     assert second["aten.gelu.default"] == len(gelus)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("job", "distance"), [(TANH, 1), pytest.param(GELU, 4, marks=pytest.mark.slow)], ids=["tanh", "gelu"]
 )

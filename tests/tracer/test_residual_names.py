@@ -50,6 +50,7 @@ def excused(captured: Captured, residual: str, more: tuple[str, ...]) -> bool:
     return op.target in ("aten.reshape.default", *more) or "aten.broadcast_tensors.default" in read_by
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_planner_names_what_the_stages_keep(name: str) -> None:
     captured = capture_of(zoo.job(name))

@@ -38,12 +38,14 @@ def ours(job: Job) -> Counter[int]:
     return Counter(stage_functions(captured, stages, 0).residual_bytes.values())
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", [*zoo.OWN, "convnet"])
 def test_the_same_tensors_are_kept(name: str) -> None:
     job = zoo.job(name)
     assert ours(job) == eager(job, job.batch(0, 2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["gpt2", *(pytest.param(n, marks=pytest.mark.slow) for n in ("bert", "llama", "mixtral"))]
 )

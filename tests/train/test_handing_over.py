@@ -51,6 +51,7 @@ def started(tiny: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ca
     return start
 
 
+@pytest.mark.slow
 def test_a_rank_trains_and_validates_what_it_was_handed(started: Callable[..., int], tmp_path: Path) -> None:
     assert started(file=tmp_path / "config.toml") == 0
     # Going on plans nothing, and captures once all the same.
@@ -110,6 +111,7 @@ class Model(torch.nn.Module):
     assert "tokens/s" in printed and "rows/s" in printed
 
 
+@pytest.mark.slow
 def test_a_long_step_comes_first_and_nothing_else_runs(
     started: Callable[..., int],
     tmp_path: Path,

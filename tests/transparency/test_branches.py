@@ -105,6 +105,7 @@ def plan_of(job: Job, features: tuple[str, ...]) -> Plan:
     return widened(plan, 2) if "width 2" in features else plan
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "features",
     [
@@ -127,6 +128,7 @@ def test_pairs_of_features(features: tuple[str, ...]) -> None:
     runs.assert_same(runs.pipelined(job, plan, batches), plain, tolerance=TOLERANCE)
 
 
+@pytest.mark.slow
 def test_pairs_that_cannot_be() -> None:
     job = JOBS[False]
     for pair, one in (

@@ -41,6 +41,7 @@ QUICK = [
 ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "stages", "schedule", "split"),
     [pytest.param(*case, marks=pytest.mark.slow) if case[0] in ("t5", "mixtral") else case for case in QUICK],
@@ -62,6 +63,7 @@ IN_DOUBLE = [name for name in zoo.NAMES if name != "mixtral"]
 """Mixtral's experts have no kernel for float64."""
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "name",
     [
@@ -85,6 +87,7 @@ def test_float64(name: str, stages: int, schedule: str) -> None:
     check(name, double=True, tolerance=1e-12, stages=stages, schedule=schedule, split=True)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["two_encoders", "counting"])
 def test_only_last_bits_differ(name: str) -> None:
     """Where no value is read by two stages, additions have the order of one process, but for those inside the

@@ -199,6 +199,7 @@ OTHERS = [name for name in (*zoo.OWN, *zoo.FAMILIES) if name != "gpt"]
 FAMILIES = ["gpt", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dropout", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_families(name: str, dropout: bool) -> None:

@@ -29,11 +29,13 @@ def check(
     assert_same(found, plain(job, batches[:2], 4, evaluate=batches[2:]), tolerance=TOLERANCE)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", JOBS)
 def test_two_stages_whole_backward(name: str) -> None:
     check(JOBS[name], 2, "gpipe")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", JOBS)
 def test_three_stages_split_backward(name: str) -> None:
     check(JOBS[name], 3, "1f1b", split=True)
@@ -48,6 +50,7 @@ def test_every_combination(name: str, stages: int, schedule: str, split: bool) -
     check(JOBS[name], stages, schedule, split=split)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["branch between blocks", "loops by item", "batch norm"])
 def test_batches_of_other_sizes(name: str) -> None:
     """The plan was made for micro-batches of 2; here they have 1, 2 and 3 rows."""
@@ -80,6 +83,7 @@ def test_the_batches_take_every_branch() -> None:
     assert min(called.values()) >= 2
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("model", odd_code.EXACT, ids=lambda model: model.__name__)
 def test_odd_code_between_modules(model: Callable[[], nn.Module]) -> None:
     job = odd_models.job(model)
@@ -107,6 +111,7 @@ def test_reentrant_checkpoints_train_but_cannot_be_split() -> None:
         check(job, 3, "1f1b", split=True)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("model", [odd_models.Dropping, *odd_code.RANDOM], ids=lambda model: model.__name__)
 @pytest.mark.parametrize("stages", [2, 4])
 def test_random_numbers_do_not_depend_on_the_cut(model: Callable[[], nn.Module], stages: int) -> None:
@@ -136,6 +141,7 @@ def test_compiled_modules() -> None:
     assert_same(found, plain(job, batches, 4), tolerance=1e-4)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["t5", "convnet"])
 def test_models_that_export_can_capture(name: str) -> None:
     """Cutting between modules does not depend on why export failed: any model can be cut so."""

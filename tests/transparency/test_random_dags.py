@@ -48,6 +48,7 @@ def test_programs(data: st.DataObject, program: list[Step]) -> None:
     check(data, program, random=False)
 
 
+@pytest.mark.slow
 @QUICK
 @given(st.data(), steps(random=True))
 def test_some_programs_that_draw(data: st.DataObject, program: list[Step]) -> None:

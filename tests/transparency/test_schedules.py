@@ -28,6 +28,7 @@ def expected(gpt: Job) -> Numbers:
     return plain(gpt, batches, 4, evaluate=batches)
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("name", SYNCHRONOUS)
 def test_trains_and_evaluates_as_one_process(gpt: Job, expected: Numbers, name: str) -> None:
     batches = [gpt.batch(0, 4)]

@@ -110,6 +110,7 @@ def mixed(plan: Plan, data: st.DataObject) -> Plan:
     return replace(plan, memory=policy)
 
 
+@pytest.mark.slow
 @settings(max_examples=3, deadline=None, phases=(Phase.explicit, Phase.generate))
 @given(
     st.sampled_from(["po", "gis", "zb_v"]),
@@ -130,6 +131,7 @@ def test_partial_rows_and_mixed_treatments_equal_one_process(
     assert_same(found, plain(JOB, batches, microbatches), tolerance=1e-12)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "ranks", "chunks"),
     [("1f1b:offload=1", 3, 1), ("po_f", 2, 2), ("po_h", 3, 2), ("gpipe:limit=3", 2, 1)],

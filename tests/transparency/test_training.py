@@ -39,6 +39,7 @@ def steps(job: Job, count: int, rows: int = 4) -> list[zoo.Batch]:
     return [job.batch(seed, rows) for seed in range(count)]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("limit", [0.05, 1e9])
 def test_clipping_by_the_norm_over_all_ranks(gpt: Job, limit: float) -> None:
     found = compare(gpt, steps(gpt, 2), clip_norm=limit)
@@ -100,6 +101,7 @@ def test_a_batch_without_any_token_is_refused_by_all_ranks() -> None:
         pipelined(job, even_plan(job, 2, microbatches=2), steps(job, 1))
 
 
+@pytest.mark.slow
 def test_an_uneven_batch_and_other_lengths(gpt: Job) -> None:
     """Seven rows for two micro-batches, then longer sequences, then the planned size again."""
     batches = [
@@ -183,6 +185,7 @@ BFLOAT = {"gpt": 1e-6, "convnet": 1e-6, "frozen": 1e-6, "bert": 1e-6, "gpt2": 1e
 gradients in bfloat16 and we in float32; Llama's grouped heads are summed in another order."""
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[] if n in ("gpt", "convnet") else pytest.mark.slow) for n in BFLOAT]
 )

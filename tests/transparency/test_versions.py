@@ -24,6 +24,7 @@ QUICK = ((2, 1, "momentum"), (3, 2, "adamw"), (3, 3, "sgd"), (4, 12, "adamw"))
 DEPTHS = ((2, 1), (2, 2), (3, 2), (3, 3), (4, 12))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("stages", "microbatches", "optimizer"),
     [

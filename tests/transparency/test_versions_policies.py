@@ -15,6 +15,7 @@ from pipeloom.checks import versions
 from pipeloom.runtime import Weights
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("split", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("treatments", "ahead"),

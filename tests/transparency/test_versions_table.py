@@ -82,6 +82,7 @@ def test_the_published_table_op_for_op() -> None:
             assert starts[action] == pytest.approx(float(start), abs=1e-6), f"stage {stage + 1}: {word}"
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("depth", "microbatches"), [(2, 1), (3, 2), (4, 3), (4, 4), (3, 9)])
 @pytest.mark.parametrize("policy", ["2bw", "stash"])
 def test_at_most_d_minus_s_micro_batches_are_in_flight(depth: int, microbatches: int, policy: str) -> None:

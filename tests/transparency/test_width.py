@@ -39,6 +39,7 @@ QUICK = ("1f1b", "zb_h1", "interleaved_1f1b", "zb_v")
 GPT = every_schedule.gpt_job()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in ONE_WAY]
 )
@@ -59,6 +60,7 @@ def test_gradients_are_those_of_plain_pytorch() -> None:
     runs.assert_same(found, runs.plain(GPT, batches, 6), tolerance=TOLERANCE)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("stages", "microbatches", "tied", "clip_norm"),
     [
@@ -180,6 +182,7 @@ def test_gradients_for_owners_take_half_of_the_bytes(
     assert kept[0] and not kept[0] & kept[1]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("name", "width"), [("1f1b", 2), ("zb_v", 2), ("dualpipe", 1)])
 def test_a_share_of_the_optimizer_state_is_hardly_larger_than_an_even_one(name: str, width: int) -> None:
     one = every_schedule.plan_of(GPT, name, 2, microbatches=4, microbatch_size=2)

@@ -175,6 +175,7 @@ def test_page_opens_offline_without_a_complaint_and_blocks_tell_their_names(open
     assert visit.complaints == []
 
 
+@pytest.mark.slow
 def test_a_gap_tells_its_reason(open_report: Open) -> None:
     visit = open_report(explained=True)
     assert visit.hover_gap(0, "order").startswith(
@@ -185,6 +186,7 @@ def test_a_gap_tells_its_reason(open_report: Open) -> None:
     assert visit.complaints == []
 
 
+@pytest.mark.slow
 def test_the_critical_path_is_shown_by_a_switch_and_stays_when_colours_change(open_report: Open) -> None:
     visit = open_report(explained=True, scheme="light")
     page = visit.page
@@ -201,10 +203,12 @@ def test_the_critical_path_is_shown_by_a_switch_and_stays_when_colours_change(op
     assert visit.complaints == []
 
 
+@pytest.mark.slow
 def test_without_an_explanation_there_is_no_switch(open_report: Open) -> None:
     assert open_report().page.query_selector("#critical-path") is None
 
 
+@pytest.mark.slow
 def test_zooming_the_timelines_zooms_the_memory_and_back(open_report: Open) -> None:
     page = open_report().page
     ranges = "['timelines', 'memory'].map((id) => document.getElementById(id).layout.xaxis.range)"
@@ -214,6 +218,7 @@ def test_zooming_the_timelines_zooms_the_memory_and_back(open_report: Open) -> N
     wait_until(page, f"{ranges}.every(([a, b]) => a === 0 && b === 50)")
 
 
+@pytest.mark.slow
 def test_dark_and_light_are_readable(open_report: Open) -> None:
     ink = "getComputedStyle(document.querySelector('#timelines .x2tick text')).fill"
     visit = open_report(scheme="dark")
@@ -225,6 +230,7 @@ def test_dark_and_light_are_readable(open_report: Open) -> None:
     assert visit.complaints == []
 
 
+@pytest.mark.slow
 def test_a_narrow_page_does_not_scroll_sideways(open_report: Open) -> None:
     visit = open_report(ranks=4, width=390)
     assert visit.page.evaluate("document.documentElement.scrollWidth") == 390
@@ -268,6 +274,7 @@ def test_the_stage_graph_shows_every_stage_and_every_edge(open_report: Open, sch
     assert visit.complaints == []
 
 
+@pytest.mark.slow
 def test_a_long_pipeline_scrolls_in_its_frame(open_report: Open) -> None:
     visit = open_report(ranks=9, mbs=4, width=390, edges=[(s, s + 1) for s in range(8)])
     assert visit.page.evaluate("document.documentElement.scrollWidth") == 390

@@ -42,6 +42,7 @@ from .plan_request import (
     Change as Change,
     PlanCosts as PlanCosts,
     PlanRequest as PlanRequest,
+    ProfiledModel as ProfiledModel,
     branch_figures as branch_figures,
     limits as limits,
     place as place,

@@ -233,6 +233,10 @@ def _run_threads(
         try:
             with make(job, plan, options=options, channel=channel, captured=captured) as pipeline:
                 initial = copies(pipeline.weights.params)
+                # Of another size than the plan's, the stages are captured and traced now: nothing can be
+                # captured while draws are recorded, and what it draws would be counted as the step's.
+                split = pipeline.batches.split(batch, training=True)
+                pipeline.batches.microbatches(split, step=0, training=True)
                 recorder = DrawRecorder() if draws is not None else None
                 with recorder or nullcontext():
                     loss = pipeline.step(batch)

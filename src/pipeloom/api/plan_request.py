@@ -41,6 +41,7 @@ __all__ = [
     "Change",
     "PlanCosts",
     "PlanRequest",
+    "ProfiledModel",
     "branch_figures",
     "limits",
     "place",
@@ -209,7 +210,7 @@ class PlanRequest:
     def changes(self, plan: Plan, model: ProfiledModel) -> list[Change]:
         """What a bit more memory or bandwidth would make of a plan, with its schedule, and with its order
         without copies."""
-        names = tuple(dict.fromkeys((plan.schedule, plain_of(plan.schedule))))
+        names = tuple(dict.fromkeys((plan.schedule, plain_of(plan.schedule, len(plan.peaks)))))
         same = replace(self, options=replace(self.options, schedules=names))
         return what_if(
             plan, self.cluster, lambda cluster: replace(same, cluster=cluster).plan(model, explained=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,11 +32,12 @@ from .common import (
     weights_option,
 )
 from .plan_shape import print_shape
+from .plan_step import PlannedStep, made_of_ops, rehearsed_step, started_ranks, why_no_ranks
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from ..api import Change
+    from ..api import Change, PlanRequest, ProfiledModel
     from ..ir.plan import Plan
 
 
@@ -66,6 +68,11 @@ if TYPE_CHECKING:
 )
 @click.option("--closed-form", is_flag=True, help="With --stages auto: by formulas, without simulating.")
 @click.option("--what-if/--no-what-if", default=True, help="Plan again with 10 % more memory, bandwidth.")
+@click.option(
+    "--rehearse/--no-rehearse",
+    default=True,
+    help="Whether the ranks of a plan for this machine rehearse a step, to say what it takes.",
+)
 @click.option("--output", "-o", type=NEW_FILE, help="Write the plan to this JSON file.")
 @json_option
 @click.pass_context
@@ -111,6 +118,7 @@ def _plan(
     max_batch: bool,
     best_batch: bool,
     what_if: bool,
+    rehearse: bool,
     planner: str,
     **options: Any,
 ) -> None:
@@ -121,37 +129,62 @@ def _plan(
         )
     profiled = load_profile(profile_file)
     _refuse_two_sizes(max_batch, best_batch, profiled is not None)
-    job = job_of(model)
-    from .. import api  # what is wrong is said before torch is loaded
+    job = None if model is None else job_of(model)  # what is wrong is said before anything starts
+    why_not = why_no_ranks(rehearse, cluster, profile_file)
+    with started_ranks(0 if why_not else options["stages"] * options["width"], model) as started:
+        from .. import api  # torch is loaded here, while the ranks load it, too
 
-    with _watching() as watch:
+        job = job or job_of(model)
         request = api.make_request(
             job,
             memory=device_memory,
             cluster=cluster_of(cluster),
-            watch=watch,
             treatments=None if treat is None else TREATMENTS[treat],
             strategy=planner,
             **options,
         )
-        if best_batch:
-            plan, model_at_size = api.plan_best(request, job, microbatch_size)
-        elif max_batch:
-            plan, model_at_size = api.plan_largest(request, job, microbatch_size)
+        with _watching() as watch:
+            request = replace(request, watch=watch)
+            if best_batch or max_batch:
+                search = api.plan_best if best_batch else api.plan_largest
+                plan, planned = search(request, job, microbatch_size)
+            else:
+                plan, planned = api.plan_size(request, job, microbatch_size, profiled=profiled)
+            if output is not None:
+                plan.save(output)
+            changes = request.changes(plan, planned) if what_if else []
+        if why_not:
+            step = made_of_ops(plan, why_not, roofline=cluster is not None and profiled is None)
         else:
-            plan, model_at_size = api.plan_size(request, job, microbatch_size, profiled=profiled)
-        if output is not None:
-            plan.save(output)
-        changes = request.changes(plan, model_at_size) if what_if else []
-    rows = api.plan_rows(plan, model_at_size.graph, request.cluster)
+            folder = options["offload_dir"]
+            step = rehearsed_step(
+                request, plan, planned, job, model=model, offload_dir=folder, started=started
+            )
+    _show(request, plan, planned, step, changes, as_json=as_json, offload_dir=options["offload_dir"])
+
+
+def _show(
+    request: PlanRequest,
+    plan: Plan,
+    planned: ProfiledModel,
+    step: PlannedStep,
+    changes: list[Change],
+    *,
+    as_json: bool,
+    offload_dir: Path | None,
+) -> None:
+    from .. import api
+
+    rows = api.plan_rows(plan, planned.graph, request.cluster)
+    changes = step.scaled(changes)
     if as_json:
-        figures = {key: getattr(plan, key) for key in JSON_KEYS}
+        figures = step.figures | {key: getattr(plan, key) for key in JSON_KEYS}
         what_ifs = [vars(change) for change in changes]
         said = {"limits": api.limits(plan), "branches": api.branch_figures(plan) or None}
         print_json({**figures, **said, "what_if": what_ifs, "stages": rows})
     else:
-        speed = [] if options["offload_dir"] is None else [api.disk_speed(request.cluster)]
-        _print(rows, plan, [*speed, *api.limits(plan)], changes)
+        speed = [] if offload_dir is None else [api.disk_speed(request.cluster)]
+        _print(rows, step.told(plan), [step.sentence, *speed, *api.limits(plan)], changes)
 
 
 def _refuse_two_sizes(max_batch: bool, best_batch: bool, profiled: bool) -> None:
@@ -166,7 +199,6 @@ def _refuse_two_sizes(max_batch: bool, best_batch: bool, profiled: bool) -> None
 
 
 JSON_KEYS = (
-    "predicted_step_s",
     "planner",
     "schedule",
     "weights",

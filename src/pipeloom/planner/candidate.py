@@ -105,9 +105,9 @@ class Candidate:
         found = [self.search.evaluate(i, j, s) for s, (i, j) in enumerate(pairwise(self.cuts))]
         if not self.request.copies:
             return found
-        model = self.search.model.in_forward_order
+        model, again = self.search.model.in_forward_order, self.request.makes_again
         return [
-            replace(one, treatments=offload_all(model, self.stages, s) if s in leaving else {})
+            replace(one, treatments=offload_all(model, self.stages, s, again=again) if s in leaving else {})
             for s, one in enumerate(found)
         ]
 

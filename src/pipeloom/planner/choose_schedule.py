@@ -40,7 +40,8 @@ CLOSE = 0.02
 that takes longer than that where memory does not matter is not looked at."""
 
 FAR = 1.5
-"""What ranks hold together where all is kept, over what they have: beyond it other cuts are of no use."""
+"""What ranks hold together where all is kept, over what they have: beyond it other cuts are of no use. Orders
+with copies are tried even so where nothing else fits."""
 
 
 @dataclass(frozen=True)
@@ -98,10 +99,17 @@ def tries_of(name: str, treatments: tuple[Treatment, ...] | None, *, keeps: bool
     fit (`keeps`), and made again where that may be.  treatments: what the user allows; None for all."""
     again: tuple[Treatment, ...] = ("recompute",)
     if keeps:
-        yield Try(name, "exact", (), evens=True)
-        yield Try(name, "exact", ())
+        yield _keeping(name, treatments)
+        yield replace(_keeping(name, treatments), evens=False)
     if not _copies(name) and (treatments is None or "recompute" in treatments):
         yield Try(name, "probe", again)
+
+
+def _keeping(name: str, treatments: tuple[Treatment, ...] | None) -> Try:
+    """With every residual kept that the schedule does not offload itself; of those that it does, cheap ones
+    are made again instead, unless that is not allowed."""
+    alone = _copies(name) and treatments is not None and "recompute" not in treatments
+    return Try(name, "exact", ("offload",) if alone else (), evens=True)
 
 
 def choose_schedule(
@@ -163,7 +171,7 @@ class _Choice:
         for name in names:
             self._tell(name)
             try:
-                self.free[name] = self.plan(Try(name, "exact", (), capped=False, evens=True))
+                self.free[name] = self.plan(replace(_keeping(name, self.treatments), capped=False))
             except (PlanError, ScheduleError) as error:
                 self._note(error)
         for name in sorted(self.free.keys() & set(names), key=lambda name: self.free[name].predicted_step_s):
@@ -174,7 +182,7 @@ class _Choice:
 
     def wants(self, name: str) -> bool:
         """Whether copies in an order may be of use; a yes where the order without is not asked for."""
-        plain = plain_of(name)
+        plain = plain_of(name, len(self.caps))
         if plain not in self.names:
             return True
         return plain not in self.kept and plain in self.free and not self._is_slower(plain)
@@ -187,12 +195,13 @@ class _Choice:
     def _try_all_of(self, name: str) -> None:
         """Under the caps; what is as fast as without them is all that is looked for."""
         free = self.free[name]
-        near = sum(free.peaks) <= FAR * sum(self.caps)
+        near = sum(free.peaks) <= FAR * sum(self.caps) or (self.best is None and _copies(name))
         for one in tries_of(name, self.treatments, keeps=near):
+            if name in self.kept and "recompute" in (one.treatments or ()):
+                return
             found = self.try_(one)
             if found is not None and found.predicted_step_s <= free.predicted_step_s:
                 self.kept.add(name)
-                return
 
     def _tell(self, name: str) -> None:
         self.told.add(name)
@@ -225,6 +234,7 @@ class _Choice:
                 self.try_(Try(name, POLISHES, self.treatments))
         best = self.found()
         if self.by is not None and self.by.strategy != POLISHES:
+            self.try_(replace(self.by, evens=not self.by.evens))
             self.try_(replace(self.by, polishes=True))
         return self.best or best
 
@@ -245,14 +255,18 @@ def _copies(name: str) -> bool:
     return "offload=" in name or "limit=" in name
 
 
-def plain_of(name: str) -> str:
+def plain_of(name: str, ranks: int) -> str:
     """The schedule of `schedule_names` with the order of a name with copies and without these, or with one
-    that holds less.
+    that holds less. Groups as large as there are ranks are those of `gis`, smaller ones of `gis_h`.
 
-    >>> plain_of("po:v=4,offload=2"), plain_of("gis_g:group=2,v=2,offload=1"), plain_of("1f1b:limit=3")
-    ('po:v=4', 'gis_h', '1f1b')
+    >>> plain_of("po:v=4,offload=2", 4), plain_of("1f1b:limit=3", 4)
+    ('po:v=4', '1f1b')
+    >>> plain_of("gis_g:group=2,v=2,offload=1", 4), plain_of("gis_g:group=4,v=2,offload=1", 4)
+    ('gis_h', 'gis:v=2')
     """
-    family, _, options = name.partition(":")
-    stages = next((option for option in options.split(",") if option.startswith("v=")), "")
-    plain = f"{family.replace('gis_g', 'gis_h')}:{stages}" if stages else family
+    family, _, listed = name.partition(":")
+    options = dict(option.partition("=")[::2] for option in listed.split(","))
+    if family == "gis_g":
+        family = "gis" if int(options["group"]) >= ranks else "gis_h"
+    plain = f"{family}:v={options['v']}" if "v" in options else family
     return "gis_h" if plain == "gis_h:v=2" else plain

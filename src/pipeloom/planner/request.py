@@ -124,6 +124,12 @@ class Request:
         linked = all(device.host_link is not None for device in self.cluster.devices)
         return ("recompute", "offload") if linked else ("recompute",)
 
+    @property
+    def makes_again(self) -> bool:
+        """Whether a stage that the schedule itself has offloaded may make cheap residuals again instead: not
+        where offloading alone is allowed."""
+        return not self.options.treatments or "recompute" in self.options.treatments
+
     def refuse_what_cannot_be(self) -> None:
         """Raises: PlanError if what is asked for contradicts the planner, the devices or the schedule."""
         refuse_microbatches(self.schedule, self.microbatches, self.layout.replicas)

@@ -8,8 +8,18 @@ from .config import (
 )
 from .config_text import known_keys as known_keys, read_config as read_config, write_config as write_config
 from .early_ranks import get_ready as get_ready, ranks_for as ranks_for, start_ranks as start_ranks
-from .loop import TrainOutcome as TrainOutcome, train as train, validate as validate
+from .loop import (
+    LONG_STEP_S as LONG_STEP_S,
+    TrainOutcome as TrainOutcome,
+    train as train,
+    validate as validate,
+)
 from .model import GPT as GPT
+from .plan_rehearsal import (
+    PlanRehearsal as PlanRehearsal,
+    rehearse_plan as rehearse_plan,
+    why_not_rehearsed as why_not_rehearsed,
+)
 from .rehearsals import (
     AFTER as AFTER,
     BEFORE as BEFORE,

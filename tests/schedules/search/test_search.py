@@ -71,6 +71,7 @@ def test_the_plain_timing_is_that_of_the_simulator(seed: int) -> None:
     assert proved(asked, found) == pytest.approx(found.step_s, abs=1e-9)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("shape", "cap", "step_s"),
     [("V", 4, 76.0), ("X", 4, 134.0), ("M", 6, 108.0), ("NN", 6, 140.0), ("K", 3, 103.0), ("K", 6, 100.0)],
@@ -228,6 +229,7 @@ def test_many_chains_are_never_longer_than_the_library(part: int, monkeypatch: p
         assert all(held <= cap for held, cap in zip(result.best.peaks, asked.arrays.cap, strict=True))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "shape", ["V", "K", *(pytest.param(s, marks=pytest.mark.slow) for s in ("X", "M", "NN"))]
 )

@@ -100,10 +100,12 @@ SMALL = 1024
 """Elements of a residual up to which it stays, as with PipeOffload (arXiv 2503.01328)."""
 
 
-def offload_all(model: CostModel, stages: StageGraph, index: int) -> dict[str, Treatment]:
-    """Treatments of a stage whose residuals all leave but the small ones, and those that take less
-    time to make again than to copy out and back. What random ops have drawn is never made again, so that
-    their masks leave.
+def offload_all(
+    model: CostModel, stages: StageGraph, index: int, *, again: bool = True
+) -> dict[str, Treatment]:
+    """Treatments of a stage whose residuals all leave but the small ones, and, if any may be made `again`,
+    those that take less time for that than to copy out and back. What random ops have drawn is never made
+    again, so that their masks leave.
 
     Source: PipeOffload (arXiv 2503.01328, appendix C), which makes again what is elementwise.
     """
@@ -117,7 +119,7 @@ def offload_all(model: CostModel, stages: StageGraph, index: int) -> dict[str, T
         if name in values and prod(values[name].shape) <= SMALL:
             continue
         size = float(residuals.size[at])
-        cheap = copies is not None and again_s[at] < copies.offload_s(size) + copies.reload_s(size)
+        cheap = again and copies is not None and again_s[at] < copies.offload_s(size) + copies.reload_s(size)
         treatments[name] = "recompute" if cheap and residuals.may[at] else "offload"
     return treatments
 

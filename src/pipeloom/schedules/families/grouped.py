@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache
 from math import gcd
 
 from ...ir.action import Action, B, F, I, Kind, W
@@ -108,7 +109,16 @@ def po(s: Shape) -> list[Recipe]:
     # Where messages are long a pace that leaves them time holds the same and waits less.
     paces = () if s.even else (((1.5,), (2.0, 1.0)), ((2.0,), (2.0,)))
     paced = [Recipe(kinds="FIW", clock=path_clock(s, *pace), memory=limit) for pace in paces]
-    return [*timed, plain, *paced, *as_published(s, po)]
+    slotted = _uniform(s)
+    slots = replace(plain, clock=None, rows=cache(lambda rank: _by_clock(s, rank, slotted)))
+    exact = [] if s.even else [slots, replace(slots, fill="W")]
+    return [*timed, plain, *paced, *exact, *as_published(s, po)]
+
+
+def _by_clock(s: Shape, rank: int, clock: Periodic) -> list[Action]:
+    """F, I and W of a rank in the very order of a clock: what is ready sooner waits for its turn."""
+    own = [Action(c, k, b) for c in s.rank_stages[rank] for k in (F, I, W) for b in range(s.microbatches)]
+    return sorted(own, key=lambda a: clock(a.stage, a.kind, a.microbatch))
 
 
 def po_joined(s: Shape) -> Recipe:

@@ -1,8 +1,8 @@
 """The search: engines round after round, with limits that grow up to those that were asked for.
 
 Rounds with lower limits come first, at the same levels whatever the limits are, and each goes on from the
-best so
-far: so whoever allows more memory gets all that less memory gives, and never a longer step.
+best so far: so whoever allows more memory gets what less memory gave at these levels. What was found at
+limits between two levels is not searched for again.
 """
 
 from __future__ import annotations

@@ -1,0 +1,123 @@
+"""What `pipeloom plan` says that a step takes, and what that figure is made of."""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..api import Change, Job, PlanRequest, ProfiledModel, StartedRanks
+    from ..ir.plan import Plan
+
+
+def why_no_ranks(rehearse: bool, cluster: str | None, profile_file: Path | None) -> str:
+    """Why no ranks rehearse what is asked for, whatever the plan will be; nothing where they may.
+
+    >>> why_no_ranks(True, None, None), why_no_ranks(False, None, None)
+    ('', '--no-rehearse was given')
+    """
+    if cluster is not None:
+        return "it is for devices that are described by figures"
+    if profile_file is not None:
+        return f"its costs are those of {profile_file}"
+    return "" if rehearse else "--no-rehearse was given"
+
+
+def started_ranks(ranks: int, model: str | None) -> AbstractContextManager[StartedRanks | None]:
+    """Processes that will rehearse a plan for `ranks` of this machine; they load torch and the model while it
+    is made. None for 0 ranks, for more than there are cores, and in a process that is a rank itself."""
+    if not ranks or "RANK" in os.environ:
+        return nullcontext()
+    from ..train import start_ranks
+
+    return start_ranks(ranks, model)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedStep:
+    """A step of a plan in seconds, and where that comes from.
+
+    profiled_s: what the plan's ops make alone.  rehearsed_s: what its ranks rehearsed; None if they did not,
+    and why_not says why.  source: of the times of ops: "profile", measured here or saved, or "roofline".
+    """
+
+    profiled_s: float
+    rehearsed_s: float | None = None
+    why_not: str = ""
+    source: str = "profile"
+
+    @property
+    def step_s(self) -> float:
+        return self.profiled_s if self.rehearsed_s is None else self.rehearsed_s
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """For `--json`."""
+        return {
+            "predicted_step_s": self.step_s,
+            "predicted_by": self.source if self.rehearsed_s is None else "rehearsal",
+            "profiled_step_s": self.profiled_s,
+            "not_rehearsed": self.why_not or None,
+        }
+
+    @property
+    def sentence(self) -> str:
+        """What the step holds.
+
+        >>> PlannedStep(profiled_s=0.3, rehearsed_s=0.38).sentence[-38:]
+        'optimizer; its ops alone make 300.0 ms'
+        >>> PlannedStep(profiled_s=0.3, source="roofline", why_not="of other devices").sentence
+        'that is made of ops by roofline; not rehearsed: of other devices'
+        """
+        if self.rehearsed_s is not None:
+            return (
+                "as its ranks rehearsed it here, with what they do between ops, messages, waits and the "
+                f"optimizer; its ops alone make {self.profiled_s * 1e3:.1f} ms"
+            )
+        if self.source == "roofline":
+            return f"that is made of ops by roofline; not rehearsed: {self.why_not}"
+        return (
+            "that is made of ops that were timed one by one, without what ranks do between them; "
+            f"not rehearsed: {self.why_not}"
+        )
+
+    def told(self, plan: Plan) -> Plan:
+        """The plan with this step, to print."""
+        return replace(plan, predicted_step_s=self.step_s)
+
+    def scaled(self, changes: list[Change]) -> list[Change]:
+        """What other plans were simulated to take, told beside this step: they gain the same share of it."""
+        scale = self.step_s / self.profiled_s if self.profiled_s else 1.0
+        return [replace(c, step_s=None if c.step_s is None else scale * c.step_s) for c in changes]
+
+
+def made_of_ops(plan: Plan, why_not: str, *, roofline: bool) -> PlannedStep:
+    """The step that a plan was made with. why_not: rehearsed."""
+    source = "roofline" if roofline else "profile"
+    return PlannedStep(profiled_s=plan.predicted_step_s, why_not=why_not, source=source)
+
+
+def rehearsed_step(
+    request: PlanRequest,
+    plan: Plan,
+    planned: ProfiledModel,
+    job: Job,
+    *,
+    model: str | None,
+    offload_dir: Path | None,
+    started: StartedRanks | None,
+) -> PlannedStep:
+    """The step that its ranks rehearse, unless they cannot or it would take long.
+
+    planned: the job's model, as it was planned.  model: how the ranks find the job.  started: processes for
+    them.
+    """
+    from ..train import rehearse_plan
+
+    found = rehearse_plan(
+        request, plan, job, model=model, planned=planned, offload_dir=offload_dir, started=started
+    )
+    return PlannedStep(profiled_s=plan.predicted_step_s, rehearsed_s=found.step_s, why_not=found.why_not)

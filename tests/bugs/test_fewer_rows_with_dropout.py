@@ -1,0 +1,34 @@
+"""A model with dropout that was to be compared in smaller micro-batches was never compared, in each run anew:
+the smaller size was captured while random numbers were being recorded, which torch.export refuses."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+from plain_net import PlainNet, job_of
+from runs import even_plan
+from torch import Tensor, nn
+
+from pipeloom import Options, Pipeline, capture
+from pipeloom.api import first_comparison
+
+
+class Dropping(PlainNet):
+    def run(self, h: Tensor) -> Tensor:
+        return nn.functional.dropout(super().run(h), 0.5)
+
+
+@pytest.mark.own_captures
+def test_smaller_micro_batches_with_dropout_are_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    job = job_of(Dropping)
+    plan = even_plan(job, 2, microbatches=4)
+    captured = capture(job, plan.microbatch_size)
+    with caplog.at_level(logging.WARNING):
+        found = first_comparison.compare_first(Pipeline, job, plan, captured, Options(), rows=1)
+    assert found.passed and found.independent and found.reference.endswith("with the same random numbers")
+    assert not [record for record in caplog.records if record.name == "pipeloom"]
