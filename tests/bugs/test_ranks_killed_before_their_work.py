@@ -21,3 +21,15 @@ def test_the_launcher_does_not_go_on_planning() -> None:
     done = subprocess.run([sys.executable, "-c", LAUNCHER], capture_output=True, text=True, timeout=300)
     assert done.returncode == 128 + signal.SIGKILL
     assert done.stderr == "rank 1 was killed by SIGKILL (perhaps the machine ran out of memory)\n"
+
+
+OPTIONAL = LAUNCHER.replace("StartedRanks(2)", "StartedRanks(2, needed=False)").replace(
+    "time.sleep(600)", "time.sleep(1)\n    print(started.run(print))"
+)
+
+
+def test_a_plan_is_not_lost_with_ranks_that_were_to_rehearse_it() -> None:
+    """`pipeloom plan` ended, and wrote nothing, where one of them died while it planned."""
+    done = subprocess.run([sys.executable, "-c", OPTIONAL], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and done.stdout.splitlines()[-1] == str(128 + signal.SIGKILL)
+    assert done.stderr == "rank 1 was killed by SIGKILL (perhaps the machine ran out of memory)\n"

@@ -1,5 +1,6 @@
 """Requests for plans that ended in a traceback, in the wrong number, or without the plan that was made."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,13 @@ def test_a_cap_whose_unit_was_forgotten_is_what_is_said() -> None:
     job = zoo.job("gpt2")
     with pytest.raises(InfeasibleError, match="its device's cap is 16 B"):
         plan(job, stages=2, microbatch_size=2, cluster="v100-32 with 16 + a100-80", strategy="exact")
+
+
+def test_what_if_of_a_schedule_whose_groups_are_its_own() -> None:
+    """A KeyError, once the plan was made: only planners that choose schedules name them all in one way."""
+    words = ["plan", "-p", "2", "-m", "8", "-s", "gis_g", "--cluster", "2 x cpu", "--json"]
+    done = CliRunner().invoke(main, words, catch_exceptions=False)
+    assert done.exit_code == 0 and json.loads(done.stdout)["what_if"]
 
 
 def test_modules_may_have_names_that_are_no_identifiers(

@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from pipeloom import plan as plan_job
 from pipeloom.api import make_request, plan_size
 from pipeloom.cli import main
+from pipeloom.commands.plan_step import PlannedStep
 from pipeloom.ir.plan import load_plan
 from pipeloom.ir.units import parse_bytes
 from pipeloom.train import LONG_STEP_S, rehearse_plan, why_not_rehearsed
@@ -46,7 +48,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "rehearsed_job.py").write_text(JOB)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr("pipeloom.train.start_ranks", lambda ranks, model: nullcontext())
+    monkeypatch.setattr("pipeloom.train.start_ranks", lambda *_, **__: nullcontext())
     monkeypatch.setattr("pipeloom.api.forecast.ENOUGH_S", 0.0)
     monkeypatch.delenv("RANK", raising=False)
     return tmp_path
@@ -100,6 +102,19 @@ def test_gains_are_told_of_the_rehearsed_step(folder: Path, monkeypatch: pytest.
     for change in figures["what_if"]:
         gained = 1 - change["step_s"] / figures["predicted_step_s"]
         assert gained == pytest.approx(change["gain"], abs=1e-9)
+
+
+def test_what_branches_gain_is_told_of_the_rehearsed_step() -> None:
+    notes = {"branches.step_s": "0.2", "branches.depth": "3", "no_branches.step_s": "0.3", "planner": "x"}
+    simulated = plan_job(zoo.job("skips"), stages=1, microbatches=2, microbatch_size=2, cluster="1 x cpu")
+    step = PlannedStep(profiled_s=0.2, rehearsed_s=0.5)
+    told = step.told(replace(simulated, notes=notes))
+    assert told.predicted_step_s == 0.5
+    assert {key: float(told.notes[key]) for key in notes if "step_s" in key} == {
+        "branches.step_s": pytest.approx(0.5),
+        "no_branches.step_s": pytest.approx(0.75),
+    }
+    assert (told.notes["branches.depth"], told.notes["planner"]) == ("3", "x")
 
 
 def test_what_would_take_long_or_much_is_not_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -208,10 +208,12 @@ class PlanRequest:
         return True
 
     def changes(self, plan: Plan, model: ProfiledModel) -> list[Change]:
-        """What a bit more memory or bandwidth would make of a plan, with its schedule, and with its order
-        without copies."""
-        names = tuple(dict.fromkeys((plan.schedule, plain_of(plan.schedule, len(plan.peaks)))))
-        same = replace(self, options=replace(self.options, schedules=names))
+        """What a bit more memory or bandwidth would make of a plan, with its schedule, and where the planner
+        chose that, also with its order without copies."""
+        names = {plan.schedule: None}
+        if planner(self.strategy).chooses_schedule:
+            names[plain_of(plan.schedule, self.stages)] = None
+        same = replace(self, options=replace(self.options, schedules=tuple(names)))
         return what_if(
             plan, self.cluster, lambda cluster: replace(same, cluster=cluster).plan(model, explained=False)
         )

@@ -80,7 +80,9 @@ def plan(ctx: click.Context, /, *, planners: bool, closed_form: bool, as_json: b
     """Cut MODEL into stages and print what each runs, takes and holds, what limits the plan, and what a bit
     more memory or bandwidth would buy.
 
-    With --json: predicted_step_s, planner, schedule, weights, width, microbatches, microbatch_size, graph;
+    With --json: predicted_step_s; predicted_by: rehearsal where the plan's ranks rehearsed a step on this
+    machine, else profile or roofline; profiled_step_s: what its ops make alone, which the plan file has;
+    not_rehearsed: why, else null; planner, schedule, weights, width, microbatches, microbatch_size, graph;
     limits: a list of sentences; branches: where stages run side by side, step_s, peak_bytes and depth with
     branches and with no_branches, else null; what_if: a list of what, step_s, gain (share of the step's
     time); and stages, of the first replica: a list of stage, rank, ops, first_op, last_op, layers, reads
@@ -129,12 +131,11 @@ def _plan(
         )
     profiled = load_profile(profile_file)
     _refuse_two_sizes(max_batch, best_batch, profiled is not None)
-    job = None if model is None else job_of(model)  # what is wrong is said before anything starts
     why_not = why_no_ranks(rehearse, cluster, profile_file)
     with started_ranks(0 if why_not else options["stages"] * options["width"], model) as started:
         from .. import api  # torch is loaded here, while the ranks load it, too
 
-        job = job or job_of(model)
+        job = job_of(model)
         request = api.make_request(
             job,
             memory=device_memory,
@@ -176,15 +177,15 @@ def _show(
     from .. import api
 
     rows = api.plan_rows(plan, planned.graph, request.cluster)
-    changes = step.scaled(changes)
+    told, changes = step.told(plan), step.scaled(changes)
     if as_json:
         figures = step.figures | {key: getattr(plan, key) for key in JSON_KEYS}
         what_ifs = [vars(change) for change in changes]
-        said = {"limits": api.limits(plan), "branches": api.branch_figures(plan) or None}
+        said = {"limits": api.limits(told), "branches": api.branch_figures(told) or None}
         print_json({**figures, **said, "what_if": what_ifs, "stages": rows})
     else:
         speed = [] if offload_dir is None else [api.disk_speed(request.cluster)]
-        _print(rows, step.told(plan), [step.sentence, *speed, *api.limits(plan)], changes)
+        _print(rows, told, [step.sentence, *speed, *api.limits(told)], changes)
 
 
 def _refuse_two_sizes(max_batch: bool, best_batch: bool, profiled: bool) -> None:

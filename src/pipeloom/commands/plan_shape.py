@@ -12,6 +12,7 @@ from click.core import ParameterSource
 from ..ir.errors import ConfigError
 from ..ir.memory_policy import TREATMENTS
 from .common import cluster_of, console, job_of, new_table, print_json
+from .plan_step import made_of_ops, why_no_ranks
 
 if TYPE_CHECKING:
     from ..api import Change, PlanRequest, RankedShape, ShapedPlan
@@ -79,7 +80,8 @@ def print_shape(ctx: click.Context, show: Show, *, closed_form: bool, as_json: b
     if as_json:
         print_json({**_figures(shaped), "limits": api.limits(shaped.plan), "stages": rows})
     else:
-        show(rows, shaped.plan, [*api.limits(shaped.plan), *_sentences(shaped)], [])
+        step = made_of_ops(shaped.plan, why_no_ranks(True, options["cluster"], None), roofline=True)
+        show(rows, shaped.plan, [step.sentence, *api.limits(shaped.plan), *_sentences(shaped)], [])
 
 
 def _figures(shaped: ShapedPlan) -> dict[str, Any]:

@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from ..ir.plan import Plan
 
 
+STEPS_OF_BRANCHES = ("branches.step_s", "no_branches.step_s")
+"""Notes of a plan that are seconds of a step."""
+
+
 def why_no_ranks(rehearse: bool, cluster: str | None, profile_file: Path | None) -> str:
     """Why no ranks rehearse what is asked for, whatever the plan will be; nothing where they may.
 
@@ -33,7 +37,7 @@ def started_ranks(ranks: int, model: str | None) -> AbstractContextManager[Start
         return nullcontext()
     from ..train import start_ranks
 
-    return start_ranks(ranks, model)
+    return start_ranks(ranks, model, needed=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,13 +89,19 @@ class PlannedStep:
         )
 
     def told(self, plan: Plan) -> Plan:
-        """The plan with this step, to print."""
-        return replace(plan, predicted_step_s=self.step_s)
+        """The plan with this step, to print; and what branches gain, as much more."""
+        steps = {
+            key: str(self._scale * float(plan.notes[key])) for key in STEPS_OF_BRANCHES if key in plan.notes
+        }
+        return replace(plan, predicted_step_s=self.step_s, notes={**plan.notes, **steps})
 
     def scaled(self, changes: list[Change]) -> list[Change]:
         """What other plans were simulated to take, told beside this step: they gain the same share of it."""
-        scale = self.step_s / self.profiled_s if self.profiled_s else 1.0
-        return [replace(c, step_s=None if c.step_s is None else scale * c.step_s) for c in changes]
+        return [replace(c, step_s=None if c.step_s is None else self._scale * c.step_s) for c in changes]
+
+    @property
+    def _scale(self) -> float:
+        return self.step_s / self.profiled_s if self.profiled_s else 1.0
 
 
 def made_of_ops(plan: Plan, why_not: str, *, roofline: bool) -> PlannedStep:

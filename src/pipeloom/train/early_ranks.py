@@ -37,14 +37,17 @@ def ranks_for(config: Config) -> AbstractContextManager[StartedRanks | None]:
     return start_ranks(len(set(load_plan(Path(settings.plan)).placement)), config.job)
 
 
-def start_ranks(ranks: int, job: str | None) -> AbstractContextManager[StartedRanks | None]:
+def start_ranks(
+    ranks: int, job: str | None, *, needed: bool = True
+) -> AbstractContextManager[StartedRanks | None]:
     """Processes that get ready to train a job, the built-in GPT if it is None.
 
+    needed: whether one that dies early ends this process; see `StartedRanks`.
     None for more ranks than cores: they would only take them from who plans.
     """
     if not 1 <= ranks <= (os.cpu_count() or 1):
         return nullcontext()
-    return StartedRanks(ranks, prepare=get_ready, args=(job,))
+    return StartedRanks(ranks, prepare=get_ready, args=(job,), needed=needed)
 
 
 def get_ready(job: str | None) -> None:

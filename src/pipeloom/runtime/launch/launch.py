@@ -56,7 +56,8 @@ class StartedRanks:
     too, by SystemExit, after it has told what the rank died of.
 
     ranks, port, env: see `launch`.  prepare, args: what each rank calls meanwhile, picklable. What it raises
-    goes unsaid: its work is expected to meet the same again.
+    goes unsaid: its work is expected to meet the same again.  needed: False where the launching process has
+    something to give without them: a rank that ends early is then told of by `run` only.
     Raises: ConfigError as `launch`.
     """
 
@@ -68,6 +69,7 @@ class StartedRanks:
         args: Sequence[object] = (),
         port: int | None = None,
         env: Mapping[str, str] | None = None,
+        needed: bool = True,
     ) -> None:
         if ranks < 1:
             raise ConfigError(f"{ranks} processes", hint="use at least 1")
@@ -82,7 +84,8 @@ class StartedRanks:
             for rank in range(ranks):
                 self._processes.start(rank, _environment(rank, ranks, port) | dict(env or {}))
             self._without_work = stack.enter_context(ExitStack())
-            self._without_work.enter_context(at_ends_of_children(self._processes.exit_if_one_failed))
+            if needed:
+                self._without_work.enter_context(at_ends_of_children(self._processes.exit_if_one_failed))
             self._stack = stack.pop_all()
 
     def run(
