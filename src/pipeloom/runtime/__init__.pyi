@@ -12,7 +12,6 @@ from .batches import (
 )
 from .calibration.calibrate import (
     graph_memory as graph_memory,
-    optimizer_ratio as optimizer_ratio,
     stage_memory as stage_memory,
     time_clipping as time_clipping,
     time_optimizer as time_optimizer,
@@ -55,5 +54,10 @@ from .transports.transport import (
     PendingTransfer as PendingTransfer,
     SumGroup as SumGroup,
 )
-from .weights import Gradients as Gradients, MakeOptimizer as MakeOptimizer, Weights as Weights
+from .weights import (
+    Gradients as Gradients,
+    MakeOptimizer as MakeOptimizer,
+    Weights as Weights,
+    optimizer_ratio as optimizer_ratio,
+)
 from .worker import Worker as Worker

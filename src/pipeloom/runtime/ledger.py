@@ -101,8 +101,9 @@ class Ledger:
         self.at_peak = dict(self.levels)
         if self.cap_bytes is not None and self.total > self.cap_bytes:
             raise MemoryCapError(
-                f"rank {self.rank} holds {format_bytes(self.total)} at {doing or 'start-up'}, "
-                f"its cap is {format_bytes(self.cap_bytes)}\n{table(self.levels)}",
+                f"rank {self.rank} holds {format_bytes(self.total)} at {doing or 'start-up'}, its cap is "
+                f"{format_bytes(self.cap_bytes)}, {format_bytes(self.total - self.cap_bytes)} less\n"
+                f"{table(self.levels)}",
                 hint=_SMALLER,
             )
 

@@ -133,8 +133,7 @@ class ReduceAndStep:
     def step(self, step: StepContext, action: StageAction) -> None:
         """STEP: clip, then update. The optimizer holds all stages of the rank: it runs at the last STEP of
         the row."""
-        last = max(s for s, rank in enumerate(step.placement) if rank == step.rank)
-        if not step.update or action.stage != last:
+        if not _updates_here(step, action):
             return
         squares = self._wait_for_sums(step, self._pending) if self._pending else self._sum_squares(step)
         step.weights.note_gradients()
@@ -148,6 +147,10 @@ class ReduceAndStep:
         for kind in ("optimizer", "parameters"):
             step.ledger.set(kind, step.weights.sizes[kind], str(action))
         step.ledger.during(str(action), step.weights.step_bytes, {})
+
+    def needed_bytes(self, step: StepContext, action: StageAction) -> int:
+        """What STEP takes beyond what the rank holds."""
+        return step.weights.step_adds_bytes if _updates_here(step, action) else 0
 
     def _wait_for_sums(self, step: StepContext, pending: _PendingUpdate) -> Tensor | None:
         """The gradients of all ranks, and the squares of all of them if they are to be clipped."""
@@ -189,6 +192,11 @@ class ReduceAndStep:
             for name in shared.names
         }
         return [name for name in step.weights.grads.sums if name not in elsewhere]
+
+
+def _updates_here(step: StepContext, action: StageAction) -> bool:
+    """Whether the optimizer runs at this STEP: at the last one of the row, where the step has an update."""
+    return step.update and action.stage == max(s for s, r in enumerate(step.placement) if r == step.rank)
 
 
 def _shared_by_rank(step: StepContext) -> list[Reduction]:

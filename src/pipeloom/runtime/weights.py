@@ -120,8 +120,8 @@ class Weights:
         own = shares[rank].of(rank) if shares else self.params.keys()
         self.stepped = frozenset(n for n, p in self.params.items() if p.requires_grad and n in own)
         trained = [p for n, p in self.params.items() if n in self.stepped]
-        make = optimizer or default_optimizer
-        self.optimizer = make(trained) if trained else None
+        self._make_optimizer = optimizer or default_optimizer
+        self.optimizer = self._make_optimizer(trained) if trained else None
         self.keep_gradients = keep_gradients
         self._device = device
         self.last_gradients: dict[str, Tensor] = {}
@@ -272,6 +272,15 @@ class Weights:
         """Scratch of `step`: optimizers update one parameter at a time, each with a temporary tensor."""
         return max((p.nbytes for p in self.params.values() if p.requires_grad), default=0)
 
+    @property
+    def step_adds_bytes(self) -> int:
+        """What `step` takes beyond what there is: its scratch, and at the first one the optimizer's state."""
+        if self.optimizer is None or self.optimizer.state:
+            return self.step_bytes
+        by_byte, counters = _state_of_parameter(self._make_optimizer)
+        stepped = sum(self.params[name].nbytes for name in self.stepped)
+        return self.step_bytes + round(by_byte * stepped) + counters * len(self.stepped)
+
     def discard_gradients(self) -> None:
         for param in self.params.values():
             param.grad = None
@@ -309,6 +318,22 @@ def lay_together(params: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor
 def default_optimizer(params: Iterable[nn.Parameter]) -> Optimizer:
     """What a job without an optimizer gets: AdamW with a learning rate of 1e-3."""
     return torch.optim.AdamW(params, lr=1e-3)
+
+
+def optimizer_ratio(make: MakeOptimizer | None) -> float:
+    """Bytes of optimizer state per byte of parameter, found by stepping a tiny parameter."""
+    return _state_of_parameter(make or default_optimizer)[0]
+
+
+def _state_of_parameter(make: MakeOptimizer) -> tuple[float, int]:
+    """An optimizer's state by byte of a parameter, and the bytes of its counters for each parameter."""
+    param = nn.Parameter(torch.zeros(4096))
+    optimizer = make([param])
+    param.grad = torch.zeros(4096)
+    optimizer.step()
+    state = optimizer_tensors(optimizer)
+    counters = sum(t.nbytes for t in state if t.numel() <= 1)
+    return (sum(t.nbytes for t in state) - counters) / param.nbytes, counters
 
 
 def optimizer_tensors(optimizer: Optimizer | None) -> list[Tensor]:

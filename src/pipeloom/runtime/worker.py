@@ -106,6 +106,7 @@ class Worker:
             RECV_F: self.transfers.needed_bytes,
             RECV_B: self.transfers.needed_bytes,
             RELOAD: reload_bytes,
+            STEP: self.reduce_and_step.needed_bytes,
         }
 
     def run(

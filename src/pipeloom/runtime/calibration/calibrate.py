@@ -12,7 +12,6 @@ from collections.abc import Collection
 from dataclasses import replace
 
 import torch
-from torch import nn
 
 from ...ir.action import RECOMPUTE, REDUCE, STEP, B, F, I, W
 from ...ir.costs import StageCost
@@ -21,20 +20,10 @@ from ...tracer import StageFunctions
 from ..channel import PostedChannel
 from ..ledger import crossing_bytes
 from ..recorder import Clock
-from ..weights import MakeOptimizer, Weights, default_optimizer, optimizer_tensors
+from ..weights import Weights
 
 STEPS, LONG_STEPS, LONG_S = 6, 2, 0.1
 """Timed optimizer steps; so many where the first one, which does not count, takes longer than this."""
-
-
-def optimizer_ratio(make: MakeOptimizer | None) -> float:
-    """Bytes of optimizer state per byte of parameter, found by stepping a tiny parameter."""
-    param = nn.Parameter(torch.zeros(4096))
-    optimizer = (make or default_optimizer)([param])
-    param.grad = torch.zeros(4096)
-    optimizer.step()
-    state_bytes = sum(t.nbytes for t in optimizer_tensors(optimizer) if t.numel() > 1)
-    return state_bytes / param.nbytes
 
 
 def graph_memory(functions: StageFunctions, stages: StageGraph) -> StageCost:
