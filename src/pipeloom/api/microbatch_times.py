@@ -71,7 +71,7 @@ def _work_of_plan(plan: Plan) -> MicrobatchTimes:
         forward_s=tuple(s.forward_s for s in plan.stages),
         input_grad_s=tuple(s.input_grad_s for s in plan.stages),
         weight_grad_s=tuple(s.weight_grad_s for s in plan.stages),
-        residual_bytes=tuple(residuals) if all(residuals) else (),
+        residual_bytes=tuple(residuals) if any(residuals) else (),
     )
 
 

@@ -338,7 +338,7 @@ def _simulate(
         costs=costs,
         timeline=timeline,
         summary=summarise(timeline),
-        peaks=tuple(size / unit for size, unit in zip(residual_peaks, units, strict=True)),
+        peaks=tuple(size / unit if unit else 0.0 for size, unit in zip(residual_peaks, units, strict=True)),
         peaks_bytes=tuple(residual_peaks) if sized else (),
     )
 

@@ -12,6 +12,7 @@ from ..ir.errors import ConfigError
 from ..ir.files import parse_toml
 from ..ir.plan import load_plan
 from ..ir.units import parse_bytes
+from ..planner import branch_figures
 from ..schedules import Operation, SearchProblem, SearchStage
 from .microbatch_times import load_work
 
@@ -119,15 +120,23 @@ def stages_of(document: Mapping[str, Any], what: str, ranks: int = 0) -> StagesT
 
 
 def stages_of_plan(path: Path) -> StagesToSchedule:
-    """The stages of a saved plan as a chain, each on its rank, with their times and residuals.
+    """The stages of a saved plan as a chain, each on its rank, with their times and residuals; of one of its
+    pipelines, where it has several.
 
-    Raises: ConfigError if the file is none.
+    Raises: ConfigError if the file is none, or if its stages run side by side: what they read is not in it.
     """
     plan = load_plan(path)
+    if branch_figures(plan):
+        raise ConfigError(
+            f"the stages of {path} are no chain, and a plan does not say which reads which",
+            hint="write a TOML file with a [[stage]] for each and what it runs `after`",
+        )
     times = load_work(path, plan.as_schedule.ranks)
     assert isinstance(times.forward_s, tuple) and isinstance(times.input_grad_s, tuple)
     assert isinstance(times.weight_grad_s, tuple)
-    placement, count = plan.placement, len(times.forward_s)
+    count = len(times.forward_s)
+    placement = plan.placement[:count]  # of the first replica
+    ranks = sorted(set(placement))
     sizes = times.residual_bytes or (1.0,) * count
     stages = tuple(
         SearchStage(
@@ -138,11 +147,11 @@ def stages_of_plan(path: Path) -> StagesToSchedule:
             split=True,
             residual_bytes=sizes[s],
             after=(s - 1,) if s else (),
-            ranks=(placement[s],),
+            ranks=(ranks.index(placement[s]),),
         )
         for s in range(count)
     )
-    return StagesToSchedule(stages=stages, ranks=max(placement) + 1)
+    return StagesToSchedule(stages=stages, ranks=len(ranks))
 
 
 def _stage(table: Mapping[str, Any], s: int, names: Mapping[str, int], unit: int) -> SearchStage:

@@ -12,6 +12,7 @@ from .common import (
     job_of,
     json_option,
     model_argument,
+    offload_option,
     plan_options,
     planner_option,
     treat_option,
@@ -25,6 +26,7 @@ from .common import (
 @weights_option
 @planner_option("exact")
 @click.option("--device-memory", type=Size(), help="Cap per rank, as 300MiB.")
+@offload_option
 @treat_option
 @click.option("--steps", type=click.IntRange(1), default=10, show_default=True, help="Steps to time.")
 @click.option("--warmup", type=click.IntRange(0), default=2, show_default=True, help="Steps before them.")

@@ -248,6 +248,15 @@ def treat_option(command: Command) -> Command:
     )(command)
 
 
+def offload_option(command: Command) -> Command:
+    """--offload-dir, as the argument `offload_dir`: a folder, which need not be there."""
+    return click.option(
+        "--offload-dir",
+        type=click.Path(path_type=Path, file_okay=False),
+        help="Folder on a disk where this machine's CPU may offload residuals to. Its speed is measured.",
+    )(command)
+
+
 def cluster_option(help: str) -> Callable[[Command], Command]:
     """--cluster, as the argument `cluster`. help: what for."""
     named = 'As "8 x a100-40", "2 nodes of 8 x h100", or a cluster file; see `pipeloom cluster`.'

@@ -25,6 +25,7 @@ from .common import (
     load_profile,
     model_argument,
     new_table,
+    offload_option,
     planner_option,
     print_json,
     shaped_plan_options,
@@ -51,11 +52,7 @@ if TYPE_CHECKING:
 )
 @click.option("--device-memory", type=Size(), help="Cap per rank, as 300MiB.")
 @cluster_option("Plan for these devices, by roofline.")
-@click.option(
-    "--offload-dir",
-    type=click.Path(path_type=Path, file_okay=False),
-    help="Folder on a disk where this machine's CPU may offload residuals to; how fast it is gets measured.",
-)
+@offload_option
 @click.option("--profile", "profile_file", type=FILE, help="Use this saved profile instead of measuring.")
 @planner_option("exact")
 @click.option("--planners", "--strategies", is_flag=True, help="List the planners and stop.")

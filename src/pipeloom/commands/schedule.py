@@ -263,11 +263,11 @@ def _percent(share: float) -> str:
     return f"{100 * share + 0.0:.1f} %".replace("-0.0", "0.0")
 
 
-def _peak(simulated: SimulatedSchedule) -> str:
+def _peak(simulated: SimulatedSchedule, unit: str = "") -> str:
     from ..ir.units import format_bytes
 
-    size = f" = {format_bytes(max(simulated.peaks_bytes))}" if simulated.peaks_bytes else ""
-    return f"{simulated.peak:.4g}{size}"
+    size = f", {format_bytes(max(simulated.peaks_bytes))}" if simulated.peaks_bytes else ""
+    return f"{simulated.peak:.4g}{unit}{size}"
 
 
 def _present(
@@ -307,7 +307,7 @@ def _present(
     out.print(reports.gantt(simulated.timeline, columns=out.width, beside=beside, most_lines=MOST_LINES))
     click.echo(
         f"step {s.step_s:.6g}; bubble {_percent(s.bubble)} until the last rank ends, "
-        f"{_percent(s.span_bubble)} of the longest span of a rank; peak {_peak(simulated)} micro-batches"
+        f"{_percent(s.span_bubble)} of the longest span of a rank; peak {_peak(simulated, ' micro-batches')}"
     )
     if versions is not None:
         kept, late = (" ".join(map(str, versions[key])) for key in ("versions", "staleness"))

@@ -53,7 +53,8 @@ def simulate(
 
     With --graph and --profile (or --cluster, then by roofline), neither torch nor the model is needed.
 
-    With --json: step_s, bubble, and ranks: a list of rank, busy_s, peak_bytes, and peak (bytes by kind).
+    With --json: step_s, bubble, and ranks: a list of rank, busy_s (of a step, where several are drawn their
+    mean), peak_bytes, and peak (bytes by kind).
     """
     from ..api import cpu_cluster, passes, reports
     from ..ir.plan import load_plan
@@ -90,7 +91,7 @@ def summary(timeline: Timeline) -> dict[str, object]:
         "ranks": [
             {
                 "rank": rank,
-                "busy_s": timeline.busy_s(rank),
+                "busy_s": timeline.busy_s(rank) / timeline.steps,
                 "peak_bytes": timeline.peak_bytes(rank),
                 "peak": dict(timeline.peaks[rank]) if rank < len(timeline.peaks) else {},
             }

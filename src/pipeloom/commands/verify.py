@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..ir.cluster import Link
 from .common import (
     FILE,
     MODEL_HELP,
@@ -20,6 +22,10 @@ from .common import (
 
 if TYPE_CHECKING:
     from ..api import Verification
+
+
+LINK = Link(bandwidth_bytes_per_s=1e9)
+"""To the disk, for schedules with copies: these go to the system's temporary folder."""
 
 
 @click.command(epilog=MODEL_HELP)
@@ -68,7 +74,9 @@ def verify(
     require_runnable(plan_flags["schedule"])  # which loads the operations of a user's own
 
     if plan is None:  # times do not matter here, so none are measured
-        plan = passes.plan(job, cluster=cpu_cluster(plan_flags["stages"] * plan_flags["width"]), **plan_flags)
+        cpus = cpu_cluster(plan_flags["stages"] * plan_flags["width"])
+        devices = tuple(replace(device, host_link=LINK) for device in cpus.devices)
+        plan = passes.plan(job, cluster=replace(cpus, devices=devices), **plan_flags)
     verification = compare(job, plan, tolerance=tolerance, seed=seed)
     if as_json:
         print_json(summary(verification))

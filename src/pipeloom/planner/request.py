@@ -140,10 +140,11 @@ class Request:
             )
         bare = next((d.name for d in self.cluster.devices if d.host_link is None), None)
         if ("offload" in self.treatments or self.copies) and bare is not None:
+            without = "choose a schedule without copies" if self.copies else "allow recompute only"
             raise PlanError(
                 f"residuals cannot be offloaded from device {bare}, which has no link to the host",
                 hint="on this machine's CPU name a folder with --offload-dir; elsewhere give the device a "
-                "host_link in the cluster file; or allow recompute only",
+                f"host_link in the cluster file; or {without}",
             )
 
     @cached_property

@@ -54,6 +54,7 @@ class BenchSettings:
     weights: str | None
     device_memory: str | None
     treat: str | None
+    offload_dir: Path | None = None
     steps: int
     warmup: int
     as_json: bool
@@ -89,6 +90,7 @@ def run_bench(settings: BenchSettings, started: StartedRanks | None = None) -> i
         memory=settings.device_memory,
         treatments=None if settings.treat is None else TREATMENTS[settings.treat],
         weights=settings.weights,
+        offload_dir=settings.offload_dir,
     )
     planned, model = plan_size(request, job, settings.microbatch_size)
     require_training(planned)
@@ -116,7 +118,7 @@ def _rank(settings: BenchSettings, path: Path, model: bytes | None, profiled_s: 
 def _time_steps(settings: BenchSettings, path: Path, model: bytes | None, profiled_s: float) -> None:
     job = settings.job()
     batch = job.batch(0, settings.microbatches * settings.microbatch_size)
-    options = Options(compare=False)  # it times steps, and trains nothing
+    options = Options(compare=False, offload_dir=settings.offload_dir)  # it times steps, and trains nothing
     with Pipeline(job, path, options=options, captured=take_over_model(model, job)) as pipeline:
         predicted_s = pipeline.predict().step_s if settings.rehearses else profiled_s
         reports = list(pipeline.steps(repeat(batch, settings.warmup + settings.steps)))

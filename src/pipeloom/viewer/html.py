@@ -211,7 +211,8 @@ def _memory_table(
     size_unit: SizeUnit | None,
 ) -> HtmlTable | None:
     timelines = [t for t in (predicted, measured) if t is not None]
-    known, homes = facts(predicted, measured), stages_by_rank(stages)
+    known = facts(predicted, measured)
+    homes = stages_by_rank(stages, max((t.ranks for t in timelines), default=0))
     if not known.peaks:
         return None
     least = 0.0 if size_unit is None else size_unit.bytes / 1000

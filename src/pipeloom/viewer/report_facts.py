@@ -128,17 +128,22 @@ def memory_kinds(timelines: Sequence[Timeline]) -> tuple[str, ...]:
     return (*(k for k in order if k in named), *(k for k in named if k not in order))
 
 
-def stages_by_rank(stages: Sequence[StageRow]) -> Mapping[int, str]:
+def stages_by_rank(stages: Sequence[StageRow], ranks: int = 0) -> Mapping[int, str]:
     """Rank -> its stages as text.
+
+    stages: of the first pipeline.  ranks: how many there are; those of other pipelines stand behind its own.
 
     >>> rows = [StageRow(stage=s, rank=s % 2, ops=1, parameters=0) for s in range(4)]
     >>> stages_by_rank(rows)
     {0: '0, 2', 1: '1, 3'}
+    >>> stages_by_rank([StageRow(stage=s, rank=2 * s, ops=1, parameters=0) for s in range(2)], ranks=4)
+    {0: '0', 1: '0', 2: '1', 3: '1'}
     """
     found: dict[int, list[str]] = {}
     for row in stages:
         found.setdefault(row.rank, []).append(str(row.stage))
-    return {rank: ", ".join(names) for rank, names in found.items()}
+    width = max(1, ranks // len(found)) if found else 1
+    return {rank + r: ", ".join(names) for rank, names in found.items() for r in range(width)}
 
 
 def stage_seconds(timeline: Timeline | None, stage: int) -> tuple[float | None, float | None]:

@@ -243,7 +243,7 @@ def memory_table(
     peaks = facts(predicted, measured).peaks
     largest = max((p.predicted or 0.0 for p in peaks), default=0.0)
     unit, scale = ("GiB", 1024**3) if largest >= 10 * 1024**3 else ("MiB", 1024**2)
-    homes = stages_by_rank(stages)
+    homes = stages_by_rank(stages, max((t.ranks for t in timelines), default=0))
     apart = ["most residuals"] if any(t.residual_peaks for t in timelines) else []
     heads = ("rank", *(["stages"] if homes else []), "", *(SHORT.get(k, k) for k in kinds), "peak", *apart)
     table = _table(f"memory at each rank's peak, {unit}", heads, left=("",))

@@ -47,7 +47,7 @@ def with_copies(costs: Sequence[StageCost], k: float) -> tuple[StageCost, ...]:
     >>> [cost.offload_s for cost in with_copies(equal_costs(2), 1.0)]
     [1.5, 1.5]
     """
-    known = all(cost.residual_bytes for cost in costs)
+    known = any(cost.residual_bytes for cost in costs)
     sizes = [cost.residual_bytes if known else 1 for cost in costs]
     compute_s = sum(cost.forward_s + cost.backward_s for cost in costs)
     s_per_byte = k / 2 * compute_s / sum(sizes)

@@ -95,9 +95,11 @@ class _Search:
         return found if fits(found, self.cap) else candidate
 
     def progress(self) -> Progress:
+        cost_s = min(one.cost_s for one in (self.best, *self.apart[:1]))
+        # An exact bound is one of rounded times: it may be above the step by a rounding.
         return Progress(
-            cost_s=min(one.cost_s for one in (self.best, *self.apart[:1])),
-            bound=self.bound,
+            cost_s=cost_s,
+            bound=replace(self.bound, seconds=min(self.bound.seconds, cost_s)),
             evaluations=self.evaluations,
             seconds=time.monotonic() - self.began,
             engine=self.best.engine,
