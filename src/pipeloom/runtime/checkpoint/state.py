@@ -129,7 +129,8 @@ def empty_like_saved(state: TrainState, index: Index, saved: Mapping[str, Tensor
 def restore_optimizers(state: TrainState, index: Index, tensors: Mapping[str, Tensor]) -> None:
     """Put loaded optimizer state into the optimizers, fresh ones included.
 
-    Raises: CheckpointError if parameters of one group were saved with different hyper-parameters.
+    Raises: CheckpointError if parameters of one group were saved with different hyper-parameters, or if an
+        optimizer does not take its state.
     """
     for optimizer in state.optimizers:
         only_this = TrainState(parameters=state.parameters, optimizers=(optimizer,))
@@ -144,7 +145,14 @@ def restore_optimizers(state: TrainState, index: Index, tensors: Mapping[str, Te
             for name, number in zip(names, numbered["params"], strict=True):
                 if saved_state := _state_of(name, index, tensors):
                     restored[number] = saved_state
-        optimizer.load_state_dict({"state": restored, "param_groups": plain["param_groups"]})
+        try:
+            optimizer.load_state_dict({"state": restored, "param_groups": plain["param_groups"]})
+        except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            raise CheckpointError(
+                f"{type(optimizer).__name__} cannot take its state from the checkpoint: "
+                f"{type(error).__name__}: {error}",
+                hint="load an earlier checkpoint, or the parameters alone",
+            ) from None
 
 
 def dtype_name(tensor: Tensor) -> str:
