@@ -65,6 +65,7 @@ def _remembered(real: Callable[..., Captured], job: Job, *args: Any, **kwargs: A
     made_by = (job.model, job.batch, job.loss, job.weight, job.modules)
     key = (
         real,
+        job.name,
         *map(id, made_by),
         *(id(a) if isinstance(a, Captured) else a for a in given),
         kwargs.get("autocast"),

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ...ir.errors import CheckpointError
+from ...ir.errors import CheckpointError, shown
 from .files import SCHEMA, Index
 
 _PLAIN = (bool, int, float, str, type(None))
@@ -112,7 +112,7 @@ def empty_like_saved(state: TrainState, index: Index, saved: Mapping[str, Tensor
         for name in names:
             kind = index.optimizers.get(name)
             if kind != type(optimizer).__name__:
-                was = "no optimizer" if kind is None else kind
+                was = "no optimizer" if kind is None else shown(kind)
                 raise CheckpointError(
                     f"{name} is trained with {type(optimizer).__name__}, the checkpoint was saved with {was}",
                     hint="use the optimizer of the checkpoint, or load the parameters alone",

@@ -168,7 +168,7 @@ def _require_possible(key: str, saved: SavedTensor, index: Index) -> None:
     numbers = (*saved.shape, saved.offset, saved.bytes)
     end = saved.offset + saved.bytes
     if min(numbers) < 0 or end > index.files[saved.file][0]:
-        raise ValueError(f"{shown(key)} is said to lie outside of {saved.file}")
+        raise ValueError(f"{shown(key)} is said to lie outside of {shown(saved.file)}")
     if math.prod(saved.shape) * dtype.itemsize > saved.bytes or max(saved.shape, default=0) >= 1 << 62:
         raise ValueError(f"{shown(key)} is said to be {shown(list(saved.shape))} in {saved.bytes} bytes")
 
@@ -176,7 +176,8 @@ def _require_possible(key: str, saved: SavedTensor, index: Index) -> None:
 def _require_as_indexed(key: str, saved: SavedTensor | None, index: Index) -> None:
     shape, dtype = index.model[key]
     if saved is None or (tuple(shape), dtype) != (saved.shape, saved.dtype):
-        raise ValueError(f"{files.INDEX} has {shown(key)} as {shown(list(shape))} {dtype}, and it has not")
+        said = f"{shown(list(shape))} {shown(dtype)}"
+        raise ValueError(f"{files.INDEX} has {shown(key)} as {said}, and it has not")
 
 
 class _TableUnpickler(pickle._Unpickler):  # in Python: its memory is bounded by the bytes that it is given

@@ -1,4 +1,5 @@
-"""A checkpoint whose table has lost an entry of the optimizer ended in torch's own KeyError."""
+"""Damaged checkpoints: a table that has lost an entry of the optimizer ended in torch's own KeyError, a dtype
+that is a thousand digits long in a message as long."""
 
 import json
 import zlib
@@ -32,3 +33,14 @@ def test_it_is_said_in_a_sentence(tmp_path: Path) -> None:
     index.write_text(json.dumps(plain))
     with pytest.raises(CheckpointError, match="AdamW cannot take its state from the checkpoint: KeyError"):
         checkpoint.load(tmp_path, state(), group=None)
+
+
+def test_a_long_word_does_not_fill_the_message(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, state(), step=1, extra={}, group=None)
+    index = tmp_path / "step-00000001" / "index.json"
+    plain = json.loads(index.read_text())
+    plain["model"]["bias"][1] = 5000 * "9"
+    index.write_text(json.dumps(plain))
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.load(tmp_path, state(), group=None)
+    assert len(str(caught.value)) < 1000
