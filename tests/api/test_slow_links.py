@@ -101,7 +101,8 @@ def test_a_link_throttled_to_a_tenth_costs_time_and_nothing_else(
 
     free, _ = planned(schedule.replace("_f", ""), 1 << 30, ())
     cap = round(share * max(free.peaks))
-    made, costs = planned(schedule, cap, ("offload",))
+    # All that leaves with po_f would take longer than it computes, so that nothing did: some is made again.
+    made, costs = planned(schedule, cap, ("offload",) if schedule == "gpipe" else ("recompute", "offload"))
     assert any(stage.offloaded_bytes for stage in made.stages)
     fast, slow = (simulate(made, graph, costs, linked(rate, cap)) for rate in (1e8, 1e7))
     assert slow.step_s > 2 * fast.step_s
