@@ -121,8 +121,8 @@ def test_tensors_that_are_something_else_do_not_run(tmp_path: Path, ran: Path, a
     ("change", "message"),
     [
         ({"file": "../../secret"}, "said to lie in '../../secret', no file of the checkpoint"),
-        ({"offset": -1}, "said to lie outside of __0_0.distcp"),
-        ({"bytes": 1 << 60}, "said to lie outside of __0_0.distcp"),
+        ({"offset": -1}, "said to lie outside of .__0_0.distcp."),
+        ({"bytes": 1 << 60}, "said to lie outside of .__0_0.distcp."),
         ({"shape": [1 << 40, 1 << 40]}, "and it has not|is said to be"),
         ({"dtype": "save"}, "is of 'save', which is no dtype"),
     ],

@@ -101,6 +101,7 @@ def solve(
                     start[i][b], round((float(hint.ends[i * m + b]) - problem.seconds(units[i])) * scale)
                 )
     solver: Any = cp_model.CpSolver()
+    solver.parameters.catch_sigint_signal = False  # else Ctrl-C ends the process at once ever after
     solver.parameters.num_workers = 1
     solver.parameters.random_seed = seed % 2**31
     solver.parameters.max_deterministic_time = effort

@@ -144,6 +144,7 @@ def solve_period(
             model.add_hint(turn[u], int(moment // hint.period))
             model.add_hint(phase[u], int(moment % hint.period / hint.period * period))
     solver: Any = cp_model.CpSolver()
+    solver.parameters.catch_sigint_signal = False  # else Ctrl-C ends the process at once ever after
     solver.parameters.num_workers = 1
     solver.parameters.random_seed = 1
     solver.parameters.max_deterministic_time = effort
