@@ -13,7 +13,8 @@ SEARCHES = textwrap.dedent(
     from pipeloom.api import SearchOptions
 
     stages = [{"F": 1.1, "I": 0.7, "W": 0.9, "bytes": 1, "ranks": s} for s in range(2)]
-    pipeloom.search_schedule({"stage": stages, "memory": "2"}, microbatches=3, options=SearchOptions(engines=("ENGINE",)))
+    only = SearchOptions(engines=("ENGINE",))
+    pipeloom.search_schedule({"stage": stages, "memory": "2"}, microbatches=3, options=only)
     try:
         signal.raise_signal(signal.SIGINT)
     except KeyboardInterrupt:
