@@ -57,3 +57,21 @@ def test_messages_that_are_through_make_room_for_an_update() -> None:
 def test_a_message_says_how_much_is_missing() -> None:
     with pytest.raises(MemoryCapError, match=r"its cap is .* less"):
         peaks((WIDTH * WIDTH,) * RANKS)
+
+
+def test_an_optimizer_without_state_is_asked_for_it_once() -> None:
+    """Plain SGD never has any: every update made a second one, to see how large its state would be."""
+    made: list[object] = []
+
+    def sgd(params: Any) -> torch.optim.Optimizer:
+        made.append(params)
+        return torch.optim.SGD(params, lr=0.1)
+
+    job = replace(JOB, optimizer=sgd)
+    plan = runs.even_plan(job, 1, microbatches=COUNT, microbatch_size=1, schedule="1f1b")
+    with runs.shared_captures(), Pipeline(job, replace(plan, caps=(1 << 30,))) as pipeline:
+        pipeline.step(job.batch(0, COUNT))
+        before = len(made)
+        for step in range(1, 4):
+            pipeline.step(job.batch(step, COUNT))
+    assert len(made) == before

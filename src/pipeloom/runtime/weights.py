@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -277,9 +278,14 @@ class Weights:
         """What `step` takes beyond what there is: its scratch, and at the first one the optimizer's state."""
         if self.optimizer is None or self.optimizer.state:
             return self.step_bytes
-        by_byte, counters = _state_of_parameter(self._make_optimizer)
+        by_byte, counters = self._new_state
         stepped = sum(self.params[name].nbytes for name in self.stepped)
         return self.step_bytes + round(by_byte * stepped) + counters * len(self.stepped)
+
+    @cached_property
+    def _new_state(self) -> tuple[float, int]:
+        """See `_state_of_parameter`. An optimizer without state asks for it at every step."""
+        return _state_of_parameter(self._make_optimizer)
 
     def discard_gradients(self) -> None:
         for param in self.params.values():

@@ -21,6 +21,7 @@ from ..bounds import Bound
 from ..candidate import Candidate, fits, timed
 from ..engine import Found, Round
 from ..problem import SearchProblem
+from .cp_sat import new_solver
 
 MOST_ENTRIES = 100
 """Entries of an order up to which it is tried."""
@@ -100,11 +101,7 @@ def solve(
                 model.add_hint(
                     start[i][b], round((float(hint.ends[i * m + b]) - problem.seconds(units[i])) * scale)
                 )
-    solver: Any = cp_model.CpSolver()
-    solver.parameters.catch_sigint_signal = False  # else Ctrl-C ends the process at once ever after
-    solver.parameters.num_workers = 1
-    solver.parameters.random_seed = seed % 2**31
-    solver.parameters.max_deterministic_time = effort
+    solver = new_solver(seed, effort)
     status = solver.solve(model)
     found = None
     if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):

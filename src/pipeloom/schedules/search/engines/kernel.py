@@ -27,6 +27,7 @@ from ..candidate import Repeating, fits
 from ..engine import Found, Round
 from ..problem import SearchProblem
 from ..repeating_orders import written
+from .cp_sat import new_solver
 from .exact import scale_of, solver_installed
 
 EFFORT = 0.4
@@ -143,11 +144,7 @@ def solve_period(
         for u, moment in enumerate(hint.first):
             model.add_hint(turn[u], int(moment // hint.period))
             model.add_hint(phase[u], int(moment % hint.period / hint.period * period))
-    solver: Any = cp_model.CpSolver()
-    solver.parameters.catch_sigint_signal = False  # else Ctrl-C ends the process at once ever after
-    solver.parameters.num_workers = 1
-    solver.parameters.random_seed = 1
-    solver.parameters.max_deterministic_time = effort
+    solver = new_solver(1, effort)
     if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return None
     moments = [solver.value(turn[u]) * period + solver.value(phase[u]) for u in range(len(seconds))]
