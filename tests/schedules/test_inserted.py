@@ -263,7 +263,7 @@ def test_a_file_of_ones_own_is_a_schedule_like_any_other(tmp_path: Path) -> None
         "wrong": "returned a int",
         "NoFunction": "is not a function of one Shape",
         "none": "is not a function of one Shape",
-        "": "has no name behind the colon",
+        "": "is a file and not a schedule",
     }.items():
         with pytest.raises(ScheduleError, match=problem):
             schedules.build(f"{file}:{function}", chain(2), (0, 1), 2)

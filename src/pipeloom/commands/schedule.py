@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..ir.errors import PipeloomError, PlanError, ScheduleError
+from ..ir.errors import ConfigError, PipeloomError, PlanError, ScheduleError
 from ..ir.weight_policy import Updates
 from .common import FILE, NEW_FILE, console, json_option, new_table, print_json
-from .schedule_options import TIMES_HELP, shape_options, times_options, updates_options
+from .schedule_options import TIMES_HELP, refuse_shape, shape_options, updates_options
 
 if TYPE_CHECKING:
     from ..api import Scenario, SimulatedSchedule
@@ -94,7 +94,7 @@ def show(
     help="2 for bidirectional schedules: the second half of the stages is a replica of the first.",
 )
 @click.option("--operations", type=FILE, help="A Python file that declares operations which FILE has.")
-@times_options
+@shape_options
 @updates_options
 @click.option("--html", type=NEW_FILE, help="Write a page: the drawing, the reason for each gap, and memory.")
 @click.option("--trace", type=NEW_FILE, help="Write a trace for Perfetto or chrome://tracing.")
@@ -113,16 +113,25 @@ def check(
     """Prove that the schedule in FILE can run, and draw it.
 
     FILE is CSV with one row per rank and one action per cell, as `export` writes it and
-    torch.distributed.pipelining reads it; or, if it ends in .txt, rows of actions with blanks between them.
+    torch.distributed.pipelining reads it; or, if it ends in .txt, rows of actions with blanks between
+    them; or a schedule in the language, as mine.py:zigzag, for so many ranks (-p) and micro-batches (-m).
     Says which rule is broken, where, and what to change, and exits
     with 1, if it cannot run. With --json: the keys of `show`.
     """
-    from ..api import simulate_file, weights
+    from ..api import simulate_file, simulate_schedule, updates_of, weights
 
-    simulated, updates = (
-        simulate_file(file, scenario, replicas=replicas, operations=operations),
-        updates or Updates(),
-    )
+    name = str(file)
+    if file.name.partition(":")[0].endswith(".py"):
+        if replicas > 1 or operations is not None:
+            raise ConfigError(
+                f"--replicas and --operations say nothing of {name}",
+                hint="leave them out: a Python file says itself where its stages are, and what runs there",
+            )
+        simulated, updates = simulate_schedule(name, scenario), updates or updates_of(name)
+    else:
+        refuse_shape(name)
+        simulated = simulate_file(file, scenario, replicas=replicas, operations=operations)
+        updates = updates or Updates()
     weights(simulated, updates)
     if not as_json:
         count = sum(map(len, simulated.schedule.rows))

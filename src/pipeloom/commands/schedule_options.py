@@ -183,20 +183,28 @@ TIMES_HELP = (
 
 
 def shape_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """-p, -m, -v, --edges, --shortest and those of `times_options`, handed to the command as one
-    `scenario`."""
+    """-p, -m, -v, --edges, --shortest, times and memory, handed to the command as one `scenario`."""
     return _with_scenario(command, (*SHAPE, EDGES, SHORTEST, *TIMES))
-
-
-def times_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """--edges, -F, -I, -W, -T and the options behind them, handed to the command as one `scenario`."""
-    return _with_scenario(command, (EDGES, *TIMES))
 
 
 def _given(name: str) -> bool:
     """Whether an option of the command that runs stands on its command line."""
     source = click.get_current_context().get_parameter_source(name)
     return source is ParameterSource.COMMANDLINE
+
+
+def refuse_shape(file: str) -> None:
+    """Refuse what `shape_options` says of a schedule's shape, where a file of rows has it already.
+
+    Raises: ConfigError that names the options.
+    """
+    names = {"ranks": "-p", "microbatches": "-m", "chunks": "-v", "shortest": "--shortest"}
+    given = [option for name, option in names.items() if _given(name)]
+    if given:
+        raise ConfigError(
+            f"{' and '.join(given)} were given, and the rows of {file} have their ranks and micro-batches",
+            hint=f"leave out {' and '.join(given)}; they are for schedules in Python files",
+        )
 
 
 def _with_scenario(command: Callable[..., Any], options: Sequence[Callable[..., Any]]) -> Callable[..., Any]:

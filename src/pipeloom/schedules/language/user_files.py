@@ -59,12 +59,17 @@ def load_user_schedule(name: str) -> Any:
         exception inside the user's code is left as it is.
     """
     file, _, function = split_options(name)[0].partition(":")
+    if not function:
+        raise ScheduleError(
+            f"{file} is a file and not a schedule",
+            hint=f"name the schedule in it, as {file}:found if a search has written it",
+        )
     module = load_file(Path(file))
     schedule = getattr(module, function, None)
     if schedule is None:
         near = get_close_matches(function, [n for n in vars(module) if not n.startswith("_")], n=1)
         raise ScheduleError(
-            f"{file} has no {function or 'name behind the colon'}",
+            f"{file} has no {function}",
             hint=f"did you mean {file}:{near[0]}?" if near else _HINT,
         )
     if inspect.isclass(schedule) or (callable(schedule) and not _takes_one(schedule)):
