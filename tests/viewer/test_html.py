@@ -104,7 +104,7 @@ def test_what_is_not_given_is_left_out(two_ranks: Timeline, tmp_path: Path) -> N
     path = tmp_path / "report.html"
     write_report(path, title="only predicted", predicted=replace(two_ranks, memory=(), peaks=()))
     page = page_of(path)
-    assert page.count("<h2>") == 1 and "One step, rank by rank" in page
+    assert page.count("<h2>") == 1 and "Timelines, rank by rank" in page
     write_report(path, title="nothing at all")
     assert "<h2>" not in page_of(path)
 

@@ -39,4 +39,4 @@ def time_axis(figure: Figure, span_s: float, *, panels: int) -> None:
     """The same time axis under all panels: zooming one zooms all."""
     unit, scale = time_unit(span_s)
     figure.update_xaxes(range=[0, span_s * scale * 1.005], minallowed=0, zeroline=False)
-    figure.update_xaxes(title={"text": f"time in the step, {unit}", "standoff": 6}, row=panels, col=1)
+    figure.update_xaxes(title={"text": f"time, {unit}", "standoff": 6}, row=panels, col=1)
