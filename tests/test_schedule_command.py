@@ -205,21 +205,6 @@ def test_what_export_writes_check_accepts(name: str, folder: Path) -> None:
     assert good("export", name, "-p", "2", "-m", "4", "--transfers").count("\n") == 2
 
 
-def test_what_search_finds_check_accepts(folder: Path) -> None:
-    stage = '[[stage]]\nname = "{0}"\nF = 1\nI = 1.5\nW = 1.5\nbytes = 1\nranks = [{0}]\nafter = [{1}]\n'
-    Path("s.toml").write_text(stage.format(0, "") + stage.format(1, '"0"'))
-    good("search", "s.toml", "-m", "4", "--memory", "2", "--effort", "0.1", "-o", "found.py")
-    name = ["check", "found.py:found", "-p", "2"]
-    assert "found.py:found: 42 actions on 2 ranks are complete and cannot" in good(*name, "-m", "7")
-    assert read(*name, "-m", "7")["microbatches"] == 7
-    assert "for 2 ranks, not 4\nhint: use as many: -p 2" in call("check", "found.py:found").stderr
-    assert "found.py is a file and not a schedule\nhint: name" in call("check", "found.py").stderr
-    assert "--replicas and --operations say nothing" in call(*name, "--replicas", "2").stderr
-    assert "-p and -m were given" in call("check", "order.csv", "-p", "2", "-m", "4").stderr
-    Path("edited.py").write_text(Path("found.py").read_text().replace("1F 1I", "1I 1F"))
-    assert "no rank can move: rank 0 at 0I0" in call("check", "edited.py:found", "-p", "2").stderr
-
-
 def test_a_bidirectional_file_is_recognised(folder: Path) -> None:
     good("export", "dualpipe", "-p", "2", "-m", "4", "-o", "both.csv")
     result = call("check", "both.csv")

@@ -49,6 +49,23 @@ def chain(folder: Path, stage: str, ranks: int) -> Path:
     return file
 
 
+def test_check_takes_what_a_search_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = chain(tmp_path, SPLIT, 2)
+    run("schedule", "search", file, "-m", "4", "--memory", "2", "--effort", "0.1", "-o", "checked.py")
+    check = ("schedule", "check", "checked.py:found", "-p", "2")
+    assert "checked.py:found: 42 actions on 2 ranks are complete and cannot" in run(*check, "-m", "7")
+    assert json.loads(run(*check, "-m", "7", "--json"))["microbatches"] == 7
+    assert "for 2 ranks, not 4\nhint: use as many: -p 2" in run(*check[:3], code=1)
+    bare = run("schedule", "check", "checked.py", code=1)
+    assert "checked.py is a file and not a schedule\nhint: name the schedule" in bare
+    assert "--replicas and --operations say nothing" in run(*check, "--replicas", "2", code=2)
+    (tmp_path / "edited.py").write_text((tmp_path / "checked.py").read_text().replace("1F 1I", "1I 1F"))
+    assert "no rank can move" in run("schedule", "check", "edited.py:found", "-p", "2", code=1)
+    (tmp_path / "rows.txt").write_text("0F0 0B0\n")
+    assert "-p and -m were given" in run("schedule", "check", "rows.txt", "-p", "2", "-m", "4", code=2)
+
+
 @pytest.mark.parametrize(
     ("stage", "times"),
     [(STAGE, "123"), pytest.param(SPLIT, "123", marks=pytest.mark.slow)],

@@ -22,7 +22,7 @@ def test_all_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(rows) == 2
     (tmp_path / "paired.txt").write_text("\n".join(rows))
     commands = re.findall(r"^    pipeloom (schedule .*)$", PAGE, re.MULTILINE)
-    assert len(commands) == 10
+    assert len(commands) == 11
     for command in commands:
         result = CliRunner().invoke(main, command.split())
         assert result.exit_code == 0, f"{command}\n{result.output}"
