@@ -12,6 +12,7 @@ from ..ir.graph import OpGraph
 from ..ir.plan import Plan, StagePlan
 from ..ir.stages import StageGraph
 from ..ir.units import format_bytes
+from .ask_planners import planners_asked
 from .offload_ratio import copy_loads
 from .search import layer_names
 
@@ -132,7 +133,15 @@ def limits(plan: Plan) -> list[str]:
         said.append(f"{waits * 1e3:.3g} ms of that wait for transfers and copies")
     if plan.caps:
         said += _full(plan)
-    return said + _gain_of_branches(plan)
+    return said + _gain_of_branches(plan) + _planners(plan)
+
+
+def _planners(plan: Plan) -> list[str]:
+    """What each planner came to, where several were asked."""
+    if not (asked := planners_asked(plan)):
+        return []
+    told = [f"{name} {'has none' if s is None else f'{s * 1e3:.4g} ms'}" for name, s in asked.items()]
+    return [f"the fastest plan of several planners: {', '.join(told)}"]
 
 
 def _full(plan: Plan) -> list[str]:
