@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from .. import schedules
 from ..ir.cluster import Cluster
-from ..ir.errors import ConfigError, InfeasibleError, ScheduleError
+from ..ir.errors import ConfigError, InfeasibleError, PlanError, ScheduleError
 from ..ir.plan import Plan
 from ..ir.weight_policy import FLUSH
 from ..planner import (
@@ -20,6 +20,7 @@ from ..planner import (
     SearchWatch,
     branch_figures,
     divisors,
+    fastest_named,
     first_way,
     limits,
     make_plan,
@@ -125,18 +126,23 @@ class PlanRequest:
         """
         devices = first_of_each(cluster, self.width)
         one = PlanCosts(costs.graph, costs.profiles, devices)
-        names = planner(self.strategy).asks or (self.strategy,)
-        ways = [way for name in names for way in replace(self, strategy=name)._ways()]
-        plans, refusals = [], []
-        for way in ways:
-            try:
-                plan = way._search(one, devices, microbatches, explained)
-                plans.append(plan_side_by_side(plan, self.width, costs, cluster))
-            except InfeasibleError as error:
-                refusals.append(error)
+        asks = planner(self.strategy).asks
+        plans: dict[str, Plan] = {}
+        refusals: dict[str, PlanError] = {}
+        for name in asks or (self.strategy,):
+            for way in replace(self, strategy=name)._ways():
+                try:
+                    found = plan_side_by_side(
+                        way._search(one, devices, microbatches, explained), self.width, costs, cluster
+                    )
+                except InfeasibleError as error:
+                    refusals.setdefault(name, error)
+                    continue
+                if name not in plans or found.predicted_step_s < plans[name].predicted_step_s:
+                    plans[name] = replace(found, planner=self.strategy)
         if not plans:
-            raise refusals[0]
-        return replace(min(plans, key=lambda plan: plan.predicted_step_s), planner=self.strategy)
+            raise next(iter(refusals.values()))
+        return fastest_named(plans, refusals, self.strategy) if asks else plans[self.strategy]
 
     def _ways(self) -> list[PlanRequest]:
         """The same, and where stages may run side by side also as a chain and by planners of chains."""

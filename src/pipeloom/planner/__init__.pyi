@@ -1,4 +1,4 @@
-from .ask_planners import planners_asked as planners_asked
+from .ask_planners import fastest_named as fastest_named, planners_asked as planners_asked
 from .block_costs import (
     Affine as Affine,
     BlockCosts as BlockCosts,

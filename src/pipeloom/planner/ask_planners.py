@@ -7,7 +7,7 @@ plan of theirs is ever faster than what is chosen.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -47,11 +47,18 @@ def fastest_of_planners(
         if not unfit or not explained:
             raise refusals[(unfit or asked)[0]]
         return plan_by(strategy=unfit[0], explained=True)  # raises, and says more
+    return fastest_named(plans, refusals, strategy)
+
+
+def fastest_named(plans: Mapping[str, Plan], refusals: Mapping[str, PlanError], strategy: str) -> Plan:
+    """The fastest of the plans of several planners, with a note on what each came to.
+
+    plans, refusals: by the planner's name.  strategy: the name that the plan gets.
+    """
     best = min(plans.values(), key=lambda plan: plan.predicted_step_s)
-    told = {name: repr(plan.predicted_step_s) for name, plan in plans.items()}
-    told |= {name: error.message for name, error in refusals.items()}
-    notes = {f"{PREFIX}{name}": told[name] for name in asked if name in told}
-    return replace(best, planner=strategy, notes={**best.notes, **notes})
+    told = {f"{PREFIX}{name}": repr(plan.predicted_step_s) for name, plan in plans.items()}
+    told |= {f"{PREFIX}{name}": error.message for name, error in refusals.items() if name not in plans}
+    return replace(best, planner=strategy, notes={**best.notes, **told})
 
 
 def planners_asked(plan: Plan) -> dict[str, float | None]:
