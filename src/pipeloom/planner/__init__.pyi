@@ -59,6 +59,7 @@ from .request import (
     profile_of as profile_of,
 )
 from .search import layer_names as layer_names
+from .search_order import with_searched_order as with_searched_order
 from .search_watch import SearchWatch as SearchWatch
 from .shape_search import (
     PIPELININGS as PIPELININGS,

@@ -26,6 +26,7 @@ from .choose_schedule import (
 )
 from .failed_searches import FailedSearches
 from .infeasible import does_not_fit, explain_infeasible, passes_caps, scale_caps, stage_needs
+from .plan_costs import PlanCosts
 from .registry import Planner, planner
 from .request import PlanOptions, Request
 from .search import Search, even_ranks, polish_cuts
@@ -88,8 +89,9 @@ def make_plan(
             options=options,
             watch=watch,
         )
+        costs = PlanCosts(graph, profile, cluster)
         return fastest_of_planners(
-            plan_by, asked.asks, strategy, fastest=options.fastest, explained=explained
+            plan_by, asked.asks, strategy, costs, fastest=options.fastest, explained=explained
         )
     refuse_nonsense(graph, cluster, stages, FIRST[0] if asked.chooses_schedule else schedule)
     devices = replace(cluster, devices=cluster.devices[:stages])
