@@ -32,8 +32,8 @@ MOST_S = 540.0
 
 BISECTED = ("a100-40", "cpu")
 PLANNERS = (("dawnpiper", "1f1b"), ("dawnpiper", "gis_h"), ("pipeoffload", "1f1b"))
-CLOSE = 0.02
-"""Share of the largest cap to which the lowest is found."""
+LEAST, CLOSE = 0.3, 0.02
+"""Share of the largest cap from which on the lowest is sought, none having a plan below, and how closely."""
 
 
 def grid(quick: bool) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def lowest(quick: bool) -> dict[str, Any]:
         whole = max(free.peaks)
         for allowed, _ in SHARES:
             for strategy, schedule in PLANNERS[:1] if quick else PLANNERS:
-                low, high, name = 0.0, 1.0, None
+                low, high, name = LEAST, 1.0, None
                 while high - low > CLOSE:
                     share = (low + high) / 2
                     plan = planned(graph, cluster, strategy, schedule, share * whole, allowed, fastest=False)
@@ -79,4 +79,6 @@ def lowest(quick: bool) -> dict[str, Any]:
                 print(
                     "  " + ", ".join(f"{key} {shown(value)}" for key, value in rows[-1].items()), flush=True
                 )
+                if not quick:
+                    keep("lowest", {"rows": rows, "within": CLOSE})
     return {"rows": rows, "within": CLOSE}
