@@ -25,6 +25,7 @@ from .choose_schedule import (
     schedule_names,
 )
 from .failed_searches import FailedSearches
+from .fit_caps import fit_caps, more_held
 from .infeasible import does_not_fit, explain_infeasible, passes_caps, scale_caps, stage_needs
 from .plan_costs import PlanCosts
 from .registry import Planner, planner
@@ -238,7 +239,17 @@ def _search_of(search: Search, request: Request, other: Planner) -> Search:
 
 
 def _first_that_fits(request: Request, search: Search, by: Planner, log: _SearchLog) -> list[Candidate]:
-    """The first candidate of a planner that keeps its caps in its simulated step, if any. log: is filled."""
+    """The first candidate of a planner that keeps its caps in its simulated step, if any; of a schedule that
+    fits the caps those for all that a stage may be taken to hold, the fastest first. log: is filled."""
+    found = _first_of(request, search, by, log)
+    if request.fits_caps and not any(candidate.is_free for candidate in found):
+        for other in more_held(request, search):
+            found += _first_of(request, other, by, _SearchLog())
+    return sorted(found, key=lambda candidate: candidate.timeline.step_s)
+
+
+def _first_of(request: Request, search: Search, by: Planner, log: _SearchLog) -> list[Candidate]:
+    """The first candidate of one search, if any. log: is filled."""
     if by.arrange is None:
         log.first_cuts = _cuts(request, search, by)
     elif (arranged := by.arrange(search)) is not None:
@@ -252,7 +263,7 @@ def _first_that_fits(request: Request, search: Search, by: Planner, log: _Search
     )
     if by.rounds is not None:
         rounds = by.rounds if rounds is None else min(rounds, by.rounds)
-    for candidate in islice(_candidates(Candidate(request, search, log.first_cuts), by), rounds):
+    for candidate in islice(_candidates(fit_caps(request, search, log.first_cuts), by), rounds):
         log.candidates.append(candidate)
         if candidate.tighter() is None and candidate.host_shortage is None:
             return [candidate]
@@ -340,7 +351,7 @@ def _candidate(request: Request, search: Search, by: Planner) -> Candidate | Non
     cuts = _cuts(request, search, by)
     if not cuts or (not by.keeps_caps and _exceeds_caps(search, cuts)):
         return None
-    return Candidate(request, search, cuts)
+    return fit_caps(request, search, cuts)
 
 
 def _cuts(request: Request, search: Search, by: Planner) -> tuple[int, ...]:

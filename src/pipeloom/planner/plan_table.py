@@ -29,8 +29,9 @@ def plan_rows(
     residuals `kept_bytes`, `recomputed_bytes` and `offloaded_bytes` are those of one micro-batch, and
     `residuals_bytes` what is held at the peak.  graph: to say which layers it has, as "h.0 .. 3", which
     stages it reads (`reads`), and the ranks of its longest path to the end (`depth`).
-    cluster: to say what offloading would ask of links, see `offload_ratio`: `offload_ratio` (k), `link_use`
-    and `offloadable_stages` of its rank; None where a device has no link to a host.
+    cluster: to say on which node each stage is (`node`), and what offloading would ask of links, see
+    `offload_ratio`: `offload_ratio` (k), `link_use` and `offloadable_stages` of its rank; None where a device
+    has no link to a host.
     """
     rows = []
     loads = copy_loads(plan, cluster) if cluster is not None else (None,) * len(plan.stages)
@@ -44,6 +45,7 @@ def plan_rows(
             {
                 "stage": stage,
                 "rank": rank,
+                "node": None if cluster is None else cluster.devices[rank].node,
                 "ops": len(part.ops),
                 "first_op": part.ops[0],
                 "last_op": part.ops[-1],
