@@ -66,7 +66,7 @@ class Levels:
         >>> from .problem import SearchStage
         >>> stage = SearchStage(name="0", forward_s=1, input_grad_s=1, weight_grad_s=1, residual_bytes=2.0)
         >>> levels_of(SearchProblem(stages=(stage,), microbatches=20, caps=(25.0,))).thorough()
-        (2.0, 4.0, 6.0, 8.0, 12.0, 16.0, 22.0)
+        (2.0, 4.0, 8.0, 16.0)
         """
         sizes, size = [], self.low
         while size <= self.asked:

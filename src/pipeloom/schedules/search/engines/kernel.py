@@ -65,7 +65,7 @@ def run(task: Round) -> Iterator[Found]:
     for period in periods(asked):
         if (m - 1) * period / asked.scale + path >= best:
             return
-        first = solve_period(asked, period, hint=task.repeating.repeating, effort=EFFORT * task.effort)
+        first = solve_period(asked, period, hint=None, effort=EFFORT * task.effort)
         if first is None:
             yield Found(candidate=None, evaluations=1)
             continue
