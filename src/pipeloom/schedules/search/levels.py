@@ -14,7 +14,8 @@ from .candidate import one_by_one
 from .problem import SearchProblem
 
 FINE, CLOSE, THOROUGH = 1.03, 1.06, 4 / 3
-"""By which one size is at least larger than the one before; and of those at which all engines run."""
+"""By which one size is at least larger than the one before: of the climb, of those at which few schedules of
+the library are built, and of those at which all engines run and all schedules are built."""
 
 LARGE = 500
 """Actions of a step from which on sizes are further apart, in proportion."""

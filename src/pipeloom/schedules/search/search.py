@@ -206,10 +206,8 @@ class _Search:
     def _take(self, candidate: Candidate, known: _Known | None) -> None:
         if known is not None:
             known.offer(candidate)
-        elif candidate.engine.startswith(LIBRARY):
+        else:
             self.without_limits[candidate.engine.removeprefix(LIBRARY)] = candidate
-        else:  # of the exact solver
-            return
         if fits(candidate, self.problem.arrays.cap):
             self.known.offer(candidate)
 
