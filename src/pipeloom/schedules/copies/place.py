@@ -122,7 +122,8 @@ def place_copies(
         residual=np.array([cost.residual_bytes for cost in costs], np.float64),
         carried=np.array([cost.carried_bytes for cost in costs], np.float64),
         copied=np.array([cost.offloaded_bytes for cost in costs], np.float64),
-        dropped=np.array([cost.recomputed_bytes for cost in costs], np.float64),
+        # Of a stage without copies a plan keeps all, unless its schedule fits the caps.
+        dropped=np.array([cost.recomputed_bytes * (copies.room is not None) for cost in costs], np.float64),
     )
     alone = run(walk_of(columns, shape, uplinks), shape.microbatches)
     base = _Base(shape, columns, uplinks, lives, sizes, alone.start, alone.end)
@@ -185,8 +186,8 @@ def _chosen(base: _Base, copies: Copies, short: float = SHORT, transit: int = IN
         turn[stages[order], numbers[order]] = np.arange(len(order))
         candidates.append(len(order))
     most = _most(base, copies)
-    # A rank that has room for everything needs none for what comes and goes.
-    roomy = _needs(base, np.zeros_like(leaves)) <= most
+    # Where only the limit says what leaves, a rank with room for all needs none for what comes and goes.
+    roomy = (_needs(base, np.zeros_like(leaves)) <= most) & (copies.stages == 0)
     wanted = np.where(roomy, most, most - transit * _largest(base))
     low, high = np.zeros(base.shape.ranks, np.int64), np.array(candidates, np.int64)
     while (low < high).any():
