@@ -209,7 +209,7 @@ def _refuse_pairs(cluster: str | None, width: int) -> None:
 
 def _paired(cluster: Cluster | None, ranks: int) -> Cluster | None:
     """The devices of so many ranks, first and last ones together on nodes."""
-    from ..planner import pair_low_with_high
+    from ..api import pair_low_with_high
 
     if cluster is None:
         return None
