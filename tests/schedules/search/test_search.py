@@ -36,7 +36,7 @@ from pipeloom.schedules.search import (
 from pipeloom.simulator import simulate
 
 QUICK = SearchOptions(effort=0.2)
-WITHOUT_PROOFS = tuple(name for name in ENGINES if name != "exact")
+WITHOUT_EXACT = tuple(name for name in ENGINES if name != "exact")
 needs_solver = pytest.mark.skipif(
     not solver_installed(), reason="OR-tools, the extra `search`, is not installed"
 )
@@ -224,19 +224,20 @@ def test_many_chains_are_never_longer_than_the_library(part: int) -> None:
 
 def never_longer_with_more(seed: int, limits: int, effort: float) -> None:
     """A random chain with limits by chance, the smallest first, and at last none; chains of even seeds have
-    other limits on every rank, which grow together."""
+    other limits on every rank, which grow together. What the library makes of one limit alone is left out."""
     draw = random.Random(seed)
     free = replace(random_chain(seed), caps=())
     shares = [1.0 if seed % 2 else draw.uniform(1.0, 1.5) for _ in range(free.ranks)]
     micro = sorted(draw.uniform(1.0, 2.0 * free.ranks) for _ in range(limits))
     sizes = [max(free.rank_bytes) * each for each in micro]
-    shortest, options = inf, SearchOptions(effort=effort, engines=WITHOUT_PROOFS)
+    shortest, options = inf, SearchOptions(effort=effort, engines=WITHOUT_EXACT)
     for size in sizes:
         asked = replace(free, caps=tuple(share * size for share in shares))
         result = search_orders(asked, options)
         assert all(held <= cap for held, cap in zip(result.best.peaks, asked.arrays.cap, strict=True))
         assert result.best.step_s <= shortest * (1 + 1e-9), size
-        shortest = min(shortest, result.best.step_s)
+        if not result.best.engine.startswith("library"):
+            shortest = min(shortest, result.best.step_s)
         if result.ended == "optimal":
             return
     if seed % 2:

@@ -1,15 +1,15 @@
 """The search: engines round after round, with limits that grow up to those that were asked for.
 
-A step is never longer when all limits grow by the same factor, as whatever is looked at within some limits
-is looked at within larger ones, too:
+More memory gives what less memory gave, as what is looked at within some limits is looked at within larger
+ones, too, where all grow by the same factor:
 
     climb    rounds at the sizes of `Levels` that are within the limits, from the smallest one on, each going
              on from the best so far: nothing in a round depends on a size above its own
     library  what its schedules are without knowing limits, which is the same for all; and what they make of
              each of the sizes of `Levels.thorough`, each by itself
 
-and of all that the shortest within the limits is taken. CP-SAT proves how short an order within the very
-limits can be, but gives none: it may not find it again within larger ones.
+Two things are looked at within the very limits only, so that no order of theirs is missed: what the library
+makes of them, and small cases by CP-SAT. Of all that the shortest is taken.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .repeating_orders import repeating_of
 LARGE = 1500
 """Actions of a step from twice which on fewer orders are tried, the more actions the fewer."""
 
-QUICK, SLOW, FIRST = 8.0, 0.85, 0.25
+QUICK, SLOW, FIRST = 7.0, 0.75, 0.25
 """Effort while sizes double: of `priorities` and `rows`, which run at every size, and of `clock`, which runs
 at thorough ones; and doublings that the smallest size counts for. No round has more than all of what is asked
 for."""
@@ -222,6 +222,8 @@ class _Search:
         if "library" in names:
             for number in reversed(range(last)):
                 yield from self._library(number)
+            if self.problem.caps:
+                yield "library", self._round(self.known, 0, 1.0), self.known
         if "exact" in names:
             yield "exact", self._round(self.known, 0, 1.0), None
 

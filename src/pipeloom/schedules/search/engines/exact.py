@@ -1,8 +1,5 @@
 """Exact answers of small cases by CP-SAT of OR-tools, the optional extra `search`.
 
-A search takes only the bound from them: an order that is found within one limit might not be found within a
-larger one.
-
 Every entry is an interval; those of a rank do not overlap, results arrive before they are used, and
 residuals are intervals that fill a store. The micro-batches of a unit begin in their order: they are alike,
 so that renaming them unit by unit makes an order of that kind from any other one, with the same times.
@@ -52,12 +49,12 @@ def solver_installed() -> bool:
 
 
 def run(task: Round) -> Iterator[Found]:
-    """Prove how short an order can be, if the case is small and OR-tools is installed."""
+    """Solve the case if it is small and OR-tools is installed."""
     if len(task.best.order) > MOST_ENTRIES or not solver_installed():
         return
     answer = solve(task.problem, hint=task.best, effort=EFFORT * task.effort, seed=task.seed)
     bound = Bound(seconds=answer.bound_s, name="exact", why="CP-SAT has searched all orders below it")
-    yield Found(candidate=None, evaluations=1, bound=bound)
+    yield Found(candidate=answer.candidate, evaluations=1, bound=bound)
 
 
 def solve(

@@ -14,7 +14,6 @@ from ...placements import both_ways, loop, wave
 from ...registry import FAMILIES, Times, build, entry
 from ..candidate import Candidate, fits, timed
 from ..engine import Found, Round
-from ..levels import levels_of
 from ..merge_kernel import Merge, merge
 from ..problem import SearchProblem
 
@@ -61,8 +60,7 @@ def fitting(problem: SearchProblem) -> list[str]:
 def library_order(problem: SearchProblem, name: str) -> Candidate | None:
     """A schedule of the library as an order; None if it does not run so, or breaks a limit.
 
-    The shorter of what it is without knowing the limits, if it keeps to them, and of what it makes of the
-    largest of the sizes that `Levels.thorough` has.
+    The shorter of what it is without knowing the limits, if it keeps to them, and of what it makes of them.
     """
     free = without_limits(replace(problem, caps=()), name)
     if free is None or not problem.caps:
@@ -70,8 +68,7 @@ def library_order(problem: SearchProblem, name: str) -> Candidate | None:
     free = free if fits(free, problem.arrays.cap) else None
     if free is not None and problem.entries > LARGE:
         return free
-    levels = levels_of(problem)
-    limited = within_limits(levels.at(levels.thorough()[-1]), name)
+    limited = within_limits(problem, name)
     known = [one for one in (free, limited) if one is not None]
     return min(known, key=lambda one: one.cost_s, default=None)
 
