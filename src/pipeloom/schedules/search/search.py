@@ -31,7 +31,7 @@ from .repeating_orders import repeating_of
 LARGE = 1500
 """Actions of a step from twice which on fewer orders are tried, the more actions the fewer."""
 
-QUICK, SLOW, FIRST = 7.0, 0.75, 0.25
+QUICK, SLOW, FIRST = 7.0, 0.55, 0.25
 """Effort while sizes double: of `priorities` and `rows`, which run at every size, and of `clock`, which runs
 at thorough ones; and doublings that the smallest size counts for. No round has more than all of what is asked
 for."""
@@ -45,6 +45,9 @@ FLAT, SPARSE = 2.0, 1.5
 LONGER, FEW = 1.02, 2
 """By which the best of the library must be longer than without limits for sizes between two thorough ones to
 be tried, and how many of its schedules are, the best ones."""
+
+EVERY = 2
+"""Of the thorough sizes for which the library is built."""
 
 SAME = 1e-9
 
@@ -213,17 +216,17 @@ class _Search:
 
     def rounds(self) -> Iterator[tuple[str, Round, _Known | None]]:
         """Engine, its task, and what takes its orders: those without limits are kept by name."""
-        names, last = self.options.engines, len(self.levels.thorough()) - 1
+        names = self.options.engines
+        numbers = range(0, len(self.levels.thorough()), EVERY)[::-1]
         if "library" in names:
             free = _Known(replace(self.problem, caps=()), self.first)
             yield "library", self._round(free, 0, 1.0), None
-            yield from self._library(last)
-        yield from self._climb()
-        if "library" in names:
-            for number in reversed(range(last)):
-                yield from self._library(number)
             if self.problem.caps:
                 yield "library", self._round(self.known, 0, 1.0), self.known
+        yield from self._climb()
+        if "library" in names:
+            for number in numbers:
+                yield from self._library(number)
         if "exact" in names:
             yield "exact", self._round(self.known, 0, 1.0), None
 
@@ -234,7 +237,7 @@ class _Search:
         if self.levels.top == 0 or not self.without_limits or self._in_vain(sizes[-1]):
             return
         known = _Known(self.levels.at(sizes[0]), self.first)
-        yield from self._made(known, number, self.without_limits)
+        yield from self._made(known, number, self._unlike())
         best = sorted(known.library, key=lambda name: known.library[name])[:FEW]
         least = min(one.cost_s for one in self.without_limits.values())
         if not best or known.library[best[0]] <= least * LONGER:
@@ -243,6 +246,11 @@ class _Search:
         for size in sizes[1:]:
             if not self._in_vain(size):
                 yield from self._made(_Known(self.levels.at(size), known.best), number, few)
+
+    def _unlike(self) -> dict[str, Candidate]:
+        """The library's orders without limits, of such that take and hold alike the first."""
+        alike = {(one.cost_s, one.peaks): name for name, one in reversed(self.without_limits.items())}
+        return {name: one for name, one in self.without_limits.items() if name in alike.values()}
 
     def _in_vain(self, size: float) -> bool:
         """Whether nothing within the limits of a size can be shorter than what is known."""
