@@ -107,9 +107,9 @@ def test_what_does_not_fit_is_named(
     cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     job = job_of(PlainNet)
-    plan = replace(even_plan(job, 2, microbatches=4), caps=(5_000, 10_000_000))
+    plan = replace(even_plan(job, 2, microbatches=4), caps=(2_000, 10_000_000))
     need = first_comparison.needed_bytes(capture_of(job).graph)
-    assert need > 5_000 and first_comparison.limit_bytes(plan) == 5_000
+    assert need > 2_000 and first_comparison.limit_bytes(plan) == 2_000
     with caplog.at_level(logging.WARNING, logger="pipeloom"):
         first_comparison.require_equal_once(Pipeline, job, plan, capture_of(job), Options(compare=True))
     assert "PlainNet was not compared with plain PyTorch before its first step: that needs" in caplog.text
@@ -140,6 +140,31 @@ def test_what_fits_with_fewer_rows_is_compared_with_these(
             first_comparison.require_equal_once(Pipeline, job, plan, captured, Options(compare=True))
     assert seen == [1, 1]
     assert "PlainNet was compared with plain PyTorch in micro-batches of 1 row; with 2" in caplog.text
+    assert len(list(cache.iterdir())) == 1
+
+
+def test_what_would_take_long_is_compared_with_fewer_rows(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By the plan's times, whatever a micro-batch really takes."""
+    seen: list[int | None] = []
+    compare = first_comparison.compare_first
+
+    def noted(*call: Any) -> object:
+        seen.append(call[5])
+        return compare(*call)
+
+    monkeypatch.setattr(first_comparison, "compare_first", noted)
+    job = job_of(PlainNet)
+    plan = even_plan(job, 2, microbatches=4)
+    slow = replace(plan, stages=tuple(replace(stage, forward_s=4.0) for stage in plan.stages))
+    assert first_comparison.quick_rows(plan) == plan.microbatch_size == 2
+    with caplog.at_level(logging.WARNING, logger="pipeloom"):
+        first_comparison.require_equal_once(Pipeline, job, slow, capture_of(job), Options(compare=True))
+    assert seen == [1]
+    assert (
+        "in micro-batches of 1 row; with 2, as it is trained, that would take more than 20 s" in caplog.text
+    )
     assert len(list(cache.iterdir())) == 1
 
 
