@@ -116,17 +116,23 @@ def test_what_does_not_fit_is_named(
     assert not cache.exists()
 
 
-def test_what_fits_with_fewer_rows_is_compared_with_these(
-    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    seen: list[int | None] = []
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
+    """Rows of a micro-batch in every comparison."""
+    rows: list[int | None] = []
     compare = first_comparison.compare_first
 
     def noted(*call: Any) -> object:
-        seen.append(call[5])
+        rows.append(call[5])
         return compare(*call)
 
     monkeypatch.setattr(first_comparison, "compare_first", noted)
+    return rows
+
+
+def test_what_fits_with_fewer_rows_is_compared_with_these(
+    cache: Path, seen: list[int | None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     for model, message in ((PlainNet, ""), (CountsElsewhere, "does not train as in plain PyTorch")):
         job = job_of(model)
         plan = even_plan(job, 2, microbatches=2)
@@ -144,17 +150,9 @@ def test_what_fits_with_fewer_rows_is_compared_with_these(
 
 
 def test_what_would_take_long_is_compared_with_fewer_rows(
-    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    cache: Path, seen: list[int | None], caplog: pytest.LogCaptureFixture
 ) -> None:
     """By the plan's times, whatever a micro-batch really takes."""
-    seen: list[int | None] = []
-    compare = first_comparison.compare_first
-
-    def noted(*call: Any) -> object:
-        seen.append(call[5])
-        return compare(*call)
-
-    monkeypatch.setattr(first_comparison, "compare_first", noted)
     job = job_of(PlainNet)
     plan = even_plan(job, 2, microbatches=4)
     slow = replace(plan, stages=tuple(replace(stage, forward_s=4.0) for stage in plan.stages))

@@ -5,36 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from branching_graphs import random_graph, request_for
+from branching_graphs import plan_of, random_graph, request_for
 
 from pipeloom.ir.action import F
 from pipeloom.ir.errors import InfeasibleError, PlanError
-from pipeloom.ir.plan import Plan
 from pipeloom.planner import (
     PLANNERS,
     PlanCosts,
-    Request,
     limits,
-    make_plan,
     planners_asked,
     with_searched_order,
 )
 
 ASKED = PLANNERS["auto"].asks
-
-
-def plan_by(how: Request, strategy: str) -> Plan:
-    return make_plan(
-        how.graph,
-        how.profile,
-        how.cluster,
-        stages=len(how.cluster.devices),
-        schedule=how.schedule,
-        microbatches=how.microbatches,
-        strategy=strategy,
-        options=how.options,
-        explained=False,
-    )
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 4))])
@@ -44,14 +27,14 @@ def test_no_planner_that_is_asked_is_faster(seed: int) -> None:
     steps = {}
     for strategy in ASKED:
         try:
-            steps[strategy] = plan_by(how, strategy).predicted_step_s
+            steps[strategy] = plan_of(how, strategy).predicted_step_s
         except PlanError:
             steps[strategy] = None
     if not any(steps.values()):
         with pytest.raises(InfeasibleError):
-            plan_by(how, "auto")
+            plan_of(how, "auto")
         return
-    plan = plan_by(how, "auto")
+    plan = plan_of(how, "auto")
     asked = planners_asked(plan)
     searched = asked.pop("searched", None)
     assert asked == steps
@@ -67,21 +50,21 @@ def test_what_fits_for_one_alone_is_planned(monkeypatch: pytest.MonkeyPatch) -> 
     none = replace(PLANNERS["exact"], find=lambda search: ())
     monkeypatch.setitem(PLANNERS, "never", none)
     monkeypatch.setitem(PLANNERS, "auto", replace(PLANNERS["auto"], asks=("never", "exact")))
-    plan = plan_by(how, "exact")
+    plan = plan_of(how, "exact")
     assert (
-        planners_asked(plan_by(how, "auto")).items()
+        planners_asked(plan_of(how, "auto")).items()
         >= {"never": None, "exact": plan.predicted_step_s}.items()
     )
     monkeypatch.setitem(PLANNERS, "auto", replace(PLANNERS["auto"], asks=("never",)))
     with pytest.raises(InfeasibleError, match="no cut into 2 stages fits"):
-        plan_by(how, "auto")
+        plan_of(how, "auto")
 
 
 @pytest.mark.parametrize("kind", ["chain", "series-parallel"])
 def test_a_searched_order_keeps_the_caps_and_is_what_is_simulated(kind: str) -> None:
     graph, profile = random_graph(3, 12, kind)
     how = request_for(graph, profile, 3, slack=1.5)
-    plan = plan_by(how, "exact")
+    plan = plan_of(how, "exact")
     costs = PlanCosts(graph, profile, how.cluster)
     found = with_searched_order(plan, costs)
     assert found is not None, "1f1b of uneven stages without a split backward leaves something to gain"
@@ -98,5 +81,5 @@ def test_a_searched_order_keeps_the_caps_and_is_what_is_simulated(kind: str) -> 
 def test_orders_of_plans_without_a_flush_are_left_as_they_are() -> None:
     graph, profile = random_graph(3, 12, "chain")
     how = request_for(graph, profile, 2)
-    plan = plan_by(replace(how, options=replace(how.options, weights="2bw")), "exact")
+    plan = plan_of(replace(how, options=replace(how.options, weights="2bw")), "exact")
     assert with_searched_order(plan, PlanCosts(graph, profile, how.cluster)) is None

@@ -117,7 +117,7 @@ class Candidate:
         return self.request.rows(self.stages, costs, room=self.room)
 
     @property
-    def is_free(self) -> bool:
+    def copies_nothing(self) -> bool:
         """Whether it copies nothing."""
         return not self.leaving
 

@@ -242,7 +242,7 @@ def _first_that_fits(request: Request, search: Search, by: Planner, log: _Search
     """The first candidate of a planner that keeps its caps in its simulated step, if any; of a schedule that
     fits the caps those for all that a stage may be taken to hold, the fastest first. log: is filled."""
     found = _first_of(request, search, by, log)
-    if request.fits_caps and not any(candidate.is_free for candidate in found):
+    if request.fits_caps and not any(candidate.copies_nothing for candidate in found):
         for other in more_held(request, search):
             found += _first_of(request, other, by, _SearchLog())
     return sorted(found, key=lambda candidate: candidate.timeline.step_s)
