@@ -206,7 +206,7 @@ def _wide(tensor: Tensor) -> Tensor:
 def _largest(tensor: Tensor) -> float:
     """The largest size of an entry; not a number if any entry is none."""
     low, high = tensor.aminmax()
-    return float(torch.maximum(-low.double(), high.double()))
+    return float(torch.maximum(-low.double(), high.double()).abs())  # no -0.0
 
 
 def _relative(difference: float, size: float) -> float:
