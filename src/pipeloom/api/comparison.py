@@ -153,7 +153,8 @@ def _reference(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Numbers:
-    """initial, parameters: before and after the step.  buffers: after it."""
+    """initial, parameters: before and after the step; the first of a pipeline only if it draws random
+    numbers, so that it may have to stand for the module.  buffers: after it."""
 
     loss: float
     gradients: Mapping[str, Tensor]
@@ -167,10 +168,11 @@ class _Numbers:
 def _updated(
     job: Job, initial: Mapping[str, Tensor], gradients: Mapping[str, Tensor], clip_norm: float | None
 ) -> dict[str, Tensor]:
-    """One step of the job's optimizer in one process, on gradients that it clips."""
-    params = {name: nn.Parameter(t.clone()) for name, t in initial.items() if name in gradients}
+    """One step of the job's optimizer in one process, on gradients that it clips. Both are used up: a copy of
+    each would be most of what comparing a large model takes."""
+    params = {name: nn.Parameter(t) for name, t in initial.items() if name in gradients}
     for name, param in params.items():
-        param.grad = gradients[name].clone()
+        param.grad = gradients[name]
     if clip_norm is not None:
         torch.nn.utils.clip_grad_norm_(params.values(), clip_norm)
     assert job.optimizer is not None
@@ -180,17 +182,31 @@ def _updated(
 
 
 def _differences(pipelined: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
-    sizes = {name: float(t.abs().max()) for name, t in expected.items() if t.numel()}
+    sizes = {name: _largest(_wide(t)) for name, t in expected.items() if t.numel()}
     largest = max(filter(isfinite, sizes.values()), default=0.0)
     missing = {name: inf for name in expected.keys() ^ pipelined.keys()}
     return missing | {
         name: _relative(
-            float((pipelined[name].double() - expected[name].double()).abs().max()),
+            _largest(_wide(pipelined[name]) - _wide(expected[name])),
             max(size, NOISE * largest, 1e-30),
         )
         for name, size in sizes.items()
         if name in pipelined
     }
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """In a type whose differences are exact enough. That of two float32 has float32's digits, far below any
+    tolerance, and float64 would take ten times as long."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    return tensor if tensor.dtype == torch.float32 else tensor.double()
+
+
+def _largest(tensor: Tensor) -> float:
+    """The largest size of an entry; not a number if any entry is none."""
+    low, high = tensor.aminmax()
+    return float(torch.maximum(-low.double(), high.double()))
 
 
 def _relative(difference: float, size: float) -> float:
@@ -232,7 +248,9 @@ def _run_threads(
     def run(rank: int, channel: LocalChannel) -> None:
         try:
             with make(job, plan, options=options, channel=channel, captured=captured) as pipeline:
-                initial = copies(pipeline.weights.params)
+                random = any(op.random for op in pipeline.captured.graph.ops)
+                python_random = pipeline.captured.draws_python_random
+                initial = copies(pipeline.weights.params) if random or python_random else {}
                 # Of another size than the plan's, the stages are captured and traced now: nothing can be
                 # captured while draws are recorded, and what it draws would be counted as the step's.
                 split = pipeline.batches.split(batch, training=True)
@@ -246,10 +264,10 @@ def _run_threads(
                     loss=loss,
                     gradients=pipeline.weights.last_gradients,
                     initial=initial,
-                    buffers=copies(pipeline.weights.buffers),
-                    parameters=copies(pipeline.weights.params),
-                    random=any(op.random for op in pipeline.captured.graph.ops),
-                    python_random=pipeline.captured.draws_python_random,
+                    buffers=dict(pipeline.weights.buffers),
+                    parameters={n: p.detach() for n, p in pipeline.weights.params.items()},
+                    random=random,
+                    python_random=python_random,
                 )
         except BaseException as error:  # handed to the caller's thread below
             errors[rank] = error

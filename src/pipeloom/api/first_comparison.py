@@ -22,7 +22,7 @@ from .. import __version__
 from ..ir.errors import BatchError, ConfigError, VerifyError
 from ..ir.files import write_whole
 from ..ir.flow import flow_of
-from ..ir.graph import OpGraph
+from ..ir.graph import OpGraph, storages
 from ..ir.memory_policy import KEEP_ALL
 from ..ir.plan import Plan
 from ..ir.units import format_bytes
@@ -39,6 +39,13 @@ LIMIT_BYTES = 8 * 2**30
 SHARE_OF_MEMORY = 0.25
 """What the comparison may need: at most so much, and this share of the machine's memory."""
 
+
+MOST_S = 20.0
+"""Where by the plan's times computing takes longer than this, smaller micro-batches are compared."""
+
+ENOUGH_S = 10.0
+"""They are so small that it takes no longer than this. The model is then captured and traced anew, which
+takes seconds itself, so that less than half must be left to compute."""
 
 LONG_S = 5.0
 """A comparison that took longer is mentioned: the first step was late for it."""
@@ -60,14 +67,21 @@ def require_equal_once(
     if remembered.is_file():
         return
     limit = limit_bytes(plan)
-    rows = fitting_rows(captured.graph, plan.microbatch_size, limit)
-    if not rows:
+    fitting = fitting_rows(captured.graph, plan.microbatch_size, limit)
+    if not fitting:
         need = needed_bytes(captured.graph, 1 / plan.microbatch_size)
         _warn(job, f"that needs about {format_bytes(need)}, and {format_bytes(limit)} may be used for it")
         return
     start = time.perf_counter()
+    rows = min(fitting, quick_rows(plan))
     try:
-        found = compare_first(make, job, plan, captured, options, rows)
+        try:
+            found = compare_first(make, job, plan, captured, options, rows)
+        except BatchError:
+            if rows == fitting:
+                raise
+            rows = fitting  # it takes longer, but it is possible
+            found = compare_first(make, job, plan, captured, options, rows)
     except BatchError as error:
         if rows == plan.microbatch_size:
             raise
@@ -75,15 +89,7 @@ def require_equal_once(
         _warn(job, f"{format_bytes(limit)} may be used for it, enough for {few}, and {error.message}")
         return
     if rows < plan.microbatch_size:
-        _log.warning(
-            "%s was compared with plain PyTorch in micro-batches of %s; with %d, as it is trained, that "
-            "needs about %s, and %s may be used for it",
-            job.name,
-            f"{rows} rows" if rows > 1 else "1 row",
-            plan.microbatch_size,
-            format_bytes(needed_bytes(captured.graph)),
-            format_bytes(limit),
-        )
+        _say_smaller(job, plan, captured, rows, limit if rows == fitting else None)
     if (took_s := time.perf_counter() - start) > LONG_S:
         _log.warning("%s was compared with plain PyTorch in %.0f s, once for this model", job.name, took_s)
     if not found.passed:
@@ -145,21 +151,47 @@ def fitting_rows(graph: OpGraph, rows: int, limit: int) -> int:
     return rows if state + values <= limit else int((limit - state) * rows // values)
 
 
+def quick_rows(plan: Plan) -> int:
+    """Rows of the largest micro-batches that are compared in time, by the plan's times; at least 1."""
+    microbatch_s = sum(stage.forward_s + stage.input_grad_s + stage.weight_grad_s for stage in plan.stages)
+    both_s = 2 * MICROBATCHES * microbatch_s  # by the stages, and by the module
+    return plan.microbatch_size if both_s <= MOST_S else max(1, int(plan.microbatch_size * ENOUGH_S / both_s))
+
+
 def needed_bytes(graph: OpGraph, share: float = 1.0) -> int:
-    """About what the comparison holds: parameters, gradients and copies of both, twice, and all values of the
-    forward of each micro-batch.
+    """About what the comparison holds: parameters, their gradients, and a copy of either, twice, and of each
+    micro-batch all values that its forward makes, views aside, with their gradients.
 
     share: of the rows of the captured micro-batch.
     """
     state = sum(p.bytes for p in graph.parameters) + sum(b.bytes for b in graph.buffers)
-    values = sum(value.bytes for op in graph.ops for value in op.outputs)
-    return 8 * state + math.ceil(2 * MICROBATCHES * values * share)
+    base = storages(graph)
+    made = (value for op in graph.ops for value in op.outputs if base[value.name] == value.name)
+    values = sum(value.bytes for value in made)
+    return 7 * state + math.ceil(2 * MICROBATCHES * values * share)
 
 
 def limit_bytes(plan: Plan) -> int:
     """What it may hold: no more than a rank of the plan, and no large share of the machine's memory."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min(LIMIT_BYTES, int(SHARE_OF_MEMORY * memory), *plan.caps)
+
+
+def _say_smaller(job: Job, plan: Plan, captured: Captured, rows: int, limit: int | None) -> None:
+    """limit: in bytes, if that is why; else it would have taken too long."""
+    why = (
+        f"would take more than {MOST_S:.0f} s"
+        if limit is None
+        else f"needs about {format_bytes(needed_bytes(captured.graph))}, and {format_bytes(limit)} may be "
+        "used for it"
+    )
+    _log.warning(
+        "%s was compared with plain PyTorch in micro-batches of %s; with %d, as it is trained, that %s",
+        job.name,
+        f"{rows} rows" if rows > 1 else "1 row",
+        plan.microbatch_size,
+        why,
+    )
 
 
 def _warn(job: Job, why: str) -> None:

@@ -110,8 +110,6 @@ class Pipeline:
             (give_back_freed_memory if plan.memory.offloads else keep_freed_memory)()
         self.captured = self._given or capture(job, plan.microbatch_size, autocast=options.autocast)
         refuse_torn_updates(plan, self.captured)
-        if self.rank == 0:  # the others wait where they agree on layouts
-            require_equal_once(Pipeline, job, plan, self.captured, options)
         self.stages = plan.stage_graph(self.captured.graph)
         self.program = lower(
             plan.as_schedule,
@@ -133,6 +131,9 @@ class Pipeline:
         )
         self.training = TrainingVariants(rank_stages)
         self.evaluation = EvaluationVariants(rank_stages, self.training)
+        if self.rank == 0:  # the others make their weights, and wait where all foresee what a step holds
+            require_equal_once(Pipeline, job, plan, self.captured, options)
+        self.captured.traced.clear()
         self.ledger = Ledger(self.rank, plan.caps[self.rank] if plan.caps else None)
         self.weights = rank_stages.weights(self.program)
         for kind, size in self.weights.sizes.items():

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..runtime import Gradients
 from ..tracer import DrawReplay, Job, scalar_loss
 
 ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
@@ -21,8 +20,8 @@ deep. About 80 times the spacing of float32 and 8 times that of the short types.
 class PlainStep:
     """Micro-batches in plain PyTorch; no update.
 
-    losses: of each micro-batch, times its share.  gradients: sums.  initial: parameters.
-    buffers: afterwards.
+    losses: of each micro-batch, times its share.  gradients: sums, as autograd has added them up.
+    initial: parameters, copied before a forward could change them.  buffers: afterwards.
     """
 
     losses: tuple[float, ...]
@@ -50,7 +49,7 @@ def plain_step(
         model = job.model()
         named: dict[str, nn.Parameter] = dict(model.named_parameters())
         initial = copies(named)
-        sums, losses = Gradients(named), []
+        losses = []
         replay = DrawReplay(draws) if draws is not None else None
         with replay or nullcontext():
             for part, share in zip(parts, shares, strict=True):
@@ -60,14 +59,12 @@ def plain_step(
                 torch.autograd.backward(loss)
         if replay is not None:
             replay.require_all()
-    for name, param in named.items():
-        if param.grad is not None:
-            sums.add(name, param.grad)
-    return PlainStep(
+    held = dict(model.named_buffers()) | {n: p for n, p in named.items() if not p.requires_grad}
+    return PlainStep(  # nobody has the module from now on, so nothing of it is copied
         losses=tuple(losses),
-        gradients={name: sums.sums[name].clone() for name in sums.touched},
+        gradients={name: param.grad for name, param in named.items() if param.grad is not None},
         initial=initial,
-        buffers=copies(dict(model.named_buffers()) | {n: p for n, p in named.items() if not p.requires_grad}),
+        buffers={name: tensor.detach() for name, tensor in held.items()},
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -29,6 +29,7 @@ class Captured:
     cut: how to run the model module by module, if `graph.fallback` says why it could not be exported; then
         `module` is empty.
     evaluation: the same micro-batches in evaluation mode, if that was captured already.
+    traced: what tracing made of its stages, for `stage_functions` to trace each once; may be emptied.
     """
 
     graph: OpGraph
@@ -40,6 +41,7 @@ class Captured:
     autocast: torch.dtype | None = None
     cut: ModuleCut | None = None
     evaluation: Captured | None = None
+    traced: dict[Hashable, object] = field(default_factory=dict)
 
     @property
     def draws_python_random(self) -> bool:

@@ -276,10 +276,22 @@ def _refuse_treatments(index: int, treatments: Mapping[str, Treatment]) -> None:
 def _splitter(
     module: StageModule, captured: Captured, device: str, compiled: bool
 ) -> tuple[Splitter, object]:
+    """Traced once for a captured model, which is nearly all that building a stage's functions takes: a
+    splitter is only read."""
+    nodes = tuple(node.name for node in module.module.graph.nodes)
+    key = (nodes, module.names, module.outputs, module.learning, device, compiled)
+    if key not in captured.traced:
+        captured.traced[key] = _traced_splitter(module, captured, device, compiled)
+    splitter = captured.traced[key]
+    assert isinstance(splitter, Splitter)
+    return splitter, splitter.joint.attributes
+
+
+def _traced_splitter(module: StageModule, captured: Captured, device: str, compiled: bool) -> Splitter:
     joint = simplify(trace_joint(module, captured, device))
     state = frozenset(n for n, k in zip(module.names, module.kinds, strict=True) if k in ("param", "buffer"))
     updated = frozenset(o.removeprefix("buffer:") for o in module.outputs if o.startswith("buffer:"))
-    return Splitter(joint, state, updated, not compiled), joint.attributes
+    return Splitter(joint, state, updated, not compiled)
 
 
 def _parts(splitter: Splitter, treatments: Mapping[str, Treatment], ahead: bool) -> dict[str, Part]:
