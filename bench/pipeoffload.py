@@ -11,7 +11,11 @@ overhead    step at m = 8p less that at m = 4p, which leaves out the warm-up, ov
 optimality  2 and 3 ranks and up to 4 micro-batches against all placements: the least peak, and the shortest
             step under the peak of ours
 memory      real ranks: one model on 2, 4 and 8 of them, n = 0, half and all: residual peaks beside predicted
-planner     `pipeoffload` beside `dawnpiper` at a grid of caps; offload_only: where nothing may be made again
+grid        `pipeoffload` beside `dawnpiper` on A100, H200 and CPU at 21 caps, within ten minutes; lowest: the
+            least cap at which each has a plan, by bisection
+planner     the same for larger models and caps, as many as fit into 400 s; offload_only: where nothing may be
+            made again
+ratio       k of captured GPTs beside the paper's formula; paper: the paper's models, simulated
 paced       ranks whose stages and copies sleep: the step beside the simulated one, k = 0.5 and 1.0
 
 Times are in units of one stage's F, I and W of 1 each. Results are written per section.
@@ -26,6 +30,7 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
+from pipeoffload_grid import grid, lowest
 from pipeoffload_memory import memory
 from pipeoffload_optimal import optimality
 from pipeoffload_paced import paced
@@ -135,6 +140,8 @@ SECTIONS = {
     "overhead": overhead,
     "optimality": optimality,
     "memory": memory,
+    "grid": grid,
+    "lowest": lowest,
     "planner": planner,
     "offload_only": offload_only,
     "ratio": ratio,

@@ -81,8 +81,10 @@ def planned(
     schedule: str,
     cap: float | None,
     treatments: tuple[Treatment, ...] | None = None,
+    *,
+    fastest: bool = True,
 ) -> Plan | None:
-    """None if nothing fits."""
+    """None if nothing fits. fastest: if not, the first that does will do."""
     if cap is not None:
         devices = tuple(replace(each, memory_bytes=int(cap)) for each in cluster.devices)
         cluster = replace(cluster, devices=devices)
@@ -95,7 +97,7 @@ def planned(
             schedule=schedule,
             microbatches=MICROBATCHES,
             strategy=strategy,
-            options=PlanOptions(optimizer_bytes=OPTIMIZER, treatments=treatments),
+            options=PlanOptions(optimizer_bytes=OPTIMIZER, treatments=treatments, fastest=fastest),
             explained=False,
         )
     except InfeasibleError:
@@ -117,7 +119,7 @@ def planner(quick: bool) -> dict[str, Any]:
         row: dict[str, Any] = {"device": device, "ranks": ranks, "layers": layers, "share": share}
         row |= {"code": code} | beside(cluster_of(device, ranks), layers, share)
         rows.append(row)
-        print("  " + ", ".join(f"{name} {_shown(value)}" for name, value in row.items()), flush=True)
+        print("  " + ", ".join(f"{name} {shown(value)}" for name, value in row.items()), flush=True)
         if not quick:
             keep("planner", summary(rows, len(asked)))
     found = summary(rows, len(asked))
@@ -135,7 +137,7 @@ def offload_only(quick: bool) -> dict[str, Any]:
     for share in OFFLOAD_ONLY_SHARES[-1:] if quick else OFFLOAD_ONLY_SHARES:
         found = beside(cluster_of(device, ranks), layers, share, ("offload",), vocabulary=256)
         rows.append({"device": device, "ranks": ranks, "layers": layers, "share": share} | found)
-        print("  " + ", ".join(f"{name} {_shown(value)}" for name, value in rows[-1].items()), flush=True)
+        print("  " + ", ".join(f"{name} {shown(value)}" for name, value in rows[-1].items()), flush=True)
         if not quick:
             keep("offload_only", summary(rows, len(OFFLOAD_ONLY_SHARES)))
     return summary(rows, len(OFFLOAD_ONLY_SHARES))
@@ -177,7 +179,7 @@ def summary(rows: list[dict[str, Any]], asked: int) -> dict[str, Any]:
     return {"rows": rows, **counts}
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
@@ -200,7 +202,7 @@ def ratio(quick: bool) -> dict[str, Any]:
             )
             row = {"device": device, "hidden": width, "context": context, "k": load.ratio, "formula": formula}
             rows.append(row | {"utilisation": load.utilisation, "offloadable": load.offloadable})
-            print("  " + ", ".join(f"{name} {_shown(value)}" for name, value in rows[-1].items()), flush=True)
+            print("  " + ", ".join(f"{name} {shown(value)}" for name, value in rows[-1].items()), flush=True)
     return {"rows": rows}
 
 

@@ -205,6 +205,8 @@ def test_verify_passes_and_fails(folder: Path) -> None:
         (["train", "--set", "pipeline.plan=none.json"], 2, "error: cannot read Plan from none.json"),
         (["plan", "tiny_job.py:job", "--cluster", "cluster.toml", "--stages", "99"], 1, "error: 99 stages"),
         ([*PLAN, "--device-memory", "1GiB"], 2, "error: --device-memory and --cluster were both given\n"),
+        ([*PLAN[:2], "--pair-nodes"], 2, "error: --pair-nodes without --cluster\n"),
+        ([*PLAN, "--pair-nodes", "--width", "2"], 2, "error: --pair-nodes and --width were both given\n"),
         ([*PLAN, "--schedule", "1f1"], 1, "error: no schedule is named '1f1'\nhint: did you mean 1f1b?"),
         (["verify", "none.py:job"], 2, "error: there is no file none.py\n"),
         (["verify", "tiny_job.py:job", "--plan", "none.json"], 2, "error: cannot read Plan from none.json"),
@@ -219,6 +221,16 @@ def test_verify_passes_and_fails(folder: Path) -> None:
 )
 def test_a_mistake_is_one_sentence(folder: Path, words: list[str], status: int, message: str) -> None:
     assert message in bad(status, *words)
+
+
+def test_first_and_last_ranks_share_nodes_if_asked(folder: Path) -> None:
+    words = [*PLAN[:2], "--cluster", "2 nodes of 2 x a100-40", "--stages", "4", "-m", "4", "--no-what-if"]
+
+    def nodes(*more: str) -> list[int]:
+        return [stage["node"] for stage in json.loads(good(*words, "--json", *more))["stages"]]
+
+    assert (nodes(), nodes("--pair-nodes")) == ([0, 0, 1, 1], [0, 1, 1, 0])
+    assert "node" in good(*words).split() and "node" not in good(*PLAN).split()
 
 
 @pytest.mark.sampled(2)

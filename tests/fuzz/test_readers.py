@@ -48,7 +48,7 @@ from pipeloom.train import (
 
 CALM = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 QUICK, LONG = (
-    settings(max_examples=count, deadline=None, suppress_health_check=CALM) for count in (200, 10_000)
+    settings(max_examples=count, deadline=None, suppress_health_check=CALM) for count in (200, 2_500)
 )
 HANGS_S = 30
 """No measure of anything: a trial takes milliseconds."""
@@ -289,9 +289,11 @@ def test_damaged_files(data: st.DataObject, whole: dict[str, Path]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("part", range(4))
 @LONG
 @given(data=st.data())
-def test_many_damaged_files(data: st.DataObject, whole: dict[str, Path]) -> None:
+def test_many_damaged_files(data: st.DataObject, whole: dict[str, Path], part: int) -> None:
+    """10,000 in four parts, each with files of its own."""
     trial(data, whole)
 
 

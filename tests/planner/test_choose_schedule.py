@@ -16,6 +16,8 @@ from pipeloom.planner import PLANNERS, PlanOptions, make_plan, schedule_names
 from pipeloom.planner.search import Search
 
 RANKS, MICROBATCHES = 2, 4
+LIMITED = ("1f1b:limit=1.5", *(f"po:v={v},limit={share * (v + 1)}" for v in (2, 4) for share in (0.75, 0.5)))
+"""The same limit for all ranks, which the planner does not try: what the caps leave is to be as good."""
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +66,7 @@ def seconds(plan, *asked) -> float:
 @pytest.mark.parametrize("seed", [pytest.param(n, marks=pytest.mark.slow) for n in range(20)])
 def test_it_is_the_best_of_a_grid(seed: int) -> None:
     make = cache(plans(seed, (None, 1.0, 0.9, 0.8)[seed % 4]))
-    names = schedule_names(RANKS, 12)
+    names = (*schedule_names(RANKS, 12), *LIMITED)
     ways = [(name, *how) for name in names for how in (("exact", ()), ("probe", ("recompute",)))]
     ways += [(name, "dawnpiper", None) for name in ("1f1b", "gis_h")]
     least = min(seconds(make, *way) for way in ways)
@@ -106,6 +108,19 @@ def test_a_schedule_with_copies_makes_nothing_again_where_only_offloading_is_all
     assert not any(stage.recomputed_bytes for stage in alone.stages)
     leaving = [sum(stage.offloaded_bytes for stage in one.stages) for one in (alone, either)]
     assert leaving[0] > leaving[1]
+
+
+def test_as_many_copies_as_the_caps_ask_for() -> None:
+    def copied(plan: Plan) -> int:
+        return sum(row.count("OFFLOAD") for row in plan.schedule_rows)
+
+    with pytest.raises(InfeasibleError):
+        plans(2, 0.8)("1f1b", "exact", ())
+    tight, loose, free = (plans(2, share)("1f1b:fit=1", "exact", ()) for share in (0.8, 0.95, None))
+    for plan in (tight, loose):
+        assert all(peak <= cap for peak, cap in zip(plan.peaks, plan.caps, strict=True))
+    assert copied(tight) > 0 == copied(free)
+    assert copied(loose) <= copied(tight)
 
 
 def test_a_host_that_is_too_small_is_refused_with_its_rank_and_bytes() -> None:

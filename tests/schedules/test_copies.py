@@ -111,6 +111,27 @@ def test_under_a_limit_single_microbatches_leave_the_longest_kept_first() -> Non
     assert not away[-1]
 
 
+@pytest.mark.parametrize("dropped", [0, SIZE // 2])
+def test_each_rank_copies_what_it_has_no_room_for(dropped: int) -> None:
+    stages, placement = schedules.default_placement("1f1b", 4)
+    (cost,) = schedules.with_copies(equal_costs(1, residual_bytes=SIZE), 0.75)
+    cost = replace(cost, offloaded_bytes=SIZE - dropped, recomputed_bytes=dropped)
+
+    def fitted(*room: float) -> Schedule:
+        times = schedules.Times(costs=(cost,) * 4, room_bytes=room)
+        return schedules.build("1f1b:fit=1", stages, placement, 16, times=times)
+
+    assert fitted(*[4.0 * SIZE] * 4).rows == built("1f1b", 4, 1, 16).rows
+    made = fitted(4.0 * SIZE, 2.0 * SIZE, 2.0 * SIZE, 1.0 * SIZE)
+    away = [sum(action.kind == OFFLOAD for action in row) for row in made.rows]
+    # Of three micro-batches in flight rank 1 has room for two, or for three of which half is made again.
+    assert (away[1] > 0) == (not dropped) and (away[0], away[2], away[3]) == (0, 0, 0)
+    rooms = [4 * SIZE, 2 * SIZE, 2 * SIZE, SIZE]
+    if not dropped:
+        check_memory_limit(made, chain(4), (cost,) * 4, rooms)
+    assert all(OFFLOAD in {action.kind for action in row} for row in fitted(0.0, 0.0, 0.0, 0.0).rows[:-1])
+
+
 def test_a_limit_that_no_copy_makes_room_for_is_refused() -> None:
     with pytest.raises(ScheduleError, match="rank 3 holds 4 residuals of a stage at once") as caught:
         built("zb_h1:limit=3", 4, 1, 16)
@@ -123,6 +144,8 @@ def test_a_limit_that_no_copy_makes_room_for_is_refused() -> None:
         ("po:offload=5,v=4", "po:offload=5,v=4 offloads 5 of the 4 stages of a rank"),
         ("po:offload=1.5", "po:offload=1.5 offloads 1.5 of the 2 stages of a rank"),
         ("1f1b:limit=0", "1f1b:limit=0 limits a rank to 0 residuals"),
+        ("1f1b:fit=2", "1f1b:fit=2 fits its caps with fit=2"),
+        ("po:fit=1,limit=3", "po:fit=1,limit=3 fits its caps with fit=1 and limits a rank to 3 residuals"),
         ("dualpipe:offload=1", "copies cannot be placed in rows with pairs"),
         ("forward_only:offload=1", "copies cannot be placed in rows with forwards only"),
     ],

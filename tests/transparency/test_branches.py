@@ -11,10 +11,14 @@ import runs
 import torch
 from delayed import delayed, trained
 
-from pipeloom import Job
+from pipeloom import Job, verify
+from pipeloom.api import estimate
+from pipeloom.clusters import find_cluster
+from pipeloom.ir.action import W
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.replicas import widened
 from pipeloom.ir.weight_policy import Updates
+from pipeloom.planner import PlanCosts, PlanOptions, make_plan, with_searched_order
 from pipeloom.schedules import build, build_steady
 
 MICROBATCHES = 4
@@ -137,3 +141,29 @@ def test_pairs_that_cannot_be() -> None:
     ):
         assert pair in CANNOT
         assert plan_of(job, pair) == plan_of(job, (one,))
+
+
+@pytest.mark.parametrize(
+    "microbatches", [MICROBATCHES, pytest.param(3 * MICROBATCHES, marks=pytest.mark.slow)]
+)
+def test_a_plan_in_a_searched_order_gives_the_numbers_of_one_process(microbatches: int) -> None:
+    job = job_of(frozen=False)
+    captured = runs.capture_of(job, 2)
+    cluster = find_cluster("3 x a100-40")
+    costs = PlanCosts(captured.graph, estimate(captured.graph, cluster), cluster)
+    options = PlanOptions(treatments=())
+    plan = make_plan(
+        captured.graph,
+        costs.profiles,
+        cluster,
+        stages=3,
+        schedule="1f1b",
+        microbatches=microbatches,
+        strategy="graphpipe",
+        options=options,
+    )
+    searched = with_searched_order(plan, costs)
+    assert searched is not None
+    split = any(action.kind == W for row in searched.as_schedule.rows for action in row)
+    assert split, "what a split backward fills is what the search finds"
+    verify(job, searched, tolerance=TOLERANCE).require()

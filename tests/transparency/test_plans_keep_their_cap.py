@@ -28,7 +28,7 @@ KINDS = ("linear", "gelu", "tanh", "norm", "skip", "older", "attention", "heads"
 FREEING = [
     name
     for name, planner in PLANNERS.items()
-    if planner.optimises != "never" and not planner.chooses_schedule
+    if planner.optimises != "never" and not planner.chooses_schedule and not planner.asks
 ]
 
 

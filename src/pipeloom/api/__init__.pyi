@@ -12,6 +12,7 @@ from .clusters import (
     disk_speed as disk_speed,
     find_cluster as find_cluster,
     grouped as grouped,
+    pair_low_with_high as pair_low_with_high,
     save_cluster as save_cluster,
     with_files as with_files,
 )

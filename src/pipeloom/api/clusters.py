@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from ..clusters import BuiltIn, Figure, built_in_devices, cpu_cluster, find_cluster, save_cluster
 from ..ir.cluster import Cluster, Device, Link, refuse_too_many
 from ..ir.errors import ConfigError
+from ..planner import pair_low_with_high
 from ..profiler import Measurement, connected_components, summarise_runs
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ __all__ = [
     "detect",
     "disk_speed",
     "find_cluster",
+    "pair_low_with_high",
     "grouped",
     "save_cluster",
     "with_files",

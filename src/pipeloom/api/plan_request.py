@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from .. import schedules
 from ..ir.cluster import Cluster
-from ..ir.errors import ConfigError, InfeasibleError, ScheduleError
+from ..ir.errors import ConfigError, InfeasibleError, PlanError, ScheduleError
 from ..ir.plan import Plan
 from ..ir.weight_policy import FLUSH
 from ..planner import (
@@ -20,6 +20,7 @@ from ..planner import (
     SearchWatch,
     branch_figures,
     divisors,
+    fastest_named,
     first_way,
     limits,
     make_plan,
@@ -27,6 +28,7 @@ from ..planner import (
     plain_of,
     plan_rows,
     planner,
+    planners_asked,
     stages_for,
     what_if,
 )
@@ -124,21 +126,31 @@ class PlanRequest:
         """
         devices = first_of_each(cluster, self.width)
         one = PlanCosts(costs.graph, costs.profiles, devices)
-        ways = [self]
-        asked = planner(self.strategy)
-        if asked.propose is not None and self.options.branches and self.options.fastest:
-            ways.append(replace(self, options=replace(self.options, branches=False)))
-            ways += [replace(self, strategy=other) for other in asked.also]
-        plans, refusals = [], []
-        for way in ways:
-            try:
-                plan = way._search(one, devices, microbatches, explained)
-                plans.append(plan_side_by_side(plan, self.width, costs, cluster))
-            except InfeasibleError as error:
-                refusals.append(error)
+        asks = planner(self.strategy).asks
+        plans: dict[str, Plan] = {}
+        refusals: dict[str, PlanError] = {}
+        for name in asks or (self.strategy,):
+            for way in replace(self, strategy=name)._ways():
+                try:
+                    found = plan_side_by_side(
+                        way._search(one, devices, microbatches, explained), self.width, costs, cluster
+                    )
+                except InfeasibleError as error:
+                    refusals.setdefault(name, error)
+                    continue
+                if name not in plans or found.predicted_step_s < plans[name].predicted_step_s:
+                    plans[name] = replace(found, planner=self.strategy)
         if not plans:
-            raise refusals[0]
-        return replace(min(plans, key=lambda plan: plan.predicted_step_s), planner=self.strategy)
+            raise next(iter(refusals.values()))
+        return fastest_named(plans, refusals, self.strategy) if asks else plans[self.strategy]
+
+    def _ways(self) -> list[PlanRequest]:
+        """The same, and where stages may run side by side also as a chain and by planners of chains."""
+        asked, options = planner(self.strategy), self.options
+        if asked.propose is None or not options.branches or not options.fastest:
+            return [self]
+        in_a_row = replace(self, options=replace(options, branches=False))
+        return [self, in_a_row, *(replace(self, strategy=other) for other in asked.also)]
 
     def _search(self, costs: PlanCosts, cluster: Cluster, microbatches: int, explained: bool) -> Plan:
         """The planner's plan for one pipeline under the memory of a cluster's devices."""
@@ -210,10 +222,13 @@ class PlanRequest:
     def changes(self, plan: Plan, model: ProfiledModel) -> list[Change]:
         """What a bit more memory or bandwidth would make of a plan, with its schedule, and where the planner
         chose that, also with its order without copies."""
+        asked = {name: step_s for name, step_s in planners_asked(plan).items() if step_s is not None}
+        strategy = min(asked, key=asked.__getitem__) if asked else self.strategy  # the one whose plan it is
         names = {plan.schedule: None}
-        if planner(self.strategy).chooses_schedule:
+        if planner(strategy).chooses_schedule:
             names[plain_of(plan.schedule, self.stages)] = None
-        same = replace(self, options=replace(self.options, schedules=tuple(names)))
+        options = replace(self.options, schedules=tuple(names))
+        same = replace(self, strategy=strategy, options=options)
         return what_if(
             plan, self.cluster, lambda cluster: replace(same, cluster=cluster).plan(model, explained=False)
         )

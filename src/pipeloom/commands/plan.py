@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
     from ..api import Change, PlanRequest, ProfiledModel
+    from ..ir.cluster import Cluster
     from ..ir.plan import Plan
 
 
@@ -63,6 +64,11 @@ if TYPE_CHECKING:
     default=True,
     help="Whether stages that read nothing of each other may run side by side, or all are a chain.",
 )
+@click.option(
+    "--pair-nodes",
+    is_flag=True,
+    help="Put first and last ranks together on nodes, which then need about as much host memory.",
+)
 @click.option("--closed-form", is_flag=True, help="With --stages auto: by formulas, without simulating.")
 @click.option("--what-if/--no-what-if", default=True, help="Plan again with 10 % more memory, bandwidth.")
 @click.option(
@@ -82,12 +88,12 @@ def plan(ctx: click.Context, /, *, planners: bool, closed_form: bool, as_json: b
     not_rehearsed: why, else null; planner, schedule, weights, width, microbatches, microbatch_size, graph;
     limits: a list of sentences; branches: where stages run side by side, step_s, peak_bytes and depth with
     branches and with no_branches, else null; what_if: a list of what, step_s, gain (share of the step's
-    time); and stages, of the first replica: a list of stage, rank, ops, first_op, last_op, layers, reads
-    (stages), depth (ranks of the longest path from it to the end), forward_s, input_grad_s, weight_grad_s,
-    recompute_s, offload_s, reload_s, turn_s, bytes by kind at the peak, of one micro-batch's residuals
-    kept_bytes, recomputed_bytes and offloaded_bytes, peak_bytes, cap_bytes, filled; and what offloading them
-    all would ask: offload_ratio (k, copying by computing), link_use (share of the time that the link to the
-    host copies), offloadable_stages (of its rank, so that all copies hide).
+    time); and stages, of the first replica: a list of stage, rank, node, ops, first_op, last_op, layers,
+    reads (stages), depth (ranks of the longest path from it to the end), forward_s, input_grad_s,
+    weight_grad_s, recompute_s, offload_s, reload_s, turn_s, bytes by kind at the peak, of one micro-batch's
+    residuals kept_bytes, recomputed_bytes and offloaded_bytes, peak_bytes, cap_bytes, filled; and what
+    offloading them all would ask: offload_ratio (k, copying by computing), link_use (share of the time that
+    the link to the host copies), offloadable_stages (of its rank, so that all copies hide).
 
     With --stages auto it chooses width, depth, rows per micro-batch and recomputation. --json then has width,
     depth, microbatch_size, recompute, microbatches (per pipeline), rows_per_s, step_s, peak_bytes. With
@@ -114,6 +120,7 @@ def _plan(
     as_json: bool,
     microbatch_size: int,
     treat: str | None,
+    pair_nodes: bool,
     max_batch: bool,
     best_batch: bool,
     what_if: bool,
@@ -128,6 +135,8 @@ def _plan(
         )
     profiled = load_profile(profile_file)
     _refuse_two_sizes(max_batch, best_batch, profiled is not None)
+    if pair_nodes:
+        _refuse_pairs(cluster, options["width"])
     why_not = why_no_ranks(rehearse, cluster, profile_file)
     with started_ranks(0 if why_not else options["stages"] * options["width"], model) as started:
         from .. import api  # torch is loaded here, while the ranks load it, too
@@ -136,7 +145,7 @@ def _plan(
         request = api.make_request(
             job,
             memory=device_memory,
-            cluster=cluster_of(cluster),
+            cluster=_paired(cluster_of(cluster), options["stages"]) if pair_nodes else cluster_of(cluster),
             treatments=None if treat is None else TREATMENTS[treat],
             strategy=planner,
             **options,
@@ -183,6 +192,28 @@ def _show(
     else:
         speed = [] if offload_dir is None else [api.disk_speed(request.cluster)]
         _print(rows, told, [step.sentence, *speed, *api.limits(told)], changes)
+
+
+def _refuse_pairs(cluster: str | None, width: int) -> None:
+    """Raises: ConfigError if there are no nodes to put ranks on, or replicas, whose ranks are neighbours."""
+    if cluster is None:
+        raise ConfigError(
+            "--pair-nodes without --cluster", hint="name the devices, as in '2 nodes of 8 x a100-80'"
+        )
+    if width > 1:
+        raise ConfigError(
+            "--pair-nodes and --width were both given",
+            hint="leave out one: the replicas of a stage are on neighbouring ranks",
+        )
+
+
+def _paired(cluster: Cluster | None, ranks: int) -> Cluster | None:
+    """The devices of so many ranks, first and last ones together on nodes."""
+    from ..api import pair_low_with_high
+
+    if cluster is None:
+        return None
+    return pair_low_with_high(replace(cluster, devices=cluster.devices[:ranks]))
 
 
 def _refuse_two_sizes(max_batch: bool, best_batch: bool, profiled: bool) -> None:
@@ -270,7 +301,8 @@ def _print(rows: list[dict[str, Any]], plan: Plan, sentences: list[str], changes
     kinds = ("kept", *ways) if ways else ("residuals",)
     chain = all(row.get("reads") in (None, (), (row["stage"] - 1,)) for row in rows)
     wiring = [] if chain else ["reads", "depth"]
-    heads = ["stage", "rank", *wiring, "ops", "layers", "F ms", "B ms", "parameters"]
+    nodes = ["node"] if len({row.get("node") for row in rows}) > 1 else []
+    heads = ["stage", "rank", *nodes, *wiring, "ops", "layers", "F ms", "B ms", "parameters"]
     linked = any(row["offload_ratio"] is not None for row in rows)
     more = ("k", "link") if linked else ()
     table = new_table(*heads, *kinds, "peak", "cap", *more, left=("reads", "layers"), no_wrap=True)
@@ -280,6 +312,7 @@ def _print(rows: list[dict[str, Any]], plan: Plan, sentences: list[str], changes
         table.add_row(
             str(row["stage"]),
             str(row["rank"]),
+            *([str(row["node"])] if nodes else []),
             *([] if chain else [", ".join(map(str, row["reads"])) or "–", str(row["depth"])]),
             str(row["ops"]),
             row["layers"],

@@ -33,6 +33,7 @@ CHOSEN = (
     "device_memory",
     "offload_dir",
     "profile_file",
+    "pair_nodes",
 )
 """Options that say what is chosen here, or do not go with a cluster described by figures."""
 

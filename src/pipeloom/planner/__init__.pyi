@@ -1,3 +1,4 @@
+from .ask_planners import fastest_named as fastest_named, planners_asked as planners_asked
 from .block_costs import (
     Affine as Affine,
     BlockCosts as BlockCosts,
@@ -27,7 +28,6 @@ from .host_memory import (
 )
 from .infeasible import NoCutFits as NoCutFits, least_share as least_share, stage_needs as stage_needs
 from .make_plan import (
-    TooManyStages as TooManyStages,
     first_way as first_way,
     make_plan as make_plan,
 )
@@ -59,6 +59,7 @@ from .request import (
     profile_of as profile_of,
 )
 from .search import layer_names as layer_names
+from .search_order import with_searched_order as with_searched_order
 from .search_watch import SearchWatch as SearchWatch
 from .shape_search import (
     PIPELININGS as PIPELININGS,
@@ -76,5 +77,6 @@ from .stage_cost.model import CostModel as CostModel
 from .stage_cost.peak_memory import CostOptions as CostOptions
 from .stage_cost.readers import Readers as Readers
 from .stage_cost.stage_estimate import estimate_stage as estimate_stage
+from .stage_counts import TooManyStages as TooManyStages
 from .what_if import Change as Change, what_if as what_if
 from .wide_links import WideLinks as WideLinks, wide_links as wide_links

@@ -12,7 +12,7 @@ from .. import schedules
 from ..ir.columns import OFFLOAD_
 from ..ir.costs import StageCost
 from ..ir.flow import flow_of
-from ..ir.memory_policy import MemoryPolicy
+from ..ir.memory_policy import MemoryPolicy, Treatment
 from ..ir.plan import Plan, StagePlan
 from ..ir.schedule import Schedule
 from ..ir.stages import chain
@@ -22,6 +22,7 @@ from ..lowering import lower
 from ..simulator import simulate
 from .host_memory import host_needs, host_shortage
 from .microbatch_sizes import shared_rows
+from .placement import residual_room
 from .plan_costs import count_once
 from .request import Request, unrolled
 from .search import Evaluation, Search
@@ -59,15 +60,28 @@ class _SimulatedStages(NamedTuple):
         return sum(self.over), self.timeline.step_s
 
 
+class Room(NamedTuple):
+    """Of a schedule that copies until caps are kept. room: bytes of each rank for residuals; None for what
+    its cap leaves beside parameters and scratch.  treated: stages that may leave, and make cheap residuals
+    again; None for all."""
+
+    room: tuple[float, ...] | None = None
+    treated: frozenset[int] | None = None
+
+
 class Candidate:
     """A cut that a search proposes, as stages, schedule and simulated step."""
 
-    def __init__(self, request: Request, search: Search, cuts: tuple[int, ...]) -> None:
-        self.request, self.cuts = request, cuts
+    def __init__(
+        self, request: Request, search: Search, cuts: tuple[int, ...], room: Room | None = None
+    ) -> None:
+        """room: of a schedule that fits the caps, see `fit_caps`."""
+        self.request, self.cuts, self._asked = request, cuts, room or Room()
         self.notes: Mapping[str, str] = {}
         self.layout = request.layout
         self.stages = request.shared.cut(request.graph, search.model.readers, cuts, self.layout.replicas)
         self.search, self.in_flight = search, search.in_flight
+        self.room: tuple[float, ...] | None = None
         self.rows = self._order()
         self.schedule = unrolled(self.rows)
         self.updates = request.updates
@@ -76,7 +90,8 @@ class Candidate:
         self.search = search = replace(search, in_flight=self.in_flight) if search.by_depth else search
         columns = self.schedule.columns
         leaving = columns.stage[columns.kind == OFFLOAD_] % self.layout.stages
-        found = self._evaluations(set(leaving.tolist()))
+        self.leaving = frozenset(leaving.tolist())
+        found = self._evaluations(self.leaving, self.treated if request.fits_caps else ())
         self.fits = all(evaluation.fits for evaluation in found)
         stages = [self._choose_ahead(s, evaluation) for s, evaluation in enumerate(found)]
         tries = [self._simulate(stages)]
@@ -93,23 +108,46 @@ class Candidate:
         """The rows; for schedules that order by time, for what the search takes the stages to need."""
         if schedules.entry(self.request.schedule).recipe is None and not self.request.copies:
             return self.request.rows(self.stages)
-        found = self._evaluations(range(self.layout.stages))
+        fits = self.request.fits_caps
+        found = self._evaluations(self.treated if fits else range(self.layout.stages))
         stages = [self._choose_ahead(s, evaluation) for s, evaluation in enumerate(found)]
-        return self.request.rows(self.stages, self._costs(stages, split=False))
+        costs = self._costs(stages, split=False)
+        if fits:
+            self.room = self._asked.room or residual_room(costs, self.layout.placement, self.request.cluster)
+        return self.request.rows(self.stages, costs, room=self.room)
 
-    def _evaluations(self, leaving: Collection[int]) -> list[Evaluation]:
+    @property
+    def is_free(self) -> bool:
+        """Whether it copies nothing."""
+        return not self.leaving
+
+    @property
+    def treated(self) -> frozenset[int]:
+        """Stages of which something may leave where the schedule fits the caps."""
+        asked = self._asked.treated
+        return frozenset(range(self.layout.stages)) if asked is None else asked
+
+    def _evaluations(self, leaving: Collection[int], treated: Collection[int] = ()) -> list[Evaluation]:
         """Of the stages by the search; where the schedule itself has copies, with all that is to leave.
 
-        leaving: stages of which some micro-batch has copies.
+        leaving: stages of which some micro-batch has copies.  treated: stages that make cheap residuals again
+        even if none has.
         """
         found = [self.search.evaluate(i, j, s) for s, (i, j) in enumerate(pairwise(self.cuts))]
         if not self.request.copies:
             return found
-        model, again = self.search.model.in_forward_order, self.request.makes_again
         return [
-            replace(one, treatments=offload_all(model, self.stages, s, again=again) if s in leaving else {})
+            replace(one, treatments=self._treatments(s, leaves=s in leaving, treated=s in treated))
             for s, one in enumerate(found)
         ]
+
+    def _treatments(self, stage: int, *, leaves: bool, treated: bool) -> dict[str, Treatment]:
+        """Of a stage of a schedule that has copies itself."""
+        if not (leaves or treated):
+            return {}
+        model, again = self.search.model.in_forward_order, self.request.makes_again
+        chosen = offload_all(model, self.stages, stage, again=again)
+        return {name: how for name, how in chosen.items() if leaves or how != "offload"}
 
     def _costs(self, stages: Sequence[_StageChoice], *, split: bool) -> tuple[StageCost, ...]:
         """What each stage takes, replicas included."""

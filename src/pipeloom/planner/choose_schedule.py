@@ -3,8 +3,9 @@
 PipeOffload (arXiv 2503.01328) leaves that to its user: the largest groups that fit, then uniform repeating
 with as many stages offloaded as the link can take. Here each of a list of schedules is planned under the
 caps, by name: names say the group (`group`), the stages per rank (`v`), how many of them leave (`offload`),
-or how much a rank may hold (`limit`), so that a list of names is all that the search knows of schedules. The
-plan with the shortest simulated step wins, and its cuts are moved by that step at last.
+or that a rank holds what its cap leaves (`fit`, see `fit_caps.py`), so that a list of names
+is all that the search knows of schedules. The plan with the shortest simulated step wins, and its cuts are
+moved by that step at last.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import TypeAlias
 from ..ir.errors import InfeasibleError, PlanError, ScheduleError
 from ..ir.memory_policy import Treatment
 from ..ir.plan import Plan
+from ..schedules import fits_caps
 from .search_watch import SearchWatch
 
 POLISHES = "dawnpiper"
@@ -28,14 +30,10 @@ FIRST = ("1f1b", "gis_h")
 CHUNKS = (2, 4)
 """Stages per rank that are tried."""
 
-LIMITS = (0.75, 0.5, 0.25)
-"""Shares of what a rank holds without copies to which it is limited."""
-
-
 ROUNDS = 6
 """Searches of one way to plan, until what it takes under the caps is as it was taken to be."""
 
-CLOSE = 0.02
+CLOSE = 0.03
 """Share of a step by which moving cuts makes a plan faster, at most, as far as the search cares: a schedule
 that takes longer than that where memory does not matter is not looked at."""
 
@@ -73,7 +71,7 @@ def schedule_names(ranks: int, most_stages: int, *, copies: bool = True) -> tupl
     >>> schedule_names(2, 4, copies=False)
     ('1f1b', 'gis_h', 'zb_h1', 'gis:v=2', 'po:v=2', 'zb_v')
     >>> schedule_names(2, 2)
-    ('1f1b', 'zb_h1', '1f1b:offload=1', '1f1b:limit=1.5')
+    ('1f1b', 'zb_h1', '1f1b:offload=1', '1f1b:fit=1')
     """
     several = [v for v in CHUNKS if v * ranks <= most_stages]
     names = ["1f1b", *(["gis_h"] if several else []), "zb_h1"]
@@ -82,15 +80,13 @@ def schedule_names(ranks: int, most_stages: int, *, copies: bool = True) -> tupl
     names += ["zb_v"] if several else []
     if not copies:
         return tuple(names)
-    names += ["1f1b:offload=1"]
-    names += [f"1f1b:limit={share * ranks:g}" for share in LIMITS if share * ranks >= 1.5]
+    names += ["1f1b:offload=1", "1f1b:fit=1"]
     for v in several:
         counts = sorted({1, ceil(v / 2), v})
         groups = sorted({ceil(ranks / 2), ranks})
         names += [f"po:v={v},offload={n}" for n in counts]
         names += [f"gis_g:group={g},v={v},offload={n}" for g in groups for n in counts]
-        held = ranks * (v + 1) / 2
-        names += [f"po:v={v},limit={share * held:g}" for share in LIMITS if share * held > 1.5]
+        names += [f"po:v={v},fit=1", *(f"gis_g:group={g},v={v},fit=1" for g in groups)]
     return tuple(names)
 
 
@@ -196,6 +192,7 @@ class _Choice:
         """Under the caps; what is as fast as without them is all that is looked for."""
         free = self.free[name]
         near = sum(free.peaks) <= FAR * sum(self.caps) or (self.best is None and _copies(name))
+        near = near or fits_caps(name)  # which holds all that is copied where memory does not matter
         for one in tries_of(name, self.treatments, keeps=near):
             if name in self.kept and "recompute" in (one.treatments or ()):
                 return
@@ -252,7 +249,7 @@ class _Choice:
 
 
 def _copies(name: str) -> bool:
-    return "offload=" in name or "limit=" in name
+    return "offload=" in name or "limit=" in name or fits_caps(name)
 
 
 def plain_of(name: str, ranks: int) -> str:

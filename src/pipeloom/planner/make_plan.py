@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 
-from .. import schedules
 from ..ir.cluster import Cluster
-from ..ir.errors import InfeasibleError, PlanError, shown
+from ..ir.errors import InfeasibleError
 from ..ir.graph import OpGraph
 from ..ir.memory_policy import LEAST_AT_ONCE, Treatment
 from ..ir.plan import Plan
 from ..ir.profile import Profile
+from .ask_planners import fastest_of_planners
 from .branches import BranchOrdered
 from .candidate import Candidate
 from .choose_schedule import (
@@ -24,23 +25,16 @@ from .choose_schedule import (
     schedule_names,
 )
 from .failed_searches import FailedSearches
+from .fit_caps import fit_caps, more_held
 from .infeasible import does_not_fit, explain_infeasible, passes_caps, scale_caps, stage_needs
-from .placement import stages_for
+from .plan_costs import PlanCosts
 from .registry import Planner, planner
 from .request import PlanOptions, Request
 from .search import Search, even_ranks, polish_cuts
 from .search_watch import SearchWatch
 from .stage_cost import Readers
+from .stage_counts import refuse_nonsense, too_many_stages
 from .stage_dag import HUGE, faster_of, fastest_of_few, polish_some, shallow_candidates, with_slack
-
-
-class TooManyStages(PlanError):
-    """The model cannot be cut into so many. places: the most that it can."""
-
-    def __init__(self, message: str, *, hint: str | None = None, places: int = 0) -> None:
-        super().__init__(message, hint=hint)
-        self.places = places
-
 
 ROUNDS = 5
 """Searches until the schedule and the simulated peaks of the found cut agree with what was searched with; of
@@ -84,7 +78,23 @@ def make_plan(
         memory.
     """
     asked = planner(strategy)
-    _refuse_nonsense(graph, cluster, stages, FIRST[0] if asked.chooses_schedule else schedule)
+    if asked.asks:
+        plan_by = partial(
+            make_plan,
+            graph,
+            profile,
+            cluster,
+            stages=stages,
+            schedule=schedule,
+            microbatches=microbatches,
+            options=options,
+            watch=watch,
+        )
+        costs = PlanCosts(graph, profile, cluster)
+        return fastest_of_planners(
+            plan_by, asked.asks, strategy, costs, fastest=options.fastest, explained=explained
+        )
+    refuse_nonsense(graph, cluster, stages, FIRST[0] if asked.chooses_schedule else schedule)
     devices = replace(cluster, devices=cluster.devices[:stages])
     request = Request(graph, profile, devices, schedule, microbatches, options, asked, watch)
     if asked.chooses_schedule:
@@ -93,12 +103,14 @@ def make_plan(
 
 
 def first_way(strategy: str, schedule: str) -> tuple[str, str]:
-    """The planner and the schedule with which a planner of many schedules tries first, whose plans are among
-    its own, and which takes less time; of other planners these.
+    """The planner and the schedule with which a planner of many schedules, or one that asks others, tries
+    first, whose plans are among its own, and which takes less time; of other planners these.
 
-    >>> first_way("pipeoffload", "gpipe"), first_way("exact", "gpipe")
-    (('dawnpiper', '1f1b'), ('exact', 'gpipe'))
+    >>> first_way("pipeoffload", "gpipe"), first_way("auto", "gpipe"), first_way("exact", "gpipe")
+    (('dawnpiper', '1f1b'), ('dawnpiper', 'gpipe'), ('exact', 'gpipe'))
     """
+    if asks := planner(strategy).asks:
+        return asks[0], schedule
     return (POLISHES, FIRST[0]) if planner(strategy).chooses_schedule else (strategy, schedule)
 
 
@@ -108,7 +120,7 @@ def _of_many_schedules(request: Request, *, explained: bool) -> Plan:
     roomy = replace(cluster, devices=tuple(replace(d, memory_bytes=ROOMY) for d in cluster.devices))
 
     def plan(one: Try) -> Plan:
-        _refuse_nonsense(request.graph, cluster, len(cluster.devices), one.schedule)
+        refuse_nonsense(request.graph, cluster, len(cluster.devices), one.schedule)
         by = replace(planner(one.strategy), evens=one.evens)
         if one.strategy != POLISHES:
             by = replace(by, polishes=one.polishes, rounds=TRIED_ROUNDS)
@@ -165,7 +177,7 @@ def _plan_of(request: Request, strategy: str, *, explained: bool) -> Plan:
     count = request.layout.stages
     if count > (places := len(request.models[0].cut_points) - 1):
         why = f"{count} stages, but ops that share an updated buffer stay together, which leaves {places}"
-        raise _too_many(why, places, schedule, stages, cluster)
+        raise too_many_stages(why, places, schedule, stages, cluster)
     search = request.search()
     log = _SearchLog()
     best = _best_candidate(request, search, log)
@@ -227,7 +239,17 @@ def _search_of(search: Search, request: Request, other: Planner) -> Search:
 
 
 def _first_that_fits(request: Request, search: Search, by: Planner, log: _SearchLog) -> list[Candidate]:
-    """The first candidate of a planner that keeps its caps in its simulated step, if any. log: is filled."""
+    """The first candidate of a planner that keeps its caps in its simulated step, if any; of a schedule that
+    fits the caps those for all that a stage may be taken to hold, the fastest first. log: is filled."""
+    found = _first_of(request, search, by, log)
+    if request.fits_caps and not any(candidate.is_free for candidate in found):
+        for other in more_held(request, search):
+            found += _first_of(request, other, by, _SearchLog())
+    return sorted(found, key=lambda candidate: candidate.timeline.step_s)
+
+
+def _first_of(request: Request, search: Search, by: Planner, log: _SearchLog) -> list[Candidate]:
+    """The first candidate of one search, if any. log: is filled."""
     if by.arrange is None:
         log.first_cuts = _cuts(request, search, by)
     elif (arranged := by.arrange(search)) is not None:
@@ -241,7 +263,7 @@ def _first_that_fits(request: Request, search: Search, by: Planner, log: _Search
     )
     if by.rounds is not None:
         rounds = by.rounds if rounds is None else min(rounds, by.rounds)
-    for candidate in islice(_candidates(Candidate(request, search, log.first_cuts), by), rounds):
+    for candidate in islice(_candidates(fit_caps(request, search, log.first_cuts), by), rounds):
         log.candidates.append(candidate)
         if candidate.tighter() is None and candidate.host_shortage is None:
             return [candidate]
@@ -329,7 +351,7 @@ def _candidate(request: Request, search: Search, by: Planner) -> Candidate | Non
     cuts = _cuts(request, search, by)
     if not cuts or (not by.keeps_caps and _exceeds_caps(search, cuts)):
         return None
-    return Candidate(request, search, cuts)
+    return fit_caps(request, search, cuts)
 
 
 def _cuts(request: Request, search: Search, by: Planner) -> tuple[int, ...]:
@@ -349,38 +371,3 @@ def _fewer_treatments(treatments: tuple[Treatment, ...]) -> list[tuple[Treatment
 def _exceeds_caps(search: Search, cuts: tuple[int, ...]) -> bool:
     """Whether a stage of a cut holds more than its cap."""
     return any(need > cap for need, cap in zip(stage_needs(search, cuts), search.caps, strict=True))
-
-
-def _refuse_nonsense(graph: OpGraph, cluster: Cluster, ranks: int, schedule: str) -> None:
-    ops = sum(not op.cheap for op in graph.ops)
-    if ranks < 1:
-        raise PlanError(f"{ranks} stages", hint="use at least 1")
-    placed = ranks <= len(cluster.devices) and schedules.entry(schedule).place != "line"
-    stages = stages_for(schedule, ranks) if placed else ranks
-    if stages > ops:
-        places = len(Readers(graph).cut_points) - 1
-        why = f"{shown(stages)} stages" + (f", the model has {ops} ops" if placed else f" for {ops} ops")
-        raise _too_many(why, places, schedule, ranks, cluster)
-    if ranks > len(cluster.devices):
-        raise PlanError(
-            f"{ranks} {'ranks' if schedules.entry(schedule).place != 'line' else 'stages'} for "
-            f"{len(cluster.devices)} devices",
-            hint="use fewer stages, or add devices",
-        )
-
-
-def _too_many(why: str, places: int, schedule: str, ranks: int, cluster: Cluster) -> TooManyStages:
-    """The error where a schedule wants more stages than a model can be cut into: what is advised is not
-    refused next.
-
-    why: begins with how many it wants.  places: how many there can be.
-    """
-    if schedules.entry(schedule).place == "line":
-        most = min(places, len(cluster.devices))
-        hint = f"use at most {most} {'stages' if most > 1 else 'stage'}"
-        return TooManyStages(why, hint=hint, places=places)
-    most = min(ranks - 1, places, len(cluster.devices))
-    fewer = next((n for n in range(most, 0, -1) if stages_for(schedule, n) <= places), None)
-    ranks_word = "ranks" if fewer and fewer > 1 else "rank"
-    hint = f"use at most {fewer} {ranks_word} (--stages {fewer})" if fewer else "use another schedule"
-    return TooManyStages(f"{schedule} on {ranks} ranks is for {why}", hint=hint, places=places)

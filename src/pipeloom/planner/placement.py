@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from .. import schedules
-from ..ir.action import AWAIT, RELOAD, B, F, W
+from ..ir.action import AWAIT, RELOAD, B, F, I, W
 from ..ir.cluster import Cluster
 from ..ir.costs import StageCost
 from ..ir.errors import PlanError, ScheduleError
@@ -181,6 +181,29 @@ def uplinks_of(costs: Sequence[StageCost], placement: tuple[int, ...], cluster: 
             shared = cost.offloaded_bytes / cluster.switches[switch].bandwidth_bytes_per_s
         seconds.append(alone if switch is None else shared)
     return schedules.Uplinks(of_rank=tuple(of_rank), seconds=tuple(seconds))
+
+
+def residual_room(
+    costs: Sequence[StageCost], placement: tuple[int, ...], cluster: Cluster
+) -> tuple[float, ...]:
+    """Bytes that the cap of each rank leaves for residuals beside parameters, gradients, optimizer state,
+    buffers and the most scratch of any action; messages are not known yet.
+
+    >>> from pipeloom.ir.cluster import Device, Link
+    >>> from pipeloom.ir.costs import equal_costs
+    >>> (cost,) = equal_costs(1)
+    >>> costs = [replace(cost, static_bytes={"parameters": 3}, transient_bytes={F: 1})] * 2
+    >>> card = Device(name="card", memory_bytes=10)
+    >>> residual_room(costs, (0, 0), Cluster(devices=(card,), within_node=Link(bandwidth_bytes_per_s=1.0)))
+    (3.0,)
+    """
+    room = [float(device.memory_bytes) for device in cluster.devices]
+    scratch = [0] * len(room)
+    for cost, rank in zip(costs, placement, strict=True):
+        room[rank] -= sum(cost.static_bytes.values())
+        of_actions = (cost.transient_bytes.get(kind, 0) for kind in (F, B, I, W))
+        scratch[rank] = max(scratch[rank], *of_actions)
+    return tuple(max(0.0, left - most) for left, most in zip(room, scratch, strict=True))
 
 
 def held_on_device(schedule: Schedule) -> tuple[int, ...]:

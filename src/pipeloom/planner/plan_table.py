@@ -12,6 +12,7 @@ from ..ir.graph import OpGraph
 from ..ir.plan import Plan, StagePlan
 from ..ir.stages import StageGraph
 from ..ir.units import format_bytes
+from .ask_planners import planners_asked
 from .offload_ratio import copy_loads
 from .search import layer_names
 
@@ -28,8 +29,9 @@ def plan_rows(
     residuals `kept_bytes`, `recomputed_bytes` and `offloaded_bytes` are those of one micro-batch, and
     `residuals_bytes` what is held at the peak.  graph: to say which layers it has, as "h.0 .. 3", which
     stages it reads (`reads`), and the ranks of its longest path to the end (`depth`).
-    cluster: to say what offloading would ask of links, see `offload_ratio`: `offload_ratio` (k), `link_use`
-    and `offloadable_stages` of its rank; None where a device has no link to a host.
+    cluster: to say on which node each stage is (`node`), and what offloading would ask of links, see
+    `offload_ratio`: `offload_ratio` (k), `link_use` and `offloadable_stages` of its rank; None where a device
+    has no link to a host.
     """
     rows = []
     loads = copy_loads(plan, cluster) if cluster is not None else (None,) * len(plan.stages)
@@ -43,6 +45,7 @@ def plan_rows(
             {
                 "stage": stage,
                 "rank": rank,
+                "node": None if cluster is None else cluster.devices[rank].node,
                 "ops": len(part.ops),
                 "first_op": part.ops[0],
                 "last_op": part.ops[-1],
@@ -132,7 +135,15 @@ def limits(plan: Plan) -> list[str]:
         said.append(f"{waits * 1e3:.3g} ms of that wait for transfers and copies")
     if plan.caps:
         said += _full(plan)
-    return said + _gain_of_branches(plan)
+    return said + _gain_of_branches(plan) + _planners(plan)
+
+
+def _planners(plan: Plan) -> list[str]:
+    """What each planner came to, where several were asked."""
+    if not (asked := planners_asked(plan)):
+        return []
+    told = [f"{name} {'has none' if s is None else f'{s * 1e3:.4g} ms'}" for name, s in asked.items()]
+    return [f"the fastest plan of several planners: {', '.join(told)}"]
 
 
 def _full(plan: Plan) -> list[str]:

@@ -44,6 +44,7 @@ class Planner:
     propose: several cuts, for stages of a DAG, of which the fastest simulated step wins; None: `find` is all.
     evens: where ranks have several stages, it moves cuts until ranks take equally long (even_ranks.py).
     rounds: searches that are made at most; None for as many as is usual.
+    asks: planners that are each asked for the whole; the fastest of their plans wins, `find` is not asked.
     arrange: finds an op order of its own along with the cuts, for stages that are a chain; then `find` is
         not asked, and is `no_cuts`.
     """
@@ -57,6 +58,7 @@ class Planner:
     also: tuple[str, ...] = ()
     polishes: bool = False
     chooses_schedule: bool = False
+    asks: tuple[str, ...] = ()
     evens: bool = False
     rounds: int | None = None
     propose: Callable[[Search], Iterator[tuple[int, ...]]] | None = None
@@ -69,6 +71,14 @@ def no_cuts(search: Search) -> tuple[int, ...]:
 
 
 PLANNERS: dict[str, Planner] = {
+    "auto": Planner(
+        find=no_cuts,
+        asks=("dawnpiper", "graphpipe", "pipeoffload"),
+        granularity="op",
+        optimises="always",
+        source="this project",
+        about="dawnpiper, graphpipe and pipeoffload under the same caps; the fastest of their plans",
+    ),
     "exact": Planner(
         find=exact,
         granularity="op",
@@ -189,9 +199,9 @@ def names() -> tuple[str, ...]:
     """All planners that `make_plan` knows.
 
     >>> names()  # doctest: +NORMALIZE_WHITESPACE
-    ('exact', 'dawnpiper', 'pipeoffload', 'dawnpiper-alone', 'probe', 'graphpipe', 'vpipe', 'pipedream',
-     'pipedream-repo', 'pipedream-graph', 'pipedream-graph-ops', 'piper', 'piper-ops', 'equal',
-     'balanced')
+    ('auto', 'exact', 'dawnpiper', 'pipeoffload', 'dawnpiper-alone', 'probe', 'graphpipe', 'vpipe',
+     'pipedream', 'pipedream-repo', 'pipedream-graph', 'pipedream-graph-ops', 'piper', 'piper-ops',
+     'equal', 'balanced')
     """
     return tuple(PLANNERS)
 

@@ -112,6 +112,11 @@ class Request:
         return bool((columns.kind == OFFLOAD_).any())
 
     @cached_property
+    def fits_caps(self) -> bool:
+        """Whether it says so of as much as it takes to keep the caps."""
+        return self.copies and schedules.fits_caps(self.schedule)
+
+    @cached_property
     def treatments(self) -> tuple[Treatment, ...]:
         """What may be done with residuals, where the schedule does not say it."""
         if self.copies:
@@ -255,11 +260,18 @@ class Request:
             return None
         return Updates(policy=self.weights, every=self.microbatches // self.layout.replicas)
 
-    def rows(self, stages: StageGraph, costs: Sequence[StageCost] | None = None) -> Schedule | SteadyStep:
+    def rows(
+        self,
+        stages: StageGraph,
+        costs: Sequence[StageCost] | None = None,
+        *,
+        room: tuple[float, ...] | None = None,
+    ) -> Schedule | SteadyStep:
         """What a plan's rows are: one step, or the step that repeats. Those of a chain are good for any graph
         of stages: each waits for more than it needs.
 
         stages: of all replicas.  costs: of each, for schedules that order by time; equal ones by default.
+        room: bytes that each rank has for residuals, for schedules that fit the caps.
         Raises: ScheduleError if the schedule does not repeat, or breaks the rule of weight versions.
         """
         layout, split = self.layout, self.options.split_backward
@@ -267,7 +279,7 @@ class Request:
         if costs is not None:
             messages = message_seconds(stages, layout.placement, self.cluster)
             uplinks = uplinks_of(costs, layout.placement, self.cluster)
-            times = schedules.Times(costs=tuple(costs), transfer_s=messages, uplinks=uplinks)
+            times = schedules.Times(costs=tuple(costs), transfer_s=messages, uplinks=uplinks, room_bytes=room)
         if not self.options.branches:
             stages = replicate(chain(layout.stages), layout.replicas)
         elif self.slack and layout.in_line:

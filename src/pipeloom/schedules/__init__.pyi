@@ -37,6 +37,7 @@ from .registry import (
     build as build,
     default_placement as default_placement,
     entry as entry,
+    fits_caps as fits_caps,
     in_flight as in_flight,
     names as names,
     register as register,

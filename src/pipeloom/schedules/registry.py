@@ -15,7 +15,7 @@ from ..ir.errors import DeadlockError, ScheduleError, shown
 from ..ir.schedule import Schedule
 from ..ir.stages import StageGraph, chain, replicate
 from .aliases import ALIASES, CHUNKS, canonical
-from .copies import COPY_OPTIONS, Copies, Uplinks, copies_asked, place_copies
+from .copies import COPY_OPTIONS, FIT, Copies, Uplinks, copies_asked, place_copies
 from .families import (
     bidirectional as two_ways,
     forward_only,
@@ -117,13 +117,15 @@ class Times:
     costs: one per stage; equal ones by default.  transfer_s: seconds of a message between two ranks, the
         same for all or by (from stage, to stage).  limit_bytes: most residual bytes of any rank, or
         of each; the costs must then say what residuals take.  uplinks: through which copies to the host go;
-        by default each rank has its own.  shortest: "step" or "span", see `Shape`.
+        by default each rank has its own.  room_bytes: what each rank has for residuals, where `fit=1` asks
+        for copies until they fit.  shortest: "step" or "span", see `Shape`.
     """
 
     costs: tuple[StageCost, ...] | None = None
     transfer_s: float | Callable[[int, int], float] = 0.0
     limit_bytes: float | tuple[float, ...] | None = None
     uplinks: Uplinks | None = None
+    room_bytes: tuple[float, ...] | None = None
     options: Mapping[str, float] = field(default_factory=dict)
     shortest: str = "step"
 
@@ -140,7 +142,7 @@ def build(
     """Build a schedule by name and check it.
 
     name: see `names` and `ALIASES`; capitals and `-` for `_` are fine; options follow a colon, as in
-        "gis_g:group=3"; any schedule takes `offload` and `limit`, see `copies.copies_asked`.
+        "gis_g:group=3"; any schedule takes `offload`, `limit` and `fit`, see `copies.copies_asked`.
     placement: the rank of each stage.  split_backward: every B becomes I and then W.
     times: for schedules in the language, which order by time.
     Raises: ScheduleError if the name is unknown, the placement does not fit, or a rule is broken.
@@ -154,7 +156,7 @@ def build(
     _refuse_bad_shape(stages, placement, microbatches)
     times = times or Times()
     shape = _shape(name, stages, placement, microbatches, times)
-    copies = copies_asked(name, _options(name), shape, library_entry)
+    copies = copies_asked(name, _options(name), shape, library_entry, times.room_bytes)
     try:
         return _checked(name, shape, times, copies, split_backward=split_backward)
     except DeadlockError as error:
@@ -261,6 +263,15 @@ def _refuse_other_ranks(name: str, table: RankTable, ranks: int) -> None:
     count = 1 + max(max(entry) if isinstance(entry, tuple) else entry for entry in table)
     if count != ranks:
         raise ScheduleError(f"{name} is for {count} ranks, not {ranks}", hint=f"use as many: -p {count}")
+
+
+def fits_caps(name: str) -> bool:
+    """Whether a schedule copies until residuals fit under the caps.
+
+    >>> fits_caps("po:v=4,fit=1"), fits_caps("po:v=4")
+    (True, False)
+    """
+    return bool(split_options(name)[1]) and bool(_options(name).get(FIT))
 
 
 def named_chunks(name: str, place: str) -> int:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from ..candidate import Candidate
+from ..fit_caps import fit_caps
 from .cut_search import Search
 
 STEPS = (1, 2, 4)
@@ -68,7 +69,7 @@ class _Climb:
             search.evaluate(i, j, s).fits for s, (i, j) in enumerate(pairwise(cuts))
         ):
             return False
-        found = Candidate(self.best.request, search, cuts)
+        found = fit_caps(self.best.request, search, cuts)
         if (
             not found.fits
             or found.tighter() is not None

@@ -62,11 +62,17 @@ AS_GOOD = 1.001
 class Copies:
     """What to copy. stages: of how many stages of each rank.  held: the most that a rank may hold, in
     residuals of one micro-batch on its largest stage, for which single micro-batches of other stages leave as
-    well; None for no limit.  strict: refuse rows that need more than that even so."""
+    well; None for no limit.  strict: refuse rows that need more than that even so.  room: the same limit in
+    bytes, of each rank its own, instead of `held`; rows that need more hold as little as they can."""
 
     stages: int = 0
     held: float | None = None
     strict: bool = False
+    room: tuple[float, ...] | None = None
+
+    @property
+    def limited(self) -> bool:
+        return self.held is not None or self.room is not None
 
 
 class _Base(NamedTuple):
@@ -116,10 +122,12 @@ def place_copies(
         residual=np.array([cost.residual_bytes for cost in costs], np.float64),
         carried=np.array([cost.carried_bytes for cost in costs], np.float64),
         copied=np.array([cost.offloaded_bytes for cost in costs], np.float64),
+        # Of a stage without copies a plan keeps all, unless its schedule fits the caps.
+        dropped=np.array([cost.recomputed_bytes * (copies.room is not None) for cost in costs], np.float64),
     )
     alone = run(walk_of(columns, shape, uplinks), shape.microbatches)
     base = _Base(shape, columns, uplinks, lives, sizes, alone.start, alone.end)
-    if not copies.strict:
+    if not copies.strict and copies.room is None:
         return Rows(_best([_placing(base, _chosen(base, copies), copies)]))
     short = SHORT
     if (_needs(base, _chosen(base, copies)) > _most(base, copies)).any():
@@ -132,6 +140,9 @@ def place_copies(
 
 def _placing(base: _Base, copied: Bools, copies: Copies) -> Iterator[tuple[float, float, Columns]]:
     """Several ways to place copies of what is chosen: the step in seconds, the sum of limits, the rows."""
+    if not copied.any():
+        yield float(base.end.max()), 0.0, base.columns
+        return
     for limits in _limits(base, copied, copies):
         for margin in MARGINS:
             made = _placed(base, copied, limits, margin)
@@ -163,7 +174,7 @@ def _chosen(base: _Base, copies: Copies, short: float = SHORT, transit: int = IN
         longest = sorted(own, key=lambda stage: -float(window_s[stage].mean()))
         chosen[longest[: copies.stages]] = True
     chosen &= leaves
-    if copies.held is None:
+    if not copies.limited:
         return chosen
     # Places in the order in which they are chosen, counted on each rank by itself.
     placement = np.array(base.shape.placement)
@@ -174,7 +185,10 @@ def _chosen(base: _Base, copies: Copies, short: float = SHORT, transit: int = IN
         order = np.argsort(-window_s[stages, numbers], kind="stable")
         turn[stages[order], numbers[order]] = np.arange(len(order))
         candidates.append(len(order))
-    wanted = (copies.held - transit) * _largest(base)
+    most = _most(base, copies)
+    # Where only the limit says what leaves, a rank with room for all needs none for what comes and goes.
+    roomy = (_needs(base, np.zeros_like(leaves)) <= most) & (copies.stages == 0)
+    wanted = np.where(roomy, most, most - transit * _largest(base))
     low, high = np.zeros(base.shape.ranks, np.int64), np.array(candidates, np.int64)
     while (low < high).any():
         middle = (low + high) // 2
@@ -200,12 +214,14 @@ def _limits(base: _Base, copied: Bools, copies: Copies) -> Iterator[Floats]:
             f"copied; its limit is {copies.held:g}",
             hint="raise the limit, or choose an order that computes W right behind I, such as gis or po",
         )
-    for extra in (IN_TRANSIT - 1, IN_TRANSIT, IN_TRANSIT + 1)[: 2 if copies.held is None else 3]:
+    for extra in (IN_TRANSIT - 1, IN_TRANSIT, IN_TRANSIT + 1)[: 3 if copies.limited else 2]:
         yield np.maximum(least, np.minimum(most, kept + extra * size))
 
 
 def _most(base: _Base, copies: Copies) -> Floats:
     """What each rank may hold, in bytes."""
+    if copies.room is not None:
+        return np.array(copies.room, np.float64)
     if copies.held is None:
         return np.full(base.shape.ranks, np.inf)
     most: Floats = copies.held * _largest(base)

@@ -25,11 +25,12 @@ from .uplinks import Floats
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
     """Bytes per stage. residual: from F until B or I.  carried: from I until W.  copied: of the former, what
-    OFFLOAD takes."""
+    OFFLOAD takes.  dropped: of it, what goes with F and is made again for B or I, copied or not."""
 
     residual: Floats
     carried: Floats
     copied: Floats
+    dropped: Floats
 
 
 class Lives(NamedTuple):
@@ -61,6 +62,8 @@ def held_bytes(columns: Columns, lives: Lives, sizes: Sizes, copied: Bools) -> F
         np.add.at(change, at[chosen], amount[of_stage[chosen]])
 
     add(lives.forward, sizes.residual, there)
+    add(lives.forward + 1, -sizes.dropped, there)
+    add(lives.back, sizes.dropped, there)
     add(lives.forward + 1, -sizes.copied, there & copied)
     add(lives.back, sizes.copied, there & copied)
     add(lives.back + 1, -sizes.residual, there)

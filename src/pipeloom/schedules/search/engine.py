@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from .bounds import Bound
@@ -14,9 +14,9 @@ from .problem import SearchProblem
 @dataclass(frozen=True, kw_only=True)
 class Round:
     """problem: with the limits of this round.  best: what is known and keeps to them.  repeating: the best
-    that repeats, if it has `repeating`.  bound: of the problem as it
-    was asked.  seed: of random moves.  effort: by which orders that are tried are multiplied.  last: the
-    limits are those that were asked for."""
+    that repeats, if it has `repeating`.  bound: of this problem.  seed: of random moves.  effort: by which
+    orders that are tried are multiplied.  without_limits: by name the schedules of the library as they are
+    without limits."""
 
     problem: SearchProblem
     best: Candidate
@@ -24,7 +24,7 @@ class Round:
     bound: Bound
     seed: int
     effort: float
-    last: bool
+    without_limits: Mapping[str, Candidate] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

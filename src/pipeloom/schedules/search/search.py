@@ -1,38 +1,58 @@
 """The search: engines round after round, with limits that grow up to those that were asked for.
 
-Rounds with lower limits come first, at the same levels whatever the limits are, and each goes on from the
-best so far: so whoever allows more memory gets what less memory gave at these levels. What was found at
-limits between two levels is not searched for again.
+More memory gives what less memory gave, as what is looked at within some limits is looked at within larger
+ones, too, where all grow by the same factor:
+
+    climb    rounds at the sizes of `Levels` that are within the limits, from the smallest one on, each going
+             on from the best so far: nothing in a round depends on a size above its own
+    library  what its schedules are without knowing limits, which is the same for all; and what they make of
+             each of the sizes of `Levels.thorough`, each by itself
+
+Two things are looked at within the very limits only, so that no order of theirs is missed: what the library
+makes of them, and small cases by CP-SAT. Of all that the shortest is taken.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from math import inf
-
-import numpy as np
+from math import inf, log2
 
 from ...ir.errors import PlanError
 from .bounds import Bound, lower_bound
 from .candidate import Candidate, fits, one_by_one
 from .engine import Round
+from .levels import Levels, levels_of
 from .problem import SearchProblem
 from .registry import ENGINES
 from .repeating_orders import repeating_of
 
-LEVELS = (1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0, 12.0, 16.0, 20.0, 24.0, 32.0, 48.0, 64.0)
-"""Limits of the rounds, in micro-batches of the rank that holds most of one."""
+LARGE = 1500
+"""Actions of a step from twice which on fewer orders are tried, the more actions the fewer."""
 
-LARGE, SPARSEST = 1500, 4
-"""Actions of a step from twice which on only every second level is taken, then every third, and at last every
-fourth; and from twice which on fewer orders are tried, the more actions the fewer."""
+QUICK, SLOW, FIRST = 7.0, 0.55, 0.25
+"""Effort while sizes double: of `priorities` and `rows`, which run at every size, and of `clock`, which runs
+at thorough ones; and doublings that the smallest size counts for. No round has more than all of what is asked
+for."""
+
+POLISH = 0.5
+"""Effort of the local search that goes on from the library, of what is asked for."""
+
+FLAT, SPARSE = 2.0, 1.5
+"""By which sizes have grown without a shorter order where the next ones are further apart, and by which."""
+
+LONGER, FEW = 1.02, 2
+"""By which the best of the library must be longer than without limits for sizes between two thorough ones to
+be tried, and how many of its schedules are, the best ones."""
+
+EVERY = 2
+"""Of the thorough sizes for which the library is built."""
 
 SAME = 1e-9
 
-SAME_FOR = 2
-"""Rounds without a better order after which those up to the last are left out."""
+LIBRARY = "library: "
+"""What the engine of a candidate begins with that is a schedule of the library."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +95,67 @@ class SearchResult:
     ended: str
 
 
+class _Known:
+    """The best of some orders, and the best that repeats, within the limits of a problem."""
+
+    def __init__(self, problem: SearchProblem, first: Candidate) -> None:
+        self.problem, self.best = problem, first
+        self.repeating = self._repeats(first)
+        self.library: dict[str, float] = {}  # seconds by name
+
+    def _repeats(self, candidate: Candidate) -> Candidate:
+        found = repeating_of(self.problem, candidate)
+        return found if fits(found, self.problem.arrays.cap) else candidate
+
+    def offer(self, candidate: Candidate) -> None:
+        if candidate.engine.startswith(LIBRARY):
+            self.library[candidate.engine.removeprefix(LIBRARY)] = candidate.cost_s
+        if candidate.cost_s < self.best.cost_s - SAME:
+            self.best = candidate
+            if candidate.repeating is None:
+                candidate = self._repeats(candidate)
+        if candidate.repeating is not None and (
+            self.repeating.repeating is None or candidate.cost_s < self.repeating.cost_s - SAME
+        ):
+            self.repeating = candidate
+
+
+@dataclass(kw_only=True)
+class _Climb:
+    """Where the climb is. gained: the last size that gave a shorter order, or below which
+    memory set the pace.  thorough: the next size at which
+    `clock` and `kernel` run.  grown, due: doublings since the round before, and since such a size.  solver:
+    whether `kernel` goes on: what it found last was the best."""
+
+    size: float
+    gained: float
+    thorough: float
+    grown: float
+    due: float
+    solver: bool = True
+    number: int = 0
+
+    def tasks(self, engines: tuple[str, ...], bound: Bound) -> Iterator[tuple[str, float]]:
+        """Engines and their efforts at this size. The solver runs where memory does not set the pace."""
+        for name in engines:
+            if name in ("priorities", "rows"):
+                yield name, min(1.0, QUICK * self.grown)
+            elif name == "clock" and self.size >= self.thorough:
+                yield name, min(1.0, SLOW * self.due) * (0.25 if self.size > SPARSE * self.gained else 1.0)
+            elif name == "kernel" and self.size >= self.thorough and self.solver:
+                if bound.name == "busiest rank":
+                    yield name, 1.0
+
+    def go_on(self, levels: Levels) -> None:
+        if self.size >= self.thorough:
+            self.thorough, self.due = levels.after_thorough(self.size), 0.0
+        last, flat = self.size, self.size >= FLAT * self.gained
+        self.size = levels.above(last, SPARSE if flat else levels.fine)
+        self.grown = log2(self.size / last) if last and self.size < inf else 0.0
+        self.due += self.grown
+        self.number += 1
+
+
 class _Search:
     def __init__(
         self, problem: SearchProblem, options: SearchOptions, report: Callable[[Progress], None]
@@ -83,23 +164,21 @@ class _Search:
         self.began = time.monotonic()
         self.bound = lower_bound(problem)
         self.evaluations = 0
-        self.cap = problem.arrays.cap
-        first = one_by_one(problem)
-        _refuse_too_little(problem, first)
-        self.best = first
-        self.repeating = self._repeats(first)
-        self.apart: tuple[Candidate, ...] = ()
+        self.first = one_by_one(problem)
+        _refuse_too_little(problem, self.first)
+        self.levels = levels_of(problem)
+        self.known = _Known(problem, self.first)
+        self.without_limits: dict[str, Candidate] = {}
 
-    def _repeats(self, candidate: Candidate) -> Candidate:
-        found = repeating_of(self.problem, candidate)
-        return found if fits(found, self.cap) else candidate
+    @property
+    def best(self) -> Candidate:
+        return self.known.best
 
     def progress(self) -> Progress:
-        cost_s = min(one.cost_s for one in (self.best, *self.apart[:1]))
         # An exact bound is one of rounded times: it may be above the step by a rounding.
         return Progress(
-            cost_s=cost_s,
-            bound=replace(self.bound, seconds=min(self.bound.seconds, cost_s)),
+            cost_s=self.best.cost_s,
+            bound=replace(self.bound, seconds=min(self.bound.seconds, self.best.cost_s)),
             evaluations=self.evaluations,
             seconds=time.monotonic() - self.began,
             engine=self.best.engine,
@@ -112,28 +191,12 @@ class _Search:
     def late(self) -> bool:
         return time.monotonic() - self.began > self.options.time_limit_s
 
-    def offer(self, candidate: Candidate) -> None:
-        if candidate.cost_s < self.best.cost_s - SAME:
-            self.best = candidate
-            if candidate.repeating is None:
-                candidate = self._repeats(candidate)
-        if candidate.repeating is not None and (
-            self.repeating.repeating is None or candidate.cost_s < self.repeating.cost_s - SAME
-        ):
-            self.repeating = candidate
-
-    def join(self) -> None:
-        """Take over what the library gave, which was kept apart from rounds with lower limits."""
-        for one in self.apart:
-            self.offer(one)
-        self.apart = ()
-
     def run(self) -> str:
-        for name, task in self.rounds():
+        for name, task, known in self.rounds():
             for found in ENGINES[name](task):
                 self.evaluations += found.evaluations
                 if found.candidate is not None:
-                    self.offer(found.candidate)
+                    self._take(found.candidate, known)
                 if found.bound is not None and found.bound.seconds > self.bound.seconds + SAME:
                     self.bound = found.bound
                 self.report(self.progress())
@@ -143,60 +206,94 @@ class _Search:
                     return "time limit"
         return "searched"
 
-    def rounds(self) -> Iterator[tuple[str, Round]]:
-        """Engine by engine, limits by limits."""
+    def _take(self, candidate: Candidate, known: _Known | None) -> None:
+        if known is not None:
+            known.offer(candidate)
+        else:
+            self.without_limits[candidate.engine.removeprefix(LIBRARY)] = candidate
+        if fits(candidate, self.problem.arrays.cap):
+            self.known.offer(candidate)
+
+    def rounds(self) -> Iterator[tuple[str, Round, _Known | None]]:
+        """Engine, its task, and what takes its orders: those without limits are kept by name."""
         names = self.options.engines
-        levels = list(rounds_of(self.problem))
-        if (
-            "library" in names
-        ):  # it may be optimal at once; but rounds with lower limits must not depend on it
-            known, repeats = self.best, self.repeating
-            yield "library", self._round(self.problem, 0, last=True)
-            self.apart = self.best, self.repeating
-            self.best, self.repeating = known, repeats
-        reached: list[float] = []
-        for number, problem in enumerate(levels):
-            last = number + 1 == len(levels)
-            if len(reached) > SAME_FOR and reached[-1] > reached[-1 - SAME_FOR] * (1 - SAME) and not last:
-                continue  # more memory does not help
-            if number:
-                reached.append(self.best.cost_s)
-            if last and "library" in names:
-                self.join()
-            for name in names:
-                if name != "library":
-                    yield name, self._round(problem, number, last=last)
+        numbers = range(0, len(self.levels.thorough()), EVERY)[::-1]
+        if "library" in names:
+            free = _Known(replace(self.problem, caps=()), self.first)
+            yield "library", self._round(free, 0, 1.0), None
+            if self.problem.caps:
+                yield "library", self._round(self.known, 0, 1.0), self.known
+        yield from self._climb()
+        if "library" in names:
+            for number in numbers:
+                yield from self._library(number)
+        if "exact" in names:
+            yield "exact", self._round(self.known, 0, 1.0), None
 
-    def _round(self, problem: SearchProblem, number: int, *, last: bool) -> Round:
+    def _library(self, number: int) -> Iterator[tuple[str, Round, _Known]]:
+        """What the library makes of a thorough size, and the best of that of the sizes up to the next one
+        where memory makes steps longer; each time local search from the best."""
+        sizes = self.levels.from_thorough(number)
+        if self.levels.top == 0 or not self.without_limits or self._in_vain(sizes[-1]):
+            return
+        known = _Known(self.levels.at(sizes[0]), self.first)
+        yield from self._made(known, number, self._unlike())
+        best = sorted(known.library, key=lambda name: known.library[name])[:FEW]
+        least = min(one.cost_s for one in self.without_limits.values())
+        if not best or known.library[best[0]] <= least * LONGER:
+            return
+        few = {name: self.without_limits[name] for name in best}
+        for size in sizes[1:]:
+            if not self._in_vain(size):
+                yield from self._made(_Known(self.levels.at(size), known.best), number, few)
+
+    def _unlike(self) -> dict[str, Candidate]:
+        """The library's orders without limits, of such that take and hold alike the first."""
+        alike = {(one.cost_s, one.peaks): name for name, one in reversed(self.without_limits.items())}
+        return {name: one for name, one in self.without_limits.items() if name in alike.values()}
+
+    def _in_vain(self, size: float) -> bool:
+        """Whether nothing within the limits of a size can be shorter than what is known."""
+        return lower_bound(self.levels.at(size)).seconds >= self.best.cost_s
+
+    def _made(
+        self, known: _Known, number: int, names: Mapping[str, Candidate]
+    ) -> Iterator[tuple[str, Round, _Known]]:
+        before = known.best
+        yield "library", replace(self._round(known, number, 1.0), without_limits=names), known
+        if "rows" in self.options.engines and known.best is not before:
+            yield "rows", self._round(known, number, POLISH), known
+
+    def _climb(self) -> Iterator[tuple[str, Round, _Known]]:
+        levels, low = self.levels, self.levels.low
+        first = FIRST if low < levels.top else 1.0 / SLOW
+        at = _Climb(size=low, gained=low, thorough=low, grown=first, due=first)
+        known = _Known(levels.at(low), self.first)
+        while at.size <= levels.asked:
+            known.problem, reached = levels.at(at.size), known.best
+            for one in self.without_limits.values():
+                if fits(one, known.problem.arrays.cap):
+                    known.offer(one)
+            bound = lower_bound(known.problem)
+            if bound.seconds < known.best.cost_s - SAME:
+                for name, share in at.tasks(self.options.engines, bound):
+                    yield name, self._round(known, at.number, share), known
+                    if name == "kernel":
+                        at.solver = known.best is self.first or known.best.engine == name
+            if known.best is not reached or bound.name == "memory x time":
+                at.gained = at.size
+            at.go_on(levels)
+
+    def _round(self, known: _Known, number: int, share: float) -> Round:
         return Round(
-            problem=problem,
-            best=self.best,
-            repeating=self.repeating,
-            bound=self.bound,
+            problem=known.problem,
+            best=known.best,
+            repeating=known.repeating,
+            bound=lower_bound(known.problem),
             seed=self.options.seed * 1009 + number,
-            effort=self.options.effort * min(1.0, 2 * LARGE / problem.entries),
-            last=last,
+            effort=share * self.options.effort * min(1.0, 2 * LARGE / self.problem.entries),
+            without_limits=self.without_limits,
         )
-
-
-def rounds_of(problem: SearchProblem) -> Iterator[SearchProblem]:
-    """The problem with lower limits, and at last as it is.
-
-    >>> from .problem import SearchStage
-    >>> stage = SearchStage(name="0", forward_s=1, input_grad_s=1, weight_grad_s=1, residual_bytes=2.0)
-    >>> [p.caps for p in rounds_of(SearchProblem(stages=(stage,), microbatches=4, caps=(5.0,)))]
-    [(2.0,), (3.0,), (4.0,), (5.0,)]
-    """
-    unit = max(problem.rank_bytes)
-    most = max((cap for cap in problem.limits if cap < inf), default=inf)
-    if most < inf and unit > 0:
-        low = np.array(one_by_one(problem).peaks)
-        sparse = min(SPARSEST, max(1, problem.entries // LARGE))
-        for level in LEVELS[::sparse]:
-            caps = tuple(min(cap, level * unit) for cap in problem.limits)
-            if level * unit < most * (1 - SAME) and (low <= np.array(caps)).all():
-                yield replace(problem, caps=caps)
-    yield problem
 
 
 def search_orders(
@@ -216,11 +313,10 @@ def search_orders(
         ended = running.run()
     except KeyboardInterrupt:
         ended = "interrupted"
-    running.join()
     return SearchResult(
         problem=problem,
         best=running.best,
-        repeating=running.repeating,
+        repeating=running.known.repeating,
         progress=running.progress(),
         ended=ended,
     )

@@ -26,13 +26,10 @@ FEW = (2, 4, 2)
 HEATS = (0.3, 0.1, 0.05)
 """Their temperatures at the start, in periods."""
 
-TRIES = 2_000
+TRIES = 6_000
 """Moves of one annealing; more for many units, which have more ways to move."""
 
-EARLIER, LAST = 0.4, 3.0
-"""By which moves are multiplied in rounds with lower limits, and in the last one."""
-
-MOST = 2_000_000
+MOST = 6_000_000
 """Entries that one annealing may time, so that large cases end in seconds."""
 
 COMPILED = 1_000_000
@@ -43,14 +40,13 @@ def run(task: Round) -> Iterator[Found]:
     """Anneal on few micro-batches, then on all."""
     problem, m = task.problem, task.problem.microbatches
     units = len(problem.units)
-    share = LAST if task.last else EARLIER
     near = repeating_of(problem, task.best)
     starts = [near.repeating, task.repeating.repeating, None]
     best: Candidate | None = None
     for chain in range(CHAINS):
         few = min(m, max(16, FEW[chain] * problem.ranks))
         small = replace(problem, microbatches=few) if few < m else problem
-        tries = round(share * task.effort * min(TRIES * max(1.0, units / 12) ** 2, MOST / (units * few)))
+        tries = round(task.effort * min(TRIES * max(1.0, units / 12) ** 2, MOST / (units * few)))
         start = starts[chain] or (best or near).repeating
         assert start is not None
         seed = np.array([1 + (task.seed * 7919 + chain * 104_729 + 17) % 2_000_000_011], np.int64)

@@ -25,9 +25,13 @@ PAIRED = ("dualpipe", "dualpipev")
 
 
 def run(task: Round) -> Iterator[Found]:
-    """Build them one by one, within the limits that were asked for."""
-    for name in fitting(task.problem) if task.last else ():
-        yield Found(candidate=library_order(task.problem, name), evaluations=1)
+    """Build them one by one, within the limits of the round; without limits if there are none."""
+    if not task.problem.caps:
+        for name in fitting(task.problem):
+            yield Found(candidate=without_limits(task.problem, name), evaluations=1)
+    for name, known in task.without_limits.items():
+        if task.problem.entries <= LARGE or not fits(known, task.problem.arrays.cap):
+            yield Found(candidate=within_limits(task.problem, name), evaluations=1)
 
 
 def fitting(problem: SearchProblem) -> list[str]:
@@ -58,14 +62,27 @@ def library_order(problem: SearchProblem, name: str) -> Candidate | None:
 
     The shorter of what it is without knowing the limits, if it keeps to them, and of what it makes of them.
     """
-    if not all(stage.split for stage in problem.stages) and _splits(problem, name):
-        return None
-    free = _built(problem, name, limited=False)
-    if not problem.caps or entry(name).recipe is None or (free is not None and problem.entries > LARGE):
+    free = without_limits(replace(problem, caps=()), name)
+    if free is None or not problem.caps:
         return free
-    limited = _built(problem, name, limited=True)
+    free = free if fits(free, problem.arrays.cap) else None
+    if free is not None and problem.entries > LARGE:
+        return free
+    limited = within_limits(problem, name)
     known = [one for one in (free, limited) if one is not None]
     return min(known, key=lambda one: one.cost_s, default=None)
+
+
+def without_limits(problem: SearchProblem, name: str) -> Candidate | None:
+    """A schedule of the library that knows no limits."""
+    if not all(stage.split for stage in problem.stages) and _splits(problem, name):
+        return None
+    return _built(problem, name, limited=False)
+
+
+def within_limits(problem: SearchProblem, name: str) -> Candidate | None:
+    """What a schedule that runs without limits makes of them; None if it does not know how."""
+    return None if entry(name).recipe is None else _built(problem, name, limited=True)
 
 
 def _splits(problem: SearchProblem, name: str) -> bool:

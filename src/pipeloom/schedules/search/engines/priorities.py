@@ -21,10 +21,7 @@ CHANGES = 60
 """Random changes of the best rules."""
 
 MOST = 150_000_000
-"""Looks at units that the plain rules of the last round may take, and its changes again."""
-
-EARLIER = 0.25
-"""By which that is multiplied in rounds with lower limits."""
+"""Looks at units that the plain rules may take, and their changes again."""
 
 PART = 20
 """Orders between two places at which the search may end."""
@@ -41,7 +38,7 @@ def run(task: Round) -> Iterator[Found]:
     tried = 0
     tries = plain_rules(problem)
     looks = len(order) * len(problem.units)
-    most = max(1, round(MOST * min(1.0, task.effort) * (1 if task.last else EARLIER)))
+    most = max(1, round(MOST * min(1.0, task.effort)))
     stride = max(1, len(tries) * looks // most)  # of large cases only some rules
     tries = tries[task.seed % stride :: stride]
     changes = round(task.effort * min(CHANGES, most / looks))

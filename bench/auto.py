@@ -1,0 +1,99 @@
+"""All planners together: the step of `--strategy auto` beside those of the planners that it asks.
+
+    python bench/auto.py [--only NAME ...]
+
+Models with and without branches, with room and without, 16 micro-batches, on devices by roofline. All is
+simulated; of the planners' seconds only processor time is given. Results: bench/results/auto.json. 3 minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import branching
+from machine import describe_machine
+from pipeoffload_planner import gpt
+
+from pipeloom import Job, api
+from pipeloom.clusters import find_cluster
+from pipeloom.planner import PlanOptions, ProfiledModel, planners_asked
+
+RESULTS = Path(__file__).parent / "results" / "auto.json"
+MICROBATCHES = 16
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, its rows per micro-batch, and devices.
+
+    share: caps, of the most that a rank of the plan by `exact` holds with no cap; none: what devices have.
+    """
+
+    job: Callable[[], Job]
+    rows: int
+    cluster: str
+    share: float | None = None
+
+
+CASES = {
+    "GPT": Case(lambda: gpt(8, 512, 8, 256), 8, "4 x a100-40"),
+    "GPT, 0.6 of its memory": Case(lambda: gpt(8, 512, 8, 256), 8, "4 x a100-40", 0.6),
+    "case study": Case(branching.PUBLISHED["case_study"], 8, "2 nodes of 4 x v100-16"),
+    "MMT": Case(branching.PUBLISHED["mmt"], 2, "2 nodes of 4 x v100-16"),
+    "CANDLE-Uno": Case(branching.PUBLISHED["candle"], 256, "1 nodes of 4 x v100-16"),
+    "CLIP": Case(branching.PUBLISHED["clip"], 8, "1 nodes of 4 x v100-16"),
+}
+
+
+def measure(case: Case) -> dict[str, Any]:
+    """Seconds of the step of each planner that is asked, of the order that was searched, and of the plan."""
+    cluster = find_cluster(case.cluster)
+    graph = api.capture(case.job(), case.rows).graph
+    model = ProfiledModel(size=case.rows, graph=graph, profiles=api.estimate(graph, cluster))
+    request = api.PlanRequest(
+        stages=len(cluster.devices),
+        microbatches=MICROBATCHES,
+        cluster=cluster,
+        options=PlanOptions(treatments=None),
+    )
+    cap = None
+    if case.share is not None:
+        free = replace(request, options=PlanOptions(treatments=())).plan(model, explained=False)
+        cap = round(case.share * max(free.peaks))
+        devices = tuple(replace(device, memory_bytes=cap) for device in cluster.devices)
+        request = replace(request, cluster=replace(cluster, devices=devices))
+    begin = time.process_time()
+    plan = replace(request, strategy="auto").plan(model, explained=False)
+    return {
+        "cluster": case.cluster,
+        "cap_bytes": cap,
+        "asked_s": planners_asked(plan),
+        "step_s": plan.predicted_step_s,
+        "peak_bytes": max(plan.peaks),
+        "schedule": plan.schedule,
+        "processor_s": round(time.process_time() - begin, 1),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", choices=tuple(CASES), default=tuple(CASES))
+    known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    for name in parser.parse_args().only:
+        row = measure(CASES[name])
+        known[name] = {**row, "machine": describe_machine()}
+        RESULTS.write_text(json.dumps(known, indent=1) + "\n")
+        steps = ", ".join(
+            f"{k} {'none' if s is None else f'{1e3 * s:.4g}'}" for k, s in row["asked_s"].items()
+        )
+        print(f"{name}: {1e3 * row['step_s']:.4g} ms; {steps}; {row['processor_s']} processor s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
