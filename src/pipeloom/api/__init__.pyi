@@ -18,6 +18,7 @@ from .clusters import (
 )
 from .forecast import Forecast as Forecast, by_stage as by_stage
 from .handed_model import hand_over_model as hand_over_model, take_over_model as take_over_model
+from .kept_profiles import kept_profile as kept_profile
 from .largest_batch import ModelAt as ModelAt, largest_below as largest_below, largest_plan as largest_plan
 from .microbatch_times import MicrobatchTimes as MicrobatchTimes
 from .options import Options as Options

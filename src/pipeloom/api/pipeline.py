@@ -81,8 +81,7 @@ class Pipeline:
         channel: LocalChannel | None = None,
         captured: Captured | None = None,
     ) -> None:
-        self._given = captured
-        self.job, self.options = job, options or Options()
+        self._given, self.job, self.options = captured, job, options or Options()
         self.plan = plan if isinstance(plan, Plan) else load_plan(plan)
         require_runnable_plan(self.plan)
         self.device = rank_device(self.options)
