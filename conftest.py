@@ -19,6 +19,7 @@ settings.load_profile("quick")  # `--hypothesis-profile=search` loads the other 
 # Tests make hundreds of pipelines; those of the comparison with plain PyTorch turn it on.
 os.environ.setdefault("PIPELOOM_COMPARE", "0")
 os.environ.setdefault("PIPELOOM_CONTENTION", "1")  # a test that measures it says so
+os.environ.setdefault("PIPELOOM_KEEP_PROFILES", "0")
 
 # What a script starts in the background ignores Ctrl-C, and so does all that it starts in turn.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from pipeloom import Job, Options, Pipeline, Plan
 from pipeloom.api import first_comparison
-from pipeloom.ir.errors import VerifyError
+from pipeloom.ir.errors import BatchError, VerifyError
+from pipeloom.tracer.stage import trace
 
 
 @pytest.fixture(autouse=True)
@@ -107,32 +108,26 @@ def test_what_does_not_fit_is_named(
     cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     job = job_of(PlainNet)
-    plan = replace(even_plan(job, 2, microbatches=4), caps=(2_000, 10_000_000))
+    plan = replace(even_plan(job, 2, microbatches=4), caps=(3_000, 10_000_000))
     need = first_comparison.needed_bytes(capture_of(job).graph)
-    assert need > 2_000 and first_comparison.limit_bytes(plan) == 2_000
+    assert need > 3_000 and first_comparison.limit_bytes(plan) == 3_000
     with caplog.at_level(logging.WARNING, logger="pipeloom"):
         first_comparison.require_equal_once(Pipeline, job, plan, capture_of(job), Options(compare=True))
     assert "PlainNet was not compared with plain PyTorch before its first step: that needs" in caplog.text
     assert not cache.exists()
 
 
-@pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
-    """Rows of a micro-batch in every comparison."""
-    rows: list[int | None] = []
+def test_what_fits_with_fewer_rows_is_compared_with_these(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    seen: list[int | None] = []
     compare = first_comparison.compare_first
 
     def noted(*call: Any) -> object:
-        rows.append(call[5])
+        seen.append(call[5])
         return compare(*call)
 
     monkeypatch.setattr(first_comparison, "compare_first", noted)
-    return rows
-
-
-def test_what_fits_with_fewer_rows_is_compared_with_these(
-    cache: Path, seen: list[int | None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
     for model, message in ((PlainNet, ""), (CountsElsewhere, "does not train as in plain PyTorch")):
         job = job_of(model)
         plan = even_plan(job, 2, microbatches=2)
@@ -149,21 +144,53 @@ def test_what_fits_with_fewer_rows_is_compared_with_these(
     assert len(list(cache.iterdir())) == 1
 
 
-def test_what_would_take_long_is_compared_with_fewer_rows(
-    cache: Path, seen: list[int | None], caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("refused", [False, True])
+def test_what_takes_long_is_compared_with_fewer_rows(
+    cache: Path, refused: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """By the plan's times, whatever a micro-batch really takes."""
+    """By the plan's times; and with all its rows where the job has no smaller batches."""
+    seen: list[int | None] = []
+    compare = first_comparison.compare_first
+
+    def noted(*call: Any) -> object:
+        seen.append(call[5])
+        if refused and call[5] == 1:
+            raise BatchError("no batch of 2 rows")
+        return compare(*call)
+
+    monkeypatch.setattr(first_comparison, "compare_first", noted)
     job = job_of(PlainNet)
-    plan = even_plan(job, 2, microbatches=4)
-    slow = replace(plan, stages=tuple(replace(stage, forward_s=4.0) for stage in plan.stages))
+    plan = even_plan(job, 2, microbatches=2)
+    each_s = first_comparison.MOST_S / first_comparison.MICROBATCHES / len(plan.stages)
+    slow = replace(plan, stages=tuple(replace(stage, forward_s=each_s) for stage in plan.stages))
     assert first_comparison.quick_rows(plan) == plan.microbatch_size == 2
+    assert first_comparison.quick_rows(slow) == 1
     with caplog.at_level(logging.WARNING, logger="pipeloom"):
         first_comparison.require_equal_once(Pipeline, job, slow, capture_of(job), Options(compare=True))
-    assert seen == [1]
-    assert (
-        "in micro-batches of 1 row; with 2, as it is trained, that would take more than 20 s" in caplog.text
-    )
+    assert seen == ([1, 2] if refused else [1])
+    said = "in micro-batches of 1 row; with 2, as it is trained, that would take more than 20 s"
+    assert (said in caplog.text) is not refused
     assert len(list(cache.iterdir())) == 1
+
+
+@pytest.mark.own_captures
+def test_what_the_comparison_has_traced_is_not_traced_again(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    traced: list[tuple[str, ...]] = []
+    trace_joint = trace.trace_joint
+
+    def noted(stage: Any, *rest: Any) -> Any:
+        traced.append(stage.outputs)
+        return trace_joint(stage, *rest)
+
+    monkeypatch.setattr(trace, "trace_joint", noted)
+    job = job_of(PlainNet)
+    plan = even_plan(job, 1, microbatches=4)
+    with Pipeline(job, plan, options=Options(compare=True)) as pipeline:
+        assert len(list(cache.iterdir())) == len(traced) == 1
+        assert not pipeline.captured.traced
+        pipeline.step(job.batch(0, 8))
 
 
 def test_replicas_are_compared_as_one() -> None:

@@ -240,6 +240,24 @@ def test_ranks_get_ready_before_they_know_their_work(tmp_path: Path, monkeypatch
     assert pids(ran, 2) == before
 
 
+def test_ranks_prepare_several_things_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what one of them fails with stays unsaid."""
+    monkeypatch.syspath_prepend(str(HERE))
+    targets = importlib.import_module("launch_targets")
+    folders = [tmp_path / name for name in ("first", "second", "ran")]
+    for folder in folders:
+        folder.mkdir()
+    first, second, ran = map(str, folders)
+    with StartedRanks(2, prepare=targets.say_and_fail, args=(first,)) as started:
+        started.prepare(targets.say_and_fail, (second,))
+        before = pids(folders[1], 2)
+        assert pids(folders[0], 2) == before
+        assert started.run(targets.say, (ran,)) == 0
+    assert pids(folders[2], 2) == before
+
+
 def test_ranks_that_get_no_work_end_without_a_word(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,9 +12,19 @@ from runs import even_plan, threads
 from torch import nn
 
 from pipeloom import Job, Options, Pipeline
+from pipeloom.api import HandedModel, hand_over_model, take_over_early, take_over_model
 from pipeloom.ir.errors import CaptureError
 from pipeloom.runtime import LocalChannel
-from pipeloom.tracer import capture, capture_evaluation, hand_over, take_over
+from pipeloom.tracer import (
+    Captured,
+    capture,
+    capture_evaluation,
+    hand_over,
+    hand_over_evaluation,
+    take_over,
+    take_over_evaluation,
+)
+from pipeloom.tracer.stage import stage_functions, trace
 
 
 class Attributes(nn.Module):
@@ -41,10 +51,19 @@ JOBS = {
 }
 
 
-def handed(job: Job) -> bytes | None:
+def handed(job: Job) -> tuple[bytes, bytes]:
     captured = capture(job, 2)
+    training = hand_over(captured)
     captured.evaluation = capture_evaluation(job, captured, job.batch(0, 2))
-    return hand_over(captured)
+    evaluation = hand_over_evaluation(captured)
+    assert training is not None and evaluation is not None
+    return training, evaluation
+
+
+def taken(data: tuple[bytes, bytes], job: Job) -> Captured:
+    captured = take_over(data[0], job)
+    take_over_evaluation(data[1], captured, job)
+    return captured
 
 
 def refuse_to_export(*_: object, **__: object) -> None:
@@ -58,10 +77,9 @@ def test_ranks_train_and_evaluate_without_exporting(name: str, monkeypatch: pyte
     job = JOBS[name]
     plan = even_plan(job, 2, microbatches=2)
     data = handed(job)
-    assert data is not None
 
     def numbers(index: int, channel: LocalChannel, *, takes_over: bool) -> list[float]:
-        captured = take_over(data, job) if takes_over else None
+        captured = taken(data, job) if takes_over else None
         with Pipeline(job, plan, options=Options(seed=3), channel=channel, captured=captured) as pipeline:
             losses = [pipeline.step(job.batch(seed, 4)) for seed in range(2)]
             return [*losses, pipeline.evaluate(job.batch(5, 4))]
@@ -84,6 +102,34 @@ def test_the_graph_is_the_same() -> None:
     made = ["a.weight", "slope"]
     first, second = (each.blueprint.materialise(3, made) for each in (captured, found))
     assert all(torch.equal(first[name], second[name]) for name in made)
+
+
+@pytest.mark.own_captures
+def test_what_a_rank_takes_over_early_is_neither_taken_over_nor_traced_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    job = JOBS["convnet"]
+    plan = even_plan(job, 2, microbatches=2)
+    early: list[HandedModel] = []
+    given = hand_over_model(job, plan, evaluates=True, early=early.append)
+    assert given is not None and given.evaluation is not None
+    assert early == [replace(given, evaluation=None)]
+    expected = take_over_model(given, job)
+    assert expected is not None and expected.evaluation is not None and not expected.traced
+
+    for rank in range(2):
+        take_over_early(early[0], job, plan, rank=rank)
+        with monkeypatch.context() as taken:
+            taken.setattr("pipeloom.tracer.take_over", refuse_to_export)
+            found = take_over_model(given, job)
+        assert found is not None and found.evaluation is not None
+        assert (found.graph, found.evaluation.graph) == (expected.graph, expected.evaluation.graph)
+        assert len(found.traced) == 1
+        with monkeypatch.context() as traced:
+            traced.setattr(trace, "trace_joint", refuse_to_export)
+            stage_functions(found, plan.stage_graph(found.graph), rank)
+    again = take_over_model(given, job)
+    assert again is not None and not again.traced  # it is given once
 
 
 def test_models_that_each_rank_captures() -> None:

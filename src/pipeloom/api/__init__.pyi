@@ -17,7 +17,13 @@ from .clusters import (
     with_files as with_files,
 )
 from .forecast import Forecast as Forecast, by_stage as by_stage
-from .handed_model import hand_over_model as hand_over_model, take_over_model as take_over_model
+from .handed_model import (
+    HandedModel as HandedModel,
+    hand_over_model as hand_over_model,
+    take_over_early as take_over_early,
+    take_over_model as take_over_model,
+)
+from .kept_profiles import kept_profile as kept_profile
 from .largest_batch import ModelAt as ModelAt, largest_below as largest_below, largest_plan as largest_plan
 from .microbatch_times import MicrobatchTimes as MicrobatchTimes
 from .options import Options as Options

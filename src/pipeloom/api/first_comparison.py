@@ -19,8 +19,7 @@ from pathlib import Path
 import torch
 
 from .. import __version__
-from ..ir.errors import BatchError, ConfigError, VerifyError
-from ..ir.files import write_whole
+from ..ir.errors import BatchError, VerifyError
 from ..ir.flow import flow_of
 from ..ir.graph import OpGraph, storages
 from ..ir.memory_policy import KEEP_ALL
@@ -28,6 +27,7 @@ from ..ir.plan import Plan
 from ..ir.units import format_bytes
 from ..tracer import Captured, Job, is_user_file
 from .comparison import MakePipeline, Verification, compare
+from .kept import cache_folder, keep
 from .options import Options
 
 _log = logging.getLogger("pipeloom")
@@ -63,7 +63,7 @@ def require_equal_once(
     """
     if not options.compare:
         return
-    remembered = _cache_folder() / _key(job, plan, captured, options)
+    remembered = cache_folder("compared") / _key(job, plan, captured, options)
     if remembered.is_file():
         return
     limit = limit_bytes(plan)
@@ -97,7 +97,7 @@ def require_equal_once(
     if not found.independent:
         _warn(job, f"it was compared with {found.reference}")
         return
-    _remember(remembered, found)
+    keep(remembered, f"equal within {found.tolerance:g}: {found.worst:.3g}\n", what="the comparison")
 
 
 def compare_first(
@@ -234,21 +234,6 @@ def _digest(name: str) -> str:
     if not is_user_file(name) or not Path(name).is_file():
         return name
     return hashlib.sha256(Path(name).read_bytes()).hexdigest()
-
-
-def _cache_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "pipeloom" / "compared"
-
-
-def _remember(path: Path, found: Verification) -> None:
-    """Where nothing can be written, the next run compares again."""
-    text = f"equal within {found.tolerance:g}: {found.worst:.3g}\n"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, text)
-    except (OSError, ConfigError) as error:
-        _log.debug("the comparison is not remembered: %s", error)
 
 
 __all__ = ["compare_first", "require_equal_once"]

@@ -26,6 +26,7 @@ from ..tracer import Job, load_job
 from .advice import plan_with_advice
 from .best_batch import best_plan
 from .clusters import with_files
+from .kept_profiles import kept_profile
 from .largest_batch import largest_below, largest_plan
 from .plan_request import CapturedModel, PlanRequest
 from .rank_contention import beside_ranks
@@ -68,7 +69,8 @@ def capture(
 
 
 def profile(captured: Captured, *, device: str = "cpu") -> Profile:
-    """Measure every op of a captured model on this machine's `device` ("cpu" or "cuda")."""
+    """Measure every op of a captured model on this machine's `device` ("cpu" or "cuda"), whatever is kept of
+    earlier measurements."""
     if captured.graph.fallback:
         from ..profiler import measure_modules
 
@@ -336,7 +338,8 @@ def captured_model(
     profiled: Profile | None = None,
     batch: Mapping[str, Tensor] | None = None,
 ) -> CapturedModel:
-    """A job captured at one micro-batch size, and its costs: by roofline on a cluster, or measured here.
+    """A job captured at one micro-batch size, and its costs: by roofline on a cluster, or measured here
+    within the last day.
 
     batch: one of that size, if it is at hand.
     Raises: PlanError if what is given is of another size, or is to stand for several kinds of devices.
@@ -358,7 +361,7 @@ def captured_model(
     if profiled is None and cluster is not None:
         estimated = estimate(captured.graph, cluster)
         return CapturedModel(size=size, graph=captured.graph, profiles=estimated, captured=captured)
-    measured = profiled or profile(captured)
+    measured = profiled or kept_profile(captured, profile)
     names = {"cpu", measured.device, *kinds}
     profiles = dict.fromkeys(sorted(names), measured)
     return CapturedModel(size=size, graph=captured.graph, profiles=profiles, captured=captured)

@@ -81,8 +81,7 @@ class Pipeline:
         channel: LocalChannel | None = None,
         captured: Captured | None = None,
     ) -> None:
-        self._given = captured
-        self.job, self.options = job, options or Options()
+        self._given, self.job, self.options = captured, job, options or Options()
         self.plan = plan if isinstance(plan, Plan) else load_plan(plan)
         require_runnable_plan(self.plan)
         self.device = rank_device(self.options)
@@ -133,6 +132,7 @@ class Pipeline:
         self.evaluation = EvaluationVariants(rank_stages, self.training)
         if self.rank == 0:  # the others make their weights, and wait where all foresee what a step holds
             require_equal_once(Pipeline, job, plan, self.captured, options)
+        self.captured.traced.clear()
         self.ledger = Ledger(self.rank, plan.caps[self.rank] if plan.caps else None)
         self.weights = rank_stages.weights(self.program)
         for kind, size in self.weights.sizes.items():

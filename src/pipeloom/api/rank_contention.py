@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import logging
 import os
-import platform
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..ir.errors import ConfigError
-from ..ir.files import write_whole
 from ..ir.graph import OpGraph
 from ..ir.profile import Profile
+from .kept import age_s, cache_folder, keep, machine_name
 
 if TYPE_CHECKING:
     from ..profiler import Contention
 
 VARIABLE = "PIPELOOM_CONTENTION"
 """Environment: a factor for all ops instead of measured ones, such as 1."""
-
-KEPT_S = 24 * 3600
-"""A machine's other users come and go: what was measured is kept for a day."""
-
-_log = logging.getLogger("pipeloom")
 
 
 def beside_ranks(profile: Profile, graph: OpGraph, ranks: int) -> Profile:
@@ -51,15 +42,12 @@ def contention(ranks: int) -> Contention:
             return Contention(ranks=ranks, products=float(given), others=float(given))
         except ValueError as error:
             raise ConfigError(f"{VARIABLE} is {given!r}: {error}", hint="use 1 or more") from None
-    path = _cache_folder() / f"{_machine()}-{ranks}.json"
+    path = cache_folder("contention") / f"{machine_name()}-{ranks}.json"
     if (known := _read(path, ranks)) is not None:
         return known
     found = measure_contention(ranks)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, json.dumps({"products": found.products, "others": found.others}) + "\n")
-    except (OSError, ConfigError) as error:
-        _log.debug("the contention of ranks is not remembered: %s", error)
+    text = json.dumps({"products": found.products, "others": found.others})
+    keep(path, f"{text}\n", what="the contention of ranks")
     return found
 
 
@@ -68,32 +56,13 @@ def _read(path: Path, ranks: int) -> Contention | None:
     measured again."""
     from ..profiler import Contention
 
+    if age_s(path) is None:
+        return None
     try:
-        if time.time() - path.stat().st_mtime > KEPT_S:
-            return None
         figures = json.loads(path.read_text())
         return Contention(ranks=ranks, products=figures["products"], others=figures["others"])
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
-
-
-def _machine() -> str:
-    """A name for this machine as far as its speed goes."""
-    import torch
-
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    model = next((line for line in lines if line.startswith("model name")), platform.processor())
-    parts = (platform.node(), platform.machine(), model, str(cores), torch.__version__)
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
-
-
-def _cache_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "pipeloom" / "contention"
 
 
 __all__ = ["beside_ranks", "contention"]

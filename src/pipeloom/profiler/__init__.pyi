@@ -15,7 +15,7 @@ from .host_copies import (
 )
 from .measure_modules import measure_modules as measure_modules
 from .measure_op import Timer as Timer
-from .measure_ops import measure as measure
+from .measure_ops import measure as measure, op_signatures as op_signatures
 from .measurement import (
     Measurement as Measurement,
     connected_components as connected_components,

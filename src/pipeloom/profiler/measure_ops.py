@@ -79,6 +79,13 @@ def measure(
     )
 
 
+def op_signatures(captured: Captured) -> dict[str, Hashable]:
+    """What the time of each op depends on, by the op's name: the call and the layouts of its tensors."""
+    arguments = OpArguments(captured, torch.device("cpu"), {})
+    nodes = {node.name: node for node in captured.module.graph.nodes}
+    return {op.name: _signature(nodes[op.name], arguments) for op in captured.graph.ops}
+
+
 def _signature(node: fx.Node, arguments: OpArguments) -> Hashable:
     order = {source: index for index, source in enumerate(dict.fromkeys(node.all_input_nodes))}
     layout = tuple(_layout(source, arguments) for source in order)

@@ -10,7 +10,12 @@ from .export.evaluation import (
 )
 from .fallback.module_functions import ModuleFunctions as ModuleFunctions
 from .fallback.trial import initial_state as initial_state
-from .handover import hand_over as hand_over, take_over as take_over
+from .handover import (
+    hand_over as hand_over,
+    hand_over_evaluation as hand_over_evaluation,
+    take_over as take_over,
+    take_over_evaluation as take_over_evaluation,
+)
 from .job import Job as Job
 from .job_calls import sample_batch as sample_batch, scalar_loss as scalar_loss
 from .job_loader import load_job as load_job

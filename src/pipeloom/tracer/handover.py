@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
+from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map, tree_map_only
 
@@ -70,19 +71,31 @@ class HandedGraph(NamedTuple):
 
 @one_thread_at_a_time
 def hand_over(captured: Captured) -> bytes | None:
-    """What `take_over` needs of a captured model, its evaluation mode included if that was captured.
+    """What `take_over` needs of a captured model, without its evaluation mode.
 
     Returns: None for a model that is handed over by its job alone, so that each rank captures it: one that
         is cut between its modules, or with a part that cannot be handed over.
     """
     if captured.cut is not None:
         return None
-    graphs = [captured, *([captured.evaluation] if captured.evaluation is not None else [])]
+    return _handed_bytes(captured)
+
+
+@one_thread_at_a_time
+def hand_over_evaluation(captured: Captured) -> bytes | None:
+    """What `take_over_evaluation` needs of a captured model whose evaluation mode was captured, too.
+
+    Returns: None as `hand_over` does, and where it was not captured.
+    """
+    return None if captured.evaluation is None else _handed_bytes(captured.evaluation)
+
+
+def _handed_bytes(captured: Captured) -> bytes | None:
     if any(_attribute(captured.blueprint, name) is None for name in captured.blueprint.attribute_tensors):
         return None  # a tensor in a list, say: nothing says where the rank's own model has it
     buffer = io.BytesIO()
     try:
-        _Pickler(buffer).dump([_handed(each) for each in graphs])
+        _Pickler(buffer).dump(_handed(captured))
     except (pickle.PicklingError, TypeError, AttributeError, RuntimeError):
         return None  # an argument of a call that Python cannot pickle, such as an object of a user's library
     return buffer.getvalue()
@@ -94,18 +107,20 @@ def take_over(data: bytes, job: Job) -> Captured:
 
     Raises: CaptureError if this process's job makes another model than that one was captured from.
     """
-    handed: list[HandedGraph] = _Unpickler(io.BytesIO(data)).load()
+    handed: HandedGraph = _Unpickler(io.BytesIO(data)).load()
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     blueprint = make_blueprint(job.model, fake)
-    _require_same_model(handed[0].graph, blueprint, job)
-    for name in handed[0].made:
-        attribute = _attribute(blueprint, name)
-        if attribute is None:
-            raise CaptureError(f"the model of {job.name} has no {name} here", hint=_HINT)
-        blueprint.attribute_tensors[name] = attribute
-    captured, *evaluation = (_captured(each, blueprint, fake) for each in handed)
-    captured.evaluation = next(iter(evaluation), None)
-    return captured
+    _require_same_model(handed.graph, blueprint, job)
+    return _captured(handed, blueprint, fake, job)
+
+
+@one_thread_at_a_time
+def take_over_evaluation(data: bytes, captured: Captured, job: Job) -> None:
+    """Give a model that was taken over its evaluation mode. Raises: CaptureError as `take_over` does."""
+    handed: HandedGraph = _Unpickler(io.BytesIO(data)).load()
+    fake = detect_fake_mode([node.meta.get("val") for node in captured.module.graph.nodes])
+    assert fake is not None, "every captured graph has a tensor"
+    captured.evaluation = _captured(handed, captured.blueprint, fake, job)
 
 
 _HINT = "let Job.model make the same model in every process"
@@ -176,7 +191,12 @@ def _handed_tensor(tensor: Tensor) -> HandedTensor:
     )
 
 
-def _captured(handed: HandedGraph, blueprint: Blueprint, fake: FakeTensorMode) -> Captured:
+def _captured(handed: HandedGraph, blueprint: Blueprint, fake: FakeTensorMode, job: Job) -> Captured:
+    for name in handed.made:
+        attribute = _attribute(blueprint, name)
+        if attribute is None:
+            raise CaptureError(f"the model of {job.name} has no {name} here", hint=_HINT)
+        blueprint.attribute_tensors[name] = attribute
     graph = fx.Graph()
     nodes: dict[str, fx.Node] = {}
     made = _fake_tensors(fake)

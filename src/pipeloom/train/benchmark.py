@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import median
 
 from ..api import (
+    HandedModel,
     Job,
     Options,
     Pipeline,
@@ -105,7 +106,7 @@ def run_bench(settings: BenchSettings, started: StartedRanks | None = None) -> i
         return launch(_rank, ranks, args=args)
 
 
-def _rank(settings: BenchSettings, path: Path, model: bytes | None, profiled_s: float) -> None:
+def _rank(settings: BenchSettings, path: Path, model: HandedModel | None, profiled_s: float) -> None:
     try:
         require_runnable(settings.schedule)  # which loads the operations of a user's own
         _time_steps(settings, path, model, profiled_s)
@@ -115,7 +116,7 @@ def _rank(settings: BenchSettings, path: Path, model: bytes | None, profiled_s: 
         exit_rank(error)
 
 
-def _time_steps(settings: BenchSettings, path: Path, model: bytes | None, profiled_s: float) -> None:
+def _time_steps(settings: BenchSettings, path: Path, model: HandedModel | None, profiled_s: float) -> None:
     job = settings.job()
     batch = job.batch(0, settings.microbatches * settings.microbatch_size)
     options = Options(compare=False, offload_dir=settings.offload_dir)  # it times steps, and trains nothing

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from ..api import (
     CapturedModel,
+    HandedModel,
     Job,
     Options,
     Pipeline,
@@ -119,7 +120,7 @@ def _found(path: Path) -> Path:
     return path.with_name("step_s.json")
 
 
-def _rank(model: str | None, path: Path, handed: bytes | None, offload_dir: Path | None) -> None:
+def _rank(model: str | None, path: Path, handed: HandedModel | None, offload_dir: Path | None) -> None:
     try:
         job = _job(model)
         options = Options(compare=False, offload_dir=offload_dir)  # it trains nothing

@@ -22,13 +22,13 @@ from rich.console import Console
 
 from ..api import (
     CapturedModel,
+    HandedModel,
     Options,
     Pipeline,
     StartedRanks,
     capture,
     connect,
     explain_steps,
-    hand_over_model,
     imports_file,
     launch,
     load_job,
@@ -50,6 +50,7 @@ from ..ir.plan import Plan, load_plan
 from ..ir.units import parse_bytes
 from .config import Config
 from .config_text import read_config, write_config
+from .handing_over import autocast_of, hand_over
 from .loop import train, why_at_once
 from .report import predicted_step, print_end, summary, write_files
 from .resuming import end_undisturbed, extended, interrupted, is_finished
@@ -88,7 +89,7 @@ class PreparedRun:
     config: Config
     out: Path
     snapshot: DirectorySnapshot
-    model: bytes | None = None
+    model: HandedModel | None = None
 
 
 def run(request: TrainRequest, started: StartedRanks | None = None) -> int:
@@ -114,12 +115,12 @@ def _run_alone(request: TrainRequest, lock: RunLock, started: StartedRanks | Non
                     prepared.snapshot.restore(prepared.out)
         return 0
     with terminate_as_exit():
-        prepared = prepare_run(request, lock=lock)
+        prepared = prepare_run(request, lock=lock, started=started)
         if _nothing_left(prepared):
             return 0
         ranks = len(set(load_plan(prepared.out / "plan.json").placement))
         try:
-            args = (with_model(prepared),)
+            args = (with_model(prepared, started),)
             if started is not None and started.ranks == ranks:
                 return started.run(run_rank, args)
             return launch(run_rank, ranks, args=args)
@@ -147,10 +148,12 @@ def prepare_run(
     plan_run: Callable[[Config, Workload, Console], PlannedRun] | None = None,
     *,
     lock: RunLock | None = None,
+    started: StartedRanks | None = None,
 ) -> PreparedRun:
     """Decide config, directory and plan, and write the first and the last into the second.
 
     plan_run: makes the plan; `make_plan` by default.  lock: takes the directory before it is read.
+    started: processes for the ranks, which prepare themselves as soon as there is a plan.
     """
     config = _named(read_config(request.file, request.overrides))
     if not request.resume:
@@ -173,7 +176,9 @@ def prepare_run(
     planned = (plan_run or make_plan)(config, workload, request.console) if replan else None
     if planned is not None:
         require_training(planned.plan)
-    model = None if planned is None or planned.model is None else _handed_over(config, workload, planned)
+    model = None
+    if planned is not None and planned.model is not None:
+        model = hand_over(config, workload.job, planned.plan, planned.model, started)
     # Only now: a request that cannot be planned leaves no directory behind.
     snapshot = DirectorySnapshot.of(out or request.out)
     if out is None:
@@ -191,7 +196,7 @@ def prepare_run(
     return PreparedRun(request=request, config=config, out=out, snapshot=snapshot, model=model)
 
 
-def with_model(prepared: PreparedRun) -> PreparedRun:
+def with_model(prepared: PreparedRun, started: StartedRanks | None = None) -> PreparedRun:
     """The run with its model captured, if planning did not capture it: its plan was there already.
 
     Raises: CaptureError if the model cannot be captured.
@@ -200,13 +205,7 @@ def with_model(prepared: PreparedRun) -> PreparedRun:
         return prepared
     config, plan = prepared.config, load_plan(prepared.out / "plan.json")
     with prepared.request.console.status("capturing"):
-        return replace(prepared, model=_handed_over(config, make_workload(config), PlannedRun(plan)))
-
-
-def _handed_over(config: Config, workload: Workload, planned: PlannedRun) -> bytes | None:
-    captured = None if planned.model is None else planned.model.captured
-    autocast = _autocast(config)
-    return hand_over_model(workload.job, planned.plan, captured=captured, autocast=autocast, evaluates=True)
+        return replace(prepared, model=hand_over(config, make_workload(config).job, plan, None, started))
 
 
 def _planned_from(config: Config) -> tuple[object, ...]:
@@ -275,7 +274,7 @@ def make_plan(config: Config, workload: Workload, console: Console) -> PlannedRu
     with console.status("capturing, profiling and planning"):
         made: dict[str, Any] = {}
         if settings.device != "cpu" or settings.autocast is not None:
-            captured = capture(workload.job, settings.microbatch_size, autocast=_autocast(config))
+            captured = capture(workload.job, settings.microbatch_size, autocast=autocast_of(config))
             made = {"captured": captured, "profiled": profile(captured, device=settings.device)}
         request = make_request(
             workload.job,
@@ -340,7 +339,7 @@ def _train_rank(prepared: PreparedRun) -> None:
         seed=config.seed,
         clip_norm=config.optimizer.clip_norm or None,
         scheduler=rate_scheduler(config),
-        autocast=_autocast(config),
+        autocast=autocast_of(config),
         compiled=config.pipeline.compile,
         accumulate=config.pipeline.accumulate,
         offload_dir=Path(config.pipeline.offload_dir or out),
@@ -384,11 +383,6 @@ def _train_rank(prepared: PreparedRun) -> None:
         print_end(console, out, outcome, forecast, rows)
     if prepared.request.as_json:
         print(json.dumps(figures, indent=1))
-
-
-def _autocast(config: Config) -> torch.dtype | None:
-    name = config.pipeline.autocast
-    return None if name is None else getattr(torch, name)
 
 
 def exit_rank(error: PipeloomError) -> NoReturn:

@@ -1,8 +1,8 @@
 """One rank's process, started by `launch` as `python -m pipeloom.runtime.launch.child`. Imports no torch.
 
-What to prepare, and then the work, come pickled through standard input, the outcome goes back through a pipe.
-When the launching process ends, however that happens, a guard process ends this rank and all that it has
-started.
+What to prepare, once or several times, and then the work, come pickled through standard input; the outcome
+goes back through a pipe. When the launching process ends, however that happens, a guard process ends this
+rank and all that it has started.
 """
 
 from __future__ import annotations
@@ -84,9 +84,9 @@ def main(launcher_alive: int, report: int) -> int:
 
 def _read_work() -> tuple[Any, tuple[object, ...]]:
     with sys.stdin.buffer as pipe:
-        prepare, prepare_args = pickle.loads(pickle.load(pipe))
-        run(prepare, prepare_args)  # what is wrong the work meets again, and it is then that it is said
-        main_file, path, work = pickle.load(pipe)
+        while isinstance(message := pickle.load(pipe), bytes):
+            run(*pickle.loads(message))  # what is wrong the work meets again, and it is then that it is said
+        main_file, path, work = message
     sys.path += [folder for folder in path if folder not in sys.path]
     if main_file is not None:
         names = runpy.run_path(main_file, run_name=MAIN_OF_CHILD)

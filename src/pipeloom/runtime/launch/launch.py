@@ -88,6 +88,11 @@ class StartedRanks:
                 self._without_work.enter_context(at_ends_of_children(self._processes.exit_if_one_failed))
             self._stack = stack.pop_all()
 
+    def prepare(self, target: Callable[..., object], args: Sequence[object] = ()) -> None:
+        """Let each rank call something else before its work, as `prepare` of the constructor. Returns at once
+        if the ranks are through with that; else when they are."""
+        self._processes.prepare(pickle.dumps((target, tuple(args))))
+
     def run(
         self, target: Callable[..., object], args: Sequence[object] = (), *, grace_s: float = GRACE_S
     ) -> int:

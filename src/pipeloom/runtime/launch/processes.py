@@ -129,6 +129,14 @@ class Processes:
         self._print(process.stderr, sys.stderr, rank)
         _send(started, self._prepare)
 
+    def prepare(self, more: bytes) -> None:
+        """Let all ranks prepare something else, after what they began with.
+
+        more: a pickled function and its arguments.
+        """
+        for rank in self._ranks:
+            _send(rank, pickle.dumps(more))
+
     def give(self, work: bytes, main_file: str | None) -> None:
         """Tell all ranks what to run.
 
