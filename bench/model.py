@@ -29,11 +29,11 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, blocks: int = BLOCKS, vocabulary: int = VOCABULARY) -> None:
         super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
-        self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.embed = nn.Embedding(vocabulary, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.head = nn.Linear(WIDTH, vocabulary)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> dict[str, Tensor]:
         x = self.embed(tokens)
@@ -52,8 +52,8 @@ class Gpt(nn.Module):
         return nn.Sequential(*self.blocks[BLOCKS // 2 :], self.head)
 
 
-def batch_of(seed: int, rows: int) -> dict[str, Tensor]:
-    text = torch.randint(VOCABULARY, (rows, SEQUENCE + 1), generator=torch.Generator().manual_seed(seed))
+def batch_of(seed: int, rows: int, vocabulary: int = VOCABULARY) -> dict[str, Tensor]:
+    text = torch.randint(vocabulary, (rows, SEQUENCE + 1), generator=torch.Generator().manual_seed(seed))
     return {"tokens": text[:, :-1].contiguous(), "targets": text[:, 1:].contiguous()}
 
 

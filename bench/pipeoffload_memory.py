@@ -1,4 +1,8 @@
-"""Real ranks: what they hold of residuals as their number grows, with none, half and all stages offloaded."""
+"""Real ranks: what they hold of residuals as their number grows, with none, half and all stages offloaded.
+
+One model of 16 alike blocks and a small vocabulary, so that two stages on each of 2, 4 and 8 ranks are 4, 2 and
+1 blocks: stages of one size, as the formulas have them.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +12,32 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from model import MICROBATCH, batch_of, job
+from model import Gpt, batch_of
 from playwright.sync_api import sync_playwright
 from plotly import graph_objects
+from torch import Tensor
 
-from pipeloom import Options, Pipeline, Plan, plan
+from pipeloom import Job, Options, Pipeline, Plan, plan
 from pipeloom.api import capture, profile
 from pipeloom.runtime.launch import launch
 
 RANKS = (2, 4, 8)
 CHUNKS = 2
-STEPS = 3
+STEPS = 2
+BLOCKS, VOCABULARY, MICROBATCH = 16, 256, 2
 PLOT = Path(__file__).parents[1] / "docs" / "images" / "offloading.png"
+
+
+def even_gpt() -> Gpt:
+    return Gpt(BLOCKS, VOCABULARY)
+
+
+def tokens(seed: int, rows: int) -> dict[str, Tensor]:
+    return batch_of(seed, rows, VOCABULARY)
+
+
+def job() -> Job:
+    return Job(model=even_gpt, batch=tokens, name="GPT of 16 blocks")
 
 
 def train(made: Plan, folder: Path, results: Path) -> None:
@@ -27,7 +45,7 @@ def train(made: Plan, folder: Path, results: Path) -> None:
     with Pipeline(job(), made, options=Options(offload_dir=folder)) as pipeline:
         predicted, rank = pipeline.expected, pipeline.rank
         own = [stage for stage, home in zip(made.stages, made.placement, strict=True) if home == rank]
-        losses = [pipeline.step(batch_of(step, MICROBATCH * made.microbatches)) for step in range(STEPS)]
+        losses = [pipeline.step(tokens(step, MICROBATCH * made.microbatches)) for step in range(STEPS)]
         record = {
             "rank": pipeline.rank,
             "losses": losses,
@@ -63,23 +81,46 @@ def memory(quick: bool) -> dict[str, Any]:
                 )
                 assert launch(train, ranks, args=(made, folder, results)) == 0
                 found = [json.loads((results / f"{rank}.json").read_text()) for rank in range(ranks)]
-            rows.append({"schedule": name, "ranks": ranks, "by_rank": found})
             most = max(each["residuals"] for each in found)
+            rows.append({"schedule": name, "ranks": ranks, "times_ranks": most * ranks, "by_rank": found})
             off = [
                 (each[what] - each[f"predicted_{what}" if what == "host" else "predicted"]) / each["slot"]
                 for each in found
                 for what in ("residuals", "host")
             ]
             print(
-                f"  {name} on {ranks} ranks: residuals {most / 2**20:.2f} MiB; beside predicted, in slots "
+                f"  {name} on {ranks} ranks: residuals {most / 2**20:.2f} MiB, times ranks "
+                f"{most * ranks / 2**20:.1f}; beside predicted, in slots "
                 + " ".join(f"{each:+.2f}" for each in off),
                 flush=True,
             )
+    print_spread(rows)
     if not quick and shutil.which("chromium"):
         plot(rows)
     elif not quick:
         print("the plot is left as it was: no chromium is installed to draw it", flush=True)
     return {"rows": rows}
+
+
+def print_spread(rows: list[dict[str, Any]]) -> None:
+    """How far what the fullest rank holds, times the ranks, is from its mean over the numbers of ranks."""
+    for name in dict.fromkeys(row["schedule"] for row in rows):
+        own = [row for row in rows if row["schedule"] == name]
+        measured, predicted = (
+            spread([row["ranks"] * max(each[what] for each in row["by_rank"]) for row in own])
+            for what in ("residuals", "predicted")
+        )
+        print(
+            f"  {name}: bytes of the fullest rank x ranks are within {measured:.1%} of their mean, "
+            f"predicted {predicted:.1%}",
+            flush=True,
+        )
+
+
+def spread(values: list[int]) -> float:
+    """The largest deviation from the mean, as a share of it."""
+    mean = sum(values) / len(values)
+    return max(abs(value / mean - 1) for value in values)
 
 
 def plot(rows: list[dict[str, Any]]) -> None:
