@@ -1,7 +1,7 @@
 """Real ranks: what they hold of residuals as their number grows, with none, half and all stages offloaded.
 
-One model of 16 alike blocks and a small vocabulary, so that two stages on each of 2, 4 and 8 ranks are 4, 2 and
-1 blocks: stages of one size, as the formulas have them.
+One model of 16 alike blocks and a small vocabulary, so that two stages on each of 2, 4 and 8 ranks are 4, 2
+and 1 blocks: stages of one size, as the formulas have them.
 """
 
 from __future__ import annotations
