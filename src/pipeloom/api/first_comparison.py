@@ -25,6 +25,7 @@ from ..ir.graph import OpGraph, storages
 from ..ir.memory_policy import KEEP_ALL
 from ..ir.plan import Plan
 from ..ir.units import format_bytes
+from ..profiler import torch_threads, usable_cores
 from ..tracer import Captured, Job, is_user_file
 from .comparison import MakePipeline, Verification, compare
 from .kept import cache_folder, keep
@@ -116,7 +117,8 @@ def compare_first(
     plain = Options(seed=options.seed, autocast=options.autocast, timeout_s=options.timeout_s, compare=False)
     one_rank = in_one_rank(plan, captured.graph)
     sgd = replace(job, optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
-    return compare(make, sgd, one_rank, options=plain, seed=0, captured=captured, rows=rows)
+    with torch_threads(max(torch.get_num_threads(), usable_cores())):  # the other ranks wait meanwhile
+        return compare(make, sgd, one_rank, options=plain, seed=0, captured=captured, rows=rows)
 
 
 def in_one_rank(plan: Plan, graph: OpGraph) -> Plan:

@@ -14,7 +14,7 @@ from .host_copies import (
     shared_uplinks as shared_uplinks,
 )
 from .measure_modules import measure_modules as measure_modules
-from .measure_op import Timer as Timer
+from .measure_op import Timer as Timer, torch_threads as torch_threads, usable_cores as usable_cores
 from .measure_ops import measure as measure, op_signatures as op_signatures
 from .measurement import (
     Measurement as Measurement,

@@ -28,7 +28,7 @@ import torch
 
 from ..ir.graph import OpGraph
 from ..ir.profile import OpCost, Profile
-from .measure_op import torch_threads
+from .measure_op import torch_threads, usable_cores
 from .rules import RULES, UNKNOWN, base_name
 
 PRODUCTS = ("matmul", "attention", "convolution")
@@ -84,7 +84,7 @@ def _slowed(cost: OpCost, factor: float) -> OpCost:
 
 def measure_contention(ranks: int, *, clock: Callable[[], float] = thread_time) -> Contention:
     """Run kernels alone and beside `ranks - 1` processes; takes about as long as these take to start."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     sliced = max(1.0, ranks / cores)
     if ranks < 2:
         return Contention(ranks=ranks)
