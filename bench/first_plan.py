@@ -38,7 +38,7 @@ def measure(layers: int, devices: int, strategy: str) -> dict[str, Any]:
     begin = time.perf_counter()
     with compiled_beside(strategy) as wait_for_code:
         graph = capture(job(layers=layers), 1).graph
-        wait_for_code()
+        wait_for_code(graph)
     captured = time.perf_counter()
     cluster = find_cluster(f"{devices // 8} nodes of 8 x h100")
     plan = make_plan(

@@ -10,6 +10,8 @@ import pytest
 
 from pipeloom.api import compiling
 
+SMALL = compiling.small_model()
+
 
 class Started:
     """In place of a process that compiles for as long as it is let."""
@@ -27,6 +29,9 @@ class Started:
         if timeout is not None and not self.ended:
             raise subprocess.TimeoutExpired(self.command, timeout)
         return 0
+
+    def communicate(self) -> None:
+        self.wait()
 
     def kill(self) -> None:
         self.ended = True
@@ -48,11 +53,16 @@ def until_started(started: list[Started]) -> None:
         pass
 
 
-def test_a_long_capture_has_the_code_made_and_may_wait_for_it(started: list[Started]) -> None:
+def test_a_long_capture_has_the_code_made_and_waits_for_it_if_large(
+    started: list[Started], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with compiling.compiled_beside("dawnpiper", ("recompute",)) as wait:
         until_started(started)
         assert started[0].waited_s == []
-        wait()
+        wait(SMALL)
+        assert started[0].waited_s == []
+        monkeypatch.setattr(compiling, "LARGE_OPS", len(SMALL.ops))
+        wait(SMALL)
         assert started[0].waited_s == [compiling.LIMIT_S] and not started[0].ended
     assert started[0].command[1:] == ["-P", "-m", "pipeloom.api.compiling", "dawnpiper", "recompute"]
     assert started[0].ended
@@ -78,14 +88,14 @@ def test_a_process_that_cannot_be_started_is_done_without(
     with compiling.compiled_beside("dawnpiper") as wait:
         while not tried:
             pass
-        wait()
+        wait(SMALL)
     assert not started
 
 
 def test_a_short_capture_starts_nothing(started: list[Started], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiling, "AFTER_S", 60.0)
     with compiling.compiled_beside("dawnpiper") as wait:
-        wait()
+        wait(SMALL)
     assert not started
 
 
@@ -132,8 +142,18 @@ def test_a_large_search_finds_all_its_code(tmp_path: Path) -> None:
     path = os.pathsep.join(filter(None, (bench, os.environ.get("PYTHONPATH"))))
     kept = {"NUMBA_CACHE_DIR": str(tmp_path / "code"), "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": path}
     env = {**os.environ, **kept}
-    subprocess.run([sys.executable, "-m", "pipeloom.api.compiling", "dawnpiper"], env=env, check=True)
+    command = [sys.executable, "-m", "pipeloom.api.compiling", "dawnpiper"]
+    with subprocess.Popen(command, env=env, stdin=subprocess.PIPE) as process:
+        assert process.wait() == 0
     made = set(tmp_path.rglob("*.nbc"))
     assert any("pick_all" in file.name for file in made) and any("run_sharing" in file.name for file in made)
     subprocess.run([sys.executable, "-c", LARGE], env=env, check=True)
     assert set(tmp_path.rglob("*.nbc")) == made
+
+
+def test_the_process_ends_with_the_one_that_started_it(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pipeloom.api.compiling", "dawnpiper"]
+    env = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}
+    with subprocess.Popen(command, env=env, stdin=subprocess.PIPE) as process:
+        process.communicate(timeout=60)  # closes the pipe
+        assert process.returncode == 1

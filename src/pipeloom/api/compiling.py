@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from threading import Timer
+from threading import Thread, Timer
 
 from ..clusters import find_cluster
 from ..ir.graph import Op, OpGraph, Parameter, Value
@@ -32,6 +32,9 @@ from .kept import cache_folder, keep
 AFTER_S = 3.0
 """Seconds of capturing after which a model is taken for one whose search may run compiled."""
 
+LARGE_OPS = 1000
+"""Ops of a graph whose search takes longer than compiling what it calls."""
+
 LIMIT_S = 60.0
 """Seconds that a search waits for the code at most."""
 
@@ -42,10 +45,11 @@ ROWS, WIDTH, LAYERS, MEMORY = 512, 1024, 6, ("170MiB", "150MiB")
 @contextmanager
 def compiled_beside(
     strategy: str, treatments: Sequence[Treatment] | None = None
-) -> Iterator[Callable[[], None]]:
+) -> Iterator[Callable[[OpGraph], None]]:
     """Around the capture of a model that this planner is to cut: has the code made if that takes long.
 
-    Yields: a function that waits until the code is there. What is not waited for ends with the block.
+    Yields: a function that waits until the code is there, for a graph that large. What is not waited for ends
+    with the block.
     Nothing is started where that was done before, for a planner that treats no residuals, which needs little
     code, and on a machine with one core.
     """
@@ -55,9 +59,9 @@ def compiled_beside(
     if treats and _cores() > 1 and not _note(strategy, treatments).exists():
         timer.start()
 
-    def wait() -> None:
+    def wait(graph: OpGraph) -> None:
         timer.cancel()
-        for process in started:
+        for process in started if len(graph.ops) >= LARGE_OPS else ():
             with suppress(subprocess.TimeoutExpired):
                 process.wait(LIMIT_S)
 
@@ -69,15 +73,15 @@ def compiled_beside(
             timer.join()
         for process in started:
             process.kill()
-            process.wait()
+            process.communicate()
 
 
 def _start(strategy: str, treatments: Sequence[Treatment]) -> list[subprocess.Popen[bytes]]:
     """The process, or none where it cannot be started."""
     command = [sys.executable, "-P", "-m", __name__, strategy, *treatments]
-    nothing = subprocess.DEVNULL
+    pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
     with suppress(OSError):
-        return [subprocess.Popen(command, stdin=nothing, stdout=nothing, stderr=nothing)]
+        return [subprocess.Popen(command, stdin=pipe, stdout=nothing, stderr=nothing)]
     return []
 
 
@@ -150,5 +154,12 @@ def _op(name: str, target: str, *inputs: str, shape: tuple[int, ...] = (ROWS, WI
     )
 
 
+def _end_with_parent() -> None:
+    """End this process when the one that started it ends, however it does: that closes the pipe."""
+    os.read(0, 1)
+    os._exit(1)
+
+
 if __name__ == "__main__":
+    Thread(target=_end_with_parent, daemon=True).start()
     compile_for(sys.argv[1], tuple(sys.argv[2:]) or None)  # type: ignore[arg-type]  # as `_start` passed them

@@ -323,16 +323,12 @@ def _model_for(
             return captured_model(job, size, request.cluster, captured=captured, profiled=profiled)
         with compiled_beside(request.strategy, request.options.treatments) as wait_for_code:
             model = captured_model(job, size, request.cluster, profiled=profiled, batch=batch)
-            if len(model.graph.ops) >= LARGE_OPS:
-                wait_for_code()
+            wait_for_code(model.graph)
         return model
     model = captured_model(job, size, None, captured=captured, profiled=profiled, batch=batch)
     beside = {n: beside_ranks(each, model.graph, request.ranks) for n, each in model.profiles.items()}
     return replace(model, profiles=beside)
 
-
-LARGE_OPS = 1000
-"""Ops of a graph whose search takes longer than compiling what it calls."""
 
 QUICK_S = 15.0
 """Seconds of capturing and profiling up to which another size is looked at to say which one would fit."""

@@ -312,25 +312,18 @@ def least_peaks(stage: StageArrays, plan: GreedyState) -> None:
 
 
 @kernel
-def _likeliest(plan: GreedyState) -> int:
-    """Of the residuals that are made again the one with the lowest bound, -1 for none."""
-    pick, least = -1, np.inf
-    for k in range(plan.figures.shape[1]):
-        if plan.numbers[CHOICE, k] == RECOMPUTE and plan.figures[LEAST, k] < least:
-            pick, least = k, plan.figures[LEAST, k]
-    return pick
-
-
-@kernel
-def _best_checkpoint(stage: StageArrays, plan: GreedyState) -> int:
-    """The residual that is made again without which the peak is lowest, -1 if it is lower without none.
-    Sweeps only where bounds leave it open; they are as exact as peaks, of whole bytes."""
+def _relieve(stage: StageArrays, plan: GreedyState) -> bool:
+    """Keep again for good the residual without which the peak is lowest: a checkpoint. False if it is lower
+    without none. Sweeps only where bounds leave it open; they are as exact as peaks, of whole bytes."""
     _, numbers, figures, sums, limits = plan
     least_peaks(stage, plan)
     pick, lowest = -1, limits[PEAK] * (1 - 1e-9)
     while True:
-        k = _likeliest(plan)
-        if k < 0 or figures[LEAST, k] > lowest or (pick < 0 and figures[LEAST, k] == lowest):
+        k, least = -1, np.inf
+        for other in range(figures.shape[1]):  # the likeliest first
+            if numbers[CHOICE, other] == RECOMPUTE and figures[LEAST, other] < least:
+                k, least = other, figures[LEAST, other]
+        if k < 0 or least > lowest or (pick < 0 and least == lowest):
             break
         figures[LEAST, k] = np.inf
         numbers[OPTION, k] = KEEP
@@ -339,15 +332,6 @@ def _best_checkpoint(stage: StageArrays, plan: GreedyState) -> int:
         treat(k, stage, plan)
         if peak < lowest or (pick > k and peak == lowest):
             pick, lowest = k, peak
-    return pick
-
-
-@kernel
-def _relieve(stage: StageArrays, plan: GreedyState) -> bool:
-    """Keep again for good the residual without which the peak is lowest: a checkpoint. False if it is lower
-    without none."""
-    _, numbers, _, sums, limits = plan
-    pick = _best_checkpoint(stage, plan)
     if pick >= 0:
         numbers[BANNED, pick] = 2
         numbers[OPTION, pick] = KEEP
