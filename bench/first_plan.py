@@ -1,7 +1,7 @@
 """How long the first plan of an installation takes, when nothing is compiled yet, and how long the next.
 
 A 70B-parameter Llama on 64 devices, at op granularity, by `dawnpiper`: captured on fake tensors, costs by
-roofline, as `pipeloom plan --cluster` does it.
+roofline, as `pipeloom plan --cluster` does it, with code compiled beside the capture where there is none.
 
     python bench/first_plan.py [--devices 64] [--layers 80] [--strategy dawnpiper]
 
@@ -30,12 +30,15 @@ def measure(layers: int, devices: int, strategy: str) -> dict[str, Any]:
     from llama_70b import job
 
     from pipeloom import capture
+    from pipeloom.api import compiled_beside
     from pipeloom.clusters import find_cluster
     from pipeloom.planner import PlanOptions, make_plan
     from pipeloom.profiler import roofline
 
     begin = time.perf_counter()
-    graph = capture(job(layers=layers), 1).graph
+    with compiled_beside(strategy) as wait_for_code:
+        graph = capture(job(layers=layers), 1).graph
+        wait_for_code(graph)
     captured = time.perf_counter()
     cluster = find_cluster(f"{devices // 8} nodes of 8 x h100")
     plan = make_plan(
@@ -72,7 +75,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for name in ("first", "next"):
             call = [sys.executable, __file__, *sys.argv[1:], "--one"]
-            env = {**os.environ, "NUMBA_CACHE_DIR": folder}
+            env = {**os.environ, "NUMBA_CACHE_DIR": folder, "XDG_CACHE_HOME": folder}
             done = subprocess.run(call, env=env, stdout=subprocess.PIPE, text=True, check=True)
             found[name] = json.loads(done.stdout.splitlines()[-1])
             print(name, found[name], flush=True)

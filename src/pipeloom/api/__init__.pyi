@@ -16,6 +16,7 @@ from .clusters import (
     save_cluster as save_cluster,
     with_files as with_files,
 )
+from .compiling import compile_for as compile_for, compiled_beside as compiled_beside
 from .forecast import Forecast as Forecast, by_stage as by_stage
 from .handed_model import (
     HandedModel as HandedModel,

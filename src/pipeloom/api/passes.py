@@ -26,6 +26,7 @@ from ..tracer import Job, load_job
 from .advice import plan_with_advice
 from .best_batch import best_plan
 from .clusters import with_files
+from .compiling import compiled_beside
 from .kept_profiles import kept_profile
 from .largest_batch import largest_below, largest_plan
 from .plan_request import CapturedModel, PlanRequest
@@ -316,11 +317,15 @@ def _model_for(
     profiled: Profile | None = None,
     batch: Mapping[str, Tensor] | None = None,
 ) -> CapturedModel:
-    """The model that a search follows on."""
-    cluster = None if request.local else request.cluster
-    model = captured_model(job, size, cluster, captured=captured, profiled=profiled, batch=batch)
+    """The model that a search follows on. What is measured here has the machine to itself."""
     if not request.local:
+        if captured is not None:
+            return captured_model(job, size, request.cluster, captured=captured, profiled=profiled)
+        with compiled_beside(request.strategy, request.options.treatments) as wait_for_code:
+            model = captured_model(job, size, request.cluster, profiled=profiled, batch=batch)
+            wait_for_code(model.graph)
         return model
+    model = captured_model(job, size, None, captured=captured, profiled=profiled, batch=batch)
     beside = {n: beside_ranks(each, model.graph, request.ranks) for n, each in model.profiles.items()}
     return replace(model, profiles=beside)
 

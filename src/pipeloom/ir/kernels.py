@@ -14,7 +14,7 @@ from inspect import getsourcefile
 from pathlib import Path
 from re import findall
 from types import FunctionType, MappingProxyType
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, ClassVar, Generic, ParamSpec, TypeVar
 from zlib import crc32
 
 import numpy as np
@@ -39,6 +39,8 @@ class Kernel(Generic[P, R]):
     10
     """
 
+    _compiled_from: ClassVar[int] = COMPILED_FROM
+
     def __init__(self, function: Callable[P, R], *, allocates: bool = False) -> None:
         self._function: Any = function
         self._allocates = allocates
@@ -52,7 +54,7 @@ class Kernel(Generic[P, R]):
         """The form to call for so many elements more. A call counts those of its largest argument; who calls
         a kernel that goes over it many times says how many there are."""
         self._elements += elements
-        return self.interpreted if self._elements < COMPILED_FROM else self.compiled
+        return self.interpreted if self._elements < self._compiled_from else self.compiled
 
     @cached_property
     def interpreted(self) -> Callable[P, R]:
@@ -140,6 +142,17 @@ def _largest(arguments: Iterable[object]) -> int:
 
 
 _HOLDS = (np.ndarray, tuple)
+
+
+def compile_at_once() -> None:
+    """From now on all kernels of this process run compiled, however little they go over."""
+    Kernel._compiled_from = 0
+
+
+def code_is_kept() -> bool:
+    """Whether machine code is kept for other processes: whether there is a folder for it."""
+    dispatcher: Any = kernel(_largest).compiled  # any function of the package would do
+    return dispatcher.stats.cache_path is not None
 
 
 def kernel(function: Callable[P, R]) -> Kernel[P, R]:

@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from ..ir.cluster import Cluster
-from ..ir.columns import Ints, starts_of
+from ..ir.columns import Ints, Longs, starts_of
 from ..ir.costs import StageCost
 from ..ir.tied_gradients import Reduction
 from .loop_state import Floats
@@ -25,7 +25,7 @@ class AllReduces(NamedTuple):
     share: by sum, 0.5 where each rank gets the sums of its own part only, else 1."""
 
     first: Ints
-    numbers: Ints
+    numbers: Longs
     reductions: Sequence[Reduction]
     ranks: Ints
     seconds: Floats
@@ -39,7 +39,7 @@ class AllReduces(NamedTuple):
         each = [row + update * count for row in rows for update in range(times)]
         return AllReduces(
             first=starts_of([len(row) for row in each]),
-            numbers=np.concatenate([*each, np.zeros(0, np.int32)]).astype(np.int32),
+            numbers=np.concatenate([*each, np.zeros(0, np.int64)]),
             reductions=list(self.reductions) * times,
             ranks=np.tile(self.ranks, times),
             seconds=np.tile(self.seconds, times),
@@ -79,7 +79,7 @@ def all_reduces_of(
     ]
     return AllReduces(
         first=starts_of([len(row) for row in all_rows]),
-        numbers=np.array([n for row in all_rows for n in row], np.int32),
+        numbers=np.array([n for row in all_rows for n in row], np.int64),
         reductions=reductions,
         ranks=np.array([len(r.ranks) for r in reductions], np.int32),
         seconds=np.array(seconds, np.float64),

@@ -86,7 +86,7 @@ def layout_of(
         channel_seconds=_channel_seconds(channel, seconds, len(ends)),
         occupied=_by_route(channel, [cluster.link(*pair).occupied_s for pair in ends], size),
         first_message=first,
-        target=np.array([target for _, target in ends], np.int32),
+        target=np.array([target for _, target in ends], np.int64),
         duration=durations,
         flat_duration=durations.ravel(),
         entry_duration=_entry_durations(program, costs, action_s, durations),
@@ -126,20 +126,20 @@ def message_bytes(routes: Routes, stages: StageGraph) -> Longs:
     return np.array(sizes, np.int64)
 
 
-def _channels(routes: Routes, placement: Sequence[int]) -> tuple[Ints, list[tuple[int, int]]]:
+def _channels(routes: Routes, placement: Sequence[int]) -> tuple[Longs, list[tuple[int, int]]]:
     """The channel of each route, -1 within a rank; and the ranks at both ends of each channel."""
     both = zip(routes.sender.tolist(), routes.receiver.tolist(), strict=True)
     ends = [(placement[a], placement[b]) for a, b in both]
     known = {pair: at for at, pair in enumerate(sorted({pair for pair in ends if pair[0] != pair[1]}))}
-    return np.array([known.get(pair, -1) for pair in ends], np.int32), list(known)
+    return np.array([known.get(pair, -1) for pair in ends], np.int64), list(known)
 
 
-def _by_route(channel: Ints, seconds: Sequence[Callable[[int], float]], size: Longs) -> Floats:
+def _by_route(channel: Longs, seconds: Sequence[Callable[[int], float]], size: Longs) -> Floats:
     each = zip(channel.tolist(), size.tolist(), strict=True)
     return np.array([seconds[at](amount) if at >= 0 else 0.0 for at, amount in each], np.float64)
 
 
-def _event_codes(columns: Columns, messages: MessageIndex, channel: Ints, first: Longs) -> EventCodes:
+def _event_codes(columns: Columns, messages: MessageIndex, channel: Longs, first: Longs) -> EventCodes:
     """first: the first message of each channel, and their number."""
     message, route = np.full(len(columns), -1, np.int32), np.empty(first[-1], np.int32)
     code = np.full(len(columns), OTHER, np.int32)
@@ -152,7 +152,12 @@ def _event_codes(columns: Columns, messages: MessageIndex, channel: Ints, first:
 
 @kernel
 def _number_messages(
-    kind: Codes, ends: tuple[Ints, Ints, Ints], channel: Ints, following: Longs, message: Ints, route_of: Ints
+    kind: Codes,
+    ends: tuple[Ints, Ints, Ints],
+    channel: Longs,
+    following: Longs,
+    message: Ints,
+    route_of: Ints,
 ) -> None:
     """Fill in the message of each entry, and the route of each message: channel by channel in the order sent.
 
@@ -172,7 +177,7 @@ def _number_messages(
 
 @kernel
 def _encode(
-    entries: tuple[Codes, Ints, Ints, Ints], kinds: int, channels: tuple[Ints, Longs], codes: Ints
+    entries: tuple[Codes, Ints, Ints, Ints], kinds: int, channels: tuple[Longs, Longs], codes: Ints
 ) -> bool:
     """Fill in the codes, see `Layout.code`. Returns whether all receives stand in the order sent.
 
@@ -195,7 +200,7 @@ def _encode(
     return in_order
 
 
-def _channel_seconds(channel: Ints, seconds: Floats, channels: int) -> Floats:
+def _channel_seconds(channel: Longs, seconds: Floats, channels: int) -> Floats:
     """By channel the time of a message, or -1 where its routes differ."""
     times_of: list[set[float]] = [set() for _ in range(channels)]
     for at, time in zip(channel.tolist(), seconds.tolist(), strict=True):

@@ -59,7 +59,8 @@ class Layout(NamedTuple):
 
     A channel leads from one rank to another and carries messages of several routes, in the order sent;
     messages are numbered channel by channel. Arrays are empty where a program has nothing of a kind. All
-    times are in seconds.
+    times are in seconds. Numbers of channels, ranks and sums have 64 bits, as those of loops have: else
+    kernels that take one would be compiled twice.
     """
 
     kind: Codes
@@ -74,7 +75,7 @@ class Layout(NamedTuple):
     """(entries,): -1 for no transfer."""
     route: Ints
     """(messages,)"""
-    channel: Ints
+    channel: Longs
     """(routes,): -1 for a route within a rank."""
     seconds: Floats
     """(routes,): time that a message is on its way."""
@@ -84,7 +85,7 @@ class Layout(NamedTuple):
     """(channels,): `seconds` where all its messages take the same, else -1."""
     first_message: Longs
     """(channels + 1,)"""
-    target: Ints
+    target: Longs
     """(channels,): the rank that it leads to."""
     duration: Floats
     """(stages, kinds)"""
@@ -105,7 +106,7 @@ class Layout(NamedTuple):
     first_sum: Ints
     """(ranks * updates + 1,): with n = r * updates + u, the REDUCE of update u of rank r goes through
     the sums `sums[first_sum[n] : first_sum[n + 1]]`."""
-    sums: Ints
+    sums: Longs
     sum_ranks: Ints
     """(sums,): how many ranks meet."""
     sum_seconds: Floats

@@ -25,7 +25,7 @@ from functools import cached_property
 import numpy as np
 
 from ..ir.action import B, F, I, Kind, W
-from ..ir.columns import F_, OFFLOAD_, RECOMPUTE_, RELOAD_, SEND_B_, SEND_F_, Bools, Ints, Longs, starts_of
+from ..ir.columns import F_, OFFLOAD_, RECOMPUTE_, RELOAD_, SEND_B_, SEND_F_, Bools, Longs, starts_of
 from ..ir.costs import STATIC_KINDS, StageCost
 from ..ir.flow import Flow, flow_of
 from ..ir.operation import OPERATIONS
@@ -176,8 +176,8 @@ def _forwards_that_drop(program: Program) -> Bools:
     return drops
 
 
-def _joined(rows: Sequence[Sequence[int]]) -> Ints:
-    return np.array([item for row in rows for item in row], np.int32)
+def _joined(rows: Sequence[Sequence[int]]) -> Longs:
+    return np.array([item for row in rows for item in row], np.int64)
 
 
 def byte_changes(

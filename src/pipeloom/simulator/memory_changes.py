@@ -26,9 +26,9 @@ class MemoryChanges(NamedTuple):
     """(ranks,): when each starts, in seconds."""
     first_in: Ints
     """(ranks + 1,): the channels to rank r are `channels_in[first_in[r] : first_in[r + 1]]`."""
-    channels_in: Ints
+    channels_in: Longs
     first_out: Ints
-    channels_out: Ints
+    channels_out: Longs
 
-    def outgoing(self, rank: int) -> Ints:
+    def outgoing(self, rank: int) -> Longs:
         return self.channels_out[self.first_out[rank] : self.first_out[rank + 1]]

@@ -83,7 +83,9 @@ def replay(step: Step, ranks: tuple[int, int], out: Output) -> int:
     row = RowChanges(np.zeros(most), np.zeros((most, 3), np.int64), posted, received)
     count = 0
     for rank in range(ranks[0], ranks[1]):
-        count = _merged(step, rank, row, _row_changes(step, rank, row), out)
+        own = _row_changes(step, rank, row)
+        order = np.argsort(row.time[:own], kind="stable")  # in a kernel it takes 2 s to compile
+        count = _merged(step, rank, row, order, out)
     return count
 
 
@@ -200,15 +202,6 @@ def _note(rank: int, time: float, work: Pass, out: Output) -> None:
 
 
 @kernel
-def _jumps(time: Floats, count: int) -> bool:
-    """Whether times go back anywhere, as those of actions beside computing may."""
-    for at in range(1, count):
-        if time[at] < time[at - 1]:
-            return True
-    return False
-
-
-@kernel
 def _row_changes(step: Step, rank: int, row: RowChanges) -> int:
     """Note the changes by a rank's own row: how many there are."""
     p, s, b = step
@@ -309,10 +302,8 @@ def _merge(times: Floats, sizes: Longs, low: int, middle: int, high: int) -> Non
 
 
 @allocating
-def _merged(step: Step, rank: int, row: RowChanges, own: int, out: Output) -> int:
-    """Add up all changes of a rank in the order of time: how many; own: how many its row makes."""
-    time = row.time[:own]
-    order = np.argsort(time, kind="mergesort") if _jumps(time, own) else np.arange(own)
+def _merged(step: Step, rank: int, row: RowChanges, order: Longs, out: Output) -> int:
+    """Add up all changes of a rank in the order of time: how many; order: that of its own row's."""
     return int(_add_sources((row.time, row.change, order), sent_messages(step, rank), step, rank, out))
 
 
