@@ -148,7 +148,11 @@ def _print(
         }
         print(json.dumps(figures | {key: getattr(settings, key) for key in keys}, indent=1))
         return
-    by = "rehearsals" if settings.rehearses else "the plan's profile: for so few steps ranks rehearse none"
+    by = (
+        "rehearsals of the ranks before it"
+        if settings.rehearses
+        else "the plan's profile: for so few steps ranks rehearse none"
+    )
     print(
         f"step        {step_s * 1e3:.1f} ms (median of {len(reports)}), "
         f"predicted {predicted_s * 1e3:.1f} ms by {by}"

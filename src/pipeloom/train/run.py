@@ -51,7 +51,7 @@ from ..ir.units import parse_bytes
 from .config import Config
 from .config_text import read_config, write_config
 from .handing_over import autocast_of, hand_over
-from .loop import train, why_at_once
+from .loop import train, what_runs_first, why_at_once
 from .report import predicted_step, print_end, summary, write_files
 from .resuming import end_undisturbed, extended, interrupted, is_finished
 from .run_directory import DirectorySnapshot, find_run, new_run, require_new
@@ -350,8 +350,10 @@ def _train_rank(prepared: PreparedRun) -> None:
     with Pipeline(workload.job, planned, options=options, captured=captured) as pipeline:
         forecast = pipeline.predict(rehearsed=False)
         at_once = why_at_once(forecast.step_s)
-        if at_once and pipeline.rank == 0:
-            console.print(at_once, highlight=False, soft_wrap=True)
+        resume = prepared.request.resume
+        if pipeline.rank == 0:
+            told = at_once or what_runs_first(config.rehearsals, validates=not resume)
+            console.print(told, highlight=False, soft_wrap=True)
         if not at_once:
             forecast = pipeline.predict()
         outcome = train(
@@ -359,7 +361,7 @@ def _train_rank(prepared: PreparedRun) -> None:
             config,
             workload,
             out,
-            resume=prepared.request.resume,
+            resume=resume,
             console=console,
             at_once=bool(at_once),
         )
