@@ -16,6 +16,7 @@ from .clusters import (
     save_cluster as save_cluster,
     with_files as with_files,
 )
+from .compiled_profiles import compiled_profile as compiled_profile, pieces_of as pieces_of
 from .forecast import Forecast as Forecast, by_stage as by_stage
 from .handed_model import (
     HandedModel as HandedModel,
@@ -43,6 +44,7 @@ from .passes import (
 )
 from .pipeline import Pipeline as Pipeline
 from .plan_request import (
+    COMPILED as COMPILED,
     LARGEST_MICROBATCH as LARGEST_MICROBATCH,
     PLANNERS as PLANNERS,
     CapturedModel as CapturedModel,
@@ -55,6 +57,7 @@ from .plan_request import (
     place as place,
     plan_rows as plan_rows,
     stages_for as stages_for,
+    times_of as times_of,
 )
 from .rank_contention import beside_ranks as beside_ranks, contention as contention
 from .ranks import (

@@ -42,6 +42,7 @@ from ..api import (
     stage_rows,
     take_over_model,
     terminate_as_exit,
+    times_of,
 )
 from ..ir.errors import ConfigError, PeerError, PipeloomError
 from ..ir.files import write_whole
@@ -275,7 +276,8 @@ def make_plan(config: Config, workload: Workload, console: Console) -> PlannedRu
         made: dict[str, Any] = {}
         if settings.device != "cpu" or settings.autocast is not None:
             captured = capture(workload.job, settings.microbatch_size, autocast=autocast_of(config))
-            made = {"captured": captured, "profiled": profile(captured, device=settings.device)}
+            profiled = profile(captured, device=settings.device, compiled=settings.compile)
+            made = {"captured": captured, "profiled": profiled}
         request = make_request(
             workload.job,
             stages=settings.stages,
@@ -291,9 +293,12 @@ def make_plan(config: Config, workload: Workload, console: Console) -> PlannedRu
             weights=settings.weights,
             clips=bool(config.optimizer.clip_norm),
             offload_dir=Path(settings.offload_dir) if settings.offload_dir else None,
+            compiled=settings.compile,
         )
         plan, model = plan_size(request, workload.job, settings.microbatch_size, **made)
-        return PlannedRun(plan, model)
+    for sentence in times_of(plan):
+        console.print(sentence, highlight=False, soft_wrap=True)
+    return PlannedRun(plan, model)
 
 
 def with_caps(plan: Plan, memory: str | None) -> Plan:
