@@ -5,6 +5,7 @@ from .compiled_pieces import (
     measure_piece as measure_piece,
     measure_ratios as measure_ratios,
     piece_signatures as piece_signatures,
+    time_piece as time_piece,
 )
 from .contention import Contention as Contention, measure_contention as measure_contention
 from .detect import detect_device as detect_device, free_memory as free_memory

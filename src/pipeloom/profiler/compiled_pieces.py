@@ -27,7 +27,7 @@ from .measure_ops import op_signatures
 from .op_arguments import OpArguments
 
 PIECE_S = 1.0
-"""Seconds that each piece runs, at least `LEAST_REPEATS` times both ways, once it is compiled."""
+"""Seconds that each piece runs once it is compiled."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,10 +88,21 @@ def piece_signatures(captured: Captured, pieces: StageGraph) -> list[Hashable]:
     return signatures
 
 
-def measure_piece(captured: Captured, pieces: StageGraph, index: int, timer: Timer) -> CompiledRatio:
+@dataclass(frozen=True, kw_only=True)
+class PieceTimes:
+    """Seconds of a piece's forward and backward, each eager and compiled."""
+
+    forward_s: tuple[float, float]
+    backward_s: tuple[float, float]
+
+
+def time_piece(
+    captured: Captured, pieces: StageGraph, index: int, timer: Timer, *, budget_s: float = PIECE_S
+) -> PieceTimes:
     """Compile one piece and time it both ways, with one CPU thread.
 
-    pieces: the model cut into them.  Raises: whatever the compiler raises.
+    pieces: the model cut into them.  budget_s: for which it runs, at least `LEAST_REPEATS` times both ways.
+    Raises: whatever the compiler raises.
     """
     device = str(timer.device)
     # A capture of its own: what is traced here, no stage of a plan will be.
@@ -103,14 +114,18 @@ def measure_piece(captured: Captured, pieces: StageGraph, index: int, timer: Tim
     with torch_threads(1), torch.no_grad():
         for run in (eager, compiled) * 2:  # the second time nothing is compiled or made for the first time
             run()
-        until = perf_counter() + PIECE_S
-        times = [(eager(), compiled())]
+        until = perf_counter() + budget_s
+        times = [(*eager(), *compiled())]
         while len(times) < LEAST_REPEATS or (len(times) < MOST_REPEATS and perf_counter() < until):
-            times.append((eager(), compiled()))
-    return CompiledRatio(
-        forward=_ratio([before[0] for before, _ in times], [after[0] for _, after in times]),
-        backward=_ratio([before[1] for before, _ in times], [after[1] for _, after in times]),
-    )
+            times.append((*eager(), *compiled()))
+    eager_f, eager_b, compiled_f, compiled_b = (median(kind) for kind in zip(*times, strict=True))
+    return PieceTimes(forward_s=(eager_f, compiled_f), backward_s=(eager_b, compiled_b))
+
+
+def measure_piece(captured: Captured, pieces: StageGraph, index: int, timer: Timer) -> CompiledRatio:
+    """What a piece takes compiled, over what it takes eager; raises as `time_piece`."""
+    times = time_piece(captured, pieces, index, timer)
+    return CompiledRatio(forward=_ratio(*times.forward_s), backward=_ratio(*times.backward_s))
 
 
 def compiled_costs(profile: Profile, pieces: StageGraph, ratios: Sequence[CompiledRatio]) -> Profile:
@@ -122,10 +137,9 @@ def compiled_costs(profile: Profile, pieces: StageGraph, ratios: Sequence[Compil
     return replace(profile, costs=costs)
 
 
-def _ratio(before_s: Sequence[float], after_s: Sequence[float]) -> float:
+def _ratio(eager_s: float, compiled_s: float) -> float:
     """1 where there is nothing to run, such as a backward."""
-    before, after = median(before_s), median(after_s)
-    return after / before if before > 0.0 and after > 0.0 else 1.0
+    return compiled_s / eager_s if eager_s > 0.0 and compiled_s > 0.0 else 1.0
 
 
 class _PieceRun:
