@@ -144,10 +144,11 @@ def _not_compiled(graph: OpGraph, pieces: StageGraph, ratios: list[CompiledRatio
 
 
 def _told(eager: Profile, costs: Profile, pieces: StageGraph, ratios: list[CompiledRatio]) -> str:
-    """How the costs of all ops together compare with eager ones."""
+    """How the costs of all pieces together compare with eager ones."""
+    ops = [name for piece in pieces.stages for name in piece.ops]
 
     def of(kind: str) -> float:
-        before, after = (sum(getattr(c, kind) for c in p.costs.values()) for p in (eager, costs))
+        before, after = (sum(getattr(p.costs[name], kind) for name in ops) for p in (eager, costs))
         return after / before if before else 1.0
 
     left = sum(1 for ratio in ratios if ratio.why_not)
