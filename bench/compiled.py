@@ -1,11 +1,11 @@
 """Do profiles of compiled functions say what compiled stages take?
 
-    python bench/compiled.py [--widths 128 512]
+    python bench/compiled.py [--widths 128 512] [--rounds 2]
 
 For the built-in GPT: layers are compiled and timed, as for a plan with `pipeline.compile`, and planned from
 that are two stages. Then these stages themselves are compiled and run, one after the other in this process,
 by one thread, in turns with their eager form. Seconds of the thread's own time of one micro-batch, forward
-and backward, each (eager, compiled). Results: bench/results/compiled.json. It takes two to four minutes.
+and backward, each (eager, compiled). Results: bench/results/compiled.json. A round takes two minutes.
 """
 
 from __future__ import annotations
@@ -70,19 +70,19 @@ def one_width(width: int) -> dict[str, Any]:
     return row | {"load": round(os.getloadavg()[0], 2)}
 
 
-def main(widths: list[int]) -> None:
+def main(widths: list[int], rounds: int) -> None:
     os.environ["PIPELOOM_KEEP_PROFILES"] = "0"  # what is measured now is held against what is measured now
     machine = describe_machine()
-    rows = []
-    for width in widths:
-        rows.append(one_width(width))
-        print(json.dumps(rows[-1], indent=1), flush=True)
-    RESULTS.write_text(json.dumps({"machine": machine, "widths": rows}, indent=1) + "\n")
+    found = []
+    for _ in range(rounds):
+        found.append([one_width(width) for width in widths])
+        print(json.dumps(found[-1], indent=1), flush=True)
+    RESULTS.write_text(json.dumps({"machine": machine, "rounds": found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description="Predicted and measured seconds of compiled stages.")
     parser.add_argument("--widths", type=int, nargs="+", default=[128, 512])
-    main(parser.parse_args().widths)
+    parser.add_argument("--rounds", type=int, default=2)
+    given = parser.parse_args()
+    main(given.widths, given.rounds)

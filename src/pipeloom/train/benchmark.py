@@ -25,6 +25,7 @@ from ..api import (
     require_training,
     simulate,
     take_over_model,
+    times_of,
 )
 from ..ir.errors import PeerError, PipeloomError
 from ..ir.memory_policy import TREATMENTS
@@ -97,6 +98,8 @@ def run_bench(settings: BenchSettings, started: StartedRanks | None = None) -> i
     )
     planned, model = plan_size(request, job, settings.microbatch_size)
     require_training(planned)
+    for sentence in [] if settings.as_json else times_of(planned):
+        print(sentence)
     handed = hand_over_model(job, planned, captured=model.captured)
     profiled_s = simulate(planned, model.graph, model.profiles, request.cluster).step_s
     with tempfile.TemporaryDirectory(prefix="pipeloom-bench-") as folder:
