@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from compiled import KnownRatios
 from plain_net import WIDTH, PlainNet, job_of
 from runs import assert_same, capture_of, pipelined, plain
@@ -23,6 +24,7 @@ from pipeloom.api import (
     plan_size,
     times_of,
 )
+from pipeloom.cli import main
 from pipeloom.ir.errors import PlanError
 from pipeloom.ir.profile import OpCost, Profile, batch_text
 from pipeloom.ir.units import parse_bytes
@@ -255,6 +257,26 @@ def test_caps_are_kept_by_the_stages_that_are_compiled(
     monkeypatch.setattr("pipeloom.api.verify_caps.traced_peaks", peaks)
     plan, _ = plan_size(request, job, 2, captured=capture_of(job))
     assert seen == [True] and plan.caps == (parse_bytes("100MiB"),)
+
+
+def test_a_plan_is_simulated_with_the_times_that_it_was_made_with(
+    install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install()
+    job, seen = job_of(Layered), []
+    asked = {"stages": 2, "microbatches": 4, "captured": capture_of(job), "microbatch_size": 2}
+
+    def profiled(captured: Captured, *, compiled: bool) -> Profile:
+        seen.append(compiled)
+        return seconds(captured)
+
+    monkeypatch.setattr(passes, "profile", profiled)
+    monkeypatch.setattr("pipeloom.commands.simulate.job_of", lambda model: job)
+    for way in (False, True):
+        plan_job(job, **asked, compiled=way).save(tmp_path / "plan.json")
+        words = ["simulate", str(tmp_path / "plan.json"), "mine.py:job", "--json"]
+        assert CliRunner().invoke(main, words, catch_exceptions=False).exit_code == 0
+    assert seen == [False, True]
 
 
 @pytest.mark.slow
