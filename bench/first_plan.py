@@ -30,13 +30,13 @@ def measure(layers: int, devices: int, strategy: str) -> dict[str, Any]:
     from llama_70b import job
 
     from pipeloom import capture
-    from pipeloom.api import compiled_beside
+    from pipeloom.api import kernels_compiled_beside
     from pipeloom.clusters import find_cluster
     from pipeloom.planner import PlanOptions, make_plan
     from pipeloom.profiler import roofline
 
     begin = time.perf_counter()
-    with compiled_beside(strategy) as wait_for_code:
+    with kernels_compiled_beside(strategy) as wait_for_code:
         graph = capture(job(layers=layers), 1).graph
         wait_for_code(graph)
     captured = time.perf_counter()

@@ -52,10 +52,20 @@ def started(tiny: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ca
 
 
 @pytest.mark.slow
-def test_a_rank_trains_and_validates_what_it_was_handed(started: Callable[..., int], tmp_path: Path) -> None:
+def test_a_rank_trains_and_validates_what_it_was_handed(
+    started: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And says what runs that nobody asked for."""
+
+    def said() -> str:
+        return " ".join(capsys.readouterr().err.split())
+
+    unasked = "before the first step the ranks rehearse one, which the forecast is made of"
     assert started(file=tmp_path / "config.toml") == 0
+    assert f"{unasked}, and the model is validated as it begins" in said()
     # Going on plans nothing, and captures once all the same.
     assert started("steps=3", resume=True) == 0
+    assert unasked in (text := said()) and "validated as it begins" not in text
 
 
 def test_bench_does_what_was_asked_for(

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from compiled import KnownRatios
 
 from pipeloom import plan as plan_job
 from pipeloom.api import make_request, plan_size
@@ -74,6 +75,25 @@ def test_a_plan_for_this_machine_is_rehearsed(folder: Path, monkeypatch: pytest.
     assert figures["predicted_step_s"] > figures["profiled_step_s"] > 0
     assert load_plan(folder / "plan.json").predicted_step_s == figures["profiled_step_s"]
     assert "as its ranks rehearsed it here" in plan()
+
+
+def test_a_plan_for_compiled_stages_says_so_and_is_rehearsed_compiled(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeloom.profiler.measure_piece", KnownRatios())
+    seen: list[bool] = []
+
+    def rank(ranks_do: Any, ranks: int, *, args: tuple[Any, ...]) -> int:
+        seen.append(args[-1].compiled)
+        return rank_here(ranks_do, ranks, args=(*args[:-1], replace(args[-1], compiled=False)))
+
+    monkeypatch.setattr(rehearsals, "launch", rank)
+    how = "forwards 0.50 and backwards 3.00 times as long as eager"
+    assert f"planned with times of compiled functions: {how}" in plan("--compile", "-o", "plan.json")
+    assert load_plan(folder / "plan.json").notes == {"compiled": how}
+    assert json.loads(plan("--compile", "--json"))["compiled"] == how
+    assert json.loads(plan("--json"))["compiled"] is None
+    assert seen == [True, True, False]
 
 
 @pytest.mark.parametrize("words", [["--no-rehearse"], ["--cluster", "1 x cpu"]])

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from compiled import KnownRatios
 
 from pipeloom.ir.errors import ConfigError, PlanError
 from pipeloom.ir.plan import load_plan
@@ -36,3 +37,19 @@ def test_an_unknown_planner_is_refused_before_any_work(
     with pytest.raises(PlanError, match="no planner is named 'exat'") as caught:
         prepare_run(TrainRequest(file=file, out=tmp_path / "run", overrides=("pipeline.planner=exat",)))
     assert "did you mean exact?" in caught.value.hint
+
+
+def test_a_run_that_compiles_is_planned_with_compiled_times(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("pipeloom.profiler.measure_piece", KnownRatios())
+    for compile in ("true", "false"):
+        out = tmp_path / compile
+        prepare_run(TrainRequest(file=file, out=out, overrides=(f"pipeline.compile={compile}",)))
+        notes = load_plan(out / "plan.json").notes
+        said = " ".join(capsys.readouterr().out.split())
+        if compile == "true":
+            how = "forwards 0.50 and backwards 3.00 times as long as eager"
+            assert notes == {"compiled": how} and f"planned with times of compiled functions: {how}" in said
+        else:
+            assert not notes and "compiled" not in said

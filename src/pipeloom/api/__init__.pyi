@@ -16,7 +16,7 @@ from .clusters import (
     save_cluster as save_cluster,
     with_files as with_files,
 )
-from .compiling import compile_for as compile_for, compiled_beside as compiled_beside
+from .compiled_profiles import compiled_profile as compiled_profile, pieces_of as pieces_of
 from .forecast import Forecast as Forecast, by_stage as by_stage
 from .handed_model import (
     HandedModel as HandedModel,
@@ -25,6 +25,10 @@ from .handed_model import (
     take_over_model as take_over_model,
 )
 from .kept_profiles import kept_profile as kept_profile
+from .kernel_compilation import (
+    compile_kernels_for as compile_kernels_for,
+    kernels_compiled_beside as kernels_compiled_beside,
+)
 from .largest_batch import ModelAt as ModelAt, largest_below as largest_below, largest_plan as largest_plan
 from .microbatch_times import MicrobatchTimes as MicrobatchTimes
 from .options import Options as Options
@@ -44,6 +48,7 @@ from .passes import (
 )
 from .pipeline import Pipeline as Pipeline
 from .plan_request import (
+    COMPILED as COMPILED,
     LARGEST_MICROBATCH as LARGEST_MICROBATCH,
     PLANNERS as PLANNERS,
     CapturedModel as CapturedModel,
@@ -56,6 +61,7 @@ from .plan_request import (
     place as place,
     plan_rows as plan_rows,
     stages_for as stages_for,
+    times_of as times_of,
 )
 from .rank_contention import beside_ranks as beside_ranks, contention as contention
 from .ranks import (

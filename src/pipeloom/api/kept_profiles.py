@@ -39,10 +39,9 @@ def kept_profile(captured: Captured, measure: Callable[[Captured], Profile]) -> 
 
     measure: measures them, with one thread.
     """
-    own = not captured.graph.fallback and all(op.target.startswith("aten.") for op in captured.graph.ops)
-    if os.environ.get(VARIABLE) == "0" or not own:
+    if not may_keep(captured):
         return measure(captured)
-    path = cache_folder("profiles") / f"{_key(captured)}.json"
+    path = cache_folder("profiles") / f"{times_key(captured)}.json"
     if (known := _read(path, captured)) is not None:
         return known
     found = measure(captured)
@@ -51,8 +50,14 @@ def kept_profile(captured: Captured, measure: Callable[[Captured], Profile]) -> 
     return found
 
 
-def _key(captured: Captured) -> str:
-    """What the times hold for."""
+def may_keep(captured: Captured) -> bool:
+    """Whether what was measured of a model's ops holds when it is planned again."""
+    own = not captured.graph.fallback and all(op.target.startswith("aten.") for op in captured.graph.ops)
+    return own and os.environ.get(VARIABLE) != "0"
+
+
+def times_key(captured: Captured, *more: str) -> str:
+    """What the times hold for. more: that they depend on, besides."""
     import torch
 
     from ..profiler import op_signatures
@@ -68,6 +73,7 @@ def _key(captured: Captured) -> str:
         repr(set_there),
         captured.graph.fingerprint,
         *(repr(signature) for signature in op_signatures(captured).items()),
+        *more,
     ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
 
@@ -96,4 +102,4 @@ def _read(path: Path, captured: Captured) -> Profile | None:
     return known
 
 
-__all__ = ["kept_profile"]
+__all__ = ["kept_profile", "may_keep", "times_key"]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from ..clusters import cpu_cluster, find_cluster
-from ..ir.cluster import MOST_DEVICES, Cluster, Device
+from ..ir.cluster import MOST_DEVICES, Cluster
 from ..ir.errors import CaptureError, ConfigError, PlanError, shown
 from ..ir.graph import OpGraph
 from ..ir.memory_policy import Treatment
@@ -20,16 +20,17 @@ from ..ir.timeline import Timeline
 from ..ir.units import parse_bytes
 from ..ir.weight_policy import WEIGHT_POLICIES
 from ..planner import PlanCosts, PlanOptions, ProfiledModel, SearchWatch, planner, shared_rows
-from ..profiler import roofline
 from ..schedules import with_chunks
 from ..tracer import Job, load_job
 from .advice import plan_with_advice
 from .best_batch import best_plan
 from .clusters import with_files
-from .compiling import compiled_beside
+from .compiled_profiles import compiled_profile
 from .kept_profiles import kept_profile
+from .kernel_compilation import kernels_compiled_beside
 from .largest_batch import largest_below, largest_plan
 from .plan_request import CapturedModel, PlanRequest
+from .profiles import estimate, profile
 from .rank_contention import beside_ranks
 
 if TYPE_CHECKING:
@@ -69,40 +70,6 @@ def capture(
     return trace(job, microbatch_size, batch=batch, autocast=autocast)
 
 
-def profile(captured: Captured, *, device: str = "cpu") -> Profile:
-    """Measure every op of a captured model on this machine's `device` ("cpu" or "cuda"), whatever is kept of
-    earlier measurements."""
-    if captured.graph.fallback:
-        from ..profiler import measure_modules
-
-        return measure_modules(captured, device=device)
-    from ..profiler import measure
-
-    # The thread's own time: what others take of the core, such as ranks that start, is none of an op.
-    return measure(captured, device=device, clock=time.thread_time)
-
-
-def estimate(graph: OpGraph, cluster: Cluster) -> dict[str, Profile]:
-    """Profiles by roofline for every kind of device of a cluster, which need not be there.
-
-    Raises: ConfigError if devices of one name compute at different rates.
-    """
-    kinds: dict[str, Device] = {}
-    for device in cluster.devices:
-        first = kinds.setdefault(device.name, device)
-        if _rates(first) != _rates(device):
-            raise ConfigError(
-                f"the cluster has devices named {device.name} that compute at different rates",
-                hint="give each kind of device a name of its own",
-            )
-    return {name: roofline(graph, device) for name, device in kinds.items()}
-
-
-def _rates(device: Device) -> tuple[object, ...]:
-    """What the time of an op depends on."""
-    return device.flops_per_s, device.memory_bytes_per_s, device.efficiency, device.launch_s
-
-
 def plan(
     job: Job,
     *,
@@ -125,6 +92,7 @@ def plan(
     branches: bool = True,
     global_batch: int | None = None,
     offload_dir: Path | str | None = None,
+    compiled: bool = False,
 ) -> Plan:
     """The plan for a job on this machine, or on a cluster described by figures.
 
@@ -141,8 +109,11 @@ def plan(
     shard_optimizer: replicas share out the optimizer's state.  branches: see `PlanOptions`.
     offload_dir: where ranks on this machine's CPU are to offload residuals (`Options.offload_dir`): how fast
     that is gets measured, and what does not fit may be recomputed or offloaded unless `treatments` says more.
+    compiled: ranks will pass their stages to torch.compile (`Options.compiled`), so plan with the times that
+    their functions then take: layers are compiled to measure them, which takes a minute or so once a day.
 
-    Raises: CaptureError, PlanError; InfeasibleError if nothing fits under the caps, with what would.
+    Raises: CaptureError; PlanError, also for a compiled plan with costs by roofline or with a profile of
+    eager ops; InfeasibleError if nothing fits under the caps, with what would.
     """
     if cluster is not None and not isinstance(cluster, Cluster):
         cluster = find_cluster(str(cluster))
@@ -164,6 +135,7 @@ def plan(
         branches=branches,
         global_batch=global_batch,
         offload_dir=offload_dir,
+        compiled=compiled,
     )
     return plan_size(request, job, microbatch_size, captured=captured, profiled=profiled)[0]
 
@@ -187,18 +159,13 @@ def make_request(
     branches: bool = True,
     global_batch: int | None = None,
     offload_dir: Path | str | None = None,
+    compiled: bool = False,
     watch: SearchWatch | None = None,
 ) -> PlanRequest:
     """How `plan` plans; see there. watch: told how the search goes on."""
     from ..runtime import optimizer_ratio
 
-    if stages > MOST_DEVICES:
-        raise ConfigError(f"{shown(stages)} stages", hint=f"use at most {MOST_DEVICES}")
-    if not 1 <= width <= MOST_DEVICES // max(stages, 1):
-        raise ConfigError(
-            f"{shown(width)} replicas of {stages} stages",
-            hint=f"use at least 1, and at most {MOST_DEVICES} ranks in all",
-        )
+    _refuse_counts(stages, width)
     _refuse_words("treatment", treatments or (), get_args(Treatment))
     _refuse_words("weight policy", () if weights is None else (weights,), tuple(WEIGHT_POLICIES))
     devices = _devices(stages * width, cluster, memory, offload_dir)
@@ -224,9 +191,20 @@ def make_request(
         capped=cluster is not None or memory is not None,
         local=cluster is None,
         global_batch=global_batch,
+        compiled=compiled,
         options=options,
         watch=watch,
     )
+
+
+def _refuse_counts(stages: int, width: int) -> None:
+    if stages > MOST_DEVICES:
+        raise ConfigError(f"{shown(stages)} stages", hint=f"use at most {MOST_DEVICES}")
+    if not 1 <= width <= MOST_DEVICES // max(stages, 1):
+        raise ConfigError(
+            f"{shown(width)} replicas of {stages} stages",
+            hint=f"use at least 1, and at most {MOST_DEVICES} ranks in all",
+        )
 
 
 def _refuse_words(what: str, words: Iterable[str], allowed: Sequence[str]) -> None:
@@ -318,14 +296,21 @@ def _model_for(
     batch: Mapping[str, Tensor] | None = None,
 ) -> CapturedModel:
     """The model that a search follows on. What is measured here has the machine to itself."""
+    compiled = request.compiled
     if not request.local:
         if captured is not None:
-            return captured_model(job, size, request.cluster, captured=captured, profiled=profiled)
-        with compiled_beside(request.strategy, request.options.treatments) as wait_for_code:
-            model = captured_model(job, size, request.cluster, profiled=profiled, batch=batch)
+            return captured_model(
+                job, size, request.cluster, captured=captured, profiled=profiled, compiled=compiled
+            )
+        with kernels_compiled_beside(request.strategy, request.options.treatments) as wait_for_code:
+            model = captured_model(
+                job, size, request.cluster, profiled=profiled, batch=batch, compiled=compiled
+            )
             wait_for_code(model.graph)
         return model
-    model = captured_model(job, size, None, captured=captured, profiled=profiled, batch=batch)
+    model = captured_model(
+        job, size, None, captured=captured, profiled=profiled, batch=batch, compiled=compiled
+    )
     beside = {n: beside_ranks(each, model.graph, request.ranks) for n, each in model.profiles.items()}
     return replace(model, profiles=beside)
 
@@ -342,15 +327,19 @@ def captured_model(
     captured: Captured | None = None,
     profiled: Profile | None = None,
     batch: Mapping[str, Tensor] | None = None,
+    compiled: bool = False,
 ) -> CapturedModel:
     """A job captured at one micro-batch size, and its costs: by roofline on a cluster, or measured here
     within the last day.
 
-    batch: one of that size, if it is at hand.
-    Raises: PlanError if what is given is of another size, or is to stand for several kinds of devices.
+    batch: one of that size, if it is at hand.  compiled: costs of compiled functions are wanted.
+    Raises: PlanError if what is given is of another size, or is to stand for several kinds of devices; if
+        compiled costs are wanted and those at hand are not.
     """
     if size < 1:
         raise PlanError(f"micro-batches of {size} rows", hint="use at least 1")
+    if compiled:
+        _require_compiled(profiled, cluster)
     kinds = {d.name for d in cluster.devices} if cluster is not None else set()
     if profiled is not None and len(kinds) > 1:
         raise PlanError(
@@ -367,9 +356,26 @@ def captured_model(
         estimated = estimate(captured.graph, cluster)
         return CapturedModel(size=size, graph=captured.graph, profiles=estimated, captured=captured)
     measured = profiled or kept_profile(captured, profile)
+    if compiled and profiled is None:
+        measured = compiled_profile(captured, measured)
     names = {"cpu", measured.device, *kinds}
     profiles = dict.fromkeys(sorted(names), measured)
     return CapturedModel(size=size, graph=captured.graph, profiles=profiles, captured=captured)
+
+
+def _require_compiled(profiled: Profile | None, cluster: Cluster | None) -> None:
+    """Raises: PlanError for costs of eager ops: by roofline, which knows no others, or in a profile."""
+    if profiled is None and cluster is not None:
+        raise PlanError(
+            "a cluster that is described by figures has times by roofline, which are of eager ops; compiled "
+            "ones are only known where they can be measured",
+            hint="plan for it without compiling, or with a profile that was measured there with --compile",
+        )
+    if profiled is not None and not profiled.compiled:
+        raise PlanError(
+            "the profile is of eager ops, the plan is to be for compiled stages",
+            hint="make one with pipeloom profile --compile",
+        )
 
 
 def simulate(
@@ -382,15 +388,15 @@ def simulate(
     """
     plan.stage_graph(graph)  # refuses a plan of another model
     profiles = [costs] if isinstance(costs, Profile) else list(costs.values())
-    for profile in profiles:
-        if profile.graph != plan.graph:
+    for profiled in profiles:
+        if profiled.graph != plan.graph:
             raise PlanError(
-                f"the profile was made for model {profile.graph}, the plan for {plan.graph}",
+                f"the profile was made for model {profiled.graph}, the plan for {plan.graph}",
                 hint="profile the plan's model",
             )
-        if profile.batch and plan.batch and profile.batch != plan.batch:
+        if profiled.batch and plan.batch and profiled.batch != plan.batch:
             raise PlanError(
-                f"the profile is of micro-batches {', '.join(profile.batch)}, the plan for "
+                f"the profile is of micro-batches {', '.join(profiled.batch)}, the plan for "
                 f"{', '.join(plan.batch)}",
                 hint="profile with the plan's micro-batch size",
             )

@@ -49,10 +49,20 @@ __all__ = [
     "place",
     "plan_rows",
     "stages_for",
+    "times_of",
 ]
+
+COMPILED = "compiled"
+"""Note of a plan that was made with the times of compiled functions: how they compare with eager ones."""
 
 LARGEST_MICROBATCH = 1 << 16
 """Rows of the largest micro-batch that is looked at."""
+
+
+def times_of(plan: Plan) -> list[str]:
+    """Of a plan for compiled stages the sentence that says what its times are of; none of another."""
+    told = plan.notes.get(COMPILED)
+    return [] if told is None else [f"planned with times of compiled functions: {told}"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +82,7 @@ class PlanRequest:
     global_batch: rows per step; where the micro-batch size varies, so does the number of micro-batches.
     local: the devices are processes of this machine, as many as there are ranks, and share what it has.
     watch: told how the search goes on.
+    compiled: ranks will pass their stages to torch.compile.
     """
 
     stages: int
@@ -85,6 +96,7 @@ class PlanRequest:
     options: PlanOptions = field(default_factory=PlanOptions)
     watch: SearchWatch | None = None
     width: int = 1
+    compiled: bool = False
 
     @property
     def ranks(self) -> int:
@@ -113,10 +125,21 @@ class PlanRequest:
             from .verify_caps import plan_within_caps, traced_peaks  # here, since tracing needs torch
 
             captured = model.captured
-            plan = plan_within_caps(search, self.cluster, lambda plan: traced_peaks(plan, captured, costs))
+            plan = plan_within_caps(
+                search,
+                self.cluster,
+                lambda plan: traced_peaks(plan, captured, costs, compiled=self.compiled),
+            )
         else:
             plan = search(self.cluster)
-        return replace(plan, microbatch_size=model.size, caps=plan.caps if self.capped else ())
+        said = next((p.compiled for p in model.profiles.values() if p.compiled), None)
+        told = {} if said is None else {COMPILED: said}
+        return replace(
+            plan,
+            microbatch_size=model.size,
+            caps=plan.caps if self.capped else (),
+            notes={**plan.notes, **told},
+        )
 
     def _plan_wide(self, costs: PlanCosts, cluster: Cluster, microbatches: int, explained: bool) -> Plan:
         """The fastest plan for all replicas: what the sums of their gradients take is seen only here, so that

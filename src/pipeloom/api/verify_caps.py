@@ -68,12 +68,17 @@ def plan_within_caps(
     )
 
 
-def traced_peaks(plan: Plan, captured: Captured, costs: PlanCosts) -> tuple[int, ...]:
+def traced_peaks(
+    plan: Plan, captured: Captured, costs: PlanCosts, *, compiled: bool = False
+) -> tuple[int, ...]:
     """Bytes that each rank holds at its peak, by the graphs of its stages, as `Forecast.untimed` says before
-    they run. The plan has caps."""
+    they run. The plan has caps.
+
+    compiled: by the graphs that are compiled, whose backwards return the gradients of parameters.
+    """
     stages = plan.stage_graph(captured.graph)
     every = range(len(plan.stages))
-    variant = make_variant(captured, plan, stages, every, device="cpu", policy=plan.memory)
+    variant = make_variant(captured, plan, stages, every, device="cpu", compiled=compiled, policy=plan.memory)
     traced = [graph_memory(variant.functions[s], stages) for s in every] * plan.replicas
     step = simulate(
         lower(plan.as_schedule, variant.stages, policy=plan.memory, updates=plan.updates, clips=plan.clips),

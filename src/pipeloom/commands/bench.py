@@ -9,6 +9,7 @@ import click
 from .common import (
     MODEL_HELP,
     Size,
+    compile_option,
     job_of,
     json_option,
     model_argument,
@@ -24,6 +25,7 @@ from .common import (
 @model_argument
 @plan_options
 @weights_option
+@compile_option("Pass stages through torch.compile, and plan with the times that they then take.")
 @planner_option("exact")
 @click.option("--device-memory", type=Size(), help="Cap per rank, as 300MiB.")
 @offload_option
@@ -51,7 +53,7 @@ def bench(
 
     With --json: step_s (median), rows_per_s, tokens_per_s (null where the data are no tokens), bubble,
     predicted_step_s, predicted_by ("rehearsal" or "profile"), peak_bytes (per rank), stages, width,
-    schedule, microbatches, microbatch_size, steps.
+    schedule, microbatches, microbatch_size, compiled, steps.
     """
     if model is not None:
         job_of(model)  # a file that is missing is said before all of torch is loaded

@@ -257,6 +257,11 @@ def offload_option(command: Command) -> Command:
     )(command)
 
 
+def compile_option(help: str) -> Callable[[Command], Command]:
+    """--compile, as the argument `compiled`. help: what for."""
+    return click.option("--compile", "compiled", is_flag=True, help=help)
+
+
 def cluster_option(help: str) -> Callable[[Command], Command]:
     """--cluster, as the argument `cluster`. help: what for."""
     named = 'As "8 x a100-40", "2 nodes of 8 x h100", or a cluster file; see `pipeloom cluster`.'

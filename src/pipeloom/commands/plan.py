@@ -19,6 +19,7 @@ from .common import (
     Size,
     cluster_of,
     cluster_option,
+    compile_option,
     console,
     job_of,
     json_option,
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
 @cluster_option("Plan for these devices, by roofline.")
 @offload_option
 @click.option("--profile", "profile_file", type=FILE, help="Use this saved profile instead of measuring.")
+@compile_option("Plan with the times of stages that torch.compile made, as pipeline.compile of train does.")
 @planner_option("exact")
 @click.option("--planners", "--strategies", is_flag=True, help="List the planners and stop.")
 @treat_option
@@ -85,7 +87,8 @@ def plan(ctx: click.Context, /, *, planners: bool, closed_form: bool, as_json: b
 
     With --json: predicted_step_s; predicted_by: rehearsal where the plan's ranks rehearsed a step on this
     machine, else profile or roofline; profiled_step_s: what its ops make alone, which the plan file has;
-    not_rehearsed: why, else null; planner, schedule, weights, width, microbatches, microbatch_size, graph;
+    not_rehearsed: why, else null; compiled: with --compile, how the times of compiled functions compare with
+    eager ones, else null; planner, schedule, weights, width, microbatches, microbatch_size, graph;
     limits: a list of sentences; branches: where stages run side by side, step_s, peak_bytes and depth with
     branches and with no_branches, else null; what_if: a list of what, step_s, gain (share of the step's
     time); and stages, of the first replica: a list of stage, rank, node, ops, first_op, last_op, layers,
@@ -134,7 +137,7 @@ def _plan(
             hint="say each device's memory in the cluster, as in --cluster '4 x a100-40 with 20GiB'",
         )
     profiled = load_profile(profile_file)
-    _refuse_two_sizes(max_batch, best_batch, profiled is not None)
+    _refuse_two_sizes(max_batch, best_batch, profiled is not None, options["compiled"])
     if pair_nodes:
         _refuse_pairs(cluster, options["width"])
     why_not = why_no_ranks(rehearse, cluster, profile_file)
@@ -187,11 +190,15 @@ def _show(
     if as_json:
         figures = step.figures | {key: getattr(plan, key) for key in JSON_KEYS}
         what_ifs = [vars(change) for change in changes]
-        said = {"limits": api.limits(told), "branches": api.branch_figures(told) or None}
+        said = {
+            "compiled": plan.notes.get(api.COMPILED),
+            "limits": api.limits(told),
+            "branches": api.branch_figures(told) or None,
+        }
         print_json({**figures, **said, "what_if": what_ifs, "stages": rows})
     else:
         speed = [] if offload_dir is None else [api.disk_speed(request.cluster)]
-        _print(rows, told, [step.sentence, *speed, *api.limits(told)], changes)
+        _print(rows, told, [step.sentence, *api.times_of(plan), *speed, *api.limits(told)], changes)
 
 
 def _refuse_pairs(cluster: str | None, width: int) -> None:
@@ -216,14 +223,20 @@ def _paired(cluster: Cluster | None, ranks: int) -> Cluster | None:
     return pair_low_with_high(replace(cluster, devices=cluster.devices[:ranks]))
 
 
-def _refuse_two_sizes(max_batch: bool, best_batch: bool, profiled: bool) -> None:
-    """Raises: ConfigError if two options each say the size of a micro-batch."""
+def _refuse_two_sizes(max_batch: bool, best_batch: bool, profiled: bool, compiled: bool) -> None:
+    """Raises: ConfigError if two options each say the size of a micro-batch, or each size that is looked at
+    would be compiled."""
     if max_batch and best_batch:
         raise ConfigError("--max-batch and --best-batch were both given", hint="leave out one")
     if (max_batch or best_batch) and profiled:
         raise ConfigError(
             f"--{'max' if max_batch else 'best'}-batch and --profile were both given",
             hint="a profile is of one size: leave out one",
+        )
+    if (max_batch or best_batch) and compiled:
+        raise ConfigError(
+            f"--{'max' if max_batch else 'best'}-batch and --compile were both given",
+            hint="each size would be compiled: search the size without --compile, then plan for it",
         )
 
 

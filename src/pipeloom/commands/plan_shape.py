@@ -34,8 +34,12 @@ CHOSEN = (
     "offload_dir",
     "profile_file",
     "pair_nodes",
+    "compiled",
 )
 """Options that say what is chosen here, or do not go with a cluster described by figures."""
+
+FLAGS = {"profile_file": "profile", "compiled": "compile"}
+"""The flags of arguments with other names."""
 
 
 def print_shape(ctx: click.Context, show: Show, *, closed_form: bool, as_json: bool, **options: Any) -> None:
@@ -47,7 +51,7 @@ def print_shape(ctx: click.Context, show: Show, *, closed_form: bool, as_json: b
     for name in CHOSEN:
         if ctx.get_parameter_source(name) not in (None, ParameterSource.DEFAULT):
             raise ConfigError(
-                f"--stages auto and --{name.removesuffix('_file').replace('_', '-')} were both given",
+                f"--stages auto and --{FLAGS.get(name, name).replace('_', '-')} were both given",
                 hint="leave out one: sizes follow from --cluster and --global-batch",
             )
     output: Path | None = options["output"]

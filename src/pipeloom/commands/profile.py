@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..ir.errors import ConfigError
 from .common import (
     MODEL_HELP,
     NEW_FILE,
     cluster_of,
     cluster_option,
+    compile_option,
     console,
     job_of,
     json_option,
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     "--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Where to measure."
 )
 @cluster_option("Estimate by roofline for these devices instead.")
+@compile_option("Costs as in stages that torch.compile made: layers are compiled and timed, once a day.")
 @click.option("--save", type=NEW_FILE, help="Write the profile to this JSON file.")
 @click.option("--save-graph", type=NEW_FILE, help="Write the captured graph to this JSON file.")
 @click.option("--top", type=click.IntRange(1), default=15, show_default=True, help="Rows of the table.")
@@ -47,6 +50,7 @@ def profile(
     microbatch_size: int,
     device: str,
     cluster: str | None,
+    compiled: bool,
     save: Path | None,
     save_graph: Path | None,
     top: int,
@@ -54,17 +58,24 @@ def profile(
 ) -> None:
     """Measure, or estimate, the cost of every op of MODEL.
 
-    With --json: model, device, source ("measured" or "roofline"), batch, ops, parameters, forward_s,
+    With --json: model, device, source ("measured" or "roofline"), compiled (with --compile how costs compare
+    with those of eager ops, else null), batch, ops, parameters, forward_s,
     input_grad_s, weight_grad_s (of one micro-batch, summed over ops), and kinds: a list of target, calls,
     forward_s, backward_s, the slowest first. With several kinds of device in the cluster, the first counts.
     """
     from ..api import passes
     from ..ir import codec
 
+    if compiled and cluster is not None:
+        raise ConfigError(
+            "--compile and --cluster were both given",
+            hint="leave out one: times by roofline are of eager ops, compiled ones have to be measured",
+        )
+
     captured = passes.capture(job_of(model), microbatch_size)
     described = cluster_of(cluster)
     if described is None:
-        costs = passes.profile(captured, device=device)
+        costs = passes.profile(captured, device=device, compiled=compiled)
     else:
         costs = passes.estimate(captured.graph, described)[described.devices[0].name]
     for noun, path in ((costs, save), (captured.graph, save_graph)):
@@ -98,6 +109,7 @@ def summary(graph: OpGraph, costs: Profile) -> dict[str, Any]:
         "model": graph.name,
         "device": costs.device,
         "source": costs.source,
+        "compiled": costs.compiled or None,
         "batch": list(costs.batch),
         "ops": len(graph.ops),
         "parameters": sum(prod(p.shape) for p in graph.parameters),
@@ -117,6 +129,8 @@ def _print(figures: dict[str, Any], top: int) -> None:
         markup=False,
         soft_wrap=True,
     )
+    if figures["compiled"]:
+        out.print(f"compiled: {figures['compiled']}", highlight=False, soft_wrap=True)
     table = new_table("op", "calls", "forward ms", "backward ms", "share", left=("op",))
     total = _sum(k["forward_s"] + k["backward_s"] for k in figures["kinds"])
     for kind in figures["kinds"][:top]:

@@ -107,7 +107,7 @@ def _costs(
     profile_file: Path | None,
     cluster: Cluster | None,
 ) -> tuple[OpGraph, Profile | dict[str, Profile]]:
-    from ..api import passes
+    from ..api import COMPILED, passes
     from ..ir import codec
     from ..ir.graph import OpGraph
 
@@ -128,4 +128,4 @@ def _costs(
     if captured is None or cluster is not None:
         assert cluster is not None, "a saved graph comes with a profile or a cluster"
         return graph, passes.estimate(graph, cluster)
-    return graph, passes.profile(captured)
+    return graph, passes.profile(captured, compiled=COMPILED in plan.notes)  # as it was planned

@@ -51,6 +51,8 @@ class Profile:
     source: "measured" or "roofline".  graph: fingerprint of the OpGraph that was profiled.
     batch: shapes of the batch inputs, "name[shape]dtype" each, for which the costs hold.
     notes: what a reader of the costs should know, such as ops that were only guessed.
+    compiled: of costs of functions that torch.compile made, how they compare with those of eager ops; else
+        empty.
     """
 
     device: str
@@ -59,6 +61,7 @@ class Profile:
     batch: tuple[str, ...]
     costs: Mapping[str, OpCost]
     notes: tuple[str, ...] = ()
+    compiled: str = ""
 
 
 def batch_text(inputs: Iterable[Value]) -> tuple[str, ...]:

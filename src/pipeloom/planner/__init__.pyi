@@ -58,7 +58,7 @@ from .request import (
     Request as Request,
     profile_of as profile_of,
 )
-from .search import layer_names as layer_names
+from .search import borders as borders, layer_names as layer_names, layers as layers
 from .search_order import with_searched_order as with_searched_order
 from .search_watch import SearchWatch as SearchWatch
 from .shape_search import (

@@ -1,3 +1,12 @@
+from .compiled_pieces import (
+    CompiledRatio as CompiledRatio,
+    MeasurePiece as MeasurePiece,
+    compiled_costs as compiled_costs,
+    measure_piece as measure_piece,
+    measure_ratios as measure_ratios,
+    piece_signatures as piece_signatures,
+    time_piece as time_piece,
+)
 from .contention import Contention as Contention, measure_contention as measure_contention
 from .detect import detect_device as detect_device, free_memory as free_memory
 from .efficiency import (

@@ -8,7 +8,7 @@ index anywhere, and other masks are true.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from operator import getitem
 from typing import Any
 
@@ -63,6 +63,12 @@ class OpArguments:
         return {
             source: tensor.requires_grad_(self.role(source) != "none") for source, tensor in tensors.items()
         }
+
+    def named(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Tensors by the names of parameters, buffers, batch inputs and values, none for a name that nothing
+        reads; none of them requires a gradient."""
+        nodes = {self.name(node): node for node in self.captured.module.graph.nodes if node.op != "output"}
+        return {name: self._tensor(nodes[name]) for name in names if name in nodes}
 
     def _tensor(self, node: fx.Node) -> Tensor:
         real = self._real(node)

@@ -25,6 +25,7 @@ from ..api import (
     require_training,
     simulate,
     take_over_model,
+    times_of,
 )
 from ..ir.errors import PeerError, PipeloomError
 from ..ir.memory_policy import TREATMENTS
@@ -55,6 +56,7 @@ class BenchSettings:
     weights: str | None
     device_memory: str | None
     treat: str | None
+    compiled: bool = False
     offload_dir: Path | None = None
     steps: int
     warmup: int
@@ -92,9 +94,12 @@ def run_bench(settings: BenchSettings, started: StartedRanks | None = None) -> i
         treatments=None if settings.treat is None else TREATMENTS[settings.treat],
         weights=settings.weights,
         offload_dir=settings.offload_dir,
+        compiled=settings.compiled,
     )
     planned, model = plan_size(request, job, settings.microbatch_size)
     require_training(planned)
+    for sentence in [] if settings.as_json else times_of(planned):
+        print(sentence)
     handed = hand_over_model(job, planned, captured=model.captured)
     profiled_s = simulate(planned, model.graph, model.profiles, request.cluster).step_s
     with tempfile.TemporaryDirectory(prefix="pipeloom-bench-") as folder:
@@ -119,7 +124,8 @@ def _rank(settings: BenchSettings, path: Path, model: HandedModel | None, profil
 def _time_steps(settings: BenchSettings, path: Path, model: HandedModel | None, profiled_s: float) -> None:
     job = settings.job()
     batch = job.batch(0, settings.microbatches * settings.microbatch_size)
-    options = Options(compare=False, offload_dir=settings.offload_dir)  # it times steps, and trains nothing
+    # It times steps, and trains nothing.
+    options = Options(compare=False, offload_dir=settings.offload_dir, compiled=settings.compiled)
     with Pipeline(job, path, options=options, captured=take_over_model(model, job)) as pipeline:
         predicted_s = pipeline.predict().step_s if settings.rehearses else profiled_s
         reports = list(pipeline.steps(repeat(batch, settings.warmup + settings.steps)))
@@ -136,7 +142,7 @@ def _print(
     tokens_per_s = None if tokens is None else tokens / step_s
     bubble, peaks = median(report.bubble for report in reports), reports[-1].peak_bytes
     if settings.as_json:
-        keys = ("stages", "width", "schedule", "microbatches", "microbatch_size", "steps")
+        keys = ("stages", "width", "schedule", "microbatches", "microbatch_size", "compiled", "steps")
         figures = {
             "step_s": step_s,
             "rows_per_s": rows_per_s,
@@ -148,7 +154,11 @@ def _print(
         }
         print(json.dumps(figures | {key: getattr(settings, key) for key in keys}, indent=1))
         return
-    by = "rehearsals" if settings.rehearses else "the plan's profile: for so few steps ranks rehearse none"
+    by = (
+        "rehearsals of the ranks before it"
+        if settings.rehearses
+        else "the plan's profile: for so few steps ranks rehearse none"
+    )
     print(
         f"step        {step_s * 1e3:.1f} ms (median of {len(reports)}), "
         f"predicted {predicted_s * 1e3:.1f} ms by {by}"

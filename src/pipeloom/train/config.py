@@ -99,6 +99,7 @@ class PipelineConfig:
     planner: by name, see `pipeloom plan --planners`.
     weights: how they are updated, "flush", "2bw" or "stash"; unset: as the schedule does it.
     microbatches, microbatch_size: the replicas together run so many sequences.  accumulate: times per step.
+    compile: run stages through torch.compile, and plan with the times that they then take.
     device: "cpu" or "cuda".  autocast: "bfloat16" or "float16" for mixed precision; unset for none.
     device_memory: cap per rank, as "300MiB"; unset for no cap.
     treat: what may be done with residuals where they do not fit: "none", "recompute", "offload" or "both";

@@ -40,6 +40,24 @@ def why_at_once(planned_s: float) -> str:
     )
 
 
+def what_runs_first(rehearsals: int, *, validates: bool) -> str:
+    """What a run does before its first step, and between steps, that nobody asked for, and why.
+
+    rehearsals: as the config has them.  validates: before the first step.
+
+    >>> what_runs_first(0, validates=False)
+    'before the first step the ranks rehearse one, which the forecast is made of'
+    """
+    text = "before the first step the ranks rehearse one, which the forecast is made of"
+    if validates:
+        text += ", and the model is validated as it begins"
+    if rehearsals:
+        text += (
+            "; between steps rehearsals check the forecast at the machine's pace (rehearsals=0 makes none)"
+        )
+    return text
+
+
 class Report(Protocol):
     """Figures of the last step; see `pipeloom.pipeline.StepReport`."""
 

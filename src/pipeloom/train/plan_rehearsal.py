@@ -78,7 +78,12 @@ def rehearse_plan(
     with tempfile.TemporaryDirectory(prefix="pipeloom-plan-") as folder:
         path = Path(folder) / "plan.json"
         plan.save(path)
-        args = (model, path, handed, offload_dir)
+        args = (
+            model,
+            path,
+            handed,
+            Options(compare=False, offload_dir=offload_dir, compiled=request.compiled),
+        )
         if started is not None and started.ranks == request.ranks:
             status = started.run(_rank, args)
         else:
@@ -120,10 +125,10 @@ def _found(path: Path) -> Path:
     return path.with_name("step_s.json")
 
 
-def _rank(model: str | None, path: Path, handed: HandedModel | None, offload_dir: Path | None) -> None:
+def _rank(model: str | None, path: Path, handed: HandedModel | None, options: Options) -> None:
+    """options: without a comparison, as it trains nothing."""
     try:
         job = _job(model)
-        options = Options(compare=False, offload_dir=offload_dir)  # it trains nothing
         with Pipeline(job, path, options=options, captured=take_over_model(handed, job)) as pipeline:
             step_s = pipeline.predict().step_s
             if pipeline.rank == 0:

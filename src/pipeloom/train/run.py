@@ -42,6 +42,7 @@ from ..api import (
     stage_rows,
     take_over_model,
     terminate_as_exit,
+    times_of,
 )
 from ..ir.errors import ConfigError, PeerError, PipeloomError
 from ..ir.files import write_whole
@@ -51,7 +52,7 @@ from ..ir.units import parse_bytes
 from .config import Config
 from .config_text import read_config, write_config
 from .handing_over import autocast_of, hand_over
-from .loop import train, why_at_once
+from .loop import train, what_runs_first, why_at_once
 from .report import predicted_step, print_end, summary, write_files
 from .resuming import end_undisturbed, extended, interrupted, is_finished
 from .run_directory import DirectorySnapshot, find_run, new_run, require_new
@@ -275,7 +276,8 @@ def make_plan(config: Config, workload: Workload, console: Console) -> PlannedRu
         made: dict[str, Any] = {}
         if settings.device != "cpu" or settings.autocast is not None:
             captured = capture(workload.job, settings.microbatch_size, autocast=autocast_of(config))
-            made = {"captured": captured, "profiled": profile(captured, device=settings.device)}
+            profiled = profile(captured, device=settings.device, compiled=settings.compile)
+            made = {"captured": captured, "profiled": profiled}
         request = make_request(
             workload.job,
             stages=settings.stages,
@@ -291,9 +293,12 @@ def make_plan(config: Config, workload: Workload, console: Console) -> PlannedRu
             weights=settings.weights,
             clips=bool(config.optimizer.clip_norm),
             offload_dir=Path(settings.offload_dir) if settings.offload_dir else None,
+            compiled=settings.compile,
         )
         plan, model = plan_size(request, workload.job, settings.microbatch_size, **made)
-        return PlannedRun(plan, model)
+    for sentence in times_of(plan):
+        console.print(sentence, highlight=False, soft_wrap=True)
+    return PlannedRun(plan, model)
 
 
 def with_caps(plan: Plan, memory: str | None) -> Plan:
@@ -350,8 +355,10 @@ def _train_rank(prepared: PreparedRun) -> None:
     with Pipeline(workload.job, planned, options=options, captured=captured) as pipeline:
         forecast = pipeline.predict(rehearsed=False)
         at_once = why_at_once(forecast.step_s)
-        if at_once and pipeline.rank == 0:
-            console.print(at_once, highlight=False, soft_wrap=True)
+        resume = prepared.request.resume
+        if pipeline.rank == 0:
+            told = at_once or what_runs_first(config.rehearsals, validates=not resume)
+            console.print(told, highlight=False, soft_wrap=True)
         if not at_once:
             forecast = pipeline.predict()
         outcome = train(
@@ -359,7 +366,7 @@ def _train_rank(prepared: PreparedRun) -> None:
             config,
             workload,
             out,
-            resume=prepared.request.resume,
+            resume=resume,
             console=console,
             at_once=bool(at_once),
         )

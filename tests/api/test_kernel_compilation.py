@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeloom.api import compiling
+from pipeloom.api import kernel_compilation
 
 SMALL = compiling.small_model()
 
@@ -56,7 +56,7 @@ def until_started(started: list[Started]) -> None:
 def test_a_long_capture_has_the_code_made_and_waits_for_it_if_large(
     started: list[Started], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with compiling.compiled_beside("dawnpiper", ("recompute",)) as wait:
+    with kernel_compilation.kernels_compiled_beside("dawnpiper", ("recompute",)) as wait:
         until_started(started)
         assert started[0].waited_s == []
         wait(SMALL)
@@ -64,12 +64,12 @@ def test_a_long_capture_has_the_code_made_and_waits_for_it_if_large(
         monkeypatch.setattr(compiling, "LARGE_OPS", len(SMALL.ops))
         wait(SMALL)
         assert started[0].waited_s == [compiling.LIMIT_S] and not started[0].ended
-    assert started[0].command[1:] == ["-P", "-m", "pipeloom.api.compiling", "dawnpiper", "recompute"]
+    assert started[0].command[1:] == ["-P", "-m", "pipeloom.api.kernel_compilation", "dawnpiper", "recompute"]
     assert started[0].ended
 
 
 def test_a_capture_that_fails_leaves_no_process(started: list[Started]) -> None:
-    with pytest.raises(ZeroDivisionError), compiling.compiled_beside("dawnpiper"):
+    with pytest.raises(ZeroDivisionError), kernel_compilation.kernels_compiled_beside("dawnpiper"):
         until_started(started)
         raise ZeroDivisionError
     assert started[0].ended and started[0].waited_s == [None]
@@ -85,7 +85,7 @@ def test_a_process_that_cannot_be_started_is_done_without(
         raise OSError("no more processes")
 
     monkeypatch.setattr(compiling.subprocess, "Popen", refuse)
-    with compiling.compiled_beside("dawnpiper") as wait:
+    with kernel_compilation.kernels_compiled_beside("dawnpiper") as wait:
         while not tried:
             pass
         wait(SMALL)
@@ -94,7 +94,7 @@ def test_a_process_that_cannot_be_started_is_done_without(
 
 def test_a_short_capture_starts_nothing(started: list[Started], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiling, "AFTER_S", 60.0)
-    with compiling.compiled_beside("dawnpiper") as wait:
+    with kernel_compilation.kernels_compiled_beside("dawnpiper") as wait:
         wait(SMALL)
     assert not started
 
@@ -105,16 +105,19 @@ def test_nothing_is_started_where_it_gains_nothing(
     """For planners that treat nothing, where it was done before, on one core."""
     timers: list[object] = []
     monkeypatch.setattr(compiling.Timer, "start", lambda timer: timers.append(timer))
-    with compiling.compiled_beside("dawnpiper"):
+    with kernel_compilation.kernels_compiled_beside("dawnpiper"):
         assert len(timers) == 1
-    with compiling.compiled_beside("pipedream"), compiling.compiled_beside("dawnpiper", ()):
+    with (
+        kernel_compilation.kernels_compiled_beside("pipedream"),
+        kernel_compilation.kernels_compiled_beside("dawnpiper", ()),
+    ):
         pass
     monkeypatch.setattr(compiling, "code_is_kept", lambda: False)
-    compiling.compile_for("dawnpiper")
-    with compiling.compiled_beside("dawnpiper"):
+    kernel_compilation.compile_kernels_for("dawnpiper")
+    with kernel_compilation.kernels_compiled_beside("dawnpiper"):
         pass
     monkeypatch.setattr(compiling, "_cores", lambda: 1)
-    with compiling.compiled_beside("dawnpiper", ("recompute",)):
+    with kernel_compilation.kernels_compiled_beside("dawnpiper", ("recompute",)):
         pass
     assert len(timers) == 1
 
@@ -142,7 +145,7 @@ def test_a_large_search_finds_all_its_code(tmp_path: Path) -> None:
     path = os.pathsep.join(filter(None, (bench, os.environ.get("PYTHONPATH"))))
     kept = {"NUMBA_CACHE_DIR": str(tmp_path / "code"), "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": path}
     env = {**os.environ, **kept}
-    command = [sys.executable, "-m", "pipeloom.api.compiling", "dawnpiper"]
+    command = [sys.executable, "-m", "pipeloom.api.kernel_compilation", "dawnpiper"]
     with subprocess.Popen(command, env=env, stdin=subprocess.PIPE) as process:
         assert process.wait() == 0
     made = set(tmp_path.rglob("*.nbc"))
@@ -152,7 +155,7 @@ def test_a_large_search_finds_all_its_code(tmp_path: Path) -> None:
 
 
 def test_the_process_ends_with_the_one_that_started_it(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "pipeloom.api.compiling", "dawnpiper"]
+    command = [sys.executable, "-m", "pipeloom.api.kernel_compilation", "dawnpiper"]
     env = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}
     with subprocess.Popen(command, env=env, stdin=subprocess.PIPE) as process:
         process.communicate(timeout=60)  # closes the pipe

@@ -4,7 +4,7 @@ Compiling them takes half a minute, once per installation: about as long as capt
 enough for them to run compiled. A process of its own plans a small model, in which they do so from the start,
 and numba's cache keeps the code for all processes. As a program this is that process:
 
-    python -m pipeloom.api.compiling STRATEGY [TREATMENT ...]
+    python -m pipeloom.api.kernel_compilation STRATEGY [TREATMENT ...]
 
 Whatever happens to it, the search compiles what it does not find.
 """
@@ -43,7 +43,7 @@ ROWS, WIDTH, LAYERS, MEMORY = 512, 1024, 6, ("170MiB", "150MiB")
 
 
 @contextmanager
-def compiled_beside(
+def kernels_compiled_beside(
     strategy: str, treatments: Sequence[Treatment] | None = None
 ) -> Iterator[Callable[[OpGraph], None]]:
     """Around the capture of a model that this planner is to cut: has the code made if that takes long.
@@ -96,10 +96,10 @@ def _note(strategy: str, treatments: Sequence[Treatment] | None) -> Path:
     where = (platform.node(), package, os.environ.get("NUMBA_CACHE_DIR"))
     about = (*where, newest, sys.version, strategy, *(treatments or ()))
     name = hashlib.sha256("\n".join(map(str, about)).encode()).hexdigest()[:16]
-    return cache_folder("compiled") / name
+    return cache_folder("kernels") / name
 
 
-def compile_for(strategy: str, treatments: tuple[Treatment, ...] | None = None) -> None:
+def compile_kernels_for(strategy: str, treatments: tuple[Treatment, ...] | None = None) -> None:
     """Compile in this process what a search by this planner calls, if the code can be kept."""
     note = _note(strategy, treatments)
     if code_is_kept():
@@ -162,4 +162,4 @@ def _end_with_parent() -> None:
 
 if __name__ == "__main__":
     Thread(target=_end_with_parent, daemon=True).start()
-    compile_for(sys.argv[1], tuple(sys.argv[2:]) or None)  # type: ignore[arg-type]  # as `_start` passed them
+    compile_kernels_for(sys.argv[1], tuple(sys.argv[2:]) or None)  # type: ignore[arg-type]  # as `_start` passed them

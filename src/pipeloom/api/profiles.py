@@ -1,0 +1,61 @@
+"""Profiles: what ops cost, measured on this machine or by roofline."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from ..ir.cluster import Cluster, Device
+from ..ir.errors import ConfigError
+from ..ir.graph import OpGraph
+from ..ir.profile import Profile
+from ..profiler import roofline
+from .compiled_profiles import compiled_profile
+
+if TYPE_CHECKING:
+    from ..tracer import Captured
+
+__all__ = ["estimate", "profile"]
+
+
+def profile(captured: Captured, *, device: str = "cpu", compiled: bool = False) -> Profile:
+    """Measure every op of a captured model on this machine's `device` ("cpu" or "cuda"), whatever is kept of
+    earlier measurements.
+
+    compiled: the costs are those that ops have in stages that torch.compile made. How these compare with
+        eager ones is compiled and measured once a day, see `compiled_profile`.
+    """
+    eager = _eager_profile(captured, device)
+    return compiled_profile(captured, eager, device=device) if compiled else eager
+
+
+def _eager_profile(captured: Captured, device: str = "cpu") -> Profile:
+    if captured.graph.fallback:
+        from ..profiler import measure_modules
+
+        return measure_modules(captured, device=device)
+    from ..profiler import measure
+
+    # The thread's own time: what others take of the core, such as ranks that start, is none of an op.
+    return measure(captured, device=device, clock=time.thread_time)
+
+
+def estimate(graph: OpGraph, cluster: Cluster) -> dict[str, Profile]:
+    """Profiles by roofline for every kind of device of a cluster, which need not be there.
+
+    Raises: ConfigError if devices of one name compute at different rates.
+    """
+    kinds: dict[str, Device] = {}
+    for device in cluster.devices:
+        first = kinds.setdefault(device.name, device)
+        if _rates(first) != _rates(device):
+            raise ConfigError(
+                f"the cluster has devices named {device.name} that compute at different rates",
+                hint="give each kind of device a name of its own",
+            )
+    return {name: roofline(graph, device) for name, device in kinds.items()}
+
+
+def _rates(device: Device) -> tuple[object, ...]:
+    """What the time of an op depends on."""
+    return device.flops_per_s, device.memory_bytes_per_s, device.efficiency, device.launch_s

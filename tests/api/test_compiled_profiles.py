@@ -1,0 +1,294 @@
+"""Where ranks compile their stages, planners see the times of compiled functions. No test here depends on how
+fast anything is: what pieces take compiled is given."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from compiled import KnownRatios
+from plain_net import WIDTH, PlainNet, job_of
+from runs import assert_same, capture_of, pipelined, plain
+from torch import Tensor, nn
+
+from pipeloom.api import (
+    compiled_profile,
+    kept_profile,
+    passes,
+    pieces_of,
+    plan as plan_job,
+    plan_size,
+    times_of,
+)
+from pipeloom.cli import main
+from pipeloom.ir.errors import PlanError
+from pipeloom.ir.profile import OpCost, Profile, batch_text
+from pipeloom.ir.units import parse_bytes
+from pipeloom.profiler import piece_signatures
+from pipeloom.tracer import Captured
+
+
+class Layered(PlainNet):
+    """Three equal layers, and one with another activation, between the batch and the head."""
+
+    def prepare(self) -> None:
+        for name in ("a", "b", "c"):
+            delattr(self, name)
+        ends = (nn.Tanh, nn.Tanh, nn.Tanh, nn.Sigmoid)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), end()) for end in ends)
+
+    def run(self, h: Tensor) -> Tensor:
+        for layer in self.layers:
+            h = layer(h)
+        return h
+
+
+def seconds(captured: Captured) -> Profile:
+    """Each op takes 1 s forward, 2 s for input gradients, 4 s for weight gradients."""
+    cost = OpCost(forward_s=1.0, input_grad_s=2.0, weight_grad_s=4.0)
+    return Profile(
+        device="cpu",
+        source="measured",
+        graph=captured.graph.fingerprint,
+        batch=batch_text(captured.graph.inputs),
+        costs={op.name: cost for op in captured.graph.ops},
+    )
+
+
+Install = Callable[..., KnownRatios]
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
+    """Puts known ratios in the place of the compiler. Nothing was measured before."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("PIPELOOM_KEEP_PROFILES", raising=False)
+    monkeypatch.setattr(passes, "kept_profile", lambda captured, measure: seconds(captured))
+
+    def put(fails: str = "") -> KnownRatios:
+        known = KnownRatios(fails)
+        monkeypatch.setattr("pipeloom.profiler.measure_piece", known)
+        return known
+
+    return put
+
+
+def test_costs_of_ops_are_scaled(install: Install) -> None:
+    install()
+    captured = capture_of(job_of(Layered))
+    found = compiled_profile(captured, seconds(captured))
+    for op in captured.graph.ops:
+        cost = found.costs[op.name]
+        expected = (1.0, 2.0, 4.0) if op.cheap else (0.5, 6.0, 12.0)
+        assert (cost.forward_s, cost.input_grad_s, cost.weight_grad_s) == expected
+    assert found.compiled == "forwards 0.50 and backwards 3.00 times as long as eager"
+    assert replace(found, costs={}, compiled="") == replace(seconds(captured), costs={})
+
+
+def test_equal_layers_are_compiled_once(install: Install) -> None:
+    known = install()
+    captured = capture_of(job_of(Layered))
+    pieces = pieces_of(captured.graph)
+    compiled_profile(captured, seconds(captured))
+    # The first layer gives no gradient to what is before it; the second and third are alike.
+    asked = {pieces.stages[index].ops for index in (0, 1, 3, 4)}
+    assert len(pieces.stages) == 5 and len(known.asked) == 4 and set(known.asked) == asked
+    alike = piece_signatures(captured, pieces)
+    assert alike[1] == alike[2] and len(set(alike)) == 4
+
+
+def test_ratios_are_kept_for_the_same_model(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = install()
+    captured = capture_of(job_of(Layered))
+    first = compiled_profile(captured, seconds(captured))
+    count = len(known.asked)
+    assert compiled_profile(captured, seconds(captured)) == first and len(known.asked) == count
+    wider = capture_of(job_of(Layered), 4)
+    compiled_profile(wider, seconds(wider))
+    assert len(known.asked) == 2 * count
+    monkeypatch.setenv("TORCHINDUCTOR_MAX_AUTOTUNE", "1")
+    compiled_profile(captured, seconds(captured))
+    assert len(known.asked) == 3 * count
+    monkeypatch.setenv("PIPELOOM_KEEP_PROFILES", "0")
+    compiled_profile(captured, seconds(captured))
+    assert len(known.asked) == 4 * count
+
+
+@pytest.mark.parametrize("damage", ["", "{}", "[]", "[[1.0, 1.0]]", "[[0.0, 1.0]]", "[" * 200_000])
+def test_a_damaged_file_is_measured_again(install: Install, tmp_path: Path, damage: str) -> None:
+    known = install()
+    captured = capture_of(job_of(Layered))
+    first = compiled_profile(captured, seconds(captured))
+    count = len(known.asked)
+    (file,) = tmp_path.glob("pipeloom/compiled/*")
+    file.write_text(damage)
+    assert compiled_profile(captured, seconds(captured)) == first and len(known.asked) == 2 * count
+
+
+def test_eager_times_are_none_of_compiled_ones(install: Install) -> None:
+    """What is kept of eager ops stays what it is."""
+    install()
+    captured = capture_of(job_of(Layered))
+    compiled_profile(captured, kept_profile(captured, seconds))
+    assert kept_profile(captured, seconds) == seconds(captured)
+
+
+def test_what_cannot_be_compiled_counts_as_eager(install: Install, caplog: pytest.LogCaptureFixture) -> None:
+    captured = capture_of(job_of(Layered))
+    failing = pieces_of(captured.graph).stages[3]
+    known = install(fails=failing.ops[0])
+    with caplog.at_level(logging.WARNING, logger="pipeloom"):
+        found = compiled_profile(captured, seconds(captured))
+    assert "times of layers.3 stay eager: RuntimeError: no compiler was found\n" in caplog.text + "\n"
+    assert all(found.costs[name] == seconds(captured).costs[name] for name in failing.ops)
+    assert found.compiled.endswith("; 1 of 5 pieces could not be compiled and count as eager")
+    # It is tried again: a compiler may have been installed.
+    count = len(known.asked)
+    compiled_profile(captured, seconds(captured))
+    assert len(known.asked) == 2 * count
+
+
+def test_compiling_is_announced_and_bounded(
+    install: Install, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = install()
+    monkeypatch.setattr("pipeloom.api.compiled_profiles.BUDGET_S", 0.0)
+    captured = capture_of(job_of(Layered))
+    with caplog.at_level(logging.WARNING, logger="pipeloom"):
+        found = compiled_profile(captured, seconds(captured))
+    assert "compiling 4 distinct pieces of Layered to time them for the plan, once a day" in caplog.text
+    # The one that takes most of the time: that of which there are two.
+    assert known.asked == [pieces_of(captured.graph).stages[1].ops]
+    assert "stay eager: compiling took 0 s already" in caplog.text
+    assert "3 of 5 pieces could not be compiled" in found.compiled
+
+
+def test_a_model_without_layers_is_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Flat(PlainNet):
+        def prepare(self) -> None:
+            self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    graph = capture_of(job_of(Flat)).graph
+    assert len(pieces_of(graph).stages) == 1
+    monkeypatch.setattr("pipeloom.api.compiled_profiles.MOST_OPS", 2)
+    assert [len(piece.ops) for piece in pieces_of(graph).stages] == [2] * (len(graph.ops) // 2)
+
+
+def test_a_model_that_is_cut_between_modules_keeps_eager_times(
+    install: Install, caplog: pytest.LogCaptureFixture
+) -> None:
+    known = install()
+    captured = capture_of(job_of(Layered))
+    cut = replace(captured, graph=replace(captured.graph, fallback="it cannot be traced"))
+    with caplog.at_level(logging.WARNING, logger="pipeloom"):
+        found = compiled_profile(cut, seconds(cut))
+    assert found.costs == seconds(cut).costs and found.compiled.startswith("eager:") and not known.asked
+    assert "cut between its modules" in caplog.text
+
+
+def test_planners_see_compiled_times(install: Install) -> None:
+    install()
+    job = job_of(Layered)
+    how = {"stages": 2, "microbatches": 4, "captured": capture_of(job), "microbatch_size": 2}
+    eager, compiled = (plan_job(job, **how, compiled=way) for way in (False, True))
+
+    def total(plan: object, kind: str) -> float:
+        return sum(getattr(stage, kind) for stage in plan.stages)  # type: ignore[attr-defined]
+
+    assert total(compiled, "forward_s") == pytest.approx(0.5 * total(eager, "forward_s"))
+    assert total(compiled, "weight_grad_s") == pytest.approx(3 * total(eager, "weight_grad_s"))
+    assert times_of(eager) == []
+    said = "planned with times of compiled functions: forwards 0.50 and backwards 3.00 times as long as eager"
+    assert times_of(compiled) == [said]
+
+
+def test_the_fastest_cut_can_be_another_one(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan for eager stages would not be the fastest one where only one half gains by compiling."""
+    install()
+    job, captured = job_of(Layered), capture_of(job_of(Layered))
+    how = {"stages": 2, "microbatches": 4, "captured": captured, "microbatch_size": 2}
+    early = {name for piece in pieces_of(captured.graph).stages[:3] for name in piece.ops}
+
+    class Early(KnownRatios):
+        def __call__(self, captured, pieces, index, timer):  # type: ignore[no-untyped-def]
+            ratio = super().__call__(captured, pieces, index, timer)
+            share = 0.1 if early.issuperset(pieces.stages[index].ops) else 1.0
+            return replace(ratio, forward=share, backward=share)
+
+    monkeypatch.setattr("pipeloom.profiler.measure_piece", Early())
+    eager, compiled = (plan_job(job, **how, compiled=way) for way in (False, True))
+    assert len(compiled.stages[0].ops) > len(eager.stages[0].ops)
+
+
+def test_times_of_eager_ops_are_refused_for_compiled_plans(install: Install) -> None:
+    install()
+    job, captured = job_of(Layered), capture_of(job_of(Layered))
+    how = {"stages": 1, "microbatches": 2, "captured": captured, "microbatch_size": 2, "compiled": True}
+    with pytest.raises(PlanError, match="times by roofline, which are of eager ops"):
+        plan_job(job, **how, cluster="1 x cpu")
+    with pytest.raises(PlanError, match="the profile is of eager ops") as caught:
+        plan_job(job, **how, profiled=seconds(captured))
+    assert "profile --compile" in caught.value.hint
+    right = compiled_profile(captured, seconds(captured))
+    assert times_of(plan_job(job, **how, profiled=right)) == times_of(plan_job(job, **how))
+    for wrong in (right, replace(seconds(captured), source="roofline")):
+        with pytest.raises(PlanError, match="cannot be compared"):
+            compiled_profile(captured, wrong)
+
+
+def test_caps_are_kept_by_the_stages_that_are_compiled(
+    install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their backwards hold all gradients of parameters at once, which eager ones add up one by one."""
+    install()
+    job = job_of(Layered)
+    request = passes.make_request(job, stages=1, microbatches=2, memory="100MiB", compiled=True)
+    seen: list[bool] = []
+
+    def peaks(plan, captured, costs, *, compiled):  # type: ignore[no-untyped-def]
+        seen.append(compiled)
+        return plan.peaks
+
+    monkeypatch.setattr("pipeloom.api.verify_caps.FAR_BELOW", 0.0)
+    monkeypatch.setattr("pipeloom.api.verify_caps.traced_peaks", peaks)
+    plan, _ = plan_size(request, job, 2, captured=capture_of(job))
+    assert seen == [True] and plan.caps == (parse_bytes("100MiB"),)
+
+
+def test_a_plan_is_simulated_with_the_times_that_it_was_made_with(
+    install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install()
+    job, seen = job_of(Layered), []
+    asked = {"stages": 2, "microbatches": 4, "captured": capture_of(job), "microbatch_size": 2}
+
+    def profiled(captured: Captured, *, compiled: bool) -> Profile:
+        seen.append(compiled)
+        return seconds(captured)
+
+    monkeypatch.setattr(passes, "profile", profiled)
+    monkeypatch.setattr("pipeloom.commands.simulate.job_of", lambda model: job)
+    for way in (False, True):
+        plan_job(job, **asked, compiled=way).save(tmp_path / "plan.json")
+        words = ["simulate", str(tmp_path / "plan.json"), "mine.py:job", "--json"]
+        assert CliRunner().invoke(main, words, catch_exceptions=False).exit_code == 0
+    assert seen == [False, True]
+
+
+@pytest.mark.slow
+def test_a_plan_made_with_the_compiler_trains_as_plain_pytorch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("PIPELOOM_KEEP_PROFILES", raising=False)
+    job = job_of(Layered)
+    plan = plan_job(job, stages=2, microbatches=4, microbatch_size=2, compiled=True)
+    assert "could not" not in times_of(plan)[0] and "times as long as eager" in times_of(plan)[0]
+    assert len(list(tmp_path.glob("pipeloom/compiled/*"))) == 1
+    batches = [job.batch(seed, 8) for seed in range(2)]
+    found = pipelined(job, plan, batches, compiled=True)
+    assert_same(found, plain(job, batches, 4), tolerance=1e-4)
