@@ -10,7 +10,7 @@ import pytest
 
 from pipeloom.api import kernel_compilation
 
-SMALL = compiling.small_model()
+SMALL = kernel_compilation.small_model()
 
 
 class Started:
@@ -42,9 +42,9 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[St
     """The processes started, in a machine with two cores where every capture takes long."""
     Started.all = []
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(compiling.subprocess, "Popen", Started)
-    monkeypatch.setattr(compiling, "_cores", lambda: 2)
-    monkeypatch.setattr(compiling, "AFTER_S", 0.0)
+    monkeypatch.setattr(kernel_compilation.subprocess, "Popen", Started)
+    monkeypatch.setattr(kernel_compilation, "usable_cores", lambda: 2)
+    monkeypatch.setattr(kernel_compilation, "AFTER_S", 0.0)
     yield Started.all
 
 
@@ -61,9 +61,9 @@ def test_a_long_capture_has_the_code_made_and_waits_for_it_if_large(
         assert started[0].waited_s == []
         wait(SMALL)
         assert started[0].waited_s == []
-        monkeypatch.setattr(compiling, "LARGE_OPS", len(SMALL.ops))
+        monkeypatch.setattr(kernel_compilation, "LARGE_OPS", len(SMALL.ops))
         wait(SMALL)
-        assert started[0].waited_s == [compiling.LIMIT_S] and not started[0].ended
+        assert started[0].waited_s == [kernel_compilation.LIMIT_S] and not started[0].ended
     assert started[0].command[1:] == ["-P", "-m", "pipeloom.api.kernel_compilation", "dawnpiper", "recompute"]
     assert started[0].ended
 
@@ -84,7 +84,7 @@ def test_a_process_that_cannot_be_started_is_done_without(
         tried.extend(command)
         raise OSError("no more processes")
 
-    monkeypatch.setattr(compiling.subprocess, "Popen", refuse)
+    monkeypatch.setattr(kernel_compilation.subprocess, "Popen", refuse)
     with kernel_compilation.kernels_compiled_beside("dawnpiper") as wait:
         while not tried:
             pass
@@ -93,7 +93,7 @@ def test_a_process_that_cannot_be_started_is_done_without(
 
 
 def test_a_short_capture_starts_nothing(started: list[Started], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiling, "AFTER_S", 60.0)
+    monkeypatch.setattr(kernel_compilation, "AFTER_S", 60.0)
     with kernel_compilation.kernels_compiled_beside("dawnpiper") as wait:
         wait(SMALL)
     assert not started
@@ -104,7 +104,7 @@ def test_nothing_is_started_where_it_gains_nothing(
 ) -> None:
     """For planners that treat nothing, where it was done before, on one core."""
     timers: list[object] = []
-    monkeypatch.setattr(compiling.Timer, "start", lambda timer: timers.append(timer))
+    monkeypatch.setattr(kernel_compilation.Timer, "start", lambda timer: timers.append(timer))
     with kernel_compilation.kernels_compiled_beside("dawnpiper"):
         assert len(timers) == 1
     with (
@@ -112,11 +112,11 @@ def test_nothing_is_started_where_it_gains_nothing(
         kernel_compilation.kernels_compiled_beside("dawnpiper", ()),
     ):
         pass
-    monkeypatch.setattr(compiling, "code_is_kept", lambda: False)
+    monkeypatch.setattr(kernel_compilation, "code_is_kept", lambda: False)
     kernel_compilation.compile_kernels_for("dawnpiper")
     with kernel_compilation.kernels_compiled_beside("dawnpiper"):
         pass
-    monkeypatch.setattr(compiling, "_cores", lambda: 1)
+    monkeypatch.setattr(kernel_compilation, "usable_cores", lambda: 1)
     with kernel_compilation.kernels_compiled_beside("dawnpiper", ("recompute",)):
         pass
     assert len(timers) == 1

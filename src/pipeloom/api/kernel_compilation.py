@@ -26,7 +26,7 @@ from ..ir.graph import Op, OpGraph, Parameter, Value
 from ..ir.kernels import code_is_kept, compile_at_once
 from ..ir.memory_policy import Treatment
 from ..planner import PlanOptions, make_plan, planner
-from ..profiler import roofline
+from ..profiler import roofline, usable_cores
 from .kept import cache_folder, keep
 
 AFTER_S = 3.0
@@ -56,7 +56,7 @@ def kernels_compiled_beside(
     started: list[subprocess.Popen[bytes]] = []
     timer = Timer(AFTER_S, lambda: started.extend(_start(strategy, treatments or ())))
     treats = planner(strategy).optimises == "always" if treatments is None else bool(treatments)
-    if treats and _cores() > 1 and not _note(strategy, treatments).exists():
+    if treats and usable_cores() > 1 and not _note(strategy, treatments).exists():
         timer.start()
 
     def wait(graph: OpGraph) -> None:
@@ -83,10 +83,6 @@ def _start(strategy: str, treatments: Sequence[Treatment]) -> list[subprocess.Po
     with suppress(OSError):
         return [subprocess.Popen(command, stdin=pipe, stdout=nothing, stderr=nothing)]
     return []
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _note(strategy: str, treatments: Sequence[Treatment] | None) -> Path:

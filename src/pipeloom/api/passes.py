@@ -296,21 +296,15 @@ def _model_for(
     batch: Mapping[str, Tensor] | None = None,
 ) -> CapturedModel:
     """The model that a search follows on. What is measured here has the machine to itself."""
-    compiled = request.compiled
-    if not request.local:
-        if captured is not None:
-            return captured_model(
-                job, size, request.cluster, captured=captured, profiled=profiled, compiled=compiled
-            )
+    model_for = partial(captured_model, job, size, profiled=profiled, batch=batch, compiled=request.compiled)
+    if not request.local and captured is None:
         with kernels_compiled_beside(request.strategy, request.options.treatments) as wait_for_code:
-            model = captured_model(
-                job, size, request.cluster, profiled=profiled, batch=batch, compiled=compiled
-            )
+            model = model_for(request.cluster)
             wait_for_code(model.graph)
         return model
-    model = captured_model(
-        job, size, None, captured=captured, profiled=profiled, batch=batch, compiled=compiled
-    )
+    model = model_for(None if request.local else request.cluster, captured=captured)
+    if not request.local:
+        return model
     beside = {n: beside_ranks(each, model.graph, request.ranks) for n, each in model.profiles.items()}
     return replace(model, profiles=beside)
 

@@ -8,6 +8,7 @@ from .compiled_pieces import (
     time_piece as time_piece,
 )
 from .contention import Contention as Contention, measure_contention as measure_contention
+from .cores import usable_cores as usable_cores
 from .detect import detect_device as detect_device, free_memory as free_memory
 from .efficiency import (
     ReferenceModel as ReferenceModel,
@@ -23,7 +24,7 @@ from .host_copies import (
     shared_uplinks as shared_uplinks,
 )
 from .measure_modules import measure_modules as measure_modules
-from .measure_op import Timer as Timer, torch_threads as torch_threads, usable_cores as usable_cores
+from .measure_op import Timer as Timer, torch_threads as torch_threads
 from .measure_ops import measure as measure, op_signatures as op_signatures
 from .measurement import (
     Measurement as Measurement,

@@ -28,7 +28,8 @@ import torch
 
 from ..ir.graph import OpGraph
 from ..ir.profile import OpCost, Profile
-from .measure_op import torch_threads, usable_cores
+from .cores import usable_cores
+from .measure_op import torch_threads
 from .rules import RULES, UNKNOWN, base_name
 
 PRODUCTS = ("matmul", "attention", "convolution")
