@@ -26,8 +26,8 @@ def measure(layers: int, length: int) -> dict[str, object]:
     from llama_70b import job
 
     from pipeloom import capture
-    from pipeloom.ir.codec import from_json, to_json
     from pipeloom.ir.graph import OpGraph
+    from pipeloom.ir.json_codec import from_json, to_json
 
     start = time.perf_counter()
     captured = capture(job(layers=layers, length=length), 1)

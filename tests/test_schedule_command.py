@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 
 from pipeloom import schedules
 from pipeloom.cli import main
-from pipeloom.ir import codec
+from pipeloom.ir import json_codec
 from pipeloom.ir.plan import Plan, StageMemory, StagePlan
 from pipeloom.ir.profile import OpCost, Profile
 
@@ -38,8 +38,8 @@ def read(*words: str) -> dict[str, object]:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "plan.json").write_text(codec.to_json(plan()))
-    (tmp_path / "profile.json").write_text(codec.to_json(profile()))
+    (tmp_path / "plan.json").write_text(json_codec.to_json(plan()))
+    (tmp_path / "profile.json").write_text(json_codec.to_json(profile()))
     (tmp_path / "order.csv").write_text("0F0,0B0\n1B0,1F0\n")
     (tmp_path / "cell.csv").write_text("0F0,0FOO\n1F0,1B0\n")
     (tmp_path / "twice.csv").write_text("0F0,0B0\n1F0,1B0,0F0\n")

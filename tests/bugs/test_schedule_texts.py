@@ -8,8 +8,8 @@ import pytest
 
 from pipeloom.checks import check
 from pipeloom.ir.action import parse_action, parse_instruction
-from pipeloom.ir.codec import from_json, to_json
 from pipeloom.ir.errors import ConfigError, PlanError, ScheduleError
+from pipeloom.ir.json_codec import from_json, to_json
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.schedule import Schedule, parse_rows
 from pipeloom.ir.stages import chain

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from pipeloom.api import checkpoint_step
 from pipeloom.checks import check
 from pipeloom.clusters import cpu_cluster, load_cluster, save_cluster
-from pipeloom.ir import codec
+from pipeloom.ir import json_codec
 from pipeloom.ir.graph import OpGraph
 from pipeloom.ir.plan import load_plan
 from pipeloom.ir.profile import Profile
@@ -133,13 +133,13 @@ KINDS = {
     "plan": Kind(("plan.json",), lambda f: PLAN.save(f / "plan.json"), read_plan),
     "profile": Kind(
         ("p.json",),
-        lambda f: codec.save(PROFILE, f / "p.json"),
-        lambda f: ours(lambda: codec.load(f / "p.json", Profile)),
+        lambda f: json_codec.save(PROFILE, f / "p.json"),
+        lambda f: ours(lambda: json_codec.load(f / "p.json", Profile)),
     ),
     "graph": Kind(
         ("g.json",),
-        lambda f: codec.save(GRAPH, f / "g.json"),
-        lambda f: ours(lambda: codec.load(f / "g.json", OpGraph).fingerprint),
+        lambda f: json_codec.save(GRAPH, f / "g.json"),
+        lambda f: ours(lambda: json_codec.load(f / "g.json", OpGraph).fingerprint),
     ),
     "cluster": Kind(
         ("c.toml",),

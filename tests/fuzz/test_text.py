@@ -11,7 +11,7 @@ from damage import GRAPH, PLAN, changed, ours
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from pipeloom.checks import check, check_program
-from pipeloom.ir import codec
+from pipeloom.ir import json_codec
 from pipeloom.ir.action import parse_action, parse_actions, parse_instruction
 from pipeloom.ir.cluster import Cluster
 from pipeloom.ir.plan import load_plan
@@ -84,7 +84,7 @@ def csv(text: str) -> None:
 
 
 def cluster(text: str) -> None:
-    ours(lambda: codec.from_json(text, Cluster, what="cluster.json"))
+    ours(lambda: json_codec.from_json(text, Cluster, what="cluster.json"))
 
 
 READERS = (actions, rows, program, csv, cluster)
@@ -112,7 +112,7 @@ def test_files(tmp_path: Path, content: bytes) -> None:
     file.write_bytes(content)
     ours(lambda: read_schedule(file))
     ours(lambda: load_plan(file))
-    ours(lambda: codec.load(file, Cluster))
+    ours(lambda: json_codec.load(file, Cluster))
 
 
 SCALARS = LINES | GOOD
@@ -120,7 +120,7 @@ SCALARS = LINES | GOOD
 
 @st.composite
 def plans(draw: st.DrawFn) -> str:
-    plain = json.loads(codec.to_json(PLAN))
+    plain = json.loads(json_codec.to_json(PLAN))
     for _ in range(draw(st.integers(1, 3))):
         plain = changed(draw, plain, SCALARS)
     return json.dumps(plain)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from pipeloom.ir.action import B, F, I, Kind, W
-from pipeloom.ir.codec import from_json, to_json
 from pipeloom.ir.costs import StageCost, equal_costs
 from pipeloom.ir.errors import ConfigError
+from pipeloom.ir.json_codec import from_json, to_json
 
 
 def cost(**more: object) -> StageCost:

@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 
 from pipeloom import planner
-from pipeloom.ir import codec
+from pipeloom.ir import json_codec
 from pipeloom.ir.cluster import Cluster, Device, Link
 from pipeloom.ir.errors import InfeasibleError, PlanError
 from pipeloom.ir.graph import Op, OpGraph, Parameter, Value
@@ -178,7 +178,7 @@ def test_explain_is_plain_data():
     graph, profile = layers(4)
     plan = planner.make_plan(graph, profile, cluster_of(2), stages=2, schedule="gpipe", microbatches=2)
     rows = planner.plan_rows(plan)
-    assert codec.to_json(rows)
+    assert json_codec.to_json(rows)
     assert all(a["last_op"] < b["first_op"] for a, b in pairwise(rows))
 
 

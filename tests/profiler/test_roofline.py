@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from pipeloom.ir import codec
+from pipeloom.ir import json_codec
 from pipeloom.ir.cluster import Device
 from pipeloom.ir.errors import ConfigError
 from pipeloom.ir.graph import Op, OpGraph, Parameter, Value
@@ -168,5 +168,5 @@ def test_a_profile_is_read_back_as_it_was(tmp_path):
         warnings.simplefilter("error")
         made = roofline(graph, DEVICE)
     assert (made.source, made.batch, made.graph) == ("roofline", ("x[2,3]float32",), graph.fingerprint)
-    codec.save(made, tmp_path / "profile.json")
-    assert codec.load(tmp_path / "profile.json", Profile) == made
+    json_codec.save(made, tmp_path / "profile.json")
+    assert json_codec.load(tmp_path / "profile.json", Profile) == made

@@ -12,7 +12,7 @@ from runs import capture_of, even, plan_for, shared_captures, threads
 
 from pipeloom import Options, Pipeline
 from pipeloom.ir.action import RECOMPUTE
-from pipeloom.ir.codec import from_json, to_json
+from pipeloom.ir.json_codec import from_json, to_json
 from pipeloom.ir.memory_policy import MemoryPolicy
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.stages import cut

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from pipeloom.ir.errors import ConfigError
-from pipeloom.ir.files import write_whole
+from pipeloom.ir.text_files import write_whole
 from pipeloom.train import find_run, new_run
 
 

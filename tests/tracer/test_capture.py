@@ -13,9 +13,9 @@ from runs import capture_of, even
 from torch import Tensor, nn
 
 from pipeloom import Job
-from pipeloom.ir.codec import from_json, to_json
 from pipeloom.ir.errors import CaptureError
 from pipeloom.ir.graph import OpGraph
+from pipeloom.ir.json_codec import from_json, to_json
 from pipeloom.ir.stages import cut
 from pipeloom.tracer import capture
 
@@ -95,7 +95,7 @@ def test_the_fingerprint_sees_another_model() -> None:
 IN_ANOTHER_PROCESS = """
 import sys, zoo
 from pipeloom.tracer.capture import capture
-from pipeloom.ir.codec import to_json
+from pipeloom.ir.json_codec import to_json
 for name in sys.argv[1:]:
     print(to_json(capture(zoo.job(name), 2).graph, indent=0))
 """

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from pipeloom import Job
 from pipeloom.clusters import cpu_cluster
-from pipeloom.ir import codec
+from pipeloom.ir import json_codec
 from pipeloom.ir.errors import CaptureError, CutError, PlanError
 from pipeloom.ir.graph import OpGraph
 from pipeloom.ir.stages import cut
@@ -139,7 +139,7 @@ def test_parameters_that_get_no_gradient_are_not_trained() -> None:
 @pytest.mark.parametrize("name", JOBS)
 def test_graphs_serialise_and_are_the_same_every_time(name: str) -> None:
     graph = capture_of(JOBS[name]).graph
-    assert codec.from_json(codec.to_json(graph), OpGraph, what="graph") == graph
+    assert json_codec.from_json(json_codec.to_json(graph), OpGraph, what="graph") == graph
     assert capture(replace(JOBS[name]), 2).graph == graph
 
 

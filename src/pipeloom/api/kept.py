@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from ..ir.errors import ConfigError
-from ..ir.files import write_whole
+from ..ir.text_files import write_whole
 
 A_DAY_S = 24 * 3600
 """A machine's other users come and go: what was measured is kept for a day."""

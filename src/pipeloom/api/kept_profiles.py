@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .. import __version__
-from ..ir import codec
+from ..ir import json_codec
 from ..ir.errors import ConfigError
 from ..ir.profile import Profile, batch_text
 from .kept import age_s, cache_folder, forget_old, keep, machine_name
@@ -46,7 +46,7 @@ def kept_profile(captured: Captured, measure: Callable[[Captured], Profile]) -> 
         return known
     found = measure(captured)
     forget_old(path.parent)
-    keep(path, codec.to_json(found, indent=0) + "\n", what="a profile")
+    keep(path, json_codec.to_json(found, indent=0) + "\n", what="a profile")
     return found
 
 
@@ -84,7 +84,7 @@ def _read(path: Path, captured: Captured) -> Profile | None:
     if age is None:
         return None
     try:
-        known = codec.from_json(path.read_bytes(), Profile, what=str(path))
+        known = json_codec.from_json(path.read_bytes(), Profile, what=str(path))
     except (OSError, ConfigError):
         return None
     times = [t for c in known.costs.values() for t in (c.forward_s, c.input_grad_s, c.weight_grad_s)]

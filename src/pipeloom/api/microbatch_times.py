@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from .. import schedules
-from ..ir import codec
+from ..ir import json_codec
 from ..ir.costs import StageCost
 from ..ir.errors import ConfigError
 from ..ir.graph import Value
@@ -47,7 +47,7 @@ def load_work(path: Path, ranks: int) -> MicrobatchTimes:
         plan = load_plan(path)
     except ConfigError as no_plan:
         try:
-            profile = codec.load(path, Profile)
+            profile = json_codec.load(path, Profile)
         except ConfigError:
             if "valid" not in no_plan.message:
                 raise no_plan from None

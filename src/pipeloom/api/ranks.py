@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..ir.codec import to_json
 from ..ir.errors import PipeloomError, PlanError
+from ..ir.json_codec import to_json
 from ..ir.plan import Plan
 from ..ir.schedule import Program
 from ..runtime import (

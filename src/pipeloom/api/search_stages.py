@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ..ir.errors import ConfigError
-from ..ir.files import parse_toml
 from ..ir.plan import load_plan
+from ..ir.text_files import parse_toml
 from ..ir.units import parse_bytes
 from ..planner import branch_figures
 from ..schedules import Operation, SearchProblem, SearchStage

@@ -41,10 +41,10 @@ from typing import Any
 import tomli_w
 
 from ..ir.cluster import MOST_DEVICES, OP_CLASSES, Cluster, Device, Link, refuse_too_many
-from ..ir.codec import shortened
 from ..ir.errors import ConfigError, shown
-from ..ir.files import parse_toml, write_whole
 from ..ir.graph import DTYPE_BYTES
+from ..ir.json_codec import shortened
+from ..ir.text_files import parse_toml, write_whole
 from ..ir.units import LARGEST, parse_bytes
 
 _TOP = ("name", "device", "within_node", "between_nodes", "groups", "switches", "node_link")

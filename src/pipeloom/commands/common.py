@@ -293,10 +293,10 @@ def cluster_of(text: str | None) -> Cluster | None:
 
 def load_profile(path: Path | None) -> Profile | None:
     """The saved profile that --profile names."""
-    from ..ir import codec
+    from ..ir import json_codec
     from ..ir.profile import Profile
 
-    return None if path is None else codec.load(path, Profile)
+    return None if path is None else json_codec.load(path, Profile)
 
 
 def new_table(*heads: str, left: Collection[str] = (), no_wrap: bool = False) -> Table:

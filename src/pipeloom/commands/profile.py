@@ -64,7 +64,7 @@ def profile(
     forward_s, backward_s, the slowest first. With several kinds of device in the cluster, the first counts.
     """
     from ..api import passes
-    from ..ir import codec
+    from ..ir import json_codec
 
     if compiled and cluster is not None:
         raise ConfigError(
@@ -80,7 +80,7 @@ def profile(
         costs = passes.estimate(captured.graph, described)[described.devices[0].name]
     for noun, path in ((costs, save), (captured.graph, save_graph)):
         if path is not None:
-            codec.save(noun, path)
+            json_codec.save(noun, path)
     figures = summary(captured.graph, costs)
     if as_json:
         print_json(figures)

@@ -237,7 +237,7 @@ def export(*, name: str, output: Path | None, transfers: bool, scenario: Scenari
     if output is None:
         click.echo(text, nl=False)
     else:
-        from ..ir.files import write_whole
+        from ..ir.text_files import write_whole
 
         write_whole(output, text)
 

@@ -95,7 +95,7 @@ def search(
     )
     click.echo("\r\033[K" if sys.stderr.isatty() else "", nl=False, err=True)
     if output is not None:
-        from ..ir.files import write_whole
+        from ..ir.text_files import write_whole
 
         write_whole(output, found.text(str(output)))
     if as_json:

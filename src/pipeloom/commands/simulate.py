@@ -108,7 +108,7 @@ def _costs(
     cluster: Cluster | None,
 ) -> tuple[OpGraph, Profile | dict[str, Profile]]:
     from ..api import COMPILED, passes
-    from ..ir import codec
+    from ..ir import json_codec
     from ..ir.graph import OpGraph
 
     if graph_file is not None and model is not None:
@@ -119,7 +119,7 @@ def _costs(
         )
     profiled = load_profile(profile_file)
     if graph_file is not None:
-        captured, graph = None, codec.load(graph_file, OpGraph)
+        captured, graph = None, json_codec.load(graph_file, OpGraph)
     else:
         captured = passes.capture(job_of(model), plan.microbatch_size)
         graph = captured.graph

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 
-from . import codec
+from . import json_codec
 from .errors import ConfigError, PlanError, shown
 from .graph import OpGraph
 from .memory_policy import MemoryPolicy
@@ -193,7 +193,7 @@ class Plan:
         return cut(graph, stage_of)
 
     def save(self, path: Path) -> None:
-        codec.save(self, path)
+        json_codec.save(self, path)
 
 
 def _impossible(plan: Plan) -> str | None:
@@ -220,7 +220,7 @@ def load_plan(path: Path) -> Plan:
     Raises: ConfigError if it is unreadable, has a key that no plan has, or a number that cannot be;
         PlanError if it is of another schema version.
     """
-    plan = codec.load(path, Plan, strict=True)
+    plan = json_codec.load(path, Plan, strict=True)
     if wrong := _impossible(plan):
         raise ConfigError(f"{path}: {wrong}", hint="times, sizes and counts are 0 or more")
     if plan.schema != SCHEMA:

@@ -22,7 +22,6 @@ from .calibration.rehearsal import (
     Rehearsal as Rehearsal,
     with_times as with_times,
 )
-from .channel import SMALL_BYTES as SMALL_BYTES, PostedChannel as PostedChannel
 from .checkpoint.checkpoint import export_safetensors as export_safetensors
 from .checkpoint.files import newest as newest, read_index as read_index, verify_sizes as verify_sizes
 from .checkpoint.state import TrainState as TrainState
@@ -44,6 +43,7 @@ from .offload.open_tier import open_tier as open_tier
 from .offload.tier import Tier as Tier
 from .operations import OperationContext as OperationContext
 from .posted import PendingSum as PendingSum
+from .posted_channel import SMALL_BYTES as SMALL_BYTES, PostedChannel as PostedChannel
 from .recorder import Clock as Clock, CudaClock as CudaClock, HostClock as HostClock, Recorder as Recorder
 from .reduce_and_step import norm_group as norm_group, shared_by as shared_by
 from .step_state import Microbatch as Microbatch, StepContext as StepContext, Variant as Variant

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..ir.errors import BatchError, CommunicationError
 from ..ir.stages import StageGraph
-from .channel import PostedChannel
+from .posted_channel import PostedChannel
 
 
 def rows_of(batch: Mapping[str, Tensor]) -> int:

@@ -11,7 +11,7 @@ from .ledger import crossing_bytes
 from .loss_scaling import loss_gradient
 from .offload import wait_reload
 from .step_state import MicrobatchState, StepContext
-from .transfers import hand_back, hand_over
+from .transfer_handlers import hand_back, hand_over
 
 PEAK_OF = {F: "forward", B: "backward", I: "input_grad", W: "weight_grad", RECOMPUTE: "recompute"}
 """Kind -> its key in `StageFunctions.peak_bytes`."""

@@ -18,7 +18,7 @@ from ..ir.action import KINDS, Action, Instruction, Kind, StageAction
 from ..ir.errors import ScheduleError
 from ..ir.operation import ANCHORS, OPERATIONS, Operation
 from ..tracer import Tensors
-from .channel import Channel
+from .posted_channel import Channel
 from .step_state import MicrobatchState, StepContext
 
 

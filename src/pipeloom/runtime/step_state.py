@@ -16,11 +16,11 @@ from ..ir.action import Action, Instruction, Transfer
 from ..ir.schedule import Program
 from ..ir.stages import StageGraph
 from ..tracer import StageFunctions, Tensors
-from .channel import Channel
 from .failure import Watch
 from .ledger import Ledger
 from .messages import Message
 from .offload import AsyncCopy, Tier
+from .posted_channel import Channel
 from .recorder import Recorder
 from .weights import Weights
 

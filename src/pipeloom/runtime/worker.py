@@ -33,16 +33,16 @@ from ..ir.action import (
     W,
 )
 from ..ir.schedule import Program
-from .channel import Channel
 from .compute import PEAK_OF, Compute
 from .failure import Watch
 from .ledger import Ledger
 from .offload import Tier, await_offload, count_copies, finish_oldest_offload, offload, reload, reload_bytes
 from .operations import Operations
+from .posted_channel import Channel
 from .recorder import Recorder
 from .reduce_and_step import ReduceAndStep
 from .step_state import Handler, InFlight, Microbatch, StepContext
-from .transfers import Transfers
+from .transfer_handlers import Transfers
 from .weights import Weights
 
 

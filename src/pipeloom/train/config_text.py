@@ -11,9 +11,9 @@ from typing import Any, get_type_hints
 
 import msgspec
 
-from ..ir.codec import shortened
 from ..ir.errors import ConfigError, shown
-from ..ir.files import parse_toml
+from ..ir.json_codec import shortened
+from ..ir.text_files import parse_toml
 from .config import Config
 
 _TABLE = re.compile(r"\s*\[([A-Za-z0-9_.\- ]+)\]")

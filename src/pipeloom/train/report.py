@@ -12,8 +12,8 @@ from rich.console import Console
 
 from ..api import Comparison, StageEdge, StageRow, peak_of, print_report, write_report, write_trace
 from ..ir.explanation import Explanation
-from ..ir.files import write_whole
 from ..ir.plan import Plan
+from ..ir.text_files import write_whole
 from ..ir.timeline import Timeline
 from .config import Config
 from .loop import TrainOutcome

@@ -45,9 +45,9 @@ from ..api import (
     times_of,
 )
 from ..ir.errors import ConfigError, PeerError, PipeloomError
-from ..ir.files import write_whole
 from ..ir.memory_policy import TREATMENTS
 from ..ir.plan import Plan, load_plan
+from ..ir.text_files import write_whole
 from ..ir.units import parse_bytes
 from .config import Config
 from .config_text import read_config, write_config

@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from ..ir.errors import ConfigError
-from ..ir.files import write_whole, writing
+from ..ir.text_files import write_whole, writing
 from .run_lock import LOCK
 
 RUNS = Path("runs")

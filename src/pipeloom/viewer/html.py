@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from ..ir.explanation import REASONS, Explanation
-from ..ir.files import write_whole
+from ..ir.text_files import write_whole
 from ..ir.timeline import Timeline
 from .axes import Figure
 from .blocks import legend, timelines_figure

@@ -17,8 +17,8 @@ from ...ir.action import RECOMPUTE, REDUCE, STEP, B, F, I, W
 from ...ir.costs import StageCost
 from ...ir.stages import StageGraph
 from ...tracer import StageFunctions
-from ..channel import PostedChannel
 from ..ledger import crossing_bytes
+from ..posted_channel import PostedChannel
 from ..recorder import Clock
 from ..weights import Weights
 

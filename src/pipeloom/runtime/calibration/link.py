@@ -11,9 +11,9 @@ import torch
 from ...ir.cluster import Link, MiB
 from ...ir.errors import CommunicationError
 from ...ir.graph import Value
-from ..channel import PostedChannel
 from ..launch import connect, launch, watch_ranks
 from ..messages import Message
+from ..posted_channel import PostedChannel
 from ..recorder import Clock, HostClock
 from ..transports import DistChannel
 

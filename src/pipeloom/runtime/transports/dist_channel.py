@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 import torch
 import torch.distributed as dist
 
-from ..channel import PostedChannel
 from ..failure import Watch
+from ..posted_channel import PostedChannel
 from .gloo import GlooTransport
 from .nccl import NcclTransport
 from .transport import Transport

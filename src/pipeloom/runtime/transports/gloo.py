@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..channel import SMALL_BYTES
+from ..posted_channel import SMALL_BYTES
 from .transport import FailedTransfer, PendingTransfer, SumGroup, in_rounds
 
 MESSAGE_TAGS = 1 << 20

@@ -13,8 +13,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from ..channel import PostedChannel
 from ..failure import LocalBoard, Watch, local_boards
+from ..posted_channel import PostedChannel
 from .transport import PendingTransfer, SumGroup
 
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from .errors import ConfigError
-from .files import write_whole
+from .text_files import write_whole
 
 T = TypeVar("T")
 
