@@ -25,7 +25,7 @@ from pipeloom.planner.search import Evaluation
 from pipeloom.planner.stage_cost import CostModel, CostOptions, estimate_stage, static_memory
 from pipeloom.planner.treatments import treat_interval
 from pipeloom.profiler import roofline
-from pipeloom.runtime import CompletedTransfer, PendingTransfer, channel as posting
+from pipeloom.runtime import CompletedTransfer, PendingTransfer, posted_channel as posting
 from pipeloom.runtime.transports import LocalChannel, LocalTransport
 from pipeloom.simulator import simulate
 
