@@ -23,6 +23,9 @@ from .child import PEER_FAILED, RankExit
 GRACE_S = 5.0
 """After a rank failed, the others get so long to end by themselves; with `TERM_S` it stays below 10 s."""
 
+KILLED_GRACE_S = 1.0
+"""The same after a rank was killed: it told the others nothing that they would have to pass on."""
+
 POLL_S = 0.05
 """How often ended processes are looked for; what they say before is heard at once."""
 
@@ -48,6 +51,11 @@ class _Rank:
         """What it reported, once the report is complete: a line of JSON."""
         complete = self.report_text.endswith(b"\n")
         return msgspec.json.decode(self.report_text, type=RankExit) if complete else None
+
+    @property
+    def killed(self) -> bool:
+        """Whether a signal ended it, before it could say anything."""
+        return self.outcome is None and (self.process.returncode or 0) < 0
 
     @property
     def status(self) -> int | None:
@@ -163,8 +171,9 @@ class Processes:
             self._selector.select(POLL_S)
             for rank in self._ranks:
                 self._listen(rank)
-            if limit is None and any(rank.status for rank in self._ranks):
-                limit = time.monotonic() + grace_s
+            if limit is None and (failed := [rank for rank in self._ranks if rank.status]):
+                killed = all(rank.killed for rank in failed)
+                limit = time.monotonic() + (min(grace_s, KILLED_GRACE_S) if killed else grace_s)
             if limit is not None and time.monotonic() >= limit:
                 break
         self.stop()
