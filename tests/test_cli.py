@@ -177,6 +177,15 @@ def test_simulate_needs_neither_torch_nor_the_model(folder: Path) -> None:
     )
 
 
+def test_simulate_refuses_eager_times_for_a_plan_of_compiled_stages(folder: Path) -> None:
+    good(*PLAN, "-o", "plan.json")
+    plan = json.loads((folder / "plan.json").read_text())
+    (folder / "plan.json").write_text(json.dumps(plan | {"notes": {"compiled": "as long as eager"}}))
+    good("profile", "tiny_job.py:job", "--cluster", "cluster.toml", "--save", "eager.json")
+    for words in (["--cluster", "cluster.toml"], ["--profile", "eager.json"]):
+        assert "of eager ops" in bad(1, "simulate", "plan.json", "tiny_job.py:job", *words)
+
+
 def test_simulate_with_the_model(folder: Path) -> None:
     good(*PLAN, "-o", "plan.json")
     assert "predicted:" in good("simulate", "plan.json", "tiny_job.py:job", "--cluster", "cluster.toml")

@@ -47,7 +47,7 @@ plan = "plan.json"
 TRAIN = [sys.executable, "-m", "pipeloom", "train"]
 KILLS = 10
 IN_TIME_S = 120.0
-"""From the kill to the end of all processes; without load it is the launcher's 7 s and a little."""
+"""From the kill to the end of all processes; without load it is the launcher's 3 s and a little."""
 
 
 @pytest.fixture(scope="module")

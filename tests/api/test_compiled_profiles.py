@@ -146,10 +146,9 @@ def test_what_cannot_be_compiled_counts_as_eager(install: Install, caplog: pytes
     assert "times of layers.3 stay eager: RuntimeError: no compiler was found\n" in caplog.text + "\n"
     assert all(found.costs[name] == seconds(captured).costs[name] for name in failing.ops)
     assert found.compiled.endswith("; 1 of 5 pieces could not be compiled and count as eager")
-    # It is tried again: a compiler may have been installed.
-    count = len(known.asked)
+    # Only that is tried again: a compiler may have been installed.
     compiled_profile(captured, seconds(captured))
-    assert len(known.asked) == 2 * count
+    assert known.asked.count(failing.ops) == 2 and len(known.asked) == 4 + 1
 
 
 def test_compiling_is_announced_and_bounded(
@@ -165,6 +164,8 @@ def test_compiling_is_announced_and_bounded(
     assert known.asked == [pieces_of(captured.graph).stages[1].ops]
     assert "stay eager: compiling took 0 s already" in caplog.text
     assert "3 of 5 pieces could not be compiled" in found.compiled
+    compiled_profile(captured, seconds(captured))
+    assert len(known.asked) == len(set(known.asked)) == 2, "the next time goes on with what is left"
 
 
 def test_a_model_without_layers_is_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +187,11 @@ def test_a_model_that_is_cut_between_modules_keeps_eager_times(
     cut = replace(captured, graph=replace(captured.graph, fallback="it cannot be traced"))
     with caplog.at_level(logging.WARNING, logger="pipeloom"):
         found = compiled_profile(cut, seconds(cut))
-    assert found.costs == seconds(cut).costs and found.compiled.startswith("eager:") and not known.asked
+    assert (
+        found.costs == seconds(cut).costs
+        and found.compiled.startswith("not measured, as")
+        and not known.asked
+    )
     assert "cut between its modules" in caplog.text
 
 
@@ -202,7 +207,7 @@ def test_planners_see_compiled_times(install: Install) -> None:
     assert total(compiled, "forward_s") == pytest.approx(0.5 * total(eager, "forward_s"))
     assert total(compiled, "weight_grad_s") == pytest.approx(3 * total(eager, "weight_grad_s"))
     assert times_of(eager) == []
-    said = "planned with times of compiled functions: forwards 0.50 and backwards 3.00 times as long as eager"
+    said = "times of compiled functions: forwards 0.50 and backwards 3.00 times as long as eager"
     assert times_of(compiled) == [said]
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from plain_net import PlainNet, job_of
 from runs import capture_of, even, even_plan, plan_for, threads
 from torch import Tensor, nn
@@ -191,6 +192,26 @@ def test_what_the_comparison_has_traced_is_not_traced_again(
         assert len(list(cache.iterdir())) == len(traced) == 1
         assert not pipeline.captured.traced
         pipeline.step(job.batch(0, 8))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_it_uses_all_cores_and_gives_them_back(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other ranks wait meanwhile, and each goes on with one thread afterwards."""
+    before, inside = torch.get_num_threads(), list[int]()
+
+    def compare(*args: object, **options: object) -> None:
+        inside.append(torch.get_num_threads())
+        if fails:
+            raise VerifyError("differs")
+
+    monkeypatch.setattr(first_comparison, "usable_cores", lambda: before + 2)
+    monkeypatch.setattr(first_comparison, "compare", compare)
+    job = job_of(PlainNet)
+    with pytest.raises(VerifyError) if fails else contextlib.nullcontext():
+        first_comparison.compare_first(
+            Pipeline, job, even_plan(job, 2, microbatches=2), capture_of(job), Options()
+        )
+    assert inside == [before + 2] and torch.get_num_threads() == before
 
 
 def test_replicas_are_compared_as_one() -> None:

@@ -3,12 +3,15 @@
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pipeloom.api import kernel_compilation
+from pipeloom.ir.errors import InfeasibleError
 
 SMALL = kernel_compilation.small_model()
 
@@ -48,16 +51,19 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[St
     yield Started.all
 
 
-def until_started(started: list[Started]) -> None:
-    while not started:
-        pass
+def until(some: list[Any], limit_s: float = 60.0) -> None:
+    """Wait until a list has something; the limit only ends a test that would hang."""
+    end = time.monotonic() + limit_s
+    while not some:
+        assert time.monotonic() < end, "nothing was started"
+        time.sleep(0.001)
 
 
 def test_a_long_capture_has_the_code_made_and_waits_for_it_if_large(
     started: list[Started], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with kernel_compilation.kernels_compiled_beside("dawnpiper", ("recompute",)) as wait:
-        until_started(started)
+        until(started)
         assert started[0].waited_s == []
         wait(SMALL)
         assert started[0].waited_s == []
@@ -70,7 +76,7 @@ def test_a_long_capture_has_the_code_made_and_waits_for_it_if_large(
 
 def test_a_capture_that_fails_leaves_no_process(started: list[Started]) -> None:
     with pytest.raises(ZeroDivisionError), kernel_compilation.kernels_compiled_beside("dawnpiper"):
-        until_started(started)
+        until(started)
         raise ZeroDivisionError
     assert started[0].ended and started[0].waited_s == [None]
 
@@ -86,8 +92,7 @@ def test_a_process_that_cannot_be_started_is_done_without(
 
     monkeypatch.setattr(kernel_compilation.subprocess, "Popen", refuse)
     with kernel_compilation.kernels_compiled_beside("dawnpiper") as wait:
-        while not tried:
-            pass
+        until(tried)
         wait(SMALL)
     assert not started
 
@@ -122,6 +127,20 @@ def test_nothing_is_started_where_it_gains_nothing(
     assert len(timers) == 1
 
 
+def test_it_is_not_tried_again_where_the_small_model_does_not_fit(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As with offloading only."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(kernel_compilation, "code_is_kept", lambda: True)
+    monkeypatch.setattr(kernel_compilation, "compile_at_once", lambda: None)
+    with pytest.raises(InfeasibleError):
+        kernel_compilation.plan_small("dawnpiper", kernel_compilation.MEMORY[-1], ("offload",))
+    kernel_compilation.compile_kernels_for("dawnpiper", ("offload",))
+    (note,) = tmp_path.rglob("kernels/*")
+    assert note.is_file()
+
+
 LARGE = """
 from layered import layered
 from pipeloom.clusters import find_cluster
@@ -147,7 +166,7 @@ def test_a_large_search_finds_all_its_code(tmp_path: Path) -> None:
     env = {**os.environ, **kept}
     command = [sys.executable, "-m", "pipeloom.api.kernel_compilation", "dawnpiper"]
     with subprocess.Popen(command, env=env, stdin=subprocess.PIPE) as process:
-        assert process.wait() == 0
+        assert process.wait(600) == 0
     made = set(tmp_path.rglob("*.nbc"))
     assert any("pick_all" in file.name for file in made) and any("run_sharing" in file.name for file in made)
     subprocess.run([sys.executable, "-c", LARGE], env=env, check=True)
@@ -159,4 +178,4 @@ def test_the_process_ends_with_the_one_that_started_it(tmp_path: Path) -> None:
     env = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}
     with subprocess.Popen(command, env=env, stdin=subprocess.PIPE) as process:
         process.communicate(timeout=60)  # closes the pipe
-        assert process.returncode == 1
+        assert process.returncode == kernel_compilation.PARENT_ENDED

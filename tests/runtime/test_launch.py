@@ -155,6 +155,26 @@ def test_a_killed_rank_is_named(start: Start) -> None:
     assert err == "rank 1 was killed by SIGKILL (perhaps the machine ran out of memory)\n"
 
 
+def test_the_others_end_soon_after_a_rank_was_killed(tmp_path: Path) -> None:
+    """It told them nothing, so they get less time than after a failure: that would be 600 s here."""
+    script = (
+        "import os, signal, sys, time\n"
+        "from pipeloom.runtime.launch import launch, processes\n"
+        "def work():\n"
+        "    os.kill(os.getpid(), signal.SIGKILL) if os.environ['RANK'] == '1' else time.sleep(3600)\n"
+        "if __name__ == '__main__':\n"
+        "    processes.GRACE_S = 600\n"
+        "    sys.exit(launch(work, 2))\n"
+    )
+    (tmp_path / "killed.py").write_text(script)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    run = subprocess.run(
+        [sys.executable, tmp_path / "killed.py"], env=env, capture_output=True, text=True, timeout=300
+    )
+    assert run.returncode == 128 + signal.SIGKILL
+    assert run.stderr == "rank 1 was killed by SIGKILL (perhaps the machine ran out of memory)\n"
+
+
 @pytest.mark.parametrize(
     ("code", "status", "words"),
     [(3, 3, "rank 1 ended with exit status 3\n"), ("bad news", 1, "rank 1 failed:\nbad news\n"), (0, 0, "")],

@@ -10,7 +10,7 @@ from compiled import KnownRatios
 
 from pipeloom.ir.errors import ConfigError, PlanError
 from pipeloom.ir.plan import load_plan
-from pipeloom.train import Config, TrainRequest, prepare_run, write_config
+from pipeloom.train import Config, PipelineConfig, TrainRequest, follow_plan, prepare_run, write_config
 
 
 @pytest.fixture
@@ -50,6 +50,23 @@ def test_a_run_that_compiles_is_planned_with_compiled_times(
         said = " ".join(capsys.readouterr().out.split())
         if compile == "true":
             how = "forwards 0.50 and backwards 3.00 times as long as eager"
-            assert notes == {"compiled": how} and f"planned with times of compiled functions: {how}" in said
+            assert notes == {"compiled": how} and f"times of compiled functions: {how}" in said
         else:
             assert not notes and "compiled" not in said
+
+
+def test_a_plan_decides_whether_its_stages_are_compiled(
+    file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its times and its memory are those of one or the other."""
+    prepare_run(TrainRequest(file=file, out=tmp_path / "run"))
+    eager = load_plan(tmp_path / "run" / "plan.json")
+    compiled = replace(eager, notes={"compiled": "forwards 0.50 times as long as eager"})
+    on = Config(pipeline=PipelineConfig(compile=True, plan="p.json"))
+    assert follow_plan(Config(), compiled, ()).pipeline.compile
+    assert follow_plan(on, compiled, ("pipeline.compile=true",)).pipeline.compile
+    with pytest.raises(ConfigError, match="pipeline.compile is to be False, but the plan None has True"):
+        follow_plan(Config(), compiled, ("pipeline.compile=false",))
+    assert "eager stages" not in caplog.text
+    assert follow_plan(on, eager, ()).pipeline.compile
+    assert "p.json was made with the times and the memory of eager stages" in caplog.text

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Hashable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -56,7 +57,7 @@ def compiled_profile(captured: Captured, eager: Profile, *, device: str = "cpu")
         what = "costs of compiled functions" if eager.compiled else f"costs by {eager.source}"
         raise PlanError(f"{what} cannot be compared with compiled ones", hint="measure eager ops first")
     if captured.graph.fallback:
-        told = "eager: this model is cut between its modules, and their times are measured eager only"
+        told = "not measured, as this model is cut between its modules; eager ones stand for them"
         _log.warning("times of %s stay %s", captured.graph.name, told)
         return replace(eager, compiled=told)
     from ..profiler import compiled_costs
@@ -89,33 +90,50 @@ def pieces_of(graph: OpGraph) -> StageGraph:
 
 
 def _ratios(captured: Captured, eager: Profile, pieces: StageGraph, device: str) -> list[CompiledRatio]:
-    """Those of the last day on this machine's CPU, or measured now. Kept only if all could be compiled."""
-    path = None
+    """Those of the last day on this machine's CPU, and the others measured now. What could not be
+    compiled, or not in time, is tried the next time."""
+    from ..profiler import piece_signatures
+
+    path: Path | None = None
+    known: dict[Hashable, CompiledRatio] = {}
+    signatures = piece_signatures(captured, pieces)
     if device == "cpu" and may_keep(captured):
         chosen = sorted(item for item in os.environ.items() if item[0].startswith(COMPILER_VARIABLES))
         cuts = "".join(f"{piece.ops[0]} " for piece in pieces.stages)
         path = cache_folder("compiled") / f"{times_key(captured, 'compiled', cuts, repr(chosen))}.json"
-        if (known := _read(path, len(pieces.stages))) is not None:
-            return known
-    found = _measured(captured, eager, pieces, device)
-    if path is not None and not any(ratio.why_not for ratio in found):
+        rows = zip(signatures, _read(path, len(signatures)), strict=True)
+        known = {signature: ratio for signature, ratio in rows if ratio is not None}
+    if known.keys() == set(signatures):
+        return [known[signature] for signature in signatures]
+    measured = _measured(captured, eager, pieces, device, known, kept=path is not None)
+    if path is not None:
         forget_old(path.parent)
-        text = msgspec.json.encode([(ratio.forward, ratio.backward) for ratio in found]).decode()
-        keep(path, f"{text}\n", what="how long compiled pieces take")
-    return found
+        kept = [None if r.why_not else (r.forward, r.backward) for r in measured]
+        keep(path, f"{msgspec.json.encode(kept).decode()}\n", what="how long compiled pieces take")
+    return measured
 
 
-def _measured(captured: Captured, eager: Profile, pieces: StageGraph, device: str) -> list[CompiledRatio]:
+def _measured(
+    captured: Captured,
+    eager: Profile,
+    pieces: StageGraph,
+    device: str,
+    known: Mapping[Hashable, CompiledRatio],
+    *,
+    kept: bool,
+) -> list[CompiledRatio]:
+    """known: by signature, from earlier today.  kept: whether these will be, for a day."""
     import torch
 
     from ..profiler import Timer, measure_piece, measure_ratios, piece_signatures
 
-    distinct = len(set(piece_signatures(captured, pieces)))
+    distinct = len(set(piece_signatures(captured, pieces)) - known.keys())
     _log.warning(
-        "compiling %d distinct pieces of %s to time them for the plan, once a day: about %d s, and after "
-        "%.0f s no further one",
+        "compiling %d distinct pieces of %s to time them for the plan%s: about %d s, and after %.0f s no "
+        "further one",
         distinct,
         captured.graph.name,
+        ", once a day" if kept else "",
         min(FIRST_S + PIECE_S * distinct, BUDGET_S),
         BUDGET_S,
     )
@@ -126,6 +144,7 @@ def _measured(captured: Captured, eager: Profile, pieces: StageGraph, device: st
         timer=Timer(torch.device(device), time.thread_time),
         budget_s=BUDGET_S,
         measure=measure_piece,
+        known=known,
     )
     for why_not, names in _not_compiled(captured.graph, pieces, found).items():
         _log.warning("times of %s stay eager: %s", ", ".join(names), why_not)
@@ -156,18 +175,19 @@ def _told(eager: Profile, costs: Profile, pieces: StageGraph, ratios: list[Compi
     return f"forwards {of('forward_s'):.2f} and backwards {of('backward_s'):.2f} times as long as eager{rest}"
 
 
-def _read(path: Path, count: int) -> list[CompiledRatio] | None:
-    """None where nothing is kept, or it is too old or damaged: then it is measured again."""
+def _read(path: Path, count: int) -> list[CompiledRatio | None]:
+    """By piece; None where nothing is kept, or it is too old or damaged: then it is measured again."""
     from ..profiler import CompiledRatio
 
+    nothing: list[CompiledRatio | None] = [None] * count
     if age_s(path) is None:
-        return None
+        return nothing
     try:
-        known = msgspec.json.decode(path.read_bytes(), type=list[tuple[float, float]])
-        ratios = [CompiledRatio(forward=forward, backward=backward) for forward, backward in known]
+        rows = msgspec.json.decode(path.read_bytes(), type=list[tuple[float, float] | None])
+        ratios = [CompiledRatio(forward=row[0], backward=row[1]) if row else None for row in rows]
     except (OSError, ValueError):  # msgspec's errors are ValueErrors
-        return None
-    return ratios if len(ratios) == count else None
+        return nothing
+    return ratios if len(ratios) == count else nothing
 
 
 __all__ = ["compiled_profile", "pieces_of"]

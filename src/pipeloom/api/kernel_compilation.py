@@ -22,9 +22,11 @@ from pathlib import Path
 from threading import Thread, Timer
 
 from ..clusters import find_cluster
+from ..ir.errors import InfeasibleError
 from ..ir.graph import Op, OpGraph, Parameter, Value
 from ..ir.kernels import code_is_kept, compile_at_once
 from ..ir.memory_policy import Treatment
+from ..ir.plan import Plan
 from ..planner import PlanOptions, make_plan, planner
 from ..profiler import roofline, usable_cores
 from .kept import cache_folder, keep
@@ -37,6 +39,9 @@ LARGE_OPS = 1000
 
 LIMIT_S = 60.0
 """Seconds that a search waits for the code at most."""
+
+PARENT_ENDED = 75
+"""Exit status of the process when the one that started it has ended."""
 
 ROWS, WIDTH, LAYERS, MEMORY = 512, 1024, 6, ("170MiB", "150MiB")
 """Of the small model, and of devices for it: in the second residuals must be freed."""
@@ -61,6 +66,8 @@ def kernels_compiled_beside(
 
     def wait(graph: OpGraph) -> None:
         timer.cancel()
+        if timer.is_alive():  # it is starting the process
+            timer.join()
         for process in started if len(graph.ops) >= LARGE_OPS else ():
             with suppress(subprocess.TimeoutExpired):
                 process.wait(LIMIT_S)
@@ -100,21 +107,26 @@ def compile_kernels_for(strategy: str, treatments: tuple[Treatment, ...] | None 
     note = _note(strategy, treatments)
     if code_is_kept():
         compile_at_once()
-        graph, options = small_model(), PlanOptions(treatments=treatments)
         for memory in MEMORY:
-            cluster = find_cluster(f"2 nodes of 1 x a100-40 with {memory}")
-            make_plan(
-                graph,
-                roofline(graph, cluster.devices[0]),
-                cluster,
-                stages=2,
-                schedule="1f1b",
-                microbatches=4,
-                strategy=strategy,
-                options=options,
-                explained=False,
-            )
+            with suppress(InfeasibleError):  # with some treatments the small model does not fit: go without
+                plan_small(strategy, memory, treatments)
     keep(note, "", what="that kernels are compiled")
+
+
+def plan_small(strategy: str, memory: str, treatments: tuple[Treatment, ...] | None = None) -> Plan:
+    """Plan the small model for two devices of so much memory. Raises: InfeasibleError if it does not fit."""
+    graph, cluster = small_model(), find_cluster(f"2 nodes of 1 x a100-40 with {memory}")
+    return make_plan(
+        graph,
+        roofline(graph, cluster.devices[0]),
+        cluster,
+        stages=2,
+        schedule="1f1b",
+        microbatches=4,
+        strategy=strategy,
+        options=PlanOptions(treatments=treatments),
+        explained=False,
+    )
 
 
 def small_model() -> OpGraph:
@@ -153,7 +165,7 @@ def _op(name: str, target: str, *inputs: str, shape: tuple[int, ...] = (ROWS, WI
 def _end_with_parent() -> None:
     """End this process when the one that started it ends, however it does: that closes the pipe."""
     os.read(0, 1)
-    os._exit(1)
+    os._exit(PARENT_ENDED)
 
 
 if __name__ == "__main__":

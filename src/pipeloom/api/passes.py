@@ -248,7 +248,9 @@ def plan_size(
     """
     begin = time.monotonic()
     model = _model_for(request, job, size, captured=captured, profiled=profiled)
-    quick = time.monotonic() - begin < QUICK_S and captured is None and profiled is None
+    took_s = time.monotonic() - begin
+    own = captured is None and profiled is None
+    quick = own and took_s < QUICK_S and not request.compiled  # each size would be compiled
 
     def largest() -> int | None:
         return largest_below(request, model, partial(_model_if_batch, request, job)) if quick else None
@@ -333,7 +335,7 @@ def captured_model(
     if size < 1:
         raise PlanError(f"micro-batches of {size} rows", hint="use at least 1")
     if compiled:
-        _require_compiled(profiled, cluster)
+        require_compiled(profiled, cluster)
     kinds = {d.name for d in cluster.devices} if cluster is not None else set()
     if profiled is not None and len(kinds) > 1:
         raise PlanError(
@@ -357,7 +359,7 @@ def captured_model(
     return CapturedModel(size=size, graph=captured.graph, profiles=profiles, captured=captured)
 
 
-def _require_compiled(profiled: Profile | None, cluster: Cluster | None) -> None:
+def require_compiled(profiled: Profile | None, cluster: Cluster | None) -> None:
     """Raises: PlanError for costs of eager ops: by roofline, which knows no others, or in a profile."""
     if profiled is None and cluster is not None:
         raise PlanError(

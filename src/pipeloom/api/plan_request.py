@@ -62,7 +62,7 @@ LARGEST_MICROBATCH = 1 << 16
 def times_of(plan: Plan) -> list[str]:
     """Of a plan for compiled stages the sentence that says what its times are of; none of another."""
     told = plan.notes.get(COMPILED)
-    return [] if told is None else [f"planned with times of compiled functions: {told}"]
+    return [] if told is None else [f"times of compiled functions: {told}"]
 
 
 @dataclass(frozen=True, kw_only=True)

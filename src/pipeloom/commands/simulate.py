@@ -118,6 +118,8 @@ def _costs(
             "--graph alone does not say what ops cost", hint="add --profile or --cluster, or name the MODEL"
         )
     profiled = load_profile(profile_file)
+    if COMPILED in plan.notes:
+        passes.require_compiled(profiled, cluster)
     if graph_file is not None:
         captured, graph = None, json_codec.load(graph_file, OpGraph)
     else:

@@ -152,7 +152,7 @@ def compile_at_once() -> None:
 def code_is_kept() -> bool:
     """Whether machine code is kept for other processes: whether there is a folder for it."""
     dispatcher: Any = kernel(_largest).compiled  # any function of the package would do
-    return dispatcher.stats.cache_path is not None
+    return hasattr(dispatcher, "stats") and dispatcher.stats.cache_path is not None
 
 
 def kernel(function: Callable[P, R]) -> Kernel[P, R]:

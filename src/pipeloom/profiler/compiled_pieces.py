@@ -15,6 +15,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from time import perf_counter
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -202,21 +203,23 @@ def measure_ratios(
     timer: Timer,
     budget_s: float,
     measure: MeasurePiece,
+    known: Mapping[Hashable, CompiledRatio] = MappingProxyType({}),
 ) -> list[CompiledRatio]:
     """The ratio of each piece; equal pieces are compiled once, those that take most of the time first.
 
     eager_s: seconds of each op.  budget_s: no further piece is begun that would end later, if it took as
     long as the slowest one so far; the first one always is.  measure: compiles one, and times it.
+    known: by signature, are not measured again.
     """
     signatures = piece_signatures(captured, pieces)
     weight: dict[Hashable, float] = dict.fromkeys(signatures, 0.0)
     for signature, piece in zip(signatures, pieces.stages, strict=True):
         weight[signature] += sum(eager_s[name] for name in piece.ops)
-    found: dict[Hashable, CompiledRatio] = {}
+    found = dict(known)
     start, slowest_s = perf_counter(), 0.0
-    for signature in sorted(weight, key=lambda s: -weight[s]):
+    for signature in sorted((s for s in weight if s not in known), key=lambda s: -weight[s]):
         begin = perf_counter()
-        if found and begin - start + slowest_s > budget_s:
+        if slowest_s and begin - start + slowest_s > budget_s:
             found[signature] = CompiledRatio(why_not=f"compiling took {begin - start:.0f} s already")
             continue
         try:

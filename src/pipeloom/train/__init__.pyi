@@ -8,6 +8,7 @@ from .config import (
 )
 from .config_text import known_keys as known_keys, read_config as read_config, write_config as write_config
 from .early_ranks import get_ready as get_ready, ranks_for as ranks_for, start_ranks as start_ranks
+from .follow_plan import follow_plan as follow_plan
 from .loop import (
     LONG_STEP_S as LONG_STEP_S,
     TrainOutcome as TrainOutcome,
@@ -31,7 +32,6 @@ from .rehearsals import (
 from .run import (
     PlannedRun as PlannedRun,
     TrainRequest as TrainRequest,
-    follow_plan as follow_plan,
     prepare_run as prepare_run,
     run as run,
     with_caps as with_caps,

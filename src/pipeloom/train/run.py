@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -29,7 +29,6 @@ from ..api import (
     capture,
     connect,
     explain_steps,
-    imports_file,
     launch,
     load_job,
     make_request,
@@ -51,6 +50,7 @@ from ..ir.text_files import write_whole
 from ..ir.units import parse_bytes
 from .config import Config
 from .config_text import read_config, write_config
+from .follow_plan import follow_plan
 from .handing_over import autocast_of, hand_over
 from .loop import train, what_runs_first, why_at_once
 from .report import predicted_step, print_end, summary, write_files
@@ -225,39 +225,6 @@ def _named(config: Config) -> Config:
 def make_workload(config: Config) -> Workload:
     """Raises: ConfigError if the job or the data are not there."""
     return gpt_workload(config) if config.job is None else job_workload(config, load_job(config.job))
-
-
-def follow_plan(config: Config, plan: Plan, overrides: Sequence[str]) -> Config:
-    """A plan file decides the stages, the schedule and the micro-batches.
-
-    A schedule of the user's own is named by the user only: a `file.py:function` of the plan, whose rows say
-    all there is, does not get into the config, since what stands there is imported.
-
-    Raises: ConfigError if one of these is also given on the command line, and differently.
-    """
-    fixed: dict[str, Any] = {
-        "stages": len(set(plan.placement)) // plan.width,
-        "width": plan.width,
-        "shard_optimizer": plan.shard_optimizer,
-        "planner": plan.planner,
-        "schedule": plan.schedule,
-        "weights": plan.weights,
-        "microbatches": plan.microbatches,
-        "microbatch_size": plan.microbatch_size,
-    }
-    if config.pipeline.chunks is not None:
-        fixed["chunks"] = len(plan.stages) * plan.width // len(set(plan.placement))
-    overridden = {override.partition("=")[0].strip() for override in overrides}
-    for key, value in fixed.items():
-        setting = getattr(config.pipeline, key)
-        if f"pipeline.{key}" in overridden and setting != value:
-            raise ConfigError(
-                f"pipeline.{key} is to be {setting}, but the plan {config.pipeline.plan} has {value}",
-                hint="leave one of them out; --set pipeline.plan= does without the plan file",
-            )
-    if imports_file(plan.schedule):
-        del fixed["schedule"]
-    return replace(config, pipeline=replace(config.pipeline, **fixed))
 
 
 class PlannedRun(NamedTuple):

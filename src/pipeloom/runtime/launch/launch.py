@@ -19,7 +19,7 @@ from ...ir.errors import ConfigError
 from ..allocator import with_huge_pages
 from .child import LAUNCHER_STORE
 from .launcher_store import LauncherStore
-from .processes import GRACE_S, Processes, at_ends_of_children, terminate_as_exit
+from .processes import Processes, at_ends_of_children, terminate_as_exit
 
 HOST = "127.0.0.1"
 
@@ -31,14 +31,15 @@ def launch(
     args: Sequence[object] = (),
     port: int | None = None,
     env: Mapping[str, str] | None = None,
-    grace_s: float = GRACE_S,
+    grace_s: float | None = None,
 ) -> int:
     """Run `target(*args)` in `ranks` new processes on this machine and wait until all have ended.
 
     target, args: must be picklable; a script that gives its own function needs the usual `__name__` guard.
     port: where the ranks find each other; None takes a free one.
     env: further environment variables for all ranks.
-    grace_s: after a rank failed, the others get so long to end by themselves, then SIGTERM and SIGKILL.
+    grace_s: after a rank failed, the others get so long to end by themselves, then SIGTERM and SIGKILL; by
+        default 5 s, and 1 s after one that a signal killed, as it told them nothing to pass on.
     Returns: 0, or the exit status of the rank that failed first (128 + signal if it was killed). What that
         rank failed with has then been printed to standard error, once. What ranks other than 0 write is
         printed with the rank before each line.
@@ -94,7 +95,7 @@ class StartedRanks:
         self._processes.prepare(pickle.dumps((target, tuple(args))))
 
     def run(
-        self, target: Callable[..., object], args: Sequence[object] = (), *, grace_s: float = GRACE_S
+        self, target: Callable[..., object], args: Sequence[object] = (), *, grace_s: float | None = None
     ) -> int:
         """What `launch` does, in these processes, once."""
         self._without_work.close()

@@ -161,9 +161,10 @@ class Processes:
         if self._cause is not None:
             sys.exit(self._cause.status or 1)
 
-    def wait(self, grace_s: float) -> int:
+    def wait(self, grace_s: float | None = None) -> int:
         """Wait until all ranks have ended; tell what failed first.
 
+        grace_s: for the others after one has failed; None for `GRACE_S`, or `KILLED_GRACE_S`.
         Returns: 0, or the exit status of the rank that failed first.
         """
         limit: float | None = None
@@ -173,7 +174,8 @@ class Processes:
                 self._listen(rank)
             if limit is None and (failed := [rank for rank in self._ranks if rank.status]):
                 killed = all(rank.killed for rank in failed)
-                limit = time.monotonic() + (min(grace_s, KILLED_GRACE_S) if killed else grace_s)
+                usual_s = KILLED_GRACE_S if killed else GRACE_S
+                limit = time.monotonic() + (usual_s if grace_s is None else grace_s)
             if limit is not None and time.monotonic() >= limit:
                 break
         self.stop()

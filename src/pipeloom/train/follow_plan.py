@@ -1,0 +1,56 @@
+"""A config that names a plan file: what the plan decides."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from ..api import COMPILED, imports_file
+from ..ir.errors import ConfigError
+from ..ir.plan import Plan
+from .config import Config
+
+_log = logging.getLogger("pipeloom")
+
+
+def follow_plan(config: Config, plan: Plan, overrides: Sequence[str]) -> Config:
+    """A plan file decides the stages, the schedule and the micro-batches.
+
+    A schedule of the user's own is named by the user only: a `file.py:function` of the plan, whose rows say
+    all there is, does not get into the config, since what stands there is imported.
+
+    Raises: ConfigError if one of these is also given on the command line, and differently.
+    """
+    fixed: dict[str, Any] = {
+        "stages": len(set(plan.placement)) // plan.width,
+        "width": plan.width,
+        "shard_optimizer": plan.shard_optimizer,
+        "planner": plan.planner,
+        "schedule": plan.schedule,
+        "weights": plan.weights,
+        "microbatches": plan.microbatches,
+        "microbatch_size": plan.microbatch_size,
+    }
+    if COMPILED in plan.notes:
+        fixed["compile"] = True
+    elif config.pipeline.compile:
+        _log.warning(
+            "the plan %s was made with the times and the memory of eager stages, the run compiles them; "
+            "`pipeloom plan --compile` makes one for compiled stages",
+            config.pipeline.plan,
+        )
+    if config.pipeline.chunks is not None:
+        fixed["chunks"] = len(plan.stages) * plan.width // len(set(plan.placement))
+    overridden = {override.partition("=")[0].strip() for override in overrides}
+    for key, value in fixed.items():
+        setting = getattr(config.pipeline, key)
+        if f"pipeline.{key}" in overridden and setting != value:
+            raise ConfigError(
+                f"pipeline.{key} is to be {setting}, but the plan {config.pipeline.plan} has {value}",
+                hint="leave one of them out; --set pipeline.plan= does without the plan file",
+            )
+    if imports_file(plan.schedule):
+        del fixed["schedule"]
+    return replace(config, pipeline=replace(config.pipeline, **fixed))
