@@ -4,7 +4,8 @@
     python bench/graph.py --only brute       one part: models, launches, case, order, random, brute, huge
     python bench/graph.py --only models --keys "mmt 8" --minutes 7 --again
 
-Results are written as they come, and a part goes on where it was left; `--again` begins it anew.
+Results are written as they come, and a part goes on where it was left; `--again` begins it anew, with
+`--keys` these keys only.
 
 models   MMT, DLRM and CANDLE-Uno of published size (branching.py) on 4, 8, 16 and 32 V100s of 16 GB, by
          roofline: `graphpipe`, the best chain (`--no-branches`), `pipedream-graph` and `piper`; chains also
@@ -213,7 +214,9 @@ def main() -> int:
     options = parser.parse_args()
     for part in options.only:
         known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-        found = {} if options.again else known.get(part, {})
+        found = known.get(part, {})
+        if options.again:
+            found = {key: row for key, row in found.items() if options.keys and key not in options.keys}
         end = time.monotonic() + 60 * (options.minutes or float("inf"))
         for done in run[part](found):
             write(part, {**done, "machine": describe_machine()})

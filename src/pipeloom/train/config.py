@@ -107,7 +107,7 @@ class PipelineConfig:
     offload_dir: folder for residuals that ranks on a CPU offload: where what does not fit under
         `device_memory` may be recomputed or offloaded, by how fast that folder is found to be. Unset: only
         what a plan file offloads is, to the run directory.
-    plan: a plan file to follow instead of planning; it decides stages, schedule and micro-batches.
+    plan: a plan file to follow instead of planning; it decides what `follow_plan` says.
     timeout_s: limit of each wait for other ranks; see `pipeloom.Options`.
     """
 

@@ -16,7 +16,8 @@ _log = logging.getLogger("pipeloom")
 
 
 def follow_plan(config: Config, plan: Plan, overrides: Sequence[str]) -> Config:
-    """A plan file decides the stages, the schedule and the micro-batches.
+    """A plan file decides the stages, pipelines side by side, the schedule, weight versions, micro-batches,
+    whether replicas share the optimizer, and, if it was made for that, that stages are compiled.
 
     A schedule of the user's own is named by the user only: a `file.py:function` of the plan, whose rows say
     all there is, does not get into the config, since what stands there is imported.
