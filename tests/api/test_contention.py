@@ -10,11 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.support import zoo
 
 from pipeloom.api import beside_ranks, capture, contention, make_request, plan_size, profile
 from pipeloom.ir.errors import ConfigError
 from pipeloom.profiler import Contention, measure_contention
-from tests.support import zoo
 
 profiler = importlib.import_module("pipeloom.profiler.contention")
 

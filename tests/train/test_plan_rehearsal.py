@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from compiled import KnownRatios
+from tests.support import zoo
 
 from pipeloom import plan as plan_job
 from pipeloom.api import make_request, plan_size
@@ -20,7 +21,6 @@ from pipeloom.commands.plan_step import PlannedStep
 from pipeloom.ir.plan import load_plan
 from pipeloom.ir.units import parse_bytes
 from pipeloom.train import LONG_STEP_S, rehearse_plan, why_not_rehearsed
-from tests.support import zoo
 
 rehearsals = sys.modules[rehearse_plan.__module__]
 
