@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +11,7 @@ from ..clusters import BuiltIn, Figure, built_in_devices, cpu_cluster, find_clus
 from ..ir.cluster import Cluster, Device, Link, refuse_too_many
 from ..ir.errors import ConfigError
 from ..planner import pair_low_with_high
-from ..profiler import Measurement, connected_components, summarise_runs
+from ..profiler import Measurement, connected_components, summarise_runs, usable_cores
 
 if TYPE_CHECKING:
     import torch
@@ -66,7 +65,7 @@ def detect(
     refuse_too_many(devices or 0)
     if kind == "cuda":
         return _gpus(devices, directory, progress)
-    return _processes(devices or len(os.sched_getaffinity(0)), directory, progress)
+    return _processes(devices or usable_cores(), directory, progress)
 
 
 def _processes(count: int, directory: Path | None, progress: Callable[[str], None]) -> Detected:

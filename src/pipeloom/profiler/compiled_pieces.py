@@ -224,7 +224,7 @@ def measure_ratios(
             continue
         try:
             found[signature] = measure(captured, pieces, signatures.index(signature), timer)
-        except Exception as error:  # the compiler's own, and those of the compilers that it calls
+        except (RuntimeError, OSError) as error:  # the compiler's own, and of the compilers that it calls
             found[signature] = CompiledRatio(why_not=_first_line(error))
         slowest_s = max(slowest_s, perf_counter() - begin)
     return [found[signature] for signature in signatures]
