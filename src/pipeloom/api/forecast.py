@@ -44,7 +44,7 @@ from ..simulator import all_gather_s, simulate
 ENOUGH_S = 1.0
 """A forecast is made from at least as many walks as fit into this time, ..."""
 
-LEAST_WALKS, MOST_WALKS = 3, 100
+LEAST_WALKS, MOST_WALKS = 3, 101
 """... within these limits. One more before them warms up."""
 
 LONG_S, FEW_MICROBATCHES = 1.0, 3
@@ -210,8 +210,7 @@ class Rehearsals:
         walk_s = self._mean_s(walks[0])
         if few is not None:
             walk_s *= min(1.0, few / self._forecast.plan.microbatches)
-        enough = math.ceil(ENOUGH_S / max(walk_s, 1e-6))
-        count = min(max(least, enough), MOST_WALKS)
+        count = number_of_walks(walk_s, least)
         return walks + [self._walk(few) for _ in range(1, count)]
 
     def _mean_s(self, walk: ActionTimes) -> float:
@@ -236,6 +235,18 @@ class Rehearsals:
             costs |= rank_costs
             action_s |= rank_walk
         return simulate_rounds(self._forecast, by_stage(costs), action_s, self._cluster)
+
+
+def number_of_walks(walk_s: float, least: int) -> int:
+    """How many walks a forecast is made of: an odd number, as the slower one would be the middle of two, and
+    the first one is slow, in memory that nothing has used yet.
+
+    walk_s: seconds of one.  least: of them, odd.
+
+    >>> number_of_walks(0.8, least=1), number_of_walks(2.0, least=1), number_of_walks(0.2, least=3)
+    (3, 1, 5)
+    """
+    return min(max(least, math.ceil(ENOUGH_S / max(walk_s, 1e-6))) | 1, MOST_WALKS)
 
 
 def simulate_rounds(
