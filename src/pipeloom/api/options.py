@@ -17,8 +17,9 @@ class Options:
     """How a pipeline runs.
 
     device: "cpu", or "cuda" for this rank's GPU.  seed: of the initial weights and of random ops.
-    clip_norm: limit of the gradients' global norm.  scheduler: optimizer -> LR scheduler, stepped once a
-    step.  autocast: dtype of mixed precision.  compiled: run stages through torch.compile.
+    clip_norm: limit of the gradients' global norm (2-norm, over all ranks); None leaves them as they are.
+    scheduler: optimizer -> LR scheduler, stepped once a step.  autocast: dtype of mixed precision, None for
+    none.  compiled: run stages through torch.compile.
     accumulate: rounds of the schedule per optimizer step; a batch is spread over all of them.
     timeout_s: limit of each wait; a rank that gives no sign of life for so long (60 s at most) has failed.
     keep_gradients: keep a copy of each step's gradients, before clipping, for inspection.
@@ -26,6 +27,10 @@ class Options:
     unless given. Their files have no names and vanish with the process.
     compare: before the first step of a model that was not trained here before, compare two micro-batches with
     plain PyTorch; see `api.first_comparison`. Off by default where PIPELOOM_COMPARE is 0.
+
+    >>> options = Options(clip_norm=1.0, accumulate=2, autocast=torch.bfloat16)
+    >>> options.device, options.timeout_s
+    ('cpu', 300.0)
     """
 
     device: str = "cpu"

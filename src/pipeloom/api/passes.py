@@ -12,18 +12,17 @@ from typing import TYPE_CHECKING, get_args
 from ..clusters import cpu_cluster, find_cluster
 from ..ir.cluster import MOST_DEVICES, Cluster
 from ..ir.errors import CaptureError, ConfigError, PlanError, shown
-from ..ir.graph import OpGraph
 from ..ir.memory_policy import Treatment
 from ..ir.plan import Plan
 from ..ir.profile import Profile
-from ..ir.timeline import Timeline
 from ..ir.units import parse_bytes
 from ..ir.weight_policy import WEIGHT_POLICIES
-from ..planner import PlanCosts, PlanOptions, ProfiledModel, SearchWatch, planner, shared_rows
+from ..planner import PlanOptions, ProfiledModel, SearchWatch, planner, shared_rows
 from ..schedules import with_chunks
 from ..tracer import Job, load_job
 from .advice import plan_with_advice
 from .best_batch import best_plan
+from .captures import capture
 from .clusters import with_files
 from .compiled_profiles import compiled_profile
 from .kept_profiles import kept_profile
@@ -32,9 +31,10 @@ from .largest_batch import largest_below, largest_plan
 from .plan_request import CapturedModel, PlanRequest
 from .profiles import estimate, profile
 from .rank_contention import beside_ranks
+from .simulation import simulate
 
 if TYPE_CHECKING:
-    from torch import Tensor, dtype
+    from torch import Tensor
 
     from ..tracer import Captured
 
@@ -52,22 +52,6 @@ __all__ = [
     "profile",
     "simulate",
 ]
-
-
-def capture(
-    job: Job,
-    microbatch_size: int,
-    *,
-    batch: Mapping[str, Tensor] | None = None,
-    autocast: dtype | None = None,
-) -> Captured:
-    """Turn a job's model and loss into an OpGraph and what can be run; see `tracer.capture`.
-
-    microbatch_size: rows per micro-batch.  batch: a micro-batch to take the shapes from instead.
-    """
-    from ..tracer import capture as trace
-
-    return trace(job, microbatch_size, batch=batch, autocast=autocast)
 
 
 def plan(
@@ -96,15 +80,21 @@ def plan(
 ) -> Plan:
     """The plan for a job on this machine, or on a cluster described by figures.
 
+    job: the model, its batches and its optimizer.
     stages: one per device; where the schedule wants several on each, or replicas, the number of devices.
     width: replicas of every stage, on devices of their own.  microbatches: per step, of all replicas.
+    microbatch_size: rows of each.
+    schedule: its name, as `pipeloom schedule list` has it, or `file.py:function` of your own.
     chunks: stages on each rank, for schedules that want several; 2 by default.
+    split_backward: each backward in two halves, for inputs and for weights.
+    strategy: name of the planner, such as "exact", "dawnpiper" or "auto".
     global_batch: rows per step, which then says how many micro-batches there are.
-    memory: cap per device, such as "300MiB"; it wins over the cluster's, and without either the plan has no
-    caps.  cluster: plan for these devices by roofline instead of measuring here; also as text, such as
-    "8 x a100-40" or the path of a cluster file.
+    memory: cap per device, in bytes or as "300MiB"; it wins over the cluster's, and without either the plan
+    has no caps.  cluster: plan for these devices by roofline instead of measuring here; also as text, such
+    as "8 x a100-40" or the path of a cluster file.
     captured, profiled: results of `capture` and `profile`, if they are at hand.
-    treatments: what may be done with residuals, see `PlanOptions`.  weights: how they are updated.
+    treatments: what may be done with residuals, see `PlanOptions`.  weights: how they are updated, "flush",
+    "stash" or "2bw"; by default as the schedule says.
     clips: training will clip gradients by their global norm, which matters without a flush.
     shard_optimizer: replicas share out the optimizer's state.  branches: see `PlanOptions`.
     offload_dir: where ranks on this machine's CPU are to offload residuals (`Options.offload_dir`): how fast
@@ -112,8 +102,23 @@ def plan(
     compiled: ranks will pass their stages to torch.compile (`Options.compiled`), so plan with the times that
     their functions then take: layers are compiled to measure them, which takes a minute or so once a day.
 
-    Raises: CaptureError; PlanError, also for a compiled plan with costs by roofline or with a profile of
-    eager ops; InfeasibleError if nothing fits under the caps, with what would.
+    Raises: CaptureError and CutError as `capture`; ConfigError for a cluster, size or batch that cannot be;
+    ScheduleError for a schedule that there is not, or that cannot be built so; PlanError, also for a compiled
+    plan with costs by roofline or with a profile of eager ops; InfeasibleError if nothing fits under the
+    caps, with what would.
+    Source: of the cut, that of the planner ("exact" is dynamic programming), see `Planner` in
+    `planner/registry.py`; of times on a cluster, the roofline model, see `profiler/roofline.py`.
+
+    >>> import pipeloom, torch
+    >>> job = pipeloom.Job(
+    ...     model=lambda: torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)),
+    ...     batch=lambda seed, rows: {"input": torch.full((rows, 8), 0.1 * seed)},
+    ...     loss=lambda output, batch: output.square().mean(),
+    ... )
+    >>> plan = pipeloom.plan(job, stages=2, microbatches=4, microbatch_size=4, cluster="2 x a100-40")
+    >>> print(plan.as_schedule)
+    0F0 0F1 0B0 0F2 0B1 0F3 0B2 0B3
+    1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3
     """
     if cluster is not None and not isinstance(cluster, Cluster):
         cluster = find_cluster(str(cluster))
@@ -372,28 +377,3 @@ def require_compiled(profiled: Profile | None, cluster: Cluster | None) -> None:
             "the profile is of eager ops, the plan is to be for compiled stages",
             hint="make one with pipeloom profile --compile",
         )
-
-
-def simulate(
-    plan: Plan, graph: OpGraph, costs: Profile | Mapping[str, Profile], cluster: Cluster
-) -> Timeline:
-    """Predict a step of a plan from a profile. Needs neither torch nor the model.
-
-    costs: one profile for all devices, or by device name.
-    Raises: PlanError if plan, graph, profile and cluster do not belong together.
-    """
-    plan.stage_graph(graph)  # refuses a plan of another model
-    profiles = [costs] if isinstance(costs, Profile) else list(costs.values())
-    for profiled in profiles:
-        if profiled.graph != plan.graph:
-            raise PlanError(
-                f"the profile was made for model {profiled.graph}, the plan for {plan.graph}",
-                hint="profile the plan's model",
-            )
-        if profiled.batch and plan.batch and profiled.batch != plan.batch:
-            raise PlanError(
-                f"the profile is of micro-batches {', '.join(profiled.batch)}, the plan for "
-                f"{', '.join(plan.batch)}",
-                hint="profile with the plan's micro-batch size",
-            )
-    return PlanCosts(graph, costs, cluster).simulate(plan)

@@ -15,60 +15,58 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..ir.cluster import Cluster
-from ..ir.errors import PlanError
-from ..ir.plan import Plan, load_plan
+from ..ir.plan import Plan
 from ..ir.timeline import Timeline
-from ..lowering import lower
 from ..runtime import (
-    CudaClock,
-    HostClock,
-    Ledger,
     LocalChannel,
     Microbatch,
-    Recorder,
-    Tier,
-    Worker,
     agree_on_shapes,
-    give_back_freed_memory,
-    keep_freed_memory,
-    open_tier,
     scaled_loss,
     signature_of,
 )
-from ..tracer import Captured, Job, attributes_kept, capture, sample_batch
+from ..tracer import Captured, Job, attributes_kept
 from .calls import Calls
 from .first_comparison import require_equal_once
-from .forecast import Forecast, Rehearsals
+from .forecast import Rehearsals
 from .options import Options
-from .pipeline_checkpoint import PipelineCheckpoint
-from .rank_stages import EvaluationVariants, RankStages, TrainingVariants
-from .ranks import join_ranks, rank_device
-from .runnable import refuse_torn_updates, require_runnable_plan, require_training
-from .steady_run import open_steady_run
+from .pipeline_parts import PipelineParts
+from .runnable import require_training
 from .steady_timeline import full_steps
-from .step_batches import StepBatches
-from .step_reports import StepRecord, StepReport
+from .step_reports import StepReport
 
 
-class Pipeline:
+class Pipeline(PipelineParts):
     """Trains a job's model on the ranks of a plan. Every rank makes one and calls it with the same batch.
-
-        with Pipeline(job, plan) as pipeline:
-            for batch in batches:
-                loss = pipeline.step(batch)
 
     Under torchrun or `pipeloom train` the ranks are processes; `group` may name an existing process group
     or a DeviceMesh with a dimension "pp". A plan for one rank needs neither. When a process on CPUs ends,
     groups are destroyed and dropped from its script's globals, as gloo's threads must end first: what else
     holds one is to be dropped by the script.
 
+    job: the model, its batches and its optimizer.  plan: a plan or the path of its file, the same on every
+        rank.  options: how it runs; see `Options`.
+    channel: of a rank that is a thread of this process (`runtime.local_channels`), instead of a group.
     captured: the job's model, captured for the plan's micro-batches; without it each rank captures it.
 
     A step that is broken off, as by Ctrl-C, leaves nothing to the next one; several ranks refuse to go on.
 
     Raises: PlanError if the plan was made for another model or number of ranks; ScheduleError if the
-        runtime lacks what its schedule needs; MemoryCapError if it needs more memory than its caps allow;
-        ConfigError if the process is not one of several ranks.
+        runtime lacks what its schedule needs; InfeasibleError if a step needs more memory than its caps
+        allow, MemoryCapError if the weights alone do; CaptureError if the model cannot be captured;
+        VerifyError if the first comparison with plain PyTorch fails; ConfigError if the process is not one
+        of several ranks, or the plan's file cannot be read; PeerError if another rank fails.
+
+    >>> import pipeloom, torch
+    >>> job = pipeloom.Job(
+    ...     model=lambda: torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)),
+    ...     batch=lambda seed, rows: {"input": torch.full((rows, 8), 0.1 * seed)},
+    ...     loss=lambda output, batch: output.square().mean(),
+    ... )
+    >>> plan = pipeloom.plan(job, stages=1, microbatches=2, microbatch_size=4, cluster="a100-40")
+    >>> with pipeloom.Pipeline(job, plan) as pipeline:  # of several ranks each does the same
+    ...     losses = [pipeline.step(job.batch(seed, 8)) for seed in (1, 1, 1)]
+    >>> losses[0] > losses[1] > losses[2]
+    True
     """
 
     def __init__(
@@ -81,14 +79,7 @@ class Pipeline:
         channel: LocalChannel | None = None,
         captured: Captured | None = None,
     ) -> None:
-        self._given, self.job, self.options = captured, job, options or Options()
-        self.plan = plan if isinstance(plan, Plan) else load_plan(plan)
-        require_runnable_plan(self.plan)
-        self.device = rank_device(self.options)
-        self.joined = join_ranks(self.plan, self.device, self.options, group=group, channel=channel)
-        self.watch = self.joined.watch
-        self.rank, self.ranks = self.watch.rank, self.watch.ranks
-        self.tier: Tier | None = None
+        super().__init__(job, plan, options=options, group=group, channel=channel, captured=captured)
         self.watch.__enter__()
         with ExitStack() as ended:  # where it cannot be built: the others are told, and no thread stays
             ended.push(self)
@@ -98,105 +89,10 @@ class Pipeline:
         self.calls = Calls(self.watch, self.worker, self.steady)
 
     def _build(self) -> None:
-        job, plan, options = self.job, self.plan, self.options
-        self.joined.require_same_plan(plan)
-        if len(set(plan.placement)) != self.ranks:
-            raise PlanError(
-                f"the plan is for {len(set(plan.placement))} ranks, but {self.ranks} were started",
-                hint="start as many ranks as the plan has, or plan again",
-            )
-        if self.device.type == "cpu":
-            (give_back_freed_memory if plan.memory.offloads else keep_freed_memory)()
-        self.captured = self._given or capture(job, plan.microbatch_size, autocast=options.autocast)
-        refuse_torn_updates(plan, self.captured)
-        self.stages = plan.stage_graph(self.captured.graph)
-        self.program = lower(
-            plan.as_schedule,
-            plan.replicated(self.stages),
-            policy=plan.memory,
-            updates=plan.updates,
-            clips=options.clip_norm is not None,
-        )
-        self.channel = self.joined.channel(self.program, self.device, options)
-        rank_stages = RankStages(
-            job=job,
-            plan=plan,
-            captured=self.captured,
-            stages=self.stages,
-            indices=tuple(s for s, rank in enumerate(plan.placement) if rank == self.rank),
-            options=options,
-            device=self.device,
-            channel=self.channel,
-        )
-        self.training = TrainingVariants(rank_stages)
-        self.evaluation = EvaluationVariants(rank_stages, self.training)
+        rank_stages = self._cut_model()
         if self.rank == 0:  # the others make their weights, and wait where all foresee what a step holds
-            require_equal_once(Pipeline, job, plan, self.captured, options)
-        self.captured.traced.clear()
-        self.ledger = Ledger(self.rank, plan.caps[self.rank] if plan.caps else None)
-        self.weights = rank_stages.weights(self.program)
-        for kind, size in self.weights.sizes.items():
-            self.ledger.set(kind, size)
-        self._build_worker(rank_stages)
-
-    def _build_worker(self, rank_stages: RankStages) -> None:
-        job, plan, options = self.job, self.plan, self.options
-        self.recorder = Recorder(self.rank, CudaClock() if self.device.type == "cuda" else HostClock())
-        self.record = StepRecord(
-            channel=self.channel, recorder=self.recorder, ledger=self.ledger, device=self.device
-        )
-        self.expected = self.forecast().untimed()
-        optimizer = self.weights.optimizer
-        self.scheduler = options.scheduler(optimizer) if options.scheduler and optimizer else None
-        self.tier = open_tier(plan, rank_stages.indices, self.device, options.offload_dir, self.rank)
-        self.worker = Worker(
-            rank=self.rank,
-            program=self.program,
-            weights=self.weights,
-            channel=self.channel,
-            ledger=self.ledger,
-            recorder=self.recorder,
-            watch=self.watch,
-            clip_norm=options.clip_norm,
-            tier=self.tier,
-            after_step=self._after_update if plan.updates is not None else lambda: None,
-        )
-        self.batches = StepBatches(
-            job=job,
-            plan=plan,
-            rank=self.rank,
-            device=self.device,
-            rounds=options.accumulate,
-            seed=options.seed,
-            training=self.training,
-            evaluation=self.evaluation,
-        )
-        self.steady = open_steady_run(
-            plan,
-            plan.replicated(self.stages),
-            options,
-            worker=self.worker,
-            channel=self.channel,
-            recorder=self.recorder,
-            ledger=self.ledger,
-            device=self.device,
-        )
-        self.checkpoint = PipelineCheckpoint(
-            graph=self.captured.graph,
-            weights=self.weights,
-            scheduler=self.scheduler,
-            joined=self.joined,
-            watch=self.watch,
-            seed=options.seed,
-        )
-        self.steps_done = 0
-        self.report: StepReport | None = None
-        self.rehearsals: Rehearsals | None = None
-
-    def _after_update(self) -> None:
-        """In a pipeline that does not drain the learning rate follows each rank's own updates."""
-        if self.scheduler is not None:
-            self.scheduler.step()
+            require_equal_once(Pipeline, self.job, self.plan, self.captured, self.options)
+        self._make_ready(rank_stages)
 
     def step(self, batch: Mapping[str, Tensor]) -> float:
         """Train on one batch: split it into micro-batches, run the schedule, update.
@@ -205,7 +101,10 @@ class Pipeline:
             evenly over the micro-batches; another sequence length than before is captured anew.
         Returns: the loss, averaged over the batch, on every rank.
         Raises: BatchError on all ranks if the batch cannot be split or the ranks have different ones; the
-            next call may bring another batch.
+            next call may bring another batch. ScheduleError for a plan that only evaluates; MemoryCapError
+            if a rank would pass its cap; OffloadError and CommunicationError if a copy or a message fails;
+            PeerError if another rank failed; PipeloomError if an earlier call was broken off and this one
+            cannot go on from there, which holds for all methods.
         """
         start = time.perf_counter()
         require_training(self.plan)
@@ -242,9 +141,10 @@ class Pipeline:
         """Train on batches one after the other, without draining the pipeline between them if the plan's
         weights are updated without a flush; with the same numbers as `step`, which drains each time.
 
+        batches: each as `step` takes it.
         Yields: one report per batch, in order; without a flush up to three batches late. What else is called
             between two of them, such as `evaluate`, drains first.
-        Raises: as `step`.
+        Raises: BatchError and all else that `step` raises.
         """
         require_training(self.plan)
         for batch in batches:
@@ -264,7 +164,10 @@ class Pipeline:
     def evaluate(self, batch: Mapping[str, Tensor]) -> float:
         """The loss of one batch in evaluation mode, on every rank. Nothing is updated.
 
-        Raises: BatchError as `step` does.
+        batch: as `step` takes it; `Options.accumulate` does not count.
+        Returns: the loss, averaged over the batch.
+        Raises: BatchError as `step` does; CaptureError or CutError if the model cannot be captured or cut in
+            evaluation mode; MemoryCapError, CommunicationError and PeerError as `step` does.
         """
         self._drain()
         with self.calls.call("an evaluation", refuses_batches=True):
@@ -316,6 +219,8 @@ class Pipeline:
 
         cluster: its links are used; by default that between ranks 0 and 1 is measured.  rehearsed: False for
         the times of the plan, so that no rank runs anything.
+        Returns: when what happens, in seconds from the start of the step, and bytes held.
+        Raises: CommunicationError or PeerError if another rank does not do the same.
         """
         self._drain()
         if not rehearsed:
@@ -326,7 +231,10 @@ class Pipeline:
 
     def rehearse(self) -> Timeline:
         """Simulate a step at the machine's pace of this moment; as `predict`, which it is the first time.
-        Every rank calls it, between two steps. It takes about as long as one, and changes nothing."""
+        Every rank calls it, between two steps. It takes about as long as one, and changes nothing.
+
+        Raises: CommunicationError or PeerError as `predict`.
+        """
         if self.rehearsals is None:
             return self.predict()
         self._drain()
@@ -336,43 +244,30 @@ class Pipeline:
     def _shown(self, predicted: Timeline) -> Timeline:
         return predicted if self.plan.steady is None else full_steps(predicted, self.plan.steady)
 
-    def forecast(self) -> Forecast:
-        """This rank's part in predicting a step."""
-        batch = sample_batch(self.job, 0, self.plan.microbatch_size)
-        return Forecast(
-            plan=self.plan,
-            program=self.program,
-            variant=self.training.planned,
-            sample={n: t.to(self.device) for n, t in batch.items()},
-            weights=self.weights,
-            optimizer=self.job.optimizer,
-            rounds=self.options.accumulate,
-            clips=self.options.clip_norm is not None,
-            channel=self.channel,
-            watch=self.watch,
-            clock=self.recorder.clock,
-            device=self.device,
-            tier=self.tier,
-        )
-
     def measured(self) -> Timeline:
         """The last step of all ranks; three in a row where the pipeline does not drain. Every rank calls it.
 
-        Times count from the start of the first rank where all share a clock, else from each one's own."""
+        Times, in seconds, count from the start of the first rank where all share a clock, else from each
+        one's own. Raises: CommunicationError or PeerError if another rank does not do the same."""
         self._drain()
         return self.record.timeline(self.program.pairs, self.plan.steady)
 
     def save(self, directory: Path, *, extra: Mapping[str, Any] | None = None, keep: int = 2) -> Path:
         """Write a checkpoint that any plan of this model can load. Every rank calls it.
 
+        directory: of this run's checkpoints, each in a folder of its own; the same on every rank.
         extra: JSON-able values to get back from `load`, such as the position in the data.
+        keep: newest checkpoints kept, at least 1; older ones are removed.
+        Returns: the path of the new one.
+        Raises: CheckpointError on all ranks if any of them cannot write its part; PeerError if one failed.
         """
         self._drain()
         with self.calls.call("saving a checkpoint"):
             return self.checkpoint.save(directory, step=self.steps_done, extra=extra or {}, keep=keep)
 
     def load(self, directory: Path) -> dict[str, Any]:
-        """Continue from the newest checkpoint in `directory`; returns what `save` got as `extra`.
+        """Continue from the newest checkpoint in `directory`; returns what `save` got as `extra`. Every rank
+        calls it. Steps go on to count from there.
 
         Raises: CheckpointError on all ranks if there is none, it is damaged or of another model.
         """
@@ -383,7 +278,10 @@ class Pipeline:
             return extra
 
     def close(self) -> None:
-        """Wait for the other ranks and disconnect."""
+        """Wait for the other ranks and disconnect; the end of a `with` does it. It may be called again.
+
+        Raises: PeerError if another rank failed; CommunicationError if one was lost.
+        """
         self.__exit__(None, None, None)
 
     def __enter__(self) -> Pipeline:

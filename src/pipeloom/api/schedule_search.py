@@ -130,13 +130,19 @@ def search_schedule(
 ) -> FoundSchedule:
     """Search for the fastest order of stages within a limit, and say how far from the best it may be.
 
-    stages: a TOML file of stages, a saved plan (.json), or what such a TOML file says, as plain values.
+    stages: a TOML file of stages, a saved plan (.json), or what such a TOML file says, as plain values: for
+    each its times per micro-batch (in seconds or any unit), residuals, ranks; see docs/schedule-search.md.
+    microbatches: per step.
     memory: most residuals of a rank in the unit of the stages' `bytes`, or with a unit as 3GiB; or one per
         rank with commas.  ranks: how many there are, where stages do not name theirs.
     operations: a Python file that declares operations, which are placed too.
     shortest: "step"; or "span", the longest time from a rank's first action to its last.
     options: effort, time limit, seed, engines.  report: called now and then with what is known so far.
-    Raises: ConfigError for wrong stages; PlanError if no order keeps to the limits.
+    Returns: the schedule, checked and simulated, with a bound below which no order can be.
+    Raises: ConfigError for wrong stages; ScheduleError for no stage or no micro-batch; PlanError if no order
+    keeps to the limits.
+    Source: the idea is FlexPipe's (arXiv 2510.05112), of which only the abstract was available; each engine
+    in `schedules/search/engines` names its own.
 
     >>> towers = [{"F": 1, "B": 3, "bytes": 1, "ranks": rank} for rank in range(3)]
     >>> found = search_schedule({"stage": towers}, 8, memory="3")

@@ -29,6 +29,12 @@ class Link:
         of `inf` means that its size costs no time.
     overhead_s, overhead_s_per_byte: time in which a message keeps its sender, and its receiver, from
         computing.
+
+    Raises: ConfigError if the bandwidth is not above 0, or a time is below 0 or 1e30 s and more.
+
+    >>> pcie = Link(bandwidth_bytes_per_s=24e9, latency_s=1e-5)
+    >>> f"{pcie.transfer_s(240_000_000):.5f} s for 240 MB"
+    '0.01001 s for 240 MB'
     """
 
     bandwidth_bytes_per_s: float
@@ -51,7 +57,10 @@ class Link:
             )
 
     def transfer_s(self, size: int) -> float:
-        """Seconds to move `size` bytes.
+        """Seconds to move `size` bytes: latency + size / bandwidth.
+
+        Source: the time of a message as in Hockney 1994, "The communication challenge for MPP: Intel Paragon
+        and Meiko CS-2", called the alpha-beta model.
 
         >>> Link(bandwidth_bytes_per_s=1e9, latency_s=0.5).transfer_s(2_000_000_000)
         2.5
@@ -59,9 +68,14 @@ class Link:
         return self.latency_s + size / self.bandwidth_bytes_per_s
 
     def occupied_s(self, size: int) -> float:
-        """Seconds for which a message keeps its sender, and its receiver, from computing: the `o` of LogP.
+        """Seconds for which a message of `size` bytes keeps its sender, and its receiver, from computing: the
+        `o` of LogP, with a part that grows with the size.
 
         Source: Culler et al. 1993, "LogP: towards a realistic model of parallel computation".
+
+        >>> link = Link(bandwidth_bytes_per_s=1e9, overhead_s=0.5, overhead_s_per_byte=1e-9)
+        >>> link.occupied_s(2_000_000_000)
+        2.5
         """
         return self.overhead_s + size * self.overhead_s_per_byte
 
@@ -70,17 +84,26 @@ class Link:
 class Device:
     """One device.
 
+    name: of its kind: devices of one name compute at the same rates, and share a profile.
     memory_bytes: the cap that plans keep to.
-    flops_per_s: peak rate per dtype name.  memory_bytes_per_s: bandwidth of its memory.
+    flops_per_s: peak rate per dtype name, such as "float32".  memory_bytes_per_s: bandwidth of its memory.
     efficiency: op class (see `OP_CLASSES`) -> share of the peak that is achieved; classes not named use
         "default", and that is 1 if not named.
     launch_s: time that starting one kernel takes on top.
-    node: index of the machine it sits in.
+    node: index of the machine it sits in, from 0.
     group: devices of one group are joined by a link of their own (`Cluster.groups`), as by NVLink.
     host_link: to the host's memory, if there is one to offload to.  host_link_back: from there to the
         device, if that direction differs.
     host_memory_bytes: of its node, for this device.
     switch: devices of one name share one uplink to the host (`Cluster.switches`).
+
+    Raises: ConfigError for no memory or more than 8 EiB, a rate of 0, a share of 0 or less, a figure below 0
+        or of 1e30 and more, and for a link back from a host to which there is none.
+
+    >>> link = Link(bandwidth_bytes_per_s=24e9)
+    >>> card = Device(name="card", memory_bytes=16 * GiB, flops_per_s={"float32": 19.5e12}, host_link=link)
+    >>> card.memory_bytes, card.reload_link == link
+    (17179869184, True)
     """
 
     name: str
@@ -133,7 +156,7 @@ class Device:
 
     @property
     def reload_link(self) -> Link | None:
-        """From the host's memory to the device."""
+        """From the host's memory to the device; None if there is no host memory to offload to."""
         return self.host_link if self.host_link_back is None else self.host_link_back
 
 
@@ -141,12 +164,18 @@ class Device:
 class Cluster:
     """Devices in rank order, with a link within a node and one between nodes.
 
+    devices: the one at index r is that of rank r.
+    within_node: the link between any two devices of one node.  between_nodes: that between two nodes; None
+        where it is the same.
     groups: by `Device.group`, the link between any two devices of that group.
     switches: by `Device.switch`, one direction of its uplink to the host. Copies of all its devices to the
         host share it, and so do those from the host in the other direction; a single copy goes no faster
         than its device's own link.
     node_link: all messages that leave one node share it, and so do all that enter in the other direction,
         those of sums over ranks too; None if nothing is shared.
+
+    Raises: ConfigError for a cluster of no device or more than `MOST_DEVICES`, a group or switch without a
+        link, and a switch in two nodes.
 
     >>> card = Device(name="card", memory_bytes=GiB, group="pair")
     >>> slow, fast = Link(bandwidth_bytes_per_s=10e9), Link(bandwidth_bytes_per_s=100e9)
@@ -177,7 +206,10 @@ class Cluster:
                 )
 
     def link(self, a: int, b: int) -> Link:
-        """The link from rank `a` to rank `b`: of their group, else of their node, else between nodes."""
+        """The link from rank `a` to rank `b`: of their group, else of their node, else between nodes.
+
+        Raises: IndexError if there is no such rank.
+        """
         one, other = self.devices[a], self.devices[b]
         if one.group is not None and one.group == other.group:
             return self.groups[one.group]

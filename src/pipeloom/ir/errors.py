@@ -28,6 +28,8 @@ from reprlib import Repr
 class PipeloomError(Exception):
     """Base of all errors meant for the user.
 
+    message: who, what and how much.  hint: what to do next; None if there is nothing to advise.
+
     >>> print(PlanError("3 stages for 2 ops", hint="use at most 2 stages"))
     3 stages for 2 ops
     hint: use at most 2 stages

@@ -77,18 +77,39 @@ class StagePlan:
 class Plan:
     """How one model trains on one cluster.
 
-    graph: fingerprint of the OpGraph.  schedule_rows: one line of actions per rank; of weights that are
-        updated without a flush those of the step that repeats, see `ir.steady`.
-    planner: name of the strategy that made it.  batch: shapes it was made for (see Profile.batch).
-    caps: bytes each rank may hold, empty for no cap.  peaks: those that it holds in the simulated step.
-    microbatches: per step, of all replicas together.
+    schema: version of the file's form.  graph: fingerprint of the OpGraph.
+    planner: name of the strategy that made it.
+    stages: in the order of the data, each with its ops and figures in seconds and bytes.
+    schedule: its name.  schedule_rows: one line of actions per rank; of weights that are updated without a
+        flush those of the step that repeats, see `ir.steady`.
+    microbatches: per step, of all replicas together.  microbatch_size: rows of each.
+    batch: shapes it was made for (see Profile.batch).
+    caps: bytes each rank may hold, empty for no cap.  peaks: bytes that each holds in the simulated step.
+    memory: what becomes of the residuals of each stage.
+    weights: name of the policy by which they are updated, see `ir.weight_policy`.
     clips: planned for gradients that are clipped by their norm over all ranks.
     shard_optimizer: replicas share out the optimizer's state (`ir.optimizer_shares`).
     placement: the rank of each stage; one that is several times as long as the stages places replicas of
         them, each with its share of the micro-batches (see `ir.stages`).
     width: pipelines side by side (`ir.replicas`); a schedule of two directions has replicas in one of them.
+    notes: what else its planner has to say, by subject.
 
-    Raises: PlanError if `memory` says something about a stage that the plan does not have.
+    Raises: PlanError if `memory` says something about a stage that the plan does not have; ValueError for
+        weights by no known policy, of which `load_plan` makes a ConfigError.
+
+    >>> plan = Plan(
+    ...     graph="6154b6a536dd02a9",
+    ...     planner="by hand",
+    ...     stages=(StagePlan(ops=("linear", "tanh")), StagePlan(ops=("linear_1", "square", "mean"))),
+    ...     placement=(0, 1),
+    ...     schedule="gpipe",
+    ...     schedule_rows=("0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1"),
+    ...     microbatches=2,
+    ...     microbatch_size=4,
+    ... )
+    >>> print(plan.as_schedule)
+    0F0 0F1 0B0 0B1
+    1F0 1F1 1B0 1B1
     """
 
     schema: int = SCHEMA
@@ -136,24 +157,27 @@ class Plan:
         return times
 
     def microbatches_on(self, rank: int) -> int:
-        """How many micro-batches of a step run through a rank's stages: it needs the inputs of these only."""
+        """How many micro-batches of a step run through the stages of `rank`, which needs the inputs of these
+        only. Raises: PlanError as `replicas`."""
         return len(self.replicas_on(rank)) * (self.microbatches // self.replicas)
 
     def replicas_on(self, rank: int) -> frozenset[int]:
-        """The replicas that a rank has stages of."""
+        """The numbers of the replicas that `rank` has stages of, from 0. Raises: PlanError as `replicas`."""
         count = len(self.stages)
         return frozenset(stage // count for stage, home in enumerate(self.placement) if home == rank)
 
     @property
     def updates(self) -> Updates | None:
-        """When weights change in a pipeline that does not drain between two steps; None for one that does."""
+        """When weights change in a pipeline that does not drain between two steps; None for one that does.
+        Raises: PlanError as `replicas`."""
         if WEIGHT_POLICIES[self.weights].flushes:
             return None
         return Updates(policy=self.weights, every=self.microbatches // self.replicas)
 
     @cached_property
     def steady(self) -> SteadyStep | None:
-        """The step that such a pipeline repeats. Raises: ScheduleError if the rows hold none."""
+        """The step that such a pipeline repeats; None for one that drains. Raises: PlanError as `replicas`;
+        ScheduleError if the rows hold none."""
         if self.updates is None:
             return None
         return parse_steady(
@@ -166,7 +190,10 @@ class Plan:
     @cached_property
     def as_schedule(self) -> Schedule:
         """The order of each rank; `microbatches` there is what each replica runs. Several steps of a pipeline
-        that does not drain between them."""
+        that does not drain between them.
+
+        Raises: PlanError as `replicas`; ScheduleError if the rows cannot be read.
+        """
         if self.steady is not None:
             return self.steady.unrolled
         return Schedule(
@@ -178,11 +205,15 @@ class Plan:
         )
 
     def replicated(self, stages: StageGraph) -> StageGraph:
-        """All stages that the schedule runs: those of the cut, or replicas of them side by side."""
+        """All stages that the schedule runs: the `stages` of the cut, or replicas of them side by side.
+        Raises: PlanError as `replicas`; CutError for stages that are replicas already."""
         return stages if self.replicas == 1 else replicate(stages, self.replicas)
 
     def stage_graph(self, graph: OpGraph) -> StageGraph:
-        """Cut `graph` as planned. Raises: PlanError if the plan was made for another model."""
+        """Cut `graph` as planned.
+
+        Raises: PlanError if the plan was made for another model; CutError if its stages are no cut of it.
+        """
         if graph.fingerprint != self.graph:
             raise PlanError(
                 f"this plan was made for model {shown(self.graph)}, not for {graph.name} "
@@ -193,6 +224,10 @@ class Plan:
         return cut(graph, stage_of)
 
     def save(self, path: Path) -> None:
+        """Write the plan to `path` as JSON, whole or not at all; `load_plan` reads it.
+
+        Raises: ConfigError if the disk refuses.
+        """
         json_codec.save(self, path)
 
 
@@ -217,8 +252,20 @@ def _impossible(plan: Plan) -> str | None:
 def load_plan(path: Path) -> Plan:
     """Read a plan, which somebody may have edited.
 
+    path: of the JSON file that `Plan.save` or `pipeloom plan -o` wrote.
     Raises: ConfigError if it is unreadable, has a key that no plan has, or a number that cannot be;
-        PlanError if it is of another schema version.
+        PlanError if it is of another schema version, or treats residuals of a stage that it does not have.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> stage = StagePlan(ops=("linear", "mean"))
+    >>> rows = ("0F0 0B0",)
+    >>> plan = Plan(graph="0f", planner="by hand", stages=(stage,), placement=(0,), schedule="1f1b",
+    ...             schedule_rows=rows, microbatches=1)
+    >>> with TemporaryDirectory() as folder:
+    ...     file = Path(folder) / "plan.json"
+    ...     plan.save(file)
+    ...     load_plan(file) == plan
+    True
     """
     plan = json_codec.load(path, Plan, strict=True)
     if wrong := _impossible(plan):

@@ -20,16 +20,26 @@ class Job:
     batch: (seed, micro-batch size) -> keyword arguments of the model's forward, tensors with the
         micro-batch as their first dimension.
     loss: (outputs, batch) -> scalar tensor. By default the model's own output `.loss` (or `["loss"]`).
-    weight: batch -> the number of tokens that the loss averages over. With it, the loss of a step is the
-        average over all tokens of all micro-batches; without it each micro-batch's loss counts by its
-        number of rows.
+    weight: batch -> the number of tokens that the loss averages over, a number or a scalar tensor. With it,
+        the loss of a step is the average over all tokens of all micro-batches; without it each micro-batch's
+        loss counts by its number of rows.
     optimizer: parameters -> torch optimizer. By default AdamW(lr=1e-3).
+    name: what messages, graphs and reports call the model.
     modules: lists of module names (FQNs), one list per stage: cut there instead of capturing single ops. It
         is also how a model that cannot be captured otherwise is cut at places of your choice.
 
-    Example:
-        def my_job() -> Job:
-            return Job(model=lambda: MyModel(width=256), batch=make_batch)
+    >>> import pipeloom, torch
+    >>> def batch(seed: int, rows: int) -> dict[str, torch.Tensor]:
+    ...     return {"input": torch.randn(rows, 8, generator=torch.Generator().manual_seed(seed))}
+    >>> job = pipeloom.Job(
+    ...     model=lambda: torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)),
+    ...     batch=batch,
+    ...     loss=lambda output, batch: output.square().mean(),
+    ...     optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    ... )
+    >>> example = job.batch(0, 4)
+    >>> example["input"].shape, job.loss(job.model()(**example), example).shape
+    (torch.Size([4, 8]), torch.Size([]))
     """
 
     model: Callable[[], nn.Module]

@@ -1,0 +1,48 @@
+"""Capturing a job's model, for who needs no torch before that."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from ..tracer import Job
+
+if TYPE_CHECKING:
+    from torch import Tensor, dtype
+
+    from ..tracer import Captured
+
+__all__ = ["capture"]
+
+
+def capture(
+    job: Job,
+    microbatch_size: int,
+    *,
+    batch: Mapping[str, Tensor] | None = None,
+    autocast: dtype | None = None,
+) -> Captured:
+    """Turn a job's model and loss into an OpGraph and what can be run; see `tracer.capture`.
+
+    job: its model is built on fake tensors, which take no memory.
+    microbatch_size: rows per micro-batch.  batch: a micro-batch to take the shapes from instead, tensors
+    whose first dimension is the micro-batch, by the names of the forward's arguments.
+    autocast: dtype of mixed precision; None for none.
+    A model that cannot be exported is captured as whole modules, with a warning that says why.
+
+    Raises: CaptureError if the model can be captured in neither way, has nothing to train, or its loss is no
+        scalar; CutError if `Job.modules` names what the model does not have.
+
+    >>> import pipeloom, torch
+    >>> job = pipeloom.Job(
+    ...     model=lambda: torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)),
+    ...     batch=lambda seed, rows: {"input": torch.full((rows, 8), 0.1 * seed)},
+    ...     loss=lambda output, batch: output.square().mean(),
+    ... )
+    >>> graph = pipeloom.capture(job, 4).graph
+    >>> [op.name for op in graph.ops][:3], [f"{p.name} {p.shape}" for p in graph.parameters][:2]
+    (['linear', 'tanh', 'linear_1'], ['0.weight (8, 8)', '0.bias (8,)'])
+    """
+    from ..tracer import capture as trace
+
+    return trace(job, microbatch_size, batch=batch, autocast=autocast)
