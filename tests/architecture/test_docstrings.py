@@ -1,0 +1,204 @@
+"""What is public is explained where it stands: arguments, errors, sources, and an example that runs."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import dataclasses
+import doctest
+import inspect
+import re
+import textwrap
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import pipeloom
+from pipeloom.ir import errors
+
+UNITS = re.compile(r"_(s|bytes|flops|per_s|per_byte)$")
+"""Ends of names that say what is counted: such a name needs no more words."""
+
+RAISES_NOTHING = {
+    "Device.reload_link",
+    "Job",
+    "Link.occupied_s",
+    "Link.transfer_s",
+    "Options",
+    "Pipeline.drains_each_step",
+    "PipeloomError",
+}
+"""What is public and raises no error of its own. All else says under "Raises:" what it does raise."""
+
+HAS_SOURCE = {"Link.occupied_s", "Link.transfer_s", "plan", "search_schedule"}
+"""What computes by a formula or a method that somebody has published."""
+
+RAISED = re.compile(r"Raises:(.*?)(?:\n\s*\n|\n\s*(?:Returns|Yields|Source):|\Z)", re.DOTALL)
+
+
+def function_of(member: object) -> Callable[..., Any] | None:
+    """The function of what stands in a class; None where there is none."""
+    if isinstance(member, property):
+        return member.fget
+    if isinstance(member, cached_property):
+        return member.func
+    if isinstance(member, staticmethod | classmethod):
+        return member.__func__
+    return member if inspect.isfunction(member) else None
+
+
+def methods(cls: type) -> dict[str, Callable[..., Any]]:
+    """Public methods and properties that a class or one of its bases here defines, by "Class.method"."""
+    found: dict[str, Callable[..., Any]] = {}
+    for base in (c for c in cls.__mro__ if c.__module__.startswith(cls.__module__.partition(".")[0])):
+        for name, member in vars(base).items():
+            if not name.startswith("_") and (function := function_of(member)) is not None:
+                found.setdefault(f"{cls.__name__}.{name}", function)
+    return found
+
+
+def public() -> dict[str, Any]:
+    things: dict[str, Any] = {}
+    for name in pipeloom.__all__:
+        thing = getattr(pipeloom, name)
+        if callable(thing):
+            things[name] = thing
+            things |= methods(thing) if inspect.isclass(thing) else {}
+    return things
+
+
+PUBLIC = public()
+
+
+def own_docstring(thing: Any) -> str:
+    """What somebody wrote about it: nothing inherited, and not the signature that `dataclass` puts there."""
+    doc = vars(thing).get("__doc__") if inspect.isclass(thing) else thing.__doc__
+    made = dataclasses.is_dataclass(thing) and doc and doc.startswith(f"{thing.__name__}(")
+    return "" if made or not doc else inspect.cleandoc(doc)
+
+
+def is_explained(argument: str, doc: str) -> bool:
+    """Whether a docstring has "argument: ...", alone or among others, or speaks of `argument`."""
+    return bool(re.search(rf"(?<![\w.]){argument}(?:,\s+\w+)*:\s|`{argument}`", doc))
+
+
+def unexplained(thing: Any, doc: str) -> Iterator[str]:
+    for argument in inspect.signature(thing).parameters:
+        if argument not in ("self", "cls") and not UNITS.search(argument) and not is_explained(argument, doc):
+            yield f"does not explain {argument}"
+
+
+def raised_directly(thing: Any) -> Iterator[str]:
+    """Names of the errors that its own body raises, of a class those of the bodies that make one."""
+    if inspect.isclass(thing):
+        bodies = [vars(thing)[name] for name in ("__init__", "__post_init__") if name in vars(thing)]
+        bodies = [body for body in bodies if body.__code__.co_filename.endswith(".py")]  # no dataclass's own
+    else:
+        bodies = [thing]
+    for body in bodies:
+        for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(body)))):
+            if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+                yield ast.unparse(node.exc.func).rpartition(".")[2]
+
+
+def error_class(name: str) -> type[BaseException] | None:
+    found = getattr(errors, name, None) or getattr(builtins, name, None)
+    return found if inspect.isclass(found) and issubclass(found, BaseException) else None
+
+
+def wrong_about_errors(name: str, thing: Any, doc: str) -> Iterator[str]:
+    said = RAISED.search(doc)
+    names = re.findall(r"\b[A-Z]\w*(?:Error|Interrupt)\b", said[1]) if said else []
+    if name in RAISES_NOTHING:
+        if said:
+            yield "is listed under RAISES_NOTHING, and says that it raises something"
+    elif not names:
+        yield 'says under "Raises:" no class of error (or is to be listed under RAISES_NOTHING)'
+    classes = {each: error_class(each) for each in names}
+    yield from (f"says that it raises {each}, which there is not" for each in names if not classes[each])
+    for each in set(raised_directly(thing)):
+        kind = error_class(each)
+        if kind and not any(known and issubclass(kind, known) for known in classes.values()):
+            yield f"raises {each} and does not say so"
+
+
+def wrong_examples(name: str, doc: str) -> Iterator[str]:
+    examples = doctest.DocTestParser().get_examples(doc)
+    if not examples and "." not in name:
+        yield "has no example (>>> ...)"
+    if any(doctest.SKIP in example.options for example in examples):
+        yield "has an example that is skipped"
+
+
+def problems(name: str, thing: Any) -> list[str]:
+    """What is missing from a docstring, or wrong in it. name: "function", "Class" or "Class.method"."""
+    doc = own_docstring(thing)
+    if not doc:
+        return ["has no docstring of its own"]
+    source = ['names no "Source:"'] if name in HAS_SOURCE and "Source:" not in doc else []
+    return [
+        *unexplained(thing, doc),
+        *wrong_about_errors(name, thing, doc),
+        *wrong_examples(name, doc),
+        *source,
+    ]
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_what_is_public_is_explained(name: str) -> None:
+    found = problems(name, PUBLIC[name])
+    where = Path(inspect.getsourcefile(PUBLIC[name]) or "").name
+    assert not found, "\n".join(f"the docstring of {name} ({where}) {problem}" for problem in found)
+
+
+def test_the_lists_name_what_there_is() -> None:
+    assert RAISES_NOTHING | HAS_SOURCE <= PUBLIC.keys()
+    assert {"Pipeline.step", "Plan.save", "Link.transfer_s", "plan", "Pipeline"} <= PUBLIC.keys()
+
+
+def test_planted_gaps_are_found() -> None:
+    def bare(size: int) -> None: ...
+
+    def terse(size: int, wait_s: float, kind: str, other: str) -> None:
+        """Does something with `kind`.
+
+        other: what else.
+        Raises: LostError if it is gone.
+        """
+        raise errors.PlanError("no")
+
+    def whole(size: int) -> None:
+        """size: in bytes.
+
+        Raises: PlanError if there is no plan.
+
+        >>> 1 + 1
+        2
+        """
+        raise errors.InfeasibleError("no")
+
+    def skipped() -> None:
+        """Raises: OSError always.
+
+        >>> 1 + 1  # doctest: +SKIP
+        """
+
+    @dataclasses.dataclass
+    class Generated:
+        rows: int
+
+    assert problems("bare", bare) == ["has no docstring of its own"]
+    assert problems("Generated", Generated) == ["has no docstring of its own"]
+    assert problems("terse", terse) == [
+        "does not explain size",
+        "says that it raises LostError, which there is not",
+        "raises PlanError and does not say so",
+        "has no example (>>> ...)",
+    ]
+    assert problems("whole", whole) == []
+    assert problems("skipped", skipped) == ["has an example that is skipped"]
+    assert problems("Job", whole) == ["is listed under RAISES_NOTHING, and says that it raises something"]
+    assert problems("plan", whole) == ['names no "Source:"']
