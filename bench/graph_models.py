@@ -15,9 +15,8 @@ from pipeloom import api
 from pipeloom.clusters import find_cluster
 from pipeloom.ir.cluster import Cluster
 from pipeloom.ir.errors import InfeasibleError, PlanError
-from pipeloom.ir.graph import Value
 from pipeloom.ir.plan import Plan
-from pipeloom.ir.stages import Crossing
+from pipeloom.ir.stages import sequential
 from pipeloom.lowering import lower
 from pipeloom.planner import PlanCosts, PlanOptions, ProfiledModel, interpolate_sample
 from pipeloom.simulator import simulate
@@ -99,16 +98,7 @@ def plan_of(kind: str, cluster: Cluster, rows: int, model: ProfiledModel, width:
 def sequential_s(plan: Plan, model: ProfiledModel, cluster: Cluster) -> float:
     """Seconds of the simulated step if every stage also waits for the one in front of it, and for the
     gradient of the one behind it."""
-    one = plan.stage_graph(model.graph)
-    stages, count = plan.replicated(one), len(one.stages)
-    behind = [(s, s + 1) for s in range(count - 1) if not one.gradients(s, s + 1)]
-    word = {"shape": (1,), "dtype": "float32", "needs_grad": True}
-    added = [
-        Crossing(value=Value(name=f"behind {a}", **word), source=a + shift, target=b + shift)
-        for shift in range(0, plan.width * count, count)
-        for a, b in behind
-    ]
-    in_a_row = replace(stages, crossings=(*stages.crossings, *added))
+    in_a_row = sequential(plan.replicated(plan.stage_graph(model.graph)))
     costs = PlanCosts(model.graph, model.profiles, cluster).stages(plan)
     program = lower(plan.as_schedule, in_a_row, policy=plan.memory)
     return simulate(program, in_a_row, costs, cluster).step_s

@@ -139,6 +139,8 @@ def test_towers_side_by_side_are_as_deep_as_one_tower_and_say_what_that_gains():
     assert figures["branches.step_s"] == plan.predicted_step_s
     assert plan.predicted_step_s <= figures["no_branches.step_s"] * (1 + 1e-6)
     assert figures["branches.peak_bytes"] < figures["no_branches.peak_bytes"]
+    # Six stages in a row with two or more micro-batches in flight fill and drain for longer than three.
+    assert figures["no_branches.sequential_step_s"] > 1.05 * figures["branches.step_s"]
 
 
 def with_slow(request: Request, ranks: tuple[int, ...], *, memory: float = 1.0) -> Request:

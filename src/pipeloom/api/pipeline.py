@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..ir.cluster import Cluster
+from ..ir.errors import ConfigError
 from ..ir.plan import Plan
 from ..ir.timeline import Timeline
 from ..runtime import (
@@ -252,20 +253,23 @@ class Pipeline(PipelineParts):
         self._drain()
         return self.record.timeline(self.program.pairs, self.plan.steady)
 
-    def save(self, directory: Path, *, extra: Mapping[str, Any] | None = None, keep: int = 2) -> Path:
+    def save(self, directory: Path | str, *, extra: Mapping[str, Any] | None = None, keep: int = 2) -> Path:
         """Write a checkpoint that any plan of this model can load. Every rank calls it.
 
         directory: of this run's checkpoints, each in a folder of its own; the same on every rank.
         extra: JSON-able values to get back from `load`, such as the position in the data.
         keep: newest checkpoints kept, at least 1; older ones are removed.
         Returns: the path of the new one.
-        Raises: CheckpointError on all ranks if any of them cannot write its part; PeerError if one failed.
+        Raises: CheckpointError on all ranks if any of them cannot write its part; PeerError if one failed;
+            ConfigError if none is to be kept.
         """
+        if keep < 1:
+            raise ConfigError(f"of the checkpoints {keep} are to be kept", hint="keep 1 or more")
         self._drain()
         with self.calls.call("saving a checkpoint"):
-            return self.checkpoint.save(directory, step=self.steps_done, extra=extra or {}, keep=keep)
+            return self.checkpoint.save(Path(directory), step=self.steps_done, extra=extra or {}, keep=keep)
 
-    def load(self, directory: Path) -> dict[str, Any]:
+    def load(self, directory: Path | str) -> dict[str, Any]:
         """Continue from the newest checkpoint in `directory`; returns what `save` got as `extra`. Every rank
         calls it. Steps go on to count from there.
 
@@ -273,7 +277,7 @@ class Pipeline(PipelineParts):
         """
         self._drain()
         with self.calls.call("loading a checkpoint", heals=True):
-            self.steps_done, extra = self.checkpoint.load(directory)
+            self.steps_done, extra = self.checkpoint.load(Path(directory))
             self.ledger.set("optimizer", self.weights.sizes["optimizer"])
             return extra
 

@@ -26,7 +26,7 @@ def profile(captured: Captured, *, device: str = "cpu", compiled: bool = False) 
     compiled: the costs are those that ops have in stages that torch.compile made. How these compare with
         eager ones is compiled and measured once a day, see `compiled_profile`.
     Returns: of every op seconds, forward and backward apart, and bytes.
-    Raises: AssertionError or RuntimeError, of PyTorch, if it has no such device.
+    Raises: ConfigError if this machine has no such device.
 
     >>> import pipeloom, torch
     >>> job = pipeloom.Job(
@@ -43,6 +43,9 @@ def profile(captured: Captured, *, device: str = "cpu", compiled: bool = False) 
 
 
 def _eager_profile(captured: Captured, device: str = "cpu") -> Profile:
+    from .ranks import usable_device  # only now: it imports torch
+
+    usable_device(device)
     if captured.graph.fallback:
         from ..profiler import measure_modules
 

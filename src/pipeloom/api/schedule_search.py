@@ -36,6 +36,8 @@ from .search_stages import StagesToSchedule, read_stages, stages_of, stages_of_p
 
 __all__ = ["FoundSchedule", "SearchOptions", "SearchProgress", "prove_search", "search_schedule"]
 
+SHORTEST = ("step", "span")
+
 
 @dataclass(frozen=True, kw_only=True)
 class FoundSchedule:
@@ -139,8 +141,8 @@ def search_schedule(
     shortest: "step"; or "span", the longest time from a rank's first action to its last.
     options: effort, time limit, seed, engines.  report: called now and then with what is known so far.
     Returns: the schedule, checked and simulated, with a bound below which no order can be.
-    Raises: ConfigError for wrong stages; ScheduleError for no stage or no micro-batch; PlanError if no order
-    keeps to the limits.
+    Raises: ConfigError for wrong stages or another `shortest`; ScheduleError for no stage or no
+        micro-batch; PlanError if no order keeps to the limits.
     Source: the idea is FlexPipe's (arXiv 2510.05112), of which only the abstract was available; each engine
     in `schedules/search/engines` names its own.
 
@@ -149,6 +151,8 @@ def search_schedule(
     >>> found.step_s, found.gap, found.result.progress.bound.name
     (40.0, 0.0, 'busiest rank')
     """
+    if shortest not in SHORTEST:
+        raise ConfigError(f"shortest={shortest!r} is no length of a step", hint='use "step" or "span"')
     asked = _asked(stages, ranks)
     declared = () if operations is None else _declared_in(operations)
     caps = asked.caps(memory)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ..ir.plan import Plan
 
 
-STEPS_OF_BRANCHES = ("branches.step_s", "no_branches.step_s")
+STEPS_OF_BRANCHES = ("branches.step_s", "no_branches.step_s", "no_branches.sequential_step_s")
 """Notes of a plan that are seconds of a step."""
 
 

@@ -223,12 +223,12 @@ class Plan:
         stage_of = {op: index for index, stage in enumerate(self.stages) for op in stage.ops}
         return cut(graph, stage_of)
 
-    def save(self, path: Path) -> None:
+    def save(self, path: Path | str) -> None:
         """Write the plan to `path` as JSON, whole or not at all; `load_plan` reads it.
 
         Raises: ConfigError if the disk refuses.
         """
-        json_codec.save(self, path)
+        json_codec.save(self, Path(path))
 
 
 def _impossible(plan: Plan) -> str | None:
@@ -249,7 +249,7 @@ def _impossible(plan: Plan) -> str | None:
     return None
 
 
-def load_plan(path: Path) -> Plan:
+def load_plan(path: Path | str) -> Plan:
     """Read a plan, which somebody may have edited.
 
     path: of the JSON file that `Plan.save` or `pipeloom plan -o` wrote.
@@ -267,7 +267,7 @@ def load_plan(path: Path) -> Plan:
     ...     load_plan(file) == plan
     True
     """
-    plan = json_codec.load(path, Plan, strict=True)
+    plan = json_codec.load(Path(path), Plan, strict=True)
     if wrong := _impossible(plan):
         raise ConfigError(f"{path}: {wrong}", hint="times, sizes and counts are 0 or more")
     if plan.schema != SCHEMA:

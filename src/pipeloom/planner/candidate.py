@@ -15,7 +15,7 @@ from ..ir.flow import flow_of
 from ..ir.memory_policy import MemoryPolicy, Treatment
 from ..ir.plan import Plan, StagePlan
 from ..ir.schedule import Schedule
-from ..ir.stages import chain
+from ..ir.stages import chain, sequential
 from ..ir.steady import SteadyStep
 from ..ir.timeline import Timeline
 from ..lowering import lower
@@ -45,13 +45,15 @@ class _StageChoice(NamedTuple):
 class _SimulatedStages(NamedTuple):
     """Stages with treatments, and their simulated step.
 
-    estimates: bytes of each stage as the search took it.  over: by how many each rank passes its cap, in that
-    step or as its stage alone says, which does not depend on when messages are taken.
+    costs: of each stage, replicas included.  estimates: bytes of each stage as the search took it.
+    over: by how many each rank passes its cap, in that step or as its stage alone says, which does not depend
+    on when messages are taken.
     """
 
     policy: MemoryPolicy
     parts: tuple[StagePlan, ...]
     timeline: Timeline
+    costs: tuple[StageCost, ...]
     estimates: Sequence[float]
     over: Sequence[int]
 
@@ -101,7 +103,7 @@ class Candidate:
             inside = [self._choose_ahead(s, evaluation, may=False) for s, evaluation in enumerate(found)]
             tries.append(self._simulate(inside))
         chosen = min(tries, key=lambda simulated: simulated.key)
-        self.policy, self.parts, self.timeline, self._estimates, self.over = chosen
+        self.policy, self.parts, self.timeline, self._stage_costs, self._estimates, self.over = chosen
         self.host_shortage = host_shortage(host_needs(self.timeline), request.cluster)
 
     def _order(self) -> Schedule | SteadyStep:
@@ -219,7 +221,17 @@ class Candidate:
         if self.layout.in_line and not self.request.copies:
             alone = zip(over, parts, caps, strict=True)
             over = [max(extra, part.memory.total - cap) for extra, part, cap in alone]
-        return _SimulatedStages(policy, parts, timeline, [s.evaluation.peak_bytes for s in stages], over)
+        estimates = [stage.evaluation.peak_bytes for stage in stages]
+        return _SimulatedStages(policy, parts, timeline, costs, estimates, over)
+
+    def sequential_step_s(self) -> float:
+        """Seconds of the step as a sequential pipeline, in which values are handed on from stage to stage: a
+        stage also waits for the one in front of it, and for the gradient of the one behind it, of which it
+        reads nothing (GraphPipe, section 2)."""
+        stages = sequential(self.stages)
+        clips, cluster = self.request.options.clips, self.request.cluster
+        program = lower(self.schedule, stages, policy=self.policy, updates=self.updates, clips=clips)
+        return simulate(program, stages, self._stage_costs, cluster).step_s
 
     @cached_property
     def depth(self) -> int:

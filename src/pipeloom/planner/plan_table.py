@@ -99,7 +99,8 @@ def layers_in(part: StagePlan, graph: OpGraph, layer_of: Mapping[str, str]) -> s
 
 def branch_figures(plan: Plan) -> dict[str, dict[str, float]]:
     """What a plan takes whose stages run side by side, and what the best one would whose stages are a chain:
-    seconds of the step, bytes of the rank that holds most, stages on the longest path. Empty for a chain."""
+    seconds of the step, bytes of the rank that holds most, stages on the longest path; of the chain also
+    seconds as a sequential pipeline, whose stages wait for each other. Empty for a chain."""
     figures: dict[str, dict[str, float]] = {}
     for key, text in plan.notes.items():
         what, _, figure = key.partition(".")
@@ -112,10 +113,15 @@ def _gain_of_branches(plan: Plan) -> list[str]:
     if not (figures := branch_figures(plan)):
         return []
     dag, row = figures["branches"], figures["no_branches"]
+    handed_on = ""
+    if sequential_s := row.get("sequential_step_s"):
+        waiting = "as a sequential pipeline, whose stages wait for the one in front,"
+        handed_on = f", and {waiting} {sequential_s * 1e3:.4g} ms"
     return [
         f"stages side by side: {dag['depth']:.0f} deep, a step of {dag['step_s'] * 1e3:.4g} ms, at most "
         f"{format_bytes(int(dag['peak_bytes']))} on a rank; one after another (--no-branches) "
         f"{row['depth']:.0f} deep, {row['step_s'] * 1e3:.4g} ms, {format_bytes(int(row['peak_bytes']))}"
+        f"{handed_on}"
     ]
 
 

@@ -110,13 +110,14 @@ def faster_of(dag: Candidate | None, row: Candidate | None) -> Candidate | None:
     """The faster of the best candidate and the best one whose stages run one after another.
 
     Its notes say what both take, for whoever wants to see what branches gain: seconds, bytes of the rank that
-    holds most, and stages on the longest path.
+    holds most, and stages on the longest path; and seconds of the latter as a sequential pipeline.
     """
     if dag is None or row is None:
         return dag or row
     best = dag if dag.timeline.step_s <= row.timeline.step_s * (1 + ALIKE) else row
     if best.depth < len(best.parts):
-        best.notes = {**_figures("branches", best), **_figures("no_branches", row)}
+        sequential = {"no_branches.sequential_step_s": repr(row.sequential_step_s())}
+        best.notes = {**_figures("branches", best), **_figures("no_branches", row), **sequential}
     return best
 
 

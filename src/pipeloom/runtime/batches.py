@@ -26,6 +26,10 @@ def split_batch(batch: Mapping[str, Tensor], parts: int) -> list[dict[str, Tenso
 
     Raises: BatchError if there are fewer rows than parts.
     """
+    if not batch:
+        raise BatchError(
+            "the batch has no tensors", hint="give the tensors that Job.batch makes, by their names"
+        )
     rows = {name: len(t) if t.ndim else 0 for name, t in batch.items()}
     if len(set(rows.values())) != 1:
         counts = ", ".join(f"{n} {c}" for n, c in rows.items())

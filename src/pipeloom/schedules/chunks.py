@@ -18,6 +18,8 @@ def with_chunks(name: str, chunks: int | None) -> str:
     """
     if chunks is None:
         return name
+    if chunks < 1:
+        raise ScheduleError(f"{name} is to have {chunks} stages per rank", hint="ask for 1 or more")
     place = entry(name).place
     named = named_chunks(name, place)
     if named not in (0, chunks):
