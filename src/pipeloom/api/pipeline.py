@@ -73,7 +73,7 @@ class Pipeline(PipelineParts):
     def __init__(
         self,
         job: Job,
-        plan: Plan | Path,
+        plan: Plan | Path | str,
         *,
         options: Options | None = None,
         group: dist.ProcessGroup | DeviceMesh | None = None,
