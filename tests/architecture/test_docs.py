@@ -14,6 +14,7 @@ PACKAGE = ROOT / "src" / "pipeloom"
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
+    ROOT / "SECURITY.md",
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "docs" / "planners").glob("*.md")),
 ]
@@ -21,7 +22,7 @@ PAGES = [
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(#[^)\s]*)?\)")
 FILE = re.compile(r"`([\w.-]+(?:/[\w.-]+)*/(?:[\w-]+\.(?:py|md|toml))?)`")
 PLACED = re.compile(r"`([A-Za-z_][\w.]*)`\s+(?:\(|in |of )`([\w/]+/\w+\.py)`")
-WRITTEN_BY_RUNS = {"runs/", "build/docs/"}
+WRITTEN_BY_RUNS = {"runs/", "checkpoint/", "step-00000300/", "build/docs/"}
 
 
 def anchors(page: Path) -> set[str]:

@@ -50,6 +50,16 @@ def test_planted_paths_are_found() -> None:
     assert machine_paths(text) == ["/home/me", "/scratch/x"]
 
 
+def test_a_wheel_has_all_files_of_the_package() -> None:
+    """Templates and devices were only where the source lies: an installed pipeloom lacked them."""
+    package = ROOT / "src" / "pipeloom"
+    tools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
+    patterns = tools["setuptools"]["package-data"]["pipeloom"]
+    packed = {file for pattern in patterns for file in package.glob(pattern)}
+    files = {file for file in package.rglob("*") if file.is_file() and "__pycache__" not in file.parts}
+    assert not {str(file.relative_to(package)) for file in files - packed if file.suffix != ".py"}
+
+
 def test_constraints_pin_every_dependency_exactly() -> None:
     lines = [x for x in (ROOT / "constraints.txt").read_text().splitlines() if not x.startswith("#")]
     loose = [line for line in lines if not re.fullmatch(r"[A-Za-z0-9._-]+==[0-9][0-9A-Za-z.]*", line)]

@@ -54,3 +54,14 @@ def test_what_may_be_left_out_is(tmp_path: Path) -> None:
     plan |= {"schedule": "gpipe", "schedule_rows": ["0F0 0B0"], "notes": {"my": "own"}}
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     assert load_plan(tmp_path / "plan.json").notes == {"my": "own"}
+
+
+def test_text_that_is_not_utf_8_is_refused(tmp_path: Path) -> None:
+    """Inside a string the JSON reader's error was none of ours."""
+    PLAN.save(tmp_path / "plan.json")
+    content = (tmp_path / "plan.json").read_bytes()
+    name = json.dumps(PLAN.planner).encode()
+    assert name in content
+    (tmp_path / "plan.json").write_bytes(content.replace(name, b'"\xff"'))
+    with pytest.raises(ConfigError, match="plan.json is not text in UTF-8, from its byte .* on"):
+        load_plan(tmp_path / "plan.json")

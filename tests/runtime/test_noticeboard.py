@@ -66,9 +66,10 @@ def test_a_rank_that_falls_silent_has_failed(boards: list[StoreBoard]) -> None:
     boards[1].start(RankStatus, print)
     boards[1].stop()  # it no longer posts, and has not said that it finished
     boards[0].start(RankStatus, print)
-    failure = boards[2].wait_for_failure(300)
+    failure = boards[2].wait_for_failure(15)
     assert failure is not None and failure.rank == 1
     assert failure.summary.startswith("no sign of life for 0.5 s")
+    assert [line.split()[0] for line in failure.table.splitlines()] == ["rank", "0", "1", "2"]
 
 
 def test_a_rank_that_finished_may_fall_silent(boards: list[StoreBoard]) -> None:
@@ -117,6 +118,23 @@ class FrozenStore:
     def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
         self._answer()
         return self._values.setdefault(key, desired_value).encode()
+
+
+def test_a_store_that_freezes_is_known_within_the_limit() -> None:
+    """The side thread waited for it for ever, and whoever asked the board waited for the side thread."""
+    store = FrozenStore()
+    board = StoreBoard(store, 1, 2, interval_s=0.02, lost_s=0.3, server=0)
+    known = threading.Event()
+    board.start(RankStatus, lambda _: known.set())
+    store.frozen.set()
+    try:
+        assert known.wait(15), "nobody was told"
+        assert board.failure is not None and board.failure.rank == 0
+        assert "has not answered for 0.3 s" in board.failure.summary
+        assert len(board.statuses()) == 2
+    finally:
+        store.thawed.set()
+        board.stop()
 
 
 @pytest.mark.slow

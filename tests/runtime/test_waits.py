@@ -1,5 +1,7 @@
 """The table of who waits for whom."""
 
+from dataclasses import replace
+
 from pipeloom.runtime.failure import RankStatus, who_waits
 
 
@@ -27,6 +29,13 @@ def test_a_circle_is_named() -> None:
 def test_a_chain_of_waits_is_no_circle() -> None:
     states = [waiting("a", "x", 1), waiting("b", "y", 2), RankStatus(doing="c")]
     assert "each other" not in who_waits(states)
+
+
+def test_a_silent_rank_is_in_no_circle() -> None:
+    """Behind a link that was cut: what it waits for now is not known, and it is the cause."""
+    silent = replace(waiting("b", "y", 0), silent_s=15.0)
+    table = who_waits([waiting("a", "x", 1), silent])
+    assert "each other" not in table and table.endswith("(silent for 15 s)")
 
 
 def test_waiting_for_all_ranks_is_no_circle() -> None:

@@ -93,6 +93,15 @@ def test_an_old_checkpoint_is_read_without_running_its_pickle(
     assert not ran.exists()
 
 
+@pytest.mark.parametrize("damage", ["cut short", "another pickle", "zeros"])
+def test_a_damaged_pickle_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str) -> None:
+    path = save_pickled(tmp_path / "old", a_state(), monkeypatch)
+    whole = (path / ".metadata").read_bytes()
+    contents = {"cut short": whole[:-20], "another pickle": pickle.dumps([1]), "zeros": bytes(len(whole))}
+    put(path, ".metadata", contents[damage])
+    refused(path, r"is corrupt: \.metadata: ")
+
+
 def test_a_pickle_beside_a_checkpoint_is_left_alone(tmp_path: Path, ran: Path) -> None:
     path = save(tmp_path, a_state())
     for listed in (False, True):

@@ -29,7 +29,6 @@ def rank(folder: Path) -> None:
     dist.barrier(group)
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_nobody_else_can_reach_the_ranks_of_one_machine(tmp_path: Path) -> None:
     assert launch(rank, 2, args=(tmp_path,)) == 0

@@ -64,7 +64,6 @@ def test_the_report_of_fewer_steps_is_none(start: Callable, tmp_path: Path) -> N
     assert json.loads((tmp_path / "a" / "summary.json").read_text())["steps"] == 4
 
 
-@pytest.mark.slow
 def test_it_is_said(start: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     start()
     started: list[object] = []

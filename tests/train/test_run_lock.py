@@ -98,7 +98,6 @@ def signals() -> Iterator[None]:
         signal.signal(number, handler)
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.usefixtures("signals")
 @pytest.mark.parametrize("ends_by", [KeyboardInterrupt, SystemExit])
 def test_however_it_is_ended_it_says_how_far_it_is(
