@@ -181,7 +181,8 @@ def judge(report: Path, status: int, last: str) -> tuple[str, str]:
     if status == 0:
         return PASSES, last
     cases = list(ElementTree.parse(report).iter("testcase")) if status == 1 else []
-    failures = [failure.get("message", "") for case in cases if (failure := case.find("failure")) is not None]
+    found = [failure for case in cases if (failure := case.find("failure")) is not None]
+    failures = [failure.get("message", "").replace(tempfile.gettempdir(), "...") for failure in found]
     if not failures or any(case.find("error") is not None for case in cases):
         return MISTAKEN, last
     first = failures[0].strip().splitlines()[0]
