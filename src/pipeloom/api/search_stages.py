@@ -65,6 +65,7 @@ class StagesToSchedule:
             edge_s=self.edge_s,
             caps=caps,
             operations=operations,
+            unit=self.unit,
         )
 
 

@@ -140,8 +140,17 @@ def test_an_interrupt_keeps_what_the_library_gave() -> None:
 
 
 def test_too_little_memory_is_refused() -> None:
-    with pytest.raises(PlanError, match="rank 0 holds 2 for one micro-batch, its limit is 1"):
-        search_orders(problem("K", 4, 4, 1.0))
+    asked = problem("K", 4, 4, 1.0)
+    with pytest.raises(PlanError, match="rank 0 holds 2 B for one micro-batch, its limit is 1 B"):
+        search_orders(asked)
+    with pytest.raises(PlanError, match="rank 0 holds 2 for one micro-batch, its limit is 1\n"):
+        search_orders(enlarged(asked, 2**20))
+
+
+def enlarged(asked: SearchProblem, unit: int) -> SearchProblem:
+    """The same with sizes that were given in another unit than bytes."""
+    stages = tuple(replace(stage, residual_bytes=unit * stage.residual_bytes) for stage in asked.stages)
+    return replace(asked, stages=stages, caps=tuple(unit * cap for cap in asked.caps), unit=unit)
 
 
 def test_a_rank_without_a_stage_is_refused() -> None:

@@ -20,6 +20,7 @@ from ...ir.errors import ScheduleError
 from ...ir.flow import dag
 from ...ir.operation import ANCHORS, Operation
 from ...ir.stages import StageGraph
+from ...ir.units import format_bytes
 from ..language import Shape
 from ..placements import spread
 from .arrays import Units
@@ -75,6 +76,7 @@ class SearchProblem:
     caps: most bytes of residuals per rank; infinite without a limit.
     operations: kinds of actions that a user declared, placed like W: anywhere behind their anchor.
     shortest: "step"; or "span", the longest time from a rank's first action to its last.
+    unit: bytes that the number 1 stands for where sizes were given as plain numbers; 1 where they are bytes.
     Raises: ScheduleError if a stage or rank is missing.
     """
 
@@ -85,6 +87,7 @@ class SearchProblem:
     caps: tuple[float, ...] = ()
     operations: tuple[Operation, ...] = ()
     shortest: str = "step"
+    unit: int = 1
 
     def __post_init__(self) -> None:
         if not self.stages or self.microbatches < 1:
@@ -104,6 +107,10 @@ class SearchProblem:
     @cached_property
     def ranks(self) -> int:
         return 1 + max((rank for stage in self.stages for rank in stage.ranks), default=0)
+
+    def size(self, size: float) -> str:
+        """Bytes as whoever asked gave them: as a plain number, or with a unit."""
+        return format_bytes(int(size)) if self.unit == 1 else f"{size / self.unit:g}"
 
     @cached_property
     def limits(self) -> tuple[float, ...]:
