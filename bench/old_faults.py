@@ -5,10 +5,10 @@
 `bench/old_faults.toml` names, for each fault, its tests and the smallest edits of the source that bring it
 back. They are made in a copy of the repository in a temporary directory, so nothing here changes. All tests
 pass there first; then, fault by fault, the edits are made, the tests of this fault run, and the edits are
-undone. A test counts as failing if it fails itself, not if it cannot be collected, imported or set up; one
-that does not end within 120 s has failed by hanging. Prints a table and writes bench/results/old_faults.json,
-unless `--only` chooses some numbers. The status is 1 if any test passes with its fault, or if an edit no
-longer fits the source. 9 minutes of one core.
+undone. A test counts as failing if it fails itself, not if it cannot be collected, imported or set up, or
+does not end within 120 s. Prints a table and writes bench/results/old_faults.json, unless `--only` chooses
+some numbers. The status is 1 if any test passes with its fault, or if an edit no longer fits the source. 9
+minutes of one core.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ MISTAKES = re.compile(r"\b(Import|ModuleNotFound|Syntax|Indentation|Name|Unbound
 """What a wrong edit gives, and no fault."""
 
 FAILS, PASSES, MISTAKEN = "fails without the fix", "PASSES without the fix", "MISTAKE in the table"
+HANGS = "NO END without the fix"
+"""It may be the fault, or a machine that has much else to do: no row may need it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,13 +59,13 @@ class Edit:
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """numbers: those of the list of faults.  tests: ids.  slow: whether they are too slow for `make test`."""
+    """numbers: under which faults that were found together go; several where one of them is behind them all.
+    tests: ids of pytest."""
 
     numbers: tuple[int, ...]
     what: str
     tests: tuple[str, ...]
     edits: tuple[Edit, ...]
-    slow: bool = False
 
     @property
     def label(self) -> str:
@@ -87,10 +89,11 @@ def read_table(only: Sequence[int]) -> list[Fault]:
             what=row["what"],
             tests=tuple(row["tests"]),
             edits=tuple(Edit(**edit) for edit in row["edit"]),
-            slow=row.get("slow", False),
         )
         for row in rows
     ]
+    if unknown := set(only) - {number for fault in faults for number in fault.numbers}:
+        raise SystemExit(f"{TABLE.name} has no fault of number {min(unknown)}")
     return [fault for fault in faults if not only or set(only) & set(fault.numbers)]
 
 
@@ -158,9 +161,11 @@ def run_tests(copy: Path, tests: Sequence[str], limit_s: float) -> tuple[int | N
     try:
         said, _ = process.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
         return None, f"no end within {limit_s:g} s"
+    finally:  # also after Ctrl-C, of which a process of another session is not told
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
     return process.returncode, next((line for line in reversed(said.splitlines()) if line), "")
 
 
@@ -172,7 +177,7 @@ def bring_back(copy: Path, fault: Fault) -> Outcome:
             status, last = run_tests(copy, fault.tests, LIMIT_S)
     except (ValueError, OSError) as error:
         return Outcome(verdict=MISTAKEN, says=str(error))
-    verdict, says = (FAILS, f"hangs: {last}") if status is None else judge(copy / "report.xml", status, last)
+    verdict, says = (HANGS, last) if status is None else judge(copy / "report.xml", status, last)
     return Outcome(verdict=verdict, says=says, took_s=round(time.monotonic() - start, 1))
 
 
@@ -180,6 +185,8 @@ def judge(report: Path, status: int, last: str) -> tuple[str, str]:
     """A verdict on tests that ended, and the first words of what they said."""
     if status == 0:
         return PASSES, last
+    if status < 0:
+        return FAILS, f"a fault ended Python with signal {-status}"
     cases = list(ElementTree.parse(report).iter("testcase")) if status == 1 else []
     found = [failure for case in cases if (failure := case.find("failure")) is not None]
     failures = [failure.get("message", "").replace(tempfile.gettempdir(), "...") for failure in found]
@@ -203,10 +210,9 @@ def require_passing(copy: Path, faults: Sequence[Fault]) -> None:
 
 
 def print_row(fault: Fault, outcome: Outcome) -> None:
-    slow = " (slow)" if fault.slow else ""
     print(f"{fault.label:<11} {outcome.verdict:<22} {outcome.took_s:5.1f} s  {fault.what}")
     for test in fault.tests:
-        print(f"{'':<11} {test}{slow}")
+        print(f"{'':<11} {test}")
     print(f"{'':<11} {outcome.says[:150]}", flush=True)
 
 
@@ -215,7 +221,6 @@ def as_row(fault: Fault, outcome: Outcome) -> dict[str, object]:
         "numbers": fault.numbers,
         "fault": fault.what,
         "tests": fault.tests,
-        "slow": fault.slow,
         "verdict": outcome.verdict,
         "says": outcome.says[:300],
         "took_s": outcome.took_s,

@@ -1,7 +1,9 @@
+from .api.captures import capture as capture
 from .api.options import Options as Options
-from .api.passes import capture as capture, plan as plan, profile as profile, simulate as simulate
+from .api.passes import plan as plan, profile as profile
 from .api.pipeline import Pipeline as Pipeline
 from .api.schedule_search import search_schedule as search_schedule
+from .api.simulation import simulate as simulate
 from .api.verify import verify as verify
 from .ir.cluster import Cluster as Cluster, Device as Device, Link as Link
 from .ir.errors import PipeloomError as PipeloomError

@@ -6,7 +6,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeloom import Job, Options, Pipeline, PipeloomError, capture, load_plan, plan, profile, search_schedule
+from pipeloom import (
+    Job,
+    Options,
+    Pipeline,
+    PipeloomError,
+    Plan,
+    capture,
+    load_plan,
+    plan,
+    profile,
+    search_schedule,
+)
 from pipeloom.ir.errors import BatchError, CaptureError, ConfigError, ScheduleError
 
 ROWS = 4
@@ -24,7 +35,7 @@ def small_job() -> Job:
 def test_paths_may_be_text(tmp_path: Path) -> None:
     """They gave AttributeError: 'str' object has no attribute ..."""
     job, path, kept = small_job(), f"{tmp_path}/plan.json", f"{tmp_path}/checkpoints"
-    made = plan(job, stages=1, microbatches=2, microbatch_size=ROWS, cluster="1 x cpu")
+    made = plan_of(job)
     made.save(path)
     assert load_plan(path) == made
     with Pipeline(job, path) as pipeline:
@@ -33,26 +44,23 @@ def test_paths_may_be_text(tmp_path: Path) -> None:
         assert pipeline.load(kept) == {"at": 1}
 
 
-def step_of_nothing() -> None:
-    job = small_job()
-    with Pipeline(
-        job, plan(job, stages=1, microbatches=2, microbatch_size=ROWS, cluster="1 x cpu")
-    ) as pipeline:
+def plan_of(job: Job) -> Plan:
+    return plan(job, stages=1, microbatches=2, microbatch_size=ROWS, cluster="1 x cpu")
+
+
+def pipeline_of(job: Job, device: str = "cpu") -> Pipeline:
+    return Pipeline(job, plan_of(job), options=Options(device=device))
+
+
+def test_no_checkpoint_to_keep(tmp_path: Path) -> None:
+    with pipeline_of(small_job()) as pipeline, pytest.raises(ConfigError, match="keep=0 keeps no checkpoint"):
+        pipeline.save(tmp_path, keep=0)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_batch_without_tensors() -> None:
+    with pipeline_of(small_job()) as pipeline, pytest.raises(BatchError, match="the batch has no tensors"):
         pipeline.step({})
-
-
-def keep_no_checkpoint() -> None:
-    job = small_job()
-    with Pipeline(
-        job, plan(job, stages=1, microbatches=2, microbatch_size=ROWS, cluster="1 x cpu")
-    ) as pipeline:
-        pipeline.save("nowhere", keep=0)
-
-
-def train_on(device: str) -> None:
-    job = small_job()
-    made = plan(job, stages=1, microbatches=2, microbatch_size=ROWS, cluster="1 x cpu")
-    Pipeline(job, made, options=Options(device=device))
 
 
 STAGES = {"stage": [{"F": 1, "B": 2, "ranks": rank} for rank in range(2)]}
@@ -62,15 +70,14 @@ HOW = {"stages": 2, "microbatch_size": ROWS, "cluster": "2 x cpu", "schedule": "
 @pytest.mark.parametrize(
     ("slip", "error", "said"),
     [
-        (step_of_nothing, BatchError, "the batch has no tensors"),
-        (keep_no_checkpoint, ConfigError, "0 are to be kept"),
-        (lambda: capture(small_job(), 0), CaptureError, "0 rows"),
-        (lambda: plan(small_job(), chunks=0, **HOW), ScheduleError, "0 stages per rank"),
+        (lambda: capture(small_job(), 0), CaptureError, "microbatch_size is 0"),
+        (lambda: plan(small_job(), chunks=0, **HOW), ScheduleError, "chunks is 0"),
         (lambda: search_schedule(STAGES, 4, shortest="day"), ConfigError, "shortest='day'"),
         (lambda: profile(capture(small_job(), 2), device="tpu"), ConfigError, "'tpu' is no device"),
+        (lambda: profile(capture(small_job(), 2), device=None), ConfigError, "None is no device"),
         (lambda: profile(capture(small_job(), 2), device="cuda:99"), ConfigError, "'cuda:99' was asked for"),
-        (lambda: train_on("xpu"), ConfigError, "'xpu' is no device"),
-        (lambda: train_on("cuda:99"), ConfigError, "'cuda:99' was asked for"),
+        (lambda: pipeline_of(small_job(), "xpu"), ConfigError, "'xpu' is no device"),
+        (lambda: pipeline_of(small_job(), "cuda:99"), ConfigError, "'cuda:99' was asked for"),
     ],
 )
 def test_slips_are_named(slip: Callable[[], object], error: type[PipeloomError], said: str) -> None:

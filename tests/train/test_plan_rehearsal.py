@@ -125,7 +125,8 @@ def test_gains_are_told_of_the_rehearsed_step(folder: Path, monkeypatch: pytest.
 
 
 def test_what_branches_gain_is_told_of_the_rehearsed_step() -> None:
-    notes = {"branches.step_s": "0.2", "branches.depth": "3", "no_branches.step_s": "0.3", "planner": "x"}
+    steps = {"branches.step_s": "0.2", "no_branches.step_s": "0.3", "no_branches.sequential_step_s": "0.4"}
+    notes = {**steps, "branches.depth": "3", "planner": "x"}
     simulated = plan_job(zoo.job("skips"), stages=1, microbatches=2, microbatch_size=2, cluster="1 x cpu")
     step = PlannedStep(profiled_s=0.2, rehearsed_s=0.5)
     told = step.told(replace(simulated, notes=notes))
@@ -133,6 +134,7 @@ def test_what_branches_gain_is_told_of_the_rehearsed_step() -> None:
     assert {key: float(told.notes[key]) for key in notes if "step_s" in key} == {
         "branches.step_s": pytest.approx(0.5),
         "no_branches.step_s": pytest.approx(0.75),
+        "no_branches.sequential_step_s": pytest.approx(1.0),
     }
     assert (told.notes["branches.depth"], told.notes["planner"]) == ("3", "x")
 

@@ -1,5 +1,6 @@
 from .advice import plan_with_advice as plan_with_advice
 from .best_batch import best_plan as best_plan
+from .captures import capture as capture
 from .checkpoints import checkpoint_step as checkpoint_step, export_safetensors as export_safetensors
 from .clusters import (
     BuiltIn as BuiltIn,
@@ -34,7 +35,6 @@ from .microbatch_times import MicrobatchTimes as MicrobatchTimes
 from .options import Options as Options
 from .passes import (
     Job as Job,
-    capture as capture,
     captured_model as captured_model,
     estimate as estimate,
     load_job as load_job,
@@ -44,7 +44,6 @@ from .passes import (
     plan_largest as plan_largest,
     plan_size as plan_size,
     profile as profile,
-    simulate as simulate,
 )
 from .pipeline import Pipeline as Pipeline
 from .plan_request import (
@@ -129,6 +128,7 @@ from .shape_search import (
     sampled_models as sampled_models,
     shape_request as shape_request,
 )
+from .simulation import simulate as simulate
 from .started_ranks import StartedRanks as StartedRanks, build_once as build_once
 from .steady_run import SteadyRun as SteadyRun
 from .step_reports import StepReport as StepReport

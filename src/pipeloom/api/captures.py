@@ -1,4 +1,4 @@
-"""Capturing a job's model, for who needs no torch before that."""
+"""`capture`, without importing torch until it is called."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ ENOUGH_S = 1.0
 """A forecast is made from at least as many walks as fit into this time, ..."""
 
 LEAST_WALKS, MOST_WALKS = 3, 101
-"""... within these limits. One more before them warms up."""
+"""... within these limits, which are odd. One more before them warms up."""
 
 LONG_S, FEW_MICROBATCHES = 1.0, 3
 """Where a walk takes longer than this, it does the actions of so many micro-batches of each stage only, and
@@ -238,8 +238,8 @@ class Rehearsals:
 
 
 def number_of_walks(walk_s: float, least: int) -> int:
-    """How many walks a forecast is made of: an odd number, as the slower one would be the middle of two, and
-    the first one is slow, in memory that nothing has used yet.
+    """How many walks a forecast is made of: an odd number, or the slower one would be the middle of two. The
+    first is slow, in memory that nothing has used yet; where there is time for one only, it stays alone.
 
     walk_s: seconds of one.  least: of them, odd.
 

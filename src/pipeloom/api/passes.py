@@ -103,9 +103,9 @@ def plan(
     their functions then take: layers are compiled to measure them, which takes a minute or so once a day.
 
     Raises: CaptureError and CutError as `capture`; ConfigError for a cluster, size or batch that cannot be;
-    ScheduleError for a schedule that there is not, or that cannot be built so; PlanError, also for a compiled
-    plan with costs by roofline or with a profile of eager ops; InfeasibleError if nothing fits under the
-    caps, with what would.
+    ScheduleError for a schedule that is unknown or cannot be built for these stages; PlanError, also for a
+    compiled plan with costs by roofline or with a profile of eager ops; InfeasibleError if nothing fits under
+    the caps, with what would.
     Source: of the cut, that of the planner ("exact" is dynamic programming), see `Planner` in
     `planner/registry.py`; of times on a cluster, the roofline model, see `profiler/roofline.py`.
 

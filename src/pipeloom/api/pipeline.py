@@ -94,6 +94,9 @@ class Pipeline(PipelineParts):
         if self.rank == 0:  # the others make their weights, and wait where all foresee what a step holds
             require_equal_once(Pipeline, self.job, self.plan, self.captured, self.options)
         self._make_ready(rank_stages)
+        self.steps_done = 0
+        self.report: StepReport | None = None
+        self.rehearsals: Rehearsals | None = None
 
     def step(self, batch: Mapping[str, Tensor]) -> float:
         """Train on one batch: split it into micro-batches, run the schedule, update.
@@ -264,7 +267,7 @@ class Pipeline(PipelineParts):
             ConfigError if none is to be kept.
         """
         if keep < 1:
-            raise ConfigError(f"of the checkpoints {keep} are to be kept", hint="keep 1 or more")
+            raise ConfigError(f"keep={keep} keeps no checkpoint", hint="keep 1 or more")
         self._drain()
         with self.calls.call("saving a checkpoint"):
             return self.checkpoint.save(Path(directory), step=self.steps_done, extra=extra or {}, keep=keep)

@@ -23,7 +23,7 @@ from ..runtime import (
     open_tier,
 )
 from ..tracer import Captured, Job, capture, sample_batch
-from .forecast import Forecast, Rehearsals
+from .forecast import Forecast
 from .options import Options
 from .pipeline_checkpoint import PipelineCheckpoint
 from .rank_stages import EvaluationVariants, RankStages, TrainingVariants
@@ -31,12 +31,12 @@ from .ranks import join_ranks, rank_device
 from .runnable import refuse_torn_updates, require_runnable_plan
 from .steady_run import open_steady_run
 from .step_batches import StepBatches
-from .step_reports import StepRecord, StepReport
+from .step_reports import StepRecord
 
 
 class PipelineParts:
-    """The parts of one rank, made in three steps: it joins the others, cuts its model, and is made ready.
-    What `Pipeline` does with them is not known here."""
+    """Makes what `Pipeline` works with, in three steps: a rank joins the others, cuts its model, and makes
+    its weights and its worker."""
 
     def __init__(
         self,
@@ -153,9 +153,6 @@ class PipelineParts:
             watch=self.watch,
             seed=options.seed,
         )
-        self.steps_done = 0
-        self.report: StepReport | None = None
-        self.rehearsals: Rehearsals | None = None
 
     def _after_update(self) -> None:
         """In a pipeline that does not drain the learning rate follows each rank's own updates."""

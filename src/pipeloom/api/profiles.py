@@ -43,7 +43,7 @@ def profile(captured: Captured, *, device: str = "cpu", compiled: bool = False) 
 
 
 def _eager_profile(captured: Captured, device: str = "cpu") -> Profile:
-    from .ranks import usable_device  # only now: it imports torch
+    from .devices import usable_device  # only now: it imports torch
 
     usable_device(device)
     if captured.graph.fallback:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..ir.errors import ConfigError, PipeloomError, PlanError
+from ..ir.errors import PipeloomError, PlanError
 from ..ir.json_codec import to_json
 from ..ir.plan import Plan
 from ..ir.schedule import Program
@@ -27,6 +27,7 @@ from ..runtime import (
     terminate_as_exit,
     watch_ranks,
 )
+from .devices import usable_device
 from .options import Options
 
 __all__ = [
@@ -124,19 +125,4 @@ def rank_device(options: Options) -> torch.device:
     device = usable_device(options.device)
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
-    return device
-
-
-def usable_device(name: str) -> torch.device:
-    """The device named as "cpu", "cuda" or "cuda:1". Raises: ConfigError if this machine has none such."""
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        device = None
-    if device is None or device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"{name!r} is no device that pipeloom runs on", hint='use "cpu" or "cuda"')
-    count = torch.cuda.device_count() if device.type == "cuda" else 1
-    if device.type == "cuda" and (device.index or 0) >= count:
-        seen = f"{count} CUDA devices" if count else "no CUDA device"
-        raise ConfigError(f"{name!r} was asked for, PyTorch sees {seen} here", hint='use "cpu"')
     return device

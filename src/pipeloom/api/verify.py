@@ -32,8 +32,8 @@ def verify(
     seed: for `Job.batch`, which gives the rows of one step.
     Returns: the largest relative differences. None is refused: `Verification.require` does that.
     Raises: PlanError if the plan was made for another model; ScheduleError if the runtime cannot run its
-        schedule, or that does not train; else as `Pipeline` and `Pipeline.step`, such as InfeasibleError,
-        CaptureError and BatchError.
+        schedule, or the schedule does not train; else as `Pipeline` and `Pipeline.step`, such as
+        InfeasibleError, CaptureError and BatchError.
 
     >>> import pipeloom, torch
     >>> job = pipeloom.Job(

@@ -90,13 +90,14 @@ def plan(ctx: click.Context, /, *, planners: bool, closed_form: bool, as_json: b
     not_rehearsed: why, else null; compiled: with --compile, how the times of compiled functions compare with
     eager ones, else null; planner, schedule, weights, width, microbatches, microbatch_size, graph;
     limits: a list of sentences; branches: where stages run side by side, step_s, peak_bytes and depth with
-    branches and with no_branches, else null; what_if: a list of what, step_s, gain (share of the step's
-    time); and stages, of the first replica: a list of stage, rank, node, ops, first_op, last_op, layers,
-    reads (stages), depth (ranks of the longest path from it to the end), forward_s, input_grad_s,
-    weight_grad_s, recompute_s, offload_s, reload_s, turn_s, bytes by kind at the peak, of one micro-batch's
-    residuals kept_bytes, recomputed_bytes and offloaded_bytes, peak_bytes, cap_bytes, filled; and what
-    offloading them all would ask: offload_ratio (k, copying by computing), link_use (share of the time that
-    the link to the host copies), offloadable_stages (of its rank, so that all copies hide).
+    branches and with no_branches, of the latter also sequential_step_s (each stage waits for the one in
+    front), else null; what_if: a list of what, step_s, gain (share of the step's time); and stages, of the
+    first replica: a list of stage, rank, node, ops, first_op, last_op, layers, reads (stages), depth (ranks
+    of the longest path from it to the end), forward_s, input_grad_s, weight_grad_s, recompute_s, offload_s,
+    reload_s, turn_s, bytes by kind at the peak, of one micro-batch's residuals kept_bytes, recomputed_bytes
+    and offloaded_bytes, peak_bytes, cap_bytes, filled; and what offloading them all would ask:
+    offload_ratio (k, copying by computing), link_use (share of the time that the link to the host copies),
+    offloadable_stages (of its rank, so that all copies hide).
 
     With --stages auto it chooses width, depth, rows per micro-batch and recomputation. --json then has width,
     depth, microbatch_size, recompute, microbatches (per pipeline), rows_per_s, step_s, peak_bytes. With

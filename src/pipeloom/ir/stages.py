@@ -132,19 +132,35 @@ def chain(stages: int) -> StageGraph:
 
 
 def sequential(stages: StageGraph) -> StageGraph:
-    """The stages where each also waits for the one in front of it, and for a gradient of the one behind it:
-    between stages of which one reads nothing of the other, a number of four bytes is handed on.
+    """The stages as a sequential pipeline, in which values are handed on from stage to stage: each stage also
+    waits for the one in front of it, and for a gradient of the one behind it.
 
-    >>> sequential(replace(chain(3), crossings=())).successors
+    Where a stage reads nothing of the one in front, a number of four bytes is handed on instead, and back
+    where that stage or one before it has a gradient to wait for: frozen stages in front get none.
+    stages: replicas, too, but no stage on several ranks.
+
+    >>> towers = replace(chain(3), crossings=chain(3).crossings[1:])  # 0 and 1 -> 2 read apart
+    >>> sequential(towers).successors
     {0: (1,), 1: (2,), 2: ()}
+    >>> sequential(replicate(towers)).successors
+    {0: (1,), 1: (2,), 2: (), 3: (4,), 4: (5,), 5: ()}
     """
+    assert not stages.shards, "a stage on several ranks has no one stage in front of it"
     count = len(stages.stages) // stages.replicas
-    number = Value(name="", shape=(1,), dtype="float32", needs_grad=True)
-    apart = [stage for stage in range(count - 1) if not stages.gradients(stage, stage + 1)]
+    waits_for_gradient = [
+        any(stages.gradients(s, reader) for reader in stages.successors[s]) for s in range(count)
+    ]
+    handed_on = []
+    for stage in range(count - 1):
+        back = any(waits_for_gradient[: stage + 1])
+        if back and not stages.gradients(stage, stage + 1) or (stage, stage + 1) not in stages.between:
+            handed_on.append(
+                (stage, Value(name=f"after {stage}", shape=(1,), dtype="float32", needs_grad=back))
+            )
     added = [
-        Crossing(value=replace(number, name=f"after {stage}"), source=first + stage, target=first + stage + 1)
+        Crossing(value=value, source=first + stage, target=first + stage + 1)
         for first in range(0, stages.replicas * count, count)
-        for stage in apart
+        for stage, value in handed_on
     ]
     return replace(stages, crossings=(*stages.crossings, *added))
 

@@ -24,7 +24,7 @@ def signature_of(batch: Mapping[str, Tensor]) -> tuple[str, ...]:
 def split_batch(batch: Mapping[str, Tensor], parts: int) -> list[dict[str, Tensor]]:
     """Micro-batches of nearly equal size, contiguous as the stages were traced.
 
-    Raises: BatchError if there are fewer rows than parts.
+    Raises: BatchError if there are no tensors, or they differ in rows, or have fewer rows than parts.
     """
     if not batch:
         raise BatchError(

@@ -18,9 +18,9 @@ def with_chunks(name: str, chunks: int | None) -> str:
     """
     if chunks is None:
         return name
-    if chunks < 1:
-        raise ScheduleError(f"{name} is to have {chunks} stages per rank", hint="ask for 1 or more")
     place = entry(name).place
+    if chunks < 1:
+        raise ScheduleError(f"chunks is {chunks}", hint="give each rank 1 stage or more")
     named = named_chunks(name, place)
     if named not in (0, chunks):
         raise ScheduleError(

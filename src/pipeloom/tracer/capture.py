@@ -51,7 +51,7 @@ def capture(
     Raises: CaptureError if the model can be captured in neither way; CutError if Job.modules is wrong.
     """
     if batch is None and microbatch_size < 1:
-        raise CaptureError(f"micro-batches are to have {microbatch_size} rows", hint="give them 1 or more")
+        raise CaptureError(f"microbatch_size is {microbatch_size}", hint="give micro-batches 1 row or more")
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     blueprint = like.blueprint if like is not None else make_blueprint(job.model, fake)
     example = batch if batch is not None else sample_batch(job, 0, microbatch_size)

@@ -20,7 +20,7 @@ from ...ir.errors import ScheduleError
 from ...ir.flow import dag
 from ...ir.operation import ANCHORS, Operation
 from ...ir.stages import StageGraph
-from ...ir.units import format_bytes
+from ...ir.units import enough_bytes
 from ..language import Shape
 from ..placements import spread
 from .arrays import Units
@@ -108,9 +108,9 @@ class SearchProblem:
     def ranks(self) -> int:
         return 1 + max((rank for stage in self.stages for rank in stage.ranks), default=0)
 
-    def size(self, size: float) -> str:
-        """Bytes as whoever asked gave them: as a plain number, or with a unit."""
-        return format_bytes(int(size)) if self.unit == 1 else f"{size / self.unit:g}"
+    def shown_size(self, size: float) -> str:
+        """Bytes for a message: in the plain numbers that stages were given in, or with a unit."""
+        return enough_bytes(int(size)) if self.unit == 1 else f"{size / self.unit:g}"
 
     @cached_property
     def limits(self) -> tuple[float, ...]:

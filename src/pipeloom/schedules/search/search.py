@@ -326,7 +326,7 @@ def _refuse_too_little(problem: SearchProblem, first: Candidate) -> None:
     for rank, (held, cap) in enumerate(zip(first.peaks, problem.arrays.cap, strict=True)):
         if held > cap:
             raise PlanError(
-                f"rank {rank} holds {problem.size(held)} for one micro-batch, its limit is "
-                f"{problem.size(problem.limits[rank])}",
+                f"rank {rank} holds {problem.shown_size(held)} for one micro-batch, its limit is "
+                f"{problem.shown_size(problem.limits[rank])}",
                 hint="allow more memory, or give some of its stages to other ranks",
             )
