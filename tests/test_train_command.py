@@ -249,6 +249,7 @@ def test_bench(folder: Path) -> None:
         "schedule",
         "microbatches",
         "microbatch_size",
+        "compiled",
         "steps",
     }
     assert figures["tokens_per_s"] == pytest.approx(2 * 128 / figures["step_s"])

@@ -178,12 +178,12 @@ def deadlock(
         text += f"; and {len(listed) - SHOWN} more ranks"
     first = by_rank[circle[0]]
     holder, action = ready(first) if ready else (first.holder, first.needs)
+    at = by_rank[holder].at
+    advice = f"on rank {holder} move {action} in front of {at}, or reorder the others"
+    if action == at:  # nothing holds it up but the action that it is to begin with
+        advice = f"on rank {holder} let {at} begin alone, without the action that it is paired with"
     loop = " -> ".join(map(str, [*circle, circle[0]]))
-    return DeadlockError(
-        f"no rank can move: {text}",
-        hint=f"they wait in a circle, rank {loop}: on rank {holder} move {action} in front of "
-        f"{by_rank[holder].at}, or reorder the others",
-    )
+    return DeadlockError(f"no rank can move: {text}", hint=f"they wait in a circle, rank {loop}: {advice}")
 
 
 def _circle(by_rank: dict[int, Stuck]) -> list[int]:
