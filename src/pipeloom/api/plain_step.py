@@ -44,7 +44,7 @@ def plain_step(
     draws: random numbers to draw, see `tracer.draws`.
     Raises: OtherDraws if it draws others.
     """
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():  # whatever the caller has switched off
         torch.manual_seed(seed)
         model = job.model()
         named: dict[str, nn.Parameter] = dict(model.named_parameters())

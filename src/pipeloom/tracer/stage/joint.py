@@ -209,6 +209,7 @@ def trace_joint(stage: StageModule, captured: Captured, device: str) -> Joint:
     param_names = [stage.names[i] for i in params]
     with ExitStack() as stack:
         stack.enter_context(fake)
+        stack.enter_context(torch.enable_grad())  # whatever the caller does: without it there is no backward
         # Gradients of what is sent come back as that lies in memory.
         stack.enter_context(functorch_config.patch(guess_tangent_strides_as_outputs=True))
         exported = aot_export_joint_with_descriptors(stack, module, tuple(args))
