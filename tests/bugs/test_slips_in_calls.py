@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
+from plain_net import two_linears
 
 from pipeloom import (
     Job,
@@ -23,18 +23,9 @@ from pipeloom.ir.errors import BatchError, CaptureError, ConfigError, ScheduleEr
 ROWS = 4
 
 
-def small_job() -> Job:
-    return Job(
-        model=lambda: torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)),
-        batch=lambda seed, rows: {"input": torch.full((rows, 8), 0.1 * (seed + 1))},
-        loss=lambda output, batch: output.square().mean(),
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-    )
-
-
 def test_paths_may_be_text(tmp_path: Path) -> None:
     """They gave AttributeError: 'str' object has no attribute ..."""
-    job, path, kept = small_job(), f"{tmp_path}/plan.json", f"{tmp_path}/checkpoints"
+    job, path, kept = two_linears(), f"{tmp_path}/plan.json", f"{tmp_path}/checkpoints"
     made = plan_of(job)
     made.save(path)
     assert load_plan(path) == made
@@ -53,13 +44,16 @@ def pipeline_of(job: Job, device: str = "cpu") -> Pipeline:
 
 
 def test_no_checkpoint_to_keep(tmp_path: Path) -> None:
-    with pipeline_of(small_job()) as pipeline, pytest.raises(ConfigError, match="keep=0 keeps no checkpoint"):
+    with (
+        pipeline_of(two_linears()) as pipeline,
+        pytest.raises(ConfigError, match="keep=0 keeps no checkpoint"),
+    ):
         pipeline.save(tmp_path, keep=0)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_batch_without_tensors() -> None:
-    with pipeline_of(small_job()) as pipeline, pytest.raises(BatchError, match="the batch has no tensors"):
+    with pipeline_of(two_linears()) as pipeline, pytest.raises(BatchError, match="the batch has no tensors"):
         pipeline.step({})
 
 
@@ -70,14 +64,18 @@ HOW = {"stages": 2, "microbatch_size": ROWS, "cluster": "2 x cpu", "schedule": "
 @pytest.mark.parametrize(
     ("slip", "error", "said"),
     [
-        (lambda: capture(small_job(), 0), CaptureError, "microbatch_size is 0"),
-        (lambda: plan(small_job(), chunks=0, **HOW), ScheduleError, "chunks is 0"),
+        (lambda: capture(two_linears(), 0), CaptureError, "microbatch_size is 0"),
+        (lambda: plan(two_linears(), chunks=0, **HOW), ScheduleError, "chunks is 0"),
         (lambda: search_schedule(STAGES, 4, shortest="day"), ConfigError, "shortest='day'"),
-        (lambda: profile(capture(small_job(), 2), device="tpu"), ConfigError, "'tpu' is no device"),
-        (lambda: profile(capture(small_job(), 2), device=None), ConfigError, "None is no device"),
-        (lambda: profile(capture(small_job(), 2), device="cuda:99"), ConfigError, "'cuda:99' was asked for"),
-        (lambda: pipeline_of(small_job(), "xpu"), ConfigError, "'xpu' is no device"),
-        (lambda: pipeline_of(small_job(), "cuda:99"), ConfigError, "'cuda:99' was asked for"),
+        (lambda: profile(capture(two_linears(), 2), device="tpu"), ConfigError, "'tpu' is no device"),
+        (lambda: profile(capture(two_linears(), 2), device=None), ConfigError, "None is no device"),
+        (
+            lambda: profile(capture(two_linears(), 2), device="cuda:99"),
+            ConfigError,
+            "'cuda:99' was asked",
+        ),
+        (lambda: pipeline_of(two_linears(), "xpu"), ConfigError, "'xpu' is no device"),
+        (lambda: pipeline_of(two_linears(), "cuda:99"), ConfigError, "'cuda:99' was asked"),
     ],
 )
 def test_slips_are_named(slip: Callable[[], object], error: type[PipeloomError], said: str) -> None:

@@ -8,21 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from plain_net import two_linears
 
-from pipeloom import Job, Options, Pipeline, plan
-
-
-def small_job() -> Job:
-    return Job(
-        model=lambda: torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)),
-        batch=lambda seed, rows: {"input": torch.full((rows, 8), 0.1 * (seed + 1))},
-        loss=lambda output, batch: output.square().mean(),
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-    )
+from pipeloom import Options, Pipeline, plan
 
 
 def losses(mode: Callable[[], AbstractContextManager[object]], *, compare: bool) -> list[float]:
-    job = small_job()
+    job = two_linears()
     made = plan(job, stages=1, microbatches=2, microbatch_size=2, cluster="1 x cpu")
     with mode(), Pipeline(job, made, options=Options(compare=compare)) as pipeline:
         return [pipeline.step(job.batch(0, 4)) for _ in range(3)] + [pipeline.evaluate(job.batch(0, 4))]

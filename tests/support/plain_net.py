@@ -61,3 +61,13 @@ def distance(
     ours = {name: t for name, t in state[0].items() if name in state[1]}
     pairs = (found.gradients, expected.gradients), (ours, state[1])
     return max(losses, *(difference(ours, theirs)[0] for ours, theirs in pairs))
+
+
+def two_linears() -> Job:
+    """Two linear layers that are trained by SGD; their batches need no random numbers."""
+    return Job(
+        model=lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)),
+        batch=lambda seed, rows: {"input": torch.full((rows, 8), 0.1 * (seed + 1))},
+        loss=lambda output, batch: output.square().mean(),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    )
