@@ -30,7 +30,12 @@ from .launch.connect import connect as connect, gather_text as gather_text, watc
 from .launch.launch import StartedRanks as StartedRanks, launch as launch
 from .launch.processes import terminate_as_exit as terminate_as_exit
 from .ledger import Ledger as Ledger, crossing_bytes as crossing_bytes, table as table
-from .loss_scaling import loss_shares as loss_shares, scaled_loss as scaled_loss
+from .loss_scaling import (
+    Round as Round,
+    loss_shares as loss_shares,
+    read_loss as read_loss,
+    read_scalars as read_scalars,
+)
 from .messages import (
     ALIGNMENT as ALIGNMENT,
     BufferPool as BufferPool,
