@@ -53,9 +53,10 @@ class Pipeline(PipelineParts):
 
     Raises: PlanError if the plan was made for another model or number of ranks; ScheduleError if the
         runtime lacks what its schedule needs; InfeasibleError if a step needs more memory than its caps
-        allow, MemoryCapError if the weights alone do; CaptureError if the model cannot be captured;
-        VerifyError if the first comparison with plain PyTorch fails; ConfigError if the process is not one
-        of several ranks, or the plan's file cannot be read; PeerError if another rank fails.
+        allow, MemoryCapError if the weights alone do or the device lacks memory; CaptureError if the model
+        cannot be captured; VerifyError if the first comparison with plain PyTorch fails; ConfigError if the
+        process is not one of several ranks, or the plan's file cannot be read; PeerError if another rank
+        fails.
 
     >>> import pipeloom, torch
     >>> job = pipeloom.Job(
@@ -106,9 +107,9 @@ class Pipeline(PipelineParts):
         Returns: the loss, averaged over the batch, on every rank.
         Raises: BatchError on all ranks if the batch cannot be split or the ranks have different ones; the
             next call may bring another batch. ScheduleError for a plan that only evaluates; MemoryCapError
-            if a rank would pass its cap; OffloadError and CommunicationError if a copy or a message fails;
-            PeerError if another rank failed; PipeloomError if an earlier call was broken off and this one
-            cannot go on from there, which holds for all methods.
+            if a rank would pass its cap or its device has no more memory; OffloadError and CommunicationError
+            if a copy or a message fails; PeerError if another rank failed; PipeloomError if an earlier call
+            was broken off and this one cannot go on from there, which holds for all methods.
         """
         start = time.perf_counter()
         require_training(self.plan)

@@ -21,6 +21,7 @@ from ..runtime import (
     give_back_freed_memory,
     keep_freed_memory,
     open_tier,
+    out_of_memory_told,
 )
 from ..tracer import Captured, Job, capture, sample_batch
 from .forecast import Forecast
@@ -98,7 +99,8 @@ class PipelineParts:
         self.captured.traced.clear()
         plan = self.plan
         self.ledger = Ledger(self.rank, plan.caps[self.rank] if plan.caps else None)
-        self.weights = rank_stages.weights(self.program)
+        with out_of_memory_told(self.ledger, lambda: "start-up"):
+            self.weights = rank_stages.weights(self.program)
         for kind, size in self.weights.sizes.items():
             self.ledger.set(kind, size)
         self._build_worker(rank_stages)

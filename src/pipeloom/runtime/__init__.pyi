@@ -47,6 +47,7 @@ from .messages import (
 from .offload.open_tier import open_tier as open_tier
 from .offload.tier import Tier as Tier
 from .operations import OperationContext as OperationContext
+from .out_of_memory import out_of_memory_told as out_of_memory_told
 from .posted import PendingSum as PendingSum
 from .posted_channel import SMALL_BYTES as SMALL_BYTES, PostedChannel as PostedChannel
 from .recorder import Clock as Clock, CudaClock as CudaClock, HostClock as HostClock, Recorder as Recorder
