@@ -27,7 +27,7 @@ def out_of_memory_told(ledger: Ledger, doing: Callable[[], str]) -> Iterator[Non
         raise MemoryCapError(
             f"rank {ledger.rank} is out of its device's memory at {doing()}: "
             f"{wanted[1] if wanted else 'more'} could not be allocated{_of_device()}. "
-            f"The rank counts {format_bytes(ledger.total)}, without what {doing()} itself needs\n"
+            f"Before that its ledger counts {format_bytes(ledger.total)}\n"
             f"{table(ledger.levels)}".rstrip(),
             hint="use smaller micro-batches or more stages, or plan with a cap (--device-memory), so that "
             "residuals are recomputed or offloaded",
