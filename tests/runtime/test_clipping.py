@@ -19,7 +19,7 @@ def test_gradients_are_clipped_as_torch_does(dtype: torch.dtype, odd: float) -> 
     params = {n: nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for n, s in shapes.items()}
     weights = Weights(params, {}, lambda own: torch.optim.SGD(own, lr=0.1))
     for name, param in params.items():
-        param.grad = torch.randn(shapes[name], generator=generator).to(dtype) * min(odd, 1.0)
+        param.grad = torch.randn(shapes[name], generator=generator).to(dtype) * min(1.0, odd)
         param.grad.view(-1)[0] = odd
         weights.grads.add(name, param.grad)
     norm = weights.norm_squares(params).sqrt()
