@@ -64,6 +64,7 @@ from .weights import (
     Gradients as Gradients,
     MakeOptimizer as MakeOptimizer,
     Weights as Weights,
+    clip_factor as clip_factor,
     optimizer_ratio as optimizer_ratio,
 )
 from .worker import Worker as Worker
