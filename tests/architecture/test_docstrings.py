@@ -27,7 +27,6 @@ RAISES_NOTHING = {
     "Job",
     "Link.occupied_s",
     "Link.transfer_s",
-    "Options",
     "Pipeline.drains_each_step",
     "PipeloomError",
 }

@@ -38,7 +38,7 @@ def test_equal_batches_are_equal_on_any_number_of_ranks(ranks: int) -> None:
     def agree(rank: int, channel: object) -> None:
         with channel.watch:
             for found in shapes:
-                agree_on_shapes(channel, found, torch.device("cpu"))
+                agree_on_shapes(channel, found)
 
     threads(ranks, agree)
 
@@ -46,7 +46,7 @@ def test_equal_batches_are_equal_on_any_number_of_ranks(ranks: int) -> None:
 def test_different_batches_are_refused_on_all_ranks() -> None:
     def disagree(rank: int, channel: object) -> None:
         with channel.watch, pytest.raises(BatchError, match=f"rank {rank} has a batch of x"):
-            agree_on_shapes(channel, (f"x[{rank // 2}]",), torch.device("cpu"))
+            agree_on_shapes(channel, (f"x[{rank // 2}]",))
 
     threads(3, disagree)
 

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -58,6 +60,7 @@ def exchange() -> None:
     _sub_group(rank)
     _meshes(world)
     _directed_groups(world)
+    _control_data(world)
     print("all well")
 
 
@@ -217,6 +220,26 @@ def _directed_groups(world: dist.ProcessGroup) -> None:
         channel = PostedChannel(transport, watch, device=CPU)
         _all_to_all(channel)
         _sums_and_objects(channel)
+
+
+def _control_data(world: dist.ProcessGroup) -> None:
+    """What the ranks tell each other lies on the host: it does not go over the devices' group."""
+    over: list[object] = []
+    summed = dist.all_reduce
+
+    def noted(tensor: torch.Tensor, group: dist.ProcessGroup, **how: Any) -> dist.Work | None:
+        over.append(group)
+        return summed(tensor, group=group, **how)
+
+    with watch_ranks(world) as watch, patch.object(dist, "all_reduce", noted):
+        nowhere = torch.device("meta")
+        transport = NcclTransport(world, watch, device=nowhere, timeout_s=1000.0, pairs=[], backend="gloo")
+        channel = PostedChannel(transport, watch, device=nowhere)
+        told = torch.ones(2, dtype=torch.float64)
+        channel.all_reduce(told)
+        everybody = SumGroup("figures", tuple(range(channel.ranks)))
+        channel.begin_sum(told, everybody).wait()
+        assert told.tolist() == [channel.ranks**2] * 2 and len(over) == 2 and world not in over
 
 
 def fail_while_others_wait() -> None:

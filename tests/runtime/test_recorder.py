@@ -5,13 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+import pytest
 import runs
+import torch
 from deep import ROWS, TANH
 
 from pipeloom import Options, Pipeline
 from pipeloom.ir.memory_policy import MemoryPolicy
 from pipeloom.ir.stages import cut
-from pipeloom.runtime import Recorder
+from pipeloom.runtime import CudaClock, Recorder
 from pipeloom.tracer.stage import stage_residuals
 
 
@@ -24,9 +27,50 @@ class Ticking:
     def mark(self) -> object:
         return self.now
 
-    def seconds(self, mark: object) -> float:
-        assert isinstance(mark, float)
-        return mark
+    def seconds(self, start: object, end: object) -> float:
+        assert isinstance(start, float) and isinstance(end, float)
+        return end - start
+
+
+class FarEvent:
+    """Stands in for torch.cuda.Event: CUDA gives the time between two events in float32, as milliseconds."""
+
+    now_s = 0.0
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        self.at_s = -1.0
+
+    def record(self) -> None:
+        self.at_s = FarEvent.now_s
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, end: FarEvent) -> float:
+        return float(np.float32((end.at_s - self.at_s) * 1000.0))
+
+
+@pytest.mark.parametrize("days", [1, 100])
+def test_times_on_a_device_stay_exact_in_a_long_run(monkeypatch: pytest.MonkeyPatch, days: int) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", FarEvent)
+    monkeypatch.setattr(FarEvent, "now_s", 0.0)
+    recorder = Recorder(0, CudaClock())
+    FarEvent.now_s = days * 86_400.0
+    recorder.begin()
+    for step in range(4):  # the last ones of a pipeline that does not drain
+        if step:
+            recorder.next_step(keep=3)
+        FarEvent.now_s += 0.002
+        with recorder.record("compute", f"0F{step}"):
+            FarEvent.now_s += 0.001
+        recorder.level(10)
+    events = recorder.events(late_s=0.5)
+    assert [e.action for e in events] == ["0F1", "0F2", "0F3"]
+    assert [e.duration_s for e in events] == pytest.approx([0.001] * 3, rel=0.01)
+    assert [e.start_s - 0.5 for e in events] == pytest.approx([0.002, 0.005, 0.008], rel=0.01)
+    assert recorder.step_starts_s == pytest.approx([0.0, 0.003, 0.006], rel=0.01)
+    assert recorder.curve().times_s == pytest.approx([0.003, 0.006, 0.009], rel=0.01)
+    (last,) = recorder.events_of_last_step()
+    assert (last.start_s, last.end_s) == pytest.approx((0.002, 0.003), rel=0.01)
 
 
 def test_bytes_go_when_their_copy_ends() -> None:

@@ -193,7 +193,7 @@ class PacedRank:
         self.channel.all_reduce(torch.zeros(1))  # so that they begin together
         self.recorder.begin()
         self.worker.run(self.microbatches)
-        begun = self.recorder.clock.seconds(self.recorder.zero)
+        begun = self.recorder.started_s
         seen = self.channel.all_gather_object((begun, self.recorder.events()))
         first = min(zero for zero, _ in seen)
         events = tuple(

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from torch import Tensor
 
 from ..ir.errors import BatchError, PeerError, PipeloomError
-from ..runtime import Watch, Worker
+from ..runtime import Watch, Worker, out_of_memory_told
 from .steady_run import SteadyRun
 
 
@@ -44,7 +44,8 @@ class Calls:
         self._watch.check()
         self._buffers = dict(self._worker.weights.buffers)
         try:
-            yield
+            with out_of_memory_told(self._worker.ledger, lambda: what):
+                yield
         except BaseException as error:
             if refuses_batches and isinstance(error, BatchError):
                 raise

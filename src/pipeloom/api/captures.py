@@ -27,11 +27,12 @@ def capture(
     job: its model is built on fake tensors, which take no memory.
     microbatch_size: rows per micro-batch.  batch: a micro-batch to take the shapes from instead, tensors
     whose first dimension is the micro-batch, by the names of the forward's arguments.
-    autocast: dtype of mixed precision; None for none.
+    autocast: torch.bfloat16 for mixed precision; None for none.
     A model that cannot be exported is captured as whole modules, with a warning that says why.
 
     Raises: CaptureError if the model can be captured in neither way, has nothing to train, or its loss is no
-        scalar; CutError if `Job.modules` names what the model does not have.
+        scalar; CutError if `Job.modules` names what the model does not have; ConfigError for an `autocast`
+        that cannot be trained with.
 
     >>> import pipeloom, torch
     >>> job = pipeloom.Job(
@@ -44,5 +45,7 @@ def capture(
     (['linear', 'tanh', 'linear_1'], ['0.weight (8, 8)', '0.bias (8,)'])
     """
     from ..tracer import capture as trace
+    from .options import require_autocast
 
+    require_autocast(autocast)
     return trace(job, microbatch_size, batch=batch, autocast=autocast)

@@ -22,7 +22,7 @@ from ..runtime import (
     LocalChannel,
     Microbatch,
     agree_on_shapes,
-    scaled_loss,
+    read_loss,
     signature_of,
 )
 from ..tracer import Captured, Job, attributes_kept
@@ -53,9 +53,10 @@ class Pipeline(PipelineParts):
 
     Raises: PlanError if the plan was made for another model or number of ranks; ScheduleError if the
         runtime lacks what its schedule needs; InfeasibleError if a step needs more memory than its caps
-        allow, MemoryCapError if the weights alone do; CaptureError if the model cannot be captured;
-        VerifyError if the first comparison with plain PyTorch fails; ConfigError if the process is not one
-        of several ranks, or the plan's file cannot be read; PeerError if another rank fails.
+        allow, MemoryCapError if the weights alone do or the device lacks memory; CaptureError if the model
+        cannot be captured; VerifyError if the first comparison with plain PyTorch fails; ConfigError if the
+        process is not one of several ranks, or the plan's file cannot be read; PeerError if another rank
+        fails.
 
     >>> import pipeloom, torch
     >>> job = pipeloom.Job(
@@ -106,9 +107,9 @@ class Pipeline(PipelineParts):
         Returns: the loss, averaged over the batch, on every rank.
         Raises: BatchError on all ranks if the batch cannot be split or the ranks have different ones; the
             next call may bring another batch. ScheduleError for a plan that only evaluates; MemoryCapError
-            if a rank would pass its cap; OffloadError and CommunicationError if a copy or a message fails;
-            PeerError if another rank failed; PipeloomError if an earlier call was broken off and this one
-            cannot go on from there, which holds for all methods.
+            if a rank would pass its cap or its device has no more memory; OffloadError and CommunicationError
+            if a copy or a message fails; PeerError if another rank failed; PipeloomError if an earlier call
+            was broken off and this one cannot go on from there, which holds for all methods.
         """
         start = time.perf_counter()
         require_training(self.plan)
@@ -121,15 +122,15 @@ class Pipeline(PipelineParts):
             rounds = self._microbatches(batch, training=True)
         with self.calls.call(what):
             self.recorder.begin()
-            losses = [
-                self._round(microbatches, last=index == len(rounds) - 1)
-                for index, microbatches in enumerate(rounds)
+            done = [
+                (self.worker.run(microbatches, update=microbatches is rounds[-1]), microbatches)
+                for microbatches in rounds
             ]
             if self.scheduler is not None:
                 self.scheduler.step()
             self.steps_done += 1
             self.report = self.record.report(
-                sum(losses),
+                done,
                 start_s=start,
                 agreeing_s=self._agreeing_s,
                 grad_norm=self.worker.reduce_and_step.grad_norm,
@@ -162,9 +163,6 @@ class Pipeline(PipelineParts):
         self._drain()
         yield from self._new_reports()
 
-    def _round(self, microbatches: list[Microbatch], *, last: bool) -> float:
-        return scaled_loss(self.worker.run(microbatches, update=last), microbatches)
-
     def evaluate(self, batch: Mapping[str, Tensor]) -> float:
         """The loss of one batch in evaluation mode, on every rank. Nothing is updated.
 
@@ -177,10 +175,9 @@ class Pipeline(PipelineParts):
         with self.calls.call("an evaluation", refuses_batches=True):
             rounds = self._microbatches(batch, training=False)
         with self.calls.call("an evaluation"):
-            total = torch.zeros(1, dtype=torch.float64, device=self.device)
-            for microbatches in rounds:
-                losses = self.worker.run(microbatches, program=self.evaluation.program, training=False)
-                total += scaled_loss(losses, microbatches)
+            program = self.evaluation.program
+            done = [(self.worker.run(part, program=program, training=False), part) for part in rounds]
+            total = torch.tensor(read_loss(done, self.device), dtype=torch.float64)
             self.channel.all_reduce(total)
         return float(total)
 
@@ -188,7 +185,7 @@ class Pipeline(PipelineParts):
         """Rounds of micro-batches, each with its share of the loss."""
         split = self.batches.split(batch, training=training)
         start = time.perf_counter()
-        agree_on_shapes(self.channel, signature_of(batch), self.device, split.refusal)
+        agree_on_shapes(self.channel, signature_of(batch), split.refusal)
         self._agreeing_s = time.perf_counter() - start
         microbatches = self.batches.microbatches(split, step=self.steps_done, training=training)
         self.ledger.set("batch", self.batches.held_bytes(batch))

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..ir.errors import PlanError
 from ..ir.plan import Plan, load_plan
+from ..ir.units import format_bytes
 from ..lowering import lower
 from ..runtime import (
     CudaClock,
@@ -21,6 +22,7 @@ from ..runtime import (
     give_back_freed_memory,
     keep_freed_memory,
     open_tier,
+    out_of_memory_told,
 )
 from ..tracer import Captured, Job, capture, sample_batch
 from .forecast import Forecast
@@ -98,7 +100,10 @@ class PipelineParts:
         self.captured.traced.clear()
         plan = self.plan
         self.ledger = Ledger(self.rank, plan.caps[self.rank] if plan.caps else None)
-        self.weights = rank_stages.weights(self.program)
+        read = {name for s in rank_stages.indices for name in self.stages.params[self.stages.origin(s)]}
+        size = sum(p.bytes for p in self.captured.graph.parameters if p.name in read)
+        with out_of_memory_told(self.ledger, lambda: f"start-up, with {format_bytes(size)} of parameters"):
+            self.weights = rank_stages.weights(self.program)
         for kind, size in self.weights.sizes.items():
             self.ledger.set(kind, size)
         self._build_worker(rank_stages)

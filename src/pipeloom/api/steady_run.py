@@ -22,7 +22,17 @@ from ..ir.errors import BatchError, ConfigError
 from ..ir.plan import Plan
 from ..ir.stages import StageGraph
 from ..lowering import SteadyRow, SteadyRows
-from ..runtime import Ledger, Microbatch, PendingSum, PostedChannel, Recorder, SumGroup, Worker, norm_group
+from ..runtime import (
+    Ledger,
+    Microbatch,
+    PendingSum,
+    PostedChannel,
+    Recorder,
+    SumGroup,
+    Worker,
+    norm_group,
+    read_scalars,
+)
 from .options import Options
 from .step_reports import StepReport, rank_figures, report_of
 
@@ -64,6 +74,7 @@ class SteadyRun:
     _open: deque[_Batch] = field(default_factory=deque)
     _told: deque[_Batch] = field(default_factory=deque)
     _shapes: tuple[str, ...] = ()
+    _grad_norm: float | None = None
     _digests: deque[tuple[PendingSum, Tensor, float]] = field(default_factory=deque)
     _batch_bytes: deque[int] = field(default_factory=deque)
 
@@ -88,9 +99,7 @@ class SteadyRun:
         Raises: BatchError if ranks have different shapes, or some refuse theirs.
         """
         mine = float(zlib.crc32(repr(shapes).encode()) % 2**21)
-        total = torch.tensor(
-            [mine, mine * mine, refusal is not None], dtype=torch.float64, device=self.device
-        )
+        total = torch.tensor([mine, mine * mine, refusal is not None], dtype=torch.float64)
         self._digests.append((self.channel.begin_sum(total, self.control), total, mine))
         changed = refusal is not None or shapes != self._shapes
         self._check_digests(leave=0 if changed else 1)
@@ -164,17 +173,21 @@ class SteadyRun:
         )
         window, every = self.rows.step.window, self.rows.step.microbatches
         by_slot = {batch.number % window: batch for batch in self._open}
-        for index, loss in losses.items():
+        norm = self.worker.reduce_and_step.grad_norm
+        numbers = read_scalars([*losses.values(), *([] if norm is None else [norm])], self.device)
+        if norm is not None:
+            self._grad_norm = numbers.pop()
+        for index, loss in zip(losses, numbers, strict=True):
             batch = by_slot[index // every % window]
-            batch.losses[index] = float(loss) * microbatches[index].weight
+            batch.losses[index] = loss * microbatches[index].weight
 
     def _tell(self, batch: _Batch) -> None:
         """Begin to sum a complete batch's figures over the ranks."""
-        batch.grad_norm = self.worker.reduce_and_step.grad_norm
+        batch.grad_norm = self._grad_norm
         table = torch.zeros(self.channel.ranks, len(batch.figures), dtype=torch.float64)
         table[self.channel.rank] = batch.figures
         loss = torch.tensor([sum(batch.losses.values())], dtype=torch.float64)
-        batch.figures = torch.cat([table.flatten(), loss]).to(self.device)
+        batch.figures = torch.cat([table.flatten(), loss])
         batch.pending = self.channel.begin_sum(batch.figures, self.control)
         self._told.append(batch)
 

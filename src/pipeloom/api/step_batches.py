@@ -50,26 +50,30 @@ class StepBatches:
         return SplitBatch(parts=tuple(parts), shares=tuple(shares))
 
     def microbatches(self, split: SplitBatch, *, step: int, training: bool) -> list[Microbatch]:
-        """What the worker gets; of other replicas' micro-batches the inputs are left out. step: steps made
-        before.
+        """What the worker gets, with those inputs of this rank's micro-batches that its stages read.
+
+        step: steps made before.
 
         Raises: BatchError if a size of micro-batch does not fit the plan.
         """
         variants = self.training if training else self.evaluation
         each = self.plan.microbatches // self.plan.replicas
         own = self.plan.replicas_on(self.rank)
-        return [
-            Microbatch(
-                variant=variants.variant(part),
-                inputs={n: t.to(self.device) for n, t in part.items()}
-                if index % self.plan.microbatches // each in own
-                else {},
-                weight=share,
-                seed=microbatch_seed(self.seed, step, index),
-                number=step * each + index % each,
+        made = []
+        for index, (part, share) in enumerate(zip(split.parts, split.shares, strict=True)):
+            variant = variants.variant(part)
+            here = index % self.plan.microbatches // each in own
+            read = {name for functions in variant.functions.values() for name in functions.batch}
+            made.append(
+                Microbatch(
+                    variant=variant,
+                    inputs={n: _copy_to(self.device, t) for n, t in part.items() if here and n in read},
+                    weight=share,
+                    seed=microbatch_seed(self.seed, step, index),
+                    number=step * each + index % each,
+                )
             )
-            for index, (part, share) in enumerate(zip(split.parts, split.shares, strict=True))
-        ]
+        return made
 
     def held_bytes(self, batch: Mapping[str, Tensor]) -> int:
         """Bytes of a batch that this rank needs: of the micro-batches of its own replicas."""
@@ -80,3 +84,10 @@ class StepBatches:
         """Those of each round of the schedule."""
         count = self.plan.microbatches
         return [microbatches[at : at + count] for at in range(0, len(microbatches), count)]
+
+
+def _copy_to(device: torch.device, tensor: Tensor) -> Tensor:
+    """From memory that is not pinned the host would wait for the device, at every tensor."""
+    if device.type == "cpu" or tensor.device.type != "cpu":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)

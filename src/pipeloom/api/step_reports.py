@@ -13,7 +13,7 @@ from torch import Tensor
 from ..ir.action import Action
 from ..ir.steady import SteadyStep
 from ..ir.timeline import Timeline
-from ..runtime import Ledger, PostedChannel, Recorder
+from ..runtime import Ledger, PostedChannel, Recorder, Round, read_loss
 from .steady_timeline import numbered_on
 
 
@@ -56,19 +56,21 @@ class StepRecord:
     device: torch.device
 
     def report(
-        self, loss: float, *, start_s: float, agreeing_s: float, grad_norm: float | None
+        self, rounds: Sequence[Round], *, start_s: float, agreeing_s: float, grad_norm: Tensor | None
     ) -> StepReport:
-        """The figures of the last step, of all ranks.
+        """The figures of the last step, of all ranks. The one place of a step where the host waits for the
+        device.
 
-        loss: this rank's share.  start_s: when the step began, by `time.perf_counter`.  agreeing_s: for how
-        long the ranks agreed on the batch before it.
+        start_s: when the step began, by `time.perf_counter`.  agreeing_s: for how long the ranks agreed on
+        the batch before it.
         """
+        loss, *norm = read_loss(rounds, self.device, *([] if grad_norm is None else [grad_norm]))
         figures = rank_figures(self.recorder, self.ledger, start_s, agreeing_s)
         table = torch.zeros(self.channel.ranks, len(figures), dtype=torch.float64)
         table[self.channel.rank] = figures
-        both = torch.cat([table.flatten(), torch.tensor([loss], dtype=torch.float64)]).to(self.device)
+        both = torch.cat([table.flatten(), torch.tensor([loss], dtype=torch.float64)])
         self.channel.all_reduce(both)
-        return report_of(both, self.channel.ranks, grad_norm)
+        return report_of(both, self.channel.ranks, norm[0] if norm else None)
 
     def timeline(self, pairs: Iterable[tuple[Action, Action]], steady: SteadyStep | None = None) -> Timeline:
         """The last step of all ranks; the last few of a pipeline that does not drain between them.

@@ -8,7 +8,7 @@
     │   └── InfeasibleError  nothing fits under the memory cap
     ├── ScheduleError        a schedule breaks a rule
     │   └── DeadlockError    no rank can move
-    ├── MemoryCapError       a run passed its device's cap
+    ├── MemoryCapError       a run passed its device's cap, or needs more than the device has
     ├── OffloadError         residuals could not be moved off the device or back
     ├── BatchError           a batch does not have the shape the pipeline was built for
     ├── CommunicationError   a transfer failed or waited too long
@@ -80,7 +80,7 @@ class DeadlockError(ScheduleError):
 
 
 class MemoryCapError(PipeloomError):
-    """A run passed its device's memory cap."""
+    """A run passed its device's memory cap, or needs more memory than the device has."""
 
 
 class OffloadError(PipeloomError):

@@ -30,7 +30,12 @@ from .launch.connect import connect as connect, gather_text as gather_text, watc
 from .launch.launch import StartedRanks as StartedRanks, launch as launch
 from .launch.processes import terminate_as_exit as terminate_as_exit
 from .ledger import Ledger as Ledger, crossing_bytes as crossing_bytes, table as table
-from .loss_scaling import loss_shares as loss_shares, scaled_loss as scaled_loss
+from .loss_scaling import (
+    Round as Round,
+    loss_shares as loss_shares,
+    read_loss as read_loss,
+    read_scalars as read_scalars,
+)
 from .messages import (
     ALIGNMENT as ALIGNMENT,
     BufferPool as BufferPool,
@@ -42,6 +47,7 @@ from .messages import (
 from .offload.open_tier import open_tier as open_tier
 from .offload.tier import Tier as Tier
 from .operations import OperationContext as OperationContext
+from .out_of_memory import out_of_memory_told as out_of_memory_told
 from .posted import PendingSum as PendingSum
 from .posted_channel import SMALL_BYTES as SMALL_BYTES, PostedChannel as PostedChannel
 from .recorder import Clock as Clock, CudaClock as CudaClock, HostClock as HostClock, Recorder as Recorder
@@ -58,6 +64,7 @@ from .weights import (
     Gradients as Gradients,
     MakeOptimizer as MakeOptimizer,
     Weights as Weights,
+    clip_factor as clip_factor,
     optimizer_ratio as optimizer_ratio,
 )
 from .worker import Worker as Worker

@@ -58,10 +58,7 @@ def microbatch_rows(rows: int, parts: int) -> Sequence[int]:
 
 
 def agree_on_shapes(
-    channel: PostedChannel,
-    shapes: tuple[str, ...],
-    device: torch.device,
-    refusal: BatchError | None = None,
+    channel: PostedChannel, shapes: tuple[str, ...], refusal: BatchError | None = None
 ) -> None:
     """All ranks must have a batch of the same shapes, or transfers would not match; and if one of them cannot
     use its batch, none may begin the step. Nothing else has been sent, so all can go on with another batch.
@@ -72,7 +69,7 @@ def agree_on_shapes(
     # Sums h and h^2 of a hash over n ranks: only if all hashes are equal, they are n h and n h^2 (the
     # variance is zero). One all-reduce of three numbers, exact in float64 for 1000 ranks.
     mine = float(zlib.crc32(repr(shapes).encode()) % 2**21)
-    total = torch.tensor([mine, mine * mine, refusal is not None], dtype=torch.float64, device=device)
+    total = torch.tensor([mine, mine * mine, refusal is not None], dtype=torch.float64)
     channel.all_reduce(total)
     *hashes, refusals = total.tolist()
     if hashes != [channel.ranks * mine, channel.ranks * mine * mine]:

@@ -11,6 +11,7 @@ The backward of micro-batch m therefore starts from the gradient w_m, and sums o
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -36,9 +37,25 @@ def loss_shares(
 
 def loss_gradient(loss: Tensor, microbatch: Microbatch) -> Tensor:
     """The gradient that a micro-batch's backward starts from: its share, as a scalar like the loss."""
-    return torch.tensor(microbatch.weight, dtype=loss.dtype, device=loss.device)
+    return torch.full((), microbatch.weight, dtype=loss.dtype, device=loss.device)
 
 
-def scaled_loss(losses: Mapping[int, Tensor], microbatches: Sequence[Microbatch]) -> float:
-    """This rank's part of a step's loss. losses: micro-batch -> loss; empty but on the loss stage's rank."""
-    return sum(float(loss) * microbatches[m].weight for m, loss in losses.items())
+Round: TypeAlias = tuple[Mapping[int, Tensor], Sequence[Microbatch]]
+"""The losses of a round by micro-batch, none but on the loss stage's rank; and its micro-batches."""
+
+
+def read_loss(rounds: Sequence[Round], device: torch.device, *others: Tensor) -> list[float]:
+    """This rank's part of a step's loss, and other scalars, read as `read_scalars` does."""
+    losses = [loss for losses, _ in rounds for loss in losses.values()]
+    numbers = iter(read_scalars([*losses, *others], device))
+    loss = sum(sum(next(numbers) * microbatches[m].weight for m in losses) for losses, microbatches in rounds)
+    return [loss, *numbers]
+
+
+def read_scalars(scalars: Sequence[Tensor], device: torch.device) -> list[float]:
+    """Numbers of a device, in one copy. The host waits until the device has done all that it was given so
+    far, so a step calls this once, at its end, on all ranks: marks of a `Clock` are then read without a wait.
+    """
+    now = torch.zeros((), device=device)
+    numbers: list[float] = torch.stack([*(scalar.reshape(()) for scalar in scalars), now]).tolist()
+    return numbers[:-1]

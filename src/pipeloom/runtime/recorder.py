@@ -15,11 +15,11 @@ from ..ir.timeline import Event, MemoryCurve
 
 
 class Clock(Protocol):
-    """Marks moments; `seconds` tells when they were, once the device has reached them."""
+    """Marks moments; `seconds` tells how far apart two are, once the device has reached them."""
 
     def mark(self) -> object: ...
 
-    def seconds(self, mark: object) -> float: ...
+    def seconds(self, start: object, end: object) -> float: ...
 
 
 class HostClock:
@@ -28,27 +28,25 @@ class HostClock:
     def mark(self) -> object:
         return time.perf_counter()
 
-    def seconds(self, mark: object) -> float:
-        assert isinstance(mark, float)
-        return mark
+    def seconds(self, start: object, end: object) -> float:
+        assert isinstance(start, float) and isinstance(end, float)
+        return end - start
 
 
 class CudaClock:
-    """Events on the current stream, in seconds since the clock was made."""
-
-    def __init__(self) -> None:
-        self.zero = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        self.zero.record()
+    """Events on the current stream. CUDA gives the time between two of them in float32, as milliseconds: only
+    of events that are near each other is it exact to microseconds, so there is no zero for a whole run."""
 
     def mark(self) -> object:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 
-    def seconds(self, mark: object) -> float:
-        assert isinstance(mark, torch.cuda.Event)
-        mark.synchronize()
-        return float(self.zero.elapsed_time(mark)) / 1000.0
+    def seconds(self, start: object, end: object) -> float:
+        assert isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event)
+        start.synchronize()
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1000.0
 
 
 class _StepStart(NamedTuple):
@@ -107,16 +105,20 @@ class Recorder:
     @property
     def step_starts_s(self) -> list[float]:
         """When each step that is kept began, counted from the oldest."""
-        zero = self.clock.seconds(self.zero)
-        return [self.clock.seconds(step.zero) - zero for step in self._steps]
+        return [self._since_zero(step.zero) for step in self._steps]
 
     def events_of_last_step(self) -> tuple[Event, ...]:
         """Its times count from its own start."""
-        last, at = self._steps[-1], self.clock.seconds
-        zero = at(last.zero)
+        last, seconds = self._steps[-1], self.clock.seconds
         return tuple(
-            Event(rank=self.rank, stream=stream, action=action, start_s=at(a) - zero, end_s=at(b) - zero)
-            for stream, action, a, b in self.marks[last.marks :]
+            Event(
+                rank=self.rank,
+                stream=stream,
+                action=action,
+                start_s=seconds(last.zero, start),
+                end_s=seconds(last.zero, end),
+            )
+            for stream, action, start, end in self.marks[last.marks :]
         )
 
     @contextmanager
@@ -147,10 +149,9 @@ class Recorder:
 
     def events(self, late_s: float = 0.0) -> tuple[Event, ...]:
         """late_s: how much later than the first rank this one began; times count from that rank's start."""
-        zero = self.clock.seconds(self.zero) - late_s
-        at = self.clock.seconds
+        at = self._since_zero
         return tuple(
-            Event(rank=self.rank, stream=stream, action=action, start_s=at(a) - zero, end_s=at(b) - zero)
+            Event(rank=self.rank, stream=stream, action=action, start_s=at(a) + late_s, end_s=at(b) + late_s)
             for stream, action, a, b in self.marks
         )
 
@@ -162,14 +163,17 @@ class Recorder:
         """Of offloaded residuals; none if there were none. late_s: as in `events`."""
         return (self._curve("host", self._timed(self.host_levels), late_s),) if self.host_levels else ()
 
+    def _since_zero(self, mark: object) -> float:
+        return self.clock.seconds(self.zero, mark)
+
     def _timed(self, levels: list[tuple[object, int]]) -> list[tuple[float, int]]:
-        return [(self.clock.seconds(mark), size) for mark, size in levels]
+        return [(self._since_zero(mark), size) for mark, size in levels]
 
     def _corrected(self) -> list[tuple[float, int]]:
         """Levels of the device without the bytes that were still counted when they were gone."""
         levels = self._timed(self.levels)
         for gone, noticed, size in self.late:
-            begin, end = self.clock.seconds(gone), self.clock.seconds(noticed)
+            begin, end = self._since_zero(gone), self._since_zero(noticed)
             levels = [(at, level - size if begin <= at < end else level) for at, level in levels]
             place = bisect_left(levels, begin, key=itemgetter(0))
             if place:
@@ -177,10 +181,9 @@ class Recorder:
         return levels
 
     def _curve(self, tier: str, levels: list[tuple[float, int]], late_s: float) -> MemoryCurve:
-        zero = self.clock.seconds(self.zero) - late_s
         return MemoryCurve(
             rank=self.rank,
             tier=tier,
-            times_s=tuple(max(0.0, at - zero) for at, _ in levels),
+            times_s=tuple(max(0.0, at + late_s) for at, _ in levels),
             sizes=tuple(size for _, size in levels),
         )

@@ -63,7 +63,8 @@ class _PendingUpdate:
 class ReduceAndStep:
     """Handlers of REDUCE and STEP.
 
-    clip_norm: limit of the gradients' global norm; None for no limit.  grad_norm: that norm, last time.
+    clip_norm: limit of the gradients' global norm; None for no limit.
+    grad_norm: that norm, last time, on the device: reading it waits for the device.
     after_step: called after each update.
     updating: whether the optimizer may have updated some parameters and not others; whoever calls the worker
         sets it back once the call is over.
@@ -71,7 +72,7 @@ class ReduceAndStep:
 
     def __init__(self, clip_norm: float | None, after_step: Callable[[], None]) -> None:
         self.clip_norm = clip_norm
-        self.grad_norm: float | None = None
+        self.grad_norm: Tensor | None = None
         self.updating = False
         self._after_step = after_step
         self._pending: _PendingUpdate | None = None
@@ -177,10 +178,8 @@ class ReduceAndStep:
 
     def _clip(self, step: StepContext, squares: Tensor, limit: float) -> None:
         """Scale gradients by the norm over all ranks."""
-        self.grad_norm = float(squares.sqrt())
-        factor = clip_factor(self.grad_norm, limit)
-        if factor < 1.0:
-            step.weights.scale_gradients(factor)
+        self.grad_norm = squares.sqrt()
+        step.weights.scale_gradients(clip_factor(self.grad_norm, limit))
 
     def _counted_here(self, step: StepContext) -> list[str]:
         """The parameters that this rank counts in the norm: one that several ranks share counts once, at its

@@ -216,9 +216,13 @@ class Weights:
             summed = self.summed
             self.last_gradients = {n: summed.sums[n].clone() for n in sorted(summed.touched)}
 
-    def scale_gradients(self, factor: float) -> None:
-        for name in self.summed.touched:
-            self.summed.sums[name].mul_(factor)
+    def scale_gradients(self, factor: Tensor) -> None:
+        """factor: one number on the device, which the host does not wait for."""
+        sums = [self.summed.sums[name] for name in self.summed.touched]
+        exact = {kind: torch.promote_types(kind, torch.float32) for kind in {each.dtype for each in sums}}
+        factors = {kind: factor.reshape(()).to(exact[kind]) for kind in exact}
+        for each in sums:
+            each.mul_(factors[each.dtype])
 
     def step(self) -> None:
         """Apply the optimizer to the gradients of an update, then forget them."""
@@ -353,12 +357,13 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
-def clip_factor(norm: float, limit: float) -> float:
+def clip_factor(norm: Tensor, limit: float) -> Tensor:
     """Factor for all gradients so that their global norm is at most `limit`.
 
-    The same rule as `torch.nn.utils.clip_grad_norm_`.
+    The same rule as `torch.nn.utils.clip_grad_norm_`: where the norm is not a number, no gradient is one.
 
-    >>> clip_factor(0.5, 1.0)
-    1.0
+    >>> float(clip_factor(torch.tensor(0.5), 1.0)), float(clip_factor(torch.tensor(torch.inf), 1.0))
+    (1.0, 0.0)
     """
-    return min(1.0, limit / (norm + 1e-6))
+    # Not `limit / ...`: torch multiplies by the reciprocal then, which is rounded twice.
+    return torch.clamp(torch.full_like(norm, limit) / (norm + 1e-6), max=1.0)

@@ -38,6 +38,7 @@ from .failure import Watch
 from .ledger import Ledger
 from .offload import Tier, await_offload, count_copies, finish_oldest_offload, offload, reload, reload_bytes
 from .operations import Operations
+from .out_of_memory import out_of_memory_told
 from .posted_channel import Channel
 from .recorder import Recorder
 from .reduce_and_step import ReduceAndStep
@@ -68,6 +69,7 @@ class Worker:
         after_step: Callable[[], None] = lambda: None,
     ) -> None:
         self.weights = weights
+        self.ledger = ledger
         self._between_steps = StepContext(
             rank=rank,
             weights=weights,
@@ -127,8 +129,8 @@ class Worker:
         incoming: the SENDs of the messages that the rank gets, where the program's are not all of them.
         drains: whether nothing is in flight at its end; if it is, the next step goes on from there.
         Returns: micro-batch -> loss, on the rank of the loss stage; elsewhere nothing.
-        Raises: MemoryCapError if the rank would pass its cap; CommunicationError, PeerError and OffloadError
-            as channel and tier do.
+        Raises: MemoryCapError if the rank would pass its cap or its device has no more memory;
+            CommunicationError, PeerError and OffloadError as channel and tier do.
         """
         step = replace(
             self._between_steps,
@@ -139,7 +141,7 @@ class Worker:
             incoming=incoming,
             losses={},
         )
-        with torch.no_grad():
+        with torch.no_grad(), out_of_memory_told(step.ledger, lambda: step.watch.status):
             step.channel.begin(self.transfers.incoming(step))
             for instruction in step.program.rows[step.rank]:
                 step.watch.status = str(instruction)

@@ -100,7 +100,7 @@ class PipelineConfig:
     weights: how they are updated, "flush", "2bw" or "stash"; unset: as the schedule does it.
     microbatches, microbatch_size: the replicas together run so many sequences.  accumulate: times per step.
     compile: run stages through torch.compile, and plan with the times that they then take.
-    device: "cpu" or "cuda".  autocast: "bfloat16" or "float16" for mixed precision; unset for none.
+    device: "cpu" or "cuda".  autocast: "bfloat16" for mixed precision; unset for none.
     device_memory: cap per rank, as "300MiB"; unset for no cap.
     treat: what may be done with residuals where they do not fit: "none", "recompute", "offload" or "both";
         unset: what `offload_dir` says.
@@ -148,9 +148,9 @@ class PipelineConfig:
             self.device in ("cpu", "cuda"), f"pipeline.device is {shown(self.device)}", 'use "cpu" or "cuda"'
         )
         _require(
-            self.autocast in (None, "bfloat16", "float16"),
+            self.autocast in (None, "bfloat16"),
             f"pipeline.autocast is {shown(self.autocast)}",
-            'use "bfloat16" or "float16"',
+            'use "bfloat16", or leave it out; float16 would need the loss to be scaled, see docs/training.md',
         )
         _require(
             self.treat is None or self.treat in TREATMENTS,

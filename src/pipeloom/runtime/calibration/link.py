@@ -75,31 +75,30 @@ def _echo(channel: PostedChannel, size: int, clock: Clock, device: torch.device)
     cold = torch.empty(WRITTEN_BYTES, dtype=torch.uint8, device=device)
     matrix = torch.zeros(MATRIX_SIZE, MATRIX_SIZE, device=device)
 
-    def work_and_send(message: Message) -> tuple[float, float]:
+    def work_and_send(message: Message) -> tuple[object, object]:
         cold.fill_(1)
         for _ in range(PRODUCTS):
             torch.mm(matrix, matrix)
         fresh = data.clone()  # as a step sends what was just made
         start = clock.mark()
         channel.send(message, [fresh])
-        sent = clock.mark()
-        return clock.seconds(start), clock.seconds(sent)
+        return start, clock.mark()
 
-    def take(message: Message) -> float:
+    def take(message: Message) -> object:
         channel.receive(message)
         channel.release(message)
-        return clock.seconds(clock.mark())
+        return clock.mark()
 
     for out, home in zip(there, back, strict=True):
         if channel.rank == 0:
             begin, sent = work_and_send(out)
-            sums.append(take(home) - begin)
+            sums.append(clock.seconds(begin, take(home)))
         elif channel.rank == 1:
             came = take(out)
             begin, sent = work_and_send(home)
-            sums.append(came - begin)
+            sums.append(-clock.seconds(came, begin))
         if channel.rank < 2:
-            sending.append(sent - begin)
+            sending.append(clock.seconds(begin, sent))
     channel.end()
     # The time between arrival and reply is on rank 1's clock: only the sum of both ranks' times is known.
     mine, theirs, *_ = channel.all_gather_object((sums[1:], sending[1:]))

@@ -107,6 +107,7 @@ class NcclTransport:
                 hint="call init_process_group without device_id",
             )
         self._group = group
+        self._device = device
         self._backend = backend
         self._sum_groups: dict[SumGroup, dist.ProcessGroup] = {}
         self._to_higher = _same_ranks(group, backend, timeout_s)
@@ -139,6 +140,9 @@ class NcclTransport:
         self._sum_groups |= opened(groups, self._group, self._backend)
 
     def all_reduce(self, tensor: Tensor, group: SumGroup | None = None) -> PendingTransfer:
+        if tensor.device.type != self._device.type:
+            assert group is None or len(group.ranks) == self.ranks, "control data goes to all ranks"
+            return self._control.all_reduce(tensor)
         over = self._group if group is None else self._sum_groups[group]
         work = dist.all_reduce(tensor, group=over, async_op=True)
         assert work is not None, "this rank is a member of the group"

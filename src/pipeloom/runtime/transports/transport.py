@@ -76,7 +76,10 @@ class Transport(Protocol):
         """Make groups for sums. All ranks call it with the same groups, also those that are in none."""
 
     def all_reduce(self, tensor: Tensor, group: SumGroup | None = None) -> PendingTransfer:
-        """Begin a sum in place over the ranks of an open group, or over all; each gets the same bits."""
+        """Begin a sum in place over the ranks of an open group, or over all; each gets the same bits.
+
+        tensor: on the ranks' device; or on the host, for control data of all ranks, without a device's part.
+        """
 
     def reduce(self, tensor: Tensor, group: SumGroup, owner: int) -> PendingTransfer:
         """Begin a sum in place for one rank of an open group; those of the others may hold anything then."""

@@ -1,0 +1,96 @@
+"""A device that has no more memory: an error for users on the rank, and the end of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from deep import ROWS, TANH
+from runs import even_plan, shared_captures, threads
+
+from pipeloom import Options, Pipeline
+from pipeloom.ir.errors import MemoryCapError, PeerError
+from pipeloom.ir.units import format_bytes
+from pipeloom.runtime.transports import LocalChannel
+
+CUDA_SAYS = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.11 GiB."
+
+
+def no_memory(*_: Any, **__: Any) -> None:
+    raise torch.OutOfMemoryError(CUDA_SAYS)
+
+
+def plan_of(ranks: int) -> Any:
+    return even_plan(TANH, ranks, microbatches=4, microbatch_size=ROWS, schedule="gpipe")
+
+
+def fails_in_1f2(pipeline: Pipeline) -> None:
+    functions, calls = pipeline.training.planned.functions[1], []
+    other = replace(functions)  # a copy: these are shared with other tests
+
+    def forward(*args: Any) -> Any:
+        calls.append(args)
+        return no_memory() if len(calls) == 3 else functions.forward(*args)
+
+    object.__setattr__(other, "forward", forward)
+    pipeline.training.planned.functions[1] = other  # type: ignore[index]
+
+
+def fails_in_step(pipeline: Pipeline) -> None:
+    assert pipeline.weights.optimizer is not None
+    pipeline.weights.optimizer.step = no_memory  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(("spoil", "action"), [(fails_in_1f2, "1F2"), (fails_in_step, "1STEP")])
+def test_an_action_ends_all_ranks(
+    monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Pipeline], None], action: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 3 << 30)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 5 << 30)
+
+    def work(rank: int, channel: LocalChannel) -> tuple[BaseException, int]:
+        with Pipeline(TANH, plan_of(2), options=Options(compare=False), channel=channel) as pipeline:
+            if rank == 1:
+                spoil(pipeline)
+            with pytest.raises((MemoryCapError, PeerError)) as caught:
+                pipeline.step(TANH.batch(0, 4 * ROWS))
+        return caught.value, pipeline.ledger.levels["parameters"]
+
+    with shared_captures():
+        (theirs, _), (own, parameters) = threads(2, work)
+    assert isinstance(own, MemoryCapError) and own.hint is not None
+    text = own.message
+    counted = f"parameters  {format_bytes(parameters)}"
+    for part in ("rank 1 ", action, "2.50 GiB", "3.0 GiB", "5.0 GiB", counted):
+        assert part in text, text
+    assert isinstance(theirs, PeerError)
+    assert f"rank 1 failed: MemoryCapError: {text.splitlines()[0]}" in str(theirs)
+
+
+def test_parameters_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeloom.runtime.weights.torch.zeros_like", no_memory)
+    with shared_captures(), pytest.raises(MemoryCapError, match=r"rank 0 .* start-up, with 3.4 KiB "):
+        Pipeline(TANH, plan_of(1), options=Options(compare=False))
+
+
+@pytest.mark.parametrize("called", ["checkpoint", "batches"])
+def test_what_is_no_action(monkeypatch: pytest.MonkeyPatch, called: str, tmp_path: Any) -> None:
+    """Afterwards one rank goes on, as after any call that was broken off."""
+    batch = TANH.batch(0, 4 * ROWS)
+    with shared_captures(), Pipeline(TANH, plan_of(1), options=Options(compare=False)) as pipeline:
+        pipeline.save(tmp_path)
+        calls = {
+            "checkpoint": ("load", partial(pipeline.load, tmp_path)),
+            "batches": ("microbatches", partial(pipeline.step, batch)),
+        }
+        name, call = calls[called]
+        with monkeypatch.context() as patched:
+            patched.setattr(type(getattr(pipeline, called)), name, no_memory)
+            with pytest.raises(MemoryCapError, match="rank 0 "):
+                call()
+        assert pipeline.step(batch) > -1e9
