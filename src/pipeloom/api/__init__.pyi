@@ -66,6 +66,7 @@ from .rank_contention import beside_ranks as beside_ranks, contention as content
 from .ranks import (
     connect as connect,
     launch as launch,
+    rank_device as rank_device,
     result_of_rank_0 as result_of_rank_0,
     terminate_as_exit as terminate_as_exit,
 )
