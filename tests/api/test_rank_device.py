@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 
 from pipeloom import Options, Pipeline
-from pipeloom.api import rank_device
-from pipeloom.api.rank_stages import EvaluationVariants, RankStages, TrainingVariants
+from pipeloom.api import EvaluationVariants, RankStages, TrainingVariants, rank_device
 from pipeloom.ir.errors import ConfigError
 from pipeloom.runtime.transports import local_channels
 

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ...ir.errors import ConfigError
 from ..failure import Watch
-from ..launch.connect import NCCL_PATIENCE
+from ..launch import NCCL_PATIENCE
 from .gloo import GlooTransport, opened
 from .transport import FailedTransfer, PendingTransfer, SumGroup
 
