@@ -1,15 +1,20 @@
-"""Ranks that were given different plans stop before they build anything."""
+"""What ranks tell each other before they train. Different plans: they stop before they build anything."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import runs
+import torch.distributed as dist
 import zoo
 
 from pipeloom import Pipeline
+from pipeloom.api import result_of_rank_0
 from pipeloom.ir.errors import PlanError
 from pipeloom.runtime.transports import LocalChannel
 
@@ -41,6 +46,38 @@ def test_different_plans_are_refused_on_all_ranks() -> None:
 
     with runs.shared_captures():
         assert runs.threads(2, rank) == ["refused", "refused"]
+
+
+def test_the_others_begin_nothing_that_has_a_limit_before_rank_0_is_through(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A broadcast that they began at once would end them where planning takes longer than its limit."""
+    store, order, waiting = dist.HashStore(), [], threading.Event()
+
+    def group(rank: int) -> Any:
+        def check(keys: list[str]) -> bool:
+            waiting.set()
+            return store.check(keys)
+
+        seen = SimpleNamespace(check=check, add=store.add, set=store.set)
+        return SimpleNamespace(rank=lambda: rank, get_group_store=lambda: seen, group_name="all")
+
+    def broadcast(message: list[Any], src: int, group: Any) -> None:
+        order.append(f"rank {group.rank()} broadcasts")
+        waiting.set()
+
+    def plan() -> str:
+        assert waiting.wait(300)
+        order.append("planned")
+        return "plan"
+
+    monkeypatch.setattr(dist, "broadcast_object_list", broadcast)
+    monkeypatch.setattr(dist, "get_rank", lambda group: group.rank())
+    other = threading.Thread(target=result_of_rank_0, args=(group(1), plan))
+    other.start()
+    assert result_of_rank_0(group(0), plan) == "plan"
+    other.join(300)
+    assert order[0] == "planned" and len(order) == 3
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from pipeloom.ir.errors import CommunicationError, PeerError
-from pipeloom.runtime.failure import FINISHED, Failure, RankStatus, StoreBoard, Watch
+from pipeloom.runtime.failure import FINISHED, Failure, RankStatus, StoreBoard, Watch, local_boards
 
 BOOM = Failure(rank=1, summary="ValueError: boom", traceback="Traceback ...")
 
@@ -224,3 +224,27 @@ def test_a_broken_wait_leaves_the_interrupt_to_the_side_thread(boards: list[Stor
     with pytest.raises(PeerError, match="rank 1 failed: ValueError: boom"), watch:
         boards[1].announce(BOOM)
         watch.wait("1SEND_B0>0 from rank 1", (1,), block)
+
+
+def test_who_waits_for_a_rank_that_has_finished_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the script of the rank that serves the store ends early."""
+    monkeypatch.setattr("pipeloom.runtime.failure.watch.STUCK_S", 0.0)
+    first, second = local_boards(2)
+    waits, told, ended = threading.Event(), threading.Event(), []
+
+    def block() -> None:
+        waits.set()
+        raise ConnectionError if told.wait(20) else TimeoutError
+
+    def wait() -> None:
+        with pytest.raises((PeerError, CommunicationError)) as caught, Watch(second) as watch:
+            watch.on_failure(told.set)
+            watch.wait("a sum over all ranks", (0,), block)
+        ended.append(caught.type)
+
+    other = threading.Thread(target=wait)
+    other.start()
+    with pytest.raises(CommunicationError, match="finished"), Watch(first, hosts_store=True):
+        assert waits.wait(300)
+    other.join(300)
+    assert ended == [PeerError]

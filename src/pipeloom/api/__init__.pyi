@@ -63,9 +63,15 @@ from .plan_request import (
     times_of as times_of,
 )
 from .rank_contention import beside_ranks as beside_ranks, contention as contention
+from .rank_stages import (
+    EvaluationVariants as EvaluationVariants,
+    RankStages as RankStages,
+    TrainingVariants as TrainingVariants,
+)
 from .ranks import (
     connect as connect,
     launch as launch,
+    rank_device as rank_device,
     result_of_rank_0 as result_of_rank_0,
     terminate_as_exit as terminate_as_exit,
 )

@@ -27,7 +27,8 @@ def require_autocast(dtype: torch.dtype | None) -> None:
 class Options:
     """How a pipeline runs.
 
-    device: "cpu", or "cuda" for this rank's GPU.  seed: of the initial weights and of random ops.
+    device: "cpu"; "cuda" for the GPU of this rank's number on its node (LOCAL_RANK); or "cuda:1".
+    seed: of the initial weights and of random ops.
     clip_norm: limit of the gradients' global norm (2-norm, over all ranks); None leaves them as they are.
     scheduler: optimizer -> LR scheduler, stepped once a step.  autocast: torch.bfloat16 for mixed precision,
     None for none.  compiled: run stages through torch.compile.

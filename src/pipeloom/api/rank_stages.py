@@ -155,7 +155,7 @@ class TrainingVariants:
             rank.plan,
             stages,
             rank.indices,
-            device=rank.device.type,
+            device=str(rank.device),
             compiled=rank.options.compiled,
             policy=self._policy(captured, stages),
         )
@@ -198,7 +198,7 @@ class TrainingVariants:
         treatments = []
         for stage, planned in enumerate(policy.stages):
             here = rank.indices and stage in {stages.origin(s) for s in rank.indices} and planned
-            residuals = stage_residuals(captured, stages, stage, device=rank.device.type) if here else {}
+            residuals = stage_residuals(captured, stages, stage, device=str(rank.device)) if here else {}
             possible = {
                 name: given
                 for name, given in planned.items()
@@ -266,7 +266,7 @@ class EvaluationVariants:
             evaluated = capture_evaluation(rank.job, rank.captured, part, autocast=rank.options.autocast)
         stages = cut_evaluation(evaluated.graph, rank.captured.graph, rank.stages)
         agree_on_layouts(rank.channel, stages)
-        return make_variant(evaluated, rank.plan, stages, rank.indices, device=rank.device.type)
+        return make_variant(evaluated, rank.plan, stages, rank.indices, device=str(rank.device))
 
     def _lower(self, stages: StageGraph) -> Program:
         plan = self.rank.plan

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -11,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..ir.errors import PipeloomError, PlanError
+from ..ir.errors import CommunicationError, ConfigError, PipeloomError, PlanError
 from ..ir.json_codec import to_json
 from ..ir.plan import Plan
 from ..ir.schedule import Program
@@ -48,19 +50,40 @@ LOST_S = 60.0
 
 def result_of_rank_0(group: dist.ProcessGroup, make: Callable[[], T]) -> T:
     """What `make` returns on rank 0, on every rank; its error too, since the others must not wait for a
-    result. Every rank calls it."""
+    result. Every rank calls it. However long it takes: the others begin no operation that has a limit before
+    it is there.
+
+    Raises: CommunicationError if the store is gone, as when rank 0 was killed that served it.
+    """
+    store, rank = group.get_group_store(), group.rank()
+    made = f"pipeloom/results/{group.group_name}/{store.add(f'pipeloom/results/{rank}', 1)}"
     message: list[Any] = [None, None]
-    if dist.get_rank(group) == 0:
+    if rank == 0:
         try:
             message[0] = make()
         except PipeloomError as error:
             message[1] = error
+        store.set(made, "")
+    else:
+        _await_key(group, made)
     dist.broadcast_object_list(message, src=0, group=group)
     value, problem = message
     if problem is not None:
         raise problem
     result: T = value
     return result
+
+
+def _await_key(group: dist.ProcessGroup, key: str) -> None:
+    """Wait for a key of the group's store; in Python, where Ctrl-C is heard."""
+    try:
+        while not group.get_group_store().check([key]):
+            time.sleep(0.05)
+    except dist.DistError as error:
+        raise CommunicationError(
+            f"no result came from rank 0: {str(error).splitlines()[0]}",
+            hint="see what rank 0 printed, or whether it was killed",
+        ) from None
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,8 +144,27 @@ def join_ranks(
 
 
 def rank_device(options: Options) -> torch.device:
-    """The device that this rank computes on. Raises: ConfigError if this machine has none such."""
+    """The device that this rank computes on, from now on the current one; called before anything that makes
+    one of it. "cuda" is the one of the rank's number on its node, where a launcher gives that.
+
+    Raises: ConfigError if this machine has none such, or fewer than ranks.
+    """
     device = usable_device(options.device)
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
+    if device.type != "cuda":
+        return device
+    if device.index is None:
+        device = torch.device("cuda", _own_of_node(int(os.environ.get("LOCAL_RANK", "-1"))))
+    torch.cuda.set_device(device)
     return device
+
+
+def _own_of_node(local_rank: int) -> int:
+    """local_rank: below 0 where no launcher has started this process, which then keeps its current device."""
+    if local_rank >= (count := torch.cuda.device_count()):
+        seen = "1 device" if count == 1 else f"{count} devices"
+        raise ConfigError(
+            f"rank {local_rank} of this node has no device of its own: PyTorch sees {seen} with CUDA here",
+            hint=f"start at most {count} per node; or, if each rank is shown another device only, name it: "
+            '"cuda:0"',
+        )
+    return local_rank if local_rank >= 0 else torch.cuda.current_device()

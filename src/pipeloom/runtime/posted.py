@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -10,6 +11,9 @@ from torch import Tensor
 
 from .messages import Message
 from .transports import PendingTransfer, SumGroup
+
+POLL_S = 1e-4
+"""How often `HostWait` looks, in seconds."""
 
 
 @dataclass
@@ -42,6 +46,28 @@ class PostedSend:
     transfer: PendingTransfer
     buffer: Tensor
     packed: bool
+
+
+class HostWait:
+    """A transfer whose `wait` holds up the host, too, until what it sends is free for others.
+
+    With NCCL it is the stream that waits. But it is the host that takes memory, and PyTorch gives back what
+    another stream uses only once that is done with it.
+    """
+
+    def __init__(self, transfer: PendingTransfer) -> None:
+        self._transfer = transfer
+
+    def done(self) -> bool:
+        return self._transfer.done()
+
+    def wait(self, timeout_s: float) -> None:
+        end_s = time.monotonic() + timeout_s
+        self._transfer.wait(timeout_s)
+        while not self.done():
+            if time.monotonic() > end_s:
+                raise TimeoutError
+            time.sleep(POLL_S)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ messages behind it, and who posts a receive then waits for it, with gloo for up 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -25,7 +26,7 @@ from ..ir.errors import CommunicationError
 from ..tracer import has_order, permute_to_memory
 from .failure import Watch
 from .messages import BufferPool, Message, as_bytes, check_tensors, pack, unpack
-from .posted import PendingSum, PostedReceive, PostedSend, Source
+from .posted import HostWait, PendingSum, PostedReceive, PostedSend, Source
 from .transports import CompletedTransfer, PendingTransfer, SumGroup, Transport
 
 SMALL_BYTES = 1 << 16
@@ -237,7 +238,7 @@ class PostedChannel:
         oldest = min((*self._sends[:1], *self._small_sends[:1]), key=lambda sent: sent.number, default=None)
         if oldest is None:
             return False
-        self._wait_for(oldest)
+        self._wait_for(replace(oldest, transfer=HostWait(oldest.transfer)))
         self._free_finished_sends()
         self._small_sends = self._unfinished(self._small_sends)
         return True

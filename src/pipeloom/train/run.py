@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-import torch
 import torch.distributed as dist
 from rich.console import Console
 
@@ -34,6 +33,7 @@ from ..api import (
     make_request,
     plan_size,
     profile,
+    rank_device,
     require_runnable,
     require_training,
     result_of_rank_0,
@@ -105,8 +105,9 @@ def run(request: TrainRequest, started: StartedRanks | None = None) -> int:
 
 def _run_alone(request: TrainRequest, lock: RunLock, started: StartedRanks | None) -> int:
     if "RANK" in os.environ:
-        device = torch.device(read_config(request.file, request.overrides).pipeline.device)
-        group = connect(device)
+        settings = read_config(request.file, request.overrides).pipeline
+        device = rank_device(Options(device=settings.device))
+        group = connect(device, timeout_s=settings.timeout_s)
         prepared = result_of_rank_0(group, lambda: prepare_run(request, lock=lock))
         if not result_of_rank_0(group, lambda: _nothing_left(prepared)):
             try:

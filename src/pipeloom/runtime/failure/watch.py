@@ -36,6 +36,9 @@ T = TypeVar("T")
 LINGER_S = 1.5
 """Time that the process of the store stays after a failure, so that all others can learn of it."""
 
+STUCK_S = 10.0
+"""Who waits for a rank so long after it has finished its work waits in vain."""
+
 YIELD_S = 1.0
 """Time that a rank stays after another one's failure: torchrun ends all ranks once one has ended, and the
 one that failed has yet to print its traceback."""
@@ -240,13 +243,20 @@ class Watch:
             self.wait("the end of its work", others, lambda: self._await_finished(others))
 
     def _await_finished(self, others: tuple[int, ...]) -> None:
-        def finished() -> bool:
+        stuck_s = time.monotonic() + STUCK_S
+        while True:
             statuses = self._board.statuses()
-            return all((status := statuses[r]) is not None and status.doing == FINISHED for r in others)
-
-        while not finished():
+            left = [status for r in others if (status := statuses[r]) is None or status.doing != FINISHED]
+            if not left:
+                return
+            if time.monotonic() > stuck_s and all(status and self._is_stuck(status) for status in left):
+                raise TimeoutError
             if self._board.wait_for_failure(0.1) is not None:
                 raise ConnectionError("a rank failed")
+
+    def _is_stuck(self, other: RankStatus) -> bool:
+        """Whether another rank waits for this one, which has finished: their scripts do not fit together."""
+        return self.rank in other.waits_on and other.waiting_s > STUCK_S and not other.is_silent
 
     def _linger(self) -> None:
         failure = self._board.failure

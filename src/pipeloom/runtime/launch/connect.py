@@ -14,12 +14,19 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # a documented name
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...ir.errors import CommunicationError, ConfigError
+from ...ir.errors import CommunicationError, ConfigError, PipeloomError
 from ..failure import StoreBoard, Watch, call_within
 from .child import LAUNCHER_STORE
 
-_HAS_GROUPS = threading.Event()
-"""Set once there may be a group whose threads are to end at exit."""
+_OURS = threading.Event()
+"""Set once torch.distributed was started here, and so is to be ended here."""
+
+_OPEN: set[Watch] = set()
+"""Of pipelines that have not been closed."""
+
+NCCL_PATIENCE = 10
+"""NCCL's own watchdog ends a process without a word of who waits for whom, and counts from when an operation
+is posted, which may be long before it is needed: so its limit is this many times that of our waits."""
 
 EXIT_AFTER_S = 5.0
 """A rank that has not noticed a failure so long after it became known ends hard."""
@@ -33,12 +40,12 @@ def connect(
 ) -> dist.ProcessGroup:
     """The process group of a pipeline; starts torch.distributed if it is not running.
 
+    device: this rank's; one with CUDA is the current one already.
     group: the ranks to use: a process group, or a device mesh with a dimension "pp". None: all ranks.
-    timeout_s: limit for all ranks to appear, and of collective operations.
+    timeout_s: limit for all ranks to appear, and of collective operations; `NCCL_PATIENCE` times it with
+        NCCL.
     Raises: ConfigError if no launcher's environment is found, the port is taken, or the mesh has no "pp".
     """
-    if device.type == "cpu" or not dist.is_initialized():
-        _HAS_GROUPS.set()
     if isinstance(group, DeviceMesh):
         names = group.mesh_dim_names or ()
         if "pp" not in names:
@@ -105,7 +112,10 @@ def watch_ranks(
         next((r for r in range(group.size()) if dist.get_global_rank(group, r) == 0), None) if own else None
     )
     board = StoreBoard(store, rank, group.size(), name=name, lost_s=lost_s, server=server)
-    return Watch(board, exit_after_s=exit_after_s, hosts_store=own and dist.get_rank() == 0)
+    watch = Watch(board, exit_after_s=exit_after_s, hosts_store=own and dist.get_rank() == 0)
+    _OPEN.add(watch)
+    watch.on_exit(lambda: _OPEN.discard(watch))
+    return watch
 
 
 def _initialise(device: torch.device, timeout: timedelta) -> None:
@@ -117,16 +127,15 @@ def _initialise(device: torch.device, timeout: timedelta) -> None:
             f"{', '.join(missing)} not set: this process was not started as one of several ranks",
             hint="start it with torchrun --nproc-per-node N",
         )
-    if device.type == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    backend = "gloo" if device.type == "cpu" else "nccl"
+    backend, limit = ("gloo", timeout) if device.type == "cpu" else ("nccl", NCCL_PATIENCE * timeout)
     try:
         store = _launcher_store(timeout)
         if store is None:
-            dist.init_process_group(backend, timeout=timeout)
+            dist.init_process_group(backend, timeout=limit)
         else:
             rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-            dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
+        _OURS.set()
     except dist.DistNetworkError as error:
         if "EADDRINUSE" not in str(error):
             raise
@@ -136,27 +145,22 @@ def _initialise(device: torch.device, timeout: timedelta) -> None:
 
 
 @atexit.register  # when imported: handlers that a script registers after that come first
-def _disconnect() -> None:
-    """End gloo's threads while the interpreter still runs: they may hold Python objects.
+def _leave_ranks() -> None:
+    """What `close` does, for pipelines that a script has not closed; then end the groups that are ours.
 
-    A group's threads end with its last reference; `destroy_process_group` drops torch's own. What has used a
-    group (a checkpoint, an error's traceback) often stands in a cycle that holds one, and a script often has
-    a group, a mesh or a pipeline in a global. The interpreter would clear those in a moment, but too late: a
-    thread that lives on and then drops a tensor while the interpreter is being torn down aborts the process.
+    Python threads that the interpreter finds in C++ code, as in a call of the store, abort the process. So
+    does a thread of gloo that drops a tensor in that moment: it does so right after a collective, and a group
+    waits for its threads when its last reference goes.
     """
-    if not _HAS_GROUPS.is_set():
-        return
-    if dist.is_initialized():
+    for watch in tuple(_OPEN):
+        error = getattr(sys, "last_value", None)  # what the script has ended with
+        try:
+            watch.__exit__(type(error) if error else None, error, None)
+        except PipeloomError as problem:
+            print(f"pipeloom: {problem}", file=sys.stderr)
+    if _OURS.is_set() and dist.is_initialized():
         dist.destroy_process_group()
-    script = vars(sys.modules["__main__"])
-    script.update(dict.fromkeys(name for name, value in script.items() if _holds_group(value)))
-    gc.collect()
-
-
-def _holds_group(value: object) -> bool:
-    """Whether it is, or is ours and so may hold, a process group."""
-    ours = type(value).__module__.partition(".")[0] == __name__.partition(".")[0]
-    return ours or isinstance(value, dist.ProcessGroup | DeviceMesh)
+        gc.collect()  # what has used a group often stands in a cycle that holds one
 
 
 def _launcher_store(timeout: timedelta) -> TCPStore | None:

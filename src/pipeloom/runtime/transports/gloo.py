@@ -138,9 +138,12 @@ class GlooTransport:
 
 
 def opened(
-    groups: Sequence[SumGroup], over: dist.ProcessGroup, backend: str
+    groups: Sequence[SumGroup], over: dist.ProcessGroup, backend: str, limit: timedelta | None = None
 ) -> dict[SumGroup, dist.ProcessGroup]:
-    """Those of some groups that this rank is in; all ranks of `over` call it with the same ones."""
+    """Those of some groups that this rank is in; all ranks of `over` call it with the same ones.
+
+    limit: of their operations, where no limit of ours is given to each wait; None for torch's.
+    """
     members, rank = dist.get_process_group_ranks(over), over.rank()
     whole = over.size() == dist.get_world_size()  # then all processes come here
     if groups and not whole:
@@ -149,6 +152,7 @@ def opened(
     for group in groups if whole else in_rounds(groups, rank):
         inside = dist.new_group(
             [members[other] for other in group.ranks],
+            timeout=limit,
             backend=backend,
             use_local_synchronization=not whole,
             group_desc=f"pipeloom-{group.name}",

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from ...ir.errors import ConfigError
 from ..failure import Watch
+from ..launch import NCCL_PATIENCE
 from .gloo import GlooTransport, opened
 from .transport import FailedTransfer, PendingTransfer, SumGroup
 
@@ -110,9 +111,10 @@ class NcclTransport:
         self._device = device
         self._backend = backend
         self._sum_groups: dict[SumGroup, dist.ProcessGroup] = {}
-        self._to_higher = _same_ranks(group, backend, timeout_s)
-        self._to_lower = _same_ranks(group, backend, timeout_s)
-        self._control = GlooTransport(_same_ranks(group, "gloo", timeout_s))
+        self._limit = timedelta(seconds=NCCL_PATIENCE * timeout_s)
+        self._to_higher = _same_ranks(group, backend, self._limit)
+        self._to_lower = _same_ranks(group, backend, self._limit)
+        self._control = GlooTransport(_same_ranks(group, "gloo", timedelta(seconds=timeout_s)))
         self._connect(
             sorted(pairs) if pairs is not None else list(permutations(range(self.ranks), 2)), device
         )
@@ -137,7 +139,7 @@ class NcclTransport:
         return _Enqueued(self._lookout, work, f"message {index} from rank {source}")
 
     def open_groups(self, groups: Sequence[SumGroup]) -> None:
-        self._sum_groups |= opened(groups, self._group, self._backend)
+        self._sum_groups |= opened(groups, self._group, self._backend, self._limit)
 
     def all_reduce(self, tensor: Tensor, group: SumGroup | None = None) -> PendingTransfer:
         if tensor.device.type != self._device.type:
@@ -165,7 +167,7 @@ class NcclTransport:
 
     def interrupt(self) -> None:
         self._control.interrupt()
-        for group in (self._to_higher, self._to_lower, self._group):
+        for group in (self._to_higher, self._to_lower, self._group, *self._sum_groups.values()):
             try:
                 group.abort()
             except RuntimeError:
@@ -212,12 +214,12 @@ class _Enqueued:
         self._lookout.add(self._work, self._what)
 
 
-def _same_ranks(group: dist.ProcessGroup, backend: str, timeout_s: float) -> dist.ProcessGroup:
+def _same_ranks(group: dist.ProcessGroup, backend: str, limit: timedelta) -> dist.ProcessGroup:
     """Another group of the same ranks."""
     ranks = dist.get_process_group_ranks(group)
     new_group = dist.new_group(
         ranks,
-        timeout=timedelta(seconds=timeout_s),
+        timeout=limit,
         backend=backend,
         # Ranks outside this pipeline do not take part. Groups are then told apart by how many groups each
         # rank has made, so the ranks of one pipeline must have made the same groups before.

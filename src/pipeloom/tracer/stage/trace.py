@@ -194,7 +194,7 @@ def stage_functions(
 ) -> StageFunctions:
     """Build the functions of one stage.
 
-    device: where it will run ("cpu", "cuda").  compiled: pass the functions through torch.compile
+    device: where it will run ("cpu", "cuda:1").  compiled: pass the functions through torch.compile
         (Inductor); parts that draw random numbers stay eager, so that they draw the same ones.
     treatments: residual -> what becomes of it.  ahead: whether what it drops is made again by `recompute`,
         not inside its backward.

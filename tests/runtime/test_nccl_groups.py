@@ -1,0 +1,89 @@
+"""The groups that NCCL gets: their limits, and their end. torch.distributed's calls are stood in for."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pipeloom.runtime.failure import Watch, local_boards
+from pipeloom.runtime.launch import connect
+from pipeloom.runtime.transports import NcclTransport, SumGroup
+
+LIMIT_S = 20.0
+
+
+class NotStarted(Exception):
+    """Instead of torch.distributed."""
+
+
+class Group(dist.ProcessGroup):
+    """Of two ranks; notes its end."""
+
+    def __init__(self, name: str, aborted: list[str]) -> None:
+        super().__init__(0, 2)
+        self.called = name
+        self.aborted = aborted
+
+    def abort(self) -> None:
+        self.aborted.append(self.called)
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What `new_group` was "asked" for, and the groups that were "aborted"."""
+    asked: list[dict[str, Any]] = []
+    aborted: list[str] = []
+
+    def new_group(ranks: list[int], **how: Any) -> Group:
+        asked.append(how)
+        return Group(f"{how['backend']} {len(asked)}", aborted)
+
+    monkeypatch.setattr(dist, "new_group", new_group)
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    return {"asked": asked, "aborted": aborted}
+
+
+def transport(made: dict[str, Any]) -> NcclTransport:
+    world = Group("world", made["aborted"])
+    watch = Watch(local_boards(2)[0])
+    found = NcclTransport(world, watch, device=torch.device("cpu"), timeout_s=LIMIT_S, pairs=())
+    found.open_groups([SumGroup("tied", (0, 1))])
+    found._lookout.close()
+    return found
+
+
+def test_our_own_limit_passes_first(made: dict[str, Any]) -> None:
+    """NCCL's watchdog counts from when an operation is posted, and says less."""
+    transport(made)
+    limits = [how["timeout"] for how in made["asked"] if how["backend"] == "nccl"]
+    assert len(limits) == 3 and min(limits) >= 3 * timedelta(seconds=LIMIT_S)
+
+
+@pytest.mark.parametrize("launched", [False, True])
+def test_so_does_it_for_all_ranks(monkeypatch: pytest.MonkeyPatch, launched: bool) -> None:
+    def init_process_group(backend: str, *, timeout: timedelta, **_: object) -> None:
+        raise NotStarted(backend, timeout)
+
+    module = import_module("pipeloom.runtime.launch.connect")  # the room has a function of this name
+    monkeypatch.setattr(module, "_launcher_store", lambda _: dist.HashStore() if launched else None)
+    monkeypatch.setattr(dist, "init_process_group", init_process_group)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    for name, text in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, text)
+    with pytest.raises(NotStarted) as caught:
+        connect(torch.device("cuda", 1), timeout_s=LIMIT_S)
+    backend, limit = caught.value.args
+    assert backend == "nccl" and limit >= 3 * timedelta(seconds=LIMIT_S)
+
+
+def test_a_failure_ends_sums_too(made: dict[str, Any]) -> None:
+    found = transport(made)
+    found._control.interrupt = lambda: None  # type: ignore[method-assign]  # over gloo: it has tests of its own
+    found.interrupt()
+    assert sorted(made["aborted"]) == ["nccl 1", "nccl 2", "nccl 4", "world"]
