@@ -68,7 +68,7 @@ def random_model(
         buffers=(),
         loss=values[-1].name,
     )
-    options = CostOptions(microbatches=microbatches, optimizer_bytes=1.0)
+    options = CostOptions(microbatches=microbatches)
     return _on_equal_devices(graph, costs, options, host_bytes_per_s, host_memory)
 
 

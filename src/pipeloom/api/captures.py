@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from ..ir.cluster import Cluster
+from ..ir.graph import OpGraph
 from ..tracer import Job
 
 if TYPE_CHECKING:
@@ -12,7 +15,7 @@ if TYPE_CHECKING:
 
     from ..tracer import Captured
 
-__all__ = ["capture"]
+__all__ = ["capture", "with_updates"]
 
 
 def capture(
@@ -31,7 +34,8 @@ def capture(
     A model that cannot be exported is captured as whole modules, with a warning that says why.
 
     Raises: CaptureError if the model can be captured in neither way, has nothing to train, or its loss is no
-        scalar; CutError if `Job.modules` names what the model does not have.
+        scalar; CutError if `Job.modules` names what the model does not have; PlanError if the job's optimizer
+        cannot train it.
 
     >>> import pipeloom, torch
     >>> job = pipeloom.Job(
@@ -45,4 +49,16 @@ def capture(
     """
     from ..tracer import capture as trace
 
-    return trace(job, microbatch_size, batch=batch, autocast=autocast)
+    captured = trace(job, microbatch_size, batch=batch, autocast=autocast)
+    return replace(captured, graph=with_updates(captured.graph, job))
+
+
+def with_updates(graph: OpGraph, job: Job, cluster: Cluster | None = None) -> OpGraph:
+    """The graph with what the job's optimizer takes for each parameter on a cluster's devices; None: on CPUs.
+
+    Raises: PlanError if the optimizer cannot train the model.
+    """
+    from ..runtime import stand_ins, update_bytes
+
+    cpus = cluster is None or all(device.name.startswith("cpu") for device in cluster.devices)
+    return graph.with_updates(update_bytes(job.optimizer, stand_ins(graph), "cpu" if cpus else "cuda"))

@@ -42,6 +42,12 @@ from .messages import (
 from .offload.open_tier import open_tier as open_tier
 from .offload.tier import Tier as Tier
 from .operations import OperationContext as OperationContext
+from .optimizer_bytes import (
+    MakeOptimizer as MakeOptimizer,
+    optimizers_of as optimizers_of,
+    stand_ins as stand_ins,
+    update_bytes as update_bytes,
+)
 from .posted import PendingSum as PendingSum
 from .posted_channel import SMALL_BYTES as SMALL_BYTES, PostedChannel as PostedChannel
 from .recorder import Clock as Clock, CudaClock as CudaClock, HostClock as HostClock, Recorder as Recorder
@@ -56,8 +62,6 @@ from .transports.transport import (
 )
 from .weights import (
     Gradients as Gradients,
-    MakeOptimizer as MakeOptimizer,
     Weights as Weights,
-    optimizer_ratio as optimizer_ratio,
 )
 from .worker import Worker as Worker
