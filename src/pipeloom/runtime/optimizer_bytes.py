@@ -56,7 +56,7 @@ def optimizers_of(optimizer: Optimizer | None) -> tuple[Optimizer, ...]:
     if inner or isinstance(optimizer, Optimizer):
         return inner or (optimizer,)
     raise PlanError(
-        f"Job.optimizer returned {type(optimizer).__name__}, which is no torch.optim.Optimizer, nor holds one",
+        f"Job.optimizer returned {type(optimizer).__name__}, which is no torch optimizer and holds none",
         hint="derive it from torch.optim.Optimizer, or keep the optimizers that it steps in its attributes",
     )
 
@@ -142,7 +142,7 @@ def _by_kind(
             for param in group["params"]:
                 kind = (index, number, param.shape, param.dtype)
                 if kind not in known:
-                    state, scratch = _step_one(optimizer, part, param)
+                    state, scratch = _step_one(optimizer, part, group, param)
                     known[kind] = UpdateBytes(state=state, step=0 if fused else scratch, together=together)
                 found[names[id(param)]] = known[kind]
     return found
@@ -157,21 +157,32 @@ def _runs_together(optimizer: Optimizer, group: Mapping[str, Any], accelerated: 
     return accelerated and any(hasattr(module, "_default_to_fused_or_foreach") for module in modules)
 
 
-def _step_one(optimizer: Optimizer, part: Optimizer, param: nn.Parameter) -> tuple[int, int]:
-    """Bytes of state of one parameter, and the most scratch of its update."""
-    param.grad = torch.empty_like(param)
+def _step_one(
+    optimizer: Optimizer, part: Optimizer, group: dict[str, Any], param: nn.Parameter
+) -> tuple[int, int]:
+    """Bytes of state of one parameter, and the most scratch of its update.
+
+    A loop over parameters keeps temporaries of one while it computes the next: so a twin follows this one,
+    unless they are updated together.
+    """
+    params, twin = group["params"], stand_in(param.shape, param.dtype)
+    stepped = (param,) if group.get("foreach") else (param, twin)
+    group["params"] = [*params, *stepped[1:]]
+    for each in stepped:
+        each.grad = torch.empty_like(each)
     with _NumbersAreOne():
         optimizer.step()
-    state = [v for v in part.state.get(param, {}).values() if isinstance(v, Tensor)]
     most = 0
     for late in (False, True):
-        if late and isinstance(step := part.state.get(param, {}).get("step"), Tensor):
-            step.fill_(LATE)
-        with _Storages((param, param.grad, *tree_leaves(dict(part.state.get(param, {}))))) as held:
+        for each in stepped:
+            if late and isinstance(step := part.state.get(each, {}).get("step"), Tensor):
+                step.fill_(LATE)
+        held = [leaf for each in stepped for leaf in tree_leaves(dict(part.state.get(each, {})))]
+        with _Storages((*stepped, *(each.grad for each in stepped), *held)) as scratch:
             optimizer.step()
-        most = max(most, held.peak_bytes)
-    param.grad = None
-    return storage_bytes(state), most
+        most = max(most, scratch.peak_bytes)
+    group["params"], param.grad = params, None
+    return storage_bytes(tree_leaves(dict(part.state.get(param, {})))), most
 
 
 def _of_small(make: MakeOptimizer, params: Mapping[str, nn.Parameter]) -> dict[str, UpdateBytes]:
