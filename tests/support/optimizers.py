@@ -17,8 +17,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipeloom import Job, Options, Pipeline
+from pipeloom.ir.errors import PlanError
+from pipeloom.ir.graph import UpdateBytes
 from pipeloom.ir.replicas import widened
 from pipeloom.runtime.launch import connect
+from pipeloom.runtime.optimizer_bytes import stand_in, update_bytes
 
 CLASSES: Mapping[str, type[Optimizer]] = {
     name: kind
@@ -171,3 +174,30 @@ class Halving:
 
 def plain_numbers(name: str, **options: Any) -> Numbers:
     return plain(job_of(name), batches(), 2 * MICROBATCHES, clip_norm=CLIP, **options)
+
+
+SIDE = 1024
+
+
+def table() -> list[str]:
+    """The rows of docs/trust.md, one for each class: bytes of a float32 matrix of `SIDE` x `SIDE`."""
+    both = f"| {BOTH} | **equal** | as each | as each | as each | see below |"
+    return [*(_row(name) for name in CLASSES), both]
+
+
+def _row(name: str) -> str:
+    param = stand_in((SIDE, SIDE), torch.float32)
+    try:
+        (apart,), (at_once,) = (
+            update_bytes(maker(name), {"p": param}, kind).values() for kind in ("cpu", "cuda")
+        )
+    except PlanError as refusal:
+        return f"| {name} | **refused** | | | | {refusal.message.partition(': ')[2]} |"
+    why = "matrices only: another parameter is refused, with its name" if name in REFUSED else ""
+    state = f"{apart.state / SIDE**2:.2g}"
+    return f"| {name} | **equal** | {state} | {_copies(apart)} | {_copies(at_once)} | {why} |"
+
+
+def _copies(update: UpdateBytes) -> str:
+    copies = round(update.step / SIDE**2 / 4, 2)
+    return "0" if not copies else f"{copies:g} of {'all' if update.together else 'the largest'}"

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ..ir.cluster import Cluster
 from ..ir.graph import OpGraph
 from ..tracer import Job
 
@@ -53,12 +52,14 @@ def capture(
     return replace(captured, graph=with_updates(captured.graph, job))
 
 
-def with_updates(graph: OpGraph, job: Job, cluster: Cluster | None = None) -> OpGraph:
-    """The graph with what the job's optimizer takes for each parameter on a cluster's devices; None: on CPUs.
+def with_updates(graph: OpGraph, job: Job, devices: Iterable[str] = ()) -> OpGraph:
+    """The graph with what the job's optimizer takes for each parameter.
 
+    devices: names of those it is to run on, by default CPUs. On others PyTorch's optimizers update many
+    parameters at once.
     Raises: PlanError if the optimizer cannot train the model.
     """
     from ..runtime import stand_ins, update_bytes
 
-    cpus = cluster is None or all(device.name.startswith("cpu") for device in cluster.devices)
-    return graph.with_updates(update_bytes(job.optimizer, stand_ins(graph), "cpu" if cpus else "cuda"))
+    kind = "cpu" if all(name.startswith("cpu") for name in devices) else "cuda"
+    return graph.with_updates(update_bytes(job.optimizer, stand_ins(graph), kind))

@@ -346,7 +346,7 @@ def captured_model(
             hint="leave the profile out, and each kind is estimated from its figures",
         )
     captured = captured or capture(job, size, batch=batch)
-    graph = with_updates(captured.graph, job, cluster)
+    graph = with_updates(captured.graph, job, kinds or ({profiled.device} if profiled else ()))
     if (rows := shared_rows(captured.graph)) not in (None, size):
         raise PlanError(
             f"the captured model has micro-batches of {rows} rows, the plan is for {size}",

@@ -125,7 +125,7 @@ def _costs(
     else:
         job = job_of(model)
         captured = passes.capture(job, plan.microbatch_size)
-        graph = passes.with_updates(captured.graph, job, cluster)
+        graph = passes.with_updates(captured.graph, job, {d.name for d in cluster.devices} if cluster else ())
     if profiled is not None:
         return graph, profiled
     if captured is None or cluster is not None:

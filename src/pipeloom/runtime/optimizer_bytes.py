@@ -137,8 +137,8 @@ def _by_kind(
     for index, part in enumerate(optimizers_of(optimizer)):
         for number, group in enumerate(part.param_groups):
             together, fused = _runs_together(part, group, accelerated), bool(group.get("fused"))
-            group.update({"foreach": together} if "foreach" in group else {})
-            group.update({"fused": False} if fused else {})
+            runs_here = {"foreach": together, "fused": False} | ({"capturable": False} if accelerated else {})
+            group.update({key: value for key, value in runs_here.items() if key in group})
             for param in group["params"]:
                 kind = (index, number, param.shape, param.dtype)
                 if kind not in known:
