@@ -100,7 +100,10 @@ def test_the_default_optimizer_has_no_scratch_on_accelerators() -> None:
     assert step_bytes(counted(None, device="cuda").values()) == 0
     largest = 96 * 40 * 4
     assert step_bytes(counted(None).values()) == 3 * largest
-    assert default_optimizer([nn.Parameter(torch.zeros(2))]).defaults["fused"] is None
+    fused = [
+        default_optimizer(kind)([stand_in((2,), torch.float32)]).defaults["fused"] for kind in ("cuda", "cpu")
+    ]
+    assert fused == [True, None]
 
 
 def test_two_optimizers_in_one_each_count_their_own() -> None:
@@ -139,9 +142,23 @@ class Holds:
             part.step()
 
 
+class Slow(torch.optim.Optimizer):
+    """Steps another optimizer, and keeps a copy of each parameter besides."""
+
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        self.fast = torch.optim.SGD(params, lr=1.0)
+        super().__init__(self.fast.param_groups, {})
+
+    def step(self) -> None:  # type: ignore[override]
+        self.fast.step()
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["slow"] = p.detach().clone()
+
+
 @pytest.mark.parametrize(
     ("make", "word"),
     [
+        (Slow, "of its own"),
         (lambda params: Holds(), "Holds"),
         (lambda params: Holds(*(torch.optim.SGD(params, lr=1.0) for _ in range(2))), "both"),
         (lambda params: torch.optim.SGD(params, lr=-1.0), "learning rate"),

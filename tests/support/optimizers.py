@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -119,7 +119,7 @@ def batches() -> list[dict[str, Tensor]]:
     return [batch(seed, 2 * MICROBATCHES * 2) for seed in range(STEPS)]
 
 
-def resumed(folder: Path) -> None:
+def resumed(names: Sequence[str], folder: Path) -> None:
     """Each optimizer trains half of its steps in two stages and the others in three, or in two stages of two
     replicas that share out its state. Rank 0 writes how far parameters are from those of one process."""
     torch.set_num_threads(1)
@@ -128,7 +128,7 @@ def resumed(folder: Path) -> None:
     table: dict[str, float] = {}
     options = Options(clip_norm=CLIP, scheduler=halving, compare=False)
     with shared_captures():
-        for name in TRAINS:
+        for name in names:
             job = job_of(name)
             first = even_plan(job, 2, microbatches=2 * MICROBATCHES)
             three = even_plan(job, 3, microbatches=2 * MICROBATCHES)

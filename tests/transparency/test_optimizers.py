@@ -26,7 +26,7 @@ from pipeloom.runtime.launch import launch
 PAGE = Path(__file__).parents[2] / "docs" / "trust.md"
 
 
-@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("stages", [3, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", TRAINS)
 def test_equal_to_one_process(name: str, stages: int) -> None:
     job = job_of(name)
@@ -35,6 +35,7 @@ def test_equal_to_one_process(name: str, stages: int) -> None:
     assert_same(found, optimizers.plain_numbers(name), tolerance=optimizers.tolerance(name))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", TRAINS)
 def test_replicas_that_share_out_the_state(name: str) -> None:
     job = job_of(name)
@@ -43,10 +44,13 @@ def test_replicas_that_share_out_the_state(name: str) -> None:
     assert_same(found, optimizers.plain_numbers(name), tolerance=optimizers.tolerance(name))
 
 
-def test_saved_and_resumed_at_another_depth_and_width(tmp_path: Path) -> None:
-    assert launch(optimizers.resumed, optimizers.RANKS, args=(tmp_path,)) == 0
+@pytest.mark.parametrize(
+    "names", [(BOTH, "Adafactor"), pytest.param(TRAINS, marks=pytest.mark.slow)], ids=len
+)
+def test_saved_and_resumed_at_another_depth_and_width(names: tuple[str, ...], tmp_path: Path) -> None:
+    assert launch(optimizers.resumed, optimizers.RANKS, args=(names, tmp_path)) == 0
     table = json.loads((tmp_path / "table.json").read_text())
-    assert len(table) == 3 * len(TRAINS)
+    assert len(table) == 3 * len(names)
     far = {case: by for case, by in table.items() if by > optimizers.tolerance(case)}
     assert not far
 
@@ -61,6 +65,7 @@ def test_refused_with_a_sentence(name: str) -> None:
         pipelined(job_of(name), even_plan(job_of(name), 2, microbatches=2), optimizers.batches())
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", TRAINS)
 def test_state_is_planned_as_it_is_held(name: str) -> None:
     job = job_of(name)

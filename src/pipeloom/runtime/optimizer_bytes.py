@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -33,14 +34,13 @@ Kind: TypeAlias = tuple[int, int, torch.Size, torch.dtype]
 """Optimizer, group, shape and dtype: parameters that are alike in these take equal bytes."""
 
 
-def default_optimizer(params: Iterable[nn.Parameter]) -> Optimizer:
+def default_optimizer(device: str) -> MakeOptimizer:
     """What a job without an optimizer gets: AdamW with a learning rate of 1e-3. On accelerators it is the
-    fused one, which needs no scratch."""
-    params = list(params)
-    fused = any(p.device.type not in ("cpu", "meta") for p in params) and all(
-        map(torch.is_floating_point, params)
-    )
-    return torch.optim.AdamW(params, lr=1e-3, fused=fused or None)
+    fused one, which needs no scratch.
+
+    device: its type, such as "cpu" or "cuda".
+    """
+    return partial(torch.optim.AdamW, lr=1e-3, fused=device != "cpu" or None)
 
 
 def optimizers_of(optimizer: Optimizer | None) -> tuple[Optimizer, ...]:
@@ -110,21 +110,31 @@ def update_bytes(
     params: all that the optimizer is made for, on the meta device.
     Raises: PlanError with the optimizer's own words if it cannot step them.
     """
-    accelerated = device != "cpu"
-    if make is None:
-        make = lambda params: torch.optim.AdamW(params, lr=1e-3, fused=accelerated or None)  # noqa: E731
+    make = make or default_optimizer(device)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         optimizer = make_checked(make, params)
         try:
-            return _by_kind(optimizer, params, accelerated)
+            found = _by_kind(optimizer, params, device != "cpu")
         except Exception as first:  # its step needs data, or cannot be made at all
             try:
                 return _of_small(make, params)
-            except PlanError:
-                raise
             except Exception as error:  # the user's code
                 told = first if type(first) is type(error) else error
                 raise _refusal(make, params, told) from None
+    _refuse_state_beside(optimizer)
+    return found
+
+
+def _refuse_state_beside(optimizer: Optimizer) -> None:
+    """Raises: PlanError if one that holds others has made state of its own."""
+    held = {id(t) for part in optimizers_of(optimizer) for t in tree_leaves([*part.state.values()])}
+    own = tree_leaves([*getattr(optimizer, "state", {}).values()])
+    if any(isinstance(value, Tensor) and id(value) not in held for value in own):
+        raise PlanError(
+            f"{type(optimizer).__name__} keeps state of its own beside the optimizers that it holds; it would be "
+            "neither counted nor saved",
+            hint="keep it in the state of one of these optimizers",
+        )
 
 
 def _by_kind(

@@ -133,9 +133,9 @@ class Weights:
         self.stepped = frozenset(n for n, p in self.params.items() if p.requires_grad and n in own)
         trained = {n: p for n, p in (everywhere or self.params).items() if p.requires_grad}
         self._stand_ins = {n: stand_in(p.shape, p.dtype) for n, p in trained.items()}
-        self._make_optimizer = optimizer
+        self._make_optimizer = optimizer or default_optimizer(torch.device(device).type)
         here = {n: self.params[n] if n in self.stepped else p for n, p in self._stand_ins.items()}
-        self.optimizer = make_checked(optimizer or default_optimizer, here) if here else None
+        self.optimizer = make_checked(self._make_optimizer, here) if here else None
         self.optimizers = optimizers_of(self.optimizer)
         for each in self.optimizers:
             forget_stand_ins(each)
