@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from pipeloom.ir.errors import PlanError
 from pipeloom.ir.graph import UpdateBytes, step_bytes
-from pipeloom.runtime.optimizer_bytes import default_optimizer, optimizers_of, stand_in, update_bytes
+from pipeloom.runtime import default_optimizer, optimizers_of, stand_in, update_bytes
 
 SHAPES = {"a": (96, 40), "b": (40, 24), "c": (24,), "d": (96, 40), "e": (2, 3, 4)}
 
@@ -100,10 +100,8 @@ def test_the_default_optimizer_has_no_scratch_on_accelerators() -> None:
     assert step_bytes(counted(None, device="cuda").values()) == 0
     largest = 96 * 40 * 4
     assert step_bytes(counted(None).values()) == 3 * largest
-    fused = [
-        default_optimizer(kind)([stand_in((2,), torch.float32)]).defaults["fused"] for kind in ("cuda", "cpu")
-    ]
-    assert fused == [True, None]
+    made = [default_optimizer(kind)([stand_in((2,), torch.float32)]) for kind in ("cuda", "cpu")]
+    assert [optimizer.defaults["fused"] for optimizer in made] == [True, None]
 
 
 def test_two_optimizers_in_one_each_count_their_own() -> None:

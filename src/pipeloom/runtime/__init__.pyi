@@ -44,7 +44,9 @@ from .offload.tier import Tier as Tier
 from .operations import OperationContext as OperationContext
 from .optimizer_bytes import (
     MakeOptimizer as MakeOptimizer,
+    default_optimizer as default_optimizer,
     optimizers_of as optimizers_of,
+    stand_in as stand_in,
     stand_ins as stand_ins,
     update_bytes as update_bytes,
 )

@@ -131,9 +131,8 @@ def _refuse_state_beside(optimizer: Optimizer) -> None:
     own = tree_leaves([*getattr(optimizer, "state", {}).values()])
     if any(isinstance(value, Tensor) and id(value) not in held for value in own):
         raise PlanError(
-            f"{type(optimizer).__name__} keeps state of its own beside the optimizers that it holds; it would be "
-            "neither counted nor saved",
-            hint="keep it in the state of one of these optimizers",
+            f"{type(optimizer).__name__} keeps state of its own beside the optimizers that it holds",
+            hint="it would not be saved: keep it in the state of one of these optimizers",
         )
 
 
