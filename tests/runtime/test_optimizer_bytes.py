@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from pipeloom.ir.errors import PlanError
 from pipeloom.ir.graph import UpdateBytes, step_bytes
-from pipeloom.runtime import default_optimizer, optimizers_of, stand_in, update_bytes
+from pipeloom.runtime import Weights, default_optimizer, optimizers_of, stand_in, update_bytes
 
 SHAPES = {"a": (96, 40), "b": (40, 24), "c": (24,), "d": (96, 40), "e": (2, 3, 4)}
 
@@ -108,6 +108,17 @@ def test_two_optimizers_in_one_each_count_their_own() -> None:
     both = counted(MuonAndAdamW)
     assert both["a"] == counted(maker("Muon"), "Muon")["a"]
     assert both["c"] == counted(maker("AdamW"))["c"]
+
+
+@pytest.mark.parametrize("name", (*TRAINS, "Muon"))
+def test_a_rank_that_trains_nothing_steps_and_holds_nothing(name: str) -> None:
+    """Its optimizer has the groups of one process, without parameters."""
+    everywhere = {n: stand_in(s, torch.float32) for n, s in shapes_of(name).items()}
+    weights = Weights({}, {}, maker(name), everywhere=everywhere)
+    weights.step()
+    assert weights.sizes["optimizer"] == weights.step_adds_bytes == 0
+    groups = [group for optimizer in weights.optimizers for group in optimizer.param_groups]
+    assert groups and not any(group["params"] for group in groups)
 
 
 class NeedsData(torch.optim.Optimizer):
