@@ -49,7 +49,7 @@ def measure(layers: int, devices: int, strategy: str) -> dict[str, Any]:
         schedule="1f1b",
         microbatches=2 * devices,
         strategy=strategy,
-        options=PlanOptions(optimizer_bytes=2.0),
+        options=PlanOptions(),
     )
     end = time.perf_counter()
     return {

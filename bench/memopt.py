@@ -62,7 +62,7 @@ def family_cases(families: list[str]) -> Iterator[Case]:
         device = replace(cpu_cluster(1).devices[0], host_link=Link(bandwidth_bytes_per_s=5e7))
         cluster = Cluster(devices=(device,) * 8, within_node=Link(bandwidth_bytes_per_s=2e9))
         profile = roofline(graph, device)
-        model = CostModel(graph, [profile] * 8, cluster, CostOptions(microbatches=16, optimizer_bytes=0.0))
+        model = CostModel(graph, [profile] * 8, cluster, CostOptions(microbatches=16))
         ops = len(model)
         for start, end in ((0, ops // 2), (ops // 4, ops // 2), (ops // 2, 3 * ops // 4)):
             for in_flight in (1, 4):
@@ -74,7 +74,7 @@ def rows_of(case: Case, limit_s: float) -> Iterator[dict[str, Any]]:
     free = treat_interval(model, start, end, 0, in_flight=in_flight, cap=inf)
     footprint, _ = model.row(start, np.array([end]))
     parts = static_memory(footprint, model.options, in_flight).values()
-    static = float(np.sum([np.ravel(part)[0] for part in parts]) + np.ravel(footprint.largest)[0])
+    static = float(np.sum([np.ravel(part)[0] for part in parts]) + np.ravel(footprint.step)[0])
     least = treat_interval(model, start, end, 0, in_flight=in_flight, cap=static).peak_bytes
     for share in SHARES:
         cap = least + share * (free.peak_bytes - least)

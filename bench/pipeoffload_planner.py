@@ -51,8 +51,6 @@ VOCABULARY = 32_000
 MOST_S = 400.0
 """No cap is begun after so many seconds."""
 
-OPTIMIZER = 2.0
-
 
 def gpt(layers: int, width: int, heads: int, context: int) -> Job:
     def batch(seed: int, rows: int) -> dict[str, Tensor]:
@@ -97,7 +95,7 @@ def planned(
             schedule=schedule,
             microbatches=MICROBATCHES,
             strategy=strategy,
-            options=PlanOptions(optimizer_bytes=OPTIMIZER, treatments=treatments, fastest=fastest),
+            options=PlanOptions(treatments=treatments, fastest=fastest),
             explained=False,
         )
     except InfeasibleError:

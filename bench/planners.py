@@ -268,7 +268,7 @@ def on_llama(layers: int, stages: int, planner: str) -> dict[str, Any]:
         schedule="1f1b",
         microbatches=2 * stages,
         strategy=planner,
-        options=PlanOptions(optimizer_bytes=2.0),
+        options=PlanOptions(),
     )
     return {
         "planner": planner,

@@ -58,7 +58,7 @@ def planned(**how: Any) -> Plan:
 
 
 def simulated(made: Plan) -> Timeline:
-    graph = runs.capture_of(JOB, ROWS).graph
+    graph = runs.graph_of(JOB, ROWS)
     return simulate(made, graph, estimate(graph, CLUSTER), CLUSTER)
 
 

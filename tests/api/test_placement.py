@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from every_schedule import gpt_job, plan_of
-from runs import capture_of, shared_captures, threads
+from runs import capture_of, graph_of as graph_at, shared_captures, threads
 
 from pipeloom import Job, Pipeline, schedules, verify
 from pipeloom.api import passes, stages_for
@@ -41,7 +41,7 @@ def planned(job: Job, schedule: str, *, microbatches: int = 4, memory: str | Non
 
 
 def graph_of(job: Job) -> OpGraph:
-    return capture_of(job, 1).graph
+    return graph_at(job, 1)
 
 
 @pytest.mark.parametrize("name", SEVERAL)

@@ -88,7 +88,7 @@ def test_a_link_throttled_to_a_tenth_costs_time_and_nothing_else(
     schedule: str, share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Under its cap all the same, planned for a link ten times as fast, simulated and run."""
-    graph = runs.capture_of(TANH, ROWS).graph
+    graph = runs.graph_of(TANH, ROWS)
 
     def planned(name: str, cap: int, treatments: tuple[Any, ...]) -> tuple[Plan, Any]:
         cluster = linked(1e8, cap)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import zoo
-from runs import assert_same, capture_of, even_plan, pipelined, plain, shared_captures, threads
+from runs import assert_same, capture_of, even_plan, graph_of, pipelined, plain, shared_captures, threads
 from torch import Tensor, nn
 
 from pipeloom import Job, Options, Pipeline
@@ -67,17 +67,18 @@ def planned(memory: int, *, checked: bool) -> Plan:
 
 
 def profiled_model(job: Job) -> ProfiledModel:
-    return ProfiledModel(size=ROWS, graph=capture_of(job, ROWS).graph, profiles=costs_of(job, ROWS))
+    return ProfiledModel(size=ROWS, graph=graph_of(job, ROWS), profiles=costs_of(job, ROWS))
 
 
 def captured_model() -> CapturedModel:
     captured = capture_of(JOB, ROWS)
-    return CapturedModel(size=ROWS, graph=captured.graph, profiles=costs_of(JOB, ROWS), captured=captured)
+    graph = graph_of(JOB, ROWS)
+    return CapturedModel(size=ROWS, graph=graph, profiles=costs_of(JOB, ROWS), captured=captured)
 
 
 def peaks_as_traced(plan: Plan) -> tuple[int, ...]:
     captured = capture_of(JOB, ROWS)
-    return traced_peaks(plan, captured, PlanCosts(captured.graph, costs_of(JOB, ROWS), cpu_cluster(2)))
+    return traced_peaks(plan, captured, PlanCosts(graph_of(JOB, ROWS), costs_of(JOB, ROWS), cpu_cluster(2)))
 
 
 def costs_of(job: Job, rows: int) -> Mapping[str, Profile]:
@@ -172,7 +173,7 @@ def test_it_is_what_ranks_expect(
 
     with shared_captures():
         ranks = threads(2, expected)
-    costs = PlanCosts(captured.graph, costs_of(job, ROWS), replace(known, devices=devices))
+    costs = PlanCosts(graph_of(job, ROWS), costs_of(job, ROWS), replace(known, devices=devices))
     found = traced_peaks(plan, captured, costs)
     assert [list(found)] * 2 == ranks
 

@@ -84,7 +84,7 @@ def test_a_config_that_follows_a_plan_is_for_its_ranks(schedule: str, width: int
 @pytest.mark.parametrize("memory_bytes_per_s", [1e6, 1e15])
 def test_what_replicas_send_each_other_after_an_update_takes_its_time(memory_bytes_per_s: float) -> None:
     """Each of two steps half of the parameters, and then gets the other half: half of a sum over both."""
-    graph = runs.capture_of(JOB).graph
+    graph = runs.graph_of(JOB)
     device = replace(cpu_cluster(1).devices[0], memory_bytes_per_s=memory_bytes_per_s)
     cluster = Cluster(devices=(device,) * 4, within_node=Link(bandwidth_bytes_per_s=1e6))
     plan = planned()

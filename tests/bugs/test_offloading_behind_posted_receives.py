@@ -48,16 +48,15 @@ def forwards(footprint: Footprint[float], options: CostOptions, in_flight: int) 
 def test_no_forward_of_a_stage_holds_more_than_its_predicted_peak(
     sizes: dict[str, int], saved_inputs: int, in_flight: int, at_once: int, ahead: int
 ) -> None:
-    options = CostOptions(
-        microbatches=MICROBATCHES, optimizer_bytes=0.0, receive_ahead=ahead, offloaded_at_once=at_once
-    )
+    options = CostOptions(microbatches=MICROBATCHES, receive_ahead=ahead, offloaded_at_once=at_once)
     given_sizes = {name: float(size) for name, size in sizes.items()}
     footprint = Footprint(
         **given_sizes,
         saved_inputs=float(saved_inputs),
         trainable=0.0,
         whole=0.0,
-        largest=0.0,
+        state=0.0,
+        step=0.0,
         backward_transient=0.0,
     )
     assert max(forwards(footprint, options, in_flight)) <= peak_bytes(footprint, options, in_flight)

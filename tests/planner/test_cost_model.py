@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from pipeloom.ir.graph import Op, OpGraph, Parameter, Value
+from pipeloom.ir.graph import Op, OpGraph, Parameter, UpdateBytes, Value
 from pipeloom.ir.profile import OpCost, Profile
 from pipeloom.ir.stages import cut
 from pipeloom.planner.stage_cost import CostModel, CostOptions, Footprint, estimate_stage
@@ -113,7 +113,9 @@ def two_linears() -> tuple[OpGraph, Profile]:
         name="two",
         inputs=(Value(name="x", shape=(10,), dtype="float32"),),
         ops=(linear("a", "x", 10, "w"), view, linear("b", "v", 20, "w")),
-        parameters=(Parameter(name="w", shape=(100,), dtype="float32"),),
+        parameters=(
+            Parameter(name="w", shape=(100,), dtype="float32", given_update=UpdateBytes(state=400, step=400)),
+        ),
         buffers=(),
         loss="b",
     )
@@ -127,7 +129,7 @@ def two_linears() -> tuple[OpGraph, Profile]:
 
 def test_memory_by_kind_of_a_hand_made_cut(make_cluster):
     graph, profile = two_linears()
-    options = CostOptions(microbatches=4, optimizer_bytes=1.0)
+    options = CostOptions(microbatches=4)
     model = CostModel(graph, [profile] * 2, make_cluster([1, 1]), options)
     stages = cut(graph, {"a": 0, "v": 0, "b": 1})
     first, second = estimate_stage(model, stages, 0).plan(2), estimate_stage(model, stages, 1).plan(1)
@@ -240,10 +242,10 @@ def test_weight_versions(make_cluster):
         options = CostOptions(microbatches=4, weights=policy)
         model = CostModel(graph, [profile] * 2, make_cluster([1, 1]), options)
         memory = estimate_stage(model, stages, 0).plan(3).memory
-        assert (memory.parameters, memory.gradients, memory.optimizer) == (versions * 400, 400, 800)
+        assert (memory.parameters, memory.gradients, memory.optimizer) == (versions * 400, 400, 400)
 
 
-def test_the_optimizer_needs_one_tensor_of_the_largest_parameter(make_cluster):
+def test_the_optimizer_needs_scratch_for_its_step(make_cluster):
     graph, profile = two_linears()
     costs = {name: OpCost(forward_s=1) for name in "avb"}
     small = replace(graph, ops=tuple(replace(op, params=()) for op in graph.ops))

@@ -12,7 +12,7 @@ from runs import capture_of, even, plan_for, threads
 from torch import Tensor
 
 from pipeloom import Job, Options, Pipeline, schedules
-from pipeloom.api import forecast
+from pipeloom.api import forecast, passes
 from pipeloom.clusters import cpu_cluster
 from pipeloom.ir.action import W
 from pipeloom.ir.cluster import Link
@@ -83,11 +83,10 @@ def compare(
 
     share: residuals are recomputed until each stage needs no more than this between the least that the
     optimisation reaches (0) and all it needs (1).  ahead: in an action of its own.
-    The optimizer is expected to keep one number per parameter (SGD with momentum). Of a schedule that splits
-    its backwards the peaks are those of the simulated step.
+    Of a schedule that splits its backwards the peaks are those of the simulated step.
     """
     captured = capture_of(job, SIZE)
-    graph = captured.graph
+    graph = passes.with_updates(captured.graph, job)
     stage_of = (even if evenly else calm)(graph, stages)
     plan = plan_for(captured, stage_of, microbatches=MICROBATCHES, microbatch_size=SIZE, schedule=schedule)
 
@@ -148,7 +147,7 @@ def _recomputed(
     most = under(inf).peak_bytes
     footprint = model.stage_footprint(cut, stage)
     static = sum(static_memory(footprint, model.options, in_flight).values())
-    least = under(float(static + footprint.largest)).peak_bytes
+    least = under(float(static + footprint.step)).peak_bytes
     caps = [least + step * (most - least) for step in (share, (1 + share) / 2, 1.0)]
     return dict(next(found for cap in caps if (found := under(cap)).fits).treatments)
 
@@ -156,5 +155,5 @@ def _recomputed(
 def _model(graph: OpGraph, stages: int) -> CostModel:
     cluster = cpu_cluster(stages)
     profile = roofline(graph, cluster.devices[0])
-    options = CostOptions(microbatches=MICROBATCHES, optimizer_bytes=1.0, sends_in_flight=0)
+    options = CostOptions(microbatches=MICROBATCHES, sends_in_flight=0)
     return CostModel(graph, [profile] * stages, cluster, options)

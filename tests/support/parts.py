@@ -43,7 +43,7 @@ class Parts:
 def model_of(captured: Captured, stages: int) -> CostModel:
     cluster = cpu_cluster(stages)
     profile = roofline(captured.graph, cluster.devices[0])
-    options = CostOptions(microbatches=4, optimizer_bytes=1.0, sends_in_flight=0)
+    options = CostOptions(microbatches=4, sends_in_flight=0)
     return CostModel(captured.graph, [profile] * stages, cluster, options)
 
 

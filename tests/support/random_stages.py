@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from pipeloom.ir.cluster import Cluster, Device, Link
-from pipeloom.ir.graph import Op, OpGraph, Parameter, Value
+from pipeloom.ir.graph import Op, OpGraph, Parameter, UpdateBytes, Value
 from pipeloom.ir.profile import OpCost, Profile
 from pipeloom.planner.stage_cost import CostModel, CostOptions
 
@@ -59,7 +59,8 @@ def random_model(
             transient_bytes=draw.choice((0, 0, 40)),
             passes=inputs[:1] if draw.random() < 0.3 else (),
         )
-    weight = Parameter(name="w", shape=(5,), dtype="float32")
+    momentum = UpdateBytes(state=20, step=20)
+    weight = Parameter(name="w", shape=(5,), dtype="float32", given_update=momentum)
     graph = OpGraph(
         name="random",
         inputs=(values[0],),
@@ -68,7 +69,7 @@ def random_model(
         buffers=(),
         loss=values[-1].name,
     )
-    options = CostOptions(microbatches=microbatches, optimizer_bytes=1.0)
+    options = CostOptions(microbatches=microbatches)
     return _on_equal_devices(graph, costs, options, host_bytes_per_s, host_memory)
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from pipeloom import Job, Options, Pipeline, schedules
+from pipeloom.api import passes
 from pipeloom.ir.errors import PeerError
 from pipeloom.ir.graph import OpGraph
 from pipeloom.ir.memory_policy import MemoryPolicy
@@ -96,6 +97,11 @@ def _room_for_one_more(entries: dict[Any, Any]) -> None:
 def capture_of(job: Job, microbatch_size: int = 2, **how: Any) -> Captured:
     """A capture that is made once per job."""
     return _remembered(capture, job, microbatch_size, **how)
+
+
+def graph_of(job: Job, microbatch_size: int = 2) -> OpGraph:
+    """The graph of that capture, with what the job's optimizer takes."""
+    return passes.with_updates(capture_of(job, microbatch_size).graph, job)
 
 
 def even(graph: OpGraph, stages: int) -> dict[str, int]:

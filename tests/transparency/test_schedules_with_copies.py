@@ -14,7 +14,7 @@ import pytest
 import torch
 import zoo
 from hypothesis import Phase, given, settings, strategies as st
-from runs import assert_same, capture_of, even, pipelined, plain, plan_for, threads
+from runs import assert_same, capture_of, even, graph_of, pipelined, plain, plan_for, threads
 from torch import Tensor, nn
 
 from pipeloom import Job, Options, Pipeline, schedules
@@ -229,7 +229,7 @@ def test_a_plan_of_pipeoffload_with_copies_trains_under_its_cap(tmp_path: Path) 
     device = replace(plain_device, memory_bytes=1 << 40, host_link=link, host_link_back=link)
     model = CapturedModel(
         size=rows,
-        graph=captured.graph,
+        graph=graph_of(JOB, rows),
         profiles={device.name: roofline(captured.graph, device)},
         captured=captured,
     )
@@ -241,7 +241,7 @@ def test_a_plan_of_pipeoffload_with_copies_trains_under_its_cap(tmp_path: Path) 
             microbatches=microbatches,
             cluster=replace(cpu_cluster(ranks), devices=devices, within_node=link),
             strategy=strategy,
-            options=PlanOptions(optimizer_bytes=0.0, treatments=("offload",)),
+            options=PlanOptions(treatments=("offload",)),
         ).plan(model)
 
     cap = int(CAP_SHARE * max(made(1 << 40, "exact").peaks))

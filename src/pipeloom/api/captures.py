@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from ..ir.graph import OpGraph
 from ..tracer import Job
 
 if TYPE_CHECKING:
@@ -12,7 +14,7 @@ if TYPE_CHECKING:
 
     from ..tracer import Captured
 
-__all__ = ["capture"]
+__all__ = ["capture", "with_updates"]
 
 
 def capture(
@@ -32,7 +34,7 @@ def capture(
 
     Raises: CaptureError if the model can be captured in neither way, has nothing to train, or its loss is no
         scalar; CutError if `Job.modules` names what the model does not have; ConfigError for an `autocast`
-        that cannot be trained with.
+        that cannot be trained with; PlanError if the job's optimizer cannot train it.
 
     >>> import pipeloom, torch
     >>> job = pipeloom.Job(
@@ -48,4 +50,18 @@ def capture(
     from .options import require_autocast
 
     require_autocast(autocast)
-    return trace(job, microbatch_size, batch=batch, autocast=autocast)
+    captured = trace(job, microbatch_size, batch=batch, autocast=autocast)
+    return replace(captured, graph=with_updates(captured.graph, job))
+
+
+def with_updates(graph: OpGraph, job: Job, devices: Iterable[str] = ()) -> OpGraph:
+    """The graph with what the job's optimizer takes for each parameter.
+
+    devices: names of those it is to run on, by default CPUs. On others PyTorch's optimizers update many
+    parameters at once.
+    Raises: PlanError if the optimizer cannot train the model.
+    """
+    from ..runtime import stand_ins, update_bytes
+
+    kind = "cpu" if all(name.startswith("cpu") for name in devices) else "cuda"
+    return graph.with_updates(update_bytes(job.optimizer, stand_ins(graph), kind))

@@ -24,7 +24,6 @@ from ..runtime import (
     SMALL_BYTES,
     ActionTimes,
     Clock,
-    MakeOptimizer,
     PostedChannel,
     Rehearsal,
     Tier,
@@ -32,7 +31,6 @@ from ..runtime import (
     Watch,
     Weights,
     measure_link,
-    optimizer_ratio,
     stage_memory,
     table,
     time_clipping,
@@ -66,7 +64,6 @@ class Forecast:
     variant: Variant
     sample: Mapping[str, Tensor]
     weights: Weights
-    optimizer: MakeOptimizer | None
     rounds: int
     clips: bool
     channel: PostedChannel
@@ -121,7 +118,6 @@ class Forecast:
 
     def memory(self) -> dict[int, StageCost]:
         """This rank's stages: exact bytes, times in units of a forward."""
-        ratio = optimizer_ratio(self.optimizer)
         alive = self.rounds if self.plan.steady is None else self.plan.steady.window
         batch_bytes = (
             self.plan.microbatches_on(self.channel.rank) * alive * sum(t.nbytes for t in self.sample.values())
@@ -136,7 +132,6 @@ class Forecast:
                 functions,
                 stages,
                 self.weights,
-                ratio,
                 batch_bytes=0 if costs else batch_bytes,
                 counted=counted,
             )

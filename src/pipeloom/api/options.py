@@ -30,8 +30,9 @@ class Options:
     device: "cpu"; "cuda" for the GPU of this rank's number on its node (LOCAL_RANK); or "cuda:1".
     seed: of the initial weights and of random ops.
     clip_norm: limit of the gradients' global norm (2-norm, over all ranks); None leaves them as they are.
-    scheduler: optimizer -> LR scheduler, stepped once a step.  autocast: torch.bfloat16 for mixed precision,
-    None for none.  compiled: run stages through torch.compile.
+    scheduler: optimizer -> LR scheduler, stepped once a step. If the job's optimizer only holds others, it is
+    called for each of these.
+    autocast: torch.bfloat16 for mixed precision, None for none.  compiled: run stages through torch.compile.
     accumulate: rounds of the schedule per optimizer step; a batch is spread over all of them.
     timeout_s: limit of each wait; a rank that gives no sign of life for so long (60 s at most) has failed.
     keep_gradients: keep a copy of each step's gradients, before clipping, for inspection.

@@ -22,7 +22,7 @@ from ..schedules import with_chunks
 from ..tracer import Job, load_job
 from .advice import plan_with_advice
 from .best_batch import best_plan
-from .captures import capture
+from .captures import capture, with_updates
 from .clusters import with_files
 from .compiled_profiles import compiled_profile
 from .kept_profiles import kept_profile
@@ -51,6 +51,7 @@ __all__ = [
     "plan_size",
     "profile",
     "simulate",
+    "with_updates",
 ]
 
 
@@ -168,8 +169,6 @@ def make_request(
     watch: SearchWatch | None = None,
 ) -> PlanRequest:
     """How `plan` plans; see there. watch: told how the search goes on."""
-    from ..runtime import optimizer_ratio
-
     _refuse_counts(stages, width)
     _refuse_words("treatment", treatments or (), get_args(Treatment))
     _refuse_words("weight policy", () if weights is None else (weights,), tuple(WEIGHT_POLICIES))
@@ -178,7 +177,6 @@ def make_request(
     if offload_dir is not None and treatments is None and optimises != "never":
         treatments = ("recompute", "offload")
     options = PlanOptions(
-        optimizer_bytes=optimizer_ratio(job.optimizer),
         split_backward=split_backward,
         weights=weights,
         clips=clips,
@@ -348,20 +346,20 @@ def captured_model(
             hint="leave the profile out, and each kind is estimated from its figures",
         )
     captured = captured or capture(job, size, batch=batch)
+    graph = with_updates(captured.graph, job, kinds or ({profiled.device} if profiled else ()))
     if (rows := shared_rows(captured.graph)) not in (None, size):
         raise PlanError(
             f"the captured model has micro-batches of {rows} rows, the plan is for {size}",
             hint=f"capture it with {size} rows, or plan for {rows}",
         )
     if profiled is None and cluster is not None:
-        estimated = estimate(captured.graph, cluster)
-        return CapturedModel(size=size, graph=captured.graph, profiles=estimated, captured=captured)
+        return CapturedModel(size=size, graph=graph, profiles=estimate(graph, cluster), captured=captured)
     measured = profiled or kept_profile(captured, profile)
     if compiled and profiled is None:
         measured = compiled_profile(captured, measured)
     names = {"cpu", measured.device, *kinds}
     profiles = dict.fromkeys(sorted(names), measured)
-    return CapturedModel(size=size, graph=captured.graph, profiles=profiles, captured=captured)
+    return CapturedModel(size=size, graph=graph, profiles=profiles, captured=captured)
 
 
 def require_compiled(profiled: Profile | None, cluster: Cluster | None) -> None:

@@ -14,6 +14,7 @@ from ..ir.graph import OpGraph
 from ..runtime import TrainState, Watch, Weights
 from ..runtime.checkpoint import checkpoint
 from .ranks import JoinedRanks
+from .rate_schedulers import RateSchedulers
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -25,7 +26,7 @@ class PipelineCheckpoint:
 
     graph: OpGraph
     weights: Weights
-    scheduler: LRScheduler | None
+    scheduler: LRScheduler | RateSchedulers | None
     joined: JoinedRanks
     watch: Watch
     seed: int
@@ -65,11 +66,10 @@ class PipelineCheckpoint:
 
     def _state(self, previous: dict[str, Tensor]) -> TrainState:
         kept = {b.name for b in self.graph.buffers if b.persistent}
-        optimizer = self.weights.optimizer
         return TrainState(
             parameters=self.weights.params,
             buffers={n: t for n, t in self.weights.buffers.items() if n in kept},
-            optimizers=(optimizer,) if optimizer is not None else (),
+            optimizers=self.weights.optimizers,
             aliases={alias: p.name for p in self.graph.parameters for alias in p.aliases},
             previous=previous,
             keeps_previous=self.weights.updates is not None,

@@ -30,6 +30,7 @@ from .options import Options
 from .pipeline_checkpoint import PipelineCheckpoint
 from .rank_stages import EvaluationVariants, RankStages, TrainingVariants
 from .ranks import join_ranks, rank_device
+from .rate_schedulers import make_scheduler
 from .runnable import refuse_torn_updates, require_runnable_plan
 from .steady_run import open_steady_run
 from .step_batches import StepBatches
@@ -115,8 +116,7 @@ class PipelineParts:
             channel=self.channel, recorder=self.recorder, ledger=self.ledger, device=self.device
         )
         self.expected = self.forecast().untimed()
-        optimizer = self.weights.optimizer
-        self.scheduler = options.scheduler(optimizer) if options.scheduler and optimizer else None
+        self.scheduler = make_scheduler(options.scheduler, self.weights.optimizer)
         self.tier = open_tier(plan, rank_stages.indices, self.device, options.offload_dir, self.rank)
         self.worker = Worker(
             rank=self.rank,
@@ -176,7 +176,6 @@ class PipelineParts:
             variant=self.training.planned,
             sample={n: t.to(self.device) for n, t in batch.items()},
             weights=self.weights,
-            optimizer=self.job.optimizer,
             rounds=self.options.accumulate,
             clips=self.options.clip_norm is not None,
             channel=self.channel,

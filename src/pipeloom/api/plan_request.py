@@ -178,8 +178,6 @@ class PlanRequest:
     def _search(self, costs: PlanCosts, cluster: Cluster, microbatches: int, explained: bool) -> Plan:
         """The planner's plan for one pipeline under the memory of a cluster's devices."""
         asked = replace(self.options, width=self.width)
-        if asked.shard_optimizer:
-            asked = replace(asked, optimizer_bytes=asked.optimizer_bytes / self.width)
         return make_plan(
             costs.graph,
             costs.profiles,

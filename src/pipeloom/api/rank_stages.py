@@ -29,6 +29,7 @@ from ..runtime import (
     rows_of,
     shared_by,
     signature_of,
+    stand_ins,
 )
 from ..tracer import (
     Captured,
@@ -84,6 +85,7 @@ class RankStages:
             together=self._summed_together(),
             shares=self._shares(),
             rank=rank,
+            everywhere=stand_ins(captured.graph),
             awaited=program.every is not None and REDUCE in {step.kind for step in program.rows[rank]},
         )
 

@@ -95,7 +95,7 @@ class _ShapeSearch:
             cluster=request.cluster,
             global_batch=self.batch,
             pipelining="flush" if self.flushes else "2bw",
-            optimizer_bytes=request.options.optimizer_bytes,
+            optimizer_bytes=first.graph.state_ratio,
         )
         self.bound = replace(self.ideal, cluster=_with_free_links(request.cluster))
         self.simulated, self.reason = 0, ""

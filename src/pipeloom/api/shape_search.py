@@ -102,7 +102,7 @@ def shape_request(
         cluster=request.cluster,
         global_batch=request.global_batch,
         pipelining=pipelining,
-        optimizer_bytes=request.options.optimizer_bytes,
+        optimizer_bytes=first.graph.state_ratio,
         recompute=_allowed(request.options),
     )
 

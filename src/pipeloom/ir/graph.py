@@ -9,8 +9,8 @@ appears once, with its other names as aliases.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 
@@ -65,10 +65,40 @@ class Value:
 
 
 @dataclass(frozen=True, kw_only=True)
+class UpdateBytes:
+    """What an optimizer takes for one parameter.
+
+    state: bytes that it keeps.  step: scratch of an update.
+    together: it is updated at once with others (`foreach`), so that their scratch adds up.
+    """
+
+    state: int
+    step: int
+    together: bool = False
+
+
+def step_bytes(updates: Iterable[UpdateBytes]) -> int:
+    """Scratch of one step of an optimizer.
+
+    >>> one, two = UpdateBytes(state=0, step=8), UpdateBytes(state=0, step=6)
+    >>> step_bytes([one, two]), step_bytes([replace(one, together=True), replace(two, together=True)])
+    (8, 14)
+    """
+    alone, together = 0, 0
+    for update in updates:
+        if update.together:
+            together += update.step
+        else:
+            alone = max(alone, update.step)
+    return max(alone, together)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Parameter:
     """A parameter under its first FQN; `aliases` are the other names of a tied one.
 
     trainable: it requires a gradient, and one of the loss reaches it.
+    given_update: what the job's optimizer takes for it; None if no optimizer is known.
     """
 
     name: str
@@ -76,10 +106,16 @@ class Parameter:
     dtype: str
     trainable: bool = True
     aliases: tuple[str, ...] = ()
+    given_update: UpdateBytes | None = None
 
     @property
     def bytes(self) -> int:
         return tensor_bytes(self.shape, self.dtype)
+
+    @property
+    def update(self) -> UpdateBytes:
+        """What the optimizer takes for it; if none is known, the state of Adam and one copy as scratch."""
+        return self.given_update or UpdateBytes(state=2 * self.bytes, step=self.bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,6 +218,17 @@ class OpGraph:
     @cached_property
     def parameter(self) -> Mapping[str, Parameter]:
         return {p.name: p for p in self.parameters}
+
+    def with_updates(self, updates: Mapping[str, UpdateBytes]) -> OpGraph:
+        """The graph with what an optimizer takes for its parameters, by FQN."""
+        known = tuple(replace(p, given_update=updates.get(p.name, p.given_update)) for p in self.parameters)
+        return replace(self, parameters=known)
+
+    @property
+    def state_ratio(self) -> float:
+        """Bytes of optimizer state per byte that is trained, over the whole model."""
+        trained = [p for p in self.parameters if p.trainable]
+        return sum(p.update.state for p in trained) / max(1, sum(p.bytes for p in trained))
 
     @cached_property
     def buffer(self) -> Mapping[str, Buffer]:

@@ -172,7 +172,6 @@ class Candidate:
             self.stages,
             self.request.graph,
             placement=self.layout.placement,
-            optimizer_bytes=self.request.options.optimizer_bytes,
             shared_out=self.request.cluster if self.request.options.shard_optimizer else None,
         )
 

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from .. import schedules
+from ..ir.action import STEP
 from ..ir.cluster import Cluster
 from ..ir.costs import StageCost
 from ..ir.errors import PlanError
-from ..ir.graph import OpGraph
+from ..ir.graph import OpGraph, step_bytes
 from ..ir.optimizer_shares import optimizer_shares
 from ..ir.plan import Plan
 from ..ir.profile import Profile
@@ -66,7 +67,6 @@ class PlanCosts:
             stages,
             self.graph,
             placement=plan.placement,
-            optimizer_bytes=model.options.optimizer_bytes,
             shared_out=self.cluster if plan.shard_optimizer else None,
         )
 
@@ -88,7 +88,6 @@ class PlanCosts:
         devices = self.cluster.devices
         if all(are_alike(devices[a], devices[b]) for a, b in zip(first, placement, strict=True)):
             placement = first
-        trained = sum(s.memory.gradients for s in plan.stages)
         options = CostOptions(
             microbatches=max(map(plan.microbatches_on, placement)),
             weights=plan.weights,
@@ -96,10 +95,6 @@ class PlanCosts:
             width=plan.width,
             offloaded_at_once=plan.memory.at_once,
         )
-        held = sum(s.memory.optimizer for s in plan.stages) * options.gradient_sets
-        if plan.shard_optimizer:  # there an even share is counted
-            held *= plan.width
-        options = replace(options, optimizer_bytes=held / trained if trained else 0.0)
         if (placement, options) not in self._models:
             devices = tuple(devices[rank] for rank in placement)
             profiles = [profile_of(self.profiles, device.name, self.graph) for device in devices]
@@ -115,13 +110,12 @@ def count_once(
     graph: OpGraph,
     *,
     placement: Sequence[int],
-    optimizer_bytes: float,
     shared_out: Cluster | None,
 ) -> tuple[StageCost, ...]:
     """Costs of stages of which several are on a rank: a parameter that they read is there once, and so is the
-    batch; the first of them counts it.
+    batch; the first of them counts it. The optimizer steps all parameters of the rank at once.
 
-    stages: of all replicas, with the costs and the rank of each.  optimizer_bytes: per byte trained.
+    stages: of all replicas, with the costs and the rank of each.
     shared_out: where replicas share out the optimizer's state, the cluster of their ranks. A rank then holds
         and steps its share only, gets the sums of its gradients only, and waits for what the others have
         updated, which the runtime does within STEP.
@@ -130,6 +124,11 @@ def count_once(
     trained_bytes = {p.name: p.bytes for p in graph.parameters if p.trainable}
     shares = optimizer_shares(stages, placement, trained_bytes) if shared_out is not None else ()
     for_owners = names_for_owners(stages, placement, shares) if shares else ()
+    stepped: dict[int, set[str]] = {}
+    for rank, names in zip(placement, stages.params, strict=True):
+        own = shares[rank].of(rank) if shares else trained_bytes.keys()
+        stepped.setdefault(rank, set()).update(own & set(names))
+    scratch = {r: step_bytes(graph.parameter[n].update for n in names) for r, names in stepped.items()}
     corrected = []
     for cost, rank, names in zip(costs, placement, stages.params, strict=True):
         batch = cost.static_bytes.get("batch", 0) if rank in read else 0
@@ -140,16 +139,18 @@ def count_once(
         saved = {
             "parameters": sum(p.bytes for p in shared),
             "gradients": trained,
-            "optimizer": round(trained * optimizer_bytes),
+            "optimizer": sum(p.update.state for p in shared if p.trainable),
             "batch": batch,
         }
         static = {kind: max(0, size - saved.get(kind, 0)) for kind, size in cost.static_bytes.items()}
         step_s, owned = cost.step_s, for_owners[rank] if for_owners else frozenset[str]()
         if shared_out is not None:
-            own = sum(trained_bytes[name] for name in new & shares[rank].of(rank))
-            static["optimizer"] = round(own * optimizer_bytes)
+            here = new & stepped[rank]
+            static["optimizer"] = sum(graph.parameter[name].update.state for name in here)
             size = sum(trained_bytes.get(name, 0) for name in new)
-            step_s *= own / size if size else 1.0
+            step_s *= sum(trained_bytes[name] for name in here) / size if size else 1.0
             step_s += all_gather_s(size, shares[rank].ranks, shared_out)
-        corrected.append(replace(cost, static_bytes=static, step_s=step_s, for_owners=owned))
+        transient = {**cost.transient_bytes, STEP: scratch[rank]}
+        changed = replace(cost, static_bytes=static, transient_bytes=transient, step_s=step_s)
+        corrected.append(replace(changed, for_owners=owned))
     return tuple(corrected)

@@ -41,7 +41,6 @@ HALF_A_STAGE = 0.5
 class PlanOptions:
     """What else a plan depends on.
 
-    optimizer_bytes: bytes of optimizer state per byte of trainable parameter: SGD 0, with momentum 1, Adam 2.
     split_backward: the schedule splits each backward into I and W.
     overlap: transfers run while stages compute.
     treatments: what may be done with residuals besides keeping them; None: what the planner does by itself,
@@ -54,7 +53,6 @@ class PlanOptions:
     schedules: by name, among which a planner that chooses one does so; (): all that are worth a try.
     """
 
-    optimizer_bytes: float = 2.0
     split_backward: bool = False
     overlap: bool = True
     treatments: tuple[Treatment, ...] | None = None
@@ -204,11 +202,11 @@ class Request:
         ordered = ordered or self.first_order
         options = CostOptions(
             microbatches=self.microbatches // layout.replicas * layout.most_replicas,
-            optimizer_bytes=self.options.optimizer_bytes,
             overlap=self.options.overlap,
             weights=self.weights,
             clips=self.options.clips,
             width=self.options.width,
+            sharing=self.options.width if self.options.shard_optimizer else 1,
             offloaded_at_once=self.options.offloaded_at_once,
         )
         order = ordered.ops if ordered.borders else ()

@@ -47,6 +47,14 @@ from .messages import (
 from .offload.open_tier import open_tier as open_tier
 from .offload.tier import Tier as Tier
 from .operations import OperationContext as OperationContext
+from .optimizer_bytes import (
+    MakeOptimizer as MakeOptimizer,
+    default_optimizer as default_optimizer,
+    optimizers_of as optimizers_of,
+    stand_in as stand_in,
+    stand_ins as stand_ins,
+    update_bytes as update_bytes,
+)
 from .out_of_memory import out_of_memory_told as out_of_memory_told
 from .posted import PendingSum as PendingSum
 from .posted_channel import SMALL_BYTES as SMALL_BYTES, PostedChannel as PostedChannel
@@ -62,9 +70,7 @@ from .transports.transport import (
 )
 from .weights import (
     Gradients as Gradients,
-    MakeOptimizer as MakeOptimizer,
     Weights as Weights,
     clip_factor as clip_factor,
-    optimizer_ratio as optimizer_ratio,
 )
 from .worker import Worker as Worker

@@ -15,18 +15,25 @@ place, so an update copies the newest parameters once, into the buffers of a ver
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
+from ..ir.graph import UpdateBytes, step_bytes
 from ..ir.optimizer_shares import OptimizerShares
 from ..ir.weight_policy import Updates
 from ..tracer import Sink
-
-MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
+from .optimizer_bytes import (
+    MakeOptimizer,
+    default_optimizer,
+    forget_stand_ins,
+    make_checked,
+    optimizers_of,
+    stand_in,
+    update_bytes,
+)
 
 
 class Gradients(Sink):
@@ -93,6 +100,9 @@ class Weights:
     awaited: an update's gradients wait for sums over ranks while the next ones are added up.
     together: see `Gradients`.
     shares: of all ranks: who steps which parameter; empty where each steps all that it has.
+    everywhere: all that the model trains, in its order, without data; by default what this rank has. The
+        optimizer is made for all of these, so that it groups them as in one process, and keeps what it steps.
+    optimizers: those that hold the state of `optimizer`, which may be several in one.
     copied_bytes: by updates, to make new versions.
     """
 
@@ -109,6 +119,7 @@ class Weights:
         together: Sequence[tuple[str, ...]] = (),
         shares: Sequence[OptimizerShares] = (),
         rank: int = 0,
+        everywhere: Mapping[str, nn.Parameter] | None = None,
     ) -> None:
         self.params = dict(params)
         self.buffers = dict(buffers)
@@ -120,9 +131,14 @@ class Weights:
         self.shares = shares
         own = shares[rank].of(rank) if shares else self.params.keys()
         self.stepped = frozenset(n for n, p in self.params.items() if p.requires_grad and n in own)
-        trained = [p for n, p in self.params.items() if n in self.stepped]
-        self._make_optimizer = optimizer or default_optimizer
-        self.optimizer = self._make_optimizer(trained) if trained else None
+        trained = {n: p for n, p in (everywhere or self.params).items() if p.requires_grad}
+        self._stand_ins = {n: stand_in(p.shape, p.dtype) for n, p in trained.items()}
+        self._make_optimizer = optimizer or default_optimizer(torch.device(device).type)
+        here = {n: self.params[n] if n in self.stepped else p for n, p in self._stand_ins.items()}
+        self.optimizer = make_checked(self._make_optimizer, here) if here else None
+        self.optimizers = optimizers_of(self.optimizer)
+        for each in self.optimizers:
+            forget_stand_ins(each)
         self.keep_gradients = keep_gradients
         self._device = device
         self.last_gradients: dict[str, Tensor] = {}
@@ -272,24 +288,24 @@ class Weights:
     def _trained(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: state[name] for name in self.grads.sums}
 
-    @property
+    @cached_property
+    def update_bytes(self) -> Mapping[str, UpdateBytes]:
+        """What the optimizer takes for each parameter that this rank steps."""
+        if not self.stepped:
+            return {}
+        known = update_bytes(self._make_optimizer, self._stand_ins, torch.device(self._device).type)
+        return {name: known[name] for name in self.stepped}
+
+    @cached_property
     def step_bytes(self) -> int:
-        """Scratch of `step`: optimizers update one parameter at a time, each with a temporary tensor."""
-        return max((p.nbytes for p in self.params.values() if p.requires_grad), default=0)
+        """Scratch of `step`."""
+        return step_bytes(self.update_bytes.values())
 
     @property
     def step_adds_bytes(self) -> int:
         """What `step` takes beyond what there is: its scratch, and at the first one the optimizer's state."""
-        if self.optimizer is None or self.optimizer.state:
-            return self.step_bytes
-        by_byte, counters = self._new_state
-        stepped = sum(self.params[name].nbytes for name in self.stepped)
-        return self.step_bytes + round(by_byte * stepped) + counters * len(self.stepped)
-
-    @cached_property
-    def _new_state(self) -> tuple[float, int]:
-        """See `_state_of_parameter`. An optimizer without state asks for it at every step."""
-        return _state_of_parameter(self._make_optimizer)
+        state = sum(update.state for update in self.update_bytes.values())
+        return self.step_bytes + max(0, state - self.sizes["optimizer"])
 
     def discard_gradients(self) -> None:
         for param in self.params.values():
@@ -306,8 +322,13 @@ class Weights:
             "parameters": _bytes(kept),
             "gradients": _bytes([*self.grads.sums.values(), *self.summed.sums.values()]),
             "buffers": _bytes(self.buffers.values()),
-            "optimizer": _bytes(optimizer_tensors(self.optimizer)),
+            "optimizer": _bytes(self._state()),
         }
+
+    def _state(self) -> Iterator[Tensor]:
+        for optimizer in self.optimizers:
+            for state in optimizer.state.values():
+                yield from (value for value in state.values() if isinstance(value, Tensor))
 
 
 def lay_together(params: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -323,34 +344,6 @@ def lay_together(params: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor
         parts[name] = flat.as_strided(like.shape, like.stride(), at)
         at += like.numel()
     return flat, parts
-
-
-def default_optimizer(params: Iterable[nn.Parameter]) -> Optimizer:
-    """What a job without an optimizer gets: AdamW with a learning rate of 1e-3."""
-    return torch.optim.AdamW(params, lr=1e-3)
-
-
-def optimizer_ratio(make: MakeOptimizer | None) -> float:
-    """Bytes of optimizer state per byte of parameter, found by stepping a tiny parameter."""
-    return _state_of_parameter(make or default_optimizer)[0]
-
-
-def _state_of_parameter(make: MakeOptimizer) -> tuple[float, int]:
-    """An optimizer's state by byte of a parameter, and the bytes of its counters for each parameter."""
-    param = nn.Parameter(torch.zeros(4096))
-    optimizer = make([param])
-    param.grad = torch.zeros(4096)
-    optimizer.step()
-    state = optimizer_tensors(optimizer)
-    counters = sum(t.nbytes for t in state if t.numel() <= 1)
-    return (sum(t.nbytes for t in state) - counters) / param.nbytes, counters
-
-
-def optimizer_tensors(optimizer: Optimizer | None) -> list[Tensor]:
-    """The tensors of an optimizer's state."""
-    if optimizer is None:
-        return []
-    return [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

@@ -131,7 +131,13 @@ def build_model(config: Config) -> GPT:
 
 def make_optimizer(config: Config, parameters: Iterable[nn.Parameter]) -> Optimizer:
     settings = config.optimizer
-    return AdamW(parameters, lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=settings.weight_decay)
+    return AdamW(
+        parameters,
+        lr=settings.learning_rate,
+        betas=(0.9, 0.95),
+        weight_decay=settings.weight_decay,
+        fused=config.pipeline.device != "cpu" or None,  # without scratch
+    )
 
 
 def rate_share(config: Config, step: int) -> float:

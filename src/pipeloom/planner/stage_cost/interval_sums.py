@@ -94,7 +94,10 @@ def _state(readers: Readers, columns: Columns) -> Iterable[Term]:
         users = readers.state_readers[parameter.name] or (0,)
         yield from first_use_terms(users, columns["parameters"], parameter.bytes)
         if parameter.trainable:
+            update = parameter.update
             yield from first_use_terms(users, columns["trainable"], parameter.bytes)
+            yield from first_use_terms(users, columns["state"], update.state)
+            yield from first_use_terms(users, columns["together"], update.step if update.together else 0)
     for buffer in readers.graph.buffers:
         yield from first_use_terms(
             readers.state_readers[buffer.name] or (0,), columns["buffers"], buffer.bytes

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ...ir.cluster import Cluster
-from ...ir.graph import OpGraph
+from ...ir.graph import OpGraph, step_bytes
 from ...ir.profile import Profile
 from ...ir.stages import StageGraph
 from .arrays import Array, Indices
@@ -35,6 +35,8 @@ from .tensors import tensors_of
 SUMMED = (
     "parameters",
     "trainable",
+    "state",
+    "together",
     "buffers",
     "residuals",
     "saved_inputs",
@@ -44,7 +46,8 @@ SUMMED = (
     "sent_grads",
     "whole",
 )
-"""Fields of a footprint that are sums over distinct things, in the order of their columns."""
+"""What is summed over distinct things for a footprint, in the order of its columns: fields of it, and the
+scratch of parameters that the optimizer updates together."""
 
 COLUMN = {name: index for index, name in enumerate(SUMMED)}
 
@@ -162,6 +165,7 @@ class CostModel:
         return Footprint(
             parameters=sum(p.bytes for p in parameters),
             trainable=sum(p.bytes for p in parameters if p.trainable),
+            state=sum(p.update.state for p in parameters if p.trainable),
             buffers=sum(graph.buffer[name].bytes for name in stages.buffers[index]) + self.batch_bytes,
             residuals=residuals,
             saved_inputs=sum(readers.produced_at(v) >= 0 and graph.producer[v] not in inside for v in saved),
@@ -170,7 +174,7 @@ class CostModel:
             sent=sum(v.bytes for v in sent),
             sent_grads=sum(v.bytes for v in sent if v.needs_grad),
             whole=whole,
-            largest=max((p.bytes for p in parameters if p.trainable), default=0),
+            step=step_bytes(p.update for p in parameters if p.trainable),
             forward_transient=max(0.0, forward - residuals - whole),
             backward_transient=max(0.0, backward - residuals - received_grads),
         )
@@ -206,7 +210,8 @@ class CostModel:
         residuals += self._extra[start + 1 : stop + 1] - self._extra[start]
         columns = {name: sums[index, here] for name, index in COLUMN.items()}
         columns["buffers"] += self.batch_bytes
-        columns["largest"] = np.maximum.accumulate(self._largest[start:stop])[here]
+        alone = np.maximum.accumulate(self._step_alone[start:stop])[here]
+        columns["step"] = np.maximum(alone, columns.pop("together"))
         if exact:
             _, forward, backward = self.sweep.of_intervals(start, ends)
             columns["forward_transient"] = np.maximum(forward - columns["whole"] - residuals[here], 0.0)
@@ -312,14 +317,14 @@ class CostModel:
         return np.concatenate([[0.0], np.cumsum(extra, dtype=np.float64)])
 
     @_table
-    def _largest(self) -> Array:
-        """Per op the bytes of the largest trainable parameter that it reads; unused ones are the first's."""
-        largest = np.zeros(len(self))
+    def _step_alone(self) -> Array:
+        """Per op the most scratch of the update of a parameter that it reads; unused ones are the first's."""
+        most = np.zeros(len(self))
         for parameter in self.graph.parameters:
-            if parameter.trainable:
+            if parameter.trainable and not parameter.update.together:
                 at = list(self.readers.state_readers[parameter.name] or (0,))
-                largest[at] = np.maximum(largest[at], parameter.bytes)
-        return largest
+                most[at] = np.maximum(most[at], parameter.update.step)
+        return most
 
     @_table
     def _splits(self) -> dict[Sequence[int], SplitBackward]:

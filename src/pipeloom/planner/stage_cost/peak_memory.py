@@ -1,6 +1,6 @@
 """Peak memory of a stage: the prediction that every planner, plan and report uses.
 
-    peak = static + max over moments of (residuals + boundary + transient), or static + largest
+    peak = static + max over moments of (residuals + boundary + transient), or static + step
 
     static       parameters, gradients, optimizer state: each parameter once per stage, tied ones in each
                  stage that reads them; of parameters as many versions as the weight policy keeps. Buffers,
@@ -12,7 +12,7 @@
                  their way out, of values and of gradients.
     transient    what the newest micro-batch needs besides, at its worst op: found by the sweeps over the ops
                  in `liveness.py`, and with recomputation in `recompute_liveness.py`.
-    largest      the optimizer's step needs one more tensor as large as the largest trainable parameter.
+    step         scratch of the optimizer's step (`ir.graph.UpdateBytes`).
 
 The moments are the last forward before the first backward, and that backward. Where no receives are posted
 any more in that forward, as no micro-batch is left to receive, an earlier forward may hold more: what is kept
@@ -52,25 +52,24 @@ Count: TypeAlias = int | Indices
 class CostOptions:
     """What a run will do, as far as time and memory depend on it.
 
-    optimizer_bytes: bytes of optimizer state per byte of trainable parameter: SGD 0, with momentum 1,
-        Adam 2 (all in the parameter's precision).
     receive_ahead: receives posted ahead, each with a buffer.  sends_in_flight: messages not yet taken when
         the next one is made; 0 where each is through at once.
     overlap: transfers run while the stage computes.
     microbatches: per step, of those that the device runs.
     weights: the weight policy, see `ir.weight_policy`.  clips: gradients, by their norm over all ranks.
-    width: replicas of the stage, which sum their gradients.
+    width: replicas of the stage, which sum their gradients.  sharing: of those that share out the optimizer's
+        state, of which an even share is counted.
     offloaded_at_once: see `MemoryPolicy.at_once`.
     """
 
     microbatches: int
-    optimizer_bytes: float = 2.0
     receive_ahead: int = 2
     sends_in_flight: int = 1
     overlap: bool = True
     weights: str = FLUSH
     clips: bool = False
     width: int = 1
+    sharing: int = 1
     offloaded_at_once: int = AT_ONCE
 
     @property
@@ -89,7 +88,8 @@ class CostOptions:
 class Footprint(Generic[B]):
     """Bytes of a stage, of values those of one micro-batch.
 
-    trainable: of the parameters.  buffers: and the whole batch.  largest: of the trainable parameters.
+    trainable: of the parameters.  buffers: and the whole batch.  state, step: what the optimizer keeps, and
+    the scratch of its step.
     residuals: kept on the device.  offloaded, recomputed: those that are not.
     saved_inputs: how many received storages an op saves; with none, receive buffers are free after the
         forward.
@@ -102,6 +102,7 @@ class Footprint(Generic[B]):
 
     parameters: B
     trainable: B
+    state: B
     buffers: B
     residuals: B
     saved_inputs: B
@@ -110,7 +111,7 @@ class Footprint(Generic[B]):
     sent: B
     sent_grads: B
     whole: B
-    largest: B
+    step: B
     forward_transient: B
     backward_transient: B
     offloaded: float = 0.0
@@ -169,7 +170,7 @@ def predict_peak_memory(
     for moment in later:
         higher = np.asarray(moment.total) > worst.total
         worst = Moment(*(np.where(higher, *pair) for pair in zip(moment, worst, strict=True)))
-    step = np.maximum(footprint.largest - worst.total, 0)
+    step = np.maximum(footprint.step - worst.total, 0)
     return {
         **static_memory(footprint, options, in_flight),
         "residuals": worst.residuals,
@@ -191,7 +192,7 @@ def static_memory(footprint: Footprint[Any], options: CostOptions, in_flight: Co
     return {
         "parameters": footprint.parameters * WEIGHT_POLICIES[options.weights].copies(in_flight),
         "gradients": footprint.trainable * options.gradient_sets,
-        "optimizer": footprint.trainable * options.optimizer_bytes,
+        "optimizer": footprint.state / options.sharing,
         "buffers": footprint.buffers,
     }
 

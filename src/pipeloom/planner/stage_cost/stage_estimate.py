@@ -133,7 +133,7 @@ class StageEstimate:
             B: backward,
             I: input_grad,
             W: weight_grad,
-            STEP: int(footprint.largest),
+            STEP: int(footprint.step),
             RECOMPUTE: round(scratch.recompute),
         }
 

@@ -61,7 +61,7 @@ def treat_interval(
     if peak <= cap:
         return Evaluation(seconds=model.turn_of(footprint, compute_s, stage), peak_bytes=peak)
     static = float(sum(static_memory(footprint, model.options, in_flight).values()))
-    if static + footprint.largest > cap or not treatments:
+    if static + footprint.step > cap or not treatments:
         return Evaluation(seconds=inf, peak_bytes=peak)
     forward_s, cheap_s = model.forward_s[model.kind[stage], start:end], model.cheap_s[model.kind[stage]]
     residuals = find_residuals(model.sweep, start, end, forward_s, cheap_s, footprint.saved_inputs > 0)
@@ -78,7 +78,7 @@ def treat_interval(
     freed = in_flight - min(in_flight, model.options.offloaded_at_once)
     problem = _treatment_problem(liveness, copies, window_s, (in_flight, freed), treatments, cap - static)
     solution = solve(problem)
-    peak = static + max(solution.peak, footprint.largest)
+    peak = static + max(solution.peak, footprint.step)
     if solution.fails:
         return Evaluation(seconds=inf, peak_bytes=peak)
     treated = cost_choice(footprint, liveness, solution.choice, copies)

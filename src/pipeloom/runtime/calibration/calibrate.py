@@ -57,27 +57,26 @@ def stage_memory(
     functions: StageFunctions,
     stages: StageGraph,
     weights: Weights,
-    optimizer_bytes: float,
     *,
     batch_bytes: int,
     counted: Collection[str] = (),
 ) -> StageCost:
     """`graph_memory` with all else that a rank holds for the stage.
 
-    optimizer_bytes: state per byte of trainable parameter.  batch_bytes: of the whole batch.
+    batch_bytes: of the whole batch.
     counted: parameters and buffers that another stage of the rank counts.
     """
     params = {name: weights.params[name] for name in functions.params}
     uncounted = [param for name, param in params.items() if name not in counted]
     trained = sum(p.nbytes for p in uncounted if p.requires_grad)
-    stepped = sum(params[name].nbytes for name in params if name in weights.stepped and name not in counted)
+    stepped = [weights.update_bytes[n] for n in params if n in weights.stepped and n not in counted]
     graph_cost = graph_memory(functions, stages)
     return replace(
         graph_cost,
         static_bytes={
             "parameters": sum(p.nbytes for p in uncounted) + trained * (weights.copies - 1),
             "gradients": trained * weights.gradient_sets,
-            "optimizer": int(stepped * optimizer_bytes),
+            "optimizer": sum(update.state for update in stepped),
             "buffers": sum(weights.buffers[n].nbytes for n in functions.buffers if n not in counted),
             "batch": batch_bytes,
         },
@@ -89,15 +88,16 @@ def stage_memory(
 def time_optimizer(weights: Weights, clock: Clock) -> float:
     """Seconds of one optimizer step. It runs on copies of the optimizer's state, so for this time there are
     two; parameters, state and random numbers stay as they are."""
-    optimizer = weights.optimizer
-    if optimizer is None:
+    optimizers = weights.optimizers
+    if not weights.stepped:
         return 0.0
     params = weights.params.values()
     values = [p.detach().clone() for p in params]
-    groups = [dict(group) for group in optimizer.param_groups]
-    state, gradients = dict(optimizer.state), weights.last_gradients
+    groups = [[dict(group) for group in optimizer.param_groups] for optimizer in optimizers]
+    states, gradients = [dict(optimizer.state) for optimizer in optimizers], weights.last_gradients
     newest, previous = weights.newest, {name: tensor.clone() for name, tensor in weights.previous.items()}
-    optimizer.state.update(copy.deepcopy(state, {id(p): p for p in params}))
+    for optimizer, state in zip(optimizers, states, strict=True):
+        optimizer.state.update(copy.deepcopy(state, {id(p): p for p in state}))
     times_s: list[float] = []
     try:
         with torch.random.fork_rng({p.device for p in params if p.is_cuda}):
@@ -108,11 +108,12 @@ def time_optimizer(weights: Weights, clock: Clock) -> float:
                 weights.step()
                 times_s.append(clock.seconds(start, clock.mark()))
     finally:
-        optimizer.state.clear()
-        optimizer.state.update(state)
-        for group, before in zip(optimizer.param_groups, groups, strict=True):
-            group.clear()
-            group.update(before)
+        for optimizer, state, own in zip(optimizers, states, groups, strict=True):
+            optimizer.state.clear()
+            optimizer.state.update(state)
+            for group, before in zip(optimizer.param_groups, own, strict=True):
+                group.clear()
+                group.update(before)
         with torch.no_grad():
             for p, value in zip(params, values, strict=True):
                 p.copy_(value)

@@ -145,6 +145,7 @@ def restore_optimizers(state: TrainState, index: Index, tensors: Mapping[str, Te
             for name, number in zip(names, numbered["params"], strict=True):
                 if saved_state := _state_of(name, index, tensors):
                     restored[number] = saved_state
+        groups = optimizer.param_groups
         try:
             optimizer.load_state_dict({"state": restored, "param_groups": plain["param_groups"]})
         except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
@@ -153,6 +154,9 @@ def restore_optimizers(state: TrainState, index: Index, tensors: Mapping[str, Te
                 f"{type(error).__name__}: {error}",
                 hint="load an earlier checkpoint, or the parameters alone",
             ) from None
+        for group, loaded in zip(groups, optimizer.param_groups, strict=True):
+            group.update(loaded)
+        optimizer.param_groups = groups  # the same objects: one that holds several optimizers may list them
 
 
 def dtype_name(tensor: Tensor) -> str:

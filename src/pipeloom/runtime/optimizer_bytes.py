@@ -1,0 +1,295 @@
+"""What an optimizer keeps for each parameter, and its scratch while it steps: found by letting it step.
+
+Parameters on the meta device have shapes and no data, so this is exact for any shape and takes no memory. If
+the optimizer reads a number from a tensor, it gets 1. If its code needs data, small parameters with as many
+dimensions are stepped on the CPU instead.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ..ir.errors import PlanError
+from ..ir.graph import OpGraph, UpdateBytes
+
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
+
+LATE = 1000.0
+"""A count of steps by which an optimizer that begins gently does what it does from then on."""
+
+SMALL = 4
+"""Most entries of a dimension of a small parameter."""
+
+Kind: TypeAlias = tuple[int, int, torch.Size, torch.dtype]
+"""Optimizer, group, shape and dtype: parameters that are alike in these take equal bytes."""
+
+
+def default_optimizer(device: str) -> MakeOptimizer:
+    """What a job without an optimizer gets: AdamW with a learning rate of 1e-3. On accelerators it is the
+    fused one, which needs no scratch.
+
+    device: its type, such as "cpu" or "cuda".
+    """
+    return partial(torch.optim.AdamW, lr=1e-3, fused=device != "cpu" or None)
+
+
+def optimizers_of(optimizer: Optimizer | None) -> tuple[Optimizer, ...]:
+    """The optimizers that hold the state: those that this one holds in its attributes, or itself.
+
+    Raises: PlanError if there is none.
+    """
+    if optimizer is None:
+        return ()
+    values = [leaf for value in vars(optimizer).values() for leaf in tree_leaves(value)]
+    held = {id(v): v for v in values if isinstance(v, Optimizer) and v is not optimizer}
+    inner = tuple(each for one in held.values() for each in optimizers_of(one))
+    if inner or isinstance(optimizer, Optimizer):
+        return inner or (optimizer,)
+    raise PlanError(
+        f"Job.optimizer returned {type(optimizer).__name__}, which is no torch optimizer and holds none",
+        hint="derive it from torch.optim.Optimizer, or keep the optimizers that it steps in its attributes",
+    )
+
+
+def make_checked(make: MakeOptimizer, params: Mapping[str, nn.Parameter]) -> Optimizer:
+    """The optimizer of some parameters.
+
+    Raises: PlanError with the optimizer's own words if it refuses them, or if two optimizers step one.
+    """
+    try:
+        optimizer = make(list(params.values()))
+    except Exception as error:  # the user's code
+        raise _refusal(make, params, error) from None
+    names = {id(p): name for name, p in params.items()}
+    owner: dict[int, Optimizer] = {}
+    for part in optimizers_of(optimizer):
+        for param in (p for group in part.param_groups for p in group["params"]):
+            if owner.setdefault(id(param), part) is not part:
+                raise PlanError(
+                    f"{type(part).__name__} and {type(owner[id(param)]).__name__} both step "
+                    f"{names.get(id(param), 'a parameter')}",
+                    hint="give each parameter to one optimizer",
+                )
+    return optimizer
+
+
+def forget_stand_ins(optimizer: Optimizer) -> None:
+    """Take parameters without data out of an optimizer, and leave its groups as they are."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param.is_meta:
+                optimizer.state.pop(param, None)
+        group["params"] = [param for param in group["params"] if not param.is_meta]
+
+
+def stand_in(shape: Sequence[int], dtype: torch.dtype) -> nn.Parameter:
+    """A parameter without data."""
+    return nn.Parameter(torch.empty(*shape, dtype=dtype, device="meta"))
+
+
+def stand_ins(graph: OpGraph) -> dict[str, nn.Parameter]:
+    """What a model trains, in its order, without data."""
+    return {p.name: stand_in(p.shape, getattr(torch, p.dtype)) for p in graph.parameters if p.trainable}
+
+
+def update_bytes(
+    make: MakeOptimizer | None, params: Mapping[str, nn.Parameter], device: str
+) -> dict[str, UpdateBytes]:
+    """What each parameter's update takes on a type of device, such as "cpu" or "cuda".
+
+    params: all that the optimizer is made for, on the meta device.
+    Raises: PlanError with the optimizer's own words if it cannot step them.
+    """
+    make = make or default_optimizer(device)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        optimizer = make_checked(make, params)
+        try:
+            found = _by_kind(optimizer, params, device != "cpu")
+        except Exception as first:  # its step needs data, or cannot be made at all
+            try:
+                return _of_small(make, params)
+            except Exception as error:  # the user's code
+                told = first if type(first) is type(error) else error
+                raise _refusal(make, params, told) from None
+    _refuse_state_beside(optimizer)
+    return found
+
+
+def _refuse_state_beside(optimizer: Optimizer) -> None:
+    """Raises: PlanError if one that holds others has made state of its own."""
+    held = {id(t) for part in optimizers_of(optimizer) for t in tree_leaves([*part.state.values()])}
+    own = tree_leaves([*getattr(optimizer, "state", {}).values()])
+    if any(isinstance(value, Tensor) and id(value) not in held for value in own):
+        raise PlanError(
+            f"{type(optimizer).__name__} keeps state of its own beside the optimizers that it holds",
+            hint="it would not be saved: keep it in the state of one of these optimizers",
+        )
+
+
+def _by_kind(
+    optimizer: Optimizer, params: Mapping[str, nn.Parameter], accelerated: bool
+) -> dict[str, UpdateBytes]:
+    """The same, from one step of one parameter of each kind: optimizers pass over those without gradients."""
+    names = {id(p): name for name, p in params.items()}
+    known: dict[Kind, UpdateBytes] = {}
+    found = dict.fromkeys(params, UpdateBytes(state=0, step=0))
+    for index, part in enumerate(optimizers_of(optimizer)):
+        for number, group in enumerate(part.param_groups):
+            together, fused = _runs_together(part, group, accelerated), bool(group.get("fused"))
+            runs_here = {"foreach": together, "fused": False} | ({"capturable": False} if accelerated else {})
+            group.update({key: value for key, value in runs_here.items() if key in group})
+            for param in group["params"]:
+                kind = (index, number, param.shape, param.dtype)
+                if kind not in known:
+                    state, scratch = _step_one(optimizer, part, group, param)
+                    known[kind] = UpdateBytes(state=state, step=0 if fused else scratch, together=together)
+                found[names[id(param)]] = known[kind]
+    return found
+
+
+def _runs_together(optimizer: Optimizer, group: Mapping[str, Any], accelerated: bool) -> bool:
+    """Whether a group's parameters are updated by `foreach`, as torch decides it."""
+    asked = group.get("foreach")
+    if asked is not None or "foreach" not in group or group.get("fused") or group.get("differentiable"):
+        return bool(asked)
+    modules = [sys.modules.get(kind.__module__) for kind in type(optimizer).__mro__]
+    return accelerated and any(hasattr(module, "_default_to_fused_or_foreach") for module in modules)
+
+
+def _step_one(
+    optimizer: Optimizer, part: Optimizer, group: dict[str, Any], param: nn.Parameter
+) -> tuple[int, int]:
+    """Bytes of state of one parameter, and the most scratch of its update.
+
+    A loop over parameters keeps temporaries of one while it computes the next: so a twin follows this one,
+    unless they are updated together.
+    """
+    params, twin = group["params"], stand_in(param.shape, param.dtype)
+    stepped = (param,) if group.get("foreach") else (param, twin)
+    group["params"] = [*params, *stepped[1:]]
+    for each in stepped:
+        each.grad = torch.empty_like(each)
+    with _NumbersAreOne():
+        optimizer.step()
+    most = 0
+    for late in (False, True):
+        for each in stepped:
+            if late and isinstance(step := part.state.get(each, {}).get("step"), Tensor):
+                step.fill_(LATE)
+        held = [leaf for each in stepped for leaf in tree_leaves(dict(part.state.get(each, {})))]
+        with _Storages((*stepped, *(each.grad for each in stepped), *held)) as scratch:
+            optimizer.step()
+        most = max(most, scratch.peak_bytes)
+    group["params"], param.grad = params, None
+    return storage_bytes(tree_leaves(dict(part.state.get(param, {})))), most
+
+
+def _of_small(make: MakeOptimizer, params: Mapping[str, nn.Parameter]) -> dict[str, UpdateBytes]:
+    """The same by bytes of each parameter, from a step of small ones with data."""
+    small = {
+        name: nn.Parameter(torch.zeros([min(n, SMALL) for n in p.shape], dtype=p.dtype))
+        for name, p in params.items()
+    }
+    optimizer = make(list(small.values()))
+    for each in small.values():
+        each.grad = torch.ones_like(each)
+    optimizer.step()
+    states: dict[int, list[Tensor]] = {}
+    for part in optimizers_of(optimizer):
+        for param, state in part.state.items():
+            states[id(param)] = [v for v in state.values() if isinstance(v, Tensor)]
+    found = {}
+    for name, param in small.items():
+        state = states.get(id(param), [])
+        counters = sum(t.nbytes for t in state if t.numel() <= 1)
+        scale = params[name].nbytes / max(param.nbytes, 1)
+        kept = counters + round((sum(t.nbytes for t in state) - counters) * scale)
+        found[name] = UpdateBytes(state=kept, step=max(params[name].nbytes, kept))
+    return found
+
+
+def _refusal(make: MakeOptimizer, params: Mapping[str, nn.Parameter], error: Exception) -> PlanError:
+    """The words of an optimizer that refuses some parameters; those that it refuses alone, too, are named."""
+    if isinstance(error, PlanError):
+        return error
+    refused = [name for name, param in params.items() if _refuses(make, param, type(error))]
+    some = 0 < len(refused) < len(params)
+    whom = f"{refused[0]} {list(params[refused[0]].shape)}" if some else f"{len(params)} parameters"
+    more = f" (and {len(refused) - 1} more)" if some and len(refused) > 1 else ""
+    advice = "let another optimizer have these: Job.optimizer may return an object that holds several"
+    if not some:
+        advice = "step() is called without a closure, and gradients are dense; choose an optimizer for that"
+    return PlanError(f"Job.optimizer cannot train {whom}{more}: {type(error).__name__}: {error}", hint=advice)
+
+
+def _refuses(make: MakeOptimizer, param: nn.Parameter, kind: type[Exception]) -> bool:
+    alone = stand_in(param.shape, param.dtype)
+    alone.grad = torch.empty_like(alone)
+    try:
+        optimizer = make([alone])
+        with _NumbersAreOne():
+            optimizer.step()
+    except Exception as error:  # the user's code
+        return type(error) is kind
+    return False
+
+
+class _NumbersAreOne(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A number that is read from a tensor without data is 1, and a truth value is False."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return _one(args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+def _one(dtype: torch.dtype) -> float | int | bool:
+    if dtype is torch.bool:
+        return False
+    return 1.0 if dtype.is_floating_point else 1
+
+
+class _Storages(_NumbersAreOne):  # type: ignore[no-untyped-call]
+    """Follows the bytes of what ops make.  known: tensors that are there already."""
+
+    def __init__(self, known: Iterable[Any]) -> None:
+        super().__init__()
+        self.peak_bytes = self._live_bytes = 0
+        self._seen: dict[int, torch.UntypedStorage | None] = {id(s): s for s in _storages(known)}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = super().__torch_dispatch__(func, types, args, kwargs)
+        for storage in _storages(tree_leaves(made)):
+            if id(storage) not in self._seen:
+                size = storage.nbytes()
+                self._live_bytes += size
+                self._seen[id(storage)] = None
+                weakref.finalize(storage, self._free, id(storage), size)
+        self.peak_bytes = max(self.peak_bytes, self._live_bytes)
+        return made
+
+    def _free(self, key: int, size: int) -> None:
+        self._live_bytes -= size
+        del self._seen[key]
+
+
+def _storages(values: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
+    return (value.untyped_storage() for value in values if isinstance(value, Tensor))
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of what some tensors lie in, each piece once."""
+    return sum({s._cdata: s.nbytes() for s in _storages(tensors)}.values())

@@ -1,0 +1,192 @@
+"""What optimizers are said to keep and to need for a step, against what they do with real tensors."""
+
+import inspect
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from optimizers import BOTH, CLASSES, REFUSED, TRAINS, Make, MuonAndAdamW, maker
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from pipeloom.ir.errors import PlanError
+from pipeloom.ir.graph import UpdateBytes, step_bytes
+from pipeloom.runtime import Weights, default_optimizer, optimizers_of, stand_in, update_bytes
+
+SHAPES = {"a": (96, 40), "b": (40, 24), "c": (24,), "d": (96, 40), "e": (2, 3, 4)}
+
+
+def shapes_of(name: str) -> dict[str, tuple[int, ...]]:
+    return {n: s for n, s in SHAPES.items() if name != "Muon" or len(s) == 2}
+
+
+def counted(make: Make | None, name: str = "", device: str = "cpu") -> dict[str, UpdateBytes]:
+    params = {n: stand_in(s, torch.float32) for n, s in shapes_of(name).items()}
+    return update_bytes(make, params, device)
+
+
+class Live(TorchDispatchMode):
+    """The most bytes of storages that are alive at once, of those that ops make."""
+
+    def __init__(self, known: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.known = {t.untyped_storage()._cdata for t in known}
+        self.alive: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in self.known:
+                self.alive.add(tensor.untyped_storage())
+        self.most = max(self.most, sum(s.nbytes() for s in self.alive))
+        return made
+
+
+def measured(make: Make, name: str) -> tuple[int, int]:
+    """Bytes of state, and the most scratch of ten steps, on the CPU."""
+    torch.manual_seed(0)
+    params = [nn.Parameter(torch.randn(shape)) for shape in shapes_of(name).values()]
+    optimizer = make(params)
+    most = 0
+    for step in range(10):
+        for p in params:
+            p.grad = torch.randn_like(p)
+        states = [o.state for o in optimizers_of(optimizer)]
+        held = [t for s in states for t in tree_leaves([*s.values()]) if isinstance(t, Tensor)]
+        with Live([*params, *(p.grad for p in params if p.grad is not None), *held]) as live:
+            optimizer.step()
+        if step:  # the first one makes the state
+            most = max(most, live.most)
+    return sum(t.nbytes for t in held), most
+
+
+def flags(name: str) -> list[dict[str, bool]]:
+    known = inspect.signature(CLASSES[name]).parameters if name in CLASSES else {}
+    return [{"foreach": True}, {"foreach": False}] if "foreach" in known else [{}]
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [(n, s) for n in (*TRAINS, "Muon") for s in flags(n)],
+)
+def test_counted_is_what_an_optimizer_keeps_and_at_least_what_it_needs(
+    name: str, settings: dict[str, bool]
+) -> None:
+    make = maker(name, **settings)
+    updates = counted(make, name)
+    state, scratch = measured(make, name)
+    assert sum(update.state for update in updates.values()) == state
+    assert scratch <= step_bytes(updates.values()) <= 2 * scratch + 64
+    assert any(update.together for update in updates.values()) == settings.get("foreach", False)
+
+
+@pytest.mark.parametrize("name", [name for name in CLASSES if name not in REFUSED])
+def test_accelerators_update_all_parameters_at_once_unless_they_are_told_otherwise(name: str) -> None:
+    as_default, at_once, apart = (
+        counted(maker(name, **settings), device="cuda")
+        for settings in ({}, {"foreach": True}, {"foreach": False})
+    )
+    assert as_default == at_once == counted(maker(name, foreach=True))
+    assert apart == counted(maker(name, foreach=False))
+    if "fused" in inspect.signature(CLASSES[name]).parameters:
+        assert step_bytes(counted(maker(name, fused=True), device="cuda").values()) == 0
+
+
+def test_the_default_optimizer_has_no_scratch_on_accelerators() -> None:
+    assert step_bytes(counted(None, device="cuda").values()) == 0
+    largest = 96 * 40 * 4
+    assert step_bytes(counted(None).values()) == 3 * largest
+    made = [default_optimizer(kind)([stand_in((2,), torch.float32)]) for kind in ("cuda", "cpu")]
+    assert [optimizer.defaults["fused"] for optimizer in made] == [True, None]
+
+
+def test_two_optimizers_in_one_each_count_their_own() -> None:
+    both = counted(MuonAndAdamW)
+    assert both["a"] == counted(maker("Muon"), "Muon")["a"]
+    assert both["c"] == counted(maker("AdamW"))["c"]
+
+
+@pytest.mark.parametrize("name", (*TRAINS, "Muon"))
+def test_a_rank_that_trains_nothing_steps_and_holds_nothing(name: str) -> None:
+    """Its optimizer has the groups of one process, without parameters."""
+    everywhere = {n: stand_in(s, torch.float32) for n, s in shapes_of(name).items()}
+    weights = Weights({}, {}, maker(name), everywhere=everywhere)
+    weights.step()
+    assert weights.sizes["optimizer"] == weights.step_adds_bytes == 0
+    groups = [group for optimizer in weights.optimizers for group in optimizer.param_groups]
+    assert groups and not any(group["params"] for group in groups)
+
+
+class NeedsData(torch.optim.Optimizer):
+    """Its step cannot be made without data."""
+
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            p -= torch.tensor(p.grad.tolist()) * 0.1
+            self.state[p]["mean"] = torch.zeros_like(p)
+
+
+def test_one_that_needs_data_steps_small_parameters() -> None:
+    assert {n: u.state for n, u in counted(NeedsData).items()} == {
+        n: 4 * torch.Size(s).numel() for n, s in SHAPES.items()
+    }
+
+
+class Holds:
+    """Steps some optimizers, which need not be for distinct parameters."""
+
+    def __init__(self, *parts: Any) -> None:
+        self.parts = parts
+
+    def step(self) -> None:
+        for part in self.parts:
+            part.step()
+
+
+class Slow(torch.optim.Optimizer):
+    """Steps another optimizer, and keeps a copy of each parameter besides."""
+
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        self.fast = torch.optim.SGD(params, lr=1.0)
+        super().__init__(self.fast.param_groups, {})
+
+    def step(self) -> None:  # type: ignore[override]
+        self.fast.step()
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["slow"] = p.detach().clone()
+
+
+@pytest.mark.parametrize(
+    ("make", "word"),
+    [
+        (Slow, "of its own"),
+        (lambda params: Holds(), "Holds"),
+        (lambda params: Holds(*(torch.optim.SGD(params, lr=1.0) for _ in range(2))), "both"),
+        (lambda params: torch.optim.SGD(params, lr=-1.0), "learning rate"),
+    ],
+)
+def test_what_is_no_optimizer_is_refused(make: Make, word: str) -> None:
+    with pytest.raises(PlanError, match=word):
+        counted(make)
+
+
+def test_the_parameters_that_are_refused_are_named() -> None:
+    with pytest.raises(PlanError, match="2D") as caught:
+        counted(maker("Muon"))
+    assert "c [24]" in caught.value.message and "1 more" in caught.value.message
+
+
+def test_optimizers_are_found_wherever_they_are_held() -> None:
+    params = [nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2))]
+    sgd, adam = torch.optim.SGD(params[:1], lr=1.0), torch.optim.Adam(params[1:])
+    assert optimizers_of(Holds(sgd, {"rest": [adam]})) == (sgd, adam)
+    assert optimizers_of(sgd) == (sgd,)
+    assert BOTH in TRAINS

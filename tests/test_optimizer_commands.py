@@ -1,0 +1,66 @@
+"""Commands with jobs that bring their own optimizers: two in one, and one that is refused."""
+
+import inspect
+import json
+from pathlib import Path
+
+import optimizers
+import pytest
+from click.testing import CliRunner, Result
+
+from pipeloom.cli import main
+
+MINE = f"""
+import torch
+from collections.abc import Iterable
+from typing import Any
+from torch import nn
+from pipeloom import Job
+
+{inspect.getsource(optimizers.MuonAndAdamW)}
+
+def batch(seed, rows):
+    return {{"input": torch.randn(rows, 16, generator=torch.Generator().manual_seed(seed))}}
+
+def of(optimizer):
+    def model():
+        return nn.Sequential(*[nn.Linear(16, 16) for _ in range(4)])
+
+    return Job(model=model, batch=batch, loss=lambda out, batch: out.square().mean(), optimizer=optimizer)
+
+def both():
+    return of(MuonAndAdamW)
+
+def muon():
+    return of(torch.optim.Muon)
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.py").write_text(MINE)
+    monkeypatch.chdir(tmp_path)
+
+
+def run(*words: str) -> Result:
+    return CliRunner().invoke(main, words)
+
+
+def test_two_optimizers_in_one_are_planned_simulated_and_verified() -> None:
+    cluster = ("--cluster", "2 x a100-40")
+    planned = run("plan", "mine.py:both", *cluster, "--stages", "2", "--json", "-o", "plan.json")
+    assert planned.exit_code == 0, planned.output
+    kept = [stage["memory"]["optimizer"] for stage in json.loads(Path("plan.json").read_text())["stages"]]
+    assert sum(kept) == 4 * (16 * 16 * 4 + 16 * 8 + 4)  # a momentum; two averages and a count
+    simulated = run("simulate", "plan.json", "mine.py:both", *cluster, "--json")
+    assert [rank["peak"]["optimizer"] for rank in json.loads(simulated.output)["ranks"]] == kept
+    for more in ((), ("--width", "2", "--shard-optimizer")):
+        verified = run("verify", "mine.py:both", "--stages", "2", *more)
+        assert verified.exit_code == 0 and "equal within" in verified.output, verified.output
+
+
+@pytest.mark.parametrize("command", ["plan", "verify"])
+def test_an_optimizer_that_is_refused_gives_a_sentence_that_names_the_parameter(command: str) -> None:
+    refused = run(command, "mine.py:muon", "--stages", "2")
+    assert refused.exit_code == 1 and isinstance(refused.exception, SystemExit)
+    assert "0.bias" in refused.output and "2D" in refused.output and "hint" in refused.output

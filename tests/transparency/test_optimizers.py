@@ -1,0 +1,125 @@
+"""Every optimizer of `torch.optim` trains as in one process, or is refused with a sentence."""
+
+import copy
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import optimizers
+import pytest
+import torch
+from optimizers import BOTH, CLIP, MICROBATCHES, REFUSED, TRAINS, job_of
+from runs import assert_same, capture_of, even, even_plan, graph_of, pipelined, plan_for, threads
+
+import pipeloom
+from pipeloom import Options, Pipeline
+from pipeloom.api import passes
+from pipeloom.clusters import cpu_cluster, find_cluster
+from pipeloom.ir.action import STEP
+from pipeloom.ir.errors import PlanError
+from pipeloom.ir.graph import step_bytes
+from pipeloom.ir.replicas import widened
+from pipeloom.planner import PlanCosts
+from pipeloom.runtime import LocalChannel
+from pipeloom.runtime.launch import launch
+
+PAGE = Path(__file__).parents[2] / "docs" / "trust.md"
+
+
+@pytest.mark.parametrize("stages", [3, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", TRAINS)
+def test_equal_to_one_process(name: str, stages: int) -> None:
+    job = job_of(name)
+    plan = even_plan(job, stages, microbatches=2 * MICROBATCHES)
+    found = pipelined(job, plan, optimizers.batches(), clip_norm=CLIP)
+    assert_same(found, optimizers.plain_numbers(name), tolerance=optimizers.tolerance(name))
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("name", TRAINS)
+def test_replicas_that_share_out_the_state(name: str) -> None:
+    job = job_of(name)
+    plan = widened(even_plan(job, 2, microbatches=MICROBATCHES), 2)
+    found = pipelined(job, replace(plan, shard_optimizer=True), optimizers.batches(), clip_norm=CLIP)
+    assert_same(found, optimizers.plain_numbers(name), tolerance=optimizers.tolerance(name))
+
+
+@pytest.mark.parametrize(
+    "names", [(BOTH, "Adafactor"), pytest.param(TRAINS, marks=pytest.mark.slow)], ids=len
+)
+def test_saved_and_resumed_at_another_depth_and_width(names: tuple[str, ...], tmp_path: Path) -> None:
+    assert launch(optimizers.resumed, optimizers.RANKS, args=(names, tmp_path)) == 0
+    table = json.loads((tmp_path / "table.json").read_text())
+    assert len(table) == 3 * len(names)
+    far = {case: by for case, by in table.items() if by > optimizers.tolerance(case)}
+    assert not far
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_with_a_sentence(name: str) -> None:
+    with pytest.raises(PlanError, match=REFUSED[name]) as caught:
+        pipeloom.plan(job_of(name), stages=2, microbatch_size=2, microbatches=2)
+    assert caught.value.hint
+    assert ("scale [8]" in caught.value.message) == (name == "Muon")
+    with pytest.raises(PlanError, match=REFUSED[name]):
+        pipelined(job_of(name), even_plan(job_of(name), 2, microbatches=2), optimizers.batches())
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("name", TRAINS)
+def test_state_is_planned_as_it_is_held(name: str) -> None:
+    job = job_of(name)
+    plan = pipeloom.plan(job, stages=2, microbatch_size=2, microbatches=2, cluster="2 x a100-40")
+    graph, cluster = graph_of(job), find_cluster("2 x a100-40")
+    step = passes.simulate(plan, graph, passes.estimate(graph, cluster), cluster)
+
+    def held(rank: int, channel: LocalChannel) -> tuple[int, int]:
+        with Pipeline(job, plan, options=Options(), channel=channel) as pipeline:
+            assert pipeline.expected.peaks[rank].get("optimizer", 0) == step.peaks[rank].get("optimizer", 0)
+            pipeline.step(job.batch(0, 4))
+            return pipeline.weights.sizes["optimizer"], pipeline.ledger.at_peak.get("optimizer", 0)
+
+    for stage, peak, (size, ledger) in zip(plan.stages, step.peaks, threads(2, held), strict=True):
+        assert stage.memory.optimizer == peak.get("optimizer", 0) == size
+        assert ledger in (0, size)
+
+
+def test_the_page_lists_every_optimizer() -> None:
+    lines = PAGE.read_text().partition("## Optimizers")[2].splitlines()
+    rows = [line for line in lines if line.startswith("| ") and not line.startswith("| optimizer")]
+    assert rows == optimizers.table(), "write these rows:\n" + "\n".join(optimizers.table())
+
+
+def test_a_forecast_leaves_two_optimizers_in_one_as_they_are() -> None:
+    job = job_of(BOTH)
+    plan = even_plan(job, 2, microbatches=2)
+
+    def work(rank: int, channel: LocalChannel) -> None:
+        with Pipeline(job, plan, options=Options(scheduler=optimizers.halving), channel=channel) as pipeline:
+            pipeline.step(job.batch(0, 4))
+            before = copy.deepcopy([part.state_dict() for part in pipeline.weights.optimizers])
+            pipeline.predict()
+            after = [part.state_dict() for part in pipeline.weights.optimizers]
+            torch.testing.assert_close(after, before, rtol=0, atol=0)
+            rates = {group["lr"] for part in pipeline.weights.optimizers for group in part.param_groups}
+            assert rates == {1e-2 * 0.5}
+
+    threads(2, work)
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_the_optimizer_steps_all_stages_of_a_rank_at_once(together: bool) -> None:
+    """What updates all parameters at once needs scratch for those of all stages of the rank."""
+    job = job_of("AdamW", foreach=together)
+    graph, cluster = graph_of(job), cpu_cluster(1)
+    plan = plan_for(capture_of(job), even(graph, 2), microbatches=2, schedule="gpipe", placement=(0, 0))
+    costs = PlanCosts(graph, passes.estimate(graph, cluster), cluster).stages(plan)
+    expected = step_bytes(p.update for p in graph.parameters)
+    assert {cost.transient_bytes[STEP] for cost in costs} == {expected}
+    assert expected == (1 * sum(p.bytes for p in graph.parameters) if together else 3 * 8 * 8 * 8)
+
+    def scratch(rank: int, channel: LocalChannel) -> int:
+        with Pipeline(job, plan, channel=channel) as pipeline:
+            return pipeline.weights.step_bytes
+
+    assert threads(1, scratch) == [expected]
