@@ -6,8 +6,8 @@ Planners make the slowest stage as fast as can be. Of ranks with several stages 
 
 of m micro-batches. The second term stands for filling and draining the pipeline: the mean turn, each weighed
 by itself. From stages that take equally long, an op that alone takes longer than that set apart, time is
-moved from one stage to another, with all cuts in between, as long as that makes the sum smaller. So an op that
-fills its rank alone leaves next to nothing to the other stages of that rank.
+moved from one stage to another, with all cuts in between, as long as that makes the sum smaller. So an op
+that fills its rank alone leaves next to nothing to the other stages of that rank.
 """
 
 from __future__ import annotations
