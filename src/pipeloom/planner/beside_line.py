@@ -56,7 +56,8 @@ def beside_line(request: Request, plan: Plan, find: Callable[[Request], Candidat
 def slower_than_line(plan: Plan) -> list[str]:
     """The sentence on these notes; none for a plan that has none, or is faster after all."""
     told = {key.removeprefix(f"{LINE}."): text for key, text in plan.notes.items() if key.startswith(LINE)}
-    if not told or float(told["step_s"]) >= plan.predicted_step_s:
+    line_s = float(told.get("step_s", "inf"))
+    if line_s >= plan.predicted_step_s:
         return []
     turns = [part.forward_s + part.input_grad_s + part.weight_grad_s for part in plan.stages]
     ranks = max(plan.placement) + 1
@@ -73,7 +74,8 @@ def slower_than_line(plan: Plan) -> list[str]:
         for index, rank in enumerate(plan.placement):
             busy[rank] += plan.microbatches / plan.replicas * turns[index % len(turns)]
         why = f"its busiest rank computes for {max(busy) * 1e3:.4g} ms of its step, and waits for the rest"
+    slower = plan.predicted_step_s / line_s - 1
     return [
-        f"slower than {LINE}, with which a step takes {float(told['step_s']) * 1e3:.4g} ms and no rank holds "
+        f"slower by {slower:.1%} than {LINE}, with which a step takes {line_s * 1e3:.4g} ms and no rank holds "
         f"more than {format_bytes(int(told['peak_bytes']))}: {why}"
     ]
