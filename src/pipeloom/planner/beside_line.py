@@ -76,6 +76,6 @@ def slower_than_line(plan: Plan) -> list[str]:
         why = f"its busiest rank computes for {max(busy) * 1e3:.4g} ms of its step, and waits for the rest"
     slower = plan.predicted_step_s / line_s - 1
     return [
-        f"slower by {slower:.1%} than {LINE}, with which a step takes {line_s * 1e3:.4g} ms and no rank holds "
-        f"more than {format_bytes(int(told['peak_bytes']))}: {why}"
+        f"slower by {slower:.1%} than {LINE}, with which a step takes {line_s * 1e3:.4g} ms and no rank "
+        f"holds more than {format_bytes(int(told['peak_bytes']))}: {why}"
     ]
