@@ -10,8 +10,7 @@ from pipeloom.clusters import find_cluster
 from pipeloom.ir.graph import Op, OpGraph, Parameter, Value
 from pipeloom.ir.plan import Plan
 from pipeloom.ir.profile import OpCost, Profile
-from pipeloom.planner import PlanOptions, Request, limits, make_plan, planner
-from pipeloom.planner.candidate import Candidate
+from pipeloom.planner import Candidate, PlanOptions, Request, limits, make_plan, planner
 
 MICROBATCHES = 8
 
