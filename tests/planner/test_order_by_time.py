@@ -1,4 +1,4 @@
-"""Cuts whose order by time does not repeat without a flush, or stops: planned in the order for equal times."""
+"""Cuts whose order by time does not repeat without a flush, or stops: they get the order for equal times."""
 
 import pytest
 from branching_graphs import cluster_of, random_graph
