@@ -46,7 +46,7 @@ with copies are tried even so where nothing else fits."""
 class Try:
     """One way to plan.
 
-    capped: if not, as if devices had memory for everything.  evens, polishes: see `Planner`.
+    capped: if not, as if devices had memory for everything.  polishes: see `Planner`.
     below_s: see `Request`.
     """
 
@@ -54,7 +54,6 @@ class Try:
     strategy: str
     treatments: tuple[Treatment, ...] | None
     capped: bool = True
-    evens: bool = False
     polishes: bool = False
     below_s: float = inf
 
@@ -96,7 +95,6 @@ def tries_of(name: str, treatments: tuple[Treatment, ...] | None, *, keeps: bool
     again: tuple[Treatment, ...] = ("recompute",)
     if keeps:
         yield _keeping(name, treatments)
-        yield replace(_keeping(name, treatments), evens=False)
     if not _copies(name) and (treatments is None or "recompute" in treatments):
         yield Try(name, "probe", again)
 
@@ -105,7 +103,7 @@ def _keeping(name: str, treatments: tuple[Treatment, ...] | None) -> Try:
     """With every residual kept that the schedule does not offload itself; of those that it does, cheap ones
     are made again instead, unless that is not allowed."""
     alone = _copies(name) and treatments is not None and "recompute" not in treatments
-    return Try(name, "exact", ("offload",) if alone else (), evens=True)
+    return Try(name, "exact", ("offload",) if alone else ())
 
 
 def choose_schedule(
@@ -231,7 +229,6 @@ class _Choice:
                 self.try_(Try(name, POLISHES, self.treatments))
         best = self.found()
         if self.by is not None and self.by.strategy != POLISHES:
-            self.try_(replace(self.by, evens=not self.by.evens))
             self.try_(replace(self.by, polishes=True))
         return self.best or best
 

@@ -14,6 +14,7 @@ from ..ir.memory_policy import LEAST_AT_ONCE, Treatment
 from ..ir.plan import Plan
 from ..ir.profile import Profile
 from .ask_planners import fastest_of_planners
+from .beside_line import beside_line
 from .branches import BranchOrdered
 from .candidate import Candidate
 from .choose_schedule import (
@@ -99,7 +100,10 @@ def make_plan(
     request = Request(graph, profile, devices, schedule, microbatches, options, asked, watch)
     if asked.chooses_schedule:
         return replace(_of_many_schedules(request, explained=explained), planner=strategy)
-    return _plan_or_with_fewer(request, strategy, explained=explained)
+    plan = _plan_or_with_fewer(request, strategy, explained=explained)
+    if request.layout.in_line or not options.fastest:
+        return plan
+    return beside_line(request, plan, _first_in_line)
 
 
 def first_way(strategy: str, schedule: str) -> tuple[str, str]:
@@ -121,7 +125,7 @@ def _of_many_schedules(request: Request, *, explained: bool) -> Plan:
 
     def plan(one: Try) -> Plan:
         refuse_nonsense(request.graph, cluster, len(cluster.devices), one.schedule)
-        by = replace(planner(one.strategy), evens=one.evens)
+        by = planner(one.strategy)
         if one.strategy != POLISHES:
             by = replace(by, polishes=one.polishes, rounds=TRIED_ROUNDS)
         own = replace(
@@ -194,7 +198,11 @@ def _best_candidate(request: Request, search: Search, log: _SearchLog) -> Candid
     the planner that was asked, is filled."""
     asked, options = request.planner, request.options
     branches = options.branches and request.layout.in_line
-    candidates: list[Candidate] = []
+    candidates = _even_candidates(request, search) if asked.evens and not request.layout.in_line else []
+    if candidates and not options.fastest:
+        return candidates[0]
+    below_s = min([request.below_s, *(found.timeline.step_s for found in candidates)])
+    request = replace(request, below_s=below_s)
     planners = (asked, *map(planner, asked.also))
     if asked.propose is not None and len(search.model) > HUGE:
         found = fastest_of_few(request, search, asked.propose)
@@ -213,10 +221,21 @@ def _best_candidate(request: Request, search: Search, log: _SearchLog) -> Candid
     if not candidates:
         return None
     if not (asked.polishes and options.fastest):
-        return candidates[0]
+        return min(candidates, key=lambda found: found.timeline.step_s)
     if asked.propose is not None and branches:
         return polish_some([*candidates, *with_slack(candidates)])
     return polish_cuts(candidates, search)
+
+
+def _even_candidates(request: Request, search: Search) -> list[Candidate]:
+    """Of cuts whose ranks take equally long, from several starts, those that keep their caps."""
+    layout, found = request.layout, list[Candidate]()
+    for bare in dict.fromkeys((0, layout.stages - layout.ranks, layout.ranks - layout.stages)):
+        find = partial(even_ranks, placement=layout.placement, microbatches=request.microbatches, bare=bare)
+        by = replace(request.planner, find=find, keeps_caps=True, arrange=None)
+        found += _first_that_fits(request, search, by, _SearchLog())
+        request = replace(request, below_s=min([request.below_s, *(f.timeline.step_s for f in found)]))
+    return sorted(found, key=lambda candidate: candidate.timeline.step_s)
 
 
 @dataclass
@@ -248,10 +267,15 @@ def _first_that_fits(request: Request, search: Search, by: Planner, log: _Search
     return sorted(found, key=lambda candidate: candidate.timeline.step_s)
 
 
+def _first_in_line(request: Request) -> Candidate | None:
+    """The first candidate of the planner's own search."""
+    return next(iter(_first_of(request, request.search(), request.planner, _SearchLog())), None)
+
+
 def _first_of(request: Request, search: Search, by: Planner, log: _SearchLog) -> list[Candidate]:
     """The first candidate of one search, if any. log: is filled."""
     if by.arrange is None:
-        log.first_cuts = _cuts(request, search, by)
+        log.first_cuts = by.find(search)
     elif (arranged := by.arrange(search)) is not None:
         search = request.search(BranchOrdered(arranged.ops, (0,)))
         log.first_cuts = arranged.cuts
@@ -319,7 +343,7 @@ def _candidates(first: Candidate, by: Planner) -> Iterator[Candidate]:
         relaxed = replace(search, treatments=treatments, in_flight=in_flight)
         following = _tighter_search(first) if treatments == search.treatments else relaxed
         last = relaxed
-        slow = False
+        slow = first.timeline.step_s > request.below_s
         for _ in range(ROUNDS):
             if slow or (candidate := found(following)) is None:
                 break
@@ -348,18 +372,10 @@ def _tighter_search(candidate: Candidate) -> Search:
 
 def _candidate(request: Request, search: Search, by: Planner) -> Candidate | None:
     """What a planner finds, simulated; None if it finds no cut, or one that does not fit."""
-    cuts = _cuts(request, search, by)
+    cuts = by.find(search)
     if not cuts or (not by.keeps_caps and _exceeds_caps(search, cuts)):
         return None
     return fit_caps(request, search, cuts)
-
-
-def _cuts(request: Request, search: Search, by: Planner) -> tuple[int, ...]:
-    """What a planner finds; () if that is nothing."""
-    cuts, layout = by.find(search), request.layout
-    if not cuts or not by.evens or layout.in_line:
-        return cuts
-    return even_ranks(search, layout.placement[: layout.stages], request.microbatches, cuts)
 
 
 def _fewer_treatments(treatments: tuple[Treatment, ...]) -> list[tuple[Treatment, ...]]:

@@ -13,6 +13,7 @@ from ..ir.plan import Plan, StagePlan
 from ..ir.stages import StageGraph
 from ..ir.units import format_bytes
 from .ask_planners import planners_asked
+from .beside_line import slower_than_line
 from .offload_ratio import copy_loads
 from .search import layer_names
 
@@ -141,7 +142,7 @@ def limits(plan: Plan) -> list[str]:
         said.append(f"{waits * 1e3:.3g} ms of that wait for transfers and copies")
     if plan.caps:
         said += _full(plan)
-    return said + _gain_of_branches(plan) + _planners(plan)
+    return said + slower_than_line(plan) + _gain_of_branches(plan) + _planners(plan)
 
 
 def _planners(plan: Plan) -> list[str]:

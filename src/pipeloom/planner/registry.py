@@ -42,7 +42,8 @@ class Planner:
     polishes: it moves cuts by the simulated step at last (polish.py).
     chooses_schedule: it plans with many schedules and takes the fastest, whichever was asked for.
     propose: several cuts, for stages of a DAG, of which the fastest simulated step wins; None: `find` is all.
-    evens: where ranks have several stages, it moves cuts until ranks take equally long (even_ranks.py).
+    evens: where ranks have several stages, it also looks at cuts whose ranks, not whose stages, take equally
+        long (even_ranks.py).
     rounds: searches that are made at most; None for as many as is usual.
     asks: planners that are each asked for the whole; the fastest of their plans wins, `find` is not asked.
     arrange: finds an op order of its own along with the cuts, for stages that are a chain; then `find` is
@@ -83,6 +84,7 @@ PLANNERS: dict[str, Planner] = {
         find=exact,
         granularity="op",
         optimises="asked",
+        evens=True,
         source="dynamic programming",
         about="the best contiguous cut; slow where residuals are optimised",
     ),
@@ -91,6 +93,7 @@ PLANNERS: dict[str, Planner] = {
         granularity="op",
         optimises="always",
         also=("probe", "vpipe", "pipedream"),
+        evens=True,
         source="arXiv 2505.05856, reconstructed from the abstract; and more",
         polishes=True,
         about="dawnpiper-alone, probe, vpipe, pipedream; the best, its cuts moved by the simulated step",
@@ -100,6 +103,7 @@ PLANNERS: dict[str, Planner] = {
         granularity="op",
         optimises="always",
         chooses_schedule=True,
+        evens=True,
         source="arXiv 2503.01328 leaves the choice to its user",
         about="dawnpiper over many schedules, with and without offloading; the fastest that fits",
     ),
@@ -107,6 +111,7 @@ PLANNERS: dict[str, Planner] = {
         find=dawnpiper,
         granularity="op",
         optimises="always",
+        evens=True,
         source="arXiv 2505.05856, reconstructed from the abstract",
         about="halves the stages and bisects between balanced compute and balanced memory",
     ),
@@ -114,6 +119,7 @@ PLANNERS: dict[str, Planner] = {
         find=probe,
         granularity="op",
         optimises="always",
+        evens=True,
         source="Pinar and Aykanat 2004, JPDC 64(8)",
         about="parametric search; exact where transfers cost nothing",
     ),
@@ -123,6 +129,7 @@ PLANNERS: dict[str, Planner] = {
         granularity="op",
         optimises="always",
         also=("exact", "probe"),
+        evens=True,
         source="arXiv 2406.17145, reconstructed: stages as a DAG",
         polishes=True,
         about="towers side by side: the least bottleneck, then the shallowest pipeline; exact, probe",
