@@ -11,6 +11,7 @@ from typing import NamedTuple
 from .. import schedules
 from ..ir.columns import OFFLOAD_
 from ..ir.costs import StageCost
+from ..ir.errors import ScheduleError
 from ..ir.flow import flow_of
 from ..ir.memory_policy import MemoryPolicy, Treatment
 from ..ir.plan import Plan, StagePlan
@@ -107,6 +108,14 @@ class Candidate:
         self.host_shortage = host_shortage(host_needs(self.timeline), request.cluster)
 
     def _order(self) -> Schedule | SteadyStep:
+        """The rows. Not every order by time repeats, as a pipeline without a flush needs it, or runs to its
+        end under the schedule's limits; a cut for which it does not gets the order for equal times."""
+        try:
+            return self._order_by_time()
+        except ScheduleError:
+            return self.request.usual_rows
+
+    def _order_by_time(self) -> Schedule | SteadyStep:
         """The rows; for schedules that order by time, for what the search takes the stages to need."""
         if schedules.entry(self.request.schedule).recipe is None and not self.request.copies:
             return self.request.rows(self.stages)

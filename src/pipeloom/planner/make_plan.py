@@ -33,6 +33,7 @@ from .registry import Planner, planner
 from .request import PlanOptions, Request
 from .search import Search, even_ranks, polish_cuts
 from .search_watch import SearchWatch
+from .smaller_caps import faster_under_less
 from .stage_cost import Readers
 from .stage_counts import refuse_nonsense, too_many_stages
 from .stage_dag import HUGE, faster_of, fastest_of_few, polish_some, shallow_candidates, with_slack
@@ -184,13 +185,21 @@ def _plan_of(request: Request, strategy: str, *, explained: bool) -> Plan:
         raise too_many_stages(why, places, schedule, stages, cluster)
     search = request.search()
     log = _SearchLog()
-    best = _best_candidate(request, search, log)
+    best = _best_under_caps(request, search, log)
     if asked.propose is not None and options.branches and request.layout.in_line and options.fastest:
         in_a_row = replace(request, options=replace(options, branches=False))
-        best = faster_of(best, _best_candidate(in_a_row, search, log))
+        best = faster_of(best, _best_under_caps(in_a_row, search, log))
     if best is None:
         raise _refusal(request, search, log, strategy, explained=explained)
     return best.plan(strategy)
+
+
+def _best_under_caps(request: Request, search: Search, log: _SearchLog) -> Candidate | None:
+    """The best candidate under the caps, or what is found under smaller ones. log: see `_best_candidate`."""
+    best = _best_candidate(request, search, log)
+    if not request.options.fastest or request.planner.rounds is not None:
+        return best
+    return faster_under_less(request, best, lambda less: _best_candidate(less, less.search(), _SearchLog()))
 
 
 def _best_candidate(request: Request, search: Search, log: _SearchLog) -> Candidate | None:

@@ -99,9 +99,14 @@ class Request:
         return layout_of(self.schedule, len(self.cluster.devices))
 
     @cached_property
+    def usual_rows(self) -> Schedule | SteadyStep:
+        """What a plan's rows are for a chain and equal times."""
+        return self.rows(replicate(chain(self.layout.stages), self.layout.replicas))
+
+    @cached_property
     def usual(self) -> Schedule:
-        """The schedule for equal times."""
-        return self.build(replicate(chain(self.layout.stages), self.layout.replicas))
+        """The schedule of `usual_rows`."""
+        return unrolled(self.usual_rows)
 
     @cached_property
     def copies(self) -> bool:

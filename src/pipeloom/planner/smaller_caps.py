@@ -1,0 +1,53 @@
+"""What a planner finds under a smaller cap is a candidate under a larger one.
+
+Planners weigh stages, and free memory as far as caps ask for it; only then is the step simulated. So with less
+room they may find a cut with a faster step. They search once more, under the next smaller cap that their plan
+does not keep. Such caps are powers of one number, whatever cap was asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from math import floor, inf, log2
+
+from ..ir.cluster import Cluster
+from .candidate import Candidate, Room
+from .request import Request
+
+PER_DOUBLING = 4
+"""Smaller caps between one and its double."""
+
+
+def faster_under_less(
+    request: Request, best: Candidate | None, find: Callable[[Request], Candidate | None]
+) -> Candidate | None:
+    """The best candidate of a request, or the best under the next smaller caps, if that one's step is faster.
+
+    best: None if nothing was found that fits.  find: the best candidate of a request.
+    """
+    smaller = next((one for one in _smaller_caps(request.cluster) if not _keeps(best, one)), None)
+    if smaller is None:
+        return best
+    below_s = inf if best is None else best.timeline.step_s
+    found = find(replace(request, cluster=smaller, below_s=min(below_s, request.below_s)))
+    if found is None or found.timeline.step_s >= below_s:
+        return best
+    own = replace(found.request, cluster=request.cluster, below_s=request.below_s)
+    return Candidate(own, found.search, found.cuts, Room(found.room, found.treated))
+
+
+def _smaller_caps(cluster: Cluster) -> Iterator[Cluster]:
+    """The cluster with the memory of each device rounded down to a power, then one power less each time."""
+    powers = [floor(PER_DOUBLING * log2(device.memory_bytes)) for device in cluster.devices]
+    for less in range(min(powers)):
+        sizes = (int(2 ** ((power - less) / PER_DOUBLING)) for power in powers)
+        devices = zip(cluster.devices, sizes, strict=True)
+        yield replace(cluster, devices=tuple(replace(device, memory_bytes=size) for device, size in devices))
+
+
+def _keeps(found: Candidate | None, cluster: Cluster) -> bool:
+    """Whether there is a candidate that keeps the caps of a cluster."""
+    return found is not None and all(
+        found.timeline.peak_bytes(rank) <= device.memory_bytes for rank, device in enumerate(cluster.devices)
+    )
