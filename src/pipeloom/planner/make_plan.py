@@ -91,8 +91,9 @@ def make_plan(
             watch=watch,
         )
         costs = PlanCosts(graph, profile, cluster)
+        asks = options.planners or asked.asks
         return fastest_of_planners(
-            plan_by, asked.asks, strategy, costs, fastest=options.fastest, explained=explained
+            plan_by, asks, strategy, costs, fastest=options.fastest, explained=explained
         )
     refuse_nonsense(graph, cluster, stages, FIRST[0] if asked.chooses_schedule else schedule)
     devices = replace(cluster, devices=cluster.devices[:stages])
