@@ -77,7 +77,8 @@ class CapturedModel(ProfiledModel):
 class PlanRequest:
     """How to plan.
 
-    stages: one per device; where the schedule wants several on each, or replicas, the number of devices.
+    stages: the number of devices of one pipeline. Most schedules put one stage on each, so that it is also
+        the number of stages; others put several or replicas on each.
     microbatches: per step, of all replicas together.  width: replicas of each stage, side by side.
     capped: plans name the devices' memory as their caps.
     global_batch: rows per step; where the micro-batch size varies, so does the number of micro-batches.

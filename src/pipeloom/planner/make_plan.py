@@ -69,7 +69,8 @@ def make_plan(
 ) -> Plan:
     """Cut a graph into stages, for the usual placement of a schedule.
 
-    stages: one on each device; where the schedule wants several on each, or replicas, the number of devices.
+    stages: the number of devices of one pipeline. Most schedules put one stage on each, so that it is also
+        the number of stages; others put several or replicas on each.
     profile: costs per micro-batch, for all devices or by device name.
     schedule: see `schedules.names`.  microbatches: per step.  strategy: see `planner.names`.
     explained: if nothing fits, look for how far it is from fitting, which takes longer.
