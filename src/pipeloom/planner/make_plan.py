@@ -26,7 +26,14 @@ from .choose_schedule import (
 )
 from .failed_searches import FailedSearches
 from .fit_caps import fit_caps, more_held
-from .infeasible import does_not_fit, explain_infeasible, passes_caps, scale_caps, stage_needs
+from .infeasible import (
+    does_not_fit,
+    explain_infeasible,
+    finds_no_chain,
+    passes_caps,
+    scale_caps,
+    stage_needs,
+)
 from .plan_costs import PlanCosts
 from .registry import Planner, planner
 from .request import PlanOptions, Request
@@ -293,6 +300,8 @@ def _refusal(
         return passes_caps(closest.over, request.cluster, request.schedule)
     if log.first_cuts:
         return does_not_fit(log.search or search, log.first_cuts, strategy)
+    if request.planner.arrange is not None:
+        return finds_no_chain(search, strategy)
     if explained:
         return explain_infeasible(search, request.wider)
     return InfeasibleError(f"no cut into {len(search.caps)} stages fits")
