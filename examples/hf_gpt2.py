@@ -9,7 +9,6 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import pipeloom
-from pipeloom.clusters import cpu_cluster
 
 
 def model() -> torch.nn.Module:
@@ -31,7 +30,8 @@ def job() -> pipeloom.Job:
 if __name__ == "__main__":
     stages = int(os.environ["WORLD_SIZE"])  # one per process
     # From a cluster's figures every rank makes the same plan; measured times would differ.
-    plan = pipeloom.plan(job(), stages=stages, microbatches=8, microbatch_size=4, cluster=cpu_cluster(stages))
+    cluster = f"{stages} x cpu"
+    plan = pipeloom.plan(job(), stages=stages, microbatches=8, microbatch_size=4, cluster=cluster)
     with pipeloom.Pipeline(job(), plan) as pipeline:
         for step in range(30):
             loss = pipeline.step(batch(step, 32))

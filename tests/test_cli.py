@@ -99,6 +99,13 @@ def test_help_describes_every_option(command: str) -> None:
             assert option.opts[0] in text
 
 
+@pytest.mark.parametrize("command", ["train", "plan", "verify", "bench"])
+def test_help_says_that_a_rank_may_have_several_stages(command: str) -> None:
+    option = next(one for one in main.commands[command].params if one.name == "stages")
+    assert "Ranks" in option.help and "--chunks" in option.help
+    assert "--chunks" in good(command, "--help")
+
+
 def test_help_imports_no_torch() -> None:
     code = "import sys; from pipeloom.cli import main; main(['train', '--help'], standalone_mode=False)"
     subprocess.run([sys.executable, "-c", code + "; assert 'torch' not in sys.modules"], check=True)

@@ -7,7 +7,10 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import pytest
+
+from pipeloom.cli import main
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "pipeloom"
@@ -61,3 +64,15 @@ def test_untrue_pages_are_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("[a](gone.md), `ir/gone.py`, `Gone.step` (`ir/plan.py`), `Plan` (`ir/plan.py`)\n")
     assert list(untrue(page)) == ["link to gone.md", "file ir/gone.py", "Gone.step in ir/plan.py"]
+
+
+def test_the_readme_lists_every_command() -> None:
+    table = (ROOT / "README.md").read_text().partition("## Commands")[2].partition("##")[0]
+    rows = {
+        row.split()[1].rstrip("`"): row for row in re.findall(r"^\| (`pipeloom .*)$", table, re.MULTILINE)
+    }
+    assert set(rows) == set(main.commands)
+    for name, command in main.commands.items():
+        inner = command.commands if isinstance(command, click.Group) else {}
+        missing = {word for word in inner if not re.search(rf"`(pipeloom {name} )?{word}\b", rows[name])}
+        assert not missing, f"pipeloom {name}"

@@ -1,8 +1,10 @@
 """What `pipeloom` exports, pinned: a change here is a change for every user."""
 
+import ast
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -63,3 +65,43 @@ def test_the_changelog_has_this_version() -> None:
     headings = re.findall(r"^## \[([^\]]+)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert headings[0] == "Unreleased"
     assert pipeloom.__version__ in headings
+
+
+INNER = {"own_schedule.py": "schedules are written with names of rooms: see docs/schedule-language.md"}
+"""Examples that import rooms of pipeloom, and why they have to."""
+
+
+def inner_names(source: str) -> Iterator[str]:
+    """What a script uses of pipeloom besides the public names."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.startswith("pipeloom."))
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            if node.module == "pipeloom":
+                yield from (f"pipeloom.{a.name}" for a in node.names if a.name not in PUBLIC)
+            elif node.module.startswith("pipeloom."):
+                yield node.module
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            if node.value.id == "pipeloom" and node.attr not in PUBLIC:
+                yield f"pipeloom.{node.attr}"
+
+
+def shown_code() -> Iterator[tuple[str, str]]:
+    """Name and code of what users are shown to begin with."""
+    for file in sorted((ROOT / "examples").glob("*.py")):
+        yield file.name, file.read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    yield from ((f"README.md, block {number}", block) for number, block in enumerate(blocks))
+
+
+def test_examples_use_public_names_only() -> None:
+    used = {name: set(inner_names(code)) for name, code in shown_code()}
+    assert len(used) >= 4 and "README.md, block 0" in used
+    assert {name for name, inner in used.items() if inner} == set(INNER), used
+
+
+def test_inner_names_are_found() -> None:
+    code = (
+        "import pipeloom.ir\nfrom pipeloom import plan, api\nfrom pipeloom.ir import plan\npipeloom.runtime.x"
+    )
+    assert list(inner_names(code)) == ["pipeloom.ir", "pipeloom.api", "pipeloom.ir", "pipeloom.runtime"]

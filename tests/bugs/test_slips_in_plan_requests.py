@@ -131,3 +131,13 @@ def test_links_that_lead_nowhere(tmp_path: Path, target: str, status: int) -> No
     assert done.exit_code == status
     assert ("cannot write" in done.output) == bool(status)
     assert link.exists() == (not status)
+
+
+def test_a_planner_with_an_account_of_its_own_does_not_say_that_no_cut_fits() -> None:
+    """ "no cut fits: stage 1 needs 14.4 KiB, its device's cap is 16.7 KiB", where `exact` had a plan."""
+    job, how = zoo.job("skips"), {"stages": 4, "microbatches": 4, "microbatch_size": 16}
+    free = plan(job, cluster="4 x a100-40", **how)  # type: ignore[arg-type]
+    how |= {"cluster": "4 x a100-40", "memory": int(0.88 * max(free.peaks))}
+    assert plan(job, **how).peaks  # type: ignore[arg-type]
+    with pytest.raises(InfeasibleError, match="own account"):
+        plan(job, strategy="piper-ops", **how)  # type: ignore[arg-type]

@@ -72,3 +72,17 @@ def test_a_plan_decides_whether_its_stages_are_compiled(
     with caplog.at_level(logging.WARNING, logger="pipeloom"):
         assert follow_plan(on, eager, ()).pipeline.compile
     assert "p.json was made with the times and the memory of eager stages" in caplog.text
+
+
+def test_names_that_nothing_can_be_planned_by_do_not_get_into_the_config(file: Path, tmp_path: Path) -> None:
+    """A run that followed such a plan could not be resumed with other micro-batches and no plan."""
+    prepare_run(TrainRequest(file=file, out=tmp_path / "run"))
+    plan = replace(load_plan(tmp_path / "run" / "plan.json"), planner="by hand", schedule="searched")
+    before = Config(pipeline=PipelineConfig(planner="probe", schedule="gpipe"))
+    settings = follow_plan(before, plan, ()).pipeline
+    assert (settings.planner, settings.schedule) == ("probe", "gpipe")
+    named = replace(plan, planner="balanced", schedule="interleaved:v=3")
+    settings = follow_plan(before, named, ()).pipeline
+    assert (settings.planner, settings.schedule) == ("balanced", "interleaved:v=3")
+    own = replace(plan, schedule="mine.py:zigzag")  # a file that is not there, and is not looked for
+    assert follow_plan(before, own, ()).pipeline.schedule == "gpipe"

@@ -93,7 +93,7 @@ from .reports import (
     write_trace as write_trace,
 )
 from .runnable import (
-    imports_file as imports_file,
+    names_to_plan_by as names_to_plan_by,
     require_runnable as require_runnable,
     require_runnable_plan as require_runnable_plan,
     require_training as require_training,

@@ -82,7 +82,8 @@ def plan(
     """The plan for a job on this machine, or on a cluster described by figures.
 
     job: the model, its batches and its optimizer.
-    stages: one per device; where the schedule wants several on each, or replicas, the number of devices.
+    stages: the number of devices of one pipeline. Most schedules put one stage on each, so that it is also
+        the number of stages; others put several (`chunks`) or replicas on each.
     width: replicas of every stage, on devices of their own.  microbatches: per step, of all replicas.
     microbatch_size: rows of each.
     schedule: its name, as `pipeloom schedule list` has it, or `file.py:function` of your own.
@@ -120,6 +121,12 @@ def plan(
     >>> print(plan.as_schedule)
     0F0 0F1 0B0 0F2 0B1 0F3 0B2 0B3
     1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3
+
+    With a schedule that puts two stages on each, two devices run four stages:
+
+    >>> plan = pipeloom.plan(job, stages=2, schedule="zb_v", microbatch_size=4, cluster="2 x a100-40")
+    >>> len(plan.stages), plan.placement
+    (4, (0, 1, 1, 0))
     """
     if cluster is not None and not isinstance(cluster, Cluster):
         cluster = find_cluster(str(cluster))

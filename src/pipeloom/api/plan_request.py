@@ -12,6 +12,8 @@ from ..ir.errors import ConfigError, InfeasibleError, PlanError, ScheduleError
 from ..ir.plan import Plan
 from ..ir.weight_policy import FLUSH
 from ..planner import (
+    FOUND_BY,
+    ORDER_OF,
     PLANNERS,
     Change,
     PlanCosts,
@@ -28,7 +30,6 @@ from ..planner import (
     plain_of,
     plan_rows,
     planner,
-    planners_asked,
     stages_for,
     what_if,
 )
@@ -76,7 +77,8 @@ class CapturedModel(ProfiledModel):
 class PlanRequest:
     """How to plan.
 
-    stages: one per device; where the schedule wants several on each, or replicas, the number of devices.
+    stages: the number of devices of one pipeline. Most schedules put one stage on each, so that it is also
+        the number of stages; others put several or replicas on each.
     microbatches: per step, of all replicas together.  width: replicas of each stage, side by side.
     capped: plans name the devices' memory as their caps.
     global_batch: rows per step; where the micro-batch size varies, so does the number of micro-batches.
@@ -149,7 +151,7 @@ class PlanRequest:
         """
         devices = first_of_each(cluster, self.width)
         one = PlanCosts(costs.graph, costs.profiles, devices)
-        asks = planner(self.strategy).asks
+        asks = planner(self.strategy).asks and (self.options.planners or planner(self.strategy).asks)
         plans: dict[str, Plan] = {}
         refusals: dict[str, PlanError] = {}
         for name in asks or (self.strategy,):
@@ -162,7 +164,7 @@ class PlanRequest:
                     refusals.setdefault(name, error)
                     continue
                 if name not in plans or found.predicted_step_s < plans[name].predicted_step_s:
-                    plans[name] = replace(found, planner=self.strategy)
+                    plans[name] = replace(found, planner=name)
         if not plans:
             raise next(iter(refusals.values()))
         return fastest_named(plans, refusals, self.strategy) if asks else plans[self.strategy]
@@ -241,15 +243,16 @@ class PlanRequest:
         return True
 
     def changes(self, plan: Plan, model: ProfiledModel) -> list[Change]:
-        """What a bit more memory or bandwidth would make of a plan, with its schedule, and where the planner
-        chose that, also with its order without copies."""
-        asked = {name: step_s for name, step_s in planners_asked(plan).items() if step_s is not None}
-        strategy = min(asked, key=asked.__getitem__) if asked else self.strategy  # the one whose plan it is
-        names = {plan.schedule: None}
-        if planner(strategy).chooses_schedule:
-            names[plain_of(plan.schedule, self.stages)] = None
-        options = replace(self.options, schedules=tuple(names))
-        same = replace(self, strategy=strategy, options=options)
+        """What a bit more memory or bandwidth would make of a plan: it is planned again as it was asked for,
+        where several planners were asked by the one whose plan it is, and where that chose the schedule with
+        this one, and its order without copies."""
+        found_by = plan.notes.get(FOUND_BY)
+        schedule = plan.notes.get(ORDER_OF, plan.schedule)
+        names = {schedule: None}
+        if planner(found_by or self.strategy).chooses_schedule:
+            names[plain_of(schedule, self.stages)] = None
+        options = replace(self.options, schedules=tuple(names), planners=(found_by,) if found_by else ())
+        same = replace(self, options=options)
         return what_if(
             plan, self.cluster, lambda cluster: replace(same, cluster=cluster).plan(model, explained=False)
         )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from .. import schedules
 from ..checks import forwards_in_order
 from ..ir.action import F
 from ..ir.errors import PlanError, ScheduleError, shown
 from ..ir.plan import Plan
+from ..planner import planner
 from ..tracer import Captured
 
 
@@ -64,6 +67,22 @@ def _refuse_lacking(name: str) -> None:
             f"schedule {name} cannot be run: it needs {lacks}, which the runtime does not have",
             hint="it can be checked, simulated and drawn; to run, choose another one: pipeloom schedule list",
         )
+
+
+def names_to_plan_by(plan: Plan) -> dict[str, str]:
+    """The plan's "planner" and "schedule", if others can be planned by these names: if they are known, and no
+    file is imported for them."""
+    names = {}
+    with suppress(PlanError):
+        planner(plan.planner)
+        names["planner"] = plan.planner
+    if imports_file(plan.schedule):
+        return names
+    with suppress(ScheduleError):
+        if not schedules.names_user_file(plan.schedule):  # a list of actions is read when it is used
+            schedules.entry(plan.schedule)
+        names["schedule"] = plan.schedule
+    return names
 
 
 def trains(plan: Plan) -> bool:

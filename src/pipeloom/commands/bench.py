@@ -46,14 +46,14 @@ def bench(
     as_json: bool,
     **plan_flags: Any,
 ) -> None:
-    """Plan MODEL, run some steps in a process for each stage of each replica, and print the speed.
+    """Plan MODEL, run some steps with a process for each rank, and print the speed.
 
     Before the steps the ranks rehearse to predict one, which takes as long as a step or two; where fewer than
     6 steps are asked for, --warmup included, the prediction is that of the plan's profile instead.
 
     With --json: step_s (median), rows_per_s, tokens_per_s (null where the data are no tokens), bubble,
-    predicted_step_s, predicted_by ("rehearsal" or "profile"), peak_bytes (per rank), stages, width,
-    schedule, microbatches, microbatch_size, compiled, steps.
+    predicted_step_s, predicted_by ("rehearsal" or "profile"), peak_bytes (per rank), stages (as asked for:
+    ranks of a pipeline), width, schedule, microbatches, microbatch_size, compiled, steps.
     """
     if model is not None:
         job_of(model)  # a file that is missing is said before all of torch is loaded

@@ -179,7 +179,7 @@ class Stages(click.ParamType["int | str"]):
 
 
 def _stages_option(kind: click.ParamType[Any], more: str = "") -> Callable[[Command], Command]:
-    help = f"Ranks, with a stage each, or with what the schedule wants on each{more}."
+    help = f"Ranks of a pipeline. A schedule puts one stage on each, or several: see --chunks{more}."
     return click.option("--stages", "-p", type=kind, default=2, show_default=True, help=help)
 
 

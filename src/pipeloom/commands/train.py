@@ -35,7 +35,7 @@ from .common import FILE, Size, chunks_option, json_option, planner_option, trea
     "--stages",
     "-p",
     type=click.IntRange(1),
-    help="Processes, with a stage each, or what the schedule wants on each.",
+    help="Ranks of a pipeline. A schedule puts one stage on each, or several: see --chunks.",
 )
 @click.option(
     "--width",

@@ -1,4 +1,8 @@
-from .ask_planners import fastest_named as fastest_named, planners_asked as planners_asked
+from .ask_planners import (
+    FOUND_BY as FOUND_BY,
+    fastest_named as fastest_named,
+    planners_asked as planners_asked,
+)
 from .block_costs import (
     Affine as Affine,
     BlockCosts as BlockCosts,
@@ -59,7 +63,7 @@ from .request import (
     profile_of as profile_of,
 )
 from .search import borders as borders, layer_names as layer_names, layers as layers
-from .search_order import with_searched_order as with_searched_order
+from .search_order import ORDER_OF as ORDER_OF, with_searched_order as with_searched_order
 from .search_watch import SearchWatch as SearchWatch
 from .shape_search import (
     PIPELININGS as PIPELININGS,

@@ -19,6 +19,9 @@ from .search_order import SEARCHED, with_searched_order
 PREFIX = "auto."
 """Of a plan's notes that say what each planner came to: seconds of its step, or why it has no plan."""
 
+FOUND_BY = "found_by"
+"""Note of a plan: which of several planners found it."""
+
 
 class PlanBy(Protocol):
     """Plans by a planner; raises as `make_plan`."""
@@ -64,19 +67,18 @@ def fastest_of_planners(
     searched = min(filter(None, orders), key=lambda plan: plan.predicted_step_s, default=None)
     if searched is None or searched.predicted_step_s >= best.predicted_step_s:
         return best
-    notes = {**searched.notes, **best.notes, f"{PREFIX}{SEARCHED}": repr(searched.predicted_step_s)}
-    return replace(searched, planner=strategy, notes=notes)
+    return fastest_named({**plans, SEARCHED: searched}, refusals, strategy)
 
 
 def fastest_named(plans: Mapping[str, Plan], refusals: Mapping[str, PlanError], strategy: str) -> Plan:
-    """The fastest of the plans of several planners, with a note on what each came to.
+    """The fastest of the plans of several planners, with notes on what each came to and whose plan it is.
 
-    plans, refusals: by the planner's name.  strategy: the name that the plan gets.
+    plans, refusals: by the planner's name, or by `SEARCHED`.  strategy: the name that the plan gets.
     """
     best = min(plans.values(), key=lambda plan: plan.predicted_step_s)
     told = {f"{PREFIX}{name}": repr(plan.predicted_step_s) for name, plan in plans.items()}
     told |= {f"{PREFIX}{name}": error.message for name, error in refusals.items() if name not in plans}
-    return replace(best, planner=strategy, notes={**best.notes, **told})
+    return replace(best, planner=strategy, notes={**best.notes, **told, FOUND_BY: best.planner})
 
 
 def planners_asked(plan: Plan) -> dict[str, float | None]:

@@ -83,6 +83,14 @@ def does_not_fit(search: Search, cuts: tuple[int, ...], name: str) -> Infeasible
     )
 
 
+def finds_no_chain(search: Search, name: str) -> InfeasibleError:
+    """The error for a planner that counts memory in a way of its own: a cut that others find may fit."""
+    return InfeasibleError(
+        f"planner {name} finds no chain of {len(search.caps)} stages that fits by its own account of memory, "
+        "the sum of what each piece needs"
+    )
+
+
 def stage_needs(search: Search, cuts: tuple[int, ...]) -> list[int]:
     """Bytes of each stage of a cut, with residuals freed as the search's caps demand, if they may be."""
     if search.optimises:

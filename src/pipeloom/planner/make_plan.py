@@ -27,7 +27,14 @@ from .choose_schedule import (
 )
 from .failed_searches import FailedSearches
 from .fit_caps import fit_caps, more_held
-from .infeasible import does_not_fit, explain_infeasible, passes_caps, scale_caps, stage_needs
+from .infeasible import (
+    does_not_fit,
+    explain_infeasible,
+    finds_no_chain,
+    passes_caps,
+    scale_caps,
+    stage_needs,
+)
 from .plan_costs import PlanCosts
 from .registry import Planner, planner
 from .request import PlanOptions, Request
@@ -71,7 +78,8 @@ def make_plan(
 ) -> Plan:
     """Cut a graph into stages, for the usual placement of a schedule.
 
-    stages: one on each device; where the schedule wants several on each, or replicas, the number of devices.
+    stages: the number of devices of one pipeline. Most schedules put one stage on each, so that it is also
+        the number of stages; others put several or replicas on each.
     profile: costs per micro-batch, for all devices or by device name.
     schedule: see `schedules.names`.  microbatches: per step.  strategy: see `planner.names`.
     explained: if nothing fits, look for how far it is from fitting, which takes longer.
@@ -93,8 +101,9 @@ def make_plan(
             watch=watch,
         )
         costs = PlanCosts(graph, profile, cluster)
+        asks = options.planners or asked.asks
         return fastest_of_planners(
-            plan_by, asked.asks, strategy, costs, fastest=options.fastest, explained=explained
+            plan_by, asks, strategy, costs, fastest=options.fastest, explained=explained
         )
     refuse_nonsense(graph, cluster, stages, FIRST[0] if asked.chooses_schedule else schedule)
     devices = replace(cluster, devices=cluster.devices[:stages])
@@ -324,6 +333,8 @@ def _refusal(
         return passes_caps(closest.over, request.cluster, request.schedule)
     if log.first_cuts:
         return does_not_fit(log.search or search, log.first_cuts, strategy)
+    if request.planner.arrange is not None:
+        return finds_no_chain(search, strategy)
     if explained:
         return explain_infeasible(search, request.wider)
     return InfeasibleError(f"no cut into {len(search.caps)} stages fits")

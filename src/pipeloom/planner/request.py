@@ -51,6 +51,7 @@ class PlanOptions:
     fastest: look for the fastest plan; if not, the first that keeps its caps will do.
     offloaded_at_once: see `MemoryPolicy.at_once`; fewer are tried where nothing fits.
     schedules: by name, among which a planner that chooses one does so; (): all that are worth a try.
+    planners: by name, which a planner that asks several asks; (): all that it usually does.
     """
 
     split_backward: bool = False
@@ -64,6 +65,7 @@ class PlanOptions:
     branches: bool = True
     offloaded_at_once: int = AT_ONCE
     schedules: tuple[str, ...] = ()
+    planners: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

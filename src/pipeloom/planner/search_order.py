@@ -24,7 +24,10 @@ from .placement import message_seconds
 from .plan_costs import PlanCosts
 
 SEARCHED = "searched"
-"""The name of such an order in a plan."""
+"""The name of such an order in a plan. No schedule has it: nothing can be planned by this name."""
+
+ORDER_OF = "order_of"
+"""Note of such a plan: the schedule that its stages were planned for."""
 
 LARGEST = 4000
 """Actions of a step from which on no order is searched for, as that would take longer than a minute."""
@@ -111,7 +114,8 @@ def residual_limits(plan: Plan, timeline: Timeline) -> tuple[float, ...]:
 def _simulated(plan: Plan, order: Schedule, costs: PlanCosts) -> Plan | None:
     """The plan in another order, with its step; None if that cannot run, or passes a cap."""
     rows = tuple(str(order).splitlines())
-    found = replace(plan, schedule=order.name, schedule_rows=rows)
+    notes = {**plan.notes, ORDER_OF: plan.schedule}
+    found = replace(plan, schedule=order.name, schedule_rows=rows, notes=notes)
     try:
         timeline = costs.simulate(found)
     except ScheduleError:

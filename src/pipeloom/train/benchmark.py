@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import repeat
 from pathlib import Path
 from statistics import median
@@ -129,9 +129,10 @@ def _time_steps(settings: BenchSettings, path: Path, model: HandedModel | None, 
     with Pipeline(job, path, options=options, captured=take_over_model(model, job)) as pipeline:
         predicted_s = pipeline.predict().step_s if settings.rehearses else profiled_s
         reports = list(pipeline.steps(repeat(batch, settings.warmup + settings.steps)))
-        rank = pipeline.rank
+        rank, schedule = pipeline.rank, pipeline.plan.schedule
     if rank == 0:
-        _print(settings, reports[settings.warmup :], tokens_of(job, batch), predicted_s)
+        ran = replace(settings, schedule=schedule)  # which the planner may have chosen
+        _print(ran, reports[settings.warmup :], tokens_of(job, batch), predicted_s)
 
 
 def _print(

@@ -94,6 +94,7 @@ class OptimizerConfig:
 class PipelineConfig:
     """How the model is spread.
 
+    stages: ranks of a pipeline; a schedule puts one stage on each, or several.
     width: replicas of every stage, side by side.  shard_optimizer: they share out the optimizer's state.
     chunks: stages per rank, for schedules that want several; unset: 2.
     planner: by name, see `pipeloom plan --planners`.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..api import COMPILED, imports_file
+from ..api import COMPILED, names_to_plan_by
 from ..ir.errors import ConfigError
 from ..ir.plan import Plan
 from .config import Config
@@ -19,8 +19,9 @@ def follow_plan(config: Config, plan: Plan, overrides: Sequence[str]) -> Config:
     """A plan file decides the stages, pipelines side by side, the schedule, weight versions, micro-batches,
     whether replicas share the optimizer, and, if it was made for that, that stages are compiled.
 
-    A schedule of the user's own is named by the user only: a `file.py:function` of the plan, whose rows say
-    all there is, does not get into the config, since what stands there is imported.
+    The config keeps its own planner and schedule if nothing can be planned by the plan's: a searched order is
+    no schedule. A schedule of the user's own is named by the user only: a `file.py:function` of the plan,
+    whose rows say all there is, does not get into the config, since what stands there is imported.
 
     Raises: ConfigError if one of these is also given on the command line, and differently.
     """
@@ -52,6 +53,6 @@ def follow_plan(config: Config, plan: Plan, overrides: Sequence[str]) -> Config:
                 f"pipeline.{key} is to be {setting}, but the plan {config.pipeline.plan} has {value}",
                 hint="leave one of them out; --set pipeline.plan= does without the plan file",
             )
-    if imports_file(plan.schedule):
-        del fixed["schedule"]
+    for key in {"planner", "schedule"} - names_to_plan_by(plan).keys():
+        del fixed[key]
     return replace(config, pipeline=replace(config.pipeline, **fixed))

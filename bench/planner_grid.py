@@ -1,0 +1,263 @@
+"""Every planner on a grid of models, devices, caps and widths: a plan, or a refusal that is true.
+
+    python bench/planner_grid.py [--models NAME ...] [--planners NAME ...] [--schedules NAME ...]
+                                 [--weights POLICY] [--all]
+
+Small models of `tests/support/zoo.py` and `bench/branching.py`, captured once each, are planned as by
+`pipeloom plan`; without caps again with a bit more memory and bandwidth, as its what-if. "here": this
+machine, with measured times; the others by roofline. A cap is a share of the fullest rank of the plan by
+`exact` without one. Planners of many schedules are asked under caps on 2 ranks only, unless `--all` says
+otherwise: on 4 each takes half a minute.
+
+A refusal is *true* if no other planner has a plan for the same schedule in the same cell. If one has, the
+planner's entry in the registry may say why it has none:
+
+    keeps all             (optimises) the other one frees some residuals
+    layers, modules       (granularity) the other one cuts smaller pieces, or there are too few of these
+    own account           (arrange) it orders ops and counts memory in a way of its own, for a chain
+    memory not looked at  (keeps_caps)
+
+Otherwise it is *false*. The status is 1 if one is, or if anything ends in an exception that is not ours.
+Results: bench/results/planner_grid.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import product
+from multiprocessing import get_context
+from pathlib import Path
+from typing import TypeAlias
+
+import branching
+import torch
+from machine import describe_machine
+
+from pipeloom import Job, PipeloomError, api
+from pipeloom.clusters import find_cluster
+from pipeloom.ir.cluster import Cluster
+from pipeloom.ir.weight_policy import WEIGHT_POLICIES
+from pipeloom.planner import PLANNERS
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from support import zoo  # noqa: E402
+
+RESULTS = Path(__file__).parent / "results" / "planner_grid.json"
+MODELS: Mapping[str, Callable[[], Job]] = {
+    "GPT": lambda: zoo.job("gpt"),
+    "Llama": lambda: zoo.job("llama"),
+    "T5": lambda: zoo.job("t5"),
+    "two towers": branching.SMALL["clip"],
+    "MLP": lambda: zoo.job("skips"),
+    "experts": lambda: zoo.job("mixtral"),
+}
+DEVICES = {"here": None, "4 x a100-40": "4 x a100-40", "unequal": "2 x a100-40 + 2 x v100-16"}
+RANKS = {"here": 2}
+"""Of a cell; 4 elsewhere."""
+
+WIDTHS = (1, 2)
+CAP = 0.85
+ROWS, MICROBATCHES = 16, 4
+SIZES = {"op": 0, "module": 1, "layer": 2}
+"""Granularities, the finest first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """model, devices: keys of the tables.  cap_bytes: of each rank; None for what it has."""
+
+    model: str
+    devices: str
+    schedule: str
+    width: int
+    weights: str | None
+    cap_bytes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What one planner came to.
+
+    refusal: its message, "" if there is a plan.  crash: the traceback of anything else.
+    schedule: of the plan.  frees: it recomputes or offloads.  what_if: seconds of the steps with more.
+    """
+
+    step_s: float | None = None
+    peak_bytes: int = 0
+    schedule: str = ""
+    frees: bool = False
+    what_if: tuple[float | None, ...] = ()
+    refusal: str = ""
+    crash: str = ""
+    seconds: float = 0.0
+
+
+Rows: TypeAlias = Sequence[tuple[Cell, Mapping[str, Outcome]]]
+
+
+def planned(request: api.PlanRequest, model: api.CapturedModel, *, what_if: bool) -> Outcome:
+    begin = time.process_time()
+    try:
+        plan = request.plan(model, explained=False)
+        changes = request.changes(plan, model) if what_if else []
+        found = Outcome(
+            step_s=plan.predicted_step_s,
+            peak_bytes=max(plan.peaks),
+            schedule=plan.schedule,
+            frees=any(part.recomputed_bytes or part.offloaded_bytes for part in plan.stages),
+            what_if=tuple(change.step_s for change in changes),
+        )
+    except PipeloomError as error:
+        found = Outcome(refusal=f"{type(error).__name__}: {error.message}")
+    except Exception:  # what this looks for: it is told with its cell, and the grid goes on
+        found = Outcome(crash=traceback.format_exc())
+    return replace(found, seconds=round(time.process_time() - begin, 2))
+
+
+def outcomes(
+    name: str, planners: Sequence[str], schedules: Sequence[str], weights: str | None, *, slow: bool
+) -> Rows:
+    """All cells of one model. slow: planners of many schedules are asked everywhere."""
+    torch.set_num_threads(1)
+    job = MODELS[name]()
+    captured = api.capture(job, ROWS)
+    rows: list[tuple[Cell, Mapping[str, Outcome]]] = []
+    for devices, schedule, width in product(DEVICES, schedules, WIDTHS):
+        named = DEVICES[devices]
+        cluster = None if named is None else find_cluster(named)
+        model = api.captured_model(job, ROWS, cluster, captured=captured)
+        cell = Cell(model=name, devices=devices, schedule=schedule, width=width, weights=weights)
+        free = by_planners(cell, job, model, cluster, planners)
+        rows.append((cell, free))
+        if (full := free["exact"].peak_bytes) > 0:
+            capped = replace(cell, cap_bytes=round(CAP * full))
+            few = planners if slow or ranks_of(cell) < 3 else [n for n in planners if not is_slow(n)]
+            rows.append((capped, by_planners(capped, job, model, cluster, few)))
+    return rows
+
+
+def ranks_of(cell: Cell) -> int:
+    """Of one pipeline."""
+    return RANKS.get(cell.devices, 4) // cell.width
+
+
+def is_slow(planner: str) -> bool:
+    """Whether a planner plans with many schedules."""
+    asked = (planner, *PLANNERS[planner].asks)
+    return any(PLANNERS[name].chooses_schedule for name in asked)
+
+
+def by_planners(
+    cell: Cell, job: Job, model: api.CapturedModel, cluster: Cluster | None, planners: Sequence[str]
+) -> dict[str, Outcome]:
+    found = {}
+    for planner in planners:
+        request = api.make_request(
+            job,
+            stages=ranks_of(cell),
+            width=cell.width,
+            microbatches=MICROBATCHES,
+            schedule=cell.schedule,
+            weights=cell.weights,
+            memory=cell.cap_bytes,
+            cluster=cluster,
+            strategy=planner,
+        )
+        found[planner] = planned(request, model, what_if=cell.cap_bytes is None)
+    return found
+
+
+def verdict(planner: str, cell: Cell, found: Mapping[str, Outcome]) -> str:
+    """Of a refusal: "true", its nature, or "FALSE" with a planner that has a plan."""
+    own = PLANNERS[planner]
+    others = [name for name, one in found.items() if one.step_s is not None and one.schedule == cell.schedule]
+    if not others:
+        return "true"
+    if own.optimises != "always":
+        others = [name for name in others if not found[name].frees]
+    if not others:
+        return "keeps all"
+    others = [name for name in others if SIZES[PLANNERS[name].granularity] >= SIZES[own.granularity]]
+    few = own.granularity != "op" and not found[planner].refusal.startswith("InfeasibleError")
+    if not others or few:
+        return f"{own.granularity}s"
+    if own.arrange is not None:
+        return "own account"
+    return f"FALSE: {', '.join(others)}" if own.keeps_caps else "memory not looked at"
+
+
+def told(planner: str, cell: Cell, found: Mapping[str, Outcome]) -> str:
+    """One field of the table."""
+    if planner not in found:
+        return "not asked"
+    one = found[planner]
+    if one.crash:
+        return "CRASH"
+    return (
+        verdict(planner, cell, found)
+        if one.step_s is None
+        else f"{1e3 * one.step_s:.4g}, {one.peak_bytes >> 10}"
+    )
+
+
+def table(rows: Rows) -> Iterator[str]:
+    planners = list(rows[0][1])
+    yield "ms of the step, KiB of the fullest rank; or of the refusal whether it is true"
+    yield f"| model, devices, schedule, width, cap KiB | {' | '.join(planners)} |"
+    yield "|---" * (len(planners) + 1) + "|"
+    for cell, found in rows:
+        cap = "–" if cell.cap_bytes is None else str(cell.cap_bytes >> 10)
+        where = f"{cell.model}, {cell.devices}, {cell.schedule}, {cell.width}, {cap}"
+        yield f"| {where} | {' | '.join(told(name, cell, found) for name in planners)} |"
+
+
+def wrong(rows: Rows) -> Iterator[str]:
+    """What must not be, one line each."""
+    for cell, found in rows:
+        for name, one in found.items():
+            if one.crash:
+                yield f"{name} crashed for {cell}:\n{one.crash}"
+            elif one.step_s is None and (said := verdict(name, cell, found)).startswith("FALSE"):
+                yield f"{name} refused {cell}: {one.refusal}\n    {said}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=tuple(MODELS))
+    parser.add_argument("--planners", nargs="+", choices=tuple(PLANNERS), default=tuple(PLANNERS))
+    parser.add_argument("--schedules", nargs="+", default=["1f1b"])
+    parser.add_argument("--weights", choices=tuple(WEIGHT_POLICIES), help="As --weights of `pipeloom plan`.")
+    parser.add_argument("--all", action="store_true", help="Ask planners of many schedules everywhere.")
+    asked = parser.parse_args()
+    planners = list(dict.fromkeys(("exact", *asked.planners)))  # caps are shares of the first one's
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
+        ask = partial(
+            outcomes, planners=planners, schedules=asked.schedules, weights=asked.weights, slow=asked.all
+        )
+        parts = [pool.submit(ask, name) for name in asked.models]
+        rows = [row for part in parts for row in part.result()]
+    print("\n".join(table(rows)))
+    cells = [
+        asdict(cell) | {"planners": {n: asdict(one) for n, one in found.items()}} for cell, found in rows
+    ]
+    RESULTS.write_text(json.dumps({"machine": describe_machine(), "cells": cells}, indent=1) + "\n")
+    found_wrong = list(wrong(rows))
+    print("\n".join(found_wrong))
+    seconds = sum(one.seconds for _, found in rows for one in found.values())
+    count = sum(len(found) for _, found in rows)
+    print(
+        f"{count} plans or refusals in {len(rows)} cells, {len(found_wrong)} wrong, {seconds:.0f} processor s"
+    )
+    return 1 if found_wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
