@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from layered import layered
-from machine import code_of
+from machine import commit
 from pipeoffload_results import RESULTS, keep
 from torch import Tensor
 
@@ -106,7 +106,7 @@ def planned(
 
 def planner(quick: bool) -> dict[str, Any]:
     asked = [(*case, share) for share, case in product(SHARES, CASES)]
-    code = code_of(("planner", "schedules", "lowering", "simulator", "profiler", "ir"))
+    code = commit()
     before = json.loads(RESULTS.read_text())["planner"] if RESULTS.exists() and not quick else {}
     rows: list[dict[str, Any]] = before.get("rows", [])
     done = {(row["device"], row["ranks"], row["layers"], row["share"]) for row in rows}

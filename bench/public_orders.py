@@ -26,7 +26,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from machine import code_of, describe_machine
+from machine import commit, describe_machine
 
 from pipeloom.api import MicrobatchTimes, Scenario, simulate_file, simulate_schedule
 
@@ -166,7 +166,7 @@ def main() -> None:
     parser.add_argument("--again", action="store_true")
     args = parser.parse_args()
     public, ends = Public(args.clone), time.monotonic() + 60 * args.minutes
-    code = code_of(("schedules", "simulator"))
+    code = commit()
     kept: list[dict[str, Any]] = json.loads(RESULTS.read_text())["cases"] if RESULTS.exists() else []
     keys = ("schedule", "ranks", "microbatches", "times")
     known = {str([case[key] for key in keys]): case for case in kept}

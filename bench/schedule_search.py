@@ -32,7 +32,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from machine import code_of, describe_machine
+from machine import commit, describe_machine
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 from random_problems import random_chain
@@ -175,7 +175,7 @@ class Results:
 
     def __init__(self, name: str, *, again: bool) -> None:
         self.file = RESULTS / name
-        self.again, self.code = again, code_of(("schedules",))
+        self.again, self.code = again, commit()
         self.kept = json.loads(self.file.read_text()) if self.file.exists() else {}
 
     def case(self, table: str, key: dict[str, Any], measured: Callable[[], dict[str, Any]]) -> dict[str, Any]:

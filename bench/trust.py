@@ -235,7 +235,7 @@ def record(verdicts: Sequence[Verdict], counts: Mapping[str, int], took_s: float
     RESULTS.write_text(json.dumps(table, indent=1) + "\n")
     begin, _, rest = PAGE.read_text().partition(MARK)
     _, _, end = rest.partition(MARK)
-    PAGE.write_text(f"{begin}{MARK}\n{page_of(verdicts, counts)}\n{MARK}{end}")
+    PAGE.write_text(f"{begin}{MARK}\n{page_of(verdicts)}\n{MARK}{end}")
 
 
 def version_of(library: str) -> str:
@@ -244,13 +244,9 @@ def version_of(library: str) -> str:
     return ""
 
 
-def page_of(verdicts: Sequence[Verdict], counts: Mapping[str, int]) -> str:
+def page_of(verdicts: Sequence[Verdict]) -> str:
     """The verdicts as Markdown."""
     lines = [
-        f"Of {len(verdicts)} entries: "
-        + ", ".join(f"{count} {kind}" for kind, count in counts.items())
-        + ".",
-        "",
         "| library | model | verdict | captured | stages | numbers | largest difference | why |",
         "|---|---|---|---|---|---|---|---|",
     ]
