@@ -47,6 +47,11 @@ def code_of(*_: object) -> str:
     return commit()
 
 
+def keep(name: str, section: str, found: dict[str, Any]) -> None:
+    """Write what a section of a script has found so far, beside what there is of the others."""
+    save(name, {**load(name), section: {**found, "machine": describe_machine()}})
+
+
 def load(name: str) -> dict[str, Any]:
     """What a script wrote to results/NAME.json before; an empty table if nothing."""
     file = RESULTS / f"{name}.json"
@@ -56,5 +61,5 @@ def load(name: str) -> dict[str, Any]:
 def save(name: str, table: dict[str, Any]) -> None:
     """Write a table with its stamp to results/NAME.json, at once, so that nobody reads half of it."""
     fresh = RESULTS / f"{name}.{os.getpid()}"
-    fresh.write_text(json.dumps({"machine": describe_machine(), **table}, indent=1) + "\n")
+    fresh.write_text(json.dumps({**table, "machine": describe_machine()}, indent=1) + "\n")
     fresh.replace(RESULTS / f"{name}.json")
