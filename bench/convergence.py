@@ -7,7 +7,7 @@ one process with the model uncut. Every run of a seed has the same data, initial
 those of `pipeloom train`, with AdamW, and with SGD with momentum, whose rate is higher. By predicted time: a
 step of four stages that take equally long, m = 8: with a flush (m + d - 1) / m = 11/8 of one without.
 
-Results: bench/results/convergence.json, and the plot that docs/weights-without-a-flush.md shows.
+Results: bench/results/convergence.json, and the plot that docs/results.md shows.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from machine import describe_machine
+from machine import save
 from playwright.sync_api import sync_playwright
 from plotly.subplots import make_subplots
 from torch import nn
@@ -36,7 +36,6 @@ from pipeloom import Options, Pipeline, plan
 from pipeloom.api import capture, profile
 from pipeloom.train import Config, gpt_workload, rate_scheduler, validate
 
-RESULTS = Path(__file__).parent / "results" / "convergence.json"
 PLOT = Path(__file__).parents[1] / "docs" / "images" / "convergence.png"
 MICROBATCHES, ROWS, DEPTH = 2, 4, 4
 EVERY = 10
@@ -141,7 +140,7 @@ def draw(curves: dict[str, dict[str, list[tuple[int, float, float]]]]) -> None:
 def main(steps: int, seeds: int) -> int:
     torch.set_num_threads(1)
     begin = time.perf_counter()
-    table: dict[str, Any] = {"machine": describe_machine(), "steps": steps, "seeds": seeds}
+    table: dict[str, Any] = {"steps": steps, "seeds": seeds}
     shared: dict[str, Any] = {}
     runs = []
     for optimizer in OPTIMIZERS:
@@ -174,7 +173,7 @@ def main(steps: int, seeds: int) -> int:
             "flush reaches 2bw's final loss at step": reaches(by_weights["flush"], by_weights["2bw"][-1][1]),
         }
     table["seconds"] = round(time.perf_counter() - begin)
-    RESULTS.write_text(json.dumps(table, indent=1) + "\n")
+    save("convergence", table)
     draw(curves)
     print(json.dumps(table["summary"], indent=1))
     return 0

@@ -10,9 +10,9 @@ predicts, each against the middle step of its own run (plans: of the train run b
 so that all see the same machine. It wants two quiet cores: the load is in the table.
 
 With --default-job: `pipeloom train` as a newcomer starts it, several times over: time, validation loss,
-predicted against measured step and memory. Memory is predicted before the run. The step is predicted again and
-again between steps, from the ranks' actions timed alone, and held against the steps around it; a run's error
-is that of the middle rehearsal. A command that fails ends the benchmark with what it said.
+predicted against measured step and memory. Memory is predicted before the run. The step is predicted again
+and again between steps, from the ranks' actions timed alone, and held against the steps around it; the error
+of a run is that of the middle rehearsal. A command that fails ends the benchmark with what it said.
 """
 
 from __future__ import annotations
