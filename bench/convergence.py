@@ -14,21 +14,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from machine import save
-from playwright.sync_api import sync_playwright
 from plotly.subplots import make_subplots
+from plots import save_plot
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
@@ -36,7 +33,6 @@ from pipeloom import Options, Pipeline, plan
 from pipeloom.api import capture, profile
 from pipeloom.train import Config, gpt_workload, rate_scheduler, validate
 
-PLOT = Path(__file__).parents[1] / "docs" / "images" / "convergence.png"
 MICROBATCHES, ROWS, DEPTH = 2, 4, 4
 EVERY = 10
 """Steps between two validations."""
@@ -124,17 +120,7 @@ def draw(curves: dict[str, dict[str, list[tuple[int, float, float]]]]) -> None:
                     col=column,
                 )
     figure.update_yaxes(title="validation loss", col=1)
-    figure.update_layout(width=900, height=640, template="simple_white")
-    with TemporaryDirectory() as folder, sync_playwright() as playwright:
-        page_file = Path(folder) / "plot.html"
-        figure.write_html(page_file, include_plotlyjs=True)
-        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"))
-        page = browser.new_page(viewport={"width": 920, "height": 660})
-        page.goto(page_file.as_uri())
-        page.wait_for_selector(".main-svg")
-        PLOT.parent.mkdir(exist_ok=True)
-        page.screenshot(path=PLOT)
-        browser.close()
+    save_plot(figure, "convergence.png", 900, 640)
 
 
 def main(steps: int, seeds: int) -> int:
