@@ -61,3 +61,9 @@ def test_untrue_pages_are_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("[a](gone.md), `ir/gone.py`, `Gone.step` (`ir/plan.py`), `Plan` (`ir/plan.py`)\n")
     assert list(untrue(page)) == ["link to gone.md", "file ir/gone.py", "Gone.step in ir/plan.py"]
+
+
+def test_results_name_the_scripts_that_are_there_and_mark_the_others() -> None:
+    text = (ROOT / "docs" / "results.md").read_text()
+    named = {(script, bool(mark)) for script, mark in re.findall(r"`python (bench/\w+\.py)[^`]*`( †)?", text)}
+    assert named and all((ROOT / script).exists() != gone for script, gone in named), named
