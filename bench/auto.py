@@ -9,22 +9,19 @@ simulated; of the planners' seconds only processor time is given. Results: bench
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import branching
-from machine import describe_machine
+from machine import keep
 from pipeoffload_planner import gpt
 
 from pipeloom import Job, api
 from pipeloom.clusters import find_cluster
 from pipeloom.planner import PlanOptions, ProfiledModel, planners_asked
 
-RESULTS = Path(__file__).parent / "results" / "auto.json"
 MICROBATCHES = 16
 
 
@@ -84,11 +81,9 @@ def measure(case: Case) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=tuple(CASES), default=tuple(CASES))
-    known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     for name in parser.parse_args().only:
         row = measure(CASES[name])
-        known[name] = {**row, "machine": describe_machine()}
-        RESULTS.write_text(json.dumps(known, indent=1) + "\n")
+        keep("auto", name, row)
         steps = ", ".join(
             f"{k} {'none' if s is None else f'{1e3 * s:.4g}'}" for k, s in row["asked_s"].items()
         )

@@ -7,28 +7,25 @@ one process with the model uncut. Every run of a seed has the same data, initial
 those of `pipeloom train`, with AdamW, and with SGD with momentum, whose rate is higher. By predicted time: a
 step of four stages that take equally long, m = 8: with a flush (m + d - 1) / m = 11/8 of one without.
 
-Results: bench/results/convergence.json, and the plot that docs/weights-without-a-flush.md shows.
+Results: bench/results/convergence.json, and the plot that docs/results.md shows.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from machine import describe_machine
-from playwright.sync_api import sync_playwright
+from machine import save
 from plotly.subplots import make_subplots
+from plots import save_plot
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
@@ -36,8 +33,6 @@ from pipeloom import Options, Pipeline, plan
 from pipeloom.api import capture, profile
 from pipeloom.train import Config, gpt_workload, rate_scheduler, validate
 
-RESULTS = Path(__file__).parent / "results" / "convergence.json"
-PLOT = Path(__file__).parents[1] / "docs" / "images" / "convergence.png"
 MICROBATCHES, ROWS, DEPTH = 2, 4, 4
 EVERY = 10
 """Steps between two validations."""
@@ -125,23 +120,13 @@ def draw(curves: dict[str, dict[str, list[tuple[int, float, float]]]]) -> None:
                     col=column,
                 )
     figure.update_yaxes(title="validation loss", col=1)
-    figure.update_layout(width=900, height=640, template="simple_white")
-    with TemporaryDirectory() as folder, sync_playwright() as playwright:
-        page_file = Path(folder) / "plot.html"
-        figure.write_html(page_file, include_plotlyjs=True)
-        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"))
-        page = browser.new_page(viewport={"width": 920, "height": 660})
-        page.goto(page_file.as_uri())
-        page.wait_for_selector(".main-svg")
-        PLOT.parent.mkdir(exist_ok=True)
-        page.screenshot(path=PLOT)
-        browser.close()
+    save_plot(figure, "convergence.png", 900, 640)
 
 
 def main(steps: int, seeds: int) -> int:
     torch.set_num_threads(1)
     begin = time.perf_counter()
-    table: dict[str, Any] = {"machine": describe_machine(), "steps": steps, "seeds": seeds}
+    table: dict[str, Any] = {"steps": steps, "seeds": seeds}
     shared: dict[str, Any] = {}
     runs = []
     for optimizer in OPTIMIZERS:
@@ -174,7 +159,7 @@ def main(steps: int, seeds: int) -> int:
             "flush reaches 2bw's final loss at step": reaches(by_weights["flush"], by_weights["2bw"][-1][1]),
         }
     table["seconds"] = round(time.perf_counter() - begin)
-    RESULTS.write_text(json.dumps(table, indent=1) + "\n")
+    save("convergence", table)
     draw(curves)
     print(json.dumps(table["summary"], indent=1))
     return 0

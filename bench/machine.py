@@ -1,29 +1,24 @@
-"""What a figure was measured on: the machine, and the version of the code."""
+"""The stamp of a measurement, and the folder that bench scripts write to."""
 
 from __future__ import annotations
 
-import ast
 import datetime
+import json
 import os
 import platform
-from collections.abc import Iterable
-from hashlib import sha256
+import subprocess
 from pathlib import Path
-from threading import Lock
+from typing import Any
 
 import torch
 
-import pipeloom
-
-WORDS = frozenset({"files.py", "plan_table.py", "what_if.py"})
-"""Files of clusters and planners that read what users write and word results: no figure depends on them."""
-
-_PARSING = Lock()
-"""Python 3.11 may fail when two threads parse at a time: "AST constructor recursion depth mismatch"."""
+FOLDER = Path(__file__).parent
+RESULTS = FOLDER / "results"
+"""Not under version control: a figure that is worth keeping goes into docs/results.md with its stamp."""
 
 
 def describe_machine() -> dict[str, object]:
-    """Processor, cores, memory, versions and date, to stand beside every figure."""
+    """Processor, cores, memory, versions, date and commit, to stand beside every figure."""
     info = Path("/proc/cpuinfo")
     models = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if "model name" in line]
     return {
@@ -34,37 +29,37 @@ def describe_machine() -> dict[str, object]:
         "python": platform.python_version(),
         "load_at_start": round(os.getloadavg()[0], 2),
         "date": datetime.date.today().isoformat(),
+        "commit": commit(),
     }
 
 
-def code_of(rooms: Iterable[str], files: Iterable[Path] = ()) -> str:
-    """The version of the code in these rooms of the package, with the tables that lie there, and of other
-    files: a hash that comments, docstrings and `WORDS` leave as it is."""
-    found = [
-        file
-        for room in rooms
-        for file in sorted((Path(pipeloom.__file__).parent / room).rglob("*.*"))
-        if file.suffix in (".py", ".toml") and file.name not in WORDS
-    ]
-    made = sha256()
-    for file in (*found, *files):
-        made.update(_statements(file) if file.suffix == ".py" else file.read_bytes())
-    return made.hexdigest()[:12]
-
-
-def _statements(file: Path) -> bytes:
-    """What a file of Python does, without what it says."""
-    with _PARSING:
-        tree = ast.parse(file.read_text())
-    for node in ast.walk(tree):
-        if isinstance(body := getattr(node, "body", None), list):
-            node.body = [one for one in body if not _is_text(one)]  # type: ignore[attr-defined]
-    return ast.dump(tree).encode()
-
-
-def _is_text(node: ast.AST) -> bool:
-    return (
-        isinstance(node, ast.Expr)
-        and isinstance(node.value, ast.Constant)
-        and isinstance(node.value.value, str)
+def commit() -> str:
+    """The commit that is measured, with "-dirty" behind it if tracked files differ from it; "unknown" outside
+    of a git checkout."""
+    done = subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--exclude=*"], cwd=FOLDER, capture_output=True, text=True
     )
+    return done.stdout.strip() or "unknown"
+
+
+def code_of(*_: object) -> str:
+    """The commit, for scripts that name the rooms which their figures depend on."""
+    return commit()
+
+
+def keep(name: str, section: str, found: dict[str, Any]) -> None:
+    """Write what a section of a script has found so far, beside what there is of the others."""
+    save(name, {**load(name), section: {**found, "machine": describe_machine()}})
+
+
+def load(name: str) -> dict[str, Any]:
+    """What a script wrote to results/NAME.json before; an empty table if nothing."""
+    file = RESULTS / f"{name}.json"
+    return dict(json.loads(file.read_text())) if file.exists() else {}
+
+
+def save(name: str, table: dict[str, Any]) -> None:
+    """Write a table with its stamp to results/NAME.json, at once, so that nobody reads half of it."""
+    fresh = RESULTS / f"{name}.{os.getpid()}"
+    fresh.write_text(json.dumps({**table, "machine": describe_machine()}, indent=1) + "\n")
+    fresh.replace(RESULTS / f"{name}.json")

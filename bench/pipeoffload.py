@@ -30,13 +30,12 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
-from pipeoffload_grid import grid, lowest
+from machine import keep
+from pacing import pace
 from pipeoffload_memory import memory
 from pipeoffload_optimal import optimality
-from pipeoffload_paced import paced
 from pipeoffload_paper import paper
-from pipeoffload_planner import offload_only, planner, ratio
-from pipeoffload_results import keep
+from pipeoffload_planner import grid, lowest, offload_only, planner, ratio
 
 from pipeloom import schedules
 from pipeloom.api import MicrobatchTimes, Scenario, SimulatedSchedule, simulate_schedule
@@ -135,6 +134,10 @@ def _per_step(name: str, p: int, v: int, k: float) -> tuple[float, float]:
     return many.summary.step_s - few.summary.step_s, without_copies(many) - without_copies(few)
 
 
+def paced(quick: bool) -> dict[str, Any]:
+    return pace("copies", ranks=4, microbatches=8, seconds=0.03 if quick else 0.3, rounds=1 if quick else 3)
+
+
 SECTIONS = {
     "peaks": peaks,
     "overhead": overhead,
@@ -164,7 +167,7 @@ def main() -> None:
         found = SECTIONS[name](chosen.quick)
         print(f"{name}: {time.perf_counter() - begin:.0f} s", flush=True)
         if not chosen.quick:
-            keep(name, found)
+            keep("pipeoffload", name, found)
 
 
 if __name__ == "__main__":

@@ -7,14 +7,13 @@ and 1 blocks: stages of one size, as the formulas have them.
 from __future__ import annotations
 
 import json
-import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from model import Gpt, batch_of
-from playwright.sync_api import sync_playwright
 from plotly import graph_objects
+from plots import save_plot
 from torch import Tensor
 
 from pipeloom import Job, Options, Pipeline, Plan, plan
@@ -25,7 +24,6 @@ RANKS = (2, 4, 8)
 CHUNKS = 2
 STEPS = 2
 BLOCKS, VOCABULARY, MICROBATCH = 16, 256, 2
-PLOT = Path(__file__).parents[1] / "docs" / "images" / "offloading.png"
 
 
 def even_gpt() -> Gpt:
@@ -95,10 +93,8 @@ def memory(quick: bool) -> dict[str, Any]:
                 flush=True,
             )
     print_spread(rows)
-    if not quick and shutil.which("chromium"):
+    if not quick:
         plot(rows)
-    elif not quick:
-        print("the plot is left as it was: no chromium is installed to draw it", flush=True)
     return {"rows": rows}
 
 
@@ -140,14 +136,4 @@ def plot(rows: list[dict[str, Any]]) -> None:
             )
     figure.update_xaxes(title="ranks", type="log", tickvals=RANKS)
     figure.update_yaxes(title="most residuals of a rank, MiB", rangemode="tozero")
-    figure.update_layout(width=720, height=420, template="simple_white")
-    with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
-        page_file = Path(folder) / "plot.html"
-        figure.write_html(page_file, include_plotlyjs=True)
-        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"))
-        page = browser.new_page(viewport={"width": 740, "height": 440})
-        page.goto(page_file.as_uri())
-        page.wait_for_selector(".main-svg")
-        PLOT.parent.mkdir(exist_ok=True)
-        page.screenshot(path=PLOT)
-        browser.close()
+    save_plot(figure, "offloading.png", 720, 420)

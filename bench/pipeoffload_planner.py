@@ -1,4 +1,4 @@
-"""`pipeoffload` beside `dawnpiper` under a grid of caps, as simulated; and k of a captured GPT.
+"""`pipeoffload` beside `dawnpiper` under a grid of caps, as simulated; lowest caps; k of a captured GPT.
 
 Transformers of width 2048 and context 1024 (`layered.py`), 8 micro-batches of 16 rows, by roofline, with
 AdamW: 2 layers on 2 devices, and 8 layers on 4; "cpu" is this machine's, with its disk to offload to. Caps
@@ -9,7 +9,6 @@ their version, unless it is a quick run: to measure one again, delete it from th
 
 from __future__ import annotations
 
-import json
 import tempfile
 import time
 from dataclasses import replace
@@ -20,8 +19,7 @@ from typing import Any
 
 import torch
 from layered import layered
-from machine import code_of
-from pipeoffload_results import RESULTS, keep
+from machine import commit, keep, load
 from torch import Tensor
 
 from pipeloom import Job
@@ -104,8 +102,8 @@ def planned(
 
 def planner(quick: bool) -> dict[str, Any]:
     asked = [(*case, share) for share, case in product(SHARES, CASES)]
-    code = code_of(("planner", "schedules", "lowering", "simulator", "profiler", "ir"))
-    before = json.loads(RESULTS.read_text())["planner"] if RESULTS.exists() and not quick else {}
+    code = commit()
+    before = {} if quick else load("pipeoffload").get("planner", {})
     rows: list[dict[str, Any]] = before.get("rows", [])
     done = {(row["device"], row["ranks"], row["layers"], row["share"]) for row in rows}
     first = time.perf_counter()
@@ -119,7 +117,7 @@ def planner(quick: bool) -> dict[str, Any]:
         rows.append(row)
         print("  " + ", ".join(f"{name} {shown(value)}" for name, value in row.items()), flush=True)
         if not quick:
-            keep("planner", summary(rows, len(asked)))
+            keep("pipeoffload", "planner", summary(rows, len(asked)))
     found = summary(rows, len(asked))
     print(
         f"planner: slower than dawnpiper at {found['slower']} of {len(rows)} caps, alone fits at "
@@ -137,7 +135,7 @@ def offload_only(quick: bool) -> dict[str, Any]:
         rows.append({"device": device, "ranks": ranks, "layers": layers, "share": share} | found)
         print("  " + ", ".join(f"{name} {shown(value)}" for name, value in rows[-1].items()), flush=True)
         if not quick:
-            keep("offload_only", summary(rows, len(OFFLOAD_ONLY_SHARES)))
+            keep("pipeoffload", "offload_only", summary(rows, len(OFFLOAD_ONLY_SHARES)))
     return summary(rows, len(OFFLOAD_ONLY_SHARES))
 
 
@@ -217,3 +215,78 @@ def planned_alone(graph: OpGraph, cluster: Cluster) -> Plan:
         strategy="exact",
         options=PlanOptions(treatments=()),
     )
+
+
+# --- the grid, in at most ten minutes, and the lowest caps ----------------------------------------
+# 2 layers and a vocabulary of 256, so that no logits bind, on 2 devices. All that may be done with residuals
+# is allowed, or, as `--treat offload` has it, nothing is made again.
+
+DEVICES = ("a100-40", "h200", "cpu")
+GRID_RANKS, GRID_LAYERS, GRID_VOCABULARY = 2, 2, 256
+OFFLOAD: tuple[Treatment, ...] = ("offload",)
+GRID_CAPS: tuple[tuple[tuple[Treatment, ...] | None, tuple[float, ...]], ...] = (
+    (None, (1.0, 0.75, 0.5, 0.44)),
+    (OFFLOAD, (0.9, 0.7, 0.6)),
+)
+"""What may be done with residuals, and caps; the last of each are below what `dawnpiper` needs on an A100."""
+
+GRID_MOST_S = 540.0
+"""No cap is begun after so many seconds."""
+
+BISECTED = ("a100-40", "cpu")
+BISECTED_PLANNERS = (("dawnpiper", "1f1b"), ("dawnpiper", "gis_h"), ("pipeoffload", "1f1b"))
+LEAST, CLOSE = 0.3, 0.02
+"""Share of the largest cap from which on the lowest is sought, none having a plan below, and how closely."""
+
+
+def grid(quick: bool) -> dict[str, Any]:
+    """Never slower, and where it alone has a plan."""
+    asked = [
+        (device, allowed, share) for allowed, shares in GRID_CAPS for share in shares for device in DEVICES
+    ]
+    rows: list[dict[str, Any]] = []
+    begin = time.perf_counter()
+    for device, allowed, share in asked[-1:] if quick else asked:
+        if time.perf_counter() - begin > GRID_MOST_S:
+            break
+        row: dict[str, Any] = {"device": device, "allowed": allowed, "share": share}
+        rows.append(
+            row
+            | beside(cluster_of(device, GRID_RANKS), GRID_LAYERS, share, allowed, vocabulary=GRID_VOCABULARY)
+        )
+        print("  " + ", ".join(f"{name} {shown(value)}" for name, value in rows[-1].items()), flush=True)
+        if not quick:
+            keep("pipeoffload", "grid", summary(rows, len(asked)))
+    found = summary(rows, len(asked))
+    print(
+        f"grid: slower than dawnpiper at {found['slower']} of {len(rows)} caps, alone fits at "
+        f"{found['alone_fits']}"
+    )
+    return found
+
+
+def lowest(quick: bool) -> dict[str, Any]:
+    """The lowest cap of each planner, for both that may be done with residuals."""
+    graph = layered(GRID_LAYERS, hidden=WIDTH, length=CONTEXT, rows=ROWS, vocabulary=GRID_VOCABULARY)
+    rows = []
+    for device in BISECTED[:1] if quick else BISECTED:
+        cluster = cluster_of(device, GRID_RANKS)
+        free = planned(graph, cluster, "exact", "1f1b", None)
+        assert free is not None
+        whole = max(free.peaks)
+        for allowed, _ in GRID_CAPS:
+            for strategy, schedule in BISECTED_PLANNERS[:1] if quick else BISECTED_PLANNERS:
+                low, high, name = LEAST, 1.0, None
+                while high - low > CLOSE:
+                    share = (low + high) / 2
+                    plan = planned(graph, cluster, strategy, schedule, share * whole, allowed, fastest=False)
+                    low, high = (share, high) if plan is None else (low, share)
+                    name = name if plan is None else plan.schedule
+                row = {"device": device, "allowed": allowed, "planner": f"{strategy}, {schedule}"}
+                rows.append(row | {"share": high, "bytes": int(high * whole), "schedule": name})
+                print(
+                    "  " + ", ".join(f"{key} {shown(value)}" for key, value in rows[-1].items()), flush=True
+                )
+                if not quick:
+                    keep("pipeoffload", "lowest", {"rows": rows, "within": CLOSE})
+    return {"rows": rows, "within": CLOSE}

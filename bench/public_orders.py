@@ -16,7 +16,6 @@ import argparse
 import contextlib
 import importlib
 import io
-import json
 import sys
 import tempfile
 import time
@@ -26,11 +25,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from machine import code_of, describe_machine
+from machine import commit, load, save
 
 from pipeloom.api import MicrobatchTimes, Scenario, simulate_file, simulate_schedule
 
-RESULTS = Path(__file__).parent / "results" / "public_orders.json"
 PACKAGE = "megatron.core.pipeline_parallel.zerobubble.scheduler"
 PROFILES = [
     (1.0, 1.2, 0.9, 0.5),
@@ -166,8 +164,8 @@ def main() -> None:
     parser.add_argument("--again", action="store_true")
     args = parser.parse_args()
     public, ends = Public(args.clone), time.monotonic() + 60 * args.minutes
-    code = code_of(("schedules", "simulator"))
-    kept: list[dict[str, Any]] = json.loads(RESULTS.read_text())["cases"] if RESULTS.exists() else []
+    code = commit()
+    kept: list[dict[str, Any]] = load("public_orders").get("cases", [])
     keys = ("schedule", "ranks", "microbatches", "times")
     known = {str([case[key] for key in keys]): case for case in kept}
     count = 0
@@ -177,8 +175,7 @@ def main() -> None:
             break
         if asked not in known or known[asked]["code"] != code or args.again:
             known[asked] = measure(public, name, ranks, factor * ranks, times) | {"code": code}
-            text = json.dumps({"machine": describe_machine(), "cases": list(known.values())}, indent=1)
-            RESULTS.write_text(f"{text}\n")
+            save("public_orders", {"cases": list(known.values())})
         count += 1
         case = known[asked]
         if lost(case):

@@ -4,7 +4,7 @@
     python bench/schedule_search.py --chains [--ranks 4 8 16 32] [--again]
     python bench/schedule_search.py --growing 200 [--minutes 7]
 
-F = 1, B = 3, one unit of memory a micro-batch, no transfers; see bench/search_shapes.py. Tessel's figures
+F = 1, B = 3, one unit of memory a micro-batch, no transfers: tests/support/search_shapes.py. Tessel's figures
 are of its public code (zhiqi-0/Tessel, commit 44f72c3), its orders timed again so that every block begins as
 early as it can; on 8 ranks it did not end within 150 s. What counts as our seconds is the search alone, of
 one process of one thread, its compiled code loaded before. Every result is proved by the checks and timed by
@@ -22,7 +22,6 @@ less memory.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -32,7 +31,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from machine import code_of, describe_machine
+from machine import commit, load, save
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 from random_problems import random_chain
@@ -42,7 +41,6 @@ from pipeloom.api import prove_search
 from pipeloom.schedules import SearchOptions, search_orders
 from pipeloom.schedules.search import fitting, library_order
 
-RESULTS = Path(__file__).parent / "results"
 TESSEL: dict[tuple[int, str, int], tuple[float | None, float | None]] = {
     (4, "V", 4): (76.0, 268.0),
     (4, "X", 4): (138.0, 522.0),
@@ -174,9 +172,8 @@ class Results:
     """A file of results: cases by what they are of, each with the code that it was measured with."""
 
     def __init__(self, name: str, *, again: bool) -> None:
-        self.file = RESULTS / name
-        self.again, self.code = again, code_of(("schedules",))
-        self.kept = json.loads(self.file.read_text()) if self.file.exists() else {}
+        self.name, self.again, self.code = name, again, commit()
+        self.kept = load(name)
 
     def case(self, table: str, key: dict[str, Any], measured: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """What is known of a case, or what is measured now, which is written at once."""
@@ -186,7 +183,7 @@ class Results:
             return same[0]
         case = measured() | {"code": self.code}
         self.kept[table] = [old for old in cases if old not in same] + [case]
-        self.file.write_text(json.dumps({**self.kept, "machine": describe_machine()}, indent=1) + "\n")
+        save(self.name, self.kept)
         return case
 
 
@@ -240,7 +237,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=7.0, help="after which no further one is begun")
     parser.add_argument("--again", action="store_true")
     args = parser.parse_args()
-    name = "schedule_search_growing.json" if args.growing else "schedule_search.json"
+    name = "schedule_search_growing" if args.growing else "schedule_search"
     results = Results(name, again=args.again)
     search_orders(problem("M", 2, 4, 3, split=True))  # loads the compiled code
     if args.growing:

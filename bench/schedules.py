@@ -11,18 +11,16 @@ group is needed.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable, Iterable
 from contextlib import redirect_stdout
 from dataclasses import replace
 from io import StringIO
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch.distributed.pipelining.schedules as theirs
-from machine import describe_machine
+from machine import save
 from zbpp_light.auto_schedule import auto_schedule
 
 from pipeloom import schedules
@@ -33,7 +31,6 @@ from pipeloom.ir.schedule import Schedule
 from pipeloom.lowering import lower
 from pipeloom.simulator import simulate
 
-RESULTS = Path(__file__).parent / "results"
 UNIT = 1 << 20
 
 Rows = tuple[tuple[Action, ...], ...]
@@ -168,9 +165,7 @@ def main() -> None:
             f"lower {line['check_and_lower_s']:6.3f} s, simulate {line['simulate_s']:.3f} s; "
             f"makespan {line['makespan']:8.2f}, peak {line['peak']:5.2f}"
         )
-    RESULTS.mkdir(exist_ok=True)
-    text = json.dumps({"machine": describe_machine(), "times": args.times, "lines": lines}, indent=1)
-    (RESULTS / "schedules.json").write_text(text + "\n")
+    save("schedules", {"times": args.times, "lines": lines})
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from typing import Any
 
 import branching
 import numpy as np
-from machine import describe_machine
+from machine import load, save
 
 from pipeloom import api
 from pipeloom.clusters import find_cluster
@@ -38,7 +38,6 @@ from pipeloom.planner.search import Search, borders, layers
 from pipeloom.planner.strategies import shallow_cuts
 from pipeloom.profiler import roofline
 
-RESULTS = Path(__file__).parent / "results" / "search.json"
 ROWS = {"mmt": 4, "candle": 64}
 DEVICES = {"mmt": (8, 16, 32), "candle": (8,)}
 ROUNDS = 3
@@ -134,13 +133,12 @@ def main() -> int:
     parser.add_argument("--devices", type=int, nargs="+", default=(4, 8), help="for these graphs")
     parser.add_argument("--milliseconds", action="store_true", help="their times are in milliseconds")
     options = parser.parse_args()
-    results: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    results["machine"] = describe_machine()
+    results = load("search")
     if not options.graphs:
         compare_models(results)
     for path in options.graphs:
         results |= compare_file(path, options.devices, 1e-3 if options.milliseconds else 1.0)
-    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    save("search", results)
     return 0
 
 

@@ -25,9 +25,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from machine import describe_machine
+from machine import load, save
 
-RESULTS = Path(__file__).parent / "results" / "startup.json"
 LIMIT_S = 20.0
 JOB = """import torch
 from pipeloom import Job
@@ -188,9 +187,8 @@ def phases(notes: list[dict[str, Any]], start: float) -> list[str]:
 
 def main(runs: int, names: list[str]) -> int:
     """Written after each run."""
-    machine, rows = describe_machine(), []
-    known = json.loads(RESULTS.read_text())["runs"] if RESULTS.exists() else []
-    kept = [row for row in known if row["command"] not in names]
+    rows: list[dict[str, Any]] = []
+    kept = [row for row in load("startup").get("runs", []) if row["command"] not in names]
     with tempfile.TemporaryDirectory(prefix="pipeloom-startup-") as cache:
         for number in range(runs):
             for name in names:
@@ -205,8 +203,7 @@ def main(runs: int, names: list[str]) -> int:
                     for name in COMMANDS
                     if any(r["command"] == name for r in every)
                 }
-                table = {"machine": machine, "shape": SHAPE, "middle_first_step_s": middle, "runs": every}
-                RESULTS.write_text(json.dumps(table, indent=1) + "\n")
+                save("startup", {"shape": SHAPE, "middle_first_step_s": middle, "runs": every})
     return 0 if max(middle.values()) <= LIMIT_S else 1
 
 

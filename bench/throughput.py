@@ -32,7 +32,7 @@ from typing import Any, Protocol, TypedDict
 
 import torch
 import torch.distributed as dist
-from machine import describe_machine
+from machine import load, save
 from model import BLOCKS, MICROBATCH, Gpt, batch_of, job
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
@@ -43,7 +43,6 @@ from pipeloom.ir.plan import StagePlan
 from pipeloom.ir.stages import cut
 from pipeloom.runtime.launch import launch
 
-RESULTS = Path(__file__).parent / "results"
 PARTIES = ("pipeloom", "planned", "torch", "one process", "two at once")
 BY_TORCHRUN = ("torch", "two at once")
 WARM_UP = 2
@@ -294,11 +293,9 @@ def summary(microbatches: int, launches: list[Launch]) -> dict[str, object]:
 def report(figures: dict[str, object]) -> None:
     """Print the figures and add them to the results."""
     print(json.dumps(figures, indent=1))
-    path = RESULTS / "throughput.json"
-    kept = json.loads(path.read_text())["runs"] if path.exists() else []
+    kept = load("throughput").get("runs", [])
     kept = [run for run in kept if run["microbatches"] != figures["microbatches"]]
-    table = {"machine": describe_machine(), "runs": [*kept, figures]}
-    path.write_text(json.dumps(table, indent=1) + "\n")
+    save("throughput", {"runs": [*kept, figures]})
 
 
 def main(counts: list[int], launches: int, rounds: int) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import logging
 import sys
 import time
@@ -29,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from machine import describe_machine
+from machine import save
 from trust_zoo import import_torchvision
 
 ROOT = Path(__file__).parent
@@ -39,7 +38,6 @@ from runs import Numbers, capture_of, difference, even_plan, pipelined, plain  #
 from pipeloom import Job  # noqa: E402
 from pipeloom.ir.errors import PipeloomError  # noqa: E402
 
-RESULTS = ROOT / "results" / "trust.json"
 PAGE = ROOT.parent / "docs" / "trust.md"
 
 LIBRARIES = {
@@ -225,17 +223,16 @@ def main(libraries: Sequence[str], models: Sequence[str]) -> int:
 def record(verdicts: Sequence[Verdict], counts: Mapping[str, int], took_s: float) -> None:
     """Write the results, and the table of the page."""
     table = {
-        "machine": describe_machine(),
         "versions": {v.library: version_of(v.library) for v in verdicts if version_of(v.library)},
         "seconds": round(took_s),
         "tolerance": TOLERANCE,
         "counts": counts,
         "models": [asdict(v) for v in verdicts],
     }
-    RESULTS.write_text(json.dumps(table, indent=1) + "\n")
+    save("trust", table)
     begin, _, rest = PAGE.read_text().partition(MARK)
     _, _, end = rest.partition(MARK)
-    PAGE.write_text(f"{begin}{MARK}\n{page_of(verdicts, counts)}\n{MARK}{end}")
+    PAGE.write_text(f"{begin}{MARK}\n{page_of(verdicts)}\n{MARK}{end}")
 
 
 def version_of(library: str) -> str:
@@ -244,13 +241,9 @@ def version_of(library: str) -> str:
     return ""
 
 
-def page_of(verdicts: Sequence[Verdict], counts: Mapping[str, int]) -> str:
+def page_of(verdicts: Sequence[Verdict]) -> str:
     """The verdicts as Markdown."""
     lines = [
-        f"Of {len(verdicts)} entries: "
-        + ", ".join(f"{count} {kind}" for kind, count in counts.items())
-        + ".",
-        "",
         "| library | model | verdict | captured | stages | numbers | largest difference | why |",
         "|---|---|---|---|---|---|---|---|",
     ]

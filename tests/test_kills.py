@@ -103,7 +103,6 @@ class Run:
     process: subprocess.Popen[str]
     errors: str = ""
     hit: bool = False
-    took_s: float = 0.0
     _reader: threading.Thread = field(init=False)
 
     def __post_init__(self) -> None:
@@ -132,12 +131,10 @@ class Run:
 
     def wait(self) -> int:
         """Its exit status. Raises: AssertionError if it does not end in time."""
-        begin = time.monotonic()
         self._reader.join(IN_TIME_S)
         in_time = not self._reader.is_alive()
         self.process.kill()
         self._reader.join()
-        self.took_s = time.monotonic() - begin
         assert in_time, f"it had to be killed: {self.errors}"
         return self.process.returncode
 

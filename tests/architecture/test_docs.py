@@ -76,3 +76,9 @@ def test_the_readme_lists_every_command() -> None:
         inner = command.commands if isinstance(command, click.Group) else {}
         missing = {word for word in inner if not re.search(rf"`(pipeloom {name} )?{word}\b", rows[name])}
         assert not missing, f"pipeloom {name}"
+
+
+def test_results_name_the_scripts_that_are_there_and_mark_the_others() -> None:
+    text = (ROOT / "docs" / "results.md").read_text()
+    named = {(script, bool(mark)) for script, mark in re.findall(r"`python (bench/\w+\.py)[^`]*`( †)?", text)}
+    assert named and all((ROOT / script).exists() != gone for script, gone in named), named

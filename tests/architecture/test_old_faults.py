@@ -23,4 +23,5 @@ def test_edits_fit_the_source_and_tests_are_there(fault: dict) -> None:
 
 
 def test_every_number_has_a_fault() -> None:
-    assert {number for fault in FAULTS for number in fault["numbers"]} == set(range(1, 29))
+    """But 16, a fault of a checkpoint format that is no longer read."""
+    assert {number for fault in FAULTS for number in fault["numbers"]} == {*range(1, 29)} - {16}

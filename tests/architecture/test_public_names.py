@@ -61,10 +61,10 @@ def test_a_name_is_loaded_only_when_it_is_used() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_the_changelog_has_this_version() -> None:
+def test_the_changelog_has_this_version_once_it_is_released() -> None:
     headings = re.findall(r"^## \[([^\]]+)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert headings[0] == "Unreleased"
-    assert pipeloom.__version__ in headings
+    assert headings[1:2] in ([], [pipeloom.__version__])
 
 
 INNER = {"own_schedule.py": "schedules are written with names of rooms: see docs/schedule-language.md"}

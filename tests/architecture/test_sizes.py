@@ -60,7 +60,7 @@ def test_files_and_functions_of_the_package_are_small() -> None:
 def test_other_files_are_small() -> None:
     long = [
         f"{f.relative_to(ROOT)} has {lines} lines, the limit is {FILE_LINES - 1}: split it by subject"
-        for f in python_files("tests", "examples", "bench")
+        for f in python_files("tests", "examples")
         if (lines := f.read_text().count("\n")) >= FILE_LINES
     ]
     assert not long, "\n".join(long)

@@ -23,7 +23,6 @@ import torch
 from damage import GRAPH, PLAN, changed, ours
 from hypothesis import HealthCheck, event, given, settings, strategies as st
 from torch import nn
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from pipeloom.api import checkpoint_step
 from pipeloom.checks import check
@@ -33,7 +32,7 @@ from pipeloom.ir.graph import OpGraph
 from pipeloom.ir.plan import load_plan
 from pipeloom.ir.profile import Profile
 from pipeloom.ir.stages import chain
-from pipeloom.runtime.checkpoint import TrainState, checkpoint, state as states
+from pipeloom.runtime.checkpoint import TrainState, checkpoint
 from pipeloom.schedules.formats import read_schedule
 from pipeloom.train import (
     Config,
@@ -77,14 +76,6 @@ def write_checkpoint(folder: Path) -> None:
     for step in (1, 2):
         extra = {"user": {"step": step}, "rates": [0.5, None]}
         checkpoint.save(folder, a_state(), step=step, extra=extra, group=None)
-
-
-def write_old_checkpoint(folder: Path) -> None:
-    with pytest.MonkeyPatch.context() as old:
-        old.setattr(checkpoint, "TableWriter", FileSystemWriter)
-        old.setattr(checkpoint, "TABLE", ".metadata")
-        old.setattr(states, "SCHEMA", 1)
-        write_checkpoint(folder)
 
 
 def read_checkpoint(folder: Path) -> None:
@@ -177,11 +168,6 @@ KINDS = {
     "checkpoint": Kind(
         ("latest", *(f"step-00000002/{n}" for n in ("index.json", "tensors.json", "__0_0.distcp"))),
         write_checkpoint,
-        read_checkpoint,
-    ),
-    "old checkpoint": Kind(
-        tuple(f"step-00000002/{n}" for n in (".metadata", "index.json")),
-        write_old_checkpoint,
         read_checkpoint,
     ),
 }

@@ -4,9 +4,23 @@ import json
 
 import max_batch
 import pytest
-from batch_figures import PAPER, common_size, compared, geometric_mean, groups, reasons
 from layered import layered
-from max_batch import PLANNERS, cell, estimated, largest, least_cap, planned, planning, with_cap
+from max_batch import (
+    PAPER,
+    PLANNERS,
+    cell,
+    common_size,
+    compared,
+    estimated,
+    geometric_mean,
+    groups,
+    largest,
+    least_cap,
+    planned,
+    planning,
+    reasons,
+    with_cap,
+)
 
 from pipeloom.clusters import find_cluster
 

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from pipeloom.ir.errors import CheckpointError
-from pipeloom.runtime.checkpoint import TrainState, checkpoint, newest, state as states
+from pipeloom.runtime.checkpoint import TrainState, checkpoint, newest
 
 
 class Evil:
@@ -44,15 +43,6 @@ def save(folder: Path, state: TrainState) -> Path:
     return checkpoint.save(folder, state, step=1, extra={}, group=None)
 
 
-def save_pickled(folder: Path, state: TrainState, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """As pipeloom wrote them until its table was JSON: DCP's own writer, schema 1."""
-    with monkeypatch.context() as old:
-        old.setattr(checkpoint, "TableWriter", FileSystemWriter)
-        old.setattr(checkpoint, "TABLE", ".metadata")
-        old.setattr(states, "SCHEMA", 1)
-        return save(folder, state)
-
-
 def put(path: Path, name: str, content: bytes, *, listed: bool = True) -> None:
     """Replace a file, and its checksum too, as whoever changes one on purpose does."""
     (path / name).write_bytes(content)
@@ -74,32 +64,6 @@ def refused(path: Path, match: str) -> None:
 def test_no_file_of_a_checkpoint_is_a_pickle_of_objects(tmp_path: Path) -> None:
     path = save(tmp_path, a_state())
     assert sorted(p.name for p in path.iterdir()) == ["__0_0.distcp", "index.json", "tensors.json"]
-
-
-def test_an_old_checkpoint_is_read_without_running_its_pickle(
-    tmp_path: Path, ran: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    saved = a_state()
-    path = save_pickled(tmp_path / "old", saved, monkeypatch)
-    assert (path / ".metadata").is_file()
-    found = TrainState(parameters={n: nn.Parameter(p * 0) for n, p in saved.parameters.items()})
-    assert checkpoint.load(path, found, group=None)[0] == 1
-    assert all(torch.equal(found.parameters[n], p) for n, p in saved.parameters.items())
-    checkpoint.export_safetensors(path, tmp_path / "out.safetensors")
-
-    for evil in (pickle.dumps(Evil(ran)), pickle.dumps({"a": [Evil(ran)]}, protocol=0)):
-        put(path, ".metadata", evil)
-        refused(path, r"corrupt: \.metadata: it names pathlib\S*\.Path\.touch, which is not read|it names ")
-    assert not ran.exists()
-
-
-@pytest.mark.parametrize("damage", ["cut short", "another pickle", "zeros"])
-def test_a_damaged_pickle_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str) -> None:
-    path = save_pickled(tmp_path / "old", a_state(), monkeypatch)
-    whole = (path / ".metadata").read_bytes()
-    contents = {"cut short": whole[:-20], "another pickle": pickle.dumps([1]), "zeros": bytes(len(whole))}
-    put(path, ".metadata", contents[damage])
-    refused(path, r"is corrupt: \.metadata: ")
 
 
 def test_a_pickle_beside_a_checkpoint_is_left_alone(tmp_path: Path, ran: Path) -> None:

@@ -41,8 +41,6 @@ import msgspec
 from ...ir.errors import CheckpointError, shown
 
 SCHEMA = 2
-UNPICKLED = 1
-"""The schema before it: the table of tensors was a pickle, of which only DCP's own classes are read."""
 INDEX = "index.json"
 LATEST = "latest"
 _NAME = re.compile(r"step-(\d{8,})(\.old)?")
@@ -166,7 +164,7 @@ def read_index(path: Path) -> Index:
     try:
         plain = json.loads(read(path / INDEX))
         schema = plain["schema"]
-        if schema not in (UNPICKLED, SCHEMA):
+        if schema != SCHEMA:
             raise CheckpointError(
                 f"checkpoint {path} has schema {schema}, this pipeloom reads {SCHEMA}",
                 hint="load it with the version that wrote it",

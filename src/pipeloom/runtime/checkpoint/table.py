@@ -3,20 +3,12 @@ run for whoever reads it; here it is JSON, and nothing of it is believed before 
 
     {"model.0.weight": {"shape": [8, 4], "dtype": "float32",
                         "file": "__0_0.distcp", "offset": 0, "bytes": 1650}, ...}
-
-Of checkpoints of schema 1, which have DCP's `.metadata`, the pickle is read by an unpickler that knows the
-few classes which DCP puts there, and nothing else.
 """
 
 from __future__ import annotations
 
-import importlib
-import io
 import json
 import math
-import os
-import pickle
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,23 +33,6 @@ from . import files
 from .files import Index
 
 TABLE = "tensors.json"
-PICKLED = ".metadata"
-_DCP = "torch.distributed.checkpoint"
-_PICKLED_CLASSES = {
-    (f"{_DCP}.metadata", "Metadata"),
-    (f"{_DCP}.metadata", "MetadataIndex"),
-    (f"{_DCP}.metadata", "StorageMeta"),
-    (f"{_DCP}.metadata", "TensorStorageMetadata"),
-    (f"{_DCP}.metadata", "TensorProperties"),
-    (f"{_DCP}.metadata", "ChunkStorageMetadata"),
-    (f"{_DCP}.metadata", "_MEM_FORMAT_ENCODING"),
-    (f"{_DCP}.filesystem", "_StorageInfo"),
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    ("pathlib", "PosixPath"),
-    ("pathlib._local", "PosixPath"),
-}
-"""All that DCP's pickles name, besides dtypes. None of these does anything but hold values."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,24 +111,21 @@ class TableReader(FileSystemReader):
 
 def read_table(path: Path, index: Index) -> dict[str, SavedTensor]:
     """The tensors of a checkpoint, by key. Raises: CheckpointError if the table is damaged or made up."""
-    name = PICKLED if index.schema == files.UNPICKLED else TABLE
     try:
-        if name not in index.files:
+        if TABLE not in index.files:
             raise ValueError(f"{files.INDEX} does not list it")
-        content = files.read(path / name)
-        plain = _unpickled(content) if name == PICKLED else json.loads(content)
-        table = msgspec.convert(plain, dict[str, SavedTensor])
+        table = msgspec.convert(json.loads(files.read(path / TABLE)), dict[str, SavedTensor])
         for key, saved in table.items():
             _require_possible(key, saved, index)
         for key in index.model:
             _require_as_indexed(key, table.get(f"model.{key}"), index)
     except OSError as error:
         raise CheckpointError(
-            f"cannot read checkpoint {path}: {name}: {error.strerror}", hint="check the path"
+            f"cannot read checkpoint {path}: {TABLE}: {error.strerror}", hint="check the path"
         ) from None
     except (ValueError, RecursionError) as error:  # json's and msgspec's errors are ValueErrors
         raise CheckpointError(
-            f"checkpoint {path} is corrupt: {name}: {error}", hint=files.ELSEWHERE
+            f"checkpoint {path} is corrupt: {TABLE}: {error}", hint=files.ELSEWHERE
         ) from None
     return table
 
@@ -178,44 +150,3 @@ def _require_as_indexed(key: str, saved: SavedTensor | None, index: Index) -> No
     if saved is None or (tuple(shape), dtype) != (saved.shape, saved.dtype):
         said = f"{shown(list(shape))} {shown(dtype)}"
         raise ValueError(f"{files.INDEX} has {shown(key)} as {said}, and it has not")
-
-
-class _TableUnpickler(pickle._Unpickler):  # in Python: its memory is bounded by the bytes that it is given
-    def find_class(self, module: str, name: str) -> Any:
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        if (module, name) not in _PICKLED_CLASSES:
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which is not read from a checkpoint")
-        return getattr(importlib.import_module(module), name)
-
-
-def _unpickled(content: bytes) -> dict[str, Any]:
-    """DCP's table as ours. Raises: ValueError for anything else."""
-    try:
-        metadata = _TableUnpickler(io.BytesIO(content)).load()
-        places = {place.fqn: info for place, info in metadata.storage_data.items()}
-        return {
-            key: {
-                "shape": list(entry.size),
-                "dtype": str(entry.properties.dtype).removeprefix("torch."),
-                "file": os.fspath(places[key].relative_path),
-                "offset": places[key].offset,
-                "bytes": places[key].length,
-            }
-            for key, entry in metadata.state_dict_metadata.items()
-        }
-    except (
-        pickle.UnpicklingError,
-        struct.error,
-        ArithmeticError,
-        AssertionError,
-        AttributeError,
-        EOFError,
-        ImportError,
-        LookupError,
-        MemoryError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-    ) as error:  # what a damaged pickle ends in
-        raise ValueError(str(error).partition("\n")[0] or type(error).__name__) from None
